@@ -1,0 +1,1 @@
+"""Checkpointing for machine learning that belongs to no framework."""

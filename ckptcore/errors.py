@@ -1,0 +1,204 @@
+"""Every error that ckptcore raises.
+
+::
+
+    CheckpointError
+    ├── CheckpointNotFoundError        (FileNotFoundError)  nothing that can be loaded stands at the location
+    │   └── UncommittedCheckpointError                      a save began there and never committed
+    ├── CheckpointExistsError          (FileExistsError)    a save would replace something and was not asked to
+    ├── CorruptCheckpointError         (ValueError)         bytes are not what was written; names the file and range
+    │   └── ChecksumError                                   ... because a block's checksum does not match
+    ├── UnsupportedVersionError        (ValueError)         written by a newer ckptcore than this one
+    ├── TreeMismatchError              (ValueError)         the abstract tree and the stored one differ; lists it all
+    ├── UnsupportedLeafError           (TypeError)          no handler or no layout can store this leaf
+    ├── UnsupportedKeyError            (TypeError)          a container key that is neither int nor str
+    ├── NameCollisionError             (ValueError)         two leaves would get one name in the layout
+    ├── InvalidLocationError           (ValueError)         not a path or URL that can be used
+    ├── PluginError                    (RuntimeError)       a plugin broke its contract
+    │   ├── PluginConflictError                             two plugins claim one type, name or scheme
+    │   └── UnknownPluginError         (LookupError)        no installed plugin has this layout or URL scheme
+    ├── StorageError                   (OSError)            the storage failed
+    │   ├── StorageFullError                                ... because it is full or over quota
+    │   ├── ObjectNotFoundError        (FileNotFoundError)  ... because the object is not there
+    │   └── ConditionFailedError                            ... because a conditional put lost
+    ├── SaveLostError                  (RuntimeError)       another save took over or removed this one's claim
+    ├── AtomicityError                 (RuntimeError)       the storage cannot do atomically what was asked
+    ├── BackgroundSaveError            (RuntimeError)       an earlier asynchronous save failed unnoticed
+    ├── TargetUndefinedError           (RuntimeError)       ``load_into`` failed after it began to fill its target
+    ├── CommitUnknownError             (RuntimeError)       whether the save committed cannot be known
+    ├── RankFailedError                (RuntimeError)       another process of the job failed
+    └── CoordinationTimeoutError       (TimeoutError)       ranks did not come before the deadline
+
+Each says what was looked at, what was expected, what was found and what to do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+__all__ = [
+    "AtomicityError",
+    "BackgroundSaveError",
+    "CheckpointError",
+    "CheckpointExistsError",
+    "CheckpointNotFoundError",
+    "ChecksumError",
+    "CommitUnknownError",
+    "ConditionFailedError",
+    "CoordinationTimeoutError",
+    "CorruptCheckpointError",
+    "InvalidLocationError",
+    "NameCollisionError",
+    "ObjectNotFoundError",
+    "PluginConflictError",
+    "PluginError",
+    "RankFailedError",
+    "SaveLostError",
+    "StorageError",
+    "StorageFullError",
+    "TargetUndefinedError",
+    "TreeMismatchError",
+    "UncommittedCheckpointError",
+    "UnknownPluginError",
+    "UnsupportedKeyError",
+    "UnsupportedLeafError",
+    "UnsupportedVersionError",
+]
+
+
+class CheckpointError(Exception):
+    """The root of every error that ckptcore raises on purpose."""
+
+
+class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
+    """Nothing that can be loaded stands at the location."""
+
+
+class UncommittedCheckpointError(CheckpointNotFoundError):
+    """A save began at the location and never committed; it is never loaded."""
+
+
+class CheckpointExistsError(CheckpointError, FileExistsError):
+    """A save would replace what stands at the location and was not asked to."""
+
+
+class CorruptCheckpointError(CheckpointError, ValueError):
+    """Bytes of a checkpoint are not what was written.
+
+    Attributes:
+        key: the object (file) within the checkpoint, or None where it is not known.
+        start, stop: the half-open range of bytes in that object that is wrong, or None.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        key: str | None = None,
+        start: int | None = None,
+        stop: int | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.key = key
+        self.start = start
+        self.stop = stop
+
+
+class ChecksumError(CorruptCheckpointError):
+    """A block's checksum is not the one that was recorded when it was written."""
+
+
+class UnsupportedVersionError(CheckpointError, ValueError):
+    """The checkpoint was written in a newer format than this ckptcore reads."""
+
+
+class TreeMismatchError(CheckpointError, ValueError):
+    """The abstract tree and the stored one differ.
+
+    Attributes:
+        differences: one line for each difference, every one of them.
+    """
+
+    def __init__(self, message: str, differences: Sequence[str]) -> None:
+        super().__init__(message)
+        self.differences = tuple(differences)
+
+
+class UnsupportedLeafError(CheckpointError, TypeError):
+    """No handler describes this leaf, or the layout cannot store it. Nothing was written."""
+
+
+class UnsupportedKeyError(CheckpointError, TypeError):
+    """A container key is neither an int nor a str. Nothing was written."""
+
+
+class NameCollisionError(CheckpointError, ValueError):
+    """Two leaves would get the same name in the layout. Nothing was written."""
+
+
+class InvalidLocationError(CheckpointError, ValueError):
+    """A location or a key within it is not one that can be used."""
+
+
+class PluginError(CheckpointError, RuntimeError):
+    """A plugin broke its contract."""
+
+
+class PluginConflictError(PluginError):
+    """Two plugins claim the same type, layout name or URL scheme."""
+
+
+class UnknownPluginError(PluginError, LookupError):
+    """No installed plugin provides this layout or URL scheme."""
+
+
+class StorageError(CheckpointError, OSError):
+    """The storage failed; the cause is the error it gave."""
+
+
+class StorageFullError(StorageError):
+    """The storage is full, or the quota on it is used up."""
+
+
+class ObjectNotFoundError(StorageError, FileNotFoundError):
+    """An object is not in the storage."""
+
+
+class ConditionFailedError(StorageError):
+    """A conditional put found the object in another state than its condition asks."""
+
+
+class SaveLostError(CheckpointError, RuntimeError):
+    """Another save took over or removed this save's claim; this one did not commit."""
+
+
+class AtomicityError(CheckpointError, RuntimeError):
+    """The storage cannot do atomically what was asked. Nothing was changed."""
+
+
+class BackgroundSaveError(CheckpointError, RuntimeError):
+    """An earlier asynchronous save failed and nobody asked for its result; its error is the cause."""
+
+
+class TargetUndefinedError(CheckpointError, RuntimeError):
+    """``load_into`` failed after it began: the target holds a mix of old and new. The cause says why."""
+
+
+class CommitUnknownError(CheckpointError, RuntimeError):
+    """Whether the save committed cannot be known: look at the location before saving again."""
+
+
+class RankFailedError(CheckpointError, RuntimeError):
+    """Another process of the job failed, so this save or load failed everywhere."""
+
+
+class CoordinationTimeoutError(CheckpointError, TimeoutError):
+    """Some ranks did not come to an exchange before its deadline.
+
+    Attributes:
+        missing: the ranks that did not come.
+    """
+
+    def __init__(self, message: str, missing: Sequence[int] = ()) -> None:
+        super().__init__(message)
+        self.missing = tuple(missing)

@@ -1,0 +1,54 @@
+"""Frozen data that the stages hand to each other; no I/O, no plugin."""
+
+from ckptcore.model.arrays import ArraySpec, Box, HostArray, Shard, dtype_from_name, name_of_dtype
+from ckptcore.model.metadata import PLAIN_ARRAY, ArrayRecord, LeafRecord, TreeMetadata, ValueRecord
+from ckptcore.model.objects import BLOCK_BYTES, ObjectRecord
+from ckptcore.model.transfer import (
+    ArraySegment,
+    BytesSegment,
+    Pending,
+    ReadItem,
+    ReadPlan,
+    Ready,
+    Receipt,
+    Segment,
+    TileRead,
+    WriteItem,
+    WritePlan,
+)
+from ckptcore.model.tree import JSON, LEAF, Attribute, Key, Node, Skeleton, TreePath, format_path
+
+__all__ = [
+    "BLOCK_BYTES",
+    "JSON",
+    "LEAF",
+    "PLAIN_ARRAY",
+    "ArrayRecord",
+    "ArraySegment",
+    "ArraySpec",
+    "Attribute",
+    "Box",
+    "BytesSegment",
+    "HostArray",
+    "Key",
+    "LeafRecord",
+    "Node",
+    "ObjectRecord",
+    "Pending",
+    "ReadItem",
+    "ReadPlan",
+    "Ready",
+    "Receipt",
+    "Segment",
+    "Shard",
+    "Skeleton",
+    "TileRead",
+    "TreeMetadata",
+    "TreePath",
+    "ValueRecord",
+    "WriteItem",
+    "WritePlan",
+    "dtype_from_name",
+    "format_path",
+    "name_of_dtype",
+]

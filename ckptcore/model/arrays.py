@@ -1,0 +1,187 @@
+"""Boxes of arrays: where in an array, of what shape and dtype, held by whom."""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import ml_dtypes
+import numpy as np
+
+from ckptcore.errors import UnsupportedLeafError
+
+__all__ = ["ArraySpec", "Box", "HostArray", "Shard", "dtype_from_name", "name_of_dtype"]
+
+HostArray: TypeAlias = "np.ndarray[Any, np.dtype[Any]]"
+"""An array in host memory, of a dtype of NumPy or ml_dtypes."""
+
+_NUMPY_NAMES = (
+    "bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64",
+    "float16", "float32", "float64", "complex64", "complex128",
+)  # fmt: skip
+_ML_NAMES = tuple(
+    name
+    for name in (
+        "bfloat16", "float8_e3m4", "float8_e4m3", "float8_e4m3b11fnuz", "float8_e4m3fn",
+        "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu",
+        "float4_e2m1fn", "float6_e2m3fn", "float6_e3m2fn", "int1", "uint1", "int2", "uint2", "int4", "uint4",
+        "complex32", "bcomplex32",
+    )
+    if hasattr(ml_dtypes, name)
+)  # fmt: skip
+_DTYPES: dict[str, np.dtype[Any]] = {name: np.dtype(name) for name in _NUMPY_NAMES}
+_DTYPES.update({name: np.dtype(getattr(ml_dtypes, name)) for name in _ML_NAMES})
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+_TIME_UNITS = ("Y", "M", "W", "D", "h", "m", "s", "ms", "us", "ns", "ps", "fs", "as", "generic")
+_MAX_FIXED_BYTES = 1 << 20
+
+
+@functools.lru_cache(maxsize=256)
+def dtype_from_name(name: str) -> np.dtype[Any]:
+    """The NumPy dtype that a name in a checkpoint stands for, in native byte order.
+
+    The names are those of NumPy and ml_dtypes (``float32``, ``bfloat16``), ``datetime64[ns]`` and
+    ``timedelta64[ns]`` with a unit, ``S7`` for 7 bytes and ``U7`` for 7 characters of UCS-4.
+    The name may come from a hostile file: nothing but these is accepted.
+
+    Raises:
+        UnsupportedLeafError: for any other name.
+    """
+    if (known := _DTYPES.get(name)) is not None:
+        return known
+    for prefix in ("datetime64", "timedelta64"):
+        if name.startswith(prefix + "[") and name.endswith("]"):
+            unit = name[len(prefix) + 1 : -1].lstrip("0123456789")
+            count = name[len(prefix) + 1 : len(name) - 1 - len(unit)]
+            if unit in _TIME_UNITS and unit != "generic" and len(count) < 9:
+                return np.dtype(name)
+        elif name == prefix:
+            return np.dtype(name)
+    if name[:1] in ("S", "U") and name[1:].isascii() and name[1:].isdigit() and len(name) < 9:
+        if 0 < int(name[1:]) <= _MAX_FIXED_BYTES and name[1] != "0":
+            return np.dtype(name)
+    raise UnsupportedLeafError(
+        f"the dtype name {name[:80]!r} is not one that this ckptcore knows; "
+        "it may have been written by a newer version or with a newer ml_dtypes"
+    )
+
+
+def name_of_dtype(dtype: np.dtype[Any]) -> str:
+    """The name of a dtype in checkpoints, the inverse of `dtype_from_name`; byte order is left out.
+
+    Raises:
+        UnsupportedLeafError: for object, structured, void and platform-dependent dtypes.
+    """
+    if (name := _NAMES.get(dtype)) is not None:
+        return name
+    if dtype.byteorder in "<>" and (name := _NAMES.get(dtype.newbyteorder("="))) is not None:
+        return name
+    if dtype.kind in "mM":
+        return str(dtype.newbyteorder("=").name)
+    if dtype.kind in "SU" and dtype.names is None:
+        length = dtype.itemsize // (4 if dtype.kind == "U" else 1)
+        if 0 < length <= _MAX_FIXED_BYTES:
+            return f"{dtype.kind}{length}"
+    reason = "structured" if dtype.names is not None else "object" if dtype.hasobject else "not portable or not known"
+    raise UnsupportedLeafError(
+        f"dtype {dtype} cannot be stored ({reason}); "
+        "save its fields, or a view or a cast to a plain dtype, as arrays of their own"
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """A half-open range per axis, in elements: ``start <= index < stop``."""
+
+    start: tuple[int, ...]
+    stop: tuple[int, ...]
+
+    @classmethod
+    def whole(cls, shape: tuple[int, ...]) -> Box:
+        """The box of everything in an array of this shape."""
+        return cls((0,) * len(shape), shape)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Elements along each axis."""
+        return tuple([stop - start for start, stop in zip(self.start, self.stop, strict=True)])
+
+    @property
+    def size(self) -> int:
+        """Elements in all; 1 for a box without axes."""
+        return math.prod(self.shape)
+
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        """What to index an array with to get this box of it."""
+        return tuple([slice(start, stop) for start, stop in zip(self.start, self.stop, strict=True)])
+
+    def within(self, outer: Box) -> tuple[slice, ...]:
+        """What to index an array that holds `outer` with to get this box of it."""
+        return tuple(
+            [
+                slice(start - origin, stop - origin)
+                for start, stop, origin in zip(self.start, self.stop, outer.start, strict=True)
+            ]
+        )
+
+    def intersect(self, other: Box) -> Box | None:
+        """The box of elements in both, or None where there are none."""
+        start = tuple(map(max, self.start, other.start))
+        stop = tuple(map(min, self.stop, other.stop))
+        for low, high in zip(start, stop, strict=True):
+            if low >= high:
+                return None
+        return Box(start, stop)
+
+    def contains(self, other: Box) -> bool:
+        """Whether every element of `other` is in this box."""
+        return all(map(int.__le__, self.start, other.start)) and all(map(int.__ge__, self.stop, other.stop))
+
+
+@dataclass(frozen=True, slots=True)
+class ArraySpec:
+    """What an array is, apart from its elements.
+
+    Attributes:
+        shape: elements along each axis.
+        dtype: a name that `dtype_from_name` knows.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def numpy_dtype(self) -> np.dtype[Any]:
+        """The dtype of this array in host memory."""
+        return dtype_from_name(self.dtype)
+
+    @property
+    def size(self) -> int:
+        """Elements in all; 1 for an array without axes."""
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in host memory, contiguous."""
+        return math.prod(self.shape) * dtype_from_name(self.dtype).itemsize
+
+    def __str__(self) -> str:
+        return f"{self.dtype}[{', '.join(map(str, self.shape))}]"
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """A box that a process holds, and which of its equal copies this one is.
+
+    Attributes:
+        box: where in the array.
+        replica: 0 for the copy that owns the box, and is written.
+        replicas: how many processes or devices hold the same box.
+    """
+
+    box: Box
+    replica: int = 0
+    replicas: int = 1

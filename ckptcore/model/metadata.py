@@ -1,0 +1,208 @@
+"""What a checkpoint says of its leaves: records, and the tree of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Final, TypeAlias, TypeVar
+
+from ckptcore.errors import CorruptCheckpointError
+from ckptcore.model.arrays import ArraySpec, dtype_from_name
+from ckptcore.model.tree import JSON, Skeleton, TreePath, leaf_count, leaf_paths, skeleton_from_json, skeleton_to_json
+
+__all__ = ["PLAIN_ARRAY", "ArrayRecord", "LeafRecord", "TreeMetadata", "ValueRecord"]
+
+PLAIN_ARRAY: Final = "array"
+"""The kind of an array leaf that means nothing beyond its elements."""
+
+T = TypeVar("T")
+
+_NO_NOTES: Final[Mapping[str, JSON]] = {}
+
+
+@dataclass(frozen=True, slots=True)
+class ArrayRecord:
+    """A leaf that is an array.
+
+    Attributes:
+        spec: its shape and dtype, of the whole array over every process.
+        kind: what the array stands for: `PLAIN_ARRAY`, or a name its leaf handler owns (``numpy.scalar``, ``jax.key``).
+            A handler that does not know the kind treats the leaf as a plain array.
+        cuts: per axis the sorted inner boundaries at which shards meet, in elements; None where nothing is cut.
+        notes: JSON that its leaf handler owns (how it was sharded, what was converted); never needed to get the elements.
+    """
+
+    spec: ArraySpec
+    kind: str = PLAIN_ARRAY
+    cuts: tuple[tuple[int, ...], ...] | None = None
+    notes: Mapping[str, JSON] = field(default_factory=lambda: _NO_NOTES)
+
+
+@dataclass(frozen=True, slots=True)
+class ValueRecord:
+    """A leaf small enough to live in the root.
+
+    Attributes:
+        kind: the name of its type: none, bool, int, float, complex, str, bytes, or one its leaf handler owns.
+        value: the value as JSON, in the encoding its leaf handler owns.
+    """
+
+    kind: str
+    value: JSON
+
+
+LeafRecord: TypeAlias = ArrayRecord | ValueRecord
+"""What a checkpoint says of one leaf."""
+
+
+@dataclass(frozen=True)
+class TreeMetadata:
+    """The structure of a saved value and a record for each leaf.
+
+    Attributes:
+        skeleton: the containers.
+        leaves: a record per leaf, in the order of the skeleton.
+        aliases: for a leaf that shares its bytes with an earlier one: its number -> the number of the earlier one.
+    """
+
+    skeleton: Skeleton
+    leaves: tuple[LeafRecord, ...]
+    aliases: Mapping[int, int] = field(default_factory=dict)
+
+    @cached_property
+    def paths(self) -> tuple[TreePath, ...]:
+        """The path of each leaf."""
+        return tuple(leaf_paths(self.skeleton))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all array leaves, shared ones counted once."""
+        return sum(
+            record.spec.nbytes
+            for number, record in enumerate(self.leaves)
+            if isinstance(record, ArrayRecord) and number not in self.aliases
+        )
+
+    def to_json(self) -> dict[str, JSON]:
+        """The tree as columns: one entry per leaf in each, so that it stays small and parses fast."""
+        arrays: list[JSON] = []
+        values: list[JSON] = []
+        dtypes: dict[str, int] = {}
+        dtype_column: list[JSON] = []
+        shape_column: list[JSON] = []
+        extras: dict[str, JSON] = {}
+        for number, record in enumerate(self.leaves):
+            if isinstance(record, ValueRecord):
+                values.append([number, record.kind, record.value])
+                continue
+            arrays.append(number)
+            dtype_column.append(dtypes.setdefault(record.spec.dtype, len(dtypes)))
+            shape_column.append(record.spec.shape)
+            if record.kind != PLAIN_ARRAY or record.cuts is not None or record.notes:
+                extra: dict[str, JSON] = {}
+                if record.kind != PLAIN_ARRAY:
+                    extra["kind"] = record.kind
+                if record.cuts is not None:
+                    extra["cuts"] = record.cuts
+                if record.notes:
+                    extra["notes"] = dict(record.notes)
+                extras[str(number)] = extra
+        return {
+            "skeleton": skeleton_to_json(self.skeleton),
+            "count": len(self.leaves),
+            "dtypes": list(dtypes),
+            "dtype": dtype_column,
+            "shape": shape_column,
+            "values": values,
+            "extras": extras,
+            "aliases": [[alias, target] for alias, target in self.aliases.items()],
+        }
+
+    @classmethod
+    def from_json(cls, encoded: JSON) -> TreeMetadata:
+        """The inverse of `to_json`; the JSON may be hostile.
+
+        Raises:
+            CorruptCheckpointError: if it is not a tree.
+            UnsupportedLeafError: if it names a dtype that is not known.
+        """
+        try:
+            return _decode(encoded)
+        except (KeyError, TypeError, IndexError, AttributeError, RecursionError, OverflowError) as error:
+            raise CorruptCheckpointError(
+                f"the saved tree cannot be read: {error!r} where a leaf table should be"
+            ) from error
+
+
+def _decode(encoded: JSON) -> TreeMetadata:
+    table = _expect(encoded, dict)
+    dtype_names = [_expect(name, str) for name in _expect(table["dtypes"], list)]
+    for name in dtype_names:
+        dtype_from_name(name)
+    dtype_column = _expect(table["dtype"], list)
+    shape_column = _expect(table["shape"], list)
+    values = _expect(table["values"], list)
+    extras = _expect(table["extras"], dict)
+    count = _natural(table["count"])
+    if len(dtype_column) != len(shape_column) or count != len(dtype_column) + len(values):
+        raise CorruptCheckpointError("the saved tree cannot be read: its columns are of different lengths")
+    skeleton = skeleton_from_json(table["skeleton"], count)
+    if leaf_count(skeleton) != count:
+        raise CorruptCheckpointError("the saved tree cannot be read: it has other leaves than its leaf table")
+    leaves: list[LeafRecord | None] = [None] * count
+    for number, kind, value in values:
+        number = _natural(number)
+        if leaves[number] is not None:
+            raise CorruptCheckpointError("the saved tree cannot be read: it has a value twice")
+        leaves[number] = ValueRecord(_expect(kind, str), value)
+    number = 0
+    for dtype_number, shape_json in zip(dtype_column, shape_column, strict=True):
+        while leaves[number] is not None:
+            number += 1
+        shape = tuple(shape_json)
+        for extent in shape:
+            if type(extent) is not int or extent < 0:
+                raise CorruptCheckpointError(f"the saved tree cannot be read: {extent!r} is no extent of an array")
+        if len(shape) > 64:
+            raise CorruptCheckpointError(f"the saved tree cannot be read: an array has {len(shape)} axes")
+        spec = ArraySpec(shape, dtype_names[_natural(dtype_number)])
+        extra = extras.get(str(number))
+        leaves[number] = ArrayRecord(spec) if extra is None else _record_with_extra(spec, _expect(extra, dict))
+    aliases: dict[int, int] = {}
+    for alias, target in _expect(table["aliases"], list):
+        record, original = leaves[_natural(alias)], leaves[_natural(target)]
+        shared = isinstance(record, ArrayRecord) and isinstance(original, ArrayRecord)
+        if not shared or target >= alias or target in aliases or record.spec != original.spec:  # type: ignore[union-attr]  # both are arrays here
+            raise CorruptCheckpointError(f"the saved tree cannot be read: leaf {alias} cannot share leaf {target}")
+        aliases[alias] = target
+    return TreeMetadata(skeleton, tuple([leaf for leaf in leaves if leaf is not None]), aliases)
+
+
+def _record_with_extra(spec: ArraySpec, extra: Mapping[str, JSON]) -> ArrayRecord:
+    cuts_json = extra.get("cuts")
+    cuts = None
+    if cuts_json is not None:
+        cuts = tuple([tuple([_natural(cut) for cut in _expect(axis, list)]) for axis in _expect(cuts_json, list)])
+        if len(cuts) != len(spec.shape):
+            raise CorruptCheckpointError("the saved tree cannot be read: an array is cut along other axes than it has")
+    return ArrayRecord(
+        spec,
+        _expect(extra.get("kind", PLAIN_ARRAY), str),
+        cuts,
+        _expect(extra.get("notes", {}), dict),
+    )
+
+
+def _expect(found: Any, kind: type[T]) -> T:
+    if not isinstance(found, kind):
+        raise CorruptCheckpointError(
+            f"the saved tree cannot be read: expected a {kind.__name__}, found {str(found)[:80]!r}"
+        )
+    return found
+
+
+def _natural(found: JSON) -> int:
+    if type(found) is not int or found < 0:
+        raise CorruptCheckpointError(f"the saved tree cannot be read: expected a count, found {str(found)[:80]!r}")
+    return found

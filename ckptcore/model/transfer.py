@@ -1,0 +1,185 @@
+"""What stages hand to each other: plans, receipts, and the pieces that layouts ask the core to move."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeAlias, TypeVar
+
+from ckptcore.model.arrays import ArraySpec, Box, HostArray
+from ckptcore.model.metadata import TreeMetadata
+from ckptcore.model.objects import ObjectRecord
+from ckptcore.model.tree import JSON
+
+__all__ = [
+    "ArraySegment",
+    "BytesSegment",
+    "Pending",
+    "ReadItem",
+    "ReadPlan",
+    "Ready",
+    "Receipt",
+    "Segment",
+    "TileRead",
+    "WriteItem",
+    "WritePlan",
+]
+
+T_co = TypeVar("T_co", covariant=True)
+T = TypeVar("T")
+
+
+class Pending(Protocol[T_co]):
+    """A result that may still be on its way. A `concurrent.futures.Future` is one, a `Ready` too."""
+
+    def result(self) -> T_co:
+        """Wait for the result and return it, or raise what went wrong."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Ready(Generic[T]):
+    """A result that is there already."""
+
+    value: T
+
+    def result(self) -> T:
+        """The value."""
+        return self.value
+
+
+@dataclass(frozen=True, slots=True)
+class WriteItem:
+    """An array, and the boxes of it that this process writes.
+
+    Attributes:
+        leaf: the number of the leaf in the tree.
+        spec: the whole array.
+        boxes: without overlap, in the order in which a `Snapshot` gives their elements.
+    """
+
+    leaf: int
+    spec: ArraySpec
+    boxes: tuple[Box, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class WritePlan:
+    """What this process writes of a tree.
+
+    Attributes:
+        tree: the tree of the whole job.
+        items: the arrays of which this process writes a part; shared arrays once, under their first leaf.
+        rank, size: which process of how many this is.
+        save_id: the save; goes into the names of objects whose names no format fixes.
+    """
+
+    tree: TreeMetadata
+    items: tuple[WriteItem, ...]
+    rank: int
+    size: int
+    save_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Receipt:
+    """What one process wrote.
+
+    Attributes:
+        rank: the process.
+        items: what it wrote, as its plan said.
+        state: JSON that the layout owns: where things went.
+        objects: every object written, with its checksums.
+    """
+
+    rank: int
+    items: tuple[WriteItem, ...]
+    state: JSON
+    objects: tuple[ObjectRecord, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ReadItem:
+    """A box of an array that this process needs.
+
+    Attributes:
+        leaf: the number of the leaf in the tree; never an alias.
+        box: where in the array.
+    """
+
+    leaf: int
+    box: Box
+
+
+@dataclass(frozen=True, slots=True)
+class ReadPlan:
+    """What this process reads of a checkpoint.
+
+    Attributes:
+        tree: the tree that was saved.
+        state: the JSON that the layout gave from `finish` or `inspect`.
+        items: the boxes, in no particular order.
+    """
+
+    tree: TreeMetadata
+    state: JSON
+    items: tuple[ReadItem, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class BytesSegment:
+    """Bytes of an object that are known: a header, a footer, padding."""
+
+    data: bytes
+
+    @property
+    def nbytes(self) -> int:
+        """How many bytes."""
+        return len(self.data)
+
+
+@dataclass(frozen=True, slots=True)
+class ArraySegment:
+    """Bytes of an object that are the elements of a box, in C order, little endian.
+
+    Attributes:
+        box: the box whose elements these are.
+        itemsize: bytes per element.
+        open: gives the boxes and arrays that together hold all of `box`; may block until they are there. Their bytes
+            are cast to little endian and gathered as they are written.
+        close: called once, when all bytes are in the storage, or the write failed: the memory can be given back.
+    """
+
+    box: Box
+    itemsize: int
+    open: Callable[[], Sequence[tuple[Box, HostArray]]]
+    close: Callable[[], None]
+
+    @property
+    def nbytes(self) -> int:
+        """How many bytes."""
+        return self.box.size * self.itemsize
+
+
+Segment: TypeAlias = BytesSegment | ArraySegment
+"""A run of bytes of an object that is being written."""
+
+
+@dataclass(frozen=True, slots=True)
+class TileRead:
+    """A box stored in C order, uncompressed and little endian, and the arrays that want elements of it.
+
+    Attributes:
+        key: the object it is in.
+        offset: where in the object its first element is, in bytes.
+        box: where in the array its elements are.
+        itemsize: bytes per element.
+        targets: for each array that wants some of it: its number, its box and the array to fill (C-contiguous and
+            writable, of the box's shape). A target may want only part of the tile, and the tile only be part of it.
+    """
+
+    key: str
+    offset: int
+    box: Box
+    itemsize: int
+    targets: tuple[tuple[int, Box, HostArray], ...]

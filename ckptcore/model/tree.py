@@ -1,0 +1,212 @@
+"""The structure of a saved value: keys, paths and skeletons."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final, Literal, TypeAlias
+
+from ckptcore.errors import CorruptCheckpointError
+
+__all__ = [
+    "JSON",
+    "LEAF",
+    "MAX_DEPTH",
+    "Attribute",
+    "Key",
+    "Node",
+    "NodeKind",
+    "Skeleton",
+    "TreePath",
+    "format_path",
+    "leaf_count",
+    "leaf_paths",
+    "skeleton_from_json",
+    "skeleton_to_json",
+]
+
+JSON: TypeAlias = None | bool | int | float | str | Sequence["JSON"] | Mapping[str, "JSON"]
+"""What a JSON document can hold."""
+
+MAX_DEPTH: Final = 200
+"""The deepest tree that is saved or loaded, in containers."""
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Attribute:
+    """The key of a field of an object, kept apart from a str key of a mapping."""
+
+    name: str
+
+    def __str__(self) -> str:
+        return self.name
+
+
+Key: TypeAlias = int | str | Attribute
+"""A step from a container to one of its children: an index or int key, a str key, an attribute."""
+
+TreePath: TypeAlias = tuple[Key, ...]
+"""The steps from the root of a tree to a leaf; empty where the tree is a leaf."""
+
+NodeKind: TypeAlias = Literal["dict", "OrderedDict", "list", "tuple", "object"]
+"""How a container comes back without an abstract tree; an `object` comes back as a dict or a list."""
+
+_KINDS: Final = ("dict", "OrderedDict", "list", "tuple", "object")
+
+
+class _Leaf:
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return "LEAF"
+
+    def __reduce__(self) -> str:
+        return "LEAF"
+
+
+LEAF: Final = _Leaf()
+"""Stands in a skeleton where a leaf is."""
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """A container in a skeleton.
+
+    Attributes:
+        kind: how it comes back without an abstract tree.
+        keys: the key of each child, in order.
+        children: a `Node`, or `LEAF`.
+        type: the qualified name of the type that was saved where `kind` does not tell, else None. Only a note:
+            it is shown, and never imported.
+    """
+
+    kind: NodeKind
+    keys: tuple[Key, ...]
+    children: tuple[Skeleton, ...]
+    type: str | None = None
+
+
+Skeleton: TypeAlias = Node | _Leaf
+"""A tree with `LEAF` where its leaves are. Leaves are numbered in its order, depth first."""
+
+
+def format_path(path: TreePath) -> str:
+    """A path as a person reads it: ``params['a.b'][0].mu``; ``<root>`` for the empty one."""
+    if not path:
+        return "<root>"
+    parts: list[str] = []
+    for key in path:
+        if isinstance(key, Attribute):
+            parts.append(f".{key.name}" if parts else key.name)
+        elif isinstance(key, int):
+            parts.append(f"[{key}]")
+        elif key.isidentifier():
+            parts.append(f"/{key}" if parts else key)
+        else:
+            parts.append(f"[{key!r}]")
+    return "".join(parts)
+
+
+def leaf_paths(skeleton: Skeleton) -> Iterator[TreePath]:
+    """The path of each leaf, in the order of the leaves."""
+    if not isinstance(skeleton, Node):
+        yield ()
+        return
+    stack: list[tuple[TreePath, Iterator[tuple[Key, Skeleton]]]] = [
+        ((), zip(skeleton.keys, skeleton.children, strict=True))
+    ]
+    while stack:
+        prefix, children = stack[-1]
+        for key, child in children:
+            if isinstance(child, Node):
+                stack.append(((*prefix, key), zip(child.keys, child.children, strict=True)))
+                break
+            yield (*prefix, key)
+        else:
+            stack.pop()
+
+
+def leaf_count(skeleton: Skeleton) -> int:
+    """How many leaves a skeleton has."""
+    if not isinstance(skeleton, Node):
+        return 1
+    return sum(1 if not isinstance(child, Node) else leaf_count(child) for child in skeleton.children)
+
+
+def skeleton_to_json(skeleton: Skeleton) -> JSON:
+    """A skeleton as JSON: 0 for a leaf, else ``[kind, keys, children]`` with the type as a fourth where it is noted.
+
+    An attribute key is ``{"attr": name}``; int and str keys are themselves. `children` is the number of leaves
+    where every child is one.
+    """
+    if not isinstance(skeleton, Node):
+        return 0
+    keys: list[JSON] = [{"attr": key.name} if isinstance(key, Attribute) else key for key in skeleton.keys]
+    flat = not any(isinstance(child, Node) for child in skeleton.children)
+    children: JSON = len(keys) if flat else [skeleton_to_json(child) for child in skeleton.children]
+    sequence = skeleton.kind in ("list", "tuple")
+    encoded: list[JSON] = [skeleton.kind, None if sequence else keys, children]
+    if skeleton.type is not None:
+        encoded.append(skeleton.type)
+    return encoded
+
+
+def skeleton_from_json(encoded: JSON, limit: int, depth: int = 0) -> Skeleton:
+    """The inverse of `skeleton_to_json`; the JSON may be hostile.
+
+    Args:
+        limit: how many leaves the checkpoint has; no container may claim more.
+
+    Raises:
+        CorruptCheckpointError: if it is not a skeleton.
+    """
+    if encoded == 0 and isinstance(encoded, int):
+        return LEAF
+    if depth > MAX_DEPTH:
+        raise CorruptCheckpointError(f"the saved tree is deeper than {MAX_DEPTH} containers; that is not a checkpoint")
+    if not isinstance(encoded, list) or not 3 <= len(encoded) <= 4:
+        raise _bad_skeleton(encoded)
+    kind, keys_json, children_json, *rest = encoded
+    if kind not in _KINDS:
+        raise _bad_skeleton(kind)
+    note = rest[0] if rest else None
+    if note is not None and not isinstance(note, str):
+        raise _bad_skeleton(note)
+    children: tuple[Skeleton, ...]
+    if isinstance(children_json, int) and not isinstance(children_json, bool):
+        count = len(keys_json) if isinstance(keys_json, list) else children_json
+        if count != children_json or not 0 <= count <= limit:
+            raise _bad_skeleton(children_json)
+        children = (LEAF,) * count
+    elif isinstance(children_json, list):
+        children = tuple([skeleton_from_json(child, limit, depth + 1) for child in children_json])
+    else:
+        raise _bad_skeleton(children_json)
+    keys: tuple[Key, ...]
+    if kind in ("list", "tuple"):
+        if keys_json is not None:
+            raise _bad_skeleton(keys_json)
+        keys = tuple(range(len(children)))
+    else:
+        if not isinstance(keys_json, list) or len(keys_json) != len(children):
+            raise _bad_skeleton(keys_json)
+        keys = tuple([key if type(key) is str else _key_from_json(key) for key in keys_json])
+        if len(set(keys)) != len(keys):
+            raise _bad_skeleton("a container that has one key twice")
+    return Node(kind, keys, children, note)
+
+
+def _key_from_json(encoded: JSON) -> Key:
+    if isinstance(encoded, int) and not isinstance(encoded, bool):
+        return encoded
+    if isinstance(encoded, dict) and len(encoded) == 1:
+        name = encoded.get("attr")
+        if isinstance(name, str):
+            return Attribute(name)
+    raise _bad_skeleton(encoded)
+
+
+def _bad_skeleton(found: object) -> CorruptCheckpointError:
+    return CorruptCheckpointError(
+        f"the saved tree cannot be read: expected a container or a leaf, found {str(found)[:120]!r}"
+    )
