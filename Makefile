@@ -1,0 +1,62 @@
+# Every target sets up what it needs in .venv first. `make help` lists them.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DELETE_ON_ERROR:
+.DEFAULT_GOAL := help
+
+PYTHON ?= python3
+# How many processes run the tests; 0 runs them in one.
+WORKERS ?= 2
+# More arguments for pytest: make test PYTEST_ARGS="tests/docs -x"
+PYTEST_ARGS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+PLUGINS := $(sort $(patsubst %/pyproject.toml,%,$(wildcard plugins/*/pyproject.toml)))
+TYPED := ckptcore $(wildcard benchmarks examples) tests conftest.py
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+
+.PHONY: help setup demo test test-all check bench docs clean
+
+help:  ## list the targets
+	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' Makefile | expand -t 20
+
+setup: $(STAMP)  ## create .venv with the pinned dependencies and editable installs
+
+# pip comes first because an older one does not know dependency groups, and PyTorch by a command of its own so that
+# a build of it can be chosen (see docs/how-to/install.md) without touching the rest.
+$(STAMP): constraints.txt pyproject.toml $(PLUGINS:%=%/pyproject.toml)
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(PIP) pip
+	$(PIP) torch
+	$(PIP) --editable '.[cli,testing]' $(PLUGINS:%=--editable %) --group dev
+	touch $@
+
+demo: $(STAMP)  ## open one real checkpoint in NumPy, JAX and PyTorch
+	$(BIN)/python -m examples.minilm
+
+test: $(STAMP)  ## run the tests, without the slow ones
+	$(BIN)/python -m pytest -n $(WORKERS) -m "not slow" $(PYTEST_ARGS)
+
+test-all: $(STAMP)  ## run every test
+	$(BIN)/python -m pytest -n $(WORKERS) $(PYTEST_ARGS)
+
+check: $(STAMP)  ## lint, format, types, import order and documentation
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy $(TYPED)
+	for plugin in $(PLUGINS); do $(BIN)/mypy $$plugin/src; done
+	$(BIN)/lint-imports
+	$(MAKE) docs
+
+bench: $(STAMP)  ## measure ckptcore beside the libraries a user would pick instead
+	$(BIN)/python -m benchmarks
+
+docs: $(STAMP)  ## build the documentation into docs/_build/html
+	$(BIN)/sphinx-build --fail-on-warning --keep-going --quiet docs docs/_build/html
+
+clean:  ## remove what was built; .venv stays
+	rm -rf docs/_build build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	find . -name .venv -prune -o -name __pycache__ -type d -exec rm -rf {} +
