@@ -1,0 +1,1 @@
+"""Programs to read and run; each one is run by the test suite."""
