@@ -1,0 +1,94 @@
+"""Who may import whom, where import-linter cannot tell: third parties in the core, and the core in plugins."""
+
+from __future__ import annotations
+
+import ast
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.architecture.sources import Source, core_sources, plugin_sources
+
+CORE_DEPENDENCIES = {"ml_dtypes", "numpy", "pluggy", "xxhash"}
+EXTRA_DEPENDENCIES = {"ckptcore.cli": {"click", "rich"}, "ckptcore.testing": {"hypothesis", "pytest"}}
+"""Packages that only one part of the core may import, because they come with an extra of its name."""
+
+PUBLIC = {
+    "ckptcore",
+    "ckptcore.errors",
+    "ckptcore.hookspecs",
+    "ckptcore.model",
+    "ckptcore.planning",
+    "ckptcore.protocols",
+    "ckptcore.testing",
+}
+"""The modules that a plugin may import; of the two packages among them also the modules inside."""
+
+
+def foreign_imports(source: Source) -> list[str]:
+    """Imports of the core that are neither the standard library's, nor ours, nor a dependency it declares."""
+    allowed = set(CORE_DEPENDENCIES)
+    for part, extra in EXTRA_DEPENDENCIES.items():
+        if source.name == part or source.name.startswith(f"{part}."):
+            allowed |= extra
+    return [
+        f"{source.path}:{line} imports {module}"
+        for module, line in source.imported_modules()
+        if (top := module.partition(".")[0]) not in allowed and top != "ckptcore" and top not in sys.stdlib_module_names
+    ]
+
+
+def internal_imports(source: Source) -> list[str]:
+    """Imports of a plugin that reach into the core's internals."""
+    return [
+        f"{source.path}:{line} imports {module}, which is internal"
+        for module, line in source.imported_modules()
+        if module.partition(".")[0] == "ckptcore"
+        and module not in PUBLIC
+        and not module.startswith(("ckptcore.model.", "ckptcore.testing."))
+    ]
+
+
+def imports_at_top_level(source: Source) -> set[str]:
+    """The packages that merely importing the module imports."""
+    found: set[str] = set()
+    for node in source.tree.body:
+        if isinstance(node, ast.Import):
+            found |= {alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
+            found.add(node.module.partition(".")[0])
+    return found
+
+
+@pytest.mark.parametrize("source", core_sources(), ids=str)
+def test_the_core_imports_only_what_it_declares(source: Source) -> None:
+    assert foreign_imports(source) == []
+
+
+@pytest.mark.parametrize("source", plugin_sources(), ids=str)
+def test_a_plugin_imports_only_public_modules(source: Source) -> None:
+    assert internal_imports(source) == []
+
+
+@pytest.mark.parametrize("source", core_sources(), ids=str)
+def test_the_core_needs_no_extra_to_be_imported(source: Source) -> None:
+    """Only `ckptcore.cli` and `ckptcore.testing` import their extras; nothing else imports those two."""
+    if source.name.startswith(("ckptcore.cli", "ckptcore.testing")):
+        return
+    reached = {module for module, _ in source.imported_modules() if module.startswith(tuple(EXTRA_DEPENDENCIES))}
+    assert reached == set()
+
+
+def test_forbidden_imports_are_noticed(tmp_path: Path) -> None:
+    """The tests above can fail, also for an import inside a function."""
+    path = tmp_path / "guest.py"
+    path.write_text("import os\nimport numpy\ndef f():\n    from torch import nn\n", encoding="utf-8")
+    assert [line.rpartition(" ")[2] for line in foreign_imports(Source(path, "ckptcore.guest"))] == ["torch"]
+    path.write_text(
+        "import ckptcore\nfrom ckptcore.model.tree import Node\nfrom ckptcore import saving\nimport ckptcore.engine.x\n",
+        encoding="utf-8",
+    )
+    found = [line.split()[2] for line in internal_imports(Source(path, "guest"))]
+    assert "ckptcore.engine.x," in found
+    assert "ckptcore.model.tree," not in found

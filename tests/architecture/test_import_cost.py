@@ -1,0 +1,83 @@
+"""`import ckptcore` stays light with every plugin installed."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from importlib.metadata import entry_points
+from pathlib import Path
+
+import pytest
+
+HEAVY = (
+    "click", "equinox", "flax", "fsspec", "hypothesis", "jax", "jaxlib", "optax", "orbax", "pandas", "pytest", "rich",
+    "safetensors", "scipy", "tensorflow", "tensorstore", "torch", "transformers",
+)  # fmt: skip
+"""Packages that no program gets for importing ckptcore."""
+
+MOST_MODULES = 160
+"""Modules that `import ckptcore` may load on top of NumPy, ml_dtypes, pluggy and xxhash: the core's own and the standard
+library's. It counts what a time limit would only guess at."""
+
+PROBE = """
+import json, sys
+for name in {before!r}:
+    __import__(name)
+before = set(sys.modules)
+for name in {names!r}:
+    __import__(name)
+print(json.dumps(sorted(set(sys.modules) - before)))
+"""
+
+
+def modules_loaded_by(*names: str, before: tuple[str, ...] = (), path: Path | None = None) -> set[str]:
+    """The modules that importing `names` adds in a fresh process, one that has imported `before`."""
+    code = PROBE.format(names=names, before=before)
+    if path is not None:
+        code = f"import sys; sys.path.insert(0, {str(path)!r})\n{code}"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
+    return set(json.loads(result.stdout))
+
+
+def heavy(modules: set[str]) -> set[str]:
+    """Those of the modules that belong to a package in `HEAVY`."""
+    return {module for module in modules if module.partition(".")[0] in HEAVY}
+
+
+def test_importing_ckptcore_imports_no_framework() -> None:
+    assert heavy(modules_loaded_by("ckptcore")) == set()
+
+
+@pytest.mark.parametrize("entry", sorted(entry_points(group="ckptcore")), ids=lambda entry: str(entry.name))
+def test_entry_module_of_a_plugin_imports_no_framework(entry: object) -> None:
+    module = str(getattr(entry, "module", ""))
+    assert module
+    assert heavy(modules_loaded_by("ckptcore", module)) == set()
+
+
+def test_collecting_the_plugins_imports_no_framework(tmp_path: Path) -> None:
+    """A save and a load of plain values ask every installed plugin about their types."""
+    (tmp_path / "uses_every_hook.py").write_text(
+        "import ckptcore\n"
+        "ckptcore.save('memory://import-cost/state', {'step': 3, 'name': 'run', 'rates': [0.5, 0.25]})\n"
+        "assert ckptcore.load('memory://import-cost/state')['step'] == 3\n",
+        encoding="utf-8",
+    )
+    assert heavy(modules_loaded_by("uses_every_hook", path=tmp_path)) == set()
+
+
+def test_the_probe_notices_a_framework(tmp_path: Path) -> None:
+    """The tests above can fail: a package that imports a framework where nobody sees it is caught."""
+    (tmp_path / "innocent.py").write_text("import innocent_part\n", encoding="utf-8")
+    (tmp_path / "innocent_part.py").write_text("import torch.nn\n", encoding="utf-8")
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").write_text("", encoding="utf-8")
+    (tmp_path / "torch" / "nn.py").write_text("", encoding="utf-8")
+    assert heavy(modules_loaded_by("innocent", path=tmp_path)) == {"torch", "torch.nn"}
+
+
+def test_importing_ckptcore_loads_few_modules() -> None:
+    loaded = modules_loaded_by("ckptcore", before=("numpy", "ml_dtypes", "pluggy", "xxhash"))
+    assert any(module.startswith("ckptcore.") for module in loaded)
+    assert len(loaded) <= MOST_MODULES, sorted(loaded)

@@ -1,0 +1,124 @@
+"""Public names: `__all__` is sorted and complete, and each has a docstring."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.architecture.sources import Source, core_sources, plugin_sources
+
+PUBLIC_SOURCES = [source for source in core_sources() + plugin_sources() if source.public]
+
+
+def isort_key(name: str) -> tuple[int, str]:
+    """Ruff's order of `__all__`: constants, then classes, then the rest."""
+    return (0 if name.isupper() and len(name) > 1 else 1 if name[:1].isupper() else 2, name)
+
+
+def exported_names(tree: ast.Module) -> list[str] | None:
+    """What `__all__` lists, or None where there is none."""
+    for node in tree.body:
+        targets = (
+            node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
+        )
+        if any(isinstance(target, ast.Name) and target.id == "__all__" for target in targets):
+            assert isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None
+            return [str(name) for name in ast.literal_eval(node.value)]
+    return None
+
+
+def defined_names(tree: ast.Module) -> set[str]:
+    """The public names that the module itself defines at its top level; type variables do not count."""
+    names: set[str] = set()
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            names.add(node.name)
+        elif isinstance(node, ast.Assign) and not _makes_type_variable(node.value):
+            names |= {name.id for target in node.targets for name in ast.walk(target) if isinstance(name, ast.Name)}
+        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            names.add(node.target.id)
+    return {name for name in names if not name.startswith("_")}
+
+
+def _makes_type_variable(value: ast.expr) -> bool:
+    return (
+        isinstance(value, ast.Call) and isinstance(value.func, ast.Name) and value.func.id in {"TypeVar", "ParamSpec"}
+    )
+
+
+def undocumented(tree: ast.Module) -> Iterator[str]:
+    """Public functions, classes and methods without a docstring."""
+    if ast.get_docstring(tree) is None:
+        yield "the module"
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) and not node.name.startswith("_"):
+            if ast.get_docstring(node) is None:
+                yield node.name
+            if isinstance(node, ast.ClassDef):
+                yield from _undocumented_methods(node)
+
+
+def _undocumented_methods(owner: ast.ClassDef) -> Iterator[str]:
+    """Methods that a class adds; one that carries out a protocol or overrides is documented where it was declared."""
+    if owner.bases or owner.name.startswith("_"):
+        return
+    documented_by_attributes = "Attributes:" in (ast.get_docstring(owner) or "")
+    for node in owner.body:
+        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) or node.name.startswith("_"):
+            continue
+        decorators = {ast.unparse(decorator) for decorator in node.decorator_list}
+        if documented_by_attributes and "property" in decorators:
+            continue
+        if ast.get_docstring(node) is None and not any("overload" in decorator for decorator in decorators):
+            yield f"{owner.name}.{node.name}"
+
+
+@pytest.mark.parametrize("source", PUBLIC_SOURCES, ids=str)
+def test_all_is_sorted_and_complete(source: Source) -> None:
+    exported, defined = exported_names(source.tree), defined_names(source.tree)
+    if exported is None:
+        assert not defined, f"{source.path} defines {sorted(defined)} and has no __all__"
+        return
+    assert exported == sorted(exported, key=isort_key)
+    assert len(set(exported)) == len(exported)
+    assert defined <= set(exported), f"not in __all__: {sorted(defined - set(exported))}"
+    if source.path.name != "__init__.py":
+        assert set(exported) <= defined, f"in __all__ and not defined here: {sorted(set(exported) - defined)}"
+
+
+@pytest.mark.parametrize("source", [source for source in core_sources() if source.public], ids=str)
+def test_all_names_what_exists(source: Source) -> None:
+    module = importlib.import_module(source.name)
+    for name in exported_names(source.tree) or []:
+        assert hasattr(module, name), f"{source.name}.__all__ names {name}, which is not there"
+
+
+@pytest.mark.parametrize("source", PUBLIC_SOURCES, ids=str)
+def test_every_public_name_has_a_docstring(source: Source) -> None:
+    assert list(undocumented(source.tree)) == []
+
+
+def test_the_front_page_exports_every_function_of_the_api() -> None:
+    ckptcore = importlib.import_module("ckptcore")
+    api = importlib.import_module("ckptcore.api")
+    functions = {name for name in api.__all__ if inspect.isfunction(getattr(api, name))}
+    assert functions <= set(ckptcore.__all__)
+    assert {"load", "load_into", "metadata", "save", "save_async", "verify"} <= functions
+
+
+def test_gaps_are_noticed(tmp_path: Path) -> None:
+    """The tests above can fail."""
+    path = tmp_path / "gaps.py"
+    path.write_text(
+        '__all__ = ["b", "a"]\nLIMIT = 3\n_hidden = 4\nclass A:\n    def f(self): ...\n    def _g(self): ...\ndef b(): ...\n',
+        encoding="utf-8",
+    )
+    tree = Source(path, "gaps").tree
+    assert exported_names(tree) == ["b", "a"]
+    assert defined_names(tree) == {"LIMIT", "A", "b"}
+    assert list(undocumented(tree)) == ["the module", "A", "A.f", "b"]

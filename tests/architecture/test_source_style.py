@@ -1,0 +1,97 @@
+"""Rules of style that a linter does not know: file names, and no state in modules."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.architecture.sources import ROOT, Source, core_sources, plugin_sources, project_files
+
+VAGUE = {"base", "common", "helper", "helpers", "manager", "misc", "util", "utils"}
+
+STATEFUL = {
+    "ckptcore.builtin.memory": "what is saved to memory:// lives as long as the process",
+    "ckptcore.plugins": "the plugin manager is made once",
+}
+"""Modules that may keep state, and why."""
+
+MUTATORS = {
+    "add", "append", "clear", "discard", "extend", "insert", "pop", "popitem", "remove", "setdefault", "sort", "update",
+    "__setitem__", "__delitem__", "appendleft", "popleft",
+}  # fmt: skip
+
+
+def state(tree: ast.Module) -> Iterator[str]:
+    """Places where a function changes what a module-level name holds."""
+    names = {
+        name.id
+        for node in tree.body
+        if isinstance(node, ast.Assign | ast.AnnAssign)
+        for target in (node.targets if isinstance(node, ast.Assign) else [node.target])
+        for name in ast.walk(target)
+        if isinstance(name, ast.Name)
+    }
+    for function in ast.walk(tree):
+        if not isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            continue
+        for node in ast.walk(function):
+            if isinstance(node, ast.Global):
+                yield f"line {node.lineno}: global {', '.join(node.names)}"
+            elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+                owner = node.func.value
+                if node.func.attr in MUTATORS and isinstance(owner, ast.Name) and owner.id in names - _locals(function):
+                    yield f"line {node.lineno}: {owner.id}.{node.func.attr}()"
+            elif isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store | ast.Del):
+                if isinstance(node.value, ast.Name) and node.value.id in names - _locals(function):
+                    yield f"line {node.lineno}: {node.value.id}[...] is set or deleted"
+
+
+def _locals(function: ast.AST) -> set[str]:
+    stored = {node.id for node in ast.walk(function) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    return stored | {node.arg for node in ast.walk(function) if isinstance(node, ast.arg)}
+
+
+@pytest.mark.parametrize("source", core_sources() + plugin_sources(), ids=str)
+def test_modules_keep_no_state(source: Source) -> None:
+    if source.name not in STATEFUL:
+        assert sorted(set(state(source.tree))) == []
+
+
+def test_modules_that_may_keep_state_exist() -> None:
+    assert set(STATEFUL) <= {source.name for source in core_sources()}
+
+
+def test_no_file_has_a_name_that_says_nothing() -> None:
+    vague = [
+        str(path.relative_to(ROOT))
+        for path in project_files(".py")
+        if VAGUE & {path.stem.strip("_"), path.parent.name.strip("_")}
+    ]
+    assert vague == []
+
+
+@pytest.mark.parametrize("source", core_sources() + plugin_sources(), ids=str)
+def test_the_first_line_says_what_the_file_is(source: Source) -> None:
+    docstring = ast.get_docstring(source.tree)
+    assert docstring, f"{source.path} has no docstring"
+    assert docstring.splitlines()[0].rstrip().endswith((".", ":", "?")), f"{source.path}: {docstring.splitlines()[0]!r}"
+
+
+def test_state_is_noticed(tmp_path: Path) -> None:
+    """The test above can fail."""
+    path = tmp_path / "stateful.py"
+    path.write_text(
+        "SEEN = {}\nNAMES = []\nCOUNT = 0\n"
+        "def f(x):\n    SEEN[x] = 1\n    NAMES.append(x)\n"
+        "def g():\n    global COUNT\n    COUNT += 1\n"
+        "def h():\n    NAMES = []\n    NAMES.append(1)\n    return NAMES\n",
+        encoding="utf-8",
+    )
+    assert sorted(set(state(Source(path, "stateful").tree))) == [
+        "line 5: SEEN[...] is set or deleted",
+        "line 6: NAMES.append()",
+        "line 8: global COUNT",
+    ]

@@ -1,0 +1,132 @@
+"""Every code block of README.md and of the documentation runs, page by page, in the order of the page.
+
+The ```` ```python ```` blocks of a page share one namespace and one empty working directory. Of a ```` ```console ````
+block the lines that start with ``$ ckptcore`` run there too; output that is shown below a command is compared with what
+it prints, where ``...`` stands for anything.
+"""
+
+from __future__ import annotations
+
+import doctest
+import linecache
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.architecture.sources import ROOT
+from tests.docs.pages import CodeBlock, code_blocks, documentation_pages
+
+SHOWN_ONLY = {"bash", "json", "makefile", "text", "toml"}
+"""Languages of blocks that are no code of ours to run."""
+
+DIRECTIVES = re.compile(r"^\{[a-z:-]+\}$")
+"""Blocks that are MyST directives."""
+
+NOT_RUN = ("git ", "make", "pip ", "python -m venv", "source ", "ls", "cat ")
+"""Commands of console blocks that set up an environment or look at files, and are not run."""
+
+PAGES = [page for page in documentation_pages() if code_blocks(page.read_text(encoding="utf-8"))]
+
+
+def page_name(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+def run_python(block: CodeBlock, page: Path, namespace: dict[str, object]) -> None:
+    """Execute a block so that a traceback shows the page and its line."""
+    name = f"{page}:{block.line}"
+    linecache.cache[name] = (len(block.code), None, block.code.splitlines(keepends=True), name)
+    exec(compile(block.code, name, "exec", dont_inherit=True), namespace)
+
+
+def commands(block: CodeBlock) -> Iterator[tuple[str, str]]:
+    """Each command of a console block, and the output shown for it."""
+    command, shown = "", ""
+    for line in block.code.splitlines(keepends=True):
+        if command.endswith("\\\n"):
+            command = command[:-2] + line
+        elif line.startswith("$ "):
+            if command:
+                yield command.strip(), shown
+            command, shown = line[2:], ""
+        else:
+            shown += line
+    if command:
+        yield command.strip(), shown
+
+
+def run_console(block: CodeBlock, page: Path) -> None:
+    """Run the commands of ours in a block, and compare what they print."""
+    for command, shown in commands(block):
+        if command.startswith(NOT_RUN):
+            continue
+        assert command.startswith("ckptcore "), f"{page}:{block.line}: nothing is known of the command {command!r}"
+        result = subprocess.run(
+            [sys.executable, "-m", "ckptcore.cli", *shlex.split(command, comments=True)[1:]],
+            capture_output=True,
+            text=True,
+            timeout=300,
+            env={**os.environ, "COLUMNS": "120", "NO_COLOR": "1", "TERM": "dumb"},
+        )
+        printed = "\n".join(line.rstrip() for line in (result.stdout + result.stderr).splitlines()) + "\n"
+        if shown:
+            options = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+            same = doctest.OutputChecker().check_output(shown, printed, options)
+            assert same, f"{page}:{block.line}: $ {command}\nshown:\n{shown}\nprinted:\n{printed}"
+        else:
+            assert result.returncode == 0, f"{page}:{block.line}: $ {command}\nprinted:\n{printed}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=page_name)
+def test_code_blocks_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    namespace: dict[str, object] = {"__name__": f"page_{page.stem}".replace("-", "_")}
+    # Dataclasses and pickles look their module up.
+    module = type(sys)(str(namespace["__name__"]))
+    module.__dict__.update(namespace)
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    for block in code_blocks(page.read_text(encoding="utf-8")):
+        if block.language == "python":
+            run_python(block, page, module.__dict__)
+        elif block.language == "console":
+            run_console(block, page)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=page_name)
+def test_no_block_is_skipped_by_its_language(page: Path) -> None:
+    """Code that a reader would copy is marked ``python`` or ``console``, and so runs."""
+    known = SHOWN_ONLY | {"python", "console"}
+    for block in code_blocks(page.read_text(encoding="utf-8")):
+        assert block.language in known or DIRECTIVES.match(block.language), (
+            f"{page}:{block.line}: the language {block.language!r} is neither run nor known to be only shown"
+        )
+
+
+def test_the_front_page_has_an_example_of_each_framework() -> None:
+    blocks = code_blocks((ROOT / "README.md").read_text(encoding="utf-8"))
+    code = "\n".join(block.code for block in blocks if block.language == "python")
+    assert {"import jax", "import numpy", "import torch"} <= {
+        line.split(" as ")[0].split(".")[0] for line in code.splitlines() if line.startswith("import ")
+    }
+
+
+def test_a_broken_block_is_noticed(tmp_path: Path) -> None:
+    """The tests above can fail, and say where."""
+    text = "# Page\n\n- in a list\n\n  ```python\n  x = 1\n  ```\n\n```python\nassert x == 2\n```\n"
+    blocks = code_blocks(text)
+    assert [(block.language, block.line) for block in blocks] == [("python", 6), ("python", 10)]
+    namespace: dict[str, object] = {}
+    run_python(blocks[0], tmp_path / "page.md", namespace)
+    with pytest.raises(AssertionError):
+        run_python(blocks[1], tmp_path / "page.md", namespace)
+
+
+def test_commands_are_found_with_their_output() -> None:
+    block = CodeBlock("console", "$ ckptcore ls a \\\n    --json\nx\n\ny\n$ make test\n", 1)
+    assert list(commands(block)) == [("ckptcore ls a     --json", "x\n\ny\n"), ("make test", "")]
