@@ -1,0 +1,357 @@
+"""Checkpoints in directories of the local or a mounted file system."""
+
+from __future__ import annotations
+
+import errno
+import os
+import secrets
+import shutil
+import stat
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, suppress
+from typing import ClassVar, Final
+from urllib.parse import quote, unquote
+
+import xxhash
+
+from ckptcore.builtin.keys import check_directory_key, check_key
+from ckptcore.builtin.local_directories import LocalDirectories
+from ckptcore.builtin.local_errors import ABSENT, local_error
+from ckptcore.builtin.local_files import LocalFile, LocalFiles
+from ckptcore.builtin.local_listing import list_files, list_names
+from ckptcore.builtin.local_locks import lock_object, try_to_lock
+from ckptcore.builtin.local_syncs import sync_file
+from ckptcore.builtin.local_writer import LocalWriter
+from ckptcore.builtin.renames import exchange, rename_without_replacing
+from ckptcore.errors import (
+    AtomicityError,
+    ConditionFailedError,
+    InvalidLocationError,
+    ObjectNotFoundError,
+    StorageError,
+)
+from ckptcore.protocols import IfAbsent, ObjectWriter, PutCondition, StorageAddress, StorageOptions
+
+__all__ = ["LocalStorage", "open_local"]
+
+_TEMPORARY_PREFIX: Final = ".ckptcore-put-"
+"""How the names of files begin that a put has not renamed yet; no object is called so."""
+
+
+def open_local(url: str, options: StorageOptions) -> LocalStorage:
+    """Open a directory, there or not yet: a plain path, or a ``file://`` URL in which ``%`` escapes are decoded.
+
+    Raises:
+        InvalidLocationError
+    """
+    path = url
+    if url[:7].lower() == "file://":
+        host, slash, rest = url[7:].partition("/")
+        if host not in ("", "localhost") or not slash:
+            raise InvalidLocationError(
+                f"the URL {url!r} names the host {host!r}; expected a local path such as file:///directory/checkpoint"
+            )
+        path = "/" + unquote(rest, errors="surrogateescape")
+    if not path or "\0" in path:
+        raise InvalidLocationError(f"{url!r} is no path of a directory: it is empty or has a NUL character")
+    # Not abspath: `link/..` is not where it stands.
+    path = os.path.join(os.getcwd(), path)
+    return LocalStorage(path if ".." not in path.split("/") else os.path.realpath(path), options)
+
+
+class LocalStorage:
+    """The files below a directory. Any thread; offers `AtomicDirectories` too.
+
+    Files that a put left when its process was killed are listed nowhere, and go with their directory.
+    """
+
+    request_bytes: ClassVar[int] = 1 << 20
+
+    def __init__(self, directory: str, options: StorageOptions) -> None:
+        """Use a directory, which need not be there, by its absolute path."""
+        self._root = os.path.normpath(directory)
+        self._prefix = self._root if self._root.endswith("/") else self._root + "/"
+        self._durable = options.durable
+        self._directories = LocalDirectories(self._root)
+        self._files = LocalFiles(self._directories)
+
+    def __repr__(self) -> str:
+        return f"LocalStorage({self._root!r})"
+
+    @property
+    def address(self) -> StorageAddress:
+        """The directory as a ``file://`` URL."""
+        return StorageAddress("file://" + quote(os.fsencode(self._root)).rstrip("/") + "/")
+
+    def close(self) -> None:
+        """Close the files that were kept open for further reads; the storage can still be used."""
+        self._files.close()
+
+    def _path(self, key: str) -> str:
+        return self._prefix + check_key(key)
+
+    def _new_path(self, key: str) -> str:
+        if key.rpartition("/")[2].startswith(_TEMPORARY_PREFIX):
+            raise InvalidLocationError(f"the key {key!r} cannot be written: {_TEMPORARY_PREFIX}* are temporary files")
+        return self._path(key)
+
+    def _directory_path(self, key: str) -> str:
+        key = check_directory_key(key)
+        return self._prefix + key if key else self._root
+
+    # --- reading ------------------------------------------------------------------------------------------------------
+
+    def get(self, key: str, start: int = 0, stop: int | None = None) -> bytes:
+        """Bytes `start` to `stop` of an object; fewer where it ends before."""
+        return LocalFile(key, self._path(key), self._directories).read(start, stop)
+
+    def get_with_tag(self, key: str) -> tuple[bytes, str]:
+        """A small object whole, and its tag: the tag of two objects with the same bytes is the same."""
+        data = self.get(key)
+        return data, _tag(data)
+
+    def get_into(self, key: str, ranges: Sequence[tuple[int, memoryview]]) -> None:
+        """Fill each buffer from its offset on; ranges that follow each other are read as one."""
+        file = self._files.open(key, self._path(key))
+        begin = stop = -1
+        run: list[memoryview] = []
+        for offset, buffer in ranges:
+            if offset != stop:
+                if run:
+                    file.read_into(begin, run)
+                begin, run = offset, []
+            run.append(buffer)
+            stop = offset + len(buffer)
+        if run:
+            file.read_into(begin, run)
+
+    def size(self, key: str) -> int:
+        """Bytes of an object."""
+        return LocalFile(key, self._path(key), self._directories).status.st_size
+
+    # --- writing ------------------------------------------------------------------------------------------------------
+
+    def put(self, key: str, data: bytes, *, condition: PutCondition | None = None) -> str:
+        """Write an object whole or not at all, replacing what is there; returns its new tag."""
+        path = self._new_path(key)
+        directory = os.path.dirname(path)
+        temporary = f"{directory}/{_TEMPORARY_PREFIX}{secrets.token_hex(8)}"
+        try:
+            descriptor = self._create(temporary)
+            try:
+                _write_all(descriptor, data)
+                if self._durable:
+                    sync_file(descriptor)
+            finally:
+                os.close(descriptor)
+            if isinstance(condition, IfAbsent):
+                _place_new(temporary, path, key)
+            else:
+                with lock_object(path) as current:
+                    if condition is not None:
+                        _check_tag(current, condition.tag, path)
+                    os.rename(temporary, path)
+        except OSError as error:
+            with suppress(OSError):  # the error that is raised says more
+                os.unlink(temporary)
+            if isinstance(error, StorageError):
+                raise
+            raise local_error(error, "write", path, len(data)) from error
+        except BaseException:
+            with suppress(OSError):
+                os.unlink(temporary)
+            raise
+        if self._durable:
+            self._directories.make_durable(directory)
+        return _tag(data)
+
+    def open_writer(self, key: str, size: int | None = None) -> ObjectWriter:
+        """Begin a file that is written in pieces; a file of that name is removed first, so its readers keep theirs."""
+        path = self._new_path(key)
+        directory = os.path.dirname(path)
+        try:
+            with suppress(FileNotFoundError, NotADirectoryError):
+                os.unlink(path)
+            descriptor = self._create(path)
+        except StorageError:
+            raise
+        except OSError as error:
+            raise local_error(error, "create", path) from error
+        made_durable = (lambda: self._directories.make_durable(directory)) if self._durable else None
+        return LocalWriter(path, descriptor, size, made_durable=made_durable)
+
+    def _create(self, path: str) -> int:
+        directory = os.path.dirname(path)
+        while True:
+            self._directories.ensure(directory)
+            try:
+                return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+            except FileNotFoundError:
+                # Another thread or process removed the directory as it had become empty.
+                continue
+
+    def delete(self, keys: Sequence[str]) -> None:
+        """Delete objects; directories that become empty vanish, unless someone holds them, but never the storage's own."""
+        directories: set[str] = set()
+        for path in [self._path(key) for key in keys]:
+            try:
+                with lock_object(path):
+                    os.unlink(path)
+            except OSError as error:
+                if error.errno in ABSENT or os.path.isdir(path):
+                    continue
+                raise local_error(error, "delete", path) from error
+            directories.add(os.path.dirname(path))
+        for directory in sorted(directories, key=len, reverse=True):
+            self._directories.remove_empty(directory)
+
+    def sync(self, keys: Sequence[str]) -> None:
+        """Make files durable that something else wrote, and the directories they are in."""
+        if not self._durable:
+            return
+        directories: set[str] = set()
+        for path in [self._path(key) for key in keys]:
+            try:
+                descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+                try:
+                    os.fsync(descriptor)
+                finally:
+                    os.close(descriptor)
+            except OSError as error:
+                raise local_error(error, "make durable", path) from error
+            directories.add(os.path.dirname(path))
+        for directory in sorted(directories):
+            self._directories.make_durable(directory)
+
+    # --- looking around -----------------------------------------------------------------------------------------------
+
+    def list(self, prefix: str = "") -> Iterator[str]:
+        """Keys of all objects below a directory, sorted; links to directories are not entered."""
+        start = check_directory_key(prefix)
+        return list_files(self._directory_path(prefix), start + "/" if start else "", _is_temporary)
+
+    def list_names(self, prefix: str = "") -> Sequence[str]:
+        """Names one level below a directory, sorted; those of directories end in ``/``."""
+        return list_names(self._directory_path(prefix), _is_temporary)
+
+    # --- AtomicDirectories --------------------------------------------------------------------------------------------
+
+    def lock_directory(self, key: str) -> AbstractContextManager[None] | None:
+        """Create a directory where there is none and hold it until closed or this process dies; None: another has it."""
+        path = self._path(key)
+        while True:
+            self._directories.ensure(path)
+            try:
+                return try_to_lock(path)
+            except FileNotFoundError:
+                # It was removed or renamed in between.
+                continue
+            except OSError as error:
+                raise local_error(error, "lock the directory", path) from error
+
+    def rename(self, source: str, destination: str) -> None:
+        """Rename a directory; atomic, and durable where the storage was opened so. An empty directory is replaced."""
+        old, new = self._path(source), self._path(destination)
+        _expect_directory(old)
+        self._directories.ensure(os.path.dirname(new))
+        try:
+            # The plain rename of a directory replaces nothing but an empty one.
+            os.rename(old, new)
+        except OSError as error:
+            if error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
+                raise ConditionFailedError(
+                    f"cannot rename {old} to {new}: something stands there already; nothing was changed"
+                ) from error
+            raise local_error(error, f"rename to {new} the directory", old) from error
+        if self._durable:
+            self._sync_both(new, old)
+
+    def exchange(self, first: str, second: str) -> None:
+        """Let two directories change places; atomic, and durable where the storage was opened so."""
+        paths = self._path(first), self._path(second)
+        for path in paths:
+            _expect_directory(path)
+        try:
+            exchange(*paths)
+        except OSError as error:
+            raise local_error(error, f"exchange with {paths[1]} the directory", paths[0]) from error
+        if self._durable:
+            self._sync_both(*paths)
+
+    def _sync_both(self, first: str, second: str) -> None:
+        directories = {os.path.dirname(first): None, os.path.dirname(second): None}
+        for directory in directories:
+            self._directories.make_durable(directory)
+
+    def sync_directory(self, key: str) -> None:
+        """Make durable the names in a directory and in those below it, and its own."""
+        if not self._durable:
+            return
+        path = self._directory_path(key)
+        _expect_directory(path)
+        below = [entry for entry, _, _ in os.walk(path)]
+        for directory in reversed(below):
+            self._directories.sync_names(directory)
+        self._directories.make_durable(path)
+
+    def delete_directory(self, key: str) -> None:
+        """Delete a directory with all it holds; one that is not there is no error. Links in it are not followed."""
+        path = self._path(key)
+        try:
+            if os.path.islink(path):
+                os.unlink(path)
+            else:
+                shutil.rmtree(path)
+        except OSError as error:
+            if error.errno not in ABSENT:
+                raise local_error(error, "delete the directory", path) from error
+            if os.path.lexists(path):
+                # Someone else deleted something in it at the same time.
+                self.delete_directory(key)
+            return
+        if self._durable:
+            self._directories.sync_names(os.path.dirname(path))
+
+
+def _is_temporary(name: str) -> bool:
+    return name.startswith(_TEMPORARY_PREFIX)
+
+
+def _tag(data: bytes) -> str:
+    return f"xxh3_128:{xxhash.xxh3_128_hexdigest(data)}"
+
+
+def _write_all(descriptor: int, data: bytes) -> None:
+    rest = memoryview(data)
+    while rest:
+        rest = rest[os.write(descriptor, rest) :]
+
+
+def _place_new(temporary: str, path: str, key: str) -> None:
+    try:
+        try:
+            rename_without_replacing(temporary, path)
+        except AtomicityError:
+            os.link(temporary, path)
+            os.unlink(temporary)
+    except FileExistsError as error:
+        raise ConditionFailedError(f"cannot create {path}: expected no object {key!r} there, found one") from error
+
+
+def _check_tag(current: int | None, expected: str, path: str) -> None:
+    if current is None:
+        raise ConditionFailedError(f"cannot replace {path}: expected an object with tag {expected}, found none")
+    pieces = []
+    while piece := os.read(current, 1 << 20):
+        pieces.append(piece)
+    if (found := _tag(b"".join(pieces))) != expected:
+        raise ConditionFailedError(f"cannot replace {path}: expected tag {expected}, found {found}; someone changed it")
+
+
+def _expect_directory(path: str) -> None:
+    try:
+        mode = os.lstat(path).st_mode
+    except OSError as error:
+        raise local_error(error, "find the directory", path) from error
+    if not stat.S_ISDIR(mode):
+        raise ObjectNotFoundError(f"cannot find the directory {path}: expected a directory, found something else")

@@ -1,0 +1,150 @@
+"""Files of a local storage that are open for reading."""
+
+from __future__ import annotations
+
+import os
+import stat
+import threading
+from collections.abc import Sequence
+from typing import Final
+
+from ckptcore.builtin.local_directories import LocalDirectories
+from ckptcore.builtin.local_errors import local_error
+from ckptcore.errors import CorruptCheckpointError, ObjectNotFoundError
+
+__all__ = ["LocalFile", "LocalFiles"]
+
+_OPEN_FILES: Final = 64
+_MOST_BUFFERS: Final = 1024  # IOV_MAX of Linux and macOS
+_MOST_BYTES: Final = 1 << 30  # of one system call, below the 2 GiB that Linux moves at most
+
+
+class LocalFile:
+    """A regular file that is open for reading; closed when nobody refers to it any more."""
+
+    __slots__ = ("_descriptor", "key", "path", "status")
+
+    def __init__(self, key: str, path: str, directories: LocalDirectories) -> None:
+        """Open a file.
+
+        Raises:
+            ObjectNotFoundError: there is none, or it is no regular file.
+            InvalidLocationError: a symbolic link leads out of the storage.
+            StorageError
+        """
+        self._descriptor = -1
+        self.key = key
+        self.path = path
+        try:
+            # Without O_NONBLOCK a named pipe in a hostile checkpoint would hold the reader for ever.
+            self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+            self.status = os.fstat(self._descriptor)
+        except OSError as error:
+            raise local_error(error, "open", path) from error
+        if not stat.S_ISREG(self.status.st_mode):
+            raise ObjectNotFoundError(f"cannot open {path}: expected a file, found a directory or device")
+        directories.check_within(self._descriptor, path)
+
+    def __del__(self) -> None:
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+
+    def read(self, start: int, stop: int | None) -> bytes:
+        """Bytes `start` to `stop`; fewer where the file ends before.
+
+        Raises:
+            StorageError
+        """
+        end = self.status.st_size if stop is None else min(stop, self.status.st_size)
+        pieces = []
+        try:
+            while start < end:
+                piece = os.pread(self._descriptor, min(end - start, _MOST_BYTES), start)
+                if not piece:
+                    break
+                pieces.append(piece)
+                start += len(piece)
+        except OSError as error:
+            raise local_error(error, "read", self.path) from error
+        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+
+    def read_into(self, offset: int, buffers: Sequence[memoryview]) -> None:
+        """Fill buffers that follow each other from an offset on.
+
+        Raises:
+            CorruptCheckpointError: the file ends before.
+            StorageError
+        """
+        pending = list(buffers)
+        while pending:
+            try:
+                count = os.preadv(self._descriptor, pending[:_MOST_BUFFERS], offset)
+            except OSError as error:
+                raise local_error(error, "read", self.path) from error
+            if count == 0:
+                raise self._too_short(offset, sum(map(len, pending)))
+            offset += count
+            pending = _drop(pending, count)
+
+    def _too_short(self, offset: int, nbytes: int) -> CorruptCheckpointError:
+        size = os.fstat(self._descriptor).st_size
+        return CorruptCheckpointError(
+            f"{self.path} is too short: expected bytes {offset} to {offset + nbytes}, found {size} bytes in all. "
+            "It was cut off or replaced; restore it from a copy, or load another checkpoint",
+            key=self.key,
+            start=min(size, offset),
+            stop=offset + nbytes,
+        )
+
+
+def _drop(buffers: list[memoryview], count: int) -> list[memoryview]:
+    """What is left of buffers when their first `count` bytes are filled."""
+    for number, buffer in enumerate(buffers):
+        if count < len(buffer):
+            return [buffer[count:], *buffers[number + 1 :]]
+        count -= len(buffer)
+    return []
+
+
+class LocalFiles:
+    """The files that were read last, kept open. Any thread.
+
+    A file is opened anew when its path leads to another one, as after a directory was exchanged.
+    """
+
+    def __init__(self, directories: LocalDirectories) -> None:
+        self._directories = directories
+        self._files: dict[str, LocalFile] = {}
+        self._lock = threading.Lock()
+
+    def open(self, key: str, path: str) -> LocalFile:
+        """The file that the path leads to now.
+
+        Raises:
+            ObjectNotFoundError, InvalidLocationError, StorageError: as `LocalFile`.
+        """
+        file = self._files.get(path)
+        if file is not None:
+            try:
+                if os.path.samestat(os.stat(path), file.status):
+                    return file
+            except OSError as error:
+                self.forget(path)
+                raise local_error(error, "open", path) from error
+        file = LocalFile(key, path, self._directories)
+        with self._lock:
+            self._files.pop(path, None)
+            while len(self._files) >= _OPEN_FILES:
+                del self._files[next(iter(self._files))]
+            self._files[path] = file
+        return file
+
+    def forget(self, path: str) -> None:
+        """Close a file once its readers are done."""
+        with self._lock:
+            self._files.pop(path, None)
+
+    def close(self) -> None:
+        """Close all of them once their readers are done."""
+        with self._lock:
+            self._files.clear()

@@ -1,0 +1,54 @@
+"""What is in a directory of a local storage."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+
+from ckptcore.builtin.local_errors import ABSENT, local_error
+
+__all__ = ["list_files", "list_names"]
+
+
+def list_files(directory: str, prefix: str, is_hidden: Callable[[str], bool]) -> Iterator[str]:
+    """The files below a directory, as `prefix` and their path below it, sorted; links to directories are not entered.
+
+    Raises:
+        StorageError
+    """
+    # Sorted as whole paths: "a-b" comes before "a/b", though "a" comes before "a-b".
+    files: list[str] = []
+    pending = [(directory, prefix)]
+    while pending:
+        path, start = pending.pop()
+        for entry in _entries(path):
+            if entry.is_dir(follow_symlinks=False):
+                pending.append((entry.path, f"{start}{entry.name}/"))
+            elif not is_hidden(entry.name) and entry.is_file():
+                files.append(start + entry.name)
+    return iter(sorted(files))
+
+
+def list_names(directory: str, is_hidden: Callable[[str], bool]) -> list[str]:
+    """The names in a directory, sorted; those of directories, and of links to them, end in ``/``.
+
+    Raises:
+        StorageError
+    """
+    names = []
+    for entry in _entries(directory):
+        if entry.is_dir():
+            names.append(entry.name + "/")
+        elif not is_hidden(entry.name) and entry.is_file():
+            names.append(entry.name)
+    return sorted(names)
+
+
+def _entries(directory: str) -> list[os.DirEntry[str]]:
+    try:
+        with os.scandir(directory) as entries:
+            return list(entries)
+    except OSError as error:
+        if error.errno in ABSENT:
+            return []
+        raise local_error(error, "list", directory) from error

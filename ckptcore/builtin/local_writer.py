@@ -1,0 +1,117 @@
+"""A local file that is written in pieces."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+
+from ckptcore.builtin.local_errors import local_error
+from ckptcore.builtin.local_syncs import sync_file
+from ckptcore.errors import StorageError
+from ckptcore.protocols import Buffer
+
+__all__ = ["LocalWriter"]
+
+
+class LocalWriter:
+    """Writes a new file. Any thread."""
+
+    def __init__(
+        self, path: str, descriptor: int, size: int | None, *, made_durable: Callable[[], None] | None
+    ) -> None:
+        """Take over an empty file that is open for writing.
+
+        Args:
+            path: where it is.
+            descriptor: the open file.
+            size: the bytes it will have, if known.
+            made_durable: what to call when its bytes are durable, so that its name becomes so too; None: nothing
+                need be durable.
+        """
+        self._path = path
+        self._descriptor = descriptor
+        self._size = size
+        self._made_durable = made_durable
+        self._written = 0
+        self._busy = 0
+        self._complete = False
+        self._status = os.fstat(descriptor)
+        self._state = threading.Condition(threading.Lock())
+
+    def write_at(self, offset: int, data: Buffer) -> None:
+        """Write bytes at an offset.
+
+        Raises:
+            ValueError: outside the file's size, or after `finish` or `abort`.
+            StorageFullError, StorageError
+        """
+        nbytes = len(data)
+        if offset < 0 or (self._size is not None and offset + nbytes > self._size):
+            raise ValueError(f"cannot write bytes {offset} to {offset + nbytes} of {self._path}: it has {self._size}")
+        with self._state:
+            self._expect_open()
+            self._busy += 1
+        try:
+            self._write(offset, data)
+        except OSError as error:
+            raise local_error(error, "write", self._path, nbytes) from error
+        finally:
+            with self._state:
+                self._busy -= 1
+                self._written += nbytes
+                self._state.notify_all()
+
+    def _write(self, offset: int, data: Buffer) -> None:
+        rest = memoryview(data)
+        while rest:
+            count = os.pwrite(self._descriptor, rest, offset)
+            offset += count
+            rest = rest[count:]
+
+    def finish(self) -> None:
+        """Complete the file.
+
+        Raises:
+            StorageError: bytes are missing, or it could not be made durable.
+            ValueError: after `finish` or `abort`.
+        """
+        with self._state:
+            self._expect_open()
+            self._state.wait_for(lambda: self._busy == 0)
+            self._expect_open()
+            if self._size is not None and self._written != self._size:
+                raise StorageError(
+                    f"cannot complete {self._path}: expected {self._size} bytes to be written, found {self._written}"
+                )
+            try:
+                if self._made_durable is not None:
+                    sync_file(self._descriptor)
+                self._close()
+            except OSError as error:
+                raise local_error(error, "make durable", self._path, self._written) from error
+        if self._made_durable is not None:
+            self._made_durable()
+        self._complete = True
+
+    def abort(self) -> None:
+        """Remove the file, once no thread writes to it; nothing after a `finish` that succeeded."""
+        with self._state:
+            self._state.wait_for(lambda: self._busy == 0)
+            # What cannot be removed is found again with the directory it is in; an abort follows an error that says more.
+            with suppress(OSError):
+                self._close()
+            if not self._complete:
+                with suppress(OSError):
+                    if os.path.samestat(os.lstat(self._path), self._status):
+                        os.unlink(self._path)
+
+    def _expect_open(self) -> None:
+        if self._descriptor < 0:
+            raise ValueError(f"{self._path} is complete or given up; nothing more can be written")
+
+    def _close(self) -> None:
+        descriptor, self._descriptor = self._descriptor, -1
+        if descriptor >= 0:
+            os.close(descriptor)

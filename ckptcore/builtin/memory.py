@@ -1,0 +1,229 @@
+"""Checkpoints in the memory of this process, kept as an object store keeps them: flat keys and conditional puts."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Final
+from urllib.parse import unquote
+
+import numpy as np
+import numpy.typing as npt
+
+from ckptcore.builtin.keys import check_directory_key, check_key
+from ckptcore.errors import (
+    ConditionFailedError,
+    CorruptCheckpointError,
+    InvalidLocationError,
+    ObjectNotFoundError,
+    StorageError,
+)
+from ckptcore.protocols import Buffer, IfAbsent, ObjectWriter, PutCondition, StorageAddress, StorageOptions
+
+__all__ = ["MemoryStorage", "MemoryStorages"]
+
+_SCHEME: Final = "memory://"
+
+
+class MemoryStorages:
+    """Named stores of objects in memory; they live as long as this does. Any thread."""
+
+    def __init__(self) -> None:
+        self._stores: dict[str, _Store] = {}
+        self._lock = threading.Lock()
+
+    def open(self, url: str, options: StorageOptions) -> MemoryStorage:
+        """Open ``memory://NAME`` or ``memory://NAME/DIRECTORY``; nothing here survives the process, durable or not.
+
+        Raises:
+            InvalidLocationError
+        """
+        if url[: len(_SCHEME)].lower() != _SCHEME:
+            raise InvalidLocationError(f"expected a URL such as memory://name/directory, found {url!r}")
+        name, _, directory = url[len(_SCHEME) :].partition("/")
+        if not name:
+            raise InvalidLocationError(f"the URL {url!r} names no store; expected one such as memory://name/directory")
+        directory = check_directory_key(unquote(directory, errors="surrogateescape"))
+        with self._lock:
+            store = self._stores.setdefault(unquote(name, errors="surrogateescape"), _Store())
+        return MemoryStorage(store, directory + "/" if directory else "", url)
+
+
+class MemoryStorage:
+    """The objects below a prefix of one store. Any thread."""
+
+    request_bytes: ClassVar[int] = 1 << 20
+
+    def __init__(self, store: _Store, prefix: str, url: str) -> None:
+        self._store = store
+        self._prefix = prefix
+        self._url = url
+
+    def __repr__(self) -> str:
+        return f"MemoryStorage({self._url!r})"
+
+    @property
+    def address(self) -> StorageAddress | None:
+        """None: no native I/O finds these objects."""
+        return None
+
+    def _find(self, key: str) -> _Object:
+        found = self._store.objects.get(self._prefix + check_key(key))
+        if found is None:
+            raise ObjectNotFoundError(
+                f"there is no object {key!r} in {self._url}. Memory storage is lost with the process that wrote it"
+            )
+        return found
+
+    def get(self, key: str, start: int = 0, stop: int | None = None) -> bytes:
+        """Bytes `start` to `stop` of an object; fewer where it ends before."""
+        return bytes(self._find(key).data[start:stop])
+
+    def get_with_tag(self, key: str) -> tuple[bytes, str]:
+        """An object whole, and its tag: another one after each put."""
+        found = self._find(key)
+        return bytes(found.data), found.tag
+
+    def get_into(self, key: str, ranges: Sequence[tuple[int, memoryview]]) -> None:
+        """Fill each buffer from its offset on."""
+        data = self._find(key).data
+        for offset, buffer in ranges:
+            stop = offset + len(buffer)
+            if stop > len(data):
+                raise CorruptCheckpointError(
+                    f"the object {key!r} in {self._url} is too short: expected bytes {offset} to {stop}, "
+                    f"found {len(data)} bytes in all. Load another checkpoint",
+                    key=key,
+                    start=min(offset, len(data)),
+                    stop=stop,
+                )
+            # NumPy, because it lets other threads run while it copies.
+            np.copyto(np.frombuffer(buffer, np.uint8), np.frombuffer(data[offset:stop], np.uint8))
+
+    def size(self, key: str) -> int:
+        """Bytes of an object."""
+        return len(self._find(key).data)
+
+    def put(self, key: str, data: bytes, *, condition: PutCondition | None = None) -> str:
+        """Write an object whole or not at all, replacing what is there; returns its new tag."""
+        return self._store.replace(self._prefix + check_key(key), memoryview(bytes(data)), condition)
+
+    def open_writer(self, key: str, size: int | None = None) -> ObjectWriter:
+        """Begin an object that is written in pieces; it is there from `finish` on."""
+        return _MemoryWriter(self._store, self._prefix + check_key(key), size)
+
+    def list(self, prefix: str = "") -> Iterator[str]:
+        """Keys of all objects below a directory, sorted."""
+        directory = check_directory_key(prefix)
+        below = self._prefix + (directory + "/" if directory else "")
+        keys = list(self._store.objects)
+        return iter(sorted([key[len(self._prefix) :] for key in keys if key.startswith(below)]))
+
+    def list_names(self, prefix: str = "") -> Sequence[str]:
+        """Names one level below a directory, sorted; those of directories end in ``/``."""
+        directory = check_directory_key(prefix)
+        start = len(directory) + 1 if directory else 0
+        names = set()
+        for key in self.list(prefix):
+            name, slash, _ = key[start:].partition("/")
+            names.add(name + slash)
+        return sorted(names)
+
+    def delete(self, keys: Sequence[str]) -> None:
+        """Delete objects; one that is not there is no error."""
+        whole_keys = [self._prefix + check_key(key) for key in keys]
+        with self._store.lock:
+            for key in whole_keys:
+                self._store.objects.pop(key, None)
+
+    def sync(self, keys: Sequence[str]) -> None:
+        """Nothing but a look whether the objects are there: memory is never durable."""
+        for key in keys:
+            self._find(key)
+
+
+@dataclass(frozen=True, slots=True)
+class _Object:
+    data: memoryview
+    tag: str
+
+
+class _Store:
+    """Objects by key. Reading one is a single step; changes are made under the lock."""
+
+    def __init__(self) -> None:
+        self.objects: dict[str, _Object] = {}
+        self.lock = threading.Lock()
+        self._generations = itertools.count(1)
+
+    def replace(self, key: str, data: memoryview, condition: PutCondition | None) -> str:
+        with self.lock:
+            current = self.objects.get(key)
+            if isinstance(condition, IfAbsent):
+                if current is not None:
+                    raise ConditionFailedError(f"cannot create the object {key!r}: expected none there, found one")
+            elif condition is not None and (current is None or current.tag != condition.tag):
+                found = "no object" if current is None else f"tag {current.tag}"
+                raise ConditionFailedError(
+                    f"cannot replace the object {key!r}: expected tag {condition.tag}, found {found}; someone changed it"
+                )
+            tag = str(next(self._generations))
+            self.objects[key] = _Object(data.toreadonly(), tag)
+            return tag
+
+
+class _MemoryWriter:
+    """Collects the pieces of an object."""
+
+    def __init__(self, store: _Store, key: str, size: int | None) -> None:
+        self._store = store
+        self._key = key
+        self._size = size
+        self._lock = threading.Lock()
+        self._data: npt.NDArray[np.uint8] | None = np.empty(size or 0, np.uint8)
+        self._pieces: dict[int, bytes] = {}
+        self._written = 0
+
+    def write_at(self, offset: int, data: Buffer) -> None:
+        """Write bytes at an offset.
+
+        Raises:
+            ValueError: outside the object's size, or after `finish` or `abort`.
+        """
+        stop = offset + len(data)
+        if offset < 0 or (self._size is not None and stop > self._size):
+            raise ValueError(f"cannot write bytes {offset} to {stop} of {self._key!r}: it has {self._size}")
+        if (whole := self._data) is None:
+            raise ValueError(f"{self._key!r} is complete or given up; nothing more can be written")
+        if self._size is not None:
+            np.copyto(whole[offset:stop], np.frombuffer(data, np.uint8))
+        elif data:
+            self._pieces[offset] = bytes(data)
+        with self._lock:
+            self._written += len(data)
+
+    def finish(self) -> None:
+        """Make the object visible.
+
+        Raises:
+            StorageError: bytes are missing.
+            ValueError: after `finish` or `abort`.
+        """
+        if (whole := self._data) is None:
+            raise ValueError(f"{self._key!r} is complete or given up already")
+        size = self._size
+        if size is None:
+            whole = np.frombuffer(b"".join([piece for _, piece in sorted(self._pieces.items())]), np.uint8)
+            size = max((offset + len(piece) for offset, piece in self._pieces.items()), default=0)
+        if self._written != size:
+            raise StorageError(f"cannot complete {self._key!r}: expected {size} bytes, found {self._written} written")
+        self._store.replace(self._key, memoryview(whole), None)
+        self._data = None
+        self._pieces = {}
+
+    def abort(self) -> None:
+        """Forget what was written."""
+        self._data = None
+        self._pieces = {}
