@@ -44,9 +44,13 @@ def state(tree: ast.Module) -> Iterator[str]:
                 owner = node.func.value
                 if node.func.attr in MUTATORS and isinstance(owner, ast.Name) and owner.id in names - _locals(function):
                     yield f"line {node.lineno}: {owner.id}.{node.func.attr}()"
-            elif isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store | ast.Del):
-                if isinstance(node.value, ast.Name) and node.value.id in names - _locals(function):
-                    yield f"line {node.lineno}: {node.value.id}[...] is set or deleted"
+            elif (
+                isinstance(node, ast.Subscript)
+                and isinstance(node.ctx, ast.Store | ast.Del)
+                and isinstance(node.value, ast.Name)
+                and node.value.id in names - _locals(function)
+            ):
+                yield f"line {node.lineno}: {node.value.id}[...] is set or deleted"
 
 
 def _locals(function: ast.AST) -> set[str]:

@@ -1,0 +1,164 @@
+"""Reads checkpoints from the description in ``docs/format`` alone: it proves that the description is enough.
+
+Needs only NumPy, ml_dtypes and xxhash, and never imports ckptcore. It checks every checksum it comes across.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import re
+from collections import OrderedDict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import xxhash
+
+__all__ = ["Leaf", "NotCommitted", "read_checkpoint"]
+
+_TAIL = re.compile(rb',"checksum":"xxh3_64:([0-9a-f]{16})"\}\n')
+_TAIL_BYTES = 40
+
+
+class NotCommitted(Exception):
+    """A save began at the location and did not commit."""
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """A leaf as it is stored.
+
+    Attributes:
+        kind: ``array`` where nothing else is said.
+        content: an array, or the value of a leaf that is none.
+    """
+
+    kind: str
+    content: Any
+
+
+def read_checkpoint(directory: Path) -> tuple[Any, dict[str, Any]]:
+    """The tree at a directory, with a `Leaf` for each leaf, and the custom metadata.
+
+    Attribute keys come back as the strings ``.name``, and a container of any other kind as a dict.
+    """
+    root = _unsealed((directory / "checkpoint.json").read_bytes())
+    if root["format"] != "ckptcore" or root["version"] != 1:
+        raise ValueError(f"format {root['format']!r}, version {root['version']!r}")
+    if root["state"] != "committed":
+        raise NotCommitted(root["state"])
+    tables = dict(root["tables"])
+    for name, part in root["parts"].items():
+        data = _object(directory, part["key"]).read_bytes()
+        if len(data) != part["size"] or f"xxh3_64:{xxhash.xxh3_64_hexdigest(data)}" != part["checksum"]:
+            raise ValueError(f"the part {part['key']} is damaged")
+        tables[name] = json.loads(data)
+    objects = _verified_objects(directory, tables["objects"])
+    if root["layout"] != "safetensors":
+        raise ValueError(f"layout {root['layout']!r}")
+    leaves = iter(_leaves(tables["tree"], tables["layout"], objects))
+    tree = _grown(tables["tree"]["skeleton"], leaves)
+    if next(leaves, None) is not None:
+        raise ValueError("more leaves than the skeleton has")
+    return tree, tables["custom"]
+
+
+def _unsealed(data: bytes) -> dict[str, Any]:
+    tail = _TAIL.fullmatch(data[-_TAIL_BYTES:])
+    if tail is None:
+        raise ValueError("the root does not end in its checksum")
+    body = data[:-_TAIL_BYTES]
+    if xxhash.xxh3_64_hexdigest(body).encode() != tail[1]:
+        raise ValueError("the root is damaged")
+    document: dict[str, Any] = json.loads(body + b"}")
+    return document
+
+
+def _object(directory: Path, key: str) -> Path:
+    if {"", ".", ".."} & set(key.split("/")):
+        raise ValueError(f"the key {key!r}")
+    return directory / key
+
+
+def _verified_objects(directory: Path, table: dict[str, Any]) -> dict[str, bytes]:
+    if table["algorithm"] != "xxh3_64":
+        raise ValueError(f"checksums {table['algorithm']!r}")
+    block_bytes = table["block_bytes"]
+    objects = {}
+    for key, size, encoded in zip(table["key"], table["size"], table["checksums"], strict=True):
+        data = _object(directory, key).read_bytes()
+        if len(data) != size:
+            raise ValueError(f"{key} has {len(data)} bytes, not {size}")
+        blocks = [data[start : start + block_bytes] for start in range(0, size, block_bytes)]
+        stated = np.frombuffer(base64.b64decode(encoded), "<u8").tolist()
+        if stated and stated != [xxhash.xxh3_64_intdigest(block) for block in blocks]:
+            raise ValueError(f"{key} is damaged")
+        objects[key] = data
+    return objects
+
+
+def _leaves(tree: dict[str, Any], layout: dict[str, Any], objects: dict[str, bytes]) -> list[Leaf]:
+    places = {
+        leaf: (layout["files"][file], offset)
+        for leaf, file, offset in zip(layout["leaf"], layout["file"], layout["offset"], strict=True)
+    }
+    aliases = dict(tree["aliases"])
+    values = {leaf: Leaf(kind, _value(kind, value)) for leaf, kind, value in tree["values"]}
+    arrays = zip(tree["dtype"], tree["shape"], strict=True)
+    leaves = []
+    for number in range(tree["count"]):
+        if number in values:
+            leaves.append(values[number])
+            continue
+        dtype_number, shape = next(arrays)
+        dtype = _dtype(tree["dtypes"][dtype_number])
+        key, offset = places[aliases.get(number, number)]
+        count = int(np.prod(shape, dtype=np.int64))
+        array = np.frombuffer(objects[key], dtype, count, offset) if count else np.empty(0, dtype)
+        kind = tree["extras"].get(str(number), {}).get("kind", "array")
+        content: Any = array.reshape(shape)
+        if kind == "str":
+            content = content.tobytes().decode("utf-8", "surrogatepass")
+        elif kind == "bytes":
+            content = content.tobytes()
+        leaves.append(Leaf(kind, content))
+    return leaves
+
+
+def _dtype(name: str) -> np.dtype[Any]:
+    extension = getattr(ml_dtypes, name, None)
+    return np.dtype(extension if extension is not None else name).newbyteorder("<")
+
+
+def _value(kind: str, value: Any) -> Any:
+    match kind:
+        case "int" if isinstance(value, str):
+            return int(value, 16)
+        case "float":
+            return float(value)
+        case "complex":
+            return complex(float(value[0]), float(value[1]))
+        case "bytes":
+            return base64.b64decode(value)
+        case _:
+            return value
+
+
+def _grown(skeleton: Any, leaves: Iterator[Leaf]) -> Any:
+    if skeleton == 0:
+        return next(leaves)
+    kind, keys, children = skeleton[:3]
+    if isinstance(children, int):
+        children = [0] * children
+    grown = [_grown(child, leaves) for child in children]
+    if kind == "list":
+        return grown
+    if kind == "tuple":
+        return tuple(grown)
+    names = [f".{key['attr']}" if isinstance(key, dict) else key for key in keys]
+    pairs = zip(names, grown, strict=True)
+    return OrderedDict(pairs) if kind == "OrderedDict" else dict(pairs)
