@@ -1,0 +1,54 @@
+"""PyTorch for ckptcore: the hooks. Importing this imports no PyTorch; the modules that do are imported on first use.
+
+::
+
+    dtypes       every torch dtype and how it is carried as a NumPy one, or why not
+    tensors      leaf handlers: plain tensors and Parameters; subclasses of them
+    transfers    from device memory to host memory through pinned staging buffers
+    stateful     checkpointables: modules, optimizers, schedulers, gradient scalers, random generators
+    sizes        the container torch.Size
+"""
+
+from __future__ import annotations
+
+import sys
+
+from ckptcore.hookspecs import hookimpl
+from ckptcore.protocols import CheckpointableHandler, ContainerHandler, LeafHandler
+
+__all__ = ["ckpt_checkpointable_handler", "ckpt_container_handler", "ckpt_leaf_handler"]
+
+
+def _is_torch_imported() -> bool:
+    # The class is looked for, too: the module is there, and empty, while another thread still imports it.
+    return hasattr(sys.modules.get("torch"), "Tensor")
+
+
+@hookimpl
+def ckpt_leaf_handler(leaf_type: type) -> LeafHandler | None:
+    """The handler of tensors."""
+    if not _is_torch_imported():
+        return None
+    from ckptcore_torch.tensors import handler_of_type
+
+    return handler_of_type(leaf_type)
+
+
+@hookimpl
+def ckpt_container_handler(value_type: type) -> ContainerHandler | None:
+    """The handler of torch.Size."""
+    if not _is_torch_imported():
+        return None
+    from ckptcore_torch.sizes import handler_of_type
+
+    return handler_of_type(value_type)
+
+
+@hookimpl
+def ckpt_checkpointable_handler(value_type: type) -> CheckpointableHandler | None:
+    """The handler of modules, optimizers and what else has a state dict in PyTorch."""
+    if not _is_torch_imported():
+        return None
+    from ckptcore_torch.stateful import handler_of_type
+
+    return handler_of_type(value_type)

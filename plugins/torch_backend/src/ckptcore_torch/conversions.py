@@ -1,0 +1,119 @@
+"""From tensors to NumPy arrays over the same memory and back, and casts between dtypes."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import numpy as np
+import torch
+
+from ckptcore.errors import UnsupportedLeafError
+from ckptcore.model import PLAIN_ARRAY, ArrayRecord, HostArray, ValueRecord
+from ckptcore_torch.dtypes import encoding_of, encoding_of_stored
+
+__all__ = ["elements_as", "host_view", "number_as", "tensor_over"]
+
+_SPECIAL_NUMBERS: Final = {"nan": float("nan"), "inf": float("inf"), "-inf": float("-inf")}
+
+
+def host_view(tensor: torch.Tensor) -> HostArray:
+    """A NumPy array over the memory of a CPU tensor, with its strides.
+
+    A conjugated or negated view, whose memory does not hold its elements, is resolved into memory of its own.
+    """
+    encoding = encoding_of(tensor.dtype)
+    if tensor.requires_grad:
+        tensor = tensor.detach()
+    if tensor.is_conj():
+        tensor = tensor.resolve_conj()
+    if tensor.is_neg():
+        tensor = tensor.resolve_neg()
+    if encoding.carrier is None:
+        return tensor.numpy()
+    return tensor.view(encoding.carrier[0]).numpy().view(encoding.host)
+
+
+def tensor_over(array: HostArray, stored: ArrayRecord) -> torch.Tensor | None:
+    """A tensor over the memory of a C-contiguous array; None where PyTorch has no such dtype.
+
+    An array that is not writable is copied: nothing would keep anyone from writing to the tensor.
+    """
+    encoding = encoding_of_stored(stored.spec.dtype, stored.kind)
+    if encoding is None:
+        return None
+    array = _writable(array)
+    if encoding.carrier is None:
+        return torch.from_numpy(array)
+    return torch.from_numpy(array.view(encoding.carrier[1])).view(encoding.dtype)
+
+
+def elements_as(array: HostArray, stored: ArrayRecord, dtype: torch.dtype) -> torch.Tensor:
+    """A CPU tensor with the elements of an array, cast to `dtype`; over the same memory where it is of that dtype.
+
+    Raises:
+        UnsupportedLeafError: if such a cast does not exist, or would drop imaginary parts.
+    """
+    tensor = tensor_over(array, stored)
+    if tensor is not None and tensor.dtype == dtype:
+        return tensor
+    wanted = encoding_of(dtype)
+    stored_raw = tensor is not None and encoding_of(tensor.dtype).kind != PLAIN_ARRAY
+    if stored_raw or wanted.kind != PLAIN_ARRAY:
+        # Nobody but the user knows what is in raw bytes: they can be handed on as bytes, and not be cast.
+        if not (
+            (stored_raw and dtype == torch.uint8)
+            or (not stored_raw and stored.spec.dtype == "uint8")
+            or wanted.kind == f"torch.{stored.spec.dtype}"
+        ):
+            found = stored.kind if stored_raw else stored.spec.dtype
+            raise UnsupportedLeafError(
+                f"{found} cannot be cast to {dtype}: PyTorch does not define what is in a byte of it; "
+                "load it as torch.uint8 and convert it yourself"
+            )
+        return torch.from_numpy(_writable(array).view(np.uint8)).view(dtype)
+    if "complex" in stored.spec.dtype and not dtype.is_complex:
+        raise UnsupportedLeafError(
+            f"{stored.spec.dtype} cannot be cast to {dtype} without its imaginary parts; "
+            "load it as a complex dtype and take .real"
+        )
+    if tensor is None:
+        tensor = torch.from_numpy(array.astype(_exact_superset(stored.spec.dtype)))
+    return tensor.to(dtype)
+
+
+def number_as(stored: ValueRecord, dtype: torch.dtype) -> torch.Tensor:
+    """A 0-d CPU tensor of a stored Python number.
+
+    Raises:
+        UnsupportedLeafError: if the value is no number, or not one of this dtype.
+    """
+    value = stored.value
+    if stored.kind == "float" and isinstance(value, str) and value in _SPECIAL_NUMBERS:
+        value = _SPECIAL_NUMBERS[value]
+    number = stored.kind in ("bool", "int", "float") and isinstance(value, bool | int | float)
+    if not number or (stored.kind == "float" and not (dtype.is_floating_point or dtype.is_complex)):
+        raise UnsupportedLeafError(
+            f"a stored {stored.kind} cannot be loaded as a tensor of {dtype}; "
+            f"give a Python value of type {stored.kind} in the place of the tensor"
+        )
+    return torch.tensor(value, dtype=dtype, device="cpu")
+
+
+def _writable(array: HostArray) -> HostArray:
+    return array if array.flags.writeable else array.copy()
+
+
+def _exact_superset(name: str) -> type[np.generic]:
+    """A dtype that PyTorch has and that holds every value of a small dtype that it does not have."""
+    for prefix, wider in (
+        ("float", np.float32),
+        ("int", np.int8),
+        ("uint", np.uint8),
+        ("bcomplex", np.complex64),
+        ("complex", np.complex64),
+    ):
+        if name.startswith(prefix):
+            return wider
+    raise UnsupportedLeafError(
+        f"PyTorch has no dtype for {name}; load this leaf as a NumPy array, with an AbstractArray in the place of the tensor"
+    )

@@ -1,0 +1,121 @@
+"""Every torch dtype: how its elements are carried as a NumPy dtype, bit for bit, or why they are not."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+import torch
+
+from ckptcore.errors import UnsupportedLeafError
+from ckptcore.model import PLAIN_ARRAY, dtype_from_name
+
+__all__ = ["Encoding", "encoding_of", "encoding_of_stored"]
+
+# The names that PyTorch and checkpoints share, and the integers through which PyTorch and NumPy pass what only one of
+# them has a buffer format for. Both sides see the same bytes.
+_DIRECT: Final = (
+    "bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64",
+    "float16", "float32", "float64", "complex64", "complex128",
+)  # fmt: skip
+_THROUGH_INTEGERS: Final = {
+    "bfloat16": "int16",
+    "complex32": "int32",
+    "float8_e4m3fn": "uint8",
+    "float8_e4m3fnuz": "uint8",
+    "float8_e5m2": "uint8",
+    "float8_e5m2fnuz": "uint8",
+    "float8_e8m0fnu": "uint8",
+}
+# Types of which PyTorch defines a byte but not what is in it (libraries pack several elements into it): the byte is
+# kept, as uint8, and the kind of the leaf says what it was.
+_RAW_BYTES: Final = (
+    "float4_e2m1fn_x2",
+    *(f"int{bits}" for bits in range(1, 8)),
+    *(f"uint{bits}" for bits in range(1, 8)),
+)
+_QUANTIZED: Final = ("qint8", "quint8", "qint32", "quint4x2", "quint2x4")
+_OPAQUE: Final = ("bits8", "bits16", "bits1x8", "bits2x4", "bits4x2")
+
+
+@dataclass(frozen=True, slots=True)
+class Encoding:
+    """How the elements of a torch dtype are carried.
+
+    Attributes:
+        dtype: the torch dtype.
+        name: the dtype in checkpoints.
+        kind: of the leaf: `PLAIN_ARRAY`, or ``torch.`` and the name of the torch dtype where `name` does not tell it.
+        host: the NumPy dtype of `name`.
+        carrier: the torch and NumPy integer dtypes of the same size to view the elements as on the way; None where
+            PyTorch and NumPy exchange the dtype itself.
+    """
+
+    dtype: torch.dtype
+    name: str
+    kind: str
+    host: np.dtype[Any]
+    carrier: tuple[torch.dtype, np.dtype[Any]] | None
+
+
+def _known_encodings() -> tuple[Encoding, ...]:
+    """The encodings that this PyTorch and this ml_dtypes know."""
+    encodings = []
+    for name in (*_DIRECT, *_THROUGH_INTEGERS):
+        dtype = getattr(torch, name, None)
+        if dtype is None:
+            continue
+        try:
+            host_dtype = dtype_from_name(name)
+        except UnsupportedLeafError:
+            continue  # an ml_dtypes that is older than the dtype: `encoding_of` says so when it is asked for it
+        integer = _THROUGH_INTEGERS.get(name)
+        carrier = None if integer is None else (getattr(torch, integer), np.dtype(integer))
+        encodings.append(Encoding(dtype, name, PLAIN_ARRAY, host_dtype, carrier))
+    byte = np.dtype(np.uint8)
+    for name in _RAW_BYTES:
+        dtype = getattr(torch, name, None)
+        if dtype is not None:
+            encodings.append(Encoding(dtype, "uint8", f"torch.{name}", byte, (torch.uint8, byte)))
+    return tuple(encodings)
+
+
+_BY_TORCH: Final = {encoding.dtype: encoding for encoding in _known_encodings()}
+_BY_STORED: Final = {(encoding.kind, encoding.name): encoding for encoding in _BY_TORCH.values()}
+_BY_NAME: Final = {encoding.name: encoding for encoding in _BY_TORCH.values() if encoding.kind == PLAIN_ARRAY}
+
+
+def encoding_of(dtype: torch.dtype) -> Encoding:
+    """How a torch dtype is carried.
+
+    Raises:
+        UnsupportedLeafError: for quantized and opaque dtypes, and for those that are not known here.
+    """
+    encoding = _BY_TORCH.get(dtype)
+    if encoding is None:
+        raise UnsupportedLeafError(_refusal(dtype))
+    return encoding
+
+
+def encoding_of_stored(name: str, kind: str) -> Encoding | None:
+    """How elements that are stored under this dtype name and kind are carried; None where PyTorch has no such dtype."""
+    return _BY_STORED.get((kind, name)) or _BY_NAME.get(name)
+
+
+def _refusal(dtype: torch.dtype) -> str:
+    name = str(dtype).removeprefix("torch.")
+    if name in _QUANTIZED:
+        return (
+            f"a quantized tensor ({dtype}) is integers with a scale and a zero point that no array carries; "
+            "save tensor.int_repr(), tensor.q_scale() and tensor.q_zero_point() as leaves of their own, "
+            "or tensor.dequantize()"
+        )
+    if name in _OPAQUE:
+        return f"{dtype} is bits without a meaning, and few operations take it; save tensor.view(torch.uint8)"
+    if name in _THROUGH_INTEGERS:
+        return f"{dtype} needs a newer ml_dtypes than the one installed: upgrade ml-dtypes, or save a view as integers"
+    return (
+        f"{dtype} is not known to this ckptcore-torch; upgrade ckptcore-torch, "
+        "or save a view of the tensor as integers of the same size"
+    )

@@ -1,0 +1,175 @@
+"""Objects of PyTorch that have a state: modules, optimizers, schedulers, gradient scalers, random generators."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import torch
+
+from ckptcore.errors import TreeMismatchError
+from ckptcore.protocols import CheckpointableHandler, Priority
+from ckptcore_torch.tensors import same_memory
+
+__all__ = ["GeneratorHandler", "ModuleHandler", "OptimizerHandler", "StateDictHandler", "handler_of_type"]
+
+
+class ModuleHandler:
+    """`torch.nn.Module`: its state dict, with every name of a tied weight, and buffers that are persistent.
+
+    ``load(location, module)`` gives a state dict of the structure of the module's own; ``load_into`` fills the module.
+    """
+
+    priority = Priority.FRAMEWORK
+
+    def flatten(self, value: torch.nn.Module) -> object:
+        """The state dict; its tensors are views of the module's own."""
+        return value.state_dict()
+
+    def unflatten(self, like: torch.nn.Module, state: object) -> object:
+        """The state dict itself, for ``like.load_state_dict``."""
+        return state
+
+    def restore(self, target: torch.nn.Module, state: Any) -> None:
+        """Load what was not filled in place already. Parameters stay the same objects, but for those on the meta device:
+
+        they are replaced by ones with elements, tied ones by one.
+
+        Raises:
+            TreeMismatchError: if a name is missing, or one too many.
+        """
+        own = target.state_dict()
+        if own.keys() != state.keys():
+            differences = [
+                *(f"{name} is missing" for name in own.keys() - state.keys()),
+                *(f"{name} is not in the module" for name in state.keys() - own.keys()),
+            ]
+            raise TreeMismatchError(
+                f"the loaded state does not fit the {type(target).__qualname__}: {'; '.join(sorted(differences)[:20])}; "
+                "make the module as it was when it was saved",
+                sorted(differences),
+            )
+        lacking = [name for name, held in own.items() if isinstance(held, torch.Tensor) and held.is_meta]
+        if lacking:
+            ties = _ties_on_meta(target)
+            target.load_state_dict({name: state[name] for name in lacking}, strict=False, assign=True)
+            _tie(target, ties)
+            own = target.state_dict()
+        if not all(same_memory(held, state[name]) for name, held in own.items()):
+            target.load_state_dict(state)
+
+
+class StateDictHandler:
+    """Objects with `state_dict` and `load_state_dict`: learning rate schedulers, gradient scalers."""
+
+    priority = Priority.FRAMEWORK
+
+    def flatten(self, value: Any) -> object:
+        """The state dict."""
+        return value.state_dict()
+
+    def unflatten(self, like: Any, state: object) -> object:
+        """The state dict itself, for ``like.load_state_dict``."""
+        return state
+
+    def restore(self, target: Any, state: object) -> None:
+        """Load the state dict."""
+        target.load_state_dict(state)
+
+
+class OptimizerHandler(StateDictHandler):
+    """`torch.optim.Optimizer`: its state dict, which numbers the parameters.
+
+    ``load(location, optimizer)`` gives a state dict; ``load_into`` fills the optimizer.
+    """
+
+    def restore(self, target: torch.optim.Optimizer, state: Any) -> None:
+        """Load the state dict; tensors that were filled in place stay, of their dtype.
+
+        Left to itself, an optimizer casts its state to the dtypes of the parameters and copies its tensor options.
+        """
+        filled = [
+            (parameter, name, held)
+            for parameter, held_by_name in target.state.items()
+            for name, held in held_by_name.items()
+            if isinstance(held, torch.Tensor)
+        ]
+        options = [
+            (number, name, held)
+            for number, group in enumerate(target.param_groups)
+            for name, held in group.items()
+            if isinstance(held, torch.Tensor)
+        ]
+        numbers = _numbers(target, state)
+        target.load_state_dict(state)
+        for parameter, name, held in filled:
+            given = state["state"].get(numbers.get(parameter), {}).get(name)
+            if same_memory(held, given):
+                target.state[parameter][name] = held
+        for number, name, held in options:
+            if same_memory(held, state["param_groups"][number].get(name)):
+                target.param_groups[number][name] = held
+
+
+class GeneratorHandler:
+    """`torch.Generator`: the state of its random numbers."""
+
+    priority = Priority.FRAMEWORK
+
+    def flatten(self, value: torch.Generator) -> object:
+        """The state as a tensor of bytes, a copy."""
+        return {"state": value.get_state()}
+
+    def unflatten(self, like: torch.Generator, state: object) -> object:
+        """The state itself."""
+        return state
+
+    def restore(self, target: torch.Generator, state: Any) -> None:
+        """Set the state."""
+        target.set_state(state["state"])
+
+
+_MODULES: Final = ModuleHandler()
+_OPTIMIZERS: Final = OptimizerHandler()
+_STATE_DICTS: Final = StateDictHandler()
+_GENERATORS: Final = GeneratorHandler()
+
+
+def handler_of_type(value_type: type) -> CheckpointableHandler | None:
+    """The handler for objects of a type; None for types that are not PyTorch's."""
+    if issubclass(value_type, torch.nn.Module):
+        return _MODULES
+    if issubclass(value_type, torch.optim.Optimizer):
+        return _OPTIMIZERS
+    if issubclass(value_type, torch.optim.lr_scheduler.LRScheduler | torch.amp.GradScaler):
+        return _STATE_DICTS
+    if issubclass(value_type, torch.Generator):
+        return _GENERATORS
+    return None
+
+
+def _ties_on_meta(module: torch.nn.Module) -> list[list[str]]:
+    """The names of each Parameter or buffer on the meta device that has several."""
+    names: dict[int, list[str]] = {}
+    for named in (module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False)):
+        for name, tensor in named:
+            if tensor.is_meta:
+                names.setdefault(id(tensor), []).append(name)
+    return [tied for tied in names.values() if len(tied) > 1]
+
+
+def _tie(module: torch.nn.Module, ties: list[list[str]]) -> None:
+    for first, *others in ties:
+        owner, _, attribute = first.rpartition(".")
+        tensor = getattr(module.get_submodule(owner), attribute)
+        for other in others:
+            owner, _, attribute = other.rpartition(".")
+            setattr(module.get_submodule(owner), attribute, tensor)
+
+
+def _numbers(optimizer: torch.optim.Optimizer, state: Any) -> dict[Any, Any]:
+    """For each parameter its number in a state dict."""
+    return {
+        parameter: number
+        for group, saved in zip(optimizer.param_groups, state["param_groups"], strict=False)
+        for parameter, number in zip(group["params"], saved["params"], strict=False)
+    }

@@ -1,0 +1,349 @@
+"""Leaf handlers of tensors: plain tensors and Parameters, and subclasses that lie over plain memory."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Hashable, Sequence
+from typing import Any, Final
+
+import numpy as np
+import torch
+
+from ckptcore.errors import PluginError, TreeMismatchError, UnsupportedLeafError
+from ckptcore.model import (
+    ArrayRecord,
+    ArraySpec,
+    Box,
+    HostArray,
+    LeafRecord,
+    Pending,
+    Ready,
+    Shard,
+    ValueRecord,
+)
+from ckptcore.protocols import HostMemory, LeafHandler, Priority
+from ckptcore_torch.conversions import elements_as, host_view, number_as
+from ckptcore_torch.dtypes import encoding_of
+from ckptcore_torch.transfers import finish_work_on, start_copy
+
+__all__ = ["SubclassHandler", "TensorHandler", "handler_of_type", "same_memory"]
+
+
+class TensorHandler:
+    """`torch.Tensor` and `torch.nn.Parameter`, exactly; also meta tensors as abstract leaves.
+
+    A tensor built for an abstract one is contiguous, on the device of the abstract one (a meta tensor asks for the CPU),
+    of its dtype, requires gradients as it does, and is a Parameter where it is one.
+    """
+
+    priority = Priority.FRAMEWORK
+
+    def describe(self, leaf: Any) -> LeafRecord:
+        """Shape and dtype; the kind names dtypes whose bytes are stored raw."""
+        if leaf.layout is not torch.strided or leaf.is_nested:
+            raise UnsupportedLeafError(_layout_refusal(leaf))
+        return _record(leaf.shape, leaf.dtype)
+
+    def identity(self, leaf: Any) -> Hashable | None:
+        """Device, address, shape, strides and dtype of the elements; of a meta tensor the storage, which has no address.
+
+        None where there are no elements.
+        """
+        try:
+            address = leaf.data_ptr()
+        except RuntimeError:
+            return None  # a wrapper without memory of its own; `shards` refuses it
+        if not address:
+            if not leaf.is_meta or not leaf.numel():
+                return None
+            # Detached aliases of a meta tensor, as a state dict has them for tied weights, share its storage object.
+            return ("meta", leaf.untyped_storage()._cdata, leaf.storage_offset(), leaf.shape, leaf.stride(), leaf.dtype)
+        if leaf.is_cpu and not leaf.is_conj() and not leaf.is_neg():
+            return (address, leaf.shape, leaf.stride(), leaf.dtype)
+        return (address, leaf.shape, leaf.stride(), leaf.dtype, leaf.device, leaf.is_conj(), leaf.is_neg())
+
+    def shards(self, leaf: Any, rank: int, size: int) -> Sequence[Shard]:
+        """All of it, which every process is taken to hold alike.
+
+        Raises:
+            UnsupportedLeafError: if the tensor has no elements in memory.
+        """
+        _check_has_memory(leaf)
+        if not leaf.is_cpu:
+            # Asked of the thread that saves. `view_on_host` is not, and another thread has another current stream.
+            finish_work_on(leaf)
+        return _whole(leaf.shape, rank, size)
+
+    def copy_to_host(self, leaf: Any, boxes: Sequence[Box], memory: HostMemory) -> Sequence[Pending[HostArray]]:
+        """Copies: every tensor can be changed. From CUDA on a side stream, ordered after the current one."""
+        if leaf.is_cpu and not leaf.is_conj() and not leaf.is_neg():
+            whole = host_view(leaf)
+            return [memory.copy(_part(whole, box)) for box in boxes]
+        encoding = encoding_of(leaf.dtype)
+        copies: list[Pending[HostArray]] = []
+        for box in boxes:
+            target = memory.empty(ArraySpec(box.shape, encoding.name))
+            copies.append(start_copy(leaf[box.slices], target))
+        return copies
+
+    def view_on_host(self, leaf: Any, boxes: Sequence[Box]) -> Sequence[Pending[HostArray]]:
+        """Views of CPU memory; copies of what is on another device."""
+        _check_has_memory(leaf)
+        if not leaf.is_cpu:
+            encoding = encoding_of(leaf.dtype)
+            return [start_copy(leaf[box.slices], np.empty(box.shape, encoding.host)) for box in boxes]
+        whole = host_view(leaf)
+        return [Ready(_part(whole, box)) for box in boxes]
+
+    def wanted(self, abstract: Any, stored: ArrayRecord) -> Sequence[Box]:
+        """All of it."""
+        return _whole_box(stored.spec.shape)
+
+    def destination(self, abstract: Any, stored: ArrayRecord, box: Box) -> HostArray | None:
+        """The memory of a contiguous CPU tensor whose elements lie as they are stored."""
+        if not abstract.is_cpu or not abstract.is_contiguous() or abstract.is_conj() or abstract.is_neg():
+            return None
+        spec = stored.spec
+        if abstract.shape != spec.shape or box.shape != spec.shape or abstract.layout is not torch.strided:
+            return None
+        encoding = encoding_of(abstract.dtype)
+        if encoding.name != spec.dtype or not abstract.data_ptr():
+            return None
+        array = host_view(abstract)
+        return array if array.flags.writeable and array.flags.c_contiguous else None
+
+    def build(self, abstract: Any, stored: LeafRecord, boxes: Sequence[tuple[Box, HostArray]]) -> object:
+        """A tensor over the host array, without a copy where dtype and device are those of the array."""
+        tensor = _elements(abstract, stored, boxes)
+        device = abstract.device
+        if device.type not in ("cpu", "meta"):  # not `is_cpu`: a FakeTensor says what it stands for by its device alone
+            tensor = tensor.to(device)
+        if type(abstract) is torch.nn.Parameter or isinstance(abstract, torch.nn.Parameter):
+            return torch.nn.Parameter(tensor, requires_grad=abstract.requires_grad)
+        return tensor.requires_grad_() if abstract.requires_grad else tensor
+
+    def fill(self, target: Any, stored: LeafRecord, boxes: Sequence[tuple[Box, HostArray]]) -> bool:
+        """Copy into the tensor, of any strides and device, and tell autograd that it changed.
+
+        False for meta tensors, and for tensors several of whose elements lie in one place.
+        """
+        if target.is_meta or _overlaps_itself(target):
+            return False
+        source = _elements(target, stored, boxes)
+        if source.data_ptr() == target.data_ptr() and target.is_cpu:
+            torch.autograd.graph.increment_version(target)  # it was read into its memory
+        elif target.is_inference():
+            with torch.inference_mode():  # only there can a tensor be changed that was made there
+                target.copy_(source)
+        else:
+            with torch.no_grad():
+                target.copy_(source)
+        return True
+
+
+class SubclassHandler:
+    """Subclasses of tensors that lie over plain memory, and FakeTensors as abstract leaves.
+
+    Elements are saved without what else the subclass carries. Built for an abstract leaf, they come back as its type with
+    its attributes. Subclasses that are made of other tensors are refused.
+    """
+
+    priority = Priority.FRAMEWORK
+
+    def describe(self, leaf: Any) -> LeafRecord:
+        """As of a plain tensor."""
+        if isinstance(leaf, torch.nn.UninitializedParameter | torch.nn.UninitializedBuffer):
+            raise UnsupportedLeafError(
+                "a parameter of a lazy module has no shape before the module is used for the first time; "
+                "call the module once, then save it or load into it"
+            )
+        if _is_fake(leaf):
+            return _record(torch.Size([_extent(extent) for extent in leaf.shape]), leaf.dtype)
+        return _PLAIN.describe(_plain(leaf))
+
+    def identity(self, leaf: Any) -> Hashable | None:
+        """As of a plain tensor; a FakeTensor is only itself."""
+        return ("fake", id(leaf)) if _is_fake(leaf) else _PLAIN.identity(_plain(leaf))
+
+    def shards(self, leaf: Any, rank: int, size: int) -> Sequence[Shard]:
+        """As of a plain tensor."""
+        if _is_fake(leaf):
+            raise UnsupportedLeafError("a FakeTensor has no elements to save; save the tensor that it stands for")
+        return _PLAIN.shards(_plain(leaf), rank, size)
+
+    def copy_to_host(self, leaf: Any, boxes: Sequence[Box], memory: HostMemory) -> Sequence[Pending[HostArray]]:
+        """As of a plain tensor."""
+        return _PLAIN.copy_to_host(_plain(leaf), boxes, memory)
+
+    def view_on_host(self, leaf: Any, boxes: Sequence[Box]) -> Sequence[Pending[HostArray]]:
+        """As of a plain tensor."""
+        return _PLAIN.view_on_host(_plain(leaf), boxes)
+
+    def wanted(self, abstract: Any, stored: ArrayRecord) -> Sequence[Box]:
+        """All of it."""
+        return _whole_box(stored.spec.shape)
+
+    def destination(self, abstract: Any, stored: ArrayRecord, box: Box) -> HostArray | None:
+        """As of a plain tensor; None for a FakeTensor."""
+        return None if _is_fake(abstract) else _PLAIN.destination(_plain(abstract), stored, box)
+
+    def build(self, abstract: Any, stored: LeafRecord, boxes: Sequence[tuple[Box, HostArray]]) -> object:
+        """A plain tensor or Parameter for a FakeTensor, else one of the type of `abstract` and with its attributes."""
+        if _is_fake(abstract):
+            return _PLAIN.build(abstract, stored, boxes)
+        with torch._C.DisableTorchFunctionSubclass():
+            plain = _PLAIN.build(_plain(abstract), stored, boxes)
+            built: torch.Tensor = plain.as_subclass(type(abstract))  # type: ignore[attr-defined]  # build made a tensor
+            built.__dict__.update(abstract.__dict__)
+            return built.requires_grad_(abstract.requires_grad)
+
+    def fill(self, target: Any, stored: LeafRecord, boxes: Sequence[tuple[Box, HostArray]]) -> bool:
+        """As of a plain tensor; False for a FakeTensor."""
+        return False if _is_fake(target) else _PLAIN.fill(_plain(target), stored, boxes)
+
+
+_PLAIN: Final = TensorHandler()
+_SUBCLASSES: Final = SubclassHandler()
+
+
+def handler_of_type(leaf_type: type) -> LeafHandler | None:
+    """The handler for tensors of a type; None for what is no tensor."""
+    if leaf_type is torch.Tensor or leaf_type is torch.nn.Parameter:
+        return _PLAIN
+    return _SUBCLASSES if issubclass(leaf_type, torch.Tensor) else None
+
+
+def same_memory(held: object, given: object) -> bool:
+    """Whether two values are one tensor, or views of the very same elements, so that nothing needs to be copied."""
+    if held is given:
+        return True
+    if not isinstance(held, torch.Tensor) or not isinstance(given, torch.Tensor) or held.is_meta:
+        return False
+    if not held.numel():
+        return held.shape == given.shape and held.dtype == given.dtype
+    identity = _identity(held)
+    return identity is not None and identity == _identity(given)
+
+
+def _identity(leaf: torch.Tensor) -> Hashable | None:
+    return None if hasattr(leaf, "__tensor_flatten__") or _is_fake(leaf) else _PLAIN.identity(leaf)
+
+
+# The same few shapes come again and again: what is made of them is frozen, and shared.
+@functools.lru_cache(maxsize=4096)
+def _record(shape: torch.Size, dtype: torch.dtype) -> ArrayRecord:
+    encoding = encoding_of(dtype)
+    return ArrayRecord(ArraySpec(tuple(shape), encoding.name), encoding.kind)
+
+
+@functools.lru_cache(maxsize=4096)
+def _whole(shape: torch.Size, rank: int, size: int) -> tuple[Shard, ...]:
+    return (Shard(Box.whole(tuple(shape)), rank, size),)
+
+
+@functools.lru_cache(maxsize=4096)
+def _whole_box(shape: tuple[int, ...]) -> tuple[Box, ...]:
+    return (Box.whole(shape),)
+
+
+def _part(whole: HostArray, box: Box) -> HostArray:
+    if box.stop == whole.shape and not any(box.start):
+        return whole
+    part: HostArray = whole[box.slices]
+    return part
+
+
+def _elements(abstract: torch.Tensor, stored: LeafRecord, boxes: Sequence[tuple[Box, HostArray]]) -> torch.Tensor:
+    """A CPU tensor of the stored elements, cast to the dtype of `abstract`."""
+    if isinstance(stored, ValueRecord):
+        _check_shape(abstract, ())
+        return number_as(stored, abstract.dtype)
+    shape = stored.spec.shape
+    if len(boxes) != 1 or boxes[0][1].shape != shape:
+        raise PluginError(f"a tensor of {stored.spec} was asked for whole and came in {len(boxes)} boxes")
+    if abstract.shape != shape:
+        _check_shape(abstract, shape)
+    return elements_as(boxes[0][1], stored, abstract.dtype)
+
+
+def _check_shape(abstract: torch.Tensor, shape: tuple[int, ...]) -> None:
+    if abstract.shape != shape:
+        difference = f"stored with the shape {shape}, asked for as a tensor of the shape {tuple(abstract.shape)}"
+        raise TreeMismatchError(f"{difference}; give a tensor of the stored shape", [difference])
+
+
+def _check_has_memory(leaf: torch.Tensor) -> None:
+    try:
+        if leaf.data_ptr() or not leaf.numel():
+            return
+    except RuntimeError as error:
+        raise UnsupportedLeafError(
+            f"a {type(leaf).__name__} without memory of its own cannot be saved ({error}); "
+            "save the tensors that it is made of"
+        ) from error
+    if leaf.is_meta:
+        raise UnsupportedLeafError(
+            "a meta tensor has no elements to save; it can only say what to load. Save the tensor it stands for"
+        )
+    raise UnsupportedLeafError(
+        "the storage of this tensor was freed, as FSDP does with parameters that are not in use; "
+        "gather the parameters before saving them"
+    )
+
+
+def _overlaps_itself(target: torch.Tensor) -> bool:
+    if target.is_contiguous():
+        return False
+    reach = 1
+    for stride, extent in sorted(zip(target.stride(), target.shape, strict=True)):
+        if extent > 1:
+            if stride < reach:
+                return True
+            reach = stride * (extent - 1) + reach
+    return False
+
+
+def _layout_refusal(leaf: torch.Tensor) -> str:
+    if leaf.is_nested:
+        return "a nested tensor is several arrays; save its .values() and .offsets(), or .unbind()"
+    parts = {
+        torch.sparse_coo: ".indices() and .values() of its .coalesce()",
+        torch.sparse_csr: ".crow_indices(), .col_indices() and .values()",
+        torch.sparse_csc: ".ccol_indices(), .row_indices() and .values()",
+        torch.sparse_bsr: ".crow_indices(), .col_indices() and .values()",
+        torch.sparse_bsc: ".ccol_indices(), .row_indices() and .values()",
+    }
+    remedy = f"save its {parts[leaf.layout]}, or .to_dense()" if leaf.layout in parts else "save its .to_dense()"
+    return f"a tensor with the layout {leaf.layout} is not one array of elements; {remedy}"
+
+
+def _is_fake(leaf: torch.Tensor) -> bool:
+    module = sys.modules.get("torch._subclasses.fake_tensor")
+    return module is not None and isinstance(leaf, module.FakeTensor)
+
+
+def _extent(extent: Any) -> int:
+    if type(extent) is not int:
+        raise UnsupportedLeafError(
+            f"a FakeTensor with the symbolic extent {extent} has no one shape; make it with static shapes"
+        )
+    return extent
+
+
+def _plain(leaf: torch.Tensor) -> torch.Tensor:
+    """The same memory as a `torch.Tensor`; a subclass that is made of other tensors is refused."""
+    if hasattr(leaf, "__tensor_flatten__"):
+        name = f"{type(leaf).__module__}.{type(leaf).__qualname__}"
+        remedy = (
+            "save its .full_tensor()"
+            if type(leaf).__name__ == "DTensor"
+            else "save its .values() and .offsets(), or .unbind()"
+            if leaf.is_nested
+            else "save the tensors that its __tensor_flatten__() names as leaves of their own"
+        )
+        raise UnsupportedLeafError(f"a {name} is made of other tensors and is not one array in memory; {remedy}")
+    # Otherwise a subclass's __torch_function__ could see, and wrap, what is asked of its memory.
+    with torch._C.DisableTorchFunctionSubclass():
+        plain = leaf.detach().as_subclass(torch.Tensor)
+        return plain.requires_grad_() if leaf.requires_grad else plain

@@ -1,0 +1,273 @@
+"""From device memory to host memory: through pinned staging buffers on a side stream where the device is CUDA."""
+
+from __future__ import annotations
+
+import functools
+import threading
+import weakref
+from collections import deque
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Final, Protocol
+
+import numpy as np
+import torch
+
+from ckptcore.errors import PluginError
+from ckptcore.model import HostArray, Pending, Ready
+from ckptcore_torch.dtypes import encoding_of
+
+__all__ = ["CudaLane", "Lane", "Moment", "Transfers", "finish_work_on", "start_copy"]
+
+_STAGING_BYTES: Final = 32 << 20
+"""Bytes of one staging buffer."""
+
+_STAGING_BUFFERS: Final = 4
+"""Staging buffers of a device: one is filled while others travel and one is emptied."""
+
+
+class Moment(Protocol):
+    """A point in the work of a device. A `torch.cuda.Event` is one."""
+
+    def synchronize(self) -> None:
+        """Wait until the device has come there."""
+        ...
+
+
+class Lane(Protocol):
+    """A queue of work on a device beside the caller's own, and memory that the device copies to without the caller."""
+
+    def now(self) -> Moment:
+        """The point that the calling thread's own work on the device has come to."""
+        ...
+
+    def entered(self) -> AbstractContextManager[object]:
+        """Within it, work goes to this lane."""
+        ...
+
+    def wait_for(self, moment: Moment) -> None:
+        """Let what is put into this lane from now on begin only after `moment`."""
+        ...
+
+    def mark(self) -> Moment:
+        """The end of what is in this lane now."""
+        ...
+
+    def staging(self, size: int) -> torch.Tensor:
+        """Host memory that can be copied to without waiting: uint8, `size` bytes."""
+        ...
+
+
+class CudaLane:
+    """A side stream of a CUDA device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # not typed by PyTorch
+
+    def now(self) -> Moment:
+        """An event on the current stream of the calling thread."""
+        event: torch.cuda.Event = torch.cuda.current_stream(self._device).record_event()
+        return event
+
+    def entered(self) -> AbstractContextManager[object]:
+        """Makes the side stream the current one, and its device the current device."""
+        return torch.cuda.stream(self._stream)
+
+    def wait_for(self, moment: Moment) -> None:
+        """Let the side stream wait for an event."""
+        assert isinstance(moment, torch.cuda.Event)
+        self._stream.wait_event(moment)
+
+    def mark(self) -> Moment:
+        """An event on the side stream."""
+        event: torch.cuda.Event = self._stream.record_event()
+        return event
+
+    def staging(self, size: int) -> torch.Tensor:
+        """Pinned memory."""
+        return torch.empty(size, dtype=torch.uint8, pin_memory=True)
+
+
+@dataclass(slots=True)
+class _Piece:
+    """Bytes in a staging buffer, and where they go."""
+
+    copy: HostCopy
+    staged: slice
+    start: int
+
+
+@dataclass(slots=True)
+class _Flight:
+    """A staging buffer, what is in it, and when it has arrived; still being filled while that is None."""
+
+    buffer: torch.Tensor
+    pieces: list[_Piece] = field(default_factory=list)
+    used: int = 0
+    arrived: Moment | None = None
+
+
+class HostCopy:
+    """A tensor on its way to a host array; `result` waits for it. Any thread."""
+
+    def __init__(self, transfers: Transfers, source: torch.Tensor, target: HostArray, after: Moment) -> None:
+        self._transfers = transfers
+        self._target = target
+        self.source: torch.Tensor | None = source
+        self.after = after
+        self.bytes: HostArray = target.reshape(-1).view(np.uint8)
+        self.flat: torch.Tensor | None = None
+        self.staged = 0
+        self.arrived = 0
+        self.error: BaseException | None = None
+
+    def result(self) -> HostArray:
+        """The target, filled."""
+        self._transfers.finish(self)
+        return self._target
+
+
+class Transfers:
+    """Copies from one device to host arrays, small ones together, large ones in pieces. Any thread.
+
+    Copies begin when they are submitted, as far as staging buffers are free, and go on whenever one of them is waited
+    for. The staging buffers are kept for the next save. A copy that nobody waits for any more is dropped, with the
+    tensor it holds; what of it is in a staging buffer already goes with the next copy that is waited for.
+    """
+
+    def __init__(self, lane: Lane, *, size: int = _STAGING_BYTES, count: int = _STAGING_BUFFERS) -> None:
+        self._lane = lane
+        self._size = size
+        self._unmade = count
+        self._free: list[torch.Tensor] = []
+        self._waiting: deque[weakref.ref[HostCopy]] = deque()
+        self._flights: deque[_Flight] = deque()
+        self._lock = threading.Lock()
+
+    def now(self) -> Moment:
+        """The point that the calling thread's own work on the device has come to."""
+        return self._lane.now()
+
+    def submit(self, source: torch.Tensor, target: HostArray, after: Moment) -> HostCopy:
+        """Start to copy a tensor, as it is at the moment `after`, to a C-contiguous array of as many bytes.
+
+        `source` may be freed afterwards; it must not be changed before the copy has arrived.
+        """
+        copy = HostCopy(self, source, target, after)
+        with self._lock:
+            self._waiting.append(weakref.ref(copy))
+            self._stage()
+        return copy
+
+    def finish(self, copy: HostCopy) -> None:
+        """Wait until a copy has arrived. Moves on others that were submitted before it, and some after it."""
+        with self._lock:
+            while copy.error is None and copy.arrived < copy.bytes.nbytes:
+                self._stage()
+                if not self._flights:
+                    raise PluginError("a copy from a device was waited for and is not under way; please report this")
+                self._land(self._flights.popleft())
+                self._stage()
+        if copy.error is not None:
+            raise copy.error
+
+    def _stage(self) -> None:
+        """Put waiting copies into staging buffers while there are free ones; never waits."""
+        while self._waiting:
+            copy = self._waiting[0]()
+            if copy is None or copy.error is not None or copy.staged == copy.bytes.nbytes:
+                self._waiting.popleft()
+                continue
+            flight = self._open_flight()
+            if flight is None:
+                return
+            try:
+                self._stage_piece(copy, flight)
+            except Exception as error:  # noqa: BLE001  # kept for whoever waits for this copy
+                self._fail(copy, error)
+
+    def _stage_piece(self, copy: HostCopy, flight: _Flight) -> None:
+        with self._lane.entered(), torch.no_grad():
+            if copy.flat is None:
+                assert copy.source is not None
+                self._lane.wait_for(copy.after)
+                copy.flat = copy.source.contiguous().reshape(-1).view(torch.uint8)
+            count = min(copy.bytes.nbytes - copy.staged, self._size - flight.used)
+            staged = slice(flight.used, flight.used + count)
+            flight.buffer[staged].copy_(copy.flat[copy.staged : copy.staged + count], non_blocking=True)
+            flight.pieces.append(_Piece(copy, staged, copy.staged))
+            flight.used += count
+            copy.staged += count
+            if flight.used == self._size:
+                flight.arrived = self._lane.mark()
+
+    def _open_flight(self) -> _Flight | None:
+        """The buffer that is being filled, or a new one; None where all are under way."""
+        if self._flights and self._flights[-1].arrived is None:
+            return self._flights[-1]
+        if not self._free:
+            if not self._unmade:
+                return None
+            self._free.append(self._lane.staging(self._size))
+            self._unmade -= 1
+        flight = _Flight(self._free.pop())
+        self._flights.append(flight)
+        return flight
+
+    def _land(self, flight: _Flight) -> None:
+        """Wait for a staging buffer and empty it."""
+        try:
+            if flight.arrived is None:
+                with self._lane.entered():
+                    flight.arrived = self._lane.mark()
+            flight.arrived.synchronize()
+            elements = flight.buffer.numpy()
+            for piece in flight.pieces:
+                copy, count = piece.copy, piece.staged.stop - piece.staged.start
+                copy.bytes[piece.start : piece.start + count] = elements[piece.staged]
+                copy.arrived += count
+                if copy.arrived == copy.bytes.nbytes:
+                    copy.source = copy.flat = None
+        except BaseException as error:
+            for piece in flight.pieces:
+                self._fail(piece.copy, error)
+            if not isinstance(error, Exception):
+                raise
+        finally:
+            self._free.append(flight.buffer)
+
+    def _fail(self, copy: HostCopy, error: BaseException) -> None:
+        """Keep an error for whoever waits for the copy: another thread may have met it."""
+        copy.error = error
+        copy.source = copy.flat = None
+
+
+def start_copy(source: torch.Tensor, target: HostArray) -> Pending[HostArray]:
+    """Copy a tensor of any device to a C-contiguous host array of its encoding.
+
+    From CUDA it does not wait, and `source` must not be changed before the result is there. From elsewhere it waits.
+    """
+    source = source.detach().resolve_conj().resolve_neg()
+    carrier = encoding_of(source.dtype).carrier
+    if carrier is not None:
+        source = source.view(carrier[0])
+    if source.is_cuda and source.numel():
+        transfers = _transfers_of(source.device)
+        return transfers.submit(source, target, transfers.now())
+    with torch.no_grad():
+        torch.from_numpy(target if carrier is None else target.view(carrier[1])).copy_(source)
+    return Ready(target)
+
+
+def finish_work_on(tensor: torch.Tensor) -> None:
+    """Wait until the calling thread's work so far on the device of a tensor is done; other threads may then read it."""
+    if tensor.is_cuda:
+        stream = torch.cuda.current_stream(tensor.device)
+        if not stream.query():
+            stream.synchronize()
+
+
+@functools.cache
+def _transfers_of(device: torch.device) -> Transfers:
+    return Transfers(CudaLane(device))
