@@ -1,0 +1,117 @@
+"""What every container handler must do, as tests to inherit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, get_args
+
+import numpy as np
+import pytest
+
+from ckptcore.model import Attribute
+from ckptcore.model.tree import NodeKind
+from ckptcore.protocols import ContainerHandler, Flattened
+
+__all__ = ["ContainerExample", "ContainerHandlerTests"]
+
+
+@dataclass(frozen=True, slots=True)
+class ContainerExample:
+    """A container to test a handler with.
+
+    Attributes:
+        name: shown in the names of the tests.
+        make: makes the container, new each time.
+        children: its children found without the handler, in the order in which the handler gives them.
+        same_static: whether two containers are alike apart from their children.
+    """
+
+    name: str
+    make: Callable[[], Any]
+    children: Callable[[Any], Sequence[Any]]
+    same_static: Callable[[Any, Any], bool] = lambda first, second: True
+
+
+class ContainerHandlerTests:
+    """Inherit, give `handler` and `examples`, and pytest collects the tests.
+
+    Attributes:
+        handler: the handler.
+        examples: containers of every sort it takes, empty ones too where there are.
+    """
+
+    handler: ContainerHandler
+    examples: Sequence[ContainerExample] = ()
+
+    def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
+        """One test per example."""
+        if "example" in metafunc.fixturenames:
+            metafunc.parametrize("example", list(self.examples), ids=[one.name for one in self.examples])
+
+    def replacement(self, child: object) -> object:
+        """Another child for the same place; a new array unless overridden."""
+        return np.zeros(())
+
+    def test_has_examples(self) -> None:
+        assert self.examples, "give the class attribute `examples` at least one ContainerExample"
+        assert type(self.handler.priority) is int
+
+    def test_flatten_gives_every_child_under_a_key_of_its_own(self, example: ContainerExample) -> None:
+        value = example.make()
+        flattened = self.handler.flatten(value)
+        assert_flattened(flattened)
+        expected = example.children(value)
+        assert len(flattened.children) == len(expected)
+        for child, expected_child in zip(flattened.children, expected, strict=True):
+            assert child is expected_child, "flatten hands out the children themselves, in order"
+
+    def test_flatten_again_is_the_same(self, example: ContainerExample) -> None:
+        value = example.make()
+        first, second = self.handler.flatten(value), self.handler.flatten(value)
+        assert (first.kind, first.type) == (second.kind, second.type)
+        assert list(first.keys) == list(second.keys)
+        assert all(map(_is, first.children, second.children))
+
+    def test_flatten_has_the_same_keys_for_a_container_like_it(self, example: ContainerExample) -> None:
+        first, second = self.handler.flatten(example.make()), self.handler.flatten(example.make())
+        assert list(first.keys) == list(second.keys), "a second process would save other paths"
+        assert (first.kind, first.type) == (second.kind, second.type)
+
+    def test_unflatten_is_the_inverse(self, example: ContainerExample) -> None:
+        value = example.make()
+        children = list(self.handler.flatten(value).children)
+        made = self.handler.unflatten(value, children)
+        assert type(made) is type(value)
+        assert made is not value or not children, "unflatten makes a container, and leaves the one it is like alone"
+        assert example.same_static(made, value), "unflatten keeps what is static"
+        assert list(self.handler.flatten(made).keys) == list(self.handler.flatten(value).keys)
+        assert all(map(_is, example.children(made), children))
+
+    def test_unflatten_puts_other_children_in(self, example: ContainerExample) -> None:
+        value = example.make()
+        before = list(example.children(value))
+        others = [self.replacement(child) for child in self.handler.flatten(value).children]
+        made = self.handler.unflatten(value, tuple(others))
+        assert all(map(_is, example.children(made), others)), "children come in the order in which flatten gives them"
+        assert len(example.children(made)) == len(others)
+        assert all(map(_is, example.children(value), before)), "the container it is like was changed"
+        assert len(example.children(value)) == len(before)
+
+
+def assert_flattened(flattened: Flattened) -> None:
+    """Fail unless a container was taken apart as the protocol asks."""
+    keys = list(flattened.keys)
+    assert flattened.kind in get_args(NodeKind), f"expected one of {get_args(NodeKind)}, found {flattened.kind!r}"
+    assert len(keys) == len(flattened.children), "one key for each child"
+    assert len(set(keys)) == len(keys), f"keys are unique, found {keys}"
+    assert all(type(key) in (int, str, Attribute) for key in keys), f"a key is an int, str or Attribute, found {keys}"
+    if flattened.kind in ("list", "tuple"):
+        assert keys == list(range(len(keys))), f"the keys of a {flattened.kind} are its indices, found {keys}"
+    assert flattened.type is None or (type(flattened.type) is str and flattened.type)
+    if flattened.kind == "object":
+        assert flattened.type is not None, "name the type of an object: its kind does not tell"
+
+
+def _is(first: object, second: object) -> bool:
+    return first is second

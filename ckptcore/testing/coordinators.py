@@ -1,0 +1,187 @@
+"""What every coordinator must do, as tests to inherit."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import pytest
+
+from ckptcore.errors import CoordinationTimeoutError
+from ckptcore.protocols import Coordinator
+
+__all__ = ["CoordinatorTests"]
+
+T = TypeVar("T")
+
+
+class CoordinatorTests:
+    """Inherit, give `run`, and pytest collects the tests.
+
+    Attributes:
+        sizes: how many ranks to test with.
+        short_seconds: a deadline that the tests of ranks that do not come wait for.
+        long_seconds: a deadline that ranks that come do not reach.
+    """
+
+    sizes: Sequence[int] = (1, 2, 4)
+    short_seconds: float = 0.5
+    long_seconds: float = 60.0
+
+    def run(self, size: int, job: Callable[[Coordinator], T], *, timeout_seconds: float) -> Sequence[T]:
+        """Run `job` once on each of `size` ranks with its coordinator; what each returned, in order of rank.
+
+        `job` and what it returns can be pickled, so that ranks can be processes. It is called once per rank.
+
+        Args:
+            size: how many ranks.
+            job: what a rank does.
+            timeout_seconds: the deadline of each exchange.
+        """
+        raise NotImplementedError("give the class the method `run`")
+
+    def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
+        """One test per size."""
+        if "size" in metafunc.fixturenames:
+            metafunc.parametrize("size", list(self.sizes))
+        if "several" in metafunc.fixturenames:
+            metafunc.parametrize("several", [size for size in self.sizes if size > 1])
+
+    def test_ranks_are_numbered_from_zero(self, size: int) -> None:
+        assert list(self.run(size, rank_and_size, timeout_seconds=self.long_seconds)) == [
+            (rank, size) for rank in range(size)
+        ]
+
+    def test_the_leader_gathers_in_order_of_rank(self, size: int) -> None:
+        gathered = self.run(size, gather_names, timeout_seconds=self.long_seconds)
+        assert gathered[0] == [b"rank %d" % rank for rank in range(size)]
+        assert all(result is None for result in gathered[1:])
+
+    @pytest.mark.parametrize("nbytes", [0, 1, 3_000_000])
+    def test_everyone_gets_what_the_leader_broadcasts(self, size: int, nbytes: int) -> None:
+        received = self.run(size, Broadcast(bytes(range(256)) * (nbytes // 256) + b"\0" * (nbytes % 256)),
+                            timeout_seconds=self.long_seconds)  # fmt: skip
+        assert [len(data) for data in received] == [nbytes] * size
+        assert len(set(received)) == 1
+
+    @pytest.mark.parametrize("nbytes", [0, 1, 3_000_000])
+    def test_any_bytes_can_be_gathered(self, size: int, nbytes: int) -> None:
+        gathered = self.run(size, Gather(nbytes), timeout_seconds=self.long_seconds)[0]
+        assert gathered == [bytes([rank]) * nbytes for rank in range(size)]
+
+    def test_many_exchanges_do_not_mix(self, size: int) -> None:
+        for rank, results in enumerate(self.run(size, many_exchanges, timeout_seconds=self.long_seconds)):
+            assert results == [b"%d" % number for number in range(50)], f"rank {rank}"
+
+    def test_a_broadcast_can_come_before_anyone_asks(self, size: int) -> None:
+        """The leader may be several exchanges ahead of the others."""
+        for results in self.run(size, backwards, timeout_seconds=self.long_seconds):
+            assert results == [b"second", b"first"]
+
+    def test_exchanges_run_on_other_threads_at_once(self, size: int) -> None:
+        for results in self.run(size, exchanges_on_threads, timeout_seconds=self.long_seconds):
+            assert results == {f"thread {number}": b"%d" % number for number in range(4)}
+
+    def test_the_leader_is_told_who_did_not_come(self, several: int) -> None:
+        outcomes = self.run(several, AbsentFromGather(several - 1), timeout_seconds=self.short_seconds)
+        assert outcomes[0] == [several - 1], "CoordinationTimeoutError.missing names the rank"
+
+    def test_a_rank_is_told_that_the_leader_did_not_come(self, several: int) -> None:
+        outcomes = self.run(several, absent_leader, timeout_seconds=self.short_seconds)
+        assert outcomes[1:] == [[0]] * (several - 1), "CoordinationTimeoutError.missing names the leader"
+
+
+def rank_and_size(coordinator: Coordinator) -> tuple[int, int]:
+    """What a rank knows of itself."""
+    return coordinator.rank, coordinator.size
+
+
+def gather_names(coordinator: Coordinator) -> list[bytes] | None:
+    """One gather."""
+    gathered = coordinator.gather("names", b"rank %d" % coordinator.rank)
+    return None if gathered is None else list(gathered)
+
+
+@dataclass(frozen=True, slots=True)
+class Broadcast:
+    """A broadcast of these bytes."""
+
+    payload: bytes
+
+    def __call__(self, coordinator: Coordinator) -> bytes:
+        return coordinator.broadcast("payload", self.payload if coordinator.rank == 0 else None)
+
+
+@dataclass(frozen=True, slots=True)
+class Gather:
+    """A gather of so many bytes from each rank."""
+
+    nbytes: int
+
+    def __call__(self, coordinator: Coordinator) -> list[bytes] | None:
+        gathered = coordinator.gather("payload", bytes([coordinator.rank]) * self.nbytes)
+        return None if gathered is None else list(gathered)
+
+
+def many_exchanges(coordinator: Coordinator) -> list[bytes]:
+    """A hundred exchanges in a row."""
+    results = []
+    for number in range(50):
+        gathered = coordinator.gather(f"gather {number}", b"%d" % number)
+        chosen = None if gathered is None else gathered[-1]
+        results.append(coordinator.broadcast(f"broadcast {number}", chosen))
+    return results
+
+
+def backwards(coordinator: Coordinator) -> list[bytes]:
+    """The leader broadcasts twice; the others ask for the later one first."""
+    if coordinator.rank == 0:
+        first, second = coordinator.broadcast("first", b"first"), coordinator.broadcast("second", b"second")
+        return [second, first]
+    return [coordinator.broadcast("second", None), coordinator.broadcast("first", None)]
+
+
+def exchanges_on_threads(coordinator: Coordinator) -> dict[str, bytes]:
+    """Several exchanges at once, none of them on the main thread."""
+    results: dict[str, bytes] = {}
+
+    def exchange(number: int) -> None:
+        gathered = coordinator.gather(f"gather {number}", b"%d" % number)
+        chosen = None if gathered is None else gathered[0]
+        results[f"thread {number}"] = coordinator.broadcast(f"broadcast {number}", chosen)
+
+    threads = [threading.Thread(target=exchange, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return results
+
+
+@dataclass(frozen=True, slots=True)
+class AbsentFromGather:
+    """A gather to which one rank does not come; gives the missing ranks as the leader was told them."""
+
+    absent: int
+
+    def __call__(self, coordinator: Coordinator) -> list[int] | None:
+        if coordinator.rank == self.absent:
+            return None
+        try:
+            coordinator.gather("incomplete", b"here")
+        except CoordinationTimeoutError as error:
+            return list(error.missing)
+        return None
+
+
+def absent_leader(coordinator: Coordinator) -> list[int] | None:
+    """A broadcast to which the leader does not come; gives the missing ranks as the others were told them."""
+    if coordinator.rank == 0:
+        return None
+    try:
+        coordinator.broadcast("incomplete", None)
+    except CoordinationTimeoutError as error:
+        return list(error.missing)
+    return None

@@ -1,0 +1,35 @@
+"""A host memory for tests: copies as late as its contract lets it, so that a handler that frees too early is caught."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ckptcore.model import ArraySpec, HostArray, Pending
+
+__all__ = ["LateHostMemory"]
+
+
+class LateHostMemory:
+    """A `ckptcore.protocols.HostMemory` that copies when the result is asked for. Any thread."""
+
+    def empty(self, spec: ArraySpec) -> HostArray:
+        """Memory that holds 0xA5 in every byte, so that what was never written shows."""
+        memory = np.full(spec.nbytes, 0xA5, np.uint8)
+        return memory.view(spec.numpy_dtype).reshape(spec.shape)
+
+    def copy(self, source: HostArray) -> Pending[HostArray]:
+        """A copy that is made when its result is asked for."""
+        return _LateCopy(source)
+
+
+class _LateCopy:
+    def __init__(self, source: HostArray) -> None:
+        self._source: HostArray | None = source
+        self._copy: HostArray | None = None
+
+    def result(self) -> HostArray:
+        if self._source is not None:
+            self._copy = np.array(self._source, order="C", copy=True)
+            self._source = None
+        assert self._copy is not None
+        return self._copy

@@ -1,0 +1,60 @@
+"""JSON that was tampered with: one place of a document changed to what nobody expects there."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Iterator
+from typing import Any, Final
+
+from ckptcore.model import JSON
+
+__all__ = ["tampered"]
+
+_DEEP: Any = []
+for _ in range(60):
+    _DEEP = [_DEEP]
+
+HOSTILE: Final[tuple[Any, ...]] = (
+    None, True, -1, 0, 1, 2**31, 2**62, 2**70, 1.5, -0.0, 1e308, "", "..", "../../etc/passwd", "/etc/passwd", "a\0b",
+    "\ud800", "x" * 5000, "0", [], {}, [[]], [-1], [2**62], [2**62, 2**62], ["a", 0], {"": None}, {"a": 1}, _DEEP,
+)  # fmt: skip
+"""Values that parsers trip over."""
+
+
+def tampered(document: JSON, count: int, seed: int = 0) -> Iterator[JSON]:
+    """`count` copies of a document, each with one or two places changed; equal for equal arguments."""
+    choices = random.Random(seed)
+    yield from (copy.deepcopy(value) for value in HOSTILE)
+    for _ in range(count):
+        holder = [copy.deepcopy(document)]
+        for _ in range(choices.choice((1, 1, 1, 2))):
+            _tamper(holder, choices)
+        yield holder[0]
+
+
+def _tamper(holder: list[Any], choices: random.Random) -> None:
+    places = list(_places(holder))
+    container, key = choices.choice(places)
+    action = choices.randrange(8)
+    value = container[key]
+    if action == 0 and container is not holder:
+        del container[key]
+    elif action == 1 and isinstance(container, list):
+        container.insert(key, copy.deepcopy(value))
+    elif action == 2 and isinstance(value, int) and not isinstance(value, bool):
+        container[key] = value + choices.choice((-1, 1, 7, 8, 4096, -(2**40), 2**40))
+    elif action == 3:
+        other_container, other_key = choices.choice(places)
+        container[key] = copy.deepcopy(other_container[other_key])
+    else:
+        container[key] = copy.deepcopy(choices.choice(HOSTILE))
+
+
+def _places(container: Any) -> Iterator[tuple[Any, Any]]:
+    """Each container of a document with each of its keys or indices."""
+    keys = list(container) if isinstance(container, dict) else range(len(container))
+    for key in keys:
+        yield container, key
+        if isinstance(container[key], dict | list):
+            yield from _places(container[key])

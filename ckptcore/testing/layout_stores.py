@@ -1,0 +1,226 @@
+"""Stores for layouts under test: a directory of plain files that holds a layout to the letter of the protocols."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from ckptcore.errors import ChecksumError, CorruptCheckpointError, InvalidLocationError, ObjectNotFoundError
+from ckptcore.model import ArraySegment, Box, HostArray, ObjectRecord, Segment, TileRead, WritePlan
+from ckptcore.protocols import StorageAddress
+from ckptcore.testing.coverage import assert_makes_up
+
+__all__ = ["DirectoryReadStore", "DirectoryWriteStore", "HeldSnapshot", "files_below"]
+
+
+class HeldSnapshot:
+    """A `ckptcore.protocols.Snapshot` of arrays in memory, that come in every order of axes and bytes.
+
+    Args:
+        plan: what is written.
+        arrays: by number of the leaf, the whole array.
+    """
+
+    def __init__(self, plan: WritePlan, arrays: Mapping[int, HostArray]) -> None:
+        self._plan = plan
+        self._arrays = arrays
+        self.taken: set[int] = set()
+        self.released: list[int] = []
+
+    @property
+    def plan(self) -> WritePlan:
+        """What is written."""
+        return self._plan
+
+    def take(self, item: int) -> Sequence[HostArray]:
+        """C order, Fortran order and big endian in turn: all are allowed."""
+        assert item not in self.released, f"item {item} is taken after it was released"
+        self.taken.add(item)
+        whole = self._arrays[self._plan.items[item].leaf]
+        forms = []
+        for number, box in enumerate(self._plan.items[item].boxes):
+            part = whole[box.slices]
+            match (item + number) % 3:
+                case 0:
+                    forms.append(np.ascontiguousarray(part))
+                case 1:
+                    forms.append(np.asfortranarray(part))
+                case _:
+                    swapped = part.astype(part.dtype.newbyteorder(">"))
+                    forms.append(swapped if swapped.dtype.byteorder == ">" else part)
+        return [form.reshape(box.shape) for form, box in zip(forms, self._plan.items[item].boxes, strict=True)]
+
+    def release(self, item: int) -> None:
+        """Count it."""
+        assert item not in self.released, f"item {item} is released twice"
+        self.released.append(item)
+
+    def assert_released(self) -> None:
+        """Fail unless the memory of every item was given back: a bounded memory would run out."""
+        missing = sorted(set(range(len(self._plan.items))) - set(self.released))
+        assert not missing, f"the items {missing} were never released"
+
+
+class DirectoryWriteStore:
+    """A `ckptcore.protocols.WriteStore` over a directory that notes every object written."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self.objects: dict[str, ObjectRecord] = {}
+
+    @property
+    def address(self) -> StorageAddress:
+        """The directory."""
+        return StorageAddress(self._directory.as_uri() + "/")
+
+    def put(self, key: str, data: bytes) -> None:
+        """Write a file."""
+        assert isinstance(data, bytes), f"put takes bytes, found {type(data)}"
+        self._add(key, data)
+
+    def write(self, key: str, segments: Sequence[Segment]) -> None:
+        """Write a file of segments, and hold each to what it says of itself."""
+        parts: list[bytes] = []
+        for segment in segments:
+            if isinstance(segment, ArraySegment):
+                try:
+                    data = _gathered(segment)
+                finally:
+                    segment.close()
+            else:
+                data = bytes(segment.data)
+            assert len(data) == segment.nbytes, f"a segment of {key} says {segment.nbytes} bytes and has {len(data)}"
+            parts.append(data)
+        self._add(key, b"".join(parts))
+
+    def _add(self, key: str, data: bytes) -> None:
+        assert key not in self.objects, f"the object {key} is written twice"
+        assert key != "checkpoint.json", "the root is not the layout's to write"
+        path = _path(self._directory, key)
+        assert not path.exists(), f"two processes write the object {key}"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(data)
+        self.objects[key] = ObjectRecord(key, len(data))
+
+
+def _gathered(segment: ArraySegment) -> bytes:
+    arrays = segment.open()
+    boxes = [box for box, _ in arrays]
+    origin = Box.whole(segment.box.shape)
+    shifted = [box.within(segment.box) for box in boxes]
+    assert_makes_up(
+        [Box(tuple(part.start for part in box), tuple(part.stop for part in box)) for box in shifted],
+        origin.stop,
+        f"the arrays of a segment of {segment.box}",
+    )
+    whole: HostArray | None = None
+    for (box, array), target in zip(arrays, shifted, strict=True):
+        assert array.shape == box.shape, f"an array of {array.shape} comes for {box}"
+        assert array.dtype.itemsize == segment.itemsize, f"elements of {array.dtype} in a segment of {segment.itemsize}"
+        if whole is None:
+            whole = np.empty(segment.box.shape, array.dtype.newbyteorder("<"))
+        whole[target] = array
+    return b"" if whole is None else whole.tobytes()
+
+
+class DirectoryReadStore:
+    """A `ckptcore.protocols.ReadStore` over a directory.
+
+    Args:
+        directory: where the objects are.
+        digests: SHA-256 of each object that is to be verified; no other object is there then. None: nothing is verified,
+            as where other software wrote the checkpoint.
+    """
+
+    def __init__(self, directory: Path, digests: Mapping[str, bytes] | None = None) -> None:
+        self._directory = directory
+        self._digests = digests
+
+    @property
+    def address(self) -> StorageAddress:
+        """The directory."""
+        return StorageAddress(self._directory.as_uri() + "/")
+
+    def get(self, key: str, start: int = 0, stop: int | None = None) -> bytes:
+        """Bytes of a file."""
+        assert type(start) is int and start >= 0, f"get of {key} from {start!r}"
+        assert stop is None or (type(stop) is int and stop >= start), f"get of {key} from {start} to {stop!r}"
+        return self._verified(key)[start:stop]
+
+    def size(self, key: str) -> int:
+        """Bytes of a file."""
+        return len(self._verified(key))
+
+    def list_names(self, prefix: str = "") -> Sequence[str]:
+        """Names one level below."""
+        directory = _path(self._directory, prefix.removesuffix("/")) if prefix else self._directory
+        if not directory.is_dir():
+            return ()
+        return sorted(path.name + "/" if path.is_dir() else path.name for path in directory.iterdir())
+
+    def read_tiles(self, reads: Sequence[TileRead]) -> Iterator[int]:
+        """Fill targets from files, and hold each read to what it says of itself; the last read comes first."""
+        remaining: dict[int, int] = {}
+        for read in reads:
+            for number, _, _ in read.targets:
+                remaining[number] = remaining.get(number, 0) + 1
+        for read in reversed(reads):
+            self._read_tile(read)
+            for number, _, _ in read.targets:
+                remaining[number] -= 1
+                if remaining[number] == 0:
+                    yield number
+
+    def _read_tile(self, read: TileRead) -> None:
+        assert type(read.offset) is int and read.offset >= 0, f"a read of {read.key} from {read.offset!r}"
+        nbytes = read.box.size * read.itemsize
+        data = self._verified(read.key)[read.offset : read.offset + nbytes]
+        if len(data) != nbytes:
+            raise CorruptCheckpointError(
+                f"{read.key} ends at byte {read.offset + len(data)}, where {nbytes} from {read.offset} are expected",
+                key=read.key,
+            )
+        for number, box, target in read.targets:
+            assert target.shape == box.shape, f"target {number} of {box} has the shape {target.shape}"
+            assert target.flags.c_contiguous and target.flags.writeable, f"target {number} cannot be filled"
+            assert target.dtype.itemsize == read.itemsize, (
+                f"target {number} has elements of {target.dtype.itemsize} bytes"
+            )
+            tile = np.frombuffer(data, target.dtype.newbyteorder("<")).reshape(read.box.shape)
+            common = box.intersect(read.box)
+            if common is not None:
+                target[common.within(box)] = tile[common.within(read.box)]
+
+    def _verified(self, key: str) -> bytes:
+        path = _path(self._directory, key)
+        if self._digests is not None and key not in self._digests:
+            raise ObjectNotFoundError(f"the checkpoint has no object {key}")
+        try:
+            data = path.read_bytes()
+        except (FileNotFoundError, NotADirectoryError, IsADirectoryError) as error:
+            raise ObjectNotFoundError(f"there is no file {key}") from error
+        if self._digests is not None and hashlib.sha256(data).digest() != self._digests[key]:
+            raise ChecksumError(f"{key} is not what was written", key=key)
+        return data
+
+
+def files_below(directory: Path) -> dict[str, Path]:
+    """Every file of a directory by key, sorted."""
+    return {path.relative_to(directory).as_posix(): path for path in sorted(directory.rglob("*")) if path.is_file()}
+
+
+def _path(directory: Path, key: str) -> Path:
+    parts = key.split("/")
+    if any(part in ("", ".", "..") for part in parts) or "\0" in key:
+        raise InvalidLocationError(f"{key!r} is no key of an object")
+    try:
+        os.fsencode(key)
+    except UnicodeEncodeError as error:
+        raise InvalidLocationError(f"{key!r} is no key of an object") from error
+    if any(len(os.fsencode(part)) > 255 for part in parts):
+        raise ObjectNotFoundError(f"no object can have the key {key[:80]!r}...")
+    return directory.joinpath(*parts)

@@ -1,0 +1,198 @@
+"""One checkpoint written and read through a layout alone: no engine, no commit, any number of processes."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import pickle
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from ckptcore.model import (
+    JSON,
+    LEAF,
+    ArrayRecord,
+    ArraySpec,
+    Box,
+    HostArray,
+    Key,
+    LeafRecord,
+    Node,
+    ReadItem,
+    ReadPlan,
+    Receipt,
+    Skeleton,
+    TreeMetadata,
+    ValueRecord,
+    WriteItem,
+    WritePlan,
+)
+from ckptcore.planning import cuts_of
+from ckptcore.protocols import Layout
+from ckptcore.testing.arrays import assert_same_bits, bit_patterns
+from ckptcore.testing.layout_stores import DirectoryReadStore, DirectoryWriteStore, HeldSnapshot, files_below
+
+__all__ = ["Trial", "Written", "flat_trial", "tree_trial", "write_trial"]
+
+SAVE_ID = "0123456789abcdef"
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A tree to write, with its elements.
+
+    Attributes:
+        tree: the tree.
+        arrays: by number of the leaf, the elements of each array, aliases too.
+        parts: by number of the leaf, for each process the boxes it writes; a leaf left out is written whole by
+            process 0.
+        size: how many processes write.
+    """
+
+    tree: TreeMetadata
+    arrays: Mapping[int, HostArray]
+    parts: Mapping[int, Sequence[Sequence[Box]]]
+    size: int = 1
+
+    def plan(self, rank: int) -> WritePlan:
+        """What one process writes."""
+        items = []
+        for leaf, array in self.arrays.items():
+            if leaf in self.tree.aliases:
+                continue
+            record = self.tree.leaves[leaf]
+            assert isinstance(record, ArrayRecord)
+            default = [(Box.whole(array.shape),), *[()] * (self.size - 1)]
+            boxes = tuple(self.parts.get(leaf, default)[rank])
+            if boxes:
+                items.append(WriteItem(leaf, record.spec, boxes))
+        return WritePlan(self.tree, tuple(items), rank, self.size, SAVE_ID)
+
+
+def tree_trial(
+    skeleton: Skeleton,
+    leaves: Sequence[ArraySpec | ValueRecord],
+    *,
+    aliases: Mapping[int, int] | None = None,
+    parts: Mapping[int, Sequence[Sequence[Box]]] | None = None,
+    size: int = 1,
+) -> Trial:
+    """A trial of these leaves, in the order of the skeleton; arrays have random elements."""
+    records: list[LeafRecord] = []
+    arrays: dict[int, HostArray] = {}
+    aliases, parts = aliases or {}, parts or {}
+    for number, leaf in enumerate(leaves):
+        if isinstance(leaf, ValueRecord):
+            records.append(leaf)
+            continue
+        boxes = [box for boxes in parts.get(number, ()) for box in boxes]
+        records.append(ArrayRecord(leaf, cuts=cuts_of(leaf.shape, boxes)))
+        arrays[number] = bit_patterns(leaf, aliases.get(number, number))
+    return Trial(TreeMetadata(skeleton, tuple(records), dict(aliases)), arrays, parts, size)
+
+
+def flat_trial(
+    specs: Mapping[Key, ArraySpec], *, parts: Mapping[int, Sequence[Sequence[Box]]] | None = None, size: int = 1
+) -> Trial:
+    """A trial of one dict of arrays."""
+    skeleton = Node("dict", tuple(specs), (LEAF,) * len(specs))
+    return tree_trial(skeleton, tuple(specs.values()), parts=parts, size=size)
+
+
+@dataclass(frozen=True)
+class Written:
+    """A trial that was written.
+
+    Attributes:
+        trial: what.
+        layout: by what.
+        directory: where.
+        state: what the layout keeps in the root, after a trip through JSON.
+        digests: SHA-256 of each object.
+    """
+
+    trial: Trial
+    layout: Layout
+    directory: Path
+    state: JSON
+    digests: Mapping[str, bytes]
+
+    def objects(self) -> dict[str, Path]:
+        """The file of each object."""
+        return {key: path for key, path in files_below(self.directory).items() if key in self.digests}
+
+    def read(
+        self,
+        wanted: Sequence[tuple[int, Box]] | None = None,
+        *,
+        state: JSON = "as written",
+        tree: TreeMetadata | None = None,
+        verified: bool = True,
+    ) -> list[HostArray]:
+        """Read boxes of leaves, each array whole where none are named; fails where the layout breaks its contract."""
+        tree = self.trial.tree if tree is None else tree
+        if wanted is None:
+            wanted = [
+                (leaf, Box.whole(record.spec.shape))
+                for leaf, record in enumerate(tree.leaves)
+                if isinstance(record, ArrayRecord) and leaf not in tree.aliases
+            ]
+        items = tuple([ReadItem(leaf, box) for leaf, box in wanted])
+        plan = ReadPlan(tree, self.state if state == "as written" else state, items)
+        buffers = []
+        for leaf, box in wanted:
+            record = tree.leaves[leaf]
+            assert isinstance(record, ArrayRecord)
+            buffers.append(_unwritten(replace(record.spec, shape=box.shape)))
+        store = DirectoryReadStore(self.directory, self.digests if verified else None)
+        at_yield: dict[int, bytes] = {}
+        for number in self.layout.read(plan, buffers, store):
+            assert 0 <= number < len(items), f"read yields {number}, and there are {len(items)} buffers"
+            assert number not in at_yield, f"read yields {number} twice"
+            at_yield[number] = buffers[number].tobytes()
+        assert len(at_yield) == len(items), f"read never yields {sorted(set(range(len(items))) - set(at_yield))}"
+        for number, elements in at_yield.items():
+            assert buffers[number].tobytes() == elements, f"buffer {number} changed after it was yielded"
+        return buffers
+
+    def assert_reads_back(self, wanted: Sequence[tuple[int, Box]] | None = None) -> None:
+        """Fail unless boxes of leaves, or every array whole, come back bit for bit."""
+        if wanted is None:
+            wanted = [
+                (leaf, Box.whole(array.shape))
+                for leaf, array in self.trial.arrays.items()
+                if leaf not in self.trial.tree.aliases
+            ]
+        for (leaf, box), found in zip(wanted, self.read(wanted), strict=True):
+            assert_same_bits(found, self.trial.arrays[leaf][box.slices], f"leaf {leaf} {box}")
+
+
+def write_trial(layout: Layout, trial: Trial, directory: Path) -> Written:
+    """Check, write on each process and finish; every plan, receipt and state takes the trips it takes in a job."""
+    layout.check(trial.tree, trial.size)
+    directory.mkdir(parents=True, exist_ok=True)
+    receipts = []
+    for rank in reversed(range(trial.size)):
+        plan = trial.plan(rank)
+        assert pickle.loads(pickle.dumps(plan)) == plan
+        snapshot, store = HeldSnapshot(plan, trial.arrays), DirectoryWriteStore(directory)
+        state = layout.write(snapshot, store)
+        snapshot.assert_released()
+        receipt = Receipt(rank, plan.items, _through_json(state), tuple(store.objects.values()))
+        receipts.append(pickle.loads(pickle.dumps(receipt)))
+    receipts.sort(key=lambda receipt: receipt.rank)
+    state = _through_json(layout.finish(trial.tree, receipts, DirectoryWriteStore(directory)))
+    digests = {key: hashlib.sha256(path.read_bytes()).digest() for key, path in files_below(directory).items()}
+    return Written(trial, layout, directory, state, digests)
+
+
+def _through_json(state: JSON) -> JSON:
+    decoded: JSON = json.loads(json.dumps(state, allow_nan=False))
+    return decoded
+
+
+def _unwritten(spec: ArraySpec) -> HostArray:
+    return np.full(spec.nbytes, 0xA5, np.uint8).view(spec.numpy_dtype).reshape(spec.shape)

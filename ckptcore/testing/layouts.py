@@ -1,0 +1,406 @@
+"""What every layout must do, as tests to inherit."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import pickle
+import random
+import tempfile
+import tracemalloc
+from collections.abc import Callable, Collection
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+
+from ckptcore.errors import CheckpointError, NameCollisionError, UnsupportedKeyError, UnsupportedLeafError
+from ckptcore.model import JSON, LEAF, ArraySpec, Attribute, Box, Node, Skeleton, ValueRecord
+from ckptcore.model.tree import Key
+from ckptcore.protocols import Layout
+from ckptcore.testing import strategies
+from ckptcore.testing.arrays import DTYPE_NAMES, PORTABLE_DTYPES, SHAPES, assert_same_bits
+from ckptcore.testing.hostile_json import tampered
+from ckptcore.testing.layout_stores import DirectoryReadStore, files_below
+from ckptcore.testing.layout_trials import Trial, Written, flat_trial, tree_trial, write_trial
+
+__all__ = ["LayoutTests"]
+
+_REFUSALS: Final = (UnsupportedLeafError, NameCollisionError, UnsupportedKeyError)
+_EXAMPLE_BYTES: Final = 64 << 20
+"""More memory than any honest read of the small checkpoints below needs, in bytes."""
+
+_AWKWARD_TREES: Final[dict[str, tuple[tuple[Key, ...], ...]]] = {
+    "dots": (("a.b",), ("a", "b")),
+    "slashes": (("a/b",), ("a", "b")),
+    "int and str": (("0",), (0,), ("x",)),
+    "attribute and str": ((Attribute("x"),), ("x",)),
+    "reserved": (("__metadata__",), ("x",)),
+    "empty": (("",), ("a", "")),
+    "empty above": (("", "a"), ("a", ""), ("b",)),
+    "relative": ((".",), ("..", "..", "etc"), ("a", "..", "b")),
+    "case": (("Weight",), ("weight",)),
+    "unicode": (("é",), ("e\u0301",), ("\u0000",), ("\u202e",), ("😀",)),
+    "escapes": (("a\\.b",), ("a.b",), ("a\\", "b"), ("a%2Eb",)),
+    "long": (("k" * 300,), ("k" * 299, "k")),
+    "negative": ((-1,), ("-1",)),
+    "deep": ((*("level",) * 60,), ("level", "other")),
+    "quotes": (('"',), ("'",), ("\n",), ("\t",)),
+}
+
+_quiet = settings(deadline=None, suppress_health_check=list(HealthCheck))
+
+
+class LayoutTests:
+    """Inherit, give `layout`, and pytest collects the tests.
+
+    Attributes:
+        several_processes: whether several processes can write parts of one array.
+        foreign: whether `Layout.inspect` finds what this layout wrote; then keys are those of one dict, and dtypes in
+            `PORTABLE_DTYPES` come back by name.
+        refused_dtypes: dtypes that `Layout.check` refuses; every other one must come back.
+        tampered_states: how many states are tampered with.
+    """
+
+    several_processes: bool = True
+    foreign: bool = True
+    refused_dtypes: Collection[str] = ()
+    tampered_states: int = 300
+
+    def layout(self) -> Layout:
+        """The layout, with options that let small arrays meet every boundary (small chunks, small files)."""
+        raise NotImplementedError("give the class the method `layout`")
+
+    # --- what comes back
+
+    def test_it_has_a_name(self) -> None:
+        name = self.layout().name
+        assert type(name) is str and name
+
+    @pytest.mark.parametrize("dtype", DTYPE_NAMES)
+    def test_every_dtype_comes_back(self, dtype: str, tmp_path: Path) -> None:
+        trial = flat_trial({f"array {number}": ArraySpec(shape, dtype) for number, shape in enumerate(SHAPES)})
+        if dtype in self.refused_dtypes:
+            assert dtype not in PORTABLE_DTYPES, f"every layout stores {dtype}"
+            with pytest.raises(UnsupportedLeafError):
+                self.layout().check(trial.tree, 1)
+            return
+        write_trial(self.layout(), trial, tmp_path).assert_reads_back()
+
+    def test_a_single_leaf_is_a_tree(self, tmp_path: Path) -> None:
+        write_trial(self.layout(), tree_trial(LEAF, [ArraySpec((3, 2), "float32")]), tmp_path).assert_reads_back()
+
+    def test_blocks_boundaries_do_not_show(self, tmp_path: Path) -> None:
+        """Arrays above one block of checksums, at odd offsets."""
+        specs: dict[Key, ArraySpec] = {
+            "odd": ArraySpec((7,), "uint8"),
+            "large": ArraySpec((1031, 773), "float32"),
+            "wide": ArraySpec((3, 200_001), "int16"),
+            "last": ArraySpec((5,), "float64"),
+        }
+        written = write_trial(self.layout(), flat_trial(specs), tmp_path)
+        written.assert_reads_back()
+        written.assert_reads_back([(1, Box((500, 3), (502, 770))), (2, Box((0, 199_999), (3, 200_001)))])
+
+    @pytest.mark.parametrize("tree", [Node("dict", (), ()), Node("list", (), ())], ids=["dict", "list"])
+    def test_an_empty_tree_comes_back(self, tree: Node, tmp_path: Path) -> None:
+        written = write_trial(self.layout(), tree_trial(tree, []), tmp_path)
+        assert written.read([]) == []
+
+    def test_a_tree_of_values_needs_no_arrays(self, tmp_path: Path) -> None:
+        values = [ValueRecord("int", 1), ValueRecord("str", "two"), ValueRecord("none", None)]
+        written = write_trial(self.layout(), tree_trial(Node("list", (0, 1, 2), (LEAF,) * 3), values), tmp_path)
+        assert written.read([]) == []
+
+    @pytest.mark.parametrize("name", list(_AWKWARD_TREES))
+    def test_names_never_stand_for_one_another(self, name: str, tmp_path: Path) -> None:
+        paths = _AWKWARD_TREES[name]
+        specs = [ArraySpec((number + 1,), "int32") for number in range(len(paths))]
+        skeleton, order = _skeleton(paths)
+        trial = tree_trial(skeleton, [specs[number] for number in order])
+        try:
+            self.layout().check(trial.tree, 1)
+        except _REFUSALS:
+            return  # refused before a byte is written: that is allowed
+        write_trial(self.layout(), trial, tmp_path).assert_reads_back()
+
+    def test_shared_arrays_are_stored_once(self, tmp_path: Path) -> None:
+        specs = [ArraySpec((64, 1024), "float32")] * 3
+        skeleton = Node("dict", ("embed", "head", "third"), (LEAF,) * 3)
+        written = write_trial(self.layout(), tree_trial(skeleton, specs, aliases={1: 0, 2: 0}), tmp_path)
+        written.assert_reads_back()
+        stored = sum(path.stat().st_size for path in written.objects().values())
+        assert stored < 2 * specs[0].nbytes, f"{stored} bytes were written for one array of {specs[0].nbytes}"
+
+    @_quiet
+    @given(data=st.data())
+    def test_any_boxes_of_any_tree_come_back(self, data: st.DataObject) -> None:
+        trial = data.draw(self._trials(), "trial")
+        try:
+            self.layout().check(trial.tree, trial.size)
+        except _REFUSALS:
+            assume(False)
+        with tempfile.TemporaryDirectory() as directory:
+            written = write_trial(self.layout(), trial, Path(directory))
+            written.assert_reads_back()
+            leaves = [leaf for leaf in trial.arrays if leaf not in trial.tree.aliases]
+            wanted = []
+            for leaf in data.draw(st.lists(st.sampled_from(leaves), max_size=5)) if leaves else []:
+                wanted.append((leaf, data.draw(strategies.boxes(trial.arrays[leaf].shape, allow_empty=True))))
+            written.assert_reads_back(list(dict.fromkeys(wanted)))
+
+    def _trials(self) -> st.SearchStrategy[Trial]:
+        allowed = tuple([name for name in DTYPE_NAMES if name not in self.refused_dtypes])
+        return _trials_of(self.several_processes, allowed)
+
+    def test_uneven_parts_of_several_processes_make_one_array(self, tmp_path: Path) -> None:
+        if not self.several_processes:
+            return
+        boxes = [Box((0, 0), (3, 4)), Box((3, 0), (5, 4)), Box((0, 4), (4, 6)), Box((4, 4), (5, 6))]
+        parts = {0: [[boxes[0]], [boxes[2], boxes[1]], [], [boxes[3]]]}
+        trial = flat_trial(
+            {"uneven": ArraySpec((5, 6), "bfloat16"), "whole": ArraySpec((3,), "int8")}, parts=parts, size=4
+        )
+        written = write_trial(self.layout(), trial, tmp_path)
+        written.assert_reads_back()
+        written.assert_reads_back([(0, Box((2, 3), (5, 5))), (0, Box((0, 0), (1, 1))), (1, Box((1,), (2,)))])
+
+    def test_two_checkpoints_do_not_mix(self, tmp_path: Path) -> None:
+        layout = self.layout()
+        first = write_trial(layout, flat_trial({"x": ArraySpec((5,), "float32")}), tmp_path / "first")
+        second = write_trial(layout, flat_trial({"y": ArraySpec((6,), "int8")}), tmp_path / "second")
+        first.assert_reads_back()
+        second.assert_reads_back()
+
+    def test_another_layout_object_reads_it(self, tmp_path: Path) -> None:
+        """What options a layout was written with is in its state."""
+        written = write_trial(self.layout(), _small_trial(), tmp_path)
+        dataclasses.replace(written, layout=type(self.layout())()).assert_reads_back()
+
+    def test_the_state_can_be_pickled(self, tmp_path: Path) -> None:
+        state = write_trial(self.layout(), _small_trial(), tmp_path).state
+        assert pickle.loads(pickle.dumps(state)) == state
+
+    # --- where things are
+
+    def test_extents_are_where_leaves_lie(self, tmp_path: Path) -> None:
+        written = write_trial(self.layout(), _small_trial(), tmp_path)
+        objects = written.objects()
+        for leaf, key, start, stop in written.layout.extents(written.trial.tree, written.state):
+            assert leaf in written.trial.arrays
+            content = objects[key].read_bytes()
+            assert 0 <= start <= stop <= len(content)
+            if start == stop:
+                continue
+            changed = bytearray(content)
+            changed[start] ^= 0xFF
+            objects[key].write_bytes(changed)
+            differing = [
+                number
+                for number, found in zip(written.trial.arrays, written.read(verified=False), strict=True)
+                if found.tobytes() != written.trial.arrays[number].tobytes()
+            ]
+            objects[key].write_bytes(content)
+            assert differing == [leaf], f"byte {start} of {key} is said to be of leaf {leaf}"
+
+    # --- what is damaged or hostile
+
+    def test_a_hostile_state_is_an_error(self, tmp_path: Path) -> None:
+        """A tampered state gives a CheckpointError or elements of the checkpoint's files; never a crash."""
+        written = write_trial(self.layout(), _small_trial(), tmp_path)
+        for state in tampered(written.state, self.tampered_states):
+            with _BoundedMemory(f"reading with the state {state!r:.500}"):
+                _only_checkpoint_errors(partial(written.read, state=state), f"the state {state!r:.500}")
+                _only_checkpoint_errors(
+                    partial(_all_extents, written, state),
+                    f"extents of the state {state!r:.500}",
+                )
+
+    def test_a_truncated_object_is_an_error(self, tmp_path: Path) -> None:
+        written = write_trial(self.layout(), _small_trial(), tmp_path)
+        for key, path in written.objects().items():
+            content = path.read_bytes()
+            for length in _lengths(len(content)):
+                path.write_bytes(content[:length])
+                where = f"{key} cut to {length} of {len(content)} bytes"
+                with _BoundedMemory(where):
+                    _error_or_right(written, where)
+                    _only_checkpoint_errors(partial(written.read, verified=False), where)
+            path.unlink()
+            _error_or_right(written, f"{key} removed")
+            _only_checkpoint_errors(partial(written.read, verified=False), f"{key} removed")
+            path.write_bytes(content)
+
+    def test_a_corrupted_object_is_an_error(self, tmp_path: Path) -> None:
+        written = write_trial(self.layout(), _small_trial(), tmp_path)
+        choices = random.Random(1)
+        for key, path in written.objects().items():
+            content = path.read_bytes()
+            for _ in range(60):
+                if not content:
+                    break
+                changed = bytearray(content)
+                for _ in range(choices.choice((1, 1, 4))):
+                    changed[choices.randrange(len(changed))] = choices.randrange(256)
+                path.write_bytes(changed)
+                with _BoundedMemory(f"reading a corrupted {key}"):
+                    _error_or_right(written, f"{key} corrupted")
+                    _only_checkpoint_errors(partial(written.read, verified=False), f"{key} corrupted")
+            path.write_bytes(content)
+
+    # --- other software's checkpoints
+
+    def test_inspect_finds_what_it_wrote(self, tmp_path: Path) -> None:
+        if not self.foreign:
+            assert self.layout().inspect(DirectoryReadStore(tmp_path), None) is None
+            return
+        specs: dict[Key, ArraySpec] = {f"array_{name}": ArraySpec((3, 2), name) for name in PORTABLE_DTYPES}
+        specs["scalar"] = ArraySpec((), "float32")
+        specs["none"] = ArraySpec((0, 4), "float32")
+        written = write_trial(self.layout(), flat_trial(specs), tmp_path)
+        found = self.layout().inspect(DirectoryReadStore(tmp_path), None)
+        assert found is not None, "inspect does not find what write and finish wrote"
+        assert found.writer and json.loads(json.dumps(found.state, allow_nan=False)) == found.state
+        names = [str(path[-1]) for path in found.tree.paths]
+        assert sorted(names) == sorted(map(str, specs)), "inspect gives other names than were written"
+        arrays = dict(zip(specs, written.trial.arrays.values(), strict=True))
+        for name, elements in zip(names, written.read(tree=found.tree, state=found.state, verified=False), strict=True):
+            assert_same_bits(elements, arrays[name], name)
+
+    def test_inspect_of_something_else_is_none(self, tmp_path: Path) -> None:
+        layout = self.layout()
+        assert layout.inspect(DirectoryReadStore(tmp_path), None) is None, "an empty directory"
+        assert layout.inspect(DirectoryReadStore(tmp_path / "missing"), None) is None, "no directory"
+        (tmp_path / "notes.txt").write_text("nothing to see here")
+        (tmp_path / "sub").mkdir()
+        (tmp_path / "sub" / "data.bin").write_bytes(bytes(range(256)))
+        assert layout.inspect(DirectoryReadStore(tmp_path), None) is None, "files of no format"
+        assert layout.inspect(DirectoryReadStore(tmp_path), "notes.txt") is None, "a file of no format"
+
+    def test_inspect_of_damaged_files_is_an_error_at_most(self, tmp_path: Path) -> None:
+        written = write_trial(self.layout(), _small_trial(), tmp_path)
+        choices = random.Random(2)
+        for key, path in written.objects().items():
+            content = path.read_bytes()
+            damaged = [content[:length] for length in _lengths(len(content))]
+            damaged += [b"\0" * len(content), b"\xff" * 64, b"{}", b"[" * 100_000, b"null", bytes(range(256)) * 4]
+            for _ in range(60):
+                changed = bytearray(content)
+                for _ in range(3):
+                    if changed:
+                        changed[choices.randrange(min(len(changed), 2048))] = choices.randrange(256)
+                damaged.append(bytes(changed))
+            for bad in damaged:
+                path.write_bytes(bad)
+                for entry in (None, key if "/" not in key else None):
+                    with _BoundedMemory(f"inspecting a damaged {key}"):
+                        _only_checkpoint_errors(
+                            partial(self._inspect_and_read, written, entry), f"{key} is {bad[:200]!r}"
+                        )
+            path.write_bytes(content)
+
+    def _inspect_and_read(self, written: Written, entry: str | None) -> object:
+        found = self.layout().inspect(DirectoryReadStore(written.directory), entry)
+        if found is None:
+            return None
+        file_bytes = sum(path.stat().st_size for path in files_below(written.directory).values())
+        if found.tree.nbytes > 16 * file_bytes + 4096:
+            return None  # an honest reader gives up here: it would not fit in the files
+        return written.read(tree=found.tree, state=found.state, verified=False)
+
+
+@st.composite
+def _trials_of(draw: st.DrawFn, several: bool, dtypes: tuple[str, ...]) -> Trial:
+    size = draw(st.integers(1, 3)) if several else 1
+    specs = draw(st.lists(strategies.specs(dtypes), max_size=5))
+    parts: dict[int, list[list[Box]]] = {}
+    for number, spec in enumerate(specs):
+        ranks: list[list[Box]] = [[] for _ in range(size)]
+        boxes = draw(strategies.partitions(spec.shape)) if several else (Box.whole(spec.shape),)
+        for box in boxes:
+            ranks[draw(st.integers(0, size - 1))].append(box)
+        parts[number] = ranks
+    names = draw(st.lists(strategies.keys(), min_size=len(specs), max_size=len(specs), unique=True))
+    aliases = {}
+    tied = draw(st.integers(-1, len(specs) - 1))
+    if tied >= 0:
+        aliases[len(specs)] = tied
+        specs.append(specs[tied])
+        names.append("tied to another")
+    skeleton = Node("dict", tuple(names), (LEAF,) * len(names))
+    return tree_trial(skeleton, specs, aliases=aliases, parts=parts, size=size)
+
+
+def _small_trial() -> Trial:
+    return flat_trial(
+        {
+            "weight": ArraySpec((5, 4), "float32"),
+            "bias": ArraySpec((4,), "bfloat16"),
+            "step": ArraySpec((), "int64"),
+            "mask": ArraySpec((9,), "bool"),
+        }
+    )
+
+
+def _skeleton(paths: tuple[tuple[Key, ...], ...]) -> tuple[Skeleton, list[int]]:
+    """A tree of dicts with these paths, and the numbers of the paths in the order of its leaves."""
+    order: list[int] = []
+
+    def build(members: list[tuple[tuple[Key, ...], int]]) -> Skeleton:
+        if len(members) == 1 and not members[0][0]:
+            order.append(members[0][1])
+            return LEAF
+        children: dict[Key, list[tuple[tuple[Key, ...], int]]] = {}
+        for path, number in members:
+            children.setdefault(path[0], []).append((path[1:], number))
+        return Node("dict", tuple(children), tuple([build(below) for below in children.values()]))
+
+    return build([(path, number) for number, path in enumerate(paths)]), order
+
+
+def _all_extents(written: Written, state: JSON) -> None:
+    for _ in written.layout.extents(written.trial.tree, state):
+        pass
+
+
+def _lengths(length: int) -> list[int]:
+    """Where an object of this length is cut."""
+    if length <= 64:
+        return list(range(length))
+    return sorted({0, 1, 7, 8, 9, *range(10, length, max(1, length // 40)), length - 1})
+
+
+def _only_checkpoint_errors(action: Callable[[], Any], where: str) -> None:
+    try:
+        action()
+    except CheckpointError:
+        pass
+    except Exception as error:
+        raise AssertionError(f"{where}: expected a CheckpointError, found {type(error).__name__}: {error}") from error
+
+
+def _error_or_right(written: Written, where: str) -> None:
+    try:
+        written.assert_reads_back()
+    except CheckpointError:
+        pass
+    except Exception as error:
+        raise AssertionError(f"{where}: expected a CheckpointError, found {type(error).__name__}: {error}") from error
+
+
+class _BoundedMemory:
+    """Fails where more memory is allocated at once than an honest read needs."""
+
+    def __init__(self, where: str) -> None:
+        self._where = where
+
+    def __enter__(self) -> None:
+        tracemalloc.start(1)
+
+    def __exit__(self, *_: object) -> None:
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert peak < _EXAMPLE_BYTES, f"{self._where} took {peak} bytes of memory"

@@ -1,0 +1,115 @@
+"""A fake job: several ranks as threads of one process, that agree through memory."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+from ckptcore.errors import CoordinationTimeoutError, PluginError
+from ckptcore.protocols import Coordinator
+
+__all__ = ["ThreadCoordinator", "ThreadJob"]
+
+T = TypeVar("T")
+
+
+class ThreadJob:
+    """A job of `size` ranks; each has a `ThreadCoordinator`. Any thread.
+
+    Args:
+        size: how many ranks.
+        timeout_seconds: how long a rank waits for the others in one exchange.
+    """
+
+    def __init__(self, size: int, *, timeout_seconds: float = 60.0) -> None:
+        self.size = size
+        self.timeout_seconds = timeout_seconds
+        self._changed = threading.Condition()
+        self._exchanges: dict[str, dict[int, bytes]] = {}
+
+    def coordinator(self, rank: int) -> ThreadCoordinator:
+        """The coordinator of one rank."""
+        return ThreadCoordinator(self, rank)
+
+    def run(self, job: Callable[[Coordinator], T]) -> Sequence[T]:
+        """Run `job` on a thread for each rank; what each returned, in order of rank.
+
+        Raises:
+            ExceptionGroup: what ranks raised, when all are done.
+        """
+        results: dict[int, T] = {}
+        errors: list[Exception] = []
+
+        def run_rank(rank: int) -> None:
+            try:
+                results[rank] = job(self.coordinator(rank))
+            except Exception as error:  # noqa: BLE001  # raised again below, on the thread that called
+                errors.append(error)
+
+        threads = [threading.Thread(target=run_rank, args=(rank,), name=f"rank {rank}") for rank in range(self.size)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if errors:
+            raise ExceptionGroup(f"{len(errors)} of {self.size} ranks failed", errors)
+        return [results[rank] for rank in range(self.size)]
+
+    def _give(self, key: str, rank: int, payload: bytes) -> None:
+        with self._changed:
+            exchange = self._exchanges.setdefault(key, {})
+            if rank in exchange:
+                raise PluginError(f"rank {rank} used the key {key!r} for two exchanges; keys are unique per exchange")
+            exchange[rank] = payload
+            self._changed.notify_all()
+
+    def _take(self, key: str, ranks: Sequence[int]) -> Sequence[bytes]:
+        """The payloads of these ranks, once all are there."""
+        deadline = time.monotonic() + self.timeout_seconds
+        with self._changed:
+            while True:
+                exchange = self._exchanges.setdefault(key, {})
+                missing = [rank for rank in ranks if rank not in exchange]
+                if not missing:
+                    return [exchange[rank] for rank in ranks]
+                remaining = deadline - time.monotonic()
+                if remaining <= 0 or not self._changed.wait(remaining):
+                    raise CoordinationTimeoutError(
+                        f"after {self.timeout_seconds:g} s of the exchange {key!r}, {len(missing)} of {self.size} ranks "
+                        f"had not come: {missing}; look at what they were doing",
+                        missing,
+                    )
+
+
+class ThreadCoordinator:
+    """One rank of a `ThreadJob`. Any thread."""
+
+    def __init__(self, job: ThreadJob, rank: int) -> None:
+        self._job = job
+        self._rank = rank
+
+    @property
+    def rank(self) -> int:
+        """Which of the ranks."""
+        return self._rank
+
+    @property
+    def size(self) -> int:
+        """How many ranks."""
+        return self._job.size
+
+    def gather(self, key: str, payload: bytes) -> Sequence[bytes] | None:
+        """See `ckptcore.protocols.Coordinator`; only the leader waits."""
+        self._job._give(key, self._rank, payload)
+        return self._job._take(key, range(self.size)) if self._rank == 0 else None
+
+    def broadcast(self, key: str, payload: bytes | None) -> bytes:
+        """See `ckptcore.protocols.Coordinator`; the leader does not wait."""
+        if (payload is None) == (self._rank == 0):
+            raise PluginError(f"broadcast {key!r}: the leader, and nobody else, gives the payload")
+        if payload is not None:
+            self._job._give(key, self._rank, payload)
+            return payload
+        return self._job._take(key, (0,))[0]

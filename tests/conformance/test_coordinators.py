@@ -1,0 +1,42 @@
+"""The coordinators of the core are what the protocol asks for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import pytest
+
+from ckptcore.builtin.single_process import SingleProcess
+from ckptcore.errors import PluginError
+from ckptcore.protocols import Coordinator
+from ckptcore.testing import CoordinatorTests, ThreadJob
+
+T = TypeVar("T")
+
+
+class TestSingleProcess(CoordinatorTests):
+    sizes = (1,)
+
+    def run(self, size: int, job: Callable[[Coordinator], T], *, timeout_seconds: float) -> Sequence[T]:
+        return [job(SingleProcess())]
+
+
+class TestThreadCoordinator(CoordinatorTests):
+    def run(self, size: int, job: Callable[[Coordinator], T], *, timeout_seconds: float) -> Sequence[T]:
+        return ThreadJob(size, timeout_seconds=timeout_seconds).run(job)
+
+    def test_a_key_used_twice_is_noticed(self) -> None:
+        coordinator = ThreadJob(1).coordinator(0)
+        coordinator.gather("key", b"")
+        with pytest.raises(PluginError, match="two exchanges"):
+            coordinator.gather("key", b"")
+
+    def test_errors_of_ranks_are_raised(self) -> None:
+        def fail(coordinator: Coordinator) -> None:
+            if coordinator.rank == 1:
+                raise ValueError("rank 1 is unwell")
+
+        with pytest.raises(ExceptionGroup) as caught:
+            ThreadJob(3).run(fail)
+        assert [str(error) for error in caught.value.exceptions] == ["rank 1 is unwell"]

@@ -1,0 +1,19 @@
+"""The layouts of the core are what the protocol asks for."""
+
+from __future__ import annotations
+
+from ckptcore.builtin.safetensors import SafetensorsLayout
+from ckptcore.protocols import Layout
+from ckptcore.testing import LayoutTests
+
+
+class TestSafetensors(LayoutTests):
+    several_processes = False
+
+    def layout(self) -> Layout:
+        return SafetensorsLayout()
+
+
+class TestSafetensorsInSeveralFiles(TestSafetensors):
+    def layout(self) -> Layout:
+        return SafetensorsLayout(max_file_bytes=40)
