@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Final, Protocol, TypeAlias, runtime_checkable
+from typing import Any, Final, Protocol, TypeAlias, runtime_checkable
 
 from ckptcore.model.arrays import ArraySpec, Box, HostArray, Shard
 from ckptcore.model.metadata import ArrayRecord, LeafRecord, TreeMetadata
@@ -324,6 +324,13 @@ class Layout(Protocol):
         """
         ...
 
+    def extents(self, tree: TreeMetadata, state: JSON) -> Iterator[tuple[int, str, int, int]]:
+        """Where leaves lie, so that an error can name the array: (leaf, key, start, stop), in bytes.
+
+        Nothing where elements lie in no plain range of bytes; `state` may be hostile.
+        """
+        ...
+
     def inspect(self, store: ReadStore, entry: str | None) -> Inspection | None:
         """Look whether other software wrote a checkpoint of this layout here; None if not.
 
@@ -409,12 +416,12 @@ class StorageBackend(Protocol):
     """Objects by key. No arrays, no retries of the caller's, no state that matters. Any thread.
 
     A key is relative, with ``/`` between directories; it has no empty, ``.`` or ``..`` part.
-
-    Attributes:
-        request_bytes: bytes that one read should ask for to be efficient.
     """
 
-    request_bytes: ClassVar[int]
+    @property
+    def request_bytes(self) -> int:
+        """Bytes that one read should ask for to be efficient; a class attribute will do."""
+        ...
 
     @property
     def address(self) -> StorageAddress | None:

@@ -1,6 +1,6 @@
 """Frozen data that the stages hand to each other; no I/O, no plugin."""
 
-from ckptcore.model.arrays import ArraySpec, Box, HostArray, Shard, dtype_from_name, name_of_dtype
+from ckptcore.model.arrays import AbstractArray, ArraySpec, Box, HostArray, Shard, dtype_from_name, name_of_dtype
 from ckptcore.model.metadata import PLAIN_ARRAY, ArrayRecord, LeafRecord, TreeMetadata, ValueRecord
 from ckptcore.model.objects import BLOCK_BYTES, ObjectRecord
 from ckptcore.model.transfer import (
@@ -23,6 +23,7 @@ __all__ = [
     "JSON",
     "LEAF",
     "PLAIN_ARRAY",
+    "AbstractArray",
     "ArrayRecord",
     "ArraySegment",
     "ArraySpec",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import operator
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -12,7 +13,7 @@ import numpy as np
 
 from ckptcore.errors import UnsupportedLeafError
 
-__all__ = ["ArraySpec", "Box", "HostArray", "Shard", "dtype_from_name", "name_of_dtype"]
+__all__ = ["AbstractArray", "ArraySpec", "Box", "HostArray", "Shard", "dtype_from_name", "name_of_dtype"]
 
 HostArray: TypeAlias = "np.ndarray[Any, np.dtype[Any]]"
 """An array in host memory, of a dtype of NumPy or ml_dtypes."""
@@ -170,6 +171,24 @@ class ArraySpec:
 
     def __str__(self) -> str:
         return f"{self.dtype}[{', '.join(map(str, self.shape))}]"
+
+
+@dataclass(frozen=True, slots=True)
+class AbstractArray:
+    """What an array is to be, with no framework: loads as a NumPy array.
+
+    Attributes:
+        shape: elements along each axis.
+        dtype: a dtype of NumPy or ml_dtypes.
+    """
+
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+
+    def __init__(self, shape: tuple[int, ...], dtype: Any) -> None:
+        """`dtype` is anything that `numpy.dtype` takes, or a name that `dtype_from_name` knows."""
+        object.__setattr__(self, "shape", tuple(map(operator.index, shape)))
+        object.__setattr__(self, "dtype", dtype_from_name(dtype) if isinstance(dtype, str) else np.dtype(dtype))
 
 
 @dataclass(frozen=True, slots=True)

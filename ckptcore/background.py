@@ -1,0 +1,188 @@
+"""Saves and loads that go on in the background: their handles, and that no error of theirs is lost."""
+
+from __future__ import annotations
+
+import atexit
+import sys
+import threading
+import weakref
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from ckptcore.errors import BackgroundSaveError
+
+__all__ = ["BackgroundSaves", "LoadHandle", "Progress", "SaveHandle"]
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far a save is.
+
+    Attributes:
+        written: bytes of arrays and headers that are in the storage.
+        total: bytes of arrays that this process writes.
+    """
+
+    written: int
+    total: int
+
+
+class SaveHandle:
+    """A save that goes on in the background."""
+
+    def __init__(self, location: str, total: int) -> None:
+        self.location = location
+        self._future: Future[None] = Future()
+        self._total = total
+        self._written = 0
+        self._lock = threading.Lock()
+        self._noticed = False
+
+    def __repr__(self) -> str:
+        state = "running" if not self.done() else "failed" if self._future.exception() else "committed"
+        return f"<SaveHandle {self.location!r} {state}>"
+
+    def result(self, timeout: float | None = None) -> None:
+        """Wait until the checkpoint is committed.
+
+        Raises:
+            TimeoutError: if it is not within `timeout` seconds; the save goes on.
+            CheckpointError: why the save failed.
+        """
+        error = self.exception(timeout)
+        if error is not None:
+            raise error
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """Wait for the save; why it failed, or None if it is committed."""
+        error = self._future.exception(timeout)
+        self._noticed = True
+        return error
+
+    def done(self) -> bool:
+        """Whether the save is committed or failed."""
+        return self._future.done()
+
+    @property
+    def progress(self) -> Progress:
+        """How far the save is."""
+        return Progress(self._written, self._total)
+
+    def count(self, nbytes: int) -> None:
+        """Say that so many more bytes are in the storage. Any thread."""
+        with self._lock:
+            self._written += nbytes
+
+
+class LoadHandle(Generic[T]):
+    """A load that goes on in the background."""
+
+    def __init__(self, future: Future[T]) -> None:
+        self._future = future
+
+    def result(self, timeout: float | None = None) -> T:
+        """Wait for the value.
+
+        Raises:
+            TimeoutError: if it is not there within `timeout` seconds; the load goes on.
+            CheckpointError: why the load failed.
+        """
+        return self._future.result(timeout)
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """Wait for the load; why it failed, or None."""
+        return self._future.exception(timeout)
+
+    def done(self) -> bool:
+        """Whether the load is done."""
+        return self._future.done()
+
+
+class BackgroundSaves:
+    """The asynchronous saves of a Context, one after the other in the order in which they began."""
+
+    def __init__(self) -> None:
+        self._executor: ThreadPoolExecutor | None = None
+        self._lock = threading.Lock()
+        self._handles: list[SaveHandle] = []
+        _report_at_exit(self)
+
+    def run(self, handle: SaveHandle, work: Callable[[], None]) -> None:
+        """Do the work of a save after those before it; its outcome goes to the handle."""
+        with self._lock:
+            if self._executor is None:
+                self._executor = ThreadPoolExecutor(1, thread_name_prefix="ckptcore-save")
+            self._handles = [other for other in self._handles if _matters(other)]
+            self._handles.append(handle)
+            executor = self._executor
+        executor.submit(_run, handle, work)
+
+    def load(self, work: Callable[[], T]) -> LoadHandle[T]:
+        """Do the work of a load on a thread of its own."""
+        future: Future[T] = Future()
+
+        def run() -> None:
+            try:
+                future.set_result(work())
+            except BaseException as error:  # noqa: BLE001  # handed to whoever asks for the result
+                future.set_exception(error)
+
+        threading.Thread(target=run, name="ckptcore-load").start()
+        return LoadHandle(future)
+
+    def wait(self) -> None:
+        """Wait until no save is under way; errors stay for whoever asks."""
+        for handle in self._under_way():
+            handle._future.exception()
+
+    def raise_unnoticed(self) -> None:
+        """Raise the error of an earlier save that nobody asked for.
+
+        Raises:
+            BackgroundSaveError: with the save's error as its cause.
+        """
+        for handle in self._failed_unnoticed():
+            error = handle.exception()
+            raise BackgroundSaveError(f"the earlier save to {handle.location} failed: {error}") from error
+
+    def _under_way(self) -> list[SaveHandle]:
+        with self._lock:
+            return [handle for handle in self._handles if not handle.done()]
+
+    def _failed_unnoticed(self) -> list[SaveHandle]:
+        with self._lock:
+            return [handle for handle in self._handles if handle.done() and _matters(handle)]
+
+
+def _matters(handle: SaveHandle) -> bool:
+    """Whether a save is under way, or failed and nobody knows."""
+    return not handle.done() or (not handle._noticed and handle._future.exception() is not None)
+
+
+def _run(handle: SaveHandle, work: Callable[[], None]) -> None:
+    try:
+        work()
+    except BaseException as error:  # noqa: BLE001  # handed to whoever asks for the result, or told at exit
+        handle._future.set_exception(error)
+    else:
+        handle._future.set_result(None)
+
+
+def _report_at_exit(saves: BackgroundSaves) -> None:
+    """At exit say which saves failed without anybody asking; by then the executor's threads have been joined."""
+    reference = weakref.ref(saves)
+
+    def report() -> None:
+        remaining = reference()
+        if remaining is not None:
+            for handle in remaining._failed_unnoticed():
+                error = handle.exception()
+                print(
+                    f"ckptcore: the save to {handle.location} failed: {type(error).__name__}: {error}", file=sys.stderr
+                )
+
+    atexit.register(report)

@@ -1,0 +1,49 @@
+"""Ordinary plugins that ship with the core, offered through the same hooks as everybody's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from ckptcore.builtin.containers import container_handler
+from ckptcore.builtin.host_leaves import leaf_handler
+from ckptcore.builtin.local import open_local
+from ckptcore.builtin.memory import MemoryStorages
+from ckptcore.builtin.safetensors import SafetensorsLayout
+from ckptcore.builtin.single_process import SingleProcess
+from ckptcore.hookspecs import hookimpl
+from ckptcore.protocols import ContainerHandler, Coordinator, LayoutFactory, LeafHandler, StorageOpener
+
+__all__ = ["BuiltinPlugin"]
+
+
+class BuiltinPlugin:
+    """Containers, host leaves, the safetensors layout, local and memory storage, and the single process."""
+
+    def __init__(self) -> None:
+        self._memory = MemoryStorages()
+        self._coordinator = SingleProcess()
+
+    @hookimpl
+    def ckpt_leaf_handler(self, leaf_type: type) -> LeafHandler | None:
+        """NumPy arrays and scalars, Python scalars, strings, bytes, None."""
+        return leaf_handler(leaf_type)
+
+    @hookimpl
+    def ckpt_container_handler(self, value_type: type) -> ContainerHandler | None:
+        """dict, OrderedDict, list, tuple and their subclasses, named tuples, dataclasses."""
+        return container_handler(value_type)
+
+    @hookimpl
+    def ckpt_layouts(self) -> Mapping[str, LayoutFactory]:
+        """The safetensors layout."""
+        return {"safetensors": SafetensorsLayout}
+
+    @hookimpl
+    def ckpt_storages(self) -> Mapping[str, StorageOpener]:
+        """Local directories and memory."""
+        return {"file": open_local, "memory": self._memory.open}
+
+    @hookimpl
+    def ckpt_coordinator(self) -> Coordinator:
+        """A job of one process."""
+        return self._coordinator

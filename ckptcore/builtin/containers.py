@@ -1,0 +1,114 @@
+"""Containers of the Python language: dict, OrderedDict, list, tuple, named tuples, dataclasses, and subclasses."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Any
+
+from ckptcore.model.tree import Attribute
+from ckptcore.protocols import ContainerHandler, Flattened, Priority
+
+__all__ = ["container_handler"]
+
+
+def _qualified(value: object) -> str:
+    return f"{type(value).__module__}.{type(value).__qualname__}"
+
+
+class _Dict:
+    """dict, OrderedDict and subclasses of them; what an instance carries beside its items stays."""
+
+    priority = Priority.EXACT
+
+    def flatten(self, value: dict[Any, Any]) -> Flattened:
+        value_type = type(value)
+        if value_type is dict:
+            return Flattened("dict", tuple(value), tuple(value.values()))
+        kind = "OrderedDict" if isinstance(value, OrderedDict) else "dict"
+        note = None if value_type is OrderedDict else _qualified(value)
+        return Flattened(kind, tuple(value), tuple(value.values()), note)  # type: ignore[arg-type]  # both are kinds
+
+    def unflatten(self, like: dict[Any, Any], children: Sequence[object]) -> object:
+        if type(like) is dict:
+            return dict(zip(like, children, strict=True))
+        made = copy.copy(like)
+        for key, child in zip(like, children, strict=True):
+            made[key] = child
+        return made
+
+
+class _List:
+    """list and subclasses."""
+
+    priority = Priority.EXACT
+
+    def flatten(self, value: list[Any]) -> Flattened:
+        note = None if type(value) is list else _qualified(value)
+        return Flattened("list", range(len(value)), value, note)
+
+    def unflatten(self, like: list[Any], children: Sequence[object]) -> object:
+        if type(like) is list:
+            return list(children)
+        made = copy.copy(like)
+        made[:] = children
+        return made
+
+
+class _Tuple:
+    """tuple, exactly."""
+
+    priority = Priority.EXACT
+
+    def flatten(self, value: tuple[Any, ...]) -> Flattened:
+        return Flattened("tuple", range(len(value)), value)
+
+    def unflatten(self, like: tuple[Any, ...], children: Sequence[object]) -> object:
+        return tuple(children)
+
+
+class _NamedTuple:
+    """Named tuples of `collections.namedtuple` and `typing.NamedTuple`."""
+
+    priority = Priority.EXACT
+
+    def flatten(self, value: Any) -> Flattened:
+        return Flattened("object", tuple([Attribute(name) for name in value._fields]), tuple(value), _qualified(value))
+
+    def unflatten(self, like: Any, children: Sequence[object]) -> object:
+        return type(like)._make(children)
+
+
+class _Dataclass:
+    """Instances of dataclasses: every field is a child; what else an instance carries stays."""
+
+    priority = Priority.FALLBACK
+
+    def flatten(self, value: Any) -> Flattened:
+        names = [field.name for field in dataclasses.fields(value) if hasattr(value, field.name)]
+        children = tuple([getattr(value, name) for name in names])
+        return Flattened("object", tuple([Attribute(name) for name in names]), children, _qualified(value))
+
+    def unflatten(self, like: Any, children: Sequence[object]) -> object:
+        made = copy.copy(like)
+        names = [field.name for field in dataclasses.fields(like) if hasattr(like, field.name)]
+        for name, child in zip(names, children, strict=True):
+            object.__setattr__(made, name, child)  # also where the dataclass is frozen
+        return made
+
+
+def container_handler(value_type: type) -> ContainerHandler | None:
+    """The handler for containers of a type, or None."""
+    if issubclass(value_type, dict):
+        return _Dict()
+    if issubclass(value_type, list):
+        return _List()
+    if value_type is tuple:
+        return _Tuple()
+    if issubclass(value_type, tuple) and hasattr(value_type, "_fields") and hasattr(value_type, "_make"):
+        return _NamedTuple()
+    if dataclasses.is_dataclass(value_type):
+        return _Dataclass()
+    return None

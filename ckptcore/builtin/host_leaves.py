@@ -1,0 +1,250 @@
+"""Leaves that live in host memory: NumPy arrays and scalars, Python scalars, strings, bytes, None."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import math
+from collections.abc import Hashable, Sequence
+from typing import Any, Final
+
+import numpy as np
+
+from ckptcore.errors import CorruptCheckpointError, PluginError, UnsupportedLeafError
+from ckptcore.model.arrays import AbstractArray, ArraySpec, Box, HostArray, Shard, name_of_dtype
+from ckptcore.model.metadata import ArrayRecord, LeafRecord, ValueRecord
+from ckptcore.model.transfer import Pending, Ready
+from ckptcore.model.tree import JSON
+from ckptcore.protocols import HostMemory, LeafHandler, Priority
+
+__all__ = ["HostArrayHandler", "HostValueHandler", "leaf_handler"]
+
+_INLINE_BYTES: Final = 1 << 14
+"""A str or bytes up to this size lives in the root, a longer one is stored as an array of uint8, in bytes."""
+
+_SCALAR: Final = "numpy.scalar"
+
+
+class HostArrayHandler:
+    """`numpy.ndarray`, NumPy scalars, and `AbstractArray`. Also what every array leaf loads as without an abstract tree."""
+
+    priority = Priority.EXACT
+
+    def describe(self, leaf: Any) -> LeafRecord:
+        """Shape and dtype; a scalar has the kind ``numpy.scalar``; another byte order is noted and converted."""
+        dtype: np.dtype[Any] = leaf.dtype
+        if isinstance(leaf, np.ma.MaskedArray):
+            raise UnsupportedLeafError("a masked array cannot be stored as one array; save its .data and .mask")
+        spec = ArraySpec(leaf.shape, name_of_dtype(dtype))
+        if isinstance(leaf, np.generic):
+            return ArrayRecord(spec, _SCALAR)
+        if not dtype.isnative:
+            return ArrayRecord(spec, notes={"converted": "byte order"})
+        return ArrayRecord(spec)
+
+    def identity(self, leaf: Any) -> Hashable | None:
+        """Address, shape, strides and dtype of the elements."""
+        if not isinstance(leaf, np.ndarray) or leaf.size == 0:
+            return None
+        return (leaf.__array_interface__["data"][0], leaf.shape, leaf.strides, leaf.dtype)
+
+    def shards(self, leaf: Any, rank: int, size: int) -> Sequence[Shard]:
+        """All of it, which every process is taken to hold alike."""
+        if isinstance(leaf, AbstractArray):
+            raise UnsupportedLeafError("an AbstractArray has no elements to save; give the array itself")
+        return (Shard(Box.whole(leaf.shape), rank, size),)
+
+    def copy_to_host(self, leaf: Any, boxes: Sequence[Box], memory: HostMemory) -> Sequence[Pending[HostArray]]:
+        """Copies: the caller may change an array at any time."""
+        return [memory.copy(view) for view in self._views(leaf, boxes)]
+
+    def view_on_host(self, leaf: Any, boxes: Sequence[Box]) -> Sequence[Pending[HostArray]]:
+        """Views."""
+        return [Ready(view) for view in self._views(leaf, boxes)]
+
+    def _views(self, leaf: Any, boxes: Sequence[Box]) -> Sequence[HostArray]:
+        array = np.asarray(leaf)
+        return [array if box.shape == array.shape else array[box.slices] for box in boxes]
+
+    def wanted(self, abstract: Any, stored: ArrayRecord) -> Sequence[Box]:
+        """All of it."""
+        return (Box.whole(stored.spec.shape),)
+
+    def destination(self, abstract: Any, stored: ArrayRecord, box: Box) -> HostArray | None:
+        """The array itself, where its elements lie as they are stored."""
+        if not isinstance(abstract, np.ndarray) or not abstract.flags.c_contiguous or not abstract.flags.writeable:
+            return None
+        whole = abstract.shape == box.shape and abstract.dtype == stored.spec.numpy_dtype
+        return np.asarray(abstract) if whole else None
+
+    def build(self, abstract: Any, stored: LeafRecord, boxes: Sequence[tuple[Box, HostArray]]) -> object:
+        """The array; a NumPy scalar, str or bytes where that was saved and no plain array was asked for."""
+        if isinstance(stored, ValueRecord):
+            return _decode_value(stored)
+        array = _assemble(stored.spec, boxes)
+        if stored.kind == _SCALAR or isinstance(abstract, np.generic):
+            return array[()]
+        if stored.kind in ("str", "bytes") and array.dtype == np.uint8:
+            return _decode_text(stored.kind, array)
+        return array
+
+    def fill(self, target: Any, stored: LeafRecord, boxes: Sequence[tuple[Box, HostArray]]) -> bool:
+        """Copy into an array that is writable, of any strides; elements that are in it already stay."""
+        if not isinstance(target, np.ndarray) or not target.flags.writeable or isinstance(stored, ValueRecord):
+            return False
+        for box, elements in boxes:
+            part = target if box.shape == target.shape else target[box.slices]
+            if not np.may_share_memory(part, elements):
+                np.copyto(part, elements, casting="equiv")
+        return True
+
+
+class HostValueHandler:
+    """bool, int, float, complex, str, bytes and None. They live in the root, long str and bytes in arrays of uint8."""
+
+    priority = Priority.EXACT
+
+    def describe(self, leaf: Any) -> LeafRecord:
+        """The value itself, as JSON that brings it back exactly."""
+        kind = _VALUE_KINDS[type(leaf)]
+        if kind in ("str", "bytes") and len(leaf) > _INLINE_BYTES // 4:
+            encoded = _encode_text(leaf)
+            if encoded.nbytes > _INLINE_BYTES:
+                return ArrayRecord(ArraySpec(encoded.shape, "uint8"), kind)
+        return ValueRecord(kind, _encode_value(leaf))
+
+    def identity(self, leaf: Any) -> Hashable | None:
+        """None: values are not tied."""
+        return None
+
+    def shards(self, leaf: Any, rank: int, size: int) -> Sequence[Shard]:
+        """All of it, which every process holds alike."""
+        return (Shard(Box.whole(_encode_text(leaf).shape), rank, size),)
+
+    def copy_to_host(self, leaf: Any, boxes: Sequence[Box], memory: HostMemory) -> Sequence[Pending[HostArray]]:
+        """The bytes of an immutable str or bytes."""
+        return self.view_on_host(leaf, boxes)
+
+    def view_on_host(self, leaf: Any, boxes: Sequence[Box]) -> Sequence[Pending[HostArray]]:
+        """The bytes of a str or bytes."""
+        array = _encode_text(leaf)
+        return [Ready(array[box.slices]) for box in boxes]
+
+    def wanted(self, abstract: Any, stored: ArrayRecord) -> Sequence[Box]:
+        """All of it."""
+        return (Box.whole(stored.spec.shape),)
+
+    def destination(self, abstract: Any, stored: ArrayRecord, box: Box) -> HostArray | None:
+        """None: these are immutable."""
+        return None
+
+    def build(self, abstract: Any, stored: LeafRecord, boxes: Sequence[tuple[Box, HostArray]]) -> object:
+        """The value that was saved."""
+        if isinstance(stored, ValueRecord):
+            return _decode_value(stored)
+        return _decode_text(stored.kind, _assemble(stored.spec, boxes))
+
+    def fill(self, target: Any, stored: LeafRecord, boxes: Sequence[tuple[Box, HostArray]]) -> bool:
+        """False: these are immutable."""
+        return False
+
+
+_VALUE_KINDS: Final[dict[type, str]] = {
+    type(None): "none",
+    bool: "bool",
+    int: "int",
+    float: "float",
+    complex: "complex",
+    str: "str",
+    bytes: "bytes",
+}
+_ARRAY_HANDLER: Final = HostArrayHandler()
+_VALUE_HANDLER: Final = HostValueHandler()
+
+
+def leaf_handler(leaf_type: type) -> LeafHandler | None:
+    """The handler for leaves of a type, or None."""
+    if issubclass(leaf_type, np.ndarray | np.generic | AbstractArray):
+        return _ARRAY_HANDLER
+    if leaf_type in _VALUE_KINDS:
+        return _VALUE_HANDLER
+    return None
+
+
+def _assemble(spec: ArraySpec, boxes: Sequence[tuple[Box, HostArray]]) -> HostArray:
+    if len(boxes) == 1 and boxes[0][0].shape == spec.shape:
+        return boxes[0][1]
+    raise PluginError(f"a host array of {spec} was asked for whole and came in {len(boxes)} boxes")
+
+
+def _encode_text(leaf: str | bytes) -> HostArray:
+    data = leaf.encode("utf-8", "surrogatepass") if isinstance(leaf, str) else leaf
+    return np.frombuffer(data, np.uint8)
+
+
+def _decode_text(kind: str, array: HostArray) -> object:
+    data = array.tobytes()
+    if kind == "bytes":
+        return data
+    if kind == "str":
+        try:
+            return data.decode("utf-8", "surrogatepass")
+        except UnicodeDecodeError as error:
+            raise CorruptCheckpointError(f"a saved str is not UTF-8: {error}") from error
+    return array
+
+
+def _encode_value(leaf: Any) -> JSON:
+    if isinstance(leaf, bool) or leaf is None or isinstance(leaf, str):
+        return leaf
+    if isinstance(leaf, int):
+        # Readers in other languages keep 53 bits of a JSON number; and Python refuses very long decimal ones.
+        return leaf if abs(leaf) < 1 << 53 else hex(leaf)
+    if isinstance(leaf, float):
+        return leaf if math.isfinite(leaf) else _special(leaf)
+    if isinstance(leaf, complex):
+        return [_encode_value(leaf.real), _encode_value(leaf.imag)]
+    return base64.b64encode(leaf).decode("ascii")
+
+
+def _special(number: float) -> str:
+    return "nan" if math.isnan(number) else "inf" if number > 0 else "-inf"
+
+
+def _decode_value(record: ValueRecord) -> object:
+    value = record.value
+    try:
+        match record.kind, value:
+            case "none", None:
+                return None
+            case "bool", bool():
+                return value
+            case "str", str():
+                return value
+            case "int", int() if not isinstance(value, bool):
+                return value
+            case "int", str():
+                return int(value, 16)
+            case "float", float() | int() | str() if not isinstance(value, bool):
+                return _decode_float(value)
+            case "complex", [real, imaginary]:
+                return complex(_decode_float(real), _decode_float(imaginary))
+            case "bytes", str():
+                return base64.b64decode(value, validate=True)
+            case (("none" | "bool" | "str" | "int" | "float" | "complex" | "bytes"), _):
+                pass
+            case _:
+                return value
+    except (ValueError, TypeError, OverflowError, binascii.Error) as error:
+        raise CorruptCheckpointError(f"a saved {record.kind} cannot be read from {str(value)[:80]!r}") from error
+    raise CorruptCheckpointError(f"a saved {record.kind} cannot be read from {str(value)[:80]!r}")
+
+
+def _decode_float(value: JSON) -> float:
+    if isinstance(value, str):
+        if value not in ("nan", "inf", "-inf"):
+            raise ValueError(value)
+        return float(value)
+    if isinstance(value, float | int) and not isinstance(value, bool):
+        return float(value)
+    raise ValueError(value)

@@ -1,0 +1,255 @@
+"""The safetensors layout: what it writes, Hugging Face tools open, and what they write, it reads.
+
+The format (https://github.com/huggingface/safetensors): 8 bytes of little-endian length, a JSON header of that many bytes
+``{name: {"dtype", "shape", "data_offsets"}, "__metadata__": {str: str}}``, then the elements, little endian, in C order, without
+gaps. A checkpoint above a size is split into ``model-00001-of-00002.safetensors`` and so on, which
+``model.safetensors.index.json`` lists: ``{"metadata": {"total_size": bytes}, "weight_map": {name: file}}``.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from ckptcore.builtin.safetensors_header import FORMAT_DTYPES, TensorEntry, inspect_files
+from ckptcore.errors import AtomicityError, CorruptCheckpointError
+from ckptcore.model.arrays import ArraySpec, Box, HostArray
+from ckptcore.model.metadata import ArrayRecord, TreeMetadata
+from ckptcore.model.transfer import ArraySegment, BytesSegment, ReadPlan, Receipt, Segment, TileRead, WritePlan
+from ckptcore.model.tree import JSON, LEAF, Node
+from ckptcore.planning import leaf_names
+from ckptcore.protocols import Inspection, ReadStore, Snapshot, WriteStore
+
+__all__ = ["SafetensorsLayout"]
+
+_METADATA: Final = "__metadata__"
+_ALIGNMENT: Final = 64
+_LARGE_ALIGNMENT: Final = 4096
+"""Where elements begin in a large file, in bytes: a page, so that direct I/O needs no copy."""
+
+
+@dataclass(frozen=True, slots=True)
+class SafetensorsLayout:
+    """One ``model.safetensors``, or several with an index.
+
+    What safetensors cannot name (complex128, int4, some float8) is stored as U8 with the bytes of an element as a last
+    axis (none for one byte); times are stored as I64. Their dtype is in the root of the checkpoint.
+    Tied arrays are stored under the first name; the header's metadata tells the others, as `safetensors.torch.save_model` does.
+
+    Attributes:
+        max_file_bytes: the most elements a file holds, in bytes, unless one array is larger.
+    """
+
+    max_file_bytes: int = 5_000_000_000
+
+    @property
+    def name(self) -> str:
+        """safetensors"""
+        return "safetensors"
+
+    def check(self, tree: TreeMetadata, size: int) -> None:
+        """Refuse names that collide, whatever is done.
+
+        Raises:
+            NameCollisionError
+        """
+        _names(tree)
+
+    def write(self, snapshot: Snapshot, store: WriteStore) -> JSON:
+        """Write all files and the index.
+
+        Raises:
+            AtomicityError: if this process holds a part of an array only.
+        """
+        plan = snapshot.plan
+        if not plan.items and plan.rank != 0:
+            return None
+        for item in plan.items:
+            if sum(box.size for box in item.boxes) != item.spec.size:
+                raise AtomicityError(
+                    "the safetensors layout writes whole arrays from one process, and this process holds a part of one; "
+                    "gather it first or use a layout that writes from several processes"
+                )
+        names = _names(plan.tree)
+        files = self._split(plan)
+        file_names = _file_names(len(files))
+        leaves: list[int] = []
+        file_column: list[int] = []
+        offsets: list[int] = []
+        weight_map: dict[str, str] = {}
+        total = 0
+        for number, (key, items) in enumerate(zip(file_names, files, strict=True)):
+            header: dict[str, JSON] = {_METADATA: _metadata(plan, names, items)}
+            position = 0
+            segments: list[Segment] = []
+            positions: list[int] = []
+            for item_number in items:
+                item = plan.items[item_number]
+                nbytes = item.spec.nbytes
+                name = names[item.leaf]
+                dtype, shape = _physical(item.spec)
+                header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [position, position + nbytes]}
+                weight_map[name] = key
+                leaves.append(item.leaf)
+                positions.append(position)
+                segments.append(_segment(snapshot, item_number))
+                position += nbytes
+            total += position
+            head = _encode_header(header, position)
+            offsets.extend([len(head) + start for start in positions])
+            file_column.extend([number] * len(items))
+            store.write(key, [BytesSegment(head), *segments])
+        if len(files) > 1:
+            index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+            store.put("model.safetensors.index.json", json.dumps(index, indent=2).encode())
+        return {"files": file_names, "leaf": leaves, "file": file_column, "offset": offsets}
+
+    def _split(self, plan: WritePlan) -> list[list[int]]:
+        """Numbers of items per file; wide elements first, so that every element lies aligned to its size."""
+        order = sorted(range(len(plan.items)), key=lambda item: -plan.items[item].spec.numpy_dtype.itemsize)
+        files: list[list[int]] = [[]]
+        room = self.max_file_bytes
+        for item in order:
+            nbytes = plan.items[item].spec.nbytes
+            if nbytes > room and files[-1]:
+                files.append([])
+                room = self.max_file_bytes
+            files[-1].append(item)
+            room -= nbytes
+        return files
+
+    def finish(self, tree: TreeMetadata, receipts: Sequence[Receipt], store: WriteStore) -> JSON:
+        """Nothing is left to write: the one process that wrote has written the index too."""
+        for receipt in receipts:
+            if receipt.state is not None and receipt.items:
+                return receipt.state
+        return receipts[0].state
+
+    def read(self, plan: ReadPlan, buffers: Sequence[HostArray], store: ReadStore) -> Iterator[int]:
+        """Read every box out of its array's bytes."""
+        places = _places(plan.tree, plan.state)
+        reads = []
+        for number, (item, buffer) in enumerate(zip(plan.items, buffers, strict=True)):
+            place = places.get(item.leaf)
+            if place is None:
+                raise CorruptCheckpointError(f"the checkpoint does not say where leaf {item.leaf} is stored")
+            key, offset = place
+            record = plan.tree.leaves[item.leaf]
+            assert isinstance(record, ArrayRecord)  # a plan has no other items
+            tile = Box.whole(record.spec.shape)
+            reads.append(TileRead(key, offset, tile, buffer.itemsize, ((number, item.box, buffer),)))
+        yield from store.read_tiles(_shared_tiles(reads))
+
+    def extents(self, tree: TreeMetadata, state: JSON) -> Iterator[tuple[int, str, int, int]]:
+        """Where each array lies."""
+        for leaf, (key, offset) in _places(tree, state).items():
+            record = tree.leaves[leaf]
+            if isinstance(record, ArrayRecord):
+                yield leaf, key, offset, offset + record.spec.nbytes
+
+    def inspect(self, store: ReadStore, entry: str | None) -> Inspection | None:
+        """A file ``*.safetensors``, an index, or a directory that has one of them."""
+        found = inspect_files(store, entry)
+        if found is None:
+            return None
+        entries, metadata = found
+        return _inspection(entries, metadata)
+
+
+def _names(tree: TreeMetadata) -> dict[int, str]:
+    arrays = {leaf: tree.paths[leaf] for leaf, record in enumerate(tree.leaves) if isinstance(record, ArrayRecord)}
+    return leaf_names(arrays, reserved=(_METADATA,))
+
+
+def _metadata(plan: WritePlan, names: Mapping[int, str], items: Sequence[int]) -> dict[str, JSON]:
+    here = {plan.items[item].leaf for item in items}
+    metadata: dict[str, JSON] = {
+        names[alias]: names[target] for alias, target in plan.tree.aliases.items() if target in here
+    }
+    metadata["format"] = "pt"  # Hugging Face loaders ask for it; it says nothing of who wrote the file
+    return metadata
+
+
+def _segment(snapshot: Snapshot, item_number: int) -> ArraySegment:
+    item = snapshot.plan.items[item_number]
+
+    def open_arrays() -> Sequence[tuple[Box, HostArray]]:
+        return tuple(zip(item.boxes, snapshot.take(item_number), strict=True))
+
+    def close_arrays() -> None:
+        snapshot.release(item_number)
+
+    return ArraySegment(Box.whole(item.spec.shape), item.spec.numpy_dtype.itemsize, open_arrays, close_arrays)
+
+
+def _physical(spec: ArraySpec) -> tuple[str, list[int]]:
+    """The dtype and shape that the header states for an array."""
+    shape = list(spec.shape)
+    if (known := FORMAT_DTYPES.get(spec.dtype)) is not None:
+        return known, shape
+    dtype = spec.numpy_dtype
+    if dtype.kind in "mM":
+        return "I64", shape
+    return "U8", shape if dtype.itemsize == 1 else [*shape, dtype.itemsize]
+
+
+def _encode_header(header: Mapping[str, JSON], data_bytes: int) -> bytes:
+    encoded = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode("utf-8", "backslashreplace")
+    alignment = _LARGE_ALIGNMENT if data_bytes > 1 << 20 else _ALIGNMENT
+    padded = -(-(8 + len(encoded)) // alignment) * alignment - 8
+    return padded.to_bytes(8, "little") + encoded.ljust(padded)
+
+
+def _file_names(count: int) -> list[str]:
+    if count == 1:
+        return ["model.safetensors"]
+    return [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
+
+
+def _places(tree: TreeMetadata, state: JSON) -> dict[int, tuple[str, int]]:
+    """By leaf: the file and the offset of its first element, in bytes. The state may be hostile."""
+    try:
+        columns: Any = state  # what is caught below is what a hostile one raises
+        files, leaves, numbers, offsets = (columns[name] for name in ("files", "leaf", "file", "offset"))
+        places = {}
+        for leaf, number, offset in zip(leaves, numbers, offsets, strict=True):
+            if type(leaf) is not int or type(number) is not int or type(offset) is not int:
+                raise TypeError("a number is expected")
+            if not (0 <= leaf < len(tree.leaves) and 0 <= number and 0 <= offset):
+                raise IndexError(f"leaf {leaf}, file {number}, offset {offset}")
+            key = files[number]
+            if not isinstance(key, str):
+                raise TypeError("a file name is expected")
+            places[leaf] = (key, offset)
+        return places
+    except (TypeError, KeyError, IndexError, ValueError) as error:
+        raise CorruptCheckpointError(f"the safetensors layout cannot read where arrays are: {error}") from error
+
+
+def _shared_tiles(reads: Sequence[TileRead]) -> list[TileRead]:
+    """Put the targets of one array together, so that its bytes are read once."""
+    tiles: dict[tuple[str, int], TileRead] = {}
+    for read in reads:
+        place = (read.key, read.offset)
+        first = tiles.get(place)
+        if first is None or (first.box, first.itemsize) != (read.box, read.itemsize):
+            tiles[place if first is None else (read.key, -1 - len(tiles))] = read
+        else:
+            tiles[place] = TileRead(read.key, read.offset, read.box, read.itemsize, (*first.targets, *read.targets))
+    return list(tiles.values())
+
+
+def _inspection(entries: Sequence[TensorEntry], metadata: Mapping[str, str]) -> Inspection:
+    files = sorted({entry.key for entry in entries})
+    numbers = {key: number for number, key in enumerate(files)}
+    skeleton = Node("dict", tuple([entry.name for entry in entries]), (LEAF,) * len(entries))
+    state: JSON = {
+        "files": files,
+        "leaf": list(range(len(entries))),
+        "file": [numbers[entry.key] for entry in entries],
+        "offset": [entry.offset for entry in entries],
+    }
+    tree = TreeMetadata(skeleton, tuple([ArrayRecord(entry.spec) for entry in entries]))
+    return Inspection(tree, state, "safetensors", dict(metadata))

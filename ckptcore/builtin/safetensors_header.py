@@ -1,0 +1,215 @@
+"""Headers and indexes of safetensors files that other software wrote; every byte of them is hostile until checked."""
+
+from __future__ import annotations
+
+import fnmatch
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from ckptcore.errors import (
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    ObjectNotFoundError,
+    UnsupportedLeafError,
+)
+from ckptcore.model.arrays import ArraySpec
+from ckptcore.protocols import ReadStore
+
+__all__ = ["FORMAT_DTYPES", "TensorEntry", "inspect_files"]
+
+FORMAT_DTYPES: Final[Mapping[str, str]] = {
+    "bool": "BOOL",
+    "int8": "I8",
+    "int16": "I16",
+    "int32": "I32",
+    "int64": "I64",
+    "uint8": "U8",
+    "uint16": "U16",
+    "uint32": "U32",
+    "uint64": "U64",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "float32": "F32",
+    "float64": "F64",
+    "complex64": "C64",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2",
+    "float8_e8m0fnu": "F8_E8M0",
+    "float8_e4m3fnuz": "F8_E4M3FNUZ",
+    "float8_e5m2fnuz": "F8_E5M2FNUZ",
+}
+"""The names that safetensors 0.8 has for dtypes of ours. Its F4 and F6 pack several elements into bytes; ours do not."""
+
+_DTYPES: Final = {theirs: ours for ours, theirs in FORMAT_DTYPES.items()}
+_MAX_HEADER_BYTES: Final = 100_000_000
+"""What the safetensors library itself accepts."""
+
+_SHARD: Final = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.safetensors")
+
+
+@dataclass(frozen=True, slots=True)
+class TensorEntry:
+    """A tensor in a safetensors file.
+
+    Attributes:
+        name: its name.
+        spec: its shape and dtype.
+        key: the file.
+        offset: where its first element is in the file, in bytes.
+    """
+
+    name: str
+    spec: ArraySpec
+    key: str
+    offset: int
+
+
+def inspect_files(store: ReadStore, entry: str | None) -> tuple[Sequence[TensorEntry], Mapping[str, str]] | None:
+    """All tensors at a location with the metadata of their files; None if there is nothing of safetensors.
+
+    Args:
+        store: where to look.
+        entry: the one file that was named, or None for a directory.
+
+    Raises:
+        CorruptCheckpointError: if there is, and it is broken.
+        CheckpointNotFoundError: if there are several files and no index says how they belong together.
+    """
+    if entry is not None:
+        if entry.endswith(".safetensors"):
+            return _read_header(store, entry)
+        return _read_index(store, entry) if entry.endswith(".safetensors.index.json") else None
+    names = store.list_names("")
+    indexes = fnmatch.filter(names, "*.safetensors.index.json")
+    files = fnmatch.filter(names, "*.safetensors")
+    if not indexes and not files:
+        return None
+    for preferred in ("model.safetensors.index.json", *(indexes if len(indexes) == 1 else ())):
+        if preferred in indexes:
+            return _read_index(store, preferred)
+    if len(files) == 1 or "model.safetensors" in files:
+        return _read_header(store, "model.safetensors" if "model.safetensors" in files else files[0])
+    shards = [_SHARD.fullmatch(name) for name in files]
+    if all(shards) and len({(shard[1], shard[3]) for shard in shards if shard}) == 1:
+        expected = int(shards[0][3]) if shards[0] else 0
+        if len(files) != expected:
+            raise CorruptCheckpointError(
+                f"{expected} safetensors shards belong together and {len(files)} are there: {files}"
+            )
+        return _unite(store, files)
+    raise CheckpointNotFoundError(
+        f"there are several safetensors files and nothing says which belong together: {', '.join([*indexes, *files])}; "
+        "name one of them as the location"
+    )
+
+
+def _unite(store: ReadStore, files: Sequence[str]) -> tuple[Sequence[TensorEntry], Mapping[str, str]]:
+    entries: dict[str, TensorEntry] = {}
+    metadata: dict[str, str] = {}
+    for key in files:
+        found, own = _read_header(store, key)
+        metadata.update(own)
+        for entry in found:
+            if entry.name in entries:
+                raise CorruptCheckpointError(
+                    f"the tensor {entry.name!r} is both in {entries[entry.name].key} and in {key}", key=key
+                )
+            entries[entry.name] = entry
+    return list(entries.values()), metadata
+
+
+def _read_index(store: ReadStore, key: str) -> tuple[Sequence[TensorEntry], Mapping[str, str]]:
+    index = _parse(store.get(key), key)
+    weight_map = index.get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
+        raise CorruptCheckpointError(f"{key} has no weight_map from names to files", key=key)
+    directory = key.rpartition("/")[0]
+    files = sorted({f"{directory}/{file}" if directory else file for file in weight_map.values()})
+    try:
+        entries, metadata = _unite(store, files)
+    except ObjectNotFoundError as error:
+        raise CorruptCheckpointError(f"{key} lists a file that is not there: {error}", key=key) from error
+    missing = weight_map.keys() - {entry.name for entry in entries}
+    if missing:
+        raise CorruptCheckpointError(
+            f"{key} lists tensors that are in none of its files: {sorted(missing)[:5]}", key=key
+        )
+    return [entry for entry in entries if entry.name in weight_map], metadata
+
+
+def _read_header(store: ReadStore, key: str) -> tuple[Sequence[TensorEntry], Mapping[str, str]]:
+    file_bytes = store.size(key)
+    if file_bytes < 8:
+        raise CorruptCheckpointError(f"{key} is no safetensors file: it has {file_bytes} bytes", key=key)
+    header_bytes = int.from_bytes(store.get(key, 0, 8), "little")
+    if not 2 <= header_bytes <= min(_MAX_HEADER_BYTES, file_bytes - 8):
+        raise CorruptCheckpointError(
+            f"{key} is no safetensors file, or is cut off: it has {file_bytes} bytes and states a header of {header_bytes}",
+            key=key,
+        )
+    header = _parse(store.get(key, 8, 8 + header_bytes), key)
+    metadata = header.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(text, str) for text in metadata.values()):
+        raise CorruptCheckpointError(f"the __metadata__ of {key} is not a map of strings", key=key)
+    start = 8 + header_bytes
+    entries = [_entry(name, described, key, start) for name, described in header.items()]
+    entries.sort(key=lambda entry: (entry.offset, entry.spec.nbytes))
+    position = start
+    for entry in entries:
+        if entry.offset != position:
+            raise CorruptCheckpointError(
+                f"the tensor {entry.name!r} of {key} begins at byte {entry.offset}, where byte {position} is expected",
+                key=key,
+            )
+        position += entry.spec.nbytes
+    if position != file_bytes:
+        raise CorruptCheckpointError(
+            f"{key} has {file_bytes} bytes, where its header describes {position}; the file is cut off or damaged",
+            key=key,
+        )
+    return entries, metadata
+
+
+def _entry(name: str, described: Any, key: str, start: int) -> TensorEntry:
+    try:
+        dtype, shape, (first, last) = described["dtype"], described["shape"], described["data_offsets"]
+    except (TypeError, KeyError, ValueError) as error:
+        raise CorruptCheckpointError(f"the header of {key} does not describe {name!r}: {error!r}", key=key) from error
+    whole = (
+        isinstance(shape, list) and len(shape) <= 64 and all(type(extent) is int and extent >= 0 for extent in shape)
+    )
+    if not whole or type(first) is not int or type(last) is not int or not 0 <= first <= last:
+        raise CorruptCheckpointError(
+            f"the header of {key} describes {name!r} with shape {shape} and offsets {first} to {last}", key=key
+        )
+    ours = _DTYPES.get(dtype) if isinstance(dtype, str) else None
+    if ours is None:
+        raise UnsupportedLeafError(
+            f"the tensor {name!r} of {key} has the dtype {str(dtype)[:40]!r}, which NumPy cannot hold; "
+            "its other tensors can be read by another program only"
+        )
+    spec = ArraySpec(tuple(shape), ours)
+    if spec.nbytes != last - first:
+        raise CorruptCheckpointError(
+            f"the tensor {name!r} of {key} is {spec}, {spec.nbytes} bytes, and {last - first} bytes are stated", key=key
+        )
+    return TensorEntry(name, spec, key, start + first)
+
+
+def _parse(data: bytes, key: str) -> dict[str, Any]:
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        made = dict(pairs)
+        if len(made) != len(pairs):
+            raise ValueError("it has one key twice")
+        return made
+
+    try:
+        parsed = json.loads(data, object_pairs_hook=unique)
+    except (ValueError, RecursionError) as error:
+        raise CorruptCheckpointError(f"the JSON in {key} cannot be read: {error}", key=key) from error
+    if not isinstance(parsed, dict):
+        raise CorruptCheckpointError(f"the JSON in {key} is not an object", key=key)
+    return parsed

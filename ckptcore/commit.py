@@ -1,0 +1,327 @@
+"""Claiming a location for a save, and turning the claim into a committed checkpoint.
+
+Storage with real directories: everything is written into a hidden sibling directory, which is renamed (or exchanged with what
+it replaces) as the commit. Other storage: the root is created as a claim, and replaced by the committed root if it is still
+the claim. Either way a checkpoint is there whole or not at all, and what dead saves left is removed by the next save.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from typing import Final, Literal, Protocol, TypeAlias
+
+from ckptcore.errors import (
+    AtomicityError,
+    CheckpointExistsError,
+    ConditionFailedError,
+    CorruptCheckpointError,
+    ObjectNotFoundError,
+    SaveLostError,
+    UnsupportedVersionError,
+)
+from ckptcore.locations import Location
+from ckptcore.protocols import IF_ABSENT, AtomicDirectories, IfTag, StorageBackend
+from ckptcore.root import ROOT_KEY, Claimed, Root, decode_root, encode_claim
+
+__all__ = [
+    "Claim",
+    "Overwrite",
+    "claim_location",
+    "is_hidden_name",
+    "read_root",
+    "refuse_to_replace",
+    "remove_checkpoint",
+]
+
+logger = logging.getLogger("ckptcore.commit")
+
+Overwrite: TypeAlias = bool | Literal["non-atomic"]
+"""Whether a save replaces the checkpoint at its location: no; yes, atomically; yes, also where that cannot be atomic."""
+
+Occupant: TypeAlias = Literal["nothing", "claim", "checkpoint", "other"]
+
+_HIDDEN: Final = re.compile(r"\.(.+)\.([0-9a-f]{16})\.ckptcore", re.DOTALL)
+
+
+def is_hidden_name(name: str) -> bool:
+    """Whether this is the name of a directory in which a save is under way, or was when it died."""
+    return _HIDDEN.fullmatch(name) is not None
+
+
+class Claim(Protocol):
+    """A save's right to write a checkpoint at a location."""
+
+    @property
+    def store(self) -> StorageBackend:
+        """Where its objects go."""
+        ...
+
+    def commit(self, root: bytes, parts: Mapping[str, bytes]) -> None:
+        """Make what was written the checkpoint at the location; durable where the storage was opened so.
+
+        Raises:
+            CheckpointExistsError, SaveLostError: nothing was committed.
+        """
+        ...
+
+    def abort(self) -> None:
+        """Remove what was written. Does nothing after a commit."""
+        ...
+
+
+def claim_location(location: Location, save_id: str, created: str, overwrite: Overwrite) -> Claim:
+    """Claim a location and remove what dead saves left there.
+
+    Raises:
+        CheckpointExistsError: if something is there that is not to be replaced.
+        AtomicityError: if replacing it atomically was asked for and the storage cannot.
+    """
+    if isinstance(location.parent, AtomicDirectories):
+        return _DirectoryClaim(location, location.parent, save_id, overwrite)
+    return _ObjectClaim(location, save_id, created, overwrite)
+
+
+def claimed_store(location: Location, save_id: str) -> StorageBackend:
+    """Where the objects of a save go that another process of the job claimed the location for."""
+    if isinstance(location.parent, AtomicDirectories):
+        return Location(location.display, location.parent, _hidden_name(location, save_id)).store
+    return location.store
+
+
+def _hidden_name(location: Location, save_id: str) -> str:
+    return f".{location.name}.{save_id}.ckptcore"
+
+
+def refuse_to_replace(location: Location, overwrite: Overwrite) -> Occupant:
+    """Look whether a save may go to a location, and at what it replaces there.
+
+    Raises:
+        CheckpointExistsError: if it may not.
+    """
+    if location.is_object:
+        raise CheckpointExistsError(
+            f"{location.display} is a file; a checkpoint is a directory: save to another location, or remove the file"
+        )
+    occupant = _occupant(location.store)
+    if occupant == "checkpoint" and not overwrite:
+        raise CheckpointExistsError(
+            f"{location.display} holds a checkpoint already; save to another location, or pass overwrite=True"
+        )
+    if occupant == "other":
+        names = ", ".join(location.store.list_names()[:5])
+        raise CheckpointExistsError(
+            f"{location.display} holds files that are no checkpoint of ckptcore ({names}), and they are not replaced; "
+            "save to another location, or remove them"
+        )
+    return occupant
+
+
+def remove_checkpoint(location: Location, save_id: str) -> None:
+    """Remove the checkpoint of ours at a location, so that it is never there in part.
+
+    Args:
+        location: where it is.
+        save_id: a new one, for the name under which it is hidden first.
+    """
+    if isinstance(location.parent, AtomicDirectories):
+        hidden = _hidden_name(location, save_id)
+        location.parent.rename(location.name, hidden)
+        location.parent.delete_directory(hidden)
+        _sweep(location, location.parent)
+        return
+    store = location.store
+    store.delete([ROOT_KEY])
+    store.delete(list(store.list()))
+
+
+def _occupant(store: StorageBackend) -> Occupant:
+    try:
+        root = read_root(store)
+    except (CorruptCheckpointError, UnsupportedVersionError):
+        return "checkpoint"  # one that cannot be read: replaced only when asked
+    if root is None:
+        return "other" if store.list_names() else "nothing"
+    return "claim" if isinstance(root, Claimed) else "checkpoint"
+
+
+def read_root(store: StorageBackend) -> Root | Claimed | None:
+    """The root of a checkpoint, or None if there is none.
+
+    Raises:
+        CorruptCheckpointError: if it or a part of it is not what was written.
+        UnsupportedVersionError: if a newer version wrote it.
+    """
+    try:
+        data = store.get(ROOT_KEY)
+    except ObjectNotFoundError:
+        return None
+
+    def read_part(key: str, size: int) -> bytes:
+        try:
+            return store.get(key, 0, size)
+        except ObjectNotFoundError as error:
+            raise CorruptCheckpointError(f"{key}, a part of the root, is missing: {error}", key=key) from error
+
+    return decode_root(data, read_part)
+
+
+def _sweep(location: Location, directories: AtomicDirectories) -> None:
+    """Delete the hidden directories of saves to this location that died."""
+    for entry in location.parent.list_names():
+        matched = _HIDDEN.fullmatch(entry.removesuffix("/"))
+        if matched is None or matched[1] != location.name or not entry.endswith("/"):
+            continue
+        lock = directories.lock_directory(matched[0])
+        if lock is None:
+            continue  # a save that is alive
+        with lock:
+            logger.info("removing what a dead save left: %s", matched[0])
+            directories.delete_directory(matched[0])
+
+
+class _DirectoryClaim:
+    """A hidden sibling directory, held by a lock that dies with this process."""
+
+    def __init__(self, location: Location, directories: AtomicDirectories, save_id: str, overwrite: Overwrite) -> None:
+        self._location = location
+        self._directories = directories
+        self._overwrite = overwrite
+        self._hidden = _hidden_name(location, save_id)
+        self._done = False
+        replaces = refuse_to_replace(location, overwrite) == "checkpoint"
+        _sweep(location, directories)
+        lock = directories.lock_directory(self._hidden)
+        if lock is None:
+            raise SaveLostError(f"another process holds {self._hidden} beside {location.display}; save again")
+        self._lock: AbstractContextManager[None] = lock
+        self._lock.__enter__()
+        self.store = Location(location.display, location.parent, self._hidden).store
+        if replaces and overwrite != "non-atomic":
+            try:
+                self._probe_exchange()
+            except BaseException:
+                self.abort()
+                raise
+
+    def _probe_exchange(self) -> None:
+        """Find out before anything is written whether directories can be exchanged here."""
+        first, second = f"{self._hidden}/.exchange-1", f"{self._hidden}/.exchange-2"
+        for name in (first, second):
+            lock = self._directories.lock_directory(name)
+            if lock is not None:
+                with lock:
+                    pass
+        try:
+            self._directories.exchange(first, second)
+        except AtomicityError as error:
+            raise AtomicityError(
+                f"{self._location.display} holds a checkpoint, and this file system cannot exchange it for another one "
+                "atomically; save to another location, or pass overwrite='non-atomic'. Nothing was changed"
+            ) from error
+        finally:
+            self._directories.delete_directory(first)
+            self._directories.delete_directory(second)
+
+    def commit(self, root: bytes, parts: Mapping[str, bytes]) -> None:
+        for key, data in parts.items():
+            self.store.put(key, data)
+        self.store.put(ROOT_KEY, root)
+        self._directories.sync_directory(self._hidden)
+        replaced = self._publish()
+        self._done = True
+        self._lock.__exit__(None, None, None)
+        if replaced is not None:
+            try:
+                self._directories.delete_directory(replaced)
+            except OSError as error:
+                # The new checkpoint is committed; the next save tries again to remove the old one.
+                logger.warning("%s is saved, but what it replaced cannot be removed: %s", self._location.display, error)
+
+    def _publish(self) -> str | None:
+        """Rename or exchange; the hidden name under which a replaced checkpoint now is, or None."""
+        name = self._location.name
+        try:
+            self._directories.rename(self._hidden, name)
+            return None
+        except ConditionFailedError as error:
+            if refuse_to_replace(self._location, self._overwrite) == "nothing":
+                raise SaveLostError(
+                    f"something appeared at {self._location.display} while it was saved; save again"
+                ) from error
+        except ObjectNotFoundError as error:
+            raise SaveLostError(
+                f"{self._hidden} was removed beside {self._location.display} while it was saved; save again"
+            ) from error
+        try:
+            self._directories.exchange(self._hidden, name)
+            return self._hidden
+        except AtomicityError:
+            if self._overwrite != "non-atomic":
+                raise
+        aside = _hidden_name(self._location, "0" * 16)
+        self._directories.delete_directory(aside)
+        self._directories.rename(name, aside)
+        self._directories.rename(self._hidden, name)
+        return aside
+
+    def abort(self) -> None:
+        if self._done:
+            return
+        self._done = True
+        try:
+            self._directories.delete_directory(self._hidden)
+        finally:
+            self._lock.__exit__(None, None, None)
+
+
+class _ObjectClaim:
+    """A root that says that a save is under way, and the tag by which it is replaced."""
+
+    def __init__(self, location: Location, save_id: str, created: str, overwrite: Overwrite) -> None:
+        self._location = location
+        self._done = False
+        self.store = location.store
+        claim = encode_claim(Claimed(save_id, created))
+        replaces = refuse_to_replace(location, overwrite) == "checkpoint"
+        if replaces and overwrite != "non-atomic":
+            raise AtomicityError(
+                f"{location.display} holds a checkpoint, and this storage cannot replace it atomically; "
+                "save to another location, or pass overwrite='non-atomic'. Nothing was changed"
+            )
+        try:
+            try:
+                _, tag = self.store.get_with_tag(ROOT_KEY)
+            except ObjectNotFoundError:
+                self._tag = self.store.put(ROOT_KEY, claim, condition=IF_ABSENT)
+            else:
+                self._tag = self.store.put(ROOT_KEY, claim, condition=IfTag(tag))
+        except ConditionFailedError as error:
+            raise SaveLostError(f"another save claimed {location.display} at the same time; save again") from error
+        self.store.delete([key for key in self.store.list() if key != ROOT_KEY])
+
+    def commit(self, root: bytes, parts: Mapping[str, bytes]) -> None:
+        for key, data in parts.items():
+            self.store.put(key, data)
+        try:
+            self.store.put(ROOT_KEY, root, condition=IfTag(self._tag))
+        except (ConditionFailedError, ObjectNotFoundError) as error:
+            self._done = True  # what is there now belongs to the other save
+            raise SaveLostError(
+                f"another save took {self._location.display} over before this one committed; this one is lost"
+            ) from error
+        self._done = True
+
+    def abort(self) -> None:
+        if self._done:
+            return
+        self._done = True
+        try:
+            _, tag = self.store.get_with_tag(ROOT_KEY)
+        except ObjectNotFoundError:
+            return
+        if tag == self._tag:
+            self.store.delete([key for key in self.store.list() if key != ROOT_KEY])
+            self.store.delete([ROOT_KEY])

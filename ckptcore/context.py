@@ -1,0 +1,118 @@
+"""Context: the options of saves and loads, and what they share: plugins, threads, staging memory, saves under way."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Literal
+
+from ckptcore.background import BackgroundSaves
+from ckptcore.engine.memory import StagingPool
+from ckptcore.engine.threads import IOThreads
+from ckptcore.model.tree import JSON
+from ckptcore.plugins import Handler, Plugins, installed_plugins
+from ckptcore.protocols import Coordinator
+
+__all__ = ["Context", "MemoryOptions", "default_context"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryOptions:
+    """Bounds on host memory, in bytes.
+
+    Attributes:
+        save_bytes: the most that an asynchronous save holds copied and not yet written; None: the whole state. With a
+            bound, `save_async` blocks while it writes all but the last such part. One array may exceed it, alone.
+        load_bytes: the most that a load reads ahead of the arrays it has built; None: all of it. One array may exceed it.
+        keep_staging: whether the memory that an asynchronous save copied into is kept for the next one.
+    """
+
+    save_bytes: int | None = None
+    load_bytes: int | None = None
+    keep_staging: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("save_bytes", "load_bytes"):
+            value = getattr(self, name)
+            if value is not None and value <= 0:
+                raise ValueError(f"MemoryOptions({name}={value}): give a number of bytes above 0, or None for no bound")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Context:
+    """Options for saves and loads. A Context is worth keeping: it holds threads and staging memory for reuse.
+
+    Attributes:
+        durability: ``"full"``: a committed checkpoint survives a loss of power. ``"none"``: it survives the death of the
+            process, and after a loss of power may be missing or damaged (which a load finds out).
+        checksums: whether saves compute and record checksums.
+        verify: whether loads check them.
+        threads: how many threads move bytes; None: as many as suit the machine.
+        memory: bounds on host memory.
+        when_busy: what `save_async` does while another save runs: ``"wait"`` for it, or copy at once and ``"queue"`` behind.
+        handlers: by type, handlers that come before those of all plugins.
+        plugins: plugins beside the installed ones.
+        storage: options of storages, by URL scheme.
+        coordinator: the job that saves and loads together; None: the one that this process is part of.
+    """
+
+    durability: Literal["full", "none"] = "full"
+    checksums: bool = True
+    verify: bool = True
+    threads: int | None = None
+    memory: MemoryOptions = field(default_factory=MemoryOptions)
+    when_busy: Literal["wait", "queue"] = "wait"
+    handlers: Mapping[type, Handler] = field(default_factory=dict)
+    plugins: Sequence[object] = ()
+    storage: Mapping[str, Mapping[str, JSON]] = field(default_factory=dict)
+    coordinator: Coordinator | None = None
+
+    def __post_init__(self) -> None:
+        for name, allowed in (("durability", ("full", "none")), ("when_busy", ("wait", "queue"))):
+            if getattr(self, name) not in allowed:
+                raise ValueError(
+                    f"Context({name}={getattr(self, name)!r}): expected one of {', '.join(map(repr, allowed))}"
+                )
+        if self.threads is not None and self.threads < 1:
+            raise ValueError(f"Context(threads={self.threads}): give at least 1, or None")
+
+    @cached_property
+    def registry(self) -> Plugins:
+        """The plugins in force."""
+        return installed_plugins().having(self.plugins, self.handlers)
+
+    @cached_property
+    def io_threads(self) -> IOThreads:
+        """The threads that move bytes."""
+        return IOThreads(self.threads)
+
+    @cached_property
+    def staging(self) -> StagingPool:
+        """The memory that asynchronous saves copy into."""
+        return StagingPool(None)
+
+    @cached_property
+    def saves(self) -> BackgroundSaves:
+        """The asynchronous saves under way."""
+        return BackgroundSaves()
+
+    def exchange_key(self, location: object) -> str:
+        """A key for the exchanges of one save: the same on every rank that saves in the same order."""
+        return f"{location}#{next(self._counter)}"
+
+    @cached_property
+    def _counter(self) -> Iterator[int]:
+        return itertools.count()
+
+    def job(self) -> Coordinator:
+        """The coordinator to agree through."""
+        return self.coordinator or self.registry.coordinator()
+
+
+@functools.cache
+def default_context() -> Context:
+    """The Context of calls that give none."""
+    return Context()

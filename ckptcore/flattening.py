@@ -1,0 +1,257 @@
+"""Values taken apart into a skeleton and leaves, and put together again."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, TypeAlias, cast
+
+from ckptcore.errors import CheckpointError, UnsupportedKeyError, UnsupportedLeafError
+from ckptcore.model.tree import LEAF, MAX_DEPTH, Attribute, Key, Node, Skeleton, TreePath, format_path, leaf_paths
+from ckptcore.plugins import Plugins
+from ckptcore.protocols import CheckpointableHandler, ContainerHandler, LeafHandler
+
+__all__ = ["PLACEHOLDER", "Flat", "flatten", "rebuild", "restore", "unflatten"]
+
+PLACEHOLDER: Final = ...
+"""Stands in an abstract tree for a leaf or a subtree that is not to be loaded."""
+
+
+@dataclass(frozen=True, slots=True)
+class Flat:
+    """A value taken apart.
+
+    Attributes:
+        skeleton: its containers.
+        leaves: its leaves, in the order of the skeleton.
+        handlers: the handler of each leaf; None where the leaf is `PLACEHOLDER`.
+        shape: how `unflatten` and `restore` put it together again.
+    """
+
+    skeleton: Skeleton
+    leaves: Sequence[object]
+    handlers: Sequence[LeafHandler | None]
+    shape: Shape
+
+    def paths(self) -> Iterator[TreePath]:
+        """The path of each leaf."""
+        return leaf_paths(self.skeleton)
+
+
+@dataclass(frozen=True, slots=True)
+class _Container:
+    like: object
+    handler: ContainerHandler
+    keys: tuple[Key, ...]
+    children: tuple[Shape, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Checkpointable:
+    like: object
+    handler: CheckpointableHandler
+    state: Shape
+
+
+Shape: TypeAlias = _Container | _Checkpointable | None
+"""What a node of a value was: a container, a checkpointable around its state, or None for a leaf."""
+
+
+def flatten(value: object, plugins: Plugins, *, placeholders: bool = False) -> Flat:
+    """Take a value apart.
+
+    Args:
+        value: a tree of containers and leaves.
+        plugins: to find who handles each type.
+        placeholders: whether `PLACEHOLDER` may stand for a leaf.
+
+    Raises:
+        UnsupportedLeafError: lists every leaf that no plugin handles, and where the tree is too deep.
+        UnsupportedKeyError: if a key is neither an int nor a str.
+    """
+    walk = _Flattening(plugins, placeholders)
+    skeleton, shape = walk.node(value)
+    if walk.unsupported:
+        raise UnsupportedLeafError(
+            "; ".join(walk.unsupported[:20])
+            + (f"; and {len(walk.unsupported) - 20} more" if len(walk.unsupported) > 20 else "")
+        )
+    return Flat(skeleton, walk.leaves, walk.handlers, shape)
+
+
+class _Flattening:
+    def __init__(self, plugins: Plugins, placeholders: bool) -> None:
+        self.dispatch = plugins.dispatch
+        self.placeholders = placeholders
+        self.leaves: list[object] = []
+        self.handlers: list[LeafHandler | None] = []
+        self.unsupported: list[str] = []
+        self.path: list[Key] = []
+        self.depth = 0
+
+    def node(self, value: object) -> tuple[Skeleton, Shape]:
+        found = self.dispatch(value)
+        if found.leaf is not None:
+            self.leaves.append(value)
+            self.handlers.append(found.leaf)
+            return LEAF, None
+        if value is PLACEHOLDER and self.placeholders:
+            self.leaves.append(value)
+            self.handlers.append(None)
+            return LEAF, None
+        if found.container is None and found.checkpointable is None:
+            self.unsupported.append(
+                f"{format_path(tuple(self.path))} is a {type(value).__module__}.{type(value).__qualname__}, which no installed "
+                "plugin handles; convert it, leave it out, or install the plugin of its framework"
+            )
+            return LEAF, None
+        self.depth += 1
+        if self.depth > MAX_DEPTH:
+            raise UnsupportedLeafError(
+                f"the tree is deeper than {MAX_DEPTH} containers at {format_path(tuple(self.path[:6]))}...; "
+                "a container may hold itself. Nothing was written"
+            )
+        made = (
+            self._checkpointable(value, found.checkpointable)
+            if found.container is None
+            else self._container(value, found.container)
+        )
+        self.depth -= 1
+        return made
+
+    def _checkpointable(self, value: object, handler: CheckpointableHandler | None) -> tuple[Skeleton, Shape]:
+        assert handler is not None  # one of the three is there
+        skeleton, shape = self.node(handler.flatten(value))
+        return skeleton, _Checkpointable(value, handler, shape)
+
+    def _container(self, value: object, handler: ContainerHandler) -> tuple[Skeleton, Shape]:
+        flattened = handler.flatten(value)
+        keys = tuple(flattened.keys)
+        skeletons: list[Skeleton] = []
+        shapes: list[Shape] = []
+        path, dispatch, leaves, handlers = self.path, self.dispatch, self.leaves, self.handlers
+        for key, child in zip(keys, flattened.children, strict=True):
+            if type(key) is not str and type(key) is not int and type(key) is not Attribute:
+                raise UnsupportedKeyError(
+                    f"{format_path(tuple(path))} has the key {key!r} of type {type(key).__qualname__}; "
+                    "keys are int or str: convert it. Nothing was written"
+                )
+            # A leaf, the common case, is handled here: a call less for each.
+            if (leaf := dispatch(child).leaf) is not None:
+                leaves.append(child)
+                handlers.append(leaf)
+                skeletons.append(LEAF)
+                shapes.append(None)
+                continue
+            path.append(key)
+            skeleton, shape = self.node(child)
+            path.pop()
+            skeletons.append(skeleton)
+            shapes.append(shape)
+        node = Node(flattened.kind, keys, tuple(skeletons), flattened.type)
+        return node, _Container(value, handler, keys, tuple(shapes))
+
+
+def unflatten(shape: Shape, leaves: Sequence[object]) -> object:
+    """A value of exactly the types and static content of the one that was taken apart, with other leaves."""
+    return _unflatten(shape, iter(leaves))
+
+
+def _unflatten(shape: Shape, leaves: Iterator[object]) -> object:
+    if shape is None:
+        return next(leaves)
+    if isinstance(shape, _Checkpointable):
+        return shape.handler.unflatten(shape.like, _unflatten(shape.state, leaves))
+    children = [next(leaves) if child is None else _unflatten(child, leaves) for child in shape.children]
+    return shape.handler.unflatten(shape.like, children)
+
+
+def rebuild(skeleton: Skeleton, leaves: Sequence[object]) -> object:
+    """A value of Python's own containers with the structure that was saved, where no abstract tree is given.
+
+    An object of another type comes back as a dict of its attributes and keys, or a list where it had only indices.
+    """
+    return _rebuild(skeleton, iter(leaves))
+
+
+def _rebuild(skeleton: Skeleton, leaves: Iterator[object]) -> object:
+    if not isinstance(skeleton, Node):
+        return next(leaves)
+    children = [_rebuild(child, leaves) if isinstance(child, Node) else next(leaves) for child in skeleton.children]
+    if skeleton.kind == "list":
+        return children
+    if skeleton.kind == "tuple":
+        return tuple(children)
+    if skeleton.kind == "object" and skeleton.keys == tuple(range(len(children))):
+        return children
+    keys: list[Any] = [key.name if isinstance(key, Attribute) else key for key in skeleton.keys]
+    if len(set(keys)) != len(keys):
+        keys = list(skeleton.keys)
+    if skeleton.kind == "OrderedDict":
+        return OrderedDict(zip(keys, children, strict=True))
+    return dict(zip(keys, children, strict=True))
+
+
+def restore(shape: Shape, leaves: Sequence[object], filled: Sequence[bool], paths: Sequence[TreePath]) -> None:
+    """Make the value that was taken apart hold other leaves, in place.
+
+    Args:
+        shape: of the value that is changed.
+        leaves: the leaves it is to have.
+        filled: for each, whether the leaf in the value was filled in place and stays.
+        paths: of the leaves, for errors.
+
+    Raises:
+        CheckpointError: names a leaf that can be changed neither in place nor in its container.
+    """
+    position = iter(range(len(leaves)))
+    made = _restore(shape, leaves, filled, paths, position)
+    if made is not _KEPT:
+        raise CheckpointError(
+            f"{format_path(paths[0]) if paths else 'the target'} cannot be filled in place; use load() and keep its result"
+        )
+
+
+class _Kept:
+    __slots__ = ()
+
+
+_KEPT: Final = _Kept()
+
+
+def _restore(
+    shape: Shape,
+    leaves: Sequence[object],
+    filled: Sequence[bool],
+    paths: Sequence[TreePath],
+    position: Iterator[int],
+) -> object:
+    """The value that a container must hold in place of this node, or `_KEPT` where the node itself was changed."""
+    if shape is None:
+        number = next(position)
+        return _KEPT if filled[number] else leaves[number]
+    if isinstance(shape, _Checkpointable):
+        state = _state(shape.state, leaves, position)
+        shape.handler.restore(shape.like, state)
+        return _KEPT
+    replaced = [_restore(child, leaves, filled, paths, position) for child in shape.children]
+    if all(child is _KEPT for child in replaced):
+        return _KEPT
+    like: Any = shape.like
+    if isinstance(like, dict | list):
+        for key, child in zip(shape.keys, replaced, strict=True):
+            if child is not _KEPT:
+                cast(dict[object, object], like)[key] = child  # a list's keys are its indices
+        return _KEPT
+    current = shape.handler.flatten(like).children
+    merged = [old if new is _KEPT else new for old, new in zip(current, replaced, strict=True)]
+    return shape.handler.unflatten(like, merged)
+
+
+def _state(shape: Shape, leaves: Sequence[object], position: Iterator[int]) -> object:
+    if shape is None:
+        return leaves[next(position)]
+    if isinstance(shape, _Checkpointable):
+        return shape.handler.unflatten(shape.like, _state(shape.state, leaves, position))
+    return shape.handler.unflatten(shape.like, [_state(child, leaves, position) for child in shape.children])

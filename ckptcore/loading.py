@@ -1,0 +1,259 @@
+"""Loading: match, plan, read, build."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Final, TypeVar
+
+from ckptcore.context import Context
+from ckptcore.engine.memory import allocate
+from ckptcore.errors import CorruptCheckpointError, PluginError, TargetUndefinedError
+from ckptcore.flattening import PLACEHOLDER, flatten, rebuild, restore, unflatten
+from ckptcore.locations import LocationLike
+from ckptcore.matching import match_leaves
+from ckptcore.model.arrays import AbstractArray, ArraySpec, Box, HostArray
+from ckptcore.model.metadata import ArrayRecord, ValueRecord
+from ckptcore.model.tree import format_path
+from ckptcore.opening import Opened, naming_arrays, open_checkpoint
+from ckptcore.planning import plan_read
+from ckptcore.plugins import Plugins
+from ckptcore.protocols import LeafHandler
+
+__all__ = ["abstract_leaves", "load_into_target", "load_value", "read_leaves", "while_unchanged"]
+
+T = TypeVar("T")
+
+_ATTEMPTS: Final = 20
+"""How often a load begins again because the checkpoint was replaced under it."""
+
+
+@dataclass(slots=True)
+class _Unit:
+    """One stored array that is read and built once, for one or more leaves.
+
+    Attributes:
+        leaf: its number in the stored tree.
+        handler, abstract: who builds it, and as what.
+        positions: of the leaves that get it, in the value.
+        boxes: the boxes it is read by.
+        buffers: the memory they are read into.
+        waiting: how many boxes are still to come.
+    """
+
+    leaf: int
+    record: ArrayRecord
+    handler: LeafHandler
+    abstract: object
+    positions: list[int]
+    boxes: Sequence[Box]
+    buffers: list[HostArray] = field(default_factory=list)
+    waiting: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        return sum(box.size for box in self.boxes) * self.record.spec.numpy_dtype.itemsize
+
+
+def load_value(location: LocationLike, abstract: object, context: Context) -> object:
+    """The value of the checkpoint, as `abstract` asks; NumPy leaves in the structure that was saved if it is None."""
+
+    def attempt(opened: Opened) -> object:
+        tree = opened.tree
+        if abstract is None:
+            array, value = abstract_leaves(context.registry)
+            handlers = [array if isinstance(record, ArrayRecord) else value for record in tree.leaves]
+            leaves = read_leaves(opened, list(range(len(tree.leaves))), handlers, [None] * len(handlers), context)
+            return rebuild(tree.skeleton, leaves)
+        flat = flatten(abstract, context.registry, placeholders=True)
+        numbers = match_leaves(flat, tree, opened.location.display, by_name=opened.root is None)
+        leaves = read_leaves(opened, numbers, flat.handlers, flat.leaves, context)
+        return unflatten(flat.shape, leaves)
+
+    return while_unchanged(location, context, attempt)
+
+
+def load_into_target(location: LocationLike, target: object, context: Context) -> None:
+    """Make `target` hold the value of the checkpoint, its arrays filled in place.
+
+    Raises:
+        TargetUndefinedError: if it failed after it began to change the target.
+    """
+    began = False
+
+    def attempt(opened: Opened) -> None:
+        nonlocal began
+        flat = flatten(target, context.registry, placeholders=True)
+        numbers = match_leaves(flat, opened.tree, opened.location.display, by_name=opened.root is None)
+        began = True
+        filled = [handler is None for handler in flat.handlers]
+        leaves = read_leaves(opened, numbers, flat.handlers, flat.leaves, context, filled)
+        restore(flat.shape, leaves, filled, list(flat.paths()))
+
+    try:
+        while_unchanged(location, context, attempt)
+    except Exception as error:
+        if not began:
+            raise
+        raise TargetUndefinedError(
+            f"loading {location} into its target failed half-way, and the target now holds a mix of what it held and what "
+            f"was stored; load again before using it: {error}"
+        ) from error
+
+
+def while_unchanged(location: LocationLike, context: Context, attempt: Callable[[Opened], T]) -> T:
+    """Open and read a checkpoint; begin again if it was replaced meanwhile, so that the result is of one save."""
+    for _ in range(_ATTEMPTS):
+        opened = open_checkpoint(location, context)
+        try:
+            with naming_arrays(opened):
+                made = attempt(opened)
+        except CorruptCheckpointError:
+            if opened.is_still_there():
+                raise
+            continue
+        if opened.is_still_there():
+            return made
+    raise CorruptCheckpointError(
+        f"{location} was replaced {_ATTEMPTS} times while it was read; load it when it is saved less often"
+    )
+
+
+def abstract_leaves(registry: Plugins) -> tuple[LeafHandler, LeafHandler]:
+    """The handlers that build arrays and values where no abstract tree is given."""
+    array, value = registry.dispatch(AbstractArray((), "bool")).leaf, registry.dispatch("").leaf
+    if array is None or value is None:
+        raise PluginError("no plugin builds NumPy arrays and values; the built-in plugin is missing")
+    return array, value
+
+
+def read_leaves(
+    opened: Opened,
+    numbers: Sequence[int | None],
+    handlers: Sequence[LeafHandler | None],
+    abstracts: Sequence[object],
+    context: Context,
+    filled: list[bool] | None = None,
+) -> list[object]:
+    """Read and build leaves.
+
+    Args:
+        opened: the checkpoint.
+        numbers: of stored leaves; None for what is not loaded.
+        handlers, abstracts: for each, who builds it and as what.
+        context: its bound on memory is kept.
+        filled: given by ``load_into``: abstracts are filled in place where they can be, and marked here.
+    """
+    tree = opened.tree
+    leaves: list[object] = [PLACEHOLDER] * len(numbers)
+    units: list[_Unit] = []
+    tied: dict[tuple[object, ...], _Unit] = {}
+    for position, (number, handler, abstract) in enumerate(zip(numbers, handlers, abstracts, strict=True)):
+        if number is None or handler is None:
+            continue
+        record = tree.leaves[number]
+        if isinstance(record, ValueRecord):
+            leaves[position] = handler.build(abstract, record, ())
+            continue
+        boxes = handler.wanted(abstract, record)
+        if tree.aliases:
+            original = tree.aliases.get(number, number)
+            asked = None if abstract is None else (type(abstract), repr(handler.describe(abstract)))
+            # Leaves that were tied are built once and tied again; filled ones are in different memory.
+            key = (original, id(handler), tuple(boxes), asked, position if filled is not None else None)
+            if key in tied:
+                tied[key].positions.append(position)
+                continue
+            unit = tied[key] = _Unit(original, record, handler, abstract, [position], boxes)
+        else:
+            unit = _Unit(number, record, handler, abstract, [position], boxes)
+        units.append(unit)
+    for batch in _batches(units, context.memory.load_bytes):
+        for unit in _read(opened, batch, into=filled is not None):
+            _finish(unit, leaves, filled)
+    return leaves
+
+
+def _finish(unit: _Unit, leaves: list[object], filled: list[bool] | None) -> None:
+    boxes = list(zip(unit.boxes, unit.buffers, strict=True))
+    unit.buffers = []
+    if filled is not None and unit.handler.fill(unit.abstract, unit.record, boxes):
+        for position in unit.positions:
+            filled[position] = True
+            leaves[position] = unit.abstract
+        return
+    made = unit.handler.build(unit.abstract, unit.record, boxes)
+    for position in unit.positions:
+        leaves[position] = made
+
+
+def _batches(units: Sequence[_Unit], limit: int | None) -> Iterator[Sequence[_Unit]]:
+    if limit is None:
+        yield units
+        return
+    batch: list[_Unit] = []
+    held = 0
+    for unit in units:
+        if batch and held + unit.nbytes > limit:
+            yield batch
+            batch, held = [], 0
+        batch.append(unit)
+        held += unit.nbytes
+    yield batch
+
+
+def _read(opened: Opened, units: Sequence[_Unit], *, into: bool) -> Iterator[_Unit]:
+    """Fill the buffers of units; yields each as it is complete."""
+    tree = opened.tree
+    _check_sizes(opened, units)
+    owners: list[_Unit] = []
+    buffers: list[HostArray] = []
+    for unit in units:
+        dtype = unit.record.spec.dtype
+        unit.buffers = []
+        for box in unit.boxes:
+            buffer = unit.handler.destination(unit.abstract, unit.record, box) if into else None
+            if buffer is None:
+                buffer = allocate(ArraySpec(box.shape, dtype))
+            elif not _fits(buffer, box, unit.record):
+                raise PluginError(
+                    f"{type(unit.handler).__name__}.destination gave memory of {buffer.dtype}{buffer.shape} for "
+                    f"{unit.record.spec}; it must be of the stored dtype, of the box's shape, contiguous and writable"
+                )
+            unit.buffers.append(buffer)
+            owners.append(unit)
+            buffers.append(buffer)
+        unit.waiting = len(unit.boxes)
+        if not unit.boxes:
+            yield unit
+    plan = plan_read(tree, opened.state, [(unit.leaf, unit.boxes) for unit in units])
+    for number in opened.layout.read(plan, buffers, opened.store):
+        unit = owners[number]
+        unit.waiting -= 1
+        if unit.waiting == 0:
+            yield unit
+    late = [unit for unit in units if unit.waiting > 0]
+    if late:
+        raise CorruptCheckpointError(
+            f"the layout {opened.layout.name} did not read {format_path(tree.paths[late[0].leaf])} whole"
+        )
+
+
+def _fits(buffer: HostArray, box: Box, record: ArrayRecord) -> bool:
+    whole = buffer.shape == box.shape and buffer.dtype == record.spec.numpy_dtype
+    return whole and buffer.flags.c_contiguous and buffer.flags.writeable
+
+
+def _check_sizes(opened: Opened, units: Sequence[_Unit]) -> None:
+    """Refuse arrays that the objects cannot hold before memory is taken for them."""
+    if not opened.objects:
+        return
+    held = {key: record.size for key, record in opened.objects.items()}
+    wanted = {unit.leaf for unit in units}
+    for leaf, key, _, stop in opened.layout.extents(opened.tree, opened.state):
+        if leaf in wanted and stop > held.get(key, 0):
+            raise CorruptCheckpointError(
+                f"{opened.location.display}: {format_path(opened.tree.paths[leaf])} would end at byte {stop} of {key}, which "
+                f"has {held.get(key, 0)} bytes",
+                key=key,
+            )

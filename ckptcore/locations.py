@@ -1,0 +1,199 @@
+"""Locations: what a user names, as a storage and a name in it."""
+
+from __future__ import annotations
+
+import os
+import re
+import urllib.parse
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Final, TypeAlias
+
+from ckptcore.errors import InvalidLocationError, ObjectNotFoundError
+from ckptcore.model.tree import JSON
+from ckptcore.plugins import Plugins
+from ckptcore.protocols import (
+    AtomicDirectories,
+    ObjectWriter,
+    PutCondition,
+    StorageAddress,
+    StorageBackend,
+    StorageOptions,
+)
+
+__all__ = ["AtomicSubdirectories", "Location", "LocationLike", "Subdirectory", "resolve_location", "subdirectory"]
+
+LocationLike: TypeAlias = str | os.PathLike[str]
+"""A path, or a URL such as ``memory://name/step_1``."""
+
+_URL: Final = re.compile(r"([a-zA-Z][a-zA-Z0-9+.-]*)://(.*)", re.DOTALL)
+
+
+@dataclass(frozen=True, slots=True)
+class Location:
+    """Where a checkpoint is or will be.
+
+    Attributes:
+        display: as the user knows it.
+        parent: the storage, opened at the directory that the checkpoint is in.
+        name: the checkpoint's name in it, without ``/``.
+    """
+
+    display: str
+    parent: StorageBackend
+    name: str
+
+    @property
+    def store(self) -> StorageBackend:
+        """The storage as seen from within the checkpoint."""
+        return subdirectory(self.parent, self.name)
+
+    @property
+    def is_object(self) -> bool:
+        """Whether the location is one object (file), not a directory of them."""
+        try:
+            self.parent.size(self.name)
+        except ObjectNotFoundError:
+            return False
+        return True
+
+
+def resolve_location(
+    location: LocationLike, plugins: Plugins, *, durable: bool, config: Mapping[str, Mapping[str, JSON]]
+) -> Location:
+    """Open the directory that a location is in.
+
+    Args:
+        location: a path or URL.
+        plugins: to find the storage by scheme.
+        durable: whether what is written must survive a loss of power.
+        config: options of storages, by scheme.
+
+    Raises:
+        InvalidLocationError: if it is neither, or names no place for a checkpoint.
+        UnknownPluginError: if nothing opens such a URL.
+    """
+    try:
+        text = os.fspath(location)
+    except TypeError as error:
+        raise InvalidLocationError(
+            f"a location is a path or a URL, and {type(location).__name__} {location!r} is neither"
+        ) from error
+    if not isinstance(text, str) or not text or "\0" in text:
+        raise InvalidLocationError(f"{text!r} is no location; give a path or a URL such as 'memory://name/step_1'")
+    matched = _URL.fullmatch(text)
+    scheme = matched[1].lower() if matched else "file"
+    options = StorageOptions(durable=durable, config=config.get(scheme, {}))
+    if scheme == "file":
+        # A checkpoint that is a symbolic link is saved where the link leads: renaming must not replace the link.
+        parent, name = os.path.split(os.path.realpath(_local_path(text) if matched else text))
+    else:
+        parent, _, name = text.rstrip("/").rpartition("/")
+    if not name or name in (".", "..") or parent.endswith(":/"):
+        raise InvalidLocationError(
+            f"{text!r} names the root of a storage; a checkpoint needs a directory of its own below it"
+        )
+    return Location(text, plugins.storage(scheme)(parent, options), name)
+
+
+def _local_path(url: str) -> str:
+    parts = urllib.parse.urlsplit(url)
+    if parts.netloc not in ("", "localhost") or parts.query or parts.fragment:
+        raise InvalidLocationError(f"{url!r} is no local file; write file:///path, with ? and # as %3F and %23")
+    return urllib.parse.unquote(parts.path)
+
+
+class Subdirectory:
+    """A directory of a storage as a storage of its own."""
+
+    def __init__(self, parent: StorageBackend, name: str) -> None:
+        self._parent = parent
+        self._prefix = name + "/"
+
+    @property
+    def request_bytes(self) -> int:
+        """As its parent's."""
+        return self._parent.request_bytes
+
+    @property
+    def address(self) -> StorageAddress | None:
+        """Its parent's, one level down."""
+        address = self._parent.address
+        return address and StorageAddress(address.url + self._prefix, address.options)
+
+    def get(self, key: str, start: int = 0, stop: int | None = None) -> bytes:
+        """See `StorageBackend`."""
+        return self._parent.get(self._prefix + key, start, stop)
+
+    def get_with_tag(self, key: str) -> tuple[bytes, str]:
+        """See `StorageBackend`."""
+        return self._parent.get_with_tag(self._prefix + key)
+
+    def get_into(self, key: str, ranges: Sequence[tuple[int, memoryview]]) -> None:
+        """See `StorageBackend`."""
+        self._parent.get_into(self._prefix + key, ranges)
+
+    def size(self, key: str) -> int:
+        """See `StorageBackend`."""
+        return self._parent.size(self._prefix + key)
+
+    def put(self, key: str, data: bytes, *, condition: PutCondition | None = None) -> str:
+        """See `StorageBackend`."""
+        return self._parent.put(self._prefix + key, data, condition=condition)
+
+    def open_writer(self, key: str, size: int | None = None) -> ObjectWriter:
+        """See `StorageBackend`."""
+        return self._parent.open_writer(self._prefix + key, size)
+
+    def list(self, prefix: str = "") -> Iterator[str]:
+        """See `StorageBackend`."""
+        for key in self._parent.list(self._prefix + prefix):
+            yield key[len(self._prefix) :]
+
+    def list_names(self, prefix: str = "") -> Sequence[str]:
+        """See `StorageBackend`."""
+        return self._parent.list_names(self._prefix + prefix)
+
+    def delete(self, keys: Sequence[str]) -> None:
+        """See `StorageBackend`."""
+        self._parent.delete([self._prefix + key for key in keys])
+
+    def sync(self, keys: Sequence[str]) -> None:
+        """See `StorageBackend`."""
+        self._parent.sync([self._prefix + key for key in keys])
+
+
+class AtomicSubdirectories(Subdirectory):
+    """A directory of a storage that has real directories."""
+
+    def __init__(self, parent: StorageBackend, name: str, directories: AtomicDirectories) -> None:
+        super().__init__(parent, name)
+        self._directories = directories
+
+    def lock_directory(self, key: str) -> AbstractContextManager[None] | None:
+        """See `AtomicDirectories`."""
+        return self._directories.lock_directory(self._prefix + key)
+
+    def rename(self, source: str, destination: str) -> None:
+        """See `AtomicDirectories`."""
+        self._directories.rename(self._prefix + source, self._prefix + destination)
+
+    def exchange(self, first: str, second: str) -> None:
+        """See `AtomicDirectories`."""
+        self._directories.exchange(self._prefix + first, self._prefix + second)
+
+    def sync_directory(self, key: str) -> None:
+        """See `AtomicDirectories`."""
+        self._directories.sync_directory(self._prefix + key)
+
+    def delete_directory(self, key: str) -> None:
+        """See `AtomicDirectories`."""
+        self._directories.delete_directory(self._prefix + key)
+
+
+def subdirectory(parent: StorageBackend, name: str) -> StorageBackend:
+    """A directory of a storage as a storage of its own, with real directories where the parent has them."""
+    if isinstance(parent, AtomicDirectories):
+        return AtomicSubdirectories(parent, name, parent)
+    return Subdirectory(parent, name)

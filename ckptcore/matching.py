@@ -1,0 +1,139 @@
+"""What an abstract tree asks for, matched with what is stored."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+from typing import Final
+
+from ckptcore.errors import TreeMismatchError
+from ckptcore.flattening import Flat
+from ckptcore.model.metadata import PLAIN_ARRAY, ArrayRecord, LeafRecord, TreeMetadata
+from ckptcore.model.tree import Attribute, TreePath, format_path
+
+__all__ = ["match_leaves"]
+
+_SHOWN: Final = 30
+"""How many differences an error's text lists; its attribute has all."""
+
+
+def match_leaves(flat: Flat, tree: TreeMetadata, display: str, *, by_name: bool) -> list[int | None]:
+    """For each leaf of an abstract tree the number of the stored leaf; None where it is not to be loaded.
+
+    Keys match as they are. Where nothing matches so, an attribute also matches a str key of its name, because an object
+    that is loaded without its type is a dict.
+
+    Args:
+        flat: the abstract tree.
+        tree: the stored one.
+        display: the location, for errors.
+        by_name: whether the stored tree is a flat dict of dotted names that a nested abstract tree may match.
+
+    Raises:
+        TreeMismatchError: lists every difference.
+    """
+    paths = list(flat.paths())
+    if flat.skeleton == tree.skeleton and None not in flat.handlers:
+        found: list[int | None] = list(range(len(paths)))
+        skipped: list[TreePath] = []
+    else:
+        stored = {path: number for number, path in enumerate(tree.paths)}
+        found = [stored.get(path) for path in paths]
+        missing = [position for position, number in enumerate(found) if number is None]
+        if missing:
+            _match_loosely(paths, found, missing, stored, by_name)
+        skipped = [path for path, handler in zip(paths, flat.handlers, strict=True) if handler is None]
+    differences = _differences(flat, tree, paths, found, skipped)
+    if differences:
+        shown = "".join(f"\n  {line}" for line in differences[:_SHOWN])
+        more = f"\n  and {len(differences) - _SHOWN} more" if len(differences) > _SHOWN else ""
+        raise TreeMismatchError(
+            f"{display} does not hold what the abstract tree asks for:{shown}{more}\n"
+            "Make the abstract tree like the stored one (metadata(location).abstract is it), or put PLACEHOLDER where a "
+            "part is not to be loaded",
+            differences,
+        )
+    return [None if handler is None else number for number, handler in zip(found, flat.handlers, strict=True)]
+
+
+def _match_loosely(
+    paths: Sequence[TreePath],
+    found: list[int | None],
+    missing: Sequence[int],
+    stored: dict[TreePath, int],
+    by_name: bool,
+) -> None:
+    taken = {number for number in found if number is not None}
+    plain: dict[TreePath, int | None] = {}
+    for path, leaf in stored.items():
+        key = _plain(path)
+        plain[key] = None if key in plain else leaf  # two that differ only so match nothing
+    for position in missing:
+        candidates = [plain.get(_plain(paths[position]))]
+        if by_name:
+            candidates.append(stored.get((".".join(map(str, paths[position])),)))
+        for number in candidates:
+            if number is not None and number not in taken:
+                found[position] = number
+                taken.add(number)
+                break
+
+
+def _plain(path: TreePath) -> TreePath:
+    return tuple([key.name if isinstance(key, Attribute) else key for key in path])
+
+
+def _differences(
+    flat: Flat,
+    tree: TreeMetadata,
+    paths: Sequence[TreePath],
+    found: Sequence[int | None],
+    skipped: Sequence[TreePath],
+) -> list[str]:
+    differences: list[str] = []
+    absent = [
+        position for position, number in enumerate(found) if number is None and flat.handlers[position] is not None
+    ]
+    loaded = {number for number in found if number is not None}
+    unexpected = [
+        path
+        for number, path in enumerate(tree.paths)
+        if number not in loaded and not any(_plain(path)[: len(prefix)] == _plain(prefix) for prefix in skipped)
+    ] if len(loaded) < len(tree.leaves) else []  # fmt: skip
+    names = [format_path(path) for path in unexpected]
+    for position in absent:
+        name = format_path(paths[position])
+        near = difflib.get_close_matches(name, names, 1) if len(names) <= 2000 and len(absent) <= 200 else []
+        differences.append(f"missing: {name} is not stored" + (f"; did you mean {near[0]}?" if near else ""))
+    differences.extend(f"unexpected: {name} is stored and not asked for" for name in names)
+    for position, number in enumerate(found):
+        handler = flat.handlers[position]
+        if number is None or handler is None:
+            continue
+        record = tree.leaves[number]
+        asked = handler.describe(flat.leaves[position])
+        if asked is not record and (reason := _difference(asked, record)) is not None:
+            differences.append(f"{format_path(paths[position])}: {reason}")
+    return differences
+
+
+def _difference(asked: LeafRecord, stored: LeafRecord) -> str | None:
+    if isinstance(asked, ArrayRecord) and isinstance(stored, ArrayRecord):
+        if asked.spec == stored.spec:
+            if asked.kind in (stored.kind, PLAIN_ARRAY, "numpy.scalar"):
+                return None
+            return f"kind: a {asked.kind} is asked for, a {stored.kind} is stored"
+        if asked.kind == stored.kind != PLAIN_ARRAY and asked.kind in ("str", "bytes"):
+            return None  # text of any length
+        if asked.spec.shape != stored.spec.shape:
+            return f"shape: {asked.spec} is asked for, {stored.spec} is stored"
+        return f"dtype: {asked.spec} is asked for, {stored.spec} is stored; nothing is cast unless asked"
+    asked_kind, stored_kind = (
+        record.kind
+        if not isinstance(record, ArrayRecord) or record.kind in ("str", "bytes")
+        else f"array {record.spec}"
+        for record in (asked, stored)
+    )
+    if asked_kind == stored_kind:
+        return None
+    return f"kind: {asked_kind} is asked for, {stored_kind} is stored"

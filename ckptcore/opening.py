@@ -1,0 +1,144 @@
+"""Opening a checkpoint to read it: ours by its root, any other by asking every layout."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from ckptcore.commit import is_hidden_name, read_root
+from ckptcore.context import Context
+from ckptcore.engine.reader import ObjectReader
+from ckptcore.errors import (
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    ObjectNotFoundError,
+    UncommittedCheckpointError,
+)
+from ckptcore.locations import Location, LocationLike, resolve_location
+from ckptcore.model.metadata import TreeMetadata
+from ckptcore.model.objects import ObjectRecord
+from ckptcore.model.tree import JSON, format_path
+from ckptcore.protocols import Layout, ReadStore
+from ckptcore.root import Claimed, Root
+
+__all__ = ["Opened", "arrays_at", "naming_arrays", "open_checkpoint"]
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """A checkpoint that can be read.
+
+    Attributes:
+        location: where it is.
+        root: its root; None where other software wrote it.
+        layout, state: how its arrays lie in its objects.
+        tree: what is in it.
+        objects: what is known of its objects; nothing where other software wrote it.
+        store: to read its objects from.
+        writer: who wrote it.
+        custom: metadata of the user's.
+    """
+
+    location: Location
+    root: Root | None
+    layout: Layout
+    state: JSON
+    tree: TreeMetadata
+    objects: Mapping[str, ObjectRecord]
+    store: ReadStore
+    writer: str
+    custom: Mapping[str, JSON]
+
+    def is_still_there(self) -> bool:
+        """Whether the checkpoint at the location is the one that was opened."""
+        if self.root is None:
+            return True
+        root = read_root(self.location.store)
+        return isinstance(root, Root) and root.save_id == self.root.save_id
+
+
+def open_checkpoint(location: LocationLike, context: Context) -> Opened:
+    """Open the checkpoint at a location.
+
+    Raises:
+        CheckpointNotFoundError: if there is nothing that any installed layout reads.
+        UncommittedCheckpointError: if a save began there and never committed.
+        CorruptCheckpointError: if it cannot be read.
+    """
+    resolved = resolve_location(location, context.registry, durable=False, config=context.storage)
+    root = read_root(resolved.store)
+    if isinstance(root, Claimed) or (root is None and is_hidden_name(resolved.name)):
+        raise UncommittedCheckpointError(
+            f"{resolved.display} holds a save that was not committed"
+            + (f" (it began at {root.created})" if root is not None else "")
+            + ": it is under way or died; load another checkpoint, or save here again"
+        )
+    if root is None:
+        return _open_foreign(resolved, context)
+    layout = context.registry.layout(root.layout)
+    store = ObjectReader(resolved.store, root.objects, context.io_threads, verify=context.verify)
+    writer = " ".join(f"{name} {version}" for name, version in root.writer.items())
+    return Opened(resolved, root, layout, root.state, root.tree, root.objects, store, writer, root.custom)
+
+
+def _open_foreign(location: Location, context: Context) -> Opened:
+    entry = location.name if location.is_object else None
+    storage = location.parent if entry is not None else location.store
+    if entry is None and not storage.list_names():
+        raise CheckpointNotFoundError(
+            f"there is nothing at {location.display}; check the path, or list the directory above"
+        )
+    store = ObjectReader(storage, {}, context.io_threads, verify=context.verify)
+    layouts = context.registry.layouts()
+    for layout in layouts:
+        inspection = layout.inspect(store, entry)
+        if inspection is not None:
+            return Opened(
+                location,
+                None,
+                layout,
+                inspection.state,
+                inspection.tree,
+                {},
+                store,
+                inspection.writer,
+                inspection.custom,
+            )
+    raise CheckpointNotFoundError(
+        f"{location.display} is no checkpoint that an installed layout reads (tried "
+        f"{', '.join(layout.name for layout in layouts)}); check the path, or install the plugin of its format"
+    )
+
+
+@contextmanager
+def naming_arrays(opened: Opened) -> Iterator[None]:
+    """Let an error about a range of bytes say which arrays lie there."""
+    try:
+        yield
+    except CorruptCheckpointError as error:
+        affected = arrays_at(opened, error.key, error.start, error.stop)
+        if not affected:
+            raise
+        named = ", ".join(affected[:5]) + (f" and {len(affected) - 5} more" if len(affected) > 5 else "")
+        raise type(error)(
+            f"{opened.location.display}: {error} (this is in {named})",
+            key=error.key,
+            start=error.start,
+            stop=error.stop,
+        ) from error
+    except ObjectNotFoundError as error:
+        raise CorruptCheckpointError(
+            f"{opened.location.display} lacks an object that it is made of: {error}"
+        ) from error
+
+
+def arrays_at(opened: Opened, key: str | None, start: int | None, stop: int | None) -> list[str]:
+    """The paths of the arrays that have bytes in a range of an object."""
+    if key is None:
+        return []
+    return [
+        format_path(opened.tree.paths[leaf])
+        for leaf, own, first, last in opened.layout.extents(opened.tree, opened.state)
+        if own == key and (start is None or stop is None or (first < stop and start < last))
+    ]

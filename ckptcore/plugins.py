@@ -1,0 +1,289 @@
+"""The one typed wrapper around pluggy: who handles this type, this layout name, this URL scheme."""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias, TypeVar, cast
+
+import pluggy
+
+from ckptcore.builtin import BuiltinPlugin
+from ckptcore.errors import PluginConflictError, PluginError, UnknownPluginError
+from ckptcore.hookspecs import PROJECT_NAME, HookSpecs
+from ckptcore.protocols import (
+    CheckpointableHandler,
+    ContainerHandler,
+    Coordinator,
+    Layout,
+    LayoutFactory,
+    LeafHandler,
+    StorageOpener,
+)
+
+__all__ = ["Dispatch", "FailedPlugin", "Handler", "PluginInfo", "Plugins", "installed_plugins"]
+
+logger = logging.getLogger("ckptcore.plugins")
+
+Handler: TypeAlias = LeafHandler | ContainerHandler | CheckpointableHandler
+"""What handles a type."""
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Dispatch:
+    """Who handles a type: exactly one of the three, or nobody.
+
+    Attributes:
+        leaf, container, checkpointable: the handler.
+    """
+
+    leaf: LeafHandler | None = None
+    container: ContainerHandler | None = None
+    checkpointable: CheckpointableHandler | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class FailedPlugin:
+    """An installed plugin that could not be imported.
+
+    Attributes:
+        name: of its entry point.
+        distribution: name and version of its distribution.
+        reason: the error.
+    """
+
+    name: str
+    distribution: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class PluginInfo:
+    """An installed plugin and what it offers.
+
+    Attributes:
+        name: of its entry point.
+        distribution: name and version of its distribution.
+        hooks: the hooks it implements.
+        layouts, storages: the names and URL schemes it offers.
+    """
+
+    name: str
+    distribution: str
+    hooks: tuple[str, ...]
+    layouts: tuple[str, ...]
+    storages: tuple[str, ...]
+
+
+class Plugins:
+    """The plugins in force: those installed, and those of a Context before them. Any thread."""
+
+    def __init__(
+        self,
+        manager: pluggy.PluginManager,
+        *,
+        failed: Sequence[FailedPlugin] = (),
+        handlers: Mapping[type, Handler] | None = None,
+    ) -> None:
+        self._manager = manager
+        self._handlers = dict(handlers or {})
+        self._dispatch: dict[type, Dispatch] = {}
+        self.failed = tuple(failed)
+
+    def having(self, plugins: Sequence[object], handlers: Mapping[type, Handler]) -> Plugins:
+        """These plugins with more of them, and with handlers by type that come before all others."""
+        if not plugins and not handlers:
+            return self
+        manager = _new_manager()
+        for name, plugin in self._manager.list_name_plugin():
+            if plugin is not None:
+                manager.register(plugin, name)
+        for plugin in plugins:
+            manager.register(plugin)
+        manager.check_pending()
+        return Plugins(manager, failed=self.failed, handlers={**self._handlers, **handlers})
+
+    def dispatch(self, value: object) -> Dispatch:
+        """Who handles values of this one's type. Cached by type.
+
+        Raises:
+            PluginConflictError: if two plugins are equally sure of it.
+        """
+        value_type = type(value)
+        found = self._dispatch.get(value_type)
+        if found is None:
+            found = self._dispatch[value_type] = self._find(value_type, value)
+        return found
+
+    def _find(self, value_type: type, example: object) -> Dispatch:
+        for claimed, handler in self._handlers.items():
+            if issubclass(value_type, claimed):
+                return _as_dispatch(handler)
+        candidates: list[tuple[int, str, Dispatch]] = []
+        hook = self._manager.hook
+        for caller, key in (
+            (hook.ckpt_leaf_handler, "leaf_type"),
+            (hook.ckpt_container_handler, "value_type"),
+            (hook.ckpt_checkpointable_handler, "value_type"),
+        ):
+            for name, handler in _answers(caller, {key: value_type, "example": example}):
+                kind = {hook.ckpt_leaf_handler: "leaf", hook.ckpt_container_handler: "container"}.get(caller)
+                dispatch = Dispatch(**{kind or "checkpointable": handler})
+                candidates.append((handler.priority, name, dispatch))
+        if not candidates:
+            return Dispatch()
+        highest = max(priority for priority, _, _ in candidates)
+        best = [(name, dispatch) for priority, name, dispatch in candidates if priority == highest]
+        if len(best) > 1:
+            names = " and ".join(sorted(name for name, _ in best))
+            raise PluginConflictError(
+                f"the plugins {names} both claim {_type_name(value_type)} with priority {highest}; "
+                "give Context(handlers={type: handler}) the one to use, or uninstall one of them"
+            )
+        return best[0][1]
+
+    def layout(self, layout: str | Layout) -> Layout:
+        """The layout of this name; a layout object is itself.
+
+        Raises:
+            UnknownPluginError: if no installed plugin has it.
+            PluginConflictError: if two have.
+        """
+        if not isinstance(layout, str):
+            return layout
+        factories = self._named("ckpt_layouts", "layout")
+        if layout not in factories:
+            raise UnknownPluginError(
+                f"no installed plugin has a layout {layout!r}; there are {', '.join(sorted(factories))}{self._failures()}"
+            )
+        return cast(LayoutFactory, factories[layout][1])()
+
+    def layouts(self) -> Sequence[Layout]:
+        """Every layout, sorted by name."""
+        return [
+            cast(LayoutFactory, factory)() for _, (_, factory) in sorted(self._named("ckpt_layouts", "layout").items())
+        ]
+
+    def storage(self, scheme: str) -> StorageOpener:
+        """What opens URLs of a scheme.
+
+        Raises:
+            UnknownPluginError: if no installed plugin does.
+            PluginConflictError: if two do.
+        """
+        openers = self._named("ckpt_storages", "URL scheme")
+        if scheme not in openers:
+            raise UnknownPluginError(
+                f"no installed plugin opens {scheme}:// locations; there are "
+                f"{', '.join(f'{known}://' for known in sorted(openers))}{self._failures()}"
+            )
+        return cast(StorageOpener, openers[scheme][1])
+
+    def coordinator(self) -> Coordinator:
+        """The coordinator of the job this process is part of.
+
+        Raises:
+            PluginConflictError: if plugins other than the built-in one know of two jobs.
+        """
+        found = _answers(self._manager.hook.ckpt_coordinator, {})
+        several = [(name, coordinator) for name, coordinator in found if coordinator.size > 1]
+        if len(several) > 1:
+            names = " and ".join(name for name, _ in several)
+            raise PluginConflictError(
+                f"this process is part of several jobs: of {names}; give Context(coordinator=...) the one that saves"
+            )
+        return cast(Coordinator, (several or found)[0][1])
+
+    def describe(self) -> Sequence[PluginInfo]:
+        """What is installed, sorted by name."""
+        distributions = {
+            id(plugin): f"{distribution.project_name} {distribution.version}"
+            for plugin, distribution in self._manager.list_plugin_distinfo()
+        }
+        found = []
+        for name, plugin in self._manager.list_name_plugin():
+            if plugin is None:
+                continue
+            hooks = tuple(sorted(caller.name for caller in self._manager.get_hookcallers(plugin) or ()))
+            layouts: Mapping[str, object] = getattr(plugin, "ckpt_layouts", dict)() if "ckpt_layouts" in hooks else {}
+            storages: Mapping[str, object] = getattr(plugin, "ckpt_storages", dict)() if "ckpt_storages" in hooks else {}
+            own = f"ckptcore {importlib.metadata.version('ckptcore')}" if isinstance(plugin, BuiltinPlugin) else ""
+            found.append(
+                PluginInfo(
+                    name, distributions.get(id(plugin), own), hooks, tuple(sorted(layouts)), tuple(sorted(storages))
+                )
+            )
+        return sorted(found, key=lambda info: info.name)
+
+    def _named(self, hook_name: str, what: str) -> dict[str, tuple[str, Callable[..., object]]]:
+        offers: dict[str, tuple[str, Callable[..., object]]] = {}
+        for plugin_name, mapping in _answers(getattr(self._manager.hook, hook_name), {}):
+            for name, offered in mapping.items():
+                if name in offers:
+                    raise PluginConflictError(
+                        f"the plugins {offers[name][0]} and {plugin_name} both offer the {what} {name!r}; uninstall one"
+                    )
+                offers[name] = (plugin_name, offered)
+        return offers
+
+    def _failures(self) -> str:
+        if not self.failed:
+            return ""
+        return "; these failed to load: " + "; ".join(f"{plugin.name} ({plugin.reason})" for plugin in self.failed)
+
+
+def _answers(caller: Any, arguments: Mapping[str, object]) -> list[tuple[str, Any]]:
+    """Each plugin's answer to a hook with the plugin's name; those that answer None left out."""
+    answers = []
+    for implementation in caller.get_hookimpls():
+        answer = implementation.function(*[arguments[name] for name in implementation.argnames])
+        if answer is not None:
+            answers.append((implementation.plugin_name, answer))
+    return answers
+
+
+def _as_dispatch(handler: Handler) -> Dispatch:
+    if hasattr(handler, "describe"):
+        return Dispatch(leaf=cast(LeafHandler, handler))
+    if hasattr(handler, "restore"):
+        return Dispatch(checkpointable=cast(CheckpointableHandler, handler))
+    if hasattr(handler, "unflatten"):
+        return Dispatch(container=handler)
+    raise PluginError(
+        f"Context(handlers=...) holds {handler!r}, which is no leaf handler, container handler or checkpointable handler"
+    )
+
+
+def _type_name(value_type: type) -> str:
+    return f"{value_type.__module__}.{value_type.__qualname__}"
+
+
+def _new_manager() -> pluggy.PluginManager:
+    manager = pluggy.PluginManager(PROJECT_NAME)
+    manager.add_hookspecs(HookSpecs)
+    return manager
+
+
+@functools.cache
+def installed_plugins() -> Plugins:
+    """The built-in plugins and every installed one, found once per process by the entry point group ``ckptcore``."""
+    manager = _new_manager()
+    manager.register(BuiltinPlugin(), "builtin")
+    failed = []
+    for distribution in importlib.metadata.distributions():
+        for entry_point in distribution.entry_points:
+            if entry_point.group != PROJECT_NAME or manager.has_plugin(entry_point.name):
+                continue
+            try:
+                manager.register(entry_point.load(), entry_point.name)
+            except Exception as error:  # whatever a broken plugin raises must not take the others with it
+                described = f"{distribution.metadata['Name']} {distribution.version}"
+                failed.append(FailedPlugin(entry_point.name, described, f"{type(error).__name__}: {error}"))
+                logger.warning("the plugin %s of %s failed to load: %s", entry_point.name, described, error)
+    manager.check_pending()
+    return Plugins(manager, failed=failed)

@@ -1,0 +1,269 @@
+"""The root of a checkpoint, ``checkpoint.json``: the one small object by which it exists."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import json
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final, TypeAlias
+
+import xxhash
+
+from ckptcore.builtin.keys import check_key
+from ckptcore.errors import CorruptCheckpointError, InvalidLocationError, UnsupportedVersionError
+from ckptcore.model.metadata import TreeMetadata
+from ckptcore.model.objects import BLOCK_BYTES, CHECKSUM_ALGORITHM, CHECKSUM_BYTES, ObjectRecord
+from ckptcore.model.tree import JSON
+
+__all__ = ["FORMAT_VERSION", "ROOT_KEY", "Claimed", "Root", "decode_root", "encode_claim", "encode_root", "is_save_id"]
+
+ROOT_KEY: Final = "checkpoint.json"
+"""The key of the root within a checkpoint."""
+
+FORMAT_VERSION: Final = 1
+"""The newest format that this version reads, and the one it writes."""
+
+_FORMAT: Final = "ckptcore"
+_INLINE_BYTES: Final = 1 << 18
+"""A table up to this size is in the root itself; a larger one is a part, an object of its own."""
+
+_MAX_PART_BYTES: Final = 1 << 32
+_CHECKSUM: Final = re.compile(rb',"checksum":"xxh3_64:([0-9a-f]{16})"\}\n')
+_CHECKSUM_TAIL_BYTES: Final = len(b',"checksum":"xxh3_64:0123456789abcdef"}\n')
+_SAVE_ID: Final = re.compile(r"[0-9a-f]{16}")
+
+ReadPart: TypeAlias = Callable[[str, int], bytes]
+"""Gives at most so many bytes of an object of the checkpoint."""
+
+
+@dataclass(frozen=True, slots=True)
+class Claimed:
+    """A root that says: a save is under way here.
+
+    Attributes:
+        save_id: the save.
+        created: when it began, ISO 8601 in UTC.
+    """
+
+    save_id: str
+    created: str
+
+
+@dataclass(frozen=True, slots=True)
+class Root:
+    """A committed checkpoint.
+
+    Attributes:
+        save_id: the save that wrote it: 16 hexadecimal digits.
+        created: when the save began, ISO 8601 in UTC.
+        writer: names and versions of the software that wrote it.
+        layout: the name of its layout.
+        state: JSON that the layout owns.
+        tree: what is in it.
+        objects: every object but the root and its parts, by key.
+        custom: metadata of the user's.
+        parts: the objects that hold tables of the root.
+    """
+
+    save_id: str
+    created: str
+    writer: Mapping[str, str]
+    layout: str
+    state: JSON
+    tree: TreeMetadata
+    objects: Mapping[str, ObjectRecord]
+    custom: Mapping[str, JSON] = field(default_factory=dict)
+    parts: tuple[str, ...] = ()
+
+
+def is_save_id(text: str) -> bool:
+    """Whether this is a save id: 16 hexadecimal digits."""
+    return _SAVE_ID.fullmatch(text) is not None
+
+
+def encode_claim(claimed: Claimed) -> bytes:
+    """The bytes of a root that claims a location."""
+    return _seal({"format": _FORMAT, "version": FORMAT_VERSION, "state": "claimed",
+                  "save_id": claimed.save_id, "created": claimed.created})  # fmt: skip
+
+
+def encode_root(root: Root) -> tuple[bytes, Mapping[str, bytes]]:
+    """The bytes of a committed root, and by key those of its parts, which must be written before it."""
+    tables: dict[str, JSON] = {}
+    described: dict[str, JSON] = {}
+    parts: dict[str, bytes] = {}
+    for name, table in (
+        ("tree", root.tree.to_json()),
+        ("layout", root.state),
+        ("objects", _encode_objects(root.objects)),
+        ("custom", root.custom),
+    ):
+        encoded = _dump(table)
+        if len(encoded) <= _INLINE_BYTES:
+            tables[name] = table
+            continue
+        key = f"checkpoint.{root.save_id}.{name}.json"
+        parts[key] = encoded
+        described[name] = {"key": key, "size": len(encoded), "checksum": _checksum(encoded)}
+    return _seal(
+        {
+            "format": _FORMAT,
+            "version": FORMAT_VERSION,
+            "state": "committed",
+            "save_id": root.save_id,
+            "created": root.created,
+            "writer": dict(root.writer),
+            "layout": root.layout,
+            "tables": tables,
+            "parts": described,
+        }
+    ), parts
+
+
+def decode_root(data: bytes, read_part: ReadPart) -> Root | Claimed:
+    """The root that these bytes are; they and those of its parts may be hostile.
+
+    Raises:
+        CorruptCheckpointError: if they are not what was written.
+        UnsupportedVersionError: if a newer version wrote them.
+    """
+    try:
+        return _decode(data, read_part)
+    except (KeyError, TypeError, AttributeError, InvalidLocationError, RecursionError, binascii.Error) as error:
+        raise CorruptCheckpointError(f"{ROOT_KEY} cannot be read: {error!r}", key=ROOT_KEY) from error
+
+
+def _decode(data: bytes, read_part: ReadPart) -> Root | Claimed:
+    document = _unseal(data)
+    if document.get("format") != _FORMAT:
+        raise CorruptCheckpointError(f"{ROOT_KEY} is not one of ckptcore", key=ROOT_KEY)
+    version = document["version"]
+    if type(version) is not int or version < 1:
+        raise CorruptCheckpointError(f"{ROOT_KEY} states the format version {version!r}", key=ROOT_KEY)
+    if version > FORMAT_VERSION:
+        raise UnsupportedVersionError(
+            f"the checkpoint has format version {version} and this ckptcore reads up to {FORMAT_VERSION}; "
+            "upgrade ckptcore to load it"
+        )
+    save_id, created = _text(document["save_id"]), _text(document["created"])
+    if not is_save_id(save_id):
+        raise CorruptCheckpointError(f"{ROOT_KEY} states the save id {save_id[:40]!r}", key=ROOT_KEY)
+    if document["state"] == "claimed":
+        return Claimed(save_id, created)
+    if document["state"] != "committed":
+        raise CorruptCheckpointError(f"{ROOT_KEY} states {document['state']!r}", key=ROOT_KEY)
+    tables: dict[str, Any] = dict(document["tables"])
+    parts = []
+    for name, described in document["parts"].items():
+        key = check_key(_text(described["key"]))
+        tables[name] = _read_part(key, described["size"], _text(described["checksum"]), read_part)
+        parts.append(key)
+    return Root(
+        save_id=save_id,
+        created=created,
+        writer={_text(name): _text(value) for name, value in document["writer"].items()},
+        layout=_text(document["layout"]),
+        state=tables["layout"],
+        tree=TreeMetadata.from_json(tables["tree"]),
+        objects=_decode_objects(tables["objects"]),
+        custom=dict(tables["custom"]),
+        parts=tuple(parts),
+    )
+
+
+def _read_part(key: str, size: Any, checksum: str, read_part: ReadPart) -> JSON:
+    if type(size) is not int or not 0 <= size <= _MAX_PART_BYTES:
+        raise CorruptCheckpointError(f"{ROOT_KEY} states {size!r} bytes for {key}", key=key)
+    data = read_part(key, size)
+    if len(data) != size:
+        raise CorruptCheckpointError(
+            f"{key} has {len(data)} bytes, where {size} were written; restore it or delete the checkpoint",
+            key=key, start=len(data), stop=size,
+        )  # fmt: skip
+    if _checksum(data) != checksum:
+        raise CorruptCheckpointError(
+            f"{key} is damaged: its checksum is {_checksum(data)} and was {checksum}", key=key, start=0, stop=size
+        )
+    table: JSON = _parse(data, key)
+    return table
+
+
+def _encode_objects(objects: Mapping[str, ObjectRecord]) -> JSON:
+    return {
+        "algorithm": CHECKSUM_ALGORITHM,
+        "block_bytes": BLOCK_BYTES,
+        "key": [record.key for record in objects.values()],
+        "size": [record.size for record in objects.values()],
+        "checksums": [base64.b64encode(record.checksums).decode("ascii") for record in objects.values()],
+    }
+
+
+def _decode_objects(table: Any) -> dict[str, ObjectRecord]:
+    if table["algorithm"] != CHECKSUM_ALGORITHM or table["block_bytes"] != BLOCK_BYTES:
+        raise UnsupportedVersionError(
+            f"the checkpoint has checksums {table['algorithm']!r} per {table['block_bytes']!r} bytes; "
+            "upgrade ckptcore to load it"
+        )
+    objects = {}
+    columns = (table["key"], table["size"], table["checksums"])
+    if not all(isinstance(column, list) for column in columns) or len({len(column) for column in columns}) != 1:
+        raise CorruptCheckpointError(f"the objects in {ROOT_KEY} cannot be read", key=ROOT_KEY)
+    for key, size, encoded in zip(*columns, strict=True):
+        record = ObjectRecord(check_key(_text(key)), size, base64.b64decode(encoded, validate=True))
+        if type(size) is not int or size < 0 or len(record.checksums) not in (0, record.blocks * CHECKSUM_BYTES):
+            raise CorruptCheckpointError(
+                f"{ROOT_KEY} states {size!r} bytes and {len(record.checksums)} bytes of checksums for {key}", key=key
+            )
+        objects[key] = record
+    return objects
+
+
+def _seal(document: Mapping[str, JSON]) -> bytes:
+    """JSON whose last member is a checksum of every byte before that member."""
+    body = _dump(document)[:-1]
+    return body + f',"checksum":"{_checksum(body)}"}}\n'.encode("ascii")
+
+
+def _unseal(data: bytes) -> dict[str, Any]:
+    tail = _CHECKSUM.fullmatch(data[-_CHECKSUM_TAIL_BYTES:])
+    if tail is None:
+        raise CorruptCheckpointError(
+            f"{ROOT_KEY} is cut off or damaged: it has {len(data)} bytes and does not end in its checksum",
+            key=ROOT_KEY, start=0, stop=len(data),
+        )  # fmt: skip
+    body = data[:-_CHECKSUM_TAIL_BYTES]
+    expected = "xxh3_64:" + tail[1].decode("ascii")
+    if _checksum(body) != expected:
+        raise CorruptCheckpointError(
+            f"{ROOT_KEY} is damaged: its checksum is {_checksum(body)} and was {expected}",
+            key=ROOT_KEY, start=0, stop=len(data),
+        )  # fmt: skip
+    document = _parse(body + b"}", ROOT_KEY)
+    if not isinstance(document, dict):
+        raise CorruptCheckpointError(f"{ROOT_KEY} is not an object", key=ROOT_KEY)
+    return document
+
+
+def _dump(document: JSON) -> bytes:
+    # ASCII, so that any text comes back, and no NaN, so that any reader of JSON reads it.
+    return json.dumps(document, separators=(",", ":"), allow_nan=False).encode("ascii")
+
+
+def _parse(data: bytes, key: str) -> Any:
+    try:
+        return json.loads(data)
+    except ValueError as error:
+        raise CorruptCheckpointError(f"the JSON in {key} cannot be read: {error}", key=key) from error
+
+
+def _checksum(data: bytes) -> str:
+    return f"{CHECKSUM_ALGORITHM}:{xxhash.xxh3_64_hexdigest(data)}"
+
+
+def _text(found: Any) -> str:
+    if not isinstance(found, str):
+        raise CorruptCheckpointError(f"{ROOT_KEY} has {str(found)[:80]!r} where text is expected", key=ROOT_KEY)
+    return found

@@ -1,0 +1,171 @@
+"""The arrays of one save in host memory: seen where they are, or copied so that nobody can change them."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Final
+
+from ckptcore.errors import SaveLostError
+from ckptcore.model.arrays import HostArray
+from ckptcore.model.transfer import Pending, WritePlan
+
+__all__ = ["BoundedSnapshot", "CopiedSnapshot", "ViewedSnapshot"]
+
+_AHEAD_BYTES: Final = 64 << 20
+"""How far ahead of the writer transfers from a device are started, in bytes."""
+
+
+class ViewedSnapshot:
+    """For a blocking save: arrays as they are; transfers from devices begin a little ahead of the writer."""
+
+    def __init__(self, plan: WritePlan, start: Callable[[int], Sequence[Pending[HostArray]]]) -> None:
+        """`start` begins the transfer of an item."""
+        self.plan = plan
+        self._start = start
+        self._pending: dict[int, Sequence[Pending[HostArray]]] = {}
+        self._next = 0
+        self._outstanding = 0
+        self._lock = threading.Lock()
+
+    def take(self, item: int) -> Sequence[HostArray]:
+        """See `Snapshot`."""
+        with self._lock:
+            self._begin(item)
+            while self._next < len(self.plan.items) and self._outstanding < _AHEAD_BYTES:
+                self._begin(self._next)
+                self._next += 1
+            pending = self._pending[item]
+        return [array.result() for array in pending]
+
+    def _begin(self, item: int) -> None:
+        if item not in self._pending:
+            self._pending[item] = self._start(item)
+            self._outstanding += self.plan.items[item].spec.nbytes
+
+    def release(self, item: int) -> None:
+        """See `Snapshot`."""
+        with self._lock:
+            self._pending[item] = ()
+            self._outstanding -= self.plan.items[item].spec.nbytes
+
+
+class CopiedSnapshot:
+    """For an asynchronous save: everything is copied before `wait` returns."""
+
+    def __init__(
+        self,
+        plan: WritePlan,
+        start: Callable[[int], Sequence[Pending[HostArray]]],
+        give_back: Callable[[HostArray], None],
+    ) -> None:
+        """`start` begins the copy of an item; `give_back` takes the memory of one back."""
+        self.plan = plan
+        self._give_back = give_back
+        self._pending: list[Sequence[Pending[HostArray]]] = [start(number) for number in range(len(plan.items))]
+
+    def wait(self) -> None:
+        """Wait until the snapshot owns all its memory."""
+        for arrays in self._pending:
+            for array in arrays:
+                array.result()
+
+    def take(self, item: int) -> Sequence[HostArray]:
+        """See `Snapshot`."""
+        return [array.result() for array in self._pending[item]]
+
+    def release(self, item: int) -> None:
+        """See `Snapshot`."""
+        arrays, self._pending[item] = self._pending[item], ()
+        for array in arrays:
+            self._give_back(array.result())
+
+
+class BoundedSnapshot:
+    """For an asynchronous save with a bound on its memory: copies while the writer writes, in the order it asks.
+
+    `copy_all` runs on the thread of the caller; the writer takes and releases on others.
+    """
+
+    def __init__(
+        self,
+        plan: WritePlan,
+        start: Callable[[int], Sequence[Pending[HostArray]]],
+        give_back: Callable[[HostArray], None],
+        limit: int,
+    ) -> None:
+        """As `CopiedSnapshot`; at most `limit` bytes are held, unless a single item is larger."""
+        self.plan = plan
+        self._start = start
+        self._give_back = give_back
+        self._limit = limit
+        self._held = 0
+        self._changed = threading.Condition()
+        self._asked: deque[int] = deque()
+        self._pending: dict[int, Sequence[Pending[HostArray]]] = {}
+        self._error: BaseException | None = None
+        self._writer_ended = False
+
+    def copy_all(self) -> None:
+        """Copy every item; returns once the last is copied, or the writer ended."""
+        waiting = dict.fromkeys(range(len(self.plan.items)))
+        try:
+            while waiting:
+                number = self._next(waiting)
+                if number is None:
+                    return
+                del waiting[number]
+                arrays = self._start(number)
+                for array in arrays:
+                    array.result()
+                with self._changed:
+                    self._pending[number] = arrays
+                    self._changed.notify_all()
+        except BaseException as error:
+            with self._changed:
+                self._error = error
+                self._changed.notify_all()
+            raise
+
+    def _next(self, waiting: dict[int, None]) -> int | None:
+        with self._changed:
+            while not self._writer_ended:
+                while self._asked and self._asked[0] not in waiting:
+                    self._asked.popleft()
+                number = self._asked[0] if self._asked else next(iter(waiting))
+                nbytes = self.plan.items[number].spec.nbytes
+                # What the writer waits for is copied whatever is held: it would wait for ever otherwise.
+                if self._asked or self._held == 0 or self._held + nbytes <= self._limit:
+                    self._held += nbytes
+                    return number
+                self._changed.wait()
+            return None
+
+    def writer_ended(self) -> None:
+        """Say that nobody will take any more."""
+        with self._changed:
+            self._writer_ended = True
+            self._changed.notify_all()
+
+    def take(self, item: int) -> Sequence[HostArray]:
+        """See `Snapshot`."""
+        with self._changed:
+            if item not in self._pending:
+                self._asked.append(item)
+                self._changed.notify_all()
+            while item not in self._pending:
+                if self._error is not None:
+                    raise SaveLostError(f"the state could not be copied: {self._error}") from self._error
+                self._changed.wait()
+            arrays = self._pending[item]
+        return [array.result() for array in arrays]
+
+    def release(self, item: int) -> None:
+        """See `Snapshot`."""
+        with self._changed:
+            arrays, self._pending[item] = self._pending[item], ()
+            self._held -= self.plan.items[item].spec.nbytes
+            self._changed.notify_all()
+        for array in arrays:
+            self._give_back(array.result())

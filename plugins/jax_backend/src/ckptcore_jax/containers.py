@@ -1,0 +1,104 @@
+"""Containers registered with `jax.tree_util`: Flax structs, NNX State, Optax states, Equinox modules, your own."""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Sequence
+from typing import Any, Final
+
+import jax
+import numpy as np
+from jax import tree_util
+
+from ckptcore.errors import UnsupportedKeyError
+from ckptcore.model import Attribute, Key
+from ckptcore.protocols import ContainerHandler, Flattened, Priority
+
+__all__ = ["RegisteredContainer", "container_handler"]
+
+_FUNCTION_TYPES: Final = frozenset(
+    {
+        types.BuiltinFunctionType,
+        types.FunctionType,
+        types.MethodType,
+        functools.partial,
+        np.ufunc,
+        type,
+        type(jax.jit(lambda: None)),
+        jax.custom_jvp,
+        jax.custom_vjp,
+    }
+    | ({jax.numpy.ufunc} if hasattr(jax.numpy, "ufunc") else set())
+)
+"""Types of children that are code. Exactly these: a callable module is a container, a callable array a leaf."""
+
+_PYTHON_TYPES: Final = (dict, list, tuple, type(None))
+"""Types that `jax.tree_util` takes apart too, and ckptcore itself already does, with their subclasses."""
+
+
+class RegisteredContainer:
+    """Takes a registered container apart as JAX does: what JAX calls a child is a child, all else is static.
+
+    Functions among the children (the activation of an Equinox module) are taken as static too: they are code and
+    not state. They are not saved, and a load takes them from the abstract tree.
+    """
+
+    priority = Priority.REGISTERED
+
+    def flatten(self, value: Any) -> Flattened:
+        """One level.
+
+        Raises:
+            UnsupportedKeyError: if the type was registered with a key that is neither an int, a str nor an attribute.
+        """
+        keyed, _ = _one_level(value)
+        kept = [(path, child) for path, child in keyed if type(child) not in _FUNCTION_TYPES]
+        keys = tuple([_key_of(path[0], value) for path, _ in kept])
+        if len(set(keys)) != len(keys):
+            raise UnsupportedKeyError(
+                f"{_name_of(value)} has two children under one key, among {keys}: the function it was registered with "
+                "jax.tree_util by must give each child a key of its own. Nothing was written"
+            )
+        return Flattened("object", keys, [child for _, child in kept], _name_of(value))
+
+    def unflatten(self, like: Any, children: Sequence[object]) -> object:
+        """A container with the static content of `like`, its functions included."""
+        keyed, structure = _one_level(like)
+        given = iter(children)
+        merged = [child if type(child) in _FUNCTION_TYPES else next(given) for _, child in keyed]
+        return tree_util.tree_unflatten(structure, merged)
+
+
+_HANDLER: Final = RegisteredContainer()
+
+
+def container_handler(value_type: type, example: object) -> ContainerHandler | None:
+    """The handler for containers of a type, or None."""
+    if issubclass(value_type, _PYTHON_TYPES) or tree_util.all_leaves([example]):
+        return None
+    return _HANDLER
+
+
+def _one_level(value: object) -> tuple[list[tuple[tuple[Any, ...], Any]], Any]:
+    # Older versions of JAX have no public function for one level with keys. This one takes the children as leaves, also those
+    # that are None, and gives the structure with it.
+    return tree_util.tree_flatten_with_path(value, is_leaf=lambda node: node is not value)
+
+
+def _key_of(entry: object, value: object) -> Key:
+    if isinstance(entry, tree_util.GetAttrKey):
+        return Attribute(entry.name)
+    if isinstance(entry, tree_util.SequenceKey):
+        return int(entry.idx)
+    key: object = entry.key if isinstance(entry, tree_util.DictKey | tree_util.FlattenedIndexKey) else entry
+    if isinstance(key, int | str) and type(key) in (int, str):
+        return key
+    raise UnsupportedKeyError(
+        f"{_name_of(value)} has the key {key!r} of type {type(key).__qualname__}; keys are int or str: convert it, "
+        "or register the type with jax.tree_util under such keys. Nothing was written"
+    )
+
+
+def _name_of(value: object) -> str:
+    return f"{type(value).__module__}.{type(value).__qualname__}"

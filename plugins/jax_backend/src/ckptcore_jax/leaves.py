@@ -1,0 +1,260 @@
+"""The leaves of JAX: arrays on one device or sharded, typed random keys, and abstract arrays."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import jax
+import numpy as np
+from jax.sharding import Sharding, SingleDeviceSharding
+
+from ckptcore.errors import UnsupportedLeafError
+from ckptcore.model import (
+    JSON,
+    PLAIN_ARRAY,
+    ArrayRecord,
+    ArraySpec,
+    Box,
+    HostArray,
+    LeafRecord,
+    Pending,
+    Ready,
+    Shard,
+    ValueRecord,
+    name_of_dtype,
+)
+from ckptcore.protocols import HostMemory, LeafHandler, Priority
+from ckptcore_jax import random_keys
+from ckptcore_jax.placements import placement_of, shards_of
+from ckptcore_jax.placing import placed
+
+__all__ = ["JaxLeafHandler", "leaf_handler"]
+
+_SUB_BYTE: Final = frozenset({"int2", "int4", "uint2", "uint4", "float4_e2m1fn"})
+"""Dtypes that JAX packs on the device and that NumPy gets unpacked: there is no view of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class JaxLeafHandler:
+    """`jax.Array`, typed random keys, and `jax.ShapeDtypeStruct`.
+
+    Arrays are immutable: in host memory they are not copied, also not on an asynchronous save, and what was handed out
+    keeps their memory: the caller may delete them, or donate them to a jitted function, at once.
+
+    Attributes:
+        copy: copy arrays in host memory on an asynchronous save nevertheless. For states with arrays that alias memory
+            which the caller changes: made by `jax.device_put` of a NumPy array, or by `jax.dlpack.from_dlpack`.
+    """
+
+    copy: bool = False
+
+    @property
+    def priority(self) -> int:
+        """That of a framework's own types."""
+        return Priority.FRAMEWORK
+
+    def describe(self, leaf: Any) -> LeafRecord:
+        """Shape, dtype and sharding; a typed random key is the array of its ``uint32`` data. Never waits.
+
+        A deleted or donated array is described: it still says as an abstract leaf what a load is to make.
+        """
+        return _record_of(leaf.shape, leaf.dtype, leaf.sharding, getattr(leaf, "weak_type", False))
+
+    def identity(self, leaf: Any) -> Hashable | None:
+        """The addresses of the elements in host memory, elsewhere the array object."""
+        if isinstance(leaf, jax.ShapeDtypeStruct) or leaf.is_deleted() or leaf.size == 0:
+            return None
+        leaf = _plain(leaf)
+        shape, sharding = leaf.shape, leaf.sharding
+        placement = placement_of(sharding, shape)
+        if not placement.on_cpu:
+            return ("jax", id(leaf))
+        if placement.devices == 1:
+            return ("jax", leaf.unsafe_buffer_pointer(), shape, leaf.dtype)
+        pointers = [leaf.addressable_data(position).unsafe_buffer_pointer() for position in placement.boxes.values()]
+        return ("jax", tuple(pointers), shape, leaf.dtype)
+
+    def shards(self, leaf: Any, rank: int, size: int) -> Sequence[Shard]:
+        """The boxes on the devices of this process, each once.
+
+        Raises:
+            UnsupportedLeafError: if the array was deleted or donated, or has no elements: it is abstract.
+        """
+        leaf = _plain(_alive(leaf))
+        return shards_of(leaf.sharding, leaf.shape, rank, size)
+
+    def copy_to_host(self, leaf: Any, boxes: Sequence[Box], memory: HostMemory) -> Sequence[Pending[HostArray]]:
+        """Views that keep the memory, or copies if this handler makes them; from other devices starts all transfers."""
+        if not self.copy:
+            return self.view_on_host(leaf, boxes)
+        leaf = _plain(_alive(leaf))
+        if not placement_of(leaf.sharding, leaf.shape).on_cpu or leaf.dtype.name in _SUB_BYTE:
+            return self.view_on_host(leaf, boxes)
+        return [memory.copy(pending.result()) for pending in self.view_on_host(leaf, boxes)]
+
+    def view_on_host(self, leaf: Any, boxes: Sequence[Box]) -> Sequence[Pending[HostArray]]:
+        """Views that keep the memory, where the elements are in host memory; else starts all transfers from devices.
+
+        Waits for the computation of an array in host memory, since a view is what keeps its memory.
+        """
+        leaf = _plain(_alive(leaf))
+        shape, sharding = leaf.shape, leaf.sharding
+        placement = placement_of(sharding, shape)
+        if placement.on_cpu and leaf.dtype.name not in _SUB_BYTE:
+            if placement.devices == 1:
+                view = np.asarray(leaf)
+                return [Ready(view if box.shape == shape else view[box.slices]) for box in boxes]
+            return [
+                Ready(np.asarray(leaf.addressable_data(position))[slices])
+                for position, slices in [_held(placement.boxes, box, leaf) for box in boxes]
+            ]
+        arriving = []
+        for box in boxes:
+            position, slices = _held(placement.boxes, box, leaf)
+            # JAX keeps the host's copy of an array with it for as long as the array lives. An array object of our own for
+            # the same elements takes that copy away with it.
+            part = leaf.addressable_data(position)
+            own = jax.make_array_from_single_device_arrays(part.shape, part.sharding, [part])
+            own.copy_to_host_async()
+            arriving.append(_Arriving(own, slices))
+        return arriving
+
+    def wanted(self, abstract: Any, stored: ArrayRecord) -> Sequence[Box]:
+        """The boxes on the devices of this process, each once; all of it where no sharding is asked for.
+
+        Raises:
+            UnsupportedLeafError: if the stored array cannot become what is asked for.
+        """
+        random_keys.check(abstract.dtype, stored)
+        sharding = abstract.sharding
+        if sharding is None or isinstance(sharding, SingleDeviceSharding) or random_keys.is_key(abstract.dtype):
+            return (Box.whole(stored.spec.shape),)
+        return tuple(placement_of(sharding, stored.spec.shape).boxes)
+
+    def destination(self, abstract: Any, stored: ArrayRecord, box: Box) -> HostArray | None:
+        """None: arrays are immutable."""
+        return None
+
+    def build(self, abstract: Any, stored: LeafRecord, boxes: Sequence[tuple[Box, HostArray]]) -> object:
+        """An array of the dtype, weak type and sharding asked for; uncommitted where no sharding is, or none is committed.
+
+        In host memory an array may be the memory it was read into.
+
+        Raises:
+            UnsupportedLeafError: if the stored leaf cannot become what is asked for.
+        """
+        if isinstance(stored, ValueRecord):
+            raise UnsupportedLeafError(
+                f"a {stored.kind} of Python was saved and a jax.Array is asked for; give a {stored.kind} in the "
+                "abstract tree and convert what is loaded with jnp.asarray"
+            )
+        sharding = abstract.sharding if getattr(abstract, "committed", True) else None
+        if random_keys.is_key(abstract.dtype):
+            random_keys.check(abstract.dtype, stored)
+            return random_keys.built(abstract.dtype, sharding, boxes)
+        return placed(
+            stored.spec.shape, abstract.dtype, sharding, boxes, weak_type=getattr(abstract, "weak_type", False)
+        )
+
+    def fill(self, target: Any, stored: LeafRecord, boxes: Sequence[tuple[Box, HostArray]]) -> bool:
+        """False: arrays are immutable."""
+        return False
+
+
+class _Arriving:
+    """A box on its way from a device. Any thread."""
+
+    __slots__ = ("_array", "_arrived", "_slices")
+
+    def __init__(self, array: jax.Array, slices: tuple[slice, ...]) -> None:
+        self._array: jax.Array | None = array
+        self._slices = slices
+        self._arrived: HostArray | None = None
+
+    def result(self) -> HostArray:
+        array = self._array
+        if array is not None:
+            self._arrived = np.asarray(array)[self._slices]
+            self._array = None  # lets go of the device's memory
+        assert self._arrived is not None  # set before the array was let go of
+        return self._arrived
+
+
+class _RefusingHandler(JaxLeafHandler):
+    """Values of JAX's that look like arrays and have no elements to store, or change under the save."""
+
+    __slots__ = ()
+
+    def describe(self, leaf: Any) -> LeafRecord:
+        if isinstance(leaf, jax.core.Tracer):
+            raise UnsupportedLeafError(
+                f"{leaf} is a tracer: it has no elements, because it is inside jax.jit, jax.grad or another "
+                "transformation; save outside of it, with the arrays that it returns"
+            )
+        raise UnsupportedLeafError(f"a {type(leaf).__name__} of JAX can change at any time; save its value: ref[...]")
+
+
+_HANDLER: Final = JaxLeafHandler()
+_REFUSING: Final = _RefusingHandler()
+
+
+def leaf_handler(leaf_type: type, example: object) -> LeafHandler | None:
+    """The handler for leaves of a type, or None."""
+    if issubclass(leaf_type, jax.core.Tracer) or (hasattr(jax, "Ref") and issubclass(leaf_type, jax.Ref)):
+        return _REFUSING
+    if isinstance(example, jax.Array | jax.ShapeDtypeStruct):
+        return _HANDLER
+    return None
+
+
+@functools.lru_cache(maxsize=1 << 14)
+def _record_of(shape: tuple[int, ...], dtype: Any, sharding: Sharding | None, weak_type: bool) -> ArrayRecord:
+    kind, notes, data_shape = PLAIN_ARRAY, dict[str, JSON](), shape
+    if random_keys.is_key(dtype):
+        kind, data_shape = random_keys.KIND, shape + random_keys.data_shape(dtype)
+        notes["impl"] = random_keys.impl_name(dtype)
+        dtype = np.dtype(np.uint32)
+    elif not isinstance(dtype, np.dtype):
+        raise UnsupportedLeafError(f"an array of the extended dtype {dtype} cannot be stored; save what it is made of")
+    if weak_type:
+        notes["weak_type"] = True
+    cuts = None
+    if sharding is not None:
+        placement = placement_of(sharding, shape)
+        notes.update(placement.notes)
+        cuts = placement.cuts
+        if cuts is not None:
+            cuts += ((),) * (len(data_shape) - len(shape))
+    return ArrayRecord(ArraySpec(data_shape, name_of_dtype(dtype)), kind, cuts, notes)
+
+
+def _plain(leaf: Any) -> Any:
+    """The array that holds the elements of a leaf: itself, or the data of a random key."""
+    return leaf if isinstance(leaf.dtype, np.dtype) else random_keys.data_of(leaf)
+
+
+def _alive(leaf: Any) -> Any:
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        raise UnsupportedLeafError(f"{leaf} has no elements to save; give the array itself")
+    if leaf.is_deleted():
+        raise UnsupportedLeafError(
+            f"an array {leaf.dtype}{list(leaf.shape)} was deleted, or donated to a jitted function; "
+            "save the array that the function returned, or save before the call"
+        )
+    return leaf
+
+
+def _held(held: Mapping[Box, int], box: Box, leaf: Any) -> tuple[int, tuple[slice, ...]]:
+    """The position of a device that holds a box, and where in what it holds the box is."""
+    if (position := held.get(box)) is not None:
+        return position, ()
+    for outer, position in held.items():
+        if outer.contains(box):
+            return position, box.within(outer)
+    raise UnsupportedLeafError(
+        f"{box} of an array {leaf.dtype}{list(leaf.shape)} is on no single device of this process: "
+        f"there are {len(held)} boxes, of {leaf.sharding}"
+    )

@@ -1,0 +1,149 @@
+"""Where the elements of an array with a sharding are: its boxes, who holds them, and the sharding as JSON."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from jax.sharding import NamedSharding, Sharding
+
+from ckptcore.errors import UnsupportedLeafError
+from ckptcore.model import JSON, Box, Shard
+from ckptcore.planning import cuts_of
+
+__all__ = ["Placement", "box_of", "placement_of", "shards_of"]
+
+_CACHED = 1 << 14
+"""Pairs of a sharding and a shape for which the boxes are kept; a model has far fewer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """The boxes of an array with a sharding.
+
+    Attributes:
+        boxes: each box held in this process, once, and the position among this process's devices of the first
+            device that holds it.
+        holders: each box of the array, and the processes that hold it, in the order of the devices.
+        cuts: per axis the inner boundaries of all boxes; None where nothing is cut.
+        devices: how many devices hold the array, over all processes.
+        local: whether all of them are in this process.
+        on_cpu: whether the elements are in host memory, where NumPy can see them.
+        notes: the sharding as JSON; empty where there is nothing to say.
+    """
+
+    boxes: Mapping[Box, int]
+    holders: Mapping[Box, tuple[int, ...]]
+    cuts: tuple[tuple[int, ...], ...] | None
+    devices: int
+    local: bool
+    on_cpu: bool
+    notes: Mapping[str, JSON]
+
+
+@functools.lru_cache(maxsize=_CACHED)
+def placement_of(sharding: Sharding, shape: tuple[int, ...]) -> Placement:
+    """Where the elements of an array of this shape are.
+
+    Raises:
+        UnsupportedLeafError: if devices hold partial sums, or the sharding is over an abstract mesh.
+    """
+    try:
+        indices: Mapping[Any, Any] = sharding.devices_indices_map(shape)
+    except NotImplementedError as error:
+        raise UnsupportedLeafError(
+            f"an array of shape {shape} with {sharding} is not reduced over all axes of its mesh: its devices hold "
+            "partial sums; reshard it with jax.sharding.reshard before saving it"
+        ) from error
+    except ValueError as error:
+        raise UnsupportedLeafError(
+            f"an array of shape {shape} cannot be laid out with {sharding}: {error}; "
+            "give a sharding over concrete devices whose mesh axes divide the shape"
+        ) from error
+    addressable = sharding.addressable_devices
+    boxes: dict[Box, int] = {}
+    holders: dict[Box, dict[int, None]] = {}
+    position = 0
+    for device, index in indices.items():
+        box = box_of(index, shape)
+        holders.setdefault(box, {})[device.process_index] = None
+        if device in addressable:
+            # `jax.Array.addressable_data` counts the addressable devices in this order.
+            boxes.setdefault(box, position)
+            position += 1
+    some_device: Any = next(iter(indices))
+    return Placement(
+        boxes=boxes,
+        holders={box: tuple(processes) for box, processes in holders.items()},
+        cuts=cuts_of(shape, holders) if len(holders) > 1 else None,
+        devices=len(indices),
+        local=position == len(indices),
+        on_cpu=some_device.platform == "cpu",
+        notes=_notes(sharding, len(indices), some_device),
+    )
+
+
+@functools.lru_cache(maxsize=_CACHED)
+def shards_of(sharding: Sharding, shape: tuple[int, ...], rank: int, size: int) -> tuple[Shard, ...]:
+    """The boxes held in this process, each once.
+
+    The replicas of a box are processes: of several devices of one process that hold a box, only one counts. An array
+    that is on devices of this process only is taken to be held by every process alike.
+
+    Args:
+        sharding, shape: of the array.
+        rank, size: which process of how many this is.
+    """
+    placement = placement_of(sharding, shape)
+    if placement.local:
+        return tuple([Shard(box, rank, size) for box in placement.boxes])
+    some_device: Any = next(iter(sharding.addressable_devices), None)
+    this_process = None if some_device is None else some_device.process_index
+    return tuple(
+        [Shard(box, placement.holders[box].index(this_process), len(placement.holders[box])) for box in placement.boxes]
+    )
+
+
+def box_of(index: tuple[slice, ...] | None, shape: tuple[int, ...]) -> Box:
+    """The box that a tuple of slices without steps selects."""
+    if index is None:
+        return Box.whole(shape)
+    ranges = [part.indices(extent) for part, extent in zip(index, shape, strict=True)]
+    return Box(tuple([start for start, _, _ in ranges]), tuple([stop for _, stop, _ in ranges]))
+
+
+def _notes(sharding: Sharding, devices: int, device: Any) -> Mapping[str, JSON]:
+    notes: dict[str, JSON] = {}
+    if devices > 1:
+        notes["sharding"] = _sharding_to_json(sharding, devices)
+    kind = sharding.memory_kind
+    if kind is not None and kind != _default_memory_kind(device):
+        notes["memory_kind"] = kind
+    return notes
+
+
+def _sharding_to_json(sharding: Sharding, devices: int) -> JSON:
+    if not isinstance(sharding, NamedSharding):
+        return {"type": type(sharding).__name__, "devices": devices}
+    return {
+        "type": "NamedSharding",
+        "mesh": {str(name): size for name, size in sharding.mesh.shape.items()},
+        "spec": [_axes_to_json(axes) for axes in sharding.spec],
+    }
+
+
+def _axes_to_json(axes: object) -> JSON:
+    if axes is None:
+        return None
+    if isinstance(axes, Iterable) and not isinstance(axes, str):
+        return [str(axis) for axis in axes]
+    return str(axes)
+
+
+def _default_memory_kind(device: Any) -> str | None:
+    try:
+        return str(device.default_memory().kind)
+    except (AttributeError, NotImplementedError, RuntimeError):  # a backend without kinds of memory
+        return None

@@ -1,0 +1,36 @@
+"""The hooks of the JAX plugin. Imports no JAX: before a program imported it there is no value of a type of JAX's."""
+
+from __future__ import annotations
+
+import sys
+
+from ckptcore.hookspecs import hookimpl
+from ckptcore.protocols import ContainerHandler, LeafHandler
+
+__all__ = ["ckpt_container_handler", "ckpt_leaf_handler"]
+
+
+@hookimpl
+def ckpt_leaf_handler(leaf_type: type, example: object) -> LeafHandler | None:
+    """Handles `jax.Array` and `jax.ShapeDtypeStruct`; refuses tracers and references with a reason."""
+    if not _has_jax():
+        return None
+    from ckptcore_jax.leaves import leaf_handler
+
+    return leaf_handler(leaf_type, example)
+
+
+@hookimpl
+def ckpt_container_handler(value_type: type, example: object) -> ContainerHandler | None:
+    """Handles every type that is registered with `jax.tree_util` and is not one of Python's own."""
+    if not _has_jax():
+        return None
+    from ckptcore_jax.containers import container_handler
+
+    return container_handler(value_type, example)
+
+
+def _has_jax() -> bool:
+    # Another thread may be half-way through importing JAX; then nobody has a value of its types yet.
+    jax = sys.modules.get("jax")
+    return hasattr(jax, "Array") and hasattr(jax, "ShapeDtypeStruct") and hasattr(jax, "tree_util")

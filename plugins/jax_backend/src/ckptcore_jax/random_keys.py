@@ -1,0 +1,91 @@
+"""Typed random keys: stored as their ``uint32`` data, with the name of their implementation."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any, Final
+
+import jax
+import numpy as np
+from jax.sharding import Sharding
+
+from ckptcore.errors import UnsupportedLeafError
+from ckptcore.model import ArrayRecord, Box, HostArray
+from ckptcore_jax.placing import placed
+
+__all__ = ["KIND", "built", "check", "data_of", "data_shape", "impl_name", "is_key"]
+
+KIND: Final = "jax.key"
+"""The kind of a record whose elements are the data of random keys."""
+
+
+def is_key(dtype: Any) -> bool:
+    """Whether a dtype is that of typed random keys."""
+    return not isinstance(dtype, np.dtype) and bool(jax.numpy.issubdtype(dtype, jax.dtypes.prng_key))
+
+
+def data_of(keys: Any) -> jax.Array:
+    """The data of random keys; shares their memory."""
+    return jax.random.key_data(keys)
+
+
+@functools.lru_cache(maxsize=256)
+def data_shape(dtype: Any) -> tuple[int, ...]:
+    """The shape of the data of one key of this dtype."""
+    return tuple(jax.eval_shape(jax.random.key_data, _abstract_key(dtype)).shape)
+
+
+@functools.lru_cache(maxsize=256)
+def impl_name(dtype: Any) -> str:
+    """The name of the implementation of keys of this dtype, as `jax.random.wrap_key_data` takes it."""
+    return str(_impl(dtype))
+
+
+def check(dtype: Any, stored: ArrayRecord) -> None:
+    """Refuse to make keys of one implementation from those of another.
+
+    Args:
+        dtype: what is asked for; anything but keys is let through.
+        stored: the record of what was saved; a plain array is taken as data of keys if it has their shape.
+
+    Raises:
+        UnsupportedLeafError: if it cannot be.
+    """
+    if not is_key(dtype):
+        return
+    impl = stored.notes.get("impl")
+    if stored.kind == KIND and impl != impl_name(dtype):
+        raise UnsupportedLeafError(
+            f"random keys of the implementation {impl!r} were saved, and {impl_name(dtype)!r} is asked for: they would "
+            f"give other numbers; give an abstract key made with impl={impl!r}"
+        )
+    expected = data_shape(dtype)
+    if stored.spec.dtype != "uint32" or stored.spec.shape[-len(expected) :] != expected:
+        raise UnsupportedLeafError(
+            f"{stored.spec} was saved and random keys of {impl_name(dtype)!r} are asked for, which are uint32 arrays "
+            f"of shape (..., {', '.join(map(str, expected))}); give an abstract array instead"
+        )
+
+
+def built(dtype: Any, sharding: Sharding | None, boxes: Sequence[tuple[Box, HostArray]]) -> jax.Array:
+    """Keys of this dtype with this sharding, from their data, whole."""
+    ((box, data),) = boxes
+    keys: jax.Array = jax.random.wrap_key_data(
+        placed(box.shape, np.dtype(np.uint32), None, [(box, data)]), impl=_impl(dtype)
+    )
+    if sharding is not None:
+        keys = jax.device_put(keys, sharding)
+    return keys
+
+
+@functools.lru_cache(maxsize=256)
+def _impl(dtype: Any) -> Any:
+    # `key_impl` wants keys, and only looks at their dtype; tracing makes one without a device.
+    found: list[Any] = []
+    jax.eval_shape(lambda key: found.append(jax.random.key_impl(key)), _abstract_key(dtype))
+    return found[0]
+
+
+def _abstract_key(dtype: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct((), dtype)  # type: ignore[no-untyped-call]  # JAX leaves its constructor untyped

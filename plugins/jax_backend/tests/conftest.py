@@ -1,0 +1,16 @@
+"""Eight virtual CPU devices for every test; set before JAX starts its backend."""
+
+import os
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
+    os.environ["XLA_FLAGS"] = (os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8").strip()
+
+import jax
+import pytest
+
+
+@pytest.fixture(scope="session", autouse=True)
+def eight_devices() -> None:
+    """Fail early and clearly where something started JAX's backend before this file could."""
+    assert len(jax.devices()) == 8, "run these tests in a process of their own: JAX was started with other devices"
