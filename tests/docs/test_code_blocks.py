@@ -8,7 +8,6 @@ it prints, where ``...`` stands for anything.
 from __future__ import annotations
 
 import doctest
-import linecache
 import os
 import re
 import shlex
@@ -21,6 +20,7 @@ import pytest
 
 from tests.architecture.sources import ROOT
 from tests.docs.pages import CodeBlock, code_blocks, documentation_pages
+from tests.docs.running import page_module, run_python
 
 SHOWN_ONLY = {"bash", "json", "makefile", "text", "toml"}
 """Languages of blocks that are no code of ours to run."""
@@ -36,13 +36,6 @@ PAGES = [page for page in documentation_pages() if code_blocks(page.read_text(en
 
 def page_name(page: Path) -> str:
     return str(page.relative_to(ROOT))
-
-
-def run_python(block: CodeBlock, page: Path, namespace: dict[str, object]) -> None:
-    """Execute a block so that a traceback shows the page and its line."""
-    name = f"{page}:{block.line}"
-    linecache.cache[name] = (len(block.code), None, block.code.splitlines(keepends=True), name)
-    exec(compile(block.code, name, "exec", dont_inherit=True), namespace)  # noqa: S102  # what this file is for
 
 
 def commands(block: CodeBlock) -> Iterator[tuple[str, str]]:
@@ -87,14 +80,10 @@ def run_console(block: CodeBlock, page: Path) -> None:
 @pytest.mark.parametrize("page", PAGES, ids=page_name)
 def test_code_blocks_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    namespace: dict[str, object] = {"__name__": f"page_{page.stem}".replace("-", "_")}
-    # Dataclasses and pickles look their module up.
-    module = type(sys)(str(namespace["__name__"]))
-    module.__dict__.update(namespace)
-    monkeypatch.setitem(sys.modules, module.__name__, module)
+    module = page_module(page)
     for block in code_blocks(page.read_text(encoding="utf-8")):
         if block.language == "python":
-            run_python(block, page, module.__dict__)
+            run_python(block, page, module)
         elif block.language == "console":
             run_console(block, page)
 
@@ -122,10 +111,11 @@ def test_a_broken_block_is_noticed(tmp_path: Path) -> None:
     text = "# Page\n\n- in a list\n\n  ```python\n  x = 1\n  ```\n\n```python\nassert x == 2\n```\n"
     blocks = code_blocks(text)
     assert [(block.language, block.line) for block in blocks] == [("python", 6), ("python", 10)]
-    namespace: dict[str, object] = {}
-    run_python(blocks[0], tmp_path / "page.md", namespace)
+    page = tmp_path / "page.md"
+    module = page_module(page)
+    run_python(blocks[0], page, module)
     with pytest.raises(AssertionError):
-        run_python(blocks[1], tmp_path / "page.md", namespace)
+        run_python(blocks[1], page, module)
 
 
 def test_commands_are_found_with_their_output() -> None:
