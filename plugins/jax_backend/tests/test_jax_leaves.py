@@ -9,6 +9,8 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from ckptcore_jax import JaxLeafHandler
+from ckptcore_jax.plugin import ckpt_leaf_handler
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
@@ -17,9 +19,7 @@ from jax.sharding import PartitionSpec as P
 from ckptcore.errors import UnsupportedLeafError
 from ckptcore.model import ArrayRecord, ArraySpec, Box, ValueRecord, name_of_dtype
 from ckptcore.planning import cuts_of, uncovered
-from ckptcore.testing import LeafExample, LeafHandlerTests, LateHostMemory
-from ckptcore_jax import JaxLeafHandler
-from ckptcore_jax.plugin import ckpt_leaf_handler
+from ckptcore.testing import LateHostMemory, LeafExample, LeafHandlerTests
 
 HANDLER = JaxLeafHandler()
 WIDE = {"int64", "uint64", "float64", "complex128"}
