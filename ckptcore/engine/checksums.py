@@ -1,0 +1,147 @@
+"""Checksums of the blocks of an object."""
+
+from __future__ import annotations
+
+import struct
+import threading
+from typing import Final
+
+from xxhash import xxh3_64_intdigest
+
+from ckptcore.errors import ChecksumError, CorruptCheckpointError
+from ckptcore.model import BLOCK_BYTES, ObjectRecord
+from ckptcore.model.objects import CHECKSUM_ALGORITHM, CHECKSUM_BYTES
+from ckptcore.protocols import Buffer
+
+__all__ = ["BlockChecksums", "RecordedChecksums", "verify_block"]
+
+
+class BlockChecksums:
+    """The checksums of an object that is being written, fed in any order from any thread."""
+
+    def __init__(self, size: int, *, block_bytes: int = BLOCK_BYTES) -> None:
+        """Expect an object of `size` bytes."""
+        self._size: Final = size
+        self._block_bytes: Final = block_bytes
+        self._sums: list[int | None] = [None] * -(-size // block_bytes)
+        self._partial: dict[int, _PartialBlock] = {}
+        self._lock = threading.Lock()
+
+    def add(self, offset: int, data: Buffer) -> None:
+        """Take in bytes; each byte of the object is given once. Whole blocks are not copied.
+
+        Raises:
+            ValueError: for bytes outside the object.
+        """
+        view = memoryview(data)
+        stop = offset + len(view)
+        if offset < 0 or stop > self._size:
+            raise ValueError(f"bytes {offset} to {stop} are not in an object of {self._size} bytes")
+        position = offset
+        while position < stop:
+            block, within = divmod(position, self._block_bytes)
+            begin = position - within
+            end = min(begin + self._block_bytes, self._size)
+            piece = view[position - offset : min(end, stop) - offset]
+            if len(piece) == end - begin:
+                self._sums[block] = xxh3_64_intdigest(piece)
+            else:
+                self._add_part(block, within, piece, end - begin)
+            position += len(piece)
+
+    def _add_part(self, block: int, within: int, piece: memoryview, length: int) -> None:
+        with self._lock:
+            partial = self._partial.get(block)
+            if partial is None:
+                partial = self._partial[block] = _PartialBlock(length)
+        # Parts do not overlap, so they are copied without the lock.
+        partial.data[within : within + len(piece)] = piece
+        with self._lock:
+            partial.missing -= len(piece)
+            if partial.missing > 0:
+                return
+            self._partial.pop(block, None)
+        self._sums[block] = xxh3_64_intdigest(partial.data)
+
+    def encode(self) -> bytes:
+        """All checksums as `ObjectRecord.checksums` holds them.
+
+        Raises:
+            ValueError: while bytes are missing.
+        """
+        missing = [block for block, value in enumerate(self._sums) if value is None]
+        if missing:
+            raise ValueError(f"{len(missing)} of {len(self._sums)} blocks are incomplete, the first is {missing[0]}")
+        return struct.pack(f"<{len(self._sums)}Q", *self._sums)
+
+
+class _PartialBlock:
+    __slots__ = ("data", "missing")
+
+    def __init__(self, length: int) -> None:
+        self.data = bytearray(length)
+        self.missing = length
+
+
+class RecordedChecksums:
+    """The checksums of an object that is being read. Any thread."""
+
+    __slots__ = ("_block_bytes", "_key", "_size", "_sums")
+
+    def __init__(self, record: ObjectRecord, *, block_bytes: int = BLOCK_BYTES) -> None:
+        """Take the checksums of a record, which may be hostile.
+
+        Raises:
+            CorruptCheckpointError: if there are not as many as the object has blocks.
+        """
+        count = -(-record.size // block_bytes)
+        if len(record.checksums) != count * CHECKSUM_BYTES:
+            raise CorruptCheckpointError(
+                f"the checksums of {record.key!r} are damaged: expected {count * CHECKSUM_BYTES} bytes for an object of "
+                f"{record.size} bytes, found {len(record.checksums)}; restore the checkpoint from a copy",
+                key=record.key,
+            )
+        self._key = record.key
+        self._size = record.size
+        self._sums = memoryview(record.checksums)
+        self._block_bytes = block_bytes
+
+    def verify(self, start: int, data: memoryview) -> None:
+        """Compare bytes that begin at `start`, a whole number of blocks or up to the end of the object.
+
+        Raises:
+            ChecksumError: names the first block that differs.
+        """
+        size = self._block_bytes
+        block = start // size
+        for begin in range(0, len(data), size):
+            piece = data[begin : begin + size]
+            (expected,) = _CHECKSUM.unpack_from(self._sums, block * CHECKSUM_BYTES)
+            if (found := xxh3_64_intdigest(piece)) != expected:
+                raise _difference(self._key, start + begin, len(piece), expected, found)
+            block += 1
+
+
+def verify_block(key: str, start: int, data: Buffer, expected: bytes) -> None:
+    """Compare the bytes of one block, which begin at `start` in the object `key`, with its checksum.
+
+    Raises:
+        ChecksumError
+    """
+    (value,) = _CHECKSUM.unpack(expected)
+    if (found := xxh3_64_intdigest(data)) != value:
+        raise _difference(key, start, len(data), value, found)
+
+
+def _difference(key: str, start: int, nbytes: int, expected: int, found: int) -> ChecksumError:
+    return ChecksumError(
+        f"{key!r} is damaged in bytes {start} to {start + nbytes}: expected {CHECKSUM_ALGORITHM}:{expected:016x}, found "
+        f"{CHECKSUM_ALGORITHM}:{found:016x}; it changed after it was written, or the storage returned wrong bytes: "
+        "restore it from a copy, or load another checkpoint",
+        key=key,
+        start=start,
+        stop=start + nbytes,
+    )
+
+
+_CHECKSUM: Final = struct.Struct("<Q")

@@ -1,0 +1,361 @@
+"""Host memory: fresh for arrays that are read, and staging memory that one save leaves to the next."""
+
+from __future__ import annotations
+
+import bisect
+import threading
+from collections import deque
+from typing import Any, Final
+
+import numpy as np
+
+from ckptcore.engine.elements import copy_elements, plain
+from ckptcore.engine.pages import PAGE_BYTES, Pages, map_pages
+from ckptcore.engine.threads import IOThreads
+from ckptcore.model import ArraySpec, HostArray, Pending, Ready
+
+__all__ = ["StagingMemory", "StagingPool", "allocate"]
+
+_LARGE_BYTES: Final = 4 << 20
+"""From here on arrays get pages of their own."""
+
+_SMALL_BYTES: Final = 64 << 10
+"""Up to here the allocator of NumPy is as good, and a copy is made at once."""
+
+_SLAB_BYTES: Final = 32 << 20
+"""Pages that arrays between small and large are cut from."""
+
+_PIECE_BYTES: Final = 4 << 20
+"""Bytes that a thread copies at a time."""
+
+
+def allocate(spec: ArraySpec) -> HostArray:
+    """An array that is not initialised; its memory is freed with the last array that views it.
+
+    Large ones lie in huge pages, which a load fills several times faster than small ones.
+
+    Raises:
+        MemoryError
+    """
+    nbytes = spec.nbytes
+    if nbytes < _LARGE_BYTES:
+        return np.empty(spec.shape, spec.numpy_dtype)
+    return map_pages(nbytes).array(spec.shape, spec.numpy_dtype)
+
+
+class StagingPool:
+    """Memory that saves copy arrays into before they are written, kept for the next save. Any thread.
+
+    It never holds more than the most that was ever in use at once.
+    """
+
+    def __init__(self, limit_bytes: int | None = None) -> None:
+        """Let at most `limit_bytes` be in use at once; a single larger array may be, when nothing else is."""
+        self._limit = limit_bytes
+        self._changed = threading.Condition(threading.Lock())
+        self._free: list[tuple[int, int, Pages]] = []
+        self._free_bytes = 0
+        self._used_bytes = 0
+        self._peak_bytes = 0
+        self._serial = 0
+        self._slab: Pages | None = None
+
+    @property
+    def limit_bytes(self) -> int | None:
+        """The most bytes that may be in use at once, or None."""
+        return self._limit
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes that are in use or kept."""
+        with self._changed:
+            return self._used_bytes + self._free_bytes
+
+    def reserve(self, nbytes: int) -> None:
+        """Count bytes as used that lie elsewhere; blocks while the limit is reached."""
+        with self._changed:
+            self._wait_for(nbytes)
+            self._used_bytes += nbytes
+
+    def unreserve(self, nbytes: int) -> None:
+        """Undo `reserve`."""
+        with self._changed:
+            self._used_bytes -= nbytes
+            self._changed.notify_all()
+
+    def take(self, nbytes: int) -> Pages:
+        """At least `nbytes` of memory; blocks while the limit is reached.
+
+        Raises:
+            MemoryError
+        """
+        size = -(-nbytes // PAGE_BYTES) * PAGE_BYTES
+        with self._changed:
+            self._wait_for(size)
+            place = bisect.bisect_left(self._free, (size,))
+            # A little larger will do: then memory is reused when a shape changes a little.
+            if place < len(self._free) and self._free[place][0] <= size + size // 8:
+                pages = self._free.pop(place)[2]
+                self._free_bytes -= pages.nbytes
+            else:
+                self._peak_bytes = max(self._peak_bytes, self._used_bytes + size)
+                self._drop_free(self._peak_bytes - self._used_bytes - size)
+                pages = map_pages(size) if size >= _LARGE_BYTES else self._cut(size)
+            self._used_bytes += pages.nbytes
+            self._peak_bytes = max(self._peak_bytes, self._used_bytes)
+            return pages
+
+    def put_back(self, pages: Pages) -> None:
+        """Give memory back that nobody uses any more."""
+        with self._changed:
+            self._used_bytes -= pages.nbytes
+            self._keep(pages)
+            self._changed.notify_all()
+
+    def release_unused(self) -> None:
+        """Give the system all memory back that is not in use."""
+        with self._changed:
+            self._free.clear()
+            self._free_bytes = 0
+            self._slab = None
+            self._peak_bytes = self._used_bytes
+
+    def _wait_for(self, nbytes: int) -> None:
+        limit = self._limit
+        if limit is not None:
+            while self._used_bytes and self._used_bytes + nbytes > limit:
+                self._changed.wait()
+
+    def _keep(self, pages: Pages) -> None:
+        self._serial += 1  # sizes are often equal, and pages have no order
+        bisect.insort(self._free, (pages.nbytes, self._serial, pages))
+        self._free_bytes += pages.nbytes
+
+    def _drop_free(self, allowed: int) -> None:
+        """Free memory that fitted nothing, the largest first, until at most `allowed` bytes are kept."""
+        while self._free_bytes > allowed and self._free:
+            self._free_bytes -= self._free.pop()[0]
+
+    def _cut(self, size: int) -> Pages:
+        slab = self._slab
+        if slab is None or slab.nbytes < size:
+            slab = map_pages(_SLAB_BYTES)
+        self._slab = slab.cut(size, slab.nbytes)
+        return slab.cut(0, size)
+
+
+class StagingMemory:
+    """The `ckptcore.protocols.HostMemory` of one save. Any thread."""
+
+    def __init__(self, pool: StagingPool, threads: IOThreads) -> None:
+        """Take memory from `pool` and copy on `threads`."""
+        self._pool = pool
+        self._threads = threads
+        self._lock = threading.Lock()
+        self._leases: dict[int, tuple[HostArray, Pages | None]] = {}
+        self._pieces: deque[_Piece] = deque()
+        self._copiers = 0
+        self._copying = 0
+        self._not_copying = threading.Condition(self._lock)
+        self._closed = False
+
+    def empty(self, spec: ArraySpec) -> HostArray:
+        """A C-contiguous array to fill; not initialised. Blocks while a budget of bytes is used up."""
+        return self._empty(spec.shape, spec.numpy_dtype)
+
+    def _empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> HostArray:
+        nbytes = dtype.itemsize
+        for length in shape:
+            nbytes *= length
+        self._expect_open()
+        if nbytes < _SMALL_BYTES:
+            array = np.empty(shape, dtype)
+            self._lease_small(array)
+            return array
+        pages = self._pool.take(nbytes)
+        array = pages.array(shape, dtype)
+        self._lease(array, pages)
+        return array
+
+    def _lease_small(self, array: HostArray) -> None:
+        if self._pool.limit_bytes is not None and array.nbytes:
+            self._pool.reserve(array.nbytes)
+            self._lease(array, None)
+
+    def _lease(self, array: HostArray, pages: Pages | None) -> None:
+        with self._lock:
+            if not self._closed:
+                self._leases[array.ctypes.data] = (array, pages)
+                return
+        self._end_lease(array, pages)
+        self._expect_open()
+
+    def copy(self, source: HostArray) -> Pending[HostArray]:
+        """Copy `source` into memory of the save, in native byte order; `source` must stay as it is until then.
+
+        Small arrays are copied at once, others by the threads and by whoever waits for a result.
+        """
+        if source.nbytes < _SMALL_BYTES:
+            self._expect_open()
+            small = _copy_small(source)
+            self._lease_small(small)
+            return Ready(small)
+        array = self._empty(source.shape, source.dtype if source.dtype.isnative else source.dtype.newbyteorder("="))
+        copy = _Copy(self, array)
+        pieces = [_Piece(copy, to, of) for to, of in _cut_copy(array, source)]
+        copy.missing = len(pieces)
+        with self._lock:
+            if self._closed:
+                raise _closed()
+            self._pieces.extend(pieces)
+            more = min(len(pieces), self._threads.count - self._copiers)
+            self._copiers += more
+        for _ in range(more):
+            self._threads.submit(self._copy_pieces)
+        return copy
+
+    def _copy_pieces(self) -> None:
+        while self.help_copy():
+            pass
+        with self._lock:
+            self._copiers -= 1
+
+    def help_copy(self) -> bool:
+        """Copy one piece that no thread has begun, on this thread; False if there is none."""
+        with self._lock:
+            if not self._pieces:
+                return False
+            piece = self._pieces.popleft()
+            self._copying += 1
+        try:
+            piece.run()
+        finally:
+            with self._lock:
+                self._copying -= 1
+                if self._copying == 0:
+                    self._not_copying.notify_all()
+        return True
+
+    def give_back(self, array: HostArray) -> None:
+        """Say that an array of this memory, or one that begins where it does, is not needed any more."""
+        if array.nbytes < _SMALL_BYTES and self._pool.limit_bytes is None:
+            return
+        with self._lock:
+            lease = self._leases.pop(array.ctypes.data, None) if array.nbytes else None
+        if lease is not None:
+            self._end_lease(*lease)
+
+    def _end_lease(self, array: HostArray, pages: Pages | None) -> None:
+        if pages is None:
+            self._pool.unreserve(array.nbytes)
+        else:
+            self._pool.put_back(pages)
+
+    def close(self) -> None:
+        """Give everything back to the pool; copies that no thread has begun are given up. Waits for those that run."""
+        with self._lock:
+            self._closed = True
+            given_up = list(self._pieces)
+            self._pieces.clear()
+            while self._copying:
+                self._not_copying.wait()
+            leases = list(self._leases.values())
+            self._leases.clear()
+        for piece in given_up:
+            piece.give_up(_closed())
+        for array, pages in leases:
+            self._end_lease(array, pages)
+
+    def _expect_open(self) -> None:
+        if self._closed:
+            raise _closed()
+
+
+def _closed() -> RuntimeError:
+    return RuntimeError("the memory of a save was used after the save ended")
+
+
+class _Copy:
+    """A copy that threads make piece by piece; a `ckptcore.model.Pending`."""
+
+    __slots__ = ("_array", "_done", "_error", "_memory", "missing")
+
+    def __init__(self, memory: StagingMemory, array: HostArray) -> None:
+        self._memory = memory
+        self._array = array
+        self._error: BaseException | None = None
+        self._done = threading.Lock()
+        self._done.acquire()
+        self.missing = 0
+
+    def result(self) -> HostArray:
+        """Wait for the copy; meanwhile this thread copies too, so that it never waits for threads that wait for it."""
+        while not self._done.acquire(blocking=False):
+            if not self._memory.help_copy():
+                self._done.acquire()
+                break
+        self._done.release()
+        if self._error is not None:
+            raise self._error
+        return self._array
+
+    def piece_done(self, error: BaseException | None) -> None:
+        """Count a piece."""
+        if error is not None:
+            self._error = error
+        with _COUNTING:
+            self.missing -= 1
+            left = self.missing
+        if left == 0:
+            self._done.release()
+
+
+_COUNTING: Final = threading.Lock()
+
+
+class _Piece:
+    """A part of a copy."""
+
+    __slots__ = ("_copy", "_destination", "_source")
+
+    def __init__(self, copy: _Copy, destination: HostArray, source: HostArray) -> None:
+        self._copy = copy
+        self._destination = destination
+        self._source = source
+
+    def run(self) -> None:
+        """Copy it."""
+        try:
+            copy_elements(self._destination, self._source)
+        except BaseException as error:  # noqa: BLE001  # raised by whoever asks for the result
+            self._copy.piece_done(error)
+        else:
+            self._copy.piece_done(None)
+
+    def give_up(self, error: BaseException) -> None:
+        """Never copy it."""
+        self._copy.piece_done(error)
+
+
+def _copy_small(source: HostArray) -> HostArray:
+    if source.dtype.isnative:
+        return source.copy()
+    return plain(source).astype(plain(source).dtype.newbyteorder("=")).view(source.dtype.newbyteorder("="))
+
+
+def _cut_copy(destination: HostArray, source: HostArray) -> list[tuple[HostArray, HostArray]]:
+    """Pieces of a copy; those of strided arrays are cut along the first axis that is long enough."""
+    nbytes = destination.nbytes
+    count = -(-nbytes // _PIECE_BYTES)
+    if count == 1:
+        return [(destination, source)]
+    if source.flags.c_contiguous and source.dtype == destination.dtype:
+        source = source.reshape(-1).view(np.uint8)
+        destination = destination.reshape(-1).view(np.uint8)
+    axis = max(range(source.ndim), key=lambda number: (min(source.shape[number], count), -number))
+    step = -(-source.shape[axis] // count)
+    before = (slice(None),) * axis
+    return [
+        (destination[(*before, slice(start, start + step))], source[(*before, slice(start, start + step))])
+        for start in range(0, source.shape[axis], step)
+    ]

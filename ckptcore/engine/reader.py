@@ -1,0 +1,280 @@
+"""The objects of a checkpoint while it is read: moved by the I/O threads, verified, and put into arrays."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Final
+
+from ckptcore.engine.checksums import RecordedChecksums
+from ckptcore.engine.pages import map_pages
+from ckptcore.engine.read_tasks import ObjectShape, ReadPart, ReadTask, group_reads, plan_object
+from ckptcore.engine.threads import IOThreads
+from ckptcore.errors import CorruptCheckpointError
+from ckptcore.model import BLOCK_BYTES, ObjectRecord, TileRead
+from ckptcore.protocols import StorageAddress, StorageBackend
+
+__all__ = ["ObjectReader"]
+
+_SMALL_BYTES: Final = 1 << 20
+"""Less than this is read by the calling thread alone."""
+
+_PART_BYTES: Final = 4 << 20
+"""Bytes that are asked for at once where nothing is verified; verified blocks are read one by one, to stay in cache."""
+
+
+class ObjectReader:
+    """A `ckptcore.protocols.ReadStore` over a storage. Any thread.
+
+    Attributes:
+        bytes_read: bytes asked of the storage for tiles, blocks read whole included.
+        requests: ranges of bytes asked of the storage for tiles.
+    """
+
+    def __init__(
+        self,
+        storage: StorageBackend,
+        objects: Mapping[str, ObjectRecord],
+        threads: IOThreads,
+        *,
+        verify: bool = True,
+        progress: Callable[[int], None] | None = None,
+        block_bytes: int = BLOCK_BYTES,
+    ) -> None:
+        """Read from `storage`.
+
+        Args:
+            storage: where the objects are.
+            objects: what is known of them, by key; may be hostile. Others are read without verification, as are those
+                without checksums.
+            threads: what reads tiles, together with the calling thread.
+            verify: whether checksums are compared.
+            progress: called with a number of bytes each time that many more are in their arrays, from any thread.
+            block_bytes: bytes that one checksum covers.
+        """
+        self._storage = storage
+        self._objects = objects
+        self._threads = threads
+        self._verify = verify
+        self._progress = progress
+        self._block_bytes = block_bytes
+        self._counting = threading.Lock()
+        self.bytes_read = 0
+        self.requests = 0
+
+    @property
+    def address(self) -> StorageAddress | None:
+        """For native I/O, or None."""
+        return self._storage.address
+
+    def size(self, key: str) -> int:
+        """Bytes of an object.
+
+        Raises:
+            ObjectNotFoundError
+        """
+        record = self._objects.get(key)
+        return self._storage.size(key) if record is None else record.size
+
+    def list_names(self, prefix: str = "") -> Sequence[str]:
+        """Names one level below a directory, sorted; those of directories end in ``/``."""
+        return self._storage.list_names(prefix)
+
+    def _checksums(self, key: str) -> RecordedChecksums | None:
+        record = self._objects.get(key)
+        if record is None or not self._verify or not record.checksums:
+            return None
+        return RecordedChecksums(record, block_bytes=self._block_bytes)
+
+    def get(self, key: str, start: int = 0, stop: int | None = None) -> bytes:
+        """Bytes `start` to `stop` of an object; fewer where it ends before.
+
+        Raises:
+            ObjectNotFoundError, ChecksumError
+            CorruptCheckpointError: it is shorter than was recorded.
+        """
+        sums = self._checksums(key)
+        if sums is None:
+            return self._storage.get(key, start, stop)
+        size = self._objects[key].size
+        stop = size if stop is None else min(stop, size)
+        if start >= stop:
+            return b""
+        begin = start // self._block_bytes * self._block_bytes
+        end = min(-(-stop // self._block_bytes) * self._block_bytes, size)
+        data = self._storage.get(key, begin, end)
+        if len(data) != end - begin:
+            raise CorruptCheckpointError(
+                f"{key!r} is too short: expected bytes {begin} to {end}, found {len(data)} of them; "
+                "it was cut off or replaced: restore it from a copy, or load another checkpoint",
+                key=key,
+                start=begin + len(data),
+                stop=end,
+            )
+        sums.verify(begin, memoryview(data))
+        return data if begin == start and end == stop else data[start - begin : stop - begin]
+
+    def read_tiles(self, reads: Sequence[TileRead]) -> Iterator[int]:
+        """Fill targets; yields the number of a target once all its tiles here are read and verified.
+
+        The thread that asks for the next number reads too. When this ends, however it does, no thread writes into a
+        target any more.
+
+        Raises:
+            ObjectNotFoundError, ChecksumError
+            CorruptCheckpointError: where an object ends too early, or what describes it makes no sense.
+        """
+        tasks: deque[ReadTask] = deque()
+        sums: dict[str, RecordedChecksums | None] = {}
+        for key, of_key in group_reads(reads).items():
+            sums[key] = self._checksums(key)
+            tasks.extend(plan_object(self._shape(key, sums[key] is not None), of_key))
+        waiting: dict[int, int] = {number: 0 for read in reads for number, _, _ in read.targets}
+        for task in tasks:
+            for number in task.numbers:
+                waiting[number] += 1
+        complete = [number for number, count in waiting.items() if count == 0]
+        yield from complete
+        if not tasks:
+            return
+        reading = _Reading(self, self._storage, tasks, sums, waiting, self._progress)
+        nbytes = sum([task.nbytes for task in tasks])
+        helpers = min(self._threads.count, len(tasks)) - 1 if nbytes >= _SMALL_BYTES else 0
+        crew = self._threads.start(reading.work, helpers)
+        try:
+            yield from reading.results(len(waiting) - len(complete))
+        finally:
+            reading.stopped = True
+            crew.join()
+
+    def _shape(self, key: str, verified: bool) -> ObjectShape:
+        request = self._storage.request_bytes
+        if verified:
+            step = self._block_bytes
+            part = max(step, request // step * step)
+        else:
+            step = 1
+            part = max(_PART_BYTES, request)
+        return ObjectShape(key, self.size(key), step, part, request // 16)
+
+    def count(self, nbytes: int) -> None:
+        """Count a range of bytes that was read."""
+        with self._counting:
+            self.bytes_read += nbytes
+            self.requests += 1
+
+
+class _Reading:
+    """Tasks that several threads perform."""
+
+    def __init__(
+        self,
+        reader: ObjectReader,
+        storage: StorageBackend,
+        tasks: deque[ReadTask],
+        sums: Mapping[str, RecordedChecksums | None],
+        waiting: dict[int, int],
+        progress: Callable[[int], None] | None,
+    ) -> None:
+        self.stopped = False
+        self._reader = reader
+        self._storage = storage
+        self._tasks = tasks
+        self._sums = sums
+        self._waiting = waiting
+        self._progress = progress
+        self._counting = threading.Lock()
+        self._done: queue.SimpleQueue[list[int] | BaseException] = queue.SimpleQueue()
+
+    def work(self) -> None:
+        """Perform tasks until none is left, reading is stopped or something fails. Never raises."""
+        bounce = _Bounce()
+        try:
+            while (numbers := self._next(bounce)) is not None:
+                if numbers:
+                    self._done.put(numbers)
+        except BaseException as error:  # noqa: BLE001  # raised again by the thread that waits for results
+            self.stopped = True
+            self._done.put(error)
+
+    def results(self, count: int) -> Iterator[int]:
+        """The next `count` targets that are complete; this thread performs tasks while there is none."""
+        bounce = _Bounce()
+        while count:
+            numbers: list[int] | BaseException | None = None
+            if self._done.empty():
+                numbers = self._next(bounce)
+            if numbers is None:
+                numbers = self._done.get()
+            if isinstance(numbers, BaseException):
+                raise numbers
+            count -= len(numbers)
+            yield from numbers
+
+    def _next(self, bounce: _Bounce) -> list[int] | None:
+        """Perform the next task: the targets it completes, or None if there is no task."""
+        try:
+            task = self._tasks.popleft()
+        except IndexError:
+            return None
+        if not self._perform(task, bounce):
+            return None
+        with self._counting:
+            complete = []
+            for number in task.numbers:
+                left = self._waiting[number] - 1
+                self._waiting[number] = left
+                if left == 0:
+                    complete.append(number)
+        return complete
+
+    def _perform(self, task: ReadTask, bounce: _Bounce) -> bool:
+        """Read what a task asks for; False if reading was stopped before."""
+        sums = self._sums[task.key]
+        for group in task.requests:
+            if self.stopped:
+                return False
+            self._read(task.key, group, sums, bounce)
+        return True
+
+    def _read(self, key: str, parts: Sequence[ReadPart], sums: RecordedChecksums | None, bounce: _Bounce) -> None:
+        nbytes = parts[-1].stop - parts[0].start
+        spare = sum([part.stop - part.start for part in parts if part.memory is None])
+        rest = bounce.memory(spare) if spare else memoryview(b"")
+        ranges: list[tuple[int, memoryview]] = []
+        for part in parts:
+            memory = part.memory
+            if memory is None:
+                memory = rest[: part.stop - part.start]
+                rest = rest[part.stop - part.start :]
+            ranges.append((part.start, memory))
+        self._storage.get_into(key, ranges)
+        self._reader.count(nbytes)
+        taken = 0
+        for part, (start, memory) in zip(parts, ranges, strict=True):
+            if sums is not None:
+                sums.verify(start, memory)
+            if part.memory is not None:
+                taken += len(memory)
+            else:
+                for taker in part.takers:
+                    taken += taker.take(memory, start)
+        if self._progress is not None:
+            self._progress(taken)
+
+
+class _Bounce:
+    """Memory of one thread to read into what goes to several places."""
+
+    __slots__ = ("_memory",)
+
+    def __init__(self) -> None:
+        self._memory: memoryview | None = None
+
+    def memory(self, nbytes: int) -> memoryview:
+        """Memory of this many bytes; overwritten by the next call."""
+        if self._memory is None or len(self._memory) < nbytes:
+            self._memory = map_pages(nbytes).memory()
+        return self._memory[:nbytes]
