@@ -1,0 +1,46 @@
+"""Where output goes: text and JSON to stdout, errors and progress to stderr."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+
+__all__ = ["error_line", "json_number", "print_document", "print_line", "printable"]
+
+
+def print_line(*parts: str | tuple[str, str]) -> None:
+    """Print a line to stdout: plain parts, and parts with a style where that is a terminal.
+
+    Nothing is read as markup, wrapped or cut: a line in a pipe is a line.
+    """
+    console = Console(file=sys.stdout, highlight=False, markup=False, emoji=False)
+    console.print(Text.assemble(*parts), soft_wrap=True)
+
+
+def print_document(document: Mapping[str, Any]) -> None:
+    """Print the one JSON document of a command to stdout."""
+    sys.stdout.write(json.dumps(document, indent=2, allow_nan=False) + "\n")
+
+
+def json_number(number: float) -> float | str:
+    """A number for a JSON document: JSON has no ``nan``, ``inf`` and ``-inf``, which are text there."""
+    return number if math.isfinite(number) else str(number)
+
+
+def error_line(message: str) -> None:
+    """Print one line to stderr, whatever line breaks the message has."""
+    flat = " ".join(part.strip() for part in message.splitlines() if part.strip())
+    sys.stderr.write(f"ckptcore: error: {printable(flat)}\n")
+
+
+def printable(text: str) -> str:
+    """Text that came out of a checkpoint, without what could steer a terminal: an escape becomes ``\\x1b``."""
+    if text.isprintable():
+        return text
+    return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)

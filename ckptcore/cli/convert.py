@@ -1,0 +1,52 @@
+"""``ckptcore convert``: a checkpoint written again in another layout or place."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import click
+
+from ckptcore.cli.amounts import count, size
+from ckptcore.cli.command import checkpoint_command
+from ckptcore.cli.console import print_document, print_line, printable
+from ckptcore.cli.documents import ConvertDocument
+from ckptcore.cli.exits import ExitCode
+from ckptcore.cli.progress import byte_progress
+from ckptcore.model import ArrayRecord
+
+__all__ = ["command"]
+
+
+@checkpoint_command("convert")
+@click.argument("source")
+@click.argument("destination")
+@click.option("--layout", default="safetensors", show_default=True, help="Its name; `ckptcore plugins` lists them.")
+@click.option("--overwrite", is_flag=True, help="Replace a checkpoint at DESTINATION, atomically.")
+@click.option("--overwrite-non-atomic", is_flag=True, help="... also where a crash would leave neither.")
+def command(
+    as_json: bool, source: str, destination: str, layout: str, overwrite: bool, overwrite_non_atomic: bool
+) -> ExitCode:
+    """Write the checkpoint at SOURCE to DESTINATION in another layout.
+
+    SOURCE may be of any layout that is installed, written by ckptcore or by other software; it is not changed.
+    """
+    import ckptcore
+
+    replace: bool | Literal["non-atomic"] = "non-atomic" if overwrite_non_atomic else overwrite
+    with byte_progress("converting") as progress:
+        ckptcore.convert(source, destination, layout=layout, overwrite=replace, progress=progress)
+    written = ckptcore.metadata(destination)
+    document: ConvertDocument = {
+        "schema": "ckptcore.convert/1",
+        "source": source,
+        "destination": destination,
+        "layout": written.layout,
+        "arrays": sum(isinstance(record, ArrayRecord) for record in written.tree.leaves),
+        "nbytes": written.nbytes,
+    }
+    if as_json:
+        print_document(document)
+    else:
+        held = f"{count(document['arrays'], 'array')} of {size(document['nbytes'])}"
+        print_line(("written", "bold green"), f": {held} to {printable(destination)} as {document['layout']}")
+    return ExitCode.OK

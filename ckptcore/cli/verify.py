@@ -1,0 +1,73 @@
+"""``ckptcore verify``: whether every byte of a checkpoint is what was written."""
+
+from __future__ import annotations
+
+import click
+
+from ckptcore.cli.amounts import count, size
+from ckptcore.cli.command import checkpoint_command
+from ckptcore.cli.console import print_document, print_line, printable
+from ckptcore.cli.documents import ProblemDocument, VerifyDocument
+from ckptcore.cli.exits import ExitCode
+from ckptcore.cli.progress import byte_progress
+
+__all__ = ["command"]
+
+
+@checkpoint_command("verify")
+@click.argument("location")
+def command(as_json: bool, location: str) -> ExitCode:
+    """Read every byte of a checkpoint and check it against its checksum.
+
+    Each problem names the object (file), the arrays in it and the range of bytes; with one the exit code is 1. A checkpoint
+    that other software wrote has no checksums: that all of it can be read is checked, and is said so.
+    """
+    import ckptcore
+
+    with byte_progress("verifying") as progress:
+        report = ckptcore.verify(location, progress=progress)
+    problems: list[ProblemDocument] = [
+        {
+            "object": problem.key,
+            "start": problem.start,
+            "stop": problem.stop,
+            "arrays": list(problem.arrays),
+            "message": problem.message,
+        }
+        for problem in sorted(report.problems, key=lambda problem: (problem.key or "", problem.start or 0))
+    ]
+    document: VerifyDocument = {
+        "schema": "ckptcore.verify/1",
+        "location": location,
+        "ok": report.ok,
+        "objects": report.objects,
+        "nbytes": report.nbytes,
+        "unverified": list(report.unverified),
+        "problems": problems,
+    }
+    if as_json:
+        print_document(document)
+    else:
+        _print(document)
+    return ExitCode.OK if report.ok else ExitCode.FOUND
+
+
+def _print(document: VerifyDocument) -> None:
+    for problem in document["problems"]:
+        where = printable(problem["object"] or "checkpoint")
+        if problem["start"] is not None and problem["stop"] is not None:
+            where += f" bytes {problem['start']}–{problem['stop']}"
+        print_line((where, "bold red"))
+        print_line("  ", printable(problem["message"]))
+        if problem["arrays"]:
+            shown = ", ".join(map(printable, problem["arrays"][:8]))
+            more = len(problem["arrays"]) - 8
+            print_line("  ", ("arrays ", "dim"), shown, f" and {more:,} more" if more > 0 else "")
+    checked = f"{count(document['objects'], 'object')}, {size(document['nbytes'])} checked"
+    if not document["ok"]:
+        print_line((count(len(document["problems"]), "problem"), "bold red"), f": {checked}")
+        return
+    print_line(("sound", "bold green"), f": {checked}")
+    if document["unverified"]:
+        unverified = ", ".join(map(printable, document["unverified"][:8]))
+        print_line(("no checksums are kept of ", "yellow"), unverified, ": read, and not verified")

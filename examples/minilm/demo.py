@@ -1,0 +1,161 @@
+"""The story: a Hugging Face checkpoint goes through ckptcore into NumPy, PyTorch and JAX and back."""
+
+# mypy: allow-untyped-calls
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import numpy.typing as npt
+
+import ckptcore
+from examples.minilm import network_jax, network_numpy, network_torch
+from examples.minilm.interrupted import kill_save_halfway, leftovers
+from examples.minilm.pretrained import Sizes, model_directory
+from examples.minilm.report import Report
+from examples.minilm.tokens import tokenise
+
+__all__ = ["main"]
+
+SENTENCES = [
+    "A man is playing a guitar on stage.",
+    "Somebody makes music with a stringed instrument.",
+    "The training job was stopped and resumed from its last checkpoint.",
+    "After the crash the model continued where it had been saved.",
+    "Bread needs flour, water, salt and time.",
+]
+
+
+def main() -> int:
+    """Tell the story; the exit code is 1 if a claim in it does not hold."""
+    report = Report()
+    with tempfile.TemporaryDirectory(prefix="ckptcore-demo-") as scratch:
+        tell(report, model_directory(), Path(scratch))
+    return report.finish()
+
+
+def tell(report: Report, pretrained: Path, scratch: Path) -> None:
+    """All steps, on the weights of a Hugging Face directory, writing into a scratch directory."""
+    source = pretrained / "model.safetensors"
+    sizes = Sizes.of(pretrained)
+    tokens = tokenise(SENTENCES, pretrained)
+
+    report.step("Read a Hugging Face checkpoint into NumPy, PyTorch and JAX")
+    in_numpy: dict[str, npt.NDArray[Any]] = ckptcore.load(source)
+    report.say(
+        f"{len(in_numpy)} arrays, {sum(array.nbytes for array in in_numpy.values()) / 1e6:.1f} MB: {source.name}"
+    )
+
+    in_torch = network_torch.SentenceEncoder(sizes)
+    ckptcore.load_into(source, in_torch)
+    report.claim("PyTorch's module holds the bits of the file", same_bits(in_torch.state_dict(), in_numpy))
+
+    four = network_jax.mesh_over(jax.devices())
+    in_jax = ckptcore.load(source, abstract_weights(in_numpy, four))
+    report.claim("JAX's arrays hold the bits of the file", same_bits(in_jax, in_numpy))
+    split = [name for name, array in in_jax.items() if is_split(array)]
+    report.claim(f"{len(split)} of them are spread over {four.size} devices", four.size == 4 and len(split) == 61)
+
+    report.step("Embed the same sentences with each")
+    from_numpy = network_numpy.embed(in_numpy, tokens, sizes)
+    from_torch = network_torch.embed(in_torch, tokens).numpy()
+    from_jax = np.asarray(network_jax.embed(in_jax, tokens, sizes))
+    for row, sentence in zip(from_torch @ from_torch.T, SENTENCES, strict=True):
+        report.say("  ".join(f"{similarity:5.2f}" for similarity in row) + f"   {sentence}")
+    report.claim(f"PyTorch and JAX agree: {agreement(from_torch, from_jax)}", agree(from_torch, from_jax))
+    report.claim(f"PyTorch and NumPy agree: {agreement(from_torch, from_numpy)}", agree(from_torch, from_numpy))
+    report.claim(
+        "the two sentences about music are close, and so are those about checkpoints; bread is not",
+        bool((from_torch @ from_torch.T)[[0, 2], [1, 3]].min() > 0.4 > (from_torch @ from_torch.T)[4, :4].max()),
+    )
+
+    report.step("Save from JAX, load into PyTorch")
+    location = scratch / "from_jax"
+    ckptcore.save(location, in_jax, metadata={"model": "all-MiniLM-L6-v2"})
+    fresh_torch = network_torch.SentenceEncoder(sizes)
+    ckptcore.load_into(location, fresh_torch)
+    report.claim("every array is bit-equal", same_bits(fresh_torch.state_dict(), in_numpy))
+    again = network_torch.embed(fresh_torch, tokens).numpy()
+    report.claim("the embeddings are those from before, to the bit", np.array_equal(again, from_torch))
+
+    report.step("Save from PyTorch, load into JAX on half of the devices")
+    ckptcore.save(scratch / "from_torch", fresh_torch)
+    two = network_jax.mesh_over(jax.devices()[:2])
+    back_in_jax = ckptcore.load(scratch / "from_torch", abstract_weights(in_numpy, two))
+    report.claim("every array is bit-equal", same_bits(back_in_jax, in_numpy))
+    again = np.asarray(network_jax.embed(back_in_jax, tokens, sizes))
+    report.claim(f"the embeddings agree: {agreement(again, from_torch)}", agree(again, from_torch))
+
+    report.step("Look at it from the command line")
+    run(report, "inspect", str(location), "--objects")
+    run(report, "verify", str(location))
+    run(report, "diff", str(source), str(location))
+
+    report.step("Kill a save half-way")
+    left = kill_save_halfway(location, lambda: ckptcore.save(location, in_jax, overwrite=True))
+    report.say(f"a process that saved something larger to the same place got SIGKILL; it left\n{left}")
+    report.claim("the earlier checkpoint is still the one that loads", same_bits(ckptcore.load(location), in_numpy))
+    report.claim("and it is whole", ckptcore.verify(location).ok)
+    report.claim("what the dead save left is still there", len(leftovers(location)) == 1)
+    ckptcore.save(location, fresh_torch, overwrite=True)
+    report.claim("the next save succeeds", same_bits(ckptcore.load(location), in_numpy))
+    report.claim("and removes what the dead one left", leftovers(location) == [])
+
+
+def abstract_weights(arrays: Mapping[str, npt.NDArray[Any]], mesh: jax.sharding.Mesh) -> dict[str, object]:
+    """What to load, as what: weights as JAX arrays over a mesh, and position_ids, 64-bit integers, in NumPy.
+
+    (JAX without ``jax_enable_x64`` has no such integers. One tree may mix leaves of any frameworks.)
+    """
+    return {
+        name: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=network_jax.sharding(mesh, name))
+        if array.dtype == np.float32
+        else ckptcore.AbstractArray(array.shape, array.dtype)
+        for name, array in arrays.items()
+    }
+
+
+def same_bits(found: Mapping[str, Any], expected: Mapping[str, npt.NDArray[Any]]) -> bool:
+    """Whether two dicts have the same names, and under each the same dtype, shape and bits."""
+    if found.keys() != expected.keys():
+        return False
+    for name, array in expected.items():
+        other = np.asarray(found[name])
+        if (other.dtype, other.shape) != (array.dtype, array.shape) or other.tobytes() != array.tobytes():
+            return False
+    return True
+
+
+def is_split(array: object) -> bool:
+    """Whether this is an array of which each device has a part."""
+    return isinstance(array, jax.Array) and not array.sharding.is_fully_replicated
+
+
+def agree(a: npt.NDArray[np.float32], b: npt.NDArray[np.float32]) -> bool:
+    """Whether vectors of length 1 point the same way."""
+    return bool((a * b).sum(-1).min() > 0.99999)
+
+
+def agreement(a: npt.NDArray[np.float32], b: npt.NDArray[np.float32]) -> str:
+    """How well `agree` holds."""
+    return f"cosine at least {(a * b).sum(-1).min():.7f}, largest difference {np.abs(a - b).max():.1e}"
+
+
+def run(report: Report, *arguments: str) -> None:
+    """Run a command of the ``ckptcore`` command line and show what it says, shortened."""
+    report.say(f"$ ckptcore {' '.join(arguments)}")
+    finished = subprocess.run(
+        [sys.executable, "-m", "ckptcore.cli", *arguments], capture_output=True, text=True, check=False
+    )
+    lines = (finished.stdout + finished.stderr).splitlines()
+    if len(lines) > 24:
+        lines = [*lines[:16], f"... {len(lines) - 22} more lines ...", *lines[-6:]]
+    report.say("\n".join(lines))
+    report.claim(f"`ckptcore {arguments[0]}` is content", finished.returncode == 0)

@@ -1,0 +1,40 @@
+"""Each example runs to its end in a process of its own, as a reader would run it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+NEEDS = {
+    "quickstart_numpy.py": ["numpy"],
+    "quickstart_jax.py": ["jax"],
+    "quickstart_torch.py": ["torch"],
+    "train_loop_async.py": ["torch"],
+}
+
+
+def test_every_example_is_listed() -> None:
+    assert {path.name for path in (ROOT / "examples").glob("*.py")} == {"__init__.py", *NEEDS}
+
+
+@pytest.mark.parametrize("name", sorted(NEEDS))
+def test_example_runs(name: str, tmp_path: Path) -> None:
+    for module in NEEDS[name]:
+        pytest.importorskip(module)
+    finished = subprocess.run(
+        [sys.executable, str(ROOT / "examples" / name)],
+        env={**os.environ, "JAX_PLATFORMS": "cpu", "TMPDIR": str(tmp_path)},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert finished.returncode == 0, finished.stderr
+    assert finished.stdout
+    assert finished.stderr == ""
+    assert list(tmp_path.iterdir()) == []
