@@ -21,6 +21,10 @@ exclude_patterns = ["_build"]
 html_theme = "furo"
 html_title = f"ckptcore {release}"
 default_role = "py:obj"
+suppress_warnings = [
+    "ref.python",  # an attribute in a docstring (`rank`) that several classes have
+    "toc.empty_glob",
+]
 
 myst_enable_extensions = ["colon_fence", "deflist"]
 myst_heading_anchors = 3

@@ -13,8 +13,8 @@ from tests.architecture.sources import ROOT, Source, core_sources, plugin_source
 VAGUE = {"base", "common", "helper", "helpers", "manager", "misc", "util", "utils"}
 
 STATEFUL = {
-    "ckptcore.builtin.memory": "what is saved to memory:// lives as long as the process",
-    "ckptcore.plugins": "the plugin manager is made once",
+    "ckptcore.builtin.local_locks": "a forked child must close the locks that it inherits",
+    "ckptcore.engine.threads": "a forked child must start threads of its own",
 }
 """Modules that may keep state, and why."""
 
