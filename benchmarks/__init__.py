@@ -1,0 +1,1 @@
+"""Benchmarks side by side with the libraries a user would pick instead: ``python -m benchmarks``."""

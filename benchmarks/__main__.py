@@ -1,0 +1,64 @@
+"""Runs every benchmark and prints a table: ``python -m benchmarks [--rounds 7] [--gigabytes 1.5] [--directory DIR]``."""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from benchmarks.cases import Case, async_cases, large_cases, measure, small_cases
+from benchmarks.processes import process_cases
+from benchmarks.states import large_state, small_state
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure and print; 1 if a target is missed."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    parser.add_argument("--rounds", type=int, default=7, help="timed rounds of each case")
+    parser.add_argument("--gigabytes", type=float, default=1.5, help="size of the large state")
+    parser.add_argument("--directory", type=Path, default=Path.cwd(), help="where to write; a real disk, not tmpfs")
+    parser.add_argument("--only", default="", help="only cases whose name has this in it")
+    options = parser.parse_args(arguments)
+    missed = 0
+    scratch = Path(tempfile.mkdtemp(prefix=".bench-", dir=options.directory))
+    try:
+        print(f"{'case':42} {'contender':36} {'median':>10} {'ratio':>7}  target")
+        if options.only in "small":
+            state = small_state()
+            for case in small_cases(scratch, state):
+                missed += report(case, options.rounds * 3, 0.0)
+        state = large_state(options.gigabytes)
+        size = sum(tensor.nbytes for tensor in state.values()) / 1e9
+        for case in [*large_cases(scratch, state), *async_cases(scratch, state)]:
+            if options.only in case.name:
+                missed += report(case, options.rounds, size)
+        del state
+        for line, ok in process_cases(scratch, options.gigabytes):
+            missed += not ok
+            print(line, flush=True)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+    print(f"{missed} targets missed" if missed else "every target reached")
+    return 1 if missed else 0
+
+
+def report(case: Case, rounds: int, gigabytes: float) -> int:
+    """Measure a case and print its rows; 1 if its target is missed."""
+    measured = measure(case, rounds)
+    missed = 0
+    for number, outcome in enumerate(measured.outcomes):
+        speed = f"{gigabytes / outcome.median:7.2f} GB/s" if gigabytes else f"{outcome.median * 1e3:7.2f} ms"
+        verdict = ""
+        if number == 1 and case.target is not None:
+            reached = outcome.ratio >= case.target
+            missed += not reached
+            verdict = f"{case.target:.2f} {'reached' if reached else 'MISSED'}"
+        print(f"{case.name:42} {outcome.name:36} {speed:>10} {outcome.ratio:7.2f}  {verdict}", flush=True)
+    return missed
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,74 @@
+"""Timing contenders in turn, so that a noisy machine is noisy for all of them."""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+__all__ = ["Contender", "Outcome", "compare"]
+
+
+@dataclass(frozen=True, slots=True)
+class Contender:
+    """Something to time.
+
+    Attributes:
+        name: in the table.
+        run: what is timed.
+        prepare: what is done before each run, not timed.
+    """
+
+    name: str
+    run: Callable[[], object]
+    prepare: Callable[[], object] = lambda: None
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """The times of a contender.
+
+    Attributes:
+        name: in the table.
+        seconds: of each round.
+        ratios: of each round: the first contender's time divided by this one's; above 1 is faster than the first.
+    """
+
+    name: str
+    seconds: tuple[float, ...]
+    ratios: tuple[float, ...]
+
+    @property
+    def median(self) -> float:
+        """The median time, in seconds."""
+        return statistics.median(self.seconds)
+
+    @property
+    def ratio(self) -> float:
+        """The median of the ratios."""
+        return statistics.median(self.ratios)
+
+
+def compare(contenders: Sequence[Contender], *, rounds: int, warm_up: int = 1) -> Sequence[Outcome]:
+    """Run every contender once per round, each round beginning with another one; the first is what others are compared with."""
+    times: dict[str, list[float]] = {contender.name: [] for contender in contenders}
+    for number in range(-warm_up, rounds):
+        shift = number % len(contenders)
+        for contender in [*contenders[shift:], *contenders[:shift]]:
+            contender.prepare()
+            gc.collect()
+            gc.disable()
+            start = time.perf_counter()
+            kept = contender.run()
+            seconds = time.perf_counter() - start
+            gc.enable()
+            del kept
+            if number >= 0:
+                times[contender.name].append(seconds)
+    first = times[contenders[0].name]
+    return [
+        Outcome(name, tuple(own), tuple(reference / mine for reference, mine in zip(first, own, strict=True)))
+        for name, own in times.items()
+    ]

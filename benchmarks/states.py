@@ -1,0 +1,36 @@
+"""The states that are saved: a Llama-shaped one of 1.5 GB of bfloat16, and 1000 arrays of 16 floats."""
+
+from __future__ import annotations
+
+import torch
+
+__all__ = ["large_state", "small_state"]
+
+
+def large_state(gigabytes: float = 1.5) -> dict[str, torch.Tensor]:
+    """75 bfloat16 tensors in the proportions of a Llama: embeddings, 8 layers of 9, and a norm; about so many gigabytes."""
+    hidden = max(64, int((gigabytes * 1e9 / 1.5e9) ** 0.5 * 2048) // 64 * 64)
+    wide = hidden * 11 // 4
+    generator = torch.Generator().manual_seed(0)
+
+    def tensor(*shape: int) -> torch.Tensor:
+        bits = torch.randint(0, 1 << 15, shape, generator=generator, dtype=torch.int16)
+        return (bits & 0x3FFF).view(torch.bfloat16)
+
+    state = {"model.embed_tokens.weight": tensor(hidden * 42, hidden), "lm_head.weight": tensor(hidden * 42, hidden)}
+    for layer in range(8):
+        prefix = f"model.layers.{layer}."
+        for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
+            state[f"{prefix}self_attn.{name}.weight"] = tensor(hidden, hidden)
+        for name in ("gate_proj", "up_proj"):
+            state[f"{prefix}mlp.{name}.weight"] = tensor(wide, hidden)
+        state[f"{prefix}mlp.down_proj.weight"] = tensor(hidden, wide)
+        state[f"{prefix}input_layernorm.weight"] = tensor(hidden)
+        state[f"{prefix}post_attention_layernorm.weight"] = tensor(hidden)
+    state["model.norm.weight"] = tensor(hidden)
+    return state
+
+
+def small_state(count: int = 1000) -> dict[str, torch.Tensor]:
+    """Tensors of 16 float32."""
+    return {f"layer.{number}.weight": torch.full((16,), float(number)) for number in range(count)}
