@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Final
-
 import numpy as np
 import torch
 
 from ckptcore.errors import UnsupportedLeafError
-from ckptcore.model import PLAIN_ARRAY, ArrayRecord, HostArray, ValueRecord
+from ckptcore.model import PLAIN_ARRAY, ArrayRecord, HostArray
 from ckptcore_torch.dtypes import encoding_of, encoding_of_stored
 
-__all__ = ["elements_as", "host_view", "number_as", "tensor_over"]
-
-_SPECIAL_NUMBERS: Final = {"nan": float("nan"), "inf": float("inf"), "-inf": float("-inf")}
-
+__all__ = ["copy_elements", "elements_as", "host_view", "tensor_over"]
 
 def host_view(tensor: torch.Tensor) -> HostArray:
     """A NumPy array over the memory of a CPU tensor, with its strides.
@@ -81,22 +76,12 @@ def elements_as(array: HostArray, stored: ArrayRecord, dtype: torch.dtype) -> to
     return tensor.to(dtype)
 
 
-def number_as(stored: ValueRecord, dtype: torch.dtype) -> torch.Tensor:
-    """A 0-d CPU tensor of a stored Python number.
-
-    Raises:
-        UnsupportedLeafError: if the value is no number, or not one of this dtype.
-    """
-    value = stored.value
-    if stored.kind == "float" and isinstance(value, str) and value in _SPECIAL_NUMBERS:
-        value = _SPECIAL_NUMBERS[value]
-    number = stored.kind in ("bool", "int", "float") and isinstance(value, bool | int | float)
-    if not number or (stored.kind == "float" and not (dtype.is_floating_point or dtype.is_complex)):
-        raise UnsupportedLeafError(
-            f"a stored {stored.kind} cannot be loaded as a tensor of {dtype}; "
-            f"give a Python value of type {stored.kind} in the place of the tensor"
-        )
-    return torch.tensor(value, dtype=dtype, device="cpu")
+def copy_elements(target: torch.Tensor, source: torch.Tensor) -> None:
+    """Make a tensor hold the elements of another one of its dtype, on any device."""
+    carrier = encoding_of(source.dtype).carrier
+    if carrier is not None and not target.is_conj():  # PyTorch cannot copy some dtypes, and views no conjugated one
+        target, source = target.view(carrier[0]), source.view(carrier[0])
+    target.copy_(source)
 
 
 def _writable(array: HostArray) -> HostArray:

@@ -23,7 +23,7 @@ from ckptcore.model import (
     ValueRecord,
 )
 from ckptcore.protocols import HostMemory, LeafHandler, Priority
-from ckptcore_torch.conversions import elements_as, host_view, number_as
+from ckptcore_torch.conversions import copy_elements, elements_as, host_view
 from ckptcore_torch.dtypes import encoding_of
 from ckptcore_torch.transfers import finish_work_on, start_copy
 
@@ -135,10 +135,10 @@ class TensorHandler:
             torch.autograd.graph.increment_version(target)  # it was read into its memory
         elif target.is_inference():
             with torch.inference_mode():  # only there can a tensor be changed that was made there
-                target.copy_(source)
+                copy_elements(target, source)
         else:
             with torch.no_grad():
-                target.copy_(source)
+                copy_elements(target, source)
         return True
 
 
@@ -257,20 +257,15 @@ def _part(whole: HostArray, box: Box) -> HostArray:
 def _elements(abstract: torch.Tensor, stored: LeafRecord, boxes: Sequence[tuple[Box, HostArray]]) -> torch.Tensor:
     """A CPU tensor of the stored elements, cast to the dtype of `abstract`."""
     if isinstance(stored, ValueRecord):
-        _check_shape(abstract, ())
-        return number_as(stored, abstract.dtype)
+        difference = f"a {stored.kind} is stored, asked for as a tensor of the shape {tuple(abstract.shape)}"
+        raise TreeMismatchError(f"{difference}; give a {stored.kind} in the place of the tensor", [difference])
     shape = stored.spec.shape
     if len(boxes) != 1 or boxes[0][1].shape != shape:
         raise PluginError(f"a tensor of {stored.spec} was asked for whole and came in {len(boxes)} boxes")
     if abstract.shape != shape:
-        _check_shape(abstract, shape)
-    return elements_as(boxes[0][1], stored, abstract.dtype)
-
-
-def _check_shape(abstract: torch.Tensor, shape: tuple[int, ...]) -> None:
-    if abstract.shape != shape:
         difference = f"stored with the shape {shape}, asked for as a tensor of the shape {tuple(abstract.shape)}"
         raise TreeMismatchError(f"{difference}; give a tensor of the stored shape", [difference])
+    return elements_as(boxes[0][1], stored, abstract.dtype)
 
 
 def _check_has_memory(leaf: torch.Tensor) -> None:

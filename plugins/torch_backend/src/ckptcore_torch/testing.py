@@ -1,0 +1,58 @@
+"""The sample of PyTorch for the matrix of `ckptcore.testing`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+import numpy as np
+import torch
+
+from ckptcore.model import ArraySpec, HostArray, dtype_from_name
+from ckptcore.testing import DTYPE_NAMES, FrameworkSample
+
+__all__ = ["SAMPLE"]
+
+_INTEGERS: Final[Mapping[int, str]] = {1: "uint8", 2: "int16", 4: "int32", 8: "int64"}
+"""By bytes of an element, integers that PyTorch and NumPy exchange."""
+
+# PyTorch's int4, float4 and the like are bytes that libraries pack several elements into: other dtypes than ml_dtypes'.
+_DTYPES: Final = frozenset(
+    name
+    for name in DTYPE_NAMES
+    if isinstance(getattr(torch, name, None), torch.dtype) and getattr(torch, name).itemsize and "int4" not in name
+) - {"int1", "int2", "uint1", "uint2"}  # fmt: skip
+
+
+def _carrier(itemsize: int) -> str:
+    return _INTEGERS[min(itemsize, 8)]
+
+
+def _make(elements: HostArray) -> torch.Tensor:
+    name = elements.dtype.name
+    flat = np.array(elements, order="C", copy=True).reshape(-1)
+    tensor = torch.from_numpy(flat.view(_carrier(flat.itemsize)))
+    return tensor.view(getattr(torch, name)).reshape(elements.shape)
+
+
+def _abstract(spec: ArraySpec) -> torch.Tensor:
+    return torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device="meta")
+
+
+def _elements(leaf: Any) -> HostArray:
+    name = str(leaf.dtype).removeprefix("torch.")
+    flat = leaf.detach().cpu().contiguous().reshape(-1)
+    carried = flat.view(getattr(torch, _carrier(leaf.dtype.itemsize))).numpy()
+    return carried.view(dtype_from_name(name)).reshape(tuple(leaf.shape))
+
+
+SAMPLE: Final = FrameworkSample(
+    name="torch",
+    dtypes=_DTYPES,
+    make=_make,
+    abstract=_abstract,
+    elements=_elements,
+    array_type=torch.Tensor,
+    fills=True,
+)
+"""Tensors; asked for by tensors on the meta device."""

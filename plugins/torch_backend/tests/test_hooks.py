@@ -1,0 +1,86 @@
+"""What the plugin offers, and what importing it costs."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import subprocess
+import sys
+from collections import OrderedDict
+
+import ckptcore_torch
+import pytest
+import torch
+from ckptcore_torch.stateful import GeneratorHandler, ModuleHandler, OptimizerHandler, StateDictHandler
+from ckptcore_torch.tensors import SubclassHandler, TensorHandler
+
+from ckptcore.testing import ContainerExample, ContainerHandlerTests
+
+
+def test_the_entry_point_is_the_plugin() -> None:
+    (entry_point,) = importlib.metadata.entry_points(group="ckptcore", name="torch")
+    assert entry_point.load() is ckptcore_torch
+
+
+def _run(program: str) -> str:
+    return subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True).stdout.strip()
+
+
+SEEN = "import sys; print(sorted({'torch', 'ckptcore_torch.tensors'} & set(sys.modules)))"
+
+
+def test_importing_the_plugin_imports_no_torch() -> None:
+    ask = "ckptcore_torch.ckpt_leaf_handler(dict); ckptcore_torch.ckpt_container_handler(dict)"
+    also = "ckptcore_torch.ckpt_checkpointable_handler(dict)"
+    assert _run(f"import ckptcore_torch; {ask}; {also}; {SEEN}") == "[]"
+
+
+def test_the_test_of_the_import_would_see_torch() -> None:
+    assert _run(f"import torch, ckptcore_torch; ckptcore_torch.ckpt_leaf_handler(dict); {SEEN}") == (
+        "['ckptcore_torch.tensors', 'torch']"
+    )
+
+
+def test_a_torch_that_is_still_being_imported_is_not_touched(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch", type(sys)("torch"))
+    assert ckptcore_torch.ckpt_leaf_handler(torch.Tensor) is None
+    assert ckptcore_torch.ckpt_container_handler(torch.Size) is None
+    assert ckptcore_torch.ckpt_checkpointable_handler(torch.nn.Linear) is None
+
+
+def test_leaves() -> None:
+    assert isinstance(ckptcore_torch.ckpt_leaf_handler(torch.Tensor), TensorHandler)
+    assert isinstance(ckptcore_torch.ckpt_leaf_handler(torch.nn.UninitializedParameter), SubclassHandler)
+    assert ckptcore_torch.ckpt_leaf_handler(int) is None
+
+
+def test_checkpointables() -> None:
+    for value_type, handler in (
+        (torch.nn.Linear, ModuleHandler),
+        (torch.nn.ParameterDict, ModuleHandler),
+        (torch.optim.AdamW, OptimizerHandler),
+        (torch.optim.lr_scheduler.CosineAnnealingLR, StateDictHandler),
+        (torch.optim.lr_scheduler.ReduceLROnPlateau, StateDictHandler),
+        (torch.amp.GradScaler, StateDictHandler),
+        (torch.Generator, GeneratorHandler),
+    ):
+        assert type(ckptcore_torch.ckpt_checkpointable_handler(value_type)) is handler
+    assert ckptcore_torch.ckpt_checkpointable_handler(OrderedDict) is None
+
+
+def test_containers() -> None:
+    assert ckptcore_torch.ckpt_container_handler(torch.Size) is not None
+    assert ckptcore_torch.ckpt_container_handler(tuple) is None
+
+
+class TestSizeConforms(ContainerHandlerTests):
+    """torch.Size as a container."""
+
+    handler = ckptcore_torch.ckpt_container_handler(torch.Size)  # type: ignore[assignment]  # there is one
+    examples = (
+        ContainerExample("size", lambda: torch.Size([2, 300000]), list),
+        ContainerExample("empty", lambda: torch.Size([]), list),
+    )
+
+    def replacement(self, child: object) -> object:
+        """A size holds ints only."""
+        return 7
