@@ -8,6 +8,7 @@ import threading
 from collections.abc import Sequence
 from typing import Final
 
+from ckptcore.builtin.local_cold_reads import ColdReader, open_cold_reader
 from ckptcore.builtin.local_directories import LocalDirectories
 from ckptcore.builtin.local_errors import local_error
 from ckptcore.errors import CorruptCheckpointError, ObjectNotFoundError
@@ -22,7 +23,7 @@ _MOST_BYTES: Final = 1 << 30  # of one system call, below the 2 GiB that Linux m
 class LocalFile:
     """A regular file that is open for reading; closed when nobody refers to it any more."""
 
-    __slots__ = ("_descriptor", "key", "path", "status")
+    __slots__ = ("_descriptor", "cold", "key", "path", "status")
 
     def __init__(self, key: str, path: str, directories: LocalDirectories) -> None:
         """Open a file.
@@ -33,6 +34,7 @@ class LocalFile:
             StorageError
         """
         self._descriptor = -1
+        self.cold: ColdReader | None = None
         self.key = key
         self.path = path
         try:
@@ -75,16 +77,20 @@ class LocalFile:
             CorruptCheckpointError: the file ends before.
             StorageError
         """
-        pending = list(buffers)
-        while pending:
-            try:
-                count = os.preadv(self._descriptor, pending[:_MOST_BUFFERS], offset)
-            except OSError as error:
-                raise local_error(error, "read", self.path) from error
-            if count == 0:
-                raise self._too_short(offset, sum(map(len, pending)))
-            offset += count
-            pending = _drop(pending, count)
+        pending = _drop(list(buffers), 0)
+        try:
+            if self.cold is not None and self.cold.is_cold(offset, sum(map(len, pending))):
+                count = self.cold.read_into(offset, pending)
+                offset += count
+                pending = _drop(pending, count)
+            while pending:
+                count = os.preadv(self._descriptor, _for_one_call(pending), offset)
+                if count == 0:
+                    raise self._too_short(offset, sum(map(len, pending)))
+                offset += count
+                pending = _drop(pending, count)
+        except OSError as error:
+            raise local_error(error, "read", self.path) from error
 
     def _too_short(self, offset: int, nbytes: int) -> CorruptCheckpointError:
         size = os.fstat(self._descriptor).st_size
@@ -95,6 +101,20 @@ class LocalFile:
             start=min(size, offset),
             stop=offset + nbytes,
         )
+
+
+def _for_one_call(buffers: list[memoryview]) -> list[memoryview]:
+    """As many of the first buffers as one system call takes."""
+    if len(buffers) == 1 and len(buffers[0]) <= _MOST_BYTES:
+        return buffers
+    chosen: list[memoryview] = []
+    room = _MOST_BYTES
+    for buffer in buffers[:_MOST_BUFFERS]:
+        chosen.append(buffer[:room])
+        room -= len(chosen[-1])
+        if room == 0:
+            break
+    return chosen
 
 
 def _drop(buffers: list[memoryview], count: int) -> list[memoryview]:
@@ -112,7 +132,9 @@ class LocalFiles:
     A file is opened anew when its path leads to another one, as after a directory was exchanged.
     """
 
-    def __init__(self, directories: LocalDirectories) -> None:
+    def __init__(self, directories: LocalDirectories, *, direct: bool) -> None:
+        """Keep files of some directories; `direct` says whether cold ones may be read past the page cache."""
+        self._direct = direct
         self._directories = directories
         self._files: dict[str, LocalFile] = {}
         self._lock = threading.Lock()
@@ -132,6 +154,8 @@ class LocalFiles:
                 self.forget(path)
                 raise local_error(error, "open", path) from error
         file = LocalFile(key, path, self._directories)
+        if self._direct:
+            file.cold = open_cold_reader(path, file.status)
         with self._lock:
             self._files.pop(path, None)
             while len(self._files) >= _OPEN_FILES:

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import os
+import sys
 import threading
 from collections.abc import Callable
 from contextlib import suppress
+from typing import Final
 
+from ckptcore.builtin.linux_calls import start_writeback
 from ckptcore.builtin.local_errors import local_error
 from ckptcore.builtin.local_syncs import sync_file
 from ckptcore.errors import StorageError
 from ckptcore.protocols import Buffer
 
 __all__ = ["LocalWriter"]
+
+_WRITEBACK_BYTES: Final = 4 << 20
 
 
 class LocalWriter:
@@ -35,6 +40,9 @@ class LocalWriter:
         self._size = size
         self._made_durable = made_durable
         self._written = 0
+        self._dirty_bytes = 0
+        self._dirty_start = sys.maxsize
+        self._dirty_stop = 0
         self._busy = 0
         self._complete = False
         self._status = os.fstat(descriptor)
@@ -55,12 +63,12 @@ class LocalWriter:
             self._busy += 1
         try:
             self._write(offset, data)
+            self._count(offset, nbytes)
         except OSError as error:
             raise local_error(error, "write", self._path, nbytes) from error
         finally:
             with self._state:
                 self._busy -= 1
-                self._written += nbytes
                 self._state.notify_all()
 
     def _write(self, offset: int, data: Buffer) -> None:
@@ -69,6 +77,21 @@ class LocalWriter:
             count = os.pwrite(self._descriptor, rest, offset)
             offset += count
             rest = rest[count:]
+
+    def _count(self, offset: int, nbytes: int) -> None:
+        with self._state:
+            self._written += nbytes
+            if self._made_durable is None:
+                return
+            # The disk works while more is copied, so that less is left to wait for at the end.
+            self._dirty_bytes += nbytes
+            self._dirty_start = min(self._dirty_start, offset)
+            self._dirty_stop = max(self._dirty_stop, offset + nbytes)
+            if self._dirty_bytes < _WRITEBACK_BYTES:
+                return
+            start, stop = self._dirty_start, self._dirty_stop
+            self._dirty_bytes, self._dirty_start, self._dirty_stop = 0, sys.maxsize, 0
+        start_writeback(self._descriptor, start, stop - start)
 
     def finish(self) -> None:
         """Complete the file.

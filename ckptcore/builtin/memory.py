@@ -219,7 +219,7 @@ class _MemoryWriter:
             size = max((offset + len(piece) for offset, piece in self._pieces.items()), default=0)
         if self._written != size:
             raise StorageError(f"cannot complete {self._key!r}: expected {size} bytes, found {self._written} written")
-        self._store.replace(self._key, memoryview(whole), None)
+        self._store.replace(self._key, whole.data, None)
         self._data = None
         self._pieces = {}
 
