@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -28,6 +27,7 @@ from ckptcore.model.objects import ObjectRecord
 from ckptcore.model.tree import JSON
 from ckptcore.opening import open_checkpoint
 from ckptcore.protocols import Layout
+from ckptcore.root import new_save_id
 from ckptcore.saving import describe, persist, start_copy, start_view
 from ckptcore.snapshots import BoundedSnapshot, CopiedSnapshot, ViewedSnapshot
 from ckptcore.verification import ProgressCallback, VerifyReport, verify_checkpoint
@@ -258,7 +258,7 @@ def delete(location: LocationLike, *, context: Context | None = None) -> None:
                 f"{resolved.display} was not written by ckptcore and is left alone; remove it with your own tools"
             )
         raise CheckpointNotFoundError(f"there is nothing at {resolved.display} to delete")
-    remove_checkpoint(resolved, secrets.token_hex(8))
+    remove_checkpoint(resolved, new_save_id())
 
 
 def verify(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import secrets
 import threading
 from collections.abc import Sequence
 
@@ -21,6 +20,7 @@ from ckptcore.model.transfer import WritePlan
 from ckptcore.opening import Opened
 from ckptcore.planning import plan_read, plan_write
 from ckptcore.protocols import Layout
+from ckptcore.root import new_save_id
 from ckptcore.saving import Described, persist
 from ckptcore.verification import ProgressCallback
 
@@ -96,7 +96,7 @@ def convert_checkpoint(
             for leaf, record in enumerate(tree.leaves)
             if isinstance(record, ArrayRecord)
         }
-        plan = plan_write(tree, shards, rank=0, size=1, save_id=secrets.token_hex(8))
+        plan = plan_write(tree, shards, rank=0, size=1, save_id=new_save_id())
         created = datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")
         agreement = Agreement(SingleProcess(), "convert")
         described = Described(resolved, chosen, replaces, opened.custom, plan, created, agreement)

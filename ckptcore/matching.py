@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Sequence
 from typing import Final
 
@@ -101,6 +100,8 @@ def _differences(
         if number not in loaded and not any(_plain(path)[: len(prefix)] == _plain(prefix) for prefix in skipped)
     ] if len(loaded) < len(tree.leaves) else []  # fmt: skip
     names = [format_path(path) for path in unexpected]
+    if absent:
+        import difflib  # only where something is wrong
     for position in absent:
         name = format_path(paths[position])
         near = difflib.get_close_matches(name, names, 1) if len(names) <= 2000 and len(absent) <= 200 else []

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib.metadata
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -201,6 +200,8 @@ class Plugins:
 
     def describe(self) -> Sequence[PluginInfo]:
         """What is installed, sorted by name."""
+        import importlib.metadata  # costs more to import than the rest of this module
+
         distributions = {
             id(plugin): f"{distribution.project_name} {distribution.version}"
             for plugin, distribution in self._manager.list_plugin_distinfo()
@@ -211,7 +212,9 @@ class Plugins:
                 continue
             hooks = tuple(sorted(caller.name for caller in self._manager.get_hookcallers(plugin) or ()))
             layouts: Mapping[str, object] = getattr(plugin, "ckpt_layouts", dict)() if "ckpt_layouts" in hooks else {}
-            storages: Mapping[str, object] = getattr(plugin, "ckpt_storages", dict)() if "ckpt_storages" in hooks else {}
+            storages: Mapping[str, object] = (
+                getattr(plugin, "ckpt_storages", dict)() if "ckpt_storages" in hooks else {}
+            )
             own = f"ckptcore {importlib.metadata.version('ckptcore')}" if isinstance(plugin, BuiltinPlugin) else ""
             found.append(
                 PluginInfo(
@@ -272,6 +275,8 @@ def _new_manager() -> pluggy.PluginManager:
 @functools.cache
 def installed_plugins() -> Plugins:
     """The built-in plugins and every installed one, found once per process by the entry point group ``ckptcore``."""
+    import importlib.metadata  # costs more to import than the rest of this module
+
     manager = _new_manager()
     manager.register(BuiltinPlugin(), "builtin")
     failed = []
@@ -281,7 +286,7 @@ def installed_plugins() -> Plugins:
                 continue
             try:
                 manager.register(entry_point.load(), entry_point.name)
-            except Exception as error:  # whatever a broken plugin raises must not take the others with it
+            except Exception as error:  # noqa: BLE001  # whatever a broken plugin raises must not take the others with it
                 described = f"{distribution.metadata['Name']} {distribution.version}"
                 failed.append(FailedPlugin(entry_point.name, described, f"{type(error).__name__}: {error}"))
                 logger.warning("the plugin %s of %s failed to load: %s", entry_point.name, described, error)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import binascii
 import json
+import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -18,7 +19,17 @@ from ckptcore.model.metadata import TreeMetadata
 from ckptcore.model.objects import BLOCK_BYTES, CHECKSUM_ALGORITHM, CHECKSUM_BYTES, ObjectRecord
 from ckptcore.model.tree import JSON
 
-__all__ = ["FORMAT_VERSION", "ROOT_KEY", "Claimed", "Root", "decode_root", "encode_claim", "encode_root", "is_save_id"]
+__all__ = [
+    "FORMAT_VERSION",
+    "ROOT_KEY",
+    "Claimed",
+    "Root",
+    "decode_root",
+    "encode_claim",
+    "encode_root",
+    "is_save_id",
+    "new_save_id",
+]
 
 ROOT_KEY: Final = "checkpoint.json"
 """The key of the root within a checkpoint."""
@@ -77,6 +88,11 @@ class Root:
     objects: Mapping[str, ObjectRecord]
     custom: Mapping[str, JSON] = field(default_factory=dict)
     parts: tuple[str, ...] = ()
+
+
+def new_save_id() -> str:
+    """A save id that no other save has."""
+    return os.urandom(8).hex()
 
 
 def is_save_id(text: str) -> bool:

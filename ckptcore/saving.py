@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import datetime
 import functools
-import hashlib
-import importlib.metadata
 import json
-import secrets
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import xxhash
 
 from ckptcore.agreement import Agreement
 from ckptcore.background import SaveHandle
@@ -30,7 +29,7 @@ from ckptcore.model.transfer import Pending, Receipt, WriteItem, WritePlan
 from ckptcore.model.tree import JSON, format_path
 from ckptcore.planning import check_coverage, plan_write
 from ckptcore.protocols import HostMemory, Layout, LeafHandler, Snapshot, StorageBackend
-from ckptcore.root import Root, encode_root
+from ckptcore.root import Root, encode_root, new_save_id
 
 __all__ = ["Described", "describe", "persist", "start_copy", "start_view"]
 
@@ -94,7 +93,7 @@ def describe(
         stage.payload = _digest(tree) if agreement.size > 1 else None
     created = datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")
     digests = stage.payloads
-    common = agreement.lead("save", lambda: _same_tree(digests, secrets.token_hex(8), created))
+    common = agreement.lead("save", lambda: _same_tree(digests, new_save_id(), created))
     plan = plan_write(tree, shards, rank=agreement.rank, size=agreement.size, save_id=common["save_id"])
     described = Described(resolved, chosen, overwrite, metadata, plan, common["created"], agreement)
     return described, _Leaves(flat.leaves, flat.handlers)
@@ -246,6 +245,8 @@ def _commit(described: Described, claim: Claim, receipts: Sequence[Receipt], con
 
 @functools.cache
 def _writer() -> Mapping[str, str]:
+    import importlib.metadata  # costs more to import than the rest of this module
+
     return {"ckptcore": importlib.metadata.version("ckptcore")}
 
 
@@ -271,7 +272,7 @@ def _lists(value: Any) -> Any:
 
 
 def _digest(tree: TreeMetadata) -> JSON:
-    return hashlib.sha256(json.dumps(tree.to_json(), sort_keys=True).encode()).hexdigest()
+    return xxhash.xxh3_128_hexdigest(json.dumps(tree.to_json(), sort_keys=True).encode())
 
 
 def _same_tree(digests: Sequence[JSON], save_id: str, created: str) -> dict[str, str]:
