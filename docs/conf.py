@@ -21,18 +21,23 @@ exclude_patterns = ["_build"]
 html_theme = "furo"
 html_title = f"ckptcore {release}"
 default_role = "py:obj"
-suppress_warnings = [
-    "ref.python",  # an attribute in a docstring (`rank`) that several classes have
-    "toc.empty_glob",
-]
+suppress_warnings = ["ref.python"]  # an attribute in a docstring (`rank`) that several classes have
 
 myst_enable_extensions = ["colon_fence", "deflist"]
 myst_heading_anchors = 3
 
-autodoc_default_options = {"members": True, "show-inheritance": True}
+autodoc_default_options = {"members": True}
 autodoc_member_order = "bysource"
 autodoc_typehints_format = "short"
 autodoc_preserve_defaults = True
+# Shown by their names, not as what they stand for.
+autodoc_type_aliases = {
+    name: name
+    for name in (
+        "Buffer", "HostArray", "JSON", "Key", "LayoutFactory", "LeafRecord", "LocationLike", "NodeKind", "Overwrite",
+        "ProgressCallback", "PutCondition", "Segment", "Skeleton", "TreePath",
+    )
+}  # fmt: skip
 napoleon_numpy_docstring = False
 napoleon_use_ivar = True
 
