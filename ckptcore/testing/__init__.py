@@ -31,6 +31,16 @@ from ckptcore.testing.coordinators import CoordinatorTests
 from ckptcore.testing.host_memory import LateHostMemory
 from ckptcore.testing.layouts import LayoutTests
 from ckptcore.testing.leaf_handlers import LeafExample, LeafHandlerTests
+from ckptcore.testing.matrix import SaveLoadMatrixTests
+from ckptcore.testing.plugins import PluginTests
+from ckptcore.testing.samples import (
+    ContainerSample,
+    FrameworkSample,
+    LayoutSample,
+    Samples,
+    StorageSample,
+    installed_samples,
+)
 from ckptcore.testing.thread_coordinator import ThreadCoordinator, ThreadJob
 
 __all__ = [
@@ -41,14 +51,22 @@ __all__ = [
     "CheckpointableHandlerTests",
     "ContainerExample",
     "ContainerHandlerTests",
+    "ContainerSample",
     "CoordinatorTests",
+    "FrameworkSample",
     "LateHostMemory",
+    "LayoutSample",
     "LayoutTests",
     "LeafExample",
     "LeafHandlerTests",
+    "PluginTests",
+    "Samples",
+    "SaveLoadMatrixTests",
+    "StorageSample",
     "ThreadCoordinator",
     "ThreadJob",
     "assert_same_bits",
     "bit_patterns",
+    "installed_samples",
     "strategies",
 ]

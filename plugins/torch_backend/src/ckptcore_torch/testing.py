@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from typing import Any, Final
 
@@ -36,12 +37,15 @@ def _make(elements: HostArray) -> torch.Tensor:
 
 
 def _abstract(spec: ArraySpec) -> torch.Tensor:
-    return torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device="meta")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # complex32 is said to be experimental
+        return torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device="meta")
 
 
 def _elements(leaf: Any) -> HostArray:
     name = str(leaf.dtype).removeprefix("torch.")
-    flat = leaf.detach().cpu().contiguous().reshape(-1)
+    # A copy: views of another dtype need a stride of 1, which also a tensor of one element may lack.
+    flat = torch.empty_strided((leaf.numel(),), (1,), dtype=leaf.dtype).copy_(leaf.detach().reshape(-1))
     carried = flat.view(getattr(torch, _carrier(leaf.dtype.itemsize))).numpy()
     return carried.view(dtype_from_name(name)).reshape(tuple(leaf.shape))
 

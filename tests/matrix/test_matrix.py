@@ -1,0 +1,9 @@
+"""Every installed framework, layout and storage with every other."""
+
+from __future__ import annotations
+
+from ckptcore.testing import SaveLoadMatrixTests
+
+
+class TestMatrix(SaveLoadMatrixTests):
+    """What is installed is found by entry points; a new plugin needs no edit here."""
