@@ -18,11 +18,9 @@ from ckptcore.errors import (
     CorruptCheckpointError,
     UnsupportedVersionError,
 )
-from ckptcore.flattening import rebuild
-from ckptcore.loading import abstract_leaves, load_into_target, load_value
+from ckptcore.loading import abstract_tree, load_into_target, load_value
 from ckptcore.locations import LocationLike, resolve_location
-from ckptcore.model.arrays import AbstractArray
-from ckptcore.model.metadata import ArrayRecord, TreeMetadata
+from ckptcore.model.metadata import TreeMetadata
 from ckptcore.model.objects import ObjectRecord
 from ckptcore.model.tree import JSON
 from ckptcore.opening import open_checkpoint
@@ -219,15 +217,8 @@ def metadata(location: LocationLike, *, context: Context | None = None) -> Check
     """
     context = context or default_context()
     opened = open_checkpoint(location, context)
-    _, value_handler = abstract_leaves(context.registry)
-    leaves = [
-        AbstractArray(record.spec.shape, record.spec.dtype)
-        if isinstance(record, ArrayRecord)
-        else value_handler.build(None, record, ())
-        for record in opened.tree.leaves
-    ]
     return CheckpointMetadata(
-        abstract=rebuild(opened.tree.skeleton, leaves),
+        abstract=abstract_tree(opened.tree, context.registry),
         tree=opened.tree,
         layout=opened.layout.name,
         created=opened.root.created if opened.root else None,

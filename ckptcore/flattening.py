@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, TypeAlias, cast
 
 from ckptcore.errors import CheckpointError, UnsupportedKeyError, UnsupportedLeafError
 from ckptcore.model.tree import LEAF, MAX_DEPTH, Attribute, Key, Node, Skeleton, TreePath, format_path, leaf_paths
 from ckptcore.plugins import Plugins
-from ckptcore.protocols import CheckpointableHandler, ContainerHandler, LeafHandler
+from ckptcore.protocols import CheckpointableHandler, ContainerHandler, LazyCheckpointableHandler, LeafHandler
 
 __all__ = ["PLACEHOLDER", "Flat", "flatten", "rebuild", "restore", "unflatten"]
 
@@ -58,19 +58,26 @@ Shape: TypeAlias = _Container | _Checkpointable | None
 """What a node of a value was: a container, a checkpointable around its state, or None for a leaf."""
 
 
-def flatten(value: object, plugins: Plugins, *, placeholders: bool = False) -> Flat:
+def flatten(
+    value: object,
+    plugins: Plugins,
+    *,
+    placeholders: bool = False,
+    stored_at: Callable[[TreePath], object] | None = None,
+) -> Flat:
     """Take a value apart.
 
     Args:
         value: a tree of containers and leaves.
         plugins: to find who handles each type.
         placeholders: whether `PLACEHOLDER` may stand for a leaf.
+        stored_at: for a load, the abstract tree that is stored at a path; None where nothing is.
 
     Raises:
         UnsupportedLeafError: lists every leaf that no plugin handles, and where the tree is too deep.
         UnsupportedKeyError: if a key is neither an int nor a str.
     """
-    walk = _Flattening(plugins, placeholders)
+    walk = _Flattening(plugins, placeholders, stored_at)
     skeleton, shape = walk.node(value)
     if walk.unsupported:
         raise UnsupportedLeafError(
@@ -81,9 +88,10 @@ def flatten(value: object, plugins: Plugins, *, placeholders: bool = False) -> F
 
 
 class _Flattening:
-    def __init__(self, plugins: Plugins, placeholders: bool) -> None:
+    def __init__(self, plugins: Plugins, placeholders: bool, stored_at: Callable[[TreePath], object] | None) -> None:
         self.dispatch = plugins.dispatch
         self.placeholders = placeholders
+        self.stored_at = stored_at
         self.leaves: list[object] = []
         self.handlers: list[LeafHandler | None] = []
         self.unsupported: list[str] = []
@@ -122,7 +130,15 @@ class _Flattening:
 
     def _checkpointable(self, value: object, handler: CheckpointableHandler | None) -> tuple[Skeleton, Shape]:
         assert handler is not None  # one of the three is there
-        skeleton, shape = self.node(handler.flatten(value))
+        stored = None
+        if self.stored_at is not None and isinstance(handler, LazyCheckpointableHandler):
+            stored = self.stored_at(tuple(self.path))
+        if stored is None:
+            state = handler.flatten(value)
+        else:
+            assert isinstance(handler, LazyCheckpointableHandler)  # only then is it looked up
+            state = handler.flatten_to_load(value, stored)
+        skeleton, shape = self.node(state)
         return skeleton, _Checkpointable(value, handler, shape)
 
     def _container(self, value: object, handler: ContainerHandler) -> tuple[Skeleton, Shape]:

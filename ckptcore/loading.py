@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Final, TypeVar
+from typing import Any, Final, TypeVar
 
 from ckptcore.context import Context
 from ckptcore.engine.memory import allocate
@@ -13,14 +14,14 @@ from ckptcore.flattening import PLACEHOLDER, flatten, rebuild, restore, unflatte
 from ckptcore.locations import LocationLike
 from ckptcore.matching import match_leaves
 from ckptcore.model.arrays import AbstractArray, ArraySpec, Box, HostArray
-from ckptcore.model.metadata import ArrayRecord, ValueRecord
-from ckptcore.model.tree import format_path
+from ckptcore.model.metadata import ArrayRecord, TreeMetadata, ValueRecord
+from ckptcore.model.tree import Attribute, TreePath, format_path
 from ckptcore.opening import Opened, naming_arrays, open_checkpoint
 from ckptcore.planning import plan_read
 from ckptcore.plugins import Plugins
 from ckptcore.protocols import LeafHandler
 
-__all__ = ["abstract_leaves", "load_into_target", "load_value", "read_leaves", "while_unchanged"]
+__all__ = ["abstract_leaves", "abstract_tree", "load_into_target", "load_value", "read_leaves", "while_unchanged"]
 
 T = TypeVar("T")
 
@@ -65,7 +66,7 @@ def load_value(location: LocationLike, abstract: object, context: Context) -> ob
             handlers = [array if isinstance(record, ArrayRecord) else value for record in tree.leaves]
             leaves = read_leaves(opened, list(range(len(tree.leaves))), handlers, [None] * len(handlers), context)
             return rebuild(tree.skeleton, leaves)
-        flat = flatten(abstract, context.registry, placeholders=True)
+        flat = flatten(abstract, context.registry, placeholders=True, stored_at=_stored_at(opened, context.registry))
         numbers = match_leaves(flat, tree, opened.location.display, by_name=opened.root is None)
         leaves = read_leaves(opened, numbers, flat.handlers, flat.leaves, context)
         return unflatten(flat.shape, leaves)
@@ -83,7 +84,7 @@ def load_into_target(location: LocationLike, target: object, context: Context) -
 
     def attempt(opened: Opened) -> None:
         nonlocal began
-        flat = flatten(target, context.registry, placeholders=True)
+        flat = flatten(target, context.registry, placeholders=True, stored_at=_stored_at(opened, context.registry))
         numbers = match_leaves(flat, opened.tree, opened.location.display, by_name=opened.root is None)
         began = True
         filled = [handler is None for handler in flat.handlers]
@@ -125,6 +126,35 @@ def abstract_leaves(registry: Plugins) -> tuple[LeafHandler, LeafHandler]:
     if array is None or value is None:
         raise PluginError("no plugin builds NumPy arrays and values; the built-in plugin is missing")
     return array, value
+
+
+def abstract_tree(tree: TreeMetadata, registry: Plugins) -> Any:
+    """What is stored, in Python's own containers: `AbstractArray` for arrays, and small values themselves."""
+    _, value_handler = abstract_leaves(registry)
+    leaves = [
+        AbstractArray(record.spec.shape, record.spec.dtype)
+        if isinstance(record, ArrayRecord)
+        else value_handler.build(None, record, ())
+        for record in tree.leaves
+    ]
+    return rebuild(tree.skeleton, leaves)
+
+
+def _stored_at(opened: Opened, registry: Plugins) -> Callable[[TreePath], object]:
+    """Finds what is stored at a path; None where nothing is."""
+    whole = functools.cache(lambda: abstract_tree(opened.tree, registry))
+
+    def find(path: TreePath) -> object:
+        found = whole()
+        for key in path:
+            if isinstance(found, list | tuple):
+                found = dict(enumerate(found))
+            if not isinstance(found, dict):
+                return None
+            found = found.get(key.name if isinstance(key, Attribute) else key)
+        return found
+
+    return find
 
 
 def read_leaves(

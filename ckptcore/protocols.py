@@ -26,6 +26,7 @@ __all__ = [
     "Inspection",
     "Layout",
     "LayoutFactory",
+    "LazyCheckpointableHandler",
     "LeafHandler",
     "ObjectWriter",
     "Priority",
@@ -115,6 +116,20 @@ class CheckpointableHandler(Protocol):
 
     def restore(self, target: Any, state: object) -> None:
         """Make `target` have this state, in place. Arrays that could be filled in place already were."""
+        ...
+
+
+@runtime_checkable
+class LazyCheckpointableHandler(CheckpointableHandler, Protocol):
+    """A `CheckpointableHandler` of objects that have part of their state only once they were used: an optimizer."""
+
+    def flatten_to_load(self, value: Any, stored: object) -> object:
+        """As `flatten`, where a state is about to be loaded: also with abstract leaves for what `value` lacks so far.
+
+        Args:
+            value: what is loaded into, or like.
+            stored: the state that is stored for it, in Python's own containers: `AbstractArray` for arrays, and values.
+        """
         ...
 
 
