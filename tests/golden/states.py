@@ -1,0 +1,79 @@
+"""The state that the golden checkpoints hold: every dtype, container and sort of value, with fixed elements."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections import OrderedDict, namedtuple
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+__all__ = ["Point", "Settings", "golden_state", "large_state"]
+
+DTYPES = (
+    "bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "float16", "float32", "float64",
+    "complex64", "complex128", "bfloat16", "float8_e3m4", "float8_e4m3", "float8_e4m3b11fnuz", "float8_e4m3fn",
+    "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu", "int4", "uint4", "int2", "uint2",
+)  # fmt: skip
+
+Point = namedtuple("Point", ["x", "y"])
+
+
+@dataclasses.dataclass
+class Settings:
+    """A container that comes back as a dict."""
+
+    rate: float
+    shape: tuple[int, ...]
+
+
+def golden_state() -> dict[str, Any]:
+    """A small state with one of everything."""
+    tied = np.arange(5, dtype=np.float32)
+    return {
+        "dtypes": {name: filled(name, (2, 3)) for name in DTYPES},
+        "shapes": [np.float64(2.5) * np.ones(shape) for shape in ((), (0,), (3, 0, 2), (1, 2, 3, 4))],
+        "times": [np.array(["2024-02-29", "NaT"], "datetime64[ns]"), np.array([90, -1], "timedelta64[s]")],
+        "texts": [np.array([b"ab", b""], "S4"), np.array(["ä", "語"], "U3")],
+        "scalars": [np.float32(0.1), np.int64(-3), np.bool_(True)],
+        "values": {
+            "none": None,
+            "bools": [True, False],
+            "ints": [0, -1, (1 << 53) - 1, 1 << 53, -(1 << 200)],
+            "floats": [0.1, -0.0, 5e-324, 1.7976931348623157e308, math.inf, -math.inf, math.nan],
+            "complex": complex(1.5, -math.inf),
+            "strings": ["", "ä語😀", "\ud800", "\x00"],
+            "bytes": [b"", b"\x00\xff"],
+            "long": "語" * 10_000,
+            "long bytes": bytes(range(256)) * 100,
+        },
+        "containers": {
+            "ordered": OrderedDict([("b", 1), ("a", 2)]),
+            "tuple": (1, (2,), ()),
+            "point": Point(1, np.arange(2)),
+            "settings": Settings(0.5, (1, 2)),
+            "empty": {},
+            "empty list": [],
+        },
+        "keys": {0: 1, "0": 2, -1: 3, "a.b": np.ones(1), "a": {"b": np.zeros(1)}, "": 4, "__metadata__": np.ones(2)},
+        "tied": [tied, {"again": tied}],
+    }
+
+
+def large_state() -> dict[str, Any]:
+    """Many small arrays under long names: a tree too large to stand in the root, and more than one block of elements."""
+    names = [f"a name that is long enough to make the tree large, number {number:06d}" for number in range(4000)]
+    state: dict[str, Any] = {name: np.full((2, number % 3), number, np.int32) for number, name in enumerate(names)}
+    state["blocks"] = np.arange(700_000, dtype=np.float32)
+    return state
+
+
+def filled(dtype_name: str, shape: tuple[int, ...]) -> Any:
+    """An array of the dtype whose bytes are 0, 1, 2, ... as far as its elements can hold them."""
+    dtype = np.dtype(getattr(ml_dtypes, dtype_name, dtype_name))
+    count = math.prod(shape)
+    if dtype_name in ("bool", "int2", "uint2", "int4", "uint4"):
+        return (np.arange(count) % 2).astype(dtype).reshape(shape)
+    return (np.arange(count * dtype.itemsize) % 127).astype(np.uint8).view(dtype).reshape(shape)

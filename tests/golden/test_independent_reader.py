@@ -1,0 +1,148 @@
+"""What ckptcore writes can be read from the description of its format alone, and what earlier versions wrote still loads."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import ckptcore
+from tests.golden.independent_reader import Leaf, NotCommitted, read_checkpoint
+from tests.golden.states import golden_state, large_state
+
+CHECKPOINTS = Path(__file__).parent / "checkpoints"
+VERSIONS = sorted(path.name for path in CHECKPOINTS.iterdir())
+
+
+def assert_same_tree(stored: Any, original: Any, path: str = "") -> None:
+    """Compare what the reader gives, with a `Leaf` for each leaf, with what was saved."""
+    if isinstance(original, dict):
+        assert type(stored) is (OrderedDict if isinstance(original, OrderedDict) else dict), path
+        assert list(stored) == list(original), path
+        for key, child in original.items():
+            assert_same_tree(stored[key], child, f"{path}/{key}")
+    elif hasattr(original, "_fields"):
+        assert_same_tree(stored, {f".{name}": value for name, value in original._asdict().items()}, path)
+    elif dataclasses.is_dataclass(original) and not isinstance(original, type):
+        names = [field.name for field in dataclasses.fields(original)]
+        assert_same_tree(stored, {f".{name}": getattr(original, name) for name in names}, path)
+    elif isinstance(original, list | tuple):
+        assert type(stored) is type(original), path
+        assert len(stored) == len(original), path
+        for number, child in enumerate(original):
+            assert_same_tree(stored[number], child, f"{path}/{number}")
+    else:
+        assert isinstance(stored, Leaf), path
+        assert_same_leaf(stored.content, original, path)
+
+
+def assert_same_leaf(content: Any, original: Any, path: str) -> None:
+    """Bit for bit, and of the same type."""
+    if isinstance(original, np.ndarray | np.generic):
+        expected = np.asarray(original)
+        assert content.dtype == expected.dtype, path
+        assert content.shape == expected.shape, path
+        assert content.tobytes() == expected.tobytes(), path
+    else:
+        assert type(content) is type(original), path
+        assert repr(content) == repr(original), path
+
+
+def assert_same_value(loaded: Any, original: Any, path: str = "") -> None:
+    """Compare what ckptcore loads without an abstract tree with what was saved."""
+    if hasattr(original, "_fields"):
+        original = original._asdict()
+    elif dataclasses.is_dataclass(original) and not isinstance(original, type):
+        original = {field.name: getattr(original, field.name) for field in dataclasses.fields(original)}
+    if isinstance(original, dict):
+        assert list(loaded) == list(original), path
+        for key, child in original.items():
+            assert_same_value(loaded[key], child, f"{path}/{key}")
+    elif isinstance(original, list | tuple):
+        assert type(loaded) is type(original), path
+        assert len(loaded) == len(original), path
+        for number, child in enumerate(original):
+            assert_same_value(loaded[number], child, f"{path}/{number}")
+    else:
+        assert_same_leaf(loaded, original, path)
+
+
+def test_the_reader_reads_one_of_everything(tmp_path: Path) -> None:
+    ckptcore.save(tmp_path / "golden", golden_state(), metadata={"note": "ä", "numbers": [1, 2.5, None]})
+    tree, custom = read_checkpoint(tmp_path / "golden")
+    assert_same_tree(tree, golden_state())
+    assert custom == {"note": "ä", "numbers": [1, 2.5, None]}
+
+
+def test_the_reader_reads_several_files(tmp_path: Path) -> None:
+    layout = ckptcore.SafetensorsLayout(max_file_bytes=1000)
+    ckptcore.save(tmp_path / "golden", golden_state(), layout=layout)
+    assert len(list((tmp_path / "golden").glob("*.safetensors"))) > 1
+    tree, _ = read_checkpoint(tmp_path / "golden")
+    assert_same_tree(tree, golden_state())
+
+
+def test_the_reader_reads_tables_that_are_objects_of_their_own(tmp_path: Path) -> None:
+    ckptcore.save(tmp_path / "large", large_state())
+    assert list((tmp_path / "large").glob("checkpoint.*.tree.json"))
+    tree, _ = read_checkpoint(tmp_path / "large")
+    assert_same_tree(tree, large_state())
+
+
+def test_the_reader_reads_one_leaf(tmp_path: Path) -> None:
+    ckptcore.save(tmp_path / "leaf", np.arange(3))
+    tree, _ = read_checkpoint(tmp_path / "leaf")
+    assert_same_tree(tree, np.arange(3))
+
+
+def test_a_claim_is_no_checkpoint_for_the_reader(tmp_path: Path) -> None:
+    from ckptcore.root import Claimed, encode_claim
+
+    (tmp_path / "checkpoint.json").write_bytes(encode_claim(Claimed("0123456789abcdef", "2024-01-01T00:00:00+00:00")))
+    with pytest.raises(NotCommitted):
+        read_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("position", [0, 40, 200, -60, -20, -2])
+def test_the_reader_refuses_a_damaged_root(tmp_path: Path, position: int) -> None:
+    ckptcore.save(tmp_path / "damaged", golden_state())
+    root = tmp_path / "damaged" / "checkpoint.json"
+    data = bytearray(root.read_bytes())
+    data[position] ^= 1
+    root.write_bytes(data)
+    with pytest.raises(ValueError, match="checksum|damaged"):
+        read_checkpoint(tmp_path / "damaged")
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_golden_checkpoints_load(version: str) -> None:
+    assert_same_value(ckptcore.load(CHECKPOINTS / version), golden_state())
+    assert ckptcore.verify(CHECKPOINTS / version).ok
+    assert ckptcore.metadata(CHECKPOINTS / version).custom == {"made for": "tests/golden"}
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_the_reader_reads_golden_checkpoints(version: str) -> None:
+    tree, custom = read_checkpoint(CHECKPOINTS / version)
+    assert_same_tree(tree, golden_state())
+    assert custom == {"made for": "tests/golden"}
+
+
+def test_there_is_a_golden_checkpoint_of_the_current_version() -> None:
+    from ckptcore.root import FORMAT_VERSION
+
+    assert f"version-{FORMAT_VERSION}" in VERSIONS
+
+
+def test_differences_are_noticed() -> None:
+    """The comparisons above can fail."""
+    leaf = Leaf("float", math.nan)
+    assert_same_tree({"x": leaf}, {"x": math.nan})
+    for other in ({"x": 0.0}, {"y": math.nan}, {"x": [math.nan]}, [math.nan], {"x": np.float64(math.nan)}):
+        with pytest.raises((AssertionError, AttributeError)):
+            assert_same_tree({"x": leaf}, other)
