@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Sharding, SingleDeviceSharding
 
@@ -33,8 +34,14 @@ from ckptcore_jax.placing import placed
 
 __all__ = ["JaxLeafHandler", "leaf_handler"]
 
-_SUB_BYTE: Final = frozenset({"int2", "int4", "uint2", "uint4", "float4_e2m1fn"})
+_PACKED: Final = frozenset(
+    np.dtype(getattr(jnp, name)) for name in ("int2", "int4", "uint2", "uint4", "float4_e2m1fn") if hasattr(jnp, name)
+)
 """Dtypes that JAX packs on the device and that NumPy gets unpacked: there is no view of them."""
+
+
+_LACKING: Final = frozenset({"float6_e2m3fn", "float6_e3m2fn", "int1", "uint1"})
+"""Dtypes that JAX names and cannot hold: XLA knows no float6, and takes int1 for bool in what it compiles."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +98,7 @@ class JaxLeafHandler:
         if not self.copy:
             return self.view_on_host(leaf, boxes)
         leaf = _plain(_alive(leaf))
-        if not placement_of(leaf.sharding, leaf.shape).on_cpu or leaf.dtype.name in _SUB_BYTE:
+        if not placement_of(leaf.sharding, leaf.shape).on_cpu or leaf.dtype in _PACKED:
             return self.view_on_host(leaf, boxes)
         return [memory.copy(pending.result()) for pending in self.view_on_host(leaf, boxes)]
 
@@ -103,14 +110,11 @@ class JaxLeafHandler:
         leaf = _plain(_alive(leaf))
         shape, sharding = leaf.shape, leaf.sharding
         placement = placement_of(sharding, shape)
-        if placement.on_cpu and leaf.dtype.name not in _SUB_BYTE:
+        if placement.on_cpu and leaf.dtype not in _PACKED:
             if placement.devices == 1:
                 view = np.asarray(leaf)
                 return [Ready(view if box.shape == shape else view[box.slices]) for box in boxes]
-            return [
-                Ready(np.asarray(leaf.addressable_data(position))[slices])
-                for position, slices in [_held(placement.boxes, box, leaf) for box in boxes]
-            ]
+            return [Ready(_view(leaf, placement.boxes, box)) for box in boxes]
         arriving = []
         for box in boxes:
             position, slices = _held(placement.boxes, box, leaf)
@@ -219,6 +223,11 @@ def _record_of(shape: tuple[int, ...], dtype: Any, sharding: Sharding | None, we
         dtype = np.dtype(np.uint32)
     elif not isinstance(dtype, np.dtype):
         raise UnsupportedLeafError(f"an array of the extended dtype {dtype} cannot be stored; save what it is made of")
+    elif dtype.name in _LACKING:
+        raise UnsupportedLeafError(
+            f"an array of {dtype} cannot be stored or loaded with JAX, which names this dtype and cannot hold it; "
+            "use int8 or float8, or a NumPy array"
+        )
     if weak_type:
         notes["weak_type"] = True
     cuts = None
@@ -245,6 +254,13 @@ def _alive(leaf: Any) -> Any:
             "save the array that the function returned, or save before the call"
         )
     return leaf
+
+
+def _view(leaf: Any, held: Mapping[Box, int], box: Box) -> HostArray:
+    if (position := held.get(box)) is not None:
+        return np.asarray(leaf.addressable_data(position))
+    position, slices = _held(held, box, leaf)
+    return np.asarray(leaf.addressable_data(position))[slices]
 
 
 def _held(held: Mapping[Box, int], box: Box, leaf: Any) -> tuple[int, tuple[slice, ...]]:

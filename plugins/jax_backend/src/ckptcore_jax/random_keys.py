@@ -8,7 +8,7 @@ from typing import Any, Final
 
 import jax
 import numpy as np
-from jax.sharding import Sharding
+from jax.sharding import Sharding, SingleDeviceSharding
 
 from ckptcore.errors import UnsupportedLeafError
 from ckptcore.model import ArrayRecord, Box, HostArray
@@ -71,10 +71,11 @@ def check(dtype: Any, stored: ArrayRecord) -> None:
 def built(dtype: Any, sharding: Sharding | None, boxes: Sequence[tuple[Box, HostArray]]) -> jax.Array:
     """Keys of this dtype with this sharding, from their data, whole."""
     ((box, data),) = boxes
-    keys: jax.Array = jax.random.wrap_key_data(
-        placed(box.shape, np.dtype(np.uint32), None, [(box, data)]), impl=_impl(dtype)
-    )
-    if sharding is not None:
+    # On one device the data has the sharding of the keys; otherwise the data has one axis more.
+    at_once = sharding if isinstance(sharding, SingleDeviceSharding) else None
+    placed_data = placed(box.shape, np.dtype(np.uint32), at_once, [(box, data)])
+    keys: jax.Array = jax.random.wrap_key_data(placed_data, impl=_impl(dtype))
+    if sharding is not at_once:
         keys = jax.device_put(keys, sharding)
     return keys
 

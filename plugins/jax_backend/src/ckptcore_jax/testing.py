@@ -1,0 +1,106 @@
+"""The samples by which ckptcore's matrix of frameworks, layouts and storages tests this plugin. Imports JAX."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any, Final
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from ckptcore.model import ArraySpec, HostArray
+from ckptcore.testing import DTYPE_NAMES, ContainerSample, FrameworkSample
+
+__all__ = ["SAMPLE", "SHARDED"]
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["first", "second"], meta_fields=["name"])
+@dataclasses.dataclass
+class _Registered:
+    first: Any
+    second: Any
+    name: str = "static"
+
+
+@jax.tree_util.register_pytree_node_class
+class _WithoutKeys:
+    def __init__(self, first: Any, second: Any) -> None:
+        self.children = (first, second)
+
+    def tree_flatten(self) -> tuple[Sequence[Any], None]:
+        return self.children, None
+
+    @classmethod
+    def tree_unflatten(cls, static: None, children: Sequence[Any]) -> _WithoutKeys:
+        return cls(*children)
+
+
+def _sharding(shape: tuple[int, ...]) -> NamedSharding:
+    """Over all devices along the first axis that they divide; the same on each where there is none."""
+    mesh = Mesh(np.array(jax.devices()), ("devices",))
+    spec: Any = PartitionSpec  # JAX leaves its constructor untyped
+    for axis, extent in enumerate(shape):
+        if extent % mesh.size == 0:
+            return NamedSharding(mesh, spec(*[None] * axis, "devices"))
+    return NamedSharding(mesh, spec())
+
+
+def _make_sharded(elements: HostArray) -> Any:
+    return jax.device_put(jnp.array(elements), _sharding(elements.shape))
+
+
+def _abstract(spec: ArraySpec, sharding: NamedSharding | None = None) -> Any:
+    make: Any = jax.ShapeDtypeStruct  # JAX leaves its constructor untyped
+    return make(spec.shape, spec.numpy_dtype, sharding=sharding)
+
+
+def _session() -> Any:
+    """With dtypes of 64 bits."""
+    import jax.experimental
+
+    place = vars(jax) if hasattr(jax, "enable_x64") else vars(jax.experimental)  # where earlier versions have it
+    return place["enable_x64"](True)
+
+
+_LACKING: Final = ("float6_e2m3fn", "float6_e3m2fn", "int1", "uint1")
+"""Dtypes that JAX names and cannot hold; refused."""
+
+_DTYPES: Final = tuple([name for name in DTYPE_NAMES if hasattr(jnp, name) and name not in _LACKING])
+_PARTIAL: Final[Any] = jax.tree_util.Partial
+
+SAMPLE: Final = FrameworkSample(
+    name="jax",
+    dtypes=_DTYPES,
+    make=jnp.array,
+    abstract=_abstract,
+    elements=np.asarray,
+    array_type=jax.Array,
+    fills=False,
+    containers=(
+        ContainerSample("dataclass", lambda two: _Registered(*two), lambda made: [made.first, made.second]),
+        ContainerSample("without keys", lambda two: _WithoutKeys(*two), lambda made: list(made.children)),
+        ContainerSample(
+            "Partial",
+            lambda two: _PARTIAL(max, two[0], second=two[1]),
+            lambda made: [*made.args, *made.keywords.values()],
+        ),
+    ),
+    session=_session,
+)
+"""Arrays on the default device, and registered containers."""
+
+SHARDED: Final = FrameworkSample(
+    name="jax-sharded",
+    dtypes=_DTYPES,
+    make=_make_sharded,
+    abstract=lambda spec: _abstract(spec, _sharding(spec.shape)),
+    elements=np.asarray,
+    array_type=jax.Array,
+    fills=False,
+    session=_session,
+)
+"""Arrays over all devices there are."""

@@ -1,0 +1,46 @@
+"""The plugin as it is installed."""
+
+import jax
+import numpy as np
+import pytest
+
+from ckptcore.model import ArraySpec
+from ckptcore.testing import PluginTests, SaveLoadMatrixTests, bit_patterns, installed_samples
+
+
+class TestPlugin(PluginTests):
+    entry_point = "jax"
+
+
+class TestMatrix(SaveLoadMatrixTests):
+    """The matrix once more where JAX has several devices, with arrays that are sharded over them."""
+
+    def frameworks(self):
+        return {
+            name: sample for name, sample in installed_samples().frameworks.items() if name in ("numpy", "jax-sharded")
+        }
+
+    def storages(self):
+        return {"memory": installed_samples().storages["memory"]}  # the other storages see no framework
+
+
+def test_the_sample_is_sharded():
+    sample = installed_samples().frameworks["jax-sharded"]
+    assert len(sample.make(bit_patterns(ArraySpec((16, 2), "float32"))).sharding.device_set) == len(jax.devices()) > 1
+
+
+def test_the_package_has_its_names_and_no_others():
+    import ckptcore_jax
+
+    for name in ckptcore_jax.__all__:
+        assert getattr(ckptcore_jax, name).__name__ == name
+    with pytest.raises(AttributeError, match="nonsense"):
+        ckptcore_jax.nonsense  # noqa: B018  # looking it up is the test
+
+
+def test_numpy_is_still_numpys():
+    from ckptcore_jax.plugin import ckpt_container_handler, ckpt_leaf_handler
+
+    for leaf in (np.zeros(2), np.float32(1), 1.5, "text"):
+        assert ckpt_leaf_handler(type(leaf), leaf) is None
+        assert ckpt_container_handler(type(leaf), leaf) is None
