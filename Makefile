@@ -47,7 +47,7 @@ check: $(STAMP)  ## lint, format, types, import order and documentation
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy $(TYPED)
-	for plugin in $(PLUGINS); do $(BIN)/mypy $$plugin/src; done
+	for plugin in $(PLUGINS); do MYPYPATH=$$plugin/src $(BIN)/mypy $$plugin/src; done
 	$(BIN)/lint-imports
 	$(MAKE) docs
 
