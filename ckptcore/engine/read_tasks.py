@@ -11,18 +11,12 @@ from typing import Final
 import numpy as np
 
 from ckptcore.engine.elements import bytes_of, is_little, little_dtype
+from ckptcore.engine.sizes import Sizes
 from ckptcore.engine.tiles import Extent, c_strides, flat_boxes, intersect, run_axis, runs, spans
 from ckptcore.errors import CorruptCheckpointError
 from ckptcore.model import Box, HostArray, TileRead
 
 __all__ = ["BoxTaker", "ObjectShape", "ReadPart", "ReadTask", "RunTaker", "Taker", "plan_object"]
-
-_TASK_BYTES: Final = 4 << 20
-"""The least bytes, where there are so many, that a thread reads before it looks for other work."""
-
-_DIRECT_BYTES: Final = 64 << 10
-"""From here on bytes that need no verification are read straight into their array."""
-
 
 _SMALL_BYTES: Final = 16 << 10
 """Up to here an array is filled element by element; beyond NumPy would keep the interpreter lock for some dtypes."""
@@ -38,6 +32,7 @@ class ObjectShape:
         step: bytes that are only read together, from multiples of it on: a block where it is verified, else 1.
         part_bytes: the most bytes that one part of a task has; a multiple of `step`.
         gap_bytes: bytes that are cheaper read in vain than left out.
+        sizes: how much is moved at a time.
     """
 
     key: str
@@ -45,6 +40,12 @@ class ObjectShape:
     step: int
     part_bytes: int
     gap_bytes: int
+    sizes: Sizes
+
+    @property
+    def grid(self) -> int:
+        """What every position where a part may be cut is a multiple of, but for ends of what is wanted."""
+        return self.step if self.step > 1 else self.part_bytes
 
     def below(self, position: int) -> int:
         """The last position up to this one where a step begins."""
@@ -76,17 +77,17 @@ class RunTaker:
         shift = max(self._place, 0) - self.start
         return self._memory[start + shift : stop + shift]
 
-    def take(self, window: memoryview, base: int) -> int:
-        """Take what it wants of bytes of the object, the first of which is number `base`; returns how many it took."""
-        start = self.start
-        stop = self.stop
-        if self._place < 0 and stop - start <= _SMALL_BYTES and base <= start and stop <= base + len(window):
+    def take(self, window: memoryview, base: int, start: int, stop: int) -> int:
+        """Take what it wants of bytes `start` to `stop` of the object; returns how many it took.
+
+        `window` holds them; its first byte is number `base` of the object.
+        """
+        start = max(start, self.start)
+        stop = min(stop, self.stop)
+        if self._place < 0 and stop - start <= _SMALL_BYTES and stop - start == self.stop - self.start:
             array = self._array
             array[...] = np.ndarray(array.shape, array.dtype, window, start - base)
             return stop - start
-        start, stop = max(start, base), min(stop, base + len(window))
-        if start >= stop:
-            return 0
         destination = np.frombuffer(self.memory(start, stop), np.uint8)
         destination[...] = np.frombuffer(window, np.uint8, stop - start, start - base)
         return stop - start
@@ -145,21 +146,24 @@ class BoxTaker:
         for start, stop in spans(self._shape, self._extent, most_gap // size):
             yield self._offset + start * size, self._offset + stop * size
 
-    def take(self, window: memoryview, base: int) -> int:
-        """Take what it wants of bytes of the object, the first of which is number `base`; returns how many it took."""
+    def take(self, window: memoryview, base: int, start: int, stop: int) -> int:
+        """Take what it wants of bytes `start` to `stop` of the object; returns how many it took.
+
+        `window` holds them; its first byte is number `base` of the object.
+        """
         size = self._itemsize
-        first = max(self.start, base) - self._offset
-        last = min(self.stop, base + len(window)) - self._offset
+        first = max(self.start, start) - self._offset
+        last = min(self.stop, stop) - self._offset
         taken = 0
         for box in flat_boxes(self._shape, first // size, last // size):
             if (common := intersect(box, self._extent)) is None:
                 continue
-            start, stop = common
-            shape = tuple(map(int.__sub__, stop, start))
-            position = self._offset + sum(map(int.__mul__, start, self._strides)) - base
+            low, high = common
+            shape = tuple(map(int.__sub__, high, low))
+            position = self._offset + sum(map(int.__mul__, low, self._strides)) - base
             source = np.ndarray(shape, self._array.dtype, window, position, self._strides)
             origin = self._origin
-            place = tuple(map(slice, map(int.__sub__, start, origin), map(int.__sub__, stop, origin)))
+            place = tuple(map(slice, map(int.__sub__, low, origin), map(int.__sub__, high, origin)))
             np.copyto(self._array[place], source)
             taken += source.nbytes
         return taken
@@ -173,12 +177,12 @@ class ReadPart:
 
     Attributes:
         memory: where to read them, in the array that wants them; None: into memory of the reader, for the takers.
-        takers: the arrays that want some of them.
+        takers: the arrays that want some of them, and which bytes of the object each is to take.
     """
 
     __slots__ = ("memory", "start", "stop", "takers")
 
-    def __init__(self, start: int, stop: int, memory: memoryview | None, takers: list[Taker]) -> None:
+    def __init__(self, start: int, stop: int, memory: memoryview | None, takers: list[tuple[Taker, int, int]]) -> None:
         self.start = start
         self.stop = stop
         self.memory = memory
@@ -207,7 +211,7 @@ class ReadTask:
                 self.requests[-1].append(part)
             else:
                 self.requests.append([part])
-        self.numbers: Iterable[int] = {taker.number for part in parts for taker in part.takers}
+        self.numbers: Iterable[int] = {taker.number for part in parts for taker, _, _ in part.takers}
 
 
 def plan_object(shape: ObjectShape, reads: Sequence[TileRead]) -> list[ReadTask]:
@@ -225,9 +229,9 @@ def plan_object(shape: ObjectShape, reads: Sequence[TileRead]) -> list[ReadTask]
                     shape.above(taker.start),
                     shape.below(taker.stop) if taker.stop < shape.size else shape.size,
                 )
-                if stop > start and (shape.step > 1 or stop - start >= _DIRECT_BYTES):
+                if stop > start and (shape.step > 1 or stop - start >= shape.sizes.direct):
                     for begin, end in _cut(start, stop, shape.part_bytes):
-                        parts.append(ReadPart(begin, end, taker.memory(begin, end), [taker]))
+                        parts.append(ReadPart(begin, end, taker.memory(begin, end), [(taker, begin, end)]))
                     if taker.start < start:
                         ranges.append((shape.below(taker.start), start, taker))
                     if stop < taker.stop:
@@ -237,14 +241,15 @@ def plan_object(shape: ObjectShape, reads: Sequence[TileRead]) -> list[ReadTask]
             else:
                 for start, stop in taker.spans(shape.gap_bytes):
                     ranges.append((shape.below(start), shape.above(stop), taker))
-    parts.extend(_windows(shape, ranges))
+    parts.sort(key=lambda part: part.start)
+    parts.extend(_windows(shape, ranges, [part.start for part in parts]))
     parts.sort(key=lambda part: part.start)
     return _tasks(shape, parts)
 
 
 def _tasks(shape: ObjectShape, parts: Sequence[ReadPart]) -> list[ReadTask]:
     tasks: list[ReadTask] = []
-    most = max(_TASK_BYTES, shape.part_bytes)
+    most = max(shape.sizes.task, shape.part_bytes)
     group: list[ReadPart] = []
     for part in parts:
         if group and (group[-1].stop != part.start or part.stop - group[0].start > most):
@@ -264,13 +269,21 @@ def _cut(start: int, stop: int, most: int) -> Iterator[tuple[int, int]]:
         start = end
 
 
-def _windows(shape: ObjectShape, ranges: list[tuple[int, int, Taker]]) -> list[ReadPart]:
-    """Parts that together hold all ranges, without overlap, each with its takers."""
+def _windows(shape: ObjectShape, ranges: list[tuple[int, int, Taker]], direct: Sequence[int]) -> list[ReadPart]:
+    """Parts that together hold all ranges, without overlap, each with its takers.
+
+    Args:
+        shape: of the object.
+        ranges: which bytes are wanted for whom; sorted here.
+        direct: where parts begin that are read straight into arrays, sorted: no gap is closed across one.
+    """
     ranges.sort(key=lambda entry: entry[0])
     merged: list[tuple[int, int]] = []
     for start, stop, _ in ranges:
-        if merged and start - merged[-1][1] <= shape.gap_bytes:
-            merged[-1] = (merged[-1][0], max(merged[-1][1], stop))
+        before = merged[-1][1] if merged else -1
+        near = 0 <= before and start <= before + shape.gap_bytes
+        if near and (start <= before or bisect.bisect_left(direct, before) == bisect.bisect_left(direct, start)):
+            merged[-1] = (merged[-1][0], max(before, stop))
         else:
             merged.append((start, stop))
     windows = [
@@ -280,9 +293,13 @@ def _windows(shape: ObjectShape, ranges: list[tuple[int, int, Taker]]) -> list[R
     for start, stop, taker in ranges:
         place = bisect.bisect_right(starts, start) - 1
         while place < len(windows) and starts[place] < stop:
-            takers = windows[place].takers
-            if not (takers and takers[-1] is taker):
-                takers.append(taker)
+            window = windows[place]
+            low, high = max(start, window.start), min(stop, window.stop)
+            takers = window.takers
+            if takers and takers[-1][0] is taker and isinstance(taker, BoxTaker):
+                takers[-1] = (taker, takers[-1][1], max(takers[-1][2], high))
+            else:
+                takers.append((taker, low, high))
             place += 1
     return windows
 
@@ -334,12 +351,12 @@ def _part_takers(
     lengths = tuple(map(int.__sub__, extent[1], extent[0]))
     run_bytes = prod(lengths[axis:]) * itemsize
     little = is_little(array.dtype)
-    if little and (prod(lengths[:axis]) == 1 or run_bytes >= max(_TASK_BYTES, 4 * shape.step)):
+    if little and (prod(lengths[:axis]) == 1 or run_bytes >= shape.sizes.run):
         places = runs(array.shape, inside, axis)
         for (_, flat), (_, place) in zip(runs(tile_shape, extent, axis), places, strict=True):
             start = read.offset + flat * itemsize
             yield RunTaker(number, start, start + run_bytes, array, place * itemsize)
-    elif read.offset % itemsize == 0 and (shape.step == 1 or shape.step % itemsize == 0):
+    elif read.offset % itemsize == 0 and shape.grid % itemsize == 0:
         yield BoxTaker(number, read.offset, tile_shape, extent, array.view(little_dtype(array.dtype)), origin)
     else:
         # Elements lie across the ends of what is read: take them apart into bytes, an axis of their own.

@@ -6,23 +6,17 @@ import queue
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Final
 
 from ckptcore.engine.checksums import RecordedChecksums
 from ckptcore.engine.pages import map_pages
 from ckptcore.engine.read_tasks import ObjectShape, ReadPart, ReadTask, group_reads, plan_object
+from ckptcore.engine.sizes import SIZES, Sizes
 from ckptcore.engine.threads import IOThreads
 from ckptcore.errors import CorruptCheckpointError
-from ckptcore.model import BLOCK_BYTES, ObjectRecord, TileRead
+from ckptcore.model import ObjectRecord, TileRead
 from ckptcore.protocols import StorageAddress, StorageBackend
 
 __all__ = ["ObjectReader"]
-
-_SMALL_BYTES: Final = 1 << 20
-"""Less than this is read by the calling thread alone."""
-
-_PART_BYTES: Final = 4 << 20
-"""Bytes that are asked for at once where nothing is verified; verified blocks are read one by one, to stay in cache."""
 
 
 class ObjectReader:
@@ -41,7 +35,7 @@ class ObjectReader:
         *,
         verify: bool = True,
         progress: Callable[[int], None] | None = None,
-        block_bytes: int = BLOCK_BYTES,
+        sizes: Sizes = SIZES,
     ) -> None:
         """Read from `storage`.
 
@@ -52,14 +46,14 @@ class ObjectReader:
             threads: what reads tiles, together with the calling thread.
             verify: whether checksums are compared.
             progress: called with a number of bytes each time that many more are in their arrays, from any thread.
-            block_bytes: bytes that one checksum covers.
+            sizes: how much is moved at a time.
         """
         self._storage = storage
         self._objects = objects
         self._threads = threads
         self._verify = verify
         self._progress = progress
-        self._block_bytes = block_bytes
+        self._sizes = sizes
         self._counting = threading.Lock()
         self.bytes_read = 0
         self.requests = 0
@@ -86,7 +80,7 @@ class ObjectReader:
         record = self._objects.get(key)
         if record is None or not self._verify or not record.checksums:
             return None
-        return RecordedChecksums(record, block_bytes=self._block_bytes)
+        return RecordedChecksums(record, block_bytes=self._sizes.block)
 
     def get(self, key: str, start: int = 0, stop: int | None = None) -> bytes:
         """Bytes `start` to `stop` of an object; fewer where it ends before.
@@ -102,8 +96,8 @@ class ObjectReader:
         stop = size if stop is None else min(stop, size)
         if start >= stop:
             return b""
-        begin = start // self._block_bytes * self._block_bytes
-        end = min(-(-stop // self._block_bytes) * self._block_bytes, size)
+        begin = start // self._sizes.block * self._sizes.block
+        end = min(-(-stop // self._sizes.block) * self._sizes.block, size)
         data = self._storage.get(key, begin, end)
         if len(data) != end - begin:
             raise CorruptCheckpointError(
@@ -141,7 +135,7 @@ class ObjectReader:
             return
         reading = _Reading(self, self._storage, tasks, sums, waiting, self._progress)
         nbytes = sum([task.nbytes for task in tasks])
-        helpers = min(self._threads.count, len(tasks)) - 1 if nbytes >= _SMALL_BYTES else 0
+        helpers = min(self._threads.count, len(tasks)) - 1 if nbytes >= self._sizes.inline else 0
         crew = self._threads.start(reading.work, helpers)
         try:
             yield from reading.results(len(waiting) - len(complete))
@@ -152,12 +146,13 @@ class ObjectReader:
     def _shape(self, key: str, verified: bool) -> ObjectShape:
         request = self._storage.request_bytes
         if verified:
-            step = self._block_bytes
+            # Blocks that are hashed right after they are read are still in cache.
+            step = self._sizes.block
             part = max(step, request // step * step)
         else:
             step = 1
-            part = max(_PART_BYTES, request)
-        return ObjectShape(key, self.size(key), step, part, request // 16)
+            part = max(self._sizes.task, request)
+        return ObjectShape(key, self.size(key), step, part, request // 16, self._sizes)
 
     def count(self, nbytes: int) -> None:
         """Count a range of bytes that was read."""
@@ -259,8 +254,8 @@ class _Reading:
             if part.memory is not None:
                 taken += len(memory)
             else:
-                for taker in part.takers:
-                    taken += taker.take(memory, start)
+                for taker, low, high in part.takers:
+                    taken += taker.take(memory, start, low, high)
         if self._progress is not None:
             self._progress(taken)
 

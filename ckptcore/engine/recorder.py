@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from typing import Final
 
 from ckptcore.engine.checksums import BlockChecksums
 from ckptcore.engine.pages import map_pages
-from ckptcore.engine.segments import TASK_BYTES, ObjectSegments, WriteTask, join_segments
+from ckptcore.engine.segments import ObjectSegments, WriteTask, join_segments
+from ckptcore.engine.sizes import SIZES, Sizes
 from ckptcore.engine.threads import IOThreads
-from ckptcore.model import BLOCK_BYTES, ArraySegment, ObjectRecord, Segment
+from ckptcore.model import ArraySegment, ObjectRecord, Segment
 from ckptcore.protocols import Buffer, ObjectWriter, StorageAddress, StorageBackend
 
 __all__ = ["ObjectRecorder"]
-
-_SMALL_BYTES: Final = 1 << 20
-"""Objects below are written in one piece by the calling thread."""
 
 
 class ObjectRecorder:
@@ -29,7 +26,7 @@ class ObjectRecorder:
         *,
         checksums: bool = True,
         progress: Callable[[int], None] | None = None,
-        block_bytes: int = BLOCK_BYTES,
+        sizes: Sizes = SIZES,
     ) -> None:
         """Write to `storage`.
 
@@ -38,13 +35,13 @@ class ObjectRecorder:
             threads: what writes large objects, together with the calling thread.
             checksums: whether checksums are kept.
             progress: called with a number of bytes each time that many more are written, from any thread.
-            block_bytes: bytes that one checksum covers.
+            sizes: how much is moved at a time.
         """
         self._storage = storage
         self._threads = threads
         self._checksums = checksums
         self._progress = progress
-        self._block_bytes = block_bytes
+        self._sizes = sizes
         self._records: dict[str, ObjectRecord] = {}
         self._bounce: list[memoryview] = []
 
@@ -66,7 +63,7 @@ class ObjectRecorder:
     def _record(self, key: str, data: bytes) -> None:
         checksums = b""
         if self._checksums:
-            sums = BlockChecksums(len(data), block_bytes=self._block_bytes)
+            sums = BlockChecksums(len(data), block_bytes=self._sizes.block)
             sums.add(0, data)
             checksums = sums.encode()
         self._records[key] = ObjectRecord(key, len(data), checksums)
@@ -83,12 +80,12 @@ class ObjectRecorder:
             PluginError: if the arrays of a segment do not make up its box.
             StorageError: the first error of a thread; the object is given up.
         """
-        sizes = [segment.nbytes for segment in segments]
-        size = sum(sizes)
-        if size < _SMALL_BYTES:
+        segment_sizes = [segment.nbytes for segment in segments]
+        size = sum(segment_sizes)
+        if size < self._sizes.inline or not size:
             self._write_small(key, segments)
         else:
-            self._write_large(key, segments, sizes, size)
+            self._write_large(key, segments, segment_sizes, size)
 
     def _write_small(self, key: str, segments: Sequence[Segment]) -> None:
         closers = [segment.close for segment in segments if isinstance(segment, ArraySegment)]
@@ -108,12 +105,13 @@ class ObjectRecorder:
         _close_all(closers)
         self._record(key, data)
 
-    def _write_large(self, key: str, segments: Sequence[Segment], sizes: Sequence[int], size: int) -> None:
-        sums = BlockChecksums(size, block_bytes=self._block_bytes) if self._checksums else None
-        writing = _LargeWrite(ObjectSegments(segments, sizes, self._block_bytes), sums, self._bounce, self._progress)
+    def _write_large(self, key: str, segments: Sequence[Segment], segment_sizes: Sequence[int], size: int) -> None:
+        sums = BlockChecksums(size, block_bytes=self._sizes.block) if self._checksums else None
+        opened = ObjectSegments(segments, segment_sizes, self._sizes)
+        writing = _LargeWrite(opened, sums, self._bounce, self._sizes.task, self._progress)
         try:
             writing.writer = self._storage.open_writer(key, size)
-            self._threads.run(writing.work, -(-size // TASK_BYTES))
+            self._threads.run(writing.work, -(-size // self._sizes.task))
             if writing.error is not None:
                 raise writing.error
             writing.writer.finish()
@@ -134,6 +132,7 @@ class _LargeWrite:
         segments: ObjectSegments,
         sums: BlockChecksums | None,
         bounce: list[memoryview],
+        task_bytes: int,
         progress: Callable[[int], None] | None,
     ) -> None:
         self.segments = segments
@@ -141,6 +140,7 @@ class _LargeWrite:
         self.error: BaseException | None = None
         self._sums = sums
         self._bounce = bounce
+        self._task_bytes = task_bytes
         self._progress = progress
         self._taking = threading.Lock()
         self._counting = threading.Lock()
@@ -188,7 +188,7 @@ class _LargeWrite:
         try:
             return self._bounce.pop()
         except IndexError:
-            return map_pages(TASK_BYTES).memory()
+            return map_pages(self._task_bytes).memory()
 
     def _write(self, start: int, data: Buffer) -> None:
         assert self.writer is not None  # opened before threads begin

@@ -9,14 +9,12 @@ from typing import Final
 import numpy as np
 
 from ckptcore.engine.elements import bytes_of, is_little, little_dtype, plain
+from ckptcore.engine.sizes import Sizes
 from ckptcore.engine.tiles import Extent, c_strides, flat_boxes, intersect, run_axis
 from ckptcore.errors import PluginError
 from ckptcore.model import ArraySegment, Box, BytesSegment, HostArray, Segment
 
-__all__ = ["TASK_BYTES", "ObjectSegments", "WriteTask", "join_segments"]
-
-TASK_BYTES: Final = 4 << 20
-"""The most bytes that one task writes; tasks begin at multiples of it or of a block."""
+__all__ = ["ObjectSegments", "WriteTask", "join_segments"]
 
 _SMALL_BYTES: Final = 16 << 10
 """Up to here copying the bytes of an array costs less than keeping track of it."""
@@ -66,12 +64,12 @@ class ObjectSegments:
     Each `ArraySegment` is opened once and closed exactly once, the ones that were never opened by `close_rest`.
     """
 
-    def __init__(self, segments: Sequence[Segment], sizes: Sequence[int], block_bytes: int) -> None:
+    def __init__(self, segments: Sequence[Segment], segment_sizes: Sequence[int], sizes: Sizes) -> None:
         self._segments = segments
-        self._sizes = sizes
-        self._size = sum(sizes)
-        self._block_bytes = block_bytes
-        self._task_bytes = max(TASK_BYTES // block_bytes, 1) * block_bytes
+        self._sizes = segment_sizes
+        self._size = sum(segment_sizes)
+        self._block_bytes = sizes.block
+        self._task_bytes = sizes.task
         self._opened = 0
         self._outstanding: dict[int, int] = {}
         self._position = 0

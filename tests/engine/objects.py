@@ -1,0 +1,130 @@
+"""Arrays of every memory layout as segments of an object, and tiles that read them back."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import numpy as np
+from hypothesis import strategies as st
+
+from ckptcore.engine.elements import plain
+from ckptcore.engine.sizes import Sizes
+from ckptcore.model import ArraySegment, Box, BytesSegment, HostArray, Segment, TileRead
+from ckptcore.testing.strategies import arrays, boxes, partitions
+
+TINY = Sizes(block=64, task=256, inline=0, direct=48, run=128)
+"""Sizes that make arrays of a few hundred bytes go through every path of large ones."""
+
+
+class Opened:
+    """Counts how often each segment was opened and closed.
+
+    Attributes:
+        opened, closed: numbers of segments, in order.
+    """
+
+    def __init__(self) -> None:
+        self.opened: list[int] = []
+        self.closed: list[int] = []
+
+    def segment(self, number: int, box: Box, parts: Sequence[tuple[Box, HostArray]]) -> ArraySegment:
+        """A segment made of these arrays."""
+
+        def open_parts() -> Sequence[tuple[Box, HostArray]]:
+            self.opened.append(number)
+            return parts
+
+        return ArraySegment(box, parts[0][1].itemsize, open_parts, lambda: self.closed.append(number))
+
+
+def stored_bytes(array: HostArray) -> bytes:
+    """The elements as an object holds them, by another way than the engine's."""
+    if array.dtype.itemsize == 1 or array.dtype.kind in "VS":
+        return np.ascontiguousarray(array).tobytes()
+    return np.ascontiguousarray(array).astype(array.dtype.newbyteorder("<")).tobytes()
+
+
+@st.composite
+def held(draw: st.DrawFn, array: HostArray) -> HostArray:
+    """The same elements in other memory: strided, reversed, transposed, read-only or big endian."""
+    kind = draw(st.sampled_from(["same", "strided", "reversed", "fortran", "read-only", "big endian", "offset"]))
+    if kind == "strided" and array.ndim:
+        wide = np.zeros((*array.shape[:-1], array.shape[-1] * 2), array.dtype)
+        wide[..., ::2] = array
+        return wide[..., ::2]
+    if kind == "reversed" and array.ndim:
+        return np.ascontiguousarray(array[::-1])[::-1]
+    if kind == "fortran" and array.ndim:
+        return np.asfortranarray(array)
+    if kind == "read-only":
+        array = array.copy()
+        array.flags.writeable = False
+    elif kind == "big endian" and array.dtype.kind in "iufcmMU":
+        return array.astype(array.dtype.newbyteorder(">"))
+    elif kind == "offset":
+        memory = bytearray(array.nbytes + 1)
+        moved: HostArray = np.ndarray(array.shape, array.dtype, memory, 1)
+        plain(moved)[...] = plain(array)
+        return moved
+    return array
+
+
+@st.composite
+def stored(draw: st.DrawFn) -> tuple[list[HostArray], list[Segment], list[int], Opened]:
+    """Some arrays, the segments of an object that has them, where each begins in it, and who was opened."""
+    sources = draw(st.lists(arrays(), min_size=1, max_size=6))
+    if draw(st.booleans()):
+        # One that spans many blocks.
+        shape = draw(st.sampled_from([(700,), (9, 50), (3, 7, 20), (2, 300)]))
+        dtype = draw(st.sampled_from(["uint8", "int16", "float32", "complex128", "S5"]))
+        sources.insert(draw(st.integers(0, len(sources))), _counted(shape, dtype))
+    opened = Opened()
+    segments: list[Segment] = []
+    offsets = []
+    position = 0
+    for number, source in enumerate(sources):
+        padding = draw(st.sampled_from([0, 0, 1, 8, 63, 64, 100]))
+        if padding:
+            segments.append(BytesSegment(b"\xee" * padding))
+            position += padding
+        whole = Box.whole(source.shape)
+        parts = [
+            (box, draw(held(np.ascontiguousarray(source[box.slices]).reshape(box.shape))))
+            for box in draw(partitions(source.shape))
+        ]
+        segments.append(opened.segment(number, whole, parts))
+        offsets.append(position)
+        position += source.nbytes
+    return sources, segments, offsets, opened
+
+
+def _counted(shape: tuple[int, ...], dtype: str) -> HostArray:
+    random = np.random.default_rng(len(shape))
+    size = int(np.prod(shape)) * np.dtype(dtype).itemsize
+    return random.integers(1, 256, size, np.uint8).view(dtype).reshape(shape)
+
+
+@st.composite
+def tiles(
+    draw: st.DrawFn, key: str, sources: Sequence[HostArray], offsets: Sequence[int]
+) -> tuple[list[TileRead], list[tuple[HostArray, HostArray]]]:
+    """Reads of some boxes of stored arrays: by one tile or several; and (array to fill, what it must hold) by number."""
+    reads: list[TileRead] = []
+    targets: list[tuple[HostArray, HostArray]] = []
+    for source, offset in zip(sources, offsets, strict=True):
+        wanted: list[tuple[int, Box, HostArray]] = []
+        for box in draw(st.lists(boxes(source.shape, allow_empty=True) | st.just(Box.whole(source.shape)), max_size=4)):
+            array = np.full(box.size * source.itemsize, 0xEE, np.uint8).view(source.dtype).reshape(box.shape)
+            wanted.append((len(targets), box, array))
+            targets.append((array, source[box.slices]))
+        if source.ndim and source.shape[0] > 1 and draw(st.booleans()):
+            # The same bytes as several tiles: rows that lie one after the other.
+            rows = sorted({0, source.shape[0], *draw(st.lists(st.integers(0, source.shape[0]), max_size=3))})
+            for start, stop in itertools.pairwise(rows):
+                tile = Box((start, *(0,) * (source.ndim - 1)), (stop, *source.shape[1:]))
+                row_bytes = source.nbytes // source.shape[0]
+                reads.append(TileRead(key, offset + start * row_bytes, tile, source.itemsize, tuple(wanted)))
+        elif wanted:
+            reads.append(TileRead(key, offset, Box.whole(source.shape), source.itemsize, tuple(wanted)))
+    return draw(st.permutations(reads)), targets
