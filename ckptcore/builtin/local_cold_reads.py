@@ -22,7 +22,8 @@ import numpy.typing as npt
 
 __all__ = ["ColdReader", "open_cold_reader"]
 
-_PAGE_BYTES: Final = 4096  # what O_DIRECT wants of addresses, offsets and lengths on the disks of today
+_PAGE_BYTES: Final = 4096  # what every disk takes as alignment of addresses, offsets and lengths
+_SECTOR_BYTES: Final = 512
 _WINDOW_BYTES: Final = 8 << 20
 _BOUNCE_BYTES: Final = 4 << 20
 _GUESS_SECONDS: Final = 1.0  # how long a guess about a window is believed
@@ -68,6 +69,7 @@ class ColdReader:
         self._size = size
         self._guesses: dict[int, tuple[bool, float]] = {}
         self._usable = True
+        self._address_bytes = 4
 
     def __del__(self) -> None:
         os.close(self._probe)
@@ -107,8 +109,10 @@ class ColdReader:
         Raises:
             OSError
         """
-        if len(buffers) == 1 and _is_aligned(offset, buffers[0]):
-            return max(0, self._read(buffers[0], offset))
+        if len(buffers) == 1 and (offset | len(buffers[0])) % _PAGE_BYTES == 0:
+            done = self._read_in_place(offset, buffers[0])
+            if done >= 0:
+                return done
         bounce = _bounce()
         whole = np.frombuffer(bounce, np.uint8)
         done = 0
@@ -128,6 +132,20 @@ class ColdReader:
             skip = 0
         return done
 
+    def _read_in_place(self, offset: int, buffer: memoryview) -> int:
+        """Read straight into a buffer; -1 if the disk does not take its address."""
+        address: int = np.frombuffer(buffer, np.uint8).__array_interface__["data"][0]
+        if address % self._address_bytes:
+            return -1
+        try:
+            return os.preadv(self._direct, [buffer], offset)
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+        # What a disk wants of addresses is found out: 4 bytes for NVMe, 512 for others, a page to be safe.
+        self._address_bytes = _SECTOR_BYTES if address % _SECTOR_BYTES else _PAGE_BYTES
+        return -1
+
     def _read(self, target: memoryview, offset: int) -> int:
         try:
             return os.preadv(self._direct, [target], offset)
@@ -136,13 +154,6 @@ class ColdReader:
                 raise
             self._usable = False
             return -1
-
-
-def _is_aligned(offset: int, buffer: memoryview) -> bool:
-    if (offset | len(buffer)) % _PAGE_BYTES:
-        return False
-    address: int = np.frombuffer(buffer, np.uint8).__array_interface__["data"][0]
-    return address % _PAGE_BYTES == 0
 
 
 def _bounce() -> memoryview:
