@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import sys
@@ -14,12 +15,19 @@ from rich.text import Text
 __all__ = ["error_line", "json_number", "print_document", "print_line", "printable"]
 
 
+class _Output(Console):
+    """Lets it be seen that the reader of a pipe has gone; rich would end the program, with the exit code 1."""
+
+    def on_broken_pipe(self) -> None:
+        raise BrokenPipeError(errno.EPIPE, "the reader of the output has gone")
+
+
 def print_line(*parts: str | tuple[str, str]) -> None:
     """Print a line to stdout: plain parts, and parts with a style where that is a terminal.
 
     Nothing is read as markup, wrapped or cut: a line in a pipe is a line.
     """
-    console = Console(file=sys.stdout, highlight=False, markup=False, emoji=False)
+    console = _Output(file=sys.stdout, highlight=False, markup=False, emoji=False)
     console.print(Text.assemble(*parts), soft_wrap=True)
 
 

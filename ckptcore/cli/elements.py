@@ -86,10 +86,9 @@ def _step(a: HostArray, b: HostArray, tolerance: Tolerance) -> Distance:
         return Distance(int(differs.sum()), None) if differs.any() else SAME
     apart = _apart(numbers_a, numbers_b)
     if a.dtype != b.dtype or not exact:
-        size = np.abs(numbers_b).astype(np.float64)
-        with np.errstate(invalid="ignore"):  # inf * 0 where the tolerance is absolute only
-            allowed = tolerance.absolute + (tolerance.relative * size if tolerance.relative else 0.0)
-        differs = ~(apart <= allowed)
+        with np.errstate(invalid="ignore"):
+            near = apart <= tolerance.absolute + tolerance.relative * np.abs(numbers_b).astype(np.float64)
+        differs = (apart != 0) & ~(near & np.isfinite(apart))
     if not differs.any():
         return SAME
     largest = float(apart.max())  # nan if one is

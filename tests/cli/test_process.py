@@ -1,0 +1,203 @@
+"""The command as a program: what it imports, where its output goes, what its exit code is."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import ckptcore
+from ckptcore.cli.exits import EXIT_CODE_HELP, ExitCode, exit_code_of
+from ckptcore.errors import CheckpointError
+from tests.cli.conftest import Run, flip
+
+FRAMEWORKS = ("torch", "jax", "jaxlib", "tensorflow", "flax", "optax", "equinox")
+PROGRAM = [sys.executable, "-m", "ckptcore.cli"]
+
+
+def program(*arguments: object) -> subprocess.CompletedProcess[str]:
+    """Run the command in a process of its own."""
+    return subprocess.run([*PROGRAM, *map(str, arguments)], capture_output=True, text=True, check=False)
+
+
+def imported_by(*arguments: object) -> set[str]:
+    """The top-level modules that a command imports."""
+    script = (
+        "import json, sys; sys.argv = ['ckptcore', *json.loads(sys.argv[1])]\n"
+        "from ckptcore.cli import main\n"
+        "try: main()\n"
+        "finally: sys.stderr.write(json.dumps(sorted({name.partition('.')[0] for name in sys.modules})))"
+    )
+    finished = subprocess.run(
+        [sys.executable, "-c", script, json.dumps([str(argument) for argument in arguments])],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert finished.returncode == 0, finished.stderr
+    return set(json.loads(finished.stderr))
+
+
+def test_help_imports_no_framework() -> None:
+    imported = imported_by("--help")
+    assert "click" in imported
+    assert imported.isdisjoint(FRAMEWORKS)
+
+
+@pytest.mark.parametrize("command", ["inspect", "verify", "ls", "plugins"])
+def test_commands_import_no_framework(command: str, checkpoint: Path) -> None:
+    arguments = [] if command == "plugins" else [checkpoint]
+    assert imported_by(command, *arguments).isdisjoint(FRAMEWORKS)
+
+
+def test_the_check_for_frameworks_sees_one(tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text("")
+    finished = subprocess.run(
+        [sys.executable, "-c", "import torch, sys; sys.exit('torch' in sys.modules)"],
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        check=False,
+    )
+    assert finished.returncode == 1
+
+
+def test_without_click_one_line_says_what_to_install(tmp_path: Path) -> None:
+    (tmp_path / "click.py").write_text("raise ModuleNotFoundError('No module named click', name='click')")
+    finished = subprocess.run(
+        [*PROGRAM, "--help"],
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert finished.returncode == 5
+    assert finished.stdout == ""
+    assert finished.stderr == "ckptcore: the command line needs click: run pip install 'ckptcore[cli]'\n"
+
+
+def test_an_error_is_one_line_without_a_traceback(tmp_path: Path) -> None:
+    finished = program("inspect", tmp_path / "nothing")
+    assert finished.returncode == 3
+    assert finished.stderr.count("\n") == 1
+    assert "Traceback" not in finished.stderr
+    assert "Traceback" in program("inspect", tmp_path / "nothing", "--debug").stderr
+
+
+def test_a_wrong_call_is_2() -> None:
+    assert program("inspect").returncode == 2
+    assert program("unknown").returncode == 2
+    assert program("diff", "a").returncode == 2
+
+
+def test_help_tells_exit_codes(run: Run) -> None:
+    text = run("--help").stdout
+    for code in ExitCode:
+        if code is not ExitCode.BROKEN_PIPE:
+            assert f" {int(code)}  " in EXIT_CODE_HELP
+            assert f" {int(code)}  " in text
+
+
+def test_every_command_has_help_and_json(run: Run) -> None:
+    for command in ("inspect", "ls", "verify", "diff", "convert", "plugins"):
+        text = run(command, "--help").stdout
+        assert "--json" in text
+        assert "--debug" in text
+        assert f"  {command} " in run("--help").stdout
+
+
+def test_every_error_has_an_exit_code_of_failure() -> None:
+    kinds = [CheckpointError]
+    for kind in kinds:
+        kinds.extend(kind.__subclasses__())
+    assert len(kinds) > 20
+    for kind in kinds:
+        assert exit_code_of(kind.__new__(kind)) not in (ExitCode.OK, ExitCode.FOUND, ExitCode.USAGE, ExitCode.BUG)
+
+
+def test_a_bug_is_told_apart_from_differences(run: Run, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(location: object) -> None:
+        raise RuntimeError("oh dear")
+
+    monkeypatch.setattr(ckptcore, "metadata", broken)
+    result = run("inspect", checkpoint)
+    assert result.exit_code == 70
+    assert "RuntimeError: oh dear; this is a bug" in result.stderr
+
+
+def test_an_interrupt_is_130(run: Run, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(location: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(ckptcore, "metadata", interrupted)
+    result = run("inspect", checkpoint)
+    assert result.exit_code == 130
+    assert result.stderr == "ckptcore: error: interrupted\n"
+
+
+@pytest.mark.parametrize("options", [[], ["--json"]])
+def test_a_reader_that_goes_away_is_told_by_141(tmp_path: Path, options: list[str]) -> None:
+    ckptcore.save(tmp_path / "many", {f"leaf_{number}": number for number in range(5000)})
+    buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    saw = subprocess.Popen(
+        [*PROGRAM, "inspect", str(tmp_path / "many"), *options],
+        env=buffered,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    assert saw.stdout is not None
+    assert saw.stderr is not None
+    saw.stdout.read(10)
+    saw.stdout.close()
+    errors = saw.stderr.read()
+    saw.stderr.close()
+    assert saw.wait() == 141
+    assert errors == b""
+
+
+def on_terminal(*arguments: object) -> tuple[int, str, str]:
+    """Run the command with its stderr on a terminal: exit code, stdout, what the terminal got."""
+    master, slave = pty.openpty()
+    process = subprocess.Popen([*PROGRAM, *map(str, arguments)], stdout=subprocess.PIPE, stderr=slave, text=True)
+    os.close(slave)
+    seen = b""
+    while True:
+        try:
+            piece = os.read(master, 1 << 16)
+        except OSError:  # Linux: the other end is closed
+            break
+        if not piece:
+            break
+        seen += piece
+    os.close(master)
+    output, _ = process.communicate()
+    return process.returncode, output, seen.decode()
+
+
+@pytest.mark.parametrize("command", ["verify", "diff", "convert"])
+def test_progress_is_shown_on_a_terminal_only(command: str, tmp_path: Path) -> None:
+    ckptcore.save(tmp_path / "a", {"x": np.ones(1 << 20, np.float32)})
+    arguments = {"verify": [], "diff": [tmp_path / "a"], "convert": [tmp_path / "b"]}[command]
+    code, output, seen = on_terminal(command, tmp_path / "a", *arguments, "--json")
+    assert code == 0
+    assert json.loads(output)
+    assert {"verify": "verifying", "diff": "comparing", "convert": "converting"}[command] in seen
+    finished = program(command, tmp_path / "a", *arguments, *(["--overwrite"] if command == "convert" else []))
+    assert finished.returncode == 0
+    assert finished.stderr == ""
+    assert "\x1b" not in finished.stdout
+
+
+def test_a_checkpoint_that_is_damaged_anywhere_never_gives_a_traceback(run: Run, checkpoint: Path) -> None:
+    whole = (checkpoint / "checkpoint.json").read_bytes()
+    for offset in range(0, len(whole), 37):
+        flip(checkpoint / "checkpoint.json", offset)
+        for command in ("inspect", "verify", "ls"):
+            result = run(command, checkpoint)
+            assert result.exit_code in (1, 3, 4, 5) or (command == "ls" and "corrupt" in result.stdout), result.output
+            assert "Traceback" not in result.output
+        (checkpoint / "checkpoint.json").write_bytes(whole)
