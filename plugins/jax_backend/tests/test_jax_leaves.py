@@ -132,7 +132,7 @@ class TestConformance(LeafHandlerTests):
 
 class TestCopyingConformance(LeafHandlerTests):
     handler = JaxLeafHandler(copy=True)
-    examples = [one for one in EXAMPLES if one.name.startswith(("float32", "int4", "key-rbg"))]
+    examples = tuple(one for one in EXAMPLES if one.name.startswith(("float32", "int4", "key-rbg")))
 
 
 @pytest.mark.parametrize("dtype", [name for name in AVAILABLE if name in WIDE])
