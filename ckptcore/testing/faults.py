@@ -1,0 +1,256 @@
+"""What goes wrong in a test, and when: failures, crashes, lies and full disks by the number of the operation."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Final, Literal, TypeAlias, TypeVar
+
+from ckptcore.errors import StorageFullError
+from ckptcore.protocols import Buffer
+
+__all__ = [
+    "CrashAt",
+    "FailAt",
+    "Fault",
+    "FaultPlan",
+    "FlipBitAt",
+    "FullAfter",
+    "Operation",
+    "ShortReadAt",
+    "SimulatedCrash",
+    "Step",
+]
+
+T = TypeVar("T")
+
+_CHANGES: Final = frozenset(
+    {"put", "open_writer", "write_at", "finish", "abort", "delete", "sync", "lock_directory", "rename", "exchange",
+     "sync_directory", "delete_directory"}
+)  # fmt: skip
+
+
+class SimulatedCrash(BaseException):
+    """The process is dead: nothing it does has an effect any more. No `Exception`, so that nothing handles it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """One call of a storage or of a writer.
+
+    Attributes:
+        number: how many came before it.
+        name: the method: ``get``, ``put``, ``write_at``, ``rename``...
+        keys: what it was asked of.
+        offset: where in the object, in bytes; 0 where that means nothing.
+        nbytes: how many bytes it moves, as far as that is known before.
+    """
+
+    number: int
+    name: str
+    keys: tuple[str, ...]
+    offset: int = 0
+    nbytes: int = 0
+
+    @property
+    def changes(self) -> bool:
+        """Whether it can change what is stored."""
+        return self.name in _CHANGES
+
+
+@dataclass(frozen=True, slots=True)
+class CrashAt:
+    """Die at an operation: before it, half-way (half of the bytes or objects), or after it.
+
+    Operations that are atomic (put, rename, exchange) have no middle: half-way is before.
+    """
+
+    operation: int
+    moment: Literal["before", "midway", "after"] = "before"
+
+
+@dataclass(frozen=True, slots=True)
+class FailAt:
+    """Raise an error instead of doing an operation, once."""
+
+    operation: int
+    error: Exception
+
+
+@dataclass(frozen=True, slots=True)
+class FullAfter:
+    """Be full once so many bytes were written; what does not fit fails with `StorageFullError`."""
+
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class ShortReadAt:
+    """At this read the object seems to end so many bytes too early."""
+
+    operation: int
+    missing_bytes: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class FlipBitAt:
+    """Flip one bit of the bytes that this operation reads, or writes; the number is taken modulo their bits."""
+
+    operation: int
+    bit: int = 0
+
+
+Fault: TypeAlias = CrashAt | FailAt | FullAfter | ShortReadAt | FlipBitAt
+"""What goes wrong."""
+
+
+class FaultPlan:
+    """What goes wrong and when, over all storages that have this plan. Any thread.
+
+    Operations are numbered from 0 in the order in which they begin, over storages, writers and threads. Run the code
+    once without faults, look at `operations`, and run it again with a fault at each of them.
+    """
+
+    def __init__(self, *faults: Fault) -> None:
+        self._faults: dict[int, list[Fault]] = {}
+        self._room: int | None = None
+        for fault in faults:
+            if isinstance(fault, FullAfter):
+                self._room = fault.nbytes
+            else:
+                self._faults.setdefault(fault.operation, []).append(fault)
+        self._lock = threading.Lock()
+        self._held: list[AbstractContextManager[None]] = []
+        self.operations: list[Operation] = []
+        self.bytes_read = 0
+        self.bytes_written = 0
+        self.crashed = False
+
+    def begin(self, name: str, keys: Sequence[str], offset: int = 0, nbytes: int = 0) -> Step:
+        """Number an operation and let it meet its faults."""
+        with self._lock:
+            self.expect_alive()
+            operation = Operation(len(self.operations), name, tuple(keys), offset, nbytes)
+            self.operations.append(operation)
+            faults = self._faults.get(operation.number, [])
+        for fault in faults:
+            if isinstance(fault, FailAt):
+                raise fault.error
+            if isinstance(fault, CrashAt) and fault.moment == "before":
+                self.crash()
+        return Step(self, operation, faults)
+
+    def take_room(self, operation: Operation) -> None:
+        """Count bytes that are about to be written.
+
+        Raises:
+            StorageFullError: they do not fit.
+        """
+        with self._lock:
+            if self._room is not None and self.bytes_written + operation.nbytes > self._room:
+                raise StorageFullError(
+                    f"cannot write {operation.keys[0]} ({operation.nbytes} bytes): the storage is full, as its test "
+                    f"asked it to be after {self._room} bytes"
+                )
+            self.bytes_written += operation.nbytes
+
+    def count_read(self, nbytes: int) -> None:
+        """Count bytes that were read."""
+        with self._lock:
+            self.bytes_read += nbytes
+
+    def crash(self) -> None:
+        """Die: this and all that follows raises `SimulatedCrash`, and locks are let go as the system would.
+
+        Raises:
+            SimulatedCrash
+        """
+        with self._lock:
+            self.crashed = True
+            held, self._held = self._held, []
+        for lock in held:
+            lock.__exit__(None, None, None)
+        self.expect_alive()
+
+    def expect_alive(self) -> None:
+        """Do nothing in a process that lives.
+
+        Raises:
+            SimulatedCrash
+        """
+        if self.crashed:
+            raise SimulatedCrash("the test killed this process")
+
+    def hold(self, lock: AbstractContextManager[None]) -> AbstractContextManager[None]:
+        """A lock that is let go when this process dies."""
+        with self._lock:
+            self._held.append(lock)
+        return _HeldLock(self, lock)
+
+    def let_go(self, lock: AbstractContextManager[None]) -> None:
+        """Let a lock go, unless dying has."""
+        with self._lock:
+            found = lock in self._held
+            if found:
+                self._held.remove(lock)
+        if found:
+            lock.__exit__(None, None, None)
+
+
+class _HeldLock:
+    def __init__(self, plan: FaultPlan, lock: AbstractContextManager[None]) -> None:
+        self._plan = plan
+        self._lock = lock
+
+    def __enter__(self) -> None:
+        self._lock.__enter__()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._plan.let_go(self._lock)
+
+
+class Step:
+    """An operation that has begun, with the faults that it meets; `FaultPlan.begin` makes it."""
+
+    def __init__(self, plan: FaultPlan, operation: Operation, faults: Sequence[Fault]) -> None:
+        self._plan = plan
+        self._faults = faults
+        self.operation = operation
+
+    def _crashes(self, moment: str) -> bool:
+        return any(isinstance(fault, CrashAt) and fault.moment == moment for fault in self._faults)
+
+    def run(self, action: Callable[[], T], half: Callable[[], object] | None = None) -> T:
+        """Do it; dies half-way (before it where there is no half) or afterwards if the test wants that."""
+        if self._crashes("midway"):
+            if half is not None:
+                half()
+            self._plan.crash()
+        result = action()
+        if self._crashes("after"):
+            self._plan.crash()
+        # Someone else may have died meanwhile: what a dead process learns goes nowhere.
+        self._plan.expect_alive()
+        return result
+
+    def flips(self) -> list[int]:
+        """The bits to flip."""
+        return [fault.bit for fault in self._faults if isinstance(fault, FlipBitAt)]
+
+    def missing_bytes(self) -> int:
+        """How many bytes too early the object ends."""
+        return sum(fault.missing_bytes for fault in self._faults if isinstance(fault, ShortReadAt))
+
+    def flipped(self, data: Buffer) -> Buffer:
+        """The bytes, with a bit flipped for each fault that asks for one."""
+        if not self.flips() or not data:
+            return data
+        changed = bytearray(data)
+        for bit in self.flips():
+            changed[bit // 8 % len(changed)] ^= 1 << bit % 8
+        return bytes(changed)
