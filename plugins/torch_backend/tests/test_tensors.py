@@ -181,7 +181,9 @@ class TestSubclassesConform(LeafHandlerTests):
 
     handler = SubclassHandler()
     examples = (
-        LeafExample("tagged", _tagged, _matrix().numpy(), lambda leaf: elements_of(leaf.as_subclass(torch.Tensor)), mutate=flip),
+        LeafExample(
+            "tagged", _tagged, _matrix().numpy(), lambda leaf: elements_of(leaf.as_subclass(torch.Tensor)), mutate=flip
+        ),
     )
     unsupported = (
         lambda: torch.nn.UninitializedParameter(),

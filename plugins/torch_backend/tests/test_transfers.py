@@ -172,6 +172,9 @@ def test_strided_tensors_of_any_dtype_arrive_in_c_order() -> None:
     target = np.zeros((5, 3))
     transfers.submit(source, target, transfers.now()).result()
     assert target.tolist() == source.tolist()
+    alone = np.zeros((1, 1))
+    transfers.submit(torch.arange(9.0, dtype=torch.float64)[::5].view(2, 1)[1:], alone, transfers.now()).result()
+    assert alone == 5
     scalar = np.zeros(())
     transfers.submit(torch.tensor(2.5, dtype=torch.float64), scalar, transfers.now()).result()
     assert scalar == 2.5

@@ -11,6 +11,7 @@ from ckptcore_torch.dtypes import encoding_of, encoding_of_stored
 
 __all__ = ["copy_elements", "elements_as", "host_view", "tensor_over"]
 
+
 def host_view(tensor: torch.Tensor) -> HostArray:
     """A NumPy array over the memory of a CPU tensor, with its strides.
 

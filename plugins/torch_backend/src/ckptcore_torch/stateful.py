@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Final
 
 import torch
 
 from ckptcore.errors import TreeMismatchError
+from ckptcore.model import PLAIN_ARRAY, AbstractArray
 from ckptcore.protocols import CheckpointableHandler, Priority
-from ckptcore_torch.tensors import same_memory
+from ckptcore_torch.dtypes import encoding_of_stored
+from ckptcore_torch.tensors import is_uninitialized, same_memory
 
 __all__ = ["GeneratorHandler", "ModuleHandler", "OptimizerHandler", "StateDictHandler", "handler_of_type"]
 
@@ -24,6 +27,15 @@ class ModuleHandler:
     def flatten(self, value: torch.nn.Module) -> object:
         """The state dict; its tensors are views of the module's own."""
         return value.state_dict()
+
+    def flatten_to_load(self, value: torch.nn.Module, stored: object) -> object:
+        """The state dict; a parameter of a lazy module, which has no shape yet, is asked for as it is stored."""
+        state = value.state_dict()
+        if isinstance(stored, Mapping):
+            for name, held in state.items():
+                if is_uninitialized(held) and isinstance(stored.get(name), AbstractArray):
+                    state[name] = _abstract_tensor(stored[name])
+        return state
 
     def unflatten(self, like: torch.nn.Module, state: object) -> object:
         """The state dict itself, for ``like.load_state_dict``."""
@@ -48,7 +60,7 @@ class ModuleHandler:
                 "make the module as it was when it was saved",
                 sorted(differences),
             )
-        lacking = [name for name, held in own.items() if isinstance(held, torch.Tensor) and held.is_meta]
+        lacking = [name for name, held in own.items() if _is_meta(held)]
         if lacking:
             ties = _ties_on_meta(target)
             target.load_state_dict({name: state[name] for name in lacking}, strict=False, assign=True)
@@ -79,8 +91,27 @@ class StateDictHandler:
 class OptimizerHandler(StateDictHandler):
     """`torch.optim.Optimizer`: its state dict, which numbers the parameters.
 
-    ``load(location, optimizer)`` gives a state dict; ``load_into`` fills the optimizer.
+    ``load(location, optimizer)`` gives a state dict; ``load_into`` fills the optimizer, also a new one that made no step
+    and has no state yet, and takes the state from one that was saved without.
     """
+
+    def flatten_to_load(self, value: torch.optim.Optimizer, stored: object) -> object:
+        """The state dict, with the state of each parameter, and the options, that are stored and not there yet."""
+        state = value.state_dict()
+        if not isinstance(stored, Mapping):
+            return state
+        numbers = {number for group in state["param_groups"] for number in group["params"]}
+        stored_state = stored.get("state")
+        if isinstance(stored_state, Mapping):
+            slots = {number: held for number, held in state["state"].items() if number in stored_state}
+            for number, stored_slots in stored_state.items():
+                if number in numbers and isinstance(stored_slots, Mapping):
+                    slots[number] = {**_abstract_state(stored_slots), **slots.get(number, {})}
+            state["state"] = slots
+        for group, stored_group in zip(state["param_groups"], stored.get("param_groups") or (), strict=False):
+            for name, option in stored_group.items():
+                group.setdefault(name, _abstract_state(option))
+        return state
 
     def restore(self, target: torch.optim.Optimizer, state: Any) -> None:
         """Load the state dict; tensors that were filled in place stay, of their dtype.
@@ -145,6 +176,26 @@ def handler_of_type(value_type: type) -> CheckpointableHandler | None:
     if issubclass(value_type, torch.Generator):
         return _GENERATORS
     return None
+
+
+def _is_meta(held: object) -> bool:
+    return isinstance(held, torch.Tensor) and not is_uninitialized(held) and held.is_meta
+
+
+def _abstract_state(stored: Any) -> Any:
+    """A stored state with tensors on the meta device for its arrays."""
+    if isinstance(stored, AbstractArray):
+        return _abstract_tensor(stored)
+    if isinstance(stored, dict):
+        return {key: _abstract_state(child) for key, child in stored.items()}
+    if isinstance(stored, list | tuple):
+        return type(stored)([_abstract_state(child) for child in stored])
+    return stored
+
+
+def _abstract_tensor(stored: AbstractArray) -> object:
+    encoding = encoding_of_stored(stored.dtype.name, PLAIN_ARRAY)
+    return stored if encoding is None else torch.empty(stored.shape, dtype=encoding.dtype, device="meta")
 
 
 def _ties_on_meta(module: torch.nn.Module) -> list[list[str]]:

@@ -27,7 +27,7 @@ from ckptcore_torch.conversions import copy_elements, elements_as, host_view
 from ckptcore_torch.dtypes import encoding_of
 from ckptcore_torch.transfers import finish_work_on, start_copy
 
-__all__ = ["SubclassHandler", "TensorHandler", "handler_of_type", "same_memory"]
+__all__ = ["SubclassHandler", "TensorHandler", "handler_of_type", "is_uninitialized", "same_memory"]
 
 
 class TensorHandler:
@@ -153,7 +153,7 @@ class SubclassHandler:
 
     def describe(self, leaf: Any) -> LeafRecord:
         """As of a plain tensor."""
-        if isinstance(leaf, torch.nn.UninitializedParameter | torch.nn.UninitializedBuffer):
+        if is_uninitialized(leaf):
             raise UnsupportedLeafError(
                 "a parameter of a lazy module has no shape before the module is used for the first time; "
                 "call the module once, then save it or load into it"
@@ -214,11 +214,18 @@ def handler_of_type(leaf_type: type) -> LeafHandler | None:
     return _SUBCLASSES if issubclass(leaf_type, torch.Tensor) else None
 
 
+def is_uninitialized(leaf: object) -> bool:
+    """Whether this is a parameter or buffer of a lazy module that was not used so far; it refuses almost any question."""
+    return isinstance(leaf, torch.nn.UninitializedParameter | torch.nn.UninitializedBuffer)
+
+
 def same_memory(held: object, given: object) -> bool:
     """Whether two values are one tensor, or views of the very same elements, so that nothing needs to be copied."""
     if held is given:
         return True
-    if not isinstance(held, torch.Tensor) or not isinstance(given, torch.Tensor) or held.is_meta:
+    if not isinstance(held, torch.Tensor) or not isinstance(given, torch.Tensor):
+        return False
+    if is_uninitialized(held) or held.is_meta:
         return False
     if not held.numel():
         return held.shape == given.shape and held.dtype == given.dtype

@@ -192,7 +192,9 @@ class Transfers:
             if copy.flat is None:
                 assert copy.source is not None
                 self._lane.wait_for(copy.after)
-                copy.flat = copy.source.contiguous().reshape(-1).view(torch.uint8)
+                dense = copy.source.contiguous()
+                # Not reshape: a tensor of one element keeps whatever stride it has, and cannot be viewed as bytes.
+                copy.flat = dense.as_strided((dense.numel(),), (1,)).view(torch.uint8)
             count = min(copy.bytes.nbytes - copy.staged, self._size - flight.used)
             staged = slice(flight.used, flight.used + count)
             flight.buffer[staged].copy_(copy.flat[copy.staged : copy.staged + count], non_blocking=True)

@@ -1,0 +1,340 @@
+"""PyTorch through `ckptcore`: saved, loaded, loaded into, from and for other frameworks."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections import Counter, OrderedDict
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+from ckptcore_torch.dtypes import encoding_of
+
+import ckptcore
+from ckptcore.errors import TreeMismatchError, UnsupportedLeafError
+from ckptcore.model import ArraySpec
+from ckptcore.testing import assert_same_bits, bit_patterns
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental"),
+    pytest.mark.filterwarnings("ignore:Sparse .* tensor support is in beta"),
+]
+
+QUICK = ckptcore.Context(durability="none")
+DTYPES = [
+    found
+    for name in sorted(dir(torch))
+    if isinstance(found := getattr(torch, name), torch.dtype)
+    and name == str(found).removeprefix("torch.")
+    and not name.startswith(("q", "bits"))
+]
+
+
+def bits(tensor: torch.Tensor) -> tuple[torch.dtype, tuple[int, ...], bytes]:
+    """What a tensor is, exactly."""
+    dense = torch.view_as_real(tensor) if tensor.dtype is torch.complex128 else tensor
+    integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[dense.dtype.itemsize]
+    return tensor.dtype, tuple(tensor.shape), dense.detach().view(integers).contiguous().numpy().tobytes()
+
+
+def every_dtype() -> dict[str, torch.Tensor]:
+    made = {}
+    for dtype in DTYPES:
+        encoding = encoding_of(dtype)
+        for shape in ((), (5, 3), (0, 2)):
+            array = bit_patterns(ArraySpec(shape, encoding.name))
+            tensor = torch.from_numpy(array if encoding.carrier is None else array.view(encoding.carrier[1])).view(
+                dtype
+            )
+            made[f"{dtype}{list(shape)}"] = tensor
+            if len(shape) == 2:
+                made[f"{dtype}{list(shape)}.T"] = tensor.t()
+    return made
+
+
+def like_meta(tree: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: torch.empty(leaf.shape, dtype=leaf.dtype, device="meta") for name, leaf in tree.items()}
+
+
+def flipped(tree: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Other elements in memory of their own, with the same strides."""
+    made = {}
+    for name, leaf in tree.items():
+        integers = torch.view_as_real(leaf).view(torch.int64) if leaf.dtype is torch.complex128 else leaf
+        carrier = encoding_of(leaf.dtype).carrier
+        integers = integers if carrier is None else integers.view(carrier[0])
+        other = torch.empty_strided(integers.shape, integers.stride(), dtype=integers.dtype).fill_(1)
+        if leaf.dtype is torch.complex128:
+            made[name] = torch.view_as_complex(other.view(torch.float64))
+        else:
+            made[name] = other if carrier is None else other.view(leaf.dtype)
+    return made
+
+
+def test_every_dtype_and_stride_comes_back(tmp_path: Path) -> None:
+    tree = every_dtype()
+    ckptcore.save(tmp_path / "c", tree, context=QUICK)
+    for abstract in (like_meta(tree), tree):
+        loaded = ckptcore.load(tmp_path / "c", abstract)
+        assert {name: bits(leaf) for name, leaf in loaded.items()} == {name: bits(leaf) for name, leaf in tree.items()}
+    target = flipped(tree)
+    pointers = {name: leaf.data_ptr() for name, leaf in target.items()}
+    ckptcore.load_into(tmp_path / "c", target)
+    assert {name: bits(leaf) for name, leaf in target.items()} == {name: bits(leaf) for name, leaf in tree.items()}
+    assert {name: leaf.data_ptr() for name, leaf in target.items()} == pointers
+    assert ckptcore.verify(tmp_path / "c").ok
+
+
+def test_an_asynchronous_save_has_what_was_there_when_it_returned(tmp_path: Path) -> None:
+    tree = every_dtype()
+    tree["large"] = torch.arange(3_000_000, dtype=torch.float32)
+    expected = {name: bits(leaf) for name, leaf in tree.items()}
+    handle = ckptcore.save_async(tmp_path / "c", tree, context=QUICK)
+    for leaf in tree.values():
+        carrier = encoding_of(leaf.dtype).carrier
+        (leaf if carrier is None else leaf.view(carrier[0])).zero_()
+    handle.result()
+    loaded = ckptcore.load(tmp_path / "c", like_meta(tree))
+    assert {name: bits(leaf) for name, leaf in loaded.items()} == expected
+
+
+def test_numpy_reads_what_pytorch_saved_and_the_other_way_round(tmp_path: Path) -> None:
+    tensors = {"half": torch.ones(3).bfloat16(), "eight": torch.ones(2, 2).to(torch.float8_e5m2), "n": torch.arange(3)}
+    ckptcore.save(tmp_path / "torch", tensors, context=QUICK)
+    arrays = ckptcore.load(tmp_path / "torch")
+    assert {name: array.dtype.name for name, array in arrays.items()} == {
+        "half": "bfloat16",
+        "eight": "float8_e5m2",
+        "n": "int64",
+    }
+    assert_same_bits(arrays["half"], np.ones(3, ml_dtypes.bfloat16), "half")
+    ckptcore.save(tmp_path / "numpy", arrays, context=QUICK)
+    back = ckptcore.load(tmp_path / "numpy", like_meta(tensors))
+    assert {name: bits(leaf) for name, leaf in back.items()} == {name: bits(leaf) for name, leaf in tensors.items()}
+    into = ckptcore.load_into(tmp_path / "torch", {name: np.zeros_like(array) for name, array in arrays.items()})
+    for name, array in arrays.items():
+        assert_same_bits(into[name], array, name)
+
+
+def test_raw_bytes_are_an_array_of_uint8_to_others(tmp_path: Path) -> None:
+    packed = torch.arange(6, dtype=torch.uint8).view(torch.float4_e2m1fn_x2)
+    ckptcore.save(tmp_path / "c", {"packed": packed}, context=QUICK)
+    assert ckptcore.load(tmp_path / "c")["packed"].tolist() == [0, 1, 2, 3, 4, 5]
+    with pytest.raises(TreeMismatchError, match=r"torch\.int4.*torch\.float4_e2m1fn_x2"):
+        ckptcore.load(tmp_path / "c", {"packed": torch.empty(6, dtype=torch.int4, device="meta")})
+
+
+def test_what_cannot_be_saved_is_refused_by_path_before_anything_is_written(tmp_path: Path) -> None:
+    state = {"ok": torch.ones(2), "deep": [torch.eye(2).to_sparse(), torch.ones(2, device="meta")]}
+    with pytest.raises(UnsupportedLeafError, match=r"deep\[0\]: .*sparse.*deep\[1\]: a meta tensor"):
+        ckptcore.save(tmp_path / "c", state, context=QUICK)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_nothing_holds_a_tensor_after_a_save(tmp_path: Path, asynchronous: bool) -> None:
+    leaves = [torch.ones(3), torch.ones(1 << 20), torch.nn.Parameter(torch.ones(4, 4).t())]
+    gone = [weakref.ref(leaf) for leaf in leaves]
+    if asynchronous:
+        ckptcore.save_async(tmp_path / "c", leaves, context=QUICK).result()
+    else:
+        ckptcore.save(tmp_path / "c", leaves, context=QUICK)
+    del leaves
+    gc.collect()
+    assert [reference() for reference in gone] == [None] * 3
+
+
+def test_containers_come_back_as_they_were(tmp_path: Path) -> None:
+    state = {"size": torch.Size([2, 3]), "parts": OrderedDict(a=torch.ones(1)), "counts": Counter({3: 2})}
+    ckptcore.save(tmp_path / "c", state, context=QUICK)
+    loaded = ckptcore.load(tmp_path / "c", state)
+    assert type(loaded["size"]) is torch.Size
+    assert loaded["size"] == (2, 3)
+    assert type(loaded["parts"]) is OrderedDict
+    assert loaded["counts"] == Counter({3: 2})
+    assert ckptcore.load(tmp_path / "c")["size"] == (2, 3)
+
+
+# --- modules
+
+
+class Tied(torch.nn.Module):
+    """A network whose first and last weights are one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = torch.nn.Embedding(7, 4)
+        self.norm = torch.nn.BatchNorm1d(4)
+        self.hidden = torch.nn.Linear(4, 4)
+        self.head = torch.nn.Linear(4, 7, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = self.head(torch.relu(self.hidden(self.norm(self.embed(tokens)))))
+        return output
+
+
+def make_network(seed: int) -> Tied:
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return Tied()
+
+
+def state_bits(module: torch.nn.Module) -> dict[str, object]:
+    return {name: bits(leaf) for name, leaf in module.state_dict().items()}
+
+
+def test_a_module_is_saved_with_every_name_and_its_tied_weights_once(tmp_path: Path) -> None:
+    module = make_network(0)
+    ckptcore.save(tmp_path / "c", module, context=QUICK)
+    found = ckptcore.metadata(tmp_path / "c")
+    assert set(found.abstract) == set(module.state_dict())
+    assert len(found.tree.aliases) == 1
+    state = ckptcore.load(tmp_path / "c", module)
+    assert isinstance(state, OrderedDict)
+    assert state["head.weight"].data_ptr() == state["embed.weight"].data_ptr()
+    assert state["embed.weight"].data_ptr() != module.embed.weight.data_ptr()
+    assert state._metadata == module.state_dict()._metadata  # type: ignore[attr-defined]  # set by PyTorch
+    other = make_network(1)
+    other.load_state_dict(state)
+    assert state_bits(other) == state_bits(module)
+
+
+def test_a_module_is_filled_in_place(tmp_path: Path) -> None:
+    module, target = make_network(0), make_network(1)
+    ckptcore.save(tmp_path / "c", {"model": module}, context=QUICK)
+    before = {name: (parameter, parameter.data_ptr()) for name, parameter in target.named_parameters()}
+    result = ckptcore.load_into(tmp_path / "c", {"model": target})
+    assert result["model"] is target
+    assert state_bits(target) == state_bits(module)
+    for name, parameter in target.named_parameters():
+        assert parameter is before[name][0]
+        assert parameter.data_ptr() == before[name][1]
+        assert parameter.requires_grad
+    assert target.head.weight is target.embed.weight
+
+
+def test_a_module_on_the_meta_device_is_given_memory(tmp_path: Path) -> None:
+    module = make_network(0)
+    ckptcore.save(tmp_path / "c", module, context=QUICK)
+    with torch.device("meta"):
+        target = Tied()
+    ckptcore.load_into(tmp_path / "c", target)
+    assert state_bits(target) == state_bits(module)
+    assert target.head.weight is target.embed.weight
+    assert isinstance(target.hidden.weight, torch.nn.Parameter)
+
+
+def test_a_lazy_module_gets_its_shapes(tmp_path: Path) -> None:
+    module = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.ReLU())
+    ckptcore.save(tmp_path / "c", module, context=QUICK)
+    target = torch.nn.Sequential(torch.nn.LazyLinear(2), torch.nn.ReLU())
+    ckptcore.load_into(tmp_path / "c", target)
+    assert state_bits(target) == state_bits(module)
+    with pytest.raises(UnsupportedLeafError, match=r"weight.*lazy module.*call the module once"):
+        ckptcore.save(tmp_path / "d", torch.nn.LazyLinear(2), context=QUICK)
+
+
+def test_a_module_of_another_shape_is_refused_and_left_alone(tmp_path: Path) -> None:
+    ckptcore.save(tmp_path / "c", torch.nn.Linear(3, 2), context=QUICK)
+    target = torch.nn.Linear(4, 2)
+    before = state_bits(target)
+    with pytest.raises(TreeMismatchError, match=r"weight: shape: float32\[2, 4\] is asked for, float32\[2, 3\]"):
+        ckptcore.load_into(tmp_path / "c", target)
+    assert state_bits(target) == before
+
+
+# --- training
+
+
+class Training:
+    """A network with everything that a training step depends on."""
+
+    def __init__(self, seed: int, optimizer: type[torch.optim.Optimizer], **options: Any) -> None:
+        self.network = make_network(seed)
+        self.optimizer = optimizer(self.network.parameters(), **options)
+        self.scheduler = torch.optim.lr_scheduler.MultiStepLR(self.optimizer, [2, 4, 4], gamma=0.5)
+        self.generator = torch.Generator().manual_seed(seed)
+
+    @property
+    def state(self) -> dict[str, object]:
+        return {
+            "network": self.network,
+            "optimizer": self.optimizer,
+            "scheduler": self.scheduler,
+            "generator": self.generator,
+        }
+
+    def steps(self, count: int) -> list[float]:
+        losses = []
+        for _ in range(count):
+            tokens = torch.randint(0, 7, (8,), generator=self.generator)
+            loss = torch.nn.functional.cross_entropy(self.network(tokens), tokens)
+            self.optimizer.zero_grad()
+            loss.backward()  # type: ignore[no-untyped-call]  # not typed by PyTorch
+            self.optimizer.step()
+            self.scheduler.step()
+            losses.append(loss.item())
+        return losses
+
+
+OPTIMIZERS: list[tuple[type[torch.optim.Optimizer], dict[str, Any]]] = [
+    (torch.optim.AdamW, {"lr": 1e-2, "amsgrad": True}),
+    (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True}),
+    (torch.optim.Adagrad, {"lr": 0.1}),
+    (torch.optim.RMSprop, {"lr": 0.01, "centered": True}),
+    (torch.optim.AdamW, {"lr": torch.tensor(1e-2), "foreach": False}),
+]
+
+
+@pytest.mark.parametrize(("optimizer", "options"), OPTIMIZERS, ids=lambda value: getattr(value, "__name__", ""))
+@pytest.mark.parametrize("used_before", [0, 2], ids=["new", "used"])
+def test_training_goes_on_bit_for_bit(
+    tmp_path: Path, optimizer: type[torch.optim.Optimizer], options: dict[str, Any], used_before: int
+) -> None:
+    training = Training(0, optimizer, **options)
+    training.steps(3)
+    ckptcore.save(tmp_path / "c", training.state, context=QUICK)
+    expected = training.steps(4)
+    resumed = Training(1, optimizer, **options)
+    resumed.steps(used_before)
+    ckptcore.load_into(tmp_path / "c", resumed.state)
+    assert resumed.steps(4) == expected
+    assert state_bits(resumed.network) == state_bits(training.network)
+
+
+def test_an_optimizer_saved_before_its_first_step_takes_the_state_away(tmp_path: Path) -> None:
+    ckptcore.save(tmp_path / "c", Training(0, torch.optim.AdamW).optimizer, context=QUICK)
+    used = Training(1, torch.optim.AdamW)
+    used.steps(2)
+    ckptcore.load_into(tmp_path / "c", used.optimizer)
+    assert len(used.optimizer.state) == 0
+
+
+def test_the_tensors_of_an_optimizer_are_filled_in_place(tmp_path: Path) -> None:
+    source, target = Training(0, torch.optim.AdamW), Training(1, torch.optim.AdamW)
+    source.steps(2), target.steps(1)
+    ckptcore.save(tmp_path / "c", source.optimizer, context=QUICK)
+    before = [held for slots in target.optimizer.state.values() for held in slots.values()]
+    ckptcore.load_into(tmp_path / "c", target.optimizer)
+    after = [held for slots in target.optimizer.state.values() for held in slots.values()]
+    assert all(first is second for first, second in zip(before, after, strict=True))
+    expected = [held for slots in source.optimizer.state.values() for held in slots.values()]
+    assert [bits(held) for held in after] == [bits(held) for held in expected]
+
+
+def test_loading_like_a_new_optimizer_gives_its_state_dict(tmp_path: Path) -> None:
+    training = Training(0, torch.optim.AdamW)
+    training.steps(2)
+    ckptcore.save(tmp_path / "c", training.state, context=QUICK)
+    new = Training(1, torch.optim.AdamW)
+    loaded = ckptcore.load(tmp_path / "c", new.state)
+    new.optimizer.load_state_dict(loaded["optimizer"])
+    new.network.load_state_dict(loaded["network"])
+    new.scheduler.load_state_dict(loaded["scheduler"])
+    new.generator.set_state(loaded["generator"]["state"])
+    assert new.steps(2) == training.steps(2)

@@ -1,0 +1,340 @@
+"""Modules, optimizers, schedulers, scalers and generators, through their handlers."""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from ckptcore_torch.stateful import GeneratorHandler, ModuleHandler, OptimizerHandler, StateDictHandler
+
+from ckptcore.errors import TreeMismatchError
+from ckptcore.model import AbstractArray
+from ckptcore.protocols import LazyCheckpointableHandler
+from ckptcore.testing import CheckpointableExample, CheckpointableHandlerTests
+
+
+def fingerprint(state: Any) -> object:
+    """A state dict, or what has one, as something to compare."""
+    if isinstance(state, torch.Tensor):
+        detached = state.detach()
+        return (
+            str(detached.dtype),
+            tuple(detached.shape),
+            detached.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes(),
+        )
+    if isinstance(state, dict):
+        return {key: fingerprint(child) for key, child in state.items()}
+    if isinstance(state, list | tuple):
+        return tuple([fingerprint(child) for child in state])
+    if hasattr(state, "state_dict"):
+        return fingerprint(state.state_dict())
+    return state
+
+
+class TiedNetwork(torch.nn.Module):
+    """A weight with two names, a buffer, one that is not persistent, and a state that is no tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = torch.nn.Embedding(5, 4)
+        self.norm = torch.nn.BatchNorm1d(4)
+        self.head = torch.nn.Linear(4, 5, bias=False)
+        self.head.weight = self.embed.weight
+        self.frozen = torch.nn.Parameter(torch.ones(2), requires_grad=False)
+        self.register_buffer("scratch", torch.zeros(3), persistent=False)
+        self.steps = 0
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        hidden: torch.Tensor = self.head(self.norm(self.embed(tokens)))
+        return hidden
+
+    def get_extra_state(self) -> dict[str, int]:
+        """What a checkpoint carries beside the tensors."""
+        return {"steps": self.steps}
+
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        """Take it back."""
+        self.steps = state["steps"]
+
+
+def seeded(make: Callable[[], torch.nn.Module], seed: int) -> torch.nn.Module:
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return make()
+
+
+def network(seed: int = 0) -> TiedNetwork:
+    made = seeded(TiedNetwork, seed)
+    assert isinstance(made, TiedNetwork)
+    made.steps = seed + 10
+    return made
+
+
+class TestModulesConform(CheckpointableHandlerTests):
+    """Modules."""
+
+    handler = ModuleHandler()
+    examples = (
+        CheckpointableExample("tied", lambda: network(0), lambda: network(1), fingerprint),
+        CheckpointableExample(
+            "parameter list",
+            lambda: torch.nn.ParameterList([torch.zeros(2), torch.ones(3)]),
+            lambda: torch.nn.ParameterList([torch.ones(2), torch.ones(3)]),
+            fingerprint,
+        ),
+    )
+
+
+def train(
+    make_optimizer: Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer], steps: int
+) -> torch.optim.Optimizer:
+    parameters = [torch.nn.Parameter(torch.ones(3)), torch.nn.Parameter(torch.ones(2, 2, dtype=torch.bfloat16))]
+    optimizer = make_optimizer(parameters)
+    for step in range(steps):
+        for parameter in parameters:
+            parameter.grad = torch.full_like(parameter, 0.5 + step)
+        optimizer.step()
+    return optimizer
+
+
+def adam(parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+    groups = [{"params": parameters[:1]}, {"params": parameters[1:], "weight_decay": 0.1}]
+    return torch.optim.AdamW(groups, lr=0.1, amsgrad=True)
+
+
+def momentum(parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=torch.tensor(0.1), momentum=0.9)
+
+
+class TestOptimizersConform(CheckpointableHandlerTests):
+    """Optimizers, also into ones that made no step."""
+
+    handler = OptimizerHandler()
+    examples = (
+        CheckpointableExample("adam", lambda: train(adam, 2), lambda: train(adam, 3), fingerprint),
+        CheckpointableExample("adam into a new one", lambda: train(adam, 2), lambda: train(adam, 0), fingerprint),
+        CheckpointableExample("new", lambda: train(adam, 0), lambda: train(adam, 1), fingerprint),
+        CheckpointableExample("tensor option", lambda: train(momentum, 1), lambda: train(momentum, 2), fingerprint),
+    )
+
+
+def schedule(steps: int) -> torch.optim.lr_scheduler.LRScheduler:
+    optimizer = train(adam, 1)
+    first = torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=2)
+    then = torch.optim.lr_scheduler.MultiStepLR(optimizer, [2, 3, 3])
+    whole = torch.optim.lr_scheduler.SequentialLR(optimizer, [first, then], milestones=[2])
+    for _ in range(steps):
+        optimizer.step()
+        whole.step()
+    return whole
+
+
+def scaler(scale: float) -> torch.amp.GradScaler:
+    made = torch.amp.GradScaler("cpu", init_scale=scale)
+    made.scale(torch.ones(()))  # a scaler makes its state when it is first used
+    return made
+
+
+class TestStateDictsConform(CheckpointableHandlerTests):
+    """Schedulers and scalers."""
+
+    handler = StateDictHandler()
+    examples = (
+        CheckpointableExample("schedulers", lambda: schedule(4), lambda: schedule(1), fingerprint),
+        CheckpointableExample("scaler", lambda: scaler(16.0), lambda: scaler(2.0), fingerprint),
+    )
+
+
+class TestGeneratorsConform(CheckpointableHandlerTests):
+    """Generators of random numbers."""
+
+    handler = GeneratorHandler()
+    examples = (
+        CheckpointableExample(
+            "generator",
+            lambda: torch.Generator().manual_seed(3),
+            lambda: torch.Generator().manual_seed(4),
+            lambda generator: fingerprint(generator.get_state()),
+        ),
+    )
+
+
+MODULES = ModuleHandler()
+OPTIMIZERS = OptimizerHandler()
+
+
+# --- modules
+
+
+def test_the_state_of_a_module_has_every_name_and_the_memory_of_the_module() -> None:
+    module = network()
+    state = MODULES.flatten(module)
+    assert isinstance(state, OrderedDict)
+    assert {"embed.weight", "head.weight", "frozen", "norm.num_batches_tracked", "_extra_state"} <= state.keys()
+    assert "scratch" not in state
+    assert state["head.weight"].data_ptr() == state["embed.weight"].data_ptr() == module.embed.weight.data_ptr()
+    assert MODULES.unflatten(module, state) is state
+
+
+def test_parameters_stay_the_same_objects() -> None:
+    target = network(1)
+    before = dict(target.named_parameters(remove_duplicate=False))
+    pointers = {name: parameter.data_ptr() for name, parameter in before.items()}
+    MODULES.restore(target, copy.deepcopy(network(0).state_dict()))
+    after = dict(target.named_parameters(remove_duplicate=False))
+    assert all(after[name] is parameter for name, parameter in before.items())
+    assert {name: parameter.data_ptr() for name, parameter in after.items()} == pointers
+    assert target.head.weight is target.embed.weight
+    assert fingerprint(target) == fingerprint(network(0))
+
+
+def test_what_was_filled_in_place_is_not_loaded_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    target = torch.nn.Linear(2, 2)
+    monkeypatch.setattr(target, "load_state_dict", None)
+    MODULES.restore(target, target.state_dict())
+
+
+def test_a_module_on_the_meta_device_gets_its_elements() -> None:
+    with torch.device("meta"):
+        target = TiedNetwork()
+    MODULES.restore(target, copy.deepcopy(network(0).state_dict()))
+    assert fingerprint(target) == fingerprint(network(0))
+    assert target.head.weight is target.embed.weight
+    assert target.embed.weight.requires_grad
+    assert not target.frozen.requires_grad
+    assert isinstance(target.frozen, torch.nn.Parameter)
+    assert target.steps == 10
+
+
+def test_a_module_partly_on_the_meta_device_keeps_its_other_parameters() -> None:
+    target = network(1)
+    kept = target.embed.weight
+    target.frozen = torch.nn.Parameter(torch.empty(2, device="meta"), requires_grad=False)
+    MODULES.restore(target, copy.deepcopy(network(0).state_dict()))
+    assert target.embed.weight is kept
+    assert fingerprint(target) == fingerprint(network(0))
+
+
+def test_a_tie_on_the_meta_device_of_buffers_is_kept() -> None:
+    class Buffers(torch.nn.Module):
+        first: torch.Tensor
+        second: torch.Tensor
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("first", torch.arange(3.0))
+            self.register_buffer("second", self.first)
+
+    with torch.device("meta"):
+        target = Buffers()
+    MODULES.restore(target, copy.deepcopy(Buffers().state_dict()))
+    assert target.first is target.second
+    assert target.first.tolist() == [0, 1, 2]
+
+
+def test_a_state_with_other_names_is_a_mismatch() -> None:
+    state = dict(network().state_dict())
+    state["extra"] = state.pop("frozen")
+    with pytest.raises(TreeMismatchError) as caught:
+        MODULES.restore(network(), state)
+    assert caught.value.differences == ("extra is not in the module", "frozen is missing")
+
+
+def test_a_lazy_module_asks_for_the_shapes_that_are_stored() -> None:
+    source = torch.nn.Linear(3, 2)
+    stored = {"weight": AbstractArray((2, 3), np.float32), "bias": AbstractArray((2,), np.float32)}
+    target = torch.nn.LazyLinear(2)
+    state: Any = MODULES.flatten_to_load(target, stored)
+    assert [tuple(held.shape) for held in state.values()] == [(2, 3), (2,)]
+    assert all(type(held) is torch.Tensor for held in state.values())
+    MODULES.restore(target, copy.deepcopy(source.state_dict()))
+    assert fingerprint(target) == fingerprint(source)
+
+
+# --- optimizers
+
+
+def _stored(optimizer: torch.optim.Optimizer) -> Any:
+    """What a checkpoint of an optimizer says of itself."""
+
+    def abstract(node: Any) -> Any:
+        if isinstance(node, torch.Tensor):
+            name = str(node.dtype).removeprefix("torch.")
+            return AbstractArray(tuple(node.shape), name)
+        if isinstance(node, dict):
+            return {key: abstract(child) for key, child in node.items()}
+        return [abstract(child) for child in node] if isinstance(node, list) else node
+
+    return abstract(optimizer.state_dict())
+
+
+def test_handlers_of_what_grows_say_so() -> None:
+    assert isinstance(OPTIMIZERS, LazyCheckpointableHandler)
+    assert isinstance(MODULES, LazyCheckpointableHandler)
+    assert not isinstance(StateDictHandler(), LazyCheckpointableHandler)
+
+
+def test_a_new_optimizer_asks_for_the_state_that_is_stored() -> None:
+    new, used = train(adam, 0), train(adam, 2)
+    state: Any = OPTIMIZERS.flatten_to_load(new, _stored(used))
+    expected = used.state_dict()
+    assert state["state"].keys() == expected["state"].keys() == {0, 1}
+    for number, slots in expected["state"].items():
+        asked = state["state"][number]
+        assert asked.keys() == slots.keys()
+        for name, held in slots.items():
+            assert (asked[name].shape, asked[name].dtype) == (held.shape, held.dtype)
+            assert asked[name].is_meta
+    assert not new.state, "the optimizer itself is not touched"
+
+
+def test_state_that_is_there_is_asked_for_as_it_is() -> None:
+    used = train(adam, 2)
+    state: Any = OPTIMIZERS.flatten_to_load(used, _stored(used))
+    for number, slots in used.state_dict()["state"].items():
+        assert all(state["state"][number][name] is held for name, held in slots.items())
+
+
+def test_state_that_was_not_saved_is_not_asked_for() -> None:
+    state: Any = OPTIMIZERS.flatten_to_load(train(adam, 2), _stored(train(adam, 0)))
+    assert state["state"] == {}
+
+
+def test_options_that_others_added_are_asked_for() -> None:
+    used = train(adam, 1)
+    torch.optim.lr_scheduler.ExponentialLR(used, 0.5)
+    state: Any = OPTIMIZERS.flatten_to_load(train(adam, 0), _stored(used))
+    assert [group["initial_lr"] for group in state["param_groups"]] == [0.1, 0.1]
+
+
+def test_parameters_that_the_optimizer_does_not_have_are_left_to_the_core() -> None:
+    stored = _stored(train(adam, 1))
+    stored["state"][7] = {"step": AbstractArray((), np.float32)}
+    state: Any = OPTIMIZERS.flatten_to_load(train(adam, 0), stored)
+    assert state["state"].keys() == {0, 1}
+    assert OPTIMIZERS.flatten_to_load(train(adam, 0), 3) == train(adam, 0).state_dict()
+
+
+def test_state_of_its_own_dtype_keeps_it() -> None:
+    """Left to itself an optimizer casts its state to the dtype of the parameter, and drops bits."""
+    optimizer = train(adam, 2)
+    parameter = optimizer.param_groups[1]["params"][0]
+    moment = torch.full((2, 2), 1 + 2.0**-20)
+    optimizer.state[parameter]["exp_avg"] = moment
+    OPTIMIZERS.restore(optimizer, OPTIMIZERS.flatten(optimizer))
+    assert optimizer.state[parameter]["exp_avg"] is moment
+
+
+def test_tensors_of_an_optimizer_stay_the_same_objects() -> None:
+    optimizer = train(momentum, 1)
+    option = optimizer.param_groups[0]["lr"]
+    state: Any = OPTIMIZERS.flatten(optimizer)
+    state["param_groups"][0]["lr"].fill_(0.25)  # in place, as the core does
+    OPTIMIZERS.restore(optimizer, state)
+    assert optimizer.param_groups[0]["lr"] is option
+    assert option.item() == 0.25
