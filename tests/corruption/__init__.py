@@ -1,0 +1,1 @@
+"""What loading and verifying do with checkpoints whose files were damaged or forged."""

@@ -1,0 +1,16 @@
+"""What the crash tests share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.crashes.tracing import Saver, saver
+
+
+@pytest.fixture(scope="session")
+def warm() -> Iterator[Saver]:
+    """The program that does what is killed."""
+    with saver() as running:
+        yield running

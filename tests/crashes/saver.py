@@ -1,0 +1,125 @@
+"""A program that does what is to be killed: it is warm, and forks a child for each task.
+
+It reads lines of JSON, ``{"task": name, "location": path}``, and writes the process id of the child that will do the task.
+On the next line, whatever it says, the child begins; when it has ended its exit status is written, negative for a signal.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Callable, Mapping
+from typing import Final, Literal
+
+import ckptcore
+from ckptcore.builtin.safetensors import SafetensorsLayout
+from tests.crashes.states import LARGE, SMALL, make_state
+
+__all__ = ["NEW", "OLD", "TASKS"]
+
+OLD: Final = 1
+"""The state that is there before a task."""
+
+NEW: Final = 2
+"""The state that a task saves."""
+
+
+def _context(durability: Literal["full", "none"] = "full") -> ckptcore.Context:
+    # One thread, so that the system calls of one run are those of the next.
+    return ckptcore.Context(durability=durability, threads=1)
+
+
+def _save(location: str) -> None:
+    ckptcore.save(location, make_state(NEW), overwrite=True, context=_context())
+
+
+def _save_new(location: str) -> None:
+    ckptcore.save(location, make_state(NEW), context=_context())
+
+
+def _save_without_durability(location: str) -> None:
+    ckptcore.save(location, make_state(NEW), overwrite=True, context=_context("none"))
+
+
+def _save_several_files(location: str) -> None:
+    layout = SafetensorsLayout(max_file_bytes=SMALL)
+    ckptcore.save(location, make_state(NEW), layout=layout, overwrite=True, context=_context())
+
+
+def _save_large(location: str) -> None:
+    ckptcore.save(location, make_state(NEW, LARGE), overwrite=True, context=_context())
+
+
+def _save_in_background(location: str) -> None:
+    ckptcore.save_async(location, make_state(NEW), overwrite=True, context=_context()).result()
+
+
+def _save_in_bounded_memory(location: str) -> None:
+    context = ckptcore.Context(threads=1, memory=ckptcore.MemoryOptions(save_bytes=300))
+    ckptcore.save_async(location, make_state(NEW), overwrite=True, context=context).result()
+
+
+def _save_non_atomic(location: str) -> None:
+    """On a file system that can exchange directories this is as atomic as without being allowed not to be."""
+    ckptcore.save(location, make_state(NEW), overwrite="non-atomic", context=_context())
+
+
+def _convert(location: str) -> None:
+    source = "memory://crashes/source"
+    ckptcore.save(source, make_state(NEW), overwrite="non-atomic", context=_context())
+    ckptcore.convert(source, location, overwrite=True, context=_context())
+
+
+def _delete(location: str) -> None:
+    ckptcore.delete(location, context=_context())
+
+
+TASKS: Final[Mapping[str, Callable[[str], None]]] = {
+    "save": _save,
+    "save-new": _save_new,
+    "save-without-durability": _save_without_durability,
+    "save-several-files": _save_several_files,
+    "save-large": _save_large,
+    "save-in-background": _save_in_background,
+    "save-in-bounded-memory": _save_in_bounded_memory,
+    "save-non-atomic": _save_non_atomic,
+    "convert": _convert,
+    "delete": _delete,
+}
+"""What can be killed, by name."""
+
+
+def _serve() -> None:
+    _save_new("memory://crashes/warm")  # whatever is imported late is imported now
+    for line in sys.stdin:
+        order = json.loads(line)
+        begin, released = os.pipe()
+        child = os.fork()
+        if child == 0:
+            _child(order, begin)
+        os.close(begin)
+        print(child, flush=True)
+        sys.stdin.readline()
+        os.write(released, b"!")
+        os.close(released)
+        _, status = os.waitpid(child, 0)
+        print(os.waitstatus_to_exitcode(status), flush=True)
+
+
+def _child(order: Mapping[str, str], begin: int) -> None:
+    """Do a task and end without returning."""
+    try:
+        signal.alarm(60)  # a task that hangs ends with a signal that no test expects
+        os.read(begin, 1)
+        TASKS[order["task"]](order["location"])
+    except BaseException:  # noqa: BLE001  # the exit status tells the test, and the text a person
+        traceback.print_exc()
+        os._exit(1)
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    _serve()

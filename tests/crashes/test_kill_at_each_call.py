@@ -1,0 +1,129 @@
+"""``kill -9`` before each system call that touches storage: the old checkpoint or the new one, never neither."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable, Set
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import pytest
+
+import ckptcore
+from tests.crashes.saver import NEW, OLD
+from tests.crashes.states import LARGE, SMALL, make_state, version_at
+from tests.crashes.tracing import KillPoint, Saver, needs_strace
+
+_NEXT: Final = 3
+"""The state that is saved after the crash."""
+
+_FAST: Final = ckptcore.Context(durability="none", threads=1)
+_SAMPLE: Final = 12
+
+
+def _nothing(location: Path) -> None:
+    """No checkpoint, and no directory for one."""
+
+
+def _old(location: Path, elements: int = SMALL) -> None:
+    ckptcore.save(location, make_state(OLD, elements), context=_FAST)
+
+
+def _large_old(location: Path) -> None:
+    _old(location, LARGE)
+
+
+def _old_and_leftovers(location: Path) -> None:
+    """A checkpoint, beside it what saves left that died early and late."""
+    _old(location)
+    for number, save_id in enumerate(("0123456789abcdef", "fedcba9876543210")):
+        hidden = location.parent / f".{location.name}.{save_id}.ckptcore"
+        hidden.mkdir()
+        if number:
+            (hidden / "model.safetensors").write_bytes(b"unfinished")
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """What is killed, and what may be there afterwards.
+
+    Attributes:
+        task: its name in `tests.crashes.saver`.
+        prepare: makes what is there before.
+        allowed: the states that may be there afterwards; None for no checkpoint.
+    """
+
+    task: str
+    prepare: Callable[[Path], None]
+    allowed: Set[int | None] = frozenset({OLD, NEW})
+
+
+SCENARIOS: Final = {
+    "first save": Scenario("save-new", _nothing, frozenset({None, NEW})),
+    "first save of several files": Scenario("save-several-files", _nothing, frozenset({None, NEW})),
+    "first save, large": Scenario("save-large", _nothing, frozenset({None, NEW})),
+    "overwrite": Scenario("save", _old),
+    "overwrite without durability": Scenario("save-without-durability", _old),
+    "overwrite with several files": Scenario("save-several-files", _old),
+    "overwrite, large": Scenario("save-large", _large_old),
+    "overwrite in the background": Scenario("save-in-background", _old),
+    "overwrite in bounded memory": Scenario("save-in-bounded-memory", _old),
+    "overwrite, allowed not to be atomic": Scenario("save-non-atomic", _old),
+    "overwrite where saves died before": Scenario("save", _old_and_leftovers),
+    "convert over a checkpoint": Scenario("convert", _old),
+    "delete": Scenario("delete", _old, frozenset({OLD, None})),
+}
+
+
+def _try(scenario: Scenario, point: KillPoint, warm: Saver, directory: Path) -> bool:
+    """Kill the task of a scenario at a point and look at what is there; whether the point was reached."""
+    location = directory / "run" / "step_1"
+    scenario.prepare(location)
+    status = warm.killed(scenario.task, str(location), point)
+    assert status in (0, -signal.SIGKILL), f"the task ended with {status}"
+    found = version_at(str(location))
+    assert found in scenario.allowed, f"found {found}"
+    if status == 0:
+        assert found in (NEW, None), "a task that ended is not done"
+    siblings = list(location.parent.iterdir()) if location.parent.exists() else []
+    for sibling in siblings:
+        assert sibling == location or sibling.name.startswith(f".{location.name}."), f"{sibling} would be listed"
+    ckptcore.save(location, make_state(_NEXT), overwrite=True, context=_FAST)
+    assert version_at(str(location)) == _NEXT
+    assert [path.name for path in location.parent.iterdir()] == [location.name], "leftovers"
+    assert sorted(path.name for path in location.iterdir()) == ["checkpoint.json", "model.safetensors"]
+    return status != 0
+
+
+def _points(scenario: Scenario, warm: Saver, directory: Path) -> list[KillPoint]:
+    needs_strace()
+    location = directory / "traced" / "run" / "step_1"
+    scenario.prepare(location)
+    points = list(warm.kill_points(scenario.task, str(location), directory / "trace"))
+    assert len(points) > 5, f"hardly any system call was traced: {points}"
+    return points
+
+
+@pytest.mark.parametrize("name", ["first save", "overwrite"])
+def test_a_sample_of_kills(name: str, warm: Saver, tmp_path: Path) -> None:
+    scenario = SCENARIOS[name]
+    points = _points(scenario, warm, tmp_path)
+    for number, point in enumerate(points[:: max(1, len(points) // _SAMPLE)]):
+        assert _try(scenario, point, warm, tmp_path / str(number)), f"{point} was not reached"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_every_kill(name: str, warm: Saver, tmp_path: Path, record_property: Callable[[str, object], None]) -> None:
+    scenario = SCENARIOS[name]
+    points = _points(scenario, warm, tmp_path)
+    killed = 0
+    for number, point in enumerate(points):
+        try:
+            killed += _try(scenario, point, warm, tmp_path / str(number))
+        except Exception as error:
+            error.add_note(f"killed at {point}, {number + 1} of {len(points)}")
+            raise
+    record_property("kill points", len(points))
+    assert killed >= 0.9 * len(points), f"only {killed} of {len(points)} points were reached"

@@ -1,0 +1,155 @@
+"""Running tasks of `tests.crashes.saver` under strace, which also kills them."""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import pytest
+
+__all__ = ["KillPoint", "Saver", "saver", "needs_strace"]
+
+_CALLS: Final = (
+    "open", "openat", "creat", "close", "mkdir", "mkdirat", "rmdir", "unlink", "unlinkat", "link", "linkat", "symlink",
+    "rename", "renameat", "renameat2", "write", "writev", "pwrite64", "pwritev", "pwritev2", "fallocate", "truncate",
+    "ftruncate", "copy_file_range", "sendfile", "fsync", "fdatasync", "sync_file_range", "msync", "flock", "fcntl",
+)  # fmt: skip
+"""Every system call by which a save can change what is in a file system, or what others see of it."""
+
+_LINE: Final = re.compile(r"(\d+) +(?:(\w+)\(|<\.\.\. )")
+_SECONDS: Final = 60.0
+
+
+@dataclass(frozen=True)
+class KillPoint:
+    """Where a process is killed: before the first thread that comes to its call number `number` of `name` makes it."""
+
+    name: str
+    number: int
+
+    def __str__(self) -> str:
+        return f"{self.name}-{self.number}"
+
+
+@functools.cache
+def _why_no_strace() -> str | None:
+    strace = shutil.which("strace")
+    if strace is None:
+        return "strace is not installed"
+    tried = subprocess.run(
+        [strace, "-f", "-e", "inject=close:signal=SIGKILL:when=60000", "-o", "/dev/null", "true"],
+        capture_output=True, text=True, check=False, timeout=_SECONDS,
+    )  # fmt: skip
+    return None if tried.returncode == 0 else f"strace cannot trace here: {tried.stderr.strip()[-300:]}"
+
+
+def needs_strace() -> None:
+    """Skip the test where no process can be traced."""
+    if (reason := _why_no_strace()) is not None:
+        pytest.skip(reason)
+
+
+class Saver:
+    """The warm program."""
+
+    def __init__(self) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tests.crashes.saver"],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2],
+        )  # fmt: skip
+
+    def close(self) -> None:
+        """End it."""
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.close()
+        self._process.wait(_SECONDS)
+        self._process.stdout.close()
+
+    def _say(self, line: str) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.write(line + "\n")
+        self._process.stdin.flush()
+
+    def _hear(self) -> int:
+        assert self._process.stdout is not None
+        return int(self._process.stdout.readline())
+
+    def start(self, task: str, location: str) -> int:
+        """Fork a child that will do a task; its process id. `finish` must follow."""
+        self._say(json.dumps({"task": task, "location": location}))
+        return self._hear()
+
+    def begin(self) -> None:
+        """Let the child begin."""
+        self._say("begin")
+
+    def end(self) -> int:
+        """Wait for the child; its exit status, negative for a signal."""
+        return self._hear()
+
+    def run(self, task: str, location: str) -> int:
+        """Do a task in a child; its exit status."""
+        self.start(task, location)
+        self.begin()
+        return self.end()
+
+    def traced(self, task: str, location: str, log: Path, *options: str) -> int:
+        """Do a task in a child under strace, which writes `log`; its exit status."""
+        child = self.start(task, location)
+        tracer = subprocess.Popen(["strace", "-f", "-q", "-o", str(log), *options, "-p", str(child)])
+        try:
+            _wait_until_traced(child, tracer)
+        finally:
+            self.begin()
+            status = self.end()
+            tracer.wait(_SECONDS)
+        return status
+
+    def kill_points(self, task: str, location: str, log: Path) -> Sequence[KillPoint]:
+        """Do a task; every place in it where it could have been killed, call by call in the order they were made."""
+        status = self.traced(task, location, log, "-e", f"trace={','.join(_CALLS)}")
+        assert status == 0, f"{task} failed"
+        counts: Counter[tuple[str, str]] = Counter()
+        points: dict[KillPoint, None] = {}
+        for line in log.read_text(errors="replace").splitlines():
+            matched = _LINE.match(line)
+            if matched is not None and matched[2] is not None:
+                counts[matched[1], matched[2]] += 1
+                points[KillPoint(matched[2], counts[matched[1], matched[2]])] = None
+        return list(points)
+
+    def killed(self, task: str, location: str, point: KillPoint) -> int:
+        """Do a task and kill it; its exit status."""
+        return self.traced(
+            task, location, Path("/dev/null"),
+            "-e", f"trace={point.name}", "-e", f"inject={point.name}:signal=SIGKILL:when={point.number}",
+        )  # fmt: skip
+
+
+def _wait_until_traced(process: int, tracer: subprocess.Popen[bytes]) -> None:
+    status = Path(f"/proc/{process}/status")
+    deadline = time.monotonic() + _SECONDS
+    while "TracerPid:\t0\n" in status.read_text():
+        assert tracer.poll() is None and time.monotonic() < deadline, "strace did not attach"
+        time.sleep(0.001)
+
+
+@contextmanager
+def saver() -> Iterator[Saver]:
+    """The warm program, while the block runs."""
+    warm = Saver()
+    try:
+        yield warm
+    finally:
+        warm.close()
