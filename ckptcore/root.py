@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import binascii
 import json
 import os
 import re
@@ -14,7 +13,7 @@ from typing import Any, Final, TypeAlias
 import xxhash
 
 from ckptcore.builtin.keys import check_key
-from ckptcore.errors import CorruptCheckpointError, InvalidLocationError, UnsupportedVersionError
+from ckptcore.errors import CheckpointError, CorruptCheckpointError, InvalidLocationError, UnsupportedVersionError
 from ckptcore.model.metadata import TreeMetadata
 from ckptcore.model.objects import BLOCK_BYTES, CHECKSUM_ALGORITHM, CHECKSUM_BYTES, ObjectRecord
 from ckptcore.model.tree import JSON
@@ -148,7 +147,11 @@ def decode_root(data: bytes, read_part: ReadPart) -> Root | Claimed:
     """
     try:
         return _decode(data, read_part)
-    except (KeyError, TypeError, AttributeError, InvalidLocationError, RecursionError, binascii.Error) as error:
+    except InvalidLocationError as error:
+        raise CorruptCheckpointError(f"{ROOT_KEY} names an object that cannot be: {error}", key=ROOT_KEY) from error
+    except CheckpointError:
+        raise
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CorruptCheckpointError(f"{ROOT_KEY} cannot be read: {error!r}", key=ROOT_KEY) from error
 
 

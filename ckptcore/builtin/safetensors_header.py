@@ -90,8 +90,6 @@ def inspect_files(store: ReadStore, entry: str | None) -> tuple[Sequence[TensorE
     for preferred in ("model.safetensors.index.json", *(indexes if len(indexes) == 1 else ())):
         if preferred in indexes:
             return _read_index(store, preferred)
-    if len(files) == 1 or "model.safetensors" in files:
-        return _read_header(store, "model.safetensors" if "model.safetensors" in files else files[0])
     shards = [_SHARD.fullmatch(name) for name in files]
     if all(shards) and len({(shard[1], shard[3]) for shard in shards if shard}) == 1:
         expected = int(shards[0][3]) if shards[0] else 0
@@ -100,6 +98,8 @@ def inspect_files(store: ReadStore, entry: str | None) -> tuple[Sequence[TensorE
                 f"{expected} safetensors shards belong together and {len(files)} are there: {files}"
             )
         return _unite(store, files)
+    if len(files) == 1 or "model.safetensors" in files:
+        return _read_header(store, "model.safetensors" if "model.safetensors" in files else files[0])
     raise CheckpointNotFoundError(
         f"there are several safetensors files and nothing says which belong together: {', '.join([*indexes, *files])}; "
         "name one of them as the location"
@@ -181,14 +181,14 @@ def _entry(name: str, described: Any, key: str, start: int) -> TensorEntry:
     whole = (
         isinstance(shape, list) and len(shape) <= 64 and all(type(extent) is int and extent >= 0 for extent in shape)
     )
-    if not whole or type(first) is not int or type(last) is not int or not 0 <= first <= last:
+    if not whole or not isinstance(dtype, str) or type(first) is not int or type(last) is not int or not 0 <= first <= last:
         raise CorruptCheckpointError(
-            f"the header of {key} describes {name!r} with shape {shape} and offsets {first} to {last}", key=key
+            f"the header of {key} describes {name!r} with dtype {dtype}, shape {shape} and offsets {first} to {last}", key=key
         )
-    ours = _DTYPES.get(dtype) if isinstance(dtype, str) else None
+    ours = _DTYPES.get(dtype)
     if ours is None:
         raise UnsupportedLeafError(
-            f"the tensor {name!r} of {key} has the dtype {str(dtype)[:40]!r}, which NumPy cannot hold; "
+            f"the tensor {name!r} of {key} has the dtype {dtype[:40]!r}, which NumPy cannot hold; "
             "its other tensors can be read by another program only"
         )
     spec = ArraySpec(tuple(shape), ours)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import operator
+import re
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -15,7 +16,7 @@ from ckptcore.errors import UnsupportedLeafError
 
 __all__ = ["AbstractArray", "ArraySpec", "Box", "HostArray", "Shard", "dtype_from_name", "name_of_dtype"]
 
-HostArray: TypeAlias = "np.ndarray[Any, np.dtype[Any]]"
+HostArray: TypeAlias = np.ndarray[Any, np.dtype[Any]]
 """An array in host memory, of a dtype of NumPy or ml_dtypes."""
 
 _NUMPY_NAMES = (
@@ -60,9 +61,8 @@ def dtype_from_name(name: str) -> np.dtype[Any]:
                 return np.dtype(name)
         elif name == prefix:
             return np.dtype(name)
-    if name[:1] in ("S", "U") and name[1:].isascii() and name[1:].isdigit() and len(name) < 9:
-        if 0 < int(name[1:]) <= _MAX_FIXED_BYTES and name[1] != "0":
-            return np.dtype(name)
+    if re.fullmatch(r"[SU][1-9][0-9]{0,6}", name) and int(name[1:]) <= _MAX_FIXED_BYTES:
+        return np.dtype(name)
     raise UnsupportedLeafError(
         f"the dtype name {name[:80]!r} is not one that this ckptcore knows; "
         "it may have been written by a newer version or with a newer ml_dtypes"

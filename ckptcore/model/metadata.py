@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Final, TypeAlias, TypeVar
 
-from ckptcore.errors import CorruptCheckpointError
+from ckptcore.errors import CorruptCheckpointError, UnsupportedLeafError
 from ckptcore.model.arrays import ArraySpec, dtype_from_name
 from ckptcore.model.tree import JSON, Skeleton, TreePath, leaf_count, leaf_paths, skeleton_from_json, skeleton_to_json
 
@@ -129,7 +129,9 @@ class TreeMetadata:
         """
         try:
             return _decode(encoded)
-        except (KeyError, TypeError, IndexError, AttributeError, RecursionError, OverflowError) as error:
+        except (CorruptCheckpointError, UnsupportedLeafError):
+            raise
+        except (ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError, OverflowError) as error:
             raise CorruptCheckpointError(
                 f"the saved tree cannot be read: {error!r} where a leaf table should be"
             ) from error

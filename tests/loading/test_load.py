@@ -1,0 +1,215 @@
+"""What load gives for an abstract tree, and what it refuses."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+
+import ckptcore
+from ckptcore import PLACEHOLDER, AbstractArray
+from ckptcore.errors import (
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    TargetUndefinedError,
+    TreeMismatchError,
+    UnsupportedVersionError,
+)
+
+
+class Pair(NamedTuple):
+    mu: Any
+    nu: Any
+
+
+@dataclasses.dataclass
+class State:
+    step: int
+    pair: Pair
+
+
+@pytest.fixture
+def location(tmp_path: Path) -> Path:
+    tree = {
+        "a": np.arange(6.0).reshape(2, 3),
+        "b": [np.ones(4, np.int32), 7, "text"],
+        "s": State(3, Pair(np.zeros(2), np.ones(2))),
+    }
+    ckptcore.save(tmp_path / "c", tree)
+    return tmp_path / "c"
+
+
+def abstract() -> dict[str, Any]:
+    pair = Pair(AbstractArray((2,), "float64"), AbstractArray((2,), "float64"))
+    return {"a": AbstractArray((2, 3), "float64"), "b": [np.empty(4, np.int32), 0, ""], "s": State(0, pair)}
+
+
+def test_an_abstract_tree_gives_its_exact_structure(location: Path) -> None:
+    loaded = ckptcore.load(location, abstract())
+    assert type(loaded["s"]) is State and type(loaded["s"].pair) is Pair
+    assert loaded["s"].step == 3 and loaded["s"].pair.nu.tolist() == [1, 1]
+    assert loaded["b"][1:] == [7, "text"]
+
+
+def test_the_order_of_keys_is_that_of_the_abstract_tree(location: Path) -> None:
+    asked = abstract()
+    loaded = ckptcore.load(location, {name: asked[name] for name in ("s", "b", "a")})
+    assert list(loaded) == ["s", "b", "a"]
+
+
+def test_a_placeholder_skips_a_leaf_or_a_subtree(location: Path) -> None:
+    loaded = ckptcore.load(location, {**abstract(), "a": PLACEHOLDER, "s": PLACEHOLDER})
+    assert loaded["a"] is PLACEHOLDER and loaded["s"] is PLACEHOLDER and loaded["b"][1] == 7
+    assert ckptcore.load(location, PLACEHOLDER) is PLACEHOLDER
+
+
+def test_every_difference_is_listed_at_once(location: Path) -> None:
+    asked = abstract()
+    asked["a"] = AbstractArray((3, 2), "float64")
+    asked["b"] = [AbstractArray((4,), "int64"), 1.5, ""]
+    asked["steps"] = 0
+    asked["s"] = State(0, Pair(AbstractArray((2,), "float64"), 5))
+    with pytest.raises(TreeMismatchError) as caught:
+        ckptcore.load(location, asked)
+    assert caught.value.differences == (
+        "missing: steps is not stored",
+        "a: shape: float64[3, 2] is asked for, float64[2, 3] is stored",
+        "b[0]: dtype: int64[4] is asked for, int32[4] is stored; nothing is cast unless asked",
+        "b[1]: kind: float is asked for, int is stored",
+        "s.pair.nu: kind: int is asked for, array float64[2] is stored",
+    )
+    assert str(location) in str(caught.value)
+
+
+def test_what_is_stored_and_not_asked_for_is_a_difference(location: Path) -> None:
+    asked = abstract()
+    del asked["b"]
+    asked["pair"] = 1
+    with pytest.raises(TreeMismatchError, match=r"unexpected: b\[0\] is stored") as caught:
+        ckptcore.load(location, asked)
+    assert len(caught.value.differences) == 4
+
+
+def test_near_names_are_suggested(location: Path) -> None:
+    ckptcore.save(location.parent / "n", {"encoder": np.ones(1)})
+    with pytest.raises(TreeMismatchError, match="did you mean encoder"):
+        ckptcore.load(location.parent / "n", {"encodr": np.ones(1)})
+
+
+def test_keys_of_another_sort_do_not_match(tmp_path: Path) -> None:
+    ckptcore.save(tmp_path / "c", {"0": np.ones(1)})
+    with pytest.raises(TreeMismatchError, match=r"missing: \[0\]"):
+        ckptcore.load(tmp_path / "c", {0: np.ones(1)})
+
+
+def test_attributes_match_the_keys_they_come_back_as(location: Path) -> None:
+    loaded = ckptcore.load(location)
+    assert loaded["s"]["pair"]["nu"].tolist() == [1, 1]
+    again = ckptcore.load(location, loaded)
+    assert again["s"] == {"step": 3, "pair": again["s"]["pair"]}
+
+
+def test_load_into_fills_memory_in_place(location: Path) -> None:
+    target = {"a": np.zeros((2, 3)), "b": [np.zeros(4, np.int32), 0, ""], "s": State(0, Pair(np.ones(2), np.zeros(2)))}
+    before, count, state, mu = target["a"], target["b"][0], target["s"], target["s"].pair.mu  # type: ignore[index,attr-defined]  # of mixed types
+    assert ckptcore.load_into(location, target) is target
+    assert target["a"] is before and before.tolist() == [[0, 1, 2], [3, 4, 5]]  # type: ignore[attr-defined]  # an array
+    assert count.tolist() == [1, 1, 1, 1] and target["b"][1:] == [7, "text"]  # type: ignore[index]  # a list
+    assert mu.tolist() == [0, 0] and target["s"].pair.nu.tolist() == [1, 1]  # type: ignore[attr-defined]  # a State
+    assert state.pair.mu is mu  # type: ignore[attr-defined]  # a State
+
+
+def test_load_into_fills_strided_arrays(tmp_path: Path) -> None:
+    ckptcore.save(tmp_path / "c", {"w": np.arange(6.0).reshape(2, 3)})
+    base = np.zeros((3, 4))
+    ckptcore.load_into(tmp_path / "c", {"w": base.T[1:3]})
+    assert base[:, 1:3].tolist() == [[0, 3], [1, 4], [2, 5]] and base[:, 0].sum() == 0
+
+
+def test_load_into_fills_every_tied_name(tmp_path: Path) -> None:
+    weights = np.arange(4.0)
+    ckptcore.save(tmp_path / "c", {"in": weights, "out": weights})
+    target = {"in": np.zeros(4), "out": np.zeros(4)}
+    ckptcore.load_into(tmp_path / "c", target)
+    assert target["in"].tolist() == target["out"].tolist() == [0, 1, 2, 3]
+    shared = np.zeros(4)
+    ckptcore.load_into(tmp_path / "c", {"in": shared, "out": shared})
+    assert shared.tolist() == [0, 1, 2, 3]
+
+
+def test_a_mismatch_leaves_the_target_as_it_was(location: Path) -> None:
+    target = {"a": np.zeros((2, 3))}
+    with pytest.raises(TreeMismatchError):
+        ckptcore.load_into(location, target)
+    assert not target["a"].any()
+
+
+def test_a_load_into_that_fails_half_way_says_so(tmp_path: Path) -> None:
+    ckptcore.save(tmp_path / "c", {"a": np.ones(1 << 18), "b": np.ones(1 << 18)})
+    file = tmp_path / "c" / "model.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-5] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(TargetUndefinedError, match="mix of what it held") as caught:
+        ckptcore.load_into(tmp_path / "c", {"a": np.zeros(1 << 18), "b": np.zeros(1 << 18)})
+    assert isinstance(caught.value.__cause__, CorruptCheckpointError)
+
+
+def test_a_read_only_target_is_refused(tmp_path: Path) -> None:
+    ckptcore.save(tmp_path / "c", np.ones(3))
+    frozen = np.zeros(3)
+    frozen.flags.writeable = False
+    with pytest.raises(TargetUndefinedError, match="cannot be filled in place"):
+        ckptcore.load_into(tmp_path / "c", frozen)
+
+
+def test_damage_names_file_array_and_range(tmp_path: Path) -> None:
+    tree = {"first": np.ones(300_000), "second": np.zeros(300_000)}
+    ckptcore.save(tmp_path / "c", tree)
+    file = tmp_path / "c" / "model.safetensors"
+    data = bytearray(file.read_bytes())
+    data[4_000_000] ^= 0x10
+    file.write_bytes(data)
+    with pytest.raises(CorruptCheckpointError, match=r"model\.safetensors.*second"):
+        ckptcore.load(tmp_path / "c")
+    report = ckptcore.verify(tmp_path / "c")
+    (problem,) = report.problems
+    assert not report.ok and problem.key == "model.safetensors" and problem.arrays == ("second",)
+    assert problem.start is not None and problem.stop is not None and problem.start <= 4_000_000 < problem.stop
+    assert problem.stop - problem.start <= 1 << 20
+    loaded = ckptcore.load(tmp_path / "c", {"first": tree["first"], "second": PLACEHOLDER})
+    assert (loaded["first"] == 1).all()  # what is whole can be loaded
+    unchecked = ckptcore.load(tmp_path / "c", context=ckptcore.Context(verify=False))
+    assert (unchecked["second"] != 0).sum() == 1
+
+
+def test_nothing_there_is_said(tmp_path: Path) -> None:
+    for location in (tmp_path / "nothing", tmp_path, "memory://loading/nothing"):
+        with pytest.raises(CheckpointNotFoundError):
+            ckptcore.load(location)
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "notes.txt").write_text("x")
+    with pytest.raises(CheckpointNotFoundError, match="no checkpoint that an installed layout reads"):
+        ckptcore.load(tmp_path / "other")
+
+
+def test_a_newer_format_is_refused_as_such(tmp_path: Path) -> None:
+    from ckptcore.root import _seal
+
+    ckptcore.save(tmp_path / "c", {})
+    document = {"format": "ckptcore", "version": 2, "state": "committed"}
+    (tmp_path / "c" / "checkpoint.json").write_bytes(_seal(document))
+    with pytest.raises(UnsupportedVersionError, match="upgrade"):
+        ckptcore.load(tmp_path / "c")
+
+
+def test_convert_writes_the_same_again(location: Path) -> None:
+    told: list[tuple[int, int]] = []
+    ckptcore.convert(location, location.parent / "d", progress=lambda done, total: told.append((done, total)))
+    first, second = ckptcore.metadata(location), ckptcore.metadata(location.parent / "d")
+    assert second.tree == first.tree and second.save_id != first.save_id
+    assert ckptcore.load(location.parent / "d")["a"].tolist() == [[0, 1, 2], [3, 4, 5]]
+    assert told and told[-1][0] == told[-1][1]

@@ -1,0 +1,108 @@
+"""Paths and skeletons, and the JSON they are kept in."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ckptcore.errors import CorruptCheckpointError
+from ckptcore.model.tree import (
+    LEAF,
+    MAX_DEPTH,
+    Attribute,
+    Node,
+    Skeleton,
+    format_path,
+    leaf_count,
+    leaf_paths,
+    skeleton_from_json,
+    skeleton_to_json,
+)
+
+KEYS = st.one_of(st.integers(), st.text(max_size=4), st.text(max_size=4).map(Attribute))
+
+
+def _nodes(children: st.SearchStrategy[Skeleton]) -> st.SearchStrategy[Skeleton]:
+    mapping = st.lists(st.tuples(KEYS, children), max_size=4, unique_by=lambda item: (type(item[0]), item[0])).flatmap(
+        lambda items: st.builds(
+            Node,
+            st.sampled_from(["dict", "OrderedDict", "object"]),
+            st.just(tuple(key for key, _ in items)),
+            st.just(tuple(child for _, child in items)),
+            st.none() | st.text(max_size=5),
+        )
+    )
+    sequence = st.lists(children, max_size=4).flatmap(
+        lambda items: st.builds(
+            Node,
+            st.sampled_from(["list", "tuple"]),
+            st.just(tuple(range(len(items)))),
+            st.just(tuple(items)),
+            st.none(),
+        )
+    )
+    return mapping | sequence
+
+
+SKELETONS = st.recursive(st.just(LEAF), _nodes, max_leaves=12)
+
+
+@given(SKELETONS)
+def test_a_skeleton_comes_back_from_json(skeleton: Skeleton) -> None:
+    encoded = json.loads(json.dumps(skeleton_to_json(skeleton)))
+    assert skeleton_from_json(encoded, leaf_count(skeleton)) == skeleton
+
+
+@given(SKELETONS)
+def test_every_leaf_has_a_path_of_its_own(skeleton: Skeleton) -> None:
+    paths = list(leaf_paths(skeleton))
+    assert len(paths) == leaf_count(skeleton)
+    assert len({tuple((type(key), key) for key in path) for path in paths}) == len(paths)
+
+
+@given(
+    st.recursive(
+        st.none() | st.integers() | st.text(), lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner)
+    )
+)
+def test_any_json_is_a_skeleton_or_refused(encoded: Any) -> None:
+    try:
+        skeleton = skeleton_from_json(encoded, 10)
+    except CorruptCheckpointError:
+        return
+    assert skeleton_from_json(json.loads(json.dumps(skeleton_to_json(skeleton))), 10) == skeleton
+
+
+def test_a_list_cannot_claim_more_leaves_than_there_are() -> None:
+    with pytest.raises(CorruptCheckpointError, match="cannot be read"):
+        skeleton_from_json(["list", None, 1 << 40], 5)
+
+
+def test_a_tree_that_is_too_deep_is_refused() -> None:
+    encoded: Any = 0
+    for _ in range(MAX_DEPTH + 2):
+        encoded = ["list", None, [encoded]]
+    with pytest.raises(CorruptCheckpointError, match="deeper"):
+        skeleton_from_json(encoded, 1)
+
+
+@pytest.mark.parametrize(
+    ("path", "text"),
+    [
+        ((), "<root>"),
+        (("params", "w"), "params/w"),
+        (("params", "a.b", 0, Attribute("mu")), "params['a.b'][0].mu"),
+        ((Attribute("step"),), "step"),
+        ((0, "0"), "[0]['0']"),
+    ],
+)
+def test_paths_read_as_python_does(path: tuple[Any, ...], text: str) -> None:
+    assert format_path(path) == text
+
+
+def test_keys_of_different_sorts_are_different() -> None:
+    assert len({1, "1", Attribute("1")}) == 3

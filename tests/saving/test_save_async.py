@@ -1,0 +1,208 @@
+"""Asynchronous saves: what they own, in what order they go, and that no error is lost."""
+
+from __future__ import annotations
+
+import gc
+import subprocess
+import sys
+import threading
+import weakref
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import ckptcore
+from ckptcore.errors import BackgroundSaveError
+from ckptcore.protocols import StorageOptions
+
+
+class Gate:
+    """A plugin whose storage ``gate://`` writes into memory once it is opened, or fails."""
+
+    def __init__(self) -> None:
+        from ckptcore.builtin.memory import MemoryStorages
+
+        self.memory = MemoryStorages()
+        self.open = threading.Event()
+        self.error: Exception | None = None
+        self.waiting = threading.Event()
+
+    @ckptcore.hookimpl
+    def ckpt_storages(self) -> dict[str, Any]:
+        return {"gate": self.storage}
+
+    def storage(self, url: str, options: StorageOptions) -> Any:
+        inner = self.memory.open(url.replace("gate://", "memory://"), options)
+        gate = self
+
+        class Guarded:
+            def __getattr__(self, name: str) -> Any:
+                return getattr(inner, name)
+
+            def open_writer(self, key: str, size: int | None = None) -> Any:
+                gate.pass_through()
+                return inner.open_writer(key, size)
+
+            def put(self, key: str, data: bytes, *, condition: Any = None) -> str:
+                if not key.endswith("checkpoint.json"):
+                    gate.pass_through()
+                return str(inner.put(key, data, condition=condition))
+
+        return Guarded()
+
+    def pass_through(self) -> None:
+        self.waiting.set()
+        assert self.open.wait(60)
+        if self.error is not None:
+            raise self.error
+
+
+@pytest.fixture
+def gate() -> Gate:
+    return Gate()
+
+
+def state(value: float) -> dict[str, Any]:
+    return {"large": np.full((600, 1000), value), "small": np.full(3, value), "view": np.full((50, 50), value).T[::2]}
+
+
+def all_are(loaded: Any, value: float) -> bool:
+    return all((array == value).all() for array in loaded.values())
+
+
+def test_what_changes_afterwards_is_not_in_the_checkpoint(gate: Gate) -> None:
+    context = ckptcore.Context(plugins=[gate])
+    tree = state(1.0)
+    handle = ckptcore.save_async("gate://a/b", tree, context=context)
+    for array in tree.values():
+        array[...] = 2.0
+    tree["new"] = 1
+    assert not handle.done()
+    gate.open.set()
+    handle.result()
+    assert handle.done() and handle.exception() is None
+    assert handle.progress.written >= handle.progress.total > 0
+    loaded = ckptcore.load("gate://a/b", context=context)
+    assert set(loaded) == {"large", "small", "view"} and all_are(loaded, 1.0)
+
+
+def test_nothing_of_an_unfinished_save_can_be_loaded(gate: Gate) -> None:
+    context = ckptcore.Context(plugins=[gate])
+    handle = ckptcore.save_async("gate://a/b", state(1.0), context=context)
+    assert gate.waiting.wait(60)
+    with pytest.raises(ckptcore.errors.UncommittedCheckpointError, match="not committed"):
+        ckptcore.load("gate://a/b", context=context)
+    gate.open.set()
+    handle.result()
+
+
+def test_a_second_save_queues_or_waits_as_the_context_says(gate: Gate) -> None:
+    context = ckptcore.Context(plugins=[gate], when_busy="queue")
+    first = ckptcore.save_async("gate://a/1", state(1.0), context=context)
+    second = ckptcore.save_async("gate://a/2", state(2.0), context=context)
+    assert not first.done() and not second.done()
+    waiting = ckptcore.Context(plugins=[gate], when_busy="wait")
+    third = ckptcore.save_async("gate://a/3", state(3.0), context=waiting)
+    began = threading.Event()
+    fourth: list[ckptcore.SaveHandle] = []
+
+    def save_another() -> None:
+        began.set()
+        fourth.append(ckptcore.save_async("gate://a/4", state(4.0), context=waiting))
+
+    thread = threading.Thread(target=save_another)
+    thread.start()
+    assert began.wait(60)
+    assert not third.done() and fourth == []
+    gate.open.set()
+    thread.join()
+    for number, handle in enumerate([first, second, third, fourth[0]], 1):
+        handle.result()
+        assert all_are(ckptcore.load(f"gate://a/{number}", context=context), float(number))
+
+
+def test_an_error_surfaces_at_result(gate: Gate) -> None:
+    context = ckptcore.Context(plugins=[gate])
+    gate.error = OSError("the disk is on fire")
+    gate.open.set()
+    handle = ckptcore.save_async("gate://a/b", state(1.0), context=context)
+    with pytest.raises(OSError, match="on fire"):
+        handle.result()
+    gate.error = None
+    ckptcore.save("gate://a/b", state(2.0), context=context)  # the error was noticed: this one goes on
+    assert all_are(ckptcore.load("gate://a/b", context=context), 2.0)
+
+
+@pytest.mark.parametrize("begin", [ckptcore.save, ckptcore.save_async])
+def test_an_error_that_nobody_asked_for_surfaces_at_the_next_save(gate: Gate, begin: Any) -> None:
+    context = ckptcore.Context(plugins=[gate])
+    gate.error = OSError("the disk is on fire")
+    gate.open.set()
+    ckptcore.save_async("gate://a/b", state(1.0), context=context)
+    context.saves.wait()
+    gate.error = None
+    with pytest.raises(BackgroundSaveError, match="gate://a/b failed: the disk is on fire"):
+        begin("gate://a/c", state(2.0), context=context)
+    ckptcore.save("gate://a/c", state(2.0), context=context)
+
+
+def test_an_error_that_nobody_asked_for_surfaces_at_exit(tmp_path: Path) -> None:
+    program = (
+        "import ckptcore, numpy\n"
+        "from ckptcore.engine import recorder\n"
+        "def broken(*arguments, **options): raise OSError('the disk is on fire')\n"
+        "recorder.ObjectRecorder.write = broken\n"
+        f"ckptcore.save_async({str(tmp_path / 'c')!r}, {{'w': numpy.ones(3)}})\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.stderr == f"ckptcore: the save to {tmp_path / 'c'} failed: OSError: the disk is on fire\n"
+
+
+def test_a_program_that_ends_lets_its_saves_finish(tmp_path: Path) -> None:
+    program = f"import ckptcore, numpy; ckptcore.save_async({str(tmp_path / 'c')!r}, {{'w': numpy.ones(300_000)}})"
+    subprocess.run([sys.executable, "-c", program], check=True)
+    assert (ckptcore.load(tmp_path / "c")["w"] == 1).all()
+
+
+@pytest.mark.parametrize("limit", [1, 10_000, 5_000_000, 100_000_000])
+def test_a_bound_on_memory_blocks_the_caller_and_loses_nothing(limit: int, tmp_path: Path) -> None:
+    context = ckptcore.Context(memory=ckptcore.MemoryOptions(save_bytes=limit, load_bytes=limit))
+    tree = {f"{number}": np.full(5000, number, "f4" if number % 2 else "f8") for number in range(40)}
+    handle = ckptcore.save_async(tmp_path / "c", tree, context=context)
+    for array in tree.values():
+        array[...] = -1
+    handle.result()
+    loaded = ckptcore.load(tmp_path / "c", context=context)
+    assert all((array == int(name)).all() for name, array in loaded.items())
+
+
+def test_a_bounded_save_that_fails_does_not_hang(gate: Gate) -> None:
+    gate.error = OSError("the disk is on fire")
+    gate.open.set()
+    context = ckptcore.Context(plugins=[gate], memory=ckptcore.MemoryOptions(save_bytes=1000))
+    tree = {f"{number}": np.full(500, number) for number in range(40)}
+    handle = ckptcore.save_async("gate://a/b", tree, context=context)
+    with pytest.raises(OSError, match="on fire"):
+        handle.result()
+
+
+@pytest.mark.parametrize("limit", [None, 1000])
+def test_nothing_holds_the_state_after_the_save(limit: int | None, tmp_path: Path) -> None:
+    context = ckptcore.Context(memory=ckptcore.MemoryOptions(save_bytes=limit))
+    array = np.ones((100, 100))
+    reference = weakref.ref(array)
+    handle = ckptcore.save_async(tmp_path / "c", {"w": array}, context=context)
+    handle.result()
+    del array
+    gc.collect()
+    assert reference() is None
+
+
+def test_load_async_gives_what_load_does(tmp_path: Path) -> None:
+    ckptcore.save(tmp_path / "c", {"w": np.ones(3)})
+    handle = ckptcore.load_async(tmp_path / "c")
+    assert handle.result()["w"].tolist() == [1, 1, 1] and handle.done() and handle.exception() is None
+    with pytest.raises(ckptcore.errors.CheckpointNotFoundError):
+        ckptcore.load_async(tmp_path / "d").result()
