@@ -1,0 +1,3 @@
+"""The toy distributions' own tests run where they are installed: see test_strangers.py."""
+
+collect_ignore_glob = ["toy_*"]

@@ -1,0 +1,112 @@
+"""Plugins that the core has never heard of are installed, found and tested with no line of ours changed."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import xml.etree.ElementTree
+from pathlib import Path
+
+import pytest
+
+from ckptcore.testing.plugins import internal_imports
+
+ROOT = Path(__file__).resolve().parents[2]
+HERE = Path(__file__).resolve().parent
+TOYS = ("toy_framework", "toy_layout", "toy_storage")
+MATRIX = ROOT / "tests" / "matrix" / "test_matrix.py"
+
+
+@pytest.fixture(scope="session")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with copies of the toys' sources, and `site` where they are installed."""
+    directory = tmp_path_factory.mktemp("strangers")
+    for toy in TOYS:
+        shutil.copytree(
+            HERE / toy, directory / toy, ignore=shutil.ignore_patterns("__pycache__", "build", "*.egg-info")
+        )
+    command = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    command += ["--no-index", "--no-deps", "--no-build-isolation", "--target", str(directory / "site")]
+    subprocess.run([*command, *[str(directory / toy) for toy in TOYS]], check=True)
+    return directory
+
+
+def run_tests(installed: Path, *arguments: str) -> dict[str, str]:
+    """Run pytest with the toys installed; the outcome of each test by its name."""
+    report = installed / "report.xml"
+    environment = {**os.environ, "PYTHONPATH": str(installed / "site")}
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-c", str(ROOT / "pyproject.toml")]
+    command += [f"--rootdir={ROOT}", f"--confcutdir={ROOT}", f"--junitxml={report}", *arguments]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, f"{done.stdout[-6000:]}\n{done.stderr[-2000:]}"
+    outcomes = {}
+    for case in xml.etree.ElementTree.parse(report).iter("testcase"):
+        failed = [child.tag for child in case if child.tag in ("failure", "error", "skipped")]
+        outcomes[f"{case.get('classname')}::{case.get('name')}"] = failed[0] if failed else "passed"
+    return outcomes
+
+
+@pytest.mark.parametrize("toy", TOYS)
+def test_a_stranger_passes_the_tests_of_its_kind(installed: Path, toy: str) -> None:
+    outcomes = run_tests(installed, str(installed / toy / "tests"))
+    assert list(outcomes.values()).count("passed") > 8
+    assert "failure" not in outcomes.values()
+
+
+def test_strangers_take_part_in_the_matrix(installed: Path) -> None:
+    """Every pair of the toys' and ours that the matrix has; the whole of it is the slow test below."""
+    outcomes = run_tests(installed, str(MATRIX), "-m", "not slow", "-k", "toy or scroll or test_every or test_there")
+    passed = [name for name, outcome in outcomes.items() if outcome == "passed"]
+    for pair in (
+        "toyframe-numpy-scroll-toy",
+        "numpy-toyframe-safetensors-file",
+        "toyframe-toyframe-scroll-memory",
+        "torch-toyframe-scroll-toy",
+        "toyframe-jax-safetensors-toy",
+    ):
+        assert any(name.endswith(f"[{pair}]") for name in passed), f"the matrix has no {pair}: {sorted(outcomes)[:40]}"
+    assert any("crate" in name for name in passed), "the toy's container takes no part"
+    assert set(outcomes.values()) == {"passed"}
+
+
+@pytest.mark.slow
+def test_strangers_pass_the_full_matrix(installed: Path) -> None:
+    outcomes = run_tests(installed, str(MATRIX))
+    assert set(outcomes.values()) == {"passed"}
+    assert sum("toyframe" in name for name in outcomes) > 500
+
+
+def test_without_them_the_matrix_has_no_strangers() -> None:
+    """What the tests above see comes of the installation alone."""
+    command = [sys.executable, "-m", "pytest", "-q", "--collect-only", "-c", str(ROOT / "pyproject.toml"), str(MATRIX)]
+    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert "numpy-numpy-safetensors-file" in listed
+    assert not re.search("toyframe|scroll", listed)
+
+
+@pytest.mark.parametrize("path", sorted(HERE.glob("toy_*/**/*.py")), ids=lambda path: str(path.relative_to(HERE)))
+def test_strangers_know_only_public_modules(path: Path) -> None:
+    assert internal_imports(path) == []
+
+
+def test_an_internal_import_is_noticed(tmp_path: Path) -> None:
+    """The test above can fail."""
+    source = tmp_path / "nosy.py"
+    source.write_text(
+        "from ckptcore.model import Box\nimport ckptcore.saving\ndef f():\n    from ckptcore import commit, load\n",
+        encoding="utf-8",
+    )
+    assert [line.rpartition(" ")[2] for line in internal_imports(source)] == ["ckptcore.saving", "ckptcore.commit"]
+
+
+def test_nothing_of_ours_mentions_the_strangers() -> None:
+    mentioned = [
+        str(path)
+        for folder in ("ckptcore", "plugins")
+        for path in sorted((ROOT / folder).rglob("*.py"))
+        if re.search(r"toyframe|toyscroll|toyattic|toy_", path.read_text(encoding="utf-8"))
+    ]
+    assert mentioned == []

@@ -1,0 +1,37 @@
+"""Grids: the arrays of the toy framework. It knows neither NumPy nor ckptcore."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+__all__ = ["SORTS", "Crate", "Grid", "Sketch"]
+
+SORTS = {"truth": 1, "tiny": 1, "short": 2, "whole": 4, "long": 8, "real": 4, "fine": 8, "rough": 2}
+"""Bytes of an element, by its sort."""
+
+
+class Grid:
+    """An array of elements of one sort, in C order, that can be changed in place."""
+
+    def __init__(self, shape: tuple[int, ...], sort: str, cells: bytearray) -> None:
+        if len(cells) != math.prod(shape) * SORTS[sort]:
+            raise ValueError(f"a grid of {shape} {sort} does not have {len(cells)} bytes")
+        self.shape = shape
+        self.sort = sort
+        self.cells = cells
+
+
+@dataclass(frozen=True)
+class Sketch:
+    """A grid that is yet to be."""
+
+    shape: tuple[int, ...]
+    sort: str
+
+
+class Crate:
+    """Holds two things under labels."""
+
+    def __init__(self, **contents: object) -> None:
+        self.contents = contents

@@ -1,0 +1,42 @@
+"""What the matrix of ckptcore tests the toy framework with."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ckptcore.model import ArraySpec, HostArray, name_of_dtype
+from ckptcore.testing import ContainerSample, FrameworkSample
+from toyframe.grids import Crate, Grid, Sketch
+from toyframe.handlers import DTYPES, cells_of
+
+SORT_OF = {dtype: sort for sort, dtype in DTYPES.items()}
+
+
+def grid_of(elements: HostArray) -> Grid:
+    """A grid with these elements."""
+    return Grid(
+        elements.shape, SORT_OF[name_of_dtype(elements.dtype)], bytearray(np.ascontiguousarray(elements).tobytes())
+    )
+
+
+def sketch_of(spec: ArraySpec) -> Sketch:
+    """A sketch of such a grid."""
+    return Sketch(spec.shape, SORT_OF[spec.dtype])
+
+
+GRIDS = FrameworkSample(
+    name="toyframe",
+    dtypes=tuple(DTYPES.values()),
+    make=grid_of,
+    abstract=sketch_of,
+    elements=cells_of,
+    array_type=Grid,
+    fills=True,
+    containers=(
+        ContainerSample(
+            "crate",
+            lambda two: Crate(left=two[0], right=two[1]),
+            lambda crate: [crate.contents["left"], crate.contents["right"]],
+        ),
+    ),
+)

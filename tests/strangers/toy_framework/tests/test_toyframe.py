@@ -1,0 +1,56 @@
+"""The toy framework is what ckptcore asks of a framework."""
+
+from __future__ import annotations
+
+import numpy as np
+from toyframe.grids import Crate, Grid
+from toyframe.handlers import DTYPES, CrateHandler, GridHandler, cells_of
+from toyframe.samples import grid_of, sketch_of
+
+from ckptcore.model import ArraySpec
+from ckptcore.testing import (
+    SHAPES,
+    ContainerExample,
+    ContainerHandlerTests,
+    LeafExample,
+    LeafHandlerTests,
+    PluginTests,
+    bit_patterns,
+)
+
+
+def flip(grid: Grid) -> None:
+    """Change every element."""
+    for position in range(len(grid.cells)):
+        grid.cells[position] ^= 1
+
+
+def example(spec: ArraySpec) -> LeafExample:
+    """A grid."""
+    elements = bit_patterns(spec)
+    return LeafExample(
+        str(spec),
+        lambda: grid_of(elements),
+        elements,
+        lambda grid: np.array(cells_of(grid)),
+        (lambda: sketch_of(spec),),
+        flip,
+    )
+
+
+class TestGrids(LeafHandlerTests):
+    handler = GridHandler()
+    examples = tuple(example(ArraySpec(shape, dtype)) for shape in SHAPES for dtype in DTYPES.values())
+
+
+class TestCrates(ContainerHandlerTests):
+    handler = CrateHandler()
+    examples = (
+        ContainerExample("two", lambda: Crate(z=object(), a=object()), lambda crate: list(crate.contents.values())),
+        ContainerExample("empty", Crate, lambda crate: list(crate.contents.values())),
+    )
+
+
+class TestPlugin(PluginTests):
+    entry_point = "toyframe"
+    heavy = ("toyframe.grids", "toyframe.handlers")

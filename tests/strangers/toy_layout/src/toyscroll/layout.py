@@ -1,0 +1,177 @@
+"""The scroll layout.
+
+A scroll is one box of one array: the line ``SCROLL <dtype> <start,...> <stop,...>``, padded with spaces to a multiple of
+64 bytes, then the elements, little endian, in C order. ``index.scroll.json`` tells the name, dtype, shape and scrolls of
+each array.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ckptcore.errors import CorruptCheckpointError, ObjectNotFoundError, UnsupportedLeafError
+from ckptcore.model import (
+    JSON,
+    LEAF,
+    ArrayRecord,
+    ArraySegment,
+    ArraySpec,
+    Box,
+    BytesSegment,
+    HostArray,
+    Node,
+    ReadPlan,
+    Receipt,
+    TileRead,
+    TreeMetadata,
+)
+from ckptcore.planning import leaf_names
+from ckptcore.protocols import Inspection, ReadStore, Snapshot, WriteStore
+
+__all__ = ["ScrollLayout"]
+
+INDEX = "index.scroll.json"
+LINE_BYTES = 64
+
+
+@dataclass(frozen=True)
+class Scroll:
+    """Where a box of an array is."""
+
+    key: str
+    offset: int
+    box: Box
+
+
+class ScrollLayout:
+    """One file for each box of an array."""
+
+    name = "scroll"
+
+    def check(self, tree: TreeMetadata, size: int) -> None:
+        names_of(tree)
+
+    def write(self, snapshot: Snapshot, store: WriteStore) -> JSON:
+        plan = snapshot.plan
+        written: list[JSON] = []
+        for number, item in enumerate(plan.items):
+            arrays = list(zip(item.boxes, snapshot.take(number), strict=True))
+            for part, (box, array) in enumerate(arrays):
+                key = f"{plan.save_id}-{item.leaf:05d}-{plan.rank}-{part}.scroll"
+                line = f"SCROLL {item.spec.dtype} {','.join(map(str, box.start))} {','.join(map(str, box.stop))}\n".encode()
+                line = line.ljust(-(-len(line) // LINE_BYTES) * LINE_BYTES)
+                segment = ArraySegment(box, item.spec.numpy_dtype.itemsize, opened(box, array), lambda: None)
+                store.write(key, [BytesSegment(line), segment])
+                written.append([item.leaf, key, len(line), list(box.start), list(box.stop)])
+            snapshot.release(number)
+        return written
+
+    def finish(self, tree: TreeMetadata, receipts: Sequence[Receipt], store: WriteStore) -> JSON:
+        scrolls: dict[str, list[JSON]] = {}
+        for receipt in receipts:
+            for leaf, *rest in receipt.state:  # type: ignore[union-attr,misc]  # what `write` gave
+                scrolls.setdefault(str(leaf), []).append(rest)  # type: ignore[has-type]  # what `write` gave
+        names = names_of(tree)
+        index: list[JSON] = []
+        for leaf, name in names.items():
+            record = tree.leaves[leaf]
+            assert isinstance(record, ArrayRecord)
+            own = scrolls.get(str(tree.aliases.get(leaf, leaf)), [])
+            index.append({"name": name, "dtype": record.spec.dtype, "shape": record.spec.shape, "scrolls": own})
+        store.put(INDEX, json.dumps(index).encode())
+        return scrolls
+
+    def read(self, plan: ReadPlan, buffers: Sequence[HostArray], store: ReadStore) -> Iterator[int]:
+        places = scrolls_of(plan.tree, plan.state)
+        reads: list[TileRead] = []
+        empty: list[int] = []
+        for number, (item, buffer) in enumerate(zip(plan.items, buffers, strict=True)):
+            found = 0
+            for scroll in places.get(item.leaf, ()):
+                common = scroll.box.intersect(item.box) if item.box.size else None
+                if common is not None:
+                    found += common.size
+                    target = (number, item.box, buffer)
+                    reads.append(TileRead(scroll.key, scroll.offset, scroll.box, buffer.itemsize, (target,)))
+            if found != item.box.size:
+                raise CorruptCheckpointError(f"{found} of the {item.box.size} elements of {item.box} are in scrolls")
+            if not found:
+                empty.append(number)
+        yield from empty
+        yield from store.read_tiles(reads)
+
+    def extents(self, tree: TreeMetadata, state: JSON) -> Iterator[tuple[int, str, int, int]]:
+        for leaf, scrolls in scrolls_of(tree, state).items():
+            record = tree.leaves[leaf]
+            if isinstance(record, ArrayRecord):
+                for scroll in scrolls:
+                    nbytes = scroll.box.size * record.spec.numpy_dtype.itemsize
+                    yield leaf, scroll.key, scroll.offset, scroll.offset + nbytes
+
+    def inspect(self, store: ReadStore, entry: str | None) -> Inspection | None:
+        if entry not in (None, INDEX):
+            return None
+        try:
+            data = store.get(INDEX)
+        except ObjectNotFoundError:
+            return None
+        try:
+            index = json.loads(data)
+            keys = tuple([str(array["name"]) for array in index])
+            specs = [ArraySpec(tuple(map(extent, array["shape"])), str(array["dtype"])) for array in index]
+            for spec in specs:
+                _ = spec.numpy_dtype
+            state = {str(leaf): array["scrolls"] for leaf, array in enumerate(index)}
+            if len(set(keys)) != len(keys):
+                raise ValueError("one name stands for two arrays")
+        except (ValueError, TypeError, KeyError, RecursionError, UnsupportedLeafError) as error:
+            raise CorruptCheckpointError(f"{INDEX} cannot be read: {error!r}", key=INDEX) from error
+        tree = TreeMetadata(Node("dict", keys, (LEAF,) * len(keys)), tuple(map(ArrayRecord, specs)))
+        return Inspection(tree, state, "toyscroll")
+
+
+def names_of(tree: TreeMetadata) -> Mapping[int, str]:
+    """The name of each array."""
+    paths = {leaf: tree.paths[leaf] for leaf, record in enumerate(tree.leaves) if isinstance(record, ArrayRecord)}
+    return leaf_names(paths)
+
+
+def opened(box: Box, array: HostArray) -> Any:
+    """What gives a segment its array."""
+    return lambda: [(box, array)]
+
+
+def extent(found: Any) -> int:
+    """A count that may be hostile."""
+    if type(found) is not int or not 0 <= found < 1 << 62:
+        raise ValueError(f"{found!r:.40} is no count")
+    return found
+
+
+def scrolls_of(tree: TreeMetadata, state: JSON) -> dict[int, list[Scroll]]:
+    """The scrolls of each leaf; the state may be hostile."""
+    try:
+        places: dict[int, list[Scroll]] = {}
+        for leaf, found in dict(state).items():  # type: ignore[arg-type]  # checked by what is caught
+            scrolls = []
+            record = tree.leaves[extent(int(leaf))]
+            if not isinstance(record, ArrayRecord):
+                raise TypeError(f"leaf {leaf} is no array")
+            for key, offset, start, stop in found:
+                box = Box(tuple(map(extent, start)), tuple(map(extent, stop)))
+                whole = Box.whole(record.spec.shape)
+                ordered = all(map(int.__le__, box.start, box.stop))
+                if len(box.start) != len(whole.start) or len(box.stop) != len(whole.stop) or not ordered:
+                    raise ValueError(f"{box} is no box of {record.spec}")
+                if not whole.contains(box) or not isinstance(key, str):
+                    raise ValueError(f"{box} of {key!r:.40} is not inside of {record.spec}")
+                if any(box.intersect(other.box) for other in scrolls if box.size and other.box.size):
+                    raise ValueError(f"{box} comes twice")
+                scrolls.append(Scroll(key, extent(offset), box))
+            places[int(leaf)] = scrolls
+    except (ValueError, TypeError, KeyError, IndexError, RecursionError) as error:
+        raise CorruptCheckpointError(f"the scroll layout cannot read where arrays are: {error}") from error
+    return places

@@ -1,0 +1,18 @@
+"""The toy layout is what ckptcore asks of a layout."""
+
+from __future__ import annotations
+
+from toyscroll.layout import ScrollLayout
+
+from ckptcore.protocols import Layout
+from ckptcore.testing import LayoutTests, PluginTests
+
+
+class TestScroll(LayoutTests):
+    def layout(self) -> Layout:
+        return ScrollLayout()
+
+
+class TestPlugin(PluginTests):
+    entry_point = "toyscroll"
+    heavy = ("toyscroll.layout",)

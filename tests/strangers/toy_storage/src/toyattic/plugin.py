@@ -1,0 +1,16 @@
+"""The hooks of the toy storage."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from ckptcore.hookspecs import hookimpl
+from ckptcore.protocols import StorageOpener
+
+
+@hookimpl
+def ckpt_storages() -> Mapping[str, StorageOpener]:
+    """The scheme ``toy``."""
+    from toyattic.storage import open_attic
+
+    return {"toy": open_attic}

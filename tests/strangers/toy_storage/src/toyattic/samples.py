@@ -1,0 +1,18 @@
+"""What the matrix of ckptcore tests the toy storage with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from ckptcore.testing import StorageSample
+
+
+@contextmanager
+def open_directory(directory: Path) -> Iterator[str]:
+    """A checkpoint in a new database."""
+    yield f"toy://{directory / 'attic.sqlite'}/run/checkpoint"
+
+
+ATTIC = StorageSample(scheme="toy", open=open_directory)
