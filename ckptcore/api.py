@@ -23,7 +23,7 @@ from ckptcore.locations import LocationLike, resolve_location
 from ckptcore.model.metadata import TreeMetadata
 from ckptcore.model.objects import ObjectRecord
 from ckptcore.model.tree import JSON
-from ckptcore.opening import open_checkpoint
+from ckptcore.opening import Opened, while_unchanged
 from ckptcore.protocols import Layout
 from ckptcore.root import new_save_id
 from ckptcore.saving import describe, persist, start_copy, start_view
@@ -216,17 +216,20 @@ def metadata(location: LocationLike, *, context: Context | None = None) -> Check
         CheckpointNotFoundError, UncommittedCheckpointError, CorruptCheckpointError
     """
     context = context or default_context()
-    opened = open_checkpoint(location, context)
-    return CheckpointMetadata(
-        abstract=abstract_tree(opened.tree, context.registry),
-        tree=opened.tree,
-        layout=opened.layout.name,
-        created=opened.root.created if opened.root else None,
-        writer=opened.writer,
-        custom=opened.custom,
-        save_id=opened.root.save_id if opened.root else None,
-        objects=opened.objects,
-    )
+
+    def describe_opened(opened: Opened) -> CheckpointMetadata:
+        return CheckpointMetadata(
+            abstract=abstract_tree(opened.tree, context.registry),
+            tree=opened.tree,
+            layout=opened.layout.name,
+            created=opened.root.created if opened.root else None,
+            writer=opened.writer,
+            custom=opened.custom,
+            save_id=opened.root.save_id if opened.root else None,
+            objects=opened.objects,
+        )
+
+    return while_unchanged(location, context, describe_opened)
 
 
 def delete(location: LocationLike, *, context: Context | None = None) -> None:

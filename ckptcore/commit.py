@@ -31,9 +31,11 @@ __all__ = [
     "Overwrite",
     "claim_location",
     "is_hidden_name",
+    "parse_root",
     "read_root",
     "refuse_to_replace",
     "remove_checkpoint",
+    "root_bytes",
 ]
 
 logger = logging.getLogger("ckptcore.commit")
@@ -154,10 +156,20 @@ def read_root(store: StorageBackend) -> Root | Claimed | None:
         CorruptCheckpointError: if it or a part of it is not what was written.
         UnsupportedVersionError: if a newer version wrote it.
     """
+    data = root_bytes(store)
+    return None if data is None else parse_root(store, data)
+
+
+def root_bytes(store: StorageBackend) -> bytes | None:
+    """The bytes of the root of a checkpoint, which no two saves share; None if there is none."""
     try:
-        data = store.get(ROOT_KEY)
+        return store.get(ROOT_KEY)
     except ObjectNotFoundError:
         return None
+
+
+def parse_root(store: StorageBackend, data: bytes) -> Root | Claimed:
+    """The root that these bytes are, its parts read from the storage; raises what `read_root` does."""
 
     def read_part(key: str, size: int) -> bytes:
         try:

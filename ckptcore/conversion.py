@@ -12,12 +12,11 @@ from ckptcore.builtin.single_process import SingleProcess
 from ckptcore.commit import Overwrite, refuse_to_replace
 from ckptcore.context import Context
 from ckptcore.engine.memory import allocate
-from ckptcore.loading import while_unchanged
 from ckptcore.locations import LocationLike, resolve_location
 from ckptcore.model.arrays import Box, HostArray, Shard
 from ckptcore.model.metadata import ArrayRecord
 from ckptcore.model.transfer import WritePlan
-from ckptcore.opening import Opened
+from ckptcore.opening import Opened, while_unchanged
 from ckptcore.planning import plan_read, plan_write
 from ckptcore.protocols import Layout
 from ckptcore.root import new_save_id

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, TypeVar
+from typing import Any
 
 from ckptcore.context import Context
 from ckptcore.engine.memory import allocate
@@ -16,17 +16,12 @@ from ckptcore.matching import match_leaves
 from ckptcore.model.arrays import AbstractArray, ArraySpec, Box, HostArray
 from ckptcore.model.metadata import ArrayRecord, TreeMetadata, ValueRecord
 from ckptcore.model.tree import Attribute, TreePath, format_path
-from ckptcore.opening import Opened, naming_arrays, open_checkpoint
+from ckptcore.opening import Opened, while_unchanged
 from ckptcore.planning import plan_read
 from ckptcore.plugins import Plugins
 from ckptcore.protocols import LeafHandler
 
-__all__ = ["abstract_leaves", "abstract_tree", "load_into_target", "load_value", "read_leaves", "while_unchanged"]
-
-T = TypeVar("T")
-
-_ATTEMPTS: Final = 20
-"""How often a load begins again because the checkpoint was replaced under it."""
+__all__ = ["abstract_leaves", "abstract_tree", "load_into_target", "load_value", "read_leaves"]
 
 
 @dataclass(slots=True)
@@ -100,24 +95,6 @@ def load_into_target(location: LocationLike, target: object, context: Context) -
             f"loading {location} into its target failed half-way, and the target now holds a mix of what it held and what "
             f"was stored; load again before using it: {error}"
         ) from error
-
-
-def while_unchanged(location: LocationLike, context: Context, attempt: Callable[[Opened], T]) -> T:
-    """Open and read a checkpoint; begin again if it was replaced meanwhile, so that the result is of one save."""
-    for _ in range(_ATTEMPTS):
-        opened = open_checkpoint(location, context)
-        try:
-            with naming_arrays(opened):
-                made = attempt(opened)
-        except CorruptCheckpointError:
-            if opened.is_still_there():
-                raise
-            continue
-        if opened.is_still_there():
-            return made
-    raise CorruptCheckpointError(
-        f"{location} was replaced {_ATTEMPTS} times while it was read; load it when it is saved less often"
-    )
 
 
 def abstract_leaves(registry: Plugins) -> tuple[LeafHandler, LeafHandler]:

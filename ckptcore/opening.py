@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Final, TypeVar
 
-from ckptcore.commit import is_hidden_name, read_root
+from ckptcore.commit import is_hidden_name, parse_root, root_bytes
 from ckptcore.context import Context
 from ckptcore.engine.reader import ObjectReader
 from ckptcore.errors import (
@@ -22,7 +23,12 @@ from ckptcore.model.tree import JSON, format_path
 from ckptcore.protocols import Layout, ReadStore
 from ckptcore.root import Claimed, Root
 
-__all__ = ["Opened", "arrays_at", "naming_arrays", "open_checkpoint"]
+__all__ = ["Opened", "arrays_at", "naming_arrays", "open_checkpoint", "while_unchanged"]
+
+T = TypeVar("T")
+
+_ATTEMPTS: Final = 20
+"""How often a load begins again because the checkpoint was replaced under it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,13 +56,6 @@ class Opened:
     writer: str
     custom: Mapping[str, JSON]
 
-    def is_still_there(self) -> bool:
-        """Whether the checkpoint at the location is the one that was opened."""
-        if self.root is None:
-            return True
-        root = read_root(self.location.store)
-        return isinstance(root, Root) and root.save_id == self.root.save_id
-
 
 def open_checkpoint(location: LocationLike, context: Context) -> Opened:
     """Open the checkpoint at a location.
@@ -66,8 +65,42 @@ def open_checkpoint(location: LocationLike, context: Context) -> Opened:
         UncommittedCheckpointError: if a save began there and never committed.
         CorruptCheckpointError: if it cannot be read.
     """
-    resolved = resolve_location(location, context.registry, durable=False, config=context.storage)
-    root = read_root(resolved.store)
+    resolved = _resolve(location, context)
+    return _open(resolved, root_bytes(resolved.store), context)
+
+
+def while_unchanged(location: LocationLike, context: Context, attempt: Callable[[Opened], T]) -> T:
+    """Open and read a checkpoint; begin again if it was replaced meanwhile, so that the result is of one save.
+
+    Raises:
+        What `open_checkpoint` and `attempt` do, with errors about bytes naming the arrays that lie there.
+    """
+    for _ in range(_ATTEMPTS):
+        # Opened anew each time: a storage may keep objects open by name.
+        resolved = _resolve(location, context)
+        before = root_bytes(resolved.store)
+        try:
+            opened = _open(resolved, before, context)
+            with naming_arrays(opened):
+                made = attempt(opened)
+        except CorruptCheckpointError:
+            if root_bytes(resolved.store) == before:
+                raise
+            continue
+        if root_bytes(resolved.store) == before:
+            return made
+    raise CorruptCheckpointError(
+        f"{location} was replaced {_ATTEMPTS} times while it was read; load it when it is saved less often"
+    )
+
+
+def _resolve(location: LocationLike, context: Context) -> Location:
+    return resolve_location(location, context.registry, durable=False, config=context.storage)
+
+
+def _open(resolved: Location, data: bytes | None, context: Context) -> Opened:
+    """Open the checkpoint that these bytes are the root of; a foreign one where there are none."""
+    root = None if data is None else parse_root(resolved.store, data)
     if isinstance(root, Claimed) or (root is None and is_hidden_name(resolved.name)):
         raise UncommittedCheckpointError(
             f"{resolved.display} holds a save that was not committed"
