@@ -1,5 +1,8 @@
 """The plugin as it is installed."""
 
+import re
+from pathlib import Path
+
 import jax
 import numpy as np
 import pytest
@@ -44,3 +47,16 @@ def test_numpy_is_still_numpys():
     for leaf in (np.zeros(2), np.float32(1), 1.5, "text"):
         assert ckpt_leaf_handler(type(leaf), leaf) is None
         assert ckpt_container_handler(type(leaf), leaf) is None
+
+
+def test_the_examples_of_the_readme_run(tmp_path, monkeypatch):
+    readme = Path(__file__).parents[1].joinpath("README.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"^```python\n(.*?)^```", readme, re.DOTALL | re.MULTILINE)
+    assert len(blocks) == 2
+    monkeypatch.chdir(tmp_path)
+    names = {}
+    for block in blocks:
+        exec(compile(block, "README.md", "exec"), names)  # noqa: S102  # the examples are ours
+    assert names["state"]["step"] == 3
+    assert names["state"]["params"]["w"].sharding == names["sharded"]
+    assert {path.name for path in tmp_path.iterdir()} == {"step_3", "step_4"}

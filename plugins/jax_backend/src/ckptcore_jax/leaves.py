@@ -155,7 +155,7 @@ class JaxLeafHandler:
                 f"a {stored.kind} of Python was saved and a jax.Array is asked for; give a {stored.kind} in the "
                 "abstract tree and convert what is loaded with jnp.asarray"
             )
-        sharding = abstract.sharding if getattr(abstract, "committed", True) else None
+        sharding = abstract.sharding if _is_committed(abstract) else None
         if random_keys.is_key(abstract.dtype):
             random_keys.check(abstract.dtype, stored)
             return random_keys.built(abstract.dtype, sharding, boxes)
@@ -238,6 +238,12 @@ def _record_of(shape: tuple[int, ...], dtype: Any, sharding: Sharding | None, we
         if cuts is not None:
             cuts += ((),) * (len(data_shape) - len(shape))
     return ArrayRecord(ArraySpec(data_shape, name_of_dtype(dtype)), kind, cuts, notes)
+
+
+def _is_committed(abstract: Any) -> bool:
+    """Whether a concrete array was placed on its devices on purpose. An abstract one with a sharding always is."""
+    committed = getattr(abstract, "committed", None)
+    return bool(getattr(abstract, "_committed", True) if committed is None else committed)  # its name before 0.5
 
 
 def _plain(leaf: Any) -> Any:

@@ -39,6 +39,10 @@ def data_shape(dtype: Any) -> tuple[int, ...]:
 @functools.lru_cache(maxsize=256)
 def impl_name(dtype: Any) -> str:
     """The name of the implementation of keys of this dtype, as `jax.random.wrap_key_data` takes it."""
+    # What `key_impl` gives has other names in other versions of JAX. What JAX takes as a name stays.
+    for name in ("threefry2x32", "rbg", "unsafe_rbg"):
+        if jax.eval_shape(functools.partial(jax.random.key, 0, impl=name)).dtype == dtype:
+            return name
     return str(_impl(dtype))
 
 

@@ -1,0 +1,76 @@
+"""Who of several processes owns which box, with devices that only say that they are elsewhere."""
+
+from dataclasses import dataclass
+
+import pytest
+from ckptcore_jax.placements import placement_of, shards_of
+
+from ckptcore.model import ArraySpec, Box
+from ckptcore.planning import uncovered
+
+
+@dataclass(frozen=True)
+class Device:
+    id: int
+    process_index: int
+    platform: str = "cpu"
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A sharding as one process sees it: a row of the first axis for each device, `copies` devices to a row."""
+
+    devices: tuple[Device, ...]
+    process: int
+    copies: int
+    memory_kind: str | None = None
+
+    @property
+    def addressable_devices(self):
+        return {device for device in self.devices if device.process_index == self.process}
+
+    def devices_indices_map(self, shape):
+        return {
+            device: (slice(number // self.copies, number // self.copies + 1), slice(None))
+            for number, device in enumerate(self.devices)
+        }
+
+
+def seen_by(process: int, copies: int, order=range(8)) -> Layout:
+    return Layout(tuple(Device(number, number // 2) for number in order), process, copies)
+
+
+@pytest.mark.parametrize("order", [range(8), (0, 2, 4, 6, 1, 3, 5, 7), (7, 0, 1, 6, 5, 2, 3, 4)])
+@pytest.mark.parametrize("copies", [1, 2, 4, 8])
+def test_every_box_has_one_owner_among_the_processes(copies, order):
+    shape = (8 // copies, 3)
+    owned, replicas = [], {}
+    for process in range(4):
+        for shard in shards_of(seen_by(process, copies, order), shape, process, 4):
+            replicas.setdefault(shard.box, []).append((shard.replica, shard.replicas))
+            if shard.replica == 0:
+                owned.append(shard.box)
+    assert uncovered(ArraySpec(shape, "int8"), owned) is None
+    for numbers in replicas.values():
+        assert sorted(numbers) == [(number, len(numbers)) for number in range(len(numbers))]
+
+
+def test_every_process_knows_all_cuts_and_its_own_boxes():
+    for process in range(4):
+        placement = placement_of(seen_by(process, 1), (8, 3))
+        assert placement.cuts == ((1, 2, 3, 4, 5, 6, 7), ())
+        assert list(placement.boxes) == [Box((row, 0), (row + 1, 3)) for row in (2 * process, 2 * process + 1)]
+        assert not placement.local
+
+
+def test_an_array_of_one_process_is_taken_to_be_held_by_all_alike():
+    here = Layout((Device(0, 2), Device(1, 2)), 2, 1)
+    assert [(shard.box.start, shard.replica, shard.replicas) for shard in shards_of(here, (2, 3), 2, 4)] == [
+        ((0, 0), 2, 4),
+        ((1, 0), 2, 4),
+    ]
+
+
+def test_a_process_without_devices_of_an_array_holds_nothing():
+    away = Layout((Device(0, 0), Device(1, 1)), 2, 1)
+    assert shards_of(away, (2, 3), 2, 4) == ()
