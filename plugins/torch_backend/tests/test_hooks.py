@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import importlib.metadata
+import re
 import subprocess
 import sys
 from collections import OrderedDict
+from pathlib import Path
 
 import ckptcore_torch
 import pytest
@@ -13,7 +15,7 @@ import torch
 from ckptcore_torch.stateful import GeneratorHandler, ModuleHandler, OptimizerHandler, StateDictHandler
 from ckptcore_torch.tensors import SubclassHandler, TensorHandler
 
-from ckptcore.testing import ContainerExample, ContainerHandlerTests
+from ckptcore.testing import ContainerExample, ContainerHandlerTests, PluginTests
 
 
 def test_the_entry_point_is_the_plugin() -> None:
@@ -84,3 +86,17 @@ class TestSizeConforms(ContainerHandlerTests):
     def replacement(self, child: object) -> object:
         """A size holds ints only."""
         return 7
+
+
+class TestPluginConforms(PluginTests):
+    """The plugin as a whole."""
+
+    entry_point = "torch"
+
+
+def test_the_code_of_the_readme_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    readme = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"^```python\n(.*?)^```$", readme, re.MULTILINE | re.DOTALL)
+    assert len(blocks) == 2
+    exec("".join(blocks), {"__name__": "readme"})  # noqa: S102  # the code under test is our own

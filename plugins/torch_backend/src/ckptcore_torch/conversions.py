@@ -9,7 +9,7 @@ from ckptcore.errors import UnsupportedLeafError
 from ckptcore.model import PLAIN_ARRAY, ArrayRecord, HostArray
 from ckptcore_torch.dtypes import encoding_of, encoding_of_stored
 
-__all__ = ["copy_elements", "elements_as", "host_view", "tensor_over"]
+__all__ = ["copy_elements", "elements_as", "host_view", "lies_in", "tensor_over"]
 
 
 def host_view(tensor: torch.Tensor) -> HostArray:
@@ -27,6 +27,14 @@ def host_view(tensor: torch.Tensor) -> HostArray:
     if encoding.carrier is None:
         return tensor.numpy()
     return tensor.view(encoding.carrier[0]).numpy().view(encoding.host)
+
+
+def lies_in(array: HostArray, tensor: torch.Tensor) -> bool:
+    """Whether an array is what `host_view` gave of the memory of this CPU tensor."""
+    base = array.base
+    if isinstance(base, np.ndarray):  # a view of the integers by which the elements were carried
+        base = base.base
+    return isinstance(base, torch.Tensor) and base.data_ptr() == tensor.data_ptr() and tensor.is_cpu
 
 
 def tensor_over(array: HostArray, stored: ArrayRecord) -> torch.Tensor | None:

@@ -23,7 +23,7 @@ from ckptcore.model import (
     ValueRecord,
 )
 from ckptcore.protocols import HostMemory, LeafHandler, Priority
-from ckptcore_torch.conversions import copy_elements, elements_as, host_view
+from ckptcore_torch.conversions import copy_elements, elements_as, host_view, lies_in
 from ckptcore_torch.dtypes import encoding_of
 from ckptcore_torch.transfers import finish_work_on, start_copy
 
@@ -102,16 +102,16 @@ class TensorHandler:
 
     def destination(self, abstract: Any, stored: ArrayRecord, box: Box) -> HostArray | None:
         """The memory of a contiguous CPU tensor whose elements lie as they are stored."""
-        if not abstract.is_cpu or not abstract.is_contiguous() or abstract.is_conj() or abstract.is_neg():
+        if not abstract.is_cpu or abstract.layout is not torch.strided or not abstract.is_contiguous():
             return None
         spec = stored.spec
-        if abstract.shape != spec.shape or box.shape != spec.shape or abstract.layout is not torch.strided:
+        if abstract.shape != spec.shape or encoding_of(abstract.dtype).name != spec.dtype or box.shape != spec.shape:
             return None
-        encoding = encoding_of(abstract.dtype)
-        if encoding.name != spec.dtype or not abstract.data_ptr():
+        if abstract.is_conj() or abstract.is_neg() or not abstract.data_ptr():
             return None
         array = host_view(abstract)
-        return array if array.flags.writeable and array.flags.c_contiguous else None
+        flags = array.flags
+        return array if flags.writeable and flags.c_contiguous else None
 
     def build(self, abstract: Any, stored: LeafRecord, boxes: Sequence[tuple[Box, HostArray]]) -> object:
         """A tensor over the host array, without a copy where dtype and device are those of the array."""
@@ -130,10 +130,11 @@ class TensorHandler:
         """
         if target.is_meta or _overlaps_itself(target):
             return False
+        if len(boxes) == 1 and lies_in(boxes[0][1], target):  # it was read into the memory that `destination` gave
+            torch.autograd.graph.increment_version(target)
+            return True
         source = _elements(target, stored, boxes)
-        if source.data_ptr() == target.data_ptr() and target.is_cpu:
-            torch.autograd.graph.increment_version(target)  # it was read into its memory
-        elif target.is_inference():
+        if target.is_inference():
             with torch.inference_mode():  # only there can a tensor be changed that was made there
                 copy_elements(target, source)
         else:
