@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import errno
+import functools
 import json
 import math
 import sys
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TextIO
 
 from rich.console import Console
 from rich.text import Text
@@ -27,8 +28,16 @@ def print_line(*parts: str | tuple[str, str]) -> None:
 
     Nothing is read as markup, wrapped or cut: a line in a pipe is a line.
     """
-    console = _Output(file=sys.stdout, highlight=False, markup=False, emoji=False)
-    console.print(Text.assemble(*parts), soft_wrap=True)
+    console = _output(sys.stdout)
+    if console.is_terminal:
+        console.print(Text.assemble(*parts), soft_wrap=True)
+    else:
+        sys.stdout.write("".join(part if isinstance(part, str) else part[0] for part in parts) + "\n")
+
+
+@functools.lru_cache(maxsize=1)
+def _output(stream: TextIO) -> _Output:
+    return _Output(file=stream, highlight=False, markup=False, emoji=False)
 
 
 def print_document(document: Mapping[str, Any]) -> None:

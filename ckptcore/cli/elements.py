@@ -73,26 +73,36 @@ def distance(a: HostArray, b: HostArray, tolerance: Tolerance) -> Distance:
 
 
 def _step(a: HostArray, b: HostArray, tolerance: Tolerance) -> Distance:
-    exact = tolerance.is_exact
-    if a.dtype == b.dtype and exact:
-        width = a.dtype.itemsize
-        differs = (_bytes(a).reshape(-1, width) != _bytes(b).reshape(-1, width)).any(axis=1)
-        if not differs.any():
+    if a.dtype == b.dtype:
+        # Elements of the same bits are equal in any case, so that only the others need a closer look.
+        other = _other_bits(a, b)
+        a, b = a[other], b[other]
+        if not a.size:
             return SAME
     numbers_a, numbers_b = _numbers(a), _numbers(b)
     if numbers_a is None or numbers_b is None:
-        if a.dtype != b.dtype or not exact:
-            differs = np.not_equal(a, b) if a.dtype.kind == b.dtype.kind else np.ones(a.shape, np.bool_)
-        return Distance(int(differs.sum()), None) if differs.any() else SAME
+        if a.dtype.kind == b.dtype.kind and a.dtype != b.dtype:  # text of another length, times of another unit
+            differing = int(np.not_equal(a, b).sum())
+            return Distance(differing, None) if differing else SAME
+        return Distance(a.size, None)
     apart = _apart(numbers_a, numbers_b)
-    if a.dtype != b.dtype or not exact:
-        with np.errstate(invalid="ignore"):
-            near = apart <= tolerance.absolute + tolerance.relative * np.abs(numbers_b).astype(np.float64)
-        differs = (apart != 0) & ~(near & np.isfinite(apart))
-    if not differs.any():
-        return SAME
-    largest = float(apart.max())  # nan if one is
-    return Distance(int(differs.sum()), largest)
+    if a.dtype == b.dtype and tolerance.is_exact:
+        return Distance(a.size, float(apart.max()))  # nan if one is
+    with np.errstate(invalid="ignore"):
+        near = apart <= tolerance.absolute + tolerance.relative * np.abs(numbers_b).astype(np.float64)
+    differs = (apart != 0) & ~(near & np.isfinite(apart))
+    return Distance(int(differs.sum()), float(apart.max())) if differs.any() else SAME
+
+
+def _other_bits(a: HostArray, b: HostArray) -> npt.NDArray[np.bool_]:
+    """Which elements of two arrays of one dtype do not have the same bits."""
+    width = a.dtype.itemsize
+    other: npt.NDArray[np.bool_]
+    if width in (1, 2, 4, 8):
+        other = a.view(f"u{width}") != b.view(f"u{width}")
+        return other
+    other = (_bytes(a).reshape(-1, width) != _bytes(b).reshape(-1, width)).any(axis=1)
+    return other
 
 
 def _apart(a: HostArray, b: HostArray) -> npt.NDArray[np.float64]:

@@ -5,7 +5,7 @@ import sys
 
 # Before anything imports JAX: four devices on one CPU, for weights that are really spread out.
 os.environ["JAX_PLATFORMS"] = "cpu"
-os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=4".strip()
+os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=4"
 
 from examples.minilm.demo import main
 

@@ -68,6 +68,8 @@ def test_dtypes_may_differ() -> None:
 def test_text_and_times_differ_without_a_number() -> None:
     assert distance(np.array(["ab", "cd"]), np.array(["ab", "ce"]), EXACT) == Distance(1, None)
     assert distance(np.array([b"ab"]), np.array([b"ab"]), EXACT) == SAME
+    assert distance(np.array(["ab", "c"]), np.array(["ab", "cde"]), EXACT) == Distance(1, None)
+    assert distance(np.array(["ab"], "U2"), np.array(["ab"], "U7"), EXACT) == SAME
     times = np.array(["2026-01-01", "NaT"], "datetime64[s]")
     assert distance(times, times + np.timedelta64(1, "s"), EXACT) == Distance(1, None)
 
