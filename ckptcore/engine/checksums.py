@@ -103,7 +103,7 @@ class RecordedChecksums:
             )
         self._key = record.key
         self._size = record.size
-        self._sums = memoryview(record.checksums)
+        self._sums = struct.unpack(f"<{count}Q", record.checksums)
         self._block_bytes = block_bytes
 
     def verify(self, start: int, data: memoryview) -> None:
@@ -114,12 +114,12 @@ class RecordedChecksums:
         """
         size = self._block_bytes
         block = start // size
+        if len(data) <= size:
+            if (found := xxh3_64_intdigest(data)) != (expected := self._sums[block]):
+                raise _difference(self._key, start, len(data), expected, found)
+            return
         for begin in range(0, len(data), size):
-            piece = data[begin : begin + size]
-            (expected,) = _CHECKSUM.unpack_from(self._sums, block * CHECKSUM_BYTES)
-            if (found := xxh3_64_intdigest(piece)) != expected:
-                raise _difference(self._key, start + begin, len(piece), expected, found)
-            block += 1
+            self.verify(start + begin, data[begin : begin + size])
 
 
 def verify_block(key: str, start: int, data: Buffer, expected: bytes) -> None:

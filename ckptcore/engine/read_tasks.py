@@ -30,7 +30,7 @@ class ObjectShape:
         key: the object.
         size: its bytes.
         step: bytes that are only read together, from multiples of it on: a block where it is verified, else 1.
-        part_bytes: the most bytes that one part of a task has; a multiple of `step`.
+        part_bytes: the most bytes that are asked for at once; a multiple of `step`.
         gap_bytes: bytes that are cheaper read in vain than left out.
         sizes: how much is moved at a time.
     """
@@ -41,6 +41,11 @@ class ObjectShape:
     part_bytes: int
     gap_bytes: int
     sizes: Sizes
+
+    @property
+    def task_bytes(self) -> int:
+        """The most bytes that a task has."""
+        return max(self.sizes.task, self.part_bytes)
 
     @property
     def grid(self) -> int:
@@ -194,16 +199,18 @@ class ReadTask:
 
     Attributes:
         key: the object.
+        most: bytes to ask for at once.
         nbytes: bytes to read.
-        requests: the parts that are asked for together, in order.
+        requests: the parts that are asked for together, in order; one that is read straight into its array may be
+            larger than what is asked for at once, and then is alone.
         numbers: of the targets that take part, each once.
     """
 
-    __slots__ = ("key", "nbytes", "numbers", "requests")
+    __slots__ = ("key", "most", "nbytes", "numbers", "requests")
 
     def __init__(self, key: str, parts: Sequence[ReadPart], most: int) -> None:
-        """Ask for at most `most` bytes together."""
         self.key = key
+        self.most = most
         self.nbytes = parts[-1].stop - parts[0].start
         self.requests: list[list[ReadPart]] = []
         for part in parts:
@@ -230,7 +237,7 @@ def plan_object(shape: ObjectShape, reads: Sequence[TileRead]) -> list[ReadTask]
                     shape.below(taker.stop) if taker.stop < shape.size else shape.size,
                 )
                 if stop > start and (shape.step > 1 or stop - start >= shape.sizes.direct):
-                    for begin, end in _cut(start, stop, shape.part_bytes):
+                    for begin, end in _cut(start, stop, shape.task_bytes):
                         parts.append(ReadPart(begin, end, taker.memory(begin, end), [(taker, begin, end)]))
                     if taker.start < start:
                         ranges.append((shape.below(taker.start), start, taker))
@@ -249,10 +256,9 @@ def plan_object(shape: ObjectShape, reads: Sequence[TileRead]) -> list[ReadTask]
 
 def _tasks(shape: ObjectShape, parts: Sequence[ReadPart]) -> list[ReadTask]:
     tasks: list[ReadTask] = []
-    most = max(shape.sizes.task, shape.part_bytes)
     group: list[ReadPart] = []
     for part in parts:
-        if group and (group[-1].stop != part.start or part.stop - group[0].start > most):
+        if group and (group[-1].stop != part.start or part.stop - group[0].start > shape.task_bytes):
             tasks.append(ReadTask(shape.key, group, shape.part_bytes))
             group = []
         group.append(part)

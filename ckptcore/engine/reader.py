@@ -25,6 +25,7 @@ class ObjectReader:
     Attributes:
         bytes_read: bytes asked of the storage for tiles, blocks read whole included.
         requests: ranges of bytes asked of the storage for tiles.
+        counting: held while these change.
     """
 
     def __init__(
@@ -54,7 +55,7 @@ class ObjectReader:
         self._verify = verify
         self._progress = progress
         self._sizes = sizes
-        self._counting = threading.Lock()
+        self.counting = threading.Lock()
         self.bytes_read = 0
         self.requests = 0
 
@@ -154,12 +155,6 @@ class ObjectReader:
             part = max(self._sizes.task, request)
         return ObjectShape(key, self.size(key), step, part, request // 16, self._sizes)
 
-    def count(self, nbytes: int) -> None:
-        """Count a range of bytes that was read."""
-        with self._counting:
-            self.bytes_read += nbytes
-            self.requests += 1
-
 
 class _Reading:
     """Tasks that several threads perform."""
@@ -180,14 +175,14 @@ class _Reading:
         self._sums = sums
         self._waiting = waiting
         self._progress = progress
-        self._counting = threading.Lock()
+        self._counting = reader.counting
         self._done: queue.SimpleQueue[list[int] | BaseException] = queue.SimpleQueue()
 
     def work(self) -> None:
         """Perform tasks until none is left, reading is stopped or something fails. Never raises."""
-        bounce = _Bounce()
+        hand = _Hand()
         try:
-            while (numbers := self._next(bounce)) is not None:
+            while (numbers := self._next(hand)) is not None:
                 if numbers:
                     self._done.put(numbers)
         except BaseException as error:  # noqa: BLE001  # raised again by the thread that waits for results
@@ -196,11 +191,11 @@ class _Reading:
 
     def results(self, count: int) -> Iterator[int]:
         """The next `count` targets that are complete; this thread performs tasks while there is none."""
-        bounce = _Bounce()
+        hand = _Hand()
         while count:
             numbers: list[int] | BaseException | None = None
             if self._done.empty():
-                numbers = self._next(bounce)
+                numbers = self._next(hand)
             if numbers is None:
                 numbers = self._done.get()
             if isinstance(numbers, BaseException):
@@ -208,36 +203,58 @@ class _Reading:
             count -= len(numbers)
             yield from numbers
 
-    def _next(self, bounce: _Bounce) -> list[int] | None:
-        """Perform the next task: the targets it completes, or None if there is no task."""
+    def _next(self, hand: _Hand) -> list[int] | None:
+        """Perform the next task: the targets it completes, or None if there is no task or reading was stopped."""
         try:
             task = self._tasks.popleft()
         except IndexError:
             return None
-        if not self._perform(task, bounce):
+        sums = self._sums[task.key]
+        taken = 0
+        for parts in task.requests:
+            if self.stopped:
+                return None
+            if len(parts) == 1 and parts[0].memory is not None:
+                taken += self._read_direct(task, parts[0].start, parts[0].memory, sums, hand)
+            else:
+                taken += self._read_parts(task.key, parts, sums, hand)
+        if self.stopped:  # perhaps in the middle of an array
             return None
+        complete = []
         with self._counting:
-            complete = []
+            self._reader.bytes_read += hand.bytes_read
+            self._reader.requests += hand.requests
             for number in task.numbers:
                 left = self._waiting[number] - 1
                 self._waiting[number] = left
                 if left == 0:
                     complete.append(number)
+        hand.bytes_read = hand.requests = 0
+        if self._progress is not None:
+            self._progress(taken)
         return complete
 
-    def _perform(self, task: ReadTask, bounce: _Bounce) -> bool:
-        """Read what a task asks for; False if reading was stopped before."""
-        sums = self._sums[task.key]
-        for group in task.requests:
-            if self.stopped:
-                return False
-            self._read(task.key, group, sums, bounce)
-        return True
+    def _read_direct(
+        self, task: ReadTask, start: int, memory: memoryview, sums: RecordedChecksums | None, hand: _Hand
+    ) -> int:
+        """Read straight into an array, as much at once as suits the storage, and verify it while it is in cache."""
+        key, most = task.key, task.most
+        position, stop = start, start + len(memory)
+        while position < stop and not self.stopped:
+            end = min(stop, (position // most + 1) * most)
+            piece = memory[position - start : end - start]
+            self._storage.get_into(key, ((position, piece),))
+            hand.requests += 1
+            if sums is not None:
+                sums.verify(position, piece)
+            position = end
+        hand.bytes_read += stop - start
+        return stop - start
 
-    def _read(self, key: str, parts: Sequence[ReadPart], sums: RecordedChecksums | None, bounce: _Bounce) -> None:
-        nbytes = parts[-1].stop - parts[0].start
+    def _read_parts(self, key: str, parts: Sequence[ReadPart], sums: RecordedChecksums | None, hand: _Hand) -> int:
+        """Read parts that follow each other by one request, and let takers have what they want of them."""
         spare = sum([part.stop - part.start for part in parts if part.memory is None])
-        rest = bounce.memory(spare) if spare else memoryview(b"")
+        rest = hand.memory(spare) if spare else memoryview(b"")
         ranges: list[tuple[int, memoryview]] = []
         for part in parts:
             memory = part.memory
@@ -246,7 +263,8 @@ class _Reading:
                 rest = rest[part.stop - part.start :]
             ranges.append((part.start, memory))
         self._storage.get_into(key, ranges)
-        self._reader.count(nbytes)
+        hand.bytes_read += parts[-1].stop - parts[0].start
+        hand.requests += 1
         taken = 0
         for part, (start, memory) in zip(parts, ranges, strict=True):
             if sums is not None:
@@ -256,17 +274,18 @@ class _Reading:
             else:
                 for taker, low, high in part.takers:
                     taken += taker.take(memory, start, low, high)
-        if self._progress is not None:
-            self._progress(taken)
+        return taken
 
 
-class _Bounce:
-    """Memory of one thread to read into what goes to several places."""
+class _Hand:
+    """What one thread keeps while it performs tasks: memory to read into what goes to several places, and counts."""
 
-    __slots__ = ("_memory",)
+    __slots__ = ("_memory", "bytes_read", "requests")
 
     def __init__(self) -> None:
         self._memory: memoryview | None = None
+        self.bytes_read = 0
+        self.requests = 0
 
     def memory(self, nbytes: int) -> memoryview:
         """Memory of this many bytes; overwritten by the next call."""
