@@ -14,7 +14,7 @@ __all__ = ["LARGE", "SMALL", "make_state", "same_value", "version_at", "version_
 SMALL: Final = 200
 """Elements of an array of a state whose files are written in one piece."""
 
-LARGE: Final = 700_000
+LARGE: Final = 1_900_000
 """Elements of an array of a state whose files are allocated first and written in several pieces."""
 
 
@@ -62,6 +62,7 @@ def same_value(found: Any, expected: Any) -> bool:
     if isinstance(expected, list | tuple):
         return len(found) == len(expected) and all(map(same_value, found, expected))
     if isinstance(expected, np.ndarray | np.generic):
-        alike = found.dtype == expected.dtype and found.shape == expected.shape
-        return alike and found.tobytes() == expected.tobytes()
+        if found.dtype != expected.dtype or found.shape != expected.shape:
+            return False
+        return bytes(found.tobytes()) == bytes(expected.tobytes())
     return bool(found == expected)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable, Set
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -56,7 +56,7 @@ class Scenario:
 
     task: str
     prepare: Callable[[Path], None]
-    allowed: Set[int | None] = frozenset({OLD, NEW})
+    allowed: frozenset[int | None] = frozenset({OLD, NEW})
 
 
 SCENARIOS: Final = {

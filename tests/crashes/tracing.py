@@ -18,7 +18,7 @@ from typing import Final
 
 import pytest
 
-__all__ = ["KillPoint", "Saver", "saver", "needs_strace"]
+__all__ = ["KillPoint", "Saver", "needs_strace", "saver"]
 
 _CALLS: Final = (
     "open", "openat", "creat", "close", "mkdir", "mkdirat", "rmdir", "unlink", "unlinkat", "link", "linkat", "symlink",

@@ -1,0 +1,228 @@
+"""A model of a disk that forgets what was not synced, fed with the system calls that a real save made.
+
+Nothing is assumed of the order in which a file system writes what it was not told to sync: of the changes to the names in a
+directory, and of the bytes written to a file, any may have reached the disk and any other not. A rename within a directory
+happens whole or not at all.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final, TypeAlias
+
+__all__ = ["CALLS", "Call", "Disk", "calls_in"]
+
+CALLS: Final = (
+    "openat", "mkdir", "write", "pwrite64", "fallocate", "fsync", "fdatasync", "rename", "renameat2", "unlink", "unlinkat",
+    "rmdir",
+)  # fmt: skip
+"""The system calls that the model knows; a save that makes others that change something fails the tests."""
+
+_LINE: Final = re.compile(r"\d+ +(\w+)\((.*)\) += (-?\d+)")
+_STRING: Final = re.compile(r'"((?:\\x[0-9a-f]{2})*)"(\.\.\.)?')
+_OPEN_FILE: Final = re.compile(r"^\d+<((?:\\x[0-9a-f]{2})*)>")
+_SECTOR: Final = 512
+
+
+@dataclass(frozen=True)
+class Call:
+    """A system call that succeeded.
+
+    Attributes:
+        name: of the call.
+        paths: what it names, in order; of an open file where it is or was.
+        data: what it writes.
+        number: the offset of what it writes, or a number of bytes.
+        flags: its arguments as text.
+    """
+
+    name: str
+    paths: Sequence[str]
+    data: bytes = b""
+    number: int = 0
+    flags: str = ""
+
+
+def calls_in(log: Path) -> Iterator[Call]:
+    """The calls in what ``strace -f -y -xx`` wrote, in order; those that failed or change nothing are left out."""
+    for line in log.read_text().splitlines():
+        assert "unfinished" not in line, f"two threads made system calls at once: {line[:200]}"
+        matched = _LINE.match(line)
+        if matched is None or int(matched[3]) < 0:
+            continue
+        name, arguments = matched[1], matched[2]
+        strings = [bytes.fromhex(text.replace("\\x", "")) for text, _ in _STRING.findall(arguments)]
+        assert not any(cut for _, cut in _STRING.findall(arguments)), "strace cut a string off"
+        opened = _OPEN_FILE.match(arguments)
+        of_file = [os.fsdecode(bytes.fromhex(opened[1].replace("\\x", "")))] if opened else []
+        numbers = [int(part) for part in re.findall(r", (\d+)(?=,|$)", _STRING.sub("", arguments))]
+        if name == "openat":
+            if "O_CREAT" in arguments:
+                yield Call(name, [os.fsdecode(strings[0])])
+        elif name in ("write", "pwrite64"):
+            assert len(strings[0]) == int(matched[3]), "a write was cut short, which the model does not know"
+            yield Call(name, of_file, strings[0], numbers[-1] if name == "pwrite64" else -1)
+        elif name == "fallocate":
+            yield Call(name, of_file, number=numbers[-1])
+        elif name in ("fsync", "fdatasync"):
+            yield Call(name, of_file)
+        elif name == "unlinkat":
+            yield Call(name, [os.path.join(of_file[0], os.fsdecode(strings[0]))], flags=arguments)
+        else:
+            yield Call(name, [os.fsdecode(text) for text in strings], flags=arguments)
+
+
+@dataclass(eq=False)
+class _File:
+    """Bytes: those on the disk, and writes that may be or not."""
+
+    durable: bytes = b""
+    pending: list[tuple[int, bytes]] = field(default_factory=list)
+    size: int = 0
+
+    def sync(self) -> None:
+        self.durable = self.after(self.pending)
+        self.pending = []
+
+    def after(self, writes: Sequence[tuple[int, bytes]]) -> bytes:
+        content = bytearray(self.durable)
+        for offset, data in writes:
+            content.extend(b"\0" * (offset + len(data) - len(content)))
+            content[offset : offset + len(data)] = data
+        return bytes(content)
+
+
+@dataclass(eq=False)
+class _Directory:
+    """Names: those on the disk, those that programs see, and the changes between them that may be on the disk or not."""
+
+    durable: dict[str, _Node] = field(default_factory=dict)
+    seen: dict[str, _Node] = field(default_factory=dict)
+    pending: list[dict[str, _Node | None]] = field(default_factory=list)
+
+    def change(self, change: dict[str, _Node | None]) -> None:
+        self.pending.append(change)
+        _apply(self.seen, change)
+
+    def sync(self) -> None:
+        for change in self.pending:
+            _apply(self.durable, change)
+        self.pending = []
+
+
+_Node: TypeAlias = _File | _Directory
+
+
+def _apply(names: dict[str, _Node], change: Mapping[str, _Node | None]) -> None:
+    for name, node in change.items():
+        if node is None:
+            names.pop(name, None)
+        else:
+            names[name] = node
+
+
+class Disk:
+    """The tree below one directory."""
+
+    def __init__(self, root: Path) -> None:
+        """Begin with what is really there, all of it durable."""
+        self._root = str(root)
+        self._tree = _read_tree(root)
+
+    def perform(self, call: Call) -> None:
+        """Do what a system call does."""
+        if not all(self._is_here(path) for path in call.paths):
+            assert not any(self._is_here(path) for path in call.paths), f"a call across the border: {call}"
+            return
+        if call.name in ("openat", "mkdir"):
+            directory, name = self._place(call.paths[0])
+            if name not in directory.seen:
+                directory.change({name: _Directory() if call.name == "mkdir" else _File()})
+        elif call.name in ("fsync", "fdatasync"):
+            self._find(call.paths[0]).sync()
+        elif call.name in ("rename", "renameat2"):
+            self._rename(call)
+        elif call.name in ("unlink", "unlinkat", "rmdir"):
+            directory, name = self._place(call.paths[0])
+            directory.change({name: None})
+        else:
+            self._write(call)
+
+    def _write(self, call: Call) -> None:
+        file = self._find(call.paths[0])
+        assert isinstance(file, _File)
+        data = bytes(call.number) if call.name == "fallocate" else call.data
+        offset = 0 if call.name == "fallocate" else file.size if call.number < 0 else call.number
+        file.pending.append((offset, data))
+        if call.name != "fallocate" and call.number < 0:
+            file.size += len(data)
+
+    def _rename(self, call: Call) -> None:
+        (directory, old), (other, new) = map(self._place, call.paths)
+        assert directory is other, "the model knows only renames within a directory"
+        moved = directory.seen[old]
+        if "RENAME_EXCHANGE" in call.flags:
+            directory.change({old: directory.seen[new], new: moved})
+        else:
+            directory.change({old: None, new: moved})
+
+    def _is_here(self, path: str) -> bool:
+        return path == self._root or path.startswith(self._root + "/")
+
+    def _find(self, path: str) -> _Node:
+        node: _Node = self._tree
+        for part in path[len(self._root) :].split("/"):
+            if part:
+                assert isinstance(node, _Directory)
+                node = node.seen[part]
+        return node
+
+    def _place(self, path: str) -> tuple[_Directory, str]:
+        above, _, name = path.rpartition("/")
+        directory = self._find(above)
+        assert isinstance(directory, _Directory)
+        return directory, name
+
+    def after_power_loss(self, target: Path, keep: Callable[[], bool], choices: random.Random) -> None:
+        """Write what a disk could hold if the power failed now.
+
+        Args:
+            target: an empty directory.
+            keep: asked for each change that was not synced whether it reached the disk.
+            choices: where writes are torn.
+        """
+        _write_tree(self._tree, target, keep, choices)
+
+
+def _read_tree(path: Path) -> _Directory:
+    names: dict[str, _Node] = {}
+    for entry in path.iterdir():
+        names[entry.name] = _read_tree(entry) if entry.is_dir() else _File(entry.read_bytes())
+    return _Directory(dict(names), names)
+
+
+def _write_tree(directory: _Directory, target: Path, keep: Callable[[], bool], choices: random.Random) -> None:
+    names = dict(directory.durable)
+    for change in directory.pending:
+        if keep():
+            _apply(names, change)
+    for name, node in names.items():
+        path = target / name
+        if isinstance(node, _Directory):
+            path.mkdir()
+            _write_tree(node, path, keep, choices)
+        else:
+            kept = [_torn(*write, choices) for write in node.pending if keep()]
+            path.write_bytes(node.after(kept))
+
+
+def _torn(offset: int, data: bytes, choices: random.Random) -> tuple[int, bytes]:
+    """A write, or as many sectors of it as reached the disk."""
+    if choices.random() < 0.5 or len(data) <= _SECTOR:
+        return offset, data
+    return offset, data[: choices.randrange(len(data) // _SECTOR + 1) * _SECTOR]
