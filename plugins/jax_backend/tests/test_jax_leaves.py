@@ -530,14 +530,3 @@ def test_boxes_make_up_the_array_under_any_sharding(saved, dtype, asked):
         assert np.asarray(built).tobytes() == expected.tobytes()
         for shard in built.addressable_shards:
             assert np.asarray(shard.data).tobytes() == expected[shard.index].tobytes()
-
-
-def test_other_shardings_than_named_ones_are_taken():
-    positional = jax.jit(lambda array: array + 1, out_shardings=NamedSharding(mesh(a=8), P("a")))(jnp.zeros((16, 2)))
-    gspmd = jax.sharding.NamedSharding(mesh(a=4), P(None))._to_xla_hlo_sharding(2)
-    from jax._src.sharding_impls import GSPMDSharding  # no public way to make one is left, arrays may still have one
-
-    sharding = GSPMDSharding(tuple(jax.devices()[:4]), gspmd)
-    record = HANDLER.describe(jax.ShapeDtypeStruct((4, 2), jnp.float32, sharding=sharding))
-    assert record.cuts is None and record.notes["sharding"] == {"type": "GSPMDSharding", "devices": 4}
-    assert len(HANDLER.shards(positional, 0, 1)) == 8

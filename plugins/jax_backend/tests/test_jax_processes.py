@@ -61,6 +61,7 @@ def test_every_process_knows_all_cuts_and_its_own_boxes():
         assert placement.cuts == ((1, 2, 3, 4, 5, 6, 7), ())
         assert list(placement.boxes) == [Box((row, 0), (row + 1, 3)) for row in (2 * process, 2 * process + 1)]
         assert not placement.local
+        assert placement.notes == {"sharding": {"type": "Layout", "devices": 8}}
 
 
 def test_an_array_of_one_process_is_taken_to_be_held_by_all_alike():
