@@ -3,10 +3,12 @@
 ::
 
     dtypes       every torch dtype and how it is carried as a NumPy one, or why not
+    conversions  from tensors to NumPy arrays over the same memory and back, casts
     tensors      leaf handlers: plain tensors and Parameters; subclasses of them
     transfers    from device memory to host memory through pinned staging buffers
     stateful     checkpointables: modules, optimizers, schedulers, gradient scalers, random generators
     sizes        the container torch.Size
+    testing      the sample for the matrix of ckptcore.testing
 """
 
 from __future__ import annotations

@@ -45,10 +45,12 @@ def tensor_over(array: HostArray, stored: ArrayRecord) -> torch.Tensor | None:
     encoding = encoding_of_stored(stored.spec.dtype, stored.kind)
     if encoding is None:
         return None
-    array = _writable(array)
-    if encoding.carrier is None:
+    if not array.flags.writeable:
+        array = array.copy()
+    carrier = encoding.carrier
+    if carrier is None:
         return torch.from_numpy(array)
-    return torch.from_numpy(array.view(encoding.carrier[1])).view(encoding.dtype)
+    return torch.from_numpy(array.view(carrier[1])).view(encoding.dtype)
 
 
 def elements_as(array: HostArray, stored: ArrayRecord, dtype: torch.dtype) -> torch.Tensor:
@@ -74,7 +76,8 @@ def elements_as(array: HostArray, stored: ArrayRecord, dtype: torch.dtype) -> to
                 f"{found} cannot be cast to {dtype}: PyTorch does not define what is in a byte of it; "
                 "load it as torch.uint8 and convert it yourself"
             )
-        return torch.from_numpy(_writable(array).view(np.uint8)).view(dtype)
+        plain = array if array.flags.writeable else array.copy()
+        return torch.from_numpy(plain.view(np.uint8)).view(dtype)
     if "complex" in stored.spec.dtype and not dtype.is_complex:
         raise UnsupportedLeafError(
             f"{stored.spec.dtype} cannot be cast to {dtype} without its imaginary parts; "
@@ -91,10 +94,6 @@ def copy_elements(target: torch.Tensor, source: torch.Tensor) -> None:
     if carrier is not None and not target.is_conj():  # PyTorch cannot copy some dtypes, and views no conjugated one
         target, source = target.view(carrier[0]), source.view(carrier[0])
     target.copy_(source)
-
-
-def _writable(array: HostArray) -> HostArray:
-    return array if array.flags.writeable else array.copy()
 
 
 def _exact_superset(name: str) -> type[np.generic]:

@@ -117,9 +117,10 @@ class TensorHandler:
         """A tensor over the host array, without a copy where dtype and device are those of the array."""
         tensor = _elements(abstract, stored, boxes)
         device = abstract.device
-        if device.type not in ("cpu", "meta"):  # not `is_cpu`: a FakeTensor says what it stands for by its device alone
+        if device != _CPU and device.type != "meta":  # not `is_cpu`: a FakeTensor tells only by its device
             tensor = tensor.to(device)
-        if type(abstract) is torch.nn.Parameter or isinstance(abstract, torch.nn.Parameter):
+        # Asking a type is quick; isinstance asks the metaclass of Parameter.
+        if type(abstract) is not torch.Tensor and isinstance(abstract, torch.nn.Parameter):
             return torch.nn.Parameter(tensor, requires_grad=abstract.requires_grad)
         return tensor.requires_grad_() if abstract.requires_grad else tensor
 
@@ -204,6 +205,7 @@ class SubclassHandler:
         return False if _is_fake(target) else _PLAIN.fill(_plain(target), stored, boxes)
 
 
+_CPU: Final = torch.device("cpu")
 _PLAIN: Final = TensorHandler()
 _SUBCLASSES: Final = SubclassHandler()
 
