@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -26,7 +27,7 @@ def train(directory: Path, steps: int) -> float:
     wanted = features @ torch.randn(8, 1)
     model = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 1))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    state = {"model": model, "optimizer": optimizer, "step": 0}
+    state: dict[str, Any] = {"model": model, "optimizer": optimizer, "step": 0}
 
     if (location := newest(directory)) is not None:
         state = ckptcore.load_into(location, state)
@@ -34,18 +35,17 @@ def train(directory: Path, steps: int) -> float:
 
     saving: ckptcore.SaveHandle | None = None
     loss = torch.tensor(0.0)
-    for step in range(int(state["step"]) + 1, steps + 1):  # type: ignore[call-overload]
+    for step in range(state["step"] + 1, steps + 1):
         loss = (model(features) - wanted).square().mean()
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         if step % SAVE_EVERY == 0:
-            if saving is not None:
-                saving.result()  # an error of the save before is raised here, not lost
             # Returns as soon as the state is copied: the next step may change the model while the copy is written.
+            # An error of the save before would be raised here.
             saving = ckptcore.save_async(directory / f"step_{step}", {**state, "step": step})
     if saving is not None:
-        saving.result()
+        saving.result()  # waits until the last one is committed
     return float(loss.detach())
 
 

@@ -16,15 +16,15 @@ import ckptcore
 
 __all__ = ["kill_save_halfway", "leftovers"]
 
-_MEBIBYTES = 512
+_BYTES = 1 << 29
 _ATTEMPTS = 20
 
 
 def kill_save_halfway(location: Path, save_earlier: Callable[[], None]) -> str:
     """Start a process that saves a larger state over the checkpoint at a location, and kill it in the middle.
 
-    Chance decides nothing: as soon as the process has written something it is frozen, and looked at. If the checkpoint at
-    the location is still the earlier one, it is killed with SIGKILL; if its save was done already, all begins anew.
+    Chance decides nothing: once the process has written an eighth of it, it is frozen and looked at. If the checkpoint at the
+    location is still the earlier one, it is killed with SIGKILL; if its save was done already, all begins anew.
 
     Args:
         location: where both save.
@@ -39,13 +39,13 @@ def kill_save_halfway(location: Path, save_earlier: Callable[[], None]) -> str:
         saver = subprocess.Popen([sys.executable, "-m", __name__, str(location)], cwd=Path(__file__).parents[2])
         try:
             while saver.poll() is None:
-                if not _bytes_written(location):
+                if _bytes_written(location) < _BYTES // 8:
                     continue
                 saver.send_signal(signal.SIGSTOP)
                 _, status = os.waitpid(saver.pid, os.WUNTRACED)  # when this returns it stands still, or has ended
                 if os.WIFSTOPPED(status) and ckptcore.metadata(location).save_id == earlier:
                     left = ", ".join(leftovers(location))
-                    return f"{left} with {_bytes_written(location) / 1e6:.0f} of {_MEBIBYTES * 1.048576:.0f} MB"
+                    return f"{left} with {_bytes_written(location) / 1e6:.0f} of {_BYTES / 1e6:.0f} MB"
                 break
         finally:
             saver.kill()
@@ -61,12 +61,23 @@ def leftovers(location: Path) -> list[str]:
 def _bytes_written(location: Path) -> int:
     total = 0
     for name in leftovers(location):
-        for path in (location.parent / name).glob("*.safetensors*"):
-            with contextlib.suppress(FileNotFoundError):  # it was renamed while we looked
-                total += path.stat().st_blocks * 512
+        for path in (location.parent / name).glob("*.safetensors"):
+            with contextlib.suppress(FileNotFoundError), path.open("rb") as file:  # it may vanish while we look
+                total += _bytes_with_data(file.fileno())
+    return total
+
+
+def _bytes_with_data(file: int) -> int:
+    """Bytes of a file that were written; space that is only reserved is a hole in it."""
+    total = end = 0
+    with contextlib.suppress(OSError):  # ENXIO: no data behind this offset
+        while True:
+            start = os.lseek(file, end, os.SEEK_DATA)
+            end = os.lseek(file, start, os.SEEK_HOLE)
+            total += end - start
     return total
 
 
 if __name__ == "__main__":  # the process that gets killed
-    blocks = {f"block_{number}": np.full(1 << 18, number, np.float32) for number in range(_MEBIBYTES)}
+    blocks = {f"block_{number}": np.full(1 << 18, number, np.float32) for number in range(_BYTES >> 20)}
     ckptcore.save(sys.argv[1], blocks, overwrite=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ from safetensors.numpy import save_file
 import ckptcore
 from ckptcore.cli import comparison
 from ckptcore.cli.documents import DiffDocument, ErrorDocument
+from ckptcore.cli.windows import BoxReader
+from ckptcore.model import Box, HostArray
 from tests.cli.conftest import Run, RunJson, flip, state
 
 
@@ -161,3 +164,25 @@ def test_damage_is_an_error_and_no_difference(run_json: RunJson, checkpoint: Pat
 def test_nothing_there(run_json: RunJson, checkpoint: Path, tmp_path: Path) -> None:
     assert run_json(ErrorDocument, "diff", checkpoint, tmp_path / "nothing")[0] == 3
     assert run_json(ErrorDocument, "diff", tmp_path / "nothing", checkpoint)[0] == 3
+
+
+def test_few_bytes_are_held_at_a_time(run_json: RunJson, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ckptcore.save(
+        tmp_path / "a", {"large": np.arange(10_000, dtype=np.int16), **{f"s{n}": np.ones(30) for n in range(50)}}
+    )
+    ckptcore.save(tmp_path / "b", {"large": np.arange(10_000.0), **{f"s{n}": np.ones(30) for n in range(50)}})
+    held = []
+    read = BoxReader.read
+
+    def watched(reader: BoxReader, boxes: Mapping[int, Box]) -> dict[int, HostArray]:
+        elements = read(reader, boxes)
+        held.append(sum(array.nbytes for array in elements.values()))
+        return elements
+
+    monkeypatch.setattr(BoxReader, "read", watched)
+    monkeypatch.setattr(comparison, "_BATCH_BYTES", 4096)
+    code, document = run_json(DiffDocument, "diff", tmp_path / "a", tmp_path / "b")
+    assert code == 1
+    assert [one["kind"] for one in document["differences"]] == ["dtype"]
+    assert max(held) <= 4096
+    assert sum(held) == 10_000 * (2 + 8) + 2 * 50 * 240
