@@ -170,15 +170,10 @@ class LocalStorage:
                     if condition is not None:
                         _check_tag(current, condition.tag, path)
                     os.rename(temporary, path)
-        except OSError as error:
-            with suppress(OSError):  # the error that is raised says more
-                os.unlink(temporary)
-            if isinstance(error, StorageError):
-                raise
-            raise local_error(error, "write", path, len(data)) from error
-        except BaseException:
-            with suppress(OSError):
-                os.unlink(temporary)
+        except BaseException as error:
+            self._remove(temporary)
+            if isinstance(error, OSError) and not isinstance(error, StorageError):
+                raise local_error(error, "write", path, len(data)) from error
             raise
         if self._durable:
             self._directories.make_durable(directory)
@@ -187,7 +182,6 @@ class LocalStorage:
     def open_writer(self, key: str, size: int | None = None) -> ObjectWriter:
         """Begin a file that is written in pieces; a file of that name is removed first, so its readers keep theirs."""
         path = self._new_path(key)
-        directory = os.path.dirname(path)
         try:
             with suppress(FileNotFoundError, NotADirectoryError):
                 os.unlink(path)
@@ -197,14 +191,13 @@ class LocalStorage:
                     allocate(descriptor, size)
             except BaseException:
                 os.close(descriptor)
-                os.unlink(path)
+                self._remove(path)
                 raise
         except StorageError:
             raise
         except OSError as error:
             raise local_error(error, "create", path, size) from error
-        made_durable = (lambda: self._directories.make_durable(directory)) if self._durable else None
-        return LocalWriter(path, descriptor, size, made_durable=made_durable)
+        return LocalWriter(path, descriptor, size, self._directories, durable=self._durable)
 
     def _create(self, path: str) -> int:
         directory = os.path.dirname(path)
@@ -215,6 +208,13 @@ class LocalStorage:
             except FileNotFoundError:
                 # Another thread or process removed the directory as it had become empty.
                 continue
+
+    def _remove(self, path: str) -> None:
+        """Remove what could not be completed; what fails is left over, for the error that is being raised says more."""
+        with suppress(OSError):
+            os.unlink(path)
+        with suppress(OSError):
+            self._directories.remove_empty(os.path.dirname(path))
 
     def delete(self, keys: Sequence[str]) -> None:
         """Delete objects; directories that become empty vanish, unless someone holds them, but never the storage's own."""
@@ -233,10 +233,9 @@ class LocalStorage:
 
     def sync(self, keys: Sequence[str]) -> None:
         """Make files durable that something else wrote, and the directories they are in."""
-        if not self._durable:
-            return
+        paths = [self._path(key) for key in keys]
         directories: set[str] = set()
-        for path in [self._path(key) for key in keys]:
+        for path in paths if self._durable else ():
             try:
                 descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
                 try:
@@ -311,10 +310,10 @@ class LocalStorage:
 
     def sync_directory(self, key: str) -> None:
         """Make durable the names in a directory and in those below it, and its own."""
-        if not self._durable:
-            return
         path = self._directory_path(key)
         _expect_directory(path)
+        if not self._durable:
+            return
         below = [entry for entry, _, _ in os.walk(path)]
         for directory in reversed(below):
             self._directories.sync_names(directory)

@@ -59,36 +59,40 @@ class LocalDirectories:
             InvalidLocationError: a symbolic link leads out of the root.
             StorageError
         """
+        # Others may remove directories that are empty while this creates one in them: then all of it begins anew.
+        while not self._is_there(directory):
+            if _is_below(directory, self.root):
+                self.ensure(os.path.dirname(directory))
+                self._make(directory)
+                continue
+            missing = [directory]
+            while not os.path.isdir(above := os.path.dirname(missing[-1])) and above != missing[-1]:
+                missing.append(above)
+            for path in reversed(missing):
+                self._make(path)
+
+    def _is_there(self, directory: str) -> bool:
         try:
             descriptor = os.open(directory, _OPEN_DIRECTORY)
+        except FileNotFoundError:
+            return False
         except OSError as error:
-            if error.errno != errno.ENOENT:
-                raise self._not_a_directory(error, directory) from error
-        else:
-            try:
-                if directory != self.root:
-                    self.check_within(descriptor, directory)
-            finally:
-                os.close(descriptor)
-            return
-        if _is_below(directory, self.root):
-            self.ensure(os.path.dirname(directory))
-            self._make(directory)
-            return
-        above = os.path.dirname(directory)
-        missing = [directory]
-        while not os.path.isdir(above) and above != os.path.dirname(above):
-            missing.append(above)
-            above = os.path.dirname(above)
-        for path in reversed(missing):
-            self._make(path)
+            raise self._not_a_directory(error, directory) from error
+        try:
+            if directory != self.root:
+                self.check_within(descriptor, directory)
+        finally:
+            os.close(descriptor)
+        return True
 
     def _make(self, directory: str) -> None:
         try:
             os.mkdir(directory)
+        except FileNotFoundError:
+            return
         except FileExistsError as error:
-            # Another thread or process was faster, or it is no directory: then what comes next fails.
-            if not os.path.isdir(directory):
+            # Another thread or process was faster, or it is no directory.
+            if os.path.lexists(directory) and not os.path.isdir(directory):
                 raise self._not_a_directory(error, directory) from error
         except OSError as error:
             raise local_error(error, "create the directory", directory) from error

@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from collections.abc import Callable
 from contextlib import suppress
 from typing import Final
 
 from ckptcore.builtin.linux_calls import start_writeback
+from ckptcore.builtin.local_directories import LocalDirectories
 from ckptcore.builtin.local_errors import local_error
 from ckptcore.builtin.local_syncs import sync_file
 from ckptcore.errors import StorageError
@@ -24,7 +24,7 @@ class LocalWriter:
     """Writes a new file. Any thread."""
 
     def __init__(
-        self, path: str, descriptor: int, size: int | None, *, made_durable: Callable[[], None] | None
+        self, path: str, descriptor: int, size: int | None, directories: LocalDirectories, *, durable: bool
     ) -> None:
         """Take over an empty file that is open for writing.
 
@@ -32,13 +32,14 @@ class LocalWriter:
             path: where it is.
             descriptor: the open file.
             size: the bytes it will have, if known.
-            made_durable: what to call when its bytes are durable, so that its name becomes so too; None: nothing
-                need be durable.
+            directories: those of the storage it is in.
+            durable: whether it must survive a loss of power once it is complete.
         """
         self._path = path
         self._descriptor = descriptor
         self._size = size
-        self._made_durable = made_durable
+        self._directories = directories
+        self._durable = durable
         self._written = 0
         self._dirty_bytes = 0
         self._dirty_start = sys.maxsize
@@ -81,7 +82,7 @@ class LocalWriter:
     def _count(self, offset: int, nbytes: int) -> None:
         with self._state:
             self._written += nbytes
-            if self._made_durable is None:
+            if not self._durable:
                 return
             # The disk works while more is copied, so that less is left to wait for at the end.
             self._dirty_bytes += nbytes
@@ -109,13 +110,13 @@ class LocalWriter:
                     f"cannot complete {self._path}: expected {self._size} bytes to be written, found {self._written}"
                 )
             try:
-                if self._made_durable is not None:
+                if self._durable:
                     sync_file(self._descriptor)
                 self._close()
             except OSError as error:
                 raise local_error(error, "make durable", self._path, self._written) from error
-        if self._made_durable is not None:
-            self._made_durable()
+        if self._durable:
+            self._directories.make_durable(os.path.dirname(self._path))
         self._complete = True
 
     def abort(self) -> None:
@@ -129,6 +130,7 @@ class LocalWriter:
                 with suppress(OSError):
                     if os.path.samestat(os.lstat(self._path), self._status):
                         os.unlink(self._path)
+                        self._directories.remove_empty(os.path.dirname(self._path))
 
     def _expect_open(self) -> None:
         if self._descriptor < 0:
