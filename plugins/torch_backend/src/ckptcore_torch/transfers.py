@@ -17,7 +17,7 @@ from ckptcore.errors import PluginError
 from ckptcore.model import HostArray, Pending, Ready
 from ckptcore_torch.dtypes import encoding_of
 
-__all__ = ["CudaLane", "Lane", "Moment", "Transfers", "finish_work_on", "start_copy"]
+__all__ = ["CudaLane", "HostCopy", "Lane", "Moment", "Transfers", "finish_work_on", "start_copy"]
 
 _STAGING_BYTES: Final = 32 << 20
 """Bytes of one staging buffer."""
