@@ -19,6 +19,7 @@ pytest.register_assert_rewrite(
         for module in (
             "arrays", "checkpointable_handlers", "container_handlers", "coordinators", "coverage", "layout_crashes",
             "layout_stores", "layout_trials", "layouts", "leaf_handlers", "matrix", "plugins", "storage",
+            "storage_directories", "storage_model",
         )
     )
 )  # fmt: skip
@@ -28,7 +29,20 @@ from ckptcore.testing.arrays import DTYPE_NAMES, PORTABLE_DTYPES, SHAPES, assert
 from ckptcore.testing.checkpointable_handlers import CheckpointableExample, CheckpointableHandlerTests
 from ckptcore.testing.container_handlers import ContainerExample, ContainerHandlerTests
 from ckptcore.testing.coordinators import CoordinatorTests
+from ckptcore.testing.faults import (
+    CrashAt,
+    FailAt,
+    Fault,
+    FaultPlan,
+    FlipBitAt,
+    FullAfter,
+    Operation,
+    ShortReadAt,
+    SimulatedCrash,
+)
+from ckptcore.testing.faulty_storage import FaultyStorage, with_faults
 from ckptcore.testing.host_memory import LateHostMemory
+from ckptcore.testing.layout_crashes import LayoutCrashTests
 from ckptcore.testing.layouts import LayoutTests
 from ckptcore.testing.leaf_handlers import LeafExample, LeafHandlerTests
 from ckptcore.testing.matrix import SaveLoadMatrixTests
@@ -41,32 +55,52 @@ from ckptcore.testing.samples import (
     StorageSample,
     installed_samples,
 )
+from ckptcore.testing.simulated_disk import SimulatedDisk
+from ckptcore.testing.simulated_storage import open_simulated
+from ckptcore.testing.storage import StorageBackendTests
+from ckptcore.testing.storage_directories import AtomicDirectoriesTests
 from ckptcore.testing.thread_coordinator import ThreadCoordinator, ThreadJob
 
 __all__ = [
     "DTYPE_NAMES",
     "PORTABLE_DTYPES",
     "SHAPES",
+    "AtomicDirectoriesTests",
     "CheckpointableExample",
     "CheckpointableHandlerTests",
     "ContainerExample",
     "ContainerHandlerTests",
     "ContainerSample",
     "CoordinatorTests",
+    "CrashAt",
+    "FailAt",
+    "Fault",
+    "FaultPlan",
+    "FaultyStorage",
+    "FlipBitAt",
     "FrameworkSample",
+    "FullAfter",
     "LateHostMemory",
+    "LayoutCrashTests",
     "LayoutSample",
     "LayoutTests",
     "LeafExample",
     "LeafHandlerTests",
+    "Operation",
     "PluginTests",
     "Samples",
     "SaveLoadMatrixTests",
+    "ShortReadAt",
+    "SimulatedCrash",
+    "SimulatedDisk",
+    "StorageBackendTests",
     "StorageSample",
     "ThreadCoordinator",
     "ThreadJob",
     "assert_same_bits",
     "bit_patterns",
     "installed_samples",
+    "open_simulated",
     "strategies",
+    "with_faults",
 ]

@@ -23,10 +23,18 @@ HOSTILE: Final[tuple[Any, ...]] = (
 
 
 def tampered(document: JSON, count: int, seed: int = 0) -> Iterator[JSON]:
-    """`count` copies of a document, each with one or two places changed; equal for equal arguments."""
+    """About `count` copies of a document, each with one or two places changed; equal for equal arguments.
+
+    Of a small document every place is given every hostile value.
+    """
     choices = random.Random(seed)
-    yield from (copy.deepcopy(value) for value in HOSTILE)
-    for _ in range(count):
+    pairs = [(place, value) for place in range(len(list(_places([document])))) for value in range(len(HOSTILE))]
+    for place, value in pairs if len(pairs) <= count else choices.sample(pairs, count):
+        holder = [copy.deepcopy(document)]
+        container, key = list(_places(holder))[place]
+        container[key] = copy.deepcopy(HOSTILE[value])
+        yield holder[0]
+    for _ in range(count // 4):
         holder = [copy.deepcopy(document)]
         for _ in range(choices.choice((1, 1, 1, 2))):
             _tamper(holder, choices)

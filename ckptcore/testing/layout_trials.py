@@ -7,11 +7,16 @@ import json
 import pickle
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 
 import numpy as np
 
+from ckptcore.engine.checksums import BlockChecksums
+from ckptcore.engine.reader import ObjectReader
+from ckptcore.engine.threads import IOThreads
 from ckptcore.model import (
+    BLOCK_BYTES,
     JSON,
     LEAF,
     ArrayRecord,
@@ -21,6 +26,7 @@ from ckptcore.model import (
     Key,
     LeafRecord,
     Node,
+    ObjectRecord,
     ReadItem,
     ReadPlan,
     Receipt,
@@ -31,7 +37,8 @@ from ckptcore.model import (
     WritePlan,
 )
 from ckptcore.planning import cuts_of
-from ckptcore.protocols import Layout
+from ckptcore.plugins import installed_plugins
+from ckptcore.protocols import Layout, ReadStore, StorageOptions
 from ckptcore.testing.arrays import assert_same_bits, bit_patterns
 from ckptcore.testing.layout_stores import DirectoryReadStore, DirectoryWriteStore, HeldSnapshot, files_below
 
@@ -112,6 +119,7 @@ class Written:
         directory: where.
         state: what the layout keeps in the root, after a trip through JSON.
         digests: SHA-256 of each object.
+        records: what the root would say of each object.
     """
 
     trial: Trial
@@ -119,6 +127,7 @@ class Written:
     directory: Path
     state: JSON
     digests: Mapping[str, bytes]
+    records: Mapping[str, ObjectRecord]
 
     def objects(self) -> dict[str, Path]:
         """The file of each object."""
@@ -131,8 +140,16 @@ class Written:
         state: JSON = "as written",
         tree: TreeMetadata | None = None,
         verified: bool = True,
+        store: ReadStore | None = None,
     ) -> list[HostArray]:
-        """Read boxes of leaves, each array whole where none are named; fails where the layout breaks its contract."""
+        """Read boxes of leaves, each array whole where none are named; fails where the layout breaks its contract.
+
+        Args:
+            wanted: numbers of leaves and boxes.
+            state, tree: other ones than were written.
+            verified: whether the strict store verifies what it reads.
+            store: another one than the strict store.
+        """
         tree = self.trial.tree if tree is None else tree
         if wanted is None:
             wanted = [
@@ -147,7 +164,8 @@ class Written:
             record = tree.leaves[leaf]
             assert isinstance(record, ArrayRecord)
             buffers.append(_unwritten(replace(record.spec, shape=box.shape)))
-        store = DirectoryReadStore(self.directory, self.digests if verified else None)
+        if store is None:
+            store = self.stores(verified=verified)[0]
         at_yield: dict[int, bytes] = {}
         for number in self.layout.read(plan, buffers, store):
             assert 0 <= number < len(items), f"read yields {number}, and there are {len(items)} buffers"
@@ -158,16 +176,27 @@ class Written:
             assert buffers[number].tobytes() == elements, f"buffer {number} changed after it was yielded"
         return buffers
 
-    def assert_reads_back(self, wanted: Sequence[tuple[int, Box]] | None = None) -> None:
-        """Fail unless boxes of leaves, or every array whole, come back bit for bit."""
+    def assert_reads_back(
+        self, wanted: Sequence[tuple[int, Box]] | None = None, *, stores: Sequence[ReadStore] = ()
+    ) -> None:
+        """Fail unless boxes of leaves, or every array whole, come back bit for bit, through both sorts of store."""
         if wanted is None:
             wanted = [
                 (leaf, Box.whole(array.shape))
                 for leaf, array in self.trial.arrays.items()
                 if leaf not in self.trial.tree.aliases
             ]
-        for (leaf, box), found in zip(wanted, self.read(wanted), strict=True):
-            assert_same_bits(found, self.trial.arrays[leaf][box.slices], f"leaf {leaf} {box}")
+        for store in stores or self.stores():
+            for (leaf, box), found in zip(wanted, self.read(wanted, store=store), strict=True):
+                assert_same_bits(found, self.trial.arrays[leaf][box.slices], f"leaf {leaf} {box}")
+
+    def stores(self, *, verified: bool = True) -> Sequence[ReadStore]:
+        """The strict store, and the one that loads read through."""
+        storage = installed_plugins().storage("file")(str(self.directory), StorageOptions(durable=False))
+        return (
+            DirectoryReadStore(self.directory, self.digests if verified else None),
+            ObjectReader(storage, self.records if verified else {}, _threads(), verify=verified),
+        )
 
 
 def write_trial(layout: Layout, trial: Trial, directory: Path) -> Written:
@@ -185,8 +214,21 @@ def write_trial(layout: Layout, trial: Trial, directory: Path) -> Written:
         receipts.append(pickle.loads(pickle.dumps(receipt)))
     receipts.sort(key=lambda receipt: receipt.rank)
     state = _through_json(layout.finish(trial.tree, receipts, DirectoryWriteStore(directory)))
-    digests = {key: hashlib.sha256(path.read_bytes()).digest() for key, path in files_below(directory).items()}
-    return Written(trial, layout, directory, state, digests)
+    contents = {key: path.read_bytes() for key, path in files_below(directory).items()}
+    digests = {key: hashlib.sha256(content).digest() for key, content in contents.items()}
+    records = {key: _record(key, content) for key, content in contents.items()}
+    return Written(trial, layout, directory, state, digests, records)
+
+
+def _record(key: str, content: bytes) -> ObjectRecord:
+    checksums = BlockChecksums(len(content), block_bytes=BLOCK_BYTES)
+    checksums.add(0, content)
+    return ObjectRecord(key, len(content), checksums.encode())
+
+
+@cache
+def _threads() -> IOThreads:
+    return IOThreads(2)
 
 
 def _through_json(state: JSON) -> JSON:

@@ -62,13 +62,13 @@ class LayoutTests:
         foreign: whether `Layout.inspect` finds what this layout wrote; then keys are those of one dict, and dtypes in
             `PORTABLE_DTYPES` come back by name.
         refused_dtypes: dtypes that `Layout.check` refuses; every other one must come back.
-        tampered_states: how many states are tampered with.
+        tampered_states: about how many states are tampered with.
     """
 
     several_processes: bool = True
     foreign: bool = True
     refused_dtypes: Collection[str] = ()
-    tampered_states: int = 300
+    tampered_states: int = 1500
 
     def layout(self) -> Layout:
         """The layout, with options that let small arrays meet every boundary (small chunks, small files)."""
@@ -213,7 +213,10 @@ class LayoutTests:
         written = write_trial(self.layout(), _small_trial(), tmp_path)
         for state in tampered(written.state, self.tampered_states):
             with _BoundedMemory(f"reading with the state {state!r:.500}"):
-                _only_checkpoint_errors(partial(written.read, state=state), f"the state {state!r:.500}")
+                for store in written.stores():
+                    _only_checkpoint_errors(
+                        partial(written.read, state=state, store=store), f"the state {state!r:.500}"
+                    )
                 _only_checkpoint_errors(
                     partial(_all_extents, written, state),
                     f"extents of the state {state!r:.500}",
@@ -228,10 +231,10 @@ class LayoutTests:
                 where = f"{key} cut to {length} of {len(content)} bytes"
                 with _BoundedMemory(where):
                     _error_or_right(written, where)
-                    _only_checkpoint_errors(partial(written.read, verified=False), where)
+                    _only_checkpoint_errors(partial(_read_unverified, written), where)
             path.unlink()
             _error_or_right(written, f"{key} removed")
-            _only_checkpoint_errors(partial(written.read, verified=False), f"{key} removed")
+            _only_checkpoint_errors(partial(_read_unverified, written), f"{key} removed")
             path.write_bytes(content)
 
     def test_a_corrupted_object_is_an_error(self, tmp_path: Path) -> None:
@@ -248,7 +251,7 @@ class LayoutTests:
                 path.write_bytes(changed)
                 with _BoundedMemory(f"reading a corrupted {key}"):
                     _error_or_right(written, f"{key} corrupted")
-                    _only_checkpoint_errors(partial(written.read, verified=False), f"{key} corrupted")
+                    _only_checkpoint_errors(partial(_read_unverified, written), f"{key} corrupted")
             path.write_bytes(content)
 
     # --- other software's checkpoints
@@ -361,6 +364,11 @@ def _skeleton(paths: tuple[tuple[Key, ...], ...]) -> tuple[Skeleton, list[int]]:
     return build([(path, number) for number, path in enumerate(paths)]), order
 
 
+def _read_unverified(written: Written) -> None:
+    for store in written.stores(verified=False):
+        written.read(verified=False, store=store)
+
+
 def _all_extents(written: Written, state: JSON) -> None:
     for _ in written.layout.extents(written.trial.tree, state):
         pass
@@ -383,12 +391,8 @@ def _only_checkpoint_errors(action: Callable[[], Any], where: str) -> None:
 
 
 def _error_or_right(written: Written, where: str) -> None:
-    try:
-        written.assert_reads_back()
-    except CheckpointError:
-        pass
-    except Exception as error:
-        raise AssertionError(f"{where}: expected a CheckpointError, found {type(error).__name__}: {error}") from error
+    for store in written.stores():
+        _only_checkpoint_errors(partial(written.assert_reads_back, stores=(store,)), where)
 
 
 class _BoundedMemory:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ckptcore.builtin.safetensors import SafetensorsLayout
 from ckptcore.protocols import Layout
-from ckptcore.testing import LayoutTests
+from ckptcore.testing import LayoutCrashTests, LayoutTests
 
 
 class TestSafetensors(LayoutTests):
@@ -17,3 +17,8 @@ class TestSafetensors(LayoutTests):
 class TestSafetensorsInSeveralFiles(TestSafetensors):
     def layout(self) -> Layout:
         return SafetensorsLayout(max_file_bytes=40)
+
+
+class TestSafetensorsDying(LayoutCrashTests):
+    def layout(self) -> Layout:
+        return SafetensorsLayout(max_file_bytes=100)

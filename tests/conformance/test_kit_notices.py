@@ -1,0 +1,400 @@
+"""Each conformance class fails for an implementation that breaks its contract: the tests can fail."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import pytest
+
+from ckptcore.builtin.host_leaves import HostArrayHandler
+from ckptcore.builtin.safetensors import SafetensorsLayout
+from ckptcore.errors import PluginError
+from ckptcore.model import (
+    JSON,
+    ArrayRecord,
+    ArraySpec,
+    Box,
+    HostArray,
+    LeafRecord,
+    Pending,
+    ReadPlan,
+    Ready,
+    Receipt,
+    Shard,
+    TreeMetadata,
+)
+from ckptcore.protocols import Coordinator, Flattened, HostMemory, Inspection, ReadStore, Snapshot, WriteStore
+from ckptcore.testing import (
+    ContainerExample,
+    ContainerHandlerTests,
+    CoordinatorTests,
+    FrameworkSample,
+    LayoutTests,
+    LeafExample,
+    LeafHandlerTests,
+    SaveLoadMatrixTests,
+    ThreadJob,
+    bit_patterns,
+)
+from ckptcore.testing.builtin_samples import FILE, NUMPY
+from ckptcore.testing.samples import LayoutSample
+
+T = TypeVar("T")
+SPEC = ArraySpec((5, 3), "float32")
+
+
+def _zero(array: HostArray) -> None:
+    array[...] = 0
+
+
+EXAMPLE = LeafExample(
+    "array", lambda: bit_patterns(SPEC), bit_patterns(SPEC), np.asarray, (lambda: np.zeros((5, 3), np.float32),), _zero
+)
+FROZEN = dataclasses.replace(EXAMPLE, mutate=None)
+
+
+class CopiesNothing(HostArrayHandler):
+    def copy_to_host(self, leaf: Any, boxes: Sequence[Box], memory: HostMemory) -> Sequence[Pending[HostArray]]:
+        return self.view_on_host(leaf, boxes)
+
+
+class ForgetsARow(HostArrayHandler):
+    def shards(self, leaf: Any, rank: int, size: int) -> Sequence[Shard]:
+        return (Shard(Box((1, 0), (5, 3)), rank, size),)
+
+
+class OwnsEverywhere(HostArrayHandler):
+    def shards(self, leaf: Any, rank: int, size: int) -> Sequence[Shard]:
+        return (Shard(Box.whole(leaf.shape)),)
+
+
+class GoesThroughFloat64(HostArrayHandler):
+    """A signalling NaN comes back as a quiet one."""
+
+    def view_on_host(self, leaf: Any, boxes: Sequence[Box]) -> Sequence[Pending[HostArray]]:
+        with np.errstate(all="ignore"):
+            return [Ready(leaf[box.slices].astype(np.float64).astype(np.float32)) for box in boxes]
+
+
+class TiesEverything(HostArrayHandler):
+    def identity(self, leaf: Any) -> Hashable | None:
+        return "the same"
+
+
+class WantsTooLittle(HostArrayHandler):
+    def wanted(self, abstract: Any, stored: ArrayRecord) -> Sequence[Box]:
+        return (Box((0, 0), (4, 3)),)
+
+
+class BuildsTransposed(HostArrayHandler):
+    def build(self, abstract: Any, stored: LeafRecord, boxes: Sequence[tuple[Box, HostArray]]) -> object:
+        return boxes[0][1][::-1]
+
+
+class FillsNothing(HostArrayHandler):
+    def fill(self, target: Any, stored: LeafRecord, boxes: Sequence[tuple[Box, HostArray]]) -> bool:
+        return True
+
+
+class GivesAnotherDestination(HostArrayHandler):
+    def destination(self, abstract: Any, stored: ArrayRecord, box: Box) -> HostArray | None:
+        return np.zeros(box.shape, stored.spec.numpy_dtype)
+
+
+class NotesNoJSON(HostArrayHandler):
+    def describe(self, leaf: Any) -> LeafRecord:
+        return ArrayRecord(ArraySpec(leaf.shape, "float32"), notes={"shape": leaf.shape})
+
+
+class DescribesAbstractOtherwise(HostArrayHandler):
+    def describe(self, leaf: Any) -> LeafRecord:
+        return ArrayRecord(ArraySpec(leaf.shape, "float32"), "array" if leaf.flags.writeable and leaf[0, 0] != 0 else "other")
+
+
+LEAF_FAULTS: Sequence[tuple[type[HostArrayHandler], str, dict[str, Any]]] = (
+    (CopiesNothing, "test_a_copy_does_not_see_later_changes", {"mutable_example": EXAMPLE}),
+    (ForgetsARow, "test_shards_of_all_processes_make_up_the_array", {"array_example": EXAMPLE, "size": 1}),
+    (OwnsEverywhere, "test_shards_of_all_processes_make_up_the_array", {"array_example": EXAMPLE, "size": 2}),
+    (GoesThroughFloat64, "test_view_on_host_is_the_elements", {"array_example": EXAMPLE}),
+    (TiesEverything, "test_identity_tells_tied_leaves", {"array_example": EXAMPLE}),
+    (WantsTooLittle, "test_wanted_boxes_make_up_the_array", {"array_example": EXAMPLE}),
+    (BuildsTransposed, "test_build_brings_the_leaf_back", {"array_example": EXAMPLE}),
+    (FillsNothing, "test_fill_changes_the_leaf_itself", {"mutable_example": EXAMPLE}),
+    (FillsNothing, "test_fill_refuses_what_cannot_be_changed", {"array_example": FROZEN}),
+    (GivesAnotherDestination, "test_destination_is_memory_to_read_into", {"mutable_example": EXAMPLE}),
+    (GivesAnotherDestination, "test_destination_of_another_dtype_is_none", {"mutable_example": EXAMPLE}),
+    (NotesNoJSON, "test_describe_says_what_the_leaf_is", {"example": EXAMPLE}),
+    (DescribesAbstractOtherwise, "test_an_abstract_leaf_is_described_like_its_leaf", {"array_example": EXAMPLE}),
+)
+
+
+@pytest.mark.parametrize(("handler", "test", "arguments"), LEAF_FAULTS)
+def test_a_broken_leaf_handler_is_noticed(
+    handler: type[HostArrayHandler], test: str, arguments: dict[str, Any]
+) -> None:
+    suite = type("Suite", (LeafHandlerTests,), {"handler": handler(), "examples": (EXAMPLE,)})()
+    with pytest.raises(AssertionError):
+        getattr(suite, test)(**arguments)
+    whole = type("Suite", (LeafHandlerTests,), {"handler": HostArrayHandler(), "examples": (EXAMPLE,)})()
+    if arguments.get("array_example") is not FROZEN:
+        getattr(whole, test)(**arguments)
+
+
+def test_a_leaf_that_is_not_refused_is_noticed() -> None:
+    suite = type("Suite", (LeafHandlerTests,), {"handler": HostArrayHandler()})()
+    with pytest.raises(pytest.fail.Exception):
+        suite.test_what_cannot_be_stored_is_refused(lambda: np.zeros(3))
+
+
+# --- containers
+
+
+class SwapsChildren:
+    priority = 1
+
+    def flatten(self, value: dict[str, Any]) -> Flattened:
+        return Flattened("dict", tuple(value), tuple(value.values()))
+
+    def unflatten(self, like: dict[str, Any], children: Sequence[object]) -> object:
+        return dict(zip(like, reversed(children), strict=True))
+
+
+class ChangesLike(SwapsChildren):
+    def unflatten(self, like: dict[str, Any], children: Sequence[object]) -> object:
+        like.update(zip(like, children, strict=True))
+        return dict(like)
+
+
+class RepeatsKeys(SwapsChildren):
+    def flatten(self, value: dict[str, Any]) -> Flattened:
+        return Flattened("dict", ("a",) * len(value), tuple(value.values()))
+
+
+class CopiesChildren(SwapsChildren):
+    def flatten(self, value: dict[str, Any]) -> Flattened:
+        return Flattened("dict", tuple(value), tuple(map(np.copy, value.values())))
+
+
+@pytest.mark.parametrize(
+    ("handler", "test"),
+    [
+        (SwapsChildren, "test_unflatten_is_the_inverse"),
+        (SwapsChildren, "test_unflatten_puts_other_children_in"),
+        (ChangesLike, "test_unflatten_puts_other_children_in"),
+        (RepeatsKeys, "test_flatten_gives_every_child_under_a_key_of_its_own"),
+        (CopiesChildren, "test_flatten_gives_every_child_under_a_key_of_its_own"),
+    ],
+)
+def test_a_broken_container_handler_is_noticed(handler: type[SwapsChildren], test: str) -> None:
+    suite = type("Suite", (ContainerHandlerTests,), {"handler": handler()})()
+    example = ContainerExample("dict", lambda: {"a": np.ones(1), "b": np.ones(2)}, lambda made: list(made.values()))
+    with pytest.raises(AssertionError):
+        getattr(suite, test)(example)
+
+
+# --- layouts
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Wrapped:
+    """A layout that does what the safetensors layout does; the classes below do one thing wrong."""
+
+    inner: SafetensorsLayout = dataclasses.field(default_factory=SafetensorsLayout)
+    name: str = "safetensors"
+
+    def check(self, tree: TreeMetadata, size: int) -> None:
+        self.inner.check(tree, size)
+
+    def write(self, snapshot: Snapshot, store: WriteStore) -> JSON:
+        return self.inner.write(snapshot, store)
+
+    def finish(self, tree: TreeMetadata, receipts: Sequence[Receipt], store: WriteStore) -> JSON:
+        return self.inner.finish(tree, receipts, store)
+
+    def read(self, plan: ReadPlan, buffers: Sequence[HostArray], store: ReadStore) -> Iterator[int]:
+        yield from self.inner.read(plan, buffers, store)
+
+    def extents(self, tree: TreeMetadata, state: JSON) -> Iterator[tuple[int, str, int, int]]:
+        yield from self.inner.extents(tree, state)
+
+    def inspect(self, store: ReadStore, entry: str | None) -> Inspection | None:
+        return self.inner.inspect(store, entry)
+
+
+class YieldsTwice(Wrapped):
+    def read(self, plan: ReadPlan, buffers: Sequence[HostArray], store: ReadStore) -> Iterator[int]:
+        for number in self.inner.read(plan, buffers, store):
+            yield number
+            yield number
+
+
+class YieldsNothing(Wrapped):
+    def read(self, plan: ReadPlan, buffers: Sequence[HostArray], store: ReadStore) -> Iterator[int]:
+        for _ in self.inner.read(plan, buffers, store):
+            pass
+        yield from ()
+
+
+class YieldsEarly(Wrapped):
+    def read(self, plan: ReadPlan, buffers: Sequence[HostArray], store: ReadStore) -> Iterator[int]:
+        yield from range(len(buffers))
+        for _ in self.inner.read(plan, buffers, store):
+            pass
+
+
+class TrustsItsState(Wrapped):
+    def read(self, plan: ReadPlan, buffers: Sequence[HostArray], store: ReadStore) -> Iterator[int]:
+        _ = plan.state["files"]  # type: ignore[index,call-overload]  # that is what is wrong with it
+        yield from self.inner.read(plan, buffers, store)
+
+
+class AllocatesWhatItIsTold(Wrapped):
+    def read(self, plan: ReadPlan, buffers: Sequence[HostArray], store: ReadStore) -> Iterator[int]:
+        state = plan.state
+        offsets = state.get("offset") if isinstance(state, dict) else None
+        if isinstance(offsets, list) and offsets and isinstance(offsets[0], int) and 0 < offsets[0] < 1 << 40:
+            np.zeros(min(offsets[0], 1 << 29), np.uint8)
+        yield from self.inner.read(plan, buffers, store)
+
+
+class NamesOtherBytes(Wrapped):
+    def extents(self, tree: TreeMetadata, state: JSON) -> Iterator[tuple[int, str, int, int]]:
+        for leaf, key, start, stop in self.inner.extents(tree, state):
+            yield leaf, key, start - 4, stop - 4
+
+
+class FindsEverything(Wrapped):
+    def inspect(self, store: ReadStore, entry: str | None) -> Inspection | None:
+        return self.inner.inspect(store, entry) or Inspection(TreeMetadata.from_json(_EMPTY), None, "anyone")
+
+
+class FindsNothing(Wrapped):
+    def inspect(self, store: ReadStore, entry: str | None) -> Inspection | None:
+        return None
+
+
+_EMPTY: JSON = {
+    "skeleton": ["dict", [], 0], "count": 0, "dtypes": [], "dtype": [], "shape": [], "values": [], "extras": {}, "aliases": [],
+}  # fmt: skip
+
+
+class KeepsMemory(Wrapped):
+    def write(self, snapshot: Snapshot, store: WriteStore) -> JSON:
+        return self.inner.write(_Unreleased(snapshot), store)
+
+
+class _Unreleased:
+    def __init__(self, snapshot: Snapshot) -> None:
+        self.plan = snapshot.plan
+        self.take = snapshot.take
+
+    def release(self, item: int) -> None:
+        """Forget to."""
+
+
+class RoundsElements(Wrapped):
+    def read(self, plan: ReadPlan, buffers: Sequence[HostArray], store: ReadStore) -> Iterator[int]:
+        for number in self.inner.read(plan, buffers, store):
+            if buffers[number].dtype == np.float32 and buffers[number].size:
+                buffers[number].view(np.uint32)[...] &= np.uint32(0xFFFFFFFE)
+            yield number
+
+
+@pytest.mark.parametrize(
+    ("layout", "test", "arguments"),
+    [
+        (YieldsTwice, "test_every_dtype_comes_back", ("int32",)),
+        (YieldsNothing, "test_every_dtype_comes_back", ("int32",)),
+        (YieldsEarly, "test_every_dtype_comes_back", ("int32",)),
+        (RoundsElements, "test_every_dtype_comes_back", ("float32",)),
+        (KeepsMemory, "test_every_dtype_comes_back", ("int32",)),
+        (TrustsItsState, "test_a_hostile_state_is_an_error", ()),
+        (AllocatesWhatItIsTold, "test_a_hostile_state_is_an_error", ()),
+        (NamesOtherBytes, "test_extents_are_where_leaves_lie", ()),
+        (FindsEverything, "test_inspect_of_something_else_is_none", ()),
+        (FindsNothing, "test_inspect_finds_what_it_wrote", ()),
+    ],
+)
+def test_a_broken_layout_is_noticed(
+    layout: type[Wrapped], test: str, arguments: tuple[object, ...], tmp_path: Path
+) -> None:
+    for name in ("broken", "whole"):
+        (tmp_path / name).mkdir()
+    suite = type("Suite", (LayoutTests,), {"several_processes": False, "layout": lambda self: layout()})()
+    with pytest.raises(AssertionError):
+        getattr(suite, test)(*arguments, tmp_path / "broken")
+    whole = type("Suite", (LayoutTests,), {"several_processes": False, "layout": lambda self: Wrapped()})()
+    getattr(whole, test)(*arguments, tmp_path / "whole")
+
+
+# --- coordinators
+
+
+class Unordered(CoordinatorTests):
+    def run(self, size: int, job: Callable[[Coordinator], T], *, timeout_seconds: float) -> Sequence[T]:
+        thread_job = ThreadJob(size, timeout_seconds=timeout_seconds)
+
+        class Backwards:
+            def __init__(self, inner: Coordinator) -> None:
+                self.inner = inner
+                self.rank, self.size = inner.rank, inner.size
+                self.broadcast = inner.broadcast
+
+            def gather(self, key: str, payload: bytes) -> Sequence[bytes] | None:
+                gathered = self.inner.gather(key, payload)
+                return None if gathered is None else gathered[::-1]
+
+        return thread_job.run(lambda coordinator: job(Backwards(coordinator)))
+
+
+def test_a_coordinator_that_mixes_ranks_is_noticed() -> None:
+    with pytest.raises(AssertionError):
+        Unordered().test_the_leader_gathers_in_order_of_rank(3)
+
+
+# --- the matrix
+
+
+class TestOneCell(SaveLoadMatrixTests):
+    """A matrix of fewer members."""
+
+    def frameworks(self) -> dict[str, FrameworkSample]:
+        return {"numpy": NUMPY}
+
+    def layouts(self) -> dict[str, LayoutSample]:
+        return {"safetensors": LayoutSample(name="safetensors")}
+
+
+def test_a_framework_that_loses_bits_is_noticed(tmp_path: Path) -> None:
+    def rounded(leaf: Any) -> HostArray:
+        array = np.array(leaf)
+        return array if array.dtype != np.int32 else array & ~1
+
+    lossy = dataclasses.replace(NUMPY, elements=rounded)
+    layout = LayoutSample(name="safetensors")
+    with pytest.raises(AssertionError, match="int32"):
+        TestOneCell().test_any_framework_loads_what_another_saved(NUMPY, lossy, layout, FILE, tmp_path)
+
+
+def test_two_samples_of_one_name_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    import importlib.metadata
+
+    from ckptcore.testing.samples import SAMPLE_GROUP, installed_samples
+
+    def doubled(*, group: str) -> list[importlib.metadata.EntryPoint]:
+        return [
+            importlib.metadata.EntryPoint("one", "ckptcore.testing.builtin_samples:NUMPY", group),
+            importlib.metadata.EntryPoint("two", "tests.conformance.test_kit_notices:IMPOSTOR", group),
+        ]
+
+    monkeypatch.setattr(importlib.metadata, "entry_points", doubled)
+    with pytest.raises(PluginError, match="'numpy'"):
+        installed_samples()
+    assert SAMPLE_GROUP == "ckptcore.testing"
+
+
+IMPOSTOR = dataclasses.replace(NUMPY, fills=False)
