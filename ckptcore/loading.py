@@ -9,7 +9,7 @@ from typing import Any
 
 from ckptcore.context import Context
 from ckptcore.engine.memory import allocate
-from ckptcore.errors import CorruptCheckpointError, PluginError, TargetUndefinedError
+from ckptcore.errors import CorruptCheckpointError, PluginError, TargetUndefinedError, UnsupportedLeafError
 from ckptcore.flattening import PLACEHOLDER, flatten, rebuild, restore, unflatten
 from ckptcore.locations import LocationLike
 from ckptcore.matching import match_leaves
@@ -160,9 +160,11 @@ def read_leaves(
             continue
         record = tree.leaves[number]
         if isinstance(record, ValueRecord):
-            leaves[position] = handler.build(abstract, record, ())
+            with _naming(tree, number):
+                leaves[position] = handler.build(abstract, record, ())
             continue
-        boxes = handler.wanted(abstract, record)
+        with _naming(tree, number):
+            boxes = handler.wanted(abstract, record)
         if tree.aliases:
             original = tree.aliases.get(number, number)
             asked = None if abstract is None else (type(abstract), repr(handler.describe(abstract)))
@@ -177,8 +179,26 @@ def read_leaves(
         units.append(unit)
     for batch in _batches(units, context.memory.load_bytes):
         for unit in _read(opened, batch, into=filled is not None):
-            _finish(unit, leaves, filled)
+            with _naming(tree, unit.leaf):
+                _finish(unit, leaves, filled)
     return leaves
+
+
+class _naming:  # noqa: N801  # a context manager, written as a class because it is entered for every leaf
+    """Lets a handler's refusal say which leaf it refuses."""
+
+    __slots__ = ("_leaf", "_tree")
+
+    def __init__(self, tree: TreeMetadata, leaf: int) -> None:
+        self._tree = tree
+        self._leaf = leaf
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: object) -> None:
+        if isinstance(error, UnsupportedLeafError):
+            raise UnsupportedLeafError(f"{format_path(self._tree.paths[self._leaf])}: {error}") from error
 
 
 def _finish(unit: _Unit, leaves: list[object], filled: list[bool] | None) -> None:
