@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import urllib.parse
 from collections.abc import Iterator, Sequence
 from typing import Literal, TypeAlias
 
@@ -65,7 +66,15 @@ def _checkpoints(directory: str) -> Iterator[ListedDocument]:
         if is_hidden_name(name):
             yield _document(name, "leftover")
         else:
-            yield from _listed(os.path.join(directory, name), name)
+            yield from _listed(_child(directory, name), name)
+
+
+def _child(directory: str, name: str) -> str:
+    if directory[:7].lower() == "file://":
+        return (
+            f"{directory.rstrip('/')}/{urllib.parse.quote(name, errors='surrogateescape')}"  # its escapes are decoded
+        )
+    return os.path.join(directory, name)
 
 
 def _listed(location: str, name: str) -> Iterator[ListedDocument]:

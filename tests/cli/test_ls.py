@@ -98,6 +98,14 @@ def test_a_url(run_json: RunJson, directory: Path) -> None:
     assert len(document["checkpoints"]) == 6
 
 
+@pytest.mark.parametrize("name", ["100%20", "a b", "#1?", "é"])
+def test_a_name_that_a_url_escapes(run_json: RunJson, tmp_path: Path, name: str) -> None:
+    ckptcore.save(tmp_path / name, {"x": 1})
+    for directory in (tmp_path, tmp_path.as_uri()):
+        _, document = run_json(ListDocument, "ls", directory)
+        assert [(one["name"], one["state"]) for one in document["checkpoints"]] == [(name, "committed")]
+
+
 def test_a_url_that_nothing_opens(run_json: RunJson) -> None:
     code, document = run_json(ErrorDocument, "ls", "nothing://directory")
     assert code == 5
