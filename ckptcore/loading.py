@@ -168,8 +168,9 @@ def read_leaves(
         if tree.aliases:
             original = tree.aliases.get(number, number)
             asked = None if abstract is None else (type(abstract), repr(handler.describe(abstract)))
-            # Leaves that were tied are built once and tied again; filled ones are in different memory.
-            key = (original, id(handler), tuple(boxes), asked, position if filled is not None else None)
+            # Leaves that were tied are built once and tied again. What is filled in place is one only if its memory is.
+            memory = None if filled is None else handler.identity(abstract) or position
+            key = (original, id(handler), tuple(boxes), asked, memory)
             if key in tied:
                 tied[key].positions.append(position)
                 continue
@@ -184,7 +185,7 @@ def read_leaves(
     return leaves
 
 
-class _naming:  # noqa: N801  # a context manager, written as a class because it is entered for every leaf
+class _naming:  # a context manager, written as a class because it is entered for every leaf
     """Lets a handler's refusal say which leaf it refuses."""
 
     __slots__ = ("_leaf", "_tree")
