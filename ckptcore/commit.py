@@ -23,13 +23,14 @@ from ckptcore.errors import (
     UnsupportedVersionError,
 )
 from ckptcore.locations import Location
-from ckptcore.protocols import IF_ABSENT, AtomicDirectories, IfTag, StorageBackend
+from ckptcore.protocols import IF_ABSENT, AtomicDirectories, IfTag, PutCondition, StorageBackend
 from ckptcore.root import ROOT_KEY, Claimed, Root, decode_root, encode_claim
 
 __all__ = [
     "Claim",
     "Overwrite",
     "claim_location",
+    "claimed_store",
     "is_hidden_name",
     "parse_root",
     "read_root",
@@ -297,6 +298,8 @@ class _ObjectClaim:
         self._done = False
         self.store = location.store
         claim = encode_claim(Claimed(save_id, created))
+        # The tag first: if what is there changes after it is looked at, the claim fails.
+        unchanged = self._unchanged()
         replaces = refuse_to_replace(location, overwrite) == "checkpoint"
         if replaces and overwrite != "non-atomic":
             raise AtomicityError(
@@ -304,15 +307,17 @@ class _ObjectClaim:
                 "save to another location, or pass overwrite='non-atomic'. Nothing was changed"
             )
         try:
-            try:
-                _, tag = self.store.get_with_tag(ROOT_KEY)
-            except ObjectNotFoundError:
-                self._tag = self.store.put(ROOT_KEY, claim, condition=IF_ABSENT)
-            else:
-                self._tag = self.store.put(ROOT_KEY, claim, condition=IfTag(tag))
+            self._tag = self.store.put(ROOT_KEY, claim, condition=unchanged)
         except ConditionFailedError as error:
             raise SaveLostError(f"another save claimed {location.display} at the same time; save again") from error
         self.store.delete([key for key in self.store.list() if key != ROOT_KEY])
+
+    def _unchanged(self) -> PutCondition:
+        """What is true of the root as long as nobody changes it."""
+        try:
+            return IfTag(self.store.get_with_tag(ROOT_KEY)[1])
+        except ObjectNotFoundError:
+            return IF_ABSENT
 
     def commit(self, root: bytes, parts: Mapping[str, bytes]) -> None:
         for key, data in parts.items():

@@ -1,0 +1,71 @@
+"""Places to save to through storages that the tests put between: with faults, with interruptions, on a simulated disk."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Final, Literal
+
+import ckptcore
+from ckptcore.hookspecs import hookimpl
+from ckptcore.plugins import installed_plugins
+from ckptcore.protocols import StorageBackend, StorageOpener, StorageOptions
+from ckptcore.testing.faults import FaultPlan, Step
+from ckptcore.testing.faulty_storage import with_faults
+from ckptcore.testing.simulated_disk import SimulatedDisk
+from ckptcore.testing.simulated_storage import open_simulated
+
+__all__ = ["SCHEME", "InterruptedPlan", "faulty_context", "simulated_context", "through"]
+
+SCHEME: Final = "tested"
+"""The scheme under which the tests open what they test."""
+
+
+class _Plugin:
+    def __init__(self, opener: StorageOpener) -> None:
+        self._opener = opener
+
+    @hookimpl
+    def ckpt_storages(self) -> Mapping[str, StorageOpener]:
+        return {SCHEME: self._opener}
+
+
+def _open_with_faults(scheme: str, plan: FaultPlan, url: str, options: StorageOptions) -> StorageBackend:
+    inner = url.replace(SCHEME, scheme, 1)
+    return with_faults(installed_plugins().storage(scheme)(inner, options), plan)
+
+
+def through(location: str) -> str:
+    """The location as `faulty_context` knows it."""
+    return SCHEME + location[location.index("://") :]
+
+
+def faulty_context(location: str, plan: FaultPlan) -> ckptcore.Context:
+    """A Context of a process of its own, whose storage has faults; ``through(location)`` names the location in it."""
+    scheme = location[: location.index("://")]
+    opener = functools.partial(_open_with_faults, scheme, plan)
+    # One thread, so that operations come in the same order every time.
+    return ckptcore.Context(plugins=(_Plugin(opener),), threads=1, durability="none")
+
+
+def simulated_context(disk: SimulatedDisk, durability: Literal["full", "none"] = "full") -> ckptcore.Context:
+    """A Context of a process of its own on a machine with a disk; locations are ``tested://...``."""
+    opener = functools.partial(open_simulated, disk)
+    return ckptcore.Context(plugins=(_Plugin(opener),), threads=1, durability=durability)
+
+
+class InterruptedPlan(FaultPlan):
+    """No faults: at one operation this process stands still, and something else happens before it goes on."""
+
+    def __init__(self, operation: int, meanwhile: Callable[[], None]) -> None:
+        super().__init__()
+        self._operation = operation
+        self._meanwhile = meanwhile
+        self.interrupted = False
+
+    def begin(self, name: str, keys: tuple[str, ...] | list[str], offset: int = 0, nbytes: int = 0) -> Step:  # type: ignore[override]  # a Sequence is what it is given
+        """Stand still before the operation."""
+        if len(self.operations) == self._operation and not self.interrupted:
+            self.interrupted = True
+            self._meanwhile()
+        return super().begin(name, keys, offset, nbytes)
