@@ -10,7 +10,7 @@ from typing import Any, Final
 import numpy as np
 
 from ckptcore.engine.elements import copy_elements, plain
-from ckptcore.engine.pages import PAGE_BYTES, Pages, map_pages
+from ckptcore.engine.pages import HUGE_PAGE_BYTES, PAGE_BYTES, Pages, map_pages
 from ckptcore.engine.threads import IOThreads
 from ckptcore.model import ArraySpec, HostArray, Pending, Ready
 
@@ -38,9 +38,13 @@ def allocate(spec: ArraySpec) -> HostArray:
         MemoryError
     """
     nbytes = spec.nbytes
-    if nbytes < _LARGE_BYTES:
-        return np.empty(spec.shape, spec.numpy_dtype)
-    return map_pages(nbytes).array(spec.shape, spec.numpy_dtype)
+    if nbytes >= HUGE_PAGE_BYTES:
+        try:
+            return map_pages(nbytes).array(spec.shape, spec.numpy_dtype)
+        except MemoryError:
+            # The system may only be out of mappings, of which it gives a process so many.
+            return np.empty(spec.shape, spec.numpy_dtype)
+    return np.empty(spec.shape, spec.numpy_dtype)
 
 
 class StagingPool:

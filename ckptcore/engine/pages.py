@@ -7,12 +7,13 @@ from typing import Any, Final
 
 import numpy as np
 
-__all__ = ["PAGE_BYTES", "Pages", "map_pages"]
+__all__ = ["HUGE_PAGE_BYTES", "PAGE_BYTES", "Pages", "map_pages"]
 
 PAGE_BYTES: Final = 4096
 """What memory of `map_pages` begins at a multiple of, at least."""
 
-_HUGE_PAGE: Final = 2 << 20
+HUGE_PAGE_BYTES: Final = 2 << 20
+"""Bytes of a huge page on most systems; where they are larger, memory is taken in small pages."""
 
 
 class Pages:
@@ -46,16 +47,16 @@ def map_pages(nbytes: int) -> Pages:
     Raises:
         MemoryError
     """
-    slack = _HUGE_PAGE if nbytes >= _HUGE_PAGE else 0
+    slack = HUGE_PAGE_BYTES if nbytes >= HUGE_PAGE_BYTES else 0
     try:
         mapping = mmap.mmap(-1, max(nbytes, 1) + slack, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except (OSError, OverflowError, ValueError) as error:
         raise MemoryError(f"cannot get {nbytes} bytes of memory: {error}") from error
     if not slack:
         return Pages(mapping, 0, nbytes)
-    offset = -np.frombuffer(mapping, np.uint8).ctypes.data % _HUGE_PAGE
+    offset = -np.frombuffer(mapping, np.uint8).ctypes.data % HUGE_PAGE_BYTES
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        _advise(mapping, offset, nbytes // _HUGE_PAGE * _HUGE_PAGE)
+        _advise(mapping, offset, nbytes // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES)
     return Pages(mapping, offset, nbytes)
 
 

@@ -16,7 +16,7 @@ from ckptcore.engine.tiles import Extent, c_strides, flat_boxes, intersect, run_
 from ckptcore.errors import CorruptCheckpointError
 from ckptcore.model import Box, HostArray, TileRead
 
-__all__ = ["BoxTaker", "ObjectShape", "ReadPart", "ReadTask", "RunTaker", "Taker", "plan_object"]
+__all__ = ["BoxTaker", "ObjectShape", "ReadPart", "ReadTask", "RunTaker", "Taker", "group_reads", "plan_object"]
 
 _SMALL_BYTES: Final = 16 << 10
 """Up to here an array is filled element by element; beyond NumPy would keep the interpreter lock for some dtypes."""
@@ -48,17 +48,19 @@ class ObjectShape:
         return max(self.sizes.task, self.part_bytes)
 
     @property
+    def direct_bytes(self) -> int:
+        """From here on bytes that follow each other are read straight into their array."""
+        return self.step if self.step > 1 else self.sizes.direct
+
+    @property
     def grid(self) -> int:
         """What every position where a part may be cut is a multiple of, but for ends of what is wanted."""
         return self.step if self.step > 1 else self.part_bytes
 
-    def below(self, position: int) -> int:
-        """The last position up to this one where a step begins."""
-        return position // self.step * self.step
-
     def above(self, position: int) -> int:
         """The first position from this one on where a step begins, or the end of the object."""
-        return min(-(-position // self.step) * self.step, self.size)
+        end = -(-position // self.step) * self.step
+        return min(self.size, end)
 
 
 class RunTaker:
@@ -229,25 +231,26 @@ def plan_object(shape: ObjectShape, reads: Sequence[TileRead]) -> list[ReadTask]
     """
     parts: list[ReadPart] = []
     ranges: list[tuple[int, int, Taker]] = []
+    step, least = shape.step, shape.direct_bytes
     for read in reads:
         for taker in _takers(shape, read):
-            if isinstance(taker, RunTaker):
-                start, stop = (
-                    shape.above(taker.start),
-                    shape.below(taker.stop) if taker.stop < shape.size else shape.size,
-                )
-                if stop > start and (shape.step > 1 or stop - start >= shape.sizes.direct):
-                    for begin, end in _cut(start, stop, shape.task_bytes):
-                        parts.append(ReadPart(begin, end, taker.memory(begin, end), [(taker, begin, end)]))
-                    if taker.start < start:
-                        ranges.append((shape.below(taker.start), start, taker))
-                    if stop < taker.stop:
-                        ranges.append((stop, shape.above(taker.stop), taker))
-                else:
-                    ranges.append((shape.below(taker.start), shape.above(taker.stop), taker))
-            else:
-                for start, stop in taker.spans(shape.gap_bytes):
-                    ranges.append((shape.below(start), shape.above(stop), taker))
+            start, stop = taker.start, taker.stop
+            if isinstance(taker, BoxTaker):
+                for begin, end in taker.spans(shape.gap_bytes):
+                    ranges.append((begin // step * step, shape.above(end), taker))
+                continue
+            # Whole steps of a run go straight into its array.
+            first = shape.above(start)
+            last = stop if stop == shape.size else stop // step * step
+            if stop - start < least or last <= first:
+                ranges.append((start // step * step, shape.above(stop), taker))
+                continue
+            for begin, end in _cut(first, last, shape.task_bytes):
+                parts.append(ReadPart(begin, end, taker.memory(begin, end), [(taker, begin, end)]))
+            if start < first:
+                ranges.append((first - step, first, taker))
+            if last < stop:
+                ranges.append((last, shape.above(stop), taker))
     parts.sort(key=lambda part: part.start)
     parts.extend(_windows(shape, ranges, [part.start for part in parts]))
     parts.sort(key=lambda part: part.start)
@@ -298,14 +301,15 @@ def _windows(shape: ObjectShape, ranges: list[tuple[int, int, Taker]], direct: S
     starts = [window.start for window in windows]
     for start, stop, taker in ranges:
         place = bisect.bisect_right(starts, start) - 1
-        while place < len(windows) and starts[place] < stop:
+        while start < stop:
             window = windows[place]
-            low, high = max(start, window.start), min(stop, window.stop)
+            end = min(window.stop, stop)
             takers = window.takers
             if takers and takers[-1][0] is taker and isinstance(taker, BoxTaker):
-                takers[-1] = (taker, takers[-1][1], max(takers[-1][2], high))
+                takers[-1] = (taker, takers[-1][1], max(takers[-1][2], end))
             else:
-                takers.append((taker, low, high))
+                takers.append((taker, start, end))
+            start = end
             place += 1
     return windows
 

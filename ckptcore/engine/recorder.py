@@ -83,14 +83,14 @@ class ObjectRecorder:
         segment_sizes = [segment.nbytes for segment in segments]
         size = sum(segment_sizes)
         if size < self._sizes.inline or not size:
-            self._write_small(key, segments)
+            self._write_small(key, segments, segment_sizes)
         else:
             self._write_large(key, segments, segment_sizes, size)
 
-    def _write_small(self, key: str, segments: Sequence[Segment]) -> None:
+    def _write_small(self, key: str, segments: Sequence[Segment], sizes: Sequence[int]) -> None:
         closers = [segment.close for segment in segments if isinstance(segment, ArraySegment)]
         try:
-            data = join_segments(segments)
+            data = join_segments(segments, sizes)
             writer = self._storage.open_writer(key, len(data))
             try:
                 if data:

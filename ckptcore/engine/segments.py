@@ -294,14 +294,13 @@ def _mismatch(segment: ArraySegment, arrays: Sequence[tuple[Box, HostArray]]) ->
     )
 
 
-def join_segments(segments: Sequence[Segment]) -> bytes:
+def join_segments(segments: Sequence[Segment], sizes: Sequence[int]) -> bytes:
     """All bytes of the segments of a small object; opens arrays and closes none."""
     parts: list[bytes | memoryview] = []
-    for segment in segments:
+    for segment, size in zip(segments, sizes, strict=True):
         if isinstance(segment, BytesSegment):
             parts.append(segment.data)
             continue
-        size = segment.nbytes
         for start, stop, source in _open(segment, size):
             if isinstance(source, _Gathering):
                 memory = memoryview(bytearray(stop - start))
