@@ -7,10 +7,11 @@ the claim. Either way a checkpoint is there whole or not at all, and what dead s
 
 from __future__ import annotations
 
+import datetime
 import logging
 import re
 from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from typing import Final, Literal, Protocol, TypeAlias
 
 from ckptcore.errors import (
@@ -22,6 +23,7 @@ from ckptcore.errors import (
     SaveLostError,
     UnsupportedVersionError,
 )
+from ckptcore.fences import FencedStore
 from ckptcore.locations import Location
 from ckptcore.protocols import IF_ABSENT, AtomicDirectories, IfTag, PutCondition, StorageBackend
 from ckptcore.root import ROOT_KEY, Claimed, Root, decode_root, encode_claim
@@ -91,7 +93,7 @@ def claimed_store(location: Location, save_id: str) -> StorageBackend:
     """Where the objects of a save go that another process of the job claimed the location for."""
     if isinstance(location.parent, AtomicDirectories):
         return Location(location.display, location.parent, _hidden_name(location, save_id)).store
-    return location.store
+    return FencedStore(location, save_id)
 
 
 def _hidden_name(location: Location, save_id: str) -> str:
@@ -127,7 +129,7 @@ def remove_checkpoint(location: Location, save_id: str) -> None:
 
     Args:
         location: where it is.
-        save_id: a new one, for the name under which it is hidden first.
+        save_id: a new one, for the name under which it is hidden first, or for the claim that replaces it.
     """
     if isinstance(location.parent, AtomicDirectories):
         hidden = _hidden_name(location, save_id)
@@ -135,9 +137,12 @@ def remove_checkpoint(location: Location, save_id: str) -> None:
         location.parent.delete_directory(hidden)
         _sweep(location, location.parent)
         return
-    store = location.store
+    # Turned into a claim first: objects without a root may look like a checkpoint of other software.
+    store = FencedStore(location, save_id)
+    now = datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")
+    location.store.put(ROOT_KEY, encode_claim(Claimed(save_id, now)))
+    _delete_all_but_root(store)
     store.delete([ROOT_KEY])
-    store.delete(list(store.list()))
 
 
 def _occupant(store: StorageBackend) -> Occupant:
@@ -296,7 +301,8 @@ class _ObjectClaim:
     def __init__(self, location: Location, save_id: str, created: str, overwrite: Overwrite) -> None:
         self._location = location
         self._done = False
-        self.store = location.store
+        self._roots = location.store
+        self.store = FencedStore(location, save_id)
         claim = encode_claim(Claimed(save_id, created))
         # The tag first: if what is there changes after it is looked at, the claim fails.
         unchanged = self._unchanged()
@@ -307,15 +313,15 @@ class _ObjectClaim:
                 "save to another location, or pass overwrite='non-atomic'. Nothing was changed"
             )
         try:
-            self._tag = self.store.put(ROOT_KEY, claim, condition=unchanged)
+            self._tag = self._roots.put(ROOT_KEY, claim, condition=unchanged)
         except ConditionFailedError as error:
             raise SaveLostError(f"another save claimed {location.display} at the same time; save again") from error
-        self.store.delete([key for key in self.store.list() if key != ROOT_KEY])
+        _delete_all_but_root(self.store)
 
     def _unchanged(self) -> PutCondition:
         """What is true of the root as long as nobody changes it."""
         try:
-            return IfTag(self.store.get_with_tag(ROOT_KEY)[1])
+            return IfTag(self._roots.get_with_tag(ROOT_KEY)[1])
         except ObjectNotFoundError:
             return IF_ABSENT
 
@@ -323,7 +329,7 @@ class _ObjectClaim:
         for key, data in parts.items():
             self.store.put(key, data)
         try:
-            self.store.put(ROOT_KEY, root, condition=IfTag(self._tag))
+            self._roots.put(ROOT_KEY, root, condition=IfTag(self._tag))
         except (ConditionFailedError, ObjectNotFoundError) as error:
             self._done = True  # what is there now belongs to the other save
             raise SaveLostError(
@@ -335,10 +341,13 @@ class _ObjectClaim:
         if self._done:
             return
         self._done = True
-        try:
-            _, tag = self.store.get_with_tag(ROOT_KEY)
-        except ObjectNotFoundError:
-            return
-        if tag == self._tag:
-            self.store.delete([key for key in self.store.list() if key != ROOT_KEY])
+        with suppress(SaveLostError):  # what is there then belongs to the other save
+            self.store.expect_claim()
+            _delete_all_but_root(self.store)
             self.store.delete([ROOT_KEY])
+
+
+def _delete_all_but_root(store: StorageBackend) -> None:
+    keys = [key for key in store.list() if key != ROOT_KEY]
+    if keys:
+        store.delete(keys)

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 import ckptcore
-from ckptcore.errors import CheckpointExistsError, SaveLostError
+from ckptcore.errors import CheckpointError, CheckpointExistsError, CorruptCheckpointError, SaveLostError
 from ckptcore.testing.faults import FaultPlan, Operation
 from tests.crashes.places import InterruptedPlan, faulty_context, through
-from tests.crashes.states import make_state, version_at
+from tests.crashes.states import make_state, version_at, version_of
 
 _OLD, _ZOMBIE, _OTHER = 1, 2, 3
 
@@ -42,3 +42,51 @@ def test_a_checkpoint_that_was_committed_meanwhile_is_not_replaced(tmp_path: Pat
         with pytest.raises((SaveLostError, CheckpointExistsError)):
             ckptcore.save(through(location), make_state(_ZOMBIE), context=faulty_context(location, plan))
         assert version_at(location) == _OTHER, f"interrupted at {operation}"
+
+
+def _stands_still_in_a_change(operations: list[Operation], operation: Operation) -> bool:
+    """Whether the claim was looked at right before: no storage makes that and the change one step."""
+    before = operations[operation.number - 1]
+    return operation.changes and before.name == "get" and before.keys == ("step_1/checkpoint.json",)
+
+
+@pytest.mark.parametrize("scheme", ["file", "memory"])
+def test_one_of_two_first_saves_commits(scheme: str, tmp_path: Path) -> None:
+    outcomes = set()
+    operations = _operations(scheme, tmp_path, overwrite=False)
+    for operation in operations:
+        location = _place(scheme, tmp_path)
+        refused: list[CheckpointError] = []
+
+        def save_other(location: str = location, refused: list[CheckpointError] = refused) -> None:
+            try:
+                ckptcore.save(location, make_state(_OTHER))
+            except CheckpointError as error:
+                refused.append(error)
+
+        plan = InterruptedPlan(operation.number, save_other)
+        context = faulty_context(location, plan)
+        try:
+            ckptcore.save(through(location), make_state(_ZOMBIE), context=context)
+        except (SaveLostError, CheckpointExistsError):
+            outcomes.add("lost")
+            assert not refused, f"neither save committed, with one interrupted at {operation}"
+            if scheme == "memory" and _stands_still_in_a_change(operations, operation):
+                _never_wrong(location)
+            else:
+                assert version_at(location) == _OTHER, f"interrupted at {operation}"
+        else:
+            outcomes.add("won")
+            assert refused, f"both saves committed, with one interrupted at {operation}"
+            assert isinstance(refused[0], CheckpointExistsError | SaveLostError)
+            assert version_at(location) == _ZOMBIE, f"interrupted at {operation}"
+        assert plan.interrupted
+    # A claim that stands still is taken over; through directories the commit is the last operation.
+    assert outcomes == {"lost"}
+
+
+def _never_wrong(location: str) -> None:
+    try:
+        assert version_of(ckptcore.load(location)) == _OTHER
+    except CorruptCheckpointError:
+        assert not ckptcore.verify(location).ok
