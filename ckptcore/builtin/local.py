@@ -114,6 +114,12 @@ class LocalStorage:
             raise InvalidLocationError(f"the key {key!r} cannot be written: {_TEMPORARY_PREFIX}* are temporary files")
         return self._path(key)
 
+    def _checked_path(self, key: str) -> str:
+        """The path of what is to be changed or deleted: a link must not make that something outside."""
+        path = self._path(key)
+        self._directories.check_parent(path)
+        return path
+
     def _directory_path(self, key: str) -> str:
         key = check_directory_key(key)
         return self._prefix + key if key else self._root
@@ -182,6 +188,7 @@ class LocalStorage:
     def open_writer(self, key: str, size: int | None = None) -> ObjectWriter:
         """Begin a file that is written in pieces; a file of that name is removed first, so its readers keep theirs."""
         path = self._new_path(key)
+        self._directories.check_parent(path)
         try:
             with suppress(FileNotFoundError, NotADirectoryError):
                 os.unlink(path)
@@ -219,7 +226,7 @@ class LocalStorage:
     def delete(self, keys: Sequence[str]) -> None:
         """Delete objects; directories that become empty vanish, unless someone holds them, but never the storage's own."""
         directories: set[str] = set()
-        for path in [self._path(key) for key in keys]:
+        for path in [self._checked_path(key) for key in keys]:
             try:
                 with lock_object(path):
                     os.unlink(path)
@@ -233,7 +240,7 @@ class LocalStorage:
 
     def sync(self, keys: Sequence[str]) -> None:
         """Make files durable that something else wrote, and the directories they are in."""
-        paths = [self._path(key) for key in keys]
+        paths = [self._checked_path(key) for key in keys]
         directories: set[str] = set()
         for path in paths if self._durable else ():
             try:
@@ -253,11 +260,15 @@ class LocalStorage:
     def list(self, prefix: str = "") -> Iterator[str]:
         """Keys of all objects below a directory, sorted; links to directories are not entered."""
         start = check_directory_key(prefix)
-        return list_files(self._directory_path(prefix), start + "/" if start else "", _is_temporary)
+        path = self._directory_path(prefix)
+        self._directories.check_parent(path + "/")
+        return list_files(path, start + "/" if start else "", _is_temporary)
 
     def list_names(self, prefix: str = "") -> Sequence[str]:
         """Names one level below a directory, sorted; those of directories end in ``/``."""
-        return list_names(self._directory_path(prefix), _is_temporary)
+        path = self._directory_path(prefix)
+        self._directories.check_parent(path + "/")
+        return list_names(path, _is_temporary)
 
     # --- AtomicDirectories --------------------------------------------------------------------------------------------
 
@@ -276,7 +287,7 @@ class LocalStorage:
 
     def rename(self, source: str, destination: str) -> None:
         """Rename a directory; atomic, and durable where the storage was opened so. An empty directory is replaced."""
-        old, new = self._path(source), self._path(destination)
+        old, new = self._checked_path(source), self._path(destination)
         _expect_directory(old)
         self._directories.ensure(os.path.dirname(new))
         try:
@@ -293,7 +304,7 @@ class LocalStorage:
 
     def exchange(self, first: str, second: str) -> None:
         """Let two directories change places; atomic, and durable where the storage was opened so."""
-        paths = self._path(first), self._path(second)
+        paths = self._checked_path(first), self._checked_path(second)
         for path in paths:
             _expect_directory(path)
         try:
@@ -311,6 +322,7 @@ class LocalStorage:
     def sync_directory(self, key: str) -> None:
         """Make durable the names in a directory and in those below it, and its own."""
         path = self._directory_path(key)
+        self._directories.check_parent(path)
         _expect_directory(path)
         if not self._durable:
             return
@@ -321,7 +333,7 @@ class LocalStorage:
 
     def delete_directory(self, key: str) -> None:
         """Delete a directory with all it holds; one that is not there is no error. Links in it are not followed."""
-        path = self._path(key)
+        path = self._checked_path(key)
         try:
             if os.path.islink(path):
                 os.unlink(path)

@@ -60,7 +60,7 @@ class LocalDirectories:
             StorageError
         """
         # Others may remove directories that are empty while this creates one in them: then all of it begins anew.
-        while not self._is_there(directory):
+        while not self.is_there(directory):
             if _is_below(directory, self.root):
                 self.ensure(os.path.dirname(directory))
                 self._make(directory)
@@ -71,7 +71,13 @@ class LocalDirectories:
             for path in reversed(missing):
                 self._make(path)
 
-    def _is_there(self, directory: str) -> bool:
+    def is_there(self, directory: str) -> bool:
+        """Whether a directory of the storage exists.
+
+        Raises:
+            InvalidLocationError: a symbolic link leads out of the root.
+            StorageError: something else stands there.
+        """
         try:
             descriptor = os.open(directory, _OPEN_DIRECTORY)
         except FileNotFoundError:
@@ -84,6 +90,24 @@ class LocalDirectories:
         finally:
             os.close(descriptor)
         return True
+
+    def check_parent(self, path: str) -> None:
+        """Refuse what links lead to outside the root; what is not there is left to who looks for it.
+
+        Raises:
+            InvalidLocationError
+        """
+        directory = os.path.dirname(path)
+        if directory == self.root:
+            return
+        try:
+            descriptor = os.open(directory, _OPEN_DIRECTORY)
+        except OSError:
+            return
+        try:
+            self.check_within(descriptor, directory)
+        finally:
+            os.close(descriptor)
 
     def _make(self, directory: str) -> None:
         try:
