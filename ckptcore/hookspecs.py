@@ -21,7 +21,7 @@ __all__ = ["PROJECT_NAME", "HookSpecs", "hookimpl"]
 PROJECT_NAME: Final = "ckptcore"
 """The name of the entry point group and of the pluggy project."""
 
-hookspec = pluggy.HookspecMarker(PROJECT_NAME)
+_hookspec = pluggy.HookspecMarker(PROJECT_NAME)
 hookimpl = pluggy.HookimplMarker(PROJECT_NAME)
 """Marks a plugin's function or method as the implementation of a hook."""
 
@@ -33,35 +33,35 @@ class HookSpecs:
     of a library's type exists before the library was imported.
     """
 
-    @hookspec
+    @_hookspec
     def ckpt_leaf_handler(self, leaf_type: type, example: object) -> LeafHandler | None:
         """The handler for leaves of a type, also of abstract ones; None for the types of others.
 
         Asked once per type and Context; `example` is one value of the type.
         """
 
-    @hookspec
+    @_hookspec
     def ckpt_container_handler(self, value_type: type, example: object) -> ContainerHandler | None:
         """The handler that takes containers of a type apart by one level; None for the types of others.
 
         Asked once per type and Context; `example` is one value of the type.
         """
 
-    @hookspec
+    @_hookspec
     def ckpt_checkpointable_handler(self, value_type: type, example: object) -> CheckpointableHandler | None:
         """The handler for objects of a type that are more than a container; None for the types of others.
 
         Asked once per type and Context; `example` is one value of the type.
         """
 
-    @hookspec
+    @_hookspec
     def ckpt_layouts(self) -> Mapping[str, LayoutFactory]:  # type: ignore[empty-body]  # a specification has no body
         """Layouts by the name users give as ``layout=``. A name that two plugins give is an error."""
 
-    @hookspec
+    @_hookspec
     def ckpt_storages(self) -> Mapping[str, StorageOpener]:  # type: ignore[empty-body]  # a specification has no body
         """Storages by URL scheme, without ``://``. A scheme that two plugins give is an error."""
 
-    @hookspec
+    @_hookspec
     def ckpt_coordinator(self) -> Coordinator | None:
         """The coordinator of the job this process is part of, if this plugin knows of one."""

@@ -60,7 +60,7 @@ class ContainerHandlerTests:
     def test_flatten_gives_every_child_under_a_key_of_its_own(self, example: ContainerExample) -> None:
         value = example.make()
         flattened = self.handler.flatten(value)
-        assert_flattened(flattened)
+        _assert_flattened(flattened)
         expected = example.children(value)
         assert len(flattened.children) == len(expected)
         for child, expected_child in zip(flattened.children, expected, strict=True):
@@ -99,7 +99,7 @@ class ContainerHandlerTests:
         assert len(example.children(value)) == len(before)
 
 
-def assert_flattened(flattened: Flattened) -> None:
+def _assert_flattened(flattened: Flattened) -> None:
     """Fail unless a container was taken apart as the protocol asks."""
     keys = list(flattened.keys)
     assert flattened.kind in get_args(NodeKind), f"expected one of {get_args(NodeKind)}, found {flattened.kind!r}"

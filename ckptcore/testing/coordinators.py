@@ -50,62 +50,62 @@ class CoordinatorTests:
             metafunc.parametrize("several", [size for size in self.sizes if size > 1])
 
     def test_ranks_are_numbered_from_zero(self, size: int) -> None:
-        assert list(self.run(size, rank_and_size, timeout_seconds=self.long_seconds)) == [
+        assert list(self.run(size, _rank_and_size, timeout_seconds=self.long_seconds)) == [
             (rank, size) for rank in range(size)
         ]
 
     def test_the_leader_gathers_in_order_of_rank(self, size: int) -> None:
-        gathered = self.run(size, gather_names, timeout_seconds=self.long_seconds)
+        gathered = self.run(size, _gather_names, timeout_seconds=self.long_seconds)
         assert gathered[0] == [b"rank %d" % rank for rank in range(size)]
         assert all(result is None for result in gathered[1:])
 
     @pytest.mark.parametrize("nbytes", [0, 1, 3_000_000])
     def test_everyone_gets_what_the_leader_broadcasts(self, size: int, nbytes: int) -> None:
-        received = self.run(size, Broadcast(bytes(range(256)) * (nbytes // 256) + b"\0" * (nbytes % 256)),
+        received = self.run(size, _Broadcast(bytes(range(256)) * (nbytes // 256) + b"\0" * (nbytes % 256)),
                             timeout_seconds=self.long_seconds)  # fmt: skip
         assert [len(data) for data in received] == [nbytes] * size
         assert len(set(received)) == 1
 
     @pytest.mark.parametrize("nbytes", [0, 1, 3_000_000])
     def test_any_bytes_can_be_gathered(self, size: int, nbytes: int) -> None:
-        gathered = self.run(size, Gather(nbytes), timeout_seconds=self.long_seconds)[0]
+        gathered = self.run(size, _Gather(nbytes), timeout_seconds=self.long_seconds)[0]
         assert gathered == [bytes([rank]) * nbytes for rank in range(size)]
 
     def test_many_exchanges_do_not_mix(self, size: int) -> None:
-        for rank, results in enumerate(self.run(size, many_exchanges, timeout_seconds=self.long_seconds)):
+        for rank, results in enumerate(self.run(size, _many_exchanges, timeout_seconds=self.long_seconds)):
             assert results == [b"%d" % number for number in range(50)], f"rank {rank}"
 
     def test_a_broadcast_can_come_before_anyone_asks(self, size: int) -> None:
         """The leader may be several exchanges ahead of the others."""
-        for results in self.run(size, backwards, timeout_seconds=self.long_seconds):
+        for results in self.run(size, _backwards, timeout_seconds=self.long_seconds):
             assert results == [b"second", b"first"]
 
     def test_exchanges_run_on_other_threads_at_once(self, size: int) -> None:
-        for results in self.run(size, exchanges_on_threads, timeout_seconds=self.long_seconds):
+        for results in self.run(size, _exchanges_on_threads, timeout_seconds=self.long_seconds):
             assert results == {f"thread {number}": b"%d" % number for number in range(4)}
 
     def test_the_leader_is_told_who_did_not_come(self, several: int) -> None:
-        outcomes = self.run(several, AbsentFromGather(several - 1), timeout_seconds=self.short_seconds)
+        outcomes = self.run(several, _AbsentFromGather(several - 1), timeout_seconds=self.short_seconds)
         assert outcomes[0] == [several - 1], "CoordinationTimeoutError.missing names the rank"
 
     def test_a_rank_is_told_that_the_leader_did_not_come(self, several: int) -> None:
-        outcomes = self.run(several, absent_leader, timeout_seconds=self.short_seconds)
+        outcomes = self.run(several, _absent_leader, timeout_seconds=self.short_seconds)
         assert outcomes[1:] == [[0]] * (several - 1), "CoordinationTimeoutError.missing names the leader"
 
 
-def rank_and_size(coordinator: Coordinator) -> tuple[int, int]:
+def _rank_and_size(coordinator: Coordinator) -> tuple[int, int]:
     """What a rank knows of itself."""
     return coordinator.rank, coordinator.size
 
 
-def gather_names(coordinator: Coordinator) -> list[bytes] | None:
+def _gather_names(coordinator: Coordinator) -> list[bytes] | None:
     """One gather."""
     gathered = coordinator.gather("names", b"rank %d" % coordinator.rank)
     return None if gathered is None else list(gathered)
 
 
 @dataclass(frozen=True, slots=True)
-class Broadcast:
+class _Broadcast:
     """A broadcast of these bytes."""
 
     payload: bytes
@@ -115,7 +115,7 @@ class Broadcast:
 
 
 @dataclass(frozen=True, slots=True)
-class Gather:
+class _Gather:
     """A gather of so many bytes from each rank."""
 
     nbytes: int
@@ -125,7 +125,7 @@ class Gather:
         return None if gathered is None else list(gathered)
 
 
-def many_exchanges(coordinator: Coordinator) -> list[bytes]:
+def _many_exchanges(coordinator: Coordinator) -> list[bytes]:
     """A hundred exchanges in a row."""
     results = []
     for number in range(50):
@@ -135,7 +135,7 @@ def many_exchanges(coordinator: Coordinator) -> list[bytes]:
     return results
 
 
-def backwards(coordinator: Coordinator) -> list[bytes]:
+def _backwards(coordinator: Coordinator) -> list[bytes]:
     """The leader broadcasts twice; the others ask for the later one first."""
     if coordinator.rank == 0:
         first, second = coordinator.broadcast("first", b"first"), coordinator.broadcast("second", b"second")
@@ -143,7 +143,7 @@ def backwards(coordinator: Coordinator) -> list[bytes]:
     return [coordinator.broadcast("second", None), coordinator.broadcast("first", None)]
 
 
-def exchanges_on_threads(coordinator: Coordinator) -> dict[str, bytes]:
+def _exchanges_on_threads(coordinator: Coordinator) -> dict[str, bytes]:
     """Several exchanges at once, none of them on the main thread."""
     results: dict[str, bytes] = {}
 
@@ -161,7 +161,7 @@ def exchanges_on_threads(coordinator: Coordinator) -> dict[str, bytes]:
 
 
 @dataclass(frozen=True, slots=True)
-class AbsentFromGather:
+class _AbsentFromGather:
     """A gather to which one rank does not come; gives the missing ranks as the leader was told them."""
 
     absent: int
@@ -176,7 +176,7 @@ class AbsentFromGather:
         return None
 
 
-def absent_leader(coordinator: Coordinator) -> list[int] | None:
+def _absent_leader(coordinator: Coordinator) -> list[int] | None:
     """A broadcast to which the leader does not come; gives the missing ranks as the others were told them."""
     if coordinator.rank == 0:
         return None

@@ -121,7 +121,7 @@ class StorageBackendTests:
             storage.get_into("directory", [(0, memoryview(bytearray(1)))])
 
     def test_get_into_fills_buffers_and_nothing_else(self, storage: StorageBackend) -> None:
-        data = pattern(100_000)
+        data = _pattern(100_000)
         storage.put("data", data)
         memory = bytearray(b"\xee" * 300)
         view = memoryview(memory)
@@ -133,7 +133,7 @@ class StorageBackendTests:
         assert memory == expected
 
     def test_get_into_joins_ranges_that_follow_each_other(self, storage: StorageBackend) -> None:
-        data = pattern(5000)
+        data = _pattern(5000)
         storage.put("data", data)
         pieces = [bytearray(size) for size in [1, 0, 7] * 600]
         starts = list(itertools.accumulate(map(len, pieces), initial=3))
@@ -142,8 +142,8 @@ class StorageBackendTests:
 
     @pytest.mark.parametrize("nbytes", [1, 4095, 4096, 4097, 300_000, (1 << 20) + 1, 9_000_001])
     def test_get_into_at_every_alignment(self, storage: StorageBackend, nbytes: int) -> None:
-        data = pattern(nbytes)
-        write(storage, "data", data)
+        data = _pattern(nbytes)
+        _write(storage, "data", data)
         memory = memoryview(bytearray(nbytes + 5000))
         for start, shift in ((0, 0), (0, 1), (1, 0), (nbytes // 2, 64), (nbytes // 3, 4097), (nbytes - 1, 3)):
             target = memory[shift : shift + nbytes - start]
@@ -256,7 +256,7 @@ class StorageBackendTests:
     @pytest.mark.parametrize("known", [True, False], ids=["size known", "size unknown"])
     @pytest.mark.parametrize("nbytes", [0, 1, 70_000, (9 << 20) + 17])
     def test_a_writer_takes_pieces_in_any_order(self, storage: StorageBackend, nbytes: int, known: bool) -> None:
-        data = pattern(nbytes)
+        data = _pattern(nbytes)
         writer = storage.open_writer("directory/data", nbytes if known else None)
         step = max(1, nbytes // 5)
         for number, start in enumerate(reversed(range(0, nbytes, step))):
@@ -286,7 +286,7 @@ class StorageBackendTests:
         assert storage.get("data") == b"".join(bytes([number]) * (1 << 20) for number in range(6))
 
     def test_a_writer_takes_pieces_from_many_threads(self, storage: StorageBackend) -> None:
-        data = pattern(self.threads * 300_001)
+        data = _pattern(self.threads * 300_001)
         writer = storage.open_writer("data", len(data))
 
         def write_part(worker: int) -> None:
@@ -300,7 +300,7 @@ class StorageBackendTests:
 
     def test_a_writer_replaces(self, storage: StorageBackend) -> None:
         storage.put("data", b"the old and longer one")
-        write(storage, "data", b"new")
+        _write(storage, "data", b"new")
         assert storage.get("data") == b"new"
         memory = bytearray(3)
         storage.get_into("data", [(0, memoryview(memory))])
@@ -314,13 +314,13 @@ class StorageBackendTests:
         assert "directory/data" not in list(storage.list())
         with pytest.raises(ObjectNotFoundError):
             storage.get("directory/data")
-        write(storage, "directory/data", b"again")
+        _write(storage, "directory/data", b"again")
         assert storage.get("directory/data") == b"again"
 
     def test_several_writers_at_once(self, storage: StorageBackend) -> None:
         def write_one(worker: int) -> None:
             for number in range(5):
-                write(storage, f"directory-{number}/{worker}", b"%d %d" % (worker, number))
+                _write(storage, f"directory-{number}/{worker}", b"%d %d" % (worker, number))
 
         self._at_once(write_one)
         for worker, number in itertools.product(range(self.threads), range(5)):
@@ -328,7 +328,7 @@ class StorageBackendTests:
 
     def test_sync_takes_what_was_written(self, storage: StorageBackend) -> None:
         storage.put("a/b/c", b"1")
-        write(storage, "a/d", b"2")
+        _write(storage, "a/d", b"2")
         storage.sync(["a/b/c", "a/d"])
         storage.sync([])
         assert storage.get("a/b/c") == b"1"
@@ -374,7 +374,7 @@ class StorageBackendTests:
             for number in range(20):
                 key = f"a/b/{worker}"
                 if number % 2:
-                    write(storage, key, b"%d" % number)
+                    _write(storage, key, b"%d" % number)
                 else:
                     storage.put(key, b"%d" % number)
                 assert storage.get(key) == b"%d" % number
@@ -409,7 +409,7 @@ class StorageBackendTests:
     def test_unusual_keys_are_taken(self, storage: StorageBackend, key: str) -> None:
         storage.put(key, b"put")
         assert storage.get(key) == b"put"
-        write(storage, key, b"written")
+        _write(storage, key, b"written")
         assert storage.get(key) == b"written"
         assert list(storage.list()) == [key]
         first, slash, _ = key.partition("/")
@@ -468,11 +468,11 @@ class StorageBackendTests:
             mine: dict[str, bytes] = {}
             for number in range(30):
                 key = f"shared/{number % 4}/{worker}"
-                data = pattern(number * 997, worker)
+                data = _pattern(number * 997, worker)
                 if number % 3 == 0:
                     storage.put(key, data)
                 elif number % 3 == 1:
-                    write(storage, key, data)
+                    _write(storage, key, data)
                 elif key in mine:
                     storage.delete([key])
                     del mine[key]
@@ -502,7 +502,7 @@ class StorageBackendTests:
             return list(threads.map(start, range(self.threads)))
 
 
-def pattern(nbytes: int, seed: int = 0) -> bytes:
+def _pattern(nbytes: int, seed: int = 0) -> bytes:
     """Bytes in which each place is told from its neighbours and from those a page or a block away."""
     words = b"".join(
         [(seed * 1_000_003 + number * 2_654_435_761 & 0xFFFFFFFF).to_bytes(4, "little") for number in range(4099)]
@@ -510,7 +510,7 @@ def pattern(nbytes: int, seed: int = 0) -> bytes:
     return (words * (nbytes // len(words) + 1))[:nbytes]
 
 
-def write(storage: StorageBackend, key: str, data: bytes) -> None:
+def _write(storage: StorageBackend, key: str, data: bytes) -> None:
     """Write an object by a writer."""
     writer = storage.open_writer(key, len(data))
     writer.write_at(0, data)

@@ -186,7 +186,7 @@ class AtomicDirectoriesTests:
     def test_exchange(self, storage: DirectoryStorage) -> None:
         storage.put("one/a", b"1")
         storage.put("deep/other/b/c", b"2")
-        exchange_or_skip(storage, "one", "deep/other")
+        _exchange_or_skip(storage, "one", "deep/other")
         assert {key: storage.get(key) for key in storage.list()} == {"deep/other/a": b"1", "one/b/c": b"2"}
 
     def test_readers_follow_an_exchange(self, storage: DirectoryStorage) -> None:
@@ -196,7 +196,7 @@ class AtomicDirectoriesTests:
         memory = bytearray(6)
         storage.get_into("one/a", [(0, memoryview(memory))])
         assert memory == b"first "
-        exchange_or_skip(storage, "one", "other")
+        _exchange_or_skip(storage, "one", "other")
         storage.get_into("one/a", [(0, memoryview(memory))])
         assert memory == b"second"
         storage.rename("one", "elsewhere")
@@ -214,7 +214,7 @@ class AtomicDirectoriesTests:
     def test_readers_always_see_one_of_two(self, storage: DirectoryStorage) -> None:
         storage.put("one/a", b"1" * 1000)
         storage.put("other/a", b"2" * 1000)
-        exchange_or_skip(storage, "one", "other")
+        _exchange_or_skip(storage, "one", "other")
         done = threading.Event()
         seen: set[bytes] = set()
 
@@ -288,7 +288,7 @@ class AtomicDirectoriesTests:
             return list(threads.map(start, range(self.threads)))
 
 
-def exchange_or_skip(storage: DirectoryStorage, first: str, second: str) -> None:
+def _exchange_or_skip(storage: DirectoryStorage, first: str, second: str) -> None:
     """Exchange two directories; where the storage says that it cannot, it must not have begun to."""
     before = list(storage.list())
     try:
