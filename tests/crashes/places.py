@@ -7,11 +7,12 @@ from collections.abc import Callable, Mapping
 from typing import Final, Literal
 
 import ckptcore
+from ckptcore.errors import AtomicityError
 from ckptcore.hookspecs import hookimpl
 from ckptcore.plugins import installed_plugins
 from ckptcore.protocols import StorageBackend, StorageOpener, StorageOptions
 from ckptcore.testing.faults import FaultPlan, Step
-from ckptcore.testing.faulty_storage import with_faults
+from ckptcore.testing.faulty_storage import FaultyDirectories, with_faults
 from ckptcore.testing.simulated_disk import SimulatedDisk
 from ckptcore.testing.simulated_storage import open_simulated
 
@@ -30,9 +31,22 @@ class _Plugin:
         return {SCHEME: self._opener}
 
 
-def _open_with_faults(scheme: str, plan: FaultPlan, url: str, options: StorageOptions) -> StorageBackend:
+def _open_with_faults(
+    scheme: str, plan: FaultPlan, exchanges: bool, url: str, options: StorageOptions
+) -> StorageBackend:
     inner = url.replace(SCHEME, scheme, 1)
-    return with_faults(installed_plugins().storage(scheme)(inner, options), plan)
+    storage = with_faults(installed_plugins().storage(scheme)(inner, options), plan)
+    if exchanges or not isinstance(storage, FaultyDirectories):
+        return storage
+    return _WithoutExchange(storage.inner, storage, plan)
+
+
+class _WithoutExchange(FaultyDirectories):
+    """Directories on a file system that cannot exchange two of them."""
+
+    def exchange(self, first: str, second: str) -> None:
+        """Refuse."""
+        raise AtomicityError(f"cannot exchange {first} and {second} here")
 
 
 def through(location: str) -> str:
@@ -40,10 +54,10 @@ def through(location: str) -> str:
     return SCHEME + location[location.index("://") :]
 
 
-def faulty_context(location: str, plan: FaultPlan) -> ckptcore.Context:
+def faulty_context(location: str, plan: FaultPlan, *, exchanges: bool = True) -> ckptcore.Context:
     """A Context of a process of its own, whose storage has faults; ``through(location)`` names the location in it."""
     scheme = location[: location.index("://")]
-    opener = functools.partial(_open_with_faults, scheme, plan)
+    opener = functools.partial(_open_with_faults, scheme, plan, exchanges)
     # One thread, so that operations come in the same order every time.
     return ckptcore.Context(plugins=(_Plugin(opener),), threads=1, durability="none")
 
