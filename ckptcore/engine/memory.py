@@ -38,13 +38,16 @@ def allocate(spec: ArraySpec) -> HostArray:
         MemoryError
     """
     nbytes = spec.nbytes
-    if nbytes >= HUGE_PAGE_BYTES:
-        try:
+    try:
+        if nbytes >= HUGE_PAGE_BYTES:
             return map_pages(nbytes).array(spec.shape, spec.numpy_dtype)
-        except MemoryError:
-            # The system may only be out of mappings, of which it gives a process so many.
-            return np.empty(spec.shape, spec.numpy_dtype)
-    return np.empty(spec.shape, spec.numpy_dtype)
+    except MemoryError:
+        # The system may only be out of mappings, of which it gives a process so many.
+        pass
+    try:
+        return np.empty(spec.shape, spec.numpy_dtype)
+    except ValueError as error:
+        raise MemoryError(f"cannot get memory for {spec}: {error}") from error
 
 
 class StagingPool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 
 from ckptcore.engine.checksums import RecordedChecksums
 from ckptcore.engine.pages import map_pages
@@ -111,7 +111,7 @@ class ObjectReader:
         sums.verify(begin, memoryview(data))
         return data if begin == start and end == stop else data[start - begin : stop - begin]
 
-    def read_tiles(self, reads: Sequence[TileRead]) -> Iterator[int]:
+    def read_tiles(self, reads: Sequence[TileRead]) -> Generator[int, None, None]:
         """Fill targets; yields the number of a target once all its tiles here are read and verified.
 
         The thread that asks for the next number reads too. When this ends, however it does, no thread writes into a

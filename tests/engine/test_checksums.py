@@ -1,0 +1,93 @@
+"""Checksums per block, fed in any order from any thread."""
+
+from __future__ import annotations
+
+import itertools
+import struct
+import threading
+
+import numpy as np
+import pytest
+import xxhash
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ckptcore.engine.checksums import BlockChecksums, RecordedChecksums, verify_block
+from ckptcore.errors import ChecksumError, CorruptCheckpointError
+from ckptcore.model import ObjectRecord
+
+
+def expected(data: bytes, block: int) -> bytes:
+    sums = [xxhash.xxh3_64_intdigest(data[start : start + block]) for start in range(0, len(data), block)]
+    return struct.pack(f"<{len(sums)}Q", *sums)
+
+
+@given(st.binary(max_size=300), st.integers(1, 40), st.data())
+def test_any_pieces_in_any_order_give_the_same(data: bytes, block: int, draw: st.DataObject) -> None:
+    cuts = sorted({0, len(data), *draw.draw(st.lists(st.integers(0, len(data)), max_size=8))})
+    pieces = draw.draw(st.permutations([(a, data[a:b]) for a, b in itertools.pairwise(cuts)]))
+    sums = BlockChecksums(len(data), block_bytes=block)
+    for offset, piece in pieces:
+        sums.add(offset, draw.draw(st.sampled_from([bytes, bytearray, memoryview]))(piece))
+    assert sums.encode() == expected(data, block)
+
+
+def test_pieces_from_many_threads() -> None:
+    data = np.random.default_rng(0).bytes(100_003)
+    sums = BlockChecksums(len(data), block_bytes=1000)
+    starts = list(range(0, len(data), 37))
+
+    def feed(number: int) -> None:
+        for start in starts[number::8]:
+            sums.add(start, data[start : start + 37])
+
+    threads = [threading.Thread(target=feed, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sums.encode() == expected(data, 1000)
+
+
+def test_missing_and_foreign_bytes_are_refused() -> None:
+    sums = BlockChecksums(100, block_bytes=30)
+    sums.add(0, bytes(45))
+    with pytest.raises(ValueError, match="3 of 4 blocks are incomplete, the first is 1"):
+        sums.encode()
+    for offset, nbytes in [(-1, 5), (90, 11), (101, 0)]:
+        with pytest.raises(ValueError, match="are not in an object of 100 bytes"):
+            sums.add(offset, bytes(nbytes))
+
+
+def test_one_mebibyte_is_a_block() -> None:
+    data = bytes(1 << 20) + b"x"
+    sums = BlockChecksums(len(data))
+    sums.add(0, data)
+    assert sums.encode() == expected(data, 1 << 20)
+    assert len(sums.encode()) == 16
+
+
+def test_the_block_that_differs_is_named() -> None:
+    data = bytes(range(100))
+    record = ObjectRecord("a/b", 100, expected(data, 30))
+    sums = RecordedChecksums(record, block_bytes=30)
+    sums.verify(0, memoryview(data))
+    sums.verify(30, memoryview(data)[30:90])
+    sums.verify(90, memoryview(data)[90:])
+    damaged = bytearray(data)
+    damaged[95] ^= 4
+    sums.verify(0, memoryview(damaged)[:90])
+    with pytest.raises(ChecksumError) as caught:
+        sums.verify(30, memoryview(damaged)[30:])
+    want, found = (f"xxh3_64:{xxhash.xxh3_64_hexdigest(bytes(each[90:]))}" for each in (data, damaged))
+    assert f"'a/b' is damaged in bytes 90 to 100: expected {want}, found {found}" in str(caught.value)
+    assert (caught.value.key, caught.value.start, caught.value.stop) == ("a/b", 90, 100)
+    verify_block("a/b", 0, data, xxhash.xxh3_64_intdigest(data).to_bytes(8, "little"))
+    with pytest.raises(ChecksumError, match="in bytes 60 to 160"):
+        verify_block("a/b", 60, data, bytes(8))
+
+
+def test_too_few_or_too_many_checksums_are_damage() -> None:
+    for checksums in (b"", bytes(24), bytes(40), bytes(31)):
+        with pytest.raises(CorruptCheckpointError, match="expected 32 bytes for an object of 100 bytes"):
+            RecordedChecksums(ObjectRecord("a", 100, checksums), block_bytes=30)

@@ -1,0 +1,284 @@
+"""How objects are read: which bytes are asked for, what is refused, and that nothing writes after the end."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from ckptcore.engine.reader import ObjectReader
+from ckptcore.engine.recorder import ObjectRecorder
+from ckptcore.engine.sizes import SIZES, Sizes
+from ckptcore.engine.threads import IOThreads
+from ckptcore.errors import ChecksumError, CorruptCheckpointError, ObjectNotFoundError, StorageError
+from ckptcore.model import Box, BytesSegment, HostArray, ObjectRecord, TileRead
+from tests.engine.objects import TINY
+from tests.engine.watched_storage import WatchedStorage, memory_storage
+
+MIB = 1 << 20
+
+
+class Stored:
+    """One object of known bytes, and a way to read it."""
+
+    def __init__(self, data: bytes, sizes: Sizes = SIZES, request_bytes: int = 1 << 20, threads: int = 3) -> None:
+        self.data = data
+        self.sizes = sizes
+        self.storage = WatchedStorage(memory_storage(), request_bytes)
+        self.threads = IOThreads(threads)
+        recorder = ObjectRecorder(self.storage, self.threads, sizes=sizes)
+        recorder.write("x", [BytesSegment(data)])
+        self.records = {record.key: record for record in recorder.objects}
+
+    def reader(self, *, verify: bool = True) -> ObjectReader:
+        self.storage.reads.clear()
+        self.storage.read_calls = 0
+        return ObjectReader(self.storage, self.records, self.threads, verify=verify, sizes=self.sizes)
+
+
+def noise(nbytes: int) -> bytes:
+    return np.random.default_rng(nbytes).bytes(nbytes)
+
+
+def read_whole(number: int, offset: int, array: HostArray) -> TileRead:
+    box = Box.whole(array.shape)
+    return TileRead("x", offset, box, array.itemsize, ((number, box, array),))
+
+
+@pytest.mark.parametrize("verify", [True, False])
+def test_a_large_array_is_read_straight_into_its_memory_and_each_byte_once(verify: bool) -> None:
+    stored = Stored(noise(9 * MIB + 500))
+    array = np.zeros(9 * MIB + 400, np.uint8)
+    reader = stored.reader(verify=verify)
+    assert list(reader.read_tiles([read_whole(0, 100, array)])) == [0]
+    assert array.tobytes() == stored.data[100:]
+    assert reader.bytes_read == (9 * MIB + 500 if verify else 9 * MIB + 400)
+    assert reader.requests == (10 if verify else 3)
+
+
+@pytest.mark.parametrize("verify", [True, False])
+def test_many_small_arrays_share_a_request(verify: bool) -> None:
+    stored = Stored(noise(1000 * 64 + 100))
+    arrays = [np.zeros(16, np.float32) for _ in range(1000)]
+    reader = stored.reader(verify=verify)
+    reads = [read_whole(number, 100 + 64 * number, array) for number, array in enumerate(arrays)]
+    assert sorted(reader.read_tiles(reads)) == list(range(1000))
+    assert b"".join([array.tobytes() for array in arrays]) == stored.data[100:]
+    assert reader.requests == 1
+    assert reader.bytes_read == len(stored.data) - (0 if verify else 100)
+
+
+def test_a_block_that_arrays_share_is_read_once() -> None:
+    stored = Stored(noise(8 * MIB))
+    arrays = [np.zeros(MIB + 1000, np.uint8) for _ in range(7)]
+    reader = stored.reader()
+    reads = [read_whole(number, array.nbytes * number, array) for number, array in enumerate(arrays)]
+    assert sorted(reader.read_tiles(reads)) == list(range(7))
+    assert reader.bytes_read == 8 * MIB
+    assert b"".join([array.tobytes() for array in arrays]) == stored.data[: 7 * (MIB + 1000)]
+
+
+@pytest.mark.parametrize("verify", [True, False])
+def test_columns_are_read_by_the_span_and_shared_by_targets(verify: bool) -> None:
+    matrix = np.frombuffer(noise(4 * MIB), np.uint16).reshape(512, 4096)
+    stored = Stored(matrix.tobytes())
+    whole = Box.whole(matrix.shape)
+    boxes = [Box((0, start), (512, start + 1024)) for start in range(0, 4096, 1024)]
+    arrays = [np.zeros((512, 1024), np.uint16) for _ in boxes]
+    targets = tuple([(number, box, array) for number, (box, array) in enumerate(zip(boxes, arrays, strict=True))])
+    reader = stored.reader(verify=verify)
+    assert sorted(reader.read_tiles([TileRead("x", 0, whole, 2, targets)])) == [0, 1, 2, 3]
+    assert reader.bytes_read == 4 * MIB
+    for box, array in zip(boxes, arrays, strict=True):
+        assert np.array_equal(array, matrix[box.slices])
+    reader = stored.reader(verify=verify)
+    list(reader.read_tiles([TileRead("x", 0, whole, 2, targets[1:2])]))
+    assert reader.bytes_read == (4 * MIB if verify else 511 * 8192 + 2048)
+
+
+def test_rows_far_apart_are_read_alone_where_nothing_is_verified() -> None:
+    matrix = np.frombuffer(noise(8 * MIB), np.uint8).reshape(8, MIB)
+    stored = Stored(matrix.tobytes())
+    array = np.zeros((8, 1000), np.uint8)
+    read = TileRead("x", 0, Box.whole(matrix.shape), 1, ((5, Box((0, 10), (8, 1010)), array),))
+    reader = stored.reader(verify=False)
+    assert list(reader.read_tiles([read])) == [5]
+    assert np.array_equal(array, matrix[:, 10:1010])
+    assert (reader.bytes_read, reader.requests) == (8000, 8)
+    reader = stored.reader()
+    assert list(reader.read_tiles([read])) == [5]
+    assert reader.bytes_read == 8 * MIB
+
+
+def test_long_rows_are_read_straight_into_an_array() -> None:
+    """Runs inside an array that wants a part of each row: no bounce, no byte too many."""
+    stored = Stored(noise(4 * 4096), sizes=TINY, request_bytes=64)
+    matrix = np.frombuffer(stored.data, np.uint8).reshape(4, 4096)
+    array = np.zeros((4, 1024), np.uint8)
+    read = TileRead("x", 0, Box.whole(matrix.shape), 1, ((0, Box((0, 1024), (4, 2048)), array),))
+    reader = stored.reader()
+    assert list(reader.read_tiles([read])) == [0]
+    assert np.array_equal(array, matrix[:, 1024:2048])
+    assert reader.bytes_read == 4096
+
+
+def test_a_slow_storage_is_asked_for_much_at_once() -> None:
+    stored = Stored(noise(16 * MIB), request_bytes=8 * MIB)
+    arrays = [np.zeros(3 * MIB + 5, np.uint8) for _ in range(5)]
+    reads = [read_whole(number, number * (3 * MIB + 5), array) for number, array in enumerate(arrays)]
+    reader = stored.reader()
+    assert sorted(reader.read_tiles(reads)) == list(range(5))
+    assert b"".join([array.tobytes() for array in arrays]) == stored.data[: 15 * MIB + 25]
+    assert reader.requests <= 4
+    assert reader.bytes_read == 16 * MIB
+
+
+def test_what_is_not_known_is_read_without_verification() -> None:
+    stored = Stored(noise(3000), sizes=TINY)
+    stored.records = {"x": ObjectRecord("x", 3000)}
+    array = np.zeros(10, np.uint8)
+    reader = stored.reader()
+    assert list(reader.read_tiles([read_whole(0, 1001, array)])) == [0]
+    assert reader.bytes_read == 10
+    stored.records = {}
+    reader = stored.reader()
+    assert (reader.size("x"), reader.get("x", 5, 9)) == (3000, stored.data[5:9])
+    assert list(reader.read_tiles([read_whole(0, 1001, array)])) == [0]
+    assert array.tobytes() == stored.data[1001:1011]
+    with pytest.raises(ObjectNotFoundError):
+        list(reader.read_tiles([TileRead("y", 0, Box((), ()), 1, ())]))
+
+
+def test_get_verifies_the_blocks_it_covers() -> None:
+    stored = Stored(noise(1000), sizes=TINY)
+    reader = stored.reader()
+    for start, stop in [(0, None), (0, 5), (63, 65), (64, 128), (999, 1000), (990, 5000), (1000, None), (70, 60)]:
+        assert reader.get("x", start, stop) == stored.data[start:stop]
+    assert isinstance(reader.get("x", 3, 70), bytes)
+    damaged = bytearray(stored.data)
+    damaged[130] ^= 1
+    stored.storage.put("x", bytes(damaged))
+    assert reader.get("x", 0, 128) == stored.data[:128]
+    with pytest.raises(
+        ChecksumError, match=r"'x' is damaged in bytes 128 to 192: expected xxh3_64:[0-9a-f]{16}, found"
+    ) as caught:
+        reader.get("x", 191, 192)
+    assert (caught.value.key, caught.value.start, caught.value.stop) == ("x", 128, 192)
+    assert stored.reader(verify=False).get("x") == bytes(damaged)
+    stored.storage.put("x", stored.data[:600])
+    with pytest.raises(CorruptCheckpointError, match="too short"):
+        reader.get("x", 500, 700)
+
+
+def test_targets_without_elements_are_complete_at_once() -> None:
+    stored = Stored(noise(3000), sizes=TINY)
+    empty = np.zeros((0, 3), np.float32)
+    tile = Box((0, 0), (10, 3))
+    reads = [
+        TileRead("x", 0, tile, 4, ((7, Box((2, 0), (2, 3)), empty),)),
+        TileRead("x", 3000, Box((0, 0), (0, 3)), 4, ((8, Box((0, 0), (0, 3)), empty),)),
+        TileRead("x", 0, tile, 4, ((9, Box((10, 0), (12, 3)), np.zeros((2, 3), np.float32)),)),
+    ]
+    reader = stored.reader()
+    assert list(reader.read_tiles(reads)) == [7, 8, 9]
+    assert reader.requests == 0
+    assert list(reader.read_tiles([])) == []
+
+
+HOSTILE: Sequence[TileRead] = [
+    TileRead("x", 2999, Box((0,), (2,)), 1, ()),
+    TileRead("x", -1, Box((0,), (2,)), 1, ()),
+    TileRead("x", 1 << 80, Box((0,), (1,)), 1, ()),
+    TileRead("x", 0, Box((0, 0), (1 << 40, 1 << 40)), 8, ()),
+    TileRead("x", 0, Box((0,), (2,)), 0, ()),
+    TileRead("x", 0, Box((0,), (2,)), -4, ()),
+    TileRead("x", 0, Box((5,), (2,)), 1, ()),
+    TileRead("x", 0, Box((0,), (-2,)), 1, ()),
+    TileRead("x", 0, Box((0, 0), (-2, -2)), 1, ()),
+    TileRead("x", 0, Box((0, 0), (2,)), 1, ()),
+    TileRead("x", 0, Box((0,), (2,)), 1, ((0, Box((0,), (3,)), np.zeros(2, np.uint8)),)),
+    TileRead("x", 0, Box((0,), (2,)), 2, ((0, Box((0,), (2,)), np.zeros(2, np.uint8)),)),
+    TileRead("x", 0, Box((0,), (2,)), 1, ((0, Box((0, 0), (2, 2)), np.zeros((2, 2), np.uint8)),)),
+    TileRead("x", 0, Box((0,), (2,)), 1, ((0, Box((3,), (1,)), np.zeros(2, np.uint8)),)),
+]
+
+
+@pytest.mark.parametrize("read", HOSTILE)
+def test_descriptions_that_make_no_sense_are_refused_before_anything_is_read(read: TileRead) -> None:
+    stored = Stored(noise(3000), sizes=TINY)
+    for verify in (True, False):
+        reader = stored.reader(verify=verify)
+        with pytest.raises(CorruptCheckpointError) as caught:
+            list(reader.read_tiles([read]))
+        assert caught.value.key == "x"
+        assert "x" in str(caught.value)
+        assert reader.requests == 0
+
+
+def test_a_read_behind_the_end_names_the_range() -> None:
+    stored = Stored(noise(3000), sizes=TINY)
+    with pytest.raises(CorruptCheckpointError, match="expected bytes 2990 to 3010.*found 3000 bytes") as caught:
+        list(stored.reader().read_tiles([TileRead("x", 2990, Box((0,), (20,)), 1, ())]))
+    assert (caught.value.start, caught.value.stop) == (2990, 3010)
+
+
+def test_checksums_of_the_wrong_number_are_refused() -> None:
+    stored = Stored(noise(3000), sizes=TINY)
+    stored.records = {"x": ObjectRecord("x", 1 << 60, stored.records["x"].checksums)}
+    with pytest.raises(CorruptCheckpointError, match="checksums of 'x' are damaged"):
+        list(stored.reader().read_tiles([read_whole(0, 0, np.zeros(4, np.uint8))]))
+    with pytest.raises(CorruptCheckpointError, match="checksums of 'x' are damaged"):
+        stored.reader().get("x")
+
+
+def test_an_object_that_was_cut_off_is_found() -> None:
+    stored = Stored(noise(3000), sizes=TINY)
+    stored.storage.put("x", stored.data[:2000])
+    for verify in (True, False):
+        with pytest.raises(CorruptCheckpointError):
+            list(stored.reader(verify=verify).read_tiles([read_whole(0, 0, np.zeros(2500, np.uint8))]))
+
+
+@pytest.mark.parametrize("threads", [1, 4])
+@pytest.mark.parametrize("end", ["error", "close"])
+def test_nothing_writes_into_targets_after_the_end(threads: int, end: str) -> None:
+    stored = Stored(noise(40_000), sizes=TINY, request_bytes=64, threads=threads)
+    stored.storage.jitter = 1e-3
+    arrays = [np.zeros(1000, np.uint8) for _ in range(40)]
+    reads = [read_whole(number, number * 1000, array) for number, array in enumerate(arrays)]
+    reader = stored.reader()
+    results = reader.read_tiles(reads)
+    if end == "error":
+        stored.storage.fail_read_at = 60
+        with pytest.raises(StorageError, match="read 60 of 'x' failed because the test said so"):
+            list(results)
+    else:
+        next(results)
+        results.close()
+    assert stored.storage.busy == 0
+    for array in arrays:
+        array[...] = 7
+    calls = stored.storage.read_calls
+    time.sleep(0.02)
+    assert stored.storage.read_calls == calls < 600
+    assert all((array == 7).all() for array in arrays)
+
+
+def test_a_target_must_be_memory_that_can_be_filled() -> None:
+    stored = Stored(noise(3000), sizes=TINY)
+    frozen = np.zeros(4, np.uint8)
+    frozen.flags.writeable = False
+    for array in (frozen, np.zeros((8,), np.uint8)[::2]):
+        with pytest.raises(ValueError, match="not C-contiguous and writable"):
+            list(stored.reader().read_tiles([read_whole(0, 0, array)]))
+
+
+def test_names_come_from_the_storage() -> None:
+    stored = Stored(b"1")
+    stored.storage.put("d/e", b"")
+    reader = stored.reader()
+    assert list(reader.list_names()) == ["d/", "x"]
+    assert reader.address is None
+    assert reader.size("x") == 1

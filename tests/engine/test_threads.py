@@ -1,0 +1,131 @@
+"""Threads start when needed, never make anyone wait for them in vain, and survive a fork and the end of the program."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from ckptcore.engine.threads import IOThreads
+
+
+def test_threads_start_as_there_is_work_and_no_more_than_allowed() -> None:
+    threads = IOThreads(2)
+    names: set[str] = set()
+    release = threading.Event()
+
+    def work() -> None:
+        names.add(threading.current_thread().name + str(threading.get_ident()))
+        release.wait()
+
+    futures = [threads.submit(work) for _ in range(6)]
+    release.set()
+    for future in futures:
+        future.result(10)
+    assert 1 <= len(names) <= 2
+    assert all(name.startswith("ckptcore-io") for name in names)
+
+
+def test_the_default_is_one_for_each_processor_from_two_to_eight() -> None:
+    assert IOThreads().count == min(8, max(2, os.cpu_count() or 2))
+    with pytest.raises(ValueError, match="at least one"):
+        IOThreads(0)
+
+
+def test_errors_come_with_the_result() -> None:
+    def fail() -> int:
+        raise KeyError("no")
+
+    with pytest.raises(KeyError, match="no"):
+        IOThreads(1).submit(fail).result(10)
+
+
+def test_run_uses_this_thread_and_others_and_waits_for_all() -> None:
+    threads = IOThreads(3)
+    together = threading.Barrier(3)
+    seen: set[int] = set()
+
+    def work() -> None:
+        together.wait(10)  # three at once, or this breaks
+        seen.add(threading.get_ident())
+
+    threads.run(work, 3)
+    assert len(seen) == 3 and threading.get_ident() in seen
+
+
+def test_run_never_waits_for_threads_that_have_not_begun() -> None:
+    threads = IOThreads(1)
+    release = threading.Event()
+    busy = threads.submit(release.wait)
+    done: list[int] = []
+    threads.run(lambda: done.append(1), 5)
+    assert done == [1]
+    release.set()
+    busy.result(10)
+    assert threads.submit(lambda: len(done)).result(10) == 1  # a worker that comes late finds nothing to do
+
+
+def test_run_can_be_nested() -> None:
+    threads = IOThreads(2)
+    done: list[int] = []
+    threads.run(lambda: threads.run(lambda: done.append(1), 2), 2)
+    assert len(done) >= 1
+
+
+def test_threads_that_were_closed_start_again() -> None:
+    threads = IOThreads(2)
+    first = threads.submit(threading.current_thread).result(10)
+    threads.close()
+    first.join(10)
+    assert not first.is_alive()
+    assert threads.submit(threading.current_thread).result(10) is not first
+
+
+def test_threads_end_when_nobody_needs_them_any_more() -> None:
+    threads = IOThreads(1)
+    thread = threads.submit(threading.current_thread).result(10)
+    del threads
+    thread.join(10)
+    assert not thread.is_alive()
+
+
+def run(program: str) -> str:
+    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    assert found.returncode == 0, found.stderr
+    assert found.stderr == ""
+    return found.stdout
+
+
+def test_a_forked_child_starts_threads_of_its_own() -> None:
+    assert (
+        run(
+            "import os\n"
+            "from ckptcore.engine.threads import IOThreads\n"
+            "threads = IOThreads(2)\n"
+            "assert threads.submit(os.getpid).result(10) == os.getpid()\n"
+            "child = os.fork()\n"
+            "if child == 0:\n"
+            "    os._exit(0 if threads.submit(os.getpid).result(10) == os.getpid() else 1)\n"
+            "print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), threads.submit(lambda: 5).result(10))\n"
+        )
+        == "0 5\n"
+    )
+
+
+def test_work_goes_on_while_the_program_waits_for_its_own_threads_at_the_end() -> None:
+    assert (
+        run(
+            "import threading, time, atexit\n"
+            "from ckptcore.engine.threads import IOThreads\n"
+            "threads = IOThreads(2)\n"
+            "def save():\n"
+            "    time.sleep(0.2)\n"
+            "    print(threads.submit(lambda: 'saved').result(10))\n"
+            "threading.Thread(target=save).start()\n"
+            "atexit.register(lambda: print(threads.submit(lambda: 'at exit').result(10)))\n"
+        )
+        == "saved\nat exit\n"
+    )

@@ -1,0 +1,69 @@
+"""The geometry of boxes in C order, against NumPy's own."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ckptcore.engine.tiles import c_strides, flat_boxes, intersect, run_axis, runs, spans
+from ckptcore.model import Box
+from ckptcore.testing.strategies import boxes
+
+full_shapes = st.lists(st.integers(1, 6), max_size=4).map(tuple)
+
+
+def counted(shape: tuple[int, ...]) -> np.ndarray[tuple[int, ...], np.dtype[np.int64]]:
+    return np.arange(int(np.prod(shape)), dtype=np.int64).reshape(shape)
+
+
+@given(full_shapes)
+def test_strides_are_those_of_numpy(shape: tuple[int, ...]) -> None:
+    assert c_strides(shape) == tuple([stride // 8 for stride in np.zeros(shape, np.int64).strides])
+
+
+@given(full_shapes, st.data())
+def test_intersections_hold_what_is_in_both(shape: tuple[int, ...], data: st.DataObject) -> None:
+    first, second = data.draw(boxes(shape)), data.draw(boxes(shape))
+    found = intersect((first.start, first.stop), (second.start, second.stop))
+    both = first.intersect(second)
+    assert found == (None if both is None else (both.start, both.stop))
+
+
+@given(full_shapes, st.data())
+def test_flat_boxes_hold_a_range_in_order(shape: tuple[int, ...], data: st.DataObject) -> None:
+    array = counted(shape)
+    start = data.draw(st.integers(0, array.size))
+    stop = data.draw(st.integers(start, array.size))
+    found = flat_boxes(shape, start, stop)
+    elements = [element for low, high in found for element in array[Box(low, high).slices].ravel().tolist()]
+    assert elements == list(range(start, stop))
+    assert len(found) <= max(1, 2 * len(shape) - 1)
+
+
+@given(full_shapes, st.data())
+def test_runs_are_what_is_contiguous(shape: tuple[int, ...], data: st.DataObject) -> None:
+    box = data.draw(boxes(shape))
+    extent = (box.start, box.stop)
+    array = counted(shape)
+    wanted = array[box.slices].ravel().tolist()
+    least = run_axis(shape, extent)
+    for axis in range(least, len(shape) + 1):
+        length = int(np.prod(box.shape[axis:]))
+        found = list(runs(shape, extent, axis))
+        assert [flat + step for _, flat in found for step in range(length)] == wanted
+        assert [int(array[index]) for index, _ in found] == [flat for _, flat in found]
+    assert least == 0 or box.shape[least] < shape[least]  # no axis further out would do
+
+
+@given(full_shapes, st.integers(0, 20), st.data())
+def test_spans_cover_a_box_and_only_small_gaps(shape: tuple[int, ...], most_gap: int, data: st.DataObject) -> None:
+    box = data.draw(boxes(shape))
+    wanted = counted(shape)[box.slices].ravel().tolist()
+    expected = [[wanted[0], wanted[0] + 1]]
+    for element in wanted[1:]:
+        if element - expected[-1][1] <= most_gap:
+            expected[-1][1] = element + 1
+        else:
+            expected.append([element, element + 1])
+    assert [list(span) for span in spans(shape, (box.start, box.stop), most_gap)] == expected
