@@ -19,7 +19,7 @@ pytest.register_assert_rewrite(
         for module in (
             "arrays", "checkpointable_handlers", "container_handlers", "coordinators", "coverage", "layout_crashes",
             "layout_stores", "layout_trials", "layouts", "leaf_handlers", "matrix", "plugins", "storage",
-            "storage_directories", "storage_model",
+            "storage_directories", "storage_model", "trees",
         )
     )
 )  # fmt: skip
@@ -60,6 +60,7 @@ from ckptcore.testing.simulated_storage import open_simulated
 from ckptcore.testing.storage import StorageBackendTests
 from ckptcore.testing.storage_directories import AtomicDirectoriesTests
 from ckptcore.testing.thread_coordinator import ThreadCoordinator, ThreadJob
+from ckptcore.testing.trees import assert_same_tree, assert_same_value
 
 __all__ = [
     "DTYPE_NAMES",
@@ -98,6 +99,8 @@ __all__ = [
     "ThreadCoordinator",
     "ThreadJob",
     "assert_same_bits",
+    "assert_same_tree",
+    "assert_same_value",
     "bit_patterns",
     "installed_samples",
     "open_simulated",

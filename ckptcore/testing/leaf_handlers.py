@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import gc
 import json
-import math
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
@@ -18,6 +17,7 @@ from ckptcore.protocols import LeafHandler
 from ckptcore.testing.arrays import assert_same_bits, dtype_name, same_bits
 from ckptcore.testing.coverage import assert_inside, assert_makes_up
 from ckptcore.testing.host_memory import LateHostMemory
+from ckptcore.testing.trees import assert_same_value
 
 __all__ = ["LeafExample", "LeafHandlerTests"]
 
@@ -109,7 +109,7 @@ class LeafHandlerTests:
     def test_describe_leaves_the_leaf_alone(self, example: LeafExample) -> None:
         leaf = example.make()
         self.handler.describe(leaf)
-        _assert_same_leaf(example.elements(leaf), example.expected, "after describe")
+        assert_same_value(example.elements(leaf), example.expected, "after describe")
 
     def test_an_abstract_leaf_is_described_like_its_leaf(self, array_example: LeafExample) -> None:
         record = self._array_record(array_example.make())
@@ -151,7 +151,7 @@ class LeafHandlerTests:
         boxes = self._boxes(leaf)
         copies = self.handler.copy_to_host(leaf, boxes, LateHostMemory())
         self._assert_boxes(copies, boxes, array_example.expected, "copy_to_host")
-        _assert_same_leaf(array_example.elements(leaf), array_example.expected, "the leaf after copy_to_host")
+        assert_same_value(array_example.elements(leaf), array_example.expected, "the leaf after copy_to_host")
 
     def test_a_copy_does_not_see_later_changes(self, mutable_example: LeafExample) -> None:
         leaf = mutable_example.make()
@@ -219,7 +219,7 @@ class LeafHandlerTests:
         stored = self._array_record(array_example.make())
         for abstract in self._abstracts(array_example):
             built = self.handler.build(abstract, stored, self._loaded(array_example, abstract, stored))
-            _assert_same_leaf(array_example.elements(built), array_example.expected, "build")
+            assert_same_value(array_example.elements(built), array_example.expected, "build")
             record = self._array_record(built)
             assert (record.spec, record.kind) == (stored.spec, stored.kind)
 
@@ -228,7 +228,7 @@ class LeafHandlerTests:
         stored = self._array_record(leaf)
         built = self.handler.build(leaf, stored, self._loaded(array_example, leaf, stored))
         assert type(built) is type(leaf)
-        _assert_same_leaf(
+        assert_same_value(
             array_example.elements(leaf), array_example.expected, "the leaf that stood for the abstract one"
         )
 
@@ -239,7 +239,7 @@ class LeafHandlerTests:
         strange = dataclasses.replace(stored, kind=_STRANGE_KIND, notes={"stranger": [1, "two", None]})
         for abstract in self._abstracts(array_example):
             built = self.handler.build(abstract, strange, self._loaded(array_example, abstract, strange))
-            _assert_same_leaf(array_example.elements(built), array_example.expected, "build of a strange kind")
+            assert_same_value(array_example.elements(built), array_example.expected, "build of a strange kind")
 
     def test_build_brings_a_value_back(self, value_example: LeafExample) -> None:
         leaf = value_example.make()
@@ -248,7 +248,7 @@ class LeafHandlerTests:
         through_json = ValueRecord(stored.kind, json.loads(json.dumps(stored.value, allow_nan=False)))
         for abstract in self._abstracts(value_example):
             built = self.handler.build(abstract, through_json, ())
-            _assert_same_leaf(value_example.elements(built), value_example.expected, "build")
+            assert_same_value(value_example.elements(built), value_example.expected, "build")
             assert type(built) is type(leaf)
 
     def _abstracts(self, example: LeafExample) -> list[Any]:
@@ -286,7 +286,7 @@ class LeafHandlerTests:
         assert mutable_example.mutate is not None
         mutable_example.mutate(target)
         assert self.handler.fill(target, stored, loaded) is True, "a leaf that can be mutated can be filled"
-        _assert_same_leaf(mutable_example.elements(target), mutable_example.expected, "fill")
+        assert_same_value(mutable_example.elements(target), mutable_example.expected, "fill")
 
     def test_fill_keeps_what_was_read_into_a_destination(self, mutable_example: LeafExample) -> None:
         target = mutable_example.make()
@@ -301,7 +301,7 @@ class LeafHandlerTests:
                 memory[...] = elements
             boxes.append((box, elements if memory is None else memory))
         assert self.handler.fill(target, stored, boxes) is True
-        _assert_same_leaf(mutable_example.elements(target), mutable_example.expected, "destination and fill")
+        assert_same_value(mutable_example.elements(target), mutable_example.expected, "destination and fill")
 
     def test_fill_refuses_what_cannot_be_changed(self, array_example: LeafExample) -> None:
         if array_example.mutate is not None:
@@ -312,7 +312,7 @@ class LeafHandlerTests:
         for box, _ in zeros:
             assert self.handler.destination(target, stored, box) is None
         assert self.handler.fill(target, stored, zeros) is False
-        _assert_same_leaf(array_example.elements(target), array_example.expected, "a leaf that cannot be changed")
+        assert_same_value(array_example.elements(target), array_example.expected, "a leaf that cannot be changed")
 
     # --- ties
 
@@ -326,19 +326,3 @@ class LeafHandlerTests:
         other = array_example.make()
         if other is not leaf:
             assert identity != self.handler.identity(other), "two leaves with memory of their own are not tied"
-
-
-def _assert_same_leaf(found: Any, expected: Any, where: str) -> None:
-    """Fail unless two arrays, or two values, are exactly the same."""
-    if isinstance(expected, np.ndarray):
-        assert isinstance(found, np.ndarray), f"{where}: `elements` must give a NumPy array, found {type(found)}"
-        assert_same_bits(found, expected, where)
-        return
-    assert type(found) is type(expected), f"{where}: expected {expected!r:.200}, found {found!r:.200}"
-    if isinstance(expected, float | complex):
-        parts = ((found.real, expected.real), (found.imag, expected.imag))
-        for part, expected_part in parts:
-            same = math.isnan(part) if math.isnan(expected_part) else part.hex() == expected_part.hex()
-            assert same, f"{where}: expected {expected!r}, found {found!r}"
-        return
-    assert found == expected, f"{where}: expected {expected!r:.200}, found {found!r:.200}"

@@ -5,10 +5,15 @@ from __future__ import annotations
 from toyscroll.layout import ScrollLayout
 
 from ckptcore.protocols import Layout
-from ckptcore.testing import LayoutTests, PluginTests
+from ckptcore.testing import LayoutCrashTests, LayoutTests, PluginTests
 
 
 class TestScroll(LayoutTests):
+    def layout(self) -> Layout:
+        return ScrollLayout()
+
+
+class TestScrollDying(LayoutCrashTests):
     def layout(self) -> Layout:
         return ScrollLayout()
 

@@ -86,7 +86,10 @@ class Attic:
             part = data[offset : offset + len(buffer)]
             if len(part) != len(buffer):
                 raise CorruptCheckpointError(
-                    f"{key} has {len(data)} bytes, and {len(buffer)} from {offset} are read", key=key
+                    f"{key} has {len(data)} bytes, and {len(buffer)} from {offset} are read",
+                    key=key,
+                    start=len(data),
+                    stop=offset + len(buffer),
                 )
             buffer[:] = part
 
@@ -134,7 +137,8 @@ class Attic:
             self._run(lambda attic: attic.executemany("DELETE FROM objects WHERE key = ?", full))
 
     def sync(self, keys: Sequence[str]) -> None:
-        """Nothing else writes into a database."""
+        for key in keys:  # nothing else writes into a database
+            checked(key)
 
 
 class _Writer:

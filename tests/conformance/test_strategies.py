@@ -1,0 +1,33 @@
+"""The strategies give what they say."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ckptcore.model import ArraySpec, name_of_dtype
+from ckptcore.testing import assert_same_bits, bit_patterns, strategies
+from ckptcore.testing.coverage import assert_inside, assert_makes_up
+
+
+@given(data=st.data())
+def test_partitions_make_up_the_array(data: st.DataObject) -> None:
+    shape = data.draw(strategies.shapes())
+    assert_makes_up(data.draw(strategies.partitions(shape)), shape, "a partition")
+
+
+@given(data=st.data())
+def test_boxes_are_inside(data: st.DataObject) -> None:
+    shape = data.draw(strategies.shapes())
+    box = data.draw(strategies.boxes(shape))
+    assert_inside(box, shape, "a box")
+    assert box.size or not ArraySpec(shape, "int8").size
+
+
+@given(spec=strategies.specs())
+def test_bit_patterns_are_of_their_spec_and_the_same_every_time(spec: ArraySpec) -> None:
+    array = bit_patterns(spec)
+    assert array.shape == spec.shape
+    assert name_of_dtype(array.dtype) == spec.dtype
+    assert array.flags.writeable
+    assert_same_bits(bit_patterns(spec), array, "again")

@@ -1,0 +1,49 @@
+"""Any tree of built-in containers and host leaves comes back, through every installed layout."""
+
+from __future__ import annotations
+
+import uuid
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, assume, given, settings
+
+import ckptcore
+from ckptcore.errors import NameCollisionError, UnsupportedKeyError, UnsupportedLeafError
+from ckptcore.plugins import installed_plugins
+from ckptcore.testing import assert_same_tree, strategies
+
+LAYOUTS = [layout.name for layout in installed_plugins().layouts()]
+QUICK = ckptcore.Context(durability="none")
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@settings(max_examples=200, suppress_health_check=list(HealthCheck))
+@given(tree=strategies.trees())
+def test_any_tree_comes_back_as_it_was(layout: str, tree: Any) -> None:
+    location = f"memory://any-tree-{uuid.uuid4().hex}/checkpoint"
+    try:
+        ckptcore.save(location, tree, layout=layout, context=QUICK)
+    except (NameCollisionError, UnsupportedKeyError, UnsupportedLeafError):
+        assume(False)  # refused before a byte is written
+    try:
+        assert_same_tree(ckptcore.load(location, tree), tree)
+        assert_same_tree(ckptcore.load(location, ckptcore.metadata(location).abstract), ckptcore.load(location))
+        assert ckptcore.verify(location).ok
+    finally:
+        ckptcore.delete(location)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@settings(max_examples=50, suppress_health_check=list(HealthCheck))
+@given(tree=strategies.trees())
+def test_an_asynchronous_save_of_any_tree_is_the_same(layout: str, tree: Any) -> None:
+    location = f"memory://any-tree-{uuid.uuid4().hex}/checkpoint"
+    try:
+        ckptcore.save_async(location, tree, layout=layout, context=QUICK).result(timeout=120)
+    except (NameCollisionError, UnsupportedKeyError, UnsupportedLeafError):
+        assume(False)
+    try:
+        assert_same_tree(ckptcore.load_async(location, tree).result(timeout=120), tree)
+    finally:
+        ckptcore.delete(location)
