@@ -21,12 +21,11 @@ from ckptcore.errors import (
     CorruptCheckpointError,
     ObjectNotFoundError,
     SaveLostError,
-    UnsupportedVersionError,
 )
 from ckptcore.fences import FencedStore
 from ckptcore.locations import Location
 from ckptcore.protocols import IF_ABSENT, AtomicDirectories, IfTag, PutCondition, StorageBackend
-from ckptcore.root import ROOT_KEY, Claimed, Root, decode_root, encode_claim
+from ckptcore.root import ROOT_KEY, Claimed, Root, decode_root, encode_claim, is_claim
 
 __all__ = [
     "Claim",
@@ -146,13 +145,11 @@ def remove_checkpoint(location: Location, save_id: str) -> None:
 
 
 def _occupant(store: StorageBackend) -> Occupant:
-    try:
-        root = read_root(store)
-    except (CorruptCheckpointError, UnsupportedVersionError):
-        return "checkpoint"  # one that cannot be read: replaced only when asked
-    if root is None:
+    data = root_bytes(store)
+    if data is None:
         return "other" if store.list_names() else "nothing"
-    return "claim" if isinstance(root, Claimed) else "checkpoint"
+    # One that cannot be read counts as a checkpoint: it is replaced only when asked.
+    return "claim" if is_claim(data) else "checkpoint"
 
 
 def read_root(store: StorageBackend) -> Root | Claimed | None:

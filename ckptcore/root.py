@@ -26,6 +26,7 @@ __all__ = [
     "decode_root",
     "encode_claim",
     "encode_root",
+    "is_claim",
     "is_save_id",
     "new_save_id",
 ]
@@ -103,6 +104,14 @@ def encode_claim(claimed: Claimed) -> bytes:
     """The bytes of a root that claims a location."""
     return _seal({"format": _FORMAT, "version": FORMAT_VERSION, "state": "claimed",
                   "save_id": claimed.save_id, "created": claimed.created})  # fmt: skip
+
+
+def is_claim(data: bytes) -> bool:
+    """Whether these are the bytes of a root that claims a location; False for any others. Reads no table."""
+    try:
+        return _unseal(data).get("state") == "claimed"
+    except CorruptCheckpointError:
+        return False
 
 
 def encode_root(root: Root) -> tuple[bytes, Mapping[str, bytes]]:
