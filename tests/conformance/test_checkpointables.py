@@ -1,0 +1,101 @@
+"""The tests for checkpointable handlers pass for one that is right, and fail for ones that are not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ckptcore.testing import CheckpointableExample, CheckpointableHandlerTests
+
+
+class Meter:
+    """An object with a state: a running mean."""
+
+    def __init__(self, count: int, values: list[float]) -> None:
+        self.count = count
+        self.values = np.array(values)
+
+
+class MeterHandler:
+    """Takes meters apart."""
+
+    priority = 100
+
+    def flatten(self, value: Meter) -> dict[str, object]:
+        return {"count": value.count, "values": value.values}
+
+    def unflatten(self, like: Meter, state: Any) -> object:
+        return state
+
+    def restore(self, target: Meter, state: Any) -> None:
+        target.count = state["count"]
+        target.values[...] = state["values"]
+
+
+EXAMPLE = CheckpointableExample(
+    "meter",
+    lambda: Meter(3, [1.0, 2.0]),
+    lambda: Meter(0, [0.0, 0.0]),
+    lambda meter: (meter.count, meter.values.tobytes()),
+)
+
+
+class TestMeters(CheckpointableHandlerTests):
+    handler = MeterHandler()
+    examples = (EXAMPLE,)
+
+
+class TestMetersThatAreBuilt(CheckpointableHandlerTests):
+    """`unflatten` may also give a new object."""
+
+    class Handler(MeterHandler):
+        def unflatten(self, like: Meter, state: Any) -> object:
+            return Meter(state["count"], list(state["values"]))
+
+    handler = Handler()
+    examples = (EXAMPLE,)
+
+
+class ForgetsTheCount(MeterHandler):
+    def restore(self, target: Meter, state: Any) -> None:
+        target.values[...] = state["values"]
+
+
+class CountsReads(MeterHandler):
+    def flatten(self, value: Meter) -> dict[str, object]:
+        value.count += 1
+        return super().flatten(value)
+
+
+class ClearsBeforeItReads(MeterHandler):
+    def restore(self, target: Meter, state: Any) -> None:
+        target.values[...] = 0
+        super().restore(target, state)
+
+
+class GivesItself(MeterHandler):
+    def flatten(self, value: Meter) -> Any:
+        return value
+
+
+class LosesTheState(MeterHandler):
+    def unflatten(self, like: Meter, state: Any) -> object:
+        return like
+
+
+@pytest.mark.parametrize(
+    ("handler", "test"),
+    [
+        (ForgetsTheCount, "test_restore_puts_the_state_into_another_object"),
+        (CountsReads, "test_flatten_leaves_the_object_alone"),
+        (ClearsBeforeItReads, "test_restore_into_itself_changes_nothing"),
+        (GivesItself, "test_flatten_leaves_the_object_alone"),
+        (LosesTheState, "test_unflatten_takes_a_loaded_state"),
+    ],
+)
+def test_a_broken_handler_is_noticed(handler: type[MeterHandler], test: str) -> None:
+    suite = type("Suite", (CheckpointableHandlerTests,), {"handler": handler()})()
+    with pytest.raises(AssertionError):
+        getattr(suite, test)(EXAMPLE)
