@@ -140,7 +140,7 @@ class ColdReader:
         try:
             return os.preadv(self._direct, [buffer], offset)
         except OSError as error:
-            if error.errno != errno.EINVAL:
+            if error.errno not in _REFUSALS:
                 raise
         # What a disk wants of addresses is found out: 4 bytes for NVMe, 512 for others, a page to be safe.
         self._address_bytes = _SECTOR_BYTES if address % _SECTOR_BYTES else _PAGE_BYTES

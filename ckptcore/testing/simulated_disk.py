@@ -83,13 +83,14 @@ class SimulatedDisk:
         self.lock = threading.RLock()
         self.locked: set[DiskDirectory] = set()
         self._crash_at = crash_at
+        self._crashed = False
         self._pending: list[_Change] = []
         self._numbers = itertools.count(1)
 
     @property
     def crashed(self) -> bool:
         """Whether the power has failed."""
-        return self._crash_at is not None and len(self.steps) >= self._crash_at
+        return self._crashed
 
     # --- what a file system does --------------------------------------------------------------------------------------
 
@@ -103,6 +104,8 @@ class SimulatedDisk:
             raise SimulatedCrash(f"the test cut the power before step {self._crash_at}")
 
     def _step(self, what: str) -> None:
+        if self._crash_at is not None and len(self.steps) >= self._crash_at:
+            self._crashed = True
         self.expect_power()
         self.steps.append(what)
 

@@ -1,0 +1,181 @@
+"""In which order the local storage asks the system to make things durable, seen from its system calls."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ckptcore.builtin import renames
+from ckptcore.builtin.local import LocalStorage, open_local
+from ckptcore.protocols import IF_ABSENT, StorageOptions
+
+pytestmark = pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="needs /proc to name open files")
+
+
+class Calls:
+    """The calls that matter for durability, with the paths they are about."""
+
+    def __init__(self, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.directory = str(directory)
+        self.seen: list[str] = []
+        for name in ("fsync", "fdatasync", "close"):
+            monkeypatch.setattr(os, name, self._of_descriptor(name, getattr(os, name)))
+        for name in ("rename", "mkdir"):
+            monkeypatch.setattr(os, name, self._of_path(name, getattr(os, name)))
+        for name in ("_no_replace", "_exchange"):
+            monkeypatch.setattr(renames, name, self._of_rename(name, getattr(renames, name)))
+
+    def _short(self, path: str) -> str:
+        path = path.replace(self.directory, "", 1) or "/"
+        head, found, tail = path.partition(".ckptcore-put-")
+        return head + "TEMPORARY" if found and len(tail) == 16 else path
+
+    def _of_descriptor(self, name: str, call: Callable[[int], None]) -> Callable[[int], None]:
+        def recorded(descriptor: int) -> None:
+            if name != "close":
+                self.seen.append(f"sync {self._short(os.readlink(f'/proc/self/fd/{descriptor}'))}")
+            call(descriptor)
+
+        return recorded
+
+    def _of_path(self, name: str, call: Callable[..., None]) -> Callable[..., None]:
+        def recorded(*paths: Any) -> None:
+            self.seen.append(" ".join([name, *[self._short(path) for path in paths if isinstance(path, str)]]))
+            call(*paths)
+
+        return recorded
+
+    def _of_rename(self, name: str, factory: Callable[[], Callable[[bytes, bytes], int] | None]) -> Callable[[], Any]:
+        call = factory()
+        if call is None:
+            return factory
+
+        def recorded(first: bytes, second: bytes) -> int:
+            paths = [self._short(os.fsdecode(path)) for path in (first, second)]
+            self.seen.append(" ".join([name.removeprefix("_").replace("no_replace", "rename"), *paths]))
+            return call(first, second)
+
+        return lambda: recorded
+
+    def take(self) -> list[str]:
+        """What was called since the last time."""
+        seen, self.seen = self.seen, []
+        return seen
+
+
+@pytest.fixture
+def calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Calls:
+    return Calls(tmp_path, monkeypatch)
+
+
+@pytest.fixture
+def storage(tmp_path: Path) -> LocalStorage:
+    return open_local(f"{tmp_path}/new/root", StorageOptions())
+
+
+@pytest.mark.parametrize("condition", [None, IF_ABSENT], ids=["replacing", "if absent"])
+def test_put(storage: LocalStorage, calls: Calls, condition: Any) -> None:
+    storage.put("a/b", b"1", condition=condition)
+    assert calls.take() == [
+        "mkdir /new",
+        "mkdir /new/root",
+        "mkdir /new/root/a",
+        "sync /new/root/a/TEMPORARY",
+        "rename /new/root/a/TEMPORARY /new/root/a/b",
+        "sync /new/root/a",
+        "sync /new/root",
+        "sync /new",
+        "sync /",
+    ]
+    storage.put("a/c", b"1", condition=condition)
+    assert calls.take() == [
+        "sync /new/root/a/TEMPORARY",
+        "rename /new/root/a/TEMPORARY /new/root/a/c",
+        "sync /new/root/a",
+    ], "what is durable already is not synced again"
+
+
+def test_a_writer(storage: LocalStorage, calls: Calls) -> None:
+    storage.put("a", b"1")
+    calls.take()
+    writer = storage.open_writer("b/c/d", 9 << 20)
+    writer.write_at(0, bytes(9 << 20))
+    assert calls.take() == ["mkdir /new/root/b", "mkdir /new/root/b/c"]
+    writer.finish()
+    assert calls.take() == ["sync /new/root/b/c/d", "sync /new/root/b/c", "sync /new/root/b", "sync /new/root"]
+
+
+def test_a_directory_that_is_made_anew_is_synced_anew(storage: LocalStorage, calls: Calls) -> None:
+    storage.put("a/b", b"1")
+    storage.delete(["a/b"])
+    calls.take()
+    storage.put("keep/b", b"1")
+    storage.put("a/b", b"1")
+    assert calls.take()[-2:] == ["sync /new/root/a", "sync /new/root"]
+
+
+def test_a_directory_that_a_dead_process_made_is_synced(tmp_path: Path, calls: Calls) -> None:
+    (tmp_path / "new/root/a").mkdir(parents=True)
+    calls.take()
+    open_local(f"{tmp_path}/new/root", StorageOptions()).put("a/b", b"1")
+    assert calls.take()[2:] == ["sync /new/root/a", "sync /new/root", "sync /new"]
+
+
+def test_sync(storage: LocalStorage, calls: Calls, tmp_path: Path) -> None:
+    (tmp_path / "new/root/a/b").mkdir(parents=True)
+    (tmp_path / "new/root/a/b/c").write_bytes(b"1")
+    (tmp_path / "new/root/d").write_bytes(b"1")
+    calls.take()
+    storage.sync(["a/b/c", "d"])
+    seen = calls.take()
+    assert seen[:2] == ["sync /new/root/a/b/c", "sync /new/root/d"]
+    assert set(seen[2:]) == {"sync /new/root/a/b", "sync /new/root/a", "sync /new/root", "sync /new"}
+
+
+def test_a_commit(storage: LocalStorage, calls: Calls) -> None:
+    """The order that makes a commit by rename safe: files, names within, then the name itself."""
+    lock = storage.lock_directory("hidden")
+    assert lock is not None
+    with lock:
+        storage.put("hidden/a/b", b"1")
+        calls.take()
+        storage.sync_directory("hidden")
+        synced = calls.take()
+        assert synced.index("sync /new/root/hidden/a") < synced.index("sync /new/root/hidden")
+        storage.rename("hidden", "deep/final")
+        assert calls.take() == [
+            "mkdir /new/root/deep",
+            "rename /new/root/hidden /new/root/deep/final",
+            "sync /new/root/deep",
+            "sync /new/root",
+            "sync /new/root",
+        ]
+    storage.put("hidden/c", b"2")
+    calls.take()
+    storage.exchange("hidden", "deep/final")
+    assert calls.take() == [
+        "exchange /new/root/hidden /new/root/deep/final",
+        "sync /new/root",
+        "sync /new/root/deep",
+    ]
+    storage.delete_directory("hidden")
+    assert calls.take() == ["sync /new/root"]
+
+
+def test_nothing_is_synced_where_nothing_need_be_durable(tmp_path: Path, calls: Calls) -> None:
+    storage = open_local(str(tmp_path / "root"), StorageOptions(durable=False))
+    storage.put("a/b", b"1")
+    writer = storage.open_writer("a/c", 5 << 20)
+    writer.write_at(0, bytes(5 << 20))
+    writer.finish()
+    storage.sync(["a/b"])
+    storage.sync_directory("a")
+    storage.rename("a", "d")
+    storage.put("a/b", b"1")
+    storage.exchange("a", "d")
+    storage.delete_directory("a")
+    assert [call for call in calls.take() if call.startswith("sync")] == []

@@ -1,0 +1,224 @@
+"""The local storage where the system lacks what makes it fast or atomic, and reads past the page cache."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import functools
+import itertools
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+from hypothesis import given, settings
+
+from ckptcore.builtin import linux_calls, local_cold_reads, renames
+from ckptcore.builtin.local import LocalStorage, open_local
+from ckptcore.builtin.local_cold_reads import ColdReader
+from ckptcore.errors import AtomicityError, ConditionFailedError, CorruptCheckpointError
+from ckptcore.protocols import IF_ABSENT, StorageOptions
+
+SIZE = (5 << 20) + 777
+
+
+@functools.cache
+def pattern(nbytes: int) -> bytes:
+    """Bytes that tell places from each other."""
+    return np.random.default_rng(0).bytes(nbytes)
+
+
+@pytest.fixture
+def storage(tmp_path: Path) -> LocalStorage:
+    return open_local(str(tmp_path), StorageOptions())
+
+
+# --- renames ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("number", [errno.ENOSYS, errno.EINVAL, errno.ENOTSUP])
+def test_without_atomic_renames(storage: LocalStorage, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    def refuse(_: bytes, __: bytes) -> int:
+        ctypes.set_errno(number)
+        return -1
+
+    monkeypatch.setattr(renames, "_no_replace", lambda: refuse)
+    monkeypatch.setattr(renames, "_exchange", lambda: refuse)
+    check_without_atomic_renames(storage)
+
+
+def test_without_the_functions(storage: LocalStorage, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(renames, "_no_replace", lambda: None)
+    monkeypatch.setattr(renames, "_exchange", lambda: None)
+    check_without_atomic_renames(storage)
+
+
+def check_without_atomic_renames(storage: LocalStorage) -> None:
+    storage.put("a/b", b"1", condition=IF_ABSENT)
+    with pytest.raises(ConditionFailedError):
+        storage.put("a/b", b"2", condition=IF_ABSENT)
+    storage.put("c/d", b"2")
+    with pytest.raises(AtomicityError, match="nothing was changed"):
+        storage.exchange("a", "c")
+    with pytest.raises(ConditionFailedError):
+        storage.rename("a", "c")
+    storage.rename("a", "e")
+    assert {key: storage.get(key) for key in storage.list()} == {"c/d": b"2", "e/b": b"1"}
+
+
+def test_exchange_says_other_errors_as_they_are(storage: LocalStorage, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_: bytes, __: bytes) -> int:
+        ctypes.set_errno(errno.EACCES)
+        return -1
+
+    storage.put("a/b", b"1")
+    storage.put("c/d", b"2")
+    monkeypatch.setattr(renames, "_exchange", lambda: refuse)
+    with pytest.raises(OSError, match="Permission denied"):
+        storage.exchange("a", "c")
+
+
+# --- allocation and early writeback -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("number", [None, errno.EOPNOTSUPP, errno.ENOSYS])
+def test_without_allocation_and_writeback(
+    storage: LocalStorage, monkeypatch: pytest.MonkeyPatch, number: int | None
+) -> None:
+    def refuse(*_: int) -> int:
+        assert number is not None
+        ctypes.set_errno(number)
+        return -1
+
+    monkeypatch.setattr(linux_calls, "_function", lambda *_: refuse if number else None)
+    writer = storage.open_writer("a", SIZE)
+    for start in range(0, SIZE, 1 << 20):
+        writer.write_at(start, pattern(SIZE)[start : start + (1 << 20)])
+    writer.finish()
+    assert storage.get("a") == pattern(SIZE)
+
+
+def test_a_writeback_that_fails_is_an_error(storage: LocalStorage, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: int) -> int:
+        ctypes.set_errno(errno.EIO)
+        return -1
+
+    writer = storage.open_writer("a", SIZE)
+    monkeypatch.setattr(linux_calls, "_function", lambda *_: refuse)
+    with pytest.raises(OSError, match="cannot write"):
+        writer.write_at(0, pattern(SIZE))
+    writer.abort()
+    assert list(storage.list()) == []
+
+
+# --- past the page cache ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def cold_file() -> Iterator[Path]:
+    # Not the directory for temporary files, which may be in memory, where there is nothing to read past.
+    with tempfile.TemporaryDirectory(dir=Path(__file__).parent, prefix=".cold-") as directory:
+        path = Path(directory) / "data"
+        path.write_bytes(pattern(SIZE))
+        with open(path, "rb") as file:
+            os.fsync(file.fileno())
+        yield path
+
+
+def open_cold(path: Path) -> ColdReader:
+    reader = local_cold_reads.open_cold_reader(str(path), os.stat(path))
+    if reader is None:
+        pytest.skip("this system or file system has no O_DIRECT")
+    return reader
+
+
+@settings(deadline=None, max_examples=150)
+@given(
+    start=st.integers(0, SIZE) | st.sampled_from([0, 4096, 1 << 20, (5 << 20), SIZE - 1]),
+    sizes=st.lists(
+        st.integers(0, 2 << 20) | st.sampled_from([0, 1, 4095, 4096, 1 << 20, 5 << 20]), min_size=1, max_size=4
+    ),
+    shift=st.integers(0, 4096) | st.sampled_from([0, 8, 64, 512, 4096]),
+)
+def test_the_bytes_are_the_same(cold_file: Path, start: int, sizes: list[int], shift: int) -> None:
+    """Whatever the alignment of the file's offset and of the memory; what is not read is read by the caller."""
+    reader = open_cold(cold_file)
+    data = pattern(SIZE)
+    memory = np.zeros(sum(sizes) + 10_000, np.uint8)
+    base = -memory.__array_interface__["data"][0] % 4096 + shift
+    view = memory.data
+    buffers = []
+    for size in sizes:
+        buffers.append(view[base : base + size])
+        base += size
+    count = reader.read_into(start, buffers)
+    expected = data[start : start + sum(sizes)]
+    assert count <= len(expected)
+    assert bytes(view[base - sum(sizes) : base][:count]) == expected[:count]
+    if start % 4096 == 0 or sum(sizes) == 0:
+        assert count == len(expected), "the disk gave all there is"
+
+
+@pytest.mark.parametrize("buffers", [1, 3])
+def test_a_cold_file_is_read_whole_by_the_storage(
+    cold_file: Path, monkeypatch: pytest.MonkeyPatch, buffers: int
+) -> None:
+    storage = open_local(str(cold_file.parent), StorageOptions())
+    monkeypatch.setattr(ColdReader, "is_cold", lambda *_: True)
+    data = pattern(SIZE)
+    for start, stop in ((0, SIZE), (1, SIZE), (4096, 1 << 20), (12345, 3_000_000), (SIZE - 10, SIZE)):
+        memory = memoryview(bytearray(stop - start))
+        cuts = [len(memory) * number // buffers for number in range(buffers + 1)]
+        storage.get_into("data", [(start + low, memory[low:high]) for low, high in itertools.pairwise(cuts)])
+        assert memory == data[start:stop]
+    with pytest.raises(CorruptCheckpointError) as caught:
+        storage.get_into("data", [(SIZE - 300_000, memoryview(bytearray(400_000)))])
+    assert caught.value.stop == SIZE + 100_000
+
+
+@pytest.mark.parametrize("number", [errno.EINVAL, errno.EOPNOTSUPP])
+def test_a_disk_that_takes_no_direct_reads(cold_file: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    open_cold(cold_file)
+    storage = open_local(str(cold_file.parent), StorageOptions())
+    preadv = os.preadv
+    direct: set[int] = set()
+    plain_open = os.open
+
+    def open_file(path: str, flags: int, *arguments: int) -> int:
+        descriptor = plain_open(path, flags, *arguments)
+        direct.discard(descriptor)
+        if flags & os.O_DIRECT:
+            direct.add(descriptor)
+        return descriptor
+
+    def refuse(descriptor: int, *arguments: object) -> int:
+        if descriptor in direct:
+            raise OSError(number, os.strerror(number))
+        return preadv(descriptor, *arguments)  # type: ignore[arg-type]  # what it was called with
+
+    monkeypatch.setattr(os, "open", open_file)
+    monkeypatch.setattr(os, "preadv", refuse)
+    monkeypatch.setattr(ColdReader, "is_cold", lambda *_: True)
+    memory = memoryview(bytearray(SIZE))
+    storage.get_into("data", [(0, memory)])
+    assert memory == pattern(SIZE)
+    storage.get_into("data", [(4096, memory[: 1 << 20])])
+    assert memory[: 1 << 20] == pattern(SIZE)[4096 : 4096 + (1 << 20)]
+    assert direct, "it was tried"
+
+
+def test_what_is_in_the_cache_is_not_called_cold(cold_file: Path) -> None:
+    reader = open_cold(cold_file)
+    cold_file.read_bytes()
+    assert not reader.is_cold(0, 1 << 20)
+    assert not reader.is_cold(0, 100), "nor what is too small to be worth it"
+
+
+def test_another_file_in_its_place_is_not_read(tmp_path: Path) -> None:
+    for name in ("one", "other"):
+        (tmp_path / name).write_bytes(bytes(1 << 20))
+    assert local_cold_reads.open_cold_reader(str(tmp_path / "one"), os.stat(tmp_path / "other")) is None
+    assert local_cold_reads.open_cold_reader(str(tmp_path / "gone"), os.stat(tmp_path / "other")) is None

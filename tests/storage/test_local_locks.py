@@ -1,0 +1,120 @@
+"""Locks of directories between processes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ckptcore.builtin.local import LocalStorage, open_local
+from ckptcore.protocols import StorageOptions
+
+_HOLDER = """
+import sys, time
+from ckptcore.builtin.local import open_local
+from ckptcore.protocols import StorageOptions
+lock = open_local(sys.argv[1], StorageOptions()).lock_directory("a")
+print("held" if lock else "refused", flush=True)
+sys.stdin.read()
+"""
+
+
+def hold_in_another_process(directory: Path) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", _HOLDER, str(directory)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+
+
+def is_free(storage: LocalStorage) -> bool:
+    lock = storage.lock_directory("a")
+    if lock is None:
+        return False
+    with lock:
+        return True
+
+
+def test_a_lock_dies_with_its_process(tmp_path: Path) -> None:
+    storage = open_local(str(tmp_path), StorageOptions())
+    with hold_in_another_process(tmp_path) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "held\n"
+        assert not is_free(storage)
+        storage.put("a/b", b"1")
+        storage.delete(["a/b"])
+        assert storage.list_names() == ["a/"], "a directory that another process holds does not vanish"
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    assert is_free(storage)
+    storage.put("a/b", b"1")
+    storage.delete(["a/b"])
+    assert storage.list_names() == []
+
+
+def test_another_process_is_refused(tmp_path: Path) -> None:
+    lock = open_local(str(tmp_path), StorageOptions()).lock_directory("a")
+    assert lock is not None
+    with lock, hold_in_another_process(tmp_path) as process:
+        assert process.communicate()[0] == "refused\n"
+
+
+_FORKING_HOLDER = """
+import os, sys, time
+from ckptcore.builtin.local import open_local
+from ckptcore.protocols import StorageOptions
+lock = open_local(sys.argv[1], StorageOptions()).lock_directory("a")
+child = os.fork()
+if child == 0:
+    os.read(0, 1)
+    os._exit(0)
+print(child, flush=True)
+os.kill(os.getpid(), 9)
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_forked_child_does_not_keep_the_lock_of_its_dead_parent(tmp_path: Path) -> None:
+    """Else the workers of a data loader would keep a restarted trainer from saving."""
+    storage = open_local(str(tmp_path), StorageOptions())
+    with subprocess.Popen(
+        [sys.executable, "-c", _FORKING_HOLDER, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        child = int(process.stdout.readline())
+        process.wait()
+        os.kill(child, 0)  # it lives
+        assert is_free(storage)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_forked_child_that_ends_lets_nothing_go(tmp_path: Path) -> None:
+    storage = open_local(str(tmp_path), StorageOptions())
+    lock = storage.lock_directory("a")
+    assert lock is not None
+    ended = subprocess.run(
+        [sys.executable, "-c", _FORKS_AND_ASKS, str(tmp_path)], capture_output=True, text=True, check=True
+    )
+    assert ended.stdout.split() == ["False", "False"], "held by this process"
+    lock.__exit__(None, None, None)
+    ended = subprocess.run(
+        [sys.executable, "-c", _FORKS_AND_ASKS, str(tmp_path)], capture_output=True, text=True, check=True
+    )
+    assert ended.stdout.split() == ["True", "True"], "the child's end did not let go what its parent holds"
+
+
+_FORKS_AND_ASKS = """
+import os, sys
+from ckptcore.builtin.local import open_local
+from ckptcore.protocols import StorageOptions
+storage = open_local(sys.argv[1], StorageOptions())
+lock = storage.lock_directory("a")
+print(lock is not None, flush=True)
+child = os.fork()
+if child == 0:
+    sys.exit(0)
+os.waitpid(child, 0)
+print(lock is not None and storage.lock_directory("a") is None)
+"""

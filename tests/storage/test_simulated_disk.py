@@ -1,0 +1,209 @@
+"""The simulated disk loses what a real one may lose, and nothing else: else tests on it would prove nothing."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+
+from ckptcore.errors import ObjectNotFoundError
+from ckptcore.protocols import StorageOptions
+from ckptcore.testing.faults import SimulatedCrash
+from ckptcore.testing.simulated_disk import DiskDirectory, DiskFile, SimulatedDisk
+from ckptcore.testing.simulated_storage import SimulatedStorage, open_simulated
+
+DURABLE = StorageOptions(durable=True)
+NOT_DURABLE = StorageOptions(durable=False)
+
+
+def states(disk: SimulatedDisk, count: int = 60) -> list[dict[str, bytes]]:
+    """What may be found after a loss of power now."""
+    return [contents(open_simulated(after, "", DURABLE)) for after in disk.after_power_loss(random.Random(1), count)]
+
+
+def contents(storage: SimulatedStorage) -> dict[str, bytes]:
+    return {key: storage.get(key) for key in storage.list()}
+
+
+# --- the disk ---------------------------------------------------------------------------------------------------------
+
+
+def test_what_was_synced_survives_and_nothing_else_must() -> None:
+    disk, file = SimulatedDisk(), DiskFile()
+    disk.change("create", (disk.root, "a", file))
+    disk.write("write", file, 0, b"1" * 5000)
+    assert {tuple(state) for state in states(disk)} == {(), ("a",)}
+    disk.sync_directory("sync", disk.root)
+    found = [state["a"] for state in states(disk)]
+    assert found[0] == b"", "its name survives, its bytes need not"
+    assert b"1" * 5000 in found
+    assert bytes(5000) in found
+    assert any(0 < data.count(b"1") < 5000 for data in found), "pages survive one by one"
+    disk.sync_file("sync", file)
+    assert states(disk) == [{"a": b"1" * 5000}] * 63
+    disk.write("write", file, 0, b"2" * 5000)
+    assert {b"1" * 5000, b"2" * 5000} < {state["a"] for state in states(disk)}
+
+
+def test_syncing_a_file_does_not_save_its_name() -> None:
+    disk, file = SimulatedDisk(), DiskFile()
+    disk.change("create", (disk.root, "a", file))
+    disk.sync_file("sync", file)
+    assert {} in states(disk)
+
+
+def test_syncing_a_directory_does_not_save_its_own_name() -> None:
+    disk, directory, file = SimulatedDisk(), DiskDirectory(), DiskFile()
+    disk.change("make", (disk.root, "d", directory))
+    disk.change("create", (directory, "a", file))
+    disk.sync_file("sync", file)
+    disk.sync_directory("sync", directory)
+    assert {} in states(disk)
+    disk.sync_directory("sync", disk.root)
+    assert states(disk) == [{"d/a": b""}] * 63
+
+
+def test_a_rename_survives_whole_or_not_at_all() -> None:
+    disk = SimulatedDisk()
+    first, second, file = DiskDirectory(), DiskDirectory(), DiskFile()
+    disk.change("make", (disk.root, "1", first))
+    disk.change("make", (disk.root, "2", second))
+    disk.change("create", (first, "a", file))
+    for directory in (disk.root, first):
+        disk.sync_directory("sync", directory)
+    disk.change("rename", (first, "a", None), (second, "b", file))
+    assert {tuple(state) for state in states(disk)} == {("1/a",), ("2/b",)}
+    disk.sync_directory("sync", first)
+    assert {tuple(state) for state in states(disk)} == {("2/b",)}, "one of its directories is enough"
+
+
+def test_changes_of_one_name_survive_in_their_order() -> None:
+    disk, one, other = SimulatedDisk(), DiskFile(), DiskFile()
+    directory = DiskDirectory()
+    disk.sync_file("sync", one)
+    disk.write("write", other, 0, b"other")
+    disk.sync_file("sync", other)
+    disk.change("make", (disk.root, "d", directory))
+    disk.sync_directory("sync", disk.root)
+    disk.change("create", (directory, "a", one))
+    disk.change("rename away", (directory, "a", None), (disk.root, "b", one))
+    disk.sync_directory("sync", disk.root)
+    assert states(disk) == [{"b": b""}] * 63, "the creation that came before does not come back"
+    disk.change("create", (disk.root, "b", other))
+    disk.change("remove", (disk.root, "b", None))
+    disk.change("create", (disk.root, "b", one))
+    assert {state.get("b") for state in states(disk)} == {b"", b"other", None}
+
+
+def test_a_survivor_is_a_disk_of_its_own() -> None:
+    disk = SimulatedDisk()
+    open_simulated(disk, "disk://a", DURABLE).put("b", b"1")
+    after = next(disk.after_power_loss(random.Random(0)))
+    storage = open_simulated(after, "disk://a", DURABLE)
+    storage.put("b", b"2")
+    storage.put("c", b"3")
+    assert contents(open_simulated(disk, "disk://a", DURABLE)) == {"b": b"1"}
+    assert states(after) == [{"a/b": b"2", "a/c": b"3"}] * 63
+
+
+# --- the storage on it ------------------------------------------------------------------------------------------------
+
+
+def put(storage: SimulatedStorage) -> None:
+    storage.put("x/y", b"new")
+
+
+def write(storage: SimulatedStorage) -> None:
+    writer = storage.open_writer("x/y", 3)
+    writer.write_at(0, b"new")
+    writer.finish()
+
+
+@pytest.mark.parametrize("action", [put, write])
+def test_what_durable_calls_returned_from_survives(action: Callable[[SimulatedStorage], None]) -> None:
+    disk = SimulatedDisk()
+    action(open_simulated(disk, "disk://a/b", DURABLE))
+    assert states(disk) == [{"a/b/x/y": b"new"}] * 63
+
+
+@pytest.mark.parametrize("action", [put, write])
+def test_what_was_not_durable_may_be_lost(action: Callable[[SimulatedStorage], None]) -> None:
+    disk = SimulatedDisk()
+    storage = open_simulated(disk, "disk://a/b", NOT_DURABLE)
+    action(storage)
+    found = states(disk)
+    assert {} in found
+    assert {"a/b/x/y": b""} in found, "a name without its bytes"
+    open_simulated(disk, "disk://a/b", DURABLE).sync(["x/y"])
+    assert states(disk) == [{"a/b/x/y": b"new"}] * 63
+
+
+def test_a_put_is_the_old_or_the_new_at_every_step() -> None:
+    dry = SimulatedDisk()
+    open_simulated(dry, "", DURABLE).put("x/y", b"old")
+    first = len(dry.steps)
+    put(open_simulated(dry, "", DURABLE))
+    assert len(dry.steps) > first + 3
+    for step in range(first, len(dry.steps)):
+        disk = SimulatedDisk(crash_at=step)
+        storage = open_simulated(disk, "", DURABLE)
+        storage.put("x/y", b"old")
+        with pytest.raises(SimulatedCrash):
+            put(storage)
+        with pytest.raises(SimulatedCrash):
+            storage.get("x/y")
+        for after in disk.after_power_loss(random.Random(step), 20):
+            assert open_simulated(after, "", DURABLE).get("x/y") in (b"old", b"new")
+
+
+def commit(storage: SimulatedStorage, *, careful: bool) -> None:
+    """Overwrite a directory as a commit by exchange does, or carelessly."""
+    storage.put("hidden/part", b"new part")
+    storage.put("hidden/root", b"new part")
+    if careful:
+        storage.sync_directory("hidden")
+    storage.exchange("hidden", "final")
+    storage.delete_directory("hidden")
+
+
+@pytest.mark.parametrize("careful", [True, False])
+def test_a_commit_without_syncs_is_found_out(careful: bool) -> None:
+    """The test of the tests: the disk tells a good protocol from a bad one."""
+    dry = SimulatedDisk()
+    options = DURABLE if careful else NOT_DURABLE
+
+    def prepare(disk: SimulatedDisk) -> SimulatedStorage:
+        open_simulated(disk, "", DURABLE).put("final/part", b"old part")
+        open_simulated(disk, "", DURABLE).put("final/root", b"old part")
+        return open_simulated(disk, "", options)
+
+    storage = prepare(dry)
+    first = len(dry.steps)
+    commit(storage, careful=careful)
+    broken = 0
+    for step in range(first, len(dry.steps) + 1):
+        disk = SimulatedDisk(crash_at=step)
+        storage = prepare(disk)
+        try:
+            commit(storage, careful=careful)
+        except SimulatedCrash:
+            pass
+        else:
+            assert step == len(dry.steps)
+        for after in disk.after_power_loss(random.Random(step), 10):
+            found = open_simulated(after, "", DURABLE)
+            try:
+                broken += found.get("final/root") not in (b"old part", b"new part")
+                broken += found.get("final/root") != found.get("final/part")
+            except ObjectNotFoundError:
+                broken += 1
+    assert (broken == 0) is careful
+
+
+def test_a_lock_is_gone_when_power_is_back() -> None:
+    disk = SimulatedDisk()
+    assert open_simulated(disk, "", DURABLE).lock_directory("a") is not None
+    assert open_simulated(disk, "", DURABLE).lock_directory("a") is None
+    for after in disk.after_power_loss(random.Random(0)):
+        assert open_simulated(after, "", DURABLE).lock_directory("a") is not None
