@@ -14,7 +14,7 @@ from ckptcore.loading import abstract_leaves, read_leaves
 from ckptcore.locations import LocationLike
 from ckptcore.model.metadata import ArrayRecord
 from ckptcore.model.objects import BLOCK_BYTES, ObjectRecord
-from ckptcore.opening import Opened, arrays_at, naming_arrays, open_checkpoint
+from ckptcore.opening import Opened, arrays_at, naming_arrays, while_unchanged
 
 __all__ = ["Problem", "ProgressCallback", "VerifyReport", "verify_checkpoint"]
 
@@ -71,9 +71,12 @@ def verify_checkpoint(location: LocationLike, context: Context, progress: Progre
         CheckpointNotFoundError: if there is no checkpoint.
     """
     try:
-        opened = open_checkpoint(location, context)
+        return while_unchanged(location, context, lambda opened: _verify(opened, context, progress))
     except CorruptCheckpointError as error:
         return VerifyReport((Problem(error.key, error.start, error.stop, (), str(error)),), 1, 0, ())
+
+
+def _verify(opened: Opened, context: Context, progress: ProgressCallback | None) -> VerifyReport:
     if opened.root is None:
         return _read_foreign(opened, context, progress)
     check = _Check(opened, context, progress)

@@ -14,3 +14,10 @@ def warm() -> Iterator[Saver]:
     """The program that does what is killed."""
     with saver() as running:
         yield running
+
+
+@pytest.fixture(scope="session")
+def other() -> Iterator[Saver]:
+    """Another such program, for what two do at once."""
+    with saver() as running:
+        yield running

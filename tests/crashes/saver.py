@@ -1,7 +1,8 @@
 """A program that does what is to be killed: it is warm, and forks a child for each task.
 
-It reads lines of JSON, ``{"task": name, "location": path}``, and writes the process id of the child that will do the task.
-On the next line, whatever it says, the child begins; when it has ended its exit status is written, negative for a signal.
+It reads lines of JSON, ``{"task": name, "location": path, "number": state}``, and writes the process id of the child that will
+do the task. On the next line, whatever it says, the child begins; when it has ended its exit status is written: negative for
+a signal, `LOST` where another save was faster.
 """
 
 from __future__ import annotations
@@ -12,13 +13,14 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable, Mapping
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
 import ckptcore
 from ckptcore.builtin.safetensors import SafetensorsLayout
+from ckptcore.errors import CheckpointExistsError, SaveLostError
 from tests.crashes.states import LARGE, SMALL, make_state
 
-__all__ = ["NEW", "OLD", "TASKS"]
+__all__ = ["LOST", "NEW", "OLD", "TASKS"]
 
 OLD: Final = 1
 """The state that is there before a task."""
@@ -27,57 +29,71 @@ NEW: Final = 2
 """The state that a task saves."""
 
 
+LOST: Final = 3
+"""The exit status of a task that lost against another save."""
+
+
 def _context(durability: Literal["full", "none"] = "full") -> ckptcore.Context:
     # One thread, so that the system calls of one run are those of the next.
     return ckptcore.Context(durability=durability, threads=1)
 
 
-def _save(location: str) -> None:
-    ckptcore.save(location, make_state(NEW), overwrite=True, context=_context())
+def _save(location: str, number: int) -> None:
+    ckptcore.save(location, make_state(number), overwrite=True, context=_context())
 
 
-def _save_new(location: str) -> None:
-    ckptcore.save(location, make_state(NEW), context=_context())
+def _save_new(location: str, number: int) -> None:
+    ckptcore.save(location, make_state(number), context=_context())
 
 
-def _save_without_durability(location: str) -> None:
-    ckptcore.save(location, make_state(NEW), overwrite=True, context=_context("none"))
+def _save_without_durability(location: str, number: int) -> None:
+    ckptcore.save(location, make_state(number), overwrite=True, context=_context("none"))
 
 
-def _save_several_files(location: str) -> None:
+def _save_several_files(location: str, number: int) -> None:
     layout = SafetensorsLayout(max_file_bytes=SMALL)
-    ckptcore.save(location, make_state(NEW), layout=layout, overwrite=True, context=_context())
+    ckptcore.save(location, make_state(number), layout=layout, overwrite=True, context=_context())
 
 
-def _save_large(location: str) -> None:
-    ckptcore.save(location, make_state(NEW, LARGE), overwrite=True, context=_context())
+def _save_large(location: str, number: int) -> None:
+    ckptcore.save(location, make_state(number, LARGE), overwrite=True, context=_context())
 
 
-def _save_in_background(location: str) -> None:
-    ckptcore.save_async(location, make_state(NEW), overwrite=True, context=_context()).result()
+def _save_in_background(location: str, number: int) -> None:
+    ckptcore.save_async(location, make_state(number), overwrite=True, context=_context()).result()
 
 
-def _save_in_bounded_memory(location: str) -> None:
+def _save_in_bounded_memory(location: str, number: int) -> None:
     context = ckptcore.Context(threads=1, memory=ckptcore.MemoryOptions(save_bytes=300))
-    ckptcore.save_async(location, make_state(NEW), overwrite=True, context=context).result()
+    ckptcore.save_async(location, make_state(number), overwrite=True, context=context).result()
 
 
-def _save_non_atomic(location: str) -> None:
+def _save_non_atomic(location: str, number: int) -> None:
     """On a file system that can exchange directories this is as atomic as without being allowed not to be."""
-    ckptcore.save(location, make_state(NEW), overwrite="non-atomic", context=_context())
+    ckptcore.save(location, make_state(number), overwrite="non-atomic", context=_context())
 
 
-def _convert(location: str) -> None:
+def _convert(location: str, number: int) -> None:
     source = "memory://crashes/source"
-    ckptcore.save(source, make_state(NEW), overwrite="non-atomic", context=_context())
+    ckptcore.save(source, make_state(number), overwrite="non-atomic", context=_context())
     ckptcore.convert(source, location, overwrite=True, context=_context())
 
 
-def _delete(location: str) -> None:
+def _delete(location: str, number: int) -> None:
     ckptcore.delete(location, context=_context())
 
 
-TASKS: Final[Mapping[str, Callable[[str], None]]] = {
+def _replace_often(location: str, number: int) -> None:
+    """Replace a checkpoint by the states 1 to `number`, with one file and with several, with parts of the root and without."""
+    context = _context("none")
+    layouts = SafetensorsLayout(), SafetensorsLayout(max_file_bytes=SMALL)
+    for version in range(1, number + 1):
+        notes = {"long": "x" * 300_000} if version % 3 == 0 else {}
+        state = make_state(version)
+        ckptcore.save(location, state, layout=layouts[version % 2], overwrite=True, metadata=notes, context=context)
+
+
+TASKS: Final[Mapping[str, Callable[[str, int], None]]] = {
     "save": _save,
     "save-new": _save_new,
     "save-without-durability": _save_without_durability,
@@ -88,12 +104,13 @@ TASKS: Final[Mapping[str, Callable[[str], None]]] = {
     "save-non-atomic": _save_non_atomic,
     "convert": _convert,
     "delete": _delete,
+    "replace-often": _replace_often,
 }
 """What can be killed, by name."""
 
 
 def _serve() -> None:
-    _save_new("memory://crashes/warm")  # whatever is imported late is imported now
+    _save_new("memory://crashes/warm", NEW)  # whatever is imported late is imported now
     for line in sys.stdin:
         order = json.loads(line)
         begin, released = os.pipe()
@@ -109,12 +126,14 @@ def _serve() -> None:
         print(os.waitstatus_to_exitcode(status), flush=True)
 
 
-def _child(order: Mapping[str, str], begin: int) -> None:
+def _child(order: Mapping[str, Any], begin: int) -> None:
     """Do a task and end without returning."""
     try:
         signal.alarm(60)  # a task that hangs ends with a signal that no test expects
         os.read(begin, 1)
-        TASKS[order["task"]](order["location"])
+        TASKS[order["task"]](order["location"], order["number"])
+    except (CheckpointExistsError, SaveLostError):
+        os._exit(LOST)
     except BaseException:  # noqa: BLE001  # the exit status tells the test, and the text a person
         traceback.print_exc()
         os._exit(1)

@@ -18,6 +18,8 @@ from typing import Final
 
 import pytest
 
+from tests.crashes.saver import NEW
+
 __all__ = ["KillPoint", "Saver", "needs_strace", "saver"]
 
 _CALLS: Final = (
@@ -85,9 +87,9 @@ class Saver:
         assert self._process.stdout is not None
         return int(self._process.stdout.readline())
 
-    def start(self, task: str, location: str) -> int:
-        """Fork a child that will do a task; its process id. `finish` must follow."""
-        self._say(json.dumps({"task": task, "location": location}))
+    def start(self, task: str, location: str, number: int = NEW) -> int:
+        """Fork a child that will do a task with a state; its process id. `begin` and `end` must follow."""
+        self._say(json.dumps({"task": task, "location": location, "number": number}))
         return self._hear()
 
     def begin(self) -> None:
@@ -97,12 +99,6 @@ class Saver:
     def end(self) -> int:
         """Wait for the child; its exit status, negative for a signal."""
         return self._hear()
-
-    def run(self, task: str, location: str) -> int:
-        """Do a task in a child; its exit status."""
-        self.start(task, location)
-        self.begin()
-        return self.end()
 
     def traced(self, task: str, location: str, log: Path, *options: str) -> int:
         """Do a task in a child under strace, which writes `log`; its exit status."""
