@@ -94,6 +94,7 @@ class _Bench:
                 "engine unverified": lambda: self._read(records, touched, verify=False),
             },
         )
+        self._read(records, touched, verify=True)
         for array, back in zip(arrays, touched, strict=True):
             assert np.array_equal(array.view(np.uint16), back.view(np.uint16))
         self._compare(

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import struct
 import threading
+from collections.abc import Sequence
 from typing import Final
 
-from xxhash import xxh3_64_intdigest
+from xxhash import xxh3_64, xxh3_64_intdigest
 
 from ckptcore.errors import ChecksumError, CorruptCheckpointError
 from ckptcore.model import BLOCK_BYTES, ObjectRecord
@@ -113,13 +114,43 @@ class RecordedChecksums:
             ChecksumError: names the first block that differs.
         """
         size = self._block_bytes
-        block = start // size
         if len(data) <= size:
-            if (found := xxh3_64_intdigest(data)) != (expected := self._sums[block]):
-                raise _difference(self._key, start, len(data), expected, found)
+            self._compare(start, len(data), xxh3_64_intdigest(data))
             return
         for begin in range(0, len(data), size):
             self.verify(start + begin, data[begin : begin + size])
+
+    def verify_pieces(self, start: int, pieces: Sequence[memoryview]) -> None:
+        """Compare bytes that lie in several places of memory and follow each other in the object, as `verify` does.
+
+        Raises:
+            ChecksumError
+        """
+        size = self._block_bytes
+        digest: xxh3_64 | None = None
+        position = begin = start
+        for piece in pieces:
+            at = 0
+            while at < len(piece):
+                end = min(begin + size, self._size)
+                part = piece[at : at + end - position]
+                position += len(part)
+                at += len(part)
+                if digest is None and len(part) == end - begin:
+                    self._compare(begin, len(part), xxh3_64_intdigest(part))
+                else:
+                    digest = digest or xxh3_64()
+                    digest.update(part)
+                    if position < end:
+                        continue
+                    self._compare(begin, end - begin, digest.intdigest())
+                    digest = None
+                begin = position
+
+    def _compare(self, start: int, nbytes: int, found: int) -> None:
+        expected = self._sums[start // self._block_bytes]
+        if found != expected:
+            raise _difference(self._key, start, nbytes, expected, found)
 
 
 def verify_block(key: str, start: int, data: Buffer, expected: bytes) -> None:

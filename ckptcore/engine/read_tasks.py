@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -185,15 +186,45 @@ class ReadPart:
     Attributes:
         memory: where to read them, in the array that wants them; None: into memory of the reader, for the takers.
         takers: the arrays that want some of them, and which bytes of the object each is to take.
+        holes: bytes that are read straight into the array that alone wants them, in order, where others are not.
     """
 
-    __slots__ = ("memory", "start", "stop", "takers")
+    __slots__ = ("holes", "memory", "start", "stop", "takers")
 
     def __init__(self, start: int, stop: int, memory: memoryview | None, takers: list[tuple[Taker, int, int]]) -> None:
         self.start = start
         self.stop = stop
         self.memory = memory
         self.takers = takers
+        self.holes: list[tuple[RunTaker, int, int]] = []
+
+    def cut_holes(self, least: int) -> None:
+        """Let arrays that want `least` bytes or more be read into straight, if no two arrays want the same bytes."""
+        if not any(stop - start >= least for _, start, stop in self.takers):
+            return
+        wanted: list[tuple[int, int, RunTaker]] = []
+        for taker, start, stop in self.takers:
+            if isinstance(taker, BoxTaker):
+                return
+            wanted.append((max(start, taker.start), min(stop, taker.stop), taker))
+        wanted.sort(key=lambda entry: entry[0])
+        if any(after[0] < before[1] for before, after in itertools.pairwise(wanted)):
+            return
+        self.takers = [(taker, start, stop) for start, stop, taker in wanted if stop - start < least]
+        self.holes = [(taker, start, stop) for start, stop, taker in wanted if stop - start >= least]
+
+    def buffers(self, spare: memoryview) -> list[tuple[int, memoryview]]:
+        """Where to read the bytes: into `spare`, as long as the part, but for the holes."""
+        found: list[tuple[int, memoryview]] = []
+        position = self.start
+        for taker, start, stop in self.holes:
+            if position < start:
+                found.append((position, spare[position - self.start : start - self.start]))
+            found.append((start, taker.memory(start, stop)))
+            position = stop
+        if position < self.stop:
+            found.append((position, spare[position - self.start :]))
+        return found
 
 
 class ReadTask:
@@ -220,7 +251,9 @@ class ReadTask:
                 self.requests[-1].append(part)
             else:
                 self.requests.append([part])
-        self.numbers: Iterable[int] = {taker.number for part in parts for taker, _, _ in part.takers}
+        numbers = {taker.number for part in parts for taker, _, _ in part.takers}
+        numbers.update([taker.number for part in parts for taker, _, _ in part.holes])
+        self.numbers: Iterable[int] = numbers
 
 
 def plan_object(shape: ObjectShape, reads: Sequence[TileRead]) -> list[ReadTask]:
@@ -311,6 +344,8 @@ def _windows(shape: ObjectShape, ranges: list[tuple[int, int, Taker]], direct: S
                 takers.append((taker, start, end))
             start = end
             place += 1
+    for window in windows:
+        window.cut_holes(shape.sizes.direct)
     return windows
 
 

@@ -253,27 +253,28 @@ class _Reading:
 
     def _read_parts(self, key: str, parts: Sequence[ReadPart], sums: RecordedChecksums | None, hand: _Hand) -> int:
         """Read parts that follow each other by one request, and let takers have what they want of them."""
-        spare = sum([part.stop - part.start for part in parts if part.memory is None])
-        rest = hand.memory(spare) if spare else memoryview(b"")
-        ranges: list[tuple[int, memoryview]] = []
+        start, stop = parts[0].start, parts[-1].stop
+        spare = hand.memory(stop - start)
+        buffers: list[tuple[int, memoryview]] = []
         for part in parts:
-            memory = part.memory
-            if memory is None:
-                memory = rest[: part.stop - part.start]
-                rest = rest[part.stop - part.start :]
-            ranges.append((part.start, memory))
-        self._storage.get_into(key, ranges)
-        hand.bytes_read += parts[-1].stop - parts[0].start
-        hand.requests += 1
-        taken = 0
-        for part, (start, memory) in zip(parts, ranges, strict=True):
-            if sums is not None:
-                sums.verify(start, memory)
             if part.memory is not None:
-                taken += len(memory)
+                buffers.append((part.start, part.memory))
             else:
-                for taker, low, high in part.takers:
-                    taken += taker.take(memory, start, low, high)
+                buffers.extend(part.buffers(spare[part.start - start : part.stop - start]))
+        self._storage.get_into(key, buffers)
+        hand.bytes_read += stop - start
+        hand.requests += 1
+        if sums is not None:
+            sums.verify_pieces(start, [buffer for _, buffer in buffers])
+        taken = 0
+        for part in parts:
+            if part.memory is not None:
+                taken += len(part.memory)
+                continue
+            for taker, low, high in part.takers:
+                taken += taker.take(spare, start, low, high)
+            for _, low, high in part.holes:
+                taken += high - low
         return taken
 
 

@@ -87,6 +87,25 @@ def test_the_block_that_differs_is_named() -> None:
         verify_block("a/b", 60, data, bytes(8))
 
 
+@given(st.binary(min_size=1, max_size=300), st.integers(1, 40), st.data())
+def test_a_block_may_lie_in_several_places(data: bytes, block: int, draw: st.DataObject) -> None:
+    sums = RecordedChecksums(ObjectRecord("a", len(data), expected(data, block)), block_bytes=block)
+    start = draw.draw(st.integers(0, (len(data) - 1) // block)) * block
+    last = draw.draw(st.integers(start // block, (len(data) - 1) // block))
+    stop = min((last + 1) * block, len(data))
+    cuts = sorted({start, stop, *draw.draw(st.lists(st.integers(start, stop), max_size=8))})
+    damaged = bytearray(data)
+    sums.verify_pieces(start, [memoryview(damaged)[a:b] for a, b in itertools.pairwise(cuts)])
+    place = draw.draw(st.integers(start, stop - 1))
+    damaged[place] ^= 1
+    with pytest.raises(ChecksumError) as caught:
+        sums.verify_pieces(start, [memoryview(damaged)[a:b] for a, b in itertools.pairwise(cuts)])
+    assert (caught.value.start, caught.value.stop) == (
+        place // block * block,
+        min(place // block * block + block, len(data)),
+    )
+
+
 def test_too_few_or_too_many_checksums_are_damage() -> None:
     for checksums in (b"", bytes(24), bytes(40), bytes(31)):
         with pytest.raises(CorruptCheckpointError, match="expected 32 bytes for an object of 100 bytes"):
