@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import secrets
 import shutil
 import stat
 from collections.abc import Iterator, Sequence
@@ -160,7 +159,7 @@ class LocalStorage:
         """Write an object whole or not at all, replacing what is there; returns its new tag."""
         path = self._new_path(key)
         directory = os.path.dirname(path)
-        temporary = f"{directory}/{_TEMPORARY_PREFIX}{secrets.token_hex(8)}"
+        temporary = f"{directory}/{_TEMPORARY_PREFIX}{os.urandom(8).hex()}"
         try:
             descriptor = self._create(temporary)
             try:
