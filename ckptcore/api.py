@@ -26,7 +26,7 @@ from ckptcore.model.tree import JSON
 from ckptcore.opening import Opened, while_unchanged
 from ckptcore.protocols import Layout
 from ckptcore.root import new_save_id
-from ckptcore.saving import describe, persist, start_copy, start_view
+from ckptcore.saving import describe, fail_everywhere, persist, start_copy, start_view
 from ckptcore.snapshots import BoundedSnapshot, CopiedSnapshot, ViewedSnapshot
 from ckptcore.verification import ProgressCallback, VerifyReport, verify_checkpoint
 
@@ -109,9 +109,9 @@ def save_async(
         try:
             snapshot = CopiedSnapshot(plan, start, memory.give_back)
             snapshot.wait()
-        except BaseException:
+        except BaseException as error:  # noqa: BLE001  # told to the other ranks, then raised
             memory.close()
-            raise
+            fail_everywhere(described, error)
 
         def work() -> None:
             try:
@@ -133,7 +133,11 @@ def save_async(
             _release(context)
 
     saves.run(handle, bounded_work)
-    bounded.copy_all()
+    try:
+        bounded.copy_all()
+    except BaseException:
+        handle.exception()  # the writer ends with the same error, which is told here and need not be again
+        raise
     return handle
 
 

@@ -10,7 +10,7 @@ import functools
 import json
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import xxhash
 
@@ -31,7 +31,7 @@ from ckptcore.planning import check_coverage, plan_write
 from ckptcore.protocols import HostMemory, Layout, LeafHandler, Snapshot, StorageBackend
 from ckptcore.root import Root, encode_root, new_save_id
 
-__all__ = ["Described", "describe", "persist", "start_copy", "start_view"]
+__all__ = ["Described", "describe", "fail_everywhere", "persist", "start_copy", "start_view"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,6 +158,13 @@ def start_copy(plan: WritePlan, leaves: _Leaves, memory: HostMemory) -> Callable
         return handler.copy_to_host(leaves.leaves[item.leaf], item.boxes, memory)
 
     return start
+
+
+def fail_everywhere(described: Described, error: BaseException) -> NoReturn:
+    """Raise why this process cannot go on with a save, on the other ranks too: they wait for it to claim the location."""
+    with described.agreement.stage("claim"):
+        raise error
+    raise error  # the stage has raised it
 
 
 def persist(described: Described, snapshot: Snapshot, context: Context, handle: SaveHandle | None = None) -> None:

@@ -34,7 +34,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     if os.name != "posix" or os.geteuid() != 0:
         pytest.skip("mounting a small file system takes root")
     mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(disk)], capture_output=True, text=True
+        ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(disk)], capture_output=True, text=True, check=False
     )
     if mounted.returncode:
         pytest.skip(f"no file system can be mounted here: {mounted.stderr.strip()}")
@@ -188,3 +188,15 @@ def test_overwriting_that_fails_leaves_the_old(name: str, background: bool, tmp_
         else:
             ckptcore.save(location, state, overwrite=True, **arguments)
     _assert_intact(location)
+
+
+@pytest.mark.parametrize("save_bytes", [None, 8])
+def test_a_copy_that_fails_is_told_once(save_bytes: int | None, tmp_path: Path) -> None:
+    location = tmp_path / "run" / "step_1"
+    memory = ckptcore.MemoryOptions(save_bytes=save_bytes)
+    context = ckptcore.Context(handlers={np.ndarray: _FailingLeaves()}, memory=memory, durability="none")
+    with pytest.raises(RuntimeError, match="gone"):
+        ckptcore.save_async(location, [np.zeros(9)], context=context)
+    assert not location.parent.exists() or list(location.parent.iterdir()) == [], "leftovers"
+    ckptcore.save_async(location, [1, 2], context=context).result()
+    assert ckptcore.load(location) == [1, 2]

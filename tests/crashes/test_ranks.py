@@ -1,0 +1,204 @@
+"""Several ranks that save one tree: all of them succeed, or all of them learn which one failed and why."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import pytest
+
+import ckptcore
+from ckptcore.builtin.host_leaves import HostArrayHandler
+from ckptcore.builtin.safetensors import SafetensorsLayout
+from ckptcore.errors import CheckpointExistsError, RankFailedError
+from ckptcore.model import JSON, Box, HostArray, LeafRecord, Pending, Receipt, TreeMetadata
+from ckptcore.protocols import Coordinator, Snapshot, WriteStore
+from ckptcore.testing import ThreadJob
+from ckptcore.testing.faults import FailAt, FaultPlan
+from tests.crashes.places import faulty_context, through
+from tests.crashes.states import make_state, version_at
+
+_OLD, _NEW, _NEXT = 1, 2, 3
+
+
+class _Broken(RuntimeError):
+    """What fails on one rank."""
+
+
+class _BrokenLeaves(HostArrayHandler):
+    """Fails in one method."""
+
+    def __init__(self, method: str) -> None:
+        self._method = method
+
+    def _may_fail(self, method: str) -> None:
+        if method == self._method:
+            raise _Broken(f"{method} is broken")
+
+    def describe(self, leaf: Any) -> LeafRecord:
+        self._may_fail("describe")
+        return super().describe(leaf)
+
+    def view_on_host(self, leaf: Any, boxes: Sequence[Box]) -> Sequence[Pending[HostArray]]:
+        self._may_fail("view_on_host")
+        return super().view_on_host(leaf, boxes)
+
+    def copy_to_host(self, leaf: Any, boxes: Sequence[Box], memory: Any) -> Sequence[Pending[HostArray]]:
+        self._may_fail("copy_to_host")
+        return super().copy_to_host(leaf, boxes, memory)
+
+
+class _BrokenLayout(SafetensorsLayout):
+    """Fails in one method."""
+
+    def __init__(self, method: str) -> None:
+        super().__init__()
+        object.__setattr__(self, "_method", method)
+
+    def _may_fail(self, method: str) -> None:
+        if method == getattr(self, "_method", None):
+            raise _Broken(f"{method} is broken")
+
+    def check(self, tree: TreeMetadata, size: int) -> None:
+        self._may_fail("check")
+        super().check(tree, size)
+
+    def write(self, snapshot: Snapshot, store: WriteStore) -> JSON:
+        self._may_fail("write")
+        return super().write(snapshot, store)
+
+    def finish(self, tree: TreeMetadata, receipts: Sequence[Receipt], store: WriteStore) -> JSON:
+        self._may_fail("finish")
+        return super().finish(tree, receipts, store)
+
+
+def _job(size: int) -> ThreadJob:
+    return ThreadJob(size, timeout_seconds=20)
+
+
+def _save(location: str, coordinator: Coordinator, background: bool, **options: Any) -> None:
+    state = options.pop("state", None) or make_state(_NEW)
+    context = ckptcore.Context(
+        coordinator=coordinator, threads=1, durability="none", handlers=options.pop("handlers", {})
+    )
+    if background:
+        ckptcore.save_async(location, state, context=context, **options).result()
+    else:
+        ckptcore.save(location, state, context=context, **options)
+
+
+@pytest.mark.parametrize("background", [False, True])
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("scheme", ["file", "memory"])
+def test_all_ranks_succeed(scheme: str, size: int, background: bool, tmp_path: Path) -> None:
+    location = f"{scheme}://{tmp_path if scheme == 'file' else tmp_path.name}/step_1"
+    job = _job(size)
+    job.run(lambda coordinator: _save(location, coordinator, background))
+    assert version_at(location) == _NEW
+    assert job.run(lambda coordinator: version_at(location)) == [_NEW] * size
+
+
+_EVERYWHERE: Final = ["leaves.describe", "layout.check", "layout.write"]
+_FAILURES: Final = [
+    *[(where, rank, background) for where in _EVERYWHERE for rank in (0, 1, 2) for background in (False, True)],
+    # Rank 0 owns what every rank holds alike, so it alone copies; and it alone finishes.
+    ("leaves.view_on_host", 0, False),
+    ("leaves.copy_to_host", 0, True),
+    ("layout.finish", 0, False),
+    ("layout.finish", 0, True),
+]
+
+
+@pytest.mark.parametrize(("where", "broken", "background"), _FAILURES)
+def test_what_fails_on_one_rank_fails_on_all(where: str, broken: int, background: bool, tmp_path: Path) -> None:
+    location = str(tmp_path / "run" / "step_1")
+    ckptcore.save(location, make_state(_OLD))
+    what, method = where.split(".")
+
+    def save(coordinator: Coordinator) -> str:
+        options: dict[str, Any] = {"overwrite": True}
+        if coordinator.rank == broken and what == "leaves":
+            options["handlers"] = {np.ndarray: _BrokenLeaves(method)}
+        elif coordinator.rank == broken:
+            options["layout"] = _BrokenLayout(method)
+        try:
+            _save(location, coordinator, background, **options)
+        except _Broken:
+            return "its own"
+        except RankFailedError as error:
+            return str(error)
+        return "saved"
+
+    outcomes = _job(3).run(save)
+    assert outcomes[broken] == "its own"
+    for rank, told in enumerate(outcomes):
+        if rank != broken:
+            assert f"rank {broken}" in told and f"{method} is broken" in told
+    assert version_at(location) == _OLD
+    ckptcore.save(location, make_state(_NEXT), overwrite=True)
+    assert [path.name for path in Path(location).parent.iterdir()] == ["step_1"], "leftovers"
+
+
+@pytest.mark.parametrize("scheme", ["file", "memory"])
+def test_a_storage_that_fails_at_any_operation_of_the_leader(scheme: str, tmp_path: Path) -> None:
+    above = f"file://{tmp_path}" if scheme == "file" else f"memory://{tmp_path.name}"
+
+    def save(location: str, coordinator: Coordinator, plan: FaultPlan) -> str:
+        led = faulty_context(location, plan)
+        context = ckptcore.Context(
+            coordinator=coordinator, threads=1, durability="none", plugins=led.plugins if coordinator.rank == 0 else ()
+        )
+        there = through(location) if coordinator.rank == 0 else location
+        try:
+            # The exchanges of a save are named after its location.
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(type(context), "exchange_key", lambda self, location: "save")
+                ckptcore.save(there, make_state(_NEW), context=context)
+        except Exception as error:  # noqa: BLE001  # compared with that of the other rank
+            return f"{type(error).__name__}: {error}"
+        return "saved"
+
+    whole = FaultPlan()
+    assert _job(2).run(lambda coordinator: save(f"{above}/whole", coordinator, whole)) == ["saved"] * 2
+    failed = 0
+    for operation in whole.operations:
+        location = f"{above}/{operation.number}"
+        plan = FaultPlan(FailAt(operation.number, OSError("the test lets it fail")))
+        first, second = _job(2).run(lambda coordinator: save(location, coordinator, plan))  # noqa: B023  # done at once
+        if first == "saved":
+            assert second == "saved" and version_at(location) == _NEW, f"{operation} failed"
+        else:
+            failed += 1
+            assert "the test lets it fail" in first and "rank 0" in second and first in second, f"{operation} failed"
+            assert version_at(location) is None, f"{operation} failed"
+    assert failed > 5
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_location_that_is_taken_is_refused_on_all_ranks(size: int, tmp_path: Path) -> None:
+    location = str(tmp_path / "step_1")
+    ckptcore.save(location, make_state(_OLD))
+
+    def save(coordinator: Coordinator) -> type[Exception]:
+        with pytest.raises((CheckpointExistsError, RankFailedError), match="already") as caught:
+            _save(location, coordinator, False)
+        return caught.type
+
+    assert _job(size).run(save) == [CheckpointExistsError] + [RankFailedError] * (size - 1)
+    assert version_at(location) == _OLD
+
+
+def test_ranks_with_different_trees_are_refused(tmp_path: Path) -> None:
+    location = str(tmp_path / "step_1")
+
+    def save(coordinator: Coordinator) -> str:
+        state = {"x": np.zeros(3 + (coordinator.rank == 1), np.float32)}
+        with pytest.raises(ckptcore.CheckpointError) as caught:
+            _save(location, coordinator, False, state=state)
+        return str(caught.value)
+
+    for told in _job(3).run(save):
+        assert "another tree" in told and "[1]" in told
+    assert version_at(location) is None
