@@ -10,7 +10,6 @@ from __future__ import annotations
 import errno
 import mmap
 import os
-import random
 import sys
 import threading
 import time
@@ -89,9 +88,9 @@ class ColdReader:
     def _ask(self, start: int) -> bool:
         """Whether some page of a window is not in memory: another one each time, for asking brings it there."""
         pages = max(1, min(_WINDOW_BYTES, self._size - start) // _PAGE_BYTES)
-        page = bytearray(_PAGE_BYTES)
+        number = int.from_bytes(os.urandom(4), "little") % pages
         try:
-            os.preadv(self._probe, [page], start + random.randrange(pages) * _PAGE_BYTES, os.RWF_NOWAIT)
+            os.preadv(self._probe, [bytearray(_PAGE_BYTES)], start + number * _PAGE_BYTES, os.RWF_NOWAIT)
         except BlockingIOError:
             return True
         except OSError as error:

@@ -66,10 +66,13 @@ import os, sys, time
 from ckptcore.builtin.local import open_local
 from ckptcore.protocols import StorageOptions
 lock = open_local(sys.argv[1], StorageOptions()).lock_directory("a")
+receive, send = os.pipe()
 child = os.fork()
 if child == 0:
+    os.write(send, b"1")
     os.read(0, 1)
     os._exit(0)
+os.read(receive, 1)
 print(child, flush=True)
 os.kill(os.getpid(), 9)
 """
