@@ -65,7 +65,7 @@ class GridHandler:
         if isinstance(leaf, Sketch):
             raise UnsupportedLeafError("a Sketch has no cells to save; save the Grid")
         whole = cells_of(leaf)
-        return [Ready(whole[(*box.slices, ...)]) for box in boxes]
+        return [Ready(np.asarray(whole[box.slices])) for box in boxes]
 
     def wanted(self, abstract: Any, stored: ArrayRecord) -> Sequence[Box]:
         return (Box.whole(stored.spec.shape),)
@@ -90,7 +90,7 @@ class GridHandler:
             return False
         whole = cells_of(target)
         for box, elements in self._only(stored, boxes):
-            whole[(*box.slices, ...)] = elements
+            whole[box.slices] = elements
         return True
 
     def _only(self, stored: LeafRecord, boxes: Sequence[tuple[Box, HostArray]]) -> Sequence[tuple[Box, HostArray]]:

@@ -72,8 +72,9 @@ class ScrollLayout:
     def finish(self, tree: TreeMetadata, receipts: Sequence[Receipt], store: WriteStore) -> JSON:
         scrolls: dict[str, list[JSON]] = {}
         for receipt in receipts:
-            for leaf, *rest in receipt.state:  # type: ignore[union-attr,misc]  # what `write` gave
-                scrolls.setdefault(str(leaf), []).append(rest)  # type: ignore[has-type]  # what `write` gave
+            written: Any = receipt.state  # what `write` gave
+            for leaf, *rest in written:
+                scrolls.setdefault(str(leaf), []).append(rest)
         names = names_of(tree)
         index: list[JSON] = []
         for leaf, name in names.items():
@@ -155,8 +156,9 @@ def scrolls_of(tree: TreeMetadata, state: JSON) -> dict[int, list[Scroll]]:
     """The scrolls of each leaf; the state may be hostile."""
     try:
         places: dict[int, list[Scroll]] = {}
-        for leaf, found in dict(state).items():  # type: ignore[arg-type]  # checked by what is caught
-            scrolls = []
+        table: Any = state  # checked by what is caught
+        for leaf, found in dict(table).items():
+            scrolls: list[Scroll] = []
             record = tree.leaves[extent(int(leaf))]
             if not isinstance(record, ArrayRecord):
                 raise TypeError(f"leaf {leaf} is no array")

@@ -120,7 +120,7 @@ class Attic:
         directory = checked(prefix.removesuffix("/")) + "/" if prefix else ""
         return iter([key for key in self._keys() if key.startswith(directory)])
 
-    def _keys(self) -> list[str]:
+    def _keys(self) -> Sequence[str]:
         if not self._database.exists():
             return []
         rows = self._run(lambda attic: attic.execute("SELECT key FROM objects").fetchall())
