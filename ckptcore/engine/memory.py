@@ -159,7 +159,8 @@ class StagingMemory:
         self._pool = pool
         self._threads = threads
         self._lock = threading.Lock()
-        self._leases: dict[int, tuple[HostArray, Pages | None]] = {}
+        self._large: dict[int, tuple[HostArray, Pages]] = {}  # by where it begins
+        self._small: dict[int, HostArray] = {}  # by id; only counted where there is a budget
         self._pieces: deque[_Piece] = deque()
         self._copiers = 0
         self._copying = 0
@@ -181,21 +182,27 @@ class StagingMemory:
             return array
         pages = self._pool.take(nbytes)
         array = pages.array(shape, dtype)
-        self._lease(array, pages)
+        self._lease_large(array, pages)
         return array
 
     def _lease_small(self, array: HostArray) -> None:
-        if self._pool.limit_bytes is not None and array.nbytes:
-            self._pool.reserve(array.nbytes)
-            self._lease(array, None)
-
-    def _lease(self, array: HostArray, pages: Pages | None) -> None:
+        if self._pool.limit_bytes is None or not array.nbytes:
+            return
+        self._pool.reserve(array.nbytes)
         with self._lock:
             if not self._closed:
-                self._leases[array.ctypes.data] = (array, pages)
+                self._small[id(array)] = array
                 return
-        self._end_lease(array, pages)
-        self._expect_open()
+        self._pool.unreserve(array.nbytes)
+        raise _closed()
+
+    def _lease_large(self, array: HostArray, pages: Pages) -> None:
+        with self._lock:
+            if not self._closed:
+                self._large[array.ctypes.data] = (array, pages)
+                return
+        self._pool.put_back(pages)
+        raise _closed()
 
     def copy(self, source: HostArray) -> Pending[HostArray]:
         """Copy `source` into memory of the save, in native byte order; `source` must stay as it is until then.
@@ -208,7 +215,7 @@ class StagingMemory:
             self._lease_small(small)
             return Ready(small)
         array = self._empty(source.shape, source.dtype if source.dtype.isnative else source.dtype.newbyteorder("="))
-        copy = _Copy(self, array)
+        copy = _Copy(self, self._lock, array)
         pieces = [_Piece(copy, to, of) for to, of in _cut_copy(array, source)]
         copy.missing = len(pieces)
         with self._lock:
@@ -222,18 +229,28 @@ class StagingMemory:
         return copy
 
     def _copy_pieces(self) -> None:
-        while self.help_copy():
-            pass
-        with self._lock:
-            self._copiers -= 1
+        while True:
+            with self._lock:
+                if not self._pieces:
+                    self._copiers -= 1
+                    return
+                piece = self._begin_piece()
+            self._copy_piece(piece)
 
     def help_copy(self) -> bool:
         """Copy one piece that no thread has begun, on this thread; False if there is none."""
         with self._lock:
             if not self._pieces:
                 return False
-            piece = self._pieces.popleft()
-            self._copying += 1
+            piece = self._begin_piece()
+        self._copy_piece(piece)
+        return True
+
+    def _begin_piece(self) -> _Piece:
+        self._copying += 1
+        return self._pieces.popleft()
+
+    def _copy_piece(self, piece: _Piece) -> None:
         try:
             piece.run()
         finally:
@@ -241,22 +258,21 @@ class StagingMemory:
                 self._copying -= 1
                 if self._copying == 0:
                     self._not_copying.notify_all()
-        return True
 
     def give_back(self, array: HostArray) -> None:
         """Say that an array of this memory, or one that begins where it does, is not needed any more."""
-        if array.nbytes < _SMALL_BYTES and self._pool.limit_bytes is None:
-            return
-        with self._lock:
-            lease = self._leases.pop(array.ctypes.data, None) if array.nbytes else None
-        if lease is not None:
-            self._end_lease(*lease)
-
-    def _end_lease(self, array: HostArray, pages: Pages | None) -> None:
-        if pages is None:
-            self._pool.unreserve(array.nbytes)
-        else:
-            self._pool.put_back(pages)
+        if array.nbytes >= _SMALL_BYTES:
+            with self._lock:
+                large = self._large.pop(array.ctypes.data, None)
+            if large is not None:
+                self._pool.put_back(large[1])
+        elif self._pool.limit_bytes is not None:
+            with self._lock:
+                small = self._small.pop(id(array), None)
+                if small is None and array.base is not None:
+                    small = self._small.pop(id(array.base), None)
+            if small is not None:
+                self._pool.unreserve(small.nbytes)
 
     def close(self) -> None:
         """Give everything back to the pool; copies that no thread has begun are given up. Waits for those that run."""
@@ -266,12 +282,15 @@ class StagingMemory:
             self._pieces.clear()
             while self._copying:
                 self._not_copying.wait()
-            leases = list(self._leases.values())
-            self._leases.clear()
+            large = [pages for _, pages in self._large.values()]
+            self._large.clear()
+            small = sum([array.nbytes for array in self._small.values()])
+            self._small.clear()
         for piece in given_up:
             piece.give_up(_closed())
-        for array, pages in leases:
-            self._end_lease(array, pages)
+        for pages in large:
+            self._pool.put_back(pages)
+        self._pool.unreserve(small)
 
     def _expect_open(self) -> None:
         if self._closed:
@@ -285,10 +304,11 @@ def _closed() -> RuntimeError:
 class _Copy:
     """A copy that threads make piece by piece; a `ckptcore.model.Pending`."""
 
-    __slots__ = ("_array", "_done", "_error", "_memory", "missing")
+    __slots__ = ("_array", "_counting", "_done", "_error", "_memory", "missing")
 
-    def __init__(self, memory: StagingMemory, array: HostArray) -> None:
+    def __init__(self, memory: StagingMemory, counting: threading.Lock, array: HostArray) -> None:
         self._memory = memory
+        self._counting = counting
         self._array = array
         self._error: BaseException | None = None
         self._done = threading.Lock()
@@ -310,14 +330,11 @@ class _Copy:
         """Count a piece."""
         if error is not None:
             self._error = error
-        with _COUNTING:
+        with self._counting:
             self.missing -= 1
             left = self.missing
         if left == 0:
             self._done.release()
-
-
-_COUNTING: Final = threading.Lock()
 
 
 class _Piece:

@@ -55,6 +55,7 @@ class ObjectReader:
         self._verify = verify
         self._progress = progress
         self._sizes = sizes
+        self._sums: dict[str, RecordedChecksums] = {}
         self.counting = threading.Lock()
         self.bytes_read = 0
         self.requests = 0
@@ -81,7 +82,10 @@ class ObjectReader:
         record = self._objects.get(key)
         if record is None or not self._verify or not record.checksums:
             return None
-        return RecordedChecksums(record, block_bytes=self._sizes.block)
+        sums = self._sums.get(key)
+        if sums is None:
+            sums = self._sums[key] = RecordedChecksums(record, block_bytes=self._sizes.block)
+        return sums
 
     def get(self, key: str, start: int = 0, stop: int | None = None) -> bytes:
         """Bytes `start` to `stop` of an object; fewer where it ends before.
