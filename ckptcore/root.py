@@ -205,11 +205,12 @@ def _decode(data: bytes, read_part: ReadPart) -> Root | Claimed:
 def _read_part(key: str, size: Any, checksum: str, read_part: ReadPart) -> JSON:
     if type(size) is not int or not 0 <= size <= _MAX_PART_BYTES:
         raise CorruptCheckpointError(f"{ROOT_KEY} states {size!r} bytes for {key}", key=key)
-    data = read_part(key, size)
+    data = read_part(key, size + 1)
     if len(data) != size:
+        found = f"{len(data)} bytes" if len(data) < size else "more"
         raise CorruptCheckpointError(
-            f"{key} has {len(data)} bytes, where {size} were written; restore it or delete the checkpoint",
-            key=key, start=len(data), stop=size,
+            f"{key} has {found}, where {size} bytes were written; restore it or delete the checkpoint",
+            key=key, start=min(len(data), size), stop=max(len(data), size),
         )  # fmt: skip
     if _checksum(data) != checksum:
         raise CorruptCheckpointError(

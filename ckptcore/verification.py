@@ -131,7 +131,7 @@ class _Check:
                 self._progress(self.done, self._total)
 
     def _check_size(self, record: ObjectRecord) -> None:
-        found = self._store.size(record.key)
+        found = self._opened.location.store.size(record.key)
         if found != record.size:
             self._add(
                 CorruptCheckpointError(
