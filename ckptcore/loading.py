@@ -276,12 +276,19 @@ def _check_sizes(opened: Opened, units: Sequence[_Unit]) -> None:
     """Refuse arrays that the objects cannot hold before memory is taken for them."""
     if not opened.objects:
         return
-    held = {key: record.size for key, record in opened.objects.items()}
     wanted = {unit.leaf for unit in units}
-    for leaf, key, _, stop in opened.layout.extents(opened.tree, opened.state):
-        if leaf in wanted and stop > held.get(key, 0):
+    sizes: dict[str, int] = {}
+    taken: dict[str, int] = {}
+    for leaf, key, start, stop in opened.layout.extents(opened.tree, opened.state):
+        if leaf not in wanted:
+            continue
+        if key not in sizes:
+            # What the object really has: it may be cut off, and a hostile root may state anything.
+            sizes[key] = opened.location.store.size(key) if key in opened.objects else 0
+        # No two arrays share bytes, so together they are no larger than the object either.
+        taken[key] = taken.get(key, 0) + stop - start
+        if max(stop, taken[key]) > sizes[key]:
             raise CorruptCheckpointError(
-                f"{opened.location.display}: {format_path(opened.tree.paths[leaf])} would end at byte {stop} of {key}, which "
-                f"has {held.get(key, 0)} bytes",
-                key=key,
-            )
+                f"{format_path(opened.tree.paths[leaf])} would end at byte {stop} of {key}, which has {sizes[key]} bytes",
+                key=key, start=min(sizes[key], stop), stop=stop,
+            )  # fmt: skip

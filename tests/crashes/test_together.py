@@ -109,7 +109,7 @@ def test_a_reader_gets_one_of_the_states_whole(warm: Saver, tmp_path: Path) -> N
 
 @pytest.mark.slow
 def test_a_reader_gets_one_of_the_states_whole_often(warm: Saver, tmp_path: Path) -> None:
-    _read_while_replaced(warm, tmp_path, 5000)
+    _read_while_replaced(warm, tmp_path, 1500)
 
 
 def _read_while_replaced(warm: Saver, directory: Path, rounds: int) -> None:

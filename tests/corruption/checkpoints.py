@@ -1,0 +1,157 @@
+"""Checkpoints to damage, and what must be true of one that is damaged."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import pytest
+
+import ckptcore
+from ckptcore.builtin.safetensors import SafetensorsLayout
+from ckptcore.engine.memory import allocate
+from ckptcore.errors import CheckpointError
+from ckptcore.model import ArraySpec, HostArray
+from tests.crashes.states import same_value
+
+__all__ = ["ORIGINALS", "Original", "bounded_memory", "make_original"]
+
+_FAST: Final = ckptcore.Context(durability="none", threads=1)
+_RELAXED: Final = ckptcore.Context(verify=False, threads=1)
+_SLACK_BYTES: Final = 1 << 16
+
+
+@dataclass(frozen=True)
+class Original:
+    """A checkpoint, and what it was.
+
+    Attributes:
+        location: where it is.
+        state: what was saved.
+        files: the bytes of each file, by its name.
+    """
+
+    location: Path
+    state: Any
+    files: Mapping[str, bytes]
+
+    def restore(self) -> None:
+        """Undo all damage."""
+        shutil.rmtree(self.location, ignore_errors=True)
+        self.location.mkdir()
+        for name, content in self.files.items():
+            (self.location / name).write_bytes(content)
+
+    def damaged_files(self) -> list[str]:
+        """The names of files that are not what they were."""
+        return [
+            name
+            for name, content in self.files.items()
+            if not (self.location / name).is_file() or (self.location / name).read_bytes() != content
+        ]
+
+    def check(self) -> None:
+        """Fail unless every function copes with the damage and names it."""
+        damaged = self.damaged_files()
+        with bounded_memory(self.location):
+            try:
+                loaded = ckptcore.load(self.location, context=_FAST)
+            except CheckpointError:
+                assert damaged, "what is whole does not load"
+            else:
+                assert same_value(loaded, self.state), f"{damaged} are damaged, and something else came back"
+            with contextlib.suppress(CheckpointError):
+                # It may give wrong elements: that is what was asked for. It may not crash.
+                ckptcore.load(self.location, context=_RELAXED)
+            with contextlib.suppress(CheckpointError):
+                ckptcore.metadata(self.location)
+        report = ckptcore.verify(self.location)
+        found = {problem.key for problem in report.problems}
+        assert report.ok == (not damaged)
+        if damaged and not damaged[0].startswith("checkpoint."):
+            assert found == set(damaged), f"{damaged} are damaged, and verify names {found}"
+        elif damaged:
+            assert found and found <= {name for name in damaged if name.startswith("checkpoint.")}
+
+
+@contextlib.contextmanager
+def bounded_memory(location: Path) -> Iterator[None]:
+    """Fail where a load allocates more for arrays than the files hold."""
+    held = sum(path.stat().st_size for path in location.rglob("*") if path.is_file() and not path.is_symlink())
+
+    def bounded(spec: ArraySpec) -> HostArray:
+        nonlocal held
+        held -= spec.nbytes
+        assert held + _SLACK_BYTES >= 0, f"{spec} is more than the files hold"
+        return allocate(spec)
+
+    with pytest.MonkeyPatch.context() as patch:
+        # Twice, for one loads twice in the block.
+        held *= 2
+        patch.setattr("ckptcore.loading.allocate", bounded)
+        yield
+
+
+def _arrays(count: int, elements: int) -> dict[str, Any]:
+    random = np.random.default_rng(count)
+    return {
+        "arrays": [random.integers(0, 255, elements + number, np.uint8) for number in range(count)],
+        "floats": {"weight": random.standard_normal((3, 5)), "half": random.standard_normal(7).astype(np.float16)},
+        "empty": np.zeros((0, 3), np.int32),
+        "step": 123456789,
+        "name": "a name",
+        "text": "ä" * 9000,
+        "nothing": None,
+    }
+
+
+def _save_one_file(location: Path) -> Any:
+    state = _arrays(3, 100)
+    ckptcore.save(location, state, context=_FAST)
+    return state
+
+
+def _save_several_files(location: Path) -> Any:
+    state = _arrays(4, 3000)
+    ckptcore.save(location, state, layout=SafetensorsLayout(max_file_bytes=4000), context=_FAST)
+    return state
+
+
+def _save_with_parts(location: Path) -> Any:
+    """Each table of the root in an object of its own, as in a checkpoint of very many arrays."""
+    state = _arrays(5, 20)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("ckptcore.root._INLINE_BYTES", 0)
+        ckptcore.save(location, state, metadata={"loss": [0.5, 0.25]}, context=_FAST)
+    return state
+
+
+def _save_several_blocks(location: Path) -> Any:
+    state = _arrays(2, 1_300_000)
+    ckptcore.save(location, state, context=_FAST)
+    return state
+
+
+ORIGINALS: Final[Mapping[str, Callable[[Path], Any]]] = {
+    "one file": _save_one_file,
+    "several files": _save_several_files,
+    "parts of the root": _save_with_parts,
+    "several blocks": _save_several_blocks,
+}
+"""What saves each of them and returns the state."""
+
+
+def make_original(name: str, directory: Path) -> Original:
+    """Save one of them."""
+    location = directory / "step_1"
+    state = ORIGINALS[name](location)
+    files = {path.name: path.read_bytes() for path in sorted(location.iterdir())}
+    original = Original(location, state, files)
+    assert ("checkpoint.json" in files) and (len(files) > 2) == (name in ("several files", "parts of the root"))
+    original.check()
+    return original

@@ -1,0 +1,173 @@
+"""Files of a checkpoint that are cut off, changed, mixed up or gone."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Final
+
+import pytest
+
+import ckptcore
+from ckptcore.model import BLOCK_BYTES
+from tests.corruption.checkpoints import ORIGINALS, Original, make_original
+
+_SMALL: Final = [name for name in ORIGINALS if name != "several blocks"]
+
+
+def _lengths(size: int) -> Iterator[int]:
+    """Lengths of each sort to which a file can be cut."""
+    edges = {0, 1, 7, 8, 9, 63, 64, size // 2, size - 41, size - 2, size - 1}
+    for block in range(0, size, BLOCK_BYTES):
+        edges |= {block - 1, block, block + 1}
+    yield from sorted(length for length in edges if 0 <= length < size)
+
+
+def _truncate(original: Original, lengths: Callable[[int], Iterator[int]]) -> int:
+    count = 0
+    for name, content in original.files.items():
+        path = original.location / name
+        for length in lengths(len(content)):
+            path.write_bytes(content[:length])
+            try:
+                original.check()
+            except BaseException as error:
+                error.add_note(f"{name} was cut to {length} of {len(content)} bytes")
+                raise
+            count += 1
+        path.write_bytes(content)
+    original.check()
+    return count
+
+
+@pytest.mark.parametrize("name", ORIGINALS)
+def test_files_that_are_cut_off(name: str, tmp_path: Path) -> None:
+    assert _truncate(make_original(name, tmp_path), _lengths) > 15
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["one file", "parts of the root"])
+def test_files_that_are_cut_off_anywhere(name: str, tmp_path: Path) -> None:
+    assert _truncate(make_original(name, tmp_path), lambda size: iter(range(size))) > 1000
+
+
+# --- random damage ----------------------------------------------------------------------------------------------------
+
+
+def _flip_bits(content: bytes, choices: random.Random) -> bytes:
+    changed = bytearray(content)
+    for _ in range(choices.choice((1, 1, 1, 2, 8))):
+        changed[choices.randrange(len(changed))] ^= 1 << choices.randrange(8)
+    return bytes(changed)
+
+
+def _change_run(content: bytes, choices: random.Random) -> bytes:
+    start = choices.randrange(len(content))
+    length = choices.choice((1, 2, 8, 64, 512, 4096))
+    run = content[start : start + length]
+    new = choices.choice((bytes(len(run)), b"\xff" * len(run), choices.randbytes(len(run)), b" " * len(run)))
+    return content[:start] + new + content[start + length :]
+
+
+def _swap_blocks(content: bytes, choices: random.Random) -> bytes:
+    size = choices.choice((1, 16, 512, 4096, BLOCK_BYTES))
+    blocks = [content[start : start + size] for start in range(0, len(content), size)]
+    one, other = choices.randrange(len(blocks)), choices.randrange(len(blocks))
+    blocks[one], blocks[other] = blocks[other], blocks[one]
+    return b"".join(blocks)
+
+
+def _insert(content: bytes, choices: random.Random) -> bytes:
+    start = choices.randrange(len(content) + 1)
+    return content[:start] + choices.randbytes(choices.choice((1, 8, 100))) + content[start:]
+
+
+def _cut_out(content: bytes, choices: random.Random) -> bytes:
+    start = choices.randrange(len(content))
+    return content[:start] + content[start + choices.choice((1, 8, 100, 5000)) :]
+
+
+def _append(content: bytes, choices: random.Random) -> bytes:
+    return content + choices.choice((b"\0", b"\n", b"x" * 100, content))
+
+
+_CHANGES: Final[Sequence[Callable[[bytes, random.Random], bytes]]] = (
+    _flip_bits, _flip_bits, _change_run, _change_run, _swap_blocks, _insert, _cut_out, _append,
+)  # fmt: skip
+
+
+def _damage(original: Original, choices: random.Random) -> str:
+    """Damage one or two files; what was done, for a person."""
+    names = list(original.files)
+    done = []
+    for _ in range(choices.choice((1, 1, 1, 2))):
+        name = choices.choice(names)
+        path = original.location / name
+        match choices.randrange(12):
+            case 0 if name != "checkpoint.json":
+                path.unlink(missing_ok=True)
+                done.append(f"removed {name}")
+            case 1:
+                other = choices.choice(names)
+                path.write_bytes(original.files[other])
+                (original.location / other).write_bytes(original.files[name])
+                done.append(f"swapped {name} and {other}")
+            case _:
+                change = choices.choice(_CHANGES)
+                path.write_bytes(change(original.files[name], choices))
+                done.append(f"{change.__name__} of {name}")
+    return ", ".join(done)
+
+
+def _damage_often(original: Original, count: int) -> None:
+    choices = random.Random(0)
+    for number in range(count):
+        done = _damage(original, choices)
+        try:
+            original.check()
+        except BaseException as error:
+            error.add_note(f"damage {number}: {done}")
+            raise
+        original.restore()
+    original.check()
+
+
+@pytest.mark.parametrize("name", ORIGINALS)
+def test_random_damage(name: str, tmp_path: Path) -> None:
+    _damage_often(make_original(name, tmp_path), 50)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ORIGINALS)
+def test_much_random_damage(name: str, tmp_path: Path) -> None:
+    _damage_often(make_original(name, tmp_path), 2500)
+
+
+@pytest.mark.parametrize("name", _SMALL)
+def test_every_file_that_is_gone(name: str, tmp_path: Path) -> None:
+    original = make_original(name, tmp_path)
+    for file in original.files:
+        if file == "checkpoint.json":
+            continue
+        (original.location / file).unlink()
+        original.check()
+        original.restore()
+    (original.location / "checkpoint.json").unlink()
+    # What is left is a checkpoint of other software, whose arrays are found by other names.
+    assert ckptcore.metadata(original.location).save_id is None
+
+
+def test_the_damage_is_named(tmp_path: Path) -> None:
+    original = make_original("several blocks", tmp_path)
+    path = original.location / "model.safetensors"
+    content = bytearray(original.files["model.safetensors"])
+    content[2 * BLOCK_BYTES + 5] ^= 1
+    path.write_bytes(content)
+    report = ckptcore.verify(original.location)
+    (problem,) = report.problems
+    assert problem.key == "model.safetensors"
+    assert problem.start == 2 * BLOCK_BYTES
+    assert "arrays[1]" in problem.arrays
+    with pytest.raises(ckptcore.errors.ChecksumError, match=r"model\.safetensors.*arrays\[1\]"):
+        ckptcore.load(original.location)
