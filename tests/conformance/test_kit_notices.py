@@ -112,7 +112,9 @@ class NotesNoJSON(HostArrayHandler):
 
 class DescribesAbstractOtherwise(HostArrayHandler):
     def describe(self, leaf: Any) -> LeafRecord:
-        return ArrayRecord(ArraySpec(leaf.shape, "float32"), "array" if leaf.flags.writeable and leaf[0, 0] != 0 else "other")
+        return ArrayRecord(
+            ArraySpec(leaf.shape, "float32"), "array" if leaf.flags.writeable and leaf[0, 0] != 0 else "other"
+        )
 
 
 LEAF_FAULTS: Sequence[tuple[type[HostArrayHandler], str, dict[str, Any]]] = (
