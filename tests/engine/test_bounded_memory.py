@@ -1,0 +1,91 @@
+"""Writing and reading take little memory beside the arrays, whatever these look like."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+MIB = 1 << 20
+
+# In a process of its own, whose peak is nobody else's.
+PROGRAM = """
+import resource
+import sys
+import numpy as np
+from ckptcore.engine.memory import allocate
+from ckptcore.engine.reader import ObjectReader
+from ckptcore.engine.recorder import ObjectRecorder
+from ckptcore.engine.threads import IOThreads
+from ckptcore.model import ArraySegment, ArraySpec, Box, ObjectRecord, TileRead
+
+SIZE = 192 << 20
+
+
+class Writer:
+    def write_at(self, offset, data):
+        pass
+
+    def finish(self):
+        pass
+
+
+class Storage:
+    request_bytes = 1 << 20
+
+    def open_writer(self, key, size=None):
+        return Writer()
+
+    def get_into(self, key, ranges):
+        for start, buffer in ranges:
+            np.frombuffer(buffer, np.uint8)[...] = 3
+
+
+def peak():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+
+
+def write(array):
+    box = Box.whole(array.shape)
+    recorder = ObjectRecorder(Storage(), IOThreads(4))
+    recorder.write("x", [ArraySegment(box, array.itemsize, lambda: [(box, array)], lambda: None)])
+    assert recorder.objects[0].size == SIZE
+
+
+def read(columns):
+    rows, width = SIZE // 8192, 8192 // columns
+    targets = []
+    for number in range(columns):
+        box = Box((0, number * width), (rows, (number + 1) * width))
+        targets.append((number, box, allocate(ArraySpec(box.shape, "uint8"))))
+    reader = ObjectReader(Storage(), {"x": ObjectRecord("x", SIZE)}, IOThreads(4))
+    tile = TileRead("x", 0, Box.whole((rows, 8192)), 1, tuple(targets))
+    assert sorted(reader.read_tiles([tile])) == list(range(columns))
+    assert all((array == 3).all() for _, _, array in targets)
+
+
+what = sys.argv[1]
+if what == "read columns":
+    before = peak() + SIZE
+    read(4)
+else:
+    array = allocate(ArraySpec((SIZE // 4096, 1024), "float32"))
+    array[...] = 1
+    if what == "write big endian":
+        array = array.view(">f4")
+    elif what == "write transposed":
+        array = array.T
+    before = peak()
+    write(array)
+print(peak() - before)
+"""
+
+
+@pytest.mark.parametrize("what", ["write", "write big endian", "write transposed", "read columns"])
+def test_a_few_pieces_of_memory_are_enough(what: str) -> None:
+    found = subprocess.run(
+        [sys.executable, "-c", PROGRAM, what], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert found.returncode == 0, found.stderr
+    assert int(found.stdout) < 48 * MIB
