@@ -88,7 +88,9 @@ class Plugins:
         *,
         failed: Sequence[FailedPlugin] = (),
         handlers: Mapping[type, Handler] | None = None,
+        distributions: Mapping[str, str] | None = None,
     ) -> None:
+        self._distributions = dict(distributions or {})
         self._manager = manager
         self._handlers = dict(handlers or {})
         self._dispatch: dict[type, Dispatch] = {}
@@ -105,7 +107,12 @@ class Plugins:
         for plugin in plugins:
             manager.register(plugin)
         manager.check_pending()
-        return Plugins(manager, failed=self.failed, handlers={**self._handlers, **handlers})
+        return Plugins(
+            manager,
+            failed=self.failed,
+            handlers={**self._handlers, **handlers},
+            distributions=self._distributions,
+        )
 
     def dispatch(self, value: object) -> Dispatch:
         """Who handles values of this one's type. Cached by type.
@@ -199,13 +206,7 @@ class Plugins:
         return cast(Coordinator, (several or found)[0][1])
 
     def describe(self) -> Sequence[PluginInfo]:
-        """What is installed, sorted by name."""
-        import importlib.metadata  # costs more to import than the rest of this module
-
-        distributions = {
-            id(plugin): f"{distribution.project_name} {distribution.version}"
-            for plugin, distribution in self._manager.list_plugin_distinfo()
-        }
+        """What is installed, sorted by name; the distribution of a plugin that a Context added is not known."""
         found = []
         for name, plugin in self._manager.list_name_plugin():
             if plugin is None:
@@ -215,10 +216,9 @@ class Plugins:
             storages: Mapping[str, object] = (
                 getattr(plugin, "ckpt_storages", dict)() if "ckpt_storages" in hooks else {}
             )
-            own = f"ckptcore {importlib.metadata.version('ckptcore')}" if isinstance(plugin, BuiltinPlugin) else ""
             found.append(
                 PluginInfo(
-                    name, distributions.get(id(plugin), own), hooks, tuple(sorted(layouts)), tuple(sorted(storages))
+                    name, self._distributions.get(name, ""), hooks, tuple(sorted(layouts)), tuple(sorted(storages))
                 )
             )
         return sorted(found, key=lambda info: info.name)
@@ -279,16 +279,19 @@ def installed_plugins() -> Plugins:
 
     manager = _new_manager()
     manager.register(BuiltinPlugin(), "builtin")
+    distributions = {"builtin": f"ckptcore {importlib.metadata.version('ckptcore')}"}
     failed = []
-    for distribution in importlib.metadata.distributions():
-        for entry_point in distribution.entry_points:
-            if entry_point.group != PROJECT_NAME or manager.has_plugin(entry_point.name):
-                continue
-            try:
-                manager.register(entry_point.load(), entry_point.name)
-            except Exception as error:  # noqa: BLE001  # whatever a broken plugin raises must not take the others with it
-                described = f"{distribution.metadata['Name']} {distribution.version}"
-                failed.append(FailedPlugin(entry_point.name, described, f"{type(error).__name__}: {error}"))
-                logger.warning("the plugin %s of %s failed to load: %s", entry_point.name, described, error)
+    for entry_point in importlib.metadata.entry_points(group=PROJECT_NAME):
+        described = f"{entry_point.dist.name} {entry_point.dist.version}" if entry_point.dist else ""
+        try:
+            if entry_point.name in distributions:
+                raise PluginConflictError(
+                    f"{distributions[entry_point.name]} has a plugin of the name {entry_point.name!r} too; uninstall one"
+                )
+            manager.register(entry_point.load(), entry_point.name)
+            distributions[entry_point.name] = described
+        except Exception as error:  # noqa: BLE001  # whatever a broken plugin raises must not take the others with it
+            failed.append(FailedPlugin(entry_point.name, described, f"{type(error).__name__}: {error}"))
+            logger.warning("the plugin %s of %s failed to load: %s", entry_point.name, described, error)
     manager.check_pending()
-    return Plugins(manager, failed=failed)
+    return Plugins(manager, failed=failed, distributions=distributions)
