@@ -101,7 +101,7 @@ def large_cases(directory: Path, state: State) -> Sequence[Case]:
             [
                 Contender("raw preadv, 2 threads", lambda: read_spread(file, spread)),
                 Contender("ckptcore.load_into", lambda: ckptcore.load_into(ready, target)),
-                Contender("raw preadv, one buffer", lambda: read_raw(file, memoryview(touched))),
+                Contender("raw preadv, one buffer", lambda: read_raw(file, touched.data)),
             ],
             0.75,
         ),
@@ -228,7 +228,7 @@ def write_raw(path: Path, views: Sequence[np.ndarray], total: int, *, durable: b
     os.posix_fallocate(descriptor, 0, total)
     offset = 0
     for view in views:
-        data = memoryview(view).cast("B")
+        data = view.data.cast("B")
         for start in range(0, len(data), 4 * _PIECE):
             offset += os.pwrite(descriptor, data[start : start + 4 * _PIECE], offset)
     if durable:
@@ -256,7 +256,7 @@ def read_spread(path: Path, arrays: Sequence[np.ndarray]) -> None:
     pieces = []
     offset = 0
     for array in arrays:
-        view = memoryview(array)
+        view = array.data
         for start in range(0, len(view), _PIECE):
             piece = view[start : start + _PIECE]
             pieces.append((offset, piece))

@@ -18,6 +18,7 @@ from ckptcore.errors import (
     TreeMismatchError,
     UnsupportedVersionError,
 )
+from ckptcore.model import JSON
 
 
 class Pair(NamedTuple):
@@ -116,9 +117,9 @@ def test_load_into_fills_memory_in_place(location: Path) -> None:
     target = {"a": np.zeros((2, 3)), "b": [np.zeros(4, np.int32), 0, ""], "s": State(0, Pair(np.ones(2), np.zeros(2)))}
     before, count, state, mu = target["a"], target["b"][0], target["s"], target["s"].pair.mu  # type: ignore[index,attr-defined]  # of mixed types
     assert ckptcore.load_into(location, target) is target
-    assert target["a"] is before and before.tolist() == [[0, 1, 2], [3, 4, 5]]  # type: ignore[attr-defined]  # an array
-    assert count.tolist() == [1, 1, 1, 1] and target["b"][1:] == [7, "text"]  # type: ignore[index]  # a list
-    assert mu.tolist() == [0, 0] and target["s"].pair.nu.tolist() == [1, 1]  # type: ignore[attr-defined]  # a State
+    assert target["a"] is before and before.tolist() == [[0, 1, 2], [3, 4, 5]]
+    assert count.tolist() == [1, 1, 1, 1] and target["b"][1:] == [7, "text"]
+    assert mu.tolist() == [0, 0] and target["s"].pair.nu.tolist() == [1, 1]
     assert state.pair.mu is mu  # type: ignore[attr-defined]  # a State
 
 
@@ -200,7 +201,7 @@ def test_a_newer_format_is_refused_as_such(tmp_path: Path) -> None:
     from ckptcore.root import _seal
 
     ckptcore.save(tmp_path / "c", {})
-    document = {"format": "ckptcore", "version": 2, "state": "committed"}
+    document: dict[str, JSON] = {"format": "ckptcore", "version": 2, "state": "committed"}
     (tmp_path / "c" / "checkpoint.json").write_bytes(_seal(document))
     with pytest.raises(UnsupportedVersionError, match="upgrade"):
         ckptcore.load(tmp_path / "c")

@@ -47,7 +47,7 @@ def equal(first: Any, second: Any) -> bool:
     if isinstance(first, list | tuple):
         return len(first) == len(second) and all(map(equal, first, second))
     if isinstance(first, np.ndarray | np.generic):
-        return first.dtype == second.dtype and first.shape == second.shape and first.tobytes() == second.tobytes()
+        return bool(first.dtype == second.dtype and first.shape == second.shape) and first.tobytes() == second.tobytes()
     return repr(first) == repr(second)
 
 
