@@ -121,3 +121,14 @@ def test_a_broken_block_is_noticed(tmp_path: Path) -> None:
 def test_commands_are_found_with_their_output() -> None:
     block = CodeBlock("console", "$ ckptcore ls a \\\n    --json\nx\n\ny\n$ make test\n", 1)
     assert list(commands(block)) == [("ckptcore ls a     --json", "x\n\ny\n"), ("make test", "")]
+
+
+@pytest.mark.parametrize("shown", ["what it does not print\n", "builtin ... what it does not print\n"])
+def test_output_that_differs_is_noticed(shown: str, tmp_path: Path) -> None:
+    run_console(CodeBlock("console", "$ ckptcore plugins\n...builtin ...\n", 1), tmp_path / "page.md")
+    with pytest.raises(AssertionError, match="does not print"):
+        run_console(CodeBlock("console", f"$ ckptcore plugins\n{shown}", 1), tmp_path / "page.md")
+    with pytest.raises(AssertionError, match="nothing is known"):
+        run_console(CodeBlock("console", "$ rm -r x\n", 1), tmp_path / "page.md")
+    with pytest.raises(AssertionError, match="nowhere"):
+        run_console(CodeBlock("console", "$ ckptcore verify nowhere\n", 1), tmp_path / "page.md")
