@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Final, TypeAlias
+from typing import Final, TypeAlias, TypeVar
 
 from ckptcore.context import Context
 from ckptcore.engine.reader import ObjectReader
-from ckptcore.errors import CheckpointError, CorruptCheckpointError, StorageError
+from ckptcore.errors import CheckpointError, CorruptCheckpointError
 from ckptcore.loading import abstract_leaves, read_leaves
 from ckptcore.locations import LocationLike
 from ckptcore.model.metadata import ArrayRecord
@@ -20,6 +21,8 @@ __all__ = ["Problem", "ProgressCallback", "VerifyReport", "verify_checkpoint"]
 
 ProgressCallback: TypeAlias = Callable[[int, int], None]
 """Called with bytes done and bytes in all."""
+
+T = TypeVar("T")
 
 _PIECE_BLOCKS: Final = 8
 
@@ -80,22 +83,24 @@ def _verify(opened: Opened, context: Context, progress: ProgressCallback | None)
     if opened.root is None:
         return _read_foreign(opened, context, progress)
     check = _Check(opened, context, progress)
-    pieces = [
-        (record, first)
-        for record in opened.objects.values()
-        for first in range(0, max(record.blocks, 1), _PIECE_BLOCKS)
-    ]
-    for future in [context.io_threads.submit(check.worker(iter_shared)) for iter_shared in _shared(pieces)]:
-        future.result()
+    _share(context, list(opened.objects.values()), check.size)
+    _share(context, check.pieces(), check.piece)
     unverified = tuple(record.key for record in opened.objects.values() if record.size and not record.checksums)
     objects = len(opened.objects) + 1 + len(opened.root.parts)
     return VerifyReport(tuple(check.problems), objects, check.done, unverified)
 
 
-def _shared(pieces: Sequence[tuple[ObjectRecord, int]]) -> Sequence[Sequence[tuple[ObjectRecord, int]]]:
-    """Pieces dealt to as many workers as are worth their while."""
-    workers = min(4, len(pieces))
-    return [pieces[worker::workers] for worker in range(workers)]
+def _share(context: Context, work: Sequence[T], do: Callable[[T], None]) -> None:
+    """Do all the work, on as many threads as are worth their while."""
+
+    def do_some(some: Sequence[T]) -> None:
+        for one in some:
+            do(one)
+
+    workers = min(4, len(work))
+    shares = [functools.partial(do_some, work[worker::workers]) for worker in range(workers)]
+    for future in [context.io_threads.submit(share) for share in shares]:
+        future.result()
 
 
 class _Check:
@@ -104,34 +109,18 @@ class _Check:
         self._store = ObjectReader(opened.location.store, opened.objects, context.io_threads, verify=True)
         self._progress = progress
         self._total = sum(record.size for record in opened.objects.values())
+        self._there: dict[str, int] = {}
         self._lock = threading.Lock()
         self.problems: list[Problem] = []
         self.done = 0
 
-    def worker(self, pieces: Sequence[tuple[ObjectRecord, int]]) -> Callable[[], None]:
-        def run() -> None:
-            for record, first in pieces:
-                self._piece(record, first)
-
-        return run
-
-    def _piece(self, record: ObjectRecord, first: int) -> None:
-        start, stop = first * BLOCK_BYTES, min((first + _PIECE_BLOCKS) * BLOCK_BYTES, record.size)
+    def size(self, record: ObjectRecord) -> None:
+        """Check the size of an object."""
         try:
-            if first == 0:
-                self._check_size(record)
-            self._read(record.key, start, stop)
-        except (CheckpointError, OSError):
-            # Something is wrong in the piece: find out which of its blocks.
-            for block in range(start, max(stop, start + 1), BLOCK_BYTES):
-                self._block(record, block, min(block + BLOCK_BYTES, record.size))
-        with self._lock:
-            self.done += stop - start
-            if self._progress is not None:
-                self._progress(self.done, self._total)
-
-    def _check_size(self, record: ObjectRecord) -> None:
-        found = self._opened.location.store.size(record.key)
+            found = self._opened.location.store.size(record.key)
+        except CheckpointError as error:
+            self._add(CorruptCheckpointError(str(error), key=record.key, start=0, stop=record.size))
+            return
         if found != record.size:
             self._add(
                 CorruptCheckpointError(
@@ -139,13 +128,37 @@ class _Check:
                     key=record.key, start=min(found, record.size), stop=max(found, record.size),
                 )
             )  # fmt: skip
+        # A block that is cut off is wrong already; and a hostile root may state any size.
+        self._there[record.key] = record.size if found >= record.size else found // BLOCK_BYTES * BLOCK_BYTES
 
-    def _block(self, record: ObjectRecord, start: int, stop: int) -> None:
+    def pieces(self) -> Sequence[tuple[str, int, int]]:
+        """What is there of the objects, in pieces of a few blocks: the key, start and stop of each."""
+        return [
+            (key, start, min(start + _PIECE_BLOCKS * BLOCK_BYTES, there))
+            for key, there in self._there.items()
+            for start in range(0, there, _PIECE_BLOCKS * BLOCK_BYTES)
+        ]
+
+    def piece(self, piece: tuple[str, int, int]) -> None:
+        """Check the blocks of a piece."""
+        key, start, stop = piece
         try:
-            self._read(record.key, start, stop)
-        except (CorruptCheckpointError, StorageError) as error:
+            self._read(key, start, stop)
+        except (CheckpointError, OSError):
+            # Something is wrong in the piece: find out which of its blocks.
+            for block in range(start, stop, BLOCK_BYTES):
+                self._block(key, block, min(block + BLOCK_BYTES, stop))
+        with self._lock:
+            self.done += stop - start
+            if self._progress is not None:
+                self._progress(self.done, self._total)
+
+    def _block(self, key: str, start: int, stop: int) -> None:
+        try:
+            self._read(key, start, stop)
+        except (CheckpointError, OSError) as error:
             if not isinstance(error, CorruptCheckpointError):
-                error = CorruptCheckpointError(str(error), key=record.key, start=start, stop=stop)
+                error = CorruptCheckpointError(str(error), key=key, start=start, stop=stop)
             self._add(error)
 
     def _read(self, key: str, start: int, stop: int) -> None:
