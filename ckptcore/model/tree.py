@@ -151,16 +151,22 @@ def skeleton_to_json(skeleton: Skeleton) -> JSON:
     return encoded
 
 
-def skeleton_from_json(encoded: JSON, limit: int, depth: int = 0) -> Skeleton:
+def skeleton_from_json(encoded: JSON, limit: int) -> Skeleton:
     """The inverse of `skeleton_to_json`; the JSON may be hostile.
 
     Args:
-        limit: how many leaves the checkpoint has; no container may claim more.
+        limit: how many leaves the checkpoint has; the skeleton may not have more.
 
     Raises:
         CorruptCheckpointError: if it is not a skeleton.
     """
+    return _decode(encoded, [limit], 0)
+
+
+def _decode(encoded: JSON, left: list[int], depth: int) -> Skeleton:
+    """A skeleton; `left` is one number, of leaves that may still come, so that a few letters never make many nodes."""
     if encoded == 0 and isinstance(encoded, int):
+        _take_leaves(1, left)
         return LEAF
     if depth > MAX_DEPTH:
         raise CorruptCheckpointError(f"the saved tree is deeper than {MAX_DEPTH} containers; that is not a checkpoint")
@@ -175,11 +181,12 @@ def skeleton_from_json(encoded: JSON, limit: int, depth: int = 0) -> Skeleton:
     children: tuple[Skeleton, ...]
     if isinstance(children_json, int) and not isinstance(children_json, bool):
         count = len(keys_json) if isinstance(keys_json, list) else children_json
-        if count != children_json or not 0 <= count <= limit:
+        if count != children_json or count < 0:
             raise _bad_skeleton(children_json)
+        _take_leaves(count, left)
         children = (LEAF,) * count
     elif isinstance(children_json, list):
-        children = tuple([skeleton_from_json(child, limit, depth + 1) for child in children_json])
+        children = tuple([_decode(child, left, depth + 1) for child in children_json])
     else:
         raise _bad_skeleton(children_json)
     keys: tuple[Key, ...]
@@ -194,6 +201,12 @@ def skeleton_from_json(encoded: JSON, limit: int, depth: int = 0) -> Skeleton:
         if len(set(keys)) != len(keys):
             raise _bad_skeleton("a container that has one key twice")
     return Node(kind, keys, children, note)
+
+
+def _take_leaves(count: int, left: list[int]) -> None:
+    left[0] -= count
+    if left[0] < 0:
+        raise CorruptCheckpointError("the saved tree cannot be read: it has more leaves than its leaf table")
 
 
 def _key_from_json(encoded: JSON) -> Key:
