@@ -192,7 +192,7 @@ def _entry(name: str, described: Any, key: str, start: int) -> TensorEntry:
             "its other tensors can be read by another program only"
         )
     spec = ArraySpec(tuple(shape), ours)
-    if spec.nbytes != last - first:
+    if spec.nbytes != last - first or not spec.is_possible:
         raise CorruptCheckpointError(
             f"the tensor {name!r} of {key} is {spec}, {spec.nbytes} bytes, and {last - first} bytes are stated", key=key
         )

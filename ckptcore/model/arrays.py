@@ -6,6 +6,7 @@ import functools
 import math
 import operator
 import re
+import sys
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -168,6 +169,12 @@ class ArraySpec:
     def nbytes(self) -> int:
         """Bytes in host memory, contiguous."""
         return math.prod(self.shape) * dtype_from_name(self.dtype).itemsize
+
+    @property
+    def is_possible(self) -> bool:
+        """Whether memory has addresses for it; NumPy asks that of the other axes too where one has no elements."""
+        elements = math.prod([extent for extent in self.shape if extent])
+        return elements * dtype_from_name(self.dtype).itemsize <= sys.maxsize
 
     def __str__(self) -> str:
         return f"{self.dtype}[{', '.join(map(str, self.shape))}]"

@@ -169,6 +169,8 @@ def _decode(encoded: JSON) -> TreeMetadata:
         if len(shape) > 64:
             raise CorruptCheckpointError(f"the saved tree cannot be read: an array has {len(shape)} axes")
         spec = ArraySpec(shape, dtype_names[_natural(dtype_number)])
+        if 0 in shape and not spec.is_possible:  # the others are compared with the objects that hold them
+            raise CorruptCheckpointError(f"the saved tree cannot be read: {spec} is no array that can be")
         extra = extras.get(str(number))
         leaves[number] = ArrayRecord(spec) if extra is None else _record_with_extra(spec, _expect(extra, dict))
     aliases: dict[int, int] = {}
