@@ -1,0 +1,339 @@
+"""Roots that are sealed with a right checksum and were never written by ckptcore: they may not crash, hang or blow up."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import json
+import os
+import tracemalloc
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import pytest
+import xxhash
+
+import ckptcore
+from ckptcore.errors import CheckpointError, CorruptCheckpointError, InvalidLocationError
+from ckptcore.testing.hostile_json import tampered
+from tests.corruption.checkpoints import bounded_memory
+
+_CONTEXT: Final = ckptcore.Context(durability="none", threads=1)
+_RELAXED: Final = ckptcore.Context(verify=False, threads=1)
+_MEMORY_BYTES: Final = 32 << 20
+"""More than any of the small roots below may make a load allocate, in bytes."""
+
+
+class _Forgery:
+    """A checkpoint whose root says what the test wants."""
+
+    def __init__(self, directory: Path) -> None:
+        self.location = directory / "step_1"
+        self.state = {
+            "weight": np.arange(12, dtype=np.float32).reshape(3, 4),
+            "bias": np.arange(5, dtype=np.int64),
+            "layers": [np.ones(3, np.uint8), ("text", 3, 2.5, None, 1j, b"bytes", True)],
+            "long": "x" * 9000,
+        }
+        tied = self.state["weight"]
+        ckptcore.save(self.location, self.state | {"tied": tied}, metadata={"loss": 0.5}, context=_CONTEXT)
+        self.root: dict[str, Any] = json.loads((self.location / "checkpoint.json").read_bytes())
+        del self.root["checksum"]
+
+    def forge(self, root: Any) -> None:
+        """Seal a root."""
+        body = json.dumps(root, separators=(",", ":")).encode()[:-1]
+        if not isinstance(root, dict) or not root:
+            body = b'{"forged":0'
+        self._write(body)
+
+    def _write(self, body: bytes) -> None:
+        checksum = xxhash.xxh3_64_hexdigest(body)
+        (self.location / "checkpoint.json").write_bytes(body + f',"checksum":"xxh3_64:{checksum}"}}\n'.encode())
+
+    def forge_text(self, text: str) -> None:
+        """Seal the text of a root that lacks its last brace."""
+        self._write(text.encode())
+
+    def changed(self, **tables: Any) -> dict[str, Any]:
+        """The root with other values at dotted places, ``__`` for a dot."""
+        root = copy.deepcopy(self.root)
+        for place, value in tables.items():
+            *above, last = place.split("__")
+            holder: Any = root
+            for name in above:
+                holder = holder[int(name) if isinstance(holder, list) else name]
+            holder[int(last) if isinstance(holder, list) else last] = value
+        return root
+
+    def attempts(self) -> Iterator[Callable[[], object]]:
+        """Everything that reads a root."""
+        location = self.location
+        yield lambda: ckptcore.load(location, context=_CONTEXT)
+        yield lambda: ckptcore.load(location, context=_RELAXED)
+        yield lambda: ckptcore.load(location, {"weight": self.state["weight"], "bias": ...}, context=_CONTEXT)
+        yield lambda: ckptcore.load_into(location, copy.deepcopy(self.state), context=_RELAXED)
+        yield lambda: ckptcore.metadata(location).nbytes
+        yield lambda: ckptcore.verify(location).ok
+
+    def assert_harmless(self) -> None:
+        """Fail where something other than a CheckpointError comes out, or much memory is taken."""
+        for attempt in self.attempts():
+            tracemalloc.start(1)
+            try:
+                with bounded_memory(self.location), contextlib.suppress(CheckpointError):
+                    attempt()
+                peak = tracemalloc.get_traced_memory()[1]
+            finally:
+                tracemalloc.stop()
+            assert peak < _MEMORY_BYTES, f"{peak} bytes of memory were taken"
+
+    def assert_refused(self, match: str | None = None) -> None:
+        """Fail unless it does not load."""
+        self.assert_harmless()
+        with pytest.raises(CheckpointError, match=match):
+            ckptcore.load(self.location)
+
+
+def test_the_forgery_is_accepted(tmp_path: Path) -> None:
+    """So that what is refused below is not refused for its seal."""
+    forgery = _Forgery(tmp_path)
+    forgery.forge(forgery.root)
+    assert ckptcore.load(forgery.location)["bias"].tolist() == [0, 1, 2, 3, 4]
+    assert ckptcore.verify(forgery.location).ok
+
+
+def _tamper(directory: Path, count: int) -> None:
+    forgery = _Forgery(directory)
+    for root in tampered(forgery.root, count):
+        forgery.forge(root)
+        try:
+            forgery.assert_harmless()
+        except BaseException as error:
+            error.add_note(f"the root was {json.dumps(root)[:3000]}")
+            raise
+
+
+def test_tampered_roots(tmp_path: Path) -> None:
+    _tamper(tmp_path, 300)
+
+
+@pytest.mark.slow
+def test_many_tampered_roots(tmp_path: Path) -> None:
+    _tamper(tmp_path, 10_000)
+
+
+_SHAPES: Final[dict[str, Any]] = {
+    "a petabyte": [1 << 50],
+    "more than memory has addresses for": [1 << 62, 1 << 62],
+    "more than 64 bits": [1 << 70],
+    "nothing of very much": [0, 1 << 62, 1 << 62],
+    "nothing of more than 64 bits": [0, 1 << 70],
+    "many axes": [1] * 65,
+    "negative": [-1, -12],
+    "no number": ["3", 4],
+    "a truth": [True, 12],
+    "a fraction": [3.0, 4],
+    "no list": 12,
+    "text": "34",
+}
+
+
+@pytest.mark.parametrize("name", _SHAPES)
+def test_impossible_shapes(name: str, tmp_path: Path) -> None:
+    forgery = _Forgery(tmp_path)
+    forgery.forge(forgery.changed(tables__tree__shape__1=_SHAPES[name]))
+    forgery.assert_refused()
+
+
+def test_an_object_that_is_said_to_be_large_enough(tmp_path: Path) -> None:
+    """Sizes that agree with each other and not with the file; without checksums, which would have to be as many."""
+    forgery = _Forgery(tmp_path)
+    root = forgery.changed(tables__tree__shape__1=[1 << 50], tables__objects__size=[1 << 60])
+    root["tables"]["objects"]["checksums"] = [""]
+    forgery.forge(root)
+    forgery.assert_refused("model.safetensors")
+
+
+def test_many_arrays_in_the_same_bytes(tmp_path: Path) -> None:
+    forgery = _Forgery(tmp_path)
+    count, extent = 2000, 9000
+    root = forgery.changed(
+        tables__tree={
+            "skeleton": ["list", None, count], "count": count, "dtypes": ["uint8"], "dtype": [0] * count,
+            "shape": [[extent]] * count, "values": [], "extras": {}, "aliases": [],
+        },
+        tables__layout={"files": ["model.safetensors"], "leaf": list(range(count)), "file": [0] * count,
+                        "offset": [100] * count},
+    )  # fmt: skip
+    forgery.forge(root)
+    forgery.assert_refused("model.safetensors")
+
+
+def test_a_tree_of_more_nodes_than_its_text_has_letters(tmp_path: Path) -> None:
+    forgery = _Forgery(tmp_path)
+    count = 3000
+    containers = [["list", None, count]] * count
+    root = forgery.changed(
+        tables__tree={
+            "skeleton": ["list", None, containers], "count": count, "dtypes": [], "dtype": [], "shape": [],
+            "values": [[number, "none", None] for number in range(count)], "extras": {}, "aliases": [],
+        },
+    )  # fmt: skip
+    forgery.forge(root)
+    forgery.assert_refused()
+
+
+@pytest.mark.parametrize("depth", [2000, 200_000])
+def test_a_root_of_great_depth(depth: int, tmp_path: Path) -> None:
+    forgery = _Forgery(tmp_path)
+    nested = "[" * depth + "]" * depth
+    encoded = json.dumps(forgery.root)
+    for place in ("skeleton", "custom", "layout", "shape"):
+        forgery.forge_text(encoded[:-1] + f',"tables":{{"{place}":{nested}}}')
+        forgery.assert_refused()
+    forgery.forge_text('{"format":' + nested)
+    forgery.assert_refused()
+    tree: Any = 0
+    for _ in range(300):
+        tree = ["dict", ["a"], [tree]]
+    forgery.forge(forgery.changed(tables__tree__skeleton=tree))
+    forgery.assert_refused()
+
+
+_KEYS: Final = (
+    "../../secret", "/etc/passwd", "..", ".", "", "a/../../secret", "./secret", "secret/", "//secret", "a\0b", "\ud800",
+    "../other/model.safetensors", "x" * 5000, "checkpoint.json/x",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("key", _KEYS, ids=lambda key: repr(key)[:30])
+def test_keys_that_lead_out(key: str, tmp_path: Path) -> None:
+    (tmp_path / "secret").write_bytes(b"secret" * 2000)
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "model.safetensors").write_bytes(b"secret" * 2000)
+    forgery = _Forgery(tmp_path)
+    size = os.path.getsize(forgery.location / "model.safetensors")
+    forgery.forge(forgery.changed(tables__objects__key=[key], tables__layout__files=[key]))
+    forgery.assert_refused()
+    forgery.forge(forgery.changed(tables__layout__files=[key]))
+    forgery.assert_refused()
+    root = forgery.changed(tables__objects__checksums=[""], tables__objects__key=[key], tables__layout__files=[key])
+    root["tables"]["objects"]["size"] = [size]
+    forgery.forge(root)
+    forgery.assert_refused()
+    checksum = "xxh3_64:" + xxhash.xxh3_64_hexdigest(b"secret" * 2000)
+    root = forgery.changed(parts={"custom": {"key": key, "size": 12_000, "checksum": checksum}})
+    forgery.forge(root)
+    forgery.assert_refused()
+
+
+def test_a_part_that_is_said_to_be_large(tmp_path: Path) -> None:
+    forgery = _Forgery(tmp_path)
+    for size in (-1, 1 << 31, 1 << 40, 1 << 70, 1.5, "3", None):
+        part = {"key": "model.safetensors", "size": size, "checksum": "xxh3_64:0000000000000000"}
+        forgery.forge(forgery.changed(parts={"custom": part}))
+        forgery.assert_refused()
+
+
+@pytest.mark.parametrize(
+    "offsets", [[-1] * 4, [1 << 62] * 4, [1 << 70] * 4, [0] * 4, [9000] * 4, [True] * 4, ["0"] * 4, [None] * 4]
+)
+def test_offsets_that_lead_nowhere(offsets: list[Any], tmp_path: Path) -> None:
+    forgery = _Forgery(tmp_path)
+    count = len(forgery.root["tables"]["layout"]["offset"])
+    forgery.forge(forgery.changed(tables__layout__offset=offsets[:1] * count))
+    forgery.assert_harmless()
+    if offsets != [0] * 4:
+        forgery.assert_refused()
+
+
+def test_columns_that_do_not_fit(tmp_path: Path) -> None:
+    forgery = _Forgery(tmp_path)
+    tree = forgery.root["tables"]["tree"]
+    for changes in (
+        {"tables__tree__count": 1 << 40},
+        {"tables__tree__count": -1},
+        {"tables__tree__dtype": tree["dtype"] * 1000},
+        {"tables__tree__shape": tree["shape"][:-1]},
+        {"tables__tree__dtype__0": 99},
+        {"tables__tree__dtypes__0": "S999999999"},
+        {"tables__tree__dtypes__0": "object"},
+        {"tables__tree__aliases": [[0, 0]]},
+        {"tables__tree__aliases": [[0, 1], [1, 0]]},
+        {"tables__tree__aliases": [[1 << 40, 0]]},
+        {"tables__tree__values__0__0": 1 << 40},
+        {"tables__tree__skeleton": ["list", None, 1 << 40]},
+        {"tables__tree__skeleton": ["dict", ["a", "a"], 2]},
+        {"tables__objects__size": [1, 2, 3]},
+        {"tables__objects__checksums": ["AAAA"]},
+        {"tables__objects__algorithm": "md5"},
+        {"tables__objects__block_bytes": 0},
+        {"tables__layout__leaf": [1 << 40] * 4},
+        {"layout": "no such layout"},
+        {"layout": ["safetensors"]},
+        {"version": 2},
+        {"version": "1"},
+        {"state": "claimed"},
+        {"state": "else"},
+        {"save_id": "../../x"},
+        {"format": "other"},
+    ):
+        forgery.forge(forgery.changed(**changes))
+        try:
+            forgery.assert_refused()
+        except BaseException as error:
+            error.add_note(str(changes))
+            raise
+
+
+def test_a_root_that_has_a_key_twice(tmp_path: Path) -> None:
+    """Of two readers each might believe another one."""
+    forgery = _Forgery(tmp_path)
+    encoded = json.dumps(forgery.root)[:-1]
+    forgery.forge_text(encoded + ',"layout":"no such layout"')
+    forgery.assert_refused()
+
+
+# --- files that are no files -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["checkpoint.json", "model.safetensors"])
+def test_links_that_lead_out(name: str, tmp_path: Path) -> None:
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    forgery = _Forgery(tmp_path / "runs")
+    path = forgery.location / name
+    path.rename(outside / name)
+    path.symlink_to(outside / name)
+    for attempt in forgery.attempts():
+        with contextlib.suppress(CheckpointError):
+            attempt()
+    with pytest.raises((InvalidLocationError, CorruptCheckpointError), match="leads out"):
+        ckptcore.load(forgery.location)
+
+
+@pytest.mark.parametrize("name", ["checkpoint.json", "model.safetensors"])
+@pytest.mark.parametrize("kind", ["directory", "pipe", "loop", "dangling"])
+def test_files_that_are_something_else(name: str, kind: str, tmp_path: Path) -> None:
+    forgery = _Forgery(tmp_path)
+    path = forgery.location / name
+    path.unlink()
+    match kind:
+        case "directory":
+            path.mkdir()
+        case "pipe":
+            os.mkfifo(path)
+        case "loop":
+            path.symlink_to(path)
+        case _:
+            path.symlink_to(forgery.location / "nowhere")
+    for attempt in forgery.attempts():
+        with contextlib.suppress(CheckpointError):
+            attempt()
+    if name != "checkpoint.json":  # without a root it may be a checkpoint of other software
+        with pytest.raises(CheckpointError):
+            ckptcore.load(forgery.location)
+        assert not ckptcore.verify(forgery.location).ok
