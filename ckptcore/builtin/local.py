@@ -137,6 +137,10 @@ class LocalStorage:
     def get_into(self, key: str, ranges: Sequence[tuple[int, memoryview]]) -> None:
         """Fill each buffer from its offset on; ranges that follow each other are read as one."""
         file = self._files.open(key, self._path(key))
+        if len(ranges) == 1:
+            offset, buffer = ranges[0]
+            file.read_into(offset, (buffer,))
+            return
         begin = stop = -1
         run: list[memoryview] = []
         for offset, buffer in ranges:

@@ -77,8 +77,10 @@ class LocalFile:
             CorruptCheckpointError: the file ends before.
             StorageError
         """
-        pending = _drop(list(buffers), 0)
         try:
+            if len(buffers) == 1 and self._read_at_once(offset, buffers[0]):
+                return
+            pending = _drop(list(buffers), 0)
             if self.cold is not None and self.cold.is_cold(offset, sum(map(len, pending))):
                 count = self.cold.read_into(offset, pending)
                 offset += count
@@ -91,6 +93,13 @@ class LocalFile:
                 pending = _drop(pending, count)
         except OSError as error:
             raise local_error(error, "read", self.path) from error
+
+    def _read_at_once(self, offset: int, buffer: memoryview) -> bool:
+        """Fill one buffer by one system call, the common case; False if that is not how it is done."""
+        nbytes = len(buffer)
+        if nbytes > _MOST_BYTES or (self.cold is not None and self.cold.is_cold(offset, nbytes)):
+            return False
+        return os.preadv(self._descriptor, (buffer,), offset) == nbytes
 
     def _too_short(self, offset: int, nbytes: int) -> CorruptCheckpointError:
         size = os.fstat(self._descriptor).st_size
