@@ -59,6 +59,10 @@ def _save_large(location: str, number: int) -> None:
     ckptcore.save(location, make_state(number, LARGE), overwrite=True, context=_context())
 
 
+def _save_with_threads(location: str, number: int) -> None:
+    ckptcore.save(location, make_state(number, LARGE), overwrite=True, context=ckptcore.Context(threads=4))
+
+
 def _save_in_background(location: str, number: int) -> None:
     ckptcore.save_async(location, make_state(number), overwrite=True, context=_context()).result()
 
@@ -83,6 +87,12 @@ def _delete(location: str, number: int) -> None:
     ckptcore.delete(location, context=_context())
 
 
+def _delete_and_save(location: str, number: int) -> None:
+    """What is not safe, so that the tests are known to see it."""
+    ckptcore.delete(location, context=_context())
+    ckptcore.save(location, make_state(number), context=_context())
+
+
 def _replace_often(location: str, number: int) -> None:
     """Replace a checkpoint by the states 1 to `number`, with one file and with several, with parts of the root and without."""
     context = _context("none")
@@ -99,11 +109,13 @@ TASKS: Final[Mapping[str, Callable[[str, int], None]]] = {
     "save-without-durability": _save_without_durability,
     "save-several-files": _save_several_files,
     "save-large": _save_large,
+    "save-with-threads": _save_with_threads,
     "save-in-background": _save_in_background,
     "save-in-bounded-memory": _save_in_bounded_memory,
     "save-non-atomic": _save_non_atomic,
     "convert": _convert,
     "delete": _delete,
+    "delete-and-save": _delete_and_save,
     "replace-often": _replace_often,
 }
 """What can be killed, by name."""

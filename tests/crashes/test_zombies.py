@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import ckptcore
+from ckptcore.commit import Overwrite
 from ckptcore.errors import CheckpointError, CheckpointExistsError, CorruptCheckpointError, SaveLostError
 from ckptcore.testing.faults import FaultPlan, Operation
 from tests.crashes.places import InterruptedPlan, faulty_context, through
@@ -24,7 +25,7 @@ def _place(scheme: str, directory: Path) -> str:
     return f"file://{directory}/{name}/step_1" if scheme == "file" else f"memory://{directory.name}-{name}/step_1"
 
 
-def _operations(scheme: str, directory: Path, overwrite: bool) -> list[Operation]:
+def _operations(scheme: str, directory: Path, overwrite: Overwrite) -> list[Operation]:
     location = _place(scheme, directory)
     if overwrite:
         ckptcore.save(location, make_state(_OLD))
@@ -83,6 +84,31 @@ def test_one_of_two_first_saves_commits(scheme: str, tmp_path: Path) -> None:
         assert plan.interrupted
     # A claim that stands still is taken over; through directories the commit is the last operation.
     assert outcomes == {"lost"}
+
+
+@pytest.mark.parametrize("scheme", ["file", "memory"])
+def test_two_overwriting_saves_commit_one_after_the_other(scheme: str, tmp_path: Path) -> None:
+    overwrite: Overwrite = True if scheme == "file" else "non-atomic"
+    operations = _operations(scheme, tmp_path, overwrite=overwrite)
+    for operation in operations:
+        location = _place(scheme, tmp_path)
+        ckptcore.save(location, make_state(_OLD))
+        save_other = functools.partial(ckptcore.save, location, make_state(_OTHER), overwrite=overwrite)
+        plan = InterruptedPlan(operation.number, save_other)
+        context = faulty_context(location, plan)
+        try:
+            ckptcore.save(through(location), make_state(_ZOMBIE), overwrite=overwrite, context=context)
+        except SaveLostError:
+            if scheme == "memory" and _stands_still_in_a_change(operations, operation):
+                _never_wrong(location)
+            else:
+                assert version_at(location) == _OTHER, f"interrupted at {operation}"
+        else:
+            assert version_at(location) in (_ZOMBIE, _OTHER), f"interrupted at {operation}"
+        ckptcore.save(location, make_state(_OLD), overwrite=overwrite)
+        assert version_at(location) == _OLD
+        if scheme == "file":
+            assert [path.name for path in Path(location.removeprefix("file://")).parent.iterdir()] == ["step_1"]
 
 
 def _never_wrong(location: str) -> None:

@@ -1,0 +1,67 @@
+"""The order of syncs of a save to a local disk, as strace saw it: nothing is committed before it is durable."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from tests.crashes.disk import CALLS, Call, calls_in
+from tests.crashes.test_kill_at_each_call import SCENARIOS
+from tests.crashes.tracing import Saver, needs_strace
+
+
+def _traced(name: str, warm: Saver, directory: Path) -> tuple[Sequence[Call], str]:
+    """The calls of a save, and the directory in which it ends."""
+    needs_strace()
+    location = directory / "new" / "run" / "step_1"
+    SCENARIOS[name].prepare(location)
+    log = directory / "trace"
+    options = ("-y", "-xx", "-s", "100000000", "-e", f"trace={','.join(CALLS)}")
+    assert warm.traced(SCENARIOS[name].task, str(location), log, *options) == 0
+    return list(calls_in(log)), str(location)
+
+
+def _publishing(calls: Sequence[Call], location: str) -> tuple[int, str]:
+    """The number of the rename that commits, and the directory that it moves."""
+    found = [
+        (number, call) for number, call in enumerate(calls) if "rename" in call.name and call.paths[-1] == location
+    ]
+    (number, call) = found[-1]
+    return number, call.paths[0]
+
+
+@pytest.mark.parametrize("name", [name for name in SCENARIOS if name != "delete" and "threads" not in name])
+def test_nothing_is_committed_before_it_is_durable(name: str, warm: Saver, tmp_path: Path) -> None:
+    calls, location = _traced(name, warm, tmp_path)
+    committed, hidden = _publishing(calls, location)
+    before, after = calls[:committed], calls[committed + 1 :]
+    if "without durability" in name:
+        assert not [call for call in calls if call.name in ("fsync", "fdatasync")]
+        return
+    written = {call.paths[0] for call in before if call.name in ("write", "pwrite64", "fallocate")}
+    assert len(written) >= 2 and all(path.startswith(hidden + "/") for path in written)
+    for path in written:
+        touched = [call.name for call in before if path in call.paths and call.name != "rename"]
+        assert touched[-1] == "fdatasync", f"{path} was changed after its last sync"
+    named = [number for number, call in enumerate(before) if _names_in(call, hidden)]
+    synced = [number for number, call in enumerate(before) if call.name == "fsync" and call.paths == [hidden]]
+    assert synced[-1] > named[-1], "the names in the checkpoint changed after their last sync"
+    parent = os.path.dirname(location)
+    assert "fsync" in [call.name for call in after if call.paths == [parent]], "the commit is not durable"
+    if name.startswith("first"):
+        for made in [call.paths[0] for call in calls if call.name == "mkdir"]:
+            above = os.path.dirname(made)
+            assert "fsync" in [call.name for call in calls if call.paths == [above]], f"{made} is not durable"
+    else:
+        removed = [number for number, call in enumerate(after) if call.name in ("unlink", "unlinkat")]
+        durable = [number for number, call in enumerate(after) if call.name == "fsync" and call.paths == [parent]]
+        assert removed and durable[0] < removed[0], "the old checkpoint goes before the new one is durable"
+
+
+def _names_in(call: Call, directory: str) -> bool:
+    """Whether a call changes names in a directory."""
+    changes = call.name in ("openat", "mkdir", "rename", "renameat2", "unlink", "unlinkat", "rmdir")
+    return changes and any(os.path.dirname(path) == directory for path in call.paths)
