@@ -71,7 +71,6 @@ def save(
         StorageError: if the storage fails. What was there before is there still.
     """
     context = context or default_context()
-    context.saves.raise_unnoticed()
     described, leaves = describe(location, state, layout=layout, overwrite=overwrite, custom=metadata, context=context)
     context.saves.wait()
     persist(described, ViewedSnapshot(described.plan, start_view(described.plan, leaves)), context)
@@ -95,10 +94,8 @@ def save_async(
     """
     context = context or default_context()
     saves = context.saves
-    saves.raise_unnoticed()
     if context.when_busy == "wait":
         saves.wait()
-        saves.raise_unnoticed()
     described, leaves = describe(location, state, layout=layout, overwrite=overwrite, custom=metadata, context=context)
     plan = described.plan
     handle = SaveHandle(described.location.display, sum(item.spec.nbytes for item in plan.items))

@@ -75,9 +75,11 @@ def describe(
 
     Raises:
         UnsupportedLeafError, UnsupportedKeyError, NameCollisionError, CheckpointExistsError, InvalidLocationError
+        BackgroundSaveError: an earlier save failed unnoticed, here; in a job the other ranks hear of it.
     """
     agreement = Agreement(context.job(), context.exchange_key(location))
     with agreement.stage("describe") as stage:
+        context.saves.raise_unnoticed()
         chosen = context.registry.layout(layout)
         metadata = _check_custom(custom)
         resolved = resolve_location(
