@@ -181,9 +181,16 @@ def _entry(name: str, described: Any, key: str, start: int) -> TensorEntry:
     whole = (
         isinstance(shape, list) and len(shape) <= 64 and all(type(extent) is int and extent >= 0 for extent in shape)
     )
-    if not whole or not isinstance(dtype, str) or type(first) is not int or type(last) is not int or not 0 <= first <= last:
+    if (
+        not whole
+        or not isinstance(dtype, str)
+        or type(first) is not int
+        or type(last) is not int
+        or not 0 <= first <= last
+    ):
         raise CorruptCheckpointError(
-            f"the header of {key} describes {name!r} with dtype {dtype}, shape {shape} and offsets {first} to {last}", key=key
+            f"the header of {key} describes {name!r} with dtype {dtype}, shape {shape} and offsets {first} to {last}",
+            key=key,
         )
     ours = _DTYPES.get(dtype)
     if ours is None:
