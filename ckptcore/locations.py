@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Final, TypeAlias
 
+from ckptcore.engine.sources import open_reader
 from ckptcore.errors import InvalidLocationError, ObjectNotFoundError
 from ckptcore.model.tree import JSON
 from ckptcore.plugins import Plugins
@@ -17,6 +18,7 @@ from ckptcore.protocols import (
     AtomicDirectories,
     ObjectWriter,
     PutCondition,
+    RangeReader,
     StorageAddress,
     StorageBackend,
     StorageOptions,
@@ -133,6 +135,10 @@ class Subdirectory:
     def get_into(self, key: str, ranges: Sequence[tuple[int, memoryview]]) -> None:
         """See `StorageBackend`."""
         self._parent.get_into(self._prefix + key, ranges)
+
+    def open_reader(self, key: str) -> RangeReader:
+        """See `OpensObjects`."""
+        return open_reader(self._parent, self._prefix + key)
 
     def size(self, key: str) -> int:
         """See `StorageBackend`."""

@@ -29,8 +29,10 @@ __all__ = [
     "LazyCheckpointableHandler",
     "LeafHandler",
     "ObjectWriter",
+    "OpensObjects",
     "Priority",
     "PutCondition",
+    "RangeReader",
     "ReadStore",
     "Snapshot",
     "StorageAddress",
@@ -503,6 +505,27 @@ class StorageBackend(Protocol):
 
     def sync(self, keys: Sequence[str]) -> None:
         """Make objects durable that something else wrote (native I/O), and the directories they are in."""
+        ...
+
+
+class RangeReader(Protocol):
+    """An object that is open for reading. Any thread."""
+
+    def get_into(self, ranges: Sequence[tuple[int, memoryview]]) -> None:
+        """Fill each buffer from its offset on, on this thread; raises what `StorageBackend.get_into` does."""
+        ...
+
+
+@runtime_checkable
+class OpensObjects(Protocol):
+    """What a storage can do on top for which finding an object costs something: find it once for many reads."""
+
+    def open_reader(self, key: str) -> RangeReader:
+        """Open an object; what is read is of the object that was there then, or fails.
+
+        Raises:
+            ObjectNotFoundError
+        """
         ...
 
 

@@ -136,22 +136,11 @@ class LocalStorage:
 
     def get_into(self, key: str, ranges: Sequence[tuple[int, memoryview]]) -> None:
         """Fill each buffer from its offset on; ranges that follow each other are read as one."""
-        file = self._files.open(key, self._path(key))
-        if len(ranges) == 1:
-            offset, buffer = ranges[0]
-            file.read_into(offset, (buffer,))
-            return
-        begin = stop = -1
-        run: list[memoryview] = []
-        for offset, buffer in ranges:
-            if offset != stop:
-                if run:
-                    file.read_into(begin, run)
-                begin, run = offset, []
-            run.append(buffer)
-            stop = offset + len(buffer)
-        if run:
-            file.read_into(begin, run)
+        self.open_reader(key).get_into(ranges)
+
+    def open_reader(self, key: str) -> LocalFile:
+        """Open a file; what is read is of this file, also when another one comes in its place."""
+        return self._files.open(key, self._path(key))
 
     def size(self, key: str) -> int:
         """Bytes of an object."""

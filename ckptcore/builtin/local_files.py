@@ -70,6 +70,29 @@ class LocalFile:
             raise local_error(error, "read", self.path) from error
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
+    def get_into(self, ranges: Sequence[tuple[int, memoryview]]) -> None:
+        """Fill each buffer from its offset on; ranges that follow each other are read as one.
+
+        Raises:
+            CorruptCheckpointError: the file ends before.
+            StorageError
+        """
+        if len(ranges) == 1:
+            offset, buffer = ranges[0]
+            self.read_into(offset, (buffer,))
+            return
+        begin = stop = -1
+        run: list[memoryview] = []
+        for offset, buffer in ranges:
+            if offset != stop:
+                if run:
+                    self.read_into(begin, run)
+                begin, run = offset, []
+            run.append(buffer)
+            stop = offset + len(buffer)
+        if run:
+            self.read_into(begin, run)
+
     def read_into(self, offset: int, buffers: Sequence[memoryview]) -> None:
         """Fill buffers that follow each other from an offset on.
 

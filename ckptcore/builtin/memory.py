@@ -88,19 +88,11 @@ class MemoryStorage:
 
     def get_into(self, key: str, ranges: Sequence[tuple[int, memoryview]]) -> None:
         """Fill each buffer from its offset on."""
-        data = self._find(key).data
-        for offset, buffer in ranges:
-            stop = offset + len(buffer)
-            if stop > len(data):
-                raise CorruptCheckpointError(
-                    f"the object {key!r} in {self._url} is too short: expected bytes {offset} to {stop}, "
-                    f"found {len(data)} bytes in all. Load another checkpoint",
-                    key=key,
-                    start=min(offset, len(data)),
-                    stop=stop,
-                )
-            # NumPy, because it lets other threads run while it copies.
-            np.copyto(np.frombuffer(buffer, np.uint8), np.frombuffer(data[offset:stop], np.uint8))
+        self.open_reader(key).get_into(ranges)
+
+    def open_reader(self, key: str) -> _MemoryReader:
+        """Open an object; what is read is of this one, also when another one comes in its place."""
+        return _MemoryReader(key, self._url, self._find(key).data)
 
     def size(self, key: str) -> int:
         """Bytes of an object."""
@@ -172,6 +164,31 @@ class _Store:
             tag = str(next(self._generations))
             self.objects[key] = _Object(data.toreadonly(), tag)
             return tag
+
+
+class _MemoryReader:
+    """An object in memory that is open for reading. Any thread."""
+
+    def __init__(self, key: str, url: str, data: memoryview) -> None:
+        self._key = key
+        self._url = url
+        self._data = data
+
+    def get_into(self, ranges: Sequence[tuple[int, memoryview]]) -> None:
+        """Fill each buffer from its offset on."""
+        data = self._data
+        for offset, buffer in ranges:
+            stop = offset + len(buffer)
+            if stop > len(data):
+                raise CorruptCheckpointError(
+                    f"the object {self._key!r} in {self._url} is too short: expected bytes {offset} to {stop}, "
+                    f"found {len(data)} bytes in all. Load another checkpoint",
+                    key=self._key,
+                    start=min(offset, len(data)),
+                    stop=stop,
+                )
+            # NumPy, because it lets other threads run while it copies.
+            np.copyto(np.frombuffer(buffer, np.uint8), np.frombuffer(data[offset:stop], np.uint8))
 
 
 class _MemoryWriter:

@@ -11,6 +11,7 @@ from ckptcore.engine.checksums import RecordedChecksums
 from ckptcore.engine.pages import map_pages
 from ckptcore.engine.read_tasks import ObjectShape, ReadPart, ReadTask, group_reads, plan_object
 from ckptcore.engine.sizes import SIZES, Sizes
+from ckptcore.engine.sources import open_reader
 from ckptcore.engine.threads import IOThreads
 from ckptcore.errors import CorruptCheckpointError
 from ckptcore.model import ObjectRecord, TileRead
@@ -174,7 +175,7 @@ class _Reading:
     ) -> None:
         self.stopped = False
         self._reader = reader
-        self._storage = storage
+        self._objects = {key: open_reader(storage, key) for key in sums}
         self._tasks = tasks
         self._sums = sums
         self._waiting = waiting
@@ -242,12 +243,12 @@ class _Reading:
         self, task: ReadTask, start: int, memory: memoryview, sums: RecordedChecksums | None, hand: _Hand
     ) -> int:
         """Read straight into an array, as much at once as suits the storage, and verify it while it is in cache."""
-        key, most = task.key, task.most
+        read_into, most = self._objects[task.key].get_into, task.most
         position, stop = start, start + len(memory)
         while position < stop and not self.stopped:
             end = min(stop, (position // most + 1) * most)
             piece = memory[position - start : end - start]
-            self._storage.get_into(key, ((position, piece),))
+            read_into(((position, piece),))
             hand.requests += 1
             if sums is not None:
                 sums.verify(position, piece)
@@ -265,7 +266,7 @@ class _Reading:
                 buffers.append((part.start, part.memory))
             else:
                 buffers.extend(part.buffers(spare[part.start - start : part.stop - start]))
-        self._storage.get_into(key, buffers)
+        self._objects[key].get_into(buffers)
         hand.bytes_read += stop - start
         hand.requests += 1
         if sums is not None:

@@ -18,7 +18,7 @@ from ckptcore.errors import (
     InvalidLocationError,
     ObjectNotFoundError,
 )
-from ckptcore.protocols import IF_ABSENT, IfTag, StorageBackend
+from ckptcore.protocols import IF_ABSENT, IfTag, OpensObjects, StorageBackend
 from ckptcore.testing.storage_model import storage_machine
 
 __all__ = ["HOSTILE_KEYS", "UNUSUAL_KEYS", "StorageBackendTests"]
@@ -162,6 +162,25 @@ class StorageBackendTests:
             assert caught.value.stop == start + size
             assert caught.value.start is not None
             assert caught.value.start <= 1000
+
+    def test_an_open_object_stays_itself(self, storage: StorageBackend) -> None:
+        if not isinstance(storage, OpensObjects):
+            pytest.skip("this storage finds an object anew for each read")
+        with pytest.raises(ObjectNotFoundError):
+            storage.open_reader("absent")
+        _write(storage, "data", b"old" * 1000)
+        reader = storage.open_reader("data")
+        memory = bytearray(6)
+        reader.get_into([(0, memoryview(memory))])
+        assert memory == b"oldold"
+        storage.put("data", b"new" * 1000)
+        reader.get_into([(3, memoryview(memory)[:3]), (0, memoryview(memory)[3:])])
+        assert memory == b"oldold"
+        storage.open_reader("data").get_into([(0, memoryview(memory))])
+        assert memory == b"newnew"
+        with pytest.raises(CorruptCheckpointError, match="data") as caught:
+            reader.get_into([(2995, memoryview(bytearray(6)))])
+        assert caught.value.key == "data"
 
     # --- putting ------------------------------------------------------------------------------------------------------
 
