@@ -54,12 +54,14 @@ class Agreement:
             stage.payloads = [stage.payload]
             return
         error: BaseException | None = None
+        outcome = b""
         try:
             yield stage
+            outcome = _encode({"error": None, "payload": stage.payload})
         except BaseException as caught:  # noqa: BLE001  # told to the others first, then raised below
             error = caught
-        outcome = {"error": None if error is None else f"{type(error).__name__}: {error}", "payload": stage.payload}
-        gathered = self._coordinator.gather(f"{self._key}/{name}", _encode(outcome))
+            outcome = _encode({"error": f"{type(error).__name__}: {error}", "payload": None})
+        gathered = self._coordinator.gather(f"{self._key}/{name}", outcome)
         failed: JSON = None
         if gathered is not None:
             outcomes = [json.loads(data) for data in gathered]

@@ -59,7 +59,7 @@ def save(
         location: a path or URL; a directory is made there.
         state: a tree of containers and leaves that the installed plugins handle.
         layout: how arrays are laid out: a name, or a layout object with options.
-        overwrite: whether a checkpoint that is there is replaced: True: atomically; ``"non-atomic"``: also where the storage
+        overwrite: whether a checkpoint that is there is replaced, with every file that stands in its directory: True: atomically; ``"non-atomic"``: also where the storage
             cannot do so, and a crash would leave neither.
         metadata: JSON of the user's, kept with the checkpoint.
         context: options.
@@ -117,7 +117,11 @@ def save_async(
                 memory.close()
                 _release(context)
 
-        saves.run(handle, work)
+        try:
+            saves.run(handle, work)
+        except RuntimeError as error:
+            memory.close()
+            fail_everywhere(described, error)
         return handle
     bounded = BoundedSnapshot(plan, start, memory.give_back, limit)
 
@@ -129,7 +133,11 @@ def save_async(
             memory.close()
             _release(context)
 
-    saves.run(handle, bounded_work)
+    try:
+        saves.run(handle, bounded_work)
+    except RuntimeError as error:
+        memory.close()
+        fail_everywhere(described, error)
     try:
         bounded.copy_all()
     except BaseException:
@@ -235,6 +243,8 @@ def metadata(location: LocationLike, *, context: Context | None = None) -> Check
 
 def delete(location: LocationLike, *, context: Context | None = None) -> None:
     """Delete a checkpoint of ours, also an unfinished or a damaged one; it is never there in part.
+
+    Every file in its directory goes with it.
 
     Raises:
         CheckpointNotFoundError: if there is nothing.

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import atexit
+import functools
+import os
 import sys
 import threading
 import weakref
@@ -106,20 +108,33 @@ class BackgroundSaves:
     """The asynchronous saves of a Context, one after the other in the order in which they began."""
 
     def __init__(self) -> None:
+        self._begin_anew()
+        reference = weakref.ref(self)
+
+        def in_forked_child() -> None:
+            if (saves := reference()) is not None:
+                saves._begin_anew()
+
+        if hasattr(os, "register_at_fork"):
+            os.register_at_fork(after_in_child=in_forked_child)
+
+    def _begin_anew(self) -> None:
+        """Without saves or threads, as at first; the threads of a process do not follow it into a forked child."""
         self._executor: ThreadPoolExecutor | None = None
         self._lock = threading.Lock()
         self._handles: list[SaveHandle] = []
-        _report_at_exit(self)
 
     def run(self, handle: SaveHandle, work: Callable[[], None]) -> None:
-        """Do the work of a save after those before it; its outcome goes to the handle."""
+        """Do the work of a save after those before it; its outcome goes to the handle.
+
+        Raises:
+            RuntimeError: if the program is ending, and no more work can begin.
+        """
         with self._lock:
             if self._executor is None:
                 self._executor = ThreadPoolExecutor(1, thread_name_prefix="ckptcore-save")
-            self._handles = [other for other in self._handles if _matters(other)]
-            self._handles.append(handle)
-            executor = self._executor
-        executor.submit(_run, handle, work)
+            self._executor.submit(_run, handle, work)
+            self._handles = [*(other for other in self._handles if _matters(other)), handle]
 
     def load(self, work: Callable[[], T]) -> LoadHandle[T]:
         """Do the work of a load on a thread of its own."""
@@ -167,22 +182,35 @@ def _run(handle: SaveHandle, work: Callable[[], None]) -> None:
     try:
         work()
     except BaseException as error:  # noqa: BLE001  # handed to whoever asks for the result, or told at exit
+        _exit_report().add(handle)
         handle._future.set_exception(error)
     else:
         handle._future.set_result(None)
 
 
-def _report_at_exit(saves: BackgroundSaves) -> None:
-    """At exit say which saves failed without anybody asking; by then the executor's threads have been joined."""
-    reference = weakref.ref(saves)
+class _ExitReport:
+    """The failed saves that somebody must hear of before the program ends."""
 
-    def report() -> None:
-        remaining = reference()
-        if remaining is not None:
-            for handle in remaining._failed_unnoticed():
+    def __init__(self) -> None:
+        self._handles: list[SaveHandle] = []
+        self._lock = threading.Lock()
+        atexit.register(self.print)
+
+    def add(self, handle: SaveHandle) -> None:
+        """Remember a save that is about to fail. Any thread."""
+        with self._lock:
+            self._handles = [*(other for other in self._handles if not other._noticed), handle]
+
+    def print(self) -> None:
+        """Say which saves failed without anybody asking; the threads of all saves have been joined by then."""
+        for handle in self._handles:
+            if not handle._noticed:
                 error = handle.exception()
                 print(
                     f"ckptcore: the save to {handle.location} failed: {type(error).__name__}: {error}", file=sys.stderr
                 )
 
-    atexit.register(report)
+
+@functools.cache
+def _exit_report() -> _ExitReport:
+    return _ExitReport()

@@ -17,10 +17,12 @@ from typing import Final, Literal, Protocol, TypeAlias
 from ckptcore.errors import (
     AtomicityError,
     CheckpointExistsError,
+    CommitUnknownError,
     ConditionFailedError,
     CorruptCheckpointError,
     ObjectNotFoundError,
     SaveLostError,
+    StorageError,
 )
 from ckptcore.fences import FencedStore
 from ckptcore.locations import Location
@@ -104,7 +106,10 @@ def refuse_to_replace(location: Location, overwrite: Overwrite) -> Occupant:
 
     Raises:
         CheckpointExistsError: if it may not.
+        ValueError: if `overwrite` is none of its values.
     """
+    if overwrite not in (True, False, "non-atomic"):
+        raise ValueError(f"overwrite={overwrite!r}: expected True, False or 'non-atomic'")
     if location.is_object:
         raise CheckpointExistsError(
             f"{location.display} is a file; a checkpoint is a directory: save to another location, or remove the file"
@@ -245,7 +250,20 @@ class _DirectoryClaim:
             self.store.put(key, data)
         self.store.put(ROOT_KEY, root)
         self._directories.sync_directory(self._hidden)
-        replaced = self._publish()
+        try:
+            replaced = self._publish()
+        except (CheckpointExistsError, SaveLostError, AtomicityError):
+            raise
+        except BaseException as error:
+            # What is under the hidden name may be the old checkpoint by now: nothing may be deleted on a guess.
+            if _holds_other_root(self._location, root):
+                raise
+            self._done = True
+            self._lock.__exit__(None, None, None)
+            raise CommitUnknownError(
+                f"the save to {self._location.display} is in place, or may be, but the storage failed as it was committed: "
+                f"{error}. It may not survive a loss of power; look at the location before saving again"
+            ) from error
         self._done = True
         self._lock.__exit__(None, None, None)
         if replaced is not None:
@@ -264,7 +282,8 @@ class _DirectoryClaim:
         except ConditionFailedError as error:
             if refuse_to_replace(self._location, self._overwrite) == "nothing":
                 raise SaveLostError(
-                    f"something appeared at {self._location.display} while it was saved; save again"
+                    f"something stands at {self._location.display} that is no file and was not there, or not seen, when the "
+                    "save began (a broken link?); remove it and save again"
                 ) from error
         except ObjectNotFoundError as error:
             raise SaveLostError(
@@ -279,7 +298,11 @@ class _DirectoryClaim:
         aside = _hidden_name(self._location, "0" * 16)
         self._directories.delete_directory(aside)
         self._directories.rename(name, aside)
-        self._directories.rename(self._hidden, name)
+        try:
+            self._directories.rename(self._hidden, name)
+        except BaseException:
+            self._directories.rename(aside, name)
+            raise
         return aside
 
     def abort(self) -> None:
@@ -332,7 +355,24 @@ class _ObjectClaim:
             raise SaveLostError(
                 f"another save took {self._location.display} over before this one committed; this one is lost"
             ) from error
+        except StorageError as error:
+            # The storage may have failed after it did what was asked.
+            if _holds_other_root(self._location, root):
+                raise
+            self._done = True
+            if self._is_committed(root):
+                return
+            raise CommitUnknownError(
+                f"the storage failed as the save to {self._location.display} was committed, and whether it is cannot be read: "
+                f"{error}; look at the location before saving again"
+            ) from error
         self._done = True
+
+    def _is_committed(self, root: bytes) -> bool:
+        try:
+            return root_bytes(self._roots) == root
+        except StorageError:
+            return False
 
     def abort(self) -> None:
         if self._done:
@@ -342,6 +382,14 @@ class _ObjectClaim:
             self.store.expect_claim()
             _delete_all_but_root(self.store)
             self.store.delete([ROOT_KEY])
+
+
+def _holds_other_root(location: Location, root: bytes) -> bool:
+    """Whether a location certainly does not hold this root; False where that cannot be read."""
+    try:
+        return root_bytes(location.store) != root
+    except StorageError:
+        return False
 
 
 def _delete_all_but_root(store: StorageBackend) -> None:

@@ -41,7 +41,7 @@ class MemoryOptions:
                 raise ValueError(f"MemoryOptions({name}={value}): give a number of bytes above 0, or None for no bound")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Context:
     """Options for saves and loads. A Context is worth keeping: it holds threads and staging memory for reuse.
 
@@ -57,6 +57,7 @@ class Context:
         plugins: plugins beside the installed ones.
         storage: options of storages, by URL scheme.
         coordinator: the job that saves and loads together; None: the one that this process is part of.
+        saves: the asynchronous saves under way; not to be given.
     """
 
     durability: Literal["full", "none"] = "full"
@@ -69,6 +70,8 @@ class Context:
     plugins: Sequence[object] = ()
     storage: Mapping[str, Mapping[str, JSON]] = field(default_factory=dict)
     coordinator: Coordinator | None = None
+    saves: BackgroundSaves = field(init=False, repr=False)
+    _counter: Iterator[int] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         for name, allowed in (("durability", ("full", "none")), ("when_busy", ("wait", "queue"))):
@@ -78,6 +81,9 @@ class Context:
                 )
         if self.threads is not None and self.threads < 1:
             raise ValueError(f"Context(threads={self.threads}): give at least 1, or None")
+        # Made now, because two threads that ask for them first must get the same.
+        object.__setattr__(self, "saves", BackgroundSaves())
+        object.__setattr__(self, "_counter", itertools.count())
 
     @cached_property
     def registry(self) -> Plugins:
@@ -94,18 +100,9 @@ class Context:
         """The memory that asynchronous saves copy into."""
         return StagingPool(None)
 
-    @cached_property
-    def saves(self) -> BackgroundSaves:
-        """The asynchronous saves under way."""
-        return BackgroundSaves()
-
     def exchange_key(self, location: object) -> str:
         """A key for the exchanges of one save: the same on every rank that saves in the same order."""
         return f"{location}#{next(self._counter)}"
-
-    @cached_property
-    def _counter(self) -> Iterator[int]:
-        return itertools.count()
 
     def job(self) -> Coordinator:
         """The coordinator to agree through."""

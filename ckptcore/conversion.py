@@ -12,6 +12,7 @@ from ckptcore.builtin.single_process import SingleProcess
 from ckptcore.commit import Overwrite, refuse_to_replace
 from ckptcore.context import Context
 from ckptcore.engine.memory import allocate
+from ckptcore.errors import InvalidLocationError
 from ckptcore.locations import LocationLike, resolve_location
 from ckptcore.model.arrays import Box, HostArray, Shard
 from ckptcore.model.metadata import ArrayRecord
@@ -53,7 +54,7 @@ class _ReadSnapshot:
     def release(self, item: int) -> None:
         """See `Snapshot`."""
         with self._lock:
-            del self._arrays[item]
+            self._arrays.pop(item, None)
 
 
 class _Reporting(SaveHandle):
@@ -82,6 +83,11 @@ def convert_checkpoint(
     chosen = context.registry.layout(layout)
     durable = context.durability == "full"
     resolved = resolve_location(destination, context.registry, durable=durable, config=context.storage)
+    read_from = resolve_location(source, context.registry, durable=False, config=context.storage)
+    if read_from.identity == resolved.identity:
+        raise InvalidLocationError(
+            f"{source} cannot be converted into itself; convert it to another location, then delete it"
+        )
     refuse_to_replace(resolved, overwrite)
 
     replaces = overwrite
@@ -101,6 +107,7 @@ def convert_checkpoint(
         described = Described(resolved, chosen, replaces, opened.custom, plan, created, agreement)
         handle = _Reporting(resolved.display, tree.nbytes, progress) if progress is not None else None
         persist(described, _ReadSnapshot(opened, plan), context, handle)
-        replaces = True  # if the source was replaced meanwhile, what was just written is written again
+        if not overwrite:
+            replaces = True  # if the source was replaced meanwhile, what was just written is written again
 
     while_unchanged(source, context, attempt)

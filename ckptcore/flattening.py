@@ -12,7 +12,7 @@ from ckptcore.model.tree import LEAF, MAX_DEPTH, Attribute, Key, Node, Skeleton,
 from ckptcore.plugins import Plugins
 from ckptcore.protocols import CheckpointableHandler, ContainerHandler, LazyCheckpointableHandler, LeafHandler
 
-__all__ = ["PLACEHOLDER", "Flat", "flatten", "rebuild", "restore", "unflatten"]
+__all__ = ["PLACEHOLDER", "Flat", "first_stuck", "flatten", "rebuild", "restore", "unflatten"]
 
 PLACEHOLDER: Final = ...
 """Stands in an abstract tree for a leaf or a subtree that is not to be loaded."""
@@ -221,12 +221,47 @@ def restore(shape: Shape, leaves: Sequence[object], filled: Sequence[bool], path
     Raises:
         CheckpointError: names a leaf that can be changed neither in place nor in its container.
     """
-    position = iter(range(len(leaves)))
-    made = _restore(shape, leaves, filled, paths, position)
-    if made is not _KEPT:
+    stuck = first_stuck(shape, [not done for done in filled])
+    if stuck is not None:
         raise CheckpointError(
-            f"{format_path(paths[0]) if paths else 'the target'} cannot be filled in place; use load() and keep its result"
+            f"{format_path(paths[stuck])} can be changed neither in place nor in what holds it; use load() and keep its result"
         )
+    _restore(shape, leaves, filled, iter(range(len(leaves))))
+
+
+def first_stuck(shape: Shape, changed: Sequence[bool]) -> int | None:
+    """The first leaf that is to be replaced and has no container above it that can be changed; None if there is none.
+
+    Args:
+        shape: of the value.
+        changed: for each leaf, whether it is to be replaced.
+    """
+    return _first_stuck(shape, changed, iter(range(len(changed))))
+
+
+def _first_stuck(shape: Shape, changed: Sequence[bool], position: Iterator[int]) -> int | None:
+    if shape is None:
+        number = next(position)
+        return number if changed[number] else None
+    if isinstance(shape, _Checkpointable) or isinstance(shape.like, dict | list):
+        _skip(shape, position)
+        return None
+    for child in shape.children:
+        stuck = _first_stuck(child, changed, position)
+        if stuck is not None:
+            return stuck
+    return None
+
+
+def _skip(shape: Shape, position: Iterator[int]) -> None:
+    """Move past the leaves of a node."""
+    if shape is None:
+        next(position)
+    elif isinstance(shape, _Checkpointable):
+        _skip(shape.state, position)
+    else:
+        for child in shape.children:
+            _skip(child, position)
 
 
 class _Kept:
@@ -240,7 +275,6 @@ def _restore(
     shape: Shape,
     leaves: Sequence[object],
     filled: Sequence[bool],
-    paths: Sequence[TreePath],
     position: Iterator[int],
 ) -> object:
     """The value that a container must hold in place of this node, or `_KEPT` where the node itself was changed."""
@@ -251,7 +285,7 @@ def _restore(
         state = _state(shape.state, leaves, position)
         shape.handler.restore(shape.like, state)
         return _KEPT
-    replaced = [_restore(child, leaves, filled, paths, position) for child in shape.children]
+    replaced = [_restore(child, leaves, filled, position) for child in shape.children]
     if all(child is _KEPT for child in replaced):
         return _KEPT
     like: Any = shape.like

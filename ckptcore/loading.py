@@ -7,10 +7,18 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from ckptcore.context import Context
 from ckptcore.engine.memory import allocate
-from ckptcore.errors import CorruptCheckpointError, PluginError, TargetUndefinedError, UnsupportedLeafError
-from ckptcore.flattening import PLACEHOLDER, flatten, rebuild, restore, unflatten
+from ckptcore.errors import (
+    CorruptCheckpointError,
+    PluginError,
+    TargetUndefinedError,
+    TreeMismatchError,
+    UnsupportedLeafError,
+)
+from ckptcore.flattening import PLACEHOLDER, first_stuck, flatten, rebuild, restore, unflatten
 from ckptcore.locations import LocationLike
 from ckptcore.matching import match_leaves
 from ckptcore.model.arrays import AbstractArray, ArraySpec, Box, HostArray
@@ -81,10 +89,20 @@ def load_into_target(location: LocationLike, target: object, context: Context) -
         nonlocal began
         flat = flatten(target, context.registry, placeholders=True, stored_at=_stored_at(opened, context.registry))
         numbers = match_leaves(flat, opened.tree, opened.location.display, by_name=opened.root is None)
+        paths = list(flat.paths())
+        replaced = [number is not None and isinstance(opened.tree.leaves[number], ValueRecord) for number in numbers]
+        stuck = first_stuck(flat.shape, replaced)
+        if stuck is not None:
+            raise TreeMismatchError(
+                f"{format_path(paths[stuck])} of the target cannot be filled in place, and nothing that holds it can be changed; "
+                "use load() and keep its result. The target is as it was",
+                [f"{format_path(paths[stuck])}: cannot be filled in place"],
+            )
+        units, leaves = _plan_units(opened, numbers, flat.handlers, flat.leaves, into=True)
         began = True
         filled = [handler is None for handler in flat.handlers]
-        leaves = read_leaves(opened, numbers, flat.handlers, flat.leaves, context, filled)
-        restore(flat.shape, leaves, filled, list(flat.paths()))
+        _perform(opened, units, leaves, context, filled)
+        restore(flat.shape, leaves, filled, paths)
 
     try:
         while_unchanged(location, context, attempt)
@@ -109,12 +127,19 @@ def abstract_tree(tree: TreeMetadata, registry: Plugins) -> Any:
     """What is stored, in Python's own containers: `AbstractArray` for arrays, and small values themselves."""
     _, value_handler = abstract_leaves(registry)
     leaves = [
-        AbstractArray(record.spec.shape, record.spec.dtype)
-        if isinstance(record, ArrayRecord)
-        else value_handler.build(None, record, ())
+        _abstract_leaf(record) if isinstance(record, ArrayRecord) else value_handler.build(None, record, ())
         for record in tree.leaves
     ]
     return rebuild(tree.skeleton, leaves)
+
+
+def _abstract_leaf(record: ArrayRecord) -> object:
+    """What asks for an array as what it was saved as, where the core knows that."""
+    if record.kind == "numpy.scalar":
+        return np.zeros((), record.spec.numpy_dtype)[()]
+    if record.kind in ("str", "bytes"):
+        return "" if record.kind == "str" else b""
+    return AbstractArray(record.spec.shape, record.spec.dtype)
 
 
 def _stored_at(opened: Opened, registry: Plugins) -> Callable[[TreePath], object]:
@@ -140,7 +165,6 @@ def read_leaves(
     handlers: Sequence[LeafHandler | None],
     abstracts: Sequence[object],
     context: Context,
-    filled: list[bool] | None = None,
 ) -> list[object]:
     """Read and build leaves.
 
@@ -149,12 +173,30 @@ def read_leaves(
         numbers: of stored leaves; None for what is not loaded.
         handlers, abstracts: for each, who builds it and as what.
         context: its bound on memory is kept.
-        filled: given by ``load_into``: abstracts are filled in place where they can be, and marked here.
+    """
+    units, leaves = _plan_units(opened, numbers, handlers, abstracts, into=False)
+    _perform(opened, units, leaves, context, None)
+    return leaves
+
+
+def _plan_units(
+    opened: Opened,
+    numbers: Sequence[int | None],
+    handlers: Sequence[LeafHandler | None],
+    abstracts: Sequence[object],
+    *,
+    into: bool,
+) -> tuple[Sequence[_Unit], list[object]]:
+    """What is to be read, and the leaves, of which values are there already. Reads nothing and changes nothing.
+
+    Raises:
+        TreeMismatchError: if two leaves of a target are one array in memory and two in the checkpoint.
     """
     tree = opened.tree
     leaves: list[object] = [PLACEHOLDER] * len(numbers)
     units: list[_Unit] = []
     tied: dict[tuple[object, ...], _Unit] = {}
+    in_memory: dict[object, int] = {}
     for position, (number, handler, abstract) in enumerate(zip(numbers, handlers, abstracts, strict=True)):
         if number is None or handler is None:
             continue
@@ -165,24 +207,40 @@ def read_leaves(
             continue
         with _naming(tree, number):
             boxes = handler.wanted(abstract, record)
-        if tree.aliases:
-            original = tree.aliases.get(number, number)
-            asked = None if abstract is None else (type(abstract), repr(handler.describe(abstract)))
-            # Leaves that were tied are built once and tied again. What is filled in place is one only if its memory is.
-            memory = None if filled is None else handler.identity(abstract) or position
-            key = (original, id(handler), tuple(boxes), asked, memory)
-            if key in tied:
-                tied[key].positions.append(position)
-                continue
-            unit = tied[key] = _Unit(original, record, handler, abstract, [position], boxes)
-        else:
-            unit = _Unit(number, record, handler, abstract, [position], boxes)
-        units.append(unit)
+        original = tree.aliases.get(number, number)
+        memory: object = None
+        if into:
+            memory = handler.identity(abstract) or position
+            if in_memory.setdefault((id(handler), memory), original) != original:
+                other = format_path(tree.paths[in_memory[id(handler), memory]])
+                own = format_path(tree.paths[number])
+                raise TreeMismatchError(
+                    f"{other} and {own} are one array in the target and two in {opened.location.display}: they cannot both be "
+                    "filled; use load(), or a target in which they are apart. The target is as it was",
+                    [f"{own}: tied to {other} in the target, not in the checkpoint"],
+                )
+        if not tree.aliases:
+            units.append(_Unit(number, record, handler, abstract, [position], boxes))
+            continue
+        # Leaves that were tied are built once and tied again. What is filled in place is one only if its memory is.
+        asked = None if abstract is None else (type(abstract), repr(handler.describe(abstract)))
+        key = (original, id(handler), tuple(boxes), asked, memory)
+        if key in tied:
+            tied[key].positions.append(position)
+            continue
+        tied[key] = _Unit(original, record, handler, abstract, [position], boxes)
+        units.append(tied[key])
+    return units, leaves
+
+
+def _perform(
+    opened: Opened, units: Sequence[_Unit], leaves: list[object], context: Context, filled: list[bool] | None
+) -> None:
+    """Read and build units into leaves; with `filled`, fill what can be filled in place and mark it."""
     for batch in _batches(units, context.memory.load_bytes):
         for unit in _read(opened, batch, into=filled is not None):
-            with _naming(tree, unit.leaf):
+            with _naming(opened.tree, unit.leaf):
                 _finish(unit, leaves, filled)
-    return leaves
 
 
 class _naming:  # a context manager, written as a class because it is entered for every leaf
@@ -274,8 +332,8 @@ def _fits(buffer: HostArray, box: Box, record: ArrayRecord) -> bool:
 
 def _check_sizes(opened: Opened, units: Sequence[_Unit]) -> None:
     """Refuse arrays that the objects cannot hold before memory is taken for them."""
-    if not opened.objects:
-        return
+    if opened.root is None:
+        return  # its layout has looked at its files itself
     wanted = {unit.leaf for unit in units}
     sizes: dict[str, int] = {}
     taken: dict[str, int] = {}

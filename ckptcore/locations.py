@@ -40,11 +40,13 @@ class Location:
         display: as the user knows it.
         parent: the storage, opened at the directory that the checkpoint is in.
         name: the checkpoint's name in it, without ``/``.
+        identity: the same for two spellings of one location, as far as they can be told to be.
     """
 
     display: str
     parent: StorageBackend
     name: str
+    identity: str = ""
 
     @property
     def store(self) -> StorageBackend:
@@ -96,7 +98,7 @@ def resolve_location(
         raise InvalidLocationError(
             f"{text!r} names the root of a storage; a checkpoint needs a directory of its own below it"
         )
-    return Location(text, plugins.storage(scheme)(parent, options), name)
+    return Location(text, plugins.storage(scheme)(parent, options), name, f"{scheme}:{parent}/{name}")
 
 
 def _local_path(url: str) -> str:

@@ -42,7 +42,7 @@ def match_leaves(flat: Flat, tree: TreeMetadata, display: str, *, by_name: bool)
         if missing:
             _match_loosely(paths, found, missing, stored, by_name)
         skipped = [path for path, handler in zip(paths, flat.handlers, strict=True) if handler is None]
-    differences = _differences(flat, tree, paths, found, skipped)
+    differences = _differences(flat, tree, paths, found, skipped, by_name)
     if differences:
         shown = "".join(f"\n  {line}" for line in differences[:_SHOWN])
         more = f"\n  and {len(differences) - _SHOWN} more" if len(differences) > _SHOWN else ""
@@ -78,6 +78,13 @@ def _match_loosely(
                 break
 
 
+def _is_skipped(path: TreePath, skips: set[TreePath], dotted: tuple[str, ...]) -> bool:
+    """Whether a stored leaf is where, or below where, a placeholder stands."""
+    if any(path[:length] in skips for length in range(len(path) + 1)):
+        return True
+    return bool(dotted) and len(path) == 1 and isinstance(path[0], str) and path[0].startswith(dotted)
+
+
 def _plain(path: TreePath) -> TreePath:
     return tuple([key.name if isinstance(key, Attribute) else key for key in path])
 
@@ -88,17 +95,22 @@ def _differences(
     paths: Sequence[TreePath],
     found: Sequence[int | None],
     skipped: Sequence[TreePath],
+    by_name: bool,
 ) -> list[str]:
     differences: list[str] = []
     absent = [
         position for position, number in enumerate(found) if number is None and flat.handlers[position] is not None
     ]
     loaded = {number for number in found if number is not None}
-    unexpected = [
-        path
-        for number, path in enumerate(tree.paths)
-        if number not in loaded and not any(_plain(path)[: len(prefix)] == _plain(prefix) for prefix in skipped)
-    ] if len(loaded) < len(tree.leaves) else []  # fmt: skip
+    unexpected: list[TreePath] = []
+    if len(loaded) < len(tree.leaves):
+        skips = {_plain(prefix) for prefix in skipped}
+        dotted = tuple([".".join(map(str, prefix)) + "." for prefix in skipped]) if by_name else ()
+        unexpected = [
+            path
+            for number, path in enumerate(tree.paths)
+            if number not in loaded and not _is_skipped(_plain(path), skips, dotted)
+        ]
     names = [format_path(path) for path in unexpected]
     if absent:
         import difflib  # only where something is wrong

@@ -121,13 +121,13 @@ def leaf_names(
     Raises:
         NameCollisionError: if escaping leaves two leaves with one name.
     """
-    names = {leaf: separator.join(map(str, path)) if path else root for leaf, path in paths.items()}
+    names = {leaf: _printable(separator.join(map(str, path))) if path else root for leaf, path in paths.items()}
     counts = Counter(names.values())
     if len(counts) == len(names) and not any(name in counts for name in reserved):
         return names
     for leaf, name in list(names.items()):
         if counts[name] > 1 or name in reserved:
-            names[leaf] = separator.join([_escape(key, separator) for key in paths[leaf]]) or "\\" + root
+            names[leaf] = _printable(separator.join([_escape(key, separator) for key in paths[leaf]])) or "\\" + root
             if names[leaf] in reserved:
                 names[leaf] = "\\" + names[leaf]
     seen: dict[str, int] = {}
@@ -139,6 +139,11 @@ def leaf_names(
             )
         seen[name] = leaf
     return names
+
+
+def _printable(name: str) -> str:
+    """A name without surrogates, which no file format holds: they are written out, as ``\\ud800``."""
+    return name if name.isascii() else name.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
 def _escape(key: Key, separator: str) -> str:

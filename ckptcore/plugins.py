@@ -127,9 +127,11 @@ class Plugins:
         return found
 
     def _find(self, value_type: type, example: object) -> Dispatch:
-        for claimed, handler in self._handlers.items():
-            if issubclass(value_type, claimed):
-                return _as_dispatch(handler)
+        claims = [claimed for claimed in self._handlers if issubclass(value_type, claimed)]
+        if claims:
+            # The one that is nearest: a class before its bases.
+            nearest = next((claimed for claimed in value_type.__mro__ if claimed in claims), claims[0])
+            return _as_dispatch(self._handlers[nearest])
         candidates: list[tuple[int, str, Dispatch]] = []
         hook = self._manager.hook
         for caller, key in (

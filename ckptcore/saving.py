@@ -19,7 +19,13 @@ from ckptcore.background import SaveHandle
 from ckptcore.commit import Claim, Overwrite, claim_location, claimed_store, read_root, refuse_to_replace
 from ckptcore.context import Context
 from ckptcore.engine.recorder import ObjectRecorder
-from ckptcore.errors import CheckpointError, CommitUnknownError, CoordinationTimeoutError, UnsupportedLeafError
+from ckptcore.errors import (
+    CheckpointError,
+    CommitUnknownError,
+    CoordinationTimeoutError,
+    PluginError,
+    UnsupportedLeafError,
+)
 from ckptcore.flattening import Flat, flatten
 from ckptcore.locations import Location, LocationLike, resolve_location
 from ckptcore.model.arrays import ArraySpec, Box, HostArray, Shard
@@ -85,8 +91,6 @@ def describe(
         resolved = resolve_location(
             location, context.registry, durable=context.durability == "full", config=context.storage
         )
-        if overwrite not in (True, False, "non-atomic"):
-            raise ValueError(f"overwrite={overwrite!r}: expected True, False or 'non-atomic'")
         flat = flatten(state, context.registry)
         tree, shards = _describe_leaves(flat, agreement.rank, agreement.size)
         chosen.check(tree, agreement.size)
@@ -184,9 +188,16 @@ def persist(described: Described, snapshot: Snapshot, context: Context, handle: 
                     described.location, described.plan.save_id, described.created, described.overwrite
                 )
         store = claim.store if claim is not None else claimed_store(described.location, described.plan.save_id)
-        with agreement.stage("write") as stage:
-            receipt = _write(described, snapshot, store, context, handle)
-            stage.payload = _encode_receipt(receipt)
+        try:
+            with agreement.stage("write") as stage:
+                receipt = _write(described, snapshot, store, context, handle)
+                stage.payload = _encode_receipt(receipt)
+        except CoordinationTimeoutError as error:
+            if agreement.rank == 0:
+                raise
+            # The leader may have this rank's receipt and go on without it hearing of that.
+            _look_whether_committed(described, error)
+            return
         receipts = (
             [receipt]
             if agreement.size == 1
@@ -198,9 +209,13 @@ def persist(described: Described, snapshot: Snapshot, context: Context, handle: 
                     _commit(described, claim, receipts, context)
         except CoordinationTimeoutError as error:
             _look_whether_committed(described, error)
-    except BaseException:
+    except BaseException as error:
         if claim is not None:
-            claim.abort()
+            try:
+                claim.abort()
+            except CheckpointError as failure:
+                # The error that stopped the save says more; the next save removes what is left.
+                error.add_note(f"removing what was written failed too: {failure}")
         raise
 
 
@@ -237,8 +252,13 @@ def _commit(described: Described, claim: Claim, receipts: Sequence[Receipt], con
     check_coverage(tree, receipts)
     recorder = ObjectRecorder(claim.store, context.io_threads, checksums=context.checksums)
     state = described.layout.finish(tree, receipts, recorder)
-    objects = {record.key: record for receipt in receipts for record in receipt.objects}
-    objects.update({record.key: record for record in recorder.objects})
+    objects: dict[str, ObjectRecord] = {}
+    for record in [*(record for receipt in receipts for record in receipt.objects), *recorder.objects]:
+        if objects.setdefault(record.key, record) is not record:
+            raise PluginError(
+                f"the layout {described.layout.name} wrote {record.key} twice, perhaps from several processes; "
+                "the save is not committed"
+            )
     root = Root(
         save_id=described.plan.save_id,
         created=described.created,

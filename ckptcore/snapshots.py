@@ -47,6 +47,8 @@ class ViewedSnapshot:
     def release(self, item: int) -> None:
         """See `Snapshot`."""
         with self._lock:
+            if item not in self._pending:
+                return  # the writer gave up before it asked for it
             self._pending[item] = ()
             self._outstanding -= self.plan.items[item].spec.nbytes
 
@@ -164,6 +166,8 @@ class BoundedSnapshot:
     def release(self, item: int) -> None:
         """See `Snapshot`."""
         with self._changed:
+            if item not in self._pending:
+                return  # the writer gave up before it asked for it
             arrays, self._pending[item] = self._pending[item], ()
             self._held -= self.plan.items[item].spec.nbytes
             self._changed.notify_all()

@@ -14,7 +14,7 @@ from ckptcore.errors import CorruptCheckpointError, PluginError, UnsupportedLeaf
 from ckptcore.model.arrays import AbstractArray, ArraySpec, Box, HostArray, Shard, name_of_dtype
 from ckptcore.model.metadata import ArrayRecord, LeafRecord, ValueRecord
 from ckptcore.model.transfer import Pending, Ready
-from ckptcore.model.tree import JSON
+from ckptcore.model.tree import JSON, text_from_json, text_to_json
 from ckptcore.protocols import HostMemory, LeafHandler, Priority
 
 __all__ = ["HostArrayHandler", "HostValueHandler", "leaf_handler"]
@@ -82,9 +82,9 @@ class HostArrayHandler:
         if isinstance(stored, ValueRecord):
             return _decode_value(stored)
         array = _assemble(stored.spec, boxes)
-        if stored.kind == _SCALAR or isinstance(abstract, np.generic):
+        if isinstance(abstract, np.generic) or (stored.kind == _SCALAR and abstract is None):
             return array[()]
-        if stored.kind in ("str", "bytes") and array.dtype == np.uint8:
+        if stored.kind in ("str", "bytes") and abstract is None and array.dtype == np.uint8:
             return _decode_text(stored.kind, array)
         return array
 
@@ -195,8 +195,10 @@ def _decode_text(kind: str, array: HostArray) -> object:
 
 
 def _encode_value(leaf: Any) -> JSON:
-    if isinstance(leaf, bool) or leaf is None or isinstance(leaf, str):
+    if isinstance(leaf, bool) or leaf is None:
         return leaf
+    if isinstance(leaf, str):
+        return text_to_json(leaf)
     if isinstance(leaf, int):
         # Readers in other languages keep 53 bits of a JSON number; and Python refuses very long decimal ones.
         return leaf if abs(leaf) < 1 << 53 else hex(leaf)
@@ -219,8 +221,8 @@ def _decode_value(record: ValueRecord) -> object:
                 return None
             case "bool", bool():
                 return value
-            case "str", str():
-                return value
+            case "str", str() | {"utf8": str()}:
+                return text_from_json(value)
             case "int", int() if not isinstance(value, bool):
                 return value
             case "int", str():

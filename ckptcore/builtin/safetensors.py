@@ -64,8 +64,8 @@ class SafetensorsLayout:
             AtomicityError: if this process holds a part of an array only.
         """
         plan = snapshot.plan
-        if not plan.items and plan.rank != 0:
-            return None
+        if not plan.items and (plan.rank != 0 or any(isinstance(record, ArrayRecord) for record in plan.tree.leaves)):
+            return None  # another process writes
         for item in plan.items:
             if sum(box.size for box in item.boxes) != item.spec.size:
                 raise AtomicityError(
@@ -121,11 +121,18 @@ class SafetensorsLayout:
         return files
 
     def finish(self, tree: TreeMetadata, receipts: Sequence[Receipt], store: WriteStore) -> JSON:
-        """Nothing is left to write: the one process that wrote has written the index too."""
-        for receipt in receipts:
-            if receipt.state is not None and receipt.items:
-                return receipt.state
-        return receipts[0].state
+        """Nothing is left to write: the one process that wrote has written the index too.
+
+        Raises:
+            AtomicityError: if several processes hold arrays.
+        """
+        wrote = [receipt for receipt in receipts if receipt.state is not None]
+        if len(wrote) != 1:
+            raise AtomicityError(
+                f"the safetensors layout writes from one process, and the ranks {[receipt.rank for receipt in wrote]} hold arrays "
+                "of their own; gather them on one rank first, or use a layout that writes from several processes"
+            )
+        return wrote[0].state
 
     def read(self, plan: ReadPlan, buffers: Sequence[HostArray], store: ReadStore) -> Iterator[int]:
         """Read every box out of its array's bytes."""
@@ -196,7 +203,7 @@ def _physical(spec: ArraySpec) -> tuple[str, list[int]]:
 
 
 def _encode_header(header: Mapping[str, JSON], data_bytes: int) -> bytes:
-    encoded = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode("utf-8", "backslashreplace")
+    encoded = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     alignment = _LARGE_ALIGNMENT if data_bytes > 1 << 20 else _ALIGNMENT
     padded = -(-(8 + len(encoded)) // alignment) * alignment - 8
     return padded.to_bytes(8, "little") + encoded.ljust(padded)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal, TypeAlias
@@ -23,6 +24,8 @@ __all__ = [
     "leaf_paths",
     "skeleton_from_json",
     "skeleton_to_json",
+    "text_from_json",
+    "text_to_json",
 ]
 
 JSON: TypeAlias = None | bool | int | float | str | Sequence["JSON"] | Mapping[str, "JSON"]
@@ -133,21 +136,44 @@ def leaf_count(skeleton: Skeleton) -> int:
     return sum(1 if not isinstance(child, Node) else leaf_count(child) for child in skeleton.children)
 
 
+def text_to_json(text: str) -> JSON:
+    """Text that comes back from JSON as it was: ``{"utf8": base64}`` where it holds surrogates, which JSON joins or refuses."""
+    if text.isascii() or not any("\ud800" <= character <= "\udfff" for character in text):
+        return text
+    return {"utf8": base64.b64encode(text.encode("utf-8", "surrogatepass")).decode("ascii")}
+
+
+def text_from_json(encoded: JSON) -> str:
+    """The inverse of `text_to_json`.
+
+    Raises:
+        CorruptCheckpointError: if it is not text.
+    """
+    if isinstance(encoded, str):
+        return encoded
+    try:
+        if isinstance(encoded, dict) and len(encoded) == 1:
+            return base64.b64decode(encoded["utf8"], validate=True).decode("utf-8", "surrogatepass")
+    except (KeyError, TypeError, ValueError) as error:
+        raise _bad_skeleton(encoded) from error
+    raise _bad_skeleton(encoded)
+
+
 def skeleton_to_json(skeleton: Skeleton) -> JSON:
     """A skeleton as JSON: 0 for a leaf, else ``[kind, keys, children]`` with the type as a fourth where it is noted.
 
-    An attribute key is ``{"attr": name}``; int and str keys are themselves. `children` is the number of leaves
+    An attribute key is ``{"attr": name}``; int and str keys are themselves (text with surrogates: see `text_to_json`). `children` is the number of leaves
     where every child is one.
     """
     if not isinstance(skeleton, Node):
         return 0
-    keys: list[JSON] = [{"attr": key.name} if isinstance(key, Attribute) else key for key in skeleton.keys]
+    keys = [_key_to_json(key) for key in skeleton.keys]
     flat = not any(isinstance(child, Node) for child in skeleton.children)
     children: JSON = len(keys) if flat else [skeleton_to_json(child) for child in skeleton.children]
     sequence = skeleton.kind in ("list", "tuple")
     encoded: list[JSON] = [skeleton.kind, None if sequence else keys, children]
     if skeleton.type is not None:
-        encoded.append(skeleton.type)
+        encoded.append(skeleton.type.encode("utf-8", "replace").decode("utf-8"))
     return encoded
 
 
@@ -209,14 +235,18 @@ def _take_leaves(count: int, left: list[int]) -> None:
         raise CorruptCheckpointError("the saved tree cannot be read: it has more leaves than its leaf table")
 
 
+def _key_to_json(key: Key) -> JSON:
+    if isinstance(key, Attribute):
+        return {"attr": text_to_json(key.name)}
+    return key if isinstance(key, int) else text_to_json(key)
+
+
 def _key_from_json(encoded: JSON) -> Key:
     if isinstance(encoded, int) and not isinstance(encoded, bool):
         return encoded
-    if isinstance(encoded, dict) and len(encoded) == 1:
-        name = encoded.get("attr")
-        if isinstance(name, str):
-            return Attribute(name)
-    raise _bad_skeleton(encoded)
+    if isinstance(encoded, dict) and "attr" in encoded and len(encoded) == 1:
+        return Attribute(text_from_json(encoded["attr"]))
+    return text_from_json(encoded)
 
 
 def _bad_skeleton(found: object) -> CorruptCheckpointError:
