@@ -163,8 +163,74 @@ def test_a_read_only_target_is_refused(tmp_path: Path) -> None:
     ckptcore.save(tmp_path / "c", np.ones(3))
     frozen = np.zeros(3)
     frozen.flags.writeable = False
-    with pytest.raises(TargetUndefinedError, match="cannot be filled in place"):
+    with pytest.raises(TargetUndefinedError, match="changed neither in place nor"):
         ckptcore.load_into(tmp_path / "c", frozen)
+
+
+def test_a_value_that_nothing_can_hold_is_refused_before_anything_changes(tmp_path: Path) -> None:
+    ckptcore.save(tmp_path / "c", (np.ones(3), 4, [5]))
+    array = np.zeros(3)
+    with pytest.raises(TreeMismatchError, match=r"\[1\] of the target cannot be filled"):
+        ckptcore.load_into(tmp_path / "c", (array, 0, [0]))
+    assert not array.any()
+    target = {"in": (array, 0, [0])}
+    ckptcore.save(tmp_path / "d", {"in": (np.ones(3), 4, [5])})
+    ckptcore.load_into(tmp_path / "d", target)
+    assert target["in"][1:] == (4, [5]) and target["in"][0] is array and array.all()
+
+
+def test_a_target_that_is_tied_where_the_checkpoint_is_not_is_refused(tmp_path: Path) -> None:
+    ckptcore.save(tmp_path / "c", {"a": np.zeros(3), "b": np.ones(3)})
+    shared = np.full(3, 7.0)
+    with pytest.raises(TreeMismatchError, match="a and b are one array in the target and two"):
+        ckptcore.load_into(tmp_path / "c", {"a": shared, "b": shared})
+    assert (shared == 7).all()
+
+
+def test_a_plain_array_asked_for_is_what_comes(tmp_path: Path) -> None:
+    ckptcore.save(tmp_path / "c", {"s": np.float32(2), "t": "x" * 20_000})
+    asked = {"s": np.zeros((), np.float32), "t": AbstractArray((20_000,), "uint8")}
+    loaded = ckptcore.load(tmp_path / "c", asked)
+    assert type(loaded["s"]) is np.ndarray and loaded["t"].tobytes() == b"x" * 20_000
+    assert type(ckptcore.load(tmp_path / "c")["s"]) is np.float32
+
+
+def test_a_placeholder_skips_a_subtree_of_a_foreign_checkpoint(tmp_path: Path) -> None:
+    ckptcore.save(tmp_path / "c", {"a": {"w": np.ones(2)}, "b": {"w": np.zeros(2), "v": np.zeros(2)}})
+    file = tmp_path / "c" / "model.safetensors"
+    loaded = ckptcore.load(file, {"a": {"w": np.empty(2)}, "b": PLACEHOLDER})
+    assert loaded["a"]["w"].tolist() == [1, 1] and loaded["b"] is PLACEHOLDER
+
+
+def test_a_root_that_lists_no_objects_is_refused_before_memory_is_taken(tmp_path: Path) -> None:
+    from ckptcore.model import ArrayRecord, ArraySpec, TreeMetadata
+    from ckptcore.model.tree import LEAF
+    from ckptcore.root import Root, encode_root
+
+    tree = TreeMetadata(LEAF, (ArrayRecord(ArraySpec((1 << 46,), "uint8")),))
+    state: Any = {"files": ["model.safetensors"], "leaf": [0], "file": [0], "offset": [0]}
+    root = Root("0" * 16, "2026-01-01T00:00:00+00:00", {}, "safetensors", state, tree, {})
+    (tmp_path / "c").mkdir()
+    (tmp_path / "c" / "model.safetensors").write_bytes(bytes(100))
+    (tmp_path / "c" / "checkpoint.json").write_bytes(encode_root(root)[0])
+    with pytest.raises(CorruptCheckpointError, match="would end at byte"):
+        ckptcore.load(tmp_path / "c")
+
+
+def test_the_nearest_handler_of_a_context_is_used(tmp_path: Path) -> None:
+    from ckptcore.builtin.host_leaves import HostArrayHandler
+
+    class Base(np.ndarray[Any, Any]):
+        pass
+
+    class Sub(Base):
+        pass
+
+    base, sub = HostArrayHandler(), HostArrayHandler()
+    context = ckptcore.Context(handlers={np.ndarray: HostArrayHandler(), Base: base, Sub: sub})
+    assert context.registry.dispatch(np.zeros(2).view(Sub)).leaf is sub
+    assert context.registry.dispatch(np.zeros(2).view(Base)).leaf is base
+    assert hash(context) != hash(ckptcore.Context())
 
 
 def test_damage_names_file_array_and_range(tmp_path: Path) -> None:

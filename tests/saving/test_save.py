@@ -65,6 +65,7 @@ TREES: dict[str, Any] = {
     "times": [np.datetime64("2024-01-02T03:04:05", "ns"), np.array(["NaT", "2020"], "M8[D]"), np.timedelta64(5, "us")],
     "fixed text": [np.array(["ab", "é"]), np.array([b"abc", b"d"]), np.array("x")],
     "shapes": [np.zeros(()), np.zeros((0,)), np.zeros((3, 0, 2)), np.zeros((1,) * 10), np.float64(3.0)],
+    "surrogates": {"\ud83d\ude00": "\ud83d\ude00", "\U0001f600": "\ud800", "\ud800": np.ones(1), "é": np.zeros(1)},
     "reserved name": {"__metadata__": np.ones(2)},
 }
 

@@ -1,0 +1,152 @@
+"""Saves whose storage, layout or job fails at the worst moment."""
+
+from __future__ import annotations
+
+import errno
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import ckptcore
+from ckptcore.builtin.host_leaves import HostArrayHandler
+from ckptcore.builtin.local import LocalStorage
+from ckptcore.errors import (
+    AtomicityError,
+    CheckpointError,
+    CommitUnknownError,
+    InvalidLocationError,
+    PluginError,
+    RankFailedError,
+    StorageError,
+    StorageFullError,
+)
+from ckptcore.model import Box, Shard
+from ckptcore.protocols import Coordinator
+from ckptcore.testing import ThreadJob
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_sync_that_fails_after_the_commit_deletes_nothing(
+    overwrite: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    location = tmp_path / "c"
+    if overwrite:
+        ckptcore.save(location, {"w": np.zeros(3)})
+
+    def fail(self: LocalStorage, first: str, second: str) -> None:
+        if not first.endswith((".exchange-1", ".exchange-2")):
+            raise StorageError("the disk does not answer")
+
+    monkeypatch.setattr(LocalStorage, "_sync_both", fail)
+    with pytest.raises(CommitUnknownError, match="does not answer"):
+        ckptcore.save(location, {"w": np.ones(3)}, overwrite=overwrite)
+    assert ckptcore.load(location)["w"].tolist() == [1, 1, 1]
+    hidden = [path for path in tmp_path.iterdir() if path.name.startswith(".")]
+    assert len(hidden) == int(overwrite)  # what it replaced is still there: a loss of power might bring it back
+    monkeypatch.undo()
+    ckptcore.save(location, {"w": np.full(3, 2.0)}, overwrite=True)
+    assert [path.name for path in tmp_path.iterdir()] == ["c"]
+
+
+def test_the_error_that_stopped_a_save_is_the_one_raised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def put(self: LocalStorage, key: str, data: bytes, **options: Any) -> str:
+        raise StorageFullError(errno.ENOSPC, "no room for the root")
+
+    def delete(self: LocalStorage, key: str) -> None:
+        raise StorageError("cannot delete")
+
+    monkeypatch.setattr(LocalStorage, "put", put)
+    monkeypatch.setattr(LocalStorage, "delete_directory", delete)
+    with pytest.raises(StorageFullError, match="no room") as caught:
+        ckptcore.save(tmp_path / "c", {"w": np.ones(3)})
+    assert any("cannot delete" in note for note in caught.value.__notes__)
+
+
+class OneRankEach(HostArrayHandler):
+    """Arrays of which each belongs to the rank that its first element names."""
+
+    def shards(self, leaf: Any, rank: int, size: int) -> Sequence[Shard]:
+        return (Shard(Box.whole(leaf.shape)),) if leaf[0] == rank else ()
+
+
+def job_context(coordinator: Coordinator, **options: Any) -> ckptcore.Context:
+    return ckptcore.Context(coordinator=coordinator, **options)
+
+
+def test_one_rank_may_hold_everything_and_need_not_lead(tmp_path: Path) -> None:
+    def job(coordinator: Coordinator) -> None:
+        context = job_context(coordinator, handlers={np.ndarray: OneRankEach()})
+        ckptcore.save(tmp_path / "c", {"a": np.ones(2), "b": np.ones(3)}, context=context)
+
+    ThreadJob(3, timeout_seconds=30).run(job)
+    assert ckptcore.load(tmp_path / "c")["b"].tolist() == [1, 1, 1]
+    assert ckptcore.verify(tmp_path / "c").ok
+
+
+def test_arrays_of_several_ranks_are_refused_by_a_layout_of_one_writer(tmp_path: Path) -> None:
+    def job(coordinator: Coordinator) -> None:
+        context = job_context(coordinator, handlers={np.ndarray: OneRankEach()})
+        with pytest.raises((AtomicityError, RankFailedError), match="safetensors"):
+            ckptcore.save(tmp_path / "c", {"a": np.zeros(2), "b": np.ones(3)}, context=context)
+
+    ThreadJob(2, timeout_seconds=30).run(job)
+    assert list(tmp_path.iterdir()) == []
+
+
+class BadReceipts(ckptcore.SafetensorsLayout):
+    def write(self, snapshot: Any, store: Any) -> Any:
+        state = super().write(snapshot, store)
+        return {"not": object()} if snapshot.plan.rank == 1 else state
+
+
+def test_a_receipt_that_is_not_json_fails_the_save_everywhere(tmp_path: Path) -> None:
+    def job(coordinator: Coordinator) -> type[BaseException]:
+        with pytest.raises((PluginError, RankFailedError), match="not JSON") as caught:
+            ckptcore.save(tmp_path / "c", {"a": np.zeros(2)}, layout=BadReceipts(), context=job_context(coordinator))
+        return caught.type
+
+    assert ThreadJob(2, timeout_seconds=30).run(job) == [RankFailedError, PluginError]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_layout_that_writes_one_object_twice_is_refused(tmp_path: Path) -> None:
+    class Twice(ckptcore.SafetensorsLayout):
+        def finish(self, tree: Any, receipts: Any, store: Any) -> Any:
+            store.put("model.safetensors", b"again")
+            return super().finish(tree, receipts, store)
+
+    with pytest.raises(CheckpointError, match=r"model\.safetensors twice"):
+        ckptcore.save(tmp_path / "c", {"a": np.zeros(2)}, layout=Twice())
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("location", ["memory://failures/convert", "local"])
+def test_nothing_is_converted_into_itself(location: str, tmp_path: Path) -> None:
+    where = str(tmp_path / "c") if location == "local" else location
+    ckptcore.save(where, {"a": np.ones(2)})
+    other = os.path.join(str(tmp_path), ".", "c") if location == "local" else location + "/"
+    with pytest.raises(InvalidLocationError, match="into itself"):
+        ckptcore.convert(where, other, overwrite="non-atomic")
+    assert ckptcore.load(where)["a"].tolist() == [1, 1]
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning", "ignore:os.fork:RuntimeWarning")
+def test_a_forked_child_saves_too(tmp_path: Path) -> None:
+    context = ckptcore.Context()
+    ckptcore.save_async(tmp_path / "parent", {"w": np.ones(300_000)}, context=context).result()
+    child = os.fork()
+    if child == 0:
+        try:
+            ckptcore.save_async(tmp_path / "child", {"w": np.ones(300_000)}, context=context).result(60)
+            os._exit(0)
+        except BaseException as error:  # noqa: BLE001  # told by the exit status
+            print(repr(error), file=sys.stderr)
+            os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert ckptcore.verify(tmp_path / "child").ok
