@@ -144,8 +144,22 @@ def _value(kind: str, value: Any) -> Any:
             return complex(float(value[0]), float(value[1]))
         case "bytes":
             return base64.b64decode(value)
+        case "str":
+            return _text(value)
         case _:
             return value
+
+
+def _text(encoded: Any) -> str:
+    if isinstance(encoded, str):
+        return encoded
+    return base64.b64decode(encoded["utf8"]).decode("utf-8", "surrogatepass")
+
+
+def _key(encoded: Any) -> Any:
+    if isinstance(encoded, dict) and "attr" in encoded:
+        return f".{_text(encoded['attr'])}"
+    return encoded if isinstance(encoded, int) else _text(encoded)
 
 
 def _grown(skeleton: Any, leaves: Iterator[Leaf]) -> Any:
@@ -159,6 +173,6 @@ def _grown(skeleton: Any, leaves: Iterator[Leaf]) -> Any:
         return grown
     if kind == "tuple":
         return tuple(grown)
-    names = [f".{key['attr']}" if isinstance(key, dict) else key for key in keys]
+    names = [_key(key) for key in keys]
     pairs = zip(names, grown, strict=True)
     return OrderedDict(pairs) if kind == "OrderedDict" else dict(pairs)
