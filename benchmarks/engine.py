@@ -106,14 +106,14 @@ class _Bench:
                 "engine unverified": lambda: self._read_columns(records, arrays, verify=False),
             },
         )
-        pool = StagingPool(None)
+        pool = StagingPool()
         self._compare(
             "stage a copy",
             total,
             {
                 "memcpy fresh 1 thread": lambda: _copy_raw(arrays, [allocate(spec) for spec in fresh]),
                 "memcpy touched 1 thread": lambda: _copy_raw(arrays, touched),
-                "staging fresh": lambda: self._stage(StagingPool(None), arrays),
+                "staging fresh": lambda: self._stage(StagingPool(), arrays),
                 "staging again": lambda: self._stage(pool, arrays),
             },
         )
@@ -128,7 +128,7 @@ class _Bench:
         if save:
             save["safetensors"]()
             load = _load_file(path)
-        pool = StagingPool(None)
+        pool = StagingPool()
         self._compare(
             "write small", None, {"engine": lambda: _write(self.storage, self.threads, arrays, checksums=True), **save}
         )

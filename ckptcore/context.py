@@ -98,7 +98,7 @@ class Context:
     @cached_property
     def staging(self) -> StagingPool:
         """The memory that asynchronous saves copy into."""
-        return StagingPool(None)
+        return StagingPool()
 
     def exchange_key(self, location: object) -> str:
         """A key for the exchanges of one save: the same on every rank that saves in the same order."""

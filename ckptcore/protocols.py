@@ -139,7 +139,7 @@ class HostMemory(Protocol):
     """Host memory that belongs to one save, reused by the next. Any thread."""
 
     def empty(self, spec: ArraySpec) -> HostArray:
-        """A C-contiguous array to fill; not initialised. May block while a budget of bytes is used up."""
+        """A C-contiguous array to fill; not initialised."""
         ...
 
     def copy(self, source: HostArray) -> Pending[HostArray]:

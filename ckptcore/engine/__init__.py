@@ -1,6 +1,6 @@
 """The engine that moves bytes between arrays and storage; it knows boxes and blocks, no layout and no framework.
 
-- `threads`: the threads that do it
+- `threads`, `forks`: the threads that do it, and what a forked child begins anew
 - `pages`, `memory`: memory to read into, and staging memory that one save leaves to the next
 - `elements`: elements of arrays as bytes
 - `sizes`: how many bytes it moves at a time

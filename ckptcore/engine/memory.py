@@ -10,6 +10,7 @@ from typing import Any, Final
 import numpy as np
 
 from ckptcore.engine.elements import copy_elements, plain
+from ckptcore.engine.forks import renew_in_children
 from ckptcore.engine.pages import HUGE_PAGE_BYTES, PAGE_BYTES, Pages, map_pages
 from ckptcore.engine.threads import IOThreads
 from ckptcore.model import ArraySpec, HostArray, Pending, Ready
@@ -53,13 +54,17 @@ def allocate(spec: ArraySpec) -> HostArray:
 class StagingPool:
     """Memory that saves copy arrays into before they are written, kept for the next save. Any thread.
 
-    It never holds more than the most that was ever in use at once.
+    It never holds more than the most that was ever in use at once. A forked child begins with an empty one.
     """
 
-    def __init__(self, limit_bytes: int | None = None) -> None:
-        """Let at most `limit_bytes` be in use at once; a single larger array may be, when nothing else is."""
-        self._limit = limit_bytes
-        self._changed = threading.Condition(threading.Lock())
+    def __init__(self) -> None:
+        """Begin with nothing; memory is taken from the system as saves need it."""
+        self.renew()
+        renew_in_children(self)
+
+    def renew(self) -> None:
+        """Forget all memory: in a forked child, where the saves that used it are not."""
+        self._lock = threading.Lock()
         self._free: list[tuple[int, int, Pages]] = []
         self._free_bytes = 0
         self._used_bytes = 0
@@ -68,37 +73,19 @@ class StagingPool:
         self._slab: Pages | None = None
 
     @property
-    def limit_bytes(self) -> int | None:
-        """The most bytes that may be in use at once, or None."""
-        return self._limit
-
-    @property
     def held_bytes(self) -> int:
         """Bytes that are in use or kept."""
-        with self._changed:
+        with self._lock:
             return self._used_bytes + self._free_bytes
 
-    def reserve(self, nbytes: int) -> None:
-        """Count bytes as used that lie elsewhere; blocks while the limit is reached."""
-        with self._changed:
-            self._wait_for(nbytes)
-            self._used_bytes += nbytes
-
-    def unreserve(self, nbytes: int) -> None:
-        """Undo `reserve`."""
-        with self._changed:
-            self._used_bytes -= nbytes
-            self._changed.notify_all()
-
     def take(self, nbytes: int) -> Pages:
-        """At least `nbytes` of memory; blocks while the limit is reached.
+        """At least `nbytes` of memory.
 
         Raises:
             MemoryError
         """
         size = -(-nbytes // PAGE_BYTES) * PAGE_BYTES
-        with self._changed:
-            self._wait_for(size)
+        with self._lock:
             place = bisect.bisect_left(self._free, (size,))
             # A little larger will do: then memory is reused when a shape changes a little.
             if place < len(self._free) and self._free[place][0] <= size + size // 8:
@@ -114,24 +101,17 @@ class StagingPool:
 
     def put_back(self, pages: Pages) -> None:
         """Give memory back that nobody uses any more."""
-        with self._changed:
+        with self._lock:
             self._used_bytes -= pages.nbytes
             self._keep(pages)
-            self._changed.notify_all()
 
     def release_unused(self) -> None:
         """Give the system all memory back that is not in use."""
-        with self._changed:
+        with self._lock:
             self._free.clear()
             self._free_bytes = 0
             self._slab = None
             self._peak_bytes = self._used_bytes
-
-    def _wait_for(self, nbytes: int) -> None:
-        limit = self._limit
-        if limit is not None:
-            while self._used_bytes and self._used_bytes + nbytes > limit:
-                self._changed.wait()
 
     def _keep(self, pages: Pages) -> None:
         self._serial += 1  # sizes are often equal, and pages have no order
@@ -159,8 +139,7 @@ class StagingMemory:
         self._pool = pool
         self._threads = threads
         self._lock = threading.Lock()
-        self._large: dict[int, tuple[HostArray, Pages]] = {}  # by where it begins
-        self._small: dict[int, HostArray] = {}  # by id; only counted where there is a budget
+        self._leased: dict[int, Pages] = {}  # by the address at which they begin
         self._pieces: deque[_Piece] = deque()
         self._copiers = 0
         self._copying = 0
@@ -168,7 +147,7 @@ class StagingMemory:
         self._closed = False
 
     def empty(self, spec: ArraySpec) -> HostArray:
-        """A C-contiguous array to fill; not initialised. Blocks while a budget of bytes is used up."""
+        """A C-contiguous array to fill; not initialised."""
         return self._empty(spec.shape, spec.numpy_dtype)
 
     def _empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> HostArray:
@@ -177,30 +156,13 @@ class StagingMemory:
             nbytes *= length
         self._expect_open()
         if nbytes < _SMALL_BYTES:
-            array = np.empty(shape, dtype)
-            self._lease_small(array)
-            return array
+            return np.empty(shape, dtype)
         pages = self._pool.take(nbytes)
         array = pages.array(shape, dtype)
-        self._lease_large(array, pages)
-        return array
-
-    def _lease_small(self, array: HostArray) -> None:
-        if self._pool.limit_bytes is None or not array.nbytes:
-            return
-        self._pool.reserve(array.nbytes)
         with self._lock:
             if not self._closed:
-                self._small[id(array)] = array
-                return
-        self._pool.unreserve(array.nbytes)
-        raise _closed()
-
-    def _lease_large(self, array: HostArray, pages: Pages) -> None:
-        with self._lock:
-            if not self._closed:
-                self._large[array.ctypes.data] = (array, pages)
-                return
+                self._leased[array.ctypes.data] = pages
+                return array
         self._pool.put_back(pages)
         raise _closed()
 
@@ -211,9 +173,7 @@ class StagingMemory:
         """
         if source.nbytes < _SMALL_BYTES:
             self._expect_open()
-            small = _copy_small(source)
-            self._lease_small(small)
-            return Ready(small)
+            return Ready(_copy_small(source))
         array = self._empty(source.shape, source.dtype if source.dtype.isnative else source.dtype.newbyteorder("="))
         copy = _Copy(self, self._lock, array)
         pieces = [_Piece(copy, to, of) for to, of in _cut_copy(array, source)]
@@ -261,18 +221,12 @@ class StagingMemory:
 
     def give_back(self, array: HostArray) -> None:
         """Say that an array of this memory, or one that begins where it does, is not needed any more."""
-        if array.nbytes >= _SMALL_BYTES:
-            with self._lock:
-                large = self._large.pop(array.ctypes.data, None)
-            if large is not None:
-                self._pool.put_back(large[1])
-        elif self._pool.limit_bytes is not None:
-            with self._lock:
-                small = self._small.pop(id(array), None)
-                if small is None and array.base is not None:
-                    small = self._small.pop(id(array.base), None)
-            if small is not None:
-                self._pool.unreserve(small.nbytes)
+        if array.nbytes < _SMALL_BYTES:
+            return
+        with self._lock:
+            pages = self._leased.pop(array.ctypes.data, None)
+        if pages is not None:
+            self._pool.put_back(pages)
 
     def close(self) -> None:
         """Give everything back to the pool; copies that no thread has begun are given up. Waits for those that run."""
@@ -282,15 +236,12 @@ class StagingMemory:
             self._pieces.clear()
             while self._copying:
                 self._not_copying.wait()
-            large = [pages for _, pages in self._large.values()]
-            self._large.clear()
-            small = sum([array.nbytes for array in self._small.values()])
-            self._small.clear()
+            leased = list(self._leased.values())
+            self._leased.clear()
         for piece in given_up:
             piece.give_up(_closed())
-        for pages in large:
+        for pages in leased:
             self._pool.put_back(pages)
-        self._pool.unreserve(small)
 
     def _expect_open(self) -> None:
         if self._closed:

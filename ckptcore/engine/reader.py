@@ -36,6 +36,7 @@ class ObjectReader:
         threads: IOThreads,
         *,
         verify: bool = True,
+        strict: bool = False,
         progress: Callable[[int], None] | None = None,
         sizes: Sizes = SIZES,
     ) -> None:
@@ -43,10 +44,11 @@ class ObjectReader:
 
         Args:
             storage: where the objects are.
-            objects: what is known of them, by key; may be hostile. Others are read without verification, as are those
-                without checksums.
+            objects: what is known of them, by key; may be hostile. Those without checksums are read without
+                verification.
             threads: what reads tiles, together with the calling thread.
             verify: whether checksums are compared.
+            strict: whether other objects are refused; else they are read without verification.
             progress: called with a number of bytes each time that many more are in their arrays, from any thread.
             sizes: how much is moved at a time.
         """
@@ -54,6 +56,7 @@ class ObjectReader:
         self._objects = objects
         self._threads = threads
         self._verify = verify
+        self._strict = strict
         self._progress = progress
         self._sizes = sizes
         self._sums: dict[str, RecordedChecksums] = {}
@@ -71,16 +74,29 @@ class ObjectReader:
 
         Raises:
             ObjectNotFoundError
+            CorruptCheckpointError: it is refused.
         """
-        record = self._objects.get(key)
+        record = self._record(key)
         return self._storage.size(key) if record is None else record.size
 
     def list_names(self, prefix: str = "") -> Sequence[str]:
         """Names one level below a directory, sorted; those of directories end in ``/``."""
         return self._storage.list_names(prefix)
 
-    def _checksums(self, key: str) -> RecordedChecksums | None:
+    def _record(self, key: str) -> ObjectRecord | None:
+        """What is known of an object, or None where it is read all the same."""
         record = self._objects.get(key)
+        if record is None and self._strict:
+            raise CorruptCheckpointError(
+                f"{key!r} is asked for, but the root does not list this object: expected one of the {len(self._objects)} "
+                "that it lists, found a name that it does not know, so what describes the arrays is damaged: restore the "
+                "checkpoint from a copy, or load another one",
+                key=key,
+            )
+        return record
+
+    def _checksums(self, key: str) -> RecordedChecksums | None:
+        record = self._record(key)
         if record is None or not self._verify or not record.checksums:
             return None
         sums = self._sums.get(key)
@@ -93,7 +109,7 @@ class ObjectReader:
 
         Raises:
             ObjectNotFoundError, ChecksumError
-            CorruptCheckpointError: it is shorter than was recorded.
+            CorruptCheckpointError: it is shorter than was recorded, or refused.
         """
         sums = self._checksums(key)
         if sums is None:
@@ -124,7 +140,7 @@ class ObjectReader:
 
         Raises:
             ObjectNotFoundError, ChecksumError
-            CorruptCheckpointError: where an object ends too early, or what describes it makes no sense.
+            CorruptCheckpointError: where an object ends too early or is refused, or what describes it makes no sense.
         """
         tasks: deque[ReadTask] = deque()
         sums: dict[str, RecordedChecksums | None] = {}

@@ -10,6 +10,8 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Final, TypeVar
 
+from ckptcore.engine.forks import renew_in_children
+
 __all__ = ["Crew", "IOThreads"]
 
 _MOST_THREADS: Final = 8
@@ -26,14 +28,14 @@ class IOThreads:
 
     def __init__(self, count: int | None = None) -> None:
         """Plan for `count` threads; by default one for each processor, from 2 to 8."""
-        self._renew()
+        self.renew()
         if count is not None and count < 1:
             raise ValueError(f"expected at least one thread, found {count}")
         self.count: Final = count if count is not None else min(_MOST_THREADS, max(2, os.cpu_count() or 2))
-        _INSTANCES.add(self)
+        renew_in_children(self)
 
-    def _renew(self) -> None:
-        """Forget threads and work: in a forked child, where neither exists."""
+    def renew(self) -> None:
+        """Forget threads and work: in a forked child, where there are none."""
         self._lock = threading.Lock()
         self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._started = 0
@@ -80,14 +82,6 @@ class IOThreads:
             worker()
         finally:
             crew.join()
-
-    def close(self) -> None:
-        """Let the threads end when they have done what they were given; they start again if given more. Waits for none."""
-        with self._lock:
-            for _ in range(self._started):
-                self._work.put(None)
-            self._started = 0
-            self._waiting = 0
 
     def _give(self, work: Callable[[], None]) -> bool:
         """Queue work; False where there is no thread to do it."""
@@ -164,15 +158,3 @@ class Crew:
                     interruption = error
         if interruption is not None:
             raise interruption
-
-
-_INSTANCES: Final[weakref.WeakSet[IOThreads]] = weakref.WeakSet()
-
-
-def _after_fork() -> None:
-    for threads in _INSTANCES:
-        threads._renew()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
@@ -32,10 +32,10 @@ class Stored:
         recorder.write("x", [BytesSegment(data)])
         self.records = {record.key: record for record in recorder.objects}
 
-    def reader(self, *, verify: bool = True) -> ObjectReader:
+    def reader(self, *, verify: bool = True, strict: bool = False) -> ObjectReader:
         self.storage.reads.clear()
         self.storage.read_calls = 0
-        return ObjectReader(self.storage, self.records, self.threads, verify=verify, sizes=self.sizes)
+        return ObjectReader(self.storage, self.records, self.threads, verify=verify, strict=strict, sizes=self.sizes)
 
 
 def noise(nbytes: int) -> bytes:
@@ -149,6 +149,32 @@ def test_what_is_not_known_is_read_without_verification() -> None:
     assert array.tobytes() == stored.data[1001:1011]
     with pytest.raises(ObjectNotFoundError):
         list(reader.read_tiles([TileRead("y", 0, Box((), ()), 1, ())]))
+
+
+@pytest.mark.parametrize("verify", [True, False])
+def test_a_strict_reader_refuses_objects_that_it_was_not_told_of(verify: bool) -> None:
+    stored = Stored(noise(3000), sizes=TINY)
+    stored.storage.put("stray", noise(3000))
+    reader = stored.reader(verify=verify, strict=True)
+    array = np.zeros(3000, np.uint8)
+    stray = TileRead("stray", 0, Box((0,), (10,)), 1, ((1, Box((0,), (10,)), np.zeros(10, np.uint8)),))
+    refused: list[Callable[[], object]] = [
+        lambda: reader.get("stray"),
+        lambda: reader.get("stray", 5, 5),
+        lambda: reader.size("stray"),
+        lambda: reader.size("absent"),
+        lambda: list(reader.read_tiles([read_whole(0, 0, array), stray])),
+        lambda: list(reader.read_tiles([TileRead("stray", 0, Box((0,), (0,)), 1, ())])),
+    ]
+    for refuse in refused:
+        with pytest.raises(CorruptCheckpointError, match="the root does not list this object") as caught:
+            refuse()
+        assert caught.value.key in ("stray", "absent")
+        assert repr(caught.value.key) in str(caught.value)
+    assert stored.storage.read_calls == 0 and not array.any()
+    assert reader.size("x") == 3000 and reader.get("x") == stored.data
+    assert list(reader.read_tiles([read_whole(0, 0, array)])) == [0]
+    assert array.tobytes() == stored.data
 
 
 def test_get_verifies_the_blocks_it_covers() -> None:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import threading
 
 import pytest
 
 from ckptcore.engine.threads import IOThreads
+from tests.engine.programs import run_program
 
 
 def test_threads_start_as_there_is_work_and_no_more_than_allowed() -> None:
@@ -75,15 +74,6 @@ def test_run_can_be_nested() -> None:
     assert len(done) >= 1
 
 
-def test_threads_that_were_closed_start_again() -> None:
-    threads = IOThreads(2)
-    first = threads.submit(threading.current_thread).result(10)
-    threads.close()
-    first.join(10)
-    assert not first.is_alive()
-    assert threads.submit(threading.current_thread).result(10) is not first
-
-
 def test_threads_end_when_nobody_needs_them_any_more() -> None:
     threads = IOThreads(1)
     thread = threads.submit(threading.current_thread).result(10)
@@ -92,16 +82,9 @@ def test_threads_end_when_nobody_needs_them_any_more() -> None:
     assert not thread.is_alive()
 
 
-def run(program: str) -> str:
-    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
-    assert found.returncode == 0, found.stderr
-    assert found.stderr == ""
-    return found.stdout
-
-
 def test_a_forked_child_starts_threads_of_its_own() -> None:
     assert (
-        run(
+        run_program(
             "import os\n"
             "from ckptcore.engine.threads import IOThreads\n"
             "threads = IOThreads(2)\n"
@@ -117,7 +100,7 @@ def test_a_forked_child_starts_threads_of_its_own() -> None:
 
 def test_work_goes_on_while_the_program_waits_for_its_own_threads_at_the_end() -> None:
     assert (
-        run(
+        run_program(
             "import threading, time, atexit\n"
             "from ckptcore.engine.threads import IOThreads\n"
             "threads = IOThreads(2)\n"
