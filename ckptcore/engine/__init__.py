@@ -1,10 +1,10 @@
 """The engine that moves bytes between arrays and storage; it knows boxes and blocks, no layout and no framework.
 
-- `threads`, `forks`: the threads that do it, and what a forked child begins anew
+- `threads`: the threads that do it, and what a forked child begins anew
 - `pages`, `memory`: memory to read into, and staging memory that one save leaves to the next
 - `elements`: elements of arrays as bytes
 - `sizes`: how many bytes it moves at a time
 - `checksums`: a checksum per block
 - `segments`, `recorder`: objects as they are written
-- `tiles`, `read_tasks`, `reader`: objects as they are read
+- `tiles`, `takers`, `read_tasks`, `sources`, `reader`: objects as they are read
 """

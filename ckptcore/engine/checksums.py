@@ -14,7 +14,7 @@ from ckptcore.model import BLOCK_BYTES, ObjectRecord
 from ckptcore.model.objects import CHECKSUM_ALGORITHM, CHECKSUM_BYTES
 from ckptcore.protocols import Buffer
 
-__all__ = ["BlockChecksums", "RecordedChecksums", "verify_block"]
+__all__ = ["BlockChecksums", "RecordedChecksums"]
 
 
 class BlockChecksums:
@@ -153,17 +153,6 @@ class RecordedChecksums:
             raise _difference(self._key, start, nbytes, expected, found)
 
 
-def verify_block(key: str, start: int, data: Buffer, expected: bytes) -> None:
-    """Compare the bytes of one block, which begin at `start` in the object `key`, with its checksum.
-
-    Raises:
-        ChecksumError
-    """
-    (value,) = _CHECKSUM.unpack(expected)
-    if (found := xxh3_64_intdigest(data)) != value:
-        raise _difference(key, start, len(data), value, found)
-
-
 def _difference(key: str, start: int, nbytes: int, expected: int, found: int) -> ChecksumError:
     return ChecksumError(
         f"{key!r} is damaged in bytes {start} to {start + nbytes}: expected {CHECKSUM_ALGORITHM}:{expected:016x}, found "
@@ -173,6 +162,3 @@ def _difference(key: str, start: int, nbytes: int, expected: int, found: int) ->
         start=start,
         stop=start + nbytes,
     )
-
-
-_CHECKSUM: Final = struct.Struct("<Q")

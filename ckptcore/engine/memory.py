@@ -10,9 +10,8 @@ from typing import Any, Final
 import numpy as np
 
 from ckptcore.engine.elements import copy_elements, plain
-from ckptcore.engine.forks import renew_in_children
 from ckptcore.engine.pages import HUGE_PAGE_BYTES, PAGE_BYTES, Pages, map_pages
-from ckptcore.engine.threads import IOThreads
+from ckptcore.engine.threads import IOThreads, renew_in_children
 from ckptcore.model import ArraySpec, HostArray, Pending, Ready
 
 __all__ = ["StagingMemory", "StagingPool", "allocate"]
@@ -54,7 +53,8 @@ def allocate(spec: ArraySpec) -> HostArray:
 class StagingPool:
     """Memory that saves copy arrays into before they are written, kept for the next save. Any thread.
 
-    It never holds more than the most that was ever in use at once. A forked child begins with an empty one.
+    It never holds more than the most that was ever in use at once. Arrays below 4 MiB are cut from mappings of 32 MiB, which
+    the system gets back whole. A forked child begins with an empty pool.
     """
 
     def __init__(self) -> None:

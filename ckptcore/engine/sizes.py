@@ -18,7 +18,7 @@ class Sizes:
         block: what one checksum covers.
         task: what a thread moves before it looks for other work, where there is so much; a multiple of `block`.
         inline: objects and reads of fewer bytes are left to the calling thread alone.
-        direct: from here on bytes that need no verification are read straight into their array.
+        direct: from here on bytes that only one array wants, as they are, are read straight into it.
         run: from here on each run of elements of a box is read straight into its array, block by block.
     """
 

@@ -1,4 +1,4 @@
-"""The threads that do input, output and copies."""
+"""The threads that do input, output and copies, and what a forked child, where they are not, begins anew."""
 
 from __future__ import annotations
 
@@ -8,11 +8,9 @@ import threading
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Final, TypeVar
+from typing import Final, Protocol, TypeVar
 
-from ckptcore.engine.forks import renew_in_children
-
-__all__ = ["Crew", "IOThreads"]
+__all__ = ["Crew", "IOThreads", "renew_in_children"]
 
 _MOST_THREADS: Final = 8
 T = TypeVar("T")
@@ -158,3 +156,28 @@ class Crew:
                     interruption = error
         if interruption is not None:
             raise interruption
+
+
+class _Renewable(Protocol):
+    """An object that can begin anew."""
+
+    def renew(self) -> None:
+        """Become as at first, without using a lock: one that another thread of the parent held stays locked for ever."""
+        ...
+
+
+def renew_in_children(thing: _Renewable) -> None:
+    """Have `thing` renewed in every child that is forked while it lives; does not keep it alive."""
+    _RENEWABLES.add(thing)
+
+
+_RENEWABLES: Final[weakref.WeakSet[_Renewable]] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    for thing in _RENEWABLES:
+        thing.renew()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
