@@ -110,7 +110,7 @@ def _open(resolved: Location, data: bytes | None, context: Context) -> Opened:
     if root is None:
         return _open_foreign(resolved, context)
     layout = context.registry.layout(root.layout)
-    store = ObjectReader(resolved.store, root.objects, context.io_threads, verify=context.verify)
+    store = ObjectReader(resolved.store, root.objects, context.io_threads, verify=context.verify, strict=True)
     writer = " ".join(f"{name} {version}" for name, version in root.writer.items())
     return Opened(resolved, root, layout, root.state, root.tree, root.objects, store, writer, root.custom)
 
