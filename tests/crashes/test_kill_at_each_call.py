@@ -11,6 +11,7 @@ from typing import Final
 import pytest
 
 import ckptcore
+from ckptcore.commit import is_hidden_name
 from tests.crashes.saver import NEW, OLD
 from tests.crashes.states import LARGE, SMALL, make_state, version_at
 from tests.crashes.tracing import KillPoint, Saver, needs_strace
@@ -91,7 +92,7 @@ def _try(scenario: Scenario, point: KillPoint, warm: Saver, directory: Path) -> 
         assert found in (NEW, None), "a task that ended is not done"
     siblings = list(location.parent.iterdir()) if location.parent.exists() else []
     for sibling in siblings:
-        assert sibling == location or sibling.name.startswith(f".{location.name}."), f"{sibling} would be listed"
+        assert sibling == location or is_hidden_name(sibling.name), f"{sibling} would be listed"
     ckptcore.save(location, make_state(_NEXT), overwrite=True, context=_FAST)
     assert version_at(str(location)) == _NEXT
     assert [path.name for path in location.parent.iterdir()] == [location.name], "leftovers"
