@@ -49,7 +49,10 @@ def _assert_harmless(location: Path) -> None:
     for attempt in _attempts(location):
         tracemalloc.start(1)
         try:
-            with bounded_memory(location.parent), contextlib.suppress(CheckpointError):
+            with (
+                bounded_memory(location if location.is_dir() else location.parent),
+                contextlib.suppress(CheckpointError),
+            ):
                 attempt()
             peak = tracemalloc.get_traced_memory()[1]
         finally:
