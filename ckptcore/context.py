@@ -47,7 +47,7 @@ class Context:
 
     Attributes:
         durability: ``"full"``: a committed checkpoint survives a loss of power. ``"none"``: it survives the death of the
-            process, and after a loss of power may be missing or damaged (which a load finds out).
+            process, and after a loss of power may be missing or damaged.
         checksums: whether saves compute and record checksums.
         verify: whether loads check them.
         threads: how many threads move bytes; None: as many as suit the machine.
