@@ -223,14 +223,27 @@ def _plan_units(
             units.append(_Unit(number, record, handler, abstract, [position], boxes))
             continue
         # Leaves that were tied are built once and tied again. What is filled in place is one only if its memory is.
-        asked = None if abstract is None else (type(abstract), repr(handler.describe(abstract)))
-        key = (original, id(handler), tuple(boxes), asked, memory)
+        key = (original, id(handler), tuple(boxes), _request(handler, abstract), memory)
         if key in tied:
             tied[key].positions.append(position)
             continue
         tied[key] = _Unit(original, record, handler, abstract, [position], boxes)
         units.append(tied[key])
     return units, leaves
+
+
+def _request(handler: LeafHandler, abstract: object) -> object:
+    """Equal for two abstract leaves only if one leaf can be built for both: placement and all else included."""
+    if abstract is None:
+        return None
+    identity = handler.identity(abstract)
+    if identity is not None:
+        return identity
+    try:
+        hash(abstract)
+    except TypeError:
+        return id(abstract)
+    return (type(abstract), abstract)
 
 
 def _perform(

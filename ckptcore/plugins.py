@@ -123,7 +123,9 @@ class Plugins:
         value_type = type(value)
         found = self._dispatch.get(value_type)
         if found is None:
-            found = self._dispatch[value_type] = self._find(value_type, value)
+            found = self._find(value_type, value)
+            if found != Dispatch():  # a type that nobody handles may be registered with a framework later
+                self._dispatch[value_type] = found
         return found
 
     def _find(self, value_type: type, example: object) -> Dispatch:

@@ -77,7 +77,7 @@ class JaxLeafHandler:
         leaf = _plain(leaf)
         shape, sharding = leaf.shape, leaf.sharding
         placement = placement_of(sharding, shape)
-        if not placement.on_cpu:
+        if not placement.on_cpu or not placement.boxes:  # nothing of it is here to have an address
             return ("jax", id(leaf))
         if placement.devices == 1:
             return ("jax", leaf.unsafe_buffer_pointer(), shape, leaf.dtype)

@@ -64,9 +64,10 @@ class ModuleHandler:
         if lacking:
             ties = _ties_on_meta(target)
             target.load_state_dict({name: state[name] for name in lacking}, strict=False, assign=True)
-            _tie(target, ties)
+            _tie(target, ties, set(lacking))
             own = target.state_dict()
-        if not all(same_memory(held, state[name]) for name, held in own.items()):
+        in_place = all(same_memory(held, state[name]) for name, held in own.items())
+        if not in_place or _takes_part_in_loading(target):
             target.load_state_dict(state)
 
 
@@ -208,11 +209,28 @@ def _ties_on_meta(module: torch.nn.Module) -> list[list[str]]:
     return [tied for tied in names.values() if len(tied) > 1]
 
 
-def _tie(module: torch.nn.Module, ties: list[list[str]]) -> None:
-    for first, *others in ties:
-        owner, _, attribute = first.rpartition(".")
+def _takes_part_in_loading(module: torch.nn.Module) -> bool:
+    """Whether a module, or one in it, does more on loading than to copy tensors: it has hooks, or overrides the methods."""
+    base = torch.nn.Module
+    return any(
+        part._load_state_dict_pre_hooks
+        or part._load_state_dict_post_hooks
+        or type(part).load_state_dict is not base.load_state_dict
+        or type(part)._load_from_state_dict is not base._load_from_state_dict
+        or type(part).set_extra_state is not base.set_extra_state
+        for part in module.modules()
+    )
+
+
+def _tie(module: torch.nn.Module, ties: list[list[str]], loaded: set[str]) -> None:
+    """Let every name of a tied tensor have the one that was loaded; ties of which nothing was loaded stay as they are."""
+    for names in ties:
+        source = next((name for name in names if name in loaded), None)
+        if source is None:
+            continue
+        owner, _, attribute = source.rpartition(".")
         tensor = getattr(module.get_submodule(owner), attribute)
-        for other in others:
+        for other in names:
             owner, _, attribute = other.rpartition(".")
             setattr(module.get_submodule(owner), attribute, tensor)
 

@@ -196,7 +196,7 @@ class SubclassHandler:
             return _PLAIN.build(abstract, stored, boxes)
         with torch._C.DisableTorchFunctionSubclass():
             plain = _PLAIN.build(_plain(abstract), stored, boxes)
-            built: torch.Tensor = plain.as_subclass(type(abstract))  # type: ignore[attr-defined]  # build made a tensor
+            built: torch.Tensor = plain.detach().as_subclass(type(abstract))  # type: ignore[attr-defined]  # build made a tensor
             built.__dict__.update(abstract.__dict__)
             return built.requires_grad_(abstract.requires_grad)
 

@@ -1,0 +1,58 @@
+"""What PyTorch expects of whoever loads a module, and leaves that ask for different things."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+import ckptcore
+
+
+def test_hooks_of_a_module_run_though_everything_was_filled_in_place(tmp_path: Path) -> None:
+    ckptcore.save(tmp_path / "c", torch.nn.Linear(2, 2))
+    module = torch.nn.Linear(2, 2)
+    calls: list[object] = []
+    module.register_load_state_dict_post_hook(lambda *arguments: calls.append(arguments))
+    pointer = module.weight.data_ptr()
+    ckptcore.load_into(tmp_path / "c", module)
+    assert len(calls) == 1 and module.weight.data_ptr() == pointer
+
+
+def test_tied_leaves_are_built_apart_for_those_that_ask_for_different_things(tmp_path: Path) -> None:
+    shared = torch.ones(3)
+    ckptcore.save(tmp_path / "c", {"student": shared, "teacher": shared})
+    asked = {
+        "student": torch.nn.Parameter(torch.zeros(3)),
+        "teacher": torch.nn.Parameter(torch.zeros(3), requires_grad=False),
+    }
+    loaded = ckptcore.load(tmp_path / "c", asked)
+    assert loaded["student"].requires_grad and not loaded["teacher"].requires_grad
+
+
+class Named(torch.nn.Parameter):
+    pass
+
+
+def test_a_parameter_of_a_subclass_is_a_leaf_that_can_be_trained(tmp_path: Path) -> None:
+    ckptcore.save(tmp_path / "c", {"p": torch.ones(3)})
+    loaded = ckptcore.load(tmp_path / "c", {"p": Named(torch.zeros(3))})["p"]
+    assert type(loaded) is Named and loaded.is_leaf and loaded.requires_grad
+    loaded.sum().backward()
+    assert loaded.grad is not None
+    torch.optim.SGD([loaded], lr=1.0).step()
+    assert not loaded.detach().any()
+
+
+def test_a_tie_on_the_meta_device_keeps_what_was_loaded(tmp_path: Path) -> None:
+    class Buffers(torch.nn.Module):
+        def __init__(self, device: str) -> None:
+            super().__init__()
+            tensor = torch.arange(3.0, device=device)
+            self.register_buffer("a", tensor, persistent=False)
+            self.register_buffer("b", tensor)
+
+    ckptcore.save(tmp_path / "c", Buffers("cpu"))
+    module = Buffers("meta")
+    ckptcore.load_into(tmp_path / "c", module)
+    assert torch.equal(module.get_buffer("b"), torch.arange(3.0)) and module.get_buffer("a") is module.get_buffer("b")
