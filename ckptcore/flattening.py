@@ -236,21 +236,35 @@ def first_stuck(shape: Shape, changed: Sequence[bool]) -> int | None:
         shape: of the value.
         changed: for each leaf, whether it is to be replaced.
     """
-    return _first_stuck(shape, changed, iter(range(len(changed))))
+    return _first_stuck(shape, changed, iter(range(len(changed))), live=True)
 
 
-def _first_stuck(shape: Shape, changed: Sequence[bool], position: Iterator[int]) -> int | None:
+def _first_stuck(shape: Shape, changed: Sequence[bool], position: Iterator[int], *, live: bool) -> int | None:
     if shape is None:
         number = next(position)
         return number if changed[number] else None
-    if isinstance(shape, _Checkpointable) or isinstance(shape.like, dict | list):
+    if isinstance(shape, _Checkpointable) or (live and _holds_by_key(shape)):
         _skip(shape, position)
         return None
+    live = live and _children_are_live(shape)
     for child in shape.children:
-        stuck = _first_stuck(child, changed, position)
+        stuck = _first_stuck(child, changed, position, live=live)
         if stuck is not None:
             return stuck
     return None
+
+
+def _children_are_live(shape: _Container) -> bool:
+    """Whether a container gives its children themselves, and not containers that it makes anew each time."""
+    again = shape.handler.flatten(shape.like).children
+    return all(child is None or now is child.like for now, child in zip(again, shape.children, strict=True))
+
+
+def _holds_by_key(shape: _Container) -> bool:
+    """Whether the children are the items of a dict or list, which can be replaced one by one."""
+    if isinstance(shape.like, dict):
+        return tuple(shape.like) == shape.keys
+    return isinstance(shape.like, list) and tuple(range(len(shape.like))) == shape.keys
 
 
 def _skip(shape: Shape, position: Iterator[int]) -> None:
@@ -269,6 +283,7 @@ class _Kept:
 
 
 _KEPT: Final = _Kept()
+_CHANGED: Final = _Kept()
 
 
 def _restore(
@@ -277,7 +292,7 @@ def _restore(
     filled: Sequence[bool],
     position: Iterator[int],
 ) -> object:
-    """The value that a container must hold in place of this node, or `_KEPT` where the node itself was changed."""
+    """The value that a container must hold in place of this node; `_KEPT` or `_CHANGED` where it holds the right one."""
     if shape is None:
         number = next(position)
         return _KEPT if filled[number] else leaves[number]
@@ -288,15 +303,22 @@ def _restore(
     replaced = [_restore(child, leaves, filled, position) for child in shape.children]
     if all(child is _KEPT for child in replaced):
         return _KEPT
-    like: Any = shape.like
-    if isinstance(like, dict | list):
+    if _holds_by_key(shape):
+        holder = cast(dict[object, object], shape.like)  # or a list, whose keys are its indices
         for key, child in zip(shape.keys, replaced, strict=True):
-            if child is not _KEPT:
-                cast(dict[object, object], like)[key] = child  # a list's keys are its indices
-        return _KEPT
-    current = shape.handler.flatten(like).children
-    merged = [old if new is _KEPT else new for old, new in zip(current, replaced, strict=True)]
-    return shape.handler.unflatten(like, merged)
+            if child is not _KEPT and child is not _CHANGED:
+                holder[key] = child
+        return _CHANGED
+    if all(child is _KEPT or child is _CHANGED for child in replaced) and _children_are_live(shape):
+        return _CHANGED
+    current = shape.handler.flatten(shape.like).children
+    merged = []
+    for old, new, child in zip(current, replaced, shape.children, strict=True):
+        if new is _CHANGED and child is not None:
+            merged.append(child.like)  # what was changed, which is not what the container gives when asked again
+        else:
+            merged.append(old if new is _KEPT else new)
+    return shape.handler.unflatten(shape.like, merged)
 
 
 def _state(shape: Shape, leaves: Sequence[object], position: Iterator[int]) -> object:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import types
+from collections import OrderedDict, defaultdict
 from collections.abc import Sequence
 from typing import Any, Final
 
@@ -33,8 +34,8 @@ _FUNCTION_TYPES: Final = frozenset(
 )
 """Types of children that are code. Exactly these: a callable module is a container, a callable array a leaf."""
 
-_PYTHON_TYPES: Final = (dict, list, tuple, type(None))
-"""Types that `jax.tree_util` takes apart too, and ckptcore itself already does, with their subclasses."""
+_PYTHON_TYPES: Final = frozenset({dict, OrderedDict, defaultdict, list, tuple, type(None)})
+"""Types that `jax.tree_util` takes apart without being told, and ckptcore itself already does. Named tuples are too."""
 
 
 class RegisteredContainer:
@@ -70,14 +71,22 @@ class RegisteredContainer:
         return tree_util.tree_unflatten(structure, merged)
 
 
+class _RegisteredSubclass(RegisteredContainer):
+    """Registered subclasses of dict, list and tuple: they may carry more than their items, which ckptcore would not see."""
+
+    priority = Priority.EXACT + 1
+
+
 _HANDLER: Final = RegisteredContainer()
+_SUBCLASS_HANDLER: Final = _RegisteredSubclass()
 
 
 def container_handler(value_type: type, example: object) -> ContainerHandler | None:
     """The handler for containers of a type, or None."""
-    if issubclass(value_type, _PYTHON_TYPES) or tree_util.all_leaves([example]):
+    named_tuple = issubclass(value_type, tuple) and hasattr(value_type, "_fields")
+    if value_type in _PYTHON_TYPES or named_tuple or tree_util.all_leaves([example]):
         return None
-    return _HANDLER
+    return _SUBCLASS_HANDLER if issubclass(value_type, dict | list | tuple) else _HANDLER
 
 
 def _one_level(value: object) -> tuple[list[tuple[tuple[Any, ...], Any]], Any]:
