@@ -11,6 +11,7 @@ from ckptcore.protocols import (
     CheckpointableHandler,
     ContainerHandler,
     Coordinator,
+    FilesHandler,
     LayoutFactory,
     LeafHandler,
     StorageOpener,
@@ -52,6 +53,14 @@ class HookSpecs:
         """The handler for objects of a type that are more than a container; None for the types of others.
 
         Asked once per type and Context; `example` is one value of the type.
+        """
+
+    @_hookspec
+    def ckpt_files_handler(self, value_type: type, example: object) -> FilesHandler | None:
+        """The handler for objects of a type that write files of their own; None for the types of others.
+
+        Asked about what has a name of its own in ``save_checkpointables``, once per type and Context; `example` is one
+        value of the type.
         """
 
     @_hookspec

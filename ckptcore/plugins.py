@@ -6,7 +6,7 @@ import functools
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias, TypeVar, cast
+from typing import Any, Final, TypeAlias, TypeVar, cast
 
 import pluggy
 
@@ -17,6 +17,7 @@ from ckptcore.protocols import (
     CheckpointableHandler,
     ContainerHandler,
     Coordinator,
+    FilesHandler,
     Layout,
     LayoutFactory,
     LeafHandler,
@@ -27,23 +28,31 @@ __all__ = ["Dispatch", "FailedPlugin", "Handler", "PluginInfo", "Plugins", "inst
 
 logger = logging.getLogger("ckptcore.plugins")
 
-Handler: TypeAlias = LeafHandler | ContainerHandler | CheckpointableHandler
+Handler: TypeAlias = LeafHandler | ContainerHandler | CheckpointableHandler | FilesHandler
 """What handles a type."""
 
 T = TypeVar("T")
 
+_IN_TREES: Final = {
+    "ckpt_leaf_handler": "leaf",
+    "ckpt_container_handler": "container",
+    "ckpt_checkpointable_handler": "checkpointable",
+}
+_AS_FILES: Final = {"ckpt_files_handler": "files"}
+
 
 @dataclass(frozen=True, slots=True)
 class Dispatch:
-    """Who handles a type: exactly one of the three, or nobody.
+    """Who handles a type: exactly one of the four, or nobody.
 
     Attributes:
-        leaf, container, checkpointable: the handler.
+        leaf, container, checkpointable, files: the handler.
     """
 
     leaf: LeafHandler | None = None
     container: ContainerHandler | None = None
     checkpointable: CheckpointableHandler | None = None
+    files: FilesHandler | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +124,7 @@ class Plugins:
         )
 
     def dispatch(self, value: object) -> Dispatch:
-        """Who handles values of this one's type. Cached by type.
+        """Who handles values of this one's type within a tree: never as files. Cached by type.
 
         Raises:
             PluginConflictError: if two plugins are equally sure of it.
@@ -123,28 +132,44 @@ class Plugins:
         value_type = type(value)
         found = self._dispatch.get(value_type)
         if found is None:
-            found = self._find(value_type, value)
+            found = self._find(value_type, value, _IN_TREES)
             if found != Dispatch():  # a type that nobody handles may be registered with a framework later
                 self._dispatch[value_type] = found
         return found
 
-    def _find(self, value_type: type, example: object) -> Dispatch:
+    def dispatch_named(self, value: object) -> Dispatch:
+        """Who handles a value that has a name of its own in a checkpoint: perhaps as files.
+
+        Raises:
+            PluginConflictError: if two plugins are equally sure of it.
+        """
+        value_type = type(value)
+        files = self._find(value_type, value, _AS_FILES)
+        if files.files is None:
+            return self.dispatch(value)
+        if self._given(value_type) is not None:
+            return files
+        tree = self.dispatch(value)
+        handler = tree.leaf or tree.container or tree.checkpointable
+        return files if handler is None or files.files.priority >= handler.priority else tree
+
+    def _given(self, value_type: type) -> Handler | None:
+        """The handler that a Context gives for a type or the nearest of its bases."""
         claims = [claimed for claimed in self._handlers if issubclass(value_type, claimed)]
-        if claims:
-            # The one that is nearest: a class before its bases.
-            nearest = next((claimed for claimed in value_type.__mro__ if claimed in claims), claims[0])
-            return _as_dispatch(self._handlers[nearest])
+        if not claims:
+            return None
+        return self._handlers[next((claimed for claimed in value_type.__mro__ if claimed in claims), claims[0])]
+
+    def _find(self, value_type: type, example: object, hooks: Mapping[str, str]) -> Dispatch:
+        given = self._given(value_type)
+        if given is not None:
+            dispatch = _as_dispatch(given)
+            return dispatch if any(getattr(dispatch, kind) is not None for kind in hooks.values()) else Dispatch()
         candidates: list[tuple[int, str, Dispatch]] = []
-        hook = self._manager.hook
-        for caller, key in (
-            (hook.ckpt_leaf_handler, "leaf_type"),
-            (hook.ckpt_container_handler, "value_type"),
-            (hook.ckpt_checkpointable_handler, "value_type"),
-        ):
-            for name, handler in _answers(caller, {key: value_type, "example": example}):
-                kind = {hook.ckpt_leaf_handler: "leaf", hook.ckpt_container_handler: "container"}.get(caller)
-                dispatch = Dispatch(**{kind or "checkpointable": handler})
-                candidates.append((handler.priority, name, dispatch))
+        for hook, kind in hooks.items():
+            arguments = {"leaf_type": value_type, "value_type": value_type, "example": example}
+            for name, handler in _answers(getattr(self._manager.hook, hook), arguments):
+                candidates.append((handler.priority, name, Dispatch(**{kind: handler})))
         if not candidates:
             return Dispatch()
         highest = max(priority for priority, _, _ in candidates)
@@ -260,9 +285,11 @@ def _as_dispatch(handler: Handler) -> Dispatch:
     if hasattr(handler, "restore"):
         return Dispatch(checkpointable=cast(CheckpointableHandler, handler))
     if hasattr(handler, "unflatten"):
-        return Dispatch(container=handler)
+        return Dispatch(container=cast(ContainerHandler, handler))
+    if hasattr(handler, "save") and hasattr(handler, "load"):
+        return Dispatch(files=handler)
     raise PluginError(
-        f"Context(handlers=...) holds {handler!r}, which is no leaf handler, container handler or checkpointable handler"
+        f"Context(handlers=...) holds {handler!r}, which is no handler of leaves, containers, checkpointables or files"
     )
 
 

@@ -1,0 +1,235 @@
+"""Storages: objects by key, and what some storages can do on top."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Final, Protocol, TypeAlias, runtime_checkable
+
+from ckptcore.model.tree import JSON
+
+__all__ = [
+    "IF_ABSENT",
+    "AtomicDirectories",
+    "Buffer",
+    "IfAbsent",
+    "IfTag",
+    "ObjectWriter",
+    "OpensObjects",
+    "PutCondition",
+    "RangeReader",
+    "StorageAddress",
+    "StorageBackend",
+    "StorageOpener",
+    "StorageOptions",
+]
+
+
+Buffer: TypeAlias = bytes | bytearray | memoryview
+"""Contiguous bytes. A `memoryview` is one-dimensional with format ``B``."""
+
+
+@dataclass(frozen=True, slots=True)
+class StorageAddress:
+    """Where native I/O finds the same objects.
+
+    Attributes:
+        url: the directory, ending in ``/``.
+        options: neutral options: endpoint, region, ...
+    """
+
+    url: str
+    options: Mapping[str, JSON] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class StorageOptions:
+    """How a storage is opened.
+
+    Attributes:
+        durable: whether what `finish`, `put` and `sync` return from survives a loss of power.
+        config: options of this storage by name, from the Context.
+    """
+
+    durable: bool = True
+    config: Mapping[str, JSON] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class IfAbsent:
+    """Put only where there is no such object."""
+
+
+@dataclass(frozen=True, slots=True)
+class IfTag:
+    """Put only where the object still has this tag."""
+
+    tag: str
+
+
+IF_ABSENT: Final = IfAbsent()
+"""Put only where there is no such object."""
+
+PutCondition: TypeAlias = IfAbsent | IfTag
+"""What must be true of an object for a put to replace it."""
+
+
+class ObjectWriter(Protocol):
+    """An object that is being written in pieces; it is not there before `finish`, or is not relied on before."""
+
+    def write_at(self, offset: int, data: Buffer) -> None:
+        """Write bytes at an offset, in any order and from any thread; every byte is written once.
+
+        The memory can be reused when this returns.
+        """
+        ...
+
+    def finish(self) -> None:
+        """Complete the object; durable where the storage was opened so."""
+        ...
+
+    def abort(self) -> None:
+        """Give up and remove what was written. Never raises; may follow a failed `finish`."""
+        ...
+
+
+class StorageBackend(Protocol):
+    """Objects by key. No arrays, no retries of the caller's, no state that matters. Any thread.
+
+    A key is relative, with ``/`` between directories; it has no empty, ``.`` or ``..`` part.
+    """
+
+    @property
+    def request_bytes(self) -> int:
+        """Bytes that one read should ask for to be efficient; a class attribute will do."""
+        ...
+
+    @property
+    def address(self) -> StorageAddress | None:
+        """For native I/O, or None."""
+        ...
+
+    def get(self, key: str, start: int = 0, stop: int | None = None) -> bytes:
+        """Bytes `start` to `stop` of an object; fewer where it ends before.
+
+        Raises:
+            ObjectNotFoundError
+        """
+        ...
+
+    def get_with_tag(self, key: str) -> tuple[bytes, str]:
+        """A small object whole, and the tag that a conditional put can name.
+
+        Raises:
+            ObjectNotFoundError
+        """
+        ...
+
+    def get_into(self, key: str, ranges: Sequence[tuple[int, memoryview]]) -> None:
+        """Fill each buffer from its offset on, on this thread.
+
+        Raises:
+            ObjectNotFoundError
+            CorruptCheckpointError: where the object ends before a buffer is full.
+        """
+        ...
+
+    def size(self, key: str) -> int:
+        """Bytes of an object.
+
+        Raises:
+            ObjectNotFoundError: also where the key is that of a directory.
+        """
+        ...
+
+    def put(self, key: str, data: bytes, *, condition: PutCondition | None = None) -> str:
+        """Write an object whole or not at all, replacing what is there; returns its new tag.
+
+        Raises:
+            ConditionFailedError: nothing was changed.
+            StorageFullError
+        """
+        ...
+
+    def open_writer(self, key: str, size: int | None = None) -> ObjectWriter:
+        """Begin an object that is written in pieces; `size` in bytes where it is known."""
+        ...
+
+    def list(self, prefix: str = "") -> Iterator[str]:
+        """Keys of all objects below a directory, sorted; nothing where there is none."""
+        ...
+
+    def list_names(self, prefix: str = "") -> Sequence[str]:
+        """Names one level below a directory, sorted; those of directories end in ``/``. Empty where there is none."""
+        ...
+
+    def delete(self, keys: Sequence[str]) -> None:
+        """Delete objects; one that is not there is no error. Directories that become empty vanish."""
+        ...
+
+    def sync(self, keys: Sequence[str]) -> None:
+        """Make objects durable that something else wrote (native I/O), and the directories they are in."""
+        ...
+
+
+class RangeReader(Protocol):
+    """An object that is open for reading. Any thread."""
+
+    def get_into(self, ranges: Sequence[tuple[int, memoryview]]) -> None:
+        """Fill each buffer from its offset on, on this thread; raises what `StorageBackend.get_into` does."""
+        ...
+
+
+@runtime_checkable
+class OpensObjects(Protocol):
+    """What a storage can do on top for which finding an object costs something: find it once for many reads."""
+
+    def open_reader(self, key: str) -> RangeReader:
+        """Open an object; what is read is of the object that was there then, or fails.
+
+        Raises:
+            ObjectNotFoundError
+        """
+        ...
+
+
+@runtime_checkable
+class AtomicDirectories(Protocol):
+    """What a storage with real directories can do on top: the commit by rename. Keys as in `StorageBackend`."""
+
+    def lock_directory(self, key: str) -> AbstractContextManager[None] | None:
+        """Create a directory where there is none and hold it until closed or this process dies; None: another has it."""
+        ...
+
+    def rename(self, source: str, destination: str) -> None:
+        """Rename a directory; atomic, and durable where the storage was opened so.
+
+        Raises:
+            ConditionFailedError: something stands at the destination (an empty directory is replaced).
+        """
+        ...
+
+    def exchange(self, first: str, second: str) -> None:
+        """Let two directories change places; atomic, and durable where the storage was opened so.
+
+        Raises:
+            AtomicityError: this file system cannot; nothing was changed.
+        """
+        ...
+
+    def sync_directory(self, key: str) -> None:
+        """Make everything in a directory durable: the names of the objects, and of directories below it."""
+        ...
+
+    def delete_directory(self, key: str) -> None:
+        """Delete a directory with all it holds; one that is not there is no error."""
+        ...
+
+
+class StorageOpener(Protocol):
+    """Opens a directory of a storage; creates nothing."""
+
+    def __call__(self, url: str, options: StorageOptions) -> StorageBackend:
+        """Open the directory that `url` names (with its scheme; a local one may be a plain path)."""
+        ...

@@ -1,0 +1,254 @@
+"""Values: how containers, checkpointables and leaves are taken apart, copied and built again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, Protocol, TypeAlias, runtime_checkable
+
+from ckptcore.model.arrays import ArraySpec, Box, HostArray, Shard
+from ckptcore.model.metadata import ArrayRecord, LeafRecord
+from ckptcore.model.transfer import Pending
+from ckptcore.model.tree import Key, NodeKind
+
+__all__ = [
+    "CheckpointableHandler",
+    "ContainerHandler",
+    "Continuation",
+    "FilesHandler",
+    "Flattened",
+    "HostMemory",
+    "LazyCheckpointableHandler",
+    "LeafHandler",
+    "PerProcessHandler",
+    "Priority",
+    "StatefulCheckpointable",
+]
+
+
+class Priority:
+    """What a handler says of how sure it is of a type; the highest wins and a tie is an error naming both plugins."""
+
+    FALLBACK: Final = 0  #: any type of a broad sort: a dataclass
+    PROTOCOL: Final = 25  #: types that have certain methods
+    REGISTERED: Final = 50  #: types that were registered with a framework
+    FRAMEWORK: Final = 75  #: a framework's own types
+    EXACT: Final = 100  #: exactly this type
+
+
+@dataclass(frozen=True, slots=True)
+class Flattened:
+    """A container taken apart by one level.
+
+    Attributes:
+        kind: how it comes back where no abstract tree is given.
+        keys: the key of each child; unique.
+        children: the children, in the order of the keys.
+        type: the qualified name of its type where `kind` does not tell, else None.
+    """
+
+    kind: NodeKind
+    keys: Sequence[Key]
+    children: Sequence[object]
+    type: str | None = None
+
+
+class ContainerHandler(Protocol):
+    """Takes containers of some types apart by one level and puts them together. Stateless, thread-safe, no I/O.
+
+    Attributes:
+        priority: see `Priority`.
+    """
+
+    @property
+    def priority(self) -> int: ...
+
+    def flatten(self, value: Any) -> Flattened:
+        """Take `value` apart by one level."""
+        ...
+
+    def unflatten(self, like: Any, children: Sequence[object]) -> object:
+        """A container of exactly the type and the static content of `like`, with other children.
+
+        `children` are in the order in which `flatten(like)` gives them.
+        """
+        ...
+
+
+class CheckpointableHandler(Protocol):
+    """Takes objects apart that are more than a container: a module, an optimizer. Stateless, thread-safe, no I/O.
+
+    Attributes:
+        priority: see `Priority`.
+    """
+
+    @property
+    def priority(self) -> int: ...
+
+    def flatten(self, value: Any) -> object:
+        """The state of `value`: a tree of containers and leaves. Arrays in it may be those of the object itself."""
+        ...
+
+    def unflatten(self, like: Any, state: object) -> object:
+        """What a load with the abstract object `like` returns; `state` is a loaded tree like ``flatten(like)``."""
+        ...
+
+    def restore(self, target: Any, state: object) -> None:
+        """Make `target` have this state, in place. Arrays that could be filled in place already were."""
+        ...
+
+
+@runtime_checkable
+class LazyCheckpointableHandler(CheckpointableHandler, Protocol):
+    """A `CheckpointableHandler` of objects that have part of their state only once they were used: an optimizer."""
+
+    def flatten_to_load(self, value: Any, stored: object) -> object:
+        """As `flatten`, where a state is about to be loaded: also with abstract leaves for what `value` lacks so far.
+
+        Args:
+            value: what is loaded into, or like.
+            stored: the state that is stored for it, in Python's own containers: `AbstractArray` for arrays, and values.
+        """
+        ...
+
+
+@runtime_checkable
+class PerProcessHandler(CheckpointableHandler, Protocol):
+    """A `CheckpointableHandler` of objects that may differ from process to process: iterators, random generators.
+
+    Under a name of its own in ``save_checkpointables`` such an object is saved by every process for itself.
+    """
+
+    @property
+    def per_process(self) -> bool:
+        """Whether every process has a state of its own."""
+        ...
+
+
+Continuation: TypeAlias = Callable[[], None]
+"""The rest of a save, which runs in the background."""
+
+
+class FilesHandler(Protocol):
+    """Saves objects that write files of their own, in any format. Stateless.
+
+    Attributes:
+        priority: see `Priority`. At the same priority it comes before a `CheckpointableHandler`.
+    """
+
+    @property
+    def priority(self) -> int: ...
+
+    def save(self, value: Any, directory: Path) -> Continuation | None:
+        """Capture what must not change and return what writes the rest; None if all is written.
+
+        Called on the thread of the caller of a save, who is blocked by it; the continuation is called on another.
+
+        Args:
+            value: the object.
+            directory: a directory of this process alone, there and empty. Everything in it, also in directories below it, is
+                stored once the continuation is done.
+        """
+        ...
+
+    def load(self, like: Any, directory: Path) -> object:
+        """The object that ``like`` asks for, from files as they were written: often ``like`` itself, restored in place.
+
+        `directory` is a copy that the caller removes afterwards.
+        """
+        ...
+
+
+@runtime_checkable
+class StatefulCheckpointable(Protocol):
+    """What an object has that saves itself to files: it needs nothing of ckptcore to have it.
+
+    Both methods are plain functions with one parameter ``directory``. What other objects have instead is found too: see the
+    guide on objects that save themselves.
+    """
+
+    def save(self, directory: Path) -> Continuation | None:
+        """As `FilesHandler.save`."""
+        ...
+
+    def load(self, directory: Path) -> None:
+        """Take the state that the files in `directory` hold."""
+        ...
+
+
+class HostMemory(Protocol):
+    """Host memory that belongs to one save, reused by the next. Any thread."""
+
+    def empty(self, spec: ArraySpec) -> HostArray:
+        """A C-contiguous array to fill; not initialised."""
+        ...
+
+    def copy(self, source: HostArray) -> Pending[HostArray]:
+        """Copy `source` into memory of the save, on the core's threads; `source` must stay as it is until then."""
+        ...
+
+
+class LeafHandler(Protocol):
+    """Describes, copies and builds leaves of some types. Stateless, thread-safe, no I/O.
+
+    Arrays come and go as (`Box`, NumPy array with dtypes of NumPy or ml_dtypes, native byte order).
+
+    Attributes:
+        priority: see `Priority`.
+    """
+
+    @property
+    def priority(self) -> int: ...
+
+    def describe(self, leaf: Any) -> LeafRecord:
+        """What the leaf is: shape, dtype, kind. Also of an abstract leaf. Never waits for a device.
+
+        Raises:
+            UnsupportedLeafError: if a leaf like this cannot be stored; says why and what to do.
+        """
+        ...
+
+    def identity(self, leaf: Any) -> Hashable | None:
+        """Equal for two leaves exactly if they are the same elements in memory (tied); None if not known."""
+        ...
+
+    def shards(self, leaf: Any, rank: int, size: int) -> Sequence[Shard]:
+        """The boxes of the array that this process holds, of `size` processes."""
+        ...
+
+    def copy_to_host(self, leaf: Any, boxes: Sequence[Box], memory: HostMemory) -> Sequence[Pending[HostArray]]:
+        """For asynchronous saves: the elements of each box, in memory that nobody can change or free.
+
+        An array that is immutable needs no copy. Starts the copies and does not wait for them.
+        """
+        ...
+
+    def view_on_host(self, leaf: Any, boxes: Sequence[Box]) -> Sequence[Pending[HostArray]]:
+        """For blocking saves: the elements of each box; may alias the leaf and have any strides."""
+        ...
+
+    def wanted(self, abstract: Any, stored: ArrayRecord) -> Sequence[Box]:
+        """The boxes of the stored array that this process needs to build `abstract`; without duplicates."""
+        ...
+
+    def destination(self, abstract: Any, stored: ArrayRecord, box: Box) -> HostArray | None:
+        """Memory of `abstract` itself that holds `box`, to be read into: of the stored dtype, C-contiguous, writable.
+
+        Only asked by ``load_into``. None where there is none: then `build` gets the elements.
+        """
+        ...
+
+    def build(self, abstract: Any, stored: LeafRecord, boxes: Sequence[tuple[Box, HostArray]]) -> object:
+        """The leaf that `abstract` asks for. May keep and alias the arrays: they are nobody else's.
+
+        Of a `ValueRecord`, `boxes` is empty.
+        """
+        ...
+
+    def fill(self, target: Any, stored: LeafRecord, boxes: Sequence[tuple[Box, HostArray]]) -> bool:
+        """Make `target` itself hold the elements, in place; False where it cannot be changed.
+
+        Only asked by ``load_into``. A box that `destination` gave memory for comes with that memory, filled.
+        """
+        ...
