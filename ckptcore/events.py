@@ -1,0 +1,239 @@
+"""Events: what a save, a load or a delete is doing, told phase by phase to whoever asked.
+
+A phase is a stretch of one operation on one rank. Its event is made when it ends, also when it ends by an error, on the
+thread that it ends on. Phases may contain others, may overlap where threads work at once, and may come several times.
+
+::
+
+    phase              begins                          ends                         thread      caller  contains
+    -----------------  ------------------------------  ---------------------------  ----------  ------  -----------------
+    save               the call of a save              the commit, or the error     both        partly  all but clean
+      blocking         the call of a save              its return to the caller     caller's    waits   see below
+      wait_for_previous  another save is in the way    that save is over            caller's    waits
+      describe         the state is looked at          every leaf has a record      caller's    waits
+      copy             the first leaf is copied        what can change is ours      caller's    waits
+      claim            the location is asked for       it is this save's            background  goes on  clean
+      write            the first byte is handed over   this rank's bytes are in     background  goes on
+      exchange         this rank's part is done        every rank's outcome is here  both       as said
+      commit           the root is made                the checkpoint is there      background  goes on
+      clean            remains or old steps are found  they are gone                background  goes on
+    load               the call of a load              the value is handed over     caller's    waits   those below
+      open             the root is looked for          tree and wishes are matched  caller's    waits
+      read             the first byte is asked for     the last one is verified     caller's    waits   build, at times
+      build            a leaf's bytes are there        the leaf is made             caller's    waits
+      restore          an object's state is there      the object has taken it      caller's    waits
+    delete             the call of a delete            the checkpoint is gone       caller's    waits
+
+- ``blocking`` is all the time that the caller of a save could not train. In an asynchronous save it contains
+  ``wait_for_previous``, ``describe`` and ``copy``; with a bound on memory also part of ``write``. A save that blocks until
+  its commit has it too, and there it contains all that ``save`` does.
+- ``save``, ``load`` and ``delete`` stand for the whole operation. Cleaning that comes after a commit is not in ``save``.
+- ``exchange`` belongs to the stage before it and is not contained in that stage's phase: a long one means that this rank
+  waited for a slower one. A process alone has none. Its caller waits where the caller of that stage waits.
+- ``load_async`` has the phases of ``load``, on a background thread.
+- Bytes are those of arrays and files that the phase moved on this rank; None where it moves none or they are not known.
+
+Every event is also logged at DEBUG by the logger ``ckptcore.events``, with the event itself as the attribute
+``ckptcore_event`` of the log record.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Final, Literal, Self, TypeAlias
+
+__all__ = ["ERROR_CHARACTERS", "Event", "Observer", "Operation", "Phase", "Recording", "RunningPhase"]
+
+Operation: TypeAlias = Literal["save", "load", "delete"]
+"""What is being done as a whole; also the name of the phase that spans it."""
+
+Phase: TypeAlias = Literal[
+    "save", "blocking", "wait_for_previous", "describe", "copy", "claim", "write", "exchange", "commit", "clean",
+    "load", "open", "read", "build", "restore",
+    "delete",
+]  # fmt: skip
+"""A stretch of an operation; the table of the module says when each begins and ends."""
+
+ERROR_CHARACTERS: Final = 500
+"""The most characters that an event says of an error."""
+
+_LOGGER: Final = logging.getLogger("ckptcore.events")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Event:
+    """A phase that is over.
+
+    Attributes:
+        phase: its name, a `Phase`; in a timeline that a newer version stored, possibly one that this version does not know.
+        operation: the operation that it is part of.
+        location: what is saved, loaded or deleted, as a path or URL.
+        step: the training step, or None outside a `Checkpointer`.
+        rank: the process of the job.
+        began: when, in seconds since the epoch, UTC. Within one operation the differences are those of a monotonic clock.
+        seconds: how long it took, by a monotonic clock.
+        nbytes: bytes that it moved, or None.
+        error: why it failed, as ``Type: text`` of at most `ERROR_CHARACTERS`; None if it did not.
+        save_id: the save that writes, or wrote, the checkpoint; None as long as it is not known.
+    """
+
+    phase: str
+    operation: Operation
+    location: str
+    step: int | None
+    rank: int
+    began: float
+    seconds: float
+    nbytes: int | None = None
+    error: str | None = None
+    save_id: str | None = None
+
+    @property
+    def ended(self) -> float:
+        """When it was over, in seconds since the epoch, UTC."""
+        return self.began + self.seconds
+
+
+Observer: TypeAlias = Callable[[Event], None]
+"""Is told each event, on the thread on which the phase ended, so perhaps on several threads at once. The operation waits for
+it, so it should be quick. An error of its own is logged and goes no further."""
+
+
+class RunningPhase:
+    """A phase under way, as a context manager. It is over when the block is left; an error goes on to the caller.
+
+    Attributes:
+        nbytes: bytes that it has moved; to be set inside the block where they are not known before.
+    """
+
+    __slots__ = ("_began", "_name", "_recording", "nbytes")
+
+    def __init__(self, recording: Recording, name: Phase, nbytes: int | None) -> None:
+        self._recording = recording
+        self._name: Phase = name
+        self._began = 0.0
+        self.nbytes = nbytes
+
+    def __enter__(self) -> Self:
+        self._began = time.perf_counter()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._recording._add(self._name, self._began, self.nbytes, error)
+
+
+class Recording:
+    """The events of one operation on one rank. Any thread; the operation begins when this is made.
+
+    Attributes:
+        operation, location, step, rank: as given, for every event.
+        save_id: to be set once it is known; events told before say None, those of `events` all have it.
+    """
+
+    def __init__(
+        self,
+        operation: Operation,
+        location: str,
+        observers: Sequence[Observer] = (),
+        *,
+        step: int | None = None,
+        rank: int = 0,
+        save_id: str | None = None,
+    ) -> None:
+        self.operation: Operation = operation
+        self.location = location
+        self.step = step
+        self.rank = rank
+        self.save_id = save_id
+        self._observers = tuple(observers)
+        self._failing: set[int] = set()  # by position
+        # Tuples, because an Event costs more to make than the rest of a phase, and often nobody looks. Appending to a
+        # list and copying it are atomic, so no lock is needed.
+        self._rows: list[_Row] = []
+        self._began = time.perf_counter()
+        self._epoch = time.time() - self._began
+
+    def phase(self, name: Phase, nbytes: int | None = None) -> RunningPhase:
+        """A phase, to be entered on the thread that does it. Costs about a microsecond if nobody observes.
+
+        Args:
+            name: which.
+            nbytes: bytes that it moves, where they are known before.
+        """
+        return RunningPhase(self, name, nbytes)
+
+    def finish(self, nbytes: int | None = None, error: BaseException | None = None) -> None:
+        """Say that the operation is over: the event that spans it, from when this recording was made until now.
+
+        To be called once; what comes after it (the cleaning after a commit) is still recorded.
+
+        Args:
+            nbytes: bytes that the operation moved on this rank.
+            error: why it failed, or None.
+        """
+        self._add(self.operation, self._began, nbytes, error)
+
+    @property
+    def events(self) -> tuple[Event, ...]:
+        """The phases that are over so far, in the order in which they ended; what a checkpoint stores as its timeline."""
+        return tuple([self._event(row) for row in list(self._rows)])
+
+    def _add(self, name: Phase, began: float, nbytes: int | None, error: BaseException | None) -> None:
+        text = None if error is None else f"{type(error).__name__}: {error}"[:ERROR_CHARACTERS]
+        row = (name, began, time.perf_counter() - began, nbytes, text)
+        self._rows.append(row)
+        debugging = _LOGGER.isEnabledFor(logging.DEBUG)
+        if self._observers or debugging:
+            event = self._event(row)
+            if debugging:
+                _log(event)
+            for position, observer in enumerate(self._observers):
+                self._tell(position, observer, event)
+
+    def _tell(self, position: int, observer: Observer, event: Event) -> None:
+        try:
+            observer(event)
+        except Exception:
+            # The only error that ckptcore catches to log. An observer watches; a collector of metrics that cannot be
+            # reached is no reason to lose a checkpoint, and there is no caller that could do anything about it.
+            if position not in self._failing:
+                self._failing.add(position)
+                _LOGGER.warning(
+                    "the observer %r failed at the phase %s of the %s of %s; the %s goes on, and further errors of this "
+                    "observer in it are not logged",
+                    observer, event.phase, event.operation, event.location, event.operation,
+                    exc_info=True,
+                )  # fmt: skip
+
+    def _event(self, row: _Row) -> Event:
+        name, began, seconds, nbytes, error = row
+        return Event(
+            phase=name,
+            operation=self.operation,
+            location=self.location,
+            step=self.step,
+            rank=self.rank,
+            began=self._epoch + began,
+            seconds=seconds,
+            nbytes=nbytes,
+            error=error,
+            save_id=self.save_id,
+        )
+
+
+_Row: TypeAlias = tuple[Phase, float, float, int | None, str | None]
+"""Phase, when it began by the clock of `time.perf_counter`, seconds, bytes, error."""
+
+
+def _log(event: Event) -> None:
+    _LOGGER.debug(
+        "%s of %s, step %s, rank %d: %s took %.6f s, bytes: %s, error: %s",
+        event.operation, event.location, event.step, event.rank, event.phase, event.seconds, event.nbytes, event.error,
+        extra={"ckptcore_event": event},
+    )  # fmt: skip
