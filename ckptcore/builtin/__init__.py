@@ -5,19 +5,30 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from ckptcore.builtin.containers import container_handler
+from ckptcore.builtin.files import files_handler
 from ckptcore.builtin.host_leaves import leaf_handler
 from ckptcore.builtin.local import open_local
 from ckptcore.builtin.memory import MemoryStorages
+from ckptcore.builtin.random_states import random_state_handler
 from ckptcore.builtin.safetensors import SafetensorsLayout
 from ckptcore.builtin.single_process import SingleProcess
+from ckptcore.builtin.stateful import state_handler
 from ckptcore.hookspecs import hookimpl
-from ckptcore.protocols import ContainerHandler, Coordinator, LayoutFactory, LeafHandler, StorageOpener
+from ckptcore.protocols import (
+    CheckpointableHandler,
+    ContainerHandler,
+    Coordinator,
+    FilesHandler,
+    LayoutFactory,
+    LeafHandler,
+    StorageOpener,
+)
 
 __all__ = ["BuiltinPlugin"]
 
 
 class BuiltinPlugin:
-    """Containers, host leaves, the safetensors layout, local and memory storage, and the single process."""
+    """Containers, host leaves, objects that save themselves, the safetensors layout, local and memory storage, one process."""
 
     def __init__(self) -> None:
         self._memory = MemoryStorages()
@@ -32,6 +43,16 @@ class BuiltinPlugin:
     def ckpt_container_handler(self, value_type: type) -> ContainerHandler | None:
         """dict, OrderedDict, list, tuple and their subclasses, named tuples, dataclasses."""
         return container_handler(value_type)
+
+    @hookimpl
+    def ckpt_checkpointable_handler(self, value_type: type) -> CheckpointableHandler | None:
+        """Random generators, and objects that give and take their state by methods that many libraries agree on."""
+        return random_state_handler(value_type) or state_handler(value_type)
+
+    @hookimpl
+    def ckpt_files_handler(self, value_type: type) -> FilesHandler | None:
+        """Objects that save themselves to a directory."""
+        return files_handler(value_type)
 
     @hookimpl
     def ckpt_layouts(self) -> Mapping[str, LayoutFactory]:

@@ -1,0 +1,89 @@
+"""The state to ask a checkpoint for: as it was stored, with the types of the state that the object has now."""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict
+from typing import Any, Final
+
+import numpy as np
+
+from ckptcore.model import AbstractArray
+
+__all__ = ["state_to_load"]
+
+
+class _Nothing:
+    __slots__ = ()
+
+
+_NOTHING: Final = _Nothing()
+"""The object has nothing at this place now."""
+
+_PLAIN: Final = (type(None), bool, int, float, complex, str, bytes)
+"""Values that say themselves what they are, and come back so."""
+
+
+def state_to_load(own: object, stored: Any) -> object:
+    """An abstract state with the structure of `stored`, whatever structure the object's own state has.
+
+    A checkpoint does not tell all types. Where the own state has something at the same place, it does: the array of which
+    framework, which subclass of dict. Where it has nothing, arrays come back as NumPy's and containers as Python's.
+
+    Args:
+        own: the state of the object now.
+        stored: what is stored, in Python's own containers: `AbstractArray` for arrays, and values.
+    """
+    if isinstance(stored, AbstractArray):
+        return _array(own, stored)
+    if isinstance(stored, dict):
+        return _mapping(own, stored)
+    if isinstance(stored, list | tuple):
+        return _sequence(own, stored)
+    if stored is None or isinstance(own, (_Nothing, *_PLAIN, dict, list, tuple)) or _is_array(own):
+        return stored
+    return own  # a leaf that only its own handler can build
+
+
+def _array(own: object, stored: AbstractArray) -> object:
+    if not _is_array(own) or isinstance(own, np.ndarray | np.generic):
+        return stored
+    if tuple(own.shape) == stored.shape:  # type: ignore[attr-defined]  # an array has a shape
+        return own
+    # Some arrays can make others like themselves: of their type and dtype, at their place. Those that cannot are asked for
+    # as they are, and the difference is told.
+    make = getattr(own, "new_empty", None)
+    return own if make is None else make(stored.shape)
+
+
+def _is_array(own: object) -> bool:
+    return hasattr(own, "shape") and hasattr(own, "dtype")
+
+
+def _mapping(own: object, stored: dict[Any, Any]) -> object:
+    if not isinstance(own, dict):
+        # A container of another type is taken apart by its own handler; a value or an array was one, and is none now.
+        other = not isinstance(own, (_Nothing, *_PLAIN, list)) and not _is_array(own)
+        return own if other else stored
+    children = {key: state_to_load(own.get(key, _NOTHING), child) for key, child in stored.items()}
+    if type(own) is dict or not isinstance(own, type(stored)):
+        return OrderedDict(children) if isinstance(stored, OrderedDict) else children
+    made = copy.copy(own)  # with what an instance carries beside its items
+    made.clear()
+    made.update(children)
+    return made
+
+
+def _sequence(own: object, stored: list[Any] | tuple[Any, ...]) -> object:
+    if not isinstance(own, list | tuple):
+        other = not isinstance(own, (_Nothing, *_PLAIN, dict)) and not _is_array(own)
+        return own if other else stored
+    known = [*own[: len(stored)], *[_NOTHING] * (len(stored) - len(own))]
+    children = [state_to_load(now, child) for now, child in zip(known, stored, strict=True)]
+    if isinstance(stored, tuple):
+        return type(own)(children) if isinstance(own, tuple) and not hasattr(own, "_fields") else tuple(children)
+    if type(own) is list or not isinstance(own, list):
+        return children
+    made = copy.copy(own)
+    made[:] = children
+    return made
