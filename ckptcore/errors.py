@@ -6,6 +6,7 @@
     ├── CheckpointNotFoundError        (FileNotFoundError)  nothing that can be loaded stands at the location
     │   └── UncommittedCheckpointError                      a save began there and never committed
     ├── CheckpointExistsError          (FileExistsError)    a save would replace something and was not asked to
+    ├── DirectoryInUseError            (BlockingIOError)    another job writes steps into the directory
     ├── CorruptCheckpointError         (ValueError)         bytes are not what was written; names the file and range
     │   └── ChecksumError                                   ... because a block's checksum does not match
     ├── UnsupportedVersionError        (ValueError)         written by a newer ckptcore than this one
@@ -47,6 +48,7 @@ __all__ = [
     "ConditionFailedError",
     "CoordinationTimeoutError",
     "CorruptCheckpointError",
+    "DirectoryInUseError",
     "InvalidLocationError",
     "NameCollisionError",
     "ObjectNotFoundError",
@@ -80,6 +82,10 @@ class UncommittedCheckpointError(CheckpointNotFoundError):
 
 class CheckpointExistsError(CheckpointError, FileExistsError):
     """A save would replace what stands at the location and was not asked to."""
+
+
+class DirectoryInUseError(CheckpointError, BlockingIOError):
+    """Another job, or another part of this one, writes steps into the directory."""
 
 
 class CorruptCheckpointError(CheckpointError, ValueError):
