@@ -1,0 +1,74 @@
+"""Policies: when to save, and which steps to keep. Pure: no clock, no storage, no state.
+
+::
+
+    saving        EveryStep, FixedInterval, ...: whether to save at a Moment
+    preservation  PreserveAll, LatestN, ...: which of the steps (StepInfo) garbage collection keeps
+    collection    what_to_delete, explain: what garbage collection does with such a policy
+    text          "latest_n=3,best_n=2:loss:min": preservation policies on a command line
+
+The names are those of Orbax. A policy of your own is any object with the methods of `SavePolicy` or `PreservationPolicy`, or a
+function in `CustomSave` or `CustomPreservation`.
+"""
+
+from ckptcore.policies.collection import explain, what_to_delete
+from ckptcore.policies.preservation import (
+    AnyPreservation,
+    BestN,
+    CustomPreservation,
+    CustomSteps,
+    EveryNSeconds,
+    EveryNSteps,
+    EveryNStepsClosest,
+    LatestDuration,
+    LatestN,
+    PreservationPolicy,
+    PreserveAll,
+    StepInfo,
+)
+from ckptcore.policies.saving import (
+    AnySave,
+    ContinuousCheckpointing,
+    CustomSave,
+    EpochInterval,
+    EveryStep,
+    FixedInterval,
+    InitialSave,
+    Moment,
+    PreemptionCheckpointing,
+    SavePolicy,
+    SpecificSteps,
+    TimeInterval,
+)
+from ckptcore.policies.text import format_preservation, parse_preservation
+
+__all__ = [
+    "AnyPreservation",
+    "AnySave",
+    "BestN",
+    "ContinuousCheckpointing",
+    "CustomPreservation",
+    "CustomSave",
+    "CustomSteps",
+    "EpochInterval",
+    "EveryNSeconds",
+    "EveryNSteps",
+    "EveryNStepsClosest",
+    "EveryStep",
+    "FixedInterval",
+    "InitialSave",
+    "LatestDuration",
+    "LatestN",
+    "Moment",
+    "PreemptionCheckpointing",
+    "PreservationPolicy",
+    "PreserveAll",
+    "SavePolicy",
+    "SpecificSteps",
+    "StepInfo",
+    "TimeInterval",
+    "explain",
+    "format_preservation",
+    "parse_preservation",
+    "what_to_delete",
+]

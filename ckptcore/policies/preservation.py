@@ -1,0 +1,338 @@
+"""Preservation policies: which steps of a directory garbage collection keeps."""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final, Literal, Protocol, runtime_checkable
+
+from ckptcore.policies.arguments import check_policies, seconds, step_numbers, whole_number
+
+__all__ = [
+    "AnyPreservation",
+    "BestN",
+    "CustomPreservation",
+    "CustomSteps",
+    "EveryNSeconds",
+    "EveryNSteps",
+    "EveryNStepsClosest",
+    "LatestDuration",
+    "LatestN",
+    "PreservationPolicy",
+    "PreserveAll",
+    "StepInfo",
+]
+
+_NO_METRICS: Final[Mapping[str, float]] = {}
+
+
+@dataclass(frozen=True, slots=True)
+class StepInfo:
+    """What a preservation policy knows of a committed step.
+
+    Attributes:
+        step: its number.
+        created: when its save began, in seconds since the epoch, UTC.
+        metrics: the numbers that were saved with it, by name.
+    """
+
+    step: int
+    created: float
+    metrics: Mapping[str, float] = field(default_factory=lambda: _NO_METRICS)
+
+
+@runtime_checkable
+class PreservationPolicy(Protocol):
+    """Decides which steps to keep. Its `str` says which, for people.
+
+    Collecting garbage after each save should keep what one collection at the end would have kept: a step that is given up is
+    gone, so nothing may depend on it. Every policy here is like that, if metrics do not change and the clock does not go back.
+    """
+
+    def keep(self, steps: Sequence[StepInfo], now: float) -> frozenset[int]:
+        """The steps to keep.
+
+        Args:
+            steps: every committed step, ascending.
+            now: seconds since the epoch, UTC.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class PreserveAll:
+    """Keeps every step."""
+
+    def keep(self, steps: Sequence[StepInfo], now: float) -> frozenset[int]:
+        """Every step."""
+        return frozenset([info.step for info in steps])
+
+    def __str__(self) -> str:
+        return "all steps"
+
+
+@dataclass(frozen=True, slots=True)
+class LatestN:
+    """Keeps the newest steps.
+
+    Attributes:
+        n: how many, at least 0. The newest step is never deleted, so 0 keeps as many as 1.
+
+    Raises:
+        ValueError: if `n` is less, or no whole number.
+    """
+
+    n: int
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "n", whole_number(self, "n", self.n, at_least=0))
+
+    def keep(self, steps: Sequence[StepInfo], now: float) -> frozenset[int]:
+        """The last `n`."""
+        return frozenset([info.step for info in steps[max(0, len(steps) - self.n) :]])
+
+    def __str__(self) -> str:
+        return f"the latest {self.n}"
+
+
+@dataclass(frozen=True, slots=True)
+class LatestDuration:
+    """Keeps the oldest step that is no older than a number of seconds, and every later one.
+
+    Attributes:
+        seconds: the age, at least 0.
+
+    Raises:
+        ValueError: if `seconds` is not a finite number of at least 0.
+    """
+
+    seconds: float
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "seconds", seconds(self, "seconds", self.seconds, at_least=0))
+
+    def keep(self, steps: Sequence[StepInfo], now: float) -> frozenset[int]:
+        """The steps from the first that is young enough."""
+        for number, info in enumerate(steps):
+            if now - info.created <= self.seconds:
+                return frozenset([later.step for later in steps[number:]])
+        return frozenset()
+
+    def __str__(self) -> str:
+        return f"of the last {self.seconds:.12g} s"
+
+
+@dataclass(frozen=True, slots=True)
+class EveryNSeconds:
+    """Keeps the first step, and then each that was created a number of seconds or more after the last one kept.
+
+    Attributes:
+        seconds: the interval, above 0.
+
+    Raises:
+        ValueError: if `seconds` is not a finite number above 0.
+    """
+
+    seconds: float
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "seconds", seconds(self, "seconds", self.seconds))
+
+    def keep(self, steps: Sequence[StepInfo], now: float) -> frozenset[int]:
+        """The steps, each far enough from the one before."""
+        kept: list[StepInfo] = []
+        for info in steps:
+            # The distance counts, so that a clock that was set back starts anew instead of keeping nothing for a long time.
+            if not kept or abs(info.created - kept[-1].created) >= self.seconds:
+                kept.append(info)
+        return frozenset([info.step for info in kept])
+
+    def __str__(self) -> str:
+        return f"one every {self.seconds:.12g} s"
+
+
+@dataclass(frozen=True, slots=True)
+class EveryNSteps:
+    """Keeps multiples of a number of steps, step 0 among them.
+
+    Attributes:
+        steps: the interval, at least 1. Where saved steps are no multiples of it, use `EveryNStepsClosest`.
+
+    Raises:
+        ValueError: if `steps` is less, or no whole number.
+    """
+
+    steps: int
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "steps", whole_number(self, "steps", self.steps, at_least=1))
+
+    def keep(self, steps: Sequence[StepInfo], now: float) -> frozenset[int]:
+        """The multiples."""
+        return frozenset([info.step for info in steps if info.step % self.steps == 0])
+
+    def __str__(self) -> str:
+        return f"a multiple of {self.steps} steps"
+
+
+@dataclass(frozen=True, slots=True)
+class EveryNStepsClosest:
+    """Keeps, for each multiple of a number of steps, the step nearest to it.
+
+    A step belongs to the multiple it is nearest to, the higher of two that are as near. Of two steps as near to their
+    multiple the later is kept. A multiple that no step belongs to keeps none.
+
+    Attributes:
+        steps: the interval, at least 1.
+
+    Raises:
+        ValueError: if `steps` is less, or no whole number.
+    """
+
+    steps: int
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "steps", whole_number(self, "steps", self.steps, at_least=1))
+
+    def keep(self, steps: Sequence[StepInfo], now: float) -> frozenset[int]:
+        """The nearest steps."""
+        nearest: dict[int, int] = {}
+        for info in steps:
+            multiple = (2 * info.step + self.steps) // (2 * self.steps) * self.steps
+            if multiple not in nearest or abs(info.step - multiple) <= abs(nearest[multiple] - multiple):
+                nearest[multiple] = info.step
+        return frozenset(nearest.values())
+
+    def __str__(self) -> str:
+        return f"nearest to a multiple of {self.steps} steps"
+
+
+@dataclass(frozen=True, slots=True)
+class CustomSteps:
+    """Keeps the steps it is given.
+
+    Attributes:
+        steps: at least one; kept as a frozenset.
+
+    Raises:
+        ValueError: if there is none, or one of them is no whole number of at least 0.
+    """
+
+    steps: Collection[int]
+
+    def __post_init__(self) -> None:
+        steps = step_numbers(self, "steps", self.steps)
+        if not steps:
+            raise ValueError(f"CustomSteps(steps={self.steps!r}): give at least one step")
+        object.__setattr__(self, "steps", steps)
+
+    def keep(self, steps: Sequence[StepInfo], now: float) -> frozenset[int]:
+        """Those of them that are there."""
+        return frozenset([info.step for info in steps if info.step in self.steps])
+
+    def __str__(self) -> str:
+        return f"among {len(self.steps)} chosen {'step' if len(self.steps) == 1 else 'steps'}"
+
+
+@dataclass(frozen=True, slots=True)
+class BestN:
+    """Keeps the steps with the best values of a metric; of equal ones the later.
+
+    Attributes:
+        n: how many, at least 0.
+        metric: the name of the metric.
+        mode: ``"min"`` if low values are the good ones, ``"max"`` if high ones are.
+        keep_unmeasured: whether steps without this metric, or with NaN, are all kept, beside the best. If not, none of them is.
+            They are by default, because a metric with a mistyped name would otherwise give up everything.
+
+    Raises:
+        ValueError: if `n` is less or no whole number, `metric` is empty or no str, or `mode` is neither.
+    """
+
+    n: int
+    metric: str
+    mode: Literal["min", "max"]
+    keep_unmeasured: bool = field(default=True, kw_only=True)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "n", whole_number(self, "n", self.n, at_least=0))
+        if not isinstance(self.metric, str) or not self.metric:
+            raise ValueError(f"BestN(metric={self.metric!r}): give the name of a metric")
+        if self.mode not in ("min", "max"):
+            raise ValueError(f"BestN(mode={self.mode!r}): give 'min' if low values are good, or 'max' if high ones are")
+
+    def keep(self, steps: Sequence[StepInfo], now: float) -> frozenset[int]:
+        """The best steps and, where asked, the unmeasured ones."""
+        sign = 1 if self.mode == "max" else -1
+        measured: list[tuple[float, int]] = []
+        kept: set[int] = set()
+        for info in steps:
+            value = self.measure(info)
+            if value is not None:
+                measured.append((sign * value, info.step))
+            elif self.keep_unmeasured:
+                kept.add(info.step)
+        return frozenset(kept.union([step for _, step in heapq.nlargest(self.n, measured)]))
+
+    def measure(self, info: StepInfo) -> float | None:
+        """The value of the metric at a step; None where there is none or it is NaN."""
+        value = info.metrics.get(self.metric)
+        return None if value is None or math.isnan(value) else value
+
+    def __str__(self) -> str:
+        return f"the best {self.n} by {self.metric} ({self.mode})"
+
+
+@dataclass(frozen=True, slots=True)
+class AnyPreservation:
+    """Keeps what any of its policies keeps.
+
+    Attributes:
+        policies: at least one; kept as a tuple.
+
+    Raises:
+        TypeError: if one of them is not a policy.
+        ValueError: if there is none.
+    """
+
+    policies: Collection[PreservationPolicy]
+
+    def __post_init__(self) -> None:
+        check_policies(self, self.policies, PreservationPolicy)
+        object.__setattr__(self, "policies", tuple(self.policies))
+
+    def keep(self, steps: Sequence[StepInfo], now: float) -> frozenset[int]:
+        """What they keep together."""
+        return frozenset[int]().union(*[policy.keep(steps, now) for policy in self.policies])
+
+    def __str__(self) -> str:
+        return ", or ".join(map(str, self.policies))
+
+
+@dataclass(frozen=True, slots=True)
+class CustomPreservation:
+    """A function as a policy.
+
+    Attributes:
+        function: from the steps, ascending, and the time (seconds since the epoch) to the steps to keep.
+
+    Raises:
+        TypeError: if `function` cannot be called.
+    """
+
+    function: Callable[[Sequence[StepInfo], float], Iterable[int]]
+
+    def __post_init__(self) -> None:
+        if not callable(self.function):
+            raise TypeError(
+                f"CustomPreservation(function={self.function!r}): give a function from steps and the time to steps to keep"
+            )
+
+    def keep(self, steps: Sequence[StepInfo], now: float) -> frozenset[int]:
+        """What the function says."""
+        return frozenset(self.function(steps, now))
+
+    def __str__(self) -> str:
+        return f"kept by {getattr(self.function, '__name__', repr(self.function))}"

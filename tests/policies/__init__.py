@@ -1,0 +1,1 @@
+"""Policies: when to save, and which steps to keep."""
