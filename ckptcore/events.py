@@ -5,31 +5,31 @@ thread that it ends on. Phases may contain others, may overlap where threads wor
 
 ::
 
-    phase              begins                          ends                         thread      caller  contains
-    -----------------  ------------------------------  ---------------------------  ----------  ------  -----------------
-    save               the call of a save              the commit, or the error     both        partly  all but clean
-      blocking         the call of a save              its return to the caller     caller's    waits   see below
-      wait_for_previous  another save is in the way    that save is over            caller's    waits
-      describe         the state is looked at          every leaf has a record      caller's    waits
-      copy             the first leaf is copied        what can change is ours      caller's    waits
-      claim            the location is asked for       it is this save's            background  goes on  clean
-      write            the first byte is handed over   this rank's bytes are in     background  goes on
-      exchange         this rank's part is done        every rank's outcome is here  both       as said
-      commit           the root is made                the checkpoint is there      background  goes on
-      clean            remains or old steps are found  they are gone                background  goes on
-    load               the call of a load              the value is handed over     caller's    waits   those below
-      open             the root is looked for          tree and wishes are matched  caller's    waits
-      read             the first byte is asked for     the last one is verified     caller's    waits   build, at times
-      build            a leaf's bytes are there        the leaf is made             caller's    waits
-      restore          an object's state is there      the object has taken it      caller's    waits
-    delete             the call of a delete            the checkpoint is gone       caller's    waits
+    phase                begins                           ends                          thread      caller       contains
+    -------------------  -------------------------------  ----------------------------  ----------  -----------  ----------------------
+    save                 the call of a save               the commit, or the error      both        waits first  all but clean after it
+      blocking           the call of a save               the call returns              caller's    waits        see below
+      wait_for_previous  another save is in the way       that save is over             caller's    waits
+      describe           the state is looked at           each leaf has a record        caller's    waits        exchange
+      copy               the first leaf is copied         all that can change is ours   caller's    waits
+      claim              the location is asked for        it is this save's             background  goes on      clean
+      write              the first byte is given away     all of this rank are stored   background  goes on
+      exchange           this rank's part is done         every rank's outcome is here  both        see below
+      commit             the root is made                 the checkpoint exists         background  goes on      clean
+      clean              remains, old steps are found     they are gone                 background  goes on
+    load                 the call of a load               the value is handed over      caller's    waits        all below
+      open               the root is looked for           the tree is matched           caller's    waits
+      read               the first byte is asked for      the last one is verified      caller's    waits        build, at times
+      build              the bytes of a leaf are there    the leaf is made              caller's    waits
+      restore            the state of an object is there  the object has taken it       caller's    waits
+    delete               the call of a delete             the checkpoint is gone        caller's    waits
 
 - ``blocking`` is all the time that the caller of a save could not train. In an asynchronous save it contains
-  ``wait_for_previous``, ``describe`` and ``copy``; with a bound on memory also part of ``write``. A save that blocks until
-  its commit has it too, and there it contains all that ``save`` does.
-- ``save``, ``load`` and ``delete`` stand for the whole operation. Cleaning that comes after a commit is not in ``save``.
-- ``exchange`` belongs to the stage before it and is not contained in that stage's phase: a long one means that this rank
-  waited for a slower one. A process alone has none. Its caller waits where the caller of that stage waits.
+  ``wait_for_previous``, ``describe`` and ``copy``; with a bound on memory the copying goes on while earlier parts are
+  written. A save that blocks until its commit has it too: it does all on the caller's thread, and the caller waits for all.
+- ``save``, ``load`` and ``delete`` stand for the whole operation. Their phases may come in another order than here.
+- ``exchange`` is in ``describe``, and after ``claim``, ``write`` and ``commit`` it stands beside them: a long one means that
+  this rank waited for a slower one. A process alone has none. The caller waits where it waits for that stage.
 - ``load_async`` has the phases of ``load``, on a background thread.
 - Bytes are those of arrays and files that the phase moved on this rank; None where it moves none or they are not known.
 
@@ -40,6 +40,8 @@ Every event is also logged at DEBUG by the logger ``ckptcore.events``, with the 
 from __future__ import annotations
 
 import logging
+import os
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -79,6 +81,7 @@ class Event:
         nbytes: bytes that it moved, or None.
         error: why it failed, as ``Type: text`` of at most `ERROR_CHARACTERS`; None if it did not.
         save_id: the save that writes, or wrote, the checkpoint; None as long as it is not known.
+        operation_id: the same for all events of one operation on one rank, and of no other; empty in a stored timeline.
     """
 
     phase: str
@@ -91,6 +94,7 @@ class Event:
     nbytes: int | None = None
     error: str | None = None
     save_id: str | None = None
+    operation_id: str = ""
 
     @property
     def ended(self) -> float:
@@ -153,9 +157,11 @@ class Recording:
         self.save_id = save_id
         self._observers = tuple(observers)
         self._failing: set[int] = set()  # by position
+        self._operation_id = os.urandom(8).hex()
         # Tuples, because an Event costs more to make than the rest of a phase, and often nobody looks. Appending to a
         # list and copying it are atomic, so no lock is needed.
         self._rows: list[_Row] = []
+        self._unfinished = threading.Lock()  # taken for good by the first that finishes
         self._began = time.perf_counter()
         self._epoch = time.time() - self._began
 
@@ -171,13 +177,15 @@ class Recording:
     def finish(self, nbytes: int | None = None, error: BaseException | None = None) -> None:
         """Say that the operation is over: the event that spans it, from when this recording was made until now.
 
-        To be called once; what comes after it (the cleaning after a commit) is still recorded.
+        Only the first call counts, so that each thread that may be the one to end the operation can say so. Phases after it
+        (the cleaning after a commit) are still recorded.
 
         Args:
             nbytes: bytes that the operation moved on this rank.
             error: why it failed, or None.
         """
-        self._add(self.operation, self._began, nbytes, error)
+        if self._unfinished.acquire(blocking=False):
+            self._add(self.operation, self._began, nbytes, error)
 
     @property
     def events(self) -> tuple[Event, ...]:
@@ -185,8 +193,7 @@ class Recording:
         return tuple([self._event(row) for row in list(self._rows)])
 
     def _add(self, name: Phase, began: float, nbytes: int | None, error: BaseException | None) -> None:
-        text = None if error is None else f"{type(error).__name__}: {error}"[:ERROR_CHARACTERS]
-        row = (name, began, time.perf_counter() - began, nbytes, text)
+        row = (name, began, time.perf_counter() - began, nbytes, None if error is None else _describe(error))
         self._rows.append(row)
         debugging = _LOGGER.isEnabledFor(logging.DEBUG)
         if self._observers or debugging:
@@ -224,11 +231,17 @@ class Recording:
             nbytes=nbytes,
             error=error,
             save_id=self.save_id,
+            operation_id=self._operation_id,
         )
 
 
 _Row: TypeAlias = tuple[Phase, float, float, int | None, str | None]
 """Phase, when it began by the clock of `time.perf_counter`, seconds, bytes, error."""
+
+
+def _describe(error: BaseException) -> str:
+    text = str(error)
+    return (f"{type(error).__name__}: {text}" if text else type(error).__name__)[:ERROR_CHARACTERS]
 
 
 def _log(event: Event) -> None:

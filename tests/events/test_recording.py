@@ -1,0 +1,210 @@
+"""A recording makes an event of each phase, tells observers and the log, and lets no observer break an operation."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import threading
+import time
+from typing import Any, get_args
+
+import pytest
+
+import ckptcore.events
+from ckptcore.events import ERROR_CHARACTERS, Event, Operation, Phase, Recording
+
+
+def test_a_phase_becomes_an_event_when_it_is_over() -> None:
+    seen: list[Event] = []
+    recording = Recording("save", "run/step_3", [seen.append], step=3, rank=2)
+    before = time.time()
+    with recording.phase("write") as phase:
+        assert seen == []
+        phase.nbytes = 128
+    (found,) = seen
+    assert (found.phase, found.operation, found.location, found.step, found.rank, found.nbytes, found.error) == (
+        "write", "save", "run/step_3", 3, 2, 128, None,
+    )  # fmt: skip
+    # The wall clock may be set while a test runs; a day is enough to tell seconds since the epoch from anything else.
+    assert abs(found.began - before) < 86400
+    assert found.seconds >= 0
+    assert recording.events == (found,)
+
+
+def test_bytes_can_be_given_before() -> None:
+    recording = Recording("save", "x")
+    with recording.phase("copy", 5):
+        pass
+    with recording.phase("copy"):
+        pass
+    assert [event.nbytes for event in recording.events] == [5, None]
+
+
+def test_a_phase_inside_another_lies_within_it() -> None:
+    recording = Recording("load", "x")
+    with recording.phase("read"), recording.phase("build"):
+        time.sleep(0.001)
+    recording.finish(7)
+    build, read, whole = recording.events
+    assert [build.phase, read.phase, whole.phase, whole.nbytes] == ["build", "read", "load", 7]
+    clock = 1e-6  # floats of seconds since the epoch are this coarse
+    assert whole.began <= read.began + clock <= build.began + 2 * clock
+    assert build.ended <= read.ended + clock <= whole.ended + 2 * clock
+    assert build.seconds >= 0.001
+
+
+def test_an_error_is_told_and_goes_on_to_the_caller() -> None:
+    recording = Recording("save", "x")
+    failure = OSError("disk on fire")
+    with pytest.raises(OSError, match="disk on fire") as caught, recording.phase("write") as phase:
+        phase.nbytes = 3
+        raise failure
+    assert caught.value is failure
+    recording.finish(error=failure)
+    assert [(event.phase, event.error, event.nbytes) for event in recording.events] == [
+        ("write", "OSError: disk on fire", 3), ("save", "OSError: disk on fire", None),
+    ]  # fmt: skip
+
+
+def test_an_interrupt_is_told_too() -> None:
+    recording = Recording("save", "x")
+    with pytest.raises(KeyboardInterrupt), recording.phase("write"):
+        raise KeyboardInterrupt
+    assert recording.events[0].error == "KeyboardInterrupt"
+
+
+def test_an_operation_ends_once() -> None:
+    recording = Recording("save", "x")
+    recording.finish(error=OSError("full"))
+    with recording.phase("clean"):
+        pass
+    recording.finish(5)
+    assert [(event.phase, event.error) for event in recording.events] == [("save", "OSError: full"), ("clean", None)]
+
+
+def test_a_long_error_is_cut() -> None:
+    recording = Recording("save", "x")
+    recording.finish(error=ValueError("x" * 100_000))
+    error = recording.events[0].error
+    assert error is not None and len(error) == ERROR_CHARACTERS
+
+
+def test_events_so_far_have_the_save_id_once_it_is_known() -> None:
+    seen: list[Event] = []
+    recording = Recording("save", "x", [seen.append])
+    with recording.phase("describe"):
+        pass
+    recording.save_id = "0123456789abcdef"
+    with recording.phase("write"):
+        pass
+    assert [event.save_id for event in seen] == [None, "0123456789abcdef"]
+    assert [event.save_id for event in recording.events] == ["0123456789abcdef"] * 2
+
+
+def test_operations_can_be_told_apart() -> None:
+    recordings = [Recording("load", "x") for _ in range(3)]
+    for recording in [*recordings, *recordings]:
+        with recording.phase("read"):
+            pass
+    ids = [{event.operation_id for event in recording.events} for recording in recordings]
+    assert [len(found) for found in ids] == [1, 1, 1]
+    assert len(set.union(*ids)) == 3
+
+
+def test_phases_on_many_threads_are_all_there() -> None:
+    recording = Recording("save", "x", [lambda event: None])
+    together = threading.Barrier(4)
+
+    def work(number: int) -> None:
+        together.wait()
+        for _ in range(500):
+            with recording.phase("write", number):
+                pass
+            assert recording.events
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    counts = [sum(event.nbytes == number for event in recording.events) for number in range(4)]
+    assert counts == [500] * 4
+
+
+class Unreachable:
+    """An observer whose collector cannot be reached."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+
+    def __call__(self, event: Event) -> None:
+        self.asked += 1
+        raise ConnectionError("nobody listens")
+
+
+def test_a_failing_observer_is_logged_once_and_breaks_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    seen: list[Event] = []
+    failing, another = Unreachable(), Unreachable()
+    recording = Recording("save", "run/a", [failing, seen.append, another])
+    with caplog.at_level(logging.WARNING, "ckptcore.events"):
+        for _ in range(3):
+            with recording.phase("write"):
+                pass
+    assert len(seen) == 3
+    assert (failing.asked, another.asked) == (3, 3)
+    assert [record.levelname for record in caplog.records] == ["WARNING", "WARNING"]
+    for record, observer in zip(caplog.records, (failing, another), strict=True):
+        assert repr(observer) in record.getMessage() and "run/a" in record.getMessage()
+        assert record.exc_info is not None and isinstance(record.exc_info[1], ConnectionError)
+
+
+def test_the_error_of_an_observer_does_not_hide_that_of_the_phase(caplog: pytest.LogCaptureFixture) -> None:
+    recording = Recording("save", "x", [Unreachable()])
+    with pytest.raises(OSError, match="disk on fire"), recording.phase("write"):
+        raise OSError("disk on fire")
+    assert len(caplog.records) == 1
+
+
+def test_an_interrupt_in_an_observer_is_not_caught() -> None:
+    def interrupted(event: Event) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt), Recording("save", "x", [interrupted]).phase("write"):
+        pass
+
+
+def test_each_event_is_logged_for_those_who_debug(caplog: pytest.LogCaptureFixture) -> None:
+    recording = Recording("save", "run/step_3", step=3)
+    with recording.phase("describe"):
+        pass
+    assert caplog.records == []
+    with caplog.at_level(logging.DEBUG, "ckptcore.events"), recording.phase("write", 12):
+        pass
+    (record,) = caplog.records
+    assert record.name == "ckptcore.events" and record.levelname == "DEBUG"
+    assert record.getMessage().startswith("save of run/step_3, step 3, rank 0: write took 0.")
+    assert vars(record)["ckptcore_event"] == recording.events[1]
+
+
+def test_no_event_is_made_while_nobody_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What keeps a phase cheap; its time is not asserted."""
+    made: list[str] = []
+
+    def make(**fields: Any) -> Event:
+        made.append(fields["phase"])
+        return Event(**fields)
+
+    monkeypatch.setattr(ckptcore.events, "Event", make)
+    recording = Recording("save", "x")
+    with recording.phase("write"):
+        pass
+    assert made == []
+    assert [event.phase for event in recording.events] == ["write"] == made
+
+
+def test_every_phase_stands_in_the_table() -> None:
+    documentation = inspect.getdoc(ckptcore.events) or ""
+    table = documentation.partition("::\n")[2].partition("\n- ")[0]
+    names = [line.split()[0] for line in table.splitlines() if line.strip()][2:]
+    assert names == list(get_args(Phase))
+    assert set(get_args(Operation)) <= set(names)

@@ -1,0 +1,176 @@
+"""A timeline comes back from JSON, hostile JSON is refused, and its text is what people read."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from typing import Any
+
+import pytest
+
+from ckptcore.errors import CorruptCheckpointError
+from ckptcore.events import ERROR_CHARACTERS, Event, Recording
+from ckptcore.testing.hostile_json import tampered
+from ckptcore.timelines import MAX_EVENTS, format_timeline, timeline_from_json, timeline_to_json
+from tests.events.sample_events import async_save, event
+
+SAVE_ID = "0123456789abcdef"
+
+
+def stored(events: tuple[Event, ...]) -> Any:
+    return json.loads(json.dumps(timeline_to_json(events)))
+
+
+def without_place(events: tuple[Event, ...]) -> tuple[Event, ...]:
+    return tuple(dataclasses.replace(event, location="", operation_id="") for event in events)
+
+
+def test_a_timeline_comes_back() -> None:
+    events = async_save(save_id=SAVE_ID)
+    events = (*events, event("write", 0.7, 1.0, rank=3, error="OSError: é\ud800", save_id=SAVE_ID))
+    assert timeline_from_json(stored(events)) == without_place(events)
+
+
+def test_the_events_of_a_recording_come_back_to_the_microsecond() -> None:
+    recording = Recording("load", "run/x", step=-1)
+    with recording.phase("open"), recording.phase("read", 5):
+        pass
+    recording.finish()
+    for before, after in zip(recording.events, timeline_from_json(stored(recording.events)), strict=True):
+        assert (before.phase, before.step, before.nbytes) == (after.phase, after.step, after.nbytes)
+        assert abs(before.began - after.began) < 2e-6 and abs(before.seconds - after.seconds) < 2e-6
+    assert timeline_to_json(timeline_from_json(stored(recording.events))) == stored(recording.events)
+
+
+def test_it_does_not_say_where_the_checkpoint_was_written() -> None:
+    events = async_save(location="/home/somebody/run/step_12")
+    assert "somebody" not in json.dumps(timeline_to_json(events))
+    assert {event.location for event in timeline_from_json(stored(events), location="here")} == {"here"}
+
+
+def test_an_event_told_before_the_save_id_was_known_gets_it() -> None:
+    events = (event("describe", 0, 1), event("write", 1, 1, save_id=SAVE_ID))
+    assert [event.save_id for event in timeline_from_json(stored(events))] == [SAVE_ID] * 2
+
+
+def test_events_of_several_operations_are_no_timeline() -> None:
+    for events in (
+        (),
+        (event("write", 0, 1, step=1), event("write", 0, 1, step=2)),
+        (event("write", 0, 1), event("read", 0, 1, operation="load")),
+        (event("write", 0, 1, save_id=SAVE_ID), event("write", 0, 1, save_id=SAVE_ID[::-1])),
+    ):
+        with pytest.raises(ValueError, match="one operation"):
+            timeline_to_json(events)
+
+
+def test_the_longest_of_too_many_are_kept() -> None:
+    events = [event("write", number, 1.0 + (number % 7), nbytes=number) for number in range(MAX_EVENTS + 500)]
+    kept = timeline_from_json(stored(tuple(events)))
+    assert len(kept) == MAX_EVENTS
+    numbers = [event.nbytes or 0 for event in kept]
+    assert numbers == sorted(numbers)
+    assert {number for number in range(MAX_EVENTS + 500) if number % 7} <= set(numbers)
+
+
+def test_a_phase_of_a_newer_version_is_kept() -> None:
+    document = stored(async_save())
+    document["phase"][0] = "of_the_future"
+    assert timeline_from_json(document)[0].phase == "of_the_future"
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"operation": "format"}, "operation"),
+        ({"operation": ["save"]}, "operation"),
+        ({"step": 1.0}, "step"),
+        ({"step": True}, "step"),
+        ({"save_id": "../x"}, "save_id"),
+        ({"began": None}, "began"),
+        ({"began": -1}, "began"),
+        ({"began": 1 << 60}, "began"),
+        ({"phase": ["Write"]}, "length of its columns"),
+        ({"phase": ["Write"] * 8}, "phase"),
+        ({"phase": ["\x1b[2J"] * 8}, "phase"),
+        ({"phase": ["x" * 41] * 8}, "phase"),
+        ({"rank": [-1] * 8}, "rank"),
+        ({"offset": [1 << 52] * 8}, "offset"),
+        ({"duration": [-1] * 8}, "duration"),
+        ({"duration": [0.5] * 8}, "duration"),
+        ({"nbytes": [1 << 63] * 8}, "nbytes"),
+        ({"error": ["x" * (ERROR_CHARACTERS + 1)] * 8}, "error"),
+        ({"error": [5] * 8}, "error"),
+        ({"error": "None, No"}, "error"),
+        ({name: [0] * (MAX_EVENTS + 1) for name in ("phase", "rank", "offset", "duration", "nbytes", "error")}, "phase"),
+        ({name: [] for name in ("phase", "rank", "offset", "duration", "nbytes", "error")}, "length of its columns"),
+    ],
+)  # fmt: skip
+def test_what_is_odd_is_refused_by_name(change: dict[str, Any], named: str) -> None:
+    with pytest.raises(CorruptCheckpointError, match=f"cannot be read: (the )?{named} is "):
+        timeline_from_json({**stored(async_save()), **change})
+
+
+@pytest.mark.parametrize("found", [None, 3, "x", [], {}, [[]]])
+def test_what_is_no_timeline_is_refused(found: Any) -> None:
+    with pytest.raises(CorruptCheckpointError):
+        timeline_from_json(found)
+
+
+def test_a_timeline_that_was_tampered_with_is_refused_or_harmless() -> None:
+    refused = 0
+    for document in tampered(stored(async_save(save_id=SAVE_ID, error="OSError: x")), 3000):
+        try:
+            events = timeline_from_json(document)
+        except CorruptCheckpointError as error:
+            refused += 1
+            assert len(str(error)) < 400
+        else:
+            assert all(line.isprintable() for line in format_timeline(events).splitlines())
+    assert refused > 1000
+
+
+def test_the_text_of_a_save() -> None:
+    assert format_timeline(async_save()) == (
+        "save step 12 run/step_12, began 2023-11-14 22:13:20 UTC\n"
+        "phase                     start ms     took ms    bytes    GB/s\n"
+        "save                           0.0      2750.0  4.00 GB    1.45 |############################|\n"
+        "  blocking                     0.0       500.0                  |#####                       |\n"
+        "    wait_for_previous          0.0       250.0                  |###                         |\n"
+        "    describe                 250.0       125.0                  |  ##                        |\n"
+        "    copy                     375.0       125.0  4.00 GB   32.00 |   ##                       |\n"
+        "  claim                      500.0       125.0                  |     #                      |\n"
+        "  write                      625.0      2000.0  4.00 GB    2.00 |      ##################### |\n"
+        "  commit                    2625.0       125.0  1.50 kB    0.00 |                          ##|\n"
+    )
+
+
+def test_ranks_have_a_column_where_there_are_several() -> None:
+    text = format_timeline([*async_save(rank=0), *async_save(rank=11)])
+    assert re.search(r"^phase +rank +start ms", text, re.MULTILINE)
+    assert len(re.findall(r"^  write +0 ", text, re.MULTILINE)) == 1
+    assert len(re.findall(r"^  write +11 ", text, re.MULTILINE)) == 1
+    assert max(map(len, text.splitlines())) <= 100
+
+
+def test_the_order_of_the_events_does_not_matter() -> None:
+    assert format_timeline(async_save()[::-1]) == format_timeline(async_save())
+
+
+def test_what_failed_says_why_on_a_line_that_steers_no_terminal() -> None:
+    text = format_timeline([event("write", 0, 1, error="OSError: \x1b[2J\nfull" + "x" * 200, location="a\rb")])
+    assert "    failed: OSError: ?[2J?full" in text
+    assert "a?b" in text.splitlines()[0]
+    assert len(text.splitlines()) == 4
+    assert max(map(len, text.splitlines())) <= 100
+
+
+def test_a_timeline_without_duration_or_events_has_a_text() -> None:
+    assert format_timeline([]) == "no events\n"
+    assert format_timeline([event("write", 0, 0, nbytes=0)]).count("#") == 1
+
+
+def test_the_indentation_bears_the_rounding_of_what_was_stored() -> None:
+    events = (event("save", 1e-7, 1.0000006), event("write", 0.5000004, 0.5000009))
+    assert "\n  write" in format_timeline(timeline_from_json(stored(events)))
