@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 __all__ = ["StepNameFormat", "StepNames"]
@@ -113,7 +113,7 @@ class StepNames:
     """
 
     write: StepNameFormat = StepNameFormat()
-    read: Sequence[StepNameFormat] = _READ_BY_DEFAULT
+    read: Sequence[StepNameFormat] = field(default_factory=lambda: _READ_BY_DEFAULT)
 
     def __post_init__(self) -> None:
         if isinstance(self.read, str) or not isinstance(self.read, Iterable):

@@ -2,17 +2,17 @@
 
 Policies stand between commas, and a step is kept if any of them keeps it. The arguments of one stand between colons.
 
-====================================  =====================================================================
-``preserve_all``                      `PreserveAll`
-``latest_n=3``                        `LatestN`
-``latest_duration=12h``               `LatestDuration`; seconds, or a number with the unit s, m, h or d
-``every_n_seconds=1h``                `EveryNSeconds`; likewise
-``every_n_steps=1000``                `EveryNSteps`
-``every_n_steps_closest=1000``        `EveryNStepsClosest`
-``custom_steps=100:200``              `CustomSteps`
-``best_n=2:loss:min``                 `BestN`, which keeps steps without the metric
-``best_n=2:loss:min:drop_unmeasured``  `BestN` with ``keep_unmeasured=False``
-====================================  =====================================================================
+=======================================  ===================================================================
+``preserve_all``                         `PreserveAll`
+``latest_n=3``                           `LatestN`
+``latest_duration=12h``                  `LatestDuration`; seconds, or a number with the unit s, m, h or d
+``every_n_seconds=1h``                   `EveryNSeconds`; likewise
+``every_n_steps=1000``                   `EveryNSteps`
+``every_n_steps_closest=1000``           `EveryNStepsClosest`
+``custom_steps=100:200``                 `CustomSteps`
+``best_n=2:loss:min``                    `BestN`, which keeps steps without the metric
+``best_n=2:loss:min:drop_unmeasured``    `BestN` with ``keep_unmeasured=False``
+=======================================  ===================================================================
 
 In the name of a metric, ``%2C`` stands for a comma, ``%3A`` for a colon, ``%20`` for a blank and ``%25`` for a percent sign.
 """
