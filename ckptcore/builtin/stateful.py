@@ -6,6 +6,7 @@ from typing import Any, Final
 
 from ckptcore.builtin.signatures import takes_only
 from ckptcore.builtin.states_to_load import state_to_load
+from ckptcore.errors import UnsupportedLeafError
 from ckptcore.protocols import CheckpointableHandler, Priority
 
 __all__ = ["GetStateHandler", "StateDictHandler", "StateTreeHandler", "state_handler"]
@@ -67,19 +68,40 @@ class GetStateHandler:
 class StateTreeHandler:
     """Objects with ``get_state_tree()`` and ``set_state_tree(tree)``: models with their optimizer and metrics.
 
-    Every process is taken to hold the same arrays, or shards of them. Otherwise as `StateDictHandler`.
+    These setters pass over what they do not know, without a word. So a load asks for exactly the variables that the object
+    has, and the difference is told. Two may be there later: variables of an optimizer that made no step, which is built;
+    and metrics, which are started anew where the object has none yet.
+
+    Every process is taken to hold the same arrays, or shards of them.
     """
 
     priority = Priority.PROTOCOL
     per_process = False
 
     def flatten(self, value: Any) -> object:
-        """The tree of its variables."""
+        """The tree of its variables.
+
+        Raises:
+            UnsupportedLeafError: if it is to have an optimizer and has none yet.
+        """
+        if getattr(value, "optimizer", value) is None:
+            raise UnsupportedLeafError(
+                f"a {type(value).__qualname__} without an optimizer gives no state tree; compile it first, or save its weights"
+            )
         return value.get_state_tree()
 
     def flatten_to_load(self, value: Any, stored: object) -> object:
-        """What is stored, with the types of what `value` has at the same places."""
-        return state_to_load(value.get_state_tree(), stored)
+        """The tree of its variables, those of its optimizer too, with the metrics that are stored."""
+        tree = self.flatten(value)
+        if not isinstance(stored, dict) or not isinstance(tree, dict):
+            return tree
+        optimizer = getattr(value, "optimizer", None)
+        if stored.get(_OPTIMIZER) and not getattr(optimizer, "built", True):
+            optimizer.build(value.trainable_variables)  # type: ignore[union-attr]  # None has nothing that is False
+            tree = value.get_state_tree()
+        if stored.get(_METRICS):
+            tree = {**tree, _METRICS: state_to_load(tree.get(_METRICS), stored[_METRICS])}
+        return tree
 
     def unflatten(self, like: Any, state: object) -> object:
         """The tree itself, for ``like.set_state_tree``."""
@@ -89,6 +111,9 @@ class StateTreeHandler:
         """Set the variables."""
         target.set_state_tree(state)
 
+
+_OPTIMIZER: Final = "optimizer_variables"
+_METRICS: Final = "metrics_variables"
 
 _PROTOCOLS: Final[tuple[tuple[str, str, CheckpointableHandler], ...]] = (
     ("state_dict", "load_state_dict", StateDictHandler()),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict
+from collections.abc import Callable
 from typing import Any, Final
 
 import numpy as np
@@ -24,34 +25,36 @@ _PLAIN: Final = (type(None), bool, int, float, complex, str, bytes)
 """Values that say themselves what they are, and come back so."""
 
 
-def state_to_load(own: object, stored: Any) -> object:
+def state_to_load(own: object, stored: Any, *, array: Callable[[AbstractArray], object] = lambda stored: stored) -> Any:
     """An abstract state with the structure of `stored`, whatever structure the object's own state has.
 
-    A checkpoint does not tell all types. Where the own state has something at the same place, it does: the array of which
-    framework, which subclass of dict. Where it has nothing, arrays come back as NumPy's and containers as Python's.
+    For `flatten_to_load` of a `LazyCheckpointableHandler`. A checkpoint does not tell all types. Where the own state has
+    something at the same place, it does: the array of which framework, which subclass of dict. Where it has nothing, arrays
+    come back as `array` asks, and containers as Python's.
 
     Args:
         own: the state of the object now.
         stored: what is stored, in Python's own containers: `AbstractArray` for arrays, and values.
+        array: makes the abstract leaf for an array that the own state does not have; a NumPy array unless given.
     """
     if isinstance(stored, AbstractArray):
-        return _array(own, stored)
+        return _array(own, stored, array)
     if isinstance(stored, dict):
-        return _mapping(own, stored)
+        return _mapping(own, stored, array)
     if isinstance(stored, list | tuple):
-        return _sequence(own, stored)
+        return _sequence(own, stored, array)
     if stored is None or isinstance(own, (_Nothing, *_PLAIN, dict, list, tuple)) or _is_array(own):
         return stored
     return own  # a leaf that only its own handler can build
 
 
-def _array(own: object, stored: AbstractArray) -> object:
-    if not _is_array(own) or isinstance(own, np.ndarray | np.generic):
+def _array(own: object, stored: AbstractArray, array: Callable[[AbstractArray], object]) -> object:
+    if isinstance(own, np.ndarray | np.generic):
         return stored
-    if tuple(own.shape) == stored.shape:  # type: ignore[attr-defined]  # an array has a shape
-        return own
-    # Some arrays can make others like themselves: of their type and dtype, at their place. Those that cannot are asked for
-    # as they are, and the difference is told.
+    if not _is_array(own):
+        return array(stored)
+    # Some arrays make others like themselves: of their type and dtype, at their place. The object's own are left to its
+    # setter: they may be the arrays of other objects too. Those that cannot are asked for as they are.
     make = getattr(own, "new_empty", None)
     return own if make is None else make(stored.shape)
 
@@ -60,12 +63,13 @@ def _is_array(own: object) -> bool:
     return hasattr(own, "shape") and hasattr(own, "dtype")
 
 
-def _mapping(own: object, stored: dict[Any, Any]) -> object:
+def _mapping(own: object, stored: dict[Any, Any], array: Callable[[AbstractArray], object]) -> object:
     if not isinstance(own, dict):
-        # A container of another type is taken apart by its own handler; a value or an array was one, and is none now.
-        other = not isinstance(own, (_Nothing, *_PLAIN, list)) and not _is_array(own)
-        return own if other else stored
-    children = {key: state_to_load(own.get(key, _NOTHING), child) for key, child in stored.items()}
+        # A container of another type is taken apart by its own handler.
+        if not isinstance(own, (_Nothing, *_PLAIN, list)) and not _is_array(own):
+            return own
+        own = {}
+    children = {key: state_to_load(own.get(key, _NOTHING), child, array=array) for key, child in stored.items()}
     if type(own) is dict or not isinstance(own, type(stored)):
         return OrderedDict(children) if isinstance(stored, OrderedDict) else children
     made = copy.copy(own)  # with what an instance carries beside its items
@@ -74,12 +78,13 @@ def _mapping(own: object, stored: dict[Any, Any]) -> object:
     return made
 
 
-def _sequence(own: object, stored: list[Any] | tuple[Any, ...]) -> object:
+def _sequence(own: object, stored: list[Any] | tuple[Any, ...], array: Callable[[AbstractArray], object]) -> object:
     if not isinstance(own, list | tuple):
-        other = not isinstance(own, (_Nothing, *_PLAIN, dict)) and not _is_array(own)
-        return own if other else stored
+        if not isinstance(own, (_Nothing, *_PLAIN, dict)) and not _is_array(own):
+            return own
+        own = type(stored)()
     known = [*own[: len(stored)], *[_NOTHING] * (len(stored) - len(own))]
-    children = [state_to_load(now, child) for now, child in zip(known, stored, strict=True)]
+    children = [state_to_load(now, child, array=array) for now, child in zip(known, stored, strict=True)]
     if isinstance(stored, tuple):
         return type(own)(children) if isinstance(own, tuple) and not hasattr(own, "_fields") else tuple(children)
     if type(own) is list or not isinstance(own, list):

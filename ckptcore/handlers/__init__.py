@@ -1,10 +1,14 @@
-"""Handlers to choose by hand, where an object has the methods of several: ``Context(handlers={type: handler})``."""
+"""Handlers to choose by hand, where an object has the methods of several: ``Context(handlers={type: handler})``.
+
+And what a handler of your own can use: `state_to_load`.
+"""
 
 from __future__ import annotations
 
 from ckptcore.builtin.files import SavesToDirectoryAsyncHandler, SavesToDirectoryHandler
 from ckptcore.builtin.random_states import NumpyGeneratorHandler, NumpyRandomStateHandler, PythonRandomHandler
 from ckptcore.builtin.stateful import GetStateHandler, StateDictHandler, StateTreeHandler
+from ckptcore.builtin.states_to_load import state_to_load
 
 __all__ = [
     "GetStateHandler",
@@ -15,4 +19,5 @@ __all__ = [
     "SavesToDirectoryHandler",
     "StateDictHandler",
     "StateTreeHandler",
+    "state_to_load",
 ]

@@ -27,6 +27,7 @@ __all__ = ["PUBLIC_MODULES", "PluginTests", "internal_imports"]
 PUBLIC_MODULES: Final = (
     "ckptcore",
     "ckptcore.errors",
+    "ckptcore.handlers",
     "ckptcore.hookspecs",
     "ckptcore.model",
     "ckptcore.planning",

@@ -17,6 +17,7 @@ EXTRA_DEPENDENCIES = {"ckptcore.cli": {"click", "rich"}, "ckptcore.testing": {"h
 PUBLIC = {
     "ckptcore",
     "ckptcore.errors",
+    "ckptcore.handlers",
     "ckptcore.hookspecs",
     "ckptcore.model",
     "ckptcore.planning",

@@ -14,7 +14,7 @@ from ckptcore_torch.stateful import GeneratorHandler, ModuleHandler, OptimizerHa
 
 from ckptcore.errors import TreeMismatchError
 from ckptcore.model import AbstractArray
-from ckptcore.protocols import LazyCheckpointableHandler
+from ckptcore.protocols import LazyCheckpointableHandler, PerProcessHandler
 from ckptcore.testing import CheckpointableExample, CheckpointableHandlerTests
 
 
@@ -276,7 +276,13 @@ def _stored(optimizer: torch.optim.Optimizer) -> Any:
 def test_handlers_of_what_grows_say_so() -> None:
     assert isinstance(OPTIMIZERS, LazyCheckpointableHandler)
     assert isinstance(MODULES, LazyCheckpointableHandler)
-    assert not isinstance(StateDictHandler(), LazyCheckpointableHandler)
+    assert isinstance(StateDictHandler(), LazyCheckpointableHandler)
+    assert not isinstance(GeneratorHandler(), LazyCheckpointableHandler)
+
+
+def test_random_numbers_differ_from_process_to_process() -> None:
+    assert isinstance(GeneratorHandler(), PerProcessHandler)
+    assert not any(isinstance(handler, PerProcessHandler) for handler in (OPTIMIZERS, MODULES, StateDictHandler()))
 
 
 def test_a_new_optimizer_asks_for_the_state_that_is_stored() -> None:

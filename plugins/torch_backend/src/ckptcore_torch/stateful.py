@@ -8,6 +8,7 @@ from typing import Any, Final
 import torch
 
 from ckptcore.errors import TreeMismatchError
+from ckptcore.handlers import state_to_load
 from ckptcore.model import PLAIN_ARRAY, AbstractArray
 from ckptcore.protocols import CheckpointableHandler, Priority
 from ckptcore_torch.dtypes import encoding_of_stored
@@ -72,13 +73,20 @@ class ModuleHandler:
 
 
 class StateDictHandler:
-    """Objects with `state_dict` and `load_state_dict`: learning rate schedulers, gradient scalers."""
+    """Objects with `state_dict` and `load_state_dict`: learning rate schedulers, gradient scalers.
+
+    What is loaded has the structure that was saved: the state may grow, and hold None before the first step.
+    """
 
     priority = Priority.FRAMEWORK
 
     def flatten(self, value: Any) -> object:
         """The state dict."""
         return value.state_dict()
+
+    def flatten_to_load(self, value: Any, stored: object) -> object:
+        """What is stored, with the types of what `value` has at the same places, and tensors where it has nothing."""
+        return state_to_load(value.state_dict(), stored, array=_abstract_tensor)
 
     def unflatten(self, like: Any, state: object) -> object:
         """The state dict itself, for ``like.load_state_dict``."""
@@ -97,25 +105,24 @@ class OptimizerHandler(StateDictHandler):
     """
 
     def flatten_to_load(self, value: torch.optim.Optimizer, stored: object) -> object:
-        """The state dict, with the state of each parameter, and the options, that are stored and not there yet."""
+        """The state dict, with the state of each parameter as it is stored, and the options that are not there yet."""
         state = value.state_dict()
         if not isinstance(stored, Mapping):
             return state
         numbers = {number for group in state["param_groups"] for number in group["params"]}
         stored_state = stored.get("state")
         if isinstance(stored_state, Mapping):
-            slots = {number: held for number, held in state["state"].items() if number in stored_state}
-            for number, stored_slots in stored_state.items():
-                if number in numbers and isinstance(stored_slots, Mapping):
-                    slots[number] = {**_abstract_state(stored_slots), **slots.get(number, {})}
-            state["state"] = slots
+            state["state"] = {
+                number: _to_fill(state["state"].get(number, {}), slots)
+                for number, slots in stored_state.items()
+                if number in numbers
+            }
         for group, stored_group in zip(state["param_groups"], stored.get("param_groups") or (), strict=False):
-            for name, option in stored_group.items():
-                group.setdefault(name, _abstract_state(option))
+            group.update(_to_fill(group, {name: option for name, option in stored_group.items() if name != "params"}))
         return state
 
     def restore(self, target: torch.optim.Optimizer, state: Any) -> None:
-        """Load the state dict; tensors that were filled in place stay, of their dtype.
+        """Load the state dict. The state keeps the dtypes in which it was saved; tensors that were filled in place stay.
 
         Left to itself, an optimizer casts its state to the dtypes of the parameters and copies its tensor options.
         """
@@ -133,6 +140,10 @@ class OptimizerHandler(StateDictHandler):
         ]
         numbers = _numbers(target, state)
         target.load_state_dict(state)
+        for parameter, slots in target.state.items():
+            given_slots = state["state"].get(numbers.get(parameter), {})
+            for name, held in slots.items():
+                slots[name] = _uncast(held, given_slots.get(name))
         for parameter, name, held in filled:
             given = state["state"].get(numbers.get(parameter), {}).get(name)
             if same_memory(held, given):
@@ -143,9 +154,10 @@ class OptimizerHandler(StateDictHandler):
 
 
 class GeneratorHandler:
-    """`torch.Generator`: the state of its random numbers."""
+    """`torch.Generator`: the state of its random numbers, which differ from process to process."""
 
     priority = Priority.FRAMEWORK
+    per_process = True
 
     def flatten(self, value: torch.Generator) -> object:
         """The state as a tensor of bytes, a copy."""
@@ -169,7 +181,8 @@ _GENERATORS: Final = GeneratorHandler()
 def handler_of_type(value_type: type) -> CheckpointableHandler | None:
     """The handler for objects of a type; None for types that are not PyTorch's."""
     if issubclass(value_type, torch.nn.Module):
-        return _MODULES
+        # A model of Keras holds its optimizer too, which its state dict leaves out and its state tree has.
+        return None if hasattr(value_type, "set_state_tree") and hasattr(value_type, "get_state_tree") else _MODULES
     if issubclass(value_type, torch.optim.Optimizer):
         return _OPTIMIZERS
     if issubclass(value_type, torch.optim.lr_scheduler.LRScheduler | torch.amp.GradScaler):
@@ -183,20 +196,27 @@ def _is_meta(held: object) -> bool:
     return isinstance(held, torch.Tensor) and not is_uninitialized(held) and held.is_meta
 
 
-def _abstract_state(stored: Any) -> Any:
-    """A stored state with tensors on the meta device for its arrays."""
-    if isinstance(stored, AbstractArray):
-        return _abstract_tensor(stored)
-    if isinstance(stored, dict):
-        return {key: _abstract_state(child) for key, child in stored.items()}
-    if isinstance(stored, list | tuple):
-        return type(stored)([_abstract_state(child) for child in stored])
-    return stored
-
-
 def _abstract_tensor(stored: AbstractArray) -> object:
     encoding = encoding_of_stored(stored.dtype.name, PLAIN_ARRAY)
     return stored if encoding is None else torch.empty(stored.shape, dtype=encoding.dtype, device="meta")
+
+
+def _to_fill(own: Mapping[str, object], stored: Any) -> Any:
+    """What is stored, with those tensors of the optimizer itself that can be filled in place."""
+    asked = state_to_load(dict(own), stored, array=_abstract_tensor)
+    if isinstance(asked, dict):
+        for name, held in own.items():
+            other = asked.get(name)
+            if isinstance(held, torch.Tensor) and isinstance(other, torch.Tensor) and held.shape == other.shape:
+                asked[name] = held
+    return asked
+
+
+def _uncast(held: object, given: object) -> object:
+    """What was loaded into an optimizer, in the dtype in which it was given."""
+    if type(held) is not torch.Tensor or type(given) is not torch.Tensor or held.dtype == given.dtype:
+        return held
+    return given.to(held.device)
 
 
 def _ties_on_meta(module: torch.nn.Module) -> list[list[str]]:
