@@ -5,29 +5,30 @@ thread that it ends on. Phases may contain others, may overlap where threads wor
 
 ::
 
-    phase                begins                           ends                          thread      caller       contains
-    -------------------  -------------------------------  ----------------------------  ----------  -----------  ----------------------
-    save                 the call of a save               the commit, or the error      both        waits first  all but clean after it
-      blocking           the call of a save               the call returns              caller's    waits        see below
-      wait_for_previous  another save is in the way       that save is over             caller's    waits
-      describe           the state is looked at           each leaf has a record        caller's    waits        exchange
-      copy               the first leaf is copied         all that can change is ours   caller's    waits
-      claim              the location is asked for        it is this save's             background  goes on      clean
-      write              the first byte is given away     all of this rank are stored   background  goes on
-      exchange           this rank's part is done         every rank's outcome is here  both        see below
-      commit             the root is made                 the checkpoint exists         background  goes on      clean
-      clean              remains, old steps are found     they are gone                 background  goes on
-    load                 the call of a load               the value is handed over      caller's    waits        all below
-      open               the root is looked for           the tree is matched           caller's    waits
-      read               the first byte is asked for      the last one is verified      caller's    waits        build, at times
-      build              the bytes of a leaf are there    the leaf is made              caller's    waits
-      restore            the state of an object is there  the object has taken it       caller's    waits
-    delete               the call of a delete             the checkpoint is gone        caller's    waits
+    phase                begins                      ends                      thread      caller     contains
+    -------------------  --------------------------  ------------------------  ----------  ---------  ---------------
+    save                 the call of a save          the commit, or the error  both        partly     all of these
+      blocking           the call of a save          the call returns          caller's    waits      see below
+      wait_for_previous  a save is in the way        that save is over         caller's    waits
+      describe           the state is looked at      each leaf has a record    caller's    waits      exchange
+      copy               the first leaf is copied    what can change is ours   caller's    waits
+      claim              the location is asked for   it is this save's         background  goes on    clean
+      write              the first bytes are taken   this rank's bytes are in  background  goes on
+      exchange           this rank's part is done    all outcomes are here     both        see below
+      commit             the root is made            the checkpoint exists     background  goes on    clean
+      clean              what must go is found       it is gone                background  goes on
+    load                 the call of a load          the value is handed over  caller's    waits      all below
+      open               the root is looked for      the tree is matched       caller's    waits
+      read               the first bytes are read    the last are verified     caller's    waits      build, at times
+      build              a leaf's bytes are there    the leaf is made          caller's    waits
+      restore            an object's state is there  the object has taken it   caller's    waits
+    delete               the call of a delete        the checkpoint is gone    caller's    waits
 
 - ``blocking`` is all the time that the caller of a save could not train. In an asynchronous save it contains
   ``wait_for_previous``, ``describe`` and ``copy``; with a bound on memory the copying goes on while earlier parts are
   written. A save that blocks until its commit has it too: it does all on the caller's thread, and the caller waits for all.
-- ``save``, ``load`` and ``delete`` stand for the whole operation. Their phases may come in another order than here.
+- ``save``, ``load`` and ``delete`` stand for the whole operation. Their phases may come in another order than
+  here. A ``clean`` that comes after the commit is not in ``save``.
 - ``exchange`` is in ``describe``, and after ``claim``, ``write`` and ``commit`` it stands beside them: a long one means that
   this rank waited for a slower one. A process alone has none. The caller waits where it waits for that stage.
 - ``load_async`` has the phases of ``load``, on a background thread.
