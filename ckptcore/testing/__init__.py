@@ -17,8 +17,8 @@ pytest.register_assert_rewrite(
     *(
         f"{__name__}.{module}"
         for module in (
-            "arrays", "checkpointable_handlers", "container_handlers", "coordinators", "coverage", "layout_crashes",
-            "layout_stores", "layout_trials", "layouts", "leaf_handlers", "matrix", "plugins", "storage",
+            "arrays", "checkpointable_handlers", "container_handlers", "coordinators", "coverage", "files_handlers",
+            "layout_crashes", "layout_stores", "layout_trials", "layouts", "leaf_handlers", "matrix", "plugins", "storage",
             "storage_directories", "storage_model", "trees",
         )
     )
@@ -41,6 +41,7 @@ from ckptcore.testing.faults import (
     SimulatedCrash,
 )
 from ckptcore.testing.faulty_storage import FaultyStorage, with_faults
+from ckptcore.testing.files_handlers import FilesExample, FilesHandlerTests
 from ckptcore.testing.host_memory import LateHostMemory
 from ckptcore.testing.layout_crashes import LayoutCrashTests
 from ckptcore.testing.layouts import LayoutTests
@@ -78,6 +79,8 @@ __all__ = [
     "Fault",
     "FaultPlan",
     "FaultyStorage",
+    "FilesExample",
+    "FilesHandlerTests",
     "FlipBitAt",
     "FrameworkSample",
     "FullAfter",

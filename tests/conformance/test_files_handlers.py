@@ -1,0 +1,215 @@
+"""The tests for handlers of files pass for ones that are right, and fail for ones that are not."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Awaitable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ckptcore.builtin.files import SavesToDirectoryAsyncHandler, SavesToDirectoryHandler
+from ckptcore.protocols import Continuation
+from ckptcore.testing import FilesExample, FilesHandlerTests
+
+
+class Diary:
+    """Writes its entries at once."""
+
+    def __init__(self, *entries: str) -> None:
+        self.entries = list(entries)
+
+    def save(self, directory: Path) -> Continuation | None:
+        """A file for each."""
+        for number, entry in enumerate(self.entries):
+            (directory / f"{number:04}").mkdir()
+            (directory / f"{number:04}" / "entry.txt").write_text(entry)
+        (directory / "count").write_text(str(len(self.entries)))
+        return None
+
+    def load(self, directory: Path) -> None:
+        """Read them."""
+        count = int((directory / "count").read_text())
+        self.entries = [(directory / f"{number:04}" / "entry.txt").read_text() for number in range(count)]
+
+
+class LateDiary(Diary):
+    """Writes later what it holds now."""
+
+    def save(self, directory: Path) -> Continuation | None:
+        """A function that writes a copy."""
+        held = Diary(*self.entries)
+
+        def write() -> None:
+            held.save(directory)
+
+        return write
+
+
+class AwaitedDiary:
+    """Saves itself asynchronously."""
+
+    def __init__(self, *entries: str) -> None:
+        self.entries = list(entries)
+
+    async def save(self, directory: Any) -> Awaitable[None]:
+        """What is to be awaited in the background."""
+        return self._write(directory, json.dumps(self.entries))
+
+    async def _write(self, directory: Any, text: str) -> None:
+        path = await directory.await_creation()
+        (path / "entries.json").write_text(text)
+
+    async def load(self, directory: Any) -> Awaitable[None]:
+        """What is to be awaited in the background."""
+        return self._read(directory)
+
+    async def _read(self, directory: Any) -> None:
+        self.entries = json.loads((directory / "entries.json").read_text())
+
+
+def example_of(kind: Any) -> FilesExample:
+    return FilesExample(
+        kind.__name__,
+        lambda: kind("a", "b"),
+        lambda: kind("c"),
+        lambda diary: diary.entries.append("later"),
+        lambda diary: tuple(diary.entries),
+    )
+
+
+class TestFiles(FilesHandlerTests):
+    """Plain methods."""
+
+    handler = SavesToDirectoryHandler()
+    examples = (example_of(Diary), example_of(LateDiary))
+
+
+class TestAwaitedFiles(FilesHandlerTests):
+    """Coroutines."""
+
+    handler = SavesToDirectoryAsyncHandler()
+    examples = (example_of(AwaitedDiary),)
+
+
+class OfOurOwn:
+    """A handler that knows its type, which knows nothing of files, and gives a new object."""
+
+    priority = 100
+
+    def save(self, value: Diary, directory: Path) -> Continuation | None:
+        text = json.dumps(value.entries)
+
+        def write() -> None:
+            (directory / "entries.json").write_text(text)
+
+        return write
+
+    def load(self, like: Diary, directory: Path) -> object:
+        return Diary(*json.loads((directory / "entries.json").read_text()))
+
+
+EXAMPLE = example_of(Diary)
+
+
+class TestOfOurOwn(FilesHandlerTests):
+    """A handler of a plugin."""
+
+    handler = OfOurOwn()
+    examples = (EXAMPLE,)
+
+
+class LooksLater(OfOurOwn):
+    def save(self, value: Diary, directory: Path) -> Continuation | None:
+        def write() -> None:
+            (directory / "entries.json").write_text(json.dumps(value.entries))
+
+        return write
+
+
+class RemembersOneDirectory(OfOurOwn):
+    def save(self, value: Diary, directory: Path) -> Continuation | None:
+        self.directory = directory
+        text = json.dumps(value.entries)
+
+        def write() -> None:
+            (self.directory / "entries.json").write_text(text)
+
+        return write
+
+
+class ForgetsTheRest(OfOurOwn):
+    def save(self, value: Diary, directory: Path) -> Continuation | None:
+        super().save(value, directory)
+        return None
+
+
+class ClearsWhatItSaves(OfOurOwn):
+    def save(self, value: Diary, directory: Path) -> Continuation | None:
+        rest = super().save(value, directory)
+        value.entries.clear()
+        return rest
+
+
+class LoadsNothing(OfOurOwn):
+    def load(self, like: Diary, directory: Path) -> object:
+        return like
+
+
+class ReadsLater(OfOurOwn):
+    """The directory is gone when somebody looks."""
+
+    class Lazy(Diary):
+        directory: Path
+
+        @property
+        def entries(self) -> list[str]:
+            return list(json.loads((self.directory / "entries.json").read_text()))
+
+        @entries.setter
+        def entries(self, entries: list[str]) -> None:
+            pass
+
+    def load(self, like: Diary, directory: Path) -> object:
+        made = self.Lazy()
+        made.directory = directory
+        return made
+
+
+class NeedsItsOwnLoop(SavesToDirectoryAsyncHandler):
+    """Stands for `asyncio.run`, which refuses where a loop runs."""
+
+    def save(self, value: AwaitedDiary, directory: Path) -> Continuation | None:
+        import asyncio
+
+        text = json.dumps(value.entries)
+
+        async def write() -> None:
+            (directory / "entries.json").write_text(text)
+
+        writing = write()
+        try:
+            asyncio.run(writing)
+        finally:
+            writing.close()
+        return None
+
+
+@pytest.mark.parametrize(
+    ("handler", "test", "error"),
+    [
+        (LooksLater, "test_a_save_holds_the_state_of_when_it_was_called", AssertionError),
+        (RemembersOneDirectory, "test_saves_that_overlap_stay_apart", OSError),
+        (ForgetsTheRest, "test_load_restores_what_was_saved", OSError),
+        (ClearsWhatItSaves, "test_save_leaves_the_object_alone", AssertionError),
+        (LoadsNothing, "test_nothing_is_loaded_where_the_files_are_missing", pytest.fail.Exception),
+        (LoadsNothing, "test_load_restores_what_was_saved", AssertionError),
+        (ReadsLater, "test_load_restores_what_was_saved", OSError),
+        (NeedsItsOwnLoop, "test_it_works_where_an_event_loop_runs", RuntimeError),
+    ],
+)
+def test_a_broken_handler_is_noticed(handler: type, test: str, error: type[BaseException], tmp_path: Path) -> None:
+    suite = type("Suite", (FilesHandlerTests,), {"handler": handler()})()
+    with pytest.raises(error):
+        getattr(suite, test)(EXAMPLE, tmp_path)
