@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import TypeVar
 
 from ckptcore.errors import PluginError, RankFailedError
+from ckptcore.events import Recording
 from ckptcore.model.tree import JSON
 from ckptcore.protocols import Coordinator
 
@@ -33,10 +34,17 @@ class Stage:
 class Agreement:
     """The exchanges of one save. In a job of one process nothing is exchanged."""
 
-    def __init__(self, coordinator: Coordinator, key: str) -> None:
-        """`key` is unique to the save and the same on every rank."""
+    def __init__(self, coordinator: Coordinator, key: str, recording: Recording | None = None) -> None:
+        """Agree through a coordinator.
+
+        Args:
+            coordinator: the processes.
+            key: unique to the operation and the same on every rank.
+            recording: is told how long exchanges take.
+        """
         self._coordinator = coordinator
         self._key = key
+        self._recording = recording
         self.rank = coordinator.rank
         self.size = coordinator.size
 
@@ -61,15 +69,18 @@ class Agreement:
         except BaseException as caught:  # noqa: BLE001  # told to the others first, then raised below
             error = caught
             outcome = _encode({"error": f"{type(error).__name__}: {error}", "payload": None})
-        gathered = self._coordinator.gather(f"{self._key}/{name}", outcome)
-        failed: JSON = None
-        if gathered is not None:
-            outcomes = [json.loads(data) for data in gathered]
-            stage.payloads = [outcome["payload"] for outcome in outcomes]
-            failed = [[rank, outcome["error"]] for rank, outcome in enumerate(outcomes) if outcome["error"] is not None]
-        verdict = self._coordinator.broadcast(
-            f"{self._key}/{name}/verdict", _encode(failed) if self.rank == 0 else None
-        )
+        with self._recording.phase("exchange") if self._recording is not None else nullcontext():
+            gathered = self._coordinator.gather(f"{self._key}/{name}", outcome)
+            failed: JSON = None
+            if gathered is not None:
+                outcomes = [json.loads(data) for data in gathered]
+                stage.payloads = [outcome["payload"] for outcome in outcomes]
+                failed = [
+                    [rank, outcome["error"]] for rank, outcome in enumerate(outcomes) if outcome["error"] is not None
+                ]
+            verdict = self._coordinator.broadcast(
+                f"{self._key}/{name}/verdict", _encode(failed) if self.rank == 0 else None
+            )
         if error is not None:
             raise error
         failures = json.loads(verdict)

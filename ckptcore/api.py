@@ -3,43 +3,49 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from ckptcore.background import LoadHandle, SaveHandle
 from ckptcore.commit import Overwrite, read_root, remove_checkpoint
+from ckptcore.composites import Wanted, load_composite, open_composite, present_members
 from ckptcore.context import Context, default_context
 from ckptcore.conversion import convert_checkpoint
-from ckptcore.engine.memory import StagingMemory
 from ckptcore.errors import (
     CheckpointExistsError,
     CheckpointNotFoundError,
     CorruptCheckpointError,
     UnsupportedVersionError,
 )
-from ckptcore.loading import abstract_tree, load_into_target, load_value
-from ckptcore.locations import LocationLike, resolve_location
+from ckptcore.events import Event
+from ckptcore.loading import abstract_tree, load_into_target, load_value, recorded_load
+from ckptcore.locations import LocationLike, Place, Within, resolve_location
 from ckptcore.model.metadata import TreeMetadata
 from ckptcore.model.objects import ObjectRecord
 from ckptcore.model.tree import JSON
 from ckptcore.opening import Opened, while_unchanged
 from ckptcore.protocols import Layout
-from ckptcore.root import new_save_id
-from ckptcore.saving import describe, fail_everywhere, persist, start_copy, start_view
-from ckptcore.snapshots import BoundedSnapshot, CopiedSnapshot, ViewedSnapshot
+from ckptcore.root import check_name, new_save_id
+from ckptcore.saving import SaveRequest, begin_save, perform_save
+from ckptcore.timelines import timeline_from_json
 from ckptcore.verification import ProgressCallback, VerifyReport, verify_checkpoint
 
 __all__ = [
     "CheckpointMetadata",
+    "CheckpointablesMetadata",
+    "checkpointables_metadata",
     "convert",
     "delete",
     "load",
     "load_async",
+    "load_checkpointables",
     "load_into",
     "metadata",
     "save",
     "save_async",
+    "save_checkpointables",
+    "save_checkpointables_async",
     "verify",
 ]
 
@@ -70,10 +76,8 @@ def save(
         BackgroundSaveError: if an earlier asynchronous save failed unnoticed; call again to save.
         StorageError: if the storage fails. What was there before is there still.
     """
-    context = context or default_context()
-    described, leaves = describe(location, state, layout=layout, overwrite=overwrite, custom=metadata, context=context)
-    context.saves.wait()
-    persist(described, ViewedSnapshot(described.plan, start_view(described.plan, leaves)), context)
+    request = SaveRequest(location=location, values={"": state}, layout=layout, overwrite=overwrite, custom=metadata)
+    perform_save(request, context or default_context())
 
 
 def save_async(
@@ -92,63 +96,88 @@ def save_async(
 
     Takes and raises what `save` does, as far as it is known before the writing begins.
     """
+    request = SaveRequest(location=location, values={"": state}, layout=layout, overwrite=overwrite, custom=metadata)
+    return begin_save(request, context or default_context())
+
+
+def save_checkpointables(
+    location: LocationLike,
+    checkpointables: Mapping[str, object],
+    *,
+    layout: str | Layout = "safetensors",
+    overwrite: Overwrite = False,
+    metadata: Mapping[str, JSON] | None = None,
+    context: Context | None = None,
+) -> None:
+    """Save several objects into one checkpoint, each under its name and in its own way; return once it is committed.
+
+    Args:
+        location: a path or URL; a directory is made there, with one for each name in it.
+        checkpointables: by name: trees, objects that have a state (modules, optimizers, iterators), objects that write
+            files of their own. What is a tree is by itself a checkpoint at ``location/name``.
+        layout: how arrays are laid out.
+        overwrite, metadata, context: as for `save`.
+
+    Raises:
+        InvalidLocationError: if something cannot be a name.
+        What `save` does, and what the objects themselves raise; nothing was committed.
+    """
+    request = SaveRequest(
+        location=location, values=_named(checkpointables), layout=layout, overwrite=overwrite, custom=metadata
+    )
+    perform_save(request, context or default_context())
+
+
+def save_checkpointables_async(
+    location: LocationLike,
+    checkpointables: Mapping[str, object],
+    *,
+    layout: str | Layout = "safetensors",
+    overwrite: Overwrite = False,
+    metadata: Mapping[str, JSON] | None = None,
+    context: Context | None = None,
+) -> SaveHandle:
+    """Begin to save several objects and return once the save owns all it needs: they may change or advance afterwards.
+
+    Takes and raises what `save_checkpointables` does, as far as it is known before the writing begins.
+    """
+    request = SaveRequest(
+        location=location, values=_named(checkpointables), layout=layout, overwrite=overwrite, custom=metadata
+    )
+    return begin_save(request, context or default_context())
+
+
+def _named(checkpointables: Mapping[str, object]) -> dict[str, object]:
+    values = dict(checkpointables)
+    for name in values:
+        check_name(name)
+    return values
+
+
+def load_checkpointables(
+    location: LocationLike, wanted: Wanted = None, *, context: Context | None = None
+) -> dict[str, Any]:
+    """Load objects by name from a checkpoint that `save_checkpointables` made.
+
+    Args:
+        location: a path or URL.
+        wanted: None for all there are, names, or names with what each is to be loaded as: an object that has a state of its own
+            (a module, an optimizer, an iterator) is restored in place, a tree is built anew as `load` does, None gives
+            what was saved in Python's and NumPy's own types (files as bytes by their paths), `PLACEHOLDER` leaves it out.
+        context: options.
+
+    Returns:
+        By name what was loaded; an object that was restored is that object.
+
+    Raises:
+        CheckpointNotFoundError: if a name was not saved, or was deleted since. Nothing was changed.
+        CompositeCheckpointError: if the checkpoint is one tree.
+        TreeMismatchError, CorruptCheckpointError: as for `load`.
+        TargetUndefinedError: if it failed after an object was changed.
+    """
     context = context or default_context()
-    saves = context.saves
-    if context.when_busy == "wait":
-        saves.wait()
-    described, leaves = describe(location, state, layout=layout, overwrite=overwrite, custom=metadata, context=context)
-    plan = described.plan
-    handle = SaveHandle(described.location.display, sum(item.spec.nbytes for item in plan.items))
-    memory = StagingMemory(context.staging, context.io_threads)
-    limit = context.memory.save_bytes
-    start = start_copy(plan, leaves, memory)
-    if limit is None:
-        try:
-            snapshot = CopiedSnapshot(plan, start, memory.give_back)
-            snapshot.wait()
-        except BaseException as error:  # noqa: BLE001  # told to the other ranks, then raised
-            memory.close()
-            fail_everywhere(described, error)
-
-        def work() -> None:
-            try:
-                persist(described, snapshot, context, handle)
-            finally:
-                memory.close()
-                _release(context)
-
-        try:
-            saves.run(handle, work)
-        except RuntimeError as error:
-            memory.close()
-            fail_everywhere(described, error)
-        return handle
-    bounded = BoundedSnapshot(plan, start, memory.give_back, limit)
-
-    def bounded_work() -> None:
-        try:
-            persist(described, bounded, context, handle)
-        finally:
-            bounded.writer_ended()
-            memory.close()
-            _release(context)
-
-    try:
-        saves.run(handle, bounded_work)
-    except RuntimeError as error:
-        memory.close()
-        fail_everywhere(described, error)
-    try:
-        bounded.copy_all()
-    except BaseException:
-        handle.exception()  # the writer ends with the same error, which is told here and need not be again
-        raise
-    return handle
-
-
-def _release(context: Context) -> None:
-    if not context.memory.keep_staging:
-        context.staging.release_unused()
+    with recorded_load(location, context) as recording:
+        return load_composite(location, wanted, context, recording)
 
 
 def load(location: LocationLike, abstract: Any = None, *, context: Context | None = None) -> Any:
@@ -166,13 +195,15 @@ def load(location: LocationLike, abstract: Any = None, *, context: Context | Non
         TreeMismatchError: if the abstract tree and the stored one differ; lists every difference.
         CorruptCheckpointError: if bytes are not what was written; names file, array and range.
     """
-    return load_value(location, abstract, context or default_context())
+    context = context or default_context()
+    with recorded_load(location, context) as recording:
+        return load_value(location, abstract, context, recording)
 
 
 def load_async(location: LocationLike, abstract: Any = None, *, context: Context | None = None) -> LoadHandle[Any]:
     """Begin to load a checkpoint in the background; takes what `load` does, and the handle's result raises what it does."""
     context = context or default_context()
-    return context.saves.load(functools.partial(load_value, location, abstract, context))
+    return context.saves.load(functools.partial(load, location, abstract, context=context))
 
 
 def load_into(location: LocationLike, target: Any, *, context: Context | None = None) -> Any:
@@ -184,7 +215,9 @@ def load_into(location: LocationLike, target: Any, *, context: Context | None = 
         TreeMismatchError, CheckpointNotFoundError: before anything is changed.
         TargetUndefinedError: if it fails half-way; the target then holds a mix.
     """
-    load_into_target(location, target, context or default_context())
+    context = context or default_context()
+    with recorded_load(location, context) as recording:
+        load_into_target(location, target, context, recording)
     return target
 
 
@@ -201,6 +234,8 @@ class CheckpointMetadata:
         custom: metadata of the user's.
         save_id: which save wrote it; None where other software did.
         objects: its objects, by key.
+        metrics: measurements that were given with it.
+        timeline: what the save did until its commit; empty where other software wrote it.
     """
 
     abstract: Any
@@ -211,6 +246,8 @@ class CheckpointMetadata:
     custom: Mapping[str, JSON]
     save_id: str | None
     objects: Mapping[str, ObjectRecord]
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    timeline: Sequence[Event] = ()
 
     @property
     def nbytes(self) -> int:
@@ -223,22 +260,90 @@ def metadata(location: LocationLike, *, context: Context | None = None) -> Check
 
     Raises:
         CheckpointNotFoundError, UncommittedCheckpointError, CorruptCheckpointError
+        CompositeCheckpointError: if it holds several checkpointables: use `checkpointables_metadata`.
     """
     context = context or default_context()
+    return _metadata(location, context)
 
+
+def _metadata(place: Place, context: Context) -> CheckpointMetadata:
     def describe_opened(opened: Opened) -> CheckpointMetadata:
+        root = opened.root
         return CheckpointMetadata(
             abstract=abstract_tree(opened.tree, context.registry),
             tree=opened.tree,
             layout=opened.layout.name,
-            created=opened.root.created if opened.root else None,
+            created=root.created if root else None,
             writer=opened.writer,
             custom=opened.custom,
-            save_id=opened.root.save_id if opened.root else None,
+            save_id=root.save_id if root else None,
             objects=opened.objects,
+            metrics=root.metrics if root else {},
+            timeline=_timeline(root.timeline, place) if root else (),
         )
 
-    return while_unchanged(location, context, describe_opened)
+    return while_unchanged(place, context, describe_opened)
+
+
+def _timeline(stored: JSON, place: Place) -> Sequence[Event]:
+    return () if stored is None else timeline_from_json(stored, location=str(place))
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointablesMetadata:
+    """What a checkpoint of several checkpointables says of itself, without their arrays.
+
+    Attributes:
+        checkpointables: by name, what each says of itself; what was deleted since the save is left out. Where every process saved
+            a state of its own, that of the first.
+        deleted: the names of what was deleted.
+        processes: by name, how many processes saved a state of their own; names of what all saved together are left out.
+        created, writer, custom, save_id, metrics, timeline: as of `CheckpointMetadata`.
+    """
+
+    checkpointables: Mapping[str, CheckpointMetadata]
+    deleted: tuple[str, ...]
+    processes: Mapping[str, int]
+    created: str
+    writer: str
+    custom: Mapping[str, JSON]
+    save_id: str
+    metrics: Mapping[str, float]
+    timeline: Sequence[Event]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all arrays and files of those that are there; of several processes, the first one's."""
+        return sum(
+            sum(record.size for record in found.objects.values()) if found.layout == "files" else found.nbytes
+            for found in self.checkpointables.values()
+        )
+
+
+def checkpointables_metadata(location: LocationLike, *, context: Context | None = None) -> CheckpointablesMetadata:
+    """What a checkpoint of several checkpointables says of itself; reads no array.
+
+    Raises:
+        CompositeCheckpointError: if it is one tree: use `metadata`.
+        CheckpointNotFoundError, UncommittedCheckpointError, CorruptCheckpointError
+    """
+    context = context or default_context()
+    composite = open_composite(location, context)
+    root = composite.root
+    present = list(present_members(composite, location, context))
+    return CheckpointablesMetadata(
+        checkpointables={
+            name: _metadata(Within(location, root.members[name].directory(name, 0)), context) for name in present
+        },
+        deleted=tuple([name for name in root.members if name not in present]),
+        processes={name: member.processes for name, member in root.members.items() if member.processes is not None},
+        created=root.created,
+        writer=" ".join(f"{name} {version}" for name, version in root.writer.items()),
+        custom=root.custom,
+        save_id=root.save_id,
+        metrics=root.metrics,
+        timeline=_timeline(root.timeline, location),
+    )
 
 
 def delete(location: LocationLike, *, context: Context | None = None) -> None:

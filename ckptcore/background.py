@@ -154,6 +154,15 @@ class BackgroundSaves:
         for handle in self._under_way():
             handle._future.exception()
 
+    def wait_for_room(self) -> None:
+        """Wait until at most one save is under way, so that no more than two states are held at a time."""
+        for handle in self._under_way()[:-1]:
+            handle._future.exception()
+
+    def busy(self) -> bool:
+        """Whether a save is under way."""
+        return bool(self._under_way())
+
     def raise_unnoticed(self) -> None:
         """Raise the error of an earlier save that nobody asked for.
 

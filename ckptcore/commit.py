@@ -27,7 +27,7 @@ from ckptcore.errors import (
 from ckptcore.fences import FencedStore
 from ckptcore.locations import Location
 from ckptcore.protocols import IF_ABSENT, AtomicDirectories, IfTag, PutCondition, StorageBackend
-from ckptcore.root import ROOT_KEY, Claimed, Root, decode_root, encode_claim, is_claim
+from ckptcore.root import ROOT_KEY, Claimed, Composite, Root, decode_root, encode_claim, is_claim
 
 __all__ = [
     "Claim",
@@ -157,7 +157,7 @@ def _occupant(store: StorageBackend) -> Occupant:
     return "claim" if is_claim(data) else "checkpoint"
 
 
-def read_root(store: StorageBackend) -> Root | Claimed | None:
+def read_root(store: StorageBackend) -> Root | Composite | Claimed | None:
     """The root of a checkpoint, or None if there is none.
 
     Raises:
@@ -176,7 +176,7 @@ def root_bytes(store: StorageBackend) -> bytes | None:
         return None
 
 
-def parse_root(store: StorageBackend, data: bytes) -> Root | Claimed:
+def parse_root(store: StorageBackend, data: bytes) -> Root | Composite | Claimed:
     """The root that these bytes are, its parts read from the storage; raises what `read_root` does."""
 
     def read_part(key: str, size: int) -> bytes:

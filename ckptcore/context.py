@@ -12,6 +12,7 @@ from typing import Literal
 from ckptcore.background import BackgroundSaves
 from ckptcore.engine.memory import StagingPool
 from ckptcore.engine.threads import IOThreads
+from ckptcore.events import Observer
 from ckptcore.model.tree import JSON
 from ckptcore.plugins import Handler, Plugins, installed_plugins
 from ckptcore.protocols import Coordinator
@@ -57,6 +58,7 @@ class Context:
         plugins: plugins beside the installed ones.
         storage: options of storages, by URL scheme.
         coordinator: the job that saves and loads together; None: the one that this process is part of.
+        observers: are told the phases of saves and loads; see `ckptcore.events`.
         saves: the asynchronous saves under way; not to be given.
     """
 
@@ -70,6 +72,7 @@ class Context:
     plugins: Sequence[object] = ()
     storage: Mapping[str, Mapping[str, JSON]] = field(default_factory=dict)
     coordinator: Coordinator | None = None
+    observers: Sequence[Observer] = ()
     saves: BackgroundSaves = field(init=False, repr=False)
     _counter: Iterator[int] = field(init=False, repr=False)
 

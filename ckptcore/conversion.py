@@ -2,29 +2,41 @@
 
 from __future__ import annotations
 
-import datetime
+import functools
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+import numpy as np
 
 from ckptcore.agreement import Agreement
 from ckptcore.background import SaveHandle
+from ckptcore.builtin.files_layout import FilesLayout
 from ckptcore.builtin.single_process import SingleProcess
 from ckptcore.commit import Overwrite, refuse_to_replace
+from ckptcore.composites import present_members, while_composite_unchanged
 from ckptcore.context import Context
 from ckptcore.engine.memory import allocate
 from ckptcore.errors import InvalidLocationError
-from ckptcore.locations import LocationLike, resolve_location
+from ckptcore.events import Recording
+from ckptcore.locations import Location, LocationLike, Within, resolve_location
 from ckptcore.model.arrays import Box, HostArray, Shard
 from ckptcore.model.metadata import ArrayRecord
-from ckptcore.model.transfer import WritePlan
-from ckptcore.opening import Opened, while_unchanged
+from ckptcore.model.objects import ObjectRecord
+from ckptcore.model.transfer import ArraySegment, WritePlan
+from ckptcore.model.tree import JSON
+from ckptcore.opening import Opened, OpenedComposite, find_composite, open_checkpoint, while_unchanged
+from ckptcore.parts import Captured, Part, TreeCaptured
+from ckptcore.persisting import Described, persist
 from ckptcore.planning import plan_read, plan_write
-from ckptcore.protocols import Layout
-from ckptcore.root import new_save_id
-from ckptcore.saving import Described, persist
+from ckptcore.protocols import Layout, WriteStore
+from ckptcore.root import Member, new_save_id
+from ckptcore.saving import save_created
 from ckptcore.verification import ProgressCallback
 
 __all__ = ["convert_checkpoint"]
+
+_PIECE_BYTES: Final = 1 << 24
 
 
 class _ReadSnapshot:
@@ -90,24 +102,115 @@ def convert_checkpoint(
         )
     refuse_to_replace(resolved, overwrite)
 
-    replaces = overwrite
+    job = _Conversion(resolved, chosen, overwrite, progress, context)
+    composite = find_composite(source, context)
+    if composite is None:
+        while_unchanged(source, context, job.tree)
+    else:
+        while_composite_unchanged(composite, source, context, functools.partial(job.composite, source))
 
-    def attempt(opened: Opened) -> None:
-        nonlocal replaces
+
+class _Conversion:
+    def __init__(
+        self,
+        destination: Location,
+        layout: Layout,
+        overwrite: Overwrite,
+        progress: ProgressCallback | None,
+        context: Context,
+    ) -> None:
+        self._destination = destination
+        self._layout = layout
+        self._overwrite = overwrite
+        self._progress = progress
+        self._context = context
+
+    def tree(self, opened: Opened) -> None:
+        """Write a checkpoint that is one tree."""
+        save_id = new_save_id()
+        part, captured = self._part("", opened, save_id, own=False)
+        metrics = opened.root.metrics if opened.root is not None else {}
+        self._persist(save_id, [part], [captured], None, opened.custom, metrics)
+
+    def composite(self, source: LocationLike, composite: OpenedComposite) -> None:
+        """Write every checkpointable that is still there; files as they are."""
+        save_id = new_save_id()
+        root = composite.root
+        members = {name: root.members[name] for name in present_members(composite, source, self._context)}
+        parts, captured = [], []
+        for name, member in members.items():
+            for directory in member.directories(name):
+                opened = open_checkpoint(Within(source, directory), self._context)
+                part, held = self._part(directory, opened, save_id, own=member.processes is not None)
+                parts.append(part)
+                captured.append(held)
+        self._persist(save_id, parts, captured, members, root.custom, root.metrics)
+
+    def _part(self, directory: str, opened: Opened, save_id: str, *, own: bool) -> tuple[Part, Captured]:
         tree = opened.tree
-        chosen.check(tree, 1)
+        if opened.layout.name == FilesLayout.name:
+            plan = plan_write(tree, {}, rank=0, size=1, save_id=save_id)
+            return Part(directory, opened.layout, plan, own), _StoredFiles(opened)
+        self._layout.check(tree, 1)
         shards = {
             leaf: (Shard(Box.whole(record.spec.shape)),)
             for leaf, record in enumerate(tree.leaves)
             if isinstance(record, ArrayRecord)
         }
-        plan = plan_write(tree, shards, rank=0, size=1, save_id=new_save_id())
-        created = datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")
-        agreement = Agreement(SingleProcess(), "convert")
-        described = Described(resolved, chosen, replaces, opened.custom, plan, created, agreement)
-        handle = _Reporting(resolved.display, tree.nbytes, progress) if progress is not None else None
-        persist(described, _ReadSnapshot(opened, plan), context, handle)
-        if not overwrite:
-            replaces = True  # if the source was replaced meanwhile, what was just written is written again
+        plan = plan_write(tree, shards, rank=0, size=1, save_id=save_id)
+        return Part(directory, self._layout, plan, own), TreeCaptured(_ReadSnapshot(opened, plan))
 
-    while_unchanged(source, context, attempt)
+    def _persist(
+        self,
+        save_id: str,
+        parts: Sequence[Part],
+        captured: Sequence[Captured],
+        members: Mapping[str, Member] | None,
+        custom: Mapping[str, JSON],
+        metrics: Mapping[str, float],
+    ) -> None:
+        display = self._destination.display
+        described = Described(
+            location=self._destination,
+            overwrite=self._overwrite,
+            custom=custom,
+            metrics=metrics,
+            save_id=save_id,
+            created=save_created(),
+            parts=parts,
+            members=members,
+            before_commit=None,
+            agreement=Agreement(SingleProcess(), "convert"),
+        )
+        total = sum(part.plan.tree.nbytes for part in parts)
+        handle = _Reporting(display, total, self._progress) if self._progress is not None else None
+        recording = Recording("save", display, self._context.observers, save_id=save_id)
+        persist(described, captured, self._context, recording, handle)
+        recording.finish(total)
+        if not self._overwrite:
+            self._overwrite = True  # if the source was replaced meanwhile, what was just written is written again
+
+
+class _StoredFiles:
+    """Files of an object that are read from the source as they are written."""
+
+    def __init__(self, opened: Opened) -> None:
+        self._opened = opened
+
+    def write(self, part: Part, store: WriteStore) -> JSON:
+        """See `Captured`."""
+        for record in self._opened.objects.values():
+            store.write(record.key, [self._piece(record, start) for start in range(0, record.size, _PIECE_BYTES)])
+        return None
+
+    def _piece(self, record: ObjectRecord, start: int) -> ArraySegment:
+        box = Box((0,), (min(_PIECE_BYTES, record.size - start),))
+
+        def read() -> Sequence[tuple[Box, HostArray]]:
+            data = self._opened.store.get(record.key, start, start + box.size)
+            return ((box, np.frombuffer(data, np.uint8)),)
+
+        return ArraySegment(box, 1, read, lambda: None)
+
+    def close(self) -> None:
+        """Nothing is held."""

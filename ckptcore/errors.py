@@ -10,6 +10,7 @@
     ├── CorruptCheckpointError         (ValueError)         bytes are not what was written; names the file and range
     │   └── ChecksumError                                   ... because a block's checksum does not match
     ├── UnsupportedVersionError        (ValueError)         written by a newer ckptcore than this one
+    ├── CompositeCheckpointError       (ValueError)         it holds several checkpointables, and one tree was asked for
     ├── TreeMismatchError              (ValueError)         the abstract tree and the stored one differ; lists it all
     ├── UnsupportedLeafError           (TypeError)          no handler or no layout can store this leaf
     ├── UnsupportedKeyError            (TypeError)          a container key that is neither int nor str
@@ -45,6 +46,7 @@ __all__ = [
     "CheckpointNotFoundError",
     "ChecksumError",
     "CommitUnknownError",
+    "CompositeCheckpointError",
     "ConditionFailedError",
     "CoordinationTimeoutError",
     "CorruptCheckpointError",
@@ -116,6 +118,18 @@ class ChecksumError(CorruptCheckpointError):
 
 class UnsupportedVersionError(CheckpointError, ValueError):
     """The checkpoint was written in a newer format than this ckptcore reads."""
+
+
+class CompositeCheckpointError(CheckpointError, ValueError):
+    """A checkpoint holds several checkpointables where one tree was asked for, or the other way round.
+
+    Attributes:
+        names: of the checkpointables; empty where it is one tree.
+    """
+
+    def __init__(self, message: str, names: Sequence[str] = ()) -> None:
+        super().__init__(message)
+        self.names = tuple(names)
 
 
 class TreeMismatchError(CheckpointError, ValueError):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,8 +19,9 @@ from ckptcore.errors import (
     TreeMismatchError,
     UnsupportedLeafError,
 )
-from ckptcore.flattening import PLACEHOLDER, first_stuck, flatten, rebuild, restore, unflatten
-from ckptcore.locations import LocationLike
+from ckptcore.events import Recording
+from ckptcore.flattening import PLACEHOLDER, Flat, first_stuck, flatten, rebuild, restore, unflatten
+from ckptcore.locations import Place
 from ckptcore.matching import match_leaves
 from ckptcore.model.arrays import AbstractArray, ArraySpec, Box, HostArray
 from ckptcore.model.metadata import ArrayRecord, TreeMetadata, ValueRecord
@@ -29,7 +31,15 @@ from ckptcore.planning import plan_read
 from ckptcore.plugins import Plugins
 from ckptcore.protocols import LeafHandler
 
-__all__ = ["abstract_leaves", "abstract_tree", "load_into_target", "load_value", "read_leaves"]
+__all__ = [
+    "abstract_leaves",
+    "abstract_tree",
+    "check_target",
+    "load_into_target",
+    "load_value",
+    "read_leaves",
+    "recorded_load",
+]
 
 
 @dataclass(slots=True)
@@ -59,7 +69,19 @@ class _Unit:
         return sum(box.size for box in self.boxes) * self.record.spec.numpy_dtype.itemsize
 
 
-def load_value(location: LocationLike, abstract: object, context: Context) -> object:
+@contextmanager
+def recorded_load(location: Place, context: Context, *, step: int | None = None) -> Iterator[Recording]:
+    """Record a load, from here to the end of the block."""
+    recording = Recording("load", str(location), context.observers, step=step, rank=context.job().rank)
+    try:
+        yield recording
+    except BaseException as error:
+        recording.finish(error=error)
+        raise
+    recording.finish()
+
+
+def load_value(location: Place, abstract: object, context: Context, recording: Recording) -> object:
     """The value of the checkpoint, as `abstract` asks; NumPy leaves in the structure that was saved if it is None."""
 
     def attempt(opened: Opened) -> object:
@@ -67,17 +89,54 @@ def load_value(location: LocationLike, abstract: object, context: Context) -> ob
         if abstract is None:
             array, value = abstract_leaves(context.registry)
             handlers = [array if isinstance(record, ArrayRecord) else value for record in tree.leaves]
-            leaves = read_leaves(opened, list(range(len(tree.leaves))), handlers, [None] * len(handlers), context)
+            numbers: list[int | None] = list(range(len(tree.leaves)))
+            with recording.phase("read") as phase:
+                leaves = read_leaves(opened, numbers, handlers, [None] * len(handlers), context)
+                phase.nbytes = tree.nbytes
             return rebuild(tree.skeleton, leaves)
-        flat = flatten(abstract, context.registry, placeholders=True, stored_at=_stored_at(opened, context.registry))
-        numbers = match_leaves(flat, tree, opened.location.display, by_name=opened.root is None)
-        leaves = read_leaves(opened, numbers, flat.handlers, flat.leaves, context)
+        with recording.phase("open"):
+            flat = flatten(
+                abstract, context.registry, placeholders=True, stored_at=_stored_at(opened, context.registry)
+            )
+            numbers = match_leaves(flat, tree, opened.location.display, by_name=opened.root is None)
+        units, leaves = _plan_units(opened, numbers, flat.handlers, flat.leaves, into=False)
+        with recording.phase("read", sum(unit.nbytes for unit in units)):
+            _perform(opened, units, leaves, context, None)
         return unflatten(flat.shape, leaves)
 
     return while_unchanged(location, context, attempt)
 
 
-def load_into_target(location: LocationLike, target: object, context: Context) -> None:
+def check_target(opened: Opened, target: object, context: Context) -> None:
+    """Refuse a target that what is stored cannot be loaded into. Changes and reads nothing.
+
+    Raises:
+        TreeMismatchError
+    """
+    flat = flatten(target, context.registry, placeholders=True, stored_at=_stored_at(opened, context.registry))
+    _match_target(opened, flat)
+
+
+def _match_target(opened: Opened, flat: Flat) -> list[int | None]:
+    """For each leaf of a target the number of the stored one.
+
+    Raises:
+        TreeMismatchError: also if a leaf can be filled neither in place nor replaced.
+    """
+    numbers = match_leaves(flat, opened.tree, opened.location.display, by_name=opened.root is None)
+    replaced = [number is not None and isinstance(opened.tree.leaves[number], ValueRecord) for number in numbers]
+    stuck = first_stuck(flat.shape, replaced)
+    if stuck is not None:
+        path = format_path(list(flat.paths())[stuck])
+        raise TreeMismatchError(
+            f"{path} of the target cannot be filled in place, and nothing that holds it can be changed; "
+            "use load() and keep its result. The target is as it was",
+            [f"{path}: cannot be filled in place"],
+        )
+    return numbers
+
+
+def load_into_target(location: Place, target: object, context: Context, recording: Recording) -> None:
     """Make `target` hold the value of the checkpoint, its arrays filled in place.
 
     Raises:
@@ -87,22 +146,16 @@ def load_into_target(location: LocationLike, target: object, context: Context) -
 
     def attempt(opened: Opened) -> None:
         nonlocal began
-        flat = flatten(target, context.registry, placeholders=True, stored_at=_stored_at(opened, context.registry))
-        numbers = match_leaves(flat, opened.tree, opened.location.display, by_name=opened.root is None)
-        paths = list(flat.paths())
-        replaced = [number is not None and isinstance(opened.tree.leaves[number], ValueRecord) for number in numbers]
-        stuck = first_stuck(flat.shape, replaced)
-        if stuck is not None:
-            raise TreeMismatchError(
-                f"{format_path(paths[stuck])} of the target cannot be filled in place, and nothing that holds it can be changed; "
-                "use load() and keep its result. The target is as it was",
-                [f"{format_path(paths[stuck])}: cannot be filled in place"],
-            )
+        with recording.phase("open"):
+            flat = flatten(target, context.registry, placeholders=True, stored_at=_stored_at(opened, context.registry))
+            numbers = _match_target(opened, flat)
         units, leaves = _plan_units(opened, numbers, flat.handlers, flat.leaves, into=True)
         began = True
         filled = [handler is None for handler in flat.handlers]
-        _perform(opened, units, leaves, context, filled)
-        restore(flat.shape, leaves, filled, paths)
+        with recording.phase("read", sum(unit.nbytes for unit in units)):
+            _perform(opened, units, leaves, context, filled)
+        with recording.phase("restore"):
+            restore(flat.shape, leaves, filled, list(flat.paths()))
 
     try:
         while_unchanged(location, context, attempt)

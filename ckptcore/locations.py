@@ -24,12 +24,41 @@ from ckptcore.protocols import (
     StorageOptions,
 )
 
-__all__ = ["AtomicSubdirectories", "Location", "LocationLike", "Subdirectory", "resolve_location", "subdirectory"]
+__all__ = [
+    "AtomicSubdirectories",
+    "Location",
+    "LocationLike",
+    "Place",
+    "Subdirectory",
+    "Within",
+    "resolve_location",
+    "subdirectory",
+]
 
 LocationLike: TypeAlias = str | os.PathLike[str]
 """A path, or a URL such as ``memory://name/step_1``."""
 
 _URL: Final = re.compile(r"([a-zA-Z][a-zA-Z0-9+.-]*)://(.*)", re.DOTALL)
+
+
+@dataclass(frozen=True, slots=True)
+class Within:
+    """A directory within what a location names.
+
+    Attributes:
+        location: a path or URL.
+        directory: a relative key.
+    """
+
+    location: LocationLike
+    directory: str
+
+    def __str__(self) -> str:
+        return f"{os.fspath(self.location).rstrip('/')}/{self.directory}"
+
+
+Place: TypeAlias = LocationLike | Within
+"""What can be resolved: what a user names, or a directory within it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +83,11 @@ class Location:
         return subdirectory(self.parent, self.name)
 
     @property
+    def parent_name(self) -> str:
+        """The name of the directory that it is in; empty where that is not known."""
+        return self.identity.rpartition("/")[0].rpartition("/")[2]
+
+    @property
     def is_object(self) -> bool:
         """Whether the location is one object (file), not a directory of them."""
         try:
@@ -64,12 +98,12 @@ class Location:
 
 
 def resolve_location(
-    location: LocationLike, plugins: Plugins, *, durable: bool, config: Mapping[str, Mapping[str, JSON]]
+    location: Place, plugins: Plugins, *, durable: bool, config: Mapping[str, Mapping[str, JSON]]
 ) -> Location:
     """Open the directory that a location is in.
 
     Args:
-        location: a path or URL.
+        location: a path or URL, or a directory within one.
         plugins: to find the storage by scheme.
         durable: whether what is written must survive a loss of power.
         config: options of storages, by scheme.
@@ -78,6 +112,10 @@ def resolve_location(
         InvalidLocationError: if it is neither, or names no place for a checkpoint.
         UnknownPluginError: if nothing opens such a URL.
     """
+    if isinstance(location, Within):
+        around = resolve_location(location.location, plugins, durable=durable, config=config)
+        identity = f"{around.identity}/{location.directory}"
+        return Location(str(location), around.store, location.directory, identity)
     try:
         text = os.fspath(location)
     except TypeError as error:

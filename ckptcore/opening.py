@@ -7,23 +7,33 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Final, TypeVar
 
+from ckptcore.builtin.files_layout import FilesLayout
 from ckptcore.commit import is_hidden_name, parse_root, root_bytes
 from ckptcore.context import Context
 from ckptcore.engine.reader import ObjectReader
 from ckptcore.errors import (
     CheckpointNotFoundError,
+    CompositeCheckpointError,
     CorruptCheckpointError,
     ObjectNotFoundError,
     UncommittedCheckpointError,
 )
-from ckptcore.locations import Location, LocationLike, resolve_location
+from ckptcore.locations import Location, Place, resolve_location
 from ckptcore.model.metadata import TreeMetadata
 from ckptcore.model.objects import ObjectRecord
 from ckptcore.model.tree import JSON, format_path
 from ckptcore.protocols import Layout, ReadStore
-from ckptcore.root import Claimed, Root
+from ckptcore.root import Claimed, Composite, Root
 
-__all__ = ["Opened", "arrays_at", "naming_arrays", "open_checkpoint", "while_unchanged"]
+__all__ = [
+    "Opened",
+    "OpenedComposite",
+    "arrays_at",
+    "find_composite",
+    "naming_arrays",
+    "open_checkpoint",
+    "while_unchanged",
+]
 
 T = TypeVar("T")
 
@@ -57,7 +67,36 @@ class Opened:
     custom: Mapping[str, JSON]
 
 
-def open_checkpoint(location: LocationLike, context: Context) -> Opened:
+@dataclass(frozen=True, slots=True)
+class OpenedComposite:
+    """A checkpoint of several checkpointables.
+
+    Attributes:
+        location: where it is.
+        data: the bytes of its root, which no two saves share.
+        root: its root.
+    """
+
+    location: Location
+    data: bytes
+    root: Composite
+
+
+def find_composite(location: Place, context: Context) -> OpenedComposite | None:
+    """The checkpoint of several checkpointables at a location; None if what is there is none, or nothing is.
+
+    Raises:
+        CorruptCheckpointError: if its root cannot be read.
+    """
+    resolved = _resolve(location, context)
+    data = root_bytes(resolved.store)
+    root = None if data is None else parse_root(resolved.store, data)
+    if data is None or not isinstance(root, Composite) or is_hidden_name(resolved.name):
+        return None
+    return OpenedComposite(resolved, data, root)
+
+
+def open_checkpoint(location: Place, context: Context) -> Opened:
     """Open the checkpoint at a location.
 
     Raises:
@@ -69,7 +108,7 @@ def open_checkpoint(location: LocationLike, context: Context) -> Opened:
     return _open(resolved, root_bytes(resolved.store), context)
 
 
-def while_unchanged(location: LocationLike, context: Context, attempt: Callable[[Opened], T]) -> T:
+def while_unchanged(location: Place, context: Context, attempt: Callable[[Opened], T]) -> T:
     """Open and read a checkpoint; begin again if it was replaced meanwhile, so that the result is of one save.
 
     Raises:
@@ -94,7 +133,7 @@ def while_unchanged(location: LocationLike, context: Context, attempt: Callable[
     )
 
 
-def _resolve(location: LocationLike, context: Context) -> Location:
+def _resolve(location: Place, context: Context) -> Location:
     return resolve_location(location, context.registry, durable=False, config=context.storage)
 
 
@@ -109,10 +148,39 @@ def _open(resolved: Location, data: bytes | None, context: Context) -> Opened:
         )
     if root is None:
         return _open_foreign(resolved, context)
-    layout = context.registry.layout(root.layout)
+    if isinstance(root, Composite):
+        names = list(root.members)
+        raise CompositeCheckpointError(
+            f"{resolved.display} holds several checkpointables ({', '.join(names)}): use load_checkpointables, or load one "
+            f"by its own location, such as {resolved.display.rstrip('/')}/{names[0] if names else 'NAME'}",
+            names,
+        )
+    if root.member:
+        _expect_committed(resolved, root)
+    layout = FilesLayout() if root.layout == FilesLayout.name else context.registry.layout(root.layout)
     store = ObjectReader(resolved.store, root.objects, context.io_threads, verify=context.verify, strict=True)
     writer = " ".join(f"{name} {version}" for name, version in root.writer.items())
     return Opened(resolved, root, layout, root.state, root.tree, root.objects, store, writer, root.custom)
+
+
+def _expect_committed(resolved: Location, member: Root) -> None:
+    """Do nothing if the composite that a member belongs to is committed.
+
+    Where there is no composite around it, somebody copied the member out. It is whole by itself: its root was written after
+    everything else of it.
+
+    Raises:
+        UncommittedCheckpointError
+    """
+    data = root_bytes(resolved.parent)
+    if data is None and not is_hidden_name(resolved.parent_name):
+        return
+    around = None if data is None else parse_root(resolved.parent, data)
+    if not isinstance(around, Composite) or around.save_id != member.save_id:
+        raise UncommittedCheckpointError(
+            f"{resolved.display} belongs to a checkpoint of several checkpointables that was not committed, or was replaced "
+            "meanwhile; load another checkpoint, or save again"
+        )
 
 
 def _open_foreign(location: Location, context: Context) -> Opened:

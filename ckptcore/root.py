@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import base64
 import json
+import math
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, Literal, TypeAlias
 
 import xxhash
 
@@ -22,9 +23,13 @@ __all__ = [
     "FORMAT_VERSION",
     "ROOT_KEY",
     "Claimed",
+    "Composite",
+    "Member",
     "Root",
+    "check_name",
     "decode_root",
     "encode_claim",
+    "encode_composite",
     "encode_root",
     "is_claim",
     "is_save_id",
@@ -34,8 +39,11 @@ __all__ = [
 ROOT_KEY: Final = "checkpoint.json"
 """The key of the root within a checkpoint."""
 
-FORMAT_VERSION: Final = 1
-"""The newest format that this version reads, and the one it writes."""
+FORMAT_VERSION: Final = 2
+"""The newest format that this version reads. A root is written in the oldest one that has what it needs."""
+
+_TREE_VERSION: Final = 1
+_COMPOSITE_VERSION: Final = 2
 
 _FORMAT: Final = "ckptcore"
 _INLINE_BYTES: Final = 1 << 18
@@ -45,6 +53,9 @@ _MAX_PART_BYTES: Final = 1 << 32
 _CHECKSUM: Final = re.compile(rb',"checksum":"xxh3_64:([0-9a-f]{16})"\}\n')
 _CHECKSUM_TAIL_BYTES: Final = len(b',"checksum":"xxh3_64:0123456789abcdef"}\n')
 _SAVE_ID: Final = re.compile(r"[0-9a-f]{16}")
+_OWN_DIRECTORY: Final = re.compile(r".*\.rank_[0-9]+", re.DOTALL)
+_MAX_PROCESSES: Final = 1 << 24
+_NOT_FINITE: Final = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 ReadPart: TypeAlias = Callable[[str, int], bytes]
 """Gives at most so many bytes of an object of the checkpoint."""
@@ -77,6 +88,9 @@ class Root:
         objects: every object but the root and its parts, by key.
         custom: metadata of the user's.
         parts: the objects that hold tables of the root.
+        metrics: measurements that the user gave with it.
+        timeline: how long the save took at what, as `ckptcore.events` encodes it; not checked.
+        member: whether it is one of several checkpointables of a composite, which its save id names.
     """
 
     save_id: str
@@ -88,6 +102,49 @@ class Root:
     objects: Mapping[str, ObjectRecord]
     custom: Mapping[str, JSON] = field(default_factory=dict)
     parts: tuple[str, ...] = ()
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    timeline: JSON = None
+    member: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """One checkpointable of a composite.
+
+    Attributes:
+        kind: whether it is a tree, or files that the object wrote itself.
+        processes: how many processes saved a state of their own; None where all saved one together.
+    """
+
+    kind: Literal["tree", "files"]
+    processes: int | None = None
+
+    def directory(self, name: str, rank: int) -> str:
+        """The directory, within the composite, of what one process saved."""
+        return name if self.processes is None or self.processes == 1 else f"{name}.rank_{rank}"
+
+    def directories(self, name: str) -> Sequence[str]:
+        """Every directory of the checkpointable within the composite."""
+        return [self.directory(name, rank) for rank in range(self.processes or 1)]
+
+
+@dataclass(frozen=True, slots=True)
+class Composite:
+    """A committed checkpoint of several checkpointables, each a checkpoint in a directory of its own.
+
+    Attributes:
+        save_id, created, writer, custom, parts, metrics, timeline: as of a `Root`.
+        members: the checkpointables by name. One that was deleted since is still listed.
+    """
+
+    save_id: str
+    created: str
+    writer: Mapping[str, str]
+    members: Mapping[str, Member]
+    custom: Mapping[str, JSON] = field(default_factory=dict)
+    parts: tuple[str, ...] = ()
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    timeline: JSON = None
 
 
 def new_save_id() -> str:
@@ -100,9 +157,33 @@ def is_save_id(text: str) -> bool:
     return _SAVE_ID.fullmatch(text) is not None
 
 
+def check_name(name: str) -> str:
+    """The name itself, if a checkpointable can have it.
+
+    Raises:
+        InvalidLocationError: says what is wrong with it.
+    """
+    reason = None
+    if not isinstance(name, str) or not name:
+        reason = "a name is a str that is not empty"
+    elif "/" in name:
+        reason = "a name is one directory and has no '/'"
+    elif name.startswith("."):
+        reason = "names that begin with a dot are hidden"
+    elif name.startswith("checkpoint."):
+        reason = "names that begin with 'checkpoint.' are those of ckptcore's own files"
+    elif _OWN_DIRECTORY.fullmatch(name):
+        reason = "names that end in '.rank_' and a number are those of what one process saved"
+    elif len(name) > 200:
+        reason = "a name has at most 200 characters"
+    if reason is not None:
+        raise InvalidLocationError(f"{name!r} cannot be the name of a checkpointable: {reason}")
+    return check_key(name)
+
+
 def encode_claim(claimed: Claimed) -> bytes:
     """The bytes of a root that claims a location."""
-    return _seal({"format": _FORMAT, "version": FORMAT_VERSION, "state": "claimed",
+    return _seal({"format": _FORMAT, "version": _TREE_VERSION, "state": "claimed",
                   "save_id": claimed.save_id, "created": claimed.created})  # fmt: skip
 
 
@@ -116,38 +197,71 @@ def is_claim(data: bytes) -> bool:
 
 def encode_root(root: Root) -> tuple[bytes, Mapping[str, bytes]]:
     """The bytes of a committed root, and by key those of its parts, which must be written before it."""
-    tables: dict[str, JSON] = {}
+    return _encode(
+        root,
+        _COMPOSITE_VERSION if root.member else _TREE_VERSION,
+        {"layout": root.layout, **({"member": True} if root.member else {})},
+        {
+            "tree": root.tree.to_json(),
+            "layout": root.state,
+            "objects": _encode_objects(root.objects),
+            "custom": root.custom,
+        },
+    )
+
+
+def encode_composite(composite: Composite) -> tuple[bytes, Mapping[str, bytes]]:
+    """The bytes of the committed root of a composite, and by key those of its parts, which must be written before it."""
+    members = {name: [member.kind, member.processes] for name, member in composite.members.items()}
+    return _encode(composite, _COMPOSITE_VERSION, {"members": members}, {"custom": composite.custom})
+
+
+def _encode(
+    root: Root | Composite, version: int, own: Mapping[str, JSON], tables: Mapping[str, JSON]
+) -> tuple[bytes, Mapping[str, bytes]]:
+    inline: dict[str, JSON] = {}
     described: dict[str, JSON] = {}
     parts: dict[str, bytes] = {}
-    for name, table in (
-        ("tree", root.tree.to_json()),
-        ("layout", root.state),
-        ("objects", _encode_objects(root.objects)),
-        ("custom", root.custom),
-    ):
+    for name, table in tables.items():
         encoded = _dump(table)
         if len(encoded) <= _INLINE_BYTES:
-            tables[name] = table
+            inline[name] = table
             continue
         key = f"checkpoint.{root.save_id}.{name}.json"
         parts[key] = encoded
         described[name] = {"key": key, "size": len(encoded), "checksum": _checksum(encoded)}
-    return _seal(
-        {
-            "format": _FORMAT,
-            "version": FORMAT_VERSION,
-            "state": "committed",
-            "save_id": root.save_id,
-            "created": root.created,
-            "writer": dict(root.writer),
-            "layout": root.layout,
-            "tables": tables,
-            "parts": described,
-        }
-    ), parts
+    document: dict[str, JSON] = {
+        "format": _FORMAT,
+        "version": version,
+        "state": "committed",
+        "save_id": root.save_id,
+        "created": root.created,
+        "writer": dict(root.writer),
+        **own,
+        "tables": inline,
+        "parts": described,
+    }
+    if root.metrics:
+        document["metrics"] = {name: _encode_metric(value) for name, value in root.metrics.items()}
+    if root.timeline is not None:
+        document["timeline"] = root.timeline
+    return _seal(document), parts
 
 
-def decode_root(data: bytes, read_part: ReadPart) -> Root | Claimed:
+def _encode_metric(value: float) -> JSON:
+    return value if math.isfinite(value) else str(value)  # JSON has no other numbers
+
+
+def _decode_metrics(metrics: Any) -> dict[str, float]:
+    decoded = {}
+    for name, value in metrics.items():
+        if type(value) not in (int, float) and value not in _NOT_FINITE:
+            raise CorruptCheckpointError(f"{ROOT_KEY} states {str(value)[:80]!r} for the metric {name!r}", key=ROOT_KEY)
+        decoded[_text(name)] = _NOT_FINITE[value] if isinstance(value, str) else float(value)
+    return decoded
+
+
+def decode_root(data: bytes, read_part: ReadPart) -> Root | Composite | Claimed:
     """The root that these bytes are; they and those of its parts may be hostile.
 
     Raises:
@@ -164,7 +278,7 @@ def decode_root(data: bytes, read_part: ReadPart) -> Root | Claimed:
         raise CorruptCheckpointError(f"{ROOT_KEY} cannot be read: {error!r}", key=ROOT_KEY) from error
 
 
-def _decode(data: bytes, read_part: ReadPart) -> Root | Claimed:
+def _decode(data: bytes, read_part: ReadPart) -> Root | Composite | Claimed:
     document = _unseal(data)
     if document.get("format") != _FORMAT:
         raise CorruptCheckpointError(f"{ROOT_KEY} is not one of ckptcore", key=ROOT_KEY)
@@ -189,17 +303,48 @@ def _decode(data: bytes, read_part: ReadPart) -> Root | Claimed:
         key = check_key(_text(described["key"]))
         tables[name] = _read_part(key, described["size"], _text(described["checksum"]), read_part)
         parts.append(key)
+    writer = {_text(name): _text(value) for name, value in document["writer"].items()}
+    metrics = _decode_metrics(document.get("metrics", {}))
+    if "members" in document:
+        return Composite(
+            save_id=save_id,
+            created=created,
+            writer=writer,
+            members=_decode_members(document["members"]),
+            custom=dict(tables["custom"]),
+            parts=tuple(parts),
+            metrics=metrics,
+            timeline=document.get("timeline"),
+        )
     return Root(
         save_id=save_id,
         created=created,
-        writer={_text(name): _text(value) for name, value in document["writer"].items()},
+        writer=writer,
         layout=_text(document["layout"]),
         state=tables["layout"],
         tree=TreeMetadata.from_json(tables["tree"]),
         objects=_decode_objects(tables["objects"]),
         custom=dict(tables["custom"]),
         parts=tuple(parts),
+        metrics=metrics,
+        timeline=document.get("timeline"),
+        member=document.get("member") is True,
     )
+
+
+def _decode_members(members: Any) -> dict[str, Member]:
+    decoded = {}
+    for name, (kind, processes) in members.items():
+        if kind not in ("tree", "files"):
+            raise UnsupportedVersionError(
+                f"{name!r} in the checkpoint is of the kind {str(kind)[:80]!r}, which this ckptcore does not know; upgrade ckptcore"
+            )
+        if processes is not None and (type(processes) is not int or not 1 <= processes <= _MAX_PROCESSES):
+            raise CorruptCheckpointError(
+                f"{ROOT_KEY} states {str(processes)[:80]!r} processes for {name!r}", key=ROOT_KEY
+            )
+        decoded[check_name(name)] = Member(kind, processes)
+    return decoded
 
 
 def _read_part(key: str, size: Any, checksum: str, read_part: ReadPart) -> JSON:

@@ -1,282 +1,320 @@
-"""Saving: describe, claim, snapshot, persist, commit. Each stage's input can only be had from the stage before.
-
-In a job of several processes every stage ends with an exchange: an error on one rank fails the save on all of them.
-"""
+"""Saving: describe, snapshot, persist. Each stage's input can only be had from the stage before."""
 
 from __future__ import annotations
 
 import datetime
-import functools
 import json
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, NoReturn
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
 
 import xxhash
 
 from ckptcore.agreement import Agreement
 from ckptcore.background import SaveHandle
-from ckptcore.commit import Claim, Overwrite, claim_location, claimed_store, read_root, refuse_to_replace
+from ckptcore.commit import Overwrite, refuse_to_replace
 from ckptcore.context import Context
-from ckptcore.engine.recorder import ObjectRecorder
-from ckptcore.errors import (
-    CheckpointError,
-    CommitUnknownError,
-    CoordinationTimeoutError,
-    PluginError,
-    UnsupportedLeafError,
+from ckptcore.engine.memory import StagingMemory
+from ckptcore.errors import CheckpointError
+from ckptcore.events import Recording
+from ckptcore.locations import LocationLike, resolve_location
+from ckptcore.model.tree import JSON
+from ckptcore.parts import (
+    Captured,
+    FilesDescription,
+    Part,
+    PartDescription,
+    TreeCaptured,
+    TreeDescription,
+    describe_part,
 )
-from ckptcore.flattening import Flat, flatten
-from ckptcore.locations import Location, LocationLike, resolve_location
-from ckptcore.model.arrays import ArraySpec, Box, HostArray, Shard
-from ckptcore.model.metadata import ArrayRecord, LeafRecord, TreeMetadata
-from ckptcore.model.objects import ObjectRecord
-from ckptcore.model.transfer import Pending, Receipt, WriteItem, WritePlan
-from ckptcore.model.tree import JSON, format_path
-from ckptcore.planning import check_coverage, plan_write
-from ckptcore.protocols import HostMemory, Layout, LeafHandler, Snapshot, StorageBackend
-from ckptcore.root import Root, encode_root, new_save_id
+from ckptcore.persisting import Described, fail_everywhere, persist
+from ckptcore.protocols import Layout
+from ckptcore.root import Member, check_name, new_save_id
+from ckptcore.snapshots import BoundedSnapshot, CopiedSnapshot
 
-__all__ = ["Described", "describe", "fail_everywhere", "persist", "start_copy", "start_view"]
+__all__ = ["SaveRequest", "begin_save", "perform_save", "save_created"]
 
 
-@dataclass(frozen=True, slots=True)
-class Described:
-    """A save that was asked for and can go ahead: every rank has the same tree, and the layout can store it.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveRequest:
+    """A save that a user asked for.
 
     Attributes:
-        location, layout, overwrite, custom: as asked.
-        plan: what this process writes, with the tree of the whole job and the save id.
-        created: when the save began, ISO 8601 in UTC.
-        agreement: with the other processes of the job.
+        location: where to.
+        values: what, by name; under the empty name alone where the checkpoint is one tree.
+        layout: a name, or a layout with options.
+        overwrite: whether what is there is replaced.
+        custom: metadata of the user's; JSON.
+        metrics: measurements to be kept with it.
+        step: the training step, for events.
+        before_commit: called on the leader right before the commit; an error of it stops the save.
     """
 
-    location: Location
-    layout: Layout
+    location: LocationLike
+    values: Mapping[str, object]
+    layout: str | Layout
     overwrite: Overwrite
-    custom: Mapping[str, JSON]
-    plan: WritePlan
-    created: str
-    agreement: Agreement
+    custom: Mapping[str, JSON] | None
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    step: int | None = None
+    before_commit: Callable[[], None] | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class _Leaves:
-    """The leaves that a plan's items stand for; let go of once the snapshot is taken."""
-
-    leaves: Sequence[object]
-    handlers: Sequence[LeafHandler | None]
+_Descriptions: TypeAlias = Sequence[PartDescription]
 
 
-def describe(
-    location: LocationLike,
-    state: object,
-    *,
-    layout: str | Layout,
-    overwrite: Overwrite,
-    custom: Mapping[str, JSON] | None,
+def perform_save(request: SaveRequest, context: Context) -> None:
+    """Save and return once it is committed; arrays are not copied.
+
+    Raises:
+        CheckpointError: why it is not.
+    """
+    with _recorded(request, context) as recording, recording.phase("blocking"):
+        with recording.phase("describe"):
+            described, descriptions = _describe(request, context, recording)
+        with recording.phase("wait_for_previous"):
+            context.saves.wait()
+        captured: list[Captured] = []
+        try:
+            try:
+                for part, description in zip(described.parts, descriptions, strict=True):
+                    if isinstance(description, FilesDescription):
+                        captured.append(description.capture())
+                    else:
+                        captured.append(description.view(part.plan))
+            except BaseException as error:  # noqa: BLE001  # told to the other ranks, then raised
+                fail_everywhere(described, error)
+            persist(described, captured, context, recording)
+        finally:
+            _close(captured)
+
+
+def begin_save(request: SaveRequest, context: Context) -> SaveHandle:
+    """Begin to save and return once the save owns its memory; it goes on in the background.
+
+    Raises:
+        CheckpointError: why it cannot begin; what comes later is told by the handle.
+    """
+    with _recorded(request, context, goes_on=True) as recording, recording.phase("blocking"):
+        if context.when_busy == "wait":
+            with recording.phase("wait_for_previous"):
+                context.saves.wait()
+        else:
+            with recording.phase("wait_for_previous"):
+                context.saves.wait_for_room()
+        with recording.phase("describe"):
+            described, descriptions = _describe(request, context, recording)
+        total = sum(item.spec.nbytes for part in described.parts for item in part.plan.items)
+        handle = SaveHandle(described.location.display, total)
+        memory = StagingMemory(context.staging, context.io_threads)
+        if context.memory.save_bytes is None:
+            _begin_copied(described, descriptions, memory, handle, context, recording)
+        else:
+            _begin_bounded(described, descriptions, memory, handle, context, recording, context.memory.save_bytes)
+        return handle
+
+
+@contextmanager
+def _recorded(request: SaveRequest, context: Context, *, goes_on: bool = False) -> Iterator[Recording]:
+    """Record an operation; one that goes on in the background is over later, unless it failed to begin."""
+    recording = Recording("save", str(request.location), context.observers, step=request.step, rank=context.job().rank)
+    try:
+        yield recording
+    except BaseException as error:
+        recording.finish(error=error)
+        raise
+    if not goes_on:
+        recording.finish()
+
+
+def _begin_copied(
+    described: Described,
+    descriptions: _Descriptions,
+    memory: StagingMemory,
+    handle: SaveHandle,
     context: Context,
-) -> tuple[Described, _Leaves]:
+    recording: Recording,
+) -> None:
+    """Copy everything, then let it be written."""
+    captured: list[Captured] = []
+    snapshots: list[CopiedSnapshot] = []
+    try:
+        with recording.phase("copy", sum(item.spec.nbytes for part in described.parts for item in part.plan.items)):
+            for part, description in zip(described.parts, descriptions, strict=True):
+                if isinstance(description, FilesDescription):
+                    captured.append(description.capture())
+                    continue
+                start = description.start_copy(part.plan, memory)
+                snapshots.append(CopiedSnapshot(part.plan, start, memory.give_back))
+                captured.append(TreeCaptured(snapshots[-1]))
+            for snapshot in snapshots:
+                snapshot.wait()
+    except BaseException as error:  # noqa: BLE001  # told to the other ranks, then raised
+        _close(captured)
+        memory.close()
+        fail_everywhere(described, error)
+
+    def work() -> None:
+        try:
+            persist(described, captured, context, recording, handle)
+        finally:
+            _close(captured)
+            memory.close()
+            _release(context)
+
+    _run(work, described, captured, memory, handle, context, recording)
+
+
+def _begin_bounded(
+    described: Described,
+    descriptions: _Descriptions,
+    memory: StagingMemory,
+    handle: SaveHandle,
+    context: Context,
+    recording: Recording,
+    limit: int,
+) -> None:
+    """Copy while it is written, so that little is held copied at a time."""
+    captured: list[Captured] = []
+    snapshots: list[BoundedSnapshot] = []
+    try:
+        for part, description in zip(described.parts, descriptions, strict=True):
+            if isinstance(description, FilesDescription):
+                captured.append(description.capture())
+                continue
+            start = description.start_copy(part.plan, memory)
+            snapshots.append(BoundedSnapshot(part.plan, start, memory.give_back, limit))
+            captured.append(TreeCaptured(snapshots[-1]))
+    except BaseException as error:  # noqa: BLE001  # told to the other ranks, then raised
+        _close(captured)
+        memory.close()
+        fail_everywhere(described, error)
+
+    def work() -> None:
+        try:
+            persist(described, captured, context, recording, handle)
+        finally:
+            for snapshot in snapshots:
+                snapshot.writer_ended()
+            _close(captured)
+            memory.close()
+            _release(context)
+
+    _run(work, described, captured, memory, handle, context, recording)
+    try:
+        with recording.phase("copy", sum(item.spec.nbytes for part in described.parts for item in part.plan.items)):
+            for number, snapshot in enumerate(snapshots):
+                if number:
+                    snapshots[number - 1].wait_until_written()
+                snapshot.copy_all()
+    except BaseException as error:
+        for snapshot in snapshots:
+            snapshot.fail(error)
+        handle.exception()  # the writer ends with the same error, which is told here and need not be again
+        raise
+
+
+def _run(
+    work: Callable[[], None],
+    described: Described,
+    captured: Sequence[Captured],
+    memory: StagingMemory,
+    handle: SaveHandle,
+    context: Context,
+    recording: Recording,
+) -> None:
+    """Do the work in the background, and record when the operation is over."""
+
+    def recorded() -> None:
+        try:
+            work()
+        except BaseException as error:
+            recording.finish(error=error)
+            raise
+        recording.finish(handle.progress.written)
+
+    try:
+        context.saves.run(handle, recorded)
+    except RuntimeError as error:
+        _close(captured)
+        memory.close()
+        fail_everywhere(described, error)
+
+
+def _close(captured: Sequence[Captured]) -> None:
+    for held in captured:
+        held.close()
+
+
+def _release(context: Context) -> None:
+    if not context.memory.keep_staging:
+        context.staging.release_unused()
+
+
+def _describe(request: SaveRequest, context: Context, recording: Recording) -> tuple[Described, _Descriptions]:
     """Look at what is to be saved and where, and refuse what cannot be. Writes nothing.
 
     Raises:
         UnsupportedLeafError, UnsupportedKeyError, NameCollisionError, CheckpointExistsError, InvalidLocationError
         BackgroundSaveError: an earlier save failed unnoticed, here; in a job the other ranks hear of it.
     """
-    agreement = Agreement(context.job(), context.exchange_key(location))
+    agreement = Agreement(context.job(), context.exchange_key(request.location), recording)
+    rank, size = agreement.rank, agreement.size
+    composite = "" not in request.values
     with agreement.stage("describe") as stage:
         context.saves.raise_unnoticed()
-        chosen = context.registry.layout(layout)
-        metadata = _check_custom(custom)
-        resolved = resolve_location(
-            location, context.registry, durable=context.durability == "full", config=context.storage
+        chosen = context.registry.layout(request.layout)
+        custom = _check_custom(request.custom)
+        metrics = _check_metrics(request.metrics)
+        location = resolve_location(
+            request.location, context.registry, durable=context.durability == "full", config=context.storage
         )
-        flat = flatten(state, context.registry)
-        tree, shards = _describe_leaves(flat, agreement.rank, agreement.size)
-        chosen.check(tree, agreement.size)
-        if agreement.rank == 0:
-            refuse_to_replace(resolved, overwrite)
-        stage.payload = _digest(tree) if agreement.size > 1 else None
-    created = datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")
-    digests = stage.payloads
-    common = agreement.lead("save", lambda: _same_tree(digests, new_save_id(), created))
-    plan = plan_write(tree, shards, rank=agreement.rank, size=agreement.size, save_id=common["save_id"])
-    described = Described(resolved, chosen, overwrite, metadata, plan, common["created"], agreement)
-    return described, _Leaves(flat.leaves, flat.handlers)
-
-
-def _describe_leaves(flat: Flat, rank: int, size: int) -> tuple[TreeMetadata, dict[int, Sequence[Shard]]]:
-    records: list[LeafRecord] = []
-    refused: dict[int, UnsupportedLeafError] = {}
-    aliases: dict[int, int] = {}
-    first: dict[tuple[int, Hashable], int] = {}
-    shards: dict[int, Sequence[Shard]] = {}
-    for number, (leaf, handler) in enumerate(zip(flat.leaves, flat.handlers, strict=True)):
-        assert handler is not None  # placeholders are for loading only
-        try:
-            record = handler.describe(leaf)
-            records.append(record)
-            if isinstance(record, ArrayRecord):
-                identity = handler.identity(leaf)
-                if identity is not None:
-                    original = first.setdefault((id(handler), identity), number)
-                    if original != number and _same_array(records[original], record):
-                        aliases[number] = original
-                        continue
-                shards[number] = handler.shards(leaf, rank, size)
-        except UnsupportedLeafError as error:
-            refused[number] = error
-            if len(records) == number:
-                records.append(ArrayRecord(ArraySpec((), "bool")))
-    if refused:
-        paths = list(flat.paths())
-        lines = [f"{format_path(paths[number])}: {error}" for number, error in refused.items()]
-        more = f"; and {len(lines) - 20} more" if len(lines) > 20 else ""
-        raise UnsupportedLeafError("; ".join(lines[:20]) + more + ". Nothing was written") from next(
-            iter(refused.values())
+        if composite:
+            for name in request.values:
+                check_name(name)
+        descriptions = [
+            describe_part(name, value, chosen, context.registry, rank=rank, size=size)
+            for name, value in request.values.items()
+        ]
+        members = (
+            {name: part.member(size) for name, part in zip(request.values, descriptions, strict=True)}
+            if composite
+            else None
         )
-    return TreeMetadata(flat.skeleton, tuple(records), aliases), shards
-
-
-def _same_array(first: LeafRecord, second: ArrayRecord) -> bool:
-    return isinstance(first, ArrayRecord) and first.spec == second.spec and first.kind == second.kind
-
-
-def start_view(plan: WritePlan, leaves: _Leaves) -> Callable[[int], Sequence[Pending[HostArray]]]:
-    """Begins the transfer of an item for a blocking save: it may alias the leaf."""
-
-    def start(number: int) -> Sequence[Pending[HostArray]]:
-        item = plan.items[number]
-        handler = leaves.handlers[item.leaf]
-        assert handler is not None
-        return handler.view_on_host(leaves.leaves[item.leaf], item.boxes)
-
-    return start
-
-
-def start_copy(plan: WritePlan, leaves: _Leaves, memory: HostMemory) -> Callable[[int], Sequence[Pending[HostArray]]]:
-    """Begins the transfer of an item for an asynchronous save: into memory that nobody can change."""
-
-    def start(number: int) -> Sequence[Pending[HostArray]]:
-        item = plan.items[number]
-        handler = leaves.handlers[item.leaf]
-        assert handler is not None
-        return handler.copy_to_host(leaves.leaves[item.leaf], item.boxes, memory)
-
-    return start
-
-
-def fail_everywhere(described: Described, error: BaseException) -> NoReturn:
-    """Raise why this process cannot go on with a save, on the other ranks too: they wait for it to claim the location."""
-    with described.agreement.stage("claim"):
-        raise error
-    raise error  # the stage has raised it
-
-
-def persist(described: Described, snapshot: Snapshot, context: Context, handle: SaveHandle | None = None) -> None:
-    """Claim the location, write, and commit. On every rank; returns once the checkpoint is committed.
-
-    Raises:
-        CheckpointError: why it is not; then nothing of it is left, and what was there before still is.
-    """
-    agreement = described.agreement
-    claim = None
-    try:
-        with agreement.stage("claim"):
-            if agreement.rank == 0:
-                claim = claim_location(
-                    described.location, described.plan.save_id, described.created, described.overwrite
-                )
-        store = claim.store if claim is not None else claimed_store(described.location, described.plan.save_id)
-        try:
-            with agreement.stage("write") as stage:
-                receipt = _write(described, snapshot, store, context, handle)
-                stage.payload = _encode_receipt(receipt)
-        except CoordinationTimeoutError as error:
-            if agreement.rank == 0:
-                raise
-            # The leader may have this rank's receipt and go on without it hearing of that.
-            _look_whether_committed(described, error)
-            return
-        receipts = (
-            [receipt]
-            if agreement.size == 1
-            else [_decode_receipt(payload, described.plan.tree) for payload in stage.payloads]
-        )
-        try:
-            with agreement.stage("commit"):
-                if claim is not None:
-                    _commit(described, claim, receipts, context)
-        except CoordinationTimeoutError as error:
-            _look_whether_committed(described, error)
-    except BaseException as error:
-        if claim is not None:
-            try:
-                claim.abort()
-            except CheckpointError as failure:
-                # The error that stopped the save says more; the next save removes what is left.
-                error.add_note(f"removing what was written failed too: {failure}")
-        raise
-
-
-def _look_whether_committed(described: Described, error: CoordinationTimeoutError) -> None:
-    """The others did not come to the end of the commit: only the root tells whether it happened."""
-    try:
-        root = read_root(described.location.store)
-    except CheckpointError as unreadable:
-        raise CommitUnknownError(
-            f"whether the save to {described.location.display} committed is not known: {error}, and its root cannot be "
-            f"read: {unreadable}"
-        ) from error
-    if not isinstance(root, Root) or root.save_id != described.plan.save_id:
-        raise CommitUnknownError(
-            f"the save to {described.location.display} is not committed, or not yet: {error}; look again before saving"
-        ) from error
-
-
-def _write(
-    described: Described,
-    snapshot: Snapshot,
-    store: StorageBackend,
-    context: Context,
-    handle: SaveHandle | None,
-) -> Receipt:
-    progress = handle.count if handle is not None else None
-    recorder = ObjectRecorder(store, context.io_threads, checksums=context.checksums, progress=progress)
-    state = described.layout.write(snapshot, recorder)
-    return Receipt(described.plan.rank, described.plan.items, state, recorder.objects)
-
-
-def _commit(described: Described, claim: Claim, receipts: Sequence[Receipt], context: Context) -> None:
-    tree = described.plan.tree
-    check_coverage(tree, receipts)
-    recorder = ObjectRecorder(claim.store, context.io_threads, checksums=context.checksums)
-    state = described.layout.finish(tree, receipts, recorder)
-    objects: dict[str, ObjectRecord] = {}
-    for record in [*(record for receipt in receipts for record in receipt.objects), *recorder.objects]:
-        if objects.setdefault(record.key, record) is not record:
-            raise PluginError(
-                f"the layout {described.layout.name} wrote {record.key} twice, perhaps from several processes; "
-                "the save is not committed"
-            )
-    root = Root(
-        save_id=described.plan.save_id,
-        created=described.created,
-        writer=_writer(),
-        layout=described.layout.name,
-        state=state,
-        tree=tree,
-        objects=objects,
-        custom=described.custom,
+        if rank == 0:
+            refuse_to_replace(location, request.overwrite)
+        if size > 1:
+            stage.payload = _digest(members, descriptions)
+    payloads = stage.payloads
+    decided = agreement.lead("save", lambda: _same_trees(payloads))
+    save_id, created = decided["save_id"], decided["created"]
+    recording.save_id = save_id
+    parts = []
+    for name, description in zip(request.values, descriptions, strict=True):
+        member = description.member(size)
+        directory = member.directory(name, rank) if composite else ""
+        own = member.processes is not None
+        parts.append(Part(directory, description.layout, description.plan(rank, size, save_id), own))
+    described = Described(
+        location=location,
+        overwrite=request.overwrite,
+        custom=custom,
+        metrics=metrics,
+        save_id=save_id,
+        created=created,
+        parts=parts,
+        members=members,
+        before_commit=request.before_commit,
+        agreement=agreement,
     )
-    claim.commit(*encode_root(root))
+    return described, descriptions
 
 
-@functools.cache
-def _writer() -> Mapping[str, str]:
-    import importlib.metadata  # costs more to import than the rest of this module
-
-    return {"ckptcore": importlib.metadata.version("ckptcore")}
+def save_created() -> str:
+    """Now, as the root of a checkpoint states it: ISO 8601 in UTC."""
+    return datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")
 
 
 def _check_custom(custom: Mapping[str, JSON] | None) -> Mapping[str, JSON]:
@@ -293,6 +331,19 @@ def _check_custom(custom: Mapping[str, JSON] | None) -> Mapping[str, JSON]:
     return decoded
 
 
+def _check_metrics(metrics: Mapping[str, float]) -> Mapping[str, float]:
+    checked = {}
+    for name, value in metrics.items():
+        try:
+            number = float(value)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"metrics={{{name!r}: {value!r}}}: a metric is one number. Nothing was written") from error
+        if not isinstance(name, str):
+            raise TypeError(f"metrics={{{name!r}: ...}}: the name of a metric is a str. Nothing was written")
+        checked[name] = number
+    return checked
+
+
 def _lists(value: Any) -> Any:
     """JSON with its tuples as lists."""
     if isinstance(value, Mapping):
@@ -300,35 +351,23 @@ def _lists(value: Any) -> Any:
     return [_lists(child) for child in value] if isinstance(value, list | tuple) else value
 
 
-def _digest(tree: TreeMetadata) -> JSON:
-    return xxhash.xxh3_128_hexdigest(json.dumps(tree.to_json(), sort_keys=True).encode())
+def _digest(members: Mapping[str, Member] | None, descriptions: _Descriptions) -> JSON:
+    """Equal on two ranks exactly if they save the same names, and the same trees where they save them together."""
+    common = [
+        description.tree.to_json()
+        for description in descriptions
+        if isinstance(description, TreeDescription) and not description.own
+    ]
+    names = None if members is None else [[name, member.kind, member.processes] for name, member in members.items()]
+    return xxhash.xxh3_128_hexdigest(json.dumps([names, common], sort_keys=True).encode())
 
 
-def _same_tree(digests: Sequence[JSON], save_id: str, created: str) -> dict[str, str]:
+def _same_trees(digests: Sequence[JSON]) -> dict[str, str]:
     different = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
     if different:
         raise CheckpointError(
-            f"the ranks {different} describe another tree than rank 0 (other keys, shapes, dtypes or values); "
-            "every rank must save the same tree. Nothing was written"
+            f"the ranks {different} describe another tree than rank 0 (other keys, shapes, dtypes or values); every rank must "
+            "save the same tree; what differs from process to process goes under a name of its own, in PerProcess(...). "
+            "Nothing was written"
         )
-    return {"save_id": save_id, "created": created}
-
-
-def _encode_receipt(receipt: Receipt) -> JSON:
-    return {
-        "rank": receipt.rank,
-        "items": [[item.leaf, [[box.start, box.stop] for box in item.boxes]] for item in receipt.items],
-        "state": receipt.state,
-        "objects": [[record.key, record.size, record.checksums.hex()] for record in receipt.objects],
-    }
-
-
-def _decode_receipt(payload: Any, tree: TreeMetadata) -> Receipt:
-    """A receipt of another process of this job."""
-    items = []
-    for leaf, boxes in payload["items"]:
-        record = tree.leaves[leaf]
-        assert isinstance(record, ArrayRecord)  # plans have no other items
-        items.append(WriteItem(leaf, record.spec, tuple([Box(tuple(start), tuple(stop)) for start, stop in boxes])))
-    objects = tuple([ObjectRecord(key, size, bytes.fromhex(checksums)) for key, size, checksums in payload["objects"]])
-    return Receipt(payload["rank"], tuple(items), payload["state"], objects)
+    return {"save_id": new_save_id(), "created": save_created()}

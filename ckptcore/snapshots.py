@@ -144,6 +144,18 @@ class BoundedSnapshot:
                 self._changed.wait()
             return None
 
+    def wait_until_written(self) -> None:
+        """Wait until everything that was copied is written, or the writer ended."""
+        with self._changed:
+            while self._held and not self._writer_ended:
+                self._changed.wait()
+
+    def fail(self, error: BaseException) -> None:
+        """Let whoever takes what was not copied yet fail with this error."""
+        with self._changed:
+            self._error = self._error or error
+            self._changed.notify_all()
+
     def writer_ended(self) -> None:
         """Say that nobody will take any more."""
         with self._changed:

@@ -5,17 +5,27 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, TypeAlias, TypeVar
 
+from ckptcore.composites import present_members, while_composite_unchanged
 from ckptcore.context import Context
 from ckptcore.engine.reader import ObjectReader
 from ckptcore.errors import CheckpointError, CorruptCheckpointError
 from ckptcore.loading import abstract_leaves, read_leaves
-from ckptcore.locations import LocationLike
+from ckptcore.locations import LocationLike, Within
 from ckptcore.model.metadata import ArrayRecord
 from ckptcore.model.objects import BLOCK_BYTES, ObjectRecord
-from ckptcore.opening import Opened, arrays_at, naming_arrays, while_unchanged
+from ckptcore.opening import (
+    Opened,
+    OpenedComposite,
+    arrays_at,
+    find_composite,
+    naming_arrays,
+    open_checkpoint,
+    while_unchanged,
+)
+from ckptcore.root import ROOT_KEY
 
 __all__ = ["Problem", "ProgressCallback", "VerifyReport", "verify_checkpoint"]
 
@@ -74,9 +84,59 @@ def verify_checkpoint(location: LocationLike, context: Context, progress: Progre
         CheckpointNotFoundError: if there is no checkpoint.
     """
     try:
-        return while_unchanged(location, context, lambda opened: _verify(opened, context, progress))
+        composite = find_composite(location, context)
+        if composite is None:
+            return while_unchanged(location, context, lambda opened: _verify(opened, context, progress))
+        return while_composite_unchanged(
+            composite, location, context, lambda found: _verify_composite(found, location, context, progress)
+        )
     except CorruptCheckpointError as error:
         return VerifyReport((Problem(error.key, error.start, error.stop, (), str(error)),), 1, 0, ())
+
+
+def _verify_composite(
+    composite: OpenedComposite, location: LocationLike, context: Context, progress: ProgressCallback | None
+) -> VerifyReport:
+    """Verify every checkpointable that is still there; keys begin with its directory."""
+    problems: list[Problem] = []
+    unverified: list[str] = []
+    objects, done = 1 + len(composite.root.parts), 0
+    directories = [
+        directory
+        for name in present_members(composite, location, context)
+        for directory in composite.root.members[name].directories(name)
+    ]
+    opened: list[tuple[str, Opened]] = []
+    for directory in directories:
+        try:
+            opened.append((directory, open_checkpoint(Within(location, directory), context)))
+        except CorruptCheckpointError as error:
+            problems.append(_within(directory, Problem(error.key, error.start, error.stop, (), str(error))))
+        except CheckpointError as error:
+            problems.append(Problem(f"{directory}/{ROOT_KEY}", None, None, (), str(error)))
+    total = sum(record.size for _, one in opened for record in one.objects.values())
+    for directory, one in opened:
+        before = done
+
+        def moved(there: int, _: int, before: int = before) -> None:
+            if progress is not None:
+                progress(before + there, total)
+
+        if one.root is None or one.root.save_id != composite.root.save_id:
+            problems.append(
+                Problem(f"{directory}/{ROOT_KEY}", None, None, (), f"{directory} was replaced by another save")
+            )
+        report = _verify(one, context, moved)
+        problems.extend(_within(directory, problem) for problem in report.problems)
+        unverified.extend(f"{directory}/{key}" for key in report.unverified)
+        objects += report.objects
+        done += report.nbytes
+    return VerifyReport(tuple(problems), objects, done, tuple(unverified))
+
+
+def _within(directory: str, problem: Problem) -> Problem:
+    arrays = tuple([f"{directory}: {array}" for array in problem.arrays])
+    return replace(problem, key=f"{directory}/{problem.key}", arrays=arrays)
 
 
 def _verify(opened: Opened, context: Context, progress: ProgressCallback | None) -> VerifyReport:

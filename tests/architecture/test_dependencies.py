@@ -11,12 +11,17 @@ import pytest
 from tests.architecture.sources import Source, core_sources, plugin_sources
 
 CORE_DEPENDENCIES = {"ml_dtypes", "numpy", "pluggy", "xxhash"}
-EXTRA_DEPENDENCIES = {"ckptcore.cli": {"click", "rich"}, "ckptcore.testing": {"hypothesis", "pytest"}}
+EXTRA_DEPENDENCIES = {
+    "ckptcore.cli": {"click", "rich"},
+    "ckptcore.telemetry": {"opentelemetry"},
+    "ckptcore.testing": {"hypothesis", "pytest"},
+}
 """Packages that only one part of the core may import, because they come with an extra of its name."""
 
 PUBLIC = {
     "ckptcore",
     "ckptcore.errors",
+    "ckptcore.events",
     "ckptcore.handlers",
     "ckptcore.hookspecs",
     "ckptcore.model",
@@ -74,8 +79,8 @@ def test_a_plugin_imports_only_public_modules(source: Source) -> None:
 
 @pytest.mark.parametrize("source", core_sources(), ids=str)
 def test_the_core_needs_no_extra_to_be_imported(source: Source) -> None:
-    """Only `ckptcore.cli` and `ckptcore.testing` import their extras; nothing else imports those two."""
-    if source.name.startswith(("ckptcore.cli", "ckptcore.testing")):
+    """Only the parts that come with an extra import it; nothing else imports those parts."""
+    if source.name.startswith(("ckptcore.cli", "ckptcore.telemetry", "ckptcore.testing")):
         return
     reached = {module for module, _ in source.imported_modules() if module.startswith(tuple(EXTRA_DEPENDENCIES))}
     assert reached == set()

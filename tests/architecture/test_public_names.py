@@ -16,9 +16,14 @@ PUBLIC_MODULES = {
     "ckptcore",
     "ckptcore.api",
     "ckptcore.errors",
+    "ckptcore.events",
+    "ckptcore.handlers",
     "ckptcore.hookspecs",
     "ckptcore.planning",
+    "ckptcore.policies",
     "ckptcore.protocols",
+    "ckptcore.step_names",
+    "ckptcore.timelines",
 }
 """Modules whose every name is for users or authors of plugins; the modules of `ckptcore.model` are too."""
 

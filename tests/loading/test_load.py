@@ -267,7 +267,7 @@ def test_a_newer_format_is_refused_as_such(tmp_path: Path) -> None:
     from ckptcore.root import _seal
 
     ckptcore.save(tmp_path / "c", {})
-    document: dict[str, JSON] = {"format": "ckptcore", "version": 2, "state": "committed"}
+    document: dict[str, JSON] = {"format": "ckptcore", "version": 3, "state": "committed"}
     (tmp_path / "c" / "checkpoint.json").write_bytes(_seal(document))
     with pytest.raises(UnsupportedVersionError, match="upgrade"):
         ckptcore.load(tmp_path / "c")

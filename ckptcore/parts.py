@@ -1,0 +1,328 @@
+"""The parts of a save: trees that the processes write together or each for itself, and objects that write files of their own."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Generic, Protocol, TypeAlias, TypeVar
+
+import numpy as np
+
+from ckptcore.builtin.files_layout import FilesLayout
+from ckptcore.errors import NameCollisionError, UnsupportedKeyError, UnsupportedLeafError
+from ckptcore.flattening import Flat, flatten
+from ckptcore.model.arrays import ArraySpec, Box, HostArray, Shard
+from ckptcore.model.metadata import ArrayRecord, LeafRecord, TreeMetadata
+from ckptcore.model.transfer import ArraySegment, BytesSegment, Pending, Segment, WritePlan
+from ckptcore.model.tree import JSON, Node, format_path
+from ckptcore.planning import plan_write
+from ckptcore.plugins import Plugins
+from ckptcore.protocols import (
+    Continuation,
+    FilesHandler,
+    HostMemory,
+    Layout,
+    PerProcessHandler,
+    Snapshot,
+    WriteStore,
+)
+from ckptcore.root import Member
+from ckptcore.snapshots import ViewedSnapshot
+
+__all__ = [
+    "Captured",
+    "FilesCaptured",
+    "FilesDescription",
+    "Part",
+    "PartDescription",
+    "PerProcess",
+    "TreeCaptured",
+    "TreeDescription",
+    "describe_part",
+]
+
+T = TypeVar("T")
+
+StartTransfer: TypeAlias = Callable[[int], Sequence[Pending[HostArray]]]
+"""Begins the transfer of an item of a plan to host memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class PerProcess(Generic[T]):
+    """Says that every process has a value of its own under this name, and each is kept.
+
+    Iterators, random generators and other objects that are known to differ need not be wrapped.
+
+    Attributes:
+        value: what this process has; for a load what it asks for, as it would stand without the wrapper.
+    """
+
+    value: T
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One tree, or one object's files, of a save.
+
+    Attributes:
+        directory: where it goes within the checkpoint; empty where it is the whole checkpoint.
+        layout: how it is laid out.
+        plan: what this process writes of it.
+        own: whether this process writes it alone, and every process one of its own.
+    """
+
+    directory: str
+    layout: Layout
+    plan: WritePlan
+    own: bool
+
+
+class Captured(Protocol):
+    """What a part held when the save began: nobody can change it any more, or has promised not to."""
+
+    def write(self, part: Part, store: WriteStore) -> JSON:
+        """Write it; the layout's receipt."""
+        ...
+
+    def close(self) -> None:
+        """Let go of what it holds; again is no error."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class TreeDescription:
+    """A tree that can be saved.
+
+    Attributes:
+        layout: that will write it.
+        tree: what is in it.
+        shards: by leaf, the boxes that this process holds.
+        flat: its leaves; let go of once they are captured.
+        own: whether every process saves one of its own.
+    """
+
+    layout: Layout
+    tree: TreeMetadata
+    shards: Mapping[int, Sequence[Shard]]
+    flat: Flat
+    own: bool
+
+    def member(self, size: int) -> Member:
+        """What the root of a composite says of it."""
+        return Member("tree", size if self.own else None)
+
+    def plan(self, rank: int, size: int, save_id: str) -> WritePlan:
+        """What this process writes."""
+        rank, size = (0, 1) if self.own else (rank, size)
+        return plan_write(self.tree, self.shards, rank=rank, size=size, save_id=save_id)
+
+    def start_copy(self, plan: WritePlan, memory: HostMemory) -> StartTransfer:
+        """Begins the transfer of an item for an asynchronous save: into memory that nobody can change."""
+        leaves, handlers = self.flat.leaves, self.flat.handlers
+
+        def start(number: int) -> Sequence[Pending[HostArray]]:
+            item = plan.items[number]
+            handler = handlers[item.leaf]
+            assert handler is not None  # placeholders are for loading only
+            return handler.copy_to_host(leaves[item.leaf], item.boxes, memory)
+
+        return start
+
+    def view(self, plan: WritePlan) -> TreeCaptured:
+        """The arrays as they are, for a blocking save."""
+        leaves, handlers = self.flat.leaves, self.flat.handlers
+
+        def start(number: int) -> Sequence[Pending[HostArray]]:
+            item = plan.items[number]
+            handler = handlers[item.leaf]
+            assert handler is not None  # placeholders are for loading only
+            return handler.view_on_host(leaves[item.leaf], item.boxes)
+
+        return TreeCaptured(ViewedSnapshot(plan, start))
+
+
+@dataclass(frozen=True, slots=True)
+class FilesDescription:
+    """An object that writes files of its own.
+
+    Attributes:
+        layout: the one of files.
+        value: the object.
+        handler: what makes it write.
+    """
+
+    layout: Layout
+    value: object
+    handler: FilesHandler
+
+    def member(self, size: int) -> Member:
+        """What the root of a composite says of it."""
+        return Member("files", size)
+
+    def plan(self, rank: int, size: int, save_id: str) -> WritePlan:
+        """No arrays."""
+        return WritePlan(TreeMetadata(Node("dict", (), ()), ()), (), 0, 1, save_id)
+
+    def capture(self) -> FilesCaptured:
+        """Let the object capture what must not change, into a directory of the local disk."""
+        directory = tempfile.mkdtemp(prefix="ckptcore-")
+        try:
+            return FilesCaptured(directory, self.handler.save(self.value, Path(directory)))
+        except BaseException:
+            shutil.rmtree(directory, ignore_errors=True)
+            raise
+
+
+PartDescription: TypeAlias = TreeDescription | FilesDescription
+
+
+class TreeCaptured:
+    """The arrays of a tree."""
+
+    def __init__(self, snapshot: Snapshot) -> None:
+        self.snapshot = snapshot
+
+    def write(self, part: Part, store: WriteStore) -> JSON:
+        """See `Captured`."""
+        return part.layout.write(self.snapshot, store)
+
+    def close(self) -> None:
+        """Nothing: the memory is given back as it is written."""
+
+
+class FilesCaptured:
+    """Files that an object has written, or will write when it is told to go on."""
+
+    def __init__(self, directory: str, continuation: Continuation | None) -> None:
+        self._directory = directory
+        self._continuation = continuation
+
+    def write(self, part: Part, store: WriteStore) -> JSON:
+        """Let the object write the rest, and store every file."""
+        if self._continuation is not None:
+            self._continuation()
+        for path, key in _files_below(self._directory):
+            store.write(key, [_segment(path)])
+        return None
+
+    def close(self) -> None:
+        """Remove the local files."""
+        shutil.rmtree(self._directory, ignore_errors=True)
+
+
+def _segment(path: str) -> Segment:
+    """The bytes of a file, mapped when they are wanted."""
+    size = os.path.getsize(path)
+    if not size:
+        return BytesSegment(b"")
+    box = Box((0,), (size,))
+
+    def map_bytes() -> Sequence[tuple[Box, HostArray]]:
+        return ((box, np.memmap(path, np.uint8, "r", shape=(size,))),)
+
+    return ArraySegment(box, 1, map_bytes, lambda: None)
+
+
+def _files_below(directory: str) -> Sequence[tuple[str, str]]:
+    """The path and the key of every file.
+
+    Raises:
+        UnsupportedLeafError: if there is something that is neither a file nor a directory.
+        NameCollisionError: if a file has the name of one of ckptcore's own.
+    """
+    found = []
+    for parent, directories, names in os.walk(directory):
+        for name in [*names, *(name for name in directories if os.path.islink(os.path.join(parent, name)))]:
+            path = os.path.join(parent, name)
+            key = os.path.relpath(path, directory).replace(os.sep, "/")
+            if os.path.islink(path) or not os.path.isfile(path):
+                raise UnsupportedLeafError(
+                    f"the object wrote {key!r}, which is no plain file; only files can be stored"
+                )
+            if key.startswith("checkpoint."):
+                raise NameCollisionError(
+                    f"the object wrote {key!r}; names that begin with 'checkpoint.' are those of ckptcore's own files"
+                )
+            found.append((path, key))
+    return sorted(found)
+
+
+def describe_part(
+    name: str, value: object, layout: Layout, plugins: Plugins, *, rank: int, size: int
+) -> PartDescription:
+    """Look at what is to be saved under a name, and refuse what cannot be. Writes nothing.
+
+    Args:
+        name: of the checkpointable; empty where it is the whole checkpoint, and then a tree.
+        value: the checkpointable.
+        layout: how trees are to be laid out.
+        plugins: to find who handles it.
+        rank, size: which process of how many this is.
+
+    Raises:
+        UnsupportedLeafError, UnsupportedKeyError, NameCollisionError: say the name, too.
+    """
+    if not name:
+        return _describe_tree(value, layout, plugins, rank, size, own=False)
+    own = isinstance(value, PerProcess)
+    if isinstance(value, PerProcess):
+        value = value.value
+    try:
+        handled = plugins.dispatch_named(value)
+        if handled.files is not None:
+            return FilesDescription(FilesLayout(), value, handled.files)
+        own = own or (isinstance(handled.checkpointable, PerProcessHandler) and handled.checkpointable.per_process)
+        return _describe_tree(value, layout, plugins, rank, size, own=own)
+    except (UnsupportedLeafError, UnsupportedKeyError, NameCollisionError) as error:
+        raise type(error)(f"in {name!r}: {error}") from error
+
+
+def _describe_tree(
+    value: object, layout: Layout, plugins: Plugins, rank: int, size: int, *, own: bool
+) -> TreeDescription:
+    rank, size = (0, 1) if own else (rank, size)
+    flat = flatten(value, plugins)
+    tree, shards = _describe_leaves(flat, rank, size)
+    layout.check(tree, size)
+    return TreeDescription(layout, tree, shards, flat, own)
+
+
+def _describe_leaves(flat: Flat, rank: int, size: int) -> tuple[TreeMetadata, dict[int, Sequence[Shard]]]:
+    records: list[LeafRecord] = []
+    refused: dict[int, UnsupportedLeafError] = {}
+    aliases: dict[int, int] = {}
+    first: dict[tuple[int, Hashable], int] = {}
+    shards: dict[int, Sequence[Shard]] = {}
+    for number, (leaf, handler) in enumerate(zip(flat.leaves, flat.handlers, strict=True)):
+        assert handler is not None  # placeholders are for loading only
+        try:
+            record = handler.describe(leaf)
+            records.append(record)
+            if isinstance(record, ArrayRecord):
+                identity = handler.identity(leaf)
+                if identity is not None:
+                    original = first.setdefault((id(handler), identity), number)
+                    if original != number and _same_array(records[original], record):
+                        aliases[number] = original
+                        continue
+                shards[number] = handler.shards(leaf, rank, size)
+        except UnsupportedLeafError as error:
+            refused[number] = error
+            if len(records) == number:
+                records.append(ArrayRecord(ArraySpec((), "bool")))
+    if refused:
+        paths = list(flat.paths())
+        lines = [f"{format_path(paths[number])}: {error}" for number, error in refused.items()]
+        more = f"; and {len(lines) - 20} more" if len(lines) > 20 else ""
+        raise UnsupportedLeafError("; ".join(lines[:20]) + more + ". Nothing was written") from next(
+            iter(refused.values())
+        )
+    return TreeMetadata(flat.skeleton, tuple(records), aliases), shards
+
+
+def _same_array(first: LeafRecord, second: ArrayRecord) -> bool:
+    return isinstance(first, ArrayRecord) and first.spec == second.spec and first.kind == second.kind

@@ -1,0 +1,273 @@
+"""Making a save durable: claim its location, write every part, and commit.
+
+In a job of several processes every stage ends with an exchange: an error on one rank fails the save on all of them.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NoReturn
+
+from ckptcore.agreement import Agreement
+from ckptcore.background import SaveHandle
+from ckptcore.commit import Claim, Overwrite, claim_location, claimed_store, read_root
+from ckptcore.context import Context
+from ckptcore.engine.recorder import ObjectRecorder
+from ckptcore.errors import CheckpointError, CommitUnknownError, CoordinationTimeoutError, PluginError
+from ckptcore.events import Recording
+from ckptcore.locations import Location, subdirectory
+from ckptcore.model.arrays import Box
+from ckptcore.model.metadata import ArrayRecord, TreeMetadata
+from ckptcore.model.objects import ObjectRecord
+from ckptcore.model.transfer import Receipt, WriteItem
+from ckptcore.model.tree import JSON
+from ckptcore.parts import Captured, Part
+from ckptcore.planning import check_coverage
+from ckptcore.protocols import StorageBackend
+from ckptcore.root import ROOT_KEY, Claimed, Composite, Member, Root, encode_composite, encode_root
+from ckptcore.timelines import timeline_to_json
+
+__all__ = ["Described", "fail_everywhere", "persist"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Described:
+    """A save that was asked for and can go ahead: every rank has the same trees, and their layouts can store them.
+
+    Attributes:
+        location, overwrite, custom, metrics: as asked.
+        save_id: the save.
+        created: when it began, ISO 8601 in UTC.
+        parts: what this process writes.
+        members: what the root lists, by name; None where the checkpoint is one tree.
+        before_commit: called on the leader right before the commit; an error of it stops the save.
+        agreement: with the other processes of the job.
+    """
+
+    location: Location
+    overwrite: Overwrite
+    custom: Mapping[str, JSON]
+    metrics: Mapping[str, float]
+    save_id: str
+    created: str
+    parts: Sequence[Part]
+    members: Mapping[str, Member] | None
+    before_commit: Callable[[], None] | None
+    agreement: Agreement
+
+
+def fail_everywhere(described: Described, error: BaseException) -> NoReturn:
+    """Raise why this process cannot go on with a save, on the other ranks too: they wait for it to claim the location."""
+    with described.agreement.stage("claim"):
+        raise error
+    raise error  # the stage has raised it
+
+
+def persist(
+    described: Described,
+    captured: Sequence[Captured],
+    context: Context,
+    recording: Recording,
+    handle: SaveHandle | None = None,
+) -> None:
+    """Claim the location, write, and commit. On every rank; returns once the checkpoint is committed.
+
+    Args:
+        described: the save.
+        captured: what each of its parts holds.
+        context: options.
+        recording: is told the phases.
+        handle: counts the bytes written.
+
+    Raises:
+        CheckpointError: why it is not committed; then nothing of it is left, and what was there before still is.
+    """
+    agreement = described.agreement
+    claim = None
+    try:
+        with agreement.stage("claim"):
+            if agreement.rank == 0:
+                with recording.phase("claim"):
+                    claim = claim_location(
+                        described.location, described.save_id, described.created, described.overwrite
+                    )
+        store = claim.store if claim is not None else claimed_store(described.location, described.save_id)
+        try:
+            with agreement.stage("write") as stage:
+                with recording.phase("write") as phase:
+                    written = _write(described, captured, store, context, handle)
+                    phase.nbytes = sum(record.size for receipt in written for record in receipt.objects)
+                common = [receipt for part, receipt in zip(described.parts, written, strict=True) if not part.own]
+                if agreement.size > 1:
+                    stage.payload = [_encode_receipt(receipt) for receipt in common]
+        except CoordinationTimeoutError as error:
+            if agreement.rank == 0:
+                raise
+            # The leader may have this rank's receipts and go on without it hearing of that.
+            _look_whether_committed(described, error)
+            return
+        try:
+            with agreement.stage("commit"):
+                if claim is not None:
+                    parts = [part for part in described.parts if not part.own]
+                    receipts = [common] if agreement.size == 1 else _decode_receipts(parts, stage.payloads)
+                    _commit(described, claim, parts, receipts, context, recording)
+        except CoordinationTimeoutError as error:
+            _look_whether_committed(described, error)
+    except BaseException as error:
+        if claim is not None:
+            try:
+                claim.abort()
+            except CheckpointError as failure:
+                # The error that stopped the save says more; the next save removes what is left.
+                error.add_note(f"removing what was written failed too: {failure}")
+        raise
+
+
+def _look_whether_committed(described: Described, error: CoordinationTimeoutError) -> None:
+    """The others did not come to the end of the commit: only the root tells whether it happened."""
+    try:
+        root = read_root(described.location.store)
+    except CheckpointError as unreadable:
+        raise CommitUnknownError(
+            f"whether the save to {described.location.display} committed is not known: {error}, and its root cannot be "
+            f"read: {unreadable}"
+        ) from error
+    if root is None or isinstance(root, Claimed) or root.save_id != described.save_id:
+        raise CommitUnknownError(
+            f"the save to {described.location.display} is not committed, or not yet: {error}; look again before saving"
+        ) from error
+
+
+def _write(
+    described: Described,
+    captured: Sequence[Captured],
+    store: StorageBackend,
+    context: Context,
+    handle: SaveHandle | None,
+) -> list[Receipt]:
+    """Write what this process writes of every part; those that are its own it makes whole."""
+    progress = handle.count if handle is not None else None
+    receipts = []
+    for part, held in zip(described.parts, captured, strict=True):
+        inside = _inside(store, part)
+        recorder = ObjectRecorder(inside, context.io_threads, checksums=context.checksums, progress=progress)
+        state = held.write(part, recorder)
+        held.close()
+        receipt = Receipt(part.plan.rank, part.plan.items, state, recorder.objects)
+        receipts.append(receipt)
+        if part.own:
+            _put_root(inside, _finish(described, part, [receipt], inside, context))
+    return receipts
+
+
+def _inside(store: StorageBackend, part: Part) -> StorageBackend:
+    return subdirectory(store, part.directory) if part.directory else store
+
+
+def _put_root(store: StorageBackend, root: Root) -> None:
+    data, tables = encode_root(root)
+    for key, table in tables.items():
+        store.put(key, table)
+    store.put(ROOT_KEY, data)
+
+
+def _finish(
+    described: Described, part: Part, receipts: Sequence[Receipt], store: StorageBackend, context: Context
+) -> Root:
+    """Make what processes wrote of a part one whole; its root."""
+    tree = part.plan.tree
+    check_coverage(tree, receipts)
+    recorder = ObjectRecorder(store, context.io_threads, checksums=context.checksums)
+    state = part.layout.finish(tree, receipts, recorder)
+    objects: dict[str, ObjectRecord] = {}
+    for record in [*(record for receipt in receipts for record in receipt.objects), *recorder.objects]:
+        if objects.setdefault(record.key, record) is not record:
+            raise PluginError(
+                f"the layout {part.layout.name} wrote {record.key} twice, perhaps from several processes; "
+                "the save is not committed"
+            )
+    return Root(
+        save_id=described.save_id,
+        created=described.created,
+        writer=_writer(),
+        layout=part.layout.name,
+        state=state,
+        tree=tree,
+        objects=objects,
+        member=described.members is not None,
+    )
+
+
+def _commit(
+    described: Described,
+    claim: Claim,
+    parts: Sequence[Part],
+    receipts: Sequence[Sequence[Receipt]],
+    context: Context,
+    recording: Recording,
+) -> None:
+    """On the leader: make the parts that all wrote whole, and the checkpoint there. Receipts are by rank, then by part."""
+    with recording.phase("commit"):
+        whole: Root | None = None
+        for number, part in enumerate(parts):
+            inside = _inside(claim.store, part)
+            root = _finish(described, part, [of_rank[number] for of_rank in receipts], inside, context)
+            if described.members is None:
+                whole = root
+            else:
+                _put_root(inside, root)
+        timeline = timeline_to_json(recording.events)
+        if described.before_commit is not None:
+            described.before_commit()
+        if whole is not None:
+            whole = replace(whole, custom=described.custom, metrics=described.metrics, timeline=timeline)
+            claim.commit(*encode_root(whole))
+            return
+        composite = Composite(
+            save_id=described.save_id,
+            created=described.created,
+            writer=_writer(),
+            members=described.members or {},
+            custom=described.custom,
+            metrics=described.metrics,
+            timeline=timeline,
+        )
+        claim.commit(*encode_composite(composite))
+
+
+@functools.cache
+def _writer() -> Mapping[str, str]:
+    import importlib.metadata  # costs more to import than the rest of this module
+
+    return {"ckptcore": importlib.metadata.version("ckptcore")}
+
+
+def _encode_receipt(receipt: Receipt) -> JSON:
+    return {
+        "rank": receipt.rank,
+        "items": [[item.leaf, [[box.start, box.stop] for box in item.boxes]] for item in receipt.items],
+        "state": receipt.state,
+        "objects": [[record.key, record.size, record.checksums.hex()] for record in receipt.objects],
+    }
+
+
+def _decode_receipts(parts: Sequence[Part], payloads: Sequence[Any]) -> list[list[Receipt]]:
+    """By rank and part, what the processes of this job wrote."""
+    return [
+        [_decode_receipt(encoded, part.plan.tree) for part, encoded in zip(parts, of_rank, strict=True)]
+        for of_rank in payloads
+    ]
+
+
+def _decode_receipt(payload: Any, tree: TreeMetadata) -> Receipt:
+    """A receipt of another process of this job."""
+    items = []
+    for leaf, boxes in payload["items"]:
+        record = tree.leaves[leaf]
+        assert isinstance(record, ArrayRecord)  # plans have no other items
+        items.append(WriteItem(leaf, record.spec, tuple([Box(tuple(start), tuple(stop)) for start, stop in boxes])))
+    objects = tuple([ObjectRecord(key, size, bytes.fromhex(checksums)) for key, size, checksums in payload["objects"]])
+    return Receipt(payload["rank"], tuple(items), payload["state"], objects)
