@@ -116,9 +116,10 @@ _OPTIMIZER: Final = "optimizer_variables"
 _METRICS: Final = "metrics_variables"
 
 _PROTOCOLS: Final[tuple[tuple[str, str, CheckpointableHandler], ...]] = (
+    # First, because such a model may have a state dict too, from the framework below it, without its optimizer.
+    ("get_state_tree", "set_state_tree", StateTreeHandler()),
     ("state_dict", "load_state_dict", StateDictHandler()),
     ("get_state", "set_state", GetStateHandler()),
-    ("get_state_tree", "set_state_tree", StateTreeHandler()),
 )
 """How a state is got, how it is set, and who does it, in the order of precedence."""
 

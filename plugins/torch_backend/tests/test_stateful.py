@@ -10,7 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from ckptcore_torch.stateful import GeneratorHandler, ModuleHandler, OptimizerHandler, StateDictHandler
+from ckptcore_torch.stateful import (
+    GeneratorHandler,
+    ModuleHandler,
+    OptimizerHandler,
+    StateDictHandler,
+    handler_of_type,
+)
 
 from ckptcore.errors import TreeMismatchError
 from ckptcore.model import AbstractArray
@@ -344,3 +350,17 @@ def test_tensors_of_an_optimizer_stay_the_same_objects() -> None:
     OPTIMIZERS.restore(optimizer, state)
     assert optimizer.param_groups[0]["lr"] is option
     assert option.item() == 0.25
+
+
+def test_a_module_that_gives_more_than_its_state_dict_is_left_to_that() -> None:
+    """A model of Keras: its state dict has no optimizer."""
+
+    class WithTree(torch.nn.Module):
+        def get_state_tree(self) -> dict[str, object]:
+            return {}
+
+        def set_state_tree(self, tree: dict[str, object]) -> None:
+            pass
+
+    assert handler_of_type(WithTree) is None
+    assert isinstance(handler_of_type(torch.nn.Module), ModuleHandler)

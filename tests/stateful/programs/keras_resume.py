@@ -1,0 +1,74 @@
+"""A program that saves a model of Keras, loads it into a new one, and trains both on: prints what it compared."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import keras  # type: ignore[import-untyped]  # ships no types
+import numpy as np
+
+import ckptcore
+from ckptcore.errors import TreeMismatchError
+from ckptcore.handlers import StateTreeHandler
+from ckptcore.plugins import installed_plugins
+
+INPUTS = np.linspace(-1, 1, 24, dtype=np.float32).reshape(8, 3)
+TARGETS = INPUTS.sum(axis=1, keepdims=True)
+
+
+def make(seed: int, name: str = "out") -> Any:
+    """A compiled model that made no step."""
+    keras.backend.clear_session()
+    keras.utils.set_random_seed(seed)
+    layers = [
+        keras.Input((3,), name="in"),
+        keras.layers.Dense(4, name="hidden"),
+        keras.layers.BatchNormalization(name="norm"),
+        keras.layers.Dropout(0.5, seed=seed, name="drop"),
+        keras.layers.Dense(1, name=name),
+    ]
+    model = keras.Sequential(layers, name="model")
+    model.compile(keras.optimizers.Adam(0.01, name="adam"), "mse", metrics=["mae"])
+    return model
+
+
+def train(model: Any, epochs: int) -> None:
+    """Some steps, always the same."""
+    model.fit(INPUTS, TARGETS, batch_size=4, epochs=epochs, shuffle=False, verbose=0)
+
+
+def bits(model: Any) -> dict[str, bytes]:
+    """Every variable."""
+    found = {variable.path: variable for variable in (*model.variables, *model.optimizer.variables)}
+    return {path: keras.ops.convert_to_numpy(variable.value).tobytes() for path, variable in found.items()}
+
+
+def main(directory: str) -> None:
+    """Save, load, train on."""
+    model = make(0)
+    assert type(installed_plugins().dispatch(model).checkpointable) is StateTreeHandler
+    train(model, 2)
+    ckptcore.save(f"{directory}/step", {"model": model})
+    saved = bits(model)
+
+    other = make(1)
+    ckptcore.load_into(f"{directory}/step", {"model": other})
+    # A new model makes the variables of this metric with its first step, and starts them anew with each epoch.
+    assert bits(other) == {path: held for path, held in saved.items() if "mean_absolute_error" not in path}
+    train(model, 2)
+    train(other, 2)
+    assert bits(other) == bits(model)
+    assert bits(other) != saved
+
+    try:
+        ckptcore.load_into(f"{directory}/step", {"model": make(3, name="renamed")})
+    except TreeMismatchError as error:
+        assert "renamed" in str(error)
+    else:
+        raise AssertionError("a model with a layer of another name was loaded into")
+    print(keras.backend.backend(), len(saved))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,70 @@
+"""A program that saves data loaders of torchdata half-way, and goes on with new ones: prints the cases that are right."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.utils.data
+from torchdata.stateful_dataloader import StatefulDataLoader  # type: ignore[import-untyped]  # ships no types
+
+import ckptcore
+
+
+class Counting(torch.utils.data.IterableDataset[int]):
+    """A data set with a state of its own."""
+
+    def __init__(self) -> None:
+        self.position = 0
+
+    def __iter__(self) -> Iterator[int]:
+        while self.position < 30:
+            self.position += 1
+            yield self.position
+
+    def state_dict(self) -> dict[str, int]:
+        """Its position."""
+        return {"position": self.position}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Take it back."""
+        self.position = state["position"]
+
+
+def mapped(workers: int) -> Any:
+    """Shuffled, with a generator of its own."""
+    generator = torch.Generator().manual_seed(3)
+    numbers: Any = list(range(40))
+    return StatefulDataLoader(numbers, batch_size=2, shuffle=True, num_workers=workers, generator=generator)
+
+
+def iterable(workers: int) -> Any:
+    """A data set that keeps its own position."""
+    return StatefulDataLoader(Counting(), batch_size=2, num_workers=workers)
+
+
+def main(directory: str) -> None:
+    """Run every case."""
+    for make in (mapped, iterable):
+        for workers in (0, 2):
+            for taken in (0, 3, 9):
+                name = f"{make.__name__} {workers} {taken}"
+                loader = make(workers)
+                batches = iter(loader)
+                for _ in range(taken):
+                    next(batches)
+                handle = ckptcore.save_async(f"{directory}/{name}", {"data": loader})
+                expected = [batch.tolist() for batch in batches]
+                handle.result()
+                other = make(workers)
+                ckptcore.load_into(f"{directory}/{name}", {"data": other})
+                found = [batch.tolist() for batch in other]
+                assert found == expected, (name, found, expected)
+                assert found, name
+                print(name)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

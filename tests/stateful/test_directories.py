@@ -1,0 +1,345 @@
+"""Objects that save themselves to a directory: who is one, and what runs where."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import gc
+import json
+import threading
+import warnings
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from etils import epath  # type: ignore[import-untyped]  # ships no types
+
+from ckptcore.builtin.awaiting import DirectoryToAwait, run
+from ckptcore.errors import PluginError
+from ckptcore.handlers import SavesToDirectoryAsyncHandler, SavesToDirectoryHandler, StateDictHandler
+from ckptcore.plugins import installed_plugins
+from ckptcore.protocols import StatefulCheckpointable
+
+PLAIN, ASYNC = SavesToDirectoryHandler(), SavesToDirectoryAsyncHandler()
+
+
+class Plain:
+    """Saves itself."""
+
+    def __init__(self) -> None:
+        self.value = 1
+
+    def save(self, directory: Path) -> None:
+        """One file."""
+        (directory / "value").write_text(str(self.value))
+
+    def load(self, directory: Path) -> None:
+        """Read it."""
+        self.value = int((directory / "value").read_text())
+
+
+class PlainWithStateDict(Plain):
+    """Has a state dict too."""
+
+    def state_dict(self) -> dict[str, int]:
+        """The value."""
+        return {"value": self.value}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Take it back."""
+        self.value = state["value"]
+
+
+class PlainWithOptions(Plain):
+    """Its methods take more, if asked."""
+
+    def save(self, directory: Path, indent: int = 0, *, sync: bool = True) -> None:
+        """One file."""
+        super().save(directory)
+
+
+def logged(method: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return method(*args, **kwargs)
+
+    return call
+
+
+class Decorated:
+    """Asynchronous underneath."""
+
+    @logged
+    async def save(self, directory: Any) -> None:
+        """Nothing."""
+
+    @logged
+    async def load(self, directory: Any) -> None:
+        """Nothing."""
+
+
+class Threads:
+    """Notes the threads on which its phases run, and writes what it held."""
+
+    def __init__(self) -> None:
+        self.value = 1
+        self.threads: list[int] = []
+
+    async def save(self, directory: Any) -> Awaitable[None]:
+        """Capture."""
+        self.threads.append(threading.get_ident())
+        assert isinstance(directory.path, epath.Path)
+        return self._write(directory, self.value)
+
+    async def _write(self, directory: Any, value: int) -> None:
+        self.threads.append(threading.get_ident())
+        parts = await (directory / "parts").await_creation()
+        await asyncio.to_thread(parts.mkdir)
+        await asyncio.gather(*[asyncio.to_thread((parts / str(part)).write_text, str(value)) for part in range(3)])
+
+    async def load(self, directory: Any) -> Awaitable[None]:
+        """Read."""
+        assert isinstance(directory, epath.Path)
+
+        async def read() -> None:
+            self.value = int((directory / "parts" / "2").read_text())
+
+        return read()
+
+
+class OnePhase:
+    """Does all of it at once."""
+
+    value = 0
+
+    async def save(self, directory: Any) -> None:
+        """Write."""
+        path = await directory.await_creation()
+        (path / "value").write_text("7")
+
+    async def load(self, directory: Any) -> None:
+        """Read."""
+        self.value = int((directory / "value").read_text())
+
+
+class OtherName:
+    """Might be anything."""
+
+    def save(self, path: Path) -> None:
+        """Elsewhere."""
+
+    def load(self, path: Path) -> None:
+        """Elsewhere."""
+
+
+class Constructs:
+    """`load` makes an object, and does not restore one."""
+
+    def save(self, directory: Path) -> None:
+        """Write."""
+
+    @classmethod
+    def load(cls, directory: Path) -> Constructs:
+        """A new one."""
+        return cls()
+
+
+class NeedsMore(Plain):
+    """One more to give."""
+
+    def save(self, directory: Path, step: int) -> None:  # type: ignore[override]  # on purpose
+        """Write."""
+
+
+class NeedsAName(Plain):
+    """One more to give by name."""
+
+    def save(self, directory: Path, *, step: int) -> None:  # type: ignore[override]  # on purpose
+        """Write."""
+
+
+class OnlySaves:
+    """Never loads."""
+
+    def save(self, directory: Path) -> None:
+        """Write."""
+
+
+class HalfAwaited(Plain):
+    """One is a coroutine, one is not."""
+
+    async def save(self, directory: Any) -> None:  # type: ignore[override]  # on purpose
+        """Write."""
+
+
+class AnyArguments:
+    """Tells nothing."""
+
+    def save(self, *args: object, **kwargs: object) -> None:
+        """Write."""
+
+    load = save
+
+
+@pytest.mark.parametrize(
+    ("value", "handler"),
+    [
+        (Plain(), SavesToDirectoryHandler),
+        (PlainWithOptions(), SavesToDirectoryHandler),
+        (Threads(), SavesToDirectoryAsyncHandler),
+        (OnePhase(), SavesToDirectoryAsyncHandler),
+        (Decorated(), SavesToDirectoryAsyncHandler),
+    ],
+    ids=lambda value: getattr(value, "__name__", type(value).__name__),
+)
+def test_who_is_one(value: object, handler: type) -> None:
+    assert type(installed_plugins().dispatch_named(value).files) is handler
+    assert installed_plugins().dispatch(value).files is None, "files need a name of their own"
+
+
+@pytest.mark.parametrize(
+    "value",
+    [OtherName(), Constructs(), NeedsMore(), NeedsAName(), OnlySaves(), HalfAwaited(), AnyArguments(), Plain]
+    + [{}, [], 1, "text", None, object()],
+    ids=lambda value: getattr(value, "__name__", type(value).__name__),
+)
+def test_who_is_not(value: object) -> None:
+    assert installed_plugins().dispatch_named(value).files is None
+
+
+def test_files_come_before_a_state_dict_and_only_under_a_name() -> None:
+    value = PlainWithStateDict()
+    assert type(installed_plugins().dispatch_named(value).files) is SavesToDirectoryHandler
+    assert type(installed_plugins().dispatch(value).checkpointable) is StateDictHandler
+    chosen = installed_plugins().having([], {PlainWithStateDict: StateDictHandler()})
+    assert type(chosen.dispatch_named(value).checkpointable) is StateDictHandler
+
+
+def test_plain_methods_are_the_protocol() -> None:
+    assert isinstance(Plain(), StatefulCheckpointable)
+
+
+def test_an_awaitable_that_nobody_awaits_is_refused(tmp_path: Path) -> None:
+    class Hides(Plain):
+        def save(self, directory: Path) -> Any:
+            async def write() -> None:
+                pass
+
+            return write()
+
+    with pytest.raises(PluginError, match="write it as `async def save`"):
+        PLAIN.save(Hides(), tmp_path)
+
+
+def test_phases_run_where_they_should(tmp_path: Path) -> None:
+    value = Threads()
+    rest = ASYNC.save(value, tmp_path)
+    assert rest is not None
+    assert list(tmp_path.iterdir()) == []
+    value.value = 2
+    background = threading.Thread(target=rest)
+    background.start()
+    background.join()
+    assert value.threads[0] == threading.get_ident()
+    assert value.threads[1] != threading.get_ident()
+    assert ASYNC.load(value, tmp_path) is value
+    assert value.value == 1
+
+
+def test_one_phase_leaves_no_rest(tmp_path: Path) -> None:
+    assert ASYNC.save(OnePhase(), tmp_path) is None
+    target = OnePhase()
+    ASYNC.load(target, tmp_path)
+    assert target.value == 7
+
+
+def test_errors_come_through(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        ASYNC.load(Threads(), tmp_path)
+
+    async def program() -> None:
+        with pytest.raises(FileNotFoundError):
+            ASYNC.load(Threads(), tmp_path)
+
+    asyncio.run(program())
+    rest = ASYNC.save(Threads(), tmp_path / "not there")
+    assert rest is not None
+    with pytest.raises(FileNotFoundError):
+        rest()
+
+
+def test_a_save_that_is_given_up_warns_of_nothing(tmp_path: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        rest = ASYNC.save(Threads(), tmp_path)
+        del rest
+        gc.collect()
+
+
+def test_the_event_loop_of_a_thread_stays(tmp_path: Path) -> None:
+    loop = asyncio.new_event_loop()
+    asyncio.set_event_loop(loop)
+    try:
+        rest = ASYNC.save(Threads(), tmp_path)
+        assert rest is not None
+        rest()
+        assert asyncio.get_event_loop() is loop
+        assert not loop.is_closed()
+    finally:
+        asyncio.set_event_loop(None)
+        loop.close()
+
+
+def test_no_thread_is_left(tmp_path: Path) -> None:
+    before = threading.active_count()
+    rest = ASYNC.save(Threads(), tmp_path)
+    assert rest is not None
+    rest()
+    assert threading.active_count() == before
+
+
+def test_what_is_bound_to_a_context_is_there() -> None:
+    """Also where another thread has to run it, because a loop runs in this one."""
+    import contextvars
+
+    variable = contextvars.ContextVar("variable", default=0)
+
+    async def read() -> int:
+        return variable.get()
+
+    async def program() -> int:
+        variable.set(3)
+        return run(read)
+
+    assert asyncio.run(program()) == 3
+
+
+def test_a_directory_to_await_is_what_orbax_gives(tmp_path: Path) -> None:
+    from orbax.checkpoint._src.path.types import PathAwaitingCreation  # type: ignore[import-untyped]  # no types
+
+    directory = DirectoryToAwait(tmp_path)
+    assert isinstance(directory, PathAwaitingCreation)
+    assert directory.path == tmp_path
+    assert (directory / "below").path == tmp_path / "below"
+    assert run(directory.await_creation) == tmp_path
+
+
+def test_what_orbax_takes_for_one_so_do_we(tmp_path: Path) -> None:
+    """The object goes through Orbax, and through here, and comes back the same."""
+    import orbax.checkpoint.experimental.v1 as ocp  # type: ignore[import-untyped]  # ships no types
+
+    value = Threads()
+    assert isinstance(value, ocp.StatefulCheckpointable)
+    value.value = 5
+    ocp.save_checkpointables(tmp_path / "orbax", {"threads": value})
+    theirs = Threads()
+    ocp.load_checkpointables(tmp_path / "orbax", {"threads": theirs})
+    (tmp_path / "ours").mkdir()
+    rest = ASYNC.save(value, tmp_path / "ours")
+    assert rest is not None
+    rest()
+    ours = Threads()
+    ASYNC.load(ours, tmp_path / "ours")
+    assert ours.value == theirs.value == 5
+    assert json.loads((tmp_path / "ours" / "parts" / "0").read_text()) == 5

@@ -1,0 +1,43 @@
+"""Data loaders with worker processes, and Keras with each of its backends: in programs of their own.
+
+Workers are forked, which a process must not do that runs JAX's threads, and Keras takes its backend when it is imported.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from tests.architecture.sources import ROOT
+
+PROGRAMS = ROOT / "tests" / "stateful" / "programs"
+
+
+def run(program: str, directory: Path, **environment: str) -> str:
+    done = subprocess.run(
+        [sys.executable, str(PROGRAMS / program), str(directory)],
+        env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return done.stdout
+
+
+@pytest.mark.skipif(find_spec("torchdata") is None, reason="torchdata is not installed")
+def test_data_loaders_go_on(tmp_path: Path) -> None:
+    assert len(run("torchdata_resume.py", tmp_path).splitlines()) == 12
+
+
+@pytest.mark.skipif(find_spec("keras") is None, reason="Keras is not installed")
+@pytest.mark.parametrize("backend", ["jax", "torch"])
+def test_keras_goes_on(backend: str, tmp_path: Path) -> None:
+    printed = run("keras_resume.py", tmp_path, KERAS_BACKEND=backend, KERAS_HOME=str(tmp_path / "keras"))
+    assert printed.split()[0] == backend

@@ -1,0 +1,449 @@
+"""Objects that give and take their state by methods they already have, saved and loaded as parts of trees."""
+
+from __future__ import annotations
+
+import abc
+import collections
+import dataclasses
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+
+import ckptcore
+from ckptcore.errors import TreeMismatchError, UnsupportedKeyError, UnsupportedLeafError
+from ckptcore.handlers import GetStateHandler, StateDictHandler, StateTreeHandler
+from ckptcore.plugins import installed_plugins
+from ckptcore.protocols import PerProcessHandler
+from ckptcore.testing import CheckpointableExample, CheckpointableHandlerTests
+
+
+class Keeper:
+    """Has a state dict."""
+
+    def __init__(self, state: Any = None) -> None:
+        self.state = {} if state is None else state
+
+    def state_dict(self) -> Any:
+        """Its state itself."""
+        return self.state
+
+    def load_state_dict(self, state: Any) -> None:
+        """Take it back."""
+        self.state = state
+
+
+class Iterates:
+    """Has a state of bytes."""
+
+    def __init__(self, position: int = 0) -> None:
+        self.position = position
+
+    def get_state(self) -> bytes:
+        """Its position."""
+        return str(self.position).encode()
+
+    def set_state(self, state: bytes) -> None:
+        """Take it back."""
+        self.position = int(state)
+
+
+class Model:
+    """Has a state tree, and a setter that passes over what it does not know."""
+
+    class Optimizer:
+        """Makes its variables when it is built."""
+
+        def __init__(self) -> None:
+            self.built = False
+            self.slots: dict[str, Any] = {}
+
+        def build(self, variables: dict[str, Any]) -> None:
+            """A slot for each variable."""
+            self.built = True
+            self.slots = {name: np.zeros_like(variable) for name, variable in variables.items()}
+
+    def __init__(self, **variables: Any) -> None:
+        self.trainable_variables = variables
+        self.optimizer: Model.Optimizer | None = self.Optimizer()
+        self.metrics: dict[str, Any] = {}
+
+    def train(self, amount: float) -> Model:
+        """Makes the slots and the metrics, and changes everything."""
+        assert self.optimizer is not None
+        if not self.optimizer.built:
+            self.optimizer.build(self.trainable_variables)
+        for name, slot in self.optimizer.slots.items():
+            slot += amount
+            self.trainable_variables[name] = self.trainable_variables[name] - slot
+        self.metrics = {"loss": np.float32(amount)}
+        return self
+
+    def get_state_tree(self) -> dict[str, Any]:
+        """All of it."""
+        assert self.optimizer is not None
+        return {
+            "trainable_variables": dict(self.trainable_variables),
+            "optimizer_variables": dict(self.optimizer.slots),
+            "metrics_variables": dict(self.metrics),
+        }
+
+    def set_state_tree(self, tree: dict[str, Any]) -> None:
+        """Set what is known."""
+        assert self.optimizer is not None
+        for mine, given in (
+            (self.trainable_variables, tree["trainable_variables"]),
+            (self.optimizer.slots, tree["optimizer_variables"]),
+            (self.metrics, tree["metrics_variables"]),
+        ):
+            mine.update({name: given[name] for name in mine if name in given})
+
+
+def _model(seed: float) -> Model:
+    return Model(w=np.full(3, seed), b=np.full(2, -seed)).train(seed)
+
+
+def _tree_bits(model: Model) -> object:
+    return {
+        section: {name: np.asarray(value).tobytes() for name, value in held.items()}
+        for section, held in model.get_state_tree().items()
+    }
+
+
+class TestStateDict(CheckpointableHandlerTests):
+    """``state_dict`` and ``load_state_dict``."""
+
+    handler = StateDictHandler()
+    examples = (
+        CheckpointableExample(
+            "keeper",
+            lambda: Keeper({"a": 1, "b": (2.0, None)}),
+            lambda: Keeper({"a": 2}),
+            lambda made: repr(made.state),
+        ),
+    )
+
+
+class TestGetState(CheckpointableHandlerTests):
+    """``get_state`` and ``set_state``."""
+
+    handler = GetStateHandler()
+    examples = (
+        CheckpointableExample("bytes", lambda: Iterates(3), lambda: Iterates(4), lambda made: (made.position,)),
+    )
+
+
+class TestStateTree(CheckpointableHandlerTests):
+    """``get_state_tree`` and ``set_state_tree``."""
+
+    handler = StateTreeHandler()
+    examples = (CheckpointableExample("model", lambda: _model(1.0), lambda: _model(2.0), _tree_bits),)
+
+
+def test_they_are_parts_of_a_tree(tmp_path: Path) -> None:
+    tree = {"weights": np.arange(3.0), "parts": [Keeper({"a": 1}), Iterates(7)], "model": _model(1.0)}
+    ckptcore.save(tmp_path / "step", tree)
+    target: Any = {"weights": np.zeros(3), "parts": [Keeper(), Iterates()], "model": _model(2.0)}
+    ckptcore.load_into(tmp_path / "step", target)
+    assert target["parts"][0].state == {"a": 1}
+    assert target["parts"][1].position == 7
+    assert _tree_bits(target["model"]) == _tree_bits(_model(1.0))
+    loaded: Any = ckptcore.load(tmp_path / "step")
+    assert loaded["parts"] == [{"a": 1}, b"7"]
+
+
+def test_load_gives_the_state(tmp_path: Path) -> None:
+    ckptcore.save(tmp_path / "step", Iterates(12345))
+    like = Iterates()
+    assert ckptcore.load(tmp_path / "step", like) == b"12345"
+    assert like.position == 0
+
+
+def test_what_changes_during_a_save_is_not_saved(tmp_path: Path) -> None:
+    held = np.arange(5.0)
+    keeper = Keeper({"array": held, "list": [1], "number": 1})
+    handle = ckptcore.save_async(tmp_path / "step", {"keeper": keeper})
+    held += 100
+    keeper.state["list"].append(2)
+    keeper.state["number"] = 2
+    handle.result()
+    loaded: Any = ckptcore.load(tmp_path / "step")
+    assert loaded["keeper"]["array"].tolist() == [0, 1, 2, 3, 4]
+    assert (loaded["keeper"]["list"], loaded["keeper"]["number"]) == ([1], 1)
+
+
+# --- the structure and the types of what comes back
+
+
+class Tagged(dict[str, Any]):
+    """A dict that carries something."""
+
+    tag = ""
+
+
+Pair = collections.namedtuple("Pair", ("left", "right"))
+
+
+def _full() -> dict[Any, Any]:
+    tagged = Tagged(inner=1)
+    tagged.tag = "kept"
+    return {
+        "tensor": torch.arange(4, dtype=torch.uint8),
+        "grown": torch.arange(6.0),
+        "numpy": np.arange(3, dtype=np.int16),
+        "jax": jnp.arange(3),
+        "scalar": np.float32(2.5),
+        "counter": collections.Counter("abca"),
+        "ordered": collections.OrderedDict(z=1, a=2),
+        "default": collections.defaultdict(list, {1: [1, 2]}),
+        "tagged": tagged,
+        "pair": Pair(1, "two"),
+        "size": torch.Size([1, 2]),
+        "tuple": (1, (2, [3])),
+        "list": [torch.zeros(2), None],
+        "empty": {},
+        "none": None,
+        "flag": True,
+        "big": 1 << 127,
+        "bytes": b"\x00" * 100_000,
+        "text": "é" * 50_000,
+        "float": 0.1,
+        7: "an int key",
+    }
+
+
+def _assert_same(found: Any, expected: Any, where: str = "state") -> None:
+    assert type(found) is type(expected), where
+    if isinstance(expected, dict):
+        assert list(found) == list(expected), where
+        for key in expected:
+            _assert_same(found[key], expected[key], f"{where}[{key!r}]")
+    elif isinstance(expected, list | tuple):
+        assert len(found) == len(expected), where
+        for position, (child, wanted) in enumerate(zip(found, expected, strict=True)):
+            _assert_same(child, wanted, f"{where}[{position}]")
+    elif hasattr(expected, "dtype"):
+        assert found.dtype == expected.dtype, where
+        assert np.array_equal(np.asarray(found), np.asarray(expected)), where
+    else:
+        assert found == expected, where
+
+
+def test_a_state_comes_back_as_it_was_with_all_its_types(tmp_path: Path) -> None:
+    ckptcore.save(tmp_path / "step", Keeper(_full()))
+    own = _full()
+    own["grown"] = torch.zeros(2)
+    own["counter"].clear()
+    own["default"].clear()
+    own["more"] = "what the target has and the checkpoint has not"
+    target = Keeper(own)
+    ckptcore.load_into(tmp_path / "step", target)
+    _assert_same(target.state, _full())
+    assert target.state["tagged"].tag == "kept"
+    assert target.state["default"].default_factory is list
+
+
+def test_an_object_without_the_state_gets_it_in_pythons_and_numpys_types(tmp_path: Path) -> None:
+    ckptcore.save(tmp_path / "step", Keeper(_full()))
+    target = Keeper({"none": 3, "tensor": "a str", "list": 5, "counter": [1], "numpy": None})
+    ckptcore.load_into(tmp_path / "step", target)
+    found, expected = target.state, _full()
+    assert list(found) == list(expected)
+    for key in ("tensor", "grown", "numpy", "jax"):
+        assert type(found[key]) is np.ndarray
+        assert np.array_equal(found[key], np.asarray(expected[key]))
+    for same in ("scalar", "ordered", "tuple", "empty", "none", "flag", "big", "bytes", "text", "float", 7):
+        _assert_same(found[same], expected[same], str(same))
+    assert found["counter"] == dict(expected["counter"])
+    assert found["pair"] == {"left": 1, "right": "two"}
+
+
+def test_arrays_of_the_object_itself_are_left_to_its_setter(tmp_path: Path) -> None:
+    """They may be arrays of others too, and one array in two places."""
+    shared = torch.zeros(3)
+
+    class Sharing(Keeper):
+        def load_state_dict(self, state: Any) -> None:
+            assert shared.tolist() == [0, 0, 0]
+            super().load_state_dict(state)
+
+    ckptcore.save(tmp_path / "step", Keeper({"a": torch.ones(3), "b": torch.arange(3.0)}))
+    target = Sharing({"a": shared, "b": shared})
+    ckptcore.load_into(tmp_path / "step", target)
+    assert target.state["a"].tolist() == [1, 1, 1]
+    assert target.state["b"].tolist() == [0, 1, 2]
+
+
+def test_a_state_that_is_nothing(tmp_path: Path) -> None:
+    ckptcore.save(tmp_path / "step", {"keeper": Keeper({})})
+    target = Keeper({"a": 1})
+    ckptcore.load_into(tmp_path / "step", {"keeper": target})
+    assert target.state == {}
+
+
+@pytest.mark.parametrize(
+    ("state", "error", "message"),
+    [
+        ({"seen": {1, 2}}, UnsupportedLeafError, "keeper/seen is a builtins.set"),
+        ({"inner": {(1, 2): 3}}, UnsupportedKeyError, r"keeper/inner has the key \(1, 2\) of type tuple"),
+        ({True: 3}, UnsupportedKeyError, "keeper has the key True of type bool"),
+        ({"queue": collections.deque()}, UnsupportedLeafError, "keeper/queue is a collections.deque"),
+    ],
+)
+def test_what_cannot_be_stored_is_named(state: Any, error: type[Exception], message: str, tmp_path: Path) -> None:
+    with pytest.raises(error, match=message):
+        ckptcore.save(tmp_path / "step", {"keeper": Keeper(state)})
+    assert list(tmp_path.iterdir()) == []
+
+
+# --- state trees
+
+
+def test_a_new_model_gets_its_optimizer_built(tmp_path: Path) -> None:
+    ckptcore.save(tmp_path / "step", _model(1.0))
+    target = Model(w=np.zeros(3), b=np.zeros(2))
+    ckptcore.load_into(tmp_path / "step", target)
+    assert target.optimizer is not None and target.optimizer.built
+    found, expected = _tree_bits(target.train(3.0)), _tree_bits(_model(1.0).train(3.0))
+    assert found == expected
+
+
+def test_variables_that_a_setter_would_pass_over_are_a_mismatch(tmp_path: Path) -> None:
+    ckptcore.save(tmp_path / "step", _model(1.0))
+    target = Model(w=np.zeros(3), renamed=np.zeros(2)).train(1.0)
+    before = _tree_bits(target)
+    with pytest.raises(TreeMismatchError, match="unexpected: trainable_variables/b is stored"):
+        ckptcore.load_into(tmp_path / "step", target)
+    assert _tree_bits(target) == before
+
+
+def test_a_model_without_an_optimizer_is_told_to_be_compiled(tmp_path: Path) -> None:
+    model = Model(w=np.zeros(3))
+    model.optimizer = None
+    with pytest.raises(UnsupportedLeafError, match="compile it first"):
+        ckptcore.save(tmp_path / "step", model)
+
+
+# --- who is taken for what
+
+
+class WithBoth(Iterates):
+    """A state dict comes before a state."""
+
+    def state_dict(self) -> dict[str, int]:
+        """Its position."""
+        return {"position": self.position}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Take it back."""
+        self.position = state["position"]
+
+
+@dataclasses.dataclass
+class Fields:
+    """A dataclass that says itself what its state is."""
+
+    position: int
+    cache: object = None
+
+    def state_dict(self) -> dict[str, int]:
+        """Only the position."""
+        return {"position": self.position}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Take it back."""
+        self.position = state["position"]
+
+
+class KeepingDict(dict[str, int]):
+    """A container first."""
+
+    def state_dict(self) -> dict[str, int]:
+        """Not asked."""
+        raise AssertionError
+
+    load_state_dict = state_dict
+
+
+class StatesOfOthers:
+    """Has methods of these names that do something else."""
+
+    def get_state(self, country: str) -> str:
+        """A part of a country."""
+        return country
+
+    def set_state(self, country: str, state: str) -> None:
+        """Two things to know."""
+
+    state_dict = "not a method"
+
+    def load_state_dict(self, state: object) -> None:
+        """Half a protocol."""
+
+    @classmethod
+    def get_state_tree(cls) -> None:
+        """A method of the class."""
+
+    @staticmethod
+    def set_state_tree(tree: object) -> None:
+        """No method of instances."""
+
+
+class Optional(abc.ABC):
+    """More parameters, with defaults."""
+
+    def state_dict(self, destination: object = None, *, keep: bool = False, **more: object) -> dict[str, int]:
+        """A state."""
+        return {}
+
+    def load_state_dict(self, state: object, strict: bool = True, *more: object) -> None:
+        """Take it back."""
+
+
+@pytest.mark.parametrize(
+    ("value", "handler"),
+    [
+        (Keeper(), StateDictHandler),
+        (WithBoth(), StateDictHandler),
+        (Fields(3), StateDictHandler),
+        (Optional(), StateDictHandler),
+        (Iterates(), GetStateHandler),
+        (Model(), StateTreeHandler),
+    ],
+    ids=lambda value: getattr(value, "__name__", type(value).__name__),
+)
+def test_who_handles_it(value: object, handler: type) -> None:
+    found = installed_plugins().dispatch(value)
+    assert type(found.checkpointable) is handler
+    assert installed_plugins().dispatch_named(value) == found
+
+
+@pytest.mark.parametrize(
+    "value",
+    [{}, KeepingDict(), [], (), np.zeros(2), np.float32(1), torch.zeros(2), jnp.zeros(2), "text", b"", 1, None]
+    + [Keeper, Keeper.state_dict, ModuleType("module"), object(), StatesOfOthers()],
+    ids=lambda value: getattr(value, "__name__", type(value).__name__),
+)
+def test_who_is_not_taken_for_one(value: object) -> None:
+    found = installed_plugins().dispatch_named(value)
+    assert found.checkpointable is None
+    assert found.files is None
+
+
+def test_what_each_process_has_for_itself() -> None:
+    assert isinstance(StateDictHandler(), PerProcessHandler) and StateDictHandler().per_process
+    assert GetStateHandler().per_process
+    assert not StateTreeHandler().per_process
+
+
+def test_a_context_chooses_another_protocol(tmp_path: Path) -> None:
+    context = ckptcore.Context(handlers={WithBoth: GetStateHandler()})
+    ckptcore.save(tmp_path / "step", WithBoth(5), context=context)
+    assert ckptcore.load(tmp_path / "step") == b"5"
+    target = WithBoth()
+    ckptcore.load_into(tmp_path / "step", target, context=context)
+    assert target.position == 5
