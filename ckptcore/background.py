@@ -69,6 +69,10 @@ class SaveHandle:
         """Whether the save is committed or failed."""
         return self._future.done()
 
+    def when_done(self, act: Callable[[BaseException | None], None]) -> None:
+        """Call `act` with the error, or None, when the save is over: on its thread, or here and now if it is over."""
+        self._future.add_done_callback(lambda future: act(future.exception()))
+
     @property
     def progress(self) -> Progress:
         """How far the save is."""

@@ -34,12 +34,14 @@ __all__ = [
     "Overwrite",
     "claim_location",
     "claimed_store",
+    "is_committed",
     "is_hidden_name",
     "parse_root",
     "read_root",
     "refuse_to_replace",
     "remove_checkpoint",
     "root_bytes",
+    "sweep_directory",
 ]
 
 logger = logging.getLogger("ckptcore.commit")
@@ -176,6 +178,34 @@ def root_bytes(store: StorageBackend) -> bytes | None:
         return None
 
 
+def is_committed(store: StorageBackend) -> bool | None:
+    """Whether a checkpoint of ours is there; None where there is no root. One small request; the root is not checked."""
+    if isinstance(store, AtomicDirectories):
+        try:
+            store.size(ROOT_KEY)  # a claim never stands under the name of a checkpoint
+        except ObjectNotFoundError:
+            return None
+        return True
+    try:
+        return b'"state":"claimed"' not in store.get(ROOT_KEY, 0, 128)
+    except ObjectNotFoundError:
+        return None
+
+
+def sweep_directory(store: StorageBackend) -> None:
+    """Delete what dead saves and deletions left in a directory of checkpoints that this process alone writes to.
+
+    Raises:
+        StorageError
+    """
+    if not isinstance(store, AtomicDirectories):
+        return
+    for entry in store.list_names():
+        name = entry.removesuffix("/")
+        if is_hidden_name(name) and entry.endswith("/"):
+            _delete_if_dead(store, name)
+
+
 def parse_root(store: StorageBackend, data: bytes) -> Root | Composite | Claimed:
     """The root that these bytes are, its parts read from the storage; raises what `read_root` does."""
 
@@ -194,12 +224,16 @@ def _sweep(location: Location, directories: AtomicDirectories) -> None:
         matched = _HIDDEN.fullmatch(entry.removesuffix("/"))
         if matched is None or matched[1] != location.name or not entry.endswith("/"):
             continue
-        lock = directories.lock_directory(matched[0])
-        if lock is None:
-            continue  # a save that is alive
-        with lock:
-            logger.info("removing what a dead save left: %s", matched[0])
-            directories.delete_directory(matched[0])
+        _delete_if_dead(directories, matched[0])
+
+
+def _delete_if_dead(directories: AtomicDirectories, name: str) -> None:
+    lock = directories.lock_directory(name)
+    if lock is None:
+        return  # a save that is alive
+    with lock:
+        logger.info("removing what a dead save left: %s", name)
+        directories.delete_directory(name)
 
 
 class _DirectoryClaim:

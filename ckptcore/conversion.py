@@ -30,7 +30,7 @@ from ckptcore.parts import Captured, Part, TreeCaptured
 from ckptcore.persisting import Described, persist
 from ckptcore.planning import plan_read, plan_write
 from ckptcore.protocols import Layout, WriteStore
-from ckptcore.root import Member, new_save_id
+from ckptcore.root import Composite, Member, Root, new_save_id
 from ckptcore.saving import save_created
 from ckptcore.verification import ProgressCallback
 
@@ -129,8 +129,7 @@ class _Conversion:
         """Write a checkpoint that is one tree."""
         save_id = new_save_id()
         part, captured = self._part("", opened, save_id, own=False)
-        metrics = opened.root.metrics if opened.root is not None else {}
-        self._persist(save_id, [part], [captured], None, opened.custom, metrics)
+        self._persist(save_id, [part], [captured], None, opened.custom, opened.root)
 
     def composite(self, source: LocationLike, composite: OpenedComposite) -> None:
         """Write every checkpointable that is still there; files as they are."""
@@ -144,7 +143,7 @@ class _Conversion:
                 part, held = self._part(directory, opened, save_id, own=member.processes is not None)
                 parts.append(part)
                 captured.append(held)
-        self._persist(save_id, parts, captured, members, root.custom, root.metrics)
+        self._persist(save_id, parts, captured, members, root.custom, root)
 
     def _part(self, directory: str, opened: Opened, save_id: str, *, own: bool) -> tuple[Part, Captured]:
         tree = opened.tree
@@ -167,14 +166,15 @@ class _Conversion:
         captured: Sequence[Captured],
         members: Mapping[str, Member] | None,
         custom: Mapping[str, JSON],
-        metrics: Mapping[str, float],
+        root: Root | Composite | None,
     ) -> None:
         display = self._destination.display
         described = Described(
             location=self._destination,
             overwrite=self._overwrite,
             custom=custom,
-            metrics=metrics,
+            metrics=root.metrics if root is not None else {},
+            progress=root.progress if root is not None else {},
             save_id=save_id,
             created=save_created(),
             parts=parts,

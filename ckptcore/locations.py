@@ -113,9 +113,51 @@ def resolve_location(
         UnknownPluginError: if nothing opens such a URL.
     """
     if isinstance(location, Within):
-        around = resolve_location(location.location, plugins, durable=durable, config=config)
-        identity = f"{around.identity}/{location.directory}"
-        return Location(str(location), around.store, location.directory, identity)
+        return _within(location, plugins, durable, config)
+    scheme, address = _address(location)
+    options = StorageOptions(durable=durable, config=config.get(scheme, {}))
+    if scheme == "file":
+        # A checkpoint that is a symbolic link is saved where the link leads: renaming must not replace the link.
+        parent, name = os.path.split(address)
+    else:
+        parent, _, name = address.rpartition("/")
+    text = os.fspath(location)
+    if not name or name in (".", "..") or parent.endswith(":/"):
+        raise InvalidLocationError(
+            f"{text!r} names the root of a storage; a checkpoint needs a directory of its own below it"
+        )
+    return Location(text, plugins.storage(scheme)(parent, options), name, f"{scheme}:{parent}/{name}")
+
+
+def _within(place: Within, plugins: Plugins, durable: bool, config: Mapping[str, Mapping[str, JSON]]) -> Location:
+    scheme, address = _address(place.location)
+    options = StorageOptions(durable=durable, config=config.get(scheme, {}))
+    store = plugins.storage(scheme)(address, options)
+    return Location(str(place), store, place.directory, f"{scheme}:{address}/{place.directory}")
+
+
+def open_directory(
+    directory: LocationLike, plugins: Plugins, *, durable: bool, config: Mapping[str, Mapping[str, JSON]]
+) -> StorageBackend:
+    """Open a directory that checkpoints are in.
+
+    Args:
+        directory: a path or URL; also the root of a storage.
+        plugins, durable, config: as for `resolve_location`.
+
+    Raises:
+        InvalidLocationError: if it is neither.
+        UnknownPluginError: if nothing opens such a URL.
+    """
+    return _within(Within(directory, "-"), plugins, durable, config).parent
+
+
+def _address(location: LocationLike) -> tuple[str, str]:
+    """The scheme of a location, and what its storage is opened with.
+
+    Raises:
+        InvalidLocationError: if it is neither a path nor a URL.
+    """
     try:
         text = os.fspath(location)
     except TypeError as error:
@@ -126,17 +168,9 @@ def resolve_location(
         raise InvalidLocationError(f"{text!r} is no location; give a path or a URL such as 'memory://name/step_1'")
     matched = _URL.fullmatch(text)
     scheme = matched[1].lower() if matched else "file"
-    options = StorageOptions(durable=durable, config=config.get(scheme, {}))
     if scheme == "file":
-        # A checkpoint that is a symbolic link is saved where the link leads: renaming must not replace the link.
-        parent, name = os.path.split(os.path.realpath(_local_path(text) if matched else text))
-    else:
-        parent, _, name = text.rstrip("/").rpartition("/")
-    if not name or name in (".", "..") or parent.endswith(":/"):
-        raise InvalidLocationError(
-            f"{text!r} names the root of a storage; a checkpoint needs a directory of its own below it"
-        )
-    return Location(text, plugins.storage(scheme)(parent, options), name, f"{scheme}:{parent}/{name}")
+        return scheme, os.path.realpath(_local_path(text) if matched else text)
+    return scheme, text.rstrip("/")
 
 
 def _local_path(url: str) -> str:

@@ -37,7 +37,7 @@ class Described:
     """A save that was asked for and can go ahead: every rank has the same trees, and their layouts can store them.
 
     Attributes:
-        location, overwrite, custom, metrics: as asked.
+        location, overwrite, custom, metrics, progress: as asked.
         save_id: the save.
         created: when it began, ISO 8601 in UTC.
         parts: what this process writes.
@@ -50,6 +50,7 @@ class Described:
     overwrite: Overwrite
     custom: Mapping[str, JSON]
     metrics: Mapping[str, float]
+    progress: Mapping[str, int]
     save_id: str
     created: str
     parts: Sequence[Part]
@@ -223,7 +224,13 @@ def _commit(
         if described.before_commit is not None:
             described.before_commit()
         if whole is not None:
-            whole = replace(whole, custom=described.custom, metrics=described.metrics, timeline=timeline)
+            whole = replace(
+                whole,
+                custom=described.custom,
+                metrics=described.metrics,
+                timeline=timeline,
+                progress=described.progress,
+            )
             claim.commit(*encode_root(whole))
             return
         composite = Composite(
@@ -234,6 +241,7 @@ def _commit(
             custom=described.custom,
             metrics=described.metrics,
             timeline=timeline,
+            progress=described.progress,
         )
         claim.commit(*encode_composite(composite))
 

@@ -26,6 +26,7 @@ __all__ = [
     "Composite",
     "Member",
     "Root",
+    "Summary",
     "check_name",
     "decode_root",
     "encode_claim",
@@ -34,6 +35,7 @@ __all__ = [
     "is_claim",
     "is_save_id",
     "new_save_id",
+    "summarize_root",
 ]
 
 ROOT_KEY: Final = "checkpoint.json"
@@ -91,6 +93,7 @@ class Root:
         metrics: measurements that the user gave with it.
         timeline: how long the save took at what, as `ckptcore.events` encodes it; not checked.
         member: whether it is one of several checkpointables of a composite, which its save id names.
+        progress: how far the training was: ``step``, ``epoch``.
     """
 
     save_id: str
@@ -105,6 +108,7 @@ class Root:
     metrics: Mapping[str, float] = field(default_factory=dict)
     timeline: JSON = None
     member: bool = False
+    progress: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +137,7 @@ class Composite:
     """A committed checkpoint of several checkpointables, each a checkpoint in a directory of its own.
 
     Attributes:
-        save_id, created, writer, custom, parts, metrics, timeline: as of a `Root`.
+        save_id, created, writer, custom, parts, metrics, timeline, progress: as of a `Root`.
         members: the checkpointables by name. One that was deleted since is still listed.
     """
 
@@ -145,6 +149,23 @@ class Composite:
     parts: tuple[str, ...] = ()
     metrics: Mapping[str, float] = field(default_factory=dict)
     timeline: JSON = None
+    progress: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """What a root says without its tables.
+
+    Attributes:
+        committed: whether it is one of a checkpoint, and not a claim.
+        save_id, created, metrics, progress: as of a `Root`.
+    """
+
+    committed: bool
+    save_id: str
+    created: str
+    metrics: Mapping[str, float]
+    progress: Mapping[str, int]
 
 
 def new_save_id() -> str:
@@ -181,6 +202,37 @@ def check_name(name: str) -> str:
     return check_key(name)
 
 
+def summarize_root(data: bytes) -> Summary:
+    """What these bytes of a root say, which may be hostile; no part of it is read.
+
+    Raises:
+        CorruptCheckpointError, UnsupportedVersionError
+    """
+    try:
+        document = _unseal(data)
+        version = document["version"]
+        if type(version) is int and version > FORMAT_VERSION:
+            raise _newer(version)
+        return Summary(
+            document["state"] == "committed",
+            _text(document["save_id"]),
+            _text(document["created"]),
+            _decode_metrics(document.get("metrics", {})),
+            _decode_progress(document.get("progress", {})),
+        )
+    except CheckpointError:
+        raise
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise CorruptCheckpointError(f"{ROOT_KEY} cannot be read: {error!r}", key=ROOT_KEY) from error
+
+
+def _newer(version: int) -> UnsupportedVersionError:
+    return UnsupportedVersionError(
+        f"the checkpoint has format version {version} and this ckptcore reads up to {FORMAT_VERSION}; "
+        "upgrade ckptcore to load it"
+    )
+
+
 def encode_claim(claimed: Claimed) -> bytes:
     """The bytes of a root that claims a location."""
     return _seal({"format": _FORMAT, "version": _TREE_VERSION, "state": "claimed",
@@ -193,6 +245,13 @@ def is_claim(data: bytes) -> bool:
         return _unseal(data).get("state") == "claimed"
     except CorruptCheckpointError:
         return False
+
+
+def _decode_progress(progress: Any) -> dict[str, int]:
+    for name, value in progress.items():
+        if type(value) is not int:
+            raise CorruptCheckpointError(f"{ROOT_KEY} states {str(value)[:80]!r} for {name!r}", key=ROOT_KEY)
+    return {_text(name): value for name, value in progress.items()}
 
 
 def encode_root(root: Root) -> tuple[bytes, Mapping[str, bytes]]:
@@ -243,6 +302,8 @@ def _encode(
     }
     if root.metrics:
         document["metrics"] = {name: _encode_metric(value) for name, value in root.metrics.items()}
+    if root.progress:
+        document["progress"] = dict(root.progress)
     if root.timeline is not None:
         document["timeline"] = root.timeline
     return _seal(document), parts
@@ -286,10 +347,7 @@ def _decode(data: bytes, read_part: ReadPart) -> Root | Composite | Claimed:
     if type(version) is not int or version < 1:
         raise CorruptCheckpointError(f"{ROOT_KEY} states the format version {version!r}", key=ROOT_KEY)
     if version > FORMAT_VERSION:
-        raise UnsupportedVersionError(
-            f"the checkpoint has format version {version} and this ckptcore reads up to {FORMAT_VERSION}; "
-            "upgrade ckptcore to load it"
-        )
+        raise _newer(version)
     save_id, created = _text(document["save_id"]), _text(document["created"])
     if not is_save_id(save_id):
         raise CorruptCheckpointError(f"{ROOT_KEY} states the save id {save_id[:40]!r}", key=ROOT_KEY)
@@ -305,6 +363,7 @@ def _decode(data: bytes, read_part: ReadPart) -> Root | Composite | Claimed:
         parts.append(key)
     writer = {_text(name): _text(value) for name, value in document["writer"].items()}
     metrics = _decode_metrics(document.get("metrics", {}))
+    progress = _decode_progress(document.get("progress", {}))
     if "members" in document:
         return Composite(
             save_id=save_id,
@@ -315,6 +374,7 @@ def _decode(data: bytes, read_part: ReadPart) -> Root | Composite | Claimed:
             parts=tuple(parts),
             metrics=metrics,
             timeline=document.get("timeline"),
+            progress=progress,
         )
     return Root(
         save_id=save_id,
@@ -329,6 +389,7 @@ def _decode(data: bytes, read_part: ReadPart) -> Root | Composite | Claimed:
         metrics=metrics,
         timeline=document.get("timeline"),
         member=document.get("member") is True,
+        progress=progress,
     )
 
 

@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import xxhash
 
@@ -18,7 +18,7 @@ from ckptcore.context import Context
 from ckptcore.engine.memory import StagingMemory
 from ckptcore.errors import CheckpointError
 from ckptcore.events import Recording
-from ckptcore.locations import LocationLike, resolve_location
+from ckptcore.locations import Place, resolve_location
 from ckptcore.model.tree import JSON
 from ckptcore.parts import (
     Captured,
@@ -48,17 +48,20 @@ class SaveRequest:
         overwrite: whether what is there is replaced.
         custom: metadata of the user's; JSON.
         metrics: measurements to be kept with it.
-        step: the training step, for events.
+        step, epoch: how far the training is; None where nobody says.
+        when_busy: what an asynchronous save does while another runs; None: as the Context says.
         before_commit: called on the leader right before the commit; an error of it stops the save.
     """
 
-    location: LocationLike
+    location: Place
     values: Mapping[str, object]
     layout: str | Layout
     overwrite: Overwrite
     custom: Mapping[str, JSON] | None
     metrics: Mapping[str, float] = field(default_factory=dict)
     step: int | None = None
+    epoch: int | None = None
+    when_busy: Literal["wait", "queue"] | None = None
     before_commit: Callable[[], None] | None = None
 
 
@@ -98,11 +101,10 @@ def begin_save(request: SaveRequest, context: Context) -> SaveHandle:
         CheckpointError: why it cannot begin; what comes later is told by the handle.
     """
     with _recorded(request, context, goes_on=True) as recording, recording.phase("blocking"):
-        if context.when_busy == "wait":
-            with recording.phase("wait_for_previous"):
+        with recording.phase("wait_for_previous"):
+            if (request.when_busy or context.when_busy) == "wait":
                 context.saves.wait()
-        else:
-            with recording.phase("wait_for_previous"):
+            else:
                 context.saves.wait_for_room()
         with recording.phase("describe"):
             described, descriptions = _describe(request, context, recording)
@@ -302,6 +304,9 @@ def _describe(request: SaveRequest, context: Context, recording: Recording) -> t
         overwrite=request.overwrite,
         custom=custom,
         metrics=metrics,
+        progress={
+            name: value for name, value in (("step", request.step), ("epoch", request.epoch)) if value is not None
+        },
         save_id=save_id,
         created=created,
         parts=parts,
