@@ -5,13 +5,14 @@ from __future__ import annotations
 import difflib
 import logging
 import os
-import shutil
-import tempfile
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, TypeAlias, TypeVar
 
+from ckptcore.builtin.files_layout import FilesLayout
+from ckptcore.builtin.staging import StagingDirectory
 from ckptcore.commit import root_bytes
 from ckptcore.context import Context
 from ckptcore.errors import (
@@ -19,19 +20,29 @@ from ckptcore.errors import (
     CheckpointNotFoundError,
     CompositeCheckpointError,
     CorruptCheckpointError,
+    StorageError,
     TargetUndefinedError,
     TreeMismatchError,
+    UnknownCheckpointableError,
 )
 from ckptcore.events import Recording
 from ckptcore.flattening import PLACEHOLDER
 from ckptcore.loading import check_target, load_into_target, load_value
-from ckptcore.locations import LocationLike, Within
+from ckptcore.locations import Place, Within, subdirectory
 from ckptcore.opening import Opened, OpenedComposite, find_composite, open_checkpoint, while_unchanged
 from ckptcore.parts import PerProcess
 from ckptcore.protocols import FilesHandler
-from ckptcore.root import Member
+from ckptcore.root import Member, is_claim
 
-__all__ = ["Wanted", "load_composite", "open_composite", "present_members", "while_composite_unchanged"]
+__all__ = [
+    "Wanted",
+    "is_deleted",
+    "load_composite",
+    "open_composite",
+    "open_member",
+    "present_members",
+    "while_composite_unchanged",
+]
 
 T = TypeVar("T")
 
@@ -42,6 +53,8 @@ Wanted: TypeAlias = Mapping[str, object] | Sequence[str] | None
 
 _ATTEMPTS: Final = 20
 _PIECE_BYTES: Final = 1 << 24
+_NAMES_TOLD: Final = 20
+_OF_RANK: Final = re.compile(r"(.+)\.rank_(0|[1-9][0-9]{0,8})", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +78,7 @@ class _Request:
     in_place: bool
 
 
-def open_composite(location: LocationLike, context: Context) -> OpenedComposite:
+def open_composite(location: Place, context: Context) -> OpenedComposite:
     """Open a checkpoint of several checkpointables.
 
     Raises:
@@ -79,21 +92,67 @@ def open_composite(location: LocationLike, context: Context) -> OpenedComposite:
     raise CompositeCheckpointError(f"{opened.location.display} is one tree and has no names: use load")
 
 
-def present_members(composite: OpenedComposite, location: LocationLike, context: Context) -> Iterator[str]:
-    """The names of what is still there: what was saved may have been deleted since."""
+def present_members(composite: OpenedComposite) -> dict[str, list[str]]:
+    """The names of what is still there, each with its directories in the order of ranks. One request, however many there are.
+
+    What was saved may have been deleted since. On storage without directories a deletion that died leaves a directory:
+    `is_deleted` tells.
+    """
+    there = {entry[:-1] for entry in composite.location.store.list_names() if entry.endswith("/")}
+    of_ranks: dict[str, list[int]] = {}
+    for directory in there:
+        if (matched := _OF_RANK.fullmatch(directory)) is not None:
+            of_ranks.setdefault(matched[1], []).append(int(matched[2]))
+    present = {}
     for name, member in composite.root.members.items():
-        if any(composite.location.store.list_names(directory) for directory in member.directories(name)):
-            yield name
+        # Not by counting to the number of processes: a hostile root may state any.
+        ranks = [0] if member.processes in (None, 1) else sorted(of_ranks.get(name, ()))
+        directories = [member.directory(name, rank) for rank in ranks if rank < (member.processes or 1)]
+        if found := [directory for directory in directories if directory in there]:
+            present[name] = found
+    return present
 
 
-def load_composite(location: LocationLike, wanted: Wanted, context: Context, recording: Recording) -> dict[str, object]:
+def is_deleted(composite: OpenedComposite, directory: str) -> bool:
+    """Whether nothing is in a directory of the composite, or a deletion of what was there began."""
+    inside = subdirectory(composite.location.store, directory)
+    data = root_bytes(inside)
+    return not inside.list_names() if data is None else is_claim(data)
+
+
+def open_member(composite: OpenedComposite, name: str, directory: str, location: Place, context: Context) -> Opened:
+    """Open what was saved under a name of the composite.
+
+    Raises:
+        CorruptCheckpointError: if something else stands in its directory.
+        What `open_checkpoint` does.
+    """
+    opened = open_checkpoint(Within(location, directory), context)
+    if opened.root is None or not opened.root.member or opened.root.save_id != composite.root.save_id:
+        raise CorruptCheckpointError(
+            f"{opened.location.display} was replaced by something else than it was saved with; load it by its own location, "
+            "or delete it"
+        )
+    kind = composite.root.members[name].kind
+    if (opened.layout.name == FilesLayout.name) != (kind == "files"):
+        raise CorruptCheckpointError(
+            f"{opened.location.display} has the layout {opened.layout.name!r}, and {composite.location.display} says that it is "
+            f"a {kind!r}: one of the two is damaged or forged; load another checkpoint"
+        )
+    return opened
+
+
+def load_composite(location: Place, wanted: Wanted, context: Context, recording: Recording) -> dict[str, object]:
     """Load checkpointables by name.
 
     Raises:
+        TypeError: if what is wanted is one str.
         CheckpointNotFoundError: if a name was never saved, or was deleted; nothing was changed.
         TreeMismatchError: if something is stored otherwise than it is asked for; nothing was changed.
         TargetUndefinedError: if it failed after an object was changed.
     """
+    if isinstance(wanted, str | bytes):
+        raise TypeError(f"what is wanted is a list of names, or a mapping; write [{wanted!r}]")
     return while_composite_unchanged(
         open_composite(location, context),
         location,
@@ -103,7 +162,7 @@ def load_composite(location: LocationLike, wanted: Wanted, context: Context, rec
 
 
 def while_composite_unchanged(
-    composite: OpenedComposite, location: LocationLike, context: Context, attempt: Callable[[OpenedComposite], T]
+    composite: OpenedComposite, location: Place, context: Context, attempt: Callable[[OpenedComposite], T]
 ) -> T:
     """Read a checkpoint of several checkpointables; begin again if it was replaced meanwhile, so that all is of one save.
 
@@ -113,7 +172,7 @@ def while_composite_unchanged(
     for _ in range(_ATTEMPTS):
         try:
             made = attempt(composite)
-        except (CorruptCheckpointError, CheckpointNotFoundError, TargetUndefinedError):
+        except CheckpointError:
             if root_bytes(composite.location.store) == composite.data:
                 raise
         else:
@@ -126,12 +185,10 @@ def while_composite_unchanged(
 
 
 def _load_once(
-    composite: OpenedComposite, location: LocationLike, wanted: Wanted, context: Context, recording: Recording
+    composite: OpenedComposite, location: Place, wanted: Wanted, context: Context, recording: Recording
 ) -> dict[str, object]:
     with recording.phase("open"):
         requests = list(_requests(composite, location, wanted, context))
-        for request in requests:
-            _check(request, composite, context)
     loaded: dict[str, object] = {}
     changed: list[str] = []
     # What is built anew comes first: if it cannot be read, nothing was changed yet.
@@ -150,36 +207,65 @@ def _load_once(
     return {request.name: loaded[request.name] for request in requests}
 
 
-def _requests(
-    composite: OpenedComposite, location: LocationLike, wanted: Wanted, context: Context
-) -> Iterator[_Request]:
+def _requests(composite: OpenedComposite, location: Place, wanted: Wanted, context: Context) -> Iterator[_Request]:
     members = composite.root.members
-    present = list(present_members(composite, location, context))
-    if wanted is None:
-        absent = [name for name in members if name not in present]
-        if absent:
-            logger.warning(
-                "%s was saved with %s, which was deleted since", composite.location.display, ", ".join(absent)
-            )
-        wanted = present
-    likes = dict(wanted) if isinstance(wanted, Mapping) else dict.fromkeys(wanted)
+    present = present_members(composite)
+    likes = _there_for(composite, present, context) if wanted is None else _likes(wanted)
     for name, like in likes.items():
         if like is PLACEHOLDER:
             continue
+        if name not in members:
+            raise UnknownCheckpointableError(_unknown(composite, name, list(present)))
         if name not in present:
-            raise CheckpointNotFoundError(_not_there(composite, name, present))
+            raise CheckpointNotFoundError(
+                f"{composite.location.display} was saved with {name!r}, but it was deleted since; there are "
+                f"{', '.join(present) or 'none'}"
+            )
         member = members[name]
-        place = Within(location, member.directory(name, _rank(composite, name, member, context)))
-        yield _request(name, place, member, like.value if isinstance(like, PerProcess) else like, context)
+        directory = member.directory(name, _rank(composite, name, member, context))
+        if directory not in present[name]:
+            raise CheckpointNotFoundError(
+                f"{composite.location.display} was saved with {directory!r}, the state of one process, but it was deleted "
+                f"since; there are {_told(present[name])}"
+            )
+        opened = open_member(composite, name, directory, location, context)
+        request = _request(name, Within(location, directory), member, like, context)
+        if request.in_place and not request.is_files:
+            check_target(opened, like, context)
+        yield request
 
 
-def _not_there(composite: OpenedComposite, name: str, present: Sequence[str]) -> str:
-    display = composite.location.display
-    if name in composite.root.members:
-        return f"{display} was saved with {name!r}, but it was deleted since; there are {', '.join(present) or 'none'}"
+def _there_for(composite: OpenedComposite, present: Mapping[str, Sequence[str]], context: Context) -> dict[str, object]:
+    """All there is for this process; a warning says what was deleted."""
+    found: dict[str, object] = {}
+    absent = []
+    for name, member in composite.root.members.items():
+        directories = present.get(name, ())
+        directory = member.directory(name, _rank(composite, name, member, context)) if directories else ""
+        if directory in directories and not is_deleted(composite, directory):
+            found[name] = None
+        else:
+            absent.append(name)
+    if absent:
+        logger.warning("%s was saved with %s, which was deleted since", composite.location.display, _told(absent))
+    return found
+
+
+def _likes(wanted: Mapping[str, object] | Sequence[str]) -> dict[str, object]:
+    likes = dict(wanted) if isinstance(wanted, Mapping) else dict.fromkeys(wanted)
+    return {name: like.value if isinstance(like, PerProcess) else like for name, like in likes.items()}
+
+
+def _told(names: Sequence[str]) -> str:
+    """Names for a message: a hostile root may list any number of them."""
+    more = f" and {len(names) - _NAMES_TOLD} more" if len(names) > _NAMES_TOLD else ""
+    return (", ".join(names[:_NAMES_TOLD]) or "none") + more
+
+
+def _unknown(composite: OpenedComposite, name: str, present: Sequence[str]) -> str:
     near = difflib.get_close_matches(str(name), present, 1)
     hint = f"; did you mean {near[0]!r}?" if near else ""
-    return f"{display} was saved without {name!r}; there are {', '.join(present) or 'none'}{hint}"
+    return f"{composite.location.display} was saved without {name!r}; there are {', '.join(present) or 'none'}{hint}"
 
 
 def _rank(composite: OpenedComposite, name: str, member: Member, context: Context) -> int:
@@ -212,35 +298,13 @@ def _request(name: str, place: Within, member: Member, like: object, context: Co
     return _Request(name, place, like, None, is_files, in_place=handled.checkpointable is not None)
 
 
-def _check(request: _Request, composite: OpenedComposite, context: Context) -> None:
-    """Refuse what cannot be loaded before anything is changed."""
-    opened = open_checkpoint(request.place, context)
-    if opened.root is None or not opened.root.member or opened.root.save_id != composite.root.save_id:
-        raise CorruptCheckpointError(
-            f"{opened.location.display} was replaced by something else than it was saved with; load it by its own location, "
-            "or delete it"
-        )
-    if request.in_place and not request.is_files:
-        check_target(opened, request.like, context)
-
-
 def _load(request: _Request, context: Context, recording: Recording) -> object:
-    try:
-        if request.is_files:
-            return _load_files(request, context, recording)
-        if request.in_place:
-            load_into_target(request.place, request.like, context, recording)
-            return request.like
-        return load_value(request.place, request.like, context, recording)
-    except CheckpointError:
-        raise
-    except Exception as error:
-        if request.in_place:
-            raise TargetUndefinedError(
-                f"{request.name!r} failed as it took its state from {request.place}: {type(error).__name__}: {error}; it may "
-                "hold a mix now: make it anew and load again"
-            ) from error
-        raise
+    if request.is_files:
+        return _load_files(request, context, recording)
+    if request.in_place:
+        load_into_target(request.place, request.like, context, recording)
+        return request.like
+    return load_value(request.place, request.like, context, recording)
 
 
 def _load_files(request: _Request, context: Context, recording: Recording) -> object:
@@ -249,33 +313,60 @@ def _load_files(request: _Request, context: Context, recording: Recording) -> ob
             phase.nbytes = sum(record.size for record in opened.objects.values())
             if request.files is None:
                 return {key: opened.store.get(key) for key in opened.objects}
-            directory = tempfile.mkdtemp(prefix="ckptcore-")
+            directory = StagingDirectory()
             try:
-                _copy_out(opened, directory)
+                _copy_out(opened, directory.path)
             except BaseException:
-                shutil.rmtree(directory, ignore_errors=True)
+                directory.close()
                 raise
         try:
             with recording.phase("restore"):
-                return request.files.load(request.like, Path(directory))
+                return request.files.load(request.like, directory.path)
+        except Exception as error:
+            raise TargetUndefinedError(
+                f"{request.name!r} failed as it took its state from {request.place}: {type(error).__name__}: {error}; it may "
+                "hold a mix now: make it anew and load again"
+            ) from error
         finally:
-            shutil.rmtree(directory, ignore_errors=True)
+            directory.close()
 
     return while_unchanged(request.place, context, attempt)
 
 
-def _copy_out(opened: Opened, directory: str) -> None:
-    """Write every file to a local directory, verified."""
+def _copy_out(opened: Opened, directory: Path) -> None:
+    """Write every file to a local directory, verified.
+
+    Raises:
+        CorruptCheckpointError: if a file is damaged, or no file system can hold these files beside each other.
+        StorageError: if the local disk fails.
+    """
     for key, record in opened.objects.items():
         path = os.path.join(directory, *key.split("/"))
-        os.makedirs(os.path.dirname(path), exist_ok=True)
-        with open(path, "xb") as file:
-            for start in range(0, record.size, _PIECE_BYTES):
-                stop = min(start + _PIECE_BYTES, record.size)
-                data = opened.store.get(key, start, stop)
-                if len(data) != stop - start:
-                    raise CorruptCheckpointError(
-                        f"{key} ends at byte {start + len(data)}, where {record.size} were written",
-                        key=key, start=start + len(data), stop=record.size,
-                    )  # fmt: skip
-                file.write(data)
+        try:
+            os.makedirs(os.path.dirname(path), exist_ok=True)
+            with open(path, "xb") as file:
+                file.writelines(
+                    _piece(opened, key, start, min(start + _PIECE_BYTES, record.size))
+                    for start in range(0, record.size, _PIECE_BYTES)
+                )
+        except (FileExistsError, NotADirectoryError, IsADirectoryError) as error:
+            raise CorruptCheckpointError(
+                f"{opened.location.display} lists the file {key!r} twice, or as a directory too: {error}; load another checkpoint",
+                key=key,
+            ) from error
+        except CheckpointError:
+            raise
+        except OSError as error:
+            raise StorageError(
+                error.errno, f"cannot copy {key!r} of {opened.location.display} to {path}: {error}; nothing was changed"
+            ) from error
+
+
+def _piece(opened: Opened, key: str, start: int, stop: int) -> bytes:
+    data = opened.store.get(key, start, stop)
+    if len(data) != stop - start:
+        raise CorruptCheckpointError(
+            f"{key} ends at byte {start + len(data)}, where {stop} are expected",
+            key=key, start=start + len(data), stop=stop,
+        )  # fmt: skip
+    return data

@@ -14,18 +14,18 @@ from ckptcore.background import SaveHandle
 from ckptcore.builtin.files_layout import FilesLayout
 from ckptcore.builtin.single_process import SingleProcess
 from ckptcore.commit import Overwrite, refuse_to_replace
-from ckptcore.composites import present_members, while_composite_unchanged
+from ckptcore.composites import is_deleted, open_member, present_members, while_composite_unchanged
 from ckptcore.context import Context
 from ckptcore.engine.memory import allocate
-from ckptcore.errors import InvalidLocationError
+from ckptcore.errors import CorruptCheckpointError, InvalidLocationError
 from ckptcore.events import Recording
-from ckptcore.locations import Location, LocationLike, Within, resolve_location
+from ckptcore.locations import Location, LocationLike, resolve_location
 from ckptcore.model.arrays import Box, HostArray, Shard
 from ckptcore.model.metadata import ArrayRecord
 from ckptcore.model.objects import ObjectRecord
 from ckptcore.model.transfer import ArraySegment, WritePlan
 from ckptcore.model.tree import JSON
-from ckptcore.opening import Opened, OpenedComposite, find_composite, open_checkpoint, while_unchanged
+from ckptcore.opening import Opened, OpenedComposite, find_composite, while_unchanged
 from ckptcore.parts import Captured, Part, TreeCaptured
 from ckptcore.persisting import Described, persist
 from ckptcore.planning import plan_read, plan_write
@@ -135,11 +135,19 @@ class _Conversion:
         """Write every checkpointable that is still there; files as they are."""
         save_id = new_save_id()
         root = composite.root
-        members = {name: root.members[name] for name in present_members(composite, source, self._context)}
+        members: dict[str, Member] = {}
         parts, captured = [], []
-        for name, member in members.items():
-            for directory in member.directories(name):
-                opened = open_checkpoint(Within(source, directory), self._context)
+        for name, directories in present_members(composite).items():
+            member = root.members[name]
+            there = [directory for directory in directories if not is_deleted(composite, directory)]
+            if there and len(there) < (member.processes or 1):
+                raise CorruptCheckpointError(
+                    f"{name!r} in {composite.location.display} has a state for each of {member.processes} processes, and only "
+                    f"{len(there)} are there; delete those too, or convert another checkpoint"
+                )
+            for directory in there:
+                members[name] = member
+                opened = open_member(composite, name, directory, source, self._context)
                 part, held = self._part(directory, opened, save_id, own=member.processes is not None)
                 parts.append(part)
                 captured.append(held)
@@ -200,6 +208,14 @@ class _StoredFiles:
     def write(self, part: Part, store: WriteStore) -> JSON:
         """See `Captured`."""
         for record in self._opened.objects.values():
+            # A hostile root may state any size: nothing is made of it before it is known to be the file's.
+            there = self._opened.location.store.size(record.key)
+            if there != record.size:
+                raise CorruptCheckpointError(
+                    f"{record.key} in {self._opened.location.display} has {there} bytes, where {record.size} were written; "
+                    "convert another checkpoint",
+                    key=record.key, start=min(there, record.size), stop=max(there, record.size),
+                )  # fmt: skip
             store.write(record.key, [self._piece(record, start) for start in range(0, record.size, _PIECE_BYTES)])
         return None
 

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import os
-import shutil
-import tempfile
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Generic, Protocol, TypeAlias, TypeVar
+from typing import Generic, NoReturn, Protocol, TypeAlias, TypeVar
 
 import numpy as np
 
 from ckptcore.builtin.files_layout import FilesLayout
+from ckptcore.builtin.staging import StagingDirectory
 from ckptcore.errors import NameCollisionError, UnsupportedKeyError, UnsupportedLeafError
 from ckptcore.flattening import Flat, flatten
 from ckptcore.model.arrays import ArraySpec, Box, HostArray, Shard
@@ -150,11 +149,13 @@ class FilesDescription:
     """An object that writes files of its own.
 
     Attributes:
+        name: of the checkpointable.
         layout: the one of files.
         value: the object.
         handler: what makes it write.
     """
 
+    name: str
     layout: Layout
     value: object
     handler: FilesHandler
@@ -169,11 +170,12 @@ class FilesDescription:
 
     def capture(self) -> FilesCaptured:
         """Let the object capture what must not change, into a directory of the local disk."""
-        directory = tempfile.mkdtemp(prefix="ckptcore-")
+        directory = StagingDirectory()
         try:
-            return FilesCaptured(directory, self.handler.save(self.value, Path(directory)))
+            with _naming(self.name):
+                return FilesCaptured(self.name, directory, self.handler.save(self.value, directory.path))
         except BaseException:
-            shutil.rmtree(directory, ignore_errors=True)
+            directory.close()
             raise
 
 
@@ -197,21 +199,37 @@ class TreeCaptured:
 class FilesCaptured:
     """Files that an object has written, or will write when it is told to go on."""
 
-    def __init__(self, directory: str, continuation: Continuation | None) -> None:
+    def __init__(self, name: str, directory: StagingDirectory, continuation: Continuation | None) -> None:
+        self._name = name
         self._directory = directory
         self._continuation = continuation
 
     def write(self, part: Part, store: WriteStore) -> JSON:
         """Let the object write the rest, and store every file."""
         if self._continuation is not None:
-            self._continuation()
-        for path, key in _files_below(self._directory):
+            with _naming(self._name):
+                self._continuation()
+        with _naming(self._name):
+            found = _files_below(str(self._directory.path))
+        for path, key in found:
             store.write(key, [_segment(path)])
         return None
 
     def close(self) -> None:
         """Remove the local files."""
-        shutil.rmtree(self._directory, ignore_errors=True)
+        self._directory.close()
+
+
+@contextmanager
+def _naming(name: str) -> Iterator[None]:
+    """Let an error say which checkpointable it is about."""
+    try:
+        yield
+    except (UnsupportedLeafError, UnsupportedKeyError, NameCollisionError) as error:
+        raise type(error)(f"in {name!r}: {error}") from error
+    except Exception as error:
+        error.add_note(f"This was raised as {name!r} was saved. Nothing was committed")
+        raise
 
 
 def _segment(path: str) -> Segment:
@@ -233,9 +251,10 @@ def _files_below(directory: str) -> Sequence[tuple[str, str]]:
     Raises:
         UnsupportedLeafError: if there is something that is neither a file nor a directory.
         NameCollisionError: if a file has the name of one of ckptcore's own.
+        OSError: if a directory cannot be read.
     """
     found = []
-    for parent, directories, names in os.walk(directory):
+    for parent, directories, names in os.walk(directory, onerror=_raise):
         for name in [*names, *(name for name in directories if os.path.islink(os.path.join(parent, name)))]:
             path = os.path.join(parent, name)
             key = os.path.relpath(path, directory).replace(os.sep, "/")
@@ -249,6 +268,10 @@ def _files_below(directory: str) -> Sequence[tuple[str, str]]:
                 )
             found.append((path, key))
     return sorted(found)
+
+
+def _raise(error: OSError) -> NoReturn:
+    raise error
 
 
 def describe_part(
@@ -267,18 +290,20 @@ def describe_part(
         UnsupportedLeafError, UnsupportedKeyError, NameCollisionError: say the name, too.
     """
     if not name:
+        if isinstance(value, PerProcess):
+            raise UnsupportedLeafError(
+                "PerProcess(...) is for what has a name of its own: use save_checkpointables. Nothing was written"
+            )
         return _describe_tree(value, layout, plugins, rank, size, own=False)
     own = isinstance(value, PerProcess)
     if isinstance(value, PerProcess):
         value = value.value
-    try:
+    with _naming(name):
         handled = plugins.dispatch_named(value)
         if handled.files is not None:
-            return FilesDescription(FilesLayout(), value, handled.files)
+            return FilesDescription(name, FilesLayout(), value, handled.files)
         own = own or (isinstance(handled.checkpointable, PerProcessHandler) and handled.checkpointable.per_process)
         return _describe_tree(value, layout, plugins, rank, size, own=own)
-    except (UnsupportedLeafError, UnsupportedKeyError, NameCollisionError) as error:
-        raise type(error)(f"in {name!r}: {error}") from error
 
 
 def _describe_tree(

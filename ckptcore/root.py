@@ -7,7 +7,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal, TypeAlias
 
@@ -127,10 +127,6 @@ class Member:
         """The directory, within the composite, of what one process saved."""
         return name if self.processes is None or self.processes == 1 else f"{name}.rank_{rank}"
 
-    def directories(self, name: str) -> Sequence[str]:
-        """Every directory of the checkpointable within the composite."""
-        return [self.directory(name, rank) for rank in range(self.processes or 1)]
-
 
 @dataclass(frozen=True, slots=True)
 class Composite:
@@ -195,8 +191,8 @@ def check_name(name: str) -> str:
         reason = "names that begin with 'checkpoint.' are those of ckptcore's own files"
     elif _OWN_DIRECTORY.fullmatch(name):
         reason = "names that end in '.rank_' and a number are those of what one process saved"
-    elif len(name) > 200:
-        reason = "a name has at most 200 characters"
+    elif len(name.encode("utf-8", "surrogatepass")) > 200:
+        reason = "a name has at most 200 bytes"
     if reason is not None:
         raise InvalidLocationError(f"{name!r} cannot be the name of a checkpointable: {reason}")
     return check_key(name)

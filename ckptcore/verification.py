@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Final, TypeAlias, TypeVar
 
-from ckptcore.composites import present_members, while_composite_unchanged
+from ckptcore.composites import is_deleted, present_members, while_composite_unchanged
 from ckptcore.context import Context
 from ckptcore.engine.reader import ObjectReader
 from ckptcore.errors import CheckpointError, CorruptCheckpointError
@@ -101,11 +101,14 @@ def _verify_composite(
     problems: list[Problem] = []
     unverified: list[str] = []
     objects, done = 1 + len(composite.root.parts), 0
-    directories = [
-        directory
-        for name in present_members(composite, location, context)
-        for directory in composite.root.members[name].directories(name)
-    ]
+    directories = []
+    for name, found in present_members(composite).items():
+        there = [directory for directory in found if not is_deleted(composite, directory)]
+        directories.extend(there)
+        processes = composite.root.members[name].processes or 1
+        if there and len(there) < processes:
+            message = f"{name!r} has a state for each of {processes} processes, and only {len(there)} are there"
+            problems.append(Problem(name, None, None, (), message))
     opened: list[tuple[str, Opened]] = []
     for directory in directories:
         try:
@@ -122,7 +125,7 @@ def _verify_composite(
             if progress is not None:
                 progress(before + there, total)
 
-        if one.root is None or one.root.save_id != composite.root.save_id:
+        if one.root is None or not one.root.member or one.root.save_id != composite.root.save_id:
             problems.append(
                 Problem(f"{directory}/{ROOT_KEY}", None, None, (), f"{directory} was replaced by another save")
             )
