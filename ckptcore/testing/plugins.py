@@ -36,7 +36,12 @@ PUBLIC_MODULES: Final = (
 )
 """The modules that plugins may import; of the packages among them also what is inside."""
 
-_TYPE_HOOKS: Final = ("ckpt_leaf_handler", "ckpt_container_handler", "ckpt_checkpointable_handler")
+_TYPE_HOOKS: Final = (
+    "ckpt_leaf_handler",
+    "ckpt_container_handler",
+    "ckpt_checkpointable_handler",
+    "ckpt_files_handler",
+)
 
 
 class PluginTests:

@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 
 from ckptcore.builtin.files import SavesToDirectoryAsyncHandler, SavesToDirectoryHandler
+from ckptcore.hookspecs import hookimpl
 from ckptcore.protocols import Continuation
 from ckptcore.testing import FilesExample, FilesHandlerTests
+from tests.conformance.test_broken_plugins import suite_of
 
 
 class Diary:
@@ -213,3 +215,16 @@ def test_a_broken_handler_is_noticed(handler: type, test: str, error: type[BaseE
     suite = type("Suite", (FilesHandlerTests,), {"handler": handler()})()
     with pytest.raises(error):
         getattr(suite, test)(EXAMPLE, tmp_path)
+
+
+class Greedy:
+    """A plugin that takes every type."""
+
+    @hookimpl
+    def ckpt_files_handler(self, value_type: type) -> object:
+        return OfOurOwn()
+
+
+def test_a_plugin_that_claims_all_types_is_noticed() -> None:
+    with pytest.raises(AssertionError, match="ckpt_files_handler claims"):
+        suite_of(Greedy()).test_it_claims_no_type_of_others()

@@ -176,7 +176,32 @@ def test_moments_keep_the_dtype_in_which_they_were_saved(tmp_path: Path) -> None
     assert torch.equal(state["step"], torch.tensor(5.0))
 
 
-def test_a_scheduler_saved_before_its_state_grew(tmp_path: Path) -> None:
+class Counting(torch.optim.SGD):
+    """Keeps a state under a name, beside that of the parameters."""
+
+    def step(self, closure: Any = None) -> Any:
+        """Count."""
+        held = self.state.setdefault("all", {"steps": torch.zeros((), dtype=torch.int64), "last": None})  # type: ignore[arg-type]  # a name
+        held["steps"] += 1
+        held["last"] = int(held["steps"])
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("used", [0, 2])
+def test_state_that_is_of_no_parameter_goes_along(used: int, tmp_path: Path) -> None:
+    parameters, others = parameters_of(), parameters_of()
+    optimizer, other = Counting(parameters, momentum=0.9), Counting(others, momentum=0.9)
+    for _ in range(3):
+        step(optimizer, parameters)
+    for _ in range(used):
+        step(other, others)
+    ckptcore.save(tmp_path / "step", optimizer)
+    ckptcore.load_into(tmp_path / "step", other)
+    held: Any = dict(other.state)["all"]  # type: ignore[index]  # a name
+    assert (held["steps"].item(), held["steps"].dtype, held["last"]) == (3, torch.int64, 3)
+
+
+def test_an_object_whose_state_grew(tmp_path: Path) -> None:
     """What the target has and the checkpoint has not is gone: the state is that which was saved."""
 
     class Records:

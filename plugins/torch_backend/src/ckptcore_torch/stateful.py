@@ -101,7 +101,8 @@ class OptimizerHandler(StateDictHandler):
     """`torch.optim.Optimizer`: its state dict, which numbers the parameters.
 
     ``load(location, optimizer)`` gives a state dict; ``load_into`` fills the optimizer, also a new one that made no step
-    and has no state yet, and takes the state from one that was saved without.
+    and has no state yet, and takes the state from one that was saved without. Nothing is cast: moments of float32 stay so,
+    also where the parameters are of bfloat16.
     """
 
     def flatten_to_load(self, value: torch.optim.Optimizer, stored: object) -> object:
@@ -113,9 +114,9 @@ class OptimizerHandler(StateDictHandler):
         stored_state = stored.get("state")
         if isinstance(stored_state, Mapping):
             state["state"] = {
-                number: _to_fill(state["state"].get(number, {}), slots)
+                number: _to_fill(state["state"].get(number), slots)
                 for number, slots in stored_state.items()
-                if number in numbers
+                if number in numbers or not isinstance(number, int)  # what is no parameter's has a name
             }
         for group, stored_group in zip(state["param_groups"], stored.get("param_groups") or (), strict=False):
             group.update(_to_fill(group, {name: option for name, option in stored_group.items() if name != "params"}))
@@ -128,8 +129,9 @@ class OptimizerHandler(StateDictHandler):
         """
         filled = [
             (parameter, name, held)
-            for parameter, held_by_name in target.state.items()
-            for name, held in held_by_name.items()
+            for parameter, slots in target.state.items()
+            if isinstance(slots, dict)
+            for name, held in slots.items()
             if isinstance(held, torch.Tensor)
         ]
         options = [
@@ -141,12 +143,12 @@ class OptimizerHandler(StateDictHandler):
         numbers = _numbers(target, state)
         target.load_state_dict(state)
         for parameter, slots in target.state.items():
-            given_slots = state["state"].get(numbers.get(parameter), {})
-            for name, held in slots.items():
-                slots[name] = _uncast(held, given_slots.get(name))
+            loaded = state["state"].get(numbers.get(parameter, parameter))
+            if isinstance(slots, dict) and isinstance(loaded, dict):
+                slots.update({name: _uncast(held, loaded.get(name)) for name, held in slots.items()})
         for parameter, name, held in filled:
-            given = state["state"].get(numbers.get(parameter), {}).get(name)
-            if same_memory(held, given):
+            loaded = state["state"].get(numbers.get(parameter, parameter))
+            if isinstance(loaded, dict) and same_memory(held, loaded.get(name)):
                 target.state[parameter][name] = held
         for number, name, held in options:
             if same_memory(held, state["param_groups"][number].get(name)):
@@ -201,10 +203,10 @@ def _abstract_tensor(stored: AbstractArray) -> object:
     return stored if encoding is None else torch.empty(stored.shape, dtype=encoding.dtype, device="meta")
 
 
-def _to_fill(own: Mapping[str, object], stored: Any) -> Any:
+def _to_fill(own: Any, stored: Any) -> Any:
     """What is stored, with those tensors of the optimizer itself that can be filled in place."""
-    asked = state_to_load(dict(own), stored, array=_abstract_tensor)
-    if isinstance(asked, dict):
+    asked = state_to_load(own, stored, array=_abstract_tensor)
+    if isinstance(asked, dict) and isinstance(own, dict):
         for name, held in own.items():
             other = asked.get(name)
             if isinstance(held, torch.Tensor) and isinstance(other, torch.Tensor) and held.shape == other.shape:
