@@ -4,12 +4,16 @@ A map of the package:
 
 - `save`, `save_async`, `load`, `load_async`, `load_into`, `metadata`, `delete`, `verify`, `convert`: what users call (`ckptcore.api`)
 - `save_checkpointables`, `save_checkpointables_async`, `load_checkpointables`, `checkpointables_metadata`: several objects in one checkpoint
+- `Checkpointer`: a run's steps; `CheckpointReader`: the same for who only reads (`ckptcore.checkpointer`, `ckptcore.reader`)
+- `ckptcore.policies`, `ckptcore.step_names`: when to save, which steps to keep, how they are named
 - `Context`, `MemoryOptions`: options (`ckptcore.context`)
 - `AbstractArray`, `PLACEHOLDER`: what a load asks for; `PerProcess`: what differs from process to process
 - `SafetensorsLayout`: the built-in layout with its options
 - `ckptcore.errors`: every error
 - `ckptcore.model`, `ckptcore.protocols`, `ckptcore.hookspecs`, `ckptcore.planning`, `ckptcore.testing`: for authors of plugins
 """
+
+import logging
 
 from ckptcore.api import (
     CheckpointablesMetadata,
@@ -30,6 +34,7 @@ from ckptcore.api import (
 )
 from ckptcore.background import LoadHandle, Progress, SaveHandle
 from ckptcore.builtin.safetensors import SafetensorsLayout
+from ckptcore.checkpointer import Checkpointer
 from ckptcore.context import Context, MemoryOptions
 from ckptcore.errors import CheckpointError
 from ckptcore.flattening import PLACEHOLDER
@@ -37,6 +42,8 @@ from ckptcore.hookspecs import hookimpl
 from ckptcore.model import AbstractArray
 from ckptcore.parts import PerProcess
 from ckptcore.protocols import StatefulCheckpointable
+from ckptcore.reader import CheckpointReader, SkippedStep
+from ckptcore.step_names import StepNameFormat, StepNames
 from ckptcore.verification import Problem, VerifyReport
 
 __all__ = [
@@ -44,7 +51,9 @@ __all__ = [
     "AbstractArray",
     "CheckpointError",
     "CheckpointMetadata",
+    "CheckpointReader",
     "CheckpointablesMetadata",
+    "Checkpointer",
     "Context",
     "LoadHandle",
     "MemoryOptions",
@@ -53,7 +62,10 @@ __all__ = [
     "Progress",
     "SafetensorsLayout",
     "SaveHandle",
+    "SkippedStep",
     "StatefulCheckpointable",
+    "StepNameFormat",
+    "StepNames",
     "VerifyReport",
     "checkpointables_metadata",
     "convert",
@@ -70,3 +82,6 @@ __all__ = [
     "save_checkpointables_async",
     "verify",
 ]
+
+# A library is silent unless the program asks; without this, Python prints warnings for it.
+logging.getLogger("ckptcore").addHandler(logging.NullHandler())

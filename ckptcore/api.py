@@ -3,32 +3,32 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping
 from typing import Any
 
 from ckptcore.background import LoadHandle, SaveHandle
 from ckptcore.commit import Overwrite, read_root, remove_checkpoint
-from ckptcore.composites import Wanted, load_composite, open_composite, present_members
+from ckptcore.composites import Wanted, load_composite
 from ckptcore.context import Context, default_context
 from ckptcore.conversion import convert_checkpoint
+from ckptcore.describing import (
+    CheckpointablesMetadata,
+    CheckpointMetadata,
+    describe_checkpoint,
+    describe_checkpointables,
+)
 from ckptcore.errors import (
     CheckpointExistsError,
     CheckpointNotFoundError,
     CorruptCheckpointError,
     UnsupportedVersionError,
 )
-from ckptcore.events import Event
-from ckptcore.loading import abstract_tree, load_into_target, load_value, recorded_load
-from ckptcore.locations import LocationLike, Place, Within, resolve_location
-from ckptcore.model.metadata import TreeMetadata
-from ckptcore.model.objects import ObjectRecord
+from ckptcore.loading import load_into_target, load_value, recorded_load
+from ckptcore.locations import LocationLike, resolve_location
 from ckptcore.model.tree import JSON
-from ckptcore.opening import Opened, while_unchanged
 from ckptcore.protocols import Layout
 from ckptcore.root import check_name, new_save_id
 from ckptcore.saving import SaveRequest, begin_save, perform_save
-from ckptcore.timelines import timeline_from_json
 from ckptcore.verification import ProgressCallback, VerifyReport, verify_checkpoint
 
 __all__ = [
@@ -221,40 +221,6 @@ def load_into(location: LocationLike, target: Any, *, context: Context | None = 
     return target
 
 
-@dataclass(frozen=True, slots=True)
-class CheckpointMetadata:
-    """What a checkpoint says of itself, without its arrays.
-
-    Attributes:
-        abstract: a tree that can be passed to `load`: `AbstractArray` for arrays, and small values themselves.
-        tree: the structure and a record of each leaf.
-        layout: the name of its layout.
-        created: when the save began, ISO 8601 in UTC; None where other software wrote it and does not say.
-        writer: the software that wrote it.
-        custom: metadata of the user's.
-        save_id: which save wrote it; None where other software did.
-        objects: its objects, by key.
-        metrics: measurements that were given with it.
-        timeline: what the save did until its commit; empty where other software wrote it.
-    """
-
-    abstract: Any
-    tree: TreeMetadata
-    layout: str
-    created: str | None
-    writer: str
-    custom: Mapping[str, JSON]
-    save_id: str | None
-    objects: Mapping[str, ObjectRecord]
-    metrics: Mapping[str, float] = field(default_factory=dict)
-    timeline: Sequence[Event] = ()
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all arrays, tied ones counted once."""
-        return self.tree.nbytes
-
-
 def metadata(location: LocationLike, *, context: Context | None = None) -> CheckpointMetadata:
     """What a checkpoint says of itself; reads no array.
 
@@ -262,62 +228,7 @@ def metadata(location: LocationLike, *, context: Context | None = None) -> Check
         CheckpointNotFoundError, UncommittedCheckpointError, CorruptCheckpointError
         CompositeCheckpointError: if it holds several checkpointables: use `checkpointables_metadata`.
     """
-    context = context or default_context()
-    return _metadata(location, context)
-
-
-def _metadata(place: Place, context: Context) -> CheckpointMetadata:
-    def describe_opened(opened: Opened) -> CheckpointMetadata:
-        root = opened.root
-        return CheckpointMetadata(
-            abstract=abstract_tree(opened.tree, context.registry),
-            tree=opened.tree,
-            layout=opened.layout.name,
-            created=root.created if root else None,
-            writer=opened.writer,
-            custom=opened.custom,
-            save_id=root.save_id if root else None,
-            objects=opened.objects,
-            metrics=root.metrics if root else {},
-            timeline=_timeline(root.timeline, place) if root else (),
-        )
-
-    return while_unchanged(place, context, describe_opened)
-
-
-def _timeline(stored: JSON, place: Place) -> Sequence[Event]:
-    return () if stored is None else timeline_from_json(stored, location=str(place))
-
-
-@dataclass(frozen=True, slots=True)
-class CheckpointablesMetadata:
-    """What a checkpoint of several checkpointables says of itself, without their arrays.
-
-    Attributes:
-        checkpointables: by name, what each says of itself; what was deleted since the save is left out. Where every process saved
-            a state of its own, that of the first.
-        deleted: the names of what was deleted.
-        processes: by name, how many processes saved a state of their own; names of what all saved together are left out.
-        created, writer, custom, save_id, metrics, timeline: as of `CheckpointMetadata`.
-    """
-
-    checkpointables: Mapping[str, CheckpointMetadata]
-    deleted: tuple[str, ...]
-    processes: Mapping[str, int]
-    created: str
-    writer: str
-    custom: Mapping[str, JSON]
-    save_id: str
-    metrics: Mapping[str, float]
-    timeline: Sequence[Event]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all arrays and files of those that are there; of several processes, the first one's."""
-        return sum(
-            sum(record.size for record in found.objects.values()) if found.layout == "files" else found.nbytes
-            for found in self.checkpointables.values()
-        )
+    return describe_checkpoint(location, context or default_context())
 
 
 def checkpointables_metadata(location: LocationLike, *, context: Context | None = None) -> CheckpointablesMetadata:
@@ -327,23 +238,7 @@ def checkpointables_metadata(location: LocationLike, *, context: Context | None 
         CompositeCheckpointError: if it is one tree: use `metadata`.
         CheckpointNotFoundError, UncommittedCheckpointError, CorruptCheckpointError
     """
-    context = context or default_context()
-    composite = open_composite(location, context)
-    root = composite.root
-    present = list(present_members(composite, location, context))
-    return CheckpointablesMetadata(
-        checkpointables={
-            name: _metadata(Within(location, root.members[name].directory(name, 0)), context) for name in present
-        },
-        deleted=tuple([name for name in root.members if name not in present]),
-        processes={name: member.processes for name, member in root.members.items() if member.processes is not None},
-        created=root.created,
-        writer=" ".join(f"{name} {version}" for name, version in root.writer.items()),
-        custom=root.custom,
-        save_id=root.save_id,
-        metrics=root.metrics,
-        timeline=_timeline(root.timeline, location),
-    )
+    return describe_checkpointables(location, context or default_context())
 
 
 def delete(location: LocationLike, *, context: Context | None = None) -> None:

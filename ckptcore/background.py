@@ -69,9 +69,10 @@ class SaveHandle:
         """Whether the save is committed or failed."""
         return self._future.done()
 
-    def when_done(self, act: Callable[[BaseException | None], None]) -> None:
-        """Call `act` with the error, or None, when the save is over: on its thread, or here and now if it is over."""
-        self._future.add_done_callback(lambda future: act(future.exception()))
+    @property
+    def matters(self) -> bool:
+        """Whether the save is under way, or failed and nobody asked."""
+        return not self.done() or (not self._noticed and self._future.exception() is not None)
 
     @property
     def progress(self) -> Progress:
@@ -138,7 +139,7 @@ class BackgroundSaves:
             if self._executor is None:
                 self._executor = ThreadPoolExecutor(1, thread_name_prefix="ckptcore-save")
             self._executor.submit(_run, handle, work)
-            self._handles = [*(other for other in self._handles if _matters(other)), handle]
+            self._handles = [*(other for other in self._handles if other.matters), handle]
 
     def load(self, work: Callable[[], T]) -> LoadHandle[T]:
         """Do the work of a load on a thread of its own."""
@@ -183,12 +184,7 @@ class BackgroundSaves:
 
     def _failed_unnoticed(self) -> list[SaveHandle]:
         with self._lock:
-            return [handle for handle in self._handles if handle.done() and _matters(handle)]
-
-
-def _matters(handle: SaveHandle) -> bool:
-    """Whether a save is under way, or failed and nobody knows."""
-    return not handle.done() or (not handle._noticed and handle._future.exception() is not None)
+            return [handle for handle in self._handles if handle.done() and handle.matters]
 
 
 def _run(handle: SaveHandle, work: Callable[[], None]) -> None:

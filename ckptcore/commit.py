@@ -10,7 +10,7 @@ from __future__ import annotations
 import datetime
 import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, suppress
 from typing import Final, Literal, Protocol, TypeAlias
 
@@ -41,7 +41,7 @@ __all__ = [
     "refuse_to_replace",
     "remove_checkpoint",
     "root_bytes",
-    "sweep_directory",
+    "sweep_leftovers",
 ]
 
 logger = logging.getLogger("ckptcore.commit")
@@ -192,17 +192,18 @@ def is_committed(store: StorageBackend) -> bool | None:
         return None
 
 
-def sweep_directory(store: StorageBackend) -> None:
-    """Delete what dead saves and deletions left in a directory of checkpoints that this process alone writes to.
+def sweep_leftovers(store: StorageBackend, names: Iterable[str]) -> None:
+    """Delete what dead saves and deletions left in a directory of checkpoints.
+
+    Args:
+        store: the storage, opened at the directory.
+        names: hidden directories in it; those that a living save holds stay.
 
     Raises:
         StorageError
     """
-    if not isinstance(store, AtomicDirectories):
-        return
-    for entry in store.list_names():
-        name = entry.removesuffix("/")
-        if is_hidden_name(name) and entry.endswith("/"):
+    if isinstance(store, AtomicDirectories):
+        for name in names:
             _delete_if_dead(store, name)
 
 

@@ -4,7 +4,8 @@
 
     CheckpointError
     ├── CheckpointNotFoundError        (FileNotFoundError)  nothing that can be loaded stands at the location
-    │   └── UncommittedCheckpointError                      a save began there and never committed
+    │   ├── UncommittedCheckpointError                      a save began there and never committed
+    │   └── UnknownCheckpointableError                      the checkpoint was saved without this name
     ├── CheckpointExistsError          (FileExistsError)    a save would replace something and was not asked to
     ├── DirectoryInUseError            (BlockingIOError)    another job writes steps into the directory
     ├── CorruptCheckpointError         (ValueError)         bytes are not what was written; names the file and range
@@ -26,6 +27,8 @@
     ├── SaveLostError                  (RuntimeError)       another save took over or removed this one's claim
     ├── AtomicityError                 (RuntimeError)       the storage cannot do atomically what was asked
     ├── BackgroundSaveError            (RuntimeError)       an earlier asynchronous save failed unnoticed
+    ├── OnlyStepError                  (ValueError)         a deletion would leave a directory without a valid step
+    ├── StepPinnedError                (RuntimeError)       a reader has pinned the step that is to be deleted
     ├── TargetUndefinedError           (RuntimeError)       ``load_into`` failed after it began to fill its target
     ├── CommitUnknownError             (RuntimeError)       whether the save committed cannot be known
     ├── RankFailedError                (RuntimeError)       another process of the job failed
@@ -54,15 +57,18 @@ __all__ = [
     "InvalidLocationError",
     "NameCollisionError",
     "ObjectNotFoundError",
+    "OnlyStepError",
     "PluginConflictError",
     "PluginError",
     "RankFailedError",
     "SaveLostError",
+    "StepPinnedError",
     "StorageError",
     "StorageFullError",
     "TargetUndefinedError",
     "TreeMismatchError",
     "UncommittedCheckpointError",
+    "UnknownCheckpointableError",
     "UnknownPluginError",
     "UnsupportedKeyError",
     "UnsupportedLeafError",
@@ -80,6 +86,10 @@ class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
 
 class UncommittedCheckpointError(CheckpointNotFoundError):
     """A save began at the location and never committed; it is never loaded."""
+
+
+class UnknownCheckpointableError(CheckpointNotFoundError):
+    """A checkpoint of several checkpointables was saved without this name."""
 
 
 class CheckpointExistsError(CheckpointError, FileExistsError):
@@ -198,6 +208,14 @@ class AtomicityError(CheckpointError, RuntimeError):
 
 class BackgroundSaveError(CheckpointError, RuntimeError):
     """An earlier asynchronous save failed and nobody asked for its result; its error is the cause."""
+
+
+class OnlyStepError(CheckpointError, ValueError):
+    """A deletion would leave a directory of steps without a valid one. Nothing was deleted."""
+
+
+class StepPinnedError(CheckpointError, RuntimeError):
+    """A reader has pinned the step that is to be deleted. Nothing was deleted."""
 
 
 class TargetUndefinedError(CheckpointError, RuntimeError):

@@ -46,15 +46,16 @@ class Within:
     """A directory within what a location names.
 
     Attributes:
-        location: a path or URL.
+        location: a path or URL, or a directory within one.
         directory: a relative key.
     """
 
-    location: LocationLike
+    location: Place
     directory: str
 
     def __str__(self) -> str:
-        return f"{os.fspath(self.location).rstrip('/')}/{self.directory}"
+        around = self.location if isinstance(self.location, Within) else os.fspath(self.location)
+        return f"{str(around).rstrip('/')}/{self.directory}"
 
 
 Place: TypeAlias = LocationLike | Within
@@ -152,12 +153,15 @@ def open_directory(
     return _within(Within(directory, "-"), plugins, durable, config).parent
 
 
-def _address(location: LocationLike) -> tuple[str, str]:
+def _address(location: Place) -> tuple[str, str]:
     """The scheme of a location, and what its storage is opened with.
 
     Raises:
         InvalidLocationError: if it is neither a path nor a URL.
     """
+    if isinstance(location, Within):
+        scheme, address = _address(location.location)
+        return scheme, f"{address.rstrip('/')}/{location.directory}"
     try:
         text = os.fspath(location)
     except TypeError as error:

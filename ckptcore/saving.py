@@ -50,7 +50,9 @@ class SaveRequest:
         metrics: measurements to be kept with it.
         step, epoch: how far the training is; None where nobody says.
         when_busy: what an asynchronous save does while another runs; None: as the Context says.
+        allowed: called on the leader before anything is written; an error of it stops the save.
         before_commit: called on the leader right before the commit; an error of it stops the save.
+        committed: called on every rank once the checkpoint is there, on the thread that waited for it.
     """
 
     location: Place
@@ -62,7 +64,9 @@ class SaveRequest:
     step: int | None = None
     epoch: int | None = None
     when_busy: Literal["wait", "queue"] | None = None
+    allowed: Callable[[], None] | None = None
     before_commit: Callable[[], None] | None = None
+    committed: Callable[[], None] | None = None
 
 
 _Descriptions: TypeAlias = Sequence[PartDescription]
@@ -92,6 +96,8 @@ def perform_save(request: SaveRequest, context: Context) -> None:
             persist(described, captured, context, recording)
         finally:
             _close(captured)
+    if request.committed is not None:
+        request.committed()
 
 
 def begin_save(request: SaveRequest, context: Context) -> SaveHandle:
@@ -112,9 +118,10 @@ def begin_save(request: SaveRequest, context: Context) -> SaveHandle:
         handle = SaveHandle(described.location.display, total)
         memory = StagingMemory(context.staging, context.io_threads)
         if context.memory.save_bytes is None:
-            _begin_copied(described, descriptions, memory, handle, context, recording)
+            _begin_copied(described, descriptions, memory, handle, context, recording, request.committed)
         else:
-            _begin_bounded(described, descriptions, memory, handle, context, recording, context.memory.save_bytes)
+            limit = context.memory.save_bytes
+            _begin_bounded(described, descriptions, memory, handle, context, recording, request.committed, limit)
         return handle
 
 
@@ -138,6 +145,7 @@ def _begin_copied(
     handle: SaveHandle,
     context: Context,
     recording: Recording,
+    committed: Callable[[], None] | None,
 ) -> None:
     """Copy everything, then let it be written."""
     captured: list[Captured] = []
@@ -166,7 +174,7 @@ def _begin_copied(
             memory.close()
             _release(context)
 
-    _run(work, described, captured, memory, handle, context, recording)
+    _run(work, described, captured, memory, handle, context, recording, committed)
 
 
 def _begin_bounded(
@@ -176,6 +184,7 @@ def _begin_bounded(
     handle: SaveHandle,
     context: Context,
     recording: Recording,
+    committed: Callable[[], None] | None,
     limit: int,
 ) -> None:
     """Copy while it is written, so that little is held copied at a time."""
@@ -204,7 +213,7 @@ def _begin_bounded(
             memory.close()
             _release(context)
 
-    _run(work, described, captured, memory, handle, context, recording)
+    _run(work, described, captured, memory, handle, context, recording, committed)
     try:
         with recording.phase("copy", sum(item.spec.nbytes for part in described.parts for item in part.plan.items)):
             for number, snapshot in enumerate(snapshots):
@@ -226,6 +235,7 @@ def _run(
     handle: SaveHandle,
     context: Context,
     recording: Recording,
+    committed: Callable[[], None] | None,
 ) -> None:
     """Do the work in the background, and record when the operation is over."""
 
@@ -236,6 +246,8 @@ def _run(
             recording.finish(error=error)
             raise
         recording.finish(handle.progress.written)
+        if committed is not None:
+            committed()
 
     try:
         context.saves.run(handle, recorded)
@@ -286,6 +298,8 @@ def _describe(request: SaveRequest, context: Context, recording: Recording) -> t
             else None
         )
         if rank == 0:
+            if request.allowed is not None:
+                request.allowed()
             refuse_to_replace(location, request.overwrite)
         if size > 1:
             stage.payload = _digest(members, descriptions)

@@ -1,0 +1,475 @@
+"""Checkpointer: a sequence of steps for a training loop, saved in the background and collected by a policy."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
+from threading import Lock
+from typing import Any, Final, Literal, TypeAlias, TypeVar
+
+from ckptcore.agreement import Agreement
+from ckptcore.background import SaveHandle
+from ckptcore.context import Context
+from ckptcore.directories import write_directory_metadata
+from ckptcore.errors import CheckpointError, CheckpointExistsError, CorruptCheckpointError
+from ckptcore.garbage import StepDeleter
+from ckptcore.holds import Hold, own_directory
+from ckptcore.locations import LocationLike, Within, open_directory
+from ckptcore.model.tree import JSON
+from ckptcore.policies import (
+    AnySave,
+    EveryStep,
+    Moment,
+    PreemptionCheckpointing,
+    PreservationPolicy,
+    PreserveAll,
+    SavePolicy,
+)
+from ckptcore.preemption import PreemptionNotice, TerminationSignal
+from ckptcore.protocols import Layout
+from ckptcore.reader import CheckpointReader
+from ckptcore.root import check_name
+from ckptcore.saving import SaveRequest, begin_save, perform_save
+from ckptcore.step_names import StepNames
+
+__all__ = ["Checkpointer", "IfInUse", "WhenBusy"]
+
+logger = logging.getLogger("ckptcore.steps")
+
+T = TypeVar("T", bound=JSON)
+
+WhenBusy: TypeAlias = Literal["wait", "skip", "queue"]
+"""What a save does while another is under way: wait for it; let this one be; copy at once and wait behind it."""
+
+IfInUse: TypeAlias = Literal["error", "take over"]
+"""What to do where another job seems to own the directory: fail at once; wait for a sign of life, and take it if none comes."""
+
+_WHOLE: Final = ""
+
+
+class Checkpointer(CheckpointReader):
+    """The steps of a training run: saves them without stopping the loop, keeps those that a policy wants, resumes.
+
+    It owns its directory: a second one there, in this process or another, gets an error. Use it as a context manager, or close
+    it. In a job of several processes every process makes one and calls the same methods in the same order; who leads owns,
+    lists and deletes, and decides where processes could see different things.
+    """
+
+    def __init__(
+        self,
+        directory: LocationLike,
+        *,
+        save_policy: SavePolicy | None = None,
+        preservation_policy: PreservationPolicy | None = None,
+        step_names: StepNames | None = None,
+        layout: str | Layout = "safetensors",
+        context: Context | None = None,
+        metadata: Mapping[str, JSON] | None = None,
+        when_busy: WhenBusy = "wait",
+        if_in_use: IfInUse = "error",
+        preemption_notice: PreemptionNotice | None = None,
+    ) -> None:
+        """Open a directory for a run, and make it where there is none.
+
+        Args:
+            directory: a path or URL.
+            save_policy: at which steps `save` saves; None: whenever it is called.
+            preservation_policy: which steps are kept; None: all. The newest always is.
+            step_names: how steps are named.
+            layout: how arrays are laid out.
+            context: options.
+            metadata: JSON, kept with the directory as a whole; None leaves what is there.
+            when_busy: what a save does while another is under way.
+            if_in_use: what to do where another job seems to own the directory.
+            preemption_notice: tells at each step whether this process is to be preempted. None: SIGTERM does, if the save policy
+                has `PreemptionCheckpointing` in it.
+
+        Raises:
+            DirectoryInUseError: if another job owns the directory.
+            StorageError: if it cannot be written.
+            ValueError: if an argument is none of its values.
+        """
+        if when_busy not in ("wait", "skip", "queue"):
+            raise ValueError(f"Checkpointer(when_busy={when_busy!r}): expected 'wait', 'skip' or 'queue'")
+        self._lock = Lock()
+        self._closed = False
+        self._save_policy = save_policy or EveryStep()
+        self._preservation_policy = preservation_policy or PreserveAll()
+        self._layout = layout
+        self._when_busy: WhenBusy = when_busy
+        self._preempted = False
+        self._terminated: TerminationSignal | None = None
+        self._owned: Hold | None = None
+        self._deleter: StepDeleter | None = None
+        self._cleaner: ThreadPoolExecutor | None = None
+        self._cleaning: list[Future[None]] = []
+        self._handles: list[SaveHandle] = []
+        self._last_saved: int | None = None
+        self._last_step: int | None = None
+        self._last_epoch: int | None = None
+        self._last_save_began: float | None = None
+        self._last_save_ended: float | None = None
+        self._begin_reading(directory, step_names, context)
+        try:
+            with self._agreement("own").stage("own"):
+                if self._job.rank == 0:
+                    self._own(if_in_use, metadata)
+            self.reload()  # only now: another job may have written until this one owned the directory
+            self._look_back()
+            if preemption_notice is None and _heeds_preemption(self._save_policy):
+                preemption_notice = self._terminated = TerminationSignal()
+            self._preemption_notice = preemption_notice
+            if self._deleter is not None:
+                self._clean(self._deleter.clean)
+        except BaseException:
+            self._release()
+            raise
+
+    def _own(self, if_in_use: IfInUse, metadata: Mapping[str, JSON] | None) -> None:
+        context = self._context
+        store = open_directory(
+            self._steps.directory, context.registry, durable=context.durability == "full", config=context.storage
+        )
+        self._owned = own_directory(store, self.directory, if_in_use=if_in_use)
+        self._deleter = StepDeleter(self._steps, store, self._owned, context)
+        if metadata is not None:
+            write_directory_metadata(store, metadata)
+
+    def _look_back(self) -> None:
+        """Take from the newest step when it was saved, and in which epoch; the leader looks."""
+
+        def look() -> list[JSON]:
+            step = self._steps.latest()
+            if step is None:
+                return [None, None, None]
+            try:
+                summary = self._steps.summary(step)
+                began = self._steps.info(step).created if summary is not None else None
+            except CorruptCheckpointError:
+                return [step, None, None]  # a load will find that it is damaged
+            return [step, summary.progress.get("epoch") if summary is not None else None, began]
+
+        found: Any = self._agreement("look-back").lead("look-back", look)
+        self._last_step, self._last_epoch, self._last_save_began = found
+
+    # --- saving -------------------------------------------------------------------------------------------------------
+
+    @property
+    def preempted(self) -> bool:
+        """Whether this process was told, when a step was last decided upon, that its machine will be taken away."""
+        return self._preempted
+
+    def should_save(self, step: int, *, epoch: int | None = None) -> bool:
+        """Whether `save` would save at a step, so that a state need not be made for nothing.
+
+        Args:
+            step: the step.
+            epoch: the epoch that it is in, for policies that ask for it.
+        """
+        return self._decide(step, epoch)
+
+    def save(
+        self,
+        step: int,
+        state: object,
+        *,
+        metrics: Mapping[str, float] | None = None,
+        metadata: Mapping[str, JSON] | None = None,
+        epoch: int | None = None,
+        force: bool = False,
+        overwrite: bool = False,
+    ) -> SaveHandle | None:
+        """Save a tree as a step, in the background: returns once the save owns its memory.
+
+        An error that nobody asks the handle for is raised by the next save, by `wait` and by `close`.
+
+        Args:
+            step: the number of the step.
+            state: as for `ckptcore.save`.
+            metrics: measurements, for policies such as `BestN`.
+            metadata: JSON, kept with the step.
+            epoch: the epoch that the step is in.
+            force: save whatever the policy says, and however busy.
+            overwrite: whether a step that is there is replaced. One that was found to be damaged is, in any case.
+
+        Returns:
+            The save; None where the policy did not want it, or ``when_busy="skip"`` let it be.
+
+        Raises:
+            CheckpointExistsError: if the step is there.
+            What `ckptcore.save_async` does.
+        """
+        return self._begin(step, {_WHOLE: state}, metrics, metadata, epoch, force, overwrite)
+
+    def save_checkpointables(
+        self,
+        step: int,
+        checkpointables: Mapping[str, object],
+        *,
+        metrics: Mapping[str, float] | None = None,
+        metadata: Mapping[str, JSON] | None = None,
+        epoch: int | None = None,
+        force: bool = False,
+        overwrite: bool = False,
+    ) -> SaveHandle | None:
+        """Save several objects as a step, in the background: they may change or advance once this returns.
+
+        Takes, returns and raises what `save` does, for what `ckptcore.save_checkpointables` takes.
+        """
+        for name in checkpointables:
+            check_name(name)
+        return self._begin(step, dict(checkpointables), metrics, metadata, epoch, force, overwrite)
+
+    def save_blocking(
+        self,
+        step: int,
+        state: object,
+        *,
+        metrics: Mapping[str, float] | None = None,
+        metadata: Mapping[str, JSON] | None = None,
+        epoch: int | None = None,
+        force: bool = False,
+        overwrite: bool = False,
+    ) -> bool:
+        """Save a tree as a step and return once it is committed; arrays in host memory are not copied.
+
+        Takes and raises what `save` does.
+
+        Returns:
+            Whether it was saved; False where the policy did not want it, or ``when_busy="skip"`` let it be.
+        """
+        request = self._request(step, {_WHOLE: state}, metrics, metadata, epoch, force, overwrite)
+        if request is None:
+            return False
+        perform_save(request, self._context)
+        return True
+
+    def _begin(
+        self,
+        step: int,
+        values: Mapping[str, object],
+        metrics: Mapping[str, float] | None,
+        metadata: Mapping[str, JSON] | None,
+        epoch: int | None,
+        force: bool,
+        overwrite: bool,
+    ) -> SaveHandle | None:
+        request = self._request(step, values, metrics, metadata, epoch, force, overwrite)
+        if request is None:
+            return None
+        handle = begin_save(request, self._context)
+        with self._lock:
+            self._handles = [*(other for other in self._handles if other.matters), handle]
+        return handle
+
+    def _request(
+        self,
+        step: int,
+        values: Mapping[str, object],
+        metrics: Mapping[str, float] | None,
+        metadata: Mapping[str, JSON] | None,
+        epoch: int | None,
+        force: bool,
+        overwrite: bool,
+    ) -> SaveRequest | None:
+        """What is to be saved; None if nothing is. After this the step counts as begun."""
+        self._steps.names.name(step)  # refuses what is no number of a step
+        self._expect_open()
+        if not force and not self._decide(step, epoch):
+            return None
+        if force and not self._preempted:
+            self._preempted = self._is_preempted(step)
+        replaces = overwrite or step in self._broken
+        name = self._steps.name(step) if replaces else self._steps.names.name(step)
+        self._last_step, self._last_epoch, self._last_save_began = step, epoch, time.time()
+        if self._deleter is not None:
+            self._deleter.spare(step)
+        return SaveRequest(
+            location=Within(
+                self._steps.directory, self._steps.name(step) if replaces else self._steps.names.name(step)
+            ),
+            values=values,
+            layout=self._layout,
+            # What is known to be damaged is worth nothing, so that replacing it need not be atomic.
+            overwrite="non-atomic" if step in self._broken else overwrite,
+            custom=metadata,
+            metrics=metrics or {},
+            step=step,
+            epoch=epoch,
+            when_busy="wait" if self._when_busy == "wait" else "queue",
+            allowed=None if replaces else partial(self._expect_absent, step),
+            before_commit=self._owned.check if self._owned is not None else None,
+            committed=partial(self._saved, step, name),
+        )
+
+    def _expect_absent(self, step: int) -> None:
+        if not self._steps.is_committed(step):
+            return
+        raise CheckpointExistsError(
+            f"step {step} is in {self.directory} already, as {self._steps.name(step)}; pass overwrite=True to replace it, or "
+            "delete it and what comes after it if the run was set back"
+        )
+
+    def _decide(self, step: int, epoch: int | None) -> bool:
+        """Whether to save; the same on every rank."""
+        preempted = self._is_preempted(step)
+        moment = Moment(
+            step=step,
+            now=time.time(),
+            epoch=epoch,
+            last_step=self._last_step,
+            last_epoch=self._last_epoch,
+            last_save_began=self._last_save_began,
+            last_save_ended=self._last_save_ended,
+            saving=self._busy(),
+            preempted=preempted,
+        )
+        if self._job.size == 1:
+            self._preempted = preempted
+            return self._wants(moment)
+        if not self._save_policy.needs_agreement and self._when_busy != "skip":
+            return self._wants(moment)
+        # One rank's notice is everybody's, and who leads decides by its own clock and its own saves.
+        agreement = self._agreement("decide")
+        with agreement.stage("decide") as stage:
+            stage.payload = [preempted, moment.saving]
+        decided: Any = agreement.lead("decision", partial(self._decide_for_all, moment, stage.payloads))
+        wanted, self._preempted = decided
+        return bool(wanted)
+
+    def _decide_for_all(self, moment: Moment, facts: Sequence[Any]) -> list[JSON]:
+        preempted = any(fact[0] for fact in facts)
+        saving = any(fact[1] for fact in facts)
+        return [self._wants(replace(moment, preempted=preempted, saving=saving)), preempted]
+
+    def _wants(self, moment: Moment) -> bool:
+        wanted = self._save_policy.should_save(moment)
+        # The last save before the machine goes is not one to skip.
+        if wanted and self._when_busy == "skip" and moment.saving and not moment.preempted:
+            logger.info("step %d is not saved: an earlier save to %s is under way", moment.step, self.directory)
+            return False
+        return wanted
+
+    def _is_preempted(self, step: int) -> bool:
+        return self._preempted or (self._preemption_notice is not None and bool(self._preemption_notice(step)))
+
+    def _busy(self) -> bool:
+        with self._lock:
+            return any(not handle.done() for handle in self._handles)
+
+    def _saved(self, step: int, name: str) -> None:
+        """A step is committed. On the thread of the save, before anybody hears of it."""
+        self._last_save_ended = time.time()
+        self._broken.discard(step)
+        self._steps.add(step, name)
+        self._last_saved = step
+        if self._deleter is not None and not isinstance(self._preservation_policy, PreserveAll):
+            self._clean(self._collect)
+
+    # --- deleting -----------------------------------------------------------------------------------------------------
+
+    def delete(self, step: int) -> None:
+        """Delete a step, in the background; `wait` waits for it. Only who leads deletes.
+
+        Raises:
+            CheckpointNotFoundError: if it is not there, or other software wrote it.
+            OnlyStepError: if it is the only one that is valid.
+            StepPinnedError: if a reader has pinned it.
+        """
+        self._expect_open()
+        with self._agreement("delete").stage("delete"):
+            if self._deleter is not None:
+                self._clean(self._deleter.begin(step, broken=self._broken))
+        if self._deleter is None:
+            self._steps.forget([step])
+
+    def _collect(self) -> None:
+        assert self._deleter is not None  # only who deletes comes here
+        # The newest by number may be older than the run: it was set back.
+        keep = {step for step in (self._last_saved, self._last_step) if step is not None}
+        self._deleter.collect(self._preservation_policy, keep=keep, broken=frozenset(self._broken))
+
+    def _clean(self, work: Callable[[], object]) -> None:
+        """Do work in the background, after what was asked for before."""
+
+        def logged() -> None:
+            try:
+                work()
+            except BaseException as error:
+                logger.warning("cleaning %s failed: %s", self.directory, error)
+                raise
+
+        with self._lock:
+            if self._closed:
+                return  # what is left over is cleaned up by the next one
+            if self._cleaner is None:
+                self._cleaner = ThreadPoolExecutor(1, thread_name_prefix="ckptcore-clean")
+            self._cleaning = [
+                *(other for other in self._cleaning if not other.done() or other.exception() is not None),
+                self._cleaner.submit(logged),
+            ]
+
+    # --- ending -------------------------------------------------------------------------------------------------------
+
+    def wait(self) -> None:
+        """Wait until every save and deletion is over.
+
+        Raises:
+            CheckpointError: the first error of a save that nobody asked for, or of a deletion; it is told once.
+        """
+        errors: list[BaseException] = []
+        with self._lock:
+            handles, self._handles = self._handles, []
+        for handle in handles:
+            known = handle.done() and not handle.matters
+            error = handle.exception()
+            if error is not None and not known:
+                errors.append(error)
+        with self._lock:
+            cleaning, self._cleaning = self._cleaning, []
+        errors.extend(error for future in cleaning if (error := future.exception()) is not None)
+        if errors:
+            for other in errors[1:]:
+                errors[0].add_note(f"and then: {type(other).__name__}: {other}")
+            raise errors[0]
+
+    def close(self) -> None:
+        """Wait, and let the directory go; again is no error.
+
+        Raises:
+            CheckpointError: as `wait`; the directory is let go in any case.
+        """
+        if self._closed:
+            return
+        try:
+            self.wait()
+        finally:
+            self._release()
+
+    def _release(self) -> None:
+        with self._lock:
+            self._closed = True
+            cleaner, self._cleaner = self._cleaner, None
+        if cleaner is not None:
+            cleaner.shutdown(wait=True)
+        if self._terminated is not None:
+            self._terminated.close()
+        if self._owned is not None:
+            self._owned.close()
+
+    def _expect_open(self) -> None:
+        if self._closed:
+            raise CheckpointError(f"the Checkpointer of {self.directory} is closed; make a new one")
+
+    def _agreement(self, what: str) -> Agreement:
+        return Agreement(self._job, self._context.exchange_key(f"{self.directory}/checkpointer/{what}"))
+
+
+def _heeds_preemption(policy: SavePolicy) -> bool:
+    if isinstance(policy, AnySave):
+        return any(_heeds_preemption(part) for part in policy.policies)
+    return isinstance(policy, PreemptionCheckpointing)

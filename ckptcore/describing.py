@@ -1,0 +1,134 @@
+"""What checkpoints say of themselves, without their arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ckptcore.composites import is_deleted, open_composite, present_members
+from ckptcore.context import Context
+from ckptcore.events import Event
+from ckptcore.loading import abstract_tree
+from ckptcore.locations import Place, Within
+from ckptcore.model.metadata import TreeMetadata
+from ckptcore.model.objects import ObjectRecord
+from ckptcore.model.tree import JSON
+from ckptcore.opening import Opened, while_unchanged
+from ckptcore.timelines import timeline_from_json
+
+__all__ = ["CheckpointMetadata", "CheckpointablesMetadata", "describe_checkpoint", "describe_checkpointables"]
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointMetadata:
+    """What a checkpoint says of itself, without its arrays.
+
+    Attributes:
+        abstract: a tree that can be passed to `load`: `AbstractArray` for arrays, and small values themselves.
+        tree: the structure and a record of each leaf.
+        layout: the name of its layout.
+        created: when the save began, ISO 8601 in UTC; None where other software wrote it and does not say.
+        writer: the software that wrote it.
+        custom: metadata of the user's.
+        save_id: which save wrote it; None where other software did.
+        objects: its objects, by key.
+        metrics: measurements that were given with it.
+        timeline: what the save did until its commit; empty where other software wrote it.
+    """
+
+    abstract: Any
+    tree: TreeMetadata
+    layout: str
+    created: str | None
+    writer: str
+    custom: Mapping[str, JSON]
+    save_id: str | None
+    objects: Mapping[str, ObjectRecord]
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    timeline: Sequence[Event] = ()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all arrays, tied ones counted once."""
+        return self.tree.nbytes
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointablesMetadata:
+    """What a checkpoint of several checkpointables says of itself, without their arrays.
+
+    Attributes:
+        checkpointables: by name, what each says of itself; what was deleted since the save is left out. Where every process saved
+            a state of its own, that of the first.
+        deleted: the names of what was deleted.
+        processes: by name, how many processes saved a state of their own; names of what all saved together are left out.
+        created, writer, custom, save_id, metrics, timeline: as of `CheckpointMetadata`.
+    """
+
+    checkpointables: Mapping[str, CheckpointMetadata]
+    deleted: tuple[str, ...]
+    processes: Mapping[str, int]
+    created: str
+    writer: str
+    custom: Mapping[str, JSON]
+    save_id: str
+    metrics: Mapping[str, float]
+    timeline: Sequence[Event]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all arrays and files of those that are there; of several processes, the first one's."""
+        return sum(
+            sum(record.size for record in found.objects.values()) if found.layout == "files" else found.nbytes
+            for found in self.checkpointables.values()
+        )
+
+
+def describe_checkpoint(place: Place, context: Context) -> CheckpointMetadata:
+    """See `ckptcore.metadata`."""
+
+    def describe_opened(opened: Opened) -> CheckpointMetadata:
+        root = opened.root
+        return CheckpointMetadata(
+            abstract=abstract_tree(opened.tree, context.registry),
+            tree=opened.tree,
+            layout=opened.layout.name,
+            created=root.created if root else None,
+            writer=opened.writer,
+            custom=opened.custom,
+            save_id=root.save_id if root else None,
+            objects=opened.objects,
+            metrics=root.metrics if root else {},
+            timeline=_timeline(root.timeline, place) if root else (),
+        )
+
+    return while_unchanged(place, context, describe_opened)
+
+
+def _timeline(stored: JSON, place: Place) -> Sequence[Event]:
+    return () if stored is None else timeline_from_json(stored, location=str(place))
+
+
+def describe_checkpointables(location: Place, context: Context) -> CheckpointablesMetadata:
+    """See `ckptcore.checkpointables_metadata`."""
+    composite = open_composite(location, context)
+    root = composite.root
+    present = {
+        name: there[0]
+        for name, found in present_members(composite).items()
+        if (there := [directory for directory in found[:1] if not is_deleted(composite, directory)])
+    }
+    return CheckpointablesMetadata(
+        checkpointables={
+            name: describe_checkpoint(Within(location, directory), context) for name, directory in present.items()
+        },
+        deleted=tuple([name for name in root.members if name not in present]),
+        processes={name: member.processes for name, member in root.members.items() if member.processes is not None},
+        created=root.created,
+        writer=" ".join(f"{name} {version}" for name, version in root.writer.items()),
+        custom=root.custom,
+        save_id=root.save_id,
+        metrics=root.metrics,
+        timeline=_timeline(root.timeline, location),
+    )

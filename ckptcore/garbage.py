@@ -1,0 +1,179 @@
+"""Deleting steps: those that a policy gives up, and those that the user names; never one that a reader has pinned."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Collection, Sequence
+
+from ckptcore.commit import is_committed, remove_checkpoint, sweep_leftovers
+from ckptcore.context import Context
+from ckptcore.errors import CheckpointError, CheckpointNotFoundError, OnlyStepError, StepPinnedError
+from ckptcore.events import Recording
+from ckptcore.holds import Hold, StepHolds
+from ckptcore.locations import resolve_location, subdirectory
+from ckptcore.policies import PreservationPolicy, StepInfo, what_to_delete
+from ckptcore.protocols import AtomicDirectories, StorageBackend
+from ckptcore.root import new_save_id
+from ckptcore.steps import StepDirectory
+
+__all__ = ["StepDeleter", "policy_infos"]
+
+logger = logging.getLogger("ckptcore.garbage")
+
+
+def policy_infos(steps: StepDirectory, broken: Collection[int] = ()) -> Sequence[StepInfo]:
+    """What a preservation policy decides over: committed steps of ours that can be read, ascending.
+
+    What other software wrote, what is known to be broken, and what a newer version wrote is left alone, and counts for nothing.
+
+    Args:
+        steps: the directory.
+        broken: steps that were found to be damaged.
+    """
+    infos = []
+    for step in steps.steps():
+        if step in broken or not steps.is_ours(step):
+            continue
+        try:
+            infos.append(steps.info(step))
+        except CheckpointNotFoundError:
+            continue  # deleted since it was listed
+        except CheckpointError as error:
+            logger.warning("step %d in %s is left alone: its root cannot be read: %s", step, steps.display, error)
+    return infos
+
+
+class StepDeleter:
+    """Deletes steps of a directory that this process owns. One thread at a time deletes; any may ask.
+
+    A step vanishes at once and its files are removed afterwards. What a killed process left of that is removed by `clean`.
+    """
+
+    def __init__(self, steps: StepDirectory, store: StorageBackend, owned: Hold, context: Context) -> None:
+        """Delete in a directory.
+
+        Args:
+            steps: which there are.
+            store: the storage, opened at the directory, as durable as deletions are to be.
+            owned: the ownership of the directory; checked before each deletion.
+            context: options.
+        """
+        self._steps = steps
+        self._store = store
+        self._owned = owned
+        self._context = context
+        self._holds = StepHolds(store, steps.display)
+        self._lock = threading.Lock()
+        self._written: set[int] = set()
+
+    def spare(self, step: int) -> None:
+        """Say that this process is about to write a step, so that a claim found there is not a dead one's."""
+        with self._lock:
+            self._written.add(step)
+
+    def clean(self) -> None:
+        """Remove what dead saves, deletions, readers left. Only the owner of the directory may: all else in it is dead.
+
+        Raises:
+            StorageError, SaveLostError
+        """
+        with self._lock:
+            self._owned.check()
+            sweep_leftovers(self._store, self._steps.leftovers)
+            self._holds.sweep()
+        if isinstance(self._store, AtomicDirectories):
+            return
+        # Claims: saves that never committed, and deletions that were begun.
+        for step in self._steps.candidates():
+            name = self._steps.name(step)
+            with self._lock:
+                if step in self._written or is_committed(subdirectory(self._store, name)) is not False:
+                    continue
+                logger.info("removing what a dead save or deletion left: %s in %s", name, self._steps.display)
+                self._owned.check()
+                self._remove(step)
+
+    def collect(self, policy: PreservationPolicy, *, keep: Collection[int], broken: Collection[int]) -> Sequence[int]:
+        """Delete what a policy gives up; the steps that were deleted.
+
+        Args:
+            policy: which steps to keep.
+            keep: steps that stay whatever the policy says.
+            broken: steps that are damaged; they are left alone.
+
+        Raises:
+            StorageError, SaveLostError: some may be deleted.
+        """
+        deleted = []
+        for step in what_to_delete(policy, policy_infos(self._steps, broken), time.time()):
+            if step in keep:
+                continue
+            if self._delete(step):
+                deleted.append(step)
+            else:
+                logger.info("step %d in %s stays: a reader has pinned it", step, self._steps.display)
+        return deleted
+
+    def begin(self, step: int, *, broken: Collection[int]) -> Callable[[], None]:
+        """Begin to delete one step that the user named; the result, to be called once, deletes it.
+
+        Args:
+            step: which.
+            broken: steps that are damaged.
+
+        Raises:
+            CheckpointNotFoundError: if it is not there.
+            OnlyStepError: if it is the only one that is valid.
+            StepPinnedError: if a reader has pinned it.
+        """
+        if not self._steps.is_committed(step):
+            raise CheckpointNotFoundError(self._steps.missing(step))
+        valid = [other for other in self._steps.steps() if other not in broken]
+        if valid == [step]:
+            raise OnlyStepError(
+                f"step {step} is the only valid one in {self._steps.display}, and deleting it would lose the run; save another "
+                "one first, or remove the directory with ckptcore.delete or your own tools"
+            )
+        if not self._steps.is_ours(step):
+            raise CheckpointNotFoundError(
+                f"step {step} in {self._steps.display} was not written by ckptcore and is left alone; remove it with your own "
+                "tools"
+            )
+        intent = self._holds.intend_deletion(self._steps.name(step))
+        if intent is None:
+            raise StepPinnedError(f"step {step} in {self._steps.display} is pinned by a reader; delete it later")
+
+        def finish() -> None:
+            with intent, self._lock:
+                self._vanish(step, intent)
+
+        return finish
+
+    def _delete(self, step: int) -> bool:
+        with self._lock:
+            intent = self._holds.intend_deletion(self._steps.name(step))
+            if intent is None:
+                return False
+            with intent:
+                self._vanish(step, intent)
+        return True
+
+    def _vanish(self, step: int, intent: Hold) -> None:
+        recording = Recording("delete", str(self._steps.place(step)), self._context.observers, step=step)
+        try:
+            self._owned.check()
+            intent.check()
+            self._remove(step)
+        except BaseException as error:
+            recording.finish(error=error)
+            raise
+        recording.finish()
+        self._steps.forget([step])
+
+    def _remove(self, step: int) -> None:
+        place = self._steps.place(step)
+        durable = self._context.durability == "full"
+        location = resolve_location(place, self._context.registry, durable=durable, config=self._context.storage)
+        remove_checkpoint(location, new_save_id())

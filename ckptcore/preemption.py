@@ -1,0 +1,61 @@
+"""Being told that the machine will be taken away: by SIGTERM, or as a framework tells it."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable
+from types import FrameType, TracebackType
+from typing import Self, TypeAlias
+
+__all__ = ["PreemptionNotice", "TerminationSignal"]
+
+PreemptionNotice: TypeAlias = Callable[[int], bool]
+"""Tells, given a step, whether this process is to be preempted. It is asked at every step, on the training thread."""
+
+
+class TerminationSignal:
+    """A `PreemptionNotice` that SIGTERM gives: from the first one on, the answer is yes.
+
+    While it is open, SIGTERM no longer ends the process: the training loop does, when it has saved. A handler that the program
+    had is called too.
+    """
+
+    def __init__(self) -> None:
+        """Listen from now on.
+
+        Raises:
+            ValueError: not on the main thread, where alone signals can be listened to.
+        """
+        if threading.current_thread() is not threading.main_thread():
+            raise ValueError(
+                "SIGTERM can be listened to on the main thread only: make the Checkpointer there, or pass "
+                "preemption_notice=, a function that tells whether this process is to be preempted"
+            )
+        self._received = False
+        self._previous = signal.signal(signal.SIGTERM, self._handle)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        self._received = True
+        if callable(self._previous):
+            self._previous(number, frame)
+
+    def __call__(self, step: int) -> bool:
+        """Whether SIGTERM came."""
+        return self._received
+
+    def close(self) -> None:
+        """Listen no longer; what listened before does again."""
+        # What somebody put in place meanwhile stays, and may still call this one.
+        if signal.getsignal(signal.SIGTERM) == self._handle:
+            signal.signal(signal.SIGTERM, self._previous if self._previous is not None else signal.SIG_DFL)
+
+    def __enter__(self) -> Self:
+        """Itself."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Listen no longer."""
+        self.close()

@@ -1,0 +1,366 @@
+"""CheckpointReader: the steps of a directory, for whoever reads them, also while another job writes."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Final, Self, TypeVar
+
+from ckptcore.agreement import Agreement
+from ckptcore.composites import Wanted, load_composite
+from ckptcore.context import Context, default_context
+from ckptcore.describing import (
+    CheckpointablesMetadata,
+    CheckpointMetadata,
+    describe_checkpoint,
+    describe_checkpointables,
+)
+from ckptcore.directories import read_directory_metadata
+from ckptcore.errors import (
+    CheckpointNotFoundError,
+    CompositeCheckpointError,
+    CorruptCheckpointError,
+    StorageError,
+    TargetUndefinedError,
+    UnknownCheckpointableError,
+)
+from ckptcore.events import Recording
+from ckptcore.holds import Hold, StepHolds
+from ckptcore.loading import load_into_target, load_value, recorded_load
+from ckptcore.locations import LocationLike, Within, open_directory
+from ckptcore.model.tree import JSON
+from ckptcore.policies import StepInfo
+from ckptcore.step_names import StepNames
+from ckptcore.steps import StepDirectory
+
+__all__ = ["CheckpointReader", "SkippedStep"]
+
+logger = logging.getLogger("ckptcore.steps")
+
+T = TypeVar("T")
+
+_POLL_SECONDS: Final = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class SkippedStep:
+    """A step that a load passed over.
+
+    Attributes:
+        step: its number.
+        reason: why it could not be loaded.
+    """
+
+    step: int
+    reason: str
+
+
+class CheckpointReader:
+    """The steps of a directory, to be read. Takes nothing from a job that writes there, and never sees half a step.
+
+    What there is is found out once, and again by `reload` and by what waits for new steps. In a job of several processes
+    every process makes one and calls the same methods in the same order; the leader looks for all.
+    """
+
+    def __init__(
+        self, directory: LocationLike, *, step_names: StepNames | None = None, context: Context | None = None
+    ) -> None:
+        """Open a directory, which need not be there yet.
+
+        Args:
+            directory: a path or URL.
+            step_names: how steps are named.
+            context: options.
+
+        Raises:
+            StorageError: if it cannot be listed.
+        """
+        self._begin_reading(directory, step_names, context)
+        self.reload()
+
+    def _begin_reading(self, directory: LocationLike, step_names: StepNames | None, context: Context | None) -> None:
+        self._context = context or default_context()
+        self._steps = StepDirectory(directory, step_names or StepNames(), self._context)
+        self._job = self._context.job()
+        self._restored_step: int | None = None
+        self._skipped_steps: tuple[SkippedStep, ...] = ()
+        self._broken: set[int] = set()
+        self._holds: StepHolds | None = None
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.directory!r}>"
+
+    def __enter__(self) -> Self:
+        """Itself."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Close it."""
+        self.close()
+
+    def close(self) -> None:
+        """Let go of what is held. A reader holds nothing but what `pin` gave."""
+
+    @property
+    def directory(self) -> str:
+        """The directory, as it was given."""
+        return self._steps.display
+
+    @property
+    def latest(self) -> int | None:
+        """The newest committed step; None if there is none. One small request, and no listing."""
+        return self._steps.latest()
+
+    @property
+    def steps(self) -> tuple[int, ...]:
+        """Every committed step, ascending."""
+        return self._steps.steps()
+
+    @property
+    def restored_step(self) -> int | None:
+        """The step that was loaded last; None before."""
+        return self._restored_step
+
+    @property
+    def skipped_steps(self) -> tuple[SkippedStep, ...]:
+        """The newer steps that the last load passed over because they were damaged or gone, the newest first."""
+        return self._skipped_steps
+
+    @property
+    def root_metadata(self) -> dict[str, JSON]:
+        """The metadata of the directory as a whole, that its Checkpointer was given.
+
+        Raises:
+            CorruptCheckpointError
+        """
+        return read_directory_metadata(self._steps.store)
+
+    def reload(self) -> None:
+        """List the directory again."""
+
+        def find() -> JSON:
+            return {str(step): name for step, name in self._steps.list_names().items()}
+
+        found: Any = self._agreement("list").lead("list", find)
+        self._steps.replace({int(step): name for step, name in found.items()})
+
+    def step_info(self, step: int) -> StepInfo:
+        """When a step was saved, and its metrics.
+
+        Raises:
+            CheckpointNotFoundError, CorruptCheckpointError
+        """
+        return self._steps.info(step)
+
+    def metadata(self, step: int) -> CheckpointMetadata | CheckpointablesMetadata:
+        """What a step says of itself; reads no array.
+
+        Raises:
+            CheckpointNotFoundError, CorruptCheckpointError
+        """
+        place = self._committed(step)
+        try:
+            return describe_checkpoint(place, self._context)
+        except CompositeCheckpointError:
+            return describe_checkpointables(place, self._context)
+
+    def load(self, step: int | None = None, abstract: Any = None) -> Any:
+        """Load a step that was saved as one tree.
+
+        Args:
+            step: which; None: the newest that is valid. Damaged ones are passed over and told in `skipped_steps`.
+            abstract: as for `ckptcore.load`.
+
+        Raises:
+            CheckpointNotFoundError: if there is no step, or not this one.
+            CorruptCheckpointError: if it is damaged; with ``step=None``, if every one is.
+            What `ckptcore.load` does.
+        """
+        return self._load(step, lambda place, recording: load_value(place, abstract, self._context, recording))
+
+    def load_into(self, target: Any, *, step: int | None = None) -> Any:
+        """Load a step that was saved as one tree into what is there, as `ckptcore.load_into` does; returns the target.
+
+        Raises:
+            What `load` does.
+            TargetUndefinedError: if it failed after the target was changed, and no older step could be loaded into it.
+        """
+
+        def into(place: Within, recording: Recording) -> Any:
+            load_into_target(place, target, self._context, recording)
+            return target
+
+        return self._load(step, into)
+
+    def load_checkpointables(self, step: int | None = None, wanted: Wanted = None) -> dict[str, Any]:
+        """Load a step that was saved as several checkpointables.
+
+        Args:
+            step: which; None: the newest that is valid. Damaged ones are passed over and told in `skipped_steps`.
+            wanted: as for `ckptcore.load_checkpointables`: None for all, names, or names with what each is restored into or like.
+
+        Raises:
+            What `load` and `ckptcore.load_checkpointables` do.
+        """
+        return self._load(step, lambda place, recording: load_composite(place, wanted, self._context, recording))
+
+    @contextmanager
+    def pin(self, step: int) -> Iterator[None]:
+        """Keep a step from being deleted by the job that writes here, until the block ends or this process dies.
+
+        Raises:
+            CheckpointNotFoundError: if the step is not there.
+            StorageError: if nothing can be written beside the steps.
+        """
+        with self._pinned(step):
+            yield
+
+    def _pinned(self, step: int) -> Hold:
+        if self._holds is None:
+            context = self._context
+            store = open_directory(self._steps.directory, context.registry, durable=False, config=context.storage)
+            self._holds = StepHolds(store, self.directory)
+        pin = self._holds.pin(self._steps.name(step))
+        try:
+            # What is there is looked at only now: before, it could have been deleted.
+            if step not in self._steps.list_names():
+                self._steps.forget([step])
+            self._committed(step)
+        except BaseException:
+            pin.close()
+            raise
+        return pin
+
+    def wait_for_new_step(
+        self, after: int | None = None, *, timeout: float | None = None, poll_seconds: float = _POLL_SECONDS
+    ) -> int | None:
+        """Wait until there is a newer step.
+
+        Args:
+            after: newer than which; None: than the newest that is known now.
+            timeout: how long to wait, in seconds; None: for ever.
+            poll_seconds: how often to look.
+
+        Returns:
+            The newest step, or None if none came in time.
+        """
+        deadline = None if timeout is None else time.monotonic() + timeout
+        known = self.latest if after is None else after
+        while True:
+            self.reload()
+            latest = self.latest
+            if latest is not None and (known is None or latest > known):
+                return latest
+            pause = poll_seconds if deadline is None else min(poll_seconds, deadline - time.monotonic())
+            if pause <= 0:
+                return None
+            time.sleep(pause)
+
+    def new_steps(
+        self, after: int | None = None, *, timeout: float | None = None, poll_seconds: float = _POLL_SECONDS
+    ) -> Iterator[int]:
+        """Every step as it comes, ascending, for a job that evaluates each.
+
+        A step can be deleted before it is asked for, and is left out then; `pin` the one that is worked on.
+
+        Args:
+            after: newer than which; None: all that are there, too.
+            timeout: end after so many seconds without a new step; None: never.
+            poll_seconds: how often to look.
+        """
+        last = -1 if after is None else after
+        while self.wait_for_new_step(last, timeout=timeout, poll_seconds=poll_seconds) is not None:
+            for step in self.steps:
+                if step > last and self._steps.is_committed(step):
+                    last = step
+                    yield step
+
+    # --- how a step is loaded -----------------------------------------------------------------------------------------
+
+    def _agreement(self, what: str) -> Agreement:
+        return Agreement(self._job, self._context.exchange_key(f"{self.directory}/{what}"))
+
+    def _committed(self, step: int) -> Within:
+        if not self._steps.is_committed(step):
+            raise CheckpointNotFoundError(self._steps.missing(step))
+        return self._steps.place(step)
+
+    def _load(self, step: int | None, attempt: Callable[[Within, Recording], T]) -> T:
+        if step is not None:
+            self._committed(step)
+            loaded = self._attempt(step, attempt)
+            self._restored_step, self._skipped_steps = step, ()
+            return loaded
+        return self._load_newest(attempt)
+
+    def _load_newest(self, attempt: Callable[[Within, Recording], T]) -> T:
+        """Load the newest step that every process can load."""
+        skipped: list[SkippedStep] = []
+        last: Exception | None = None
+        while True:
+            choose = functools.partial(self._newest, [skip.step for skip in skipped])
+            step = self._agreement("choose").lead("choose", choose)
+            if step is None:
+                break
+            loaded: list[T] = []
+            agreement = self._agreement(f"load-{step}")
+            # Who cannot load it tells the others, and does not fail for it.
+            with agreement.stage("load") as stage:
+                try:
+                    loaded.append(self._attempt(step, attempt))
+                except (CorruptCheckpointError, CheckpointNotFoundError, TargetUndefinedError) as error:
+                    if not _is_damage(error):
+                        raise
+                    last = error
+                    stage.payload = str(error)
+            reason = agreement.lead("outcome", functools.partial(_first_reason, stage.payloads))
+            if reason is None:
+                self._restored_step, self._skipped_steps = step, tuple(skipped)
+                return loaded[0]
+            logger.warning(
+                "step %d in %s cannot be loaded, the one before it is tried: %s", step, self.directory, reason
+            )
+            skipped.append(SkippedStep(step, reason))
+            self._broken.add(step)
+        self._skipped_steps = tuple(skipped)
+        if not skipped:
+            raise CheckpointNotFoundError(f"there is no committed step in {self.directory}; save one first")
+        told = "; ".join(f"step {skip.step}: {skip.reason}" for skip in skipped)
+        failed = TargetUndefinedError if isinstance(last, TargetUndefinedError) else CorruptCheckpointError
+        raise failed(f"none of the steps in {self.directory} can be loaded: {told}") from last
+
+    def _newest(self, skipped: Sequence[int]) -> int | None:
+        return next((step for step in self._steps.newest_first() if step not in skipped), None)
+
+    def _attempt(self, step: int, attempt: Callable[[Within, Recording], T]) -> T:
+        place = self._steps.place(step)
+        with self._pinned_to_load(step), recorded_load(place, self._context, step=step) as recording:
+            return attempt(place, recording)
+
+    def _pinned_to_load(self, step: int) -> Hold | nullcontext[None]:
+        """A pin for the time of a load; none where nothing can be written."""
+        try:
+            return self._pinned(step)
+        except StorageError as error:
+            logger.debug("step %d in %s is loaded without a pin: %s", step, self.directory, error)
+            return nullcontext()
+
+
+def _is_damage(error: BaseException) -> bool:
+    """Whether an error says that what is stored is damaged or gone, and not that it was asked for wrongly."""
+    if isinstance(error, TargetUndefinedError):
+        return error.__cause__ is not None and _is_damage(error.__cause__)
+    if isinstance(error, UnknownCheckpointableError):
+        return False
+    return isinstance(error, CorruptCheckpointError | CheckpointNotFoundError)
+
+
+def _first_reason(payloads: Sequence[JSON]) -> str | None:
+    return next((str(reason) for reason in payloads if reason is not None), None)
