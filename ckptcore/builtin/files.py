@@ -6,7 +6,6 @@ import inspect
 from pathlib import Path
 from typing import Any, Final
 
-from ckptcore.builtin.awaiting import AwaitedLater, DirectoryToAwait, path_for_others, run
 from ckptcore.builtin.signatures import required_names
 from ckptcore.errors import PluginError
 from ckptcore.protocols import Continuation, FilesHandler, Priority
@@ -56,11 +55,14 @@ class SavesToDirectoryAsyncHandler:
 
         Each of the two has an event loop of its own, so a task made by the first must not be awaited by the second.
         """
+        from ckptcore.builtin.awaiting import AwaitedLater, DirectoryToAwait, path_for_others, run  # imports asyncio
+
         rest = run(lambda: value.save(DirectoryToAwait(path_for_others(directory))))
         return AwaitedLater(rest) if inspect.isawaitable(rest) else None
 
     def load(self, like: Any, directory: Path) -> object:
         """Run both phases of the load: the object, restored in place."""
+        from ckptcore.builtin.awaiting import path_for_others, run  # imports asyncio
 
         async def both() -> None:
             rest = await like.load(path_for_others(directory))

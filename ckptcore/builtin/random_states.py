@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import random
 import sys
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
 from ckptcore.builtin.states_to_load import state_to_load
 from ckptcore.errors import TreeMismatchError
 from ckptcore.protocols import CheckpointableHandler, Priority
+
+if TYPE_CHECKING:
+    import random
 
 __all__ = ["NumpyGeneratorHandler", "NumpyRandomStateHandler", "PythonRandomHandler", "random_state_handler"]
 
@@ -103,11 +105,13 @@ _RANDOM: Final = PythonRandomHandler()
 
 def random_state_handler(value_type: type) -> CheckpointableHandler | None:
     """The handler for generators of a type; None for other types, and for those without this state (`SystemRandom`)."""
-    if "numpy.random" in sys.modules:  # which NumPy imports when it is first used, and nobody has a generator before
+    # Both modules cost time to import, and nobody has a generator of theirs before.
+    if "numpy.random" in sys.modules:
         if issubclass(value_type, np.random.Generator):
             return _GENERATOR
         if issubclass(value_type, np.random.RandomState):
             return _RANDOM_STATE
-    if issubclass(value_type, random.Random):
-        return _RANDOM if value_type.getstate is random.Random.getstate else None
+    python = getattr(sys.modules.get("random"), "Random", None)
+    if python is not None and issubclass(value_type, python):
+        return _RANDOM if getattr(value_type, "getstate", None) is python.getstate else None
     return None
