@@ -57,7 +57,11 @@ class Holder:
 def new_holder(lease_seconds: float | None = None) -> Holder:
     """This process, as the holder of something new."""
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-    return Holder(os.urandom(8).hex(), platform.node(), os.getpid(), now, lease_seconds)
+    return Holder(_new_id(), platform.node(), os.getpid(), now, lease_seconds)
+
+
+def _new_id() -> str:
+    return os.urandom(8).hex()
 
 
 def decode_holder(data: bytes) -> Holder | None:

@@ -203,7 +203,10 @@ class _Lease:
         if self._state == "closed":
             return f"{subject} is no longer held: it was closed; open it again"
         if self._taken_by is None:
-            return f"{subject} is no longer held: {self.place.key} was removed or replaced; open it again"
+            return (
+                f"{subject} is no longer held: {self.place.key} was removed or replaced, by hand or because this process "
+                "gave no sign of life for too long; open it again"
+            )
         if self._taken_by.hold_id == self._holder.hold_id:
             return f"{subject} is no longer held: this process gave no sign of life for too long; open it again"
         return (

@@ -1,0 +1,76 @@
+"""A clock that goes on only when a test, or somebody who waits, lets it; and processes that can stand still."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+
+class FakeClock:
+    """Seconds that pass only in `sleep`, all on the calling thread. What is repeated is called as time passes."""
+
+    def __init__(self) -> None:
+        self._now = 0.0
+        self._repetitions: list[FakeRepetition] = []
+
+    def now(self) -> float:
+        return self._now
+
+    def sleep(self, seconds: float) -> None:
+        end = self._now + seconds
+        while True:
+            due = [each for each in self._repetitions if each.runs and each.next <= end]
+            if not due:
+                break
+            first = min(due, key=lambda each: each.next)
+            self._now = max(self._now, first.next)
+            first.next = self._now + first.seconds
+            first.work()
+        self._now = end
+
+    def repeat(self, seconds: float, work: Callable[[], None], at_end: Callable[[], None]) -> FakeRepetition:
+        return self.add(FakeRepetition(FakeProcess(self), self._now, seconds, work))
+
+    def process(self) -> FakeProcess:
+        """A process whose time this is."""
+        return FakeProcess(self)
+
+    def add(self, repetition: FakeRepetition) -> FakeRepetition:
+        """Call this too as time passes."""
+        self._repetitions.append(repetition)
+        return repetition
+
+
+class FakeProcess:
+    """The clock as one process sees it."""
+
+    def __init__(self, clock: FakeClock) -> None:
+        self._clock = clock
+        self.is_frozen = False
+
+    def now(self) -> float:
+        return self._clock.now()
+
+    def sleep(self, seconds: float) -> None:
+        self._clock.sleep(seconds)
+
+    def repeat(self, seconds: float, work: Callable[[], None], at_end: Callable[[], None]) -> FakeRepetition:
+        return self._clock.add(FakeRepetition(self, self._clock.now(), seconds, work))
+
+
+class FakeRepetition:
+    """Something that is repeated."""
+
+    def __init__(self, process: FakeProcess, now: float, seconds: float, work: Callable[[], None]) -> None:
+        self._process = process
+        self._is_stopped = False
+        self.seconds = seconds
+        self.next = now + seconds
+        self.work = work
+
+    @property
+    def runs(self) -> bool:
+        """Whether it is called as time passes; what was due while its process stood still is due at once then."""
+        return not self._is_stopped and not self._process.is_frozen
+
+    def stop(self) -> None:
+        self._is_stopped = True

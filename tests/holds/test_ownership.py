@@ -1,0 +1,362 @@
+"""One job owns a directory of steps; another is refused, or takes over what is dead."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from ckptcore.errors import ConditionFailedError, DirectoryInUseError, SaveLostError, StorageError
+from ckptcore.holds import Hold, own_directory
+from ckptcore.protocols import PutCondition, StorageBackend
+from ckptcore.testing.faults import FailAt, FaultPlan
+from ckptcore.testing.faulty_storage import FaultyStorage, with_faults
+from tests.holds.fake_clock import FakeClock
+from tests.holds.places import EVERYWHERE, LEASED, LOCKED, memory
+
+Place = Callable[[Path], StorageBackend]
+LEASE = ".ckptcore/owner.json"
+
+everywhere = pytest.mark.parametrize("place", EVERYWHERE)
+where_leased = pytest.mark.parametrize("place", LEASED)
+where_locked = pytest.mark.parametrize("place", LOCKED)
+
+
+@everywhere
+def test_a_second_owner_is_refused_and_told_who_the_first_is(place: Place, tmp_path: Path) -> None:
+    store, clock = place(tmp_path), FakeClock()
+    with own_directory(store, "the/run", clock=clock) as first:
+        with pytest.raises(DirectoryInUseError, match=r"the/run is in use: this process, process \d+ on .* since 20"):
+            own_directory(store, "the/run", clock=clock)
+        first.check()
+    own_directory(store, "the/run", clock=clock).close()
+
+
+@everywhere
+def test_the_error_is_a_blocking_io_error(place: Place, tmp_path: Path) -> None:
+    store = place(tmp_path)
+    with own_directory(store, "run", clock=FakeClock()), pytest.raises(BlockingIOError):
+        own_directory(store, "run", clock=FakeClock())
+
+
+@everywhere
+def test_what_is_closed_is_not_held(place: Place, tmp_path: Path) -> None:
+    store, clock = place(tmp_path), FakeClock()
+    first = own_directory(store, "run", clock=clock)
+    first.close()
+    first.close()
+    with pytest.raises(SaveLostError, match="was closed"):
+        first.check()
+    with own_directory(store, "run", clock=clock) as second:
+        first.close()
+        second.check()
+
+
+@everywhere
+def test_the_directory_of_a_living_job_is_not_taken_over(place: Place, tmp_path: Path) -> None:
+    store, clock = place(tmp_path), FakeClock()
+    with own_directory(store, "run", clock=clock) as first:
+        with pytest.raises(DirectoryInUseError, match="is alive"):
+            own_directory(store, "run", if_in_use="take over", clock=clock)
+        first.check()
+
+
+@where_locked
+def test_an_owner_whose_record_was_removed_notices(place: Place, tmp_path: Path) -> None:
+    store, clock = place(tmp_path), FakeClock()
+    first = own_directory(store, "run", clock=clock)
+    store.delete([".ckptcore/owner/owner.json"])
+    with pytest.raises(SaveLostError, match="run no longer belongs to this process"):
+        first.check()
+    first.close()
+    with own_directory(store, "run", clock=clock) as second:
+        with pytest.raises(SaveLostError):
+            first.check()
+        second.check()
+
+
+@where_locked
+def test_of_two_owners_that_locks_do_not_keep_apart_the_first_notices(place: Place, tmp_path: Path) -> None:
+    """As on a network file system whose locks hold on one machine only."""
+    store, clock = place(tmp_path), FakeClock()
+    first = own_directory(store, "run", clock=clock)
+    store.put(".ckptcore/owner/owner.json", b"the record of an owner on another machine")
+    for _ in range(2):
+        with pytest.raises(SaveLostError):
+            first.check()
+
+
+# --- leases -----------------------------------------------------------------------------------------------------------
+
+
+@where_leased
+def test_a_lease_is_renewed_as_long_as_it_is_held(place: Place, tmp_path: Path) -> None:
+    store, clock = place(tmp_path), FakeClock()
+    first = own_directory(store, "run", lease_seconds=60, clock=clock)
+    tags = set()
+    for _ in range(6):
+        tags.add(store.get_with_tag(LEASE)[1])
+        clock.sleep(60)
+        first.check()
+    assert len(tags) == 6
+    first.close()
+    _, released = store.get_with_tag(LEASE)
+    clock.sleep(600)
+    assert store.get_with_tag(LEASE)[1] == released, "nothing is renewed that was let go"
+
+
+@where_leased
+def test_a_dead_owner_is_told_about_and_can_be_taken_over(place: Place, tmp_path: Path) -> None:
+    store, clock = place(tmp_path), FakeClock()
+    dead = clock.process()
+    own_directory(store, "run", lease_seconds=60, clock=dead)
+    dead.is_frozen = True
+    with pytest.raises(DirectoryInUseError, match=r"if_in_use='take over', which waits about 60 seconds"):
+        own_directory(store, "run", clock=clock)
+    before = clock.now()
+    with own_directory(store, "run", if_in_use="take over", clock=clock) as second:
+        assert 60 < clock.now() - before < 120
+        second.check()
+
+
+@where_leased
+def test_the_time_that_counts_is_that_of_the_one_that_is_taken_over(place: Place, tmp_path: Path) -> None:
+    store, clock = place(tmp_path), FakeClock()
+    frozen = clock.process()
+    own_directory(store, "run", lease_seconds=600, clock=frozen)
+    frozen.is_frozen = True
+    before = clock.now()
+    own_directory(store, "run", if_in_use="take over", lease_seconds=1, clock=clock).close()
+    assert clock.now() - before > 600
+
+
+@where_leased
+def test_a_zombie_has_lost_its_directory_for_ever(place: Place, tmp_path: Path) -> None:
+    store, clock = place(tmp_path), FakeClock()
+    process = clock.process()
+    zombie = own_directory(store, "run", clock=process)
+    process.is_frozen = True
+    second = own_directory(store, "run", if_in_use="take over", clock=clock)
+    process.is_frozen = False
+    with pytest.raises(SaveLostError, match="run was taken over by"):
+        zombie.check()
+    clock.sleep(1000)
+    second.check()
+    second.close()
+    with pytest.raises(SaveLostError):
+        zombie.check()
+    _, tag = store.get_with_tag(LEASE)
+    zombie.close()
+    clock.sleep(1000)
+    assert store.get_with_tag(LEASE)[1] == tag
+
+
+@where_leased
+def test_a_zombie_lets_nothing_go(place: Place, tmp_path: Path) -> None:
+    store, clock = place(tmp_path), FakeClock()
+    process = clock.process()
+    zombie = own_directory(store, "run", clock=process)
+    process.is_frozen = True
+    with own_directory(store, "run", if_in_use="take over", clock=clock) as second:
+        zombie.close()
+        second.check()
+        with pytest.raises(DirectoryInUseError):
+            own_directory(store, "run", clock=clock)
+
+
+@where_leased
+def test_who_stood_still_and_was_not_taken_over_goes_on(place: Place, tmp_path: Path) -> None:
+    store, clock = place(tmp_path), FakeClock()
+    process = clock.process()
+    first = own_directory(store, "run", clock=process)
+    process.is_frozen = True
+    clock.sleep(10_000)
+    _, tag = store.get_with_tag(LEASE)
+    first.check()
+    assert store.get_with_tag(LEASE)[1] != tag, "what is done next must be done within the lease"
+
+
+@where_leased
+def test_who_wakes_while_somebody_waits_keeps_the_directory(place: Place, tmp_path: Path) -> None:
+    store, clock = place(tmp_path), FakeClock()
+    process = clock.process()
+    first = own_directory(store, "run", clock=process)
+    process.is_frozen = True
+    clock.sleep(1000)
+
+    def wake() -> None:
+        process.is_frozen = False
+
+    clock.repeat(50, wake, wake)
+    with pytest.raises(DirectoryInUseError, match="sign of life"):
+        own_directory(store, "run", if_in_use="take over", clock=clock)
+    first.check()
+
+
+@where_leased
+def test_what_is_let_go_while_somebody_waits_is_taken_at_once(place: Place, tmp_path: Path) -> None:
+    store, clock = place(tmp_path), FakeClock()
+    process = clock.process()
+    first = own_directory(store, "run", clock=process)
+    process.is_frozen = True
+    clock.repeat(5, first.close, first.close)
+    before = clock.now()
+    own_directory(store, "run", if_in_use="take over", clock=clock).check()
+    assert clock.now() - before < 60
+
+
+@where_leased
+def test_of_two_that_take_over_one_does(place: Place, tmp_path: Path) -> None:
+    store, clock = place(tmp_path), FakeClock()
+    dead = clock.process()
+    own_directory(store, "run", clock=dead)
+    dead.is_frozen = True
+    taken: list[Hold | None] = []
+
+    def take_over() -> None:
+        if not taken:
+            taken.append(None)
+            taken[0] = own_directory(store, "run", if_in_use="take over", clock=clock)
+
+    clock.repeat(8, take_over, take_over)
+    with pytest.raises(DirectoryInUseError):
+        own_directory(store, "run", if_in_use="take over", clock=clock)
+    assert taken[0] is not None
+    taken[0].check()
+
+
+class LyingStorage(FaultyStorage):
+    """Puts, and then says that it failed, or that the condition did not hold."""
+
+    error: Exception | None = None
+
+    def put(self, key: str, data: bytes, *, condition: PutCondition | None = None) -> str:
+        tag = super().put(key, data, condition=condition)
+        if self.error is not None:
+            error, self.error = self.error, None
+            raise error
+        return tag
+
+
+@where_leased
+def test_a_renewal_that_was_done_and_said_to_fail_loses_nothing(place: Place, tmp_path: Path) -> None:
+    store, clock = LyingStorage(place(tmp_path), FaultPlan()), FakeClock()
+    process = clock.process()
+    first = own_directory(store, "run", clock=process)
+    process.is_frozen = True
+    clock.sleep(40)
+    store.error = StorageError("no answer came")
+    with pytest.raises(StorageError, match="no answer came"):
+        first.check()
+    first.check()
+    process.is_frozen = False
+    clock.sleep(1000)
+    first.check()
+    first.close()
+    own_directory(store, "run", clock=clock).close()
+
+
+def test_a_taking_that_was_done_and_said_to_fail_its_condition_counts(tmp_path: Path) -> None:
+    """A storage that repeats a request by itself is told that the object is there: its own."""
+    store, clock = LyingStorage(memory(tmp_path), FaultPlan()), FakeClock()
+    store.error = ConditionFailedError("there is one")
+    first = own_directory(store, "run", clock=clock)
+    first.check()
+    store.error = ConditionFailedError("it has another tag")
+    clock.sleep(21)
+    first.check()
+
+
+@where_leased
+def test_a_lease_that_somebody_removed_is_lost(place: Place, tmp_path: Path) -> None:
+    store, clock = place(tmp_path), FakeClock()
+    first = own_directory(store, "run", clock=clock)
+    store.delete([LEASE])
+    with pytest.raises(SaveLostError, match="was removed or replaced"):
+        first.check()
+    with own_directory(store, "run", clock=clock) as second:
+        with pytest.raises(SaveLostError):
+            first.check()
+        second.check()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"host": "\x1b[31mred"},
+        {"host": 7},
+        {"host": "h" * 10_000},
+        {"pid": True},
+        {"pid": -1},
+        {"pid": 1 << 80},
+        {"lease_seconds": 1e300},
+        {"lease_seconds": float("nan")},
+        {"lease_seconds": -1},
+        {"lease_seconds": "60"},
+        {"released": 1},
+        {"renewals": None},
+        {"since": ["x"]},
+        {"format": "another"},
+    ],
+    ids=str,
+)
+def test_a_hostile_record_is_neither_believed_nor_printed(change: dict[str, object], tmp_path: Path) -> None:
+    store, clock = memory(tmp_path), FakeClock()
+    dead = clock.process()
+    own_directory(store, "run", clock=dead)
+    dead.is_frozen = True
+    store.put(LEASE, json.dumps({**json.loads(store.get(LEASE)), **change}).encode())
+    with pytest.raises(DirectoryInUseError, match="cannot be read") as caught:
+        own_directory(store, "run", clock=clock)
+    assert "\x1b" not in str(caught.value) and len(str(caught.value)) < 1000
+    before = clock.now()
+    own_directory(store, "run", if_in_use="take over", clock=clock).check()
+    assert clock.now() - before < 120
+
+
+@pytest.mark.parametrize("data", [b"", b"[" * 4000, b"null", b"\xff", b"{}", b"9" * 4000, b"x" * 1_000_000], ids=len)
+@everywhere
+def test_bytes_that_are_no_record_do_no_harm(place: Place, data: bytes, tmp_path: Path) -> None:
+    store, clock = place(tmp_path), FakeClock()
+    if place in LOCKED:
+        with own_directory(store, "run", clock=clock):
+            store.put(".ckptcore/owner/owner.json", data)
+            with pytest.raises(DirectoryInUseError, match="a process that left no record"):
+                own_directory(store, "run", clock=clock)
+    else:
+        store.put(LEASE, data)
+        with pytest.raises(DirectoryInUseError, match="cannot be read"):
+            own_directory(store, "run", clock=clock)
+        own_directory(store, "run", if_in_use="take over", clock=clock).check()
+
+
+@everywhere
+def test_an_owner_that_cannot_write_holds_nothing(place: Place, tmp_path: Path) -> None:
+    inner, clock = place(tmp_path), FakeClock()
+    number = 0
+    while True:
+        try:
+            owner = own_directory(
+                with_faults(inner, FaultPlan(FailAt(number, StorageError("broken")))), "run", clock=clock
+            )
+        except StorageError as error:
+            assert "broken" in str(error)
+        else:
+            owner.close()
+            break
+        own_directory(inner, "run", clock=clock).close()
+        number += 1
+    assert number >= 2
+
+
+@everywhere
+def test_unfit_arguments(place: Place, tmp_path: Path) -> None:
+    store = place(tmp_path)
+    for seconds in (0, -1, 3601, float("nan"), float("inf"), True):
+        with pytest.raises(ValueError, match="lease_seconds"):
+            own_directory(store, "run", lease_seconds=seconds)
+    with pytest.raises(ValueError, match="if_in_use"):
+        own_directory(store, "run", if_in_use="steal")  # type: ignore[arg-type]  # the test is about that
+    assert list(store.list()) == []

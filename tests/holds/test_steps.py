@@ -1,0 +1,255 @@
+"""Steps that are pinned stay; deletions that are under way are waited for; what the dead left is removed."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from ckptcore.builtin.local import open_local
+from ckptcore.errors import CheckpointNotFoundError, SaveLostError, StorageError
+from ckptcore.holds import StepHolds
+from ckptcore.protocols import StorageBackend, StorageOptions
+from ckptcore.testing.faults import FaultPlan, SimulatedCrash
+from ckptcore.testing.faulty_storage import with_faults
+from tests.holds.fake_clock import FakeClock
+from tests.holds.places import EVERYWHERE, LEASED, LOCKED
+
+Place = Callable[[Path], StorageBackend]
+NAMES = ["step_5", "5", "a.b.0123456789abcdef", "schritt-äöü", ".hidden", "x" * 200]
+
+everywhere = pytest.mark.parametrize("place", EVERYWHERE)
+where_leased = pytest.mark.parametrize("place", LEASED)
+where_locked = pytest.mark.parametrize("place", LOCKED)
+
+
+def holds_of_the_dead(store: StorageBackend) -> list[str]:
+    """What stands below the directories of holds."""
+    return [*store.list_names(".ckptcore/pins"), *store.list_names(".ckptcore/deleting")]
+
+
+@pytest.mark.parametrize("name", NAMES)
+@everywhere
+def test_a_pinned_step_is_not_deleted(place: Place, name: str, tmp_path: Path) -> None:
+    store, clock = place(tmp_path), FakeClock()
+    reader, owner = StepHolds(store, "run", clock=clock), StepHolds(store, "run", clock=clock)
+    with reader.pin(name) as pin:
+        pin.check()
+        assert owner.pinned() == reader.pinned() == {name}
+        assert owner.intend_deletion(name) is None
+        other = owner.intend_deletion(name + "0")
+        assert other is not None, "another step is another matter"
+        other.close()
+        clock.sleep(1000)
+        owner.sweep()
+        assert owner.intend_deletion(name) is None
+    assert owner.pinned() == frozenset()
+    intent = owner.intend_deletion(name)
+    assert intent is not None
+    with intent:
+        intent.check()
+    assert holds_of_the_dead(store) == []
+
+
+@everywhere
+def test_a_step_is_pinned_as_long_as_anyone_pins_it(place: Place, tmp_path: Path) -> None:
+    store, clock = place(tmp_path), FakeClock()
+    holds = StepHolds(store, "run", clock=clock)
+    first, second = holds.pin("1"), holds.pin("1")
+    first.close()
+    first.close()
+    assert holds.intend_deletion("1") is None
+    second.close()
+    assert holds.pinned() == frozenset()
+
+
+@everywhere
+def test_a_pin_waits_while_the_step_is_being_deleted(place: Place, tmp_path: Path) -> None:
+    store, clock = place(tmp_path), FakeClock()
+    reader, owner = StepHolds(store, "run", clock=clock), StepHolds(store, "run", clock=clock)
+    intent = owner.intend_deletion("1")
+    assert intent is not None
+    clock.repeat(100, intent.close, intent.close)
+    reader.pin("2").close()
+    assert clock.now() == 0, "no other step waits"
+    with reader.pin("1"):
+        assert 100 <= clock.now() < 110
+        assert owner.intend_deletion("1") is None
+
+
+@everywhere
+def test_a_pin_waits_no_longer_than_it_is_told(place: Place, tmp_path: Path) -> None:
+    store, clock = place(tmp_path), FakeClock()
+    holds = StepHolds(store, "run", clock=clock)
+    intent = holds.intend_deletion("1")
+    assert intent is not None
+    with pytest.raises(CheckpointNotFoundError, match=r"the step 1 in run .* 300 seconds"):
+        holds.pin("1", wait_seconds=300)
+    intent.check()
+    assert holds.pinned() == frozenset(), "what failed pins nothing"
+
+
+@where_locked
+def test_the_locks_of_the_dead_count_for_nothing(place: Place, tmp_path: Path) -> None:
+    store, clock, plan = place(tmp_path), FakeClock(), FaultPlan()
+    dying = StepHolds(with_faults(store, plan), "run", clock=clock)
+    pin = dying.pin("1")
+    intent = dying.intend_deletion("2")
+    with pytest.raises(SimulatedCrash):
+        plan.crash()
+    assert len(holds_of_the_dead(store)) == 2
+    living = StepHolds(store, "run", clock=clock)
+    living.pin("2").close()
+    assert living.pinned() == frozenset()
+    living.sweep()
+    assert holds_of_the_dead(store) == []
+    assert clock.now() == 0
+    del pin, intent
+
+
+@where_leased
+def test_a_lease_is_dead_when_it_was_seen_unchanged_for_long(place: Place, tmp_path: Path) -> None:
+    store, clock = place(tmp_path), FakeClock()
+    process = clock.process()
+    dying = StepHolds(store, "run", clock=process)
+    pin = dying.pin("1")
+    intent = dying.intend_deletion("2")
+    process.is_frozen = True
+    clock.sleep(10_000)
+    owner = StepHolds(store, "run", clock=clock)
+    owner.sweep()
+    assert owner.pinned() == {"1"}, "how long it was dead before it was first seen nobody knows"
+    for _ in range(4):
+        clock.sleep(20)
+        owner.sweep()
+    assert owner.pinned() == frozenset()
+    assert holds_of_the_dead(store) == []
+    for hold in (pin, intent):
+        assert hold is not None
+        with pytest.raises(SaveLostError):
+            hold.check()
+
+
+@where_leased
+def test_who_looks_seldom_does_not_take_the_living_for_dead(place: Place, tmp_path: Path) -> None:
+    store, clock = place(tmp_path), FakeClock()
+    reader, owner = StepHolds(store, "run", clock=clock), StepHolds(store, "run", clock=clock)
+    with reader.pin("1"):
+        for seconds in (1, 7, 59, 61, 500, 10_000, 3, 20, 40):
+            clock.sleep(seconds)
+            assert owner.pinned() == {"1"}
+
+
+@where_leased
+def test_who_stood_still_together_with_the_reader_lets_it_wake(place: Place, tmp_path: Path) -> None:
+    """A scheduler stops and continues all processes of a job at once; their clocks go on."""
+    store, clock = place(tmp_path), FakeClock()
+    process = clock.process()
+    reader, owner = StepHolds(store, "run", clock=process), StepHolds(store, "run", clock=clock)
+    pin = reader.pin("1")
+    assert owner.pinned() == {"1"}
+    process.is_frozen = True
+    clock.sleep(10_000)
+    assert owner.pinned() == {"1"}
+    process.is_frozen = False
+    clock.sleep(20)
+    assert owner.pinned() == {"1"}
+    pin.check()
+
+
+@where_leased
+def test_a_pin_outwaits_a_dead_deletion_and_breaks_it(place: Place, tmp_path: Path) -> None:
+    store, clock = place(tmp_path), FakeClock()
+    process = clock.process()
+    intent = StepHolds(store, "run", clock=process).intend_deletion("1")
+    process.is_frozen = True
+    assert intent is not None
+    with StepHolds(store, "run", clock=clock).pin("1"):
+        assert 60 < clock.now() < 120
+        process.is_frozen = False
+        with pytest.raises(SaveLostError):
+            intent.check()
+    intent.close()
+
+
+@where_leased
+def test_what_was_let_go_of_in_vain_is_removed_later(place: Place, tmp_path: Path) -> None:
+    """A breaking that was not followed by its deletion."""
+    store, clock = place(tmp_path), FakeClock()
+    pin = StepHolds(store, "run", clock=clock).pin("1")
+    key = ".ckptcore/pins/" + store.list_names(".ckptcore/pins")[0]
+    store.put(key, store.get(key).replace(b'"released": false', b'"released": true'))
+    owner = StepHolds(store, "run", clock=clock)
+    assert owner.pinned() == frozenset()
+    assert holds_of_the_dead(store) == []
+    with pytest.raises(SaveLostError, match="no sign of life"):
+        pin.check()
+    pin.close()
+
+
+@everywhere
+def test_what_is_no_hold_is_left_alone(place: Place, tmp_path: Path) -> None:
+    store, clock = place(tmp_path), FakeClock()
+    keys = [
+        ".ckptcore/pins/notes.txt",
+        ".ckptcore/pins/1.json",
+        ".ckptcore/pins/.0123456789abcdef.json",
+        ".ckptcore/pins/1.0123456789abcdeg/x",
+        ".ckptcore/deleting/1.0123456789ABCDEF/x",
+    ]
+    for key in keys:
+        store.put(key, b"{}")
+    holds = StepHolds(store, "run", clock=clock)
+    for _ in range(5):
+        holds.sweep()
+        clock.sleep(100)
+    holds.pin("1").close()
+    assert sorted(key for key in store.list() if key in keys) == sorted(keys)
+
+
+@where_leased
+def test_a_hold_that_cannot_be_read_is_alive_until_it_is_dead(place: Place, tmp_path: Path) -> None:
+    store, clock = place(tmp_path), FakeClock()
+    store.put(".ckptcore/pins/1.0123456789abcdef.json", b"\0\1\2")
+    holds = StepHolds(store, "run", clock=clock)
+    assert holds.intend_deletion("1") is None
+    for _ in range(4):
+        clock.sleep(30)
+        holds.sweep()
+    assert holds.pinned() == frozenset()
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_a_pin_on_read_only_storage_says_so(tmp_path: Path) -> None:
+    (tmp_path / "steps").mkdir()
+    (tmp_path / "steps").chmod(0o500)
+    expect_a_clear_refusal(open_local(str(tmp_path / "steps"), StorageOptions()))
+
+
+def test_a_pin_that_cannot_be_written_says_so(tmp_path: Path) -> None:
+    (tmp_path / ".ckptcore").write_bytes(b"")
+    expect_a_clear_refusal(open_local(str(tmp_path), StorageOptions()))
+
+
+def expect_a_clear_refusal(store: StorageBackend) -> None:
+    holds = StepHolds(store, "the/run", clock=FakeClock())
+    assert holds.pinned() == frozenset()
+    with pytest.raises(StorageError, match="cannot pin the step 1 in the/run.*read without one") as caught:
+        holds.pin("1")
+    assert caught.value.errno is not None
+
+
+@everywhere
+def test_unfit_arguments(place: Place, tmp_path: Path) -> None:
+    store = place(tmp_path)
+    with pytest.raises(ValueError, match="lease_seconds"):
+        StepHolds(store, "run", lease_seconds=0)
+    holds = StepHolds(store, "run")
+    for name in ("", "a/b"):
+        with pytest.raises(ValueError, match="no name of a step"):
+            holds.pin(name)
+        with pytest.raises(ValueError, match="no name of a step"):
+            holds.intend_deletion(name)
+    assert list(store.list()) == []
