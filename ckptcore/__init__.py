@@ -10,14 +10,14 @@ A map of the package:
 - `AbstractArray`, `PLACEHOLDER`: what a load asks for; `PerProcess`: what differs from process to process
 - `SafetensorsLayout`: the built-in layout with its options
 - `ckptcore.errors`: every error
+- `ckptcore.handlers`: what saves objects by their own methods, to choose among them; `ckptcore.events`, `ckptcore.telemetry`: what a save is doing
 - `ckptcore.model`, `ckptcore.protocols`, `ckptcore.hookspecs`, `ckptcore.planning`, `ckptcore.testing`: for authors of plugins
 """
 
 import logging
+from typing import TYPE_CHECKING
 
 from ckptcore.api import (
-    CheckpointablesMetadata,
-    CheckpointMetadata,
     checkpointables_metadata,
     convert,
     delete,
@@ -34,17 +34,20 @@ from ckptcore.api import (
 )
 from ckptcore.background import LoadHandle, Progress, SaveHandle
 from ckptcore.builtin.safetensors import SafetensorsLayout
-from ckptcore.checkpointer import Checkpointer
 from ckptcore.context import Context, MemoryOptions
+from ckptcore.describing import CheckpointablesMetadata, CheckpointMetadata
 from ckptcore.errors import CheckpointError
 from ckptcore.flattening import PLACEHOLDER
 from ckptcore.hookspecs import hookimpl
 from ckptcore.model import AbstractArray
 from ckptcore.parts import PerProcess
 from ckptcore.protocols import StatefulCheckpointable
-from ckptcore.reader import CheckpointReader, SkippedStep
-from ckptcore.step_names import StepNameFormat, StepNames
 from ckptcore.verification import Problem, VerifyReport
+
+if TYPE_CHECKING:
+    from ckptcore.checkpointer import Checkpointer
+    from ckptcore.reader import CheckpointReader, SkippedStep
+    from ckptcore.step_names import StepNameFormat, StepNames
 
 __all__ = [
     "PLACEHOLDER",
@@ -85,3 +88,20 @@ __all__ = [
 
 # A library is silent unless the program asks; without this, Python prints warnings for it.
 logging.getLogger("ckptcore").addHandler(logging.NullHandler())
+
+_ON_DEMAND = {
+    "CheckpointReader": "ckptcore.reader",
+    "Checkpointer": "ckptcore.checkpointer",
+    "SkippedStep": "ckptcore.reader",
+    "StepNameFormat": "ckptcore.step_names",
+    "StepNames": "ckptcore.step_names",
+}
+"""Names whose modules are imported when they are asked for: who only saves or loads need not wait for the rest."""
+
+
+def __getattr__(name: str) -> object:
+    if name not in _ON_DEMAND:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    import importlib
+
+    return getattr(importlib.import_module(_ON_DEMAND[name]), name)

@@ -32,8 +32,6 @@ from ckptcore.saving import SaveRequest, begin_save, perform_save
 from ckptcore.verification import ProgressCallback, VerifyReport, verify_checkpoint
 
 __all__ = [
-    "CheckpointMetadata",
-    "CheckpointablesMetadata",
     "checkpointables_metadata",
     "convert",
     "delete",

@@ -31,6 +31,7 @@ __all__ = [
     "Place",
     "Subdirectory",
     "Within",
+    "open_directory",
     "resolve_location",
     "subdirectory",
 ]
