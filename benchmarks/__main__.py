@@ -11,6 +11,7 @@ from pathlib import Path
 
 from benchmarks.cases import Case, async_cases, large_cases, measure, small_cases
 from benchmarks.processes import process_cases
+from benchmarks.stall import stall_rows
 from benchmarks.states import large_state, small_state
 
 
@@ -30,6 +31,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             state = small_state()
             for case in small_cases(scratch, state):
                 missed += report(case, options.rounds * 3, 0.0)
+        if options.only in "stall":
+            for line, ok in stall_rows(scratch, options.rounds):
+                missed += not ok
+                print(line, flush=True)
+            if options.only:
+                return 1 if missed else 0
         state = large_state(options.gigabytes)
         size = sum(tensor.nbytes for tensor in state.values()) / 1e9
         for case in [*large_cases(scratch, state), *async_cases(scratch, state)]:

@@ -151,7 +151,7 @@ def _begin_copied(
     captured: list[Captured] = []
     snapshots: list[CopiedSnapshot] = []
     try:
-        with recording.phase("copy", sum(item.spec.nbytes for part in described.parts for item in part.plan.items)):
+        with recording.phase("copy") as phase:
             for part, description in zip(described.parts, descriptions, strict=True):
                 if isinstance(description, FilesDescription):
                     captured.append(description.capture())
@@ -161,6 +161,7 @@ def _begin_copied(
                 captured.append(TreeCaptured(snapshots[-1]))
             for snapshot in snapshots:
                 snapshot.wait()
+            phase.nbytes = memory.copied_bytes
     except BaseException as error:  # noqa: BLE001  # told to the other ranks, then raised
         _close(captured)
         memory.close()
@@ -215,11 +216,12 @@ def _begin_bounded(
 
     _run(work, described, captured, memory, handle, context, recording, committed)
     try:
-        with recording.phase("copy", sum(item.spec.nbytes for part in described.parts for item in part.plan.items)):
+        with recording.phase("copy") as phase:
             for number, snapshot in enumerate(snapshots):
                 if number:
                     snapshots[number - 1].wait_until_written()
                 snapshot.copy_all()
+            phase.nbytes = memory.copied_bytes
     except BaseException as error:
         for snapshot in snapshots:
             snapshot.fail(error)

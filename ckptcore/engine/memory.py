@@ -132,7 +132,11 @@ class StagingPool:
 
 
 class StagingMemory:
-    """The `ckptcore.protocols.HostMemory` of one save. Any thread."""
+    """The `ckptcore.protocols.HostMemory` of one save. Any thread.
+
+    Attributes:
+        copied_bytes: bytes that were copied, or asked for to be filled; exact where one thread asks.
+    """
 
     def __init__(self, pool: StagingPool, threads: IOThreads) -> None:
         """Take memory from `pool` and copy on `threads`."""
@@ -145,6 +149,7 @@ class StagingMemory:
         self._copying = 0
         self._not_copying = threading.Condition(self._lock)
         self._closed = False
+        self.copied_bytes = 0
 
     def empty(self, spec: ArraySpec) -> HostArray:
         """A C-contiguous array to fill; not initialised."""
@@ -155,6 +160,7 @@ class StagingMemory:
         for length in shape:
             nbytes *= length
         self._expect_open()
+        self.copied_bytes += nbytes
         if nbytes < _SMALL_BYTES:
             return np.empty(shape, dtype)
         pages = self._pool.take(nbytes)
@@ -173,6 +179,7 @@ class StagingMemory:
         """
         if source.nbytes < _SMALL_BYTES:
             self._expect_open()
+            self.copied_bytes += source.nbytes
             return Ready(_copy_small(source))
         array = self._empty(source.shape, source.dtype if source.dtype.isnative else source.dtype.newbyteorder("="))
         copy = _Copy(self, self._lock, array)
