@@ -77,7 +77,7 @@ class _Ours:
 
 class _Orbax:
     def __init__(self, directory: Path, state: Any, cost: _Cost) -> None:
-        from orbax.checkpoint import v1
+        from orbax.checkpoint import v1  # type: ignore[import-untyped]  # it has no type stubs
 
         self._checkpointer = v1.training.Checkpointer(directory)
         self._state = state
