@@ -1,0 +1,25 @@
+"""What the tests of composites share."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.composites.objects import staged
+
+
+@pytest.fixture(params=["file", "memory"])
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """A directory for checkpoints, on storage with directories and on storage without."""
+    return str(tmp_path / "run") if request.param == "file" else f"memory://{tmp_path.name}"
+
+
+@pytest.fixture(autouse=True)
+def _nothing_stays_staged(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Files stand in a directory of this test's own on their way, and none is left there."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path_factory.mktemp("staging")))
+    yield
+    assert not staged()

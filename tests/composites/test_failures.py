@@ -1,0 +1,181 @@
+"""Objects that fail while they are saved or loaded: nothing is committed, nothing is left, and the next save is fine."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import ckptcore
+from ckptcore.errors import CheckpointNotFoundError, StorageError, TargetUndefinedError, TreeMismatchError
+from tests.composites.objects import Counter, Files, Linear, staged
+
+
+class _BrokenState(Counter):
+    """Cannot say where it is."""
+
+    def get_state(self) -> dict[str, Any]:
+        raise RuntimeError("no state")
+
+
+def _fails_at_once() -> Files:
+    broken = Files({"a": b""})
+    broken.save_error = RuntimeError("no room")
+    return broken
+
+
+def _fails_late() -> Files:
+    broken = Files({"a": b""})
+    broken.late_error = RuntimeError("no time")
+    return broken
+
+
+_BROKEN: dict[str, Callable[[], object]] = {"at once": _fails_at_once, "late": _fails_late, "state": _BrokenState}
+
+
+@pytest.mark.parametrize("save_bytes", ["blocking", None, 10])
+@pytest.mark.parametrize("name", _BROKEN)
+def test_an_object_that_fails_to_save(name: str, save_bytes: Any, place: str) -> None:
+    context = ckptcore.Context(
+        memory=ckptcore.MemoryOptions(save_bytes=None if save_bytes == "blocking" else save_bytes)
+    )
+
+    def save(objects: dict[str, object], **options: Any) -> None:
+        if save_bytes == "blocking":
+            ckptcore.save_checkpointables(place + "/c", objects, context=context, **options)
+        else:
+            ckptcore.save_checkpointables_async(place + "/c", objects, context=context, **options).result()
+
+    for first in (True, False):
+        objects = {
+            "model": Linear(1),
+            "files": Files({"x": b"y"}),
+            "broken": _BROKEN[name](),
+            "last": {"w": np.ones(9)},
+        }
+        with pytest.raises(RuntimeError, match="no (room|time|state)") as caught:
+            save(objects, overwrite="non-atomic" if "://" not in place and not first else False)
+        assert any("'broken'" in note for note in caught.value.__notes__)
+        assert not staged()
+        if first:
+            with pytest.raises(CheckpointNotFoundError):
+                ckptcore.load_checkpointables(place + "/c")
+            if "://" not in place:
+                assert not Path(place).exists() or os.listdir(place) == []
+                continue
+        break
+    save({"model": Linear(2)})
+    assert ckptcore.load_checkpointables(place + "/c")["model"]["bias"].tolist() == Linear(2).bias.tolist()
+
+
+def test_overwriting_that_fails_leaves_the_old(tmp_path: Path) -> None:
+    ckptcore.save_checkpointables(tmp_path / "c", {"model": Linear(1), "files": Files({"x": b"old"})})
+    for make in _BROKEN.values():
+        with pytest.raises(RuntimeError):
+            ckptcore.save_checkpointables(tmp_path / "c", {"model": Linear(2), "broken": make()}, overwrite=True)
+        loaded = ckptcore.load_checkpointables(tmp_path / "c")
+        assert loaded["files"] == {"x": b"old"} and loaded["model"]["bias"].tolist() == Linear(1).bias.tolist()
+        assert os.listdir(tmp_path) == ["c"]
+
+
+def test_an_object_that_fails_to_load(place: str) -> None:
+    objects = {"model": Linear(3), "files": Files({"a": b"1"}), "params": {"w": np.ones(3)}}
+    ckptcore.save_checkpointables(place + "/c", objects)
+    model, broken = Linear(0), Files({"as it": b"was"})
+    broken.load_error = ValueError("not mine")
+    with pytest.raises(TargetUndefinedError, match="'files'.*ValueError: not mine"):
+        ckptcore.load_checkpointables(place + "/c", {"model": model, "files": broken, "params": None})
+    assert not staged()
+
+
+class _BrokenSetter(Counter):
+    def set_state(self, state: dict[str, Any]) -> None:
+        raise KeyError("position")
+
+
+def test_a_state_that_is_not_taken(place: str) -> None:
+    ckptcore.save_checkpointables(place + "/c", {"data": Counter(3)})
+    with pytest.raises(TargetUndefinedError, match=f"{place}/c/data"):
+        ckptcore.load_checkpointables(place + "/c", {"data": _BrokenSetter()})
+
+
+def test_damage_that_is_found_after_an_object_was_changed(tmp_path: Path) -> None:
+    ckptcore.save_checkpointables(
+        tmp_path / "c", {"model": Linear(3), "params": {"w": np.ones(3)}, "files": Files({"a": b"1"})}
+    )
+    damaged = tmp_path / "c" / "files" / "a"
+    damaged.write_bytes(b"2")
+    model = Linear(0)
+    with pytest.raises(TargetUndefinedError, match="'files' failed, after model had been restored"):
+        ckptcore.load_checkpointables(tmp_path / "c", {"model": model, "files": Files()})
+    damaged.write_bytes(b"1")
+    path = tmp_path / "c" / "params" / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-1] + b"x")
+    model = Linear(0)
+    with pytest.raises(ckptcore.errors.ChecksumError):
+        ckptcore.load_checkpointables(tmp_path / "c", {"model": model, "params": None})
+    assert model.bias.tolist() == Linear(0).bias.tolist()  # what is built anew came first
+
+
+def test_what_is_refused_changes_nothing(place: str) -> None:
+    ckptcore.save_checkpointables(place + "/c", {"model": Linear(3), "data": Counter(3), "files": Files({"a": b"1"})})
+    wrong = Linear(0)
+    wrong.weight = np.zeros((9, 9), np.float32)
+    files, data = Files({"as it": b"was"}), Counter()
+    with pytest.raises(TreeMismatchError):
+        ckptcore.load_checkpointables(place + "/c", {"files": files, "data": data, "model": wrong})
+    assert files.files == {"as it": b"was"} and data.position == 0
+
+
+def test_a_local_disk_that_fails_while_files_are_copied_out(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    ckptcore.save_checkpointables(place + "/c", {"files": Files({"a": b"1"})})
+
+    def no_room(directory: Any, exist_ok: bool = False) -> None:
+        raise OSError(errno.ENOSPC, "no space left")
+
+    found = Files({"as it": b"was"})
+    monkeypatch.setattr("ckptcore.composites.os.makedirs", no_room)
+    with pytest.raises(StorageError, match="no space left") as caught:
+        ckptcore.load_checkpointables(place + "/c", {"files": found})
+    assert not isinstance(caught.value, TargetUndefinedError)
+    assert found.files == {"as it": b"was"}
+
+
+def test_what_a_killed_process_left_staged_is_removed_by_the_next(tmp_path: Path) -> None:
+    program = (
+        "import os, signal, sys, ckptcore\n"
+        "from tests.composites.objects import Files\n"
+        "files = Files({'a': b'1'})\n"
+        "files.then = lambda directory: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "ckptcore.save_checkpointables(sys.argv[1], {'files': files})\n"
+    )
+    environment = {**os.environ, "TMPDIR": tempfile.gettempdir()}
+    root = Path(__file__).parents[2]
+    for _ in range(2):
+        died = subprocess.run(
+            [sys.executable, "-c", program, str(tmp_path / "c")], check=False, cwd=root, env=environment
+        )
+        assert died.returncode == -signal.SIGKILL
+        assert len(staged()) == 1
+    ckptcore.save_checkpointables(tmp_path / "c", {"files": Files({"a": b"2"})})
+    assert not staged()
+    assert ckptcore.load_checkpointables(tmp_path / "c")["files"] == {"a": b"2"}
+
+
+def test_what_a_living_process_staged_is_left_alone(tmp_path: Path) -> None:
+    first = Files({"a": b"1"})
+    first.then = lambda directory: ckptcore.save_checkpointables(
+        tmp_path / "inner", {"files": Files({"b": b"2"})}, context=ckptcore.Context()
+    )
+    ckptcore.save_checkpointables(tmp_path / "outer", {"files": first}, context=ckptcore.Context())
+    assert ckptcore.load_checkpointables(tmp_path / "outer")["files"] == {"a": b"1"}
+    assert ckptcore.load_checkpointables(tmp_path / "inner")["files"] == {"b": b"2"}

@@ -1,0 +1,127 @@
+"""Objects that write files of their own: every file comes back as it was, or the load says what is wrong."""
+
+from __future__ import annotations
+
+import os
+import random
+from pathlib import Path
+
+import pytest
+
+import ckptcore
+from ckptcore.errors import (
+    CheckpointError,
+    CheckpointNotFoundError,
+    ChecksumError,
+    NameCollisionError,
+    UnsupportedLeafError,
+)
+from ckptcore.model import BLOCK_BYTES
+from tests.composites.objects import Files, Linear
+
+LARGE = (16 << 20) + 12345
+
+
+def test_files_of_every_sort(place: str) -> None:
+    content = random.Random(0).randbytes(LARGE)
+    files = {
+        "empty": b"", "one": b"1", "a/b/c/d": b"deep", "a/b/empty": b"", "large": content, "block": bytes(BLOCK_BYTES),
+        "with space/ä語": b"x", ".hidden": b"h", "a.b": b"", "sub/checkpoint.json": b"{}", "model.safetensors": b"no such",
+    }  # fmt: skip
+    ckptcore.save_checkpointables(place + "/c", {"files": Files(files)})
+    found = Files()
+    ckptcore.load_checkpointables(place + "/c", {"files": found})
+    assert found.files == files
+    assert ckptcore.load_checkpointables(place + "/c")["files"] == files
+    assert set(ckptcore.metadata(place + "/c/files").objects) == set(files)
+    assert ckptcore.checkpointables_metadata(place + "/c").nbytes == sum(map(len, files.values()))
+    assert ckptcore.verify(place + "/c").ok
+
+
+def test_no_files_at_all(place: str) -> None:
+    ckptcore.save_checkpointables(place + "/c", {"files": Files()})
+    found = Files({"a": b""})
+    ckptcore.load_checkpointables(place + "/c", {"files": found})
+    assert found.files == {}
+
+
+def _link(directory: Path) -> None:
+    (directory / "link").symlink_to("/etc/passwd")
+
+
+def _linked_directory(directory: Path) -> None:
+    (directory / "sub").mkdir(exist_ok=True)
+    (directory / "sub" / "link").symlink_to("/etc")
+
+
+def _pipe(directory: Path) -> None:
+    os.mkfifo(directory / "pipe")
+
+
+@pytest.mark.parametrize("make", [_link, _linked_directory, _pipe])
+def test_what_is_no_plain_file_is_refused(make: object, place: str) -> None:
+    odd = Files({"fine": b""})
+    odd.then = make  # type: ignore[assignment]  # one of the above
+    with pytest.raises(UnsupportedLeafError, match=r"in 'odd'.*(link|pipe)"):
+        ckptcore.save_checkpointables(place + "/c", {"model": Linear(1), "odd": odd})
+    with pytest.raises(CheckpointNotFoundError):
+        ckptcore.load_checkpointables(place + "/c")
+
+
+@pytest.mark.parametrize("key", ["checkpoint.json", "checkpoint.x", "checkpoint.dir/x"])
+def test_names_of_the_cores_own_files_are_refused(key: str, place: str) -> None:
+    with pytest.raises(NameCollisionError, match=f"in 'files'.*{key}"):
+        ckptcore.save_checkpointables(place + "/c", {"files": Files({key: b"x"})})
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root reads every directory")
+def test_a_directory_that_cannot_be_read_is_not_left_out(place: str) -> None:
+    odd = Files({"sub/fine": b""})
+    odd.then = lambda directory: (directory / "sub").chmod(0)
+    with pytest.raises(PermissionError):
+        ckptcore.save_checkpointables(place + "/c", {"odd": odd})
+
+
+@pytest.mark.parametrize("position", [0, BLOCK_BYTES, LARGE - 1])
+def test_one_flipped_bit_is_found(position: int, tmp_path: Path) -> None:
+    files = {"sub/large": random.Random(0).randbytes(LARGE), "other": b"fine"}
+    ckptcore.save_checkpointables(tmp_path / "c", {"model": Linear(3), "files": Files(files)})
+    path = tmp_path / "c" / "files" / "sub" / "large"
+    content = bytearray(path.read_bytes())
+    content[position] ^= 4
+    path.write_bytes(content)
+    found, model = Files({"as it": b"was"}), Linear(0)
+    with pytest.raises(ChecksumError, match="sub/large"):
+        ckptcore.load_checkpointables(tmp_path / "c", {"files": found})
+    with pytest.raises(ChecksumError, match="sub/large"):
+        ckptcore.load_checkpointables(tmp_path / "c")
+    assert found.files == {"as it": b"was"}
+    with pytest.raises(CheckpointError):
+        ckptcore.convert(tmp_path / "c", tmp_path / "d")
+    assert not (tmp_path / "d").exists()
+    (problem,) = ckptcore.verify(tmp_path / "c").problems
+    assert problem.key == "files/sub/large" and problem.start == position // BLOCK_BYTES * BLOCK_BYTES
+    ckptcore.load_checkpointables(tmp_path / "c", {"model": model})
+    assert model.bias.tolist() == Linear(3).bias.tolist()
+
+
+@pytest.mark.parametrize("change", ["cut", "longer", "gone"])
+def test_a_file_that_is_not_what_it_was(change: str, tmp_path: Path) -> None:
+    ckptcore.save_checkpointables(tmp_path / "c", {"files": Files({"a": b"0123456789", "b": b""})})
+    path = tmp_path / "c" / "files" / "a"
+    match change:
+        case "cut":
+            path.write_bytes(b"01234")
+        case "longer":
+            path.write_bytes(b"0123456789" * 3)
+        case _:
+            path.unlink()
+    report = ckptcore.verify(tmp_path / "c")
+    assert [problem.key for problem in report.problems] == ["files/a"]
+    if change != "longer":
+        found = Files({"as it": b"was"})
+        with pytest.raises(CheckpointError, match="a"):
+            ckptcore.load_checkpointables(tmp_path / "c", {"files": found})
+        assert found.files == {"as it": b"was"}
+    with pytest.raises(CheckpointError):
+        ckptcore.convert(tmp_path / "c", tmp_path / "d")

@@ -1,0 +1,222 @@
+"""Checkpoints of several checkpointables that several processes save together."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import ckptcore
+from ckptcore.errors import CheckpointError, CheckpointNotFoundError, RankFailedError, TreeMismatchError
+from ckptcore.protocols import Coordinator
+from ckptcore.testing import ThreadJob
+from tests.composites.objects import Counter, Files, Linear
+from tests.saving.test_failures import job_context
+
+SIZE = 3
+
+
+def _run(job: Callable[[int, ckptcore.Context], Any], size: int = SIZE) -> list[Any]:
+    def of_rank(coordinator: Coordinator) -> Any:
+        return job(coordinator.rank, job_context(coordinator))
+
+    return list(ThreadJob(size, timeout_seconds=30).run(of_rank))
+
+
+def _objects(rank: int) -> dict[str, object]:
+    return {
+        "model": Linear(3),
+        "data": Counter(10 * rank),
+        "seed": ckptcore.PerProcess({"seed": np.full(2, rank), "name": f"rank {rank}"}),
+        "files": Files({f"of {rank}": b"%d" % rank, "each": b"%d" % rank}),
+        "params": {"w": np.arange(5)},
+    }
+
+
+def _save(location: str, size: int = SIZE, **options: Any) -> None:
+    _run(
+        lambda rank, context: ckptcore.save_checkpointables(location, _objects(rank), context=context, **options), size
+    )
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_each_rank_gets_its_own_back(background: bool, place: str) -> None:
+    def save(rank: int, context: ckptcore.Context) -> None:
+        if background:
+            ckptcore.save_checkpointables_async(place + "/c", _objects(rank), context=context).result()
+        else:
+            ckptcore.save_checkpointables(place + "/c", _objects(rank), context=context)
+
+    def load(rank: int, context: ckptcore.Context) -> None:
+        model, data, files = Linear(0), Counter(), Files()
+        wanted = {"model": model, "data": data, "files": files, "seed": ckptcore.PerProcess(None), "params": None}
+        loaded = ckptcore.load_checkpointables(place + "/c", wanted, context=context)
+        assert model.bias.tolist() == Linear(3).bias.tolist() and loaded["params"]["w"].tolist() == [0, 1, 2, 3, 4]
+        assert next(data) == 10 * rank
+        assert files.files == {f"of {rank}": b"%d" % rank, "each": b"%d" % rank}
+        assert loaded["seed"]["name"] == f"rank {rank}" and loaded["seed"]["seed"].tolist() == [rank, rank]
+        like = {"seed": ckptcore.PerProcess({"seed": np.zeros(2, int), "name": ""})}
+        assert ckptcore.load_checkpointables(place + "/c", like, context=context)["seed"]["name"] == f"rank {rank}"
+        everything = ckptcore.load_checkpointables(place + "/c", context=context)
+        assert list(everything) == list(_objects(0)) and everything["data"]["position"] == 10 * rank
+
+    _run(save)
+    _run(load)
+    assert ckptcore.verify(place + "/c").ok
+    found = ckptcore.checkpointables_metadata(place + "/c")
+    assert found.processes == {"data": SIZE, "seed": SIZE, "files": SIZE} and list(found.checkpointables) == list(
+        _objects(0)
+    )
+    if "://" not in place:
+        assert sorted(os.listdir(place + "/c")) == sorted(
+            ["checkpoint.json", "model", "params"]
+            + [f"{name}.rank_{rank}" for name in ("data", "seed", "files") for rank in range(SIZE)]
+        )
+    # What all saved together was written once, and each state is a checkpoint by itself.
+    assert ckptcore.load(place + "/c/model")["bias"].tolist() == Linear(3).bias.tolist()
+    assert ckptcore.load(place + "/c/data.rank_2")["position"] == 20
+
+
+def test_another_number_of_processes(place: str) -> None:
+    _save(place + "/c")
+
+    def load(rank: int, context: ckptcore.Context) -> None:
+        model = Linear(0)
+        for name, like in (("data", Counter()), ("seed", None), ("files", Files())):
+            with pytest.raises(TreeMismatchError, match=rf"each of 3 processes.*{name}\.rank_0"):
+                ckptcore.load_checkpointables(place + "/c", {"model": model, name: like}, context=context)
+        assert model.bias.tolist() == Linear(0).bias.tolist()
+        ckptcore.load_checkpointables(place + "/c", {"model": model}, context=context)
+        assert model.bias.tolist() == Linear(3).bias.tolist()
+
+    for size in (1, 2, 4):
+        _run(load, size)
+
+
+def test_a_job_of_one_has_no_ranks_in_its_names(place: str) -> None:
+    ckptcore.save_checkpointables(place + "/c", _objects(0))
+    assert ckptcore.load(place + "/c/data")["position"] == 0
+    assert ckptcore.load_checkpointables(place + "/c")["seed"]["name"] == "rank 0"
+
+
+def test_the_state_of_one_process_is_gone(tmp_path: Path) -> None:
+    _save(str(tmp_path / "c"))
+    ckptcore.delete(tmp_path / "c" / "data.rank_1")
+
+    def load(rank: int, context: ckptcore.Context) -> None:
+        if rank == 1:
+            with pytest.raises(CheckpointNotFoundError, match=r"data\.rank_1"):
+                ckptcore.load_checkpointables(tmp_path / "c", {"data": Counter()}, context=context)
+        else:
+            ckptcore.load_checkpointables(tmp_path / "c", {"data": Counter()}, context=context)
+        assert ("data" in ckptcore.load_checkpointables(tmp_path / "c", context=context)) == (rank != 1)
+
+    _run(load)
+    (problem,) = ckptcore.verify(tmp_path / "c").problems
+    assert "3 processes, and only 2" in problem.message
+    with pytest.raises(CheckpointError, match="only 2"):
+        ckptcore.convert(tmp_path / "c", tmp_path / "d")
+    for rank in (0, 2):
+        shutil.rmtree(tmp_path / "c" / f"data.rank_{rank}")
+    assert ckptcore.verify(tmp_path / "c").ok
+    ckptcore.convert(tmp_path / "c", tmp_path / "d")
+
+
+def _fail_at_once(objects: dict[str, object]) -> None:
+    broken = Files({"a": b""})
+    broken.save_error = RuntimeError("this rank is broken")
+    objects["files"] = broken
+
+
+def _fail_late(objects: dict[str, object]) -> None:
+    broken = Files({"a": b""})
+    broken.late_error = RuntimeError("this rank is broken")
+    objects["files"] = broken
+
+
+def _fail_to_describe(objects: dict[str, object]) -> None:
+    objects["params"] = {"w": object()}
+
+
+@pytest.mark.parametrize("background", [False, True])
+@pytest.mark.parametrize("rank_that_fails", [0, 2])
+@pytest.mark.parametrize("fail", [_fail_at_once, _fail_late, _fail_to_describe])
+def test_one_rank_that_fails_fails_all(
+    fail: Callable[[dict[str, object]], None], rank_that_fails: int, background: bool, tmp_path: Path
+) -> None:
+    _save(str(tmp_path / "c"))
+
+    def save(rank: int, context: ckptcore.Context) -> type[BaseException]:
+        objects = _objects(rank)
+        if rank == rank_that_fails:
+            fail(objects)
+        with pytest.raises(Exception, match="this rank is broken|object") as caught:
+            if background:
+                ckptcore.save_checkpointables_async(tmp_path / "c", objects, overwrite=True, context=context).result()
+            else:
+                ckptcore.save_checkpointables(tmp_path / "c", objects, overwrite=True, context=context)
+        return caught.type
+
+    kinds = _run(save)
+    assert [kind is RankFailedError for kind in kinds] == [rank != rank_that_fails for rank in range(SIZE)]
+    assert os.listdir(tmp_path) == ["c"]
+    assert ckptcore.verify(tmp_path / "c").ok
+    _save(str(tmp_path / "c"), overwrite=True)
+
+
+def _other_name(objects: dict[str, object]) -> None:
+    objects["extra"] = {"a": 1}
+
+
+def _fewer(objects: dict[str, object]) -> None:
+    del objects["files"]
+
+
+def _other_kind(objects: dict[str, object]) -> None:
+    objects["params"] = Files()
+
+
+def _not_shared(objects: dict[str, object]) -> None:
+    objects["params"] = ckptcore.PerProcess(objects["params"])
+
+
+def _other_tree(objects: dict[str, object]) -> None:
+    objects["params"] = {"w": np.arange(6)}
+
+
+def _bad_name(objects: dict[str, object]) -> None:
+    objects["a/b"] = {}
+
+
+@pytest.mark.parametrize("rank_that_differs", [0, 1])
+@pytest.mark.parametrize("change", [_other_name, _fewer, _other_kind, _not_shared, _other_tree, _bad_name])
+def test_ranks_that_save_something_else(
+    change: Callable[[dict[str, object]], None], rank_that_differs: int, tmp_path: Path
+) -> None:
+    def save(rank: int, context: ckptcore.Context) -> None:
+        objects = _objects(rank)
+        if rank == rank_that_differs:
+            change(objects)
+        with pytest.raises(CheckpointError, match="another tree|rank 0|'a/b'"):
+            ckptcore.save_checkpointables(tmp_path / "c", objects, context=context)
+
+    _run(save)
+    assert os.listdir(tmp_path) == []
+
+
+def test_converting_keeps_every_state(place: str) -> None:
+    _save(place + "/c", metadata={"note": "kept"})
+    ckptcore.convert(place + "/c", place + "/d")
+
+    def load(rank: int, context: ckptcore.Context) -> None:
+        data, files = Counter(), Files()
+        ckptcore.load_checkpointables(place + "/d", {"data": data, "files": files}, context=context)
+        assert next(data) == 10 * rank and files.files["each"] == b"%d" % rank
+
+    _run(load)
+    assert ckptcore.checkpointables_metadata(place + "/d").custom == {"note": "kept"}

@@ -1,0 +1,161 @@
+"""Each checkpointable of a composite is by itself a checkpoint, and counts only with its composite."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors.numpy
+
+import ckptcore
+from ckptcore.errors import CheckpointError, CheckpointNotFoundError, CorruptCheckpointError, UncommittedCheckpointError
+from ckptcore.plugins import installed_plugins
+from ckptcore.protocols import StorageOptions
+from ckptcore.root import ROOT_KEY, Claimed, encode_claim
+from tests.composites.objects import Counter, Files, Linear
+from tests.crashes.states import same_value
+
+
+def save_all(location: str, version: int = 3, **options: Any) -> None:
+    objects = {"model": Linear(version), "data": Counter(version), "files": Files({"a/b": b"%d" % version})}
+    ckptcore.save_checkpointables(location, objects, **options)
+
+
+def test_other_software_opens_a_member(tmp_path: Path) -> None:
+    save_all(str(tmp_path / "c"))
+    arrays = safetensors.numpy.load_file(tmp_path / "c" / "model" / "model.safetensors")
+    assert same_value(dict(sorted(arrays.items())), dict(sorted(Linear(3).get_state_tree().items())))
+    assert (tmp_path / "c" / "files" / "a" / "b").read_bytes() == b"3"
+
+
+def test_every_function_takes_the_location_of_a_member(place: str) -> None:
+    save_all(place + "/c")
+    assert same_value(ckptcore.load(place + "/c/model"), Linear(3).get_state_tree())
+    model = Linear(0)
+    ckptcore.load_into(place + "/c/model", model)
+    assert model.bias.tolist() == Linear(3).bias.tolist()
+    found = ckptcore.metadata(place + "/c/model")
+    assert found.layout == "safetensors" and found.save_id == ckptcore.checkpointables_metadata(place + "/c").save_id
+    assert ckptcore.verify(place + "/c/model").ok and ckptcore.verify(place + "/c/files").ok
+    for name in ("model", "files"):
+        ckptcore.convert(f"{place}/c/{name}", f"{place}/{name}")
+        assert ckptcore.verify(f"{place}/{name}").ok
+    assert same_value(ckptcore.load(place + "/model"), Linear(3).get_state_tree())
+
+
+@pytest.mark.parametrize("into", ["alone", "deep/down/alone", "other/model"])
+def test_a_member_that_was_copied_out_loads(into: str, tmp_path: Path) -> None:
+    save_all(str(tmp_path / "c"))
+    (tmp_path / into).parent.mkdir(parents=True, exist_ok=True)
+    shutil.copytree(tmp_path / "c" / "model", tmp_path / into)
+    shutil.rmtree(tmp_path / "c")
+    assert same_value(ckptcore.load(tmp_path / into), Linear(3).get_state_tree())
+    assert ckptcore.verify(tmp_path / into).ok
+
+
+def test_a_member_in_another_composite_does_not_count(tmp_path: Path) -> None:
+    save_all(str(tmp_path / "one"), 1)
+    save_all(str(tmp_path / "two"), 2)
+    shutil.rmtree(tmp_path / "two" / "model")
+    shutil.copytree(tmp_path / "one" / "model", tmp_path / "two" / "model")
+    with pytest.raises(UncommittedCheckpointError):
+        ckptcore.load(tmp_path / "two" / "model")
+    model = Linear(0)
+    with pytest.raises(CheckpointError):
+        ckptcore.load_checkpointables(tmp_path / "two", {"model": model})
+    assert model.bias.tolist() == Linear(0).bias.tolist()
+    assert not ckptcore.verify(tmp_path / "two").ok
+    with pytest.raises(CheckpointError):
+        ckptcore.convert(tmp_path / "two", tmp_path / "three")
+    assert ckptcore.load_checkpointables(tmp_path / "two", ["data"])["data"]["position"] == 2
+
+
+def test_a_member_of_a_claim_does_not_count(tmp_path: Path) -> None:
+    location = f"memory://{tmp_path.name}/c"
+    save_all(location)
+    store = installed_plugins().storage("memory")(location, StorageOptions())
+    store.put(ROOT_KEY, encode_claim(Claimed("0123456789abcdef", "2024-01-01T00:00:00+00:00")))
+    for name in ("model", "data", "files"):
+        for function in (ckptcore.load, ckptcore.metadata, ckptcore.verify):
+            with pytest.raises(UncommittedCheckpointError):
+                function(f"{location}/{name}")
+    with pytest.raises(UncommittedCheckpointError):
+        ckptcore.load_checkpointables(location)
+
+
+@pytest.mark.parametrize(
+    "rooted",
+    [
+        False,
+        pytest.param(
+            True, marks=pytest.mark.xfail(strict=True, reason="a hidden directory with a root passes for a composite")
+        ),
+    ],
+)
+def test_a_member_of_a_hidden_directory_does_not_count(rooted: bool, tmp_path: Path) -> None:
+    """A save under way, or dead right before its rename, or a checkpoint that was replaced and is being deleted."""
+    save_all(str(tmp_path / "c"))
+    hidden = tmp_path / ".c.0123456789abcdef.ckptcore"
+    (tmp_path / "c").rename(hidden)
+    if not rooted:
+        (hidden / ROOT_KEY).unlink()
+    for name in ("model", "data", "files"):
+        with pytest.raises(CheckpointNotFoundError):
+            ckptcore.load(hidden / name)
+    with pytest.raises(CheckpointNotFoundError):
+        ckptcore.load_checkpointables(hidden)
+
+
+@pytest.mark.parametrize("name", ["model", "data", "files"])
+def test_a_member_that_was_replaced_is_refused(name: str, place: str) -> None:
+    save_all(place + "/c")
+    ckptcore.save(
+        f"{place}/c/{name}", {"weight": np.ones((3, 4), np.float32), "bias": np.ones(4)}, overwrite="non-atomic"
+    )
+    target = {"model": Linear(0), "data": Counter(), "files": Files()}[name]
+    for wanted in ([name], {name: target}, None):
+        with pytest.raises(CorruptCheckpointError, match="replaced"):
+            ckptcore.load_checkpointables(place + "/c", wanted)
+    report = ckptcore.verify(place + "/c")
+    assert [problem.key for problem in report.problems] == [f"{name}/{ROOT_KEY}"]
+    with pytest.raises(CorruptCheckpointError, match="replaced"):
+        ckptcore.convert(place + "/c", place + "/converted")
+    others = [other for other in ("model", "data", "files") if other != name]
+    assert list(ckptcore.load_checkpointables(place + "/c", others)) == others
+    assert ckptcore.load(f"{place}/c/{name}")["bias"].tolist() == [1, 1, 1, 1]
+
+
+def test_a_member_that_became_a_composite_is_refused(place: str) -> None:
+    save_all(place + "/c")
+    save_all(place + "/c/model", overwrite="non-atomic")
+    with pytest.raises(CheckpointError):
+        ckptcore.load_checkpointables(place + "/c", ["model"])
+    assert not ckptcore.verify(place + "/c").ok
+
+
+def test_overwriting_replaces_all_of_it(place: str) -> None:
+    save_all(place + "/c", 1)
+    ckptcore.save_checkpointables(place + "/c", {"other": {"a": 1}}, overwrite="non-atomic")
+    assert ckptcore.load_checkpointables(place + "/c") == {"other": {"a": 1}}
+    with pytest.raises(CheckpointNotFoundError):
+        ckptcore.load(place + "/c/model")
+    ckptcore.save(place + "/c", {"one": "tree"}, overwrite="non-atomic")
+    assert ckptcore.load(place + "/c") == {"one": "tree"}
+    save_all(place + "/c", 4, overwrite="non-atomic")
+    assert ckptcore.load_checkpointables(place + "/c", ["data"])["data"]["position"] == 4
+    with pytest.raises(ckptcore.errors.CheckpointExistsError):
+        save_all(place + "/c")
+
+
+def test_deleting_the_whole(place: str) -> None:
+    save_all(place + "/c")
+    save_all(place + "/d")
+    ckptcore.delete(place + "/c")
+    for name in ("", "/model", "/data", "/files"):
+        with pytest.raises(CheckpointNotFoundError):
+            ckptcore.load(place + "/c" + name)
+    storage = installed_plugins().storage("memory" if "://" in place else "file")(place, StorageOptions())
+    assert list(storage.list_names()) == ["d/"]

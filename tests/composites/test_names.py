@@ -1,0 +1,227 @@
+"""What is loaded of a checkpoint of several checkpointables, by name."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import ckptcore
+from ckptcore.errors import (
+    CheckpointNotFoundError,
+    CompositeCheckpointError,
+    InvalidLocationError,
+    TreeMismatchError,
+    UnsupportedKeyError,
+    UnsupportedLeafError,
+)
+from ckptcore.root import check_name
+from tests.composites.objects import Counter, Files, Linear
+from tests.crashes.states import same_value
+
+PARAMS = {"layers": [np.arange(6, dtype=np.int32).reshape(2, 3), np.float32(0.5)], "name": "a name"}
+
+
+def save_all(location: str, **options: Any) -> None:
+    """One of each sort."""
+    objects = {"params": PARAMS, "model": Linear(3), "data": Counter(5), "files": Files({"a/b": b"one", "c": b""})}
+    ckptcore.save_checkpointables(location, objects, **options)
+
+
+def test_none_gives_everything_in_types_of_python(place: str) -> None:
+    save_all(place + "/c")
+    loaded = ckptcore.load_checkpointables(place + "/c")
+    assert list(loaded) == ["params", "model", "data", "files"]
+    assert same_value(loaded["params"], PARAMS)
+    assert same_value(loaded["model"], Linear(3).get_state_tree())
+    assert loaded["data"] == {"position": 5, "seen": [0, 1, 2, 3, 4]}
+    assert loaded["files"] == {"a/b": b"one", "c": b""}
+
+
+def test_names_give_these_in_the_order_asked(place: str) -> None:
+    save_all(place + "/c")
+    assert list(ckptcore.load_checkpointables(place + "/c", ["data", "params"])) == ["data", "params"]
+    assert ckptcore.load_checkpointables(place + "/c", []) == {}
+    assert list(ckptcore.load_checkpointables(place + "/c", ("model",))) == ["model"]
+
+
+def test_objects_are_restored_in_place_and_trees_built_anew(place: str) -> None:
+    save_all(place + "/c")
+    model, data, files = Linear(0), Counter(), Files()
+    weight = model.weight
+    abstract = {
+        "layers": [ckptcore.AbstractArray((2, 3), "int32"), ckptcore.PLACEHOLDER],
+        "name": "",
+    }
+    wanted = {"files": files, "params": abstract, "data": data, "model": model}
+    loaded = ckptcore.load_checkpointables(place + "/c", wanted)
+    assert list(loaded) == list(wanted)
+    assert loaded["model"] is model and loaded["data"] is data and loaded["files"] is files
+    assert model.weight is weight and weight.tolist() == Linear(3).weight.tolist()
+    assert next(data) == 5
+    assert files.files == {"a/b": b"one", "c": b""}
+    assert loaded["params"]["layers"][0].dtype == np.int32
+    assert loaded["params"]["layers"][1] is ckptcore.PLACEHOLDER
+    assert abstract["layers"][1] is ckptcore.PLACEHOLDER  # what was asked with is as it was
+
+
+def test_a_placeholder_leaves_a_name_out_even_one_that_is_not_there(place: str) -> None:
+    save_all(place + "/c")
+    wanted = {"params": ckptcore.PLACEHOLDER, "nothing": ckptcore.PLACEHOLDER, "data": None}
+    assert list(ckptcore.load_checkpointables(place + "/c", wanted)) == ["data"]
+    wrapped = {"data": ckptcore.PerProcess(ckptcore.PLACEHOLDER)}
+    assert ckptcore.load_checkpointables(place + "/c", wrapped) == {}
+
+
+def test_a_name_that_was_never_saved(place: str) -> None:
+    save_all(place + "/c")
+    model = Linear(0)
+    with pytest.raises(CheckpointNotFoundError, match=r"without 'parms'.*did you mean 'params'"):
+        ckptcore.load_checkpointables(place + "/c", {"model": model, "parms": None})
+    assert model.weight.tolist() == Linear(0).weight.tolist()
+
+
+@pytest.mark.parametrize("name", ["params", "model", "data", "files"])
+def test_deleting_one_leaves_the_others(name: str, place: str, caplog: pytest.LogCaptureFixture) -> None:
+    save_all(place + "/c")
+    ckptcore.delete(f"{place}/c/{name}")
+    with caplog.at_level(logging.WARNING, "ckptcore"):
+        loaded = ckptcore.load_checkpointables(place + "/c")
+    assert sorted([*loaded, name]) == ["data", "files", "model", "params"]
+    assert name in caplog.text and "deleted" in caplog.text
+    assert ckptcore.verify(place + "/c").ok
+    with pytest.raises(CheckpointNotFoundError, match=f"'{name}', but it was deleted"):
+        ckptcore.load_checkpointables(place + "/c", [name])
+    found = ckptcore.checkpointables_metadata(place + "/c")
+    assert found.deleted == (name,) and name not in found.checkpointables
+    ckptcore.convert(place + "/c", place + "/converted")
+    assert list(ckptcore.load_checkpointables(place + "/converted")) == list(loaded)
+    with pytest.raises(CheckpointNotFoundError):
+        ckptcore.delete(f"{place}/c/{name}")
+
+
+@pytest.mark.parametrize("keep_directory", [False, True])
+def test_removing_one_by_hand_leaves_the_others(keep_directory: bool, tmp_path: Path) -> None:
+    save_all(str(tmp_path / "c"))
+    shutil.rmtree(tmp_path / "c" / "files")
+    if keep_directory:
+        (tmp_path / "c" / "files").mkdir()
+    assert list(ckptcore.load_checkpointables(tmp_path / "c")) == ["params", "model", "data"]
+    assert ckptcore.verify(tmp_path / "c").ok
+    assert ckptcore.checkpointables_metadata(tmp_path / "c").deleted == ("files",)
+
+
+def test_a_deletion_that_died_leaves_the_others() -> None:
+    """On storage without directories a deletion first turns the root into a claim."""
+    from ckptcore.plugins import installed_plugins
+    from ckptcore.protocols import StorageOptions
+    from ckptcore.root import ROOT_KEY, Claimed, encode_claim
+
+    location = "memory://half-deleted/c"
+    save_all(location)
+    store = installed_plugins().storage("memory")(location, StorageOptions())
+    store.put(f"model/{ROOT_KEY}", encode_claim(Claimed("0123456789abcdef", "2024-01-01T00:00:00+00:00")))
+    assert list(ckptcore.load_checkpointables(location)) == ["params", "data", "files"]
+    assert ckptcore.checkpointables_metadata(location).deleted == ("model",)
+    assert ckptcore.verify(location).ok
+    ckptcore.convert(location, "memory://half-deleted/converted")
+    assert list(ckptcore.load_checkpointables("memory://half-deleted/converted")) == ["params", "data", "files"]
+    with pytest.raises(CheckpointNotFoundError):
+        ckptcore.load_checkpointables(location, ["model"])
+
+
+_BAD_NAMES = [
+    "",
+    ".",
+    "..",
+    ".hidden",
+    "a/b",
+    "/",
+    "checkpoint.json",
+    "checkpoint.x",
+    "x.rank_0",
+    "ä" * 101,
+    "a\0",
+    "\ud800",
+]
+
+
+@pytest.mark.parametrize("name", [*_BAD_NAMES, 3, None])
+def test_bad_names(name: Any, place: str) -> None:
+    with pytest.raises(InvalidLocationError):
+        check_name(name)
+    for save in (ckptcore.save_checkpointables, ckptcore.save_checkpointables_async):
+        with pytest.raises(InvalidLocationError):
+            save(place + "/c", {"fine": {}, name: {}})
+    with pytest.raises(CheckpointNotFoundError):
+        ckptcore.load_checkpointables(place + "/c")
+
+
+@pytest.mark.parametrize(
+    "name", ["model", "a name", "ä", "x.rank_", "rank_0", "model.safetensors", "checkpoint", "ä" * 100]
+)
+def test_good_names(name: str, place: str) -> None:
+    ckptcore.save_checkpointables(place + "/c", {name: {"w": np.ones(2)}})
+    assert ckptcore.load_checkpointables(place + "/c", [name])[name]["w"].tolist() == [1, 1]
+    assert ckptcore.load(f"{place}/c/{name}")["w"].tolist() == [1, 1]
+
+
+def test_one_name_as_text_is_refused_and_not_read_letter_by_letter(place: str) -> None:
+    save_all(place + "/c")
+    with pytest.raises(TypeError, match=r"\['model'\]"):
+        ckptcore.load_checkpointables(place + "/c", "model")
+
+
+def test_each_kind_says_which_function_loads_it(place: str) -> None:
+    save_all(place + "/several")
+    ckptcore.save(place + "/one", PARAMS)
+    with pytest.raises(CompositeCheckpointError, match="load_checkpointables") as caught:
+        ckptcore.load(place + "/several")
+    assert caught.value.names == ("params", "model", "data", "files")
+    for function in (ckptcore.metadata, lambda location: ckptcore.load_into(location, {})):
+        with pytest.raises(CompositeCheckpointError):
+            function(place + "/several")
+    for several in (ckptcore.load_checkpointables, ckptcore.checkpointables_metadata):
+        with pytest.raises(CompositeCheckpointError, match="one tree"):
+            several(place + "/one")
+
+
+def test_none_at_all(place: str) -> None:
+    ckptcore.save_checkpointables(place + "/c", {})
+    assert ckptcore.load_checkpointables(place + "/c") == {}
+    assert ckptcore.verify(place + "/c").ok
+    ckptcore.delete(place + "/c")
+    with pytest.raises(CheckpointNotFoundError):
+        ckptcore.load_checkpointables(place + "/c")
+
+
+def test_errors_name_the_checkpointable(place: str) -> None:
+    for value, error in (({"odd": object()}, UnsupportedLeafError), ({1.5: 2}, UnsupportedKeyError)):
+        with pytest.raises(error, match="in 'second'"):
+            ckptcore.save_checkpointables(place + "/c", {"first": {}, "second": value})
+    with pytest.raises(CheckpointNotFoundError):
+        ckptcore.load_checkpointables(place + "/c")
+    save_all(place + "/c")
+    wrong = Linear(0)
+    wrong.bias = np.zeros(5)
+    model = Linear(0)
+    with pytest.raises(TreeMismatchError, match="bias") as caught:
+        ckptcore.load_checkpointables(place + "/c", {"model": wrong})
+    assert f"{place}/c/model" in str(caught.value)
+    with pytest.raises(TreeMismatchError, match=f"{place}/c/params"):
+        ckptcore.load_checkpointables(place + "/c", {"model": model, "params": {"other": np.ones(1)}})
+    assert model.weight.tolist() == Linear(0).weight.tolist()  # what is built anew is read first
+    with pytest.raises(TreeMismatchError, match="'files' is stored as files"):
+        ckptcore.load_checkpointables(place + "/c", {"files": {"a": 1}, "model": model})
+    assert model.weight.tolist() == Linear(0).weight.tolist()
+
+
+def test_per_process_is_for_names(place: str) -> None:
+    with pytest.raises(UnsupportedLeafError, match="save_checkpointables"):
+        ckptcore.save(place + "/c", ckptcore.PerProcess({"a": 1}))
+    ckptcore.save_checkpointables(place + "/c", {"seed": ckptcore.PerProcess({"a": 1})})
+    assert ckptcore.load_checkpointables(place + "/c") == {"seed": {"a": 1}}

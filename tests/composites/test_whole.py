@@ -1,0 +1,140 @@
+"""Metadata, verification, conversion of composites, and what a load of one name reads."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import ckptcore
+from ckptcore.errors import CheckpointExistsError
+from ckptcore.testing.faults import FaultPlan
+from tests.composites.objects import Counter, Files, Linear
+from tests.crashes.places import InterruptedPlan, faulty_context, through
+from tests.crashes.states import same_value
+
+
+def save_all(location: str, version: int = 3, **options: object) -> None:
+    objects = {"model": Linear(version), "data": Counter(version), "files": Files({"a/b": b"%d" % version, "c": b""})}
+    ckptcore.save_checkpointables(location, objects, **options)  # type: ignore[arg-type]  # passed on
+
+
+def test_metadata_by_name(place: str) -> None:
+    save_all(place + "/c", metadata={"note": [1, None]})
+    found = ckptcore.checkpointables_metadata(place + "/c")
+    assert found.custom == {"note": [1, None]} and found.deleted == ()
+    assert found.processes == {"data": 1, "files": 1}
+    model = found.checkpointables["model"]
+    assert model.abstract == {
+        "weight": ckptcore.AbstractArray((3, 4), "float32"), "bias": ckptcore.AbstractArray((4,), "float64"),
+    }  # fmt: skip
+    assert model.save_id == found.save_id and model.layout == "safetensors" and model.nbytes == 80
+    assert list(found.checkpointables["files"].objects) == ["a/b", "c"]
+    assert found.nbytes == 81
+    loaded = ckptcore.load_checkpointables(place + "/c", {"model": model.abstract})
+    assert same_value(loaded["model"], Linear(3).get_state_tree())
+    assert "write" in [event.phase for event in found.timeline]
+
+
+@pytest.mark.parametrize("scheme", ["file", "memory"])
+def test_loading_one_name_reads_nothing_of_the_others(scheme: str, tmp_path: Path) -> None:
+    location = f"file://{tmp_path}/c" if scheme == "file" else f"memory://{tmp_path.name}/c"
+    save_all(location)
+    for wanted in (["model"], {"model": Linear(0)}, {"model": None, "data": ckptcore.PLACEHOLDER}):
+        plan = FaultPlan()
+        ckptcore.load_checkpointables(through(location), wanted, context=faulty_context(location, plan))
+        read = [operation for operation in plan.operations if operation.name != "list_names"]
+        assert read and not [operation for operation in plan.operations if operation.changes]
+        keys = {key.removeprefix("c/") for operation in read for key in operation.keys}
+        assert keys - {"checkpoint.json"} == {"model/checkpoint.json", "model/model.safetensors"}
+
+
+@pytest.mark.parametrize("scheme", ["file", "memory"])
+def test_what_is_there_costs_one_listing_however_many_processes_saved(scheme: str, tmp_path: Path) -> None:
+    location = f"file://{tmp_path}/c" if scheme == "file" else f"memory://{tmp_path.name}/c"
+    ckptcore.save_checkpointables(location, {f"tree {number}": {"w": np.ones(1)} for number in range(20)})
+    plan = FaultPlan()
+    ckptcore.load_checkpointables(through(location), ["tree 7"], context=faulty_context(location, plan))
+    assert [operation.name for operation in plan.operations].count("list_names") == 1
+
+
+def test_verification_covers_every_object(tmp_path: Path) -> None:
+    save_all(str(tmp_path / "c"))
+    paths = [path for path in (tmp_path / "c").rglob("*") if path.is_file()]
+    report = ckptcore.verify(tmp_path / "c")
+    assert report.ok and report.objects == len(paths)
+    progress: list[tuple[int, int]] = []
+    ckptcore.verify(tmp_path / "c", progress=lambda done, total: progress.append((done, total)))
+    assert max(progress)[0] == progress[0][1] == report.nbytes
+    for path in paths:
+        content = path.read_bytes()
+        if not content:
+            continue
+        path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+        key = path.relative_to(tmp_path / "c").as_posix()
+        problems = ckptcore.verify(tmp_path / "c").problems
+        assert {problem.key for problem in problems} == {key}
+        if key.startswith("model/model"):
+            assert problems[0].arrays[0].startswith("model: ")
+        path.write_bytes(content)
+    assert ckptcore.verify(tmp_path / "c").ok
+
+
+def test_converting_to_another_place_and_layout(tmp_path: Path) -> None:
+    source, middle = str(tmp_path / "c"), f"memory://{tmp_path.name}/middle"
+    save_all(source, metadata={"note": "kept"})
+    ckptcore.convert(source, middle)
+    done: list[tuple[int, int]] = []
+    ckptcore.convert(
+        middle, tmp_path / "back", layout=ckptcore.SafetensorsLayout(max_file_bytes=50),
+        progress=lambda written, total: done.append((written, total)),
+    )  # fmt: skip
+    assert done[-1][0] == done[-1][1]
+    assert len(list((tmp_path / "back" / "model").glob("*.safetensors"))) == 2
+    original, back = ckptcore.load_checkpointables(source), ckptcore.load_checkpointables(tmp_path / "back")
+    assert same_value(back, original)
+    metadata = ckptcore.checkpointables_metadata(tmp_path / "back")
+    assert metadata.custom == {"note": "kept"} and metadata.save_id != ckptcore.checkpointables_metadata(source).save_id
+    with pytest.raises(CheckpointExistsError):
+        ckptcore.convert(source, tmp_path / "back")
+    ckptcore.convert(source, tmp_path / "back", overwrite=True)
+    assert ckptcore.verify(tmp_path / "back").ok
+
+
+def test_the_root_is_of_the_oldest_version_that_has_what_it_needs(tmp_path: Path) -> None:
+    """So that an older ckptcore refuses a composite and its members, and goes on reading trees."""
+    save_all(str(tmp_path / "several"))
+    ckptcore.save(tmp_path / "one", {"a": 1})
+    versions = {
+        path.relative_to(tmp_path).as_posix(): json.loads(path.read_bytes())["version"]
+        for path in tmp_path.rglob("checkpoint.json")
+    }
+    assert versions.pop("one/checkpoint.json") == 1
+    assert len(versions) == 4 and set(versions.values()) == {2}
+
+
+@pytest.mark.parametrize("scheme", ["file", "memory"])
+def test_a_load_that_is_overtaken_is_of_one_save(scheme: str, tmp_path: Path) -> None:
+    """The checkpoint is replaced before each operation of a load: all that is loaded is of the old one or of the new one."""
+    above = f"file://{tmp_path}" if scheme == "file" else f"memory://{tmp_path.name}"
+    save_all(f"{above}/count")
+    counting = FaultPlan()
+    wanted = {"model": Linear(0), "data": None, "files": Files()}
+    ckptcore.load_checkpointables(through(f"{above}/count"), wanted, context=faulty_context(above + "/count", counting))
+    overtaken = set()
+    for number in range(len(counting.operations)):
+        location = f"{above}/{number}"
+        save_all(location, 1)
+        plan = InterruptedPlan(number, lambda location=location: save_all(location, 2, overwrite="non-atomic"))  # type: ignore[misc]  # bound now
+        model, files = Linear(0), Files()
+        loaded = ckptcore.load_checkpointables(
+            through(location), {"model": model, "data": None, "files": files}, context=faulty_context(location, plan)
+        )
+        assert plan.interrupted
+        version = loaded["data"]["position"]
+        assert model.bias.tolist() == Linear(version).bias.tolist(), f"a mix, after operation {number}"
+        assert files.files == {"a/b": b"%d" % version, "c": b""}
+        overtaken.add(version)
+    assert overtaken == {1, 2} or overtaken == {2}
