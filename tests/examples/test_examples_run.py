@@ -14,8 +14,11 @@ NEEDS = {
     "quickstart_numpy.py": ["numpy"],
     "quickstart_jax.py": ["jax"],
     "quickstart_torch.py": ["torch"],
+    "train_jax.py": ["grain", "jax", "optax", "sklearn"],
     "train_loop_async.py": ["torch"],
+    "train_torch.py": ["sklearn", "torch", "torchdata"],
 }
+ARGUMENTS = {name: ["--directory", "run", "--steps", "30"] for name in ("train_jax.py", "train_torch.py")}
 
 
 def test_every_example_is_listed() -> None:
@@ -27,7 +30,7 @@ def test_example_runs(name: str, tmp_path: Path) -> None:
     for module in NEEDS[name]:
         pytest.importorskip(module)
     finished = subprocess.run(
-        [sys.executable, str(ROOT / "examples" / name)],
+        [sys.executable, str(ROOT / "examples" / name), *ARGUMENTS.get(name, [])],
         env={**os.environ, "JAX_PLATFORMS": "cpu"},
         cwd=tmp_path,
         capture_output=True,
@@ -37,4 +40,5 @@ def test_example_runs(name: str, tmp_path: Path) -> None:
     assert finished.returncode == 0, finished.stderr
     assert finished.stdout
     assert finished.stderr == ""
-    assert list(tmp_path.iterdir()) == []  # it wrote nothing where it was started
+    made = ["run"] if name in ARGUMENTS else []
+    assert [path.name for path in tmp_path.iterdir()] == made  # it wrote nothing where it was not told to

@@ -1,0 +1,111 @@
+"""Train on scikit-learn's digits with PyTorch, save while training goes on, and resume to the bit.
+
+    python examples/train_torch.py --directory runs/torch
+
+Stop it however you like, `kill -9` included, and start it again: it goes on from the last step that was committed, and every
+loss that it prints is the one that a run without the stop would have printed.
+"""
+
+# mypy: allow-untyped-calls, disable-error-code="import-untyped"
+
+from __future__ import annotations
+
+import argparse
+import os
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
+
+import numpy as np
+import torch
+from sklearn.datasets import load_digits
+from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.utils.data import TensorDataset
+from torchdata.stateful_dataloader import StatefulDataLoader
+from torchdata.stateful_dataloader.sampler import RandomSampler
+
+import ckptcore
+from ckptcore.policies import AnyPreservation, AnySave, BestN, FixedInterval, LatestN, PreemptionCheckpointing
+
+
+def load_data(batch_size: int) -> StatefulDataLoader[tuple[torch.Tensor, ...]]:
+    """Batches of images, shuffled anew in each epoch; `StatefulDataLoader` knows where it is."""
+    digits = load_digits()
+    images = torch.from_numpy(digits.images.reshape(-1, 64).astype(np.float32) / 16)
+    dataset = TensorDataset(images, torch.from_numpy(digits.target))
+    # A generator for the order and another for the loader, which draws one number whenever it is iterated over. Without them both
+    # draw from PyTorch's global one, also when a run resumes: dropout would go on with other numbers.
+    order = RandomSampler(dataset, generator=torch.Generator().manual_seed(0))
+    with warnings.catch_warnings():  # torchdata calls something that PyTorch deprecates
+        warnings.simplefilter("ignore", UserWarning)
+        return StatefulDataLoader(dataset, batch_size, sampler=order, generator=torch.Generator())
+
+
+def epoch_after_epoch(loader: Iterable[tuple[torch.Tensor, ...]]) -> Iterator[tuple[torch.Tensor, ...]]:
+    """Batches without an end."""
+    while True:
+        yield from loader
+
+
+def train(directory: str, *, steps: int, save_every: int) -> None:
+    """Train up to a number of steps, from where the run in the directory left off."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Dropout(0.2), nn.Linear(128, 10))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=1000)
+    loader = load_data(batch_size=64)
+    noise = np.random.default_rng(0)
+
+    # Everything that the next step depends on. Each is saved by the methods that it has, and restored in place.
+    state = {
+        "model": model,
+        "optimizer": optimizer,
+        "scheduler": scheduler,
+        "data": loader,
+        "torch_rng": torch.default_generator,  # dropout draws from it
+        "numpy_rng": noise,
+    }
+    with ckptcore.Checkpointer(
+        directory,
+        save_policy=AnySave([FixedInterval(save_every), PreemptionCheckpointing()]),  # SIGTERM saves, too
+        preservation_policy=AnyPreservation([LatestN(3), BestN(1, "loss", "min")]),
+    ) as checkpointer:
+        step = 0
+        if checkpointer.latest is not None:
+            checkpointer.load_checkpointables(wanted=state)  # the newest that is sound
+            assert checkpointer.restored_step is not None
+            step = checkpointer.restored_step
+            print(f"resumed from step {step}", flush=True)
+
+        for images, labels in epoch_after_epoch(loader):
+            if step == steps or checkpointer.preempted:
+                break
+            step += 1
+            images = images + torch.from_numpy(noise.normal(0, 0.1, images.shape).astype(np.float32))
+            loss = cross_entropy(model(images), labels)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            scheduler.step()
+            value = float(loss.detach())
+            print(f"step {step} loss {value:.4f} {value.hex()}", flush=True)
+
+            # Returns at once where the policy does not want the step, and otherwise as soon as it has a copy of the state: the
+            # next step may change everything while the copy is written. An error of the save before is raised here.
+            checkpointer.save_checkpointables(step, state, metrics={"loss": value}, force=step == steps)
+    # Leaving the block has waited for the last save.
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Parse the command line, and train."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--directory", required=True, help="of the run; it is made, and what is there is resumed")
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--save-every", type=int, default=20)
+    options = parser.parse_args(arguments)
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))  # so little work is faster with one
+    train(options.directory, steps=options.steps, save_every=options.save_every)
+
+
+if __name__ == "__main__":
+    main()
