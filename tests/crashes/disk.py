@@ -49,7 +49,16 @@ class Call:
 
 
 def calls_in(log: Path) -> Iterator[Call]:
-    """The calls in what ``strace -f -y -xx`` wrote, in order; those that failed or change nothing are left out."""
+    """The calls in what ``strace -f -y -xx`` wrote, in order; those that failed or change nothing are left out.
+
+    So are those about files on their way from an object into a checkpoint, which need not survive anything.
+    """
+    for call in _all_calls_in(log):
+        if not all("/ckptcore-staging-" in path for path in call.paths):
+            yield call
+
+
+def _all_calls_in(log: Path) -> Iterator[Call]:
     for line in log.read_text().splitlines():
         assert "unfinished" not in line, f"two threads made system calls at once: {line[:200]}"
         matched = _LINE.match(line)

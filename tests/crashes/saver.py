@@ -18,7 +18,7 @@ from typing import Any, Final, Literal
 import ckptcore
 from ckptcore.builtin.safetensors import SafetensorsLayout
 from ckptcore.errors import CheckpointExistsError, SaveLostError
-from tests.crashes.states import LARGE, SMALL, make_state
+from tests.crashes.states import LARGE, SMALL, make_composite, make_state
 
 __all__ = ["LOST", "NEW", "OLD", "TASKS"]
 
@@ -83,6 +83,21 @@ def _convert(location: str, number: int) -> None:
     ckptcore.convert(source, location, overwrite=True, context=_context())
 
 
+def _save_composite(location: str, number: int) -> None:
+    ckptcore.save_checkpointables(location, make_composite(number), overwrite=True, context=_context())
+
+
+def _save_composite_in_background(location: str, number: int) -> None:
+    context = ckptcore.Context(threads=1, memory=ckptcore.MemoryOptions(save_bytes=300))
+    ckptcore.save_checkpointables_async(location, make_composite(number), overwrite=True, context=context).result()
+
+
+def _convert_composite(location: str, number: int) -> None:
+    source = "memory://crashes/composite"
+    ckptcore.save_checkpointables(source, make_composite(number), overwrite="non-atomic", context=_context())
+    ckptcore.convert(source, location, overwrite=True, context=_context())
+
+
 def _delete(location: str, number: int) -> None:
     ckptcore.delete(location, context=_context())
 
@@ -114,6 +129,9 @@ TASKS: Final[Mapping[str, Callable[[str, int], None]]] = {
     "save-in-bounded-memory": _save_in_bounded_memory,
     "save-non-atomic": _save_non_atomic,
     "convert": _convert,
+    "save-composite": _save_composite,
+    "save-composite-in-background": _save_composite_in_background,
+    "convert-composite": _convert_composite,
     "delete": _delete,
     "delete-and-save": _delete_and_save,
     "replace-often": _replace_often,
@@ -123,6 +141,7 @@ TASKS: Final[Mapping[str, Callable[[str, int], None]]] = {
 
 def _serve() -> None:
     _save_new("memory://crashes/warm", NEW)  # whatever is imported late is imported now
+    _save_composite("memory://crashes/warm-composite", NEW)
     for line in sys.stdin:
         order = json.loads(line)
         begin, released = os.pipe()

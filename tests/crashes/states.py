@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 
 import ckptcore
-from ckptcore.errors import CheckpointNotFoundError
+from ckptcore.errors import CheckpointNotFoundError, CompositeCheckpointError
 
-__all__ = ["LARGE", "SMALL", "make_state", "same_value", "version_at", "version_of"]
+__all__ = ["LARGE", "SMALL", "make_composite", "make_state", "same_value", "version_at", "version_of"]
 
 SMALL: Final = 200
 """Elements of an array of a state whose files are written in one piece."""
@@ -34,6 +36,49 @@ def make_state(version: int, elements: int = SMALL) -> dict[str, Any]:
     }
 
 
+class _Files:
+    """Writes files of a state, some at once and some later."""
+
+    def __init__(self, version: int) -> None:
+        self.version = version
+
+    def save(self, directory: Path) -> Callable[[], None]:
+        """Write."""
+        files = _files(self.version)
+        (directory / "early").write_bytes(files["early"])
+
+        def go_on() -> None:
+            (directory / "a" / "b").mkdir(parents=True)
+            for key, content in files.items():
+                (directory / key).write_bytes(content)
+
+        return go_on
+
+    def load(self, directory: Path) -> None:
+        """Not asked for here."""
+        raise NotImplementedError
+
+
+def _files(version: int) -> dict[str, bytes]:
+    return {"a/b/late": b"%08d" % version * 100, "a/empty": b"", "early": b"%d" % version}
+
+
+def make_composite(version: int) -> dict[str, object]:
+    """The composite number `version`: two trees, one of which may differ from process to process, and files."""
+    return {
+        "state": make_state(version),
+        "own": ckptcore.PerProcess({"version": np.full(3, version)}),
+        "files": _Files(version),
+    }
+
+
+def _version_of_composite(found: dict[str, Any]) -> int:
+    version = version_of(found["state"])
+    expected = {"state": found["state"], "own": {"version": np.full(3, version)}, "files": _files(version)}
+    assert same_value(found, expected), f"a mix of composites, with leaves of {version}"
+    return version
+
+
 def version_of(value: Any) -> int:
     """Which state a value is; fails if it is none whole."""
     version = value["version"]
@@ -43,14 +88,16 @@ def version_of(value: Any) -> int:
 
 
 def version_at(location: str, **options: Any) -> int | None:
-    """Which state is saved at a location, whole and verified; None if there is no checkpoint."""
+    """Which state or composite is saved at a location, whole and verified; None if there is no checkpoint."""
     try:
-        value = ckptcore.load(location, **options)
+        version = version_of(ckptcore.load(location, **options))
+    except CompositeCheckpointError:
+        version = _version_of_composite(ckptcore.load_checkpointables(location, **options))
     except CheckpointNotFoundError:
         return None
-    report = ckptcore.verify(location)
+    report = ckptcore.verify(location, **options)
     assert report.ok, report.problems
-    return version_of(value)
+    return version
 
 
 def same_value(found: Any, expected: Any) -> bool:

@@ -17,7 +17,7 @@ from ckptcore.plugins import installed_plugins
 from ckptcore.protocols import StorageOptions
 from ckptcore.testing.faults import CrashAt, FailAt, Fault, FaultPlan, Operation, SimulatedCrash
 from tests.crashes.places import faulty_context, through
-from tests.crashes.states import make_state, version_at
+from tests.crashes.states import make_composite, make_state, version_at
 
 _OLD, _NEW, _NEXT = 1, 2, 3
 _MOMENTS: Final[tuple[Literal["before", "midway"], ...]] = ("before", "midway")
@@ -39,6 +39,10 @@ def _overwrite(location: str, context: ckptcore.Context) -> None:
 
 def _overwrite_non_atomic(location: str, context: ckptcore.Context) -> None:
     ckptcore.save(location, make_state(_NEW), overwrite="non-atomic", context=context)
+
+
+def _overwrite_by_composite(location: str, context: ckptcore.Context) -> None:
+    ckptcore.save_checkpointables(location, make_composite(_NEW), overwrite="non-atomic", context=context)
 
 
 def _delete(location: str, context: ckptcore.Context) -> None:
@@ -77,6 +81,8 @@ _SCENARIOS: Final[dict[str, tuple[str, bool, Task, set[int | None]]]] = {
     "overwrite a directory": ("file", True, _overwrite, {_OLD, _NEW}),
     "overwrite a directory that cannot be exchanged": ("file", False, _overwrite_non_atomic, {_OLD, _NEW, None}),
     "overwrite objects": ("memory", True, _overwrite_non_atomic, {_OLD, _NEW, None}),
+    "overwrite a directory by a composite": ("file", True, _overwrite_by_composite, {_OLD, _NEW}),
+    "overwrite objects by a composite": ("memory", True, _overwrite_by_composite, {_OLD, _NEW, None}),
     "delete a directory": ("file", True, _delete, {_OLD, None}),
     "delete objects": ("memory", True, _delete, {_OLD, None}),
 }

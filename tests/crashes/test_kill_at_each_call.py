@@ -13,7 +13,7 @@ import pytest
 import ckptcore
 from ckptcore.commit import is_hidden_name
 from tests.crashes.saver import NEW, OLD
-from tests.crashes.states import LARGE, SMALL, make_state, version_at
+from tests.crashes.states import LARGE, SMALL, make_composite, make_state, version_at
 from tests.crashes.tracing import KillPoint, Saver, needs_strace
 
 _NEXT: Final = 3
@@ -33,6 +33,10 @@ def _old(location: Path, elements: int = SMALL) -> None:
 
 def _large_old(location: Path) -> None:
     _old(location, LARGE)
+
+
+def _old_composite(location: Path) -> None:
+    ckptcore.save_checkpointables(location, make_composite(OLD), context=_FAST)
 
 
 def _old_and_leftovers(location: Path) -> None:
@@ -77,6 +81,12 @@ SCENARIOS: Final = {
     "overwrite where saves died before": Scenario("save", _old_and_leftovers),
     "convert over a checkpoint": Scenario("convert", _old),
     "delete": Scenario("delete", _old, frozenset({OLD, None})),
+    "first save of a composite": Scenario("save-composite", _nothing, frozenset({None, NEW})),
+    "overwrite a composite": Scenario("save-composite", _old_composite),
+    "overwrite a composite by a tree": Scenario("save", _old_composite),
+    "overwrite a tree by a composite, in the background": Scenario("save-composite-in-background", _old, reached=0.7),
+    "convert a composite": Scenario("convert-composite", _old_composite),
+    "delete a composite": Scenario("delete", _old_composite, frozenset({OLD, None})),
 }
 
 
@@ -109,7 +119,7 @@ def _points(scenario: Scenario, warm: Saver, directory: Path) -> list[KillPoint]
     return points
 
 
-@pytest.mark.parametrize("name", ["first save", "overwrite"])
+@pytest.mark.parametrize("name", ["first save", "overwrite", "first save of a composite", "overwrite a composite"])
 def test_a_sample_of_kills(name: str, warm: Saver, tmp_path: Path) -> None:
     scenario = SCENARIOS[name]
     points = _points(scenario, warm, tmp_path)

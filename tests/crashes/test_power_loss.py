@@ -10,11 +10,11 @@ import pytest
 
 import ckptcore
 from ckptcore.builtin.safetensors import SafetensorsLayout
-from ckptcore.errors import CheckpointError, CheckpointNotFoundError
+from ckptcore.errors import CheckpointError
 from ckptcore.testing.faults import SimulatedCrash
 from ckptcore.testing.simulated_disk import SimulatedDisk
 from tests.crashes.places import SCHEME, simulated_context
-from tests.crashes.states import make_state, version_of
+from tests.crashes.states import make_composite, make_state, version_at
 
 _OLD, _NEW, _NEXT = 1, 2, 3
 _LOCATION: Final = f"{SCHEME}://runs/a/step_1"
@@ -39,6 +39,14 @@ def _overwrite_in_background(context: ckptcore.Context) -> None:
     ckptcore.save_async(_LOCATION, make_state(_NEW), overwrite=True, context=context).result()
 
 
+def _save_composite(context: ckptcore.Context) -> None:
+    ckptcore.save_checkpointables(_LOCATION, make_composite(_NEW), context=context)
+
+
+def _overwrite_by_composite(context: ckptcore.Context) -> None:
+    ckptcore.save_checkpointables(_LOCATION, make_composite(_NEW), overwrite=True, context=context)
+
+
 def _delete(context: ckptcore.Context) -> None:
     ckptcore.delete(_LOCATION, context=context)
 
@@ -49,6 +57,8 @@ _TASKS: Final[dict[str, tuple[Task, bool, set[int | None]]]] = {
     "overwrite": (_overwrite, True, {_OLD, _NEW}),
     "overwrite with several files": (_overwrite_several_files, True, {_OLD, _NEW}),
     "overwrite in the background": (_overwrite_in_background, True, {_OLD, _NEW}),
+    "save a composite": (_save_composite, False, {None, _NEW}),
+    "overwrite by a composite": (_overwrite_by_composite, True, {_OLD, _NEW}),
     "delete": (_delete, True, {_OLD, None}),
 }
 
@@ -61,13 +71,7 @@ def _disk(old: bool, crash_at: int | None = None) -> SimulatedDisk:
 
 
 def _version_on(disk: SimulatedDisk) -> int | None:
-    context = simulated_context(disk)
-    try:
-        version = version_of(ckptcore.load(_LOCATION, context=context))
-    except CheckpointNotFoundError:
-        return None
-    assert ckptcore.verify(_LOCATION, context=context).ok
-    return version
+    return version_at(_LOCATION, context=simulated_context(disk))
 
 
 def _assert_next_save_cleans_up(disk: SimulatedDisk) -> None:
