@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -11,9 +11,9 @@ import pytest
 from ckptcore.builtin.local import open_local
 from ckptcore.errors import CheckpointNotFoundError, SaveLostError, StorageError
 from ckptcore.holds import StepHolds
-from ckptcore.protocols import StorageBackend, StorageOptions
+from ckptcore.protocols import AtomicDirectories, PutCondition, StorageBackend, StorageOptions
 from ckptcore.testing.faults import FaultPlan, SimulatedCrash
-from ckptcore.testing.faulty_storage import with_faults
+from ckptcore.testing.faulty_storage import FaultyDirectories, FaultyStorage, with_faults
 from tests.holds.fake_clock import FakeClock
 from tests.holds.places import EVERYWHERE, LEASED, LOCKED
 
@@ -181,12 +181,76 @@ def test_what_was_let_go_of_in_vain_is_removed_later(place: Place, tmp_path: Pat
     pin = StepHolds(store, "run", clock=clock).pin("1")
     key = ".ckptcore/pins/" + store.list_names(".ckptcore/pins")[0]
     store.put(key, store.get(key).replace(b'"released": false', b'"released": true'))
+    for _ in range(2):
+        clock.sleep(100)
+        with pytest.raises(SaveLostError, match="no sign of life"):
+            pin.check()
     owner = StepHolds(store, "run", clock=clock)
     assert owner.pinned() == frozenset()
     assert holds_of_the_dead(store) == []
-    with pytest.raises(SaveLostError, match="no sign of life"):
-        pin.check()
     pin.close()
+
+
+class LastMoment(FaultyStorage):
+    """Lets something happen right before the first change."""
+
+    def __init__(self, inner: StorageBackend, happening: Callable[[], None]) -> None:
+        super().__init__(inner, FaultPlan())
+        self._happenings = [happening]
+
+    def put(self, key: str, data: bytes, *, condition: PutCondition | None = None) -> str:
+        while self._happenings:
+            self._happenings.pop()()
+        return super().put(key, data, condition=condition)
+
+    def delete(self, keys: Sequence[str]) -> None:
+        while self._happenings:
+            self._happenings.pop()()
+        super().delete(keys)
+
+
+@where_leased
+def test_who_wakes_at_the_last_moment_keeps_its_pin(place: Place, tmp_path: Path) -> None:
+    store, clock = place(tmp_path), FakeClock()
+    process = clock.process()
+    pin = StepHolds(store, "run", clock=process).pin("1")
+    process.is_frozen = True
+    woken = []
+
+    def wake() -> None:
+        woken.append(clock.now())
+        process.is_frozen = False
+        pin.check()
+
+    owner = StepHolds(LastMoment(store, wake), "run", clock=clock)
+    while not woken:
+        assert owner.pinned() == {"1"}
+        clock.sleep(31)
+    assert woken[0] > 60
+    pin.check()
+
+
+class OnlyWhatIsHeld(FaultyDirectories):
+    """Deletes no directory that nobody has locked: another could lock it at this moment."""
+
+    def delete_directory(self, key: str) -> None:
+        assert self._directories.lock_directory(key) is None, f"{key} is not locked"
+        super().delete_directory(key)
+
+
+@where_locked
+def test_holds_are_removed_under_their_locks(place: Place, tmp_path: Path) -> None:
+    store, clock, plan = place(tmp_path), FakeClock(), FaultPlan()
+    assert isinstance(store, AtomicDirectories)
+    dying = StepHolds(with_faults(store, plan), "run", clock=clock)
+    held = [dying.pin("1"), dying.pin("2")]
+    with pytest.raises(SimulatedCrash):
+        plan.crash()
+    careful = StepHolds(OnlyWhatIsHeld(store, store, FaultPlan()), "run", clock=clock)
+    careful.sweep()
+    careful.pin("1").close()
+    assert holds_of_the_dead(store) == []
+    del held
 
 
 @everywhere
