@@ -18,10 +18,11 @@ import ml_dtypes
 import numpy as np
 import xxhash
 
-__all__ = ["Leaf", "NotCommitted", "read_checkpoint"]
+__all__ = ["Leaf", "NotCommitted", "read_checkpoint", "read_composite"]
 
 _TAIL = re.compile(rb',"checksum":"xxh3_64:([0-9a-f]{16})"\}\n')
 _TAIL_BYTES = 40
+_HIDDEN = re.compile(r"\..+\.[0-9a-f]{16}\.ckptcore", re.DOTALL)
 
 
 class NotCommitted(Exception):
@@ -46,8 +47,58 @@ def read_checkpoint(directory: Path) -> tuple[Any, dict[str, Any]]:
 
     Attribute keys come back as the strings ``.name``, and a container of any other kind as a dict.
     """
+    root, tables = _root_and_tables(directory)
+    if root.get("member") is True:
+        _expect_committed(directory, root)
+    return _tree(directory, root, tables), tables["custom"]
+
+
+def read_composite(directory: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What each checkpointable at a directory holds, by name, and the custom metadata.
+
+    It is a tree as `read_checkpoint` gives it, or the bytes of files by their keys; a list of these, one for each process, where
+    every process saved its own. What was deleted is left out.
+    """
+    root, tables = _root_and_tables(directory)
+    found: dict[str, Any] = {}
+    for name, (kind, processes) in root["members"].items():
+        if kind not in ("tree", "files"):
+            raise ValueError(f"the kind {kind!r}")
+        if "/" in name or _object(directory, name) == directory:
+            raise ValueError(f"the name {name!r}")
+        own = [f"{name}.rank_{rank}" for rank in range(processes)] if (processes or 1) > 1 else [name]
+        there = [directory / one for one in own if (directory / one).is_dir()]
+        contents = [_member(one, kind, root["save_id"]) for one in there]
+        if contents:
+            found[name] = contents[0] if processes is None else contents
+    return found, tables["custom"]
+
+
+def _member(directory: Path, kind: str, save_id: str) -> Any:
+    root, tables = _root_and_tables(directory)
+    if root.get("member") is not True or root["save_id"] != save_id:
+        raise ValueError(f"{directory} was replaced")
+    if (root["layout"] == "files") != (kind == "files"):
+        raise ValueError(f"{directory} has the layout {root['layout']!r} and is said to be a {kind!r}")
+    if kind == "files":
+        return _verified_objects(directory, tables["objects"])
+    return _tree(directory, root, tables)
+
+
+def _expect_committed(directory: Path, root: dict[str, Any]) -> None:
+    above = directory.parent / "checkpoint.json"
+    if _HIDDEN.fullmatch(directory.parent.name):
+        raise NotCommitted(f"{directory.parent} is the directory of a save under way")
+    if not above.exists():
+        return  # it was copied out of its composite
+    around = _unsealed(above.read_bytes())
+    if around["state"] != "committed" or "members" not in around or around["save_id"] != root["save_id"]:
+        raise NotCommitted(f"{directory} belongs to another save than {above}")
+
+
+def _root_and_tables(directory: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     root = _unsealed((directory / "checkpoint.json").read_bytes())
-    if root["format"] != "ckptcore" or root["version"] != 1:
+    if root["format"] != "ckptcore" or root["version"] not in (1, 2):
         raise ValueError(f"format {root['format']!r}, version {root['version']!r}")
     if root["state"] != "committed":
         raise NotCommitted(root["state"])
@@ -57,6 +108,10 @@ def read_checkpoint(directory: Path) -> tuple[Any, dict[str, Any]]:
         if len(data) != part["size"] or f"xxh3_64:{xxhash.xxh3_64_hexdigest(data)}" != part["checksum"]:
             raise ValueError(f"the part {part['key']} is damaged")
         tables[name] = json.loads(data)
+    return root, tables
+
+
+def _tree(directory: Path, root: dict[str, Any], tables: dict[str, Any]) -> Any:
     objects = _verified_objects(directory, tables["objects"])
     if root["layout"] != "safetensors":
         raise ValueError(f"layout {root['layout']!r}")
@@ -64,7 +119,7 @@ def read_checkpoint(directory: Path) -> tuple[Any, dict[str, Any]]:
     tree = _grown(tables["tree"]["skeleton"], leaves)
     if next(leaves, None) is not None:
         raise ValueError("more leaves than the skeleton has")
-    return tree, tables["custom"]
+    return tree
 
 
 def _unsealed(data: bytes) -> dict[str, Any]:

@@ -5,12 +5,24 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import OrderedDict, namedtuple
+from pathlib import Path
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 
-__all__ = ["Point", "Settings", "golden_state", "large_state"]
+import ckptcore
+
+__all__ = [
+    "GOLDEN_PROCESSES",
+    "GoldenFiles",
+    "Point",
+    "Settings",
+    "golden_composite",
+    "golden_files",
+    "golden_state",
+    "large_state",
+]
 
 DTYPES = (
     "bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "float16", "float32", "float64",
@@ -59,6 +71,43 @@ def golden_state() -> dict[str, Any]:
         },
         "keys": {0: 1, "0": 2, -1: 3, "a.b": np.ones(1), "a": {"b": np.zeros(1)}, "": 4, "__metadata__": np.ones(2)},
         "tied": [tied, {"again": tied}],
+    }
+
+
+GOLDEN_PROCESSES = 2
+"""How many processes saved the golden composite."""
+
+
+class GoldenFiles:
+    """Writes files of its own, another one in each process."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+
+    def save(self, directory: Path) -> None:
+        """Write them."""
+        for key, content in golden_files(self.rank).items():
+            (directory / key).parent.mkdir(parents=True, exist_ok=True)
+            (directory / key).write_bytes(content)
+
+    def load(self, directory: Path) -> None:
+        """Compare them."""
+        for key, content in golden_files(self.rank).items():
+            assert (directory / key).read_bytes() == content
+
+
+def golden_files(rank: int) -> dict[str, bytes]:
+    """What the files hold."""
+    return {"a/b/c": bytes(range(256)) * (rank + 1), "empty": b"", f"of rank {rank}": b"ckptcore"}
+
+
+def golden_composite(rank: int) -> dict[str, object]:
+    """One checkpointable of each sort, as a process of a job holds them."""
+    return {
+        "state": golden_state(),
+        "data": ckptcore.PerProcess({"rank": rank, "position": np.arange(rank, rank + 4)}),
+        "files": GoldenFiles(rank),
+        "a name": {},
     }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import shutil
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,10 @@ import numpy as np
 import pytest
 
 import ckptcore
-from tests.golden.independent_reader import Leaf, NotCommitted, read_checkpoint
-from tests.golden.states import golden_state, large_state
+from ckptcore.protocols import Coordinator
+from ckptcore.testing import ThreadJob
+from tests.golden.independent_reader import Leaf, NotCommitted, read_checkpoint, read_composite
+from tests.golden.states import GOLDEN_PROCESSES, GoldenFiles, golden_composite, golden_files, golden_state, large_state
 
 CHECKPOINTS = Path(__file__).parent / "checkpoints"
 VERSIONS = sorted(path.name for path in CHECKPOINTS.iterdir())
@@ -119,18 +122,89 @@ def test_the_reader_refuses_a_damaged_root(tmp_path: Path, position: int) -> Non
         read_checkpoint(tmp_path / "damaged")
 
 
-@pytest.mark.parametrize("version", VERSIONS)
-def test_golden_checkpoints_load(version: str) -> None:
-    assert_same_value(ckptcore.load(CHECKPOINTS / version), golden_state())
-    assert ckptcore.verify(CHECKPOINTS / version).ok
-    assert ckptcore.metadata(CHECKPOINTS / version).custom == {"made for": "tests/golden"}
+TREES = [CHECKPOINTS / "version-1", CHECKPOINTS / "version-2" / "state"]
+COMPOSITES = [CHECKPOINTS / "version-2"]
 
 
-@pytest.mark.parametrize("version", VERSIONS)
-def test_the_reader_reads_golden_checkpoints(version: str) -> None:
-    tree, custom = read_checkpoint(CHECKPOINTS / version)
+@pytest.mark.parametrize("path", TREES, ids=lambda path: str(path.relative_to(CHECKPOINTS)))
+def test_golden_trees_load(path: Path) -> None:
+    assert_same_value(ckptcore.load(path), golden_state())
+    assert ckptcore.verify(path).ok
+    custom = {} if path.name == "state" else {"made for": "tests/golden"}
+    assert ckptcore.metadata(path).custom == custom
+    tree, found = read_checkpoint(path)
     assert_same_tree(tree, golden_state())
+    assert found == custom
+
+
+@pytest.mark.parametrize("path", COMPOSITES, ids=lambda path: str(path.relative_to(CHECKPOINTS)))
+def test_golden_composites_load(path: Path) -> None:
+    assert ckptcore.verify(path).ok
+    metadata = ckptcore.checkpointables_metadata(path)
+    assert metadata.custom == {"made for": "tests/golden"}
+    assert metadata.processes == {"data": GOLDEN_PROCESSES, "files": GOLDEN_PROCESSES}
+
+    def load(coordinator: Coordinator) -> None:
+        loaded = ckptcore.load_checkpointables(path, context=ckptcore.Context(coordinator=coordinator))
+        rank = coordinator.rank
+        assert list(loaded) == list(golden_composite(rank))
+        assert_same_value(loaded["state"], golden_state())
+        assert_same_value(loaded["data"], {"rank": rank, "position": np.arange(rank, rank + 4)})
+        assert loaded["files"] == golden_files(rank) and loaded["a name"] == {}
+        into = {"files": GoldenFiles(rank)}
+        ckptcore.load_checkpointables(path, into, context=ckptcore.Context(coordinator=coordinator))
+
+    ThreadJob(GOLDEN_PROCESSES).run(load)
+    assert_golden_composite(path)
+
+
+def assert_golden_composite(path: Path) -> None:
+    """Read it from the description of the format alone."""
+    found, custom = read_composite(path)
     assert custom == {"made for": "tests/golden"}
+    assert list(found) == list(golden_composite(0))
+    assert_same_tree(found["state"], golden_state())
+    assert found["files"] == [golden_files(rank) for rank in range(GOLDEN_PROCESSES)]
+    assert found["a name"] == {}
+    for rank in range(GOLDEN_PROCESSES):
+        assert_same_tree(found["data"][rank], {"rank": rank, "position": np.arange(rank, rank + 4)})
+
+
+def test_the_reader_reads_a_composite(tmp_path: Path) -> None:
+    def save(coordinator: Coordinator) -> None:
+        ckptcore.save_checkpointables(
+            tmp_path / "c", golden_composite(coordinator.rank), metadata={"made for": "tests/golden"},
+            context=ckptcore.Context(coordinator=coordinator),
+        )  # fmt: skip
+
+    ThreadJob(GOLDEN_PROCESSES).run(save)
+    assert_golden_composite(tmp_path / "c")
+    for rank in range(GOLDEN_PROCESSES):
+        ckptcore.delete(tmp_path / "c" / f"files.rank_{rank}")
+    found, _ = read_composite(tmp_path / "c")
+    assert list(found) == ["state", "data", "a name"]
+    shutil.copytree(tmp_path / "c" / "state", tmp_path / "alone")
+    assert_same_tree(read_checkpoint(tmp_path / "alone")[0], golden_state())
+
+
+def test_the_reader_refuses_members_of_another_save(tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        ckptcore.save_checkpointables(tmp_path / name, {"state": {"a": 1}})
+    shutil.rmtree(tmp_path / "two" / "state")
+    shutil.copytree(tmp_path / "one" / "state", tmp_path / "two" / "state")
+    with pytest.raises(ValueError, match="replaced"):
+        read_composite(tmp_path / "two")
+    with pytest.raises(NotCommitted):
+        read_checkpoint(tmp_path / "two" / "state")
+    (tmp_path / "one").rename(tmp_path / ".one.0123456789abcdef.ckptcore")
+    with pytest.raises(NotCommitted):
+        read_checkpoint(tmp_path / ".one.0123456789abcdef.ckptcore" / "state")
+
+
+def test_the_reader_reads_one_process(tmp_path: Path) -> None:
+    ckptcore.save_checkpointables(tmp_path / "c", golden_composite(0))
+    found, _ = read_composite(tmp_path / "c")
+    assert found["files"] == [golden_files(0)] and len(found["data"]) == 1
 
 
 def test_there_is_a_golden_checkpoint_of_the_current_version() -> None:
