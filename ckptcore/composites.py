@@ -29,6 +29,7 @@ from ckptcore.events import Recording
 from ckptcore.flattening import PLACEHOLDER
 from ckptcore.loading import check_target, load_into_target, load_value
 from ckptcore.locations import Place, Within, subdirectory
+from ckptcore.model.objects import ObjectRecord
 from ckptcore.opening import Opened, OpenedComposite, find_composite, open_checkpoint, while_unchanged
 from ckptcore.parts import PerProcess
 from ckptcore.protocols import FilesHandler
@@ -312,7 +313,7 @@ def _load_files(request: _Request, context: Context, recording: Recording) -> ob
         with recording.phase("read") as phase:
             phase.nbytes = sum(record.size for record in opened.objects.values())
             if request.files is None:
-                return {key: opened.store.get(key) for key in opened.objects}
+                return {key: b"".join(_pieces(opened, record)) for key, record in opened.objects.items()}
             directory = StagingDirectory()
             try:
                 _copy_out(opened, directory.path)
@@ -345,10 +346,7 @@ def _copy_out(opened: Opened, directory: Path) -> None:
         try:
             os.makedirs(os.path.dirname(path), exist_ok=True)
             with open(path, "xb") as file:
-                file.writelines(
-                    _piece(opened, key, start, min(start + _PIECE_BYTES, record.size))
-                    for start in range(0, record.size, _PIECE_BYTES)
-                )
+                file.writelines(_pieces(opened, record))
         except (FileExistsError, NotADirectoryError, IsADirectoryError) as error:
             raise CorruptCheckpointError(
                 f"{opened.location.display} lists the file {key!r} twice, or as a directory too: {error}; load another checkpoint",
@@ -362,11 +360,14 @@ def _copy_out(opened: Opened, directory: Path) -> None:
             ) from error
 
 
-def _piece(opened: Opened, key: str, start: int, stop: int) -> bytes:
-    data = opened.store.get(key, start, stop)
-    if len(data) != stop - start:
-        raise CorruptCheckpointError(
-            f"{key} ends at byte {start + len(data)}, where {stop} are expected",
-            key=key, start=start + len(data), stop=stop,
-        )  # fmt: skip
-    return data
+def _pieces(opened: Opened, record: ObjectRecord) -> Iterator[bytes]:
+    """The bytes of a file, verified, a few MiB at a time: a hostile root may state any size."""
+    for start in range(0, record.size, _PIECE_BYTES):
+        stop = min(start + _PIECE_BYTES, record.size)
+        data = opened.store.get(record.key, start, stop)
+        if len(data) != stop - start:
+            raise CorruptCheckpointError(
+                f"{record.key} ends at byte {start + len(data)}, where {record.size} were written",
+                key=record.key, start=start + len(data), stop=record.size,
+            )  # fmt: skip
+        yield data

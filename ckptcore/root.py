@@ -218,7 +218,7 @@ def summarize_root(data: bytes) -> Summary:
         )
     except CheckpointError:
         raise
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise CorruptCheckpointError(f"{ROOT_KEY} cannot be read: {error!r}", key=ROOT_KEY) from error
 
 
@@ -331,7 +331,7 @@ def decode_root(data: bytes, read_part: ReadPart) -> Root | Composite | Claimed:
         raise CorruptCheckpointError(f"{ROOT_KEY} names an object that cannot be: {error}", key=ROOT_KEY) from error
     except CheckpointError:
         raise
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise CorruptCheckpointError(f"{ROOT_KEY} cannot be read: {error!r}", key=ROOT_KEY) from error
 
 

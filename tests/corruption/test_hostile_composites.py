@@ -1,0 +1,294 @@
+"""Roots of composites and of their members that were sealed by somebody else: no crash, and no work without end."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import json
+import os
+import tracemalloc
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+import xxhash
+
+import ckptcore
+from ckptcore.errors import CheckpointError, UnsupportedVersionError
+from ckptcore.testing.faults import FaultPlan
+from ckptcore.testing.hostile_json import tampered
+from tests.composites.objects import Counter, Files, Linear
+from tests.corruption.checkpoints import bounded_memory
+from tests.crashes.places import faulty_context, through
+
+_CONTEXT: Final = ckptcore.Context(durability="none", threads=1)
+_MEMORY_BYTES: Final = 32 << 20
+_OPERATIONS: Final = 300
+"""More than any of the small composites below may make one function ask of its storage."""
+
+
+class _Forgery:
+    """A composite in which a root says what the test wants."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.location = directory / "step_1"
+        objects = {"model": Linear(3), "data": Counter(2), "files": Files({"a/b": b"one", "c": b"two"})}
+        ckptcore.save_checkpointables(self.location, objects, metadata={"loss": 0.5}, context=_CONTEXT)
+        self.root = self.read("checkpoint.json")
+
+    def read(self, key: str) -> dict[str, Any]:
+        """A root."""
+        root: dict[str, Any] = json.loads((self.location / key).read_bytes())
+        del root["checksum"]
+        return root
+
+    def forge(self, root: Any, key: str = "checkpoint.json") -> None:
+        """Seal a root."""
+        body = json.dumps(root, separators=(",", ":")).encode()[:-1]
+        if not isinstance(root, dict) or not root:
+            body = b'{"forged":0'
+        checksum = xxhash.xxh3_64_hexdigest(body)
+        (self.location / key).write_bytes(body + f',"checksum":"xxh3_64:{checksum}"}}\n'.encode())
+
+    def with_members(self, members: Any) -> None:
+        """Seal the root with other members."""
+        root = copy.deepcopy(self.root)
+        root["members"] = members
+        self.forge(root)
+
+    def attempts(self) -> Iterator[Callable[[ckptcore.Context, str], object]]:
+        """Everything that reads a composite."""
+        yield lambda context, location: ckptcore.load_checkpointables(location, context=context)
+        yield lambda context, location: ckptcore.load_checkpointables(
+            location, {"model": Linear(0), "data": Counter(), "files": Files()}, context=context
+        )
+        yield lambda context, location: ckptcore.load_checkpointables(location, ["modle"], context=context)
+        yield lambda context, location: ckptcore.load(location, context=context)
+        yield lambda context, location: ckptcore.load(location + "/model", context=context)
+        yield lambda context, location: ckptcore.checkpointables_metadata(location, context=context).nbytes
+        yield lambda context, location: ckptcore.verify(location, context=context).ok
+        yield lambda context, location: ckptcore.convert(
+            location, f"memory://hostile/{self.directory.name}", overwrite="non-atomic", context=context
+        )
+
+    def assert_harmless(self) -> None:
+        """Fail where something other than a CheckpointError comes out, or much memory or many operations are taken."""
+        location = f"file://{self.location}"
+        for attempt in self.attempts():
+            plan = FaultPlan()
+            context = faulty_context(location, plan)
+            tracemalloc.start(1)
+            try:
+                with bounded_memory(self.location), contextlib.suppress(CheckpointError):
+                    attempt(context, through(location))
+                peak = tracemalloc.get_traced_memory()[1]
+            finally:
+                tracemalloc.stop()
+            assert peak < _MEMORY_BYTES, f"{peak} bytes of memory were taken"
+            assert len(plan.operations) < _OPERATIONS, f"{len(plan.operations)} operations, as {plan.operations[-1]}"
+        assert not (self.directory / "secret").exists() or (self.directory / "secret").read_bytes() == b"secret"
+
+    def assert_refused(self) -> None:
+        """Fail unless nothing of it loads."""
+        self.assert_harmless()
+        with pytest.raises(CheckpointError):
+            ckptcore.load_checkpointables(self.location)
+
+
+@pytest.fixture
+def forgery(tmp_path: Path) -> _Forgery:
+    """A composite that can be forged."""
+    (tmp_path / "secret").write_bytes(b"secret")
+    return _Forgery(tmp_path)
+
+
+def test_the_forgery_is_accepted(forgery: _Forgery) -> None:
+    """So that what is refused below is not refused for its seal."""
+    for key in ("checkpoint.json", "model/checkpoint.json", "files/checkpoint.json"):
+        forgery.forge(forgery.read(key), key)
+    assert ckptcore.load_checkpointables(forgery.location)["files"] == {"a/b": b"one", "c": b"two"}
+    assert ckptcore.verify(forgery.location).ok
+    forgery.assert_harmless()
+
+
+def _tamper(forgery: _Forgery, key: str, count: int) -> None:
+    original = forgery.read(key)
+    for root in tampered(original, count):
+        forgery.forge(root, key)
+        try:
+            forgery.assert_harmless()
+        except BaseException as error:
+            error.add_note(f"the root was {json.dumps(root)[:3000]}")
+            raise
+    forgery.forge(original, key)
+    assert ckptcore.verify(forgery.location).ok
+
+
+@pytest.mark.parametrize("key", ["checkpoint.json", "files/checkpoint.json", "model/checkpoint.json"])
+def test_tampered_roots(key: str, forgery: _Forgery) -> None:
+    _tamper(forgery, key, 80)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("key", ["checkpoint.json", "files/checkpoint.json", "model/checkpoint.json"])
+def test_many_tampered_roots(key: str, forgery: _Forgery) -> None:
+    _tamper(forgery, key, 1500)
+
+
+_NAMES: Final = (
+    "", ".", "..", "../step_1/model", "/etc", "a/b", "model/../model", ".hidden", "checkpoint.json", "data.rank_0", "a\0b",
+    "\ud800", "x" * 5000, "model/", "ä" * 150,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", _NAMES, ids=lambda name: repr(name)[:30])
+def test_names_that_cannot_be(name: str, forgery: _Forgery) -> None:
+    for kind in ("tree", "files"):
+        forgery.with_members({name: [kind, None], "model": ["tree", None]})
+        forgery.assert_refused()
+
+
+@pytest.mark.parametrize(
+    "members", [None, [], {}, 3, "model", ["model"], {"model": None}, {"model": "tree"}, {"model": ["tree"]}, {"model": [[], {}]},
+                {"model": {"kind": "tree"}}, {"model": ["tree", None, 1]}]
+)  # fmt: skip
+def test_members_of_other_shapes(members: Any, forgery: _Forgery) -> None:
+    forgery.with_members(members)
+    if members == {}:
+        forgery.assert_harmless()
+        assert ckptcore.load_checkpointables(forgery.location) == {}
+    else:
+        forgery.assert_refused()
+
+
+@pytest.mark.parametrize("processes", [0, -1, (1 << 24) + 1, 1 << 70, 1.0, True, "2", [2]])
+def test_numbers_of_processes_that_cannot_be(processes: Any, forgery: _Forgery) -> None:
+    forgery.with_members({"model": ["tree", None], "data": ["tree", processes]})
+    forgery.assert_refused()
+
+
+def test_very_many_processes(forgery: _Forgery) -> None:
+    """Nothing counts to their number: not where none of them left anything, and not where some did."""
+    members = {f"m{number}": ["tree", 1 << 24] for number in range(50)}
+    forgery.with_members({**members, "model": ["tree", None]})
+    forgery.assert_harmless()
+    assert list(ckptcore.load_checkpointables(forgery.location)) == ["model"]
+    for rank in (0, 7, (1 << 24) - 1, 1 << 24):
+        (forgery.location / f"m3.rank_{rank}").mkdir()
+        (forgery.location / f"m3.rank_{rank}" / "a").write_bytes(b"")
+    for odd in ("m4.rank_00", "m4.rank_-1", "m4.rank_١", "m4.rank_" + "9" * 100, "m4.rank_"):
+        (forgery.location / odd).mkdir()
+    forgery.assert_harmless()
+    problems = ckptcore.verify(forgery.location).problems
+    assert 0 < len(problems) < 10
+    with pytest.raises(CheckpointError, match="16777216"):
+        ckptcore.load_checkpointables(forgery.location, ["m3"])
+
+
+def test_very_many_members(forgery: _Forgery) -> None:
+    forgery.with_members({**{f"name {number}": ["tree", None] for number in range(30_000)}, "model": ["tree", None]})
+    forgery.assert_harmless()
+    assert list(ckptcore.load_checkpointables(forgery.location)) == ["model"]
+    with pytest.raises(CheckpointError) as caught:
+        ckptcore.load_checkpointables(forgery.location, ["modle"])
+    assert len(str(caught.value)) < 2000
+
+
+def test_kinds_that_are_not_known(forgery: _Forgery) -> None:
+    forgery.with_members({"model": ["tensors", None]})
+    forgery.assert_harmless()
+    with pytest.raises(UnsupportedVersionError, match="upgrade"):
+        ckptcore.load_checkpointables(forgery.location)
+
+
+def test_kinds_that_are_mixed_up(forgery: _Forgery) -> None:
+    forgery.with_members({"model": ["files", None], "files": ["tree", None], "data": ["tree", 1]})
+    forgery.assert_refused()
+    for name, like in (("model", Files()), ("files", {"a": 1}), ("model", None), ("files", None)):
+        with pytest.raises(CheckpointError):
+            ckptcore.load_checkpointables(forgery.location, {name: like})
+
+
+@pytest.mark.parametrize("target", [".", "..", "model", "files/a"])
+def test_members_that_are_links(target: str, forgery: _Forgery) -> None:
+    """Also to the composite itself, so that it is its own member."""
+    (forgery.location / "loop").symlink_to(target)
+    forgery.with_members({"loop": ["tree", None], "model": ["tree", None]})
+    forgery.assert_harmless()
+    root = forgery.read("checkpoint.json")
+    root["member"] = True
+    forgery.forge(root)
+    forgery.assert_harmless()
+
+
+def test_a_root_that_is_a_tree_and_a_composite(forgery: _Forgery) -> None:
+    tree = forgery.read("model/checkpoint.json")
+    forgery.forge({**tree, "members": forgery.root["members"]})
+    forgery.assert_harmless()
+    forgery.forge({**tree, "members": {}}, "model/checkpoint.json")
+    forgery.assert_refused()
+
+
+_KEYS: Final = ("../../../secret", "/etc/passwd", "..", "", "a/../../../secret", "c/", "x" * 5000, "a\0b", "\ud800")
+
+
+@pytest.mark.parametrize("key", _KEYS, ids=lambda key: repr(key)[:30])
+def test_files_that_lead_out(key: str, forgery: _Forgery) -> None:
+    root = forgery.read("files/checkpoint.json")
+    root["tables"]["objects"]["key"] = [key, "c"]
+    forgery.forge(root, "files/checkpoint.json")
+    forgery.assert_refused()
+    found = Files({"as it": b"was"})
+    with pytest.raises(CheckpointError):
+        ckptcore.load_checkpointables(forgery.location, {"files": found})
+    assert found.files == {"as it": b"was"}
+
+
+@pytest.mark.parametrize("size", [1 << 20, 1 << 40, 1 << 60])
+def test_files_that_are_said_to_be_large(size: int, forgery: _Forgery) -> None:
+    root = forgery.read("files/checkpoint.json")
+    root["tables"]["objects"].update(size=[size, 3], checksums=["", root["tables"]["objects"]["checksums"][1]])
+    forgery.forge(root, "files/checkpoint.json")
+    forgery.assert_refused()
+    assert not ckptcore.verify(forgery.location).ok
+
+
+def test_files_that_no_file_system_holds_beside_each_other(forgery: _Forgery) -> None:
+    """A file that is a directory too: copied out only where the storage has no directories."""
+    location = f"memory://hostile-files-{os.getpid()}/c"
+    ckptcore.save_checkpointables(location, {"files": Files({"a/b": b"one", "c": b"two"})})
+    from ckptcore.plugins import installed_plugins
+    from ckptcore.protocols import StorageOptions
+
+    store = installed_plugins().storage("memory")(location, StorageOptions())
+    root = json.loads(store.get("files/checkpoint.json"))
+    del root["checksum"]
+    root["tables"]["objects"]["key"] = ["a/b", "a"]
+    body = json.dumps(root, separators=(",", ":")).encode()[:-1]
+    sealed = body + f',"checksum":"xxh3_64:{xxhash.xxh3_64_hexdigest(body)}"}}\n'.encode()
+    store.put("files/checkpoint.json", sealed)
+    store.put("files/a", b"two")
+    found = Files({"as it": b"was"})
+    with pytest.raises(CheckpointError, match="or as a directory too"):
+        ckptcore.load_checkpointables(location, {"files": found})
+    assert found.files == {"as it": b"was"}
+
+
+@pytest.mark.parametrize("value", [10**400, [], {}, "1", None, True, "nan", 1e308])
+@pytest.mark.parametrize("field", ["metrics", "progress", "timeline"])
+def test_optional_members(field: str, value: Any, forgery: _Forgery) -> None:
+    root = copy.deepcopy(forgery.root)
+    for forged in ({"step": value}, value, {"": value}, {"operation": "save", "phase": value}):
+        root[field] = forged
+        forgery.forge(root)
+        forgery.assert_harmless()
+
+
+def test_arrays_of_members_take_no_more_than_files_hold(forgery: _Forgery) -> None:
+    root = forgery.read("model/checkpoint.json")
+    root["tables"]["tree"]["shape"][0] = [1 << 50]
+    forgery.forge(root, "model/checkpoint.json")
+    forgery.assert_refused()
+    assert ckptcore.load_checkpointables(forgery.location, ["data"])["data"]["position"] == 2
