@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import replace
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from functools import partial
 from threading import Lock
+from types import TracebackType
 from typing import Any, Final, Literal, TypeAlias, TypeVar
 
 from ckptcore.agreement import Agreement
 from ckptcore.background import SaveHandle
+from ckptcore.commit import Overwrite
 from ckptcore.context import Context
 from ckptcore.directories import write_directory_metadata
-from ckptcore.errors import CheckpointError, CheckpointExistsError, CorruptCheckpointError
+from ckptcore.errors import CheckpointError, CheckpointExistsError, CorruptCheckpointError, UnsupportedVersionError
 from ckptcore.garbage import StepDeleter
 from ckptcore.holds import Hold, own_directory
 from ckptcore.locations import LocationLike, Within, open_directory
@@ -31,7 +35,7 @@ from ckptcore.policies import (
 )
 from ckptcore.preemption import PreemptionNotice, TerminationSignal
 from ckptcore.protocols import Layout
-from ckptcore.reader import CheckpointReader
+from ckptcore.reader import CheckpointReader, Loading
 from ckptcore.root import check_name
 from ckptcore.saving import SaveRequest, begin_save, perform_save
 from ckptcore.step_names import StepNames
@@ -40,7 +44,7 @@ __all__ = ["Checkpointer", "IfInUse", "WhenBusy"]
 
 logger = logging.getLogger("ckptcore.steps")
 
-T = TypeVar("T", bound=JSON)
+V = TypeVar("V")
 
 WhenBusy: TypeAlias = Literal["wait", "skip", "queue"]
 """What a save does while another is under way: wait for it; let this one be; copy at once and wait behind it."""
@@ -49,6 +53,29 @@ IfInUse: TypeAlias = Literal["error", "take over"]
 """What to do where another job seems to own the directory: fail at once; wait for a sign of life, and take it if none comes."""
 
 _WHOLE: Final = ""
+_MOST_UNHEARD: Final = 100
+"""How many failed deletions are kept to be told; all are logged."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Past:
+    """What policies ask of the saves before. The same in every process of a job, but for the time.
+
+    Attributes:
+        step, epoch, began: as `Moment.last_step`, `Moment.last_epoch`, `Moment.last_save_began`.
+    """
+
+    step: int | None = None
+    epoch: int | None = None
+    began: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Saving:
+    """A save in the background."""
+
+    step: int
+    handle: SaveHandle
 
 
 class Checkpointer(CheckpointReader):
@@ -86,17 +113,18 @@ class Checkpointer(CheckpointReader):
             when_busy: what a save does while another is under way.
             if_in_use: what to do where another job seems to own the directory.
             preemption_notice: tells at each step whether this process is to be preempted. None: SIGTERM does, if the save policy
-                has `PreemptionCheckpointing` in it.
+                has `PreemptionCheckpointing` in it. In a job every process gives one, or none does.
 
         Raises:
             DirectoryInUseError: if another job owns the directory.
             StorageError: if it cannot be written.
-            ValueError: if an argument is none of its values.
+            ValueError: if an argument is none of its values; if SIGTERM is to be listened to, and this is not the main thread.
         """
         if when_busy not in ("wait", "skip", "queue"):
             raise ValueError(f"Checkpointer(when_busy={when_busy!r}): expected 'wait', 'skip' or 'queue'")
         self._lock = Lock()
         self._closed = False
+        self._process = os.getpid()
         self._save_policy = save_policy or EveryStep()
         self._preservation_policy = preservation_policy or PreserveAll()
         self._layout = layout
@@ -107,11 +135,9 @@ class Checkpointer(CheckpointReader):
         self._deleter: StepDeleter | None = None
         self._cleaner: ThreadPoolExecutor | None = None
         self._cleaning: list[Future[None]] = []
-        self._handles: list[SaveHandle] = []
+        self._saves: list[_Saving] = []
         self._last_saved: int | None = None
-        self._last_step: int | None = None
-        self._last_epoch: int | None = None
-        self._last_save_began: float | None = None
+        self._past = _Past()
         self._last_save_ended: float | None = None
         self._begin_reading(directory, step_names, context)
         try:
@@ -119,7 +145,7 @@ class Checkpointer(CheckpointReader):
                 if self._job.rank == 0:
                     self._own(if_in_use, metadata)
             self.reload()  # only now: another job may have written until this one owned the directory
-            self._look_back()
+            self._look_back(self._steps.latest)
             if preemption_notice is None and _heeds_preemption(self._save_policy):
                 preemption_notice = self._terminated = TerminationSignal()
             self._preemption_notice = preemption_notice
@@ -139,22 +165,29 @@ class Checkpointer(CheckpointReader):
         if metadata is not None:
             write_directory_metadata(store, metadata)
 
-    def _look_back(self) -> None:
-        """Take from the newest step when it was saved, and in which epoch; the leader looks."""
+    def _look_back(self, choose: Callable[[], int | None]) -> None:
+        """Take from a step, such as the newest, when it was saved, and in which epoch; the leader looks."""
 
         def look() -> list[JSON]:
-            step = self._steps.latest()
+            step = choose()
             if step is None:
                 return [None, None, None]
             try:
                 summary = self._steps.summary(step)
                 began = self._steps.info(step).created if summary is not None else None
-            except CorruptCheckpointError:
-                return [step, None, None]  # a load will find that it is damaged
+            except (CorruptCheckpointError, UnsupportedVersionError):
+                return [step, None, None]  # a load will find that it cannot be read
             return [step, summary.progress.get("epoch") if summary is not None else None, began]
 
         found: Any = self._agreement("look-back").lead("look-back", look)
-        self._last_step, self._last_epoch, self._last_save_began = found
+        self._past = _Past(*found)
+
+    def _load(self, step: int | None, loading: Loading[V]) -> V:
+        loaded = super()._load(step, loading)
+        if step is None and self.skipped_steps:
+            # The run is set back to where it was when that step was saved: what was passed over counts for no policy.
+            self._look_back(lambda: self.restored_step)
+        return loaded
 
     # --- saving -------------------------------------------------------------------------------------------------------
 
@@ -169,7 +202,12 @@ class Checkpointer(CheckpointReader):
         Args:
             step: the step.
             epoch: the epoch that it is in, for policies that ask for it.
+
+        Raises:
+            ValueError: if the step is no number of one, or the policy cannot answer.
         """
+        self._expect_open()
+        self._steps.names.name(step)
         return self._decide(step, epoch)
 
     def save(
@@ -181,7 +219,7 @@ class Checkpointer(CheckpointReader):
         metadata: Mapping[str, JSON] | None = None,
         epoch: int | None = None,
         force: bool = False,
-        overwrite: bool = False,
+        overwrite: Overwrite = False,
     ) -> SaveHandle | None:
         """Save a tree as a step, in the background: returns once the save owns its memory.
 
@@ -194,7 +232,8 @@ class Checkpointer(CheckpointReader):
             metadata: JSON, kept with the step.
             epoch: the epoch that the step is in.
             force: save whatever the policy says, and however busy.
-            overwrite: whether a step that is there is replaced. One that was found to be damaged is, in any case.
+            overwrite: whether a step that is there is replaced, as for `ckptcore.save`. One that a load passed over because it
+                was damaged is, in any case.
 
         Returns:
             The save; None where the policy did not want it, or ``when_busy="skip"`` let it be.
@@ -214,7 +253,7 @@ class Checkpointer(CheckpointReader):
         metadata: Mapping[str, JSON] | None = None,
         epoch: int | None = None,
         force: bool = False,
-        overwrite: bool = False,
+        overwrite: Overwrite = False,
     ) -> SaveHandle | None:
         """Save several objects as a step, in the background: they may change or advance once this returns.
 
@@ -233,7 +272,7 @@ class Checkpointer(CheckpointReader):
         metadata: Mapping[str, JSON] | None = None,
         epoch: int | None = None,
         force: bool = False,
-        overwrite: bool = False,
+        overwrite: Overwrite = False,
     ) -> bool:
         """Save a tree as a step and return once it is committed; arrays in host memory are not copied.
 
@@ -242,10 +281,12 @@ class Checkpointer(CheckpointReader):
         Returns:
             Whether it was saved; False where the policy did not want it, or ``when_busy="skip"`` let it be.
         """
+        past = self._past
         request = self._request(step, {_WHOLE: state}, metrics, metadata, epoch, force, overwrite)
         if request is None:
             return False
-        perform_save(request, self._context)
+        with self._unless_refused(past):
+            perform_save(request, self._context)
         return True
 
     def _begin(
@@ -256,15 +297,28 @@ class Checkpointer(CheckpointReader):
         metadata: Mapping[str, JSON] | None,
         epoch: int | None,
         force: bool,
-        overwrite: bool,
+        overwrite: Overwrite,
     ) -> SaveHandle | None:
+        past = self._past
         request = self._request(step, values, metrics, metadata, epoch, force, overwrite)
         if request is None:
             return None
-        handle = begin_save(request, self._context)
+        with self._unless_refused(past):
+            handle = begin_save(request, self._context)
         with self._lock:
-            self._handles = [*(other for other in self._handles if other.matters), handle]
+            self._saves = [*(save for save in self._saves if save.handle.matters), _Saving(step, handle)]
         return handle
+
+    @contextmanager
+    def _unless_refused(self, past: _Past) -> Iterator[None]:
+        """A save that could not begin is none for policies, so that the next one is not left out for it."""
+        try:
+            yield
+        except BaseException:
+            # In a job it may have begun in other processes, and what policies know has to be the same in all of them.
+            if self._job.size == 1:
+                self._past = past
+            raise
 
     def _request(
         self,
@@ -274,77 +328,72 @@ class Checkpointer(CheckpointReader):
         metadata: Mapping[str, JSON] | None,
         epoch: int | None,
         force: bool,
-        overwrite: bool,
+        overwrite: Overwrite,
     ) -> SaveRequest | None:
         """What is to be saved; None if nothing is. After this the step counts as begun."""
-        self._steps.names.name(step)  # refuses what is no number of a step
         self._expect_open()
-        if not force and not self._decide(step, epoch):
+        written = self._steps.names.name(step)  # refuses what is no number of a step
+        if not self._decide(step, epoch, force=force):
             return None
-        if force and not self._preempted:
-            self._preempted = self._is_preempted(step)
-        replaces = overwrite or step in self._broken
-        name = self._steps.name(step) if replaces else self._steps.names.name(step)
-        self._last_step, self._last_epoch, self._last_save_began = step, epoch, time.time()
+        is_damaged = step in self._broken
+        replaces = bool(overwrite) or is_damaged
+        name = self._steps.name(step) if replaces else written
+        self._past = _Past(step, epoch, time.time())
         if self._deleter is not None:
             self._deleter.spare(step)
         return SaveRequest(
-            location=Within(
-                self._steps.directory, self._steps.name(step) if replaces else self._steps.names.name(step)
-            ),
+            location=Within(self._steps.directory, name),
             values=values,
             layout=self._layout,
             # What is known to be damaged is worth nothing, so that replacing it need not be atomic.
-            overwrite="non-atomic" if step in self._broken else overwrite,
+            overwrite="non-atomic" if is_damaged else overwrite,
             custom=metadata,
             metrics=metrics or {},
             step=step,
             epoch=epoch,
             when_busy="wait" if self._when_busy == "wait" else "queue",
-            allowed=None if replaces else partial(self._expect_absent, step),
+            allowed=partial(self._allow, step, None if replaces else written),
             before_commit=self._owned.check if self._owned is not None else None,
             committed=partial(self._saved, step, name),
         )
 
-    def _expect_absent(self, step: int) -> None:
-        if not self._steps.is_committed(step):
+    def _allow(self, step: int, new: str | None) -> None:
+        """On the leader: wait for a deletion of the step; if it is to be a new one, refuse where it is there."""
+        if self._deleter is not None:
+            self._deleter.wait_until_gone(step)
+        if new is None or not self._steps.is_committed(step):
             return
         raise CheckpointExistsError(
             f"step {step} is in {self.directory} already, as {self._steps.name(step)}; pass overwrite=True to replace it, or "
             "delete it and what comes after it if the run was set back"
         )
 
-    def _decide(self, step: int, epoch: int | None) -> bool:
+    def _decide(self, step: int, epoch: int | None, *, force: bool = False) -> bool:
         """Whether to save; the same on every rank."""
         preempted = self._is_preempted(step)
         moment = Moment(
             step=step,
             now=time.time(),
             epoch=epoch,
-            last_step=self._last_step,
-            last_epoch=self._last_epoch,
-            last_save_began=self._last_save_began,
+            last_step=self._past.step,
+            last_epoch=self._past.epoch,
+            last_save_began=self._past.began,
             last_save_ended=self._last_save_ended,
             saving=self._busy(),
             preempted=preempted,
         )
-        if self._job.size == 1:
+        wants = _always if force else self._wants
+        # One rank's notice is everybody's; and who leads decides by its own clock and its own saves.
+        differs = not force and (self._save_policy.needs_agreement or self._when_busy == "skip")
+        if self._job.size == 1 or not (differs or self._preemption_notice is not None):
             self._preempted = preempted
-            return self._wants(moment)
-        if not self._save_policy.needs_agreement and self._when_busy != "skip":
-            return self._wants(moment)
-        # One rank's notice is everybody's, and who leads decides by its own clock and its own saves.
+            return wants(moment)
         agreement = self._agreement("decide")
         with agreement.stage("decide") as stage:
             stage.payload = [preempted, moment.saving]
-        decided: Any = agreement.lead("decision", partial(self._decide_for_all, moment, stage.payloads))
+        decided: Any = agreement.lead("decision", partial(_decide_for_all, moment, wants, stage.payloads))
         wanted, self._preempted = decided
         return bool(wanted)
-
-    def _decide_for_all(self, moment: Moment, facts: Sequence[Any]) -> list[JSON]:
-        preempted = any(fact[0] for fact in facts)
-        saving = any(fact[1] for fact in facts)
-        return [self._wants(replace(moment, preempted=preempted, saving=saving)), preempted]
 
     def _wants(self, moment: Moment) -> bool:
         wanted = self._save_policy.should_save(moment)
@@ -359,7 +408,7 @@ class Checkpointer(CheckpointReader):
 
     def _busy(self) -> bool:
         with self._lock:
-            return any(not handle.done() for handle in self._handles)
+            return any(not save.handle.done() for save in self._saves)
 
     def _saved(self, step: int, name: str) -> None:
         """A step is committed. On the thread of the save, before anybody hears of it."""
@@ -386,11 +435,15 @@ class Checkpointer(CheckpointReader):
                 self._clean(self._deleter.begin(step, broken=self._broken))
         if self._deleter is None:
             self._steps.forget([step])
+        if step == self._past.step:
+            self._look_back(self._steps.latest)
 
     def _collect(self) -> None:
         assert self._deleter is not None  # only who deletes comes here
         # The newest by number may be older than the run: it was set back.
-        keep = {step for step in (self._last_saved, self._last_step) if step is not None}
+        with self._lock:
+            under_way = [save.step for save in self._saves if not save.handle.done()]
+        keep = {step for step in (self._last_saved, self._past.step, *under_way) if step is not None}
         self._deleter.collect(self._preservation_policy, keep=keep, broken=frozenset(self._broken))
 
     def _clean(self, work: Callable[[], object]) -> None:
@@ -408,10 +461,10 @@ class Checkpointer(CheckpointReader):
                 return  # what is left over is cleaned up by the next one
             if self._cleaner is None:
                 self._cleaner = ThreadPoolExecutor(1, thread_name_prefix="ckptcore-clean")
-            self._cleaning = [
-                *(other for other in self._cleaning if not other.done() or other.exception() is not None),
-                self._cleaner.submit(logged),
-            ]
+            failed = [other for other in self._cleaning if other.done() and other.exception() is not None]
+            running = [other for other in self._cleaning if not other.done()]
+            self._cleaning = [*failed[:_MOST_UNHEARD], *running]
+            self._cleaning.append(self._cleaner.submit(logged))
 
     # --- ending -------------------------------------------------------------------------------------------------------
 
@@ -421,47 +474,78 @@ class Checkpointer(CheckpointReader):
         Raises:
             CheckpointError: the first error of a save that nobody asked for, or of a deletion; it is told once.
         """
+        if self._is_inherited():
+            return
         errors: list[BaseException] = []
         with self._lock:
-            handles, self._handles = self._handles, []
-        for handle in handles:
-            known = handle.done() and not handle.matters
-            error = handle.exception()
-            if error is not None and not known:
+            saves = list(self._saves)
+        for save in saves:
+            told = not save.handle.matters
+            error = save.handle.exception()
+            if error is not None and not told:
                 errors.append(error)
         with self._lock:
-            cleaning, self._cleaning = self._cleaning, []
+            cleaning = list(self._cleaning)
         errors.extend(error for future in cleaning if (error := future.exception()) is not None)
+        # Only now: who is interrupted while it waits, waits again when it closes.
+        with self._lock:
+            self._saves = [save for save in self._saves if save not in saves]
+            self._cleaning = [future for future in self._cleaning if future not in cleaning]
         if errors:
             for other in errors[1:]:
                 errors[0].add_note(f"and then: {type(other).__name__}: {other}")
             raise errors[0]
 
     def close(self) -> None:
-        """Wait, and let the directory go; again is no error.
+        """Wait, and let the directory go; again is no error. What is there can still be read.
+
+        In a forked child it does nothing: there is nothing to wait for there, and the directory is the parent's.
 
         Raises:
             CheckpointError: as `wait`; the directory is let go in any case.
         """
-        if self._closed:
+        if self._closed or self._is_inherited():
             return
         try:
             self.wait()
         finally:
             self._release()
 
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Close it. The error that ended the block goes on, and has a note if closing failed too."""
+        if error is None:
+            self.close()
+            return
+        try:
+            self.close()
+        except Exception as failure:  # noqa: BLE001  # told with the error that came first
+            error.add_note(f"and then, as {self!r} was closed: {type(failure).__name__}: {failure}")
+
     def _release(self) -> None:
         with self._lock:
             self._closed = True
             cleaner, self._cleaner = self._cleaner, None
-        if cleaner is not None:
-            cleaner.shutdown(wait=True)
-        if self._terminated is not None:
-            self._terminated.close()
-        if self._owned is not None:
-            self._owned.close()
+        try:
+            if cleaner is not None:
+                cleaner.shutdown(wait=True)
+        finally:
+            if self._terminated is not None:
+                self._terminated.close()
+            if self._owned is not None:
+                self._owned.close()
+
+    def _is_inherited(self) -> bool:
+        """Whether this is a forked child of the process that opened the directory, and has none of its threads."""
+        return os.getpid() != self._process
 
     def _expect_open(self) -> None:
+        if self._is_inherited():
+            raise CheckpointError(
+                f"the Checkpointer of {self.directory} belongs to process {self._process}, which this one was forked from; "
+                "save there, or use a CheckpointReader here"
+            )
         if self._closed:
             raise CheckpointError(f"the Checkpointer of {self.directory} is closed; make a new one")
 
@@ -473,3 +557,14 @@ def _heeds_preemption(policy: SavePolicy) -> bool:
     if isinstance(policy, AnySave):
         return any(_heeds_preemption(part) for part in policy.policies)
     return isinstance(policy, PreemptionCheckpointing)
+
+
+def _always(moment: Moment) -> bool:
+    return True
+
+
+def _decide_for_all(moment: Moment, wants: Callable[[Moment], bool], facts: Sequence[Any]) -> list[JSON]:
+    """Whether to save, and whether the job is preempted, by what every process says of itself."""
+    preempted = any(fact[0] for fact in facts)
+    saving = any(fact[1] for fact in facts)
+    return [wants(replace(moment, preempted=preempted, saving=saving)), preempted]

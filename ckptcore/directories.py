@@ -39,14 +39,28 @@ def read_directory_metadata(store: StorageBackend) -> dict[str, JSON]:
 
 
 def write_directory_metadata(store: StorageBackend, metadata: Mapping[str, JSON]) -> None:
-    """Write it, in place of what was there.
+    """Write it, in place of what was there; nothing where the same is there.
 
     Raises:
-        ValueError: if it is no JSON.
+        ValueError: if it is no JSON, or longer than 16 MiB.
     """
     try:
         data = json.dumps(dict(metadata), allow_nan=False).encode("ascii")
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"metadata= must be JSON, with str keys and finite numbers: {error}") from error
-    if read_directory_metadata(store) != metadata:
+    if not _has_str_keys(metadata):
+        raise ValueError("metadata= must be JSON, with str keys; it would come back changed")
+    if len(data) > _MAX_BYTES:
+        raise ValueError(f"metadata= has {len(data)} bytes as JSON; at most {_MAX_BYTES} can be kept with a directory")
+    try:
+        is_there = read_directory_metadata(store) == json.loads(data)
+    except CorruptCheckpointError:
+        is_there = False  # what is damaged is written again
+    if not is_there:
         store.put(_KEY, data)
+
+
+def _has_str_keys(value: object) -> bool:
+    if isinstance(value, Mapping):
+        return all(isinstance(key, str) and _has_str_keys(child) for key, child in value.items())
+    return all(map(_has_str_keys, value)) if isinstance(value, list | tuple) else True

@@ -12,23 +12,24 @@ thread that it ends on. Phases may contain others, may overlap where threads wor
       wait_for_previous  a save is in the way        that save is over         caller's    waits
       describe           the state is looked at      each leaf has a record    caller's    waits      exchange
       copy               the first leaf is copied    what can change is ours   caller's    waits
-      claim              the location is asked for   it is this save's         background  goes on    clean
+      claim              the location is asked for   it is this save's         background  goes on
       write              the first bytes are taken   this rank's bytes are in  background  goes on
       exchange           this rank's part is done    all outcomes are here     both        see below
-      commit             the root is made            the checkpoint exists     background  goes on    clean
-      clean              what must go is found       it is gone                background  goes on
+      commit             the root is made            the checkpoint exists     background  goes on
     load                 the call of a load          the value is handed over  caller's    waits      all below
       open               the root is looked for      the tree is matched       caller's    waits
-      read               the first bytes are read    the last are verified     caller's    waits      build, at times
-      build              a leaf's bytes are there    the leaf is made          caller's    waits
+      read               the first bytes are read    all are there, in leaves  caller's    waits
       restore            an object's state is there  the object has taken it   caller's    waits
-    delete               the call of a delete        the checkpoint is gone    caller's    waits
+    delete               a step is about to go       its files are gone        background  goes on
+      clean              what must go is looked for  what is found is gone     background  goes on    deletes
 
 - ``blocking`` is all the time that the caller of a save could not train. In an asynchronous save it contains
   ``wait_for_previous``, ``describe`` and ``copy``; with a bound on memory the copying goes on while earlier parts are
   written. A save that blocks until its commit has it too: it does all on the caller's thread, and the caller waits for all.
 - ``save``, ``load`` and ``delete`` stand for the whole operation. Their phases may come in another order than
-  here. A ``clean`` that comes after the commit is not in ``save``.
+  here.
+- A ``Checkpointer`` deletes, and cleans: when it is opened it removes what the dead left, and after each save what its policy
+  gives up. A ``clean`` is about the directory as a whole. It is an operation by itself, and so is each ``delete`` in it.
 - ``exchange`` is in ``describe``, and after ``claim``, ``write`` and ``commit`` it stands beside them: a long one means that
   this rank waited for a slower one. A process alone has none. The caller waits where it waits for that stage.
 - ``load_async`` has the phases of ``load``, on a background thread.
@@ -55,9 +56,9 @@ Operation: TypeAlias = Literal["save", "load", "delete"]
 """What is being done as a whole; also the name of the phase that spans it."""
 
 Phase: TypeAlias = Literal[
-    "save", "blocking", "wait_for_previous", "describe", "copy", "claim", "write", "exchange", "commit", "clean",
-    "load", "open", "read", "build", "restore",
-    "delete",
+    "save", "blocking", "wait_for_previous", "describe", "copy", "claim", "write", "exchange", "commit",
+    "load", "open", "read", "restore",
+    "delete", "clean",
 ]  # fmt: skip
 """A stretch of an operation; the table of the module says when each begins and ends."""
 
@@ -179,7 +180,7 @@ class Recording:
         """Say that the operation is over: the event that spans it, from when this recording was made until now.
 
         Only the first call counts, so that each thread that may be the one to end the operation can say so. Phases after it
-        (the cleaning after a commit) are still recorded.
+        are still recorded.
 
         Args:
             nbytes: bytes that the operation moved on this rank.

@@ -6,6 +6,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
+from functools import partial
 
 from ckptcore.commit import is_committed, remove_checkpoint, sweep_leftovers
 from ckptcore.context import Context
@@ -48,7 +49,8 @@ def policy_infos(steps: StepDirectory, broken: Collection[int] = ()) -> Sequence
 class StepDeleter:
     """Deletes steps of a directory that this process owns. One thread at a time deletes; any may ask.
 
-    A step vanishes at once and its files are removed afterwards. What a killed process left of that is removed by `clean`.
+    A step is no longer there for this process once its deletion began, and vanishes for all at once; its files are removed
+    afterwards. What a killed process left of that is removed by `clean`.
     """
 
     def __init__(self, steps: StepDirectory, store: StorageBackend, owned: Hold, context: Context) -> None:
@@ -67,10 +69,16 @@ class StepDeleter:
         self._holds = StepHolds(store, steps.display)
         self._lock = threading.Lock()
         self._written: set[int] = set()
+        self._claims = threading.Lock()
+        """That a claim is a dead one's, and that it goes, is one decision; nobody who saves waits for other deletions."""
+        self._deciding = threading.Lock()
+        """Whether another valid step stays, and that this one goes, is one decision."""
+        self._going: dict[int, threading.Event] = {}
+        """The steps that are being deleted; set when that is over."""
 
     def spare(self, step: int) -> None:
         """Say that this process is about to write a step, so that a claim found there is not a dead one's."""
-        with self._lock:
+        with self._claims:
             self._written.add(step)
 
     def clean(self) -> None:
@@ -79,6 +87,10 @@ class StepDeleter:
         Raises:
             StorageError, SaveLostError
         """
+        with Recording("delete", self._steps.display, self._context.observers).phase("clean"):
+            self._clean()
+
+    def _clean(self) -> None:
         with self._lock:
             self._owned.check()
             sweep_leftovers(self._store, self._steps.leftovers)
@@ -88,7 +100,7 @@ class StepDeleter:
         # Claims: saves that never committed, and deletions that were begun.
         for step in self._steps.candidates():
             name = self._steps.name(step)
-            with self._lock:
+            with self._claims:
                 if step in self._written or is_committed(subdirectory(self._store, name)) is not False:
                     continue
                 logger.info("removing what a dead save or deletion left: %s in %s", name, self._steps.display)
@@ -106,15 +118,9 @@ class StepDeleter:
         Raises:
             StorageError, SaveLostError: some may be deleted.
         """
-        deleted = []
-        for step in what_to_delete(policy, policy_infos(self._steps, broken), time.time()):
-            if step in keep:
-                continue
-            if self._delete(step):
-                deleted.append(step)
-            else:
-                logger.info("step %d in %s stays: a reader has pinned it", step, self._steps.display)
-        return deleted
+        with Recording("delete", self._steps.display, self._context.observers).phase("clean"):
+            doomed = what_to_delete(policy, policy_infos(self._steps, broken), time.time())
+            return [step for step in doomed if step not in keep and self._delete(step, broken)]
 
     def begin(self, step: int, *, broken: Collection[int]) -> Callable[[], None]:
         """Begin to delete one step that the user named; the result, to be called once, deletes it.
@@ -124,18 +130,12 @@ class StepDeleter:
             broken: steps that are damaged.
 
         Raises:
-            CheckpointNotFoundError: if it is not there.
+            CheckpointNotFoundError: if it is not there, is being deleted already, or other software wrote it.
             OnlyStepError: if it is the only one that is valid.
             StepPinnedError: if a reader has pinned it.
         """
         if not self._steps.is_committed(step):
             raise CheckpointNotFoundError(self._steps.missing(step))
-        valid = [other for other in self._steps.steps() if other not in broken]
-        if valid == [step]:
-            raise OnlyStepError(
-                f"step {step} is the only valid one in {self._steps.display}, and deleting it would lose the run; save another "
-                "one first, or remove the directory with ckptcore.delete or your own tools"
-            )
         if not self._steps.is_ours(step):
             raise CheckpointNotFoundError(
                 f"step {step} in {self._steps.display} was not written by ckptcore and is left alone; remove it with your own "
@@ -144,33 +144,62 @@ class StepDeleter:
         intent = self._holds.intend_deletion(self._steps.name(step))
         if intent is None:
             raise StepPinnedError(f"step {step} in {self._steps.display} is pinned by a reader; delete it later")
+        try:
+            going = self._doom(step, broken)
+            if going is None:
+                raise OnlyStepError(
+                    f"step {step} is the only valid one in {self._steps.display}, and deleting it would lose the run; save "
+                    "another one first, or remove the directory with ckptcore.delete or your own tools"
+                )
+        except BaseException:
+            intent.close()
+            raise
+        return partial(self._vanish, step, intent, going)
 
-        def finish() -> None:
-            with intent, self._lock:
-                self._vanish(step, intent)
+    def wait_until_gone(self, step: int) -> None:
+        """Wait while a step is being deleted, so that it can be saved again."""
+        going = self._going.get(step)
+        if going is not None:
+            going.wait()
 
-        return finish
+    def _delete(self, step: int, broken: Collection[int]) -> bool:
+        intent = self._holds.intend_deletion(self._steps.name(step))
+        if intent is None:
+            logger.info("step %d in %s stays: a reader has pinned it", step, self._steps.display)
+            return False
+        with intent:
+            going = self._doom(step, broken) if self._steps.is_committed(step) else None
+            if going is not None:
+                self._vanish(step, intent, going)
+        return going is not None
 
-    def _delete(self, step: int) -> bool:
-        with self._lock:
-            intent = self._holds.intend_deletion(self._steps.name(step))
-            if intent is None:
-                return False
-            with intent:
-                self._vanish(step, intent)
-        return True
+    def _doom(self, step: int, broken: Collection[int]) -> threading.Event | None:
+        """Let a step be gone for this process; None if it must stay, because no other is valid."""
+        with self._deciding:
+            others = (other for other in self._steps.newest_first() if other != step and other not in broken)
+            if step not in broken and next(others, None) is None:
+                return None
+            self._steps.hide(step)
+            going = self._going[step] = threading.Event()
+            return going
 
-    def _vanish(self, step: int, intent: Hold) -> None:
+    def _vanish(self, step: int, intent: Hold, going: threading.Event) -> None:
         recording = Recording("delete", str(self._steps.place(step)), self._context.observers, step=step)
         try:
-            self._owned.check()
-            intent.check()
-            self._remove(step)
+            with intent, self._lock:
+                self._owned.check()
+                intent.check()
+                self._remove(step)
+                self._steps.forget([step])
         except BaseException as error:
+            self._steps.distrust(step)
             recording.finish(error=error)
             raise
+        finally:
+            self._steps.show(step)
+            self._going.pop(step, None)
+            going.set()
         recording.finish()
-        self._steps.forget([step])
 
     def _remove(self, step: int) -> None:
         place = self._steps.place(step)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Self, TypeAlias
+
+from ckptcore.engine.threads import renew_in_children
 
 __all__ = ["PreemptionNotice", "TerminationSignal"]
 
@@ -18,7 +21,7 @@ class TerminationSignal:
     """A `PreemptionNotice` that SIGTERM gives: from the first one on, the answer is yes.
 
     While it is open, SIGTERM no longer ends the process: the training loop does, when it has saved. A handler that the program
-    had is called too.
+    had is called too. A forked child does with SIGTERM what it did before, so that worker processes can be ended.
     """
 
     def __init__(self) -> None:
@@ -33,21 +36,36 @@ class TerminationSignal:
                 "preemption_notice=, a function that tells whether this process is to be preempted"
             )
         self._received = False
+        self._closed = False
         self._previous = signal.signal(signal.SIGTERM, self._handle)
+        renew_in_children(self)
+
+    def renew(self) -> None:
+        """Listen no longer: this is a forked child, and the training loop is its parent's."""
+        self.close()
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         self._received = True
         if callable(self._previous):
             self._previous(number, frame)
+        elif self._closed and self._previous != signal.SIG_IGN and self._is_asked_first():
+            # It could not be taken out when it was closed, and nobody else listens: the process ends, as it would have.
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def _is_asked_first(self) -> bool:
+        return signal.getsignal(signal.SIGTERM) == self._handle
 
     def __call__(self, step: int) -> bool:
         """Whether SIGTERM came."""
         return self._received
 
     def close(self) -> None:
-        """Listen no longer; what listened before does again."""
-        # What somebody put in place meanwhile stays, and may still call this one.
-        if signal.getsignal(signal.SIGTERM) == self._handle:
+        """Listen no longer; what listened before does again. Any thread; again is no error."""
+        self._closed = True
+        # What somebody put in place meanwhile stays, and may still call this one. Off the main thread nothing can be put
+        # back, and what comes is handed on.
+        if self._is_asked_first() and threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, self._previous if self._previous is not None else signal.SIG_DFL)
 
     def __enter__(self) -> Self:

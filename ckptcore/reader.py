@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any, Final, Self, TypeVar
+from typing import Any, Final, Generic, Self, TypeVar
 
 from ckptcore.agreement import Agreement
 from ckptcore.composites import Wanted, load_composite
@@ -22,6 +23,7 @@ from ckptcore.describing import (
 )
 from ckptcore.directories import read_directory_metadata
 from ckptcore.errors import (
+    CheckpointError,
     CheckpointNotFoundError,
     CompositeCheckpointError,
     CorruptCheckpointError,
@@ -38,13 +40,15 @@ from ckptcore.policies import StepInfo
 from ckptcore.step_names import StepNames
 from ckptcore.steps import StepDirectory
 
-__all__ = ["CheckpointReader", "SkippedStep"]
+__all__ = ["CheckpointReader", "Loading", "SkippedStep"]
 
 logger = logging.getLogger("ckptcore.steps")
 
 T = TypeVar("T")
 
 _POLL_SECONDS: Final = 1.0
+_LISTINGS: Final = 20
+"""How often a load looks for newer steps, where those that it knew were deleted before it came to them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +62,46 @@ class SkippedStep:
 
     step: int
     reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Loading(Generic[T]):
+    """How a step is loaded.
+
+    Attributes:
+        run: loads the step at a place.
+        changes: what it fills or restores in place, in words; None if nothing.
+    """
+
+    run: Callable[[Within, Recording], T]
+    changes: str | None = None
+
+
+@dataclass(slots=True)
+class _Passed:
+    """What a load has passed over so far.
+
+    Attributes:
+        skipped: the steps, in the order in which they were tried.
+        last: why the last failed in this process; None if it failed in others.
+        changed: whether what was to be restored in place is changed, and holds no whole step.
+        all_gone: whether all were deleted, as against damaged.
+    """
+
+    skipped: list[SkippedStep] = field(default_factory=list)
+    last: Exception | None = None
+    changed: bool = False
+    all_gone: bool = True
+
+    def failure(self, directory: str) -> CheckpointError:
+        """What to raise where nothing is left to try."""
+        if not self.skipped:
+            return CheckpointNotFoundError(f"there is no committed step in {directory}; save one first")
+        told = "; ".join(f"step {skip.step}: {skip.reason}" for skip in self.skipped)
+        message = f"none of the steps in {directory} can be loaded: {told}"
+        if self.changed:
+            return TargetUndefinedError(message)
+        return CheckpointNotFoundError(message) if self.all_gone else CorruptCheckpointError(message)
 
 
 class CheckpointReader:
@@ -146,10 +190,12 @@ class CheckpointReader:
         """List the directory again."""
 
         def find() -> JSON:
-            return {str(step): name for step, name in self._steps.list_names().items()}
+            names = self._steps.list_names()
+            return {str(step): name for step, name in names.items() if not self._steps.is_hidden(step)}
 
+        before = self._steps.changes()
         found: Any = self._agreement("list").lead("list", find)
-        self._steps.replace({int(step): name for step, name in found.items()})
+        self._steps.replace({int(step): name for step, name in found.items()}, before)
 
     def step_info(self, step: int) -> StepInfo:
         """When a step was saved, and its metrics.
@@ -183,21 +229,26 @@ class CheckpointReader:
             CorruptCheckpointError: if it is damaged; with ``step=None``, if every one is.
             What `ckptcore.load` does.
         """
-        return self._load(step, lambda place, recording: load_value(place, abstract, self._context, recording))
+        run = functools.partial(self._load_value, abstract)
+        return self._load(step, Loading(run))
+
+    def _load_value(self, abstract: object, place: Within, recording: Recording) -> Any:
+        return load_value(place, abstract, self._context, recording)
 
     def load_into(self, target: Any, *, step: int | None = None) -> Any:
         """Load a step that was saved as one tree into what is there, as `ckptcore.load_into` does; returns the target.
 
         Raises:
             What `load` does.
-            TargetUndefinedError: if it failed after the target was changed, and no older step could be loaded into it.
+            TargetUndefinedError: if it failed after the target was changed, here or in another process, and no older step could
+                be loaded into it.
         """
 
         def into(place: Within, recording: Recording) -> Any:
             load_into_target(place, target, self._context, recording)
             return target
 
-        return self._load(step, into)
+        return self._load(step, Loading(into, "the target"))
 
     def load_checkpointables(self, step: int | None = None, wanted: Wanted = None) -> dict[str, Any]:
         """Load a step that was saved as several checkpointables.
@@ -209,7 +260,12 @@ class CheckpointReader:
         Raises:
             What `load` and `ckptcore.load_checkpointables` do.
         """
-        return self._load(step, lambda place, recording: load_composite(place, wanted, self._context, recording))
+
+        def run(place: Within, recording: Recording) -> dict[str, Any]:
+            return load_composite(place, wanted, self._context, recording)
+
+        changes = "what is restored in place" if isinstance(wanted, Mapping) else None
+        return self._load(step, Loading(run, changes))
 
     @contextmanager
     def pin(self, step: int) -> Iterator[None]:
@@ -230,9 +286,8 @@ class CheckpointReader:
         pin = self._holds.pin(self._steps.name(step))
         try:
             # What is there is looked at only now: before, it could have been deleted.
-            if step not in self._steps.list_names():
-                self._steps.forget([step])
-            self._committed(step)
+            if not self._steps.look_again(step):
+                raise CheckpointNotFoundError(self._steps.missing(step))
         except BaseException:
             pin.close()
             raise
@@ -252,16 +307,22 @@ class CheckpointReader:
             The newest step, or None if none came in time.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
-        known = self.latest if after is None else after
+        known: int | None = after
+        if after is None:
+            known = self._agreement("known").lead("known", self._steps.latest)
+
+        def look() -> tuple[int | None, bool]:
+            latest = self._steps.latest()
+            is_newer = latest is not None and (known is None or latest > known)
+            return latest if is_newer else None, deadline is not None and time.monotonic() >= deadline
+
         while True:
             self.reload()
-            latest = self.latest
-            if latest is not None and (known is None or latest > known):
-                return latest
-            pause = poll_seconds if deadline is None else min(poll_seconds, deadline - time.monotonic())
-            if pause <= 0:
-                return None
-            time.sleep(pause)
+            # Who leads looks at the clock, too: nobody may wait for others that have given up.
+            newer, is_over = self._agreement("newer").lead("newer", look)
+            if newer is not None or is_over:
+                return newer
+            time.sleep(poll_seconds if deadline is None else max(0.0, min(poll_seconds, deadline - time.monotonic())))
 
     def new_steps(
         self, after: int | None = None, *, timeout: float | None = None, poll_seconds: float = _POLL_SECONDS
@@ -277,10 +338,14 @@ class CheckpointReader:
         """
         last = -1 if after is None else after
         while self.wait_for_new_step(last, timeout=timeout, poll_seconds=poll_seconds) is not None:
-            for step in self.steps:
-                if step > last and self._steps.is_committed(step):
-                    last = step
+            newer = self._agreement("newer").lead("newer", functools.partial(self._newer, last))
+            for step in newer:
+                last = step
+                if self._agreement("there").lead("there", functools.partial(self._steps.look_again, step)):
                     yield step
+
+    def _newer(self, last: int) -> Sequence[int]:
+        return sorted(itertools.takewhile(lambda step: step > last, self._steps.newest_first()))
 
     # --- how a step is loaded -----------------------------------------------------------------------------------------
 
@@ -292,57 +357,85 @@ class CheckpointReader:
             raise CheckpointNotFoundError(self._steps.missing(step))
         return self._steps.place(step)
 
-    def _load(self, step: int | None, attempt: Callable[[Within, Recording], T]) -> T:
+    def _load(self, step: int | None, loading: Loading[T]) -> T:
         if step is not None:
             self._committed(step)
-            loaded = self._attempt(step, attempt)
+            loaded = self._attempt(step, loading)
             self._restored_step, self._skipped_steps = step, ()
+            self._broken.discard(step)
             return loaded
-        return self._load_newest(attempt)
+        return self._load_newest(loading)
 
-    def _load_newest(self, attempt: Callable[[Within, Recording], T]) -> T:
+    def _load_newest(self, loading: Loading[T]) -> T:
         """Load the newest step that every process can load."""
-        skipped: list[SkippedStep] = []
-        last: Exception | None = None
-        while True:
-            choose = functools.partial(self._newest, [skip.step for skip in skipped])
-            step = self._agreement("choose").lead("choose", choose)
+        passed = _Passed()
+        step = self._next(passed)
+        for _ in range(_LISTINGS):
+            while step is not None:
+                loaded = self._try(step, loading, passed)
+                if loaded is not None:
+                    self._restored_step = step
+                    self._skipped_steps = tuple([skip for skip in passed.skipped if skip.step > step])
+                    self._broken.discard(step)
+                    return loaded[0]
+                step = self._next(passed)
+            if not passed.all_gone:
+                break
+            self.reload()  # others have deleted what was known here, and may have saved something newer before
+            step = self._next(passed)
             if step is None:
                 break
-            loaded: list[T] = []
-            agreement = self._agreement(f"load-{step}")
-            # Who cannot load it tells the others, and does not fail for it.
+        self._skipped_steps = tuple(passed.skipped)
+        raise passed.failure(self.directory) from passed.last
+
+    def _next(self, passed: _Passed) -> int | None:
+        """The newest step that was not tried."""
+        tried = [skip.step for skip in passed.skipped]
+        step: int | None = self._agreement("choose").lead("choose", functools.partial(self._newest, tried))
+        return step
+
+    def _try(self, step: int, loading: Loading[T], passed: _Passed) -> tuple[T] | None:
+        """Load a step; None if it is damaged or gone for any of the processes."""
+        loaded: tuple[T] | None = None
+        agreement = self._agreement(f"load-{step}")
+        # Who cannot load it tells the others, and does not fail for it.
+        try:
             with agreement.stage("load") as stage:
                 try:
-                    loaded.append(self._attempt(step, attempt))
+                    loaded = (self._attempt(step, loading),)
                 except (CorruptCheckpointError, CheckpointNotFoundError, TargetUndefinedError) as error:
                     if not _is_damage(error):
                         raise
-                    last = error
-                    stage.payload = str(error)
-            reason = agreement.lead("outcome", functools.partial(_first_reason, stage.payloads))
-            if reason is None:
-                self._restored_step, self._skipped_steps = step, tuple(skipped)
-                return loaded[0]
-            logger.warning(
-                "step %d in %s cannot be loaded, the one before it is tried: %s", step, self.directory, reason
-            )
-            skipped.append(SkippedStep(step, reason))
+                    passed.last = error
+                    passed.changed = passed.changed or isinstance(error, TargetUndefinedError)
+                    stage.payload = [str(error), isinstance(error, CheckpointNotFoundError)]
+        except CheckpointError as error:
+            # Refused here, or in another process: but something before has changed what was to be restored.
+            changed = loading.changes if passed.changed or loaded is not None else None
+            if changed is None or isinstance(error, TargetUndefinedError):
+                raise
+            raise TargetUndefinedError(
+                f"step {step} in {self.directory}: {error}; {changed} holds a mix by now"
+            ) from error
+        outcome: Any = agreement.lead("outcome", functools.partial(_outcome, stage.payloads))
+        if outcome is None:
+            return loaded
+        reason, is_gone = outcome
+        logger.warning("step %d in %s cannot be loaded, the one before it is tried: %s", step, self.directory, reason)
+        passed.skipped.append(SkippedStep(step, reason))
+        passed.all_gone = passed.all_gone and is_gone
+        passed.changed = passed.changed or (loaded is not None and loading.changes is not None)
+        if not is_gone:
             self._broken.add(step)
-        self._skipped_steps = tuple(skipped)
-        if not skipped:
-            raise CheckpointNotFoundError(f"there is no committed step in {self.directory}; save one first")
-        told = "; ".join(f"step {skip.step}: {skip.reason}" for skip in skipped)
-        failed = TargetUndefinedError if isinstance(last, TargetUndefinedError) else CorruptCheckpointError
-        raise failed(f"none of the steps in {self.directory} can be loaded: {told}") from last
+        return None
 
     def _newest(self, skipped: Sequence[int]) -> int | None:
         return next((step for step in self._steps.newest_first() if step not in skipped), None)
 
-    def _attempt(self, step: int, attempt: Callable[[Within, Recording], T]) -> T:
+    def _attempt(self, step: int, loading: Loading[T]) -> T:
         place = self._steps.place(step)
         with self._pinned_to_load(step), recorded_load(place, self._context, step=step) as recording:
-            return attempt(place, recording)
+            return loading.run(place, recording)
 
     def _pinned_to_load(self, step: int) -> Hold | nullcontext[None]:
         """A pin for the time of a load; none where nothing can be written."""
@@ -362,5 +455,7 @@ def _is_damage(error: BaseException) -> bool:
     return isinstance(error, CorruptCheckpointError | CheckpointNotFoundError)
 
 
-def _first_reason(payloads: Sequence[JSON]) -> str | None:
-    return next((str(reason) for reason in payloads if reason is not None), None)
+def _outcome(payloads: Sequence[Any]) -> JSON:
+    """What processes said of a load: the first reason and whether the step is gone for all that failed; None: none did."""
+    failed = [payload for payload in payloads if payload is not None]
+    return [failed[0][0], all(is_gone for _, is_gone in failed)] if failed else None

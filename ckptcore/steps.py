@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from ckptcore.commit import is_committed, is_hidden_name, root_bytes
 from ckptcore.context import Context
+from ckptcore.engine.threads import renew_in_children
 from ckptcore.errors import CheckpointNotFoundError, CorruptCheckpointError
 from ckptcore.locations import LocationLike, Within, open_directory, subdirectory
 from ckptcore.opening import open_checkpoint
@@ -40,12 +41,22 @@ class StepDirectory:
         self.names = names
         self._context = context
         self._store = open_directory(directory, context.registry, durable=False, config=context.storage)
-        self._lock = threading.Lock()
         self._found: dict[int, str] = {}
         self._ours: dict[str, bool] = {}
         """Names of committed steps; whether ckptcore wrote them."""
         self._summaries: dict[str, Summary] = {}
+        self._hidden: set[int] = set()
+        """Steps that are being deleted."""
+        self._changes: dict[int, tuple[int, str | None]] = {}
+        """By step, the number of the last change that this process made, and the name that the step has since."""
+        self._number = 0
         self._leftovers: tuple[str, ...] = ()
+        self.renew()
+        renew_in_children(self)
+
+    def renew(self) -> None:
+        """Wait for nobody: in a forked child, where nobody has the lock."""
+        self._lock = threading.Lock()
 
     @property
     def display(self) -> str:
@@ -59,24 +70,44 @@ class StepDirectory:
 
     def list_names(self) -> Mapping[int, str]:
         """Every name that stands for a step, committed or not, by step; one listing. Changes nothing."""
-        # Opened anew: a storage may remember what it saw.
-        self._store = open_directory(
-            self.directory, self._context.registry, durable=False, config=self._context.storage
-        )
+        self._open_anew()
         entries = [entry[:-1] for entry in self._store.list_names() if entry.endswith("/")]
         self._leftovers = tuple([name for name in entries if is_hidden_name(name)])
         return self.names.find(entries)
+
+    def _open_anew(self) -> None:
+        # A storage may remember what it saw.
+        self._store = open_directory(
+            self.directory, self._context.registry, durable=False, config=self._context.storage
+        )
 
     @property
     def leftovers(self) -> Sequence[str]:
         """The hidden directories of saves and deletions, under way or dead, as they were last listed."""
         return self._leftovers
 
-    def replace(self, found: Mapping[int, str]) -> None:
-        """Take these names for all there are."""
+    def changes(self) -> int:
+        """How often this process changed what is there; to be asked before a listing, for `replace`."""
+        with self._lock:
+            return self._number
+
+    def replace(self, found: Mapping[int, str], since: int = 0) -> None:
+        """Take these names for all there are, but for what this process changed while they were listed.
+
+        Args:
+            found: names by step.
+            since: `changes` as it was before the listing; 0 where nothing was changed yet.
+        """
         with self._lock:
             self._found = dict(found)
-            there = set(found.values())
+            for step, (number, name) in list(self._changes.items()):
+                if number <= since:
+                    del self._changes[step]
+                elif name is None:
+                    self._found.pop(step, None)
+                else:
+                    self._found[step] = name
+            there = set(self._found.values())
             self._ours = {name: ours for name, ours in self._ours.items() if name in there}
             # A step that was deleted and saved again has another root.
             self._summaries = {}
@@ -84,23 +115,53 @@ class StepDirectory:
     def add(self, step: int, name: str) -> None:
         """Say that a step was committed, and under which name."""
         with self._lock:
+            self._change(step, name)
             self._found[step] = name
             self._ours[name] = True
             self._summaries.pop(name, None)
+
+    def _change(self, step: int, name: str | None) -> None:
+        self._number += 1
+        self._changes[step] = (self._number, name)
+        self._hidden.discard(step)
 
     def forget(self, steps: Iterable[int]) -> None:
         """Say that steps were deleted."""
         with self._lock:
             for step in steps:
+                self._change(step, None)
                 name = self._found.pop(step, None)
                 if name is not None:
                     self._ours.pop(name, None)
                     self._summaries.pop(name, None)
 
-    def candidates(self) -> Sequence[int]:
-        """Every step that has a name, committed or not, ascending."""
+    def hide(self, step: int) -> None:
+        """Say that a step is being deleted, so that it is no longer there for anybody in this process."""
         with self._lock:
-            return sorted(self._found)
+            self._hidden.add(step)
+
+    def show(self, step: int) -> None:
+        """Say that a step that was being deleted is not, after all."""
+        with self._lock:
+            self._hidden.discard(step)
+
+    def distrust(self, step: int) -> None:
+        """Say that a step may be gone; it is looked at again when somebody asks."""
+        with self._lock:
+            name = self._found.get(step)
+            if name is not None:
+                self._ours.pop(name, None)
+                self._summaries.pop(name, None)
+
+    def is_hidden(self, step: int) -> bool:
+        """Whether a step is being deleted."""
+        with self._lock:
+            return step in self._hidden
+
+    def candidates(self) -> Sequence[int]:
+        """Every step that has a name, committed or not, and is not being deleted, ascending."""
+        with self._lock:
+            return sorted(self._found.keys() - self._hidden if self._hidden else self._found)
 
     def name(self, step: int) -> str:
         """The name that a step has, or would be written under."""
@@ -115,17 +176,33 @@ class StepDirectory:
         """Whether a step is there and committed, ours or of a format that an installed layout reads."""
         with self._lock:
             name = self._found.get(step)
-            if name is None or name in self._ours:
-                return name is not None
-        ours = is_committed(subdirectory(self._store, name))
-        if ours is None and not self._is_foreign(name):
-            return False
-        if ours is False:
-            return False
+            if name is None or step in self._hidden:
+                return False
+            if name in self._ours:
+                return True
+        return self._find_out(step, name)
+
+    def look_again(self, step: int) -> bool:
+        """Whether a step is committed, without relying on what is remembered. One small request for a step of ours."""
         with self._lock:
-            if self._found.get(step) == name:
+            name = self._found.get(step)
+            if name is None or step in self._hidden:
+                return False
+        self._open_anew()
+        return self._find_out(step, name)
+
+    def _find_out(self, step: int, name: str) -> bool:
+        """Ask the storage whether a step is committed, and remember the answer."""
+        ours = is_committed(subdirectory(self._store, name))
+        committed = ours is True or (ours is None and self._is_foreign(name))
+        with self._lock:
+            if committed and self._found.get(step) == name:
                 self._ours[name] = ours is True
-        return True
+            elif not committed:
+                # The name stays, because a save may be under way.
+                self._ours.pop(name, None)
+                self._summaries.pop(name, None)
+        return committed
 
     def _is_foreign(self, name: str) -> bool:
         try:

@@ -42,15 +42,15 @@ def test_bytes_can_be_given_before() -> None:
 
 def test_a_phase_inside_another_lies_within_it() -> None:
     recording = Recording("load", "x")
-    with recording.phase("read"), recording.phase("build"):
+    with recording.phase("read"), recording.phase("restore"):
         time.sleep(0.001)
     recording.finish(7)
-    build, read, whole = recording.events
-    assert [build.phase, read.phase, whole.phase, whole.nbytes] == ["build", "read", "load", 7]
+    inner, read, whole = recording.events
+    assert [inner.phase, read.phase, whole.phase, whole.nbytes] == ["restore", "read", "load", 7]
     clock = 1e-6  # floats of seconds since the epoch are this coarse
-    assert whole.began <= read.began + clock <= build.began + 2 * clock
-    assert build.ended <= read.ended + clock <= whole.ended + 2 * clock
-    assert build.seconds >= 0.001
+    assert whole.began <= read.began + clock <= inner.began + 2 * clock
+    assert inner.ended <= read.ended + clock <= whole.ended + 2 * clock
+    assert inner.seconds >= 0.001
 
 
 def test_an_error_is_told_and_goes_on_to_the_caller() -> None:

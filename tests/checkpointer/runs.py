@@ -1,0 +1,172 @@
+"""Runs to test a Checkpointer with: their states, where they are kept, and how steps are damaged there."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Final
+
+import numpy as np
+
+import ckptcore
+from ckptcore.builtin.local import open_local
+from ckptcore.context import default_context
+from ckptcore.hookspecs import hookimpl
+from ckptcore.locations import open_directory
+from ckptcore.plugins import installed_plugins
+from ckptcore.protocols import Coordinator, StorageBackend, StorageOpener, StorageOptions
+from ckptcore.testing.faults import FaultPlan, Step
+from ckptcore.testing.faulty_storage import with_faults
+
+ROOT: Final = "checkpoint.json"
+
+
+def tree(step: int) -> dict[str, Any]:
+    """The state at a step: every number in it says which."""
+    return {"w": np.full((3, 5), step, np.float32), "b": np.full(7, step, np.int64), "step": step}
+
+
+def assert_is_step(value: Mapping[str, Any], step: int) -> None:
+    """That a value is the state at a step, whole."""
+    assert sorted(value) == ["b", "step", "w"]
+    assert value["step"] == step
+    assert (value["w"] == step).all() and value["w"].shape == (3, 5)
+    assert (value["b"] == step).all() and value["b"].shape == (7,)
+
+
+def save_steps(run: ckptcore.Checkpointer, steps: Sequence[int], **arguments: Any) -> None:
+    """Save steps, one after the other, and wait."""
+    for step in steps:
+        assert run.save(step, tree(step), **arguments) is not None
+    run.wait()
+
+
+def store_of(directory: str) -> StorageBackend:
+    """The storage of a directory of steps, to look and change behind the back of the run."""
+    context = default_context()
+    return open_directory(directory, context.registry, durable=False, config=context.storage)
+
+
+def keys_of(directory: str, prefix: str = "") -> list[str]:
+    """What is there."""
+    return list(store_of(directory).list(prefix))
+
+
+def array_key(directory: str, step: str) -> str:
+    """The file of arrays of a step."""
+    (key,) = [key for key in keys_of(directory, step) if key.endswith(".safetensors")]
+    return key
+
+
+def flip(directory: str, key: str, place: int = -1) -> None:
+    """Flip a bit of an object."""
+    store = store_of(directory)
+    data = bytearray(store.get(key))
+    data[place] ^= 4
+    store.put(key, bytes(data))
+
+
+def cut(directory: str, key: str) -> None:
+    """Let an object end too early."""
+    store = store_of(directory)
+    store.put(key, store.get(key)[:-9])
+
+
+def remove(directory: str, key: str) -> None:
+    """Remove an object."""
+    store_of(directory).delete([key])
+
+
+class Watch(FaultPlan):
+    """A plan without faults of a storage that counts what is asked of it, and that others can stop or break.
+
+    Attributes:
+        before: called before each operation, on its thread, with its name and keys.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before: Callable[[str, Sequence[str]], None] = _nothing
+
+    def begin(self, name: str, keys: Sequence[str], offset: int = 0, nbytes: int = 0) -> Step:
+        """Let the test do something, then the operation."""
+        self.before(name, keys)
+        return super().begin(name, keys, offset, nbytes)
+
+    def count(self, name: str) -> int:
+        """How often an operation was asked for."""
+        return sum(operation.name == name for operation in self.operations)
+
+
+def _nothing(name: str, keys: Sequence[str]) -> None:
+    pass
+
+
+class _Plugin:
+    def __init__(self, openers: Mapping[str, StorageOpener]) -> None:
+        self._openers = openers
+
+    @hookimpl
+    def ckpt_storages(self) -> Mapping[str, StorageOpener]:
+        return self._openers
+
+
+def _open(plan: FaultPlan, kind: str, url: str, options: StorageOptions) -> StorageBackend:
+    rest = url.partition("://")[2]
+    inner = (
+        open_local("/" + rest, options)
+        if kind == "local"
+        else installed_plugins().storage("memory")(f"memory://{rest}", options)
+    )
+    return with_faults(inner, plan)
+
+
+def watched(plan: FaultPlan, coordinator: Coordinator | None = None) -> ckptcore.Context:
+    """A Context that reads and writes what `through` names through a plan."""
+    openers = {f"seen-{kind}": functools.partial(_open, plan, kind) for kind in ("local", "memory")}
+    return ckptcore.Context(plugins=(_Plugin(openers),), threads=1, coordinator=coordinator)
+
+
+def through(directory: str) -> str:
+    """The directory as a Context made by `watched` knows it."""
+    kind, rest = ("memory", directory.removeprefix("memory://")) if "://" in directory else ("local", directory[1:])
+    return f"seen-{kind}://{rest}"
+
+
+class Gate:
+    """Stops every save where it would write its arrays, until it is opened.
+
+    Attributes:
+        arrived: set when one has come.
+    """
+
+    def __init__(self, watch: Watch) -> None:
+        self.arrived = threading.Event()
+        self._open = threading.Event()
+        watch.before = self._stop
+
+    def _stop(self, name: str, keys: Sequence[str]) -> None:
+        if name == "open_writer":
+            self.arrived.set()
+            assert self._open.wait(60)
+
+    def open(self) -> None:
+        """Let them go on."""
+        self._open.set()
+
+    def close(self) -> None:
+        """Stop those that come."""
+        self.arrived.clear()
+        self._open.clear()
+
+
+def with_observers(context: ckptcore.Context, observers: Sequence[Callable[[Any], None]]) -> ckptcore.Context:
+    """The same, observed."""
+    return dataclasses.replace(context, observers=tuple(observers))
+
+
+def numbered(names: Mapping[int, str]) -> Iterator[tuple[int, str]]:
+    """Steps with their names, ascending."""
+    return iter(sorted(names.items()))

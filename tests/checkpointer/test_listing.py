@@ -1,0 +1,127 @@
+"""How often a run looks at its directory, and what it takes for a step there."""
+
+from __future__ import annotations
+
+import ckptcore
+from ckptcore import Checkpointer, CheckpointReader
+from ckptcore.root import Claimed, encode_claim
+from tests.checkpointer.runs import ROOT, Watch, remove, save_steps, store_of, through, tree, watched
+
+
+def root_of_a_step(directory: str) -> bytes:
+    """A root that can be put under many names."""
+    ckptcore.save(f"{directory}-one/1", tree(1))
+    return store_of(f"{directory}-one").get(f"1/{ROOT}")
+
+
+def test_opening_lists_once_however_many_steps_there_are(directory: str) -> None:
+    data = root_of_a_step(directory)
+    store = store_of(directory)
+    for step in range(200):
+        store.put(f"{step}/{ROOT}", data)
+    watch = Watch()
+    context = watched(watch)
+    reader = CheckpointReader(through(directory), context=context)
+    assert watch.count("list_names") == 1 and len(watch.operations) == 1
+    for _ in range(3):
+        assert reader.latest == 199
+    assert len(watch.operations) == 2, "one small request, and it is remembered"
+    assert len(reader.steps) == 200
+    assert watch.count("list_names") == 1
+    assert len(watch.operations) <= 201
+    assert len(reader.steps) == 200
+    assert len(watch.operations) <= 201
+    before = len(watch.operations)
+    reader.reload()
+    assert (reader.latest, len(reader.steps)) == (199, 200)
+    assert len(watch.operations) == before + 1, "a listing says that they are still there"
+
+
+def test_opening_to_write_lists_the_steps_once(directory: str) -> None:
+    with Checkpointer(directory) as run:
+        save_steps(run, range(5))
+    watch = Watch()
+    with Checkpointer(through(directory), context=watched(watch)) as run:
+        assert run.latest == 4
+        run.wait()
+        top = [
+            operation for operation in watch.operations if operation.name == "list_names" and operation.keys == ("",)
+        ]
+        assert len(top) == 1
+        before = len(watch.operations)
+        run.save_blocking(5, tree(5))
+        assert (run.latest, run.steps) == (5, (0, 1, 2, 3, 4, 5))
+        found = [operation.keys for operation in watch.operations[before:] if operation.name == "list_names"]
+        # A save looks beside its location for what died there; nothing looks into the other steps.
+        assert found.count(("",)) <= 1
+
+
+def test_a_load_does_not_list_the_steps(directory: str) -> None:
+    with Checkpointer(directory) as run:
+        save_steps(run, range(5))
+    watch = Watch()
+    reader = CheckpointReader(through(directory), context=watched(watch))
+    before = len(watch.operations)
+    reader.load(2)
+    reader.load()
+    assert not [
+        operation
+        for operation in watch.operations[before:]
+        if operation.name == "list_names" and operation.keys == ("",)
+    ]
+
+
+def test_an_uncommitted_claim_is_no_step(memory: str) -> None:
+    with Checkpointer(memory) as run:
+        save_steps(run, [1])
+    store_of(memory).put(f"2/{ROOT}", encode_claim(Claimed("0" * 16, "2026-01-01T00:00:00+00:00")))
+    reader = CheckpointReader(memory)
+    assert (reader.latest, reader.steps) == (1, (1,))
+    assert reader.load()["step"] == 1
+
+
+def test_who_reads_sees_what_was_there_until_it_looks_again(directory: str) -> None:
+    with Checkpointer(directory) as run:
+        reader = CheckpointReader(directory)
+        assert reader.latest is None
+        save_steps(run, [1, 2])
+        assert reader.latest is None
+        reader.reload()
+        assert reader.steps == (1, 2)
+        run.delete(1)
+        run.wait()
+        assert reader.steps == (1, 2)
+        reader.reload()
+        assert reader.steps == (2,)
+
+
+def test_a_listing_does_not_undo_what_this_process_does_meanwhile(directory: str) -> None:
+    watch = Watch()
+    with Checkpointer(through(directory), context=watched(watch)) as run:
+        save_steps(run, [1, 2])
+        listed = run._steps.list_names
+
+        def late() -> object:
+            names = listed()
+            run.save_blocking(3, tree(3))
+            run.delete(1)
+            run.wait()
+            return names
+
+        run._steps.list_names = late  # type: ignore[method-assign, assignment]
+        run.reload()
+        assert run.steps == (2, 3) and run.latest == 3
+        run._steps.list_names = listed  # type: ignore[method-assign]
+        run.reload()
+        assert run.steps == (2, 3)
+
+
+def test_a_step_whose_root_is_gone_is_what_other_software_sees(local: str) -> None:
+    """Its arrays are all there: a commit is a rename. They load as those of any safetensors file, and are left alone."""
+    with Checkpointer(local) as run:
+        save_steps(run, [1, 2])
+        remove(local, f"2/{ROOT}")
+    with Checkpointer(local) as run:
+        assert run.steps == (1, 2)
+        assert (run.load()["w"] == 2).all()
+        assert "step" not in run.load(), "what stood in the root is lost"
