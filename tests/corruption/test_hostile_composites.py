@@ -128,13 +128,13 @@ def _tamper(forgery: _Forgery, key: str, count: int) -> None:
 
 @pytest.mark.parametrize("key", ["checkpoint.json", "files/checkpoint.json", "model/checkpoint.json"])
 def test_tampered_roots(key: str, forgery: _Forgery) -> None:
-    _tamper(forgery, key, 80)
+    _tamper(forgery, key, 25)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("key", ["checkpoint.json", "files/checkpoint.json", "model/checkpoint.json"])
 def test_many_tampered_roots(key: str, forgery: _Forgery) -> None:
-    _tamper(forgery, key, 1500)
+    _tamper(forgery, key, 600)
 
 
 _NAMES: Final = (
@@ -188,7 +188,7 @@ def test_very_many_processes(forgery: _Forgery) -> None:
 
 
 def test_very_many_members(forgery: _Forgery) -> None:
-    forgery.with_members({**{f"name {number}": ["tree", None] for number in range(30_000)}, "model": ["tree", None]})
+    forgery.with_members({**{f"name {number}": ["tree", None] for number in range(10_000)}, "model": ["tree", None]})
     forgery.assert_harmless()
     assert list(ckptcore.load_checkpointables(forgery.location)) == ["model"]
     with pytest.raises(CheckpointError) as caught:
