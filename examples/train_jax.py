@@ -50,6 +50,7 @@ def load_data(batch_size: int) -> Iterator[dict[str, Any]]:
     return iter(dataset.to_iter_dataset(grain.ReadOptions(num_threads=0)))
 
 
+@jax.jit
 def new_state() -> TrainState:
     """The state before the first step."""
     key, first, second = jax.random.split(jax.random.key(0), 3)

@@ -1,0 +1,119 @@
+"""A run that is killed again and again ends with the losses and weights of one that is not, to the last bit."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+
+import ckptcore
+from tests.crashes.states import same_value
+from tests.resume.trainers import Trainer, trainer
+
+_STEPS: Final = 60
+_SAVE_EVERY: Final = 3
+_KILLS: Final = 3
+_RUNS: Final = 20
+_SAMPLE: Final = 3
+
+_LATE: Final = {"examples.train_torch": ["torch._dynamo"], "examples.train_jax": []}
+"""What the examples import when they run."""
+
+_NEEDS: Final = {
+    "examples.train_torch": ("sklearn", "torch", "torchdata"),
+    "examples.train_jax": ("grain", "jax", "optax", "sklearn"),
+}
+
+
+@dataclass(frozen=True)
+class Straight:
+    """A run that is not killed.
+
+    Attributes:
+        trainer: starts others of its kind.
+        losses: by step, as they are printed.
+        last: everything that its last step holds.
+    """
+
+    trainer: Trainer
+    losses: dict[str, str]
+    last: dict[str, Any]
+
+
+@pytest.fixture(scope="module", params=sorted(_NEEDS))
+def straight(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Straight]:
+    """One for each example."""
+    for module in _NEEDS[request.param]:
+        pytest.importorskip(module)
+    scratch = tmp_path_factory.mktemp("straight")
+    with trainer(request.param, scratch, _LATE[request.param]) as running:
+        losses = _losses(running.start(*_arguments(scratch / "run")).finish())
+        assert len(losses) == _STEPS
+        yield Straight(running, losses, _last(scratch / "run"))
+
+
+def _arguments(directory: Path) -> Sequence[object]:
+    return "--directory", directory, "--steps", _STEPS, "--save-every", _SAVE_EVERY
+
+
+def _losses(lines: Sequence[str]) -> dict[str, str]:
+    words = [line.split() for line in lines]
+    return {found[1]: found[-1] for found in words if found[0] == "step"}
+
+
+def _last(directory: Path) -> dict[str, Any]:
+    reader = ckptcore.CheckpointReader(directory)
+    assert reader.latest == _STEPS
+    return reader.load_checkpointables()
+
+
+def _check(straight: Straight, seed: int, directory: Path) -> int:
+    """Kill a run at moments that a seed picks, let it finish, and compare; how many times it was killed."""
+    print(f"seed {seed}")
+    chance = random.Random(seed)
+    lines: list[str] = []
+    killed = 0
+    for _ in range(_KILLS):
+        run, was_killed = straight.trainer.start_and_kill(chance, "step", _arguments(directory))
+        lines.extend(run.lines())
+        killed += was_killed
+    found = [*lines, *straight.trainer.start(*_arguments(directory)).finish()]
+    # Steps that were done twice count twice.
+    wrong = [line for line in found if line.startswith("step") and straight.losses[line.split()[1]] != line.split()[-1]]
+    assert not wrong
+    assert _losses(found) == straight.losses
+    assert same_value(_last(directory), straight.last)
+    return killed
+
+
+@pytest.mark.parametrize("seed", range(_SAMPLE))
+def test_a_sample_of_killed_runs(straight: Straight, seed: int, tmp_path: Path) -> None:
+    assert _check(straight, seed, tmp_path / "run") > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(100, 100 + _RUNS))
+def test_killed_runs(straight: Straight, seed: int, tmp_path: Path) -> None:
+    assert _check(straight, seed, tmp_path / "run") > 0
+
+
+@pytest.mark.parametrize("straight", ["examples.train_torch"], indirect=True)
+@pytest.mark.parametrize("part", ["data", "model", "numpy_rng", "optimizer", "scheduler", "torch_rng"])
+def test_a_part_of_another_step_is_noticed(straight: Straight, part: str, tmp_path: Path) -> None:
+    """Each part of the state matters: with one from the save before, the losses are others."""
+    run = straight.trainer.start(*_arguments(tmp_path / "run"))
+    assert run.wait_for("step", 20)
+    assert run.kill()
+    reader = ckptcore.CheckpointReader(tmp_path / "run")
+    before, step = reader.steps[-2:]
+    mixed = reader.load_checkpointables(step)
+    mixed[part] = reader.load_checkpointables(before)[part]
+    ckptcore.save_checkpointables(tmp_path / "run" / str(step), mixed, overwrite=True)
+
+    found = _losses(straight.trainer.start(*_arguments(tmp_path / "run")).finish())
+    assert len(found) == _STEPS - step
+    assert any(straight.losses[number] != loss for number, loss in found.items())

@@ -1,0 +1,55 @@
+"""A program that has imported a trainer and forks a child for each run: what is killed often must start fast.
+
+``python -m tests.resume.warm MODULE MORE...`` imports them all, and reads lines of JSON. ``{"arguments": [...], "output": path}`` starts
+``MODULE.main(arguments)`` in a child, whose standard output and error go to `path` and ``path + ".err"``, and writes its process
+id. ``{"wait": process id}`` waits for a child and writes its exit status: negative for a signal.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from typing import Final
+
+_SECONDS: Final = 300
+"""How long a child may take, so that one that hangs fails a test and ends."""
+
+
+def _serve(main: Callable[[Sequence[str]], None]) -> None:
+    for line in sys.stdin:
+        order = json.loads(line)
+        if "wait" in order:
+            _, status = os.waitpid(order["wait"], 0)
+            print(os.waitstatus_to_exitcode(status), flush=True)
+            continue
+        child = os.fork()
+        if child == 0:
+            _run(main, order["arguments"], order["output"])
+        print(child, flush=True)
+
+
+def _run(main: Callable[[Sequence[str]], None], arguments: Sequence[str], output: str) -> None:
+    """Be the child; does not return."""
+    try:
+        signal.alarm(_SECONDS)
+        for descriptor, path in ((0, os.devnull), (1, output), (2, f"{output}.err")):
+            opened = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
+            os.dup2(opened, descriptor)
+            os.close(opened)
+        main(arguments)
+        sys.stdout.flush()
+    except BaseException:  # noqa: BLE001  # the exit status tells the test, and the text a person
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(1)
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    trainer, *_ = [importlib.import_module(name) for name in sys.argv[1:]]
+    _serve(trainer.main)
