@@ -415,7 +415,8 @@ class CheckpointReader:
             if changed is None or isinstance(error, TargetUndefinedError):
                 raise
             raise TargetUndefinedError(
-                f"step {step} in {self.directory}: {error}; {changed} holds a mix by now"
+                f"{changed} holds what is left of a step by now, and step {step} in {self.directory} cannot be loaded into it: "
+                f"{error}"
             ) from error
         outcome: Any = agreement.lead("outcome", functools.partial(_outcome, stage.payloads))
         if outcome is None:

@@ -87,12 +87,12 @@ def test_who_reads_sees_what_was_there_until_it_looks_again(directory: str) -> N
         save_steps(run, [1, 2])
         assert reader.latest is None
         reader.reload()
-        assert reader.steps == (1, 2)
+        assert list(reader.steps) == [1, 2]
         run.delete(1)
         run.wait()
-        assert reader.steps == (1, 2)
+        assert list(reader.steps) == [1, 2]
         reader.reload()
-        assert reader.steps == (2,)
+        assert list(reader.steps) == [2]
 
 
 def test_a_listing_does_not_undo_what_this_process_does_meanwhile(directory: str) -> None:
@@ -110,10 +110,10 @@ def test_a_listing_does_not_undo_what_this_process_does_meanwhile(directory: str
 
         run._steps.list_names = late  # type: ignore[method-assign, assignment]
         run.reload()
-        assert run.steps == (2, 3) and run.latest == 3
+        assert list(run.steps) == [2, 3] and run.latest == 3
         run._steps.list_names = listed  # type: ignore[method-assign]
         run.reload()
-        assert run.steps == (2, 3)
+        assert list(run.steps) == [2, 3]
 
 
 def test_a_step_whose_root_is_gone_is_what_other_software_sees(local: str) -> None:
@@ -122,6 +122,6 @@ def test_a_step_whose_root_is_gone_is_what_other_software_sees(local: str) -> No
         save_steps(run, [1, 2])
         remove(local, f"2/{ROOT}")
     with Checkpointer(local) as run:
-        assert run.steps == (1, 2)
+        assert list(run.steps) == [1, 2]
         assert (run.load()["w"] == 2).all()
         assert "step" not in run.load(), "what stood in the root is lost"

@@ -1,0 +1,273 @@
+"""What a save does while another is under way, and that each failed one is told once."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal
+
+import pytest
+
+import ckptcore
+from ckptcore import Checkpointer
+from ckptcore.engine.memory import StagingMemory
+from ckptcore.errors import BackgroundSaveError, StorageError
+from ckptcore.policies import AnySave, ContinuousCheckpointing, EveryStep, PreemptionCheckpointing
+from tests.checkpointer.runs import Gate, Watch, assert_is_step, save_steps, through, tree, watched
+
+
+@contextmanager
+def gated(
+    directory: str, when_busy: Literal["wait", "skip", "queue"], **arguments: Any
+) -> Iterator[tuple[Checkpointer, Gate]]:
+    """A run whose saves stop before they write."""
+    watch = Watch()
+    gate = Gate(watch)
+    with Checkpointer(through(directory), context=watched(watch), when_busy=when_busy, **arguments) as run:
+        try:
+            yield run, gate
+        finally:
+            gate.open()
+
+
+class Copies:
+    """How many states are held copied at a time.
+
+    Attributes:
+        alive: now.
+        most: ever.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.alive = self.most = 0
+        lock = threading.Lock()
+        begin, end = StagingMemory.__init__, StagingMemory.close
+
+        def begun(memory: StagingMemory, *arguments: Any) -> None:
+            begin(memory, *arguments)
+            with lock:
+                self.alive += 1
+                self.most = max(self.most, self.alive)
+
+        def ended(memory: StagingMemory) -> None:
+            end(memory)
+            with lock:
+                self.alive -= 1
+
+        monkeypatch.setattr(StagingMemory, "__init__", begun)
+        monkeypatch.setattr(StagingMemory, "close", ended)
+
+
+def in_background(work: Callable[[], object]) -> threading.Thread:
+    """Do it on another thread."""
+    thread = threading.Thread(target=work)
+    thread.start()
+    return thread
+
+
+@pytest.mark.parametrize(("when_busy", "most"), [("wait", 1), ("queue", 2), ("skip", 1)])
+def test_no_more_states_are_copied_than_said(
+    directory: str, monkeypatch: pytest.MonkeyPatch, when_busy: Literal["wait", "skip", "queue"], most: int
+) -> None:
+    copies = Copies(monkeypatch)
+    with gated(directory, when_busy) as (run, gate):
+        saved = in_background(lambda: [run.save(step, tree(step)) for step in range(6)])
+        assert gate.arrived.wait(60)
+        gate.open()
+        saved.join()
+        run.wait()
+        assert copies.most <= most
+        assert copies.alive == 0
+        for step in run.steps:
+            assert_is_step(run.load(step), step)
+        if when_busy != "skip":
+            assert run.steps == tuple(range(6))
+
+
+def test_wait_waits_before_it_looks_at_the_state(directory: str) -> None:
+    with gated(directory, "wait") as (run, gate):
+        run.save(1, tree(1))
+        assert gate.arrived.wait(60)
+        second: list[object] = []
+        thread = in_background(lambda: second.append(run.save(2, tree(2))))
+        thread.join(0.2)
+        assert second == [], "no second copy was made while the first is held"
+        gate.open()
+        thread.join()
+        assert second != []
+
+
+def test_queue_copies_one_more_and_then_waits(directory: str) -> None:
+    with gated(directory, "queue") as (run, gate):
+        first = run.save(1, tree(1))
+        assert gate.arrived.wait(60)
+        second = run.save(2, tree(2))  # returns although the first is under way
+        assert first is not None and not first.done() and second is not None
+        third: list[object] = []
+        thread = in_background(lambda: third.append(run.save(3, tree(3))))
+        thread.join(0.2)
+        assert third == []
+        gate.open()
+        thread.join()
+        run.wait()
+        assert list(run.steps) == [1, 2, 3]
+
+
+def test_skip_lets_a_save_be(directory: str) -> None:
+    with gated(directory, "skip") as (run, gate):
+        assert run.save(1, tree(1)) is not None
+        assert gate.arrived.wait(60)
+        assert run.save(2, tree(2)) is None
+        assert run.save_checkpointables(2, {"a": tree(2)}) is None
+        assert run.save_blocking(2, tree(2)) is False
+        assert not run.should_save(2)
+        forced = in_background(lambda: run.save(3, tree(3), force=True))
+        gate.open()
+        forced.join()
+        run.wait()
+        assert run.should_save(4)
+        assert run.save(4, tree(4)) is not None
+        run.wait()
+        assert list(run.steps) == [1, 3, 4]
+
+
+def test_the_last_save_before_a_preemption_is_not_skipped(directory: str) -> None:
+    told: list[int] = []
+
+    def notice(step: int) -> bool:
+        told.append(step)
+        return step >= 3
+
+    policy = AnySave([EveryStep(), PreemptionCheckpointing()])
+    with gated(directory, "skip", save_policy=policy, preemption_notice=notice) as (run, gate):
+        assert run.save(1, tree(1)) is not None
+        assert gate.arrived.wait(60)
+        assert run.save(2, tree(2)) is None and not run.preempted
+        assert run.save(3, tree(3)) is not None and run.preempted
+        gate.open()
+        run.wait()
+        assert list(run.steps) == [1, 3]
+        assert told == [1, 2, 3]
+        assert run.should_save(4) and run.preempted
+        assert told == [1, 2, 3], "once told is enough"
+
+
+def test_continuous_saves_never_overlap(directory: str) -> None:
+    with gated(directory, "wait", save_policy=ContinuousCheckpointing()) as (run, gate):
+        assert run.save(1, tree(1)) is not None
+        assert gate.arrived.wait(60)
+        assert [run.save(step, tree(step)) for step in (2, 3)] == [None, None]
+        gate.open()
+        run.wait()
+        assert run.save(4, tree(4)) is not None
+
+
+def broken_after(watch: Watch, steps: Sequence[str]) -> None:
+    """Let saves of these steps fail as they write."""
+
+    def fail(name: str, keys: Sequence[str]) -> None:
+        if name == "open_writer" and any(f".{step}." in keys[0] or keys[0].startswith(f"{step}/") for step in steps):
+            raise StorageError(f"no room for {keys[0]}")
+
+    watch.before = fail
+
+
+@pytest.mark.parametrize("hearer", ["save", "save_blocking", "wait", "close", "exit", "handle"])
+def test_a_failed_save_is_told_once(directory: str, hearer: str, capsys: pytest.CaptureFixture[str]) -> None:
+    watch = Watch()
+    broken_after(watch, ["1"])
+    run = Checkpointer(through(directory), context=watched(watch))
+    handle = run.save(1, tree(1))
+    assert handle is not None
+    run._context.saves.wait()  # it is over, and nobody asked
+    if hearer == "save":
+        with pytest.raises(BackgroundSaveError, match="no room"):
+            run.save(2, tree(2))
+    elif hearer == "save_blocking":
+        with pytest.raises(BackgroundSaveError, match="no room"):
+            run.save_blocking(2, tree(2))
+    elif hearer == "wait":
+        with pytest.raises(StorageError, match="no room"):
+            run.wait()
+    elif hearer == "handle":
+        with pytest.raises(StorageError, match="no room"):
+            handle.result()
+    elif hearer == "close":
+        with pytest.raises(StorageError, match="no room"):
+            run.close()
+        run.close()
+        return
+    else:
+        with pytest.raises(StorageError, match="no room"), run:
+            pass
+        return
+    save_steps(run, [2, 3])
+    run.close()
+    assert list(run.steps) == [2, 3]
+
+
+def test_every_failed_save_is_told(directory: str) -> None:
+    watch = Watch()
+    broken_after(watch, ["1", "2"])
+    run = Checkpointer(through(directory), context=watched(watch), when_busy="queue")
+    gate = threading.Event()
+    failing = watch.before
+
+    def wait_first(name: str, keys: Sequence[str]) -> None:
+        if name == "open_writer":
+            assert gate.wait(60)
+        failing(name, keys)
+
+    watch.before = wait_first
+    run.save(1, tree(1))
+    run.save(2, tree(2))
+    gate.set()
+    with pytest.raises(StorageError) as caught:
+        run.close()
+    assert "and then: StorageError: no room" in caught.value.__notes__[0]
+
+
+def test_a_failed_save_leaves_nothing_and_can_be_tried_again(directory: str) -> None:
+    watch = Watch()
+    broken_after(watch, ["1"])
+    with Checkpointer(through(directory), context=watched(watch)) as run:
+        run.save(1, tree(1))
+        with pytest.raises(StorageError):
+            run.wait()
+        assert run.latest is None
+        watch.before = lambda name, keys: None
+        save_steps(run, [1])
+        assert_is_step(run.load(), 1)
+
+
+def test_who_is_interrupted_while_it_waits_can_wait_again(directory: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with gated(directory, "wait") as (run, gate):
+        handle = run.save(1, tree(1))
+        assert handle is not None
+        waits = ckptcore.SaveHandle.exception
+
+        def interrupt(self: ckptcore.SaveHandle, timeout: float | None = None) -> BaseException | None:
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(ckptcore.SaveHandle, "exception", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            run.wait()
+        monkeypatch.setattr(ckptcore.SaveHandle, "exception", waits)
+        gate.open()
+        run.close()
+        assert handle.done(), "closing waited for it"
+        assert run.latest == 1
+
+
+def test_nothing_grows_over_a_thousand_saves(directory: str) -> None:
+    with Checkpointer(directory, context=ckptcore.Context(durability="none")) as run:
+        for step in range(1000):
+            run.save(step % 7, {"x": step}, overwrite="non-atomic")
+            if step % 50 == 0:
+                run.wait()
+        run.wait()
+        assert len(run._saves) + len(run._cleaning) <= 2
+        assert len(run._context.saves._handles) <= 2
+        assert len(run._steps._changes) <= 7
+        assert run.steps == tuple(range(7))

@@ -1,0 +1,191 @@
+"""How a run ends: closed, in an error, in a forked child, and while another one wants its directory."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+import pytest
+
+import ckptcore
+from ckptcore import Checkpointer, CheckpointReader
+from ckptcore.errors import CheckpointError, DirectoryInUseError, SaveLostError, StorageError
+from ckptcore.policies import LatestN
+from tests.checkpointer.runs import Gate, Watch, assert_is_step, keys_of, save_steps, through, tree, watched
+
+REPOSITORY: Final = Path(__file__).parents[2]
+
+
+def test_closing_waits_for_saves_and_lets_the_directory_go(directory: str) -> None:
+    run = Checkpointer(directory)
+    handle = run.save(1, tree(1))
+    run.close()
+    run.close()
+    assert handle is not None and handle.done()
+    with Checkpointer(directory) as other:
+        assert_is_step(other.load(), 1)
+
+
+def test_what_is_closed_saves_no_more_and_can_be_read(directory: str) -> None:
+    run = Checkpointer(directory)
+    save_steps(run, [1, 2])
+    run.close()
+    for call in (
+        lambda: run.save(3, tree(3)),
+        lambda: run.save_checkpointables(3, {"a": tree(3)}),
+        lambda: run.save_blocking(3, tree(3)),
+        lambda: run.save(3, tree(3), force=True),
+        lambda: run.should_save(3),
+        lambda: run.delete(1),
+    ):
+        with pytest.raises(CheckpointError, match="is closed"):
+            call()
+    run.wait()
+    assert list(run.steps) == [1, 2]
+    assert_is_step(run.load(), 2)
+
+
+def test_the_error_of_the_block_is_the_one_that_is_told(directory: str) -> None:
+    watch = Watch()
+
+    def fail(name: str, keys: Sequence[str]) -> None:
+        if name == "open_writer":
+            raise StorageError("no room")
+
+    with pytest.raises(ZeroDivisionError) as caught, Checkpointer(through(directory), context=watched(watch)) as run:
+        save_steps(run, [1])
+        watch.before = fail
+        run.save(2, tree(2))
+        raise ZeroDivisionError("the loss is zero")
+    (note,) = caught.value.__notes__
+    assert "StorageError: no room" in note and "was closed" in note
+    with Checkpointer(directory) as run:
+        assert run.latest == 1
+
+
+def test_a_block_that_fails_waits_for_its_saves(directory: str) -> None:
+    with pytest.raises(KeyboardInterrupt), Checkpointer(directory) as run:
+        run.save(1, tree(1))
+        raise KeyboardInterrupt
+    with CheckpointReader(directory) as reader:
+        assert_is_step(reader.load(), 1)
+
+
+def test_a_directory_has_one_owner(directory: str) -> None:
+    with Checkpointer(directory) as run:
+        save_steps(run, [1])
+        with pytest.raises(DirectoryInUseError, match="in use"):
+            Checkpointer(directory)
+        assert_is_step(CheckpointReader(directory).load(), 1)
+        save_steps(run, [2])
+    with Checkpointer(directory), Checkpointer(directory + "-2") as other:
+        save_steps(other, [1])
+
+
+def test_who_lost_the_directory_commits_nothing(directory: str) -> None:
+    watch = Watch()
+    gate = Gate(watch)
+    run = Checkpointer(through(directory), context=watched(watch))
+    handle = run.save(1, tree(1))
+    assert handle is not None and gate.arrived.wait(60)
+    assert run._owned is not None
+    run._owned.close()
+    gate.open()
+    with pytest.raises(SaveLostError):
+        handle.result()
+    run.close()
+    with Checkpointer(directory) as other:
+        assert other.latest is None
+
+
+def test_nobody_hears_of_saves_that_went_well(directory: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with Checkpointer(directory, preservation_policy=LatestN(2)) as run:
+        save_steps(run, range(10))
+    assert capsys.readouterr() == ("", "")
+
+
+FORKED: Final = """
+import os, sys, threading, signal
+from ckptcore import Checkpointer, CheckpointReader
+from ckptcore.errors import CheckpointError
+from ckptcore.policies import LatestN, PreemptionCheckpointing, AnySave, EveryStep
+from tests.checkpointer.runs import Gate, Watch, assert_is_step, save_steps, through, tree, watched
+directory = sys.argv[1]
+watch = Watch()
+gate = Gate(watch)
+gate.open()
+policy = AnySave([EveryStep(), PreemptionCheckpointing()])
+with Checkpointer(through(directory), context=watched(watch), save_policy=policy, preservation_policy=LatestN(1)) as run:
+    save_steps(run, [1])
+    gate.close()
+    run.save(2, tree(2))
+    assert gate.arrived.wait(60)
+    pid = os.fork()
+    if pid == 0:
+        signal.alarm(60)
+        for call in (lambda: run.save(3, tree(3)), lambda: run.delete(1), lambda: run.should_save(3)):
+            try:
+                call()
+            except CheckpointError as error:
+                assert "forked" in str(error), error
+            else:
+                raise AssertionError
+        run.wait()
+        with run:
+            pass
+        assert_is_step(run.load(1), 1)
+        assert_is_step(CheckpointReader(directory).load(), 1)
+        os._exit(7)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
+    gate.open()
+    save_steps(run, [3])
+    assert list(run.steps) == [3], run.steps
+print("done")
+"""
+
+
+def test_a_forked_child_neither_owns_nor_waits(local: str) -> None:
+    process = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", FORKED, local], cwd=REPOSITORY, capture_output=True, text=True, check=False,
+        timeout=120,
+    )  # fmt: skip
+    assert process.stdout == "done\n", process.stderr
+    with Checkpointer(local) as run:
+        assert list(run.steps) == [3]
+
+
+ENDED: Final = """
+import sys
+from ckptcore import Checkpointer
+from tests.checkpointer.runs import tree
+run = Checkpointer(sys.argv[1])
+run.save(1, tree(1))
+"""
+
+
+def test_a_program_that_closes_nothing_still_saves(local: str) -> None:
+    subprocess.run([sys.executable, "-c", ENDED, local], cwd=REPOSITORY, check=True, timeout=120)
+    with Checkpointer(local) as run:
+        assert_is_step(run.load(), 1)
+
+
+def test_nothing_is_left_beside_the_steps(local: str) -> None:
+    with Checkpointer(local, preservation_policy=LatestN(2)) as run:
+        save_steps(run, range(5))
+        run.load()
+    names = sorted({key.partition("/")[0] for key in keys_of(local)})
+    assert names == [".ckptcore", "3", "4"]
+    assert keys_of(local, ".ckptcore") == [".ckptcore/owner/owner.json"]
+    assert not os.listdir(f"{local}/.ckptcore/pins")
+    assert not os.listdir(f"{local}/.ckptcore/deleting")
+
+
+def test_the_repr_says_where(directory: str) -> None:
+    with Checkpointer(directory) as run:
+        assert repr(run) == f"<Checkpointer {directory!r}>" and run.directory == directory
+    assert repr(CheckpointReader(directory)) == f"<CheckpointReader {directory!r}>"
+    assert isinstance(run, CheckpointReader) and ckptcore.Checkpointer is Checkpointer

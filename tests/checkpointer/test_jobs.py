@@ -1,0 +1,295 @@
+"""Several processes keep the steps of one run together: they decide, save, fall back and fail as one."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+import pytest
+
+import ckptcore
+from ckptcore import Checkpointer, CheckpointReader
+from ckptcore.errors import (
+    CheckpointError,
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    DirectoryInUseError,
+    OnlyStepError,
+    RankFailedError,
+    StorageError,
+    TargetUndefinedError,
+)
+from ckptcore.policies import AnySave, EveryStep, FixedInterval, LatestN, PreemptionCheckpointing, TimeInterval
+from ckptcore.protocols import Coordinator
+from ckptcore.testing import ThreadJob
+from tests.checkpointer.runs import Gate, Watch, assert_is_step, save_steps, through, tree, watched
+
+SIZE: Final = 3
+
+
+def job(
+    directory: str, work: Callable[[Checkpointer, int], Any], **arguments: Any
+) -> tuple[Sequence[Any], list[Watch]]:
+    """Do work on every rank, each with a run of its own; what each returned, and what each asked of the storage."""
+    watches = [Watch() for _ in range(SIZE)]
+
+    def run_rank(coordinator: Coordinator) -> Any:
+        context = watched(watches[coordinator.rank], coordinator)
+        ranked = {
+            name: value[coordinator.rank] if name == "preemption_notice" else value for name, value in arguments.items()
+        }
+        with Checkpointer(through(directory), context=context, **ranked) as run:
+            run.watch = watches[coordinator.rank]  # type: ignore[attr-defined]
+            return work(run, coordinator.rank)
+
+    return ThreadJob(SIZE, timeout_seconds=30).run(run_rank), watches
+
+
+def watch_of(run: Checkpointer) -> Watch:
+    """What this rank asks of its storage."""
+    found: Watch = run.watch  # type: ignore[attr-defined]
+    return found
+
+
+def test_all_save_and_load_together(directory: str) -> None:
+    def work(run: Checkpointer, rank: int) -> list[int]:
+        save_steps(run, [1, 2, 3])
+        assert run.latest == 3
+        run.save_checkpointables(4, {"model": tree(4), "mine": ckptcore.PerProcess({"rank": rank})})
+        run.wait()
+        loaded = run.load_checkpointables(wanted={"model": None, "mine": ckptcore.PerProcess(None)})
+        assert_is_step(loaded["model"], 4)
+        assert loaded["mine"] == {"rank": rank}
+        assert_is_step(run.load(2), 2)
+        return list(run.steps)
+
+    steps, _ = job(directory, work)
+    assert steps == [[1, 2, 3, 4]] * SIZE
+
+
+def test_only_the_leader_lists_owns_and_deletes(directory: str) -> None:
+    with Checkpointer(directory) as run:
+        save_steps(run, [1, 2])
+
+    def work(run: Checkpointer, rank: int) -> list[int]:
+        save_steps(run, [3, 4])
+        run.reload()
+        run.wait()
+        run.delete(4)
+        run.wait()
+        run.reload()
+        return list(run.steps)
+
+    steps, watches = job(directory, work, preservation_policy=LatestN(2))
+    assert steps[0] == [3]
+    assert watches[0].count("list_names") > 0
+    for watch in watches[1:]:
+        assert watch.count("list_names") == 0
+        names = {operation.name for operation in watch.operations}
+        assert names <= {"size", "get", "get_with_tag", "get_into", "open_reader"}, names
+
+
+def test_all_fall_back_together(directory: str) -> None:
+    """Only one process sees the damage."""
+    with Checkpointer(directory) as run:
+        save_steps(run, [1, 2, 3])
+
+    def work(run: Checkpointer, rank: int) -> Any:
+        def damage(name: str, keys: Sequence[str]) -> None:
+            if rank == 1 and name == "get_into" and keys[0].startswith("3/"):
+                raise CorruptCheckpointError("a bad cable")
+
+        watch_of(run).before = damage
+        assert_is_step(run.load(), 2)
+        assert run.restored_step == 2
+        (skipped,) = run.skipped_steps
+        assert skipped.step == 3 and "a bad cable" in skipped.reason
+        watch_of(run).before = lambda name, keys: None
+        save_steps(run, [3])  # what was found broken by one is replaced by all
+        assert_is_step(run.load(), 3)
+        return run.skipped_steps
+
+    found, _ = job(directory, work)
+    assert found == [()] * SIZE
+
+
+def test_where_one_sees_none_that_is_whole_all_are_told(directory: str) -> None:
+    with Checkpointer(directory) as run:
+        save_steps(run, [1, 2])
+
+    def work(run: Checkpointer, rank: int) -> list[type]:
+        def damage(name: str, keys: Sequence[str]) -> None:
+            if rank == 2 and name == "get_into":
+                raise CorruptCheckpointError("a bad cable")
+
+        watch_of(run).before = damage
+        with pytest.raises(CorruptCheckpointError, match="step 2: .*step 1: ") as first:
+            run.load()
+        # Here some have filled their target with a step that the job did not load.
+        with pytest.raises(TargetUndefinedError if rank != 2 else CheckpointError) as second:
+            run.load_into(tree(0))
+        return [type(first.value), type(second.value)]
+
+    job(directory, work)
+
+
+def test_an_error_that_is_no_damage_is_raised_on_all(directory: str) -> None:
+    with Checkpointer(directory) as run:
+        save_steps(run, [1, 2])
+
+    def work(run: Checkpointer, rank: int) -> None:
+        def unplug(name: str, keys: Sequence[str]) -> None:
+            if rank == 1 and name == "get_into":
+                raise StorageError("unplugged")
+
+        watch_of(run).before = unplug
+        with pytest.raises(StorageError if rank == 1 else RankFailedError, match="unplugged"):
+            run.load()
+        assert run.restored_step is None and run.skipped_steps == ()
+        watch_of(run).before = lambda name, keys: None
+        assert_is_step(run.load(), 2)
+
+    job(directory, work)
+
+
+def test_the_leader_decides_by_its_clock(directory: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    clocks = {f"rank {rank}": itertools.count(1_000_000.0 * (rank + 1), 1.0 + rank) for rank in range(SIZE)}
+
+    class Time:
+        """Clocks that disagree."""
+
+        @staticmethod
+        def time() -> float:
+            return next(clocks.get(threading.current_thread().name, clocks["rank 0"]))
+
+    import ckptcore.checkpointer
+
+    monkeypatch.setattr(ckptcore.checkpointer, "time", Time)
+
+    def work(run: Checkpointer, rank: int) -> list[bool]:
+        return [run.save(step, tree(step)) is not None for step in range(12)]
+
+    decisions, _ = job(directory, work, save_policy=TimeInterval(5))
+    assert decisions[0] == decisions[1] == decisions[2]
+    assert 1 < sum(decisions[0]) < 12
+
+
+def test_the_notice_of_one_is_that_of_all(directory: str) -> None:
+    notices = [lambda step: False, lambda step: step >= 4, lambda step: False]
+
+    def work(run: Checkpointer, rank: int) -> int:
+        step = 0
+        while not run.preempted:
+            step += 1
+            run.save(step, tree(step))
+        run.wait()
+        return step
+
+    for policy in (AnySave([FixedInterval(100), PreemptionCheckpointing()]), EveryStep(), FixedInterval(3)):
+        place = f"{directory}-{type(policy).__name__}"
+        ends, _ = job(place, work, save_policy=policy, preemption_notice=notices)
+        assert ends == [4] * SIZE
+    assert CheckpointReader(f"{directory}-AnySave").latest == 4
+
+
+def test_the_notice_of_one_is_heard_by_all_who_force(directory: str) -> None:
+    notices = [lambda step: False, lambda step: False, lambda step: True]
+
+    def work(run: Checkpointer, rank: int) -> bool:
+        run.save(1, tree(1), force=True)
+        return run.preempted
+
+    assert job(directory, work, preemption_notice=notices)[0] == [True] * SIZE
+
+
+def test_all_skip_together(directory: str) -> None:
+    gates: dict[int, Gate] = {}
+    together = threading.Barrier(SIZE)
+
+    def work(run: Checkpointer, rank: int) -> list[bool]:
+        gates[rank] = Gate(watch_of(run))
+        saved = [run.save(1, tree(1)) is not None]
+        if rank == 0:  # who writes the arrays of this layout
+            assert gates[0].arrived.wait(60)
+        together.wait()
+        saved.append(run.save(2, tree(2)) is not None)
+        gates[rank].open()
+        run.wait()
+        together.wait()
+        saved.append(run.save(3, tree(3)) is not None)
+        run.wait()
+        return saved
+
+    assert job(directory, work, when_busy="skip")[0] == [[True, False, True]] * SIZE
+
+
+def test_a_second_job_is_told_on_every_rank(directory: str) -> None:
+    with Checkpointer(directory):
+        with pytest.raises(ExceptionGroup) as caught:
+            job(directory, lambda run, rank: None)
+        kinds = sorted(type(error).__name__ for error in caught.value.exceptions)
+        assert kinds == ["DirectoryInUseError", "RankFailedError", "RankFailedError"]
+        assert all("in use" in str(error) for error in caught.value.exceptions)
+    job(directory, lambda run, rank: None)
+    with pytest.raises(ExceptionGroup) as caught:
+        job(directory, lambda run, rank: Checkpointer(through(directory), context=run._context))
+    assert any(isinstance(error, DirectoryInUseError) for error in caught.value.exceptions)
+
+
+def test_what_the_leader_refuses_fails_on_all(directory: str) -> None:
+    def work(run: Checkpointer, rank: int) -> None:
+        save_steps(run, [1])
+        refused: list[tuple[Callable[[], object], type[Exception]]] = [
+            (lambda: run.save(1, tree(1)), FileExistsError),
+            (lambda: run.delete(1), OnlyStepError),
+            (lambda: run.delete(7), CheckpointNotFoundError),
+        ]
+        for call, error in refused:
+            with pytest.raises(error if rank == 0 else RankFailedError):
+                call()
+        save_steps(run, [2])
+        assert list(run.steps) == [1, 2]
+
+    job(directory, work)
+
+
+def test_a_save_that_fails_on_one_fails_on_all(directory: str) -> None:
+    def work(run: Checkpointer, rank: int) -> None:
+        def full(name: str, keys: Sequence[str]) -> None:
+            if name == "open_writer":
+                raise StorageError("no room")
+
+        watch_of(run).before = full
+        handle = run.save(1, tree(1))
+        assert handle is not None
+        with pytest.raises(StorageError if rank == 0 else RankFailedError, match="no room"):
+            handle.result()
+        watch_of(run).before = lambda name, keys: None
+        assert run.latest is None
+        save_steps(run, [1])
+        assert run.latest == 1
+
+    job(directory, work)
+
+
+def test_readers_wait_together(directory: str) -> None:
+    """Their clocks and their listings differ; they see the same steps, and give up at the same time."""
+
+    def read(coordinator: Coordinator) -> list[Any]:
+        reader = CheckpointReader(directory, context=ckptcore.Context(coordinator=coordinator))
+        seen: list[Any] = []
+        for step in reader.new_steps(timeout=0.2 + coordinator.rank, poll_seconds=0.005):
+            with reader.pin(step):
+                seen.append(reader.load(step)["step"])
+        seen.append(reader.wait_for_new_step(timeout=0.05 * (3 - coordinator.rank), poll_seconds=0.01))
+        return seen
+
+    with Checkpointer(directory, preservation_policy=LatestN(30)) as run:
+        save_steps(run, [0])
+        saving = threading.Thread(target=lambda: save_steps(run, range(1, 20)))
+        saving.start()
+        found = ThreadJob(SIZE, timeout_seconds=30).run(read)
+        saving.join()
+    assert found[0] == found[1] == found[2] == [*range(20), None]

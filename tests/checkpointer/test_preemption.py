@@ -1,0 +1,193 @@
+"""A run that is told that its machine will be taken away saves once more."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+import pytest
+
+from ckptcore import Checkpointer, CheckpointReader
+from ckptcore.policies import AnySave, FixedInterval, PreemptionCheckpointing
+from ckptcore.preemption import TerminationSignal
+from tests.checkpointer.runs import assert_is_step, tree
+
+REPOSITORY: Final = Path(__file__).parents[2]
+
+LOOP: Final = """
+import os, signal, sys
+from ckptcore import Checkpointer
+from ckptcore.policies import *
+from tests.checkpointer.runs import tree
+{before}
+with Checkpointer(sys.argv[1], save_policy=AnySave([FixedInterval(1000), PreemptionCheckpointing()])) as run:
+    print("ready", flush=True)
+    step = 0
+    while not run.preempted:
+        step += 1
+        run.save(step, tree(step))
+print("saved", step, run.latest, flush=True)
+assert signal.getsignal(signal.SIGTERM) == {after}
+os.kill(os.getpid(), signal.SIGTERM)
+print("alive", flush=True)
+"""
+
+
+def run_loop(directory: str, before: str = "", after: str = "signal.SIG_DFL") -> tuple[int, list[str]]:
+    """A training loop in a process of its own that gets SIGTERM: how it ended, and what it printed."""
+    code = LOOP.format(before=before, after=after)
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, directory],
+        cwd=REPOSITORY,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    process.send_signal(signal.SIGTERM)
+    out, err = process.communicate(timeout=120)
+    assert "Traceback" not in err, err
+    return process.returncode, out.splitlines()
+
+
+def test_sigterm_saves_once_more_and_the_loop_ends(local: str) -> None:
+    code, lines = run_loop(local)
+    assert code == -signal.SIGTERM, "afterwards the signal ends the process again"
+    (line,) = lines
+    word, step, latest = line.split()
+    assert word == "saved" and step == latest
+    assert_is_step(CheckpointReader(local).load(), int(step))
+
+
+def test_a_handler_that_was_there_is_called_and_comes_back(local: str) -> None:
+    before = "def mine(number, frame): print('mine', number == signal.SIGTERM, flush=True)\nsignal.signal(signal.SIGTERM, mine)"
+    code, lines = run_loop(local, before, "mine")
+    assert code == 0
+    assert lines[0] == "mine True" and lines[1].startswith("saved ") and lines[2:] == ["mine True", "alive"]
+
+
+@pytest.fixture
+def restored() -> Iterator[None]:
+    """Put the handler of this process back, and let no signal end the tests."""
+    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    yield
+    signal.signal(signal.SIGTERM, before)
+
+
+def terminate() -> None:
+    """Send SIGTERM to this process; its Python handler runs before this returns."""
+    signal.raise_signal(signal.SIGTERM)
+
+
+def test_it_is_listened_to_only_where_the_policy_heeds_it(local: str, restored: None) -> None:
+    with Checkpointer(local, save_policy=FixedInterval(2)):
+        assert signal.getsignal(signal.SIGTERM) == signal.SIG_IGN
+    with Checkpointer(local, save_policy=AnySave([AnySave([PreemptionCheckpointing()]), FixedInterval(2)])) as run:
+        assert signal.getsignal(signal.SIGTERM) != signal.SIG_IGN
+        assert not run.should_save(1) and not run.preempted
+        terminate()
+        assert run.should_save(1) and run.preempted
+        assert run.save(1, tree(1)) is not None
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_IGN
+
+
+def test_a_notice_takes_the_place_of_the_signal(directory: str, restored: None) -> None:
+    with Checkpointer(
+        directory, save_policy=PreemptionCheckpointing(), preemption_notice=lambda step: step == 3
+    ) as run:
+        assert signal.getsignal(signal.SIGTERM) == signal.SIG_IGN
+        assert [run.save(step, tree(step)) is not None for step in range(5)] == [False, False, False, True, True]
+        assert run.preempted
+
+
+def test_off_the_main_thread_it_is_told_what_to_do(local: str) -> None:
+    caught: list[BaseException] = []
+
+    def make() -> None:
+        try:
+            Checkpointer(local, save_policy=PreemptionCheckpointing())
+        except ValueError as error:
+            caught.append(error)
+
+    thread = threading.Thread(target=make)
+    thread.start()
+    thread.join()
+    assert "main thread" in str(caught[0]) and "preemption_notice" in str(caught[0])
+    Checkpointer(local).close()  # it was let go
+
+
+def test_two_of_them_hear_it_and_leave_nothing_in_any_order(restored: None) -> None:
+    for order in ((0, 1), (1, 0)):
+        calls: list[int] = []
+        signal.signal(signal.SIGTERM, lambda number, frame, calls=calls: calls.append(number))  # type: ignore[misc]
+        both = [TerminationSignal(), TerminationSignal()]
+        terminate()
+        assert [heard(1) for heard in both] == [True, True]
+        assert len(calls) == 1
+        for which in order:
+            both[which].close()
+            both[which].close()
+        terminate()
+        assert len(calls) == 2, "who listened before still does"
+
+
+def test_a_handler_put_in_place_meanwhile_stays(restored: None) -> None:
+    calls: list[int] = []
+    with TerminationSignal() as heard:
+        ours = signal.getsignal(signal.SIGTERM)
+
+        def chained(number: int, frame: object) -> None:
+            calls.append(number)
+            assert callable(ours)
+            ours(number, None)
+
+        signal.signal(signal.SIGTERM, chained)
+        terminate()
+        assert heard(1) and calls == [signal.SIGTERM]
+    assert signal.getsignal(signal.SIGTERM) == chained
+    terminate()
+    assert len(calls) == 2
+
+
+CLOSED_ELSEWHERE: Final = """
+import os, signal, threading
+from ckptcore.preemption import TerminationSignal
+heard = TerminationSignal()
+thread = threading.Thread(target=heard.close)
+thread.start()
+thread.join()
+print("closed", flush=True)
+os.kill(os.getpid(), signal.SIGTERM)
+print("alive", flush=True)
+"""
+
+
+def test_closed_on_another_thread_it_lets_the_signal_end_the_process() -> None:
+    process = subprocess.run(
+        [sys.executable, "-c", CLOSED_ELSEWHERE], cwd=REPOSITORY, capture_output=True, text=True, check=False
+    )
+    assert (process.returncode, process.stdout) == (-signal.SIGTERM, "closed\n"), process.stderr
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_a_forked_child_can_be_ended(restored: None) -> None:
+    """Loaders of data fork workers, and end them by SIGTERM."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    with TerminationSignal() as heard:
+        pid = os.fork()
+        if pid == 0:
+            try:
+                signal.raise_signal(signal.SIGTERM)
+            finally:
+                os._exit(0)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGTERM
+        assert not heard(1)
+        terminate()
+        assert heard(1)

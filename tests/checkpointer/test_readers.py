@@ -1,0 +1,220 @@
+"""Readers beside a job that writes, deletes and dies: never an error of theirs, never half a step, never two."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+
+import ckptcore
+from ckptcore import Checkpointer, CheckpointReader
+from ckptcore.errors import StorageError
+from ckptcore.policies import LatestN
+from tests.checkpointer.runs import Watch, assert_is_step, keys_of, save_steps, through, tree, watched
+
+REPOSITORY: Final = Path(__file__).parents[2]
+
+
+def evaluate(directory: str, last: int) -> list[int]:
+    """Evaluate each step that can be pinned until a step is seen; those that were."""
+    reader = CheckpointReader(directory, context=ckptcore.Context(durability="none"))
+    seen: list[int] = []
+    for step in reader.new_steps(timeout=60, poll_seconds=0.001):
+        try:
+            with reader.pin(step):
+                for _ in range(2):
+                    assert_is_step(reader.load(step), step)
+                    time.sleep(0.001)
+        except ckptcore.CheckpointError as error:
+            # It may be deleted between being seen and being pinned, and in no other moment.
+            assert isinstance(error, FileNotFoundError), error
+            assert "there is no committed step" in str(error), error
+        else:
+            seen.append(step)
+        if step >= last:
+            break
+    return seen
+
+
+def test_an_evaluator_beside_a_writer(directory: str) -> None:
+    results: list[list[int]] = []
+    errors: list[BaseException] = []
+
+    def run_evaluator() -> None:
+        try:
+            results.append(evaluate(directory, 60))
+        except BaseException as error:  # noqa: BLE001  # raised again below
+            errors.append(error)
+
+    threads = [threading.Thread(target=run_evaluator) for _ in range(2)]
+    with Checkpointer(directory, preservation_policy=LatestN(1), context=ckptcore.Context(durability="none")) as run:
+        for thread in threads:
+            thread.start()
+        for step in range(61):
+            run.save(step, tree(step))
+            time.sleep(0.005)
+        run.wait()
+        for thread in threads:
+            thread.join(120)
+    assert not errors, errors
+    for seen in results:
+        assert seen == sorted(set(seen)) and seen[-1] == 60
+    with Checkpointer(directory, preservation_policy=LatestN(1)) as run:
+        save_steps(run, [61])
+        assert list(run.steps) == [61], "no pin is left"
+
+
+def test_the_newest_can_be_loaded_while_steps_come_and_go(directory: str) -> None:
+    """No pin of the caller's: a load pins by itself, and looks again where what it knew was deleted."""
+    stop = threading.Event()
+    errors: list[BaseException] = []
+    loads: list[int] = []
+
+    def read() -> None:
+        reader = CheckpointReader(directory, context=ckptcore.Context(durability="none"))
+        try:
+            while not stop.is_set():
+                value = reader.load()
+                assert reader.restored_step is not None
+                assert_is_step(value, reader.restored_step)
+                assert reader.skipped_steps == ()
+                loads.append(reader.restored_step)
+        except BaseException as error:  # noqa: BLE001  # raised again below
+            errors.append(error)
+
+    with Checkpointer(directory, preservation_policy=LatestN(1), context=ckptcore.Context(durability="none")) as run:
+        save_steps(run, [0])
+        thread = threading.Thread(target=read)
+        thread.start()
+        for step in range(1, 60):
+            run.save(step, tree(step))
+            time.sleep(0.002)
+        run.wait()
+        stop.set()
+        thread.join(120)
+    assert not errors, errors
+    assert loads and loads == sorted(loads)
+
+
+WRITER: Final = """
+import sys, time
+import ckptcore
+from ckptcore.policies import LatestN
+from tests.checkpointer.runs import tree
+with ckptcore.Checkpointer(sys.argv[1], preservation_policy=LatestN(1), context=ckptcore.Context(durability="none")) as run:
+    for step in range(101):
+        run.save(step, tree(step))
+        time.sleep(0.01)
+"""
+
+
+def test_an_evaluator_in_another_process(local: str) -> None:
+    process = subprocess.Popen([sys.executable, "-c", WRITER, local], cwd=REPOSITORY, stderr=subprocess.PIPE, text=True)
+    try:
+        seen = evaluate(local, 100)
+    finally:
+        _, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err
+    assert seen[-1] == 100
+    # One may have been pinned as the last was saved; the next collection takes it.
+    with Checkpointer(local, preservation_policy=LatestN(1)) as run:
+        assert run.latest == 100 and len(run.steps) <= 2
+        save_steps(run, [101])
+        assert list(run.steps) == [101]
+
+
+def test_waiting_for_a_step(directory: str) -> None:
+    reader = CheckpointReader(directory)
+    assert reader.wait_for_new_step(timeout=0) is None
+    assert reader.wait_for_new_step(timeout=0.02, poll_seconds=0.005) is None
+    assert list(reader.new_steps(timeout=0)) == []
+    with Checkpointer(directory) as run:
+        save_steps(run, [1, 2])
+        assert reader.wait_for_new_step(timeout=0) == 2, "what was not known is new"
+        assert reader.wait_for_new_step(timeout=0) is None
+        assert reader.wait_for_new_step(1, timeout=0) == 2
+        assert reader.wait_for_new_step(2, timeout=0) is None
+        assert list(reader.new_steps(timeout=0)) == [1, 2]
+        assert list(reader.new_steps(1, timeout=0)) == [2]
+        late = threading.Timer(0.05, lambda: save_steps(run, [3]))
+        late.start()
+        assert reader.wait_for_new_step(poll_seconds=0.005) == 3
+        late.join()
+
+
+def test_a_step_that_was_deleted_before_it_was_asked_for_is_left_out(directory: str) -> None:
+    reader = CheckpointReader(directory)
+    with Checkpointer(directory) as run:
+        save_steps(run, [1, 2, 3])
+        steps = reader.new_steps(timeout=0)
+        assert next(steps) == 1
+        run.delete(2)
+        run.wait()
+        assert list(steps) == [3]
+
+
+def test_a_directory_that_cannot_be_written_is_read_without_pins(directory: str) -> None:
+    with Checkpointer(directory) as run:
+        save_steps(run, [1, 2])
+    before = keys_of(directory)
+    watch = Watch()
+
+    def read_only(name: str, keys: Sequence[str]) -> None:
+        if name in ("put", "lock_directory", "delete", "open_writer", "delete_directory", "rename"):
+            error = StorageError("read-only file system")
+            error.errno = 30
+            raise error
+
+    watch.before = read_only
+    reader = CheckpointReader(through(directory), context=watched(watch))
+    assert list(reader.steps) == [1, 2]
+    assert_is_step(reader.load(), 2)
+    assert_is_step(reader.load(1), 1)
+    target = tree(0)
+    assert_is_step(reader.load_into(target), 2)
+    with pytest.raises(StorageError, match="where you may not write, read without one"), reader.pin(1):
+        pass
+    with pytest.raises(StorageError):
+        Checkpointer(through(directory), context=watched(watch))
+    assert keys_of(directory) == before
+
+
+def test_a_reader_changes_no_checkpoint_and_leaves_nothing(directory: str) -> None:
+    with Checkpointer(directory) as run:
+        save_steps(run, [1, 2])
+    before = keys_of(directory)
+    with CheckpointReader(directory) as reader:
+        reader.load()
+        reader.metadata(1)
+        reader.step_info(2)
+        with reader.pin(1):
+            pass
+    assert keys_of(directory) == before
+
+
+def test_a_reader_of_nothing_makes_nothing(tmp_path: Path) -> None:
+    reader = CheckpointReader(tmp_path / "none")
+    assert (reader.latest, reader.steps, reader.root_metadata) == (None, (), {})
+    with pytest.raises(FileNotFoundError):
+        reader.load()
+    for call in (lambda: reader.load(3), lambda: reader.metadata(3), lambda: reader.step_info(3)):
+        with pytest.raises(FileNotFoundError, match="no committed step 3"):
+            call()
+    assert not (tmp_path / "none").exists()
+
+
+def test_what_a_step_says_of_itself(directory: str) -> None:
+    with Checkpointer(directory) as run:
+        run.save_blocking(1, tree(1), metadata={"a": 1})
+        run.save_checkpointables(2, {"model": tree(2)}, metadata={"b": 2})
+        run.wait()
+        one: Any = run.metadata(1)
+        two: Any = run.metadata(2)
+        assert one.custom == {"a": 1} and two.custom == {"b": 2}
+        assert_is_step(run.load(1, one.abstract), 1)

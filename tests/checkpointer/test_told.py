@@ -1,0 +1,83 @@
+"""What observers are told of a run, and that the table of phases says exactly that."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import get_args
+
+import numpy as np
+import pytest
+
+import ckptcore
+from ckptcore import Checkpointer
+from ckptcore.events import Event, Phase
+from ckptcore.policies import LatestN
+from ckptcore.testing import ThreadJob
+from tests.checkpointer.runs import array_key, flip, save_steps, tree
+
+
+def phases(events: list[Event], operation: str, step: int | None) -> set[str]:
+    """The phases of an operation on a step."""
+    return {event.phase for event in events if event.operation == operation and event.step == step}
+
+
+def test_saves_loads_and_deletions_say_which_step(directory: str) -> None:
+    events: list[Event] = []
+    context = ckptcore.Context(observers=(events.append,))
+    with Checkpointer(directory, context=context, preservation_policy=LatestN(2)) as run:
+        save_steps(run, [1, 2, 3])
+        run.load()
+        run.save_blocking(4, tree(4))
+        run.save_checkpointables(5, {"rng": np.random.default_rng(0)})
+        run.wait()
+        run.load_checkpointables(wanted={"rng": np.random.default_rng(1)})
+        run.delete(4)
+    saving = {"save", "blocking", "wait_for_previous", "describe", "copy", "claim", "write", "commit"}
+    assert phases(events, "save", 1) == saving
+    assert phases(events, "save", 4) == saving - {"copy"}
+    assert phases(events, "load", 3) == {"load", "read"}
+    assert phases(events, "load", 5) >= {"load", "open", "read"}
+    for step in (1, 2, 3, 4):
+        assert phases(events, "delete", step) == {"delete"}
+    assert phases(events, "delete", 5) == set()
+    assert phases(events, "delete", None) == {"clean"}
+    assert all(event.error is None for event in events)
+    for event in events:
+        if event.step is None:
+            assert event.phase == "clean" and event.location == directory
+        else:
+            assert event.location == f"{directory}/{event.step}"
+
+
+def test_a_failed_load_is_told_with_its_step(directory: str) -> None:
+    events: list[Event] = []
+    with Checkpointer(directory, context=ckptcore.Context(observers=(events.append,))) as run:
+        save_steps(run, [1, 2])
+        flip(directory, array_key(directory, "2"))
+        run.load()
+    loads = [(event.step, event.error is None) for event in events if event.phase == "load"]
+    assert loads == [(2, False), (1, True)]
+
+
+def test_the_table_says_what_is_told(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    events: list[Event] = []
+    context = ckptcore.Context(observers=(events.append,))
+    with Checkpointer(tmp_path / "run", context=context, preservation_policy=LatestN(1)) as run:
+        save_steps(run, [1, 2])
+        run.load_into(tree(0))
+        run.load(abstract=run.metadata(2).abstract)  # type: ignore[union-attr]
+        model = torch.nn.Linear(2, 2)
+        run.save_checkpointables(3, {"model": model})
+        run.wait()
+        run.load_checkpointables(wanted={"model": model})
+
+    def together(coordinator: object) -> None:
+        ckptcore.save(
+            tmp_path / "job",
+            tree(1),
+            context=ckptcore.Context(observers=(events.append,), coordinator=coordinator),  # type: ignore[arg-type]
+        )
+
+    ThreadJob(2).run(together)
+    assert {event.phase for event in events} == set(get_args(Phase))
