@@ -1,0 +1,88 @@
+"""The story: PyTorch trains and dies while it saves, JAX goes on from the last step, and nothing shows in the loss."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping
+from itertools import islice
+from pathlib import Path
+
+import ckptcore
+from ckptcore.policies import FixedInterval
+from examples.handover import in_jax, in_torch
+from examples.handover.digits import SAVE_EVERY, STEPS
+from examples.handover.killing import hidden_directories, train_and_kill
+from examples.minilm.report import Report
+
+__all__ = ["main"]
+
+_KILL_AFTER = STEPS // 2 - 1
+_CLOSE = 1e-3
+"""How far losses may lie apart, relative: two frameworks add the same numbers in another order."""
+
+
+def main() -> int:
+    """Tell the story; the exit code is 1 if a claim in it does not hold."""
+    report = Report()
+    with tempfile.TemporaryDirectory(prefix="ckptcore-demo-") as scratch:
+        tell(report, Path(scratch) / "run")
+    return report.finish()
+
+
+def tell(report: Report, directory: Path) -> None:
+    """All steps, in the directory of a run."""
+    report.step("Train in PyTorch, and die in the middle of a save")
+    killed = train_and_kill(directory, after=_KILL_AFTER)
+    reader = ckptcore.CheckpointReader(directory)
+    report.say(
+        f"a process trained on scikit-learn's digits, saved every {SAVE_EVERY} steps, and got SIGKILL while it wrote"
+    )
+    report.say(f"{killed.leftover}, with {killed.nbytes / 1e6:.1f} MB in it; it had come to step {len(killed.losses)}")
+    last = killed.step - SAVE_EVERY
+    report.claim(f"step {killed.step} was not committed: nobody sees it", killed.step not in reader.steps)
+    report.claim(f"step {last} was, and is whole", reader.latest == last and ckptcore.verify(directory / str(last)).ok)
+    report.claim("what the dead save left is still there", hidden_directories(directory) == [killed.leftover])
+
+    report.step("Resume in JAX: weights, Adam's moments, and the place in the data")
+    found = dict(enumerate(killed.losses[:last], 1))
+    with ckptcore.Checkpointer(directory, save_policy=FixedInterval(SAVE_EVERY)) as checkpointer:
+        training = in_jax.Training(checkpointer)
+        checkpointer.wait()
+        report.claim("opening the directory removed what the dead save left", hidden_directories(directory) == [])
+        report.claim(f"JAX goes on from step {checkpointer.restored_step}", checkpointer.restored_step == last)
+        # Steps that PyTorch did after its last save are lost with it: they are done again.
+        for step, loss in zip(range(last + 1, STEPS + 1), training.losses(), strict=False):
+            found[step] = loss
+            checkpointer.save_checkpointables(
+                step, {"model": training.params, "optimizer": training.opt_state, "data": training.data}
+            )
+    steps = ckptcore.CheckpointReader(directory).steps
+    report.say(f"steps {', '.join(map(str, steps))}")
+    report.claim(
+        "every save of JAX stands beside those of PyTorch", steps == tuple(range(SAVE_EVERY, STEPS + 1, SAVE_EVERY))
+    )
+
+    report.step("Compare with PyTorch that was not killed")
+    straight = dict(enumerate(islice(in_torch.Training().losses(), STEPS), 1))
+    shown = [1, last // 2, last, last + 1, last + 2, (last + STEPS) // 2, STEPS]
+    report.say(f"{'step':>6}  {'this run':>9}            {'not killed':>10}")
+    for step in shown:
+        who = "PyTorch" if step <= last else "JAX    "
+        report.say(f"{step:>6}  {found[step]:>9.5f}  {who}   {straight[step]:>10.5f}")
+    report.claim(
+        f"the losses agree at every step, by {_CLOSE:.1%} or better: {_furthest(found, straight):.1e}",
+        found.keys() == straight.keys() and _furthest(found, straight) < _CLOSE,
+    )
+    report.claim(
+        f"and the loss goes on down: {_mean(found, last - 9, last):.3f} over the last ten steps of PyTorch, "
+        f"{_mean(found, STEPS - 9, STEPS):.3f} over those of JAX",
+        _mean(found, STEPS - 9, STEPS) < _mean(found, last - 9, last) < _mean(found, 1, 10),
+    )
+
+
+def _furthest(found: Mapping[int, float], expected: Mapping[int, float]) -> float:
+    return max(abs(found[step] - loss) / loss for step, loss in expected.items())
+
+
+def _mean(losses: Mapping[int, float], first: int, last: int) -> float:
+    return sum(losses[step] for step in range(first, last + 1)) / (last + 1 - first)

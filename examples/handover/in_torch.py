@@ -1,0 +1,54 @@
+"""The trainer in PyTorch: ``python -m examples.handover.in_torch DIRECTORY`` prints the loss of each step and saves every tenth."""
+
+# mypy: allow-untyped-calls
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+import ckptcore
+from ckptcore.policies import FixedInterval
+from examples.handover.digits import LEARNING_RATE, SAVE_EVERY, SHAPES, STEPS, batches
+
+__all__ = ["Training"]
+
+
+class Training:
+    """A network, its optimizer and its data."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        width, inputs = SHAPES["hidden.weight"]
+        outputs, _ = SHAPES["output.weight"]
+        self.model = nn.ModuleDict({"hidden": nn.Linear(inputs, width), "output": nn.Linear(width, outputs)})
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=LEARNING_RATE)
+        self.data = batches()
+
+    def losses(self) -> Iterator[float]:
+        """Train; gives the loss of each step when the step is done."""
+        for batch in self.data:
+            hidden = torch.relu(self.model["hidden"](torch.from_numpy(batch["image"])))
+            loss = nn.functional.cross_entropy(self.model["output"](hidden), torch.from_numpy(batch["label"]))
+            self.optimizer.zero_grad()
+            loss.backward()
+            self.optimizer.step()
+            yield float(loss.detach())
+
+
+def main(directory: str) -> None:
+    """Train in a directory; it never resumes, for it is killed."""
+    training = Training()
+    with ckptcore.Checkpointer(directory, save_policy=FixedInterval(SAVE_EVERY)) as checkpointer:
+        for step, loss in zip(range(1, STEPS + 1), training.losses(), strict=False):
+            print(step, loss, flush=True)
+            checkpointer.save_checkpointables(
+                step, {"model": training.model, "optimizer": training.optimizer, "data": training.data}
+            )
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
