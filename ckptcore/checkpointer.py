@@ -259,8 +259,8 @@ class Checkpointer(CheckpointReader):
 
         Takes, returns and raises what `save` does, for what `ckptcore.save_checkpointables` takes.
         """
-        for name in checkpointables:
-            check_name(name)
+        if "" in checkpointables:
+            check_name("")  # the other names are looked at with everything else, on all ranks together
         return self._begin(step, dict(checkpointables), metrics, metadata, epoch, force, overwrite)
 
     def save_blocking(

@@ -53,7 +53,8 @@ class Context:
         verify: whether loads check them.
         threads: how many threads move bytes; None: as many as suit the machine.
         memory: bounds on host memory.
-        when_busy: what `save_async` does while another save runs: ``"wait"`` for it, or copy at once and ``"queue"`` behind.
+        when_busy: what `save_async` does while another save runs: ``"wait"`` for it, or copy at once and ``"queue"`` behind it;
+            one waits so at most, and a third waits for the first.
         handlers: by type, handlers that come before those of all plugins.
         plugins: plugins beside the installed ones.
         storage: options of storages, by URL scheme.

@@ -19,12 +19,13 @@ from ckptcore.context import Context
 from ckptcore.engine.memory import allocate
 from ckptcore.errors import CorruptCheckpointError, InvalidLocationError
 from ckptcore.events import Recording
+from ckptcore.loading import check_sizes
 from ckptcore.locations import Location, LocationLike, resolve_location
 from ckptcore.model.arrays import Box, HostArray, Shard
 from ckptcore.model.metadata import ArrayRecord
 from ckptcore.model.objects import ObjectRecord
 from ckptcore.model.transfer import ArraySegment, WritePlan
-from ckptcore.model.tree import JSON, format_path
+from ckptcore.model.tree import JSON
 from ckptcore.opening import Opened, OpenedComposite, find_composite, while_unchanged
 from ckptcore.parts import Captured, Part, TreeCaptured
 from ckptcore.persisting import Described, persist
@@ -159,7 +160,7 @@ class _Conversion:
             plan = plan_write(tree, {}, rank=0, size=1, save_id=save_id)
             return Part(directory, opened.layout, plan, own), _StoredFiles(opened)
         self._layout.check(tree, 1)
-        _check_sizes(opened)
+        check_sizes(opened, range(len(tree.leaves)))
         shards = {
             leaf: (Shard(Box.whole(record.spec.shape)),)
             for leaf, record in enumerate(tree.leaves)
@@ -198,22 +199,6 @@ class _Conversion:
         recording.finish(total)
         if not self._overwrite:
             self._overwrite = True  # if the source was replaced meanwhile, what was just written is written again
-
-
-def _check_sizes(opened: Opened) -> None:
-    """Refuse arrays that the objects cannot hold before anything is made of their size: a hostile root may state any."""
-    if opened.root is None:
-        return  # its layout has looked at its files itself
-    sizes = {key: opened.location.store.size(key) for key in opened.objects}
-    taken = dict.fromkeys(sizes, 0)
-    for leaf, key, start, stop in opened.layout.extents(opened.tree, opened.state):
-        taken[key] = taken.get(key, 0) + stop - start
-        if max(stop, taken[key]) > sizes.get(key, 0):
-            raise CorruptCheckpointError(
-                f"{format_path(opened.tree.paths[leaf])} in {opened.location.display} would end at byte {stop} of {key}, which "
-                f"has {sizes.get(key, 0)} bytes; convert another checkpoint",
-                key=key, start=min(sizes.get(key, 0), stop), stop=stop,
-            )  # fmt: skip
 
 
 class _StoredFiles:

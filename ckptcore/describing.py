@@ -60,7 +60,7 @@ class CheckpointablesMetadata:
 
     Attributes:
         checkpointables: by name, what each says of itself; what was deleted since the save is left out. Where every process saved
-            a state of its own, that of the first.
+            a state of its own, that of the first that is there.
         deleted: the names of what was deleted.
         processes: by name, how many processes saved a state of their own; names of what all saved together are left out.
         created, writer, custom, save_id, metrics, timeline: as of `CheckpointMetadata`.
@@ -115,9 +115,9 @@ def describe_checkpointables(location: Place, context: Context) -> Checkpointabl
     composite = open_composite(location, context)
     root = composite.root
     present = {
-        name: there[0]
+        name: first
         for name, found in present_members(composite).items()
-        if (there := [directory for directory in found[:1] if not is_deleted(composite, directory)])
+        if (first := next((directory for directory in found if not is_deleted(composite, directory)), None)) is not None
     }
     return CheckpointablesMetadata(
         checkpointables={

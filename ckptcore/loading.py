@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
+from ckptcore.builtin.files_layout import FilesLayout
 from ckptcore.context import Context
 from ckptcore.engine.memory import allocate
 from ckptcore.errors import (
@@ -34,6 +35,7 @@ from ckptcore.protocols import LeafHandler
 __all__ = [
     "abstract_leaves",
     "abstract_tree",
+    "check_sizes",
     "check_target",
     "load_into_target",
     "load_value",
@@ -86,6 +88,11 @@ def load_value(location: Place, abstract: object, context: Context, recording: R
 
     def attempt(opened: Opened) -> object:
         tree = opened.tree
+        if _is_files(opened):
+            if abstract is not None:
+                raise _files_instead(opened)
+            with recording.phase("read"):
+                return {key: opened.store.get(key) for key in opened.objects}
         if abstract is None:
             array, value = abstract_leaves(context.registry)
             handlers = [array if isinstance(record, ArrayRecord) else value for record in tree.leaves]
@@ -105,6 +112,18 @@ def load_value(location: Place, abstract: object, context: Context, recording: R
         return unflatten(flat.shape, leaves)
 
     return while_unchanged(location, context, attempt)
+
+
+def _is_files(opened: Opened) -> bool:
+    return opened.layout.name == FilesLayout.name
+
+
+def _files_instead(opened: Opened) -> TreeMismatchError:
+    return TreeMismatchError(
+        f"{opened.location.display} holds files that an object wrote, and no tree: load it with load_checkpointables and an object "
+        "like the one that was saved, or with load() and nothing else for the files as bytes",
+        ["files are stored, a tree is asked for"],
+    )
 
 
 def check_target(opened: Opened, target: object, context: Context) -> None:
@@ -146,6 +165,8 @@ def load_into_target(location: Place, target: object, context: Context, recordin
 
     def attempt(opened: Opened) -> None:
         nonlocal began
+        if _is_files(opened):
+            raise _files_instead(opened)
         with recording.phase("open"):
             flat = flatten(target, context.registry, placeholders=True, stored_at=_stored_at(opened, context.registry))
             numbers = _match_target(opened, flat)
@@ -357,7 +378,7 @@ def _batches(units: Sequence[_Unit], limit: int | None) -> Iterator[Sequence[_Un
 def _read(opened: Opened, units: Sequence[_Unit], *, into: bool) -> Iterator[_Unit]:
     """Fill the buffers of units; yields each as it is complete."""
     tree = opened.tree
-    _check_sizes(opened, units)
+    check_sizes(opened, {unit.leaf for unit in units})
     owners: list[_Unit] = []
     buffers: list[HostArray] = []
     for unit in units:
@@ -396,11 +417,18 @@ def _fits(buffer: HostArray, box: Box, record: ArrayRecord) -> bool:
     return whole and buffer.flags.c_contiguous and buffer.flags.writeable
 
 
-def _check_sizes(opened: Opened, units: Sequence[_Unit]) -> None:
-    """Refuse arrays that the objects cannot hold before memory is taken for them."""
+def check_sizes(opened: Opened, wanted: Collection[int]) -> None:
+    """Refuse arrays that the objects cannot hold before memory is taken for them: a hostile root may state any shape.
+
+    Args:
+        opened: the checkpoint.
+        wanted: numbers of leaves.
+
+    Raises:
+        CorruptCheckpointError: names the first such array.
+    """
     if opened.root is None:
         return  # its layout has looked at its files itself
-    wanted = {unit.leaf for unit in units}
     sizes: dict[str, int] = {}
     taken: dict[str, int] = {}
     for leaf, key, start, stop in opened.layout.extents(opened.tree, opened.state):

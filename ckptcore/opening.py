@@ -88,12 +88,20 @@ def find_composite(location: Place, context: Context) -> OpenedComposite | None:
     Raises:
         CorruptCheckpointError: if its root cannot be read.
     """
-    resolved = _resolve(location, context)
-    data = root_bytes(resolved.store)
-    root = None if data is None else parse_root(resolved.store, data)
-    if data is None or not isinstance(root, Composite) or is_hidden_name(resolved.name):
-        return None
-    return OpenedComposite(resolved, data, root)
+    for attempt in range(_ATTEMPTS):
+        resolved = _resolve(location, context)
+        data = root_bytes(resolved.store)
+        if data is None or is_hidden_name(resolved.name):
+            return None
+        try:
+            root = parse_root(resolved.store, data)
+        except CorruptCheckpointError:
+            # A part of the root is gone with a checkpoint that was replaced since.
+            if attempt + 1 < _ATTEMPTS and root_bytes(resolved.store) != data:
+                continue
+            raise
+        return OpenedComposite(resolved, data, root) if isinstance(root, Composite) else None
+    return None
 
 
 def open_checkpoint(location: Place, context: Context) -> Opened:
@@ -140,7 +148,7 @@ def _resolve(location: Place, context: Context) -> Location:
 def _open(resolved: Location, data: bytes | None, context: Context) -> Opened:
     """Open the checkpoint that these bytes are the root of; a foreign one where there are none."""
     root = None if data is None else parse_root(resolved.store, data)
-    if isinstance(root, Claimed) or (root is None and is_hidden_name(resolved.name)):
+    if isinstance(root, Claimed) or is_hidden_name(resolved.name):
         raise UncommittedCheckpointError(
             f"{resolved.display} holds a save that was not committed"
             + (f" (it began at {root.created})" if root is not None else "")
@@ -173,10 +181,11 @@ def _expect_committed(resolved: Location, member: Root) -> None:
         UncommittedCheckpointError
     """
     data = root_bytes(resolved.parent)
-    if data is None and not is_hidden_name(resolved.parent_name):
+    hidden = is_hidden_name(resolved.parent_name)
+    if data is None and not hidden:
         return
     around = None if data is None else parse_root(resolved.parent, data)
-    if not isinstance(around, Composite) or around.save_id != member.save_id:
+    if hidden or not isinstance(around, Composite) or around.save_id != member.save_id:
         raise UncommittedCheckpointError(
             f"{resolved.display} belongs to a checkpoint of several checkpointables that was not committed, or was replaced "
             "meanwhile; load another checkpoint, or save again"

@@ -86,15 +86,7 @@ def test_a_member_of_a_claim_does_not_count(tmp_path: Path) -> None:
         ckptcore.load_checkpointables(location)
 
 
-@pytest.mark.parametrize(
-    "rooted",
-    [
-        False,
-        pytest.param(
-            True, marks=pytest.mark.xfail(strict=True, reason="a hidden directory with a root passes for a composite")
-        ),
-    ],
-)
+@pytest.mark.parametrize("rooted", [False, True])
 def test_a_member_of_a_hidden_directory_does_not_count(rooted: bool, tmp_path: Path) -> None:
     """A save under way, or dead right before its rename, or a checkpoint that was replaced and is being deleted."""
     save_all(str(tmp_path / "c"))

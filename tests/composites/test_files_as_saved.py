@@ -1,0 +1,38 @@
+"""Files that an object wrote, loaded by the location of the object and without it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import ckptcore
+from ckptcore.errors import TreeMismatchError
+
+
+class _Position:
+    def __init__(self, position: int) -> None:
+        self.position = position
+
+    def save(self, directory: Path) -> None:
+        (directory / "position").write_text(str(self.position))
+
+    def load(self, directory: Path) -> None:
+        self.position = int((directory / "position").read_text())
+
+
+def test_the_files_come_as_bytes(tmp_path: Path) -> None:
+    ckptcore.save_checkpointables(tmp_path / "c", {"data": _Position(7), "w": np.ones(2)})
+    assert ckptcore.load(tmp_path / "c" / "data") == {"position": b"7"}
+    assert ckptcore.load_checkpointables(tmp_path / "c", ["data"]) == {"data": {"position": b"7"}}
+
+
+def test_no_tree_is_made_of_files(tmp_path: Path) -> None:
+    ckptcore.save_checkpointables(tmp_path / "c", {"data": _Position(7)})
+    target = {"w": np.zeros(2)}
+    with pytest.raises(TreeMismatchError, match="files that an object wrote"):
+        ckptcore.load(tmp_path / "c" / "data", target)
+    with pytest.raises(TreeMismatchError, match="files that an object wrote"):
+        ckptcore.load_into(tmp_path / "c" / "data", target)
+    assert target["w"].tolist() == [0, 0]
