@@ -86,12 +86,14 @@ class _Passed:
         last: why the last failed in this process; None if it failed in others.
         changed: whether what was to be restored in place is changed, and holds no whole step.
         all_gone: whether all were deleted, as against damaged.
+        listed: whether it was looked at all.
     """
 
     skipped: list[SkippedStep] = field(default_factory=list)
     last: Exception | None = None
     changed: bool = False
     all_gone: bool = True
+    listed: bool = False
 
     def failure(self, directory: str) -> CheckpointError:
         """What to raise where nothing is left to try."""
@@ -369,8 +371,8 @@ class CheckpointReader:
     def _load_newest(self, loading: Loading[T]) -> T:
         """Load the newest step that every process can load."""
         passed = _Passed()
-        step = self._next(passed)
         for _ in range(_LISTINGS):
+            step, is_moving = self._next(passed)
             while step is not None:
                 loaded = self._try(step, loading, passed)
                 if loaded is not None:
@@ -378,21 +380,25 @@ class CheckpointReader:
                     self._skipped_steps = tuple([skip for skip in passed.skipped if skip.step > step])
                     self._broken.discard(step)
                     return loaded[0]
-                step = self._next(passed)
-            if not passed.all_gone:
+                step, is_moving = self._next(passed)
+            if not (passed.all_gone and is_moving):
                 break
-            self.reload()  # others have deleted what was known here, and may have saved something newer before
-            step = self._next(passed)
-            if step is None:
-                break
+            self.reload()  # others have deleted what was known here, and have saved something newer before
         self._skipped_steps = tuple(passed.skipped)
         raise passed.failure(self.directory) from passed.last
 
-    def _next(self, passed: _Passed) -> int | None:
-        """The newest step that was not tried."""
-        tried = [skip.step for skip in passed.skipped]
-        step: int | None = self._agreement("choose").lead("choose", functools.partial(self._newest, tried))
-        return step
+    def _next(self, passed: _Passed) -> tuple[int | None, bool]:
+        """The newest step that was not tried; if there is none, whether another listing may show one."""
+        tried = {skip.step for skip in passed.skipped}
+
+        def choose() -> tuple[int | None, bool]:
+            step = next((step for step in self._steps.newest_first() if step not in tried), None)
+            # Nothing is listed before anything was: a reader may have been made before the run.
+            return step, bool(tried) or bool(self._steps.candidates()) or not passed.listed
+
+        chosen: tuple[int | None, bool] = self._agreement("choose").lead("choose", choose)
+        passed.listed = True
+        return chosen
 
     def _try(self, step: int, loading: Loading[T], passed: _Passed) -> tuple[T] | None:
         """Load a step; None if it is damaged or gone for any of the processes."""
@@ -429,9 +435,6 @@ class CheckpointReader:
         if not is_gone:
             self._broken.add(step)
         return None
-
-    def _newest(self, skipped: Sequence[int]) -> int | None:
-        return next((step for step in self._steps.newest_first() if step not in skipped), None)
 
     def _attempt(self, step: int, loading: Loading[T]) -> T:
         place = self._steps.place(step)

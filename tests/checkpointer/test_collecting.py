@@ -109,7 +109,7 @@ def test_an_error_of_a_policy_is_told_and_loses_no_save(directory: str) -> None:
         run.save(step, tree(step))
     with pytest.raises(ZeroDivisionError, match="my policy") as caught:
         run.wait()
-    assert len(caught.value.__notes__) == 1
+    assert set(getattr(caught.value, "__notes__", ())) <= {"and then: ZeroDivisionError: my policy"}
     run.wait()  # told once
     run.close()
     assert CheckpointReader(directory).steps == (1, 2, 3)
