@@ -1,10 +1,11 @@
-"""The ``ckptcore`` command: look at checkpoints, check, compare and convert them. Needs ``ckptcore[cli]``.
+"""The ``ckptcore`` command: look at checkpoints and runs, check, compare, convert, collect. Needs ``ckptcore[cli]``.
 
 - `application`: the group of commands, which imports each one when it is used
-- `inspect`, `ls`, `verify`, `diff`, `convert`, `plugins`: one command each
+- `inspect`, `ls`, `steps`, `verify`, `diff`, `convert`, `gc`, `plugins`: one command each
 - `exits`: the exit codes and what leads to them
 - `documents`: what ``--json`` prints
-- `command`: what all commands share; `comparison`, `locating`, `treeview`, `amounts`, `console`, `progress`: their parts
+- `command`: what all commands share; `locating`, `survey`, `members`, `comparison`, `files_comparison`, `collection`, `treeview`, `table`,
+  `amounts`, `console`, `progress`: their parts
 """
 
 from __future__ import annotations

@@ -88,14 +88,14 @@ class Comparison:
 
     @property
     def nbytes(self) -> int:
-        """How many bytes of `a` `of_elements` compares."""
+        """How many bytes of `a` `of_contents` compares."""
         return sum(self._a.array(pair.a).spec.nbytes for pair in self._pairs)
 
     def of_trees(self, *, with_dtypes: bool) -> Iterator[DifferenceDocument]:
         """Every difference that shows without reading an array.
 
         Args:
-            with_dtypes: also those of dtypes of arrays of one shape, of which `of_elements` tells more.
+            with_dtypes: also those of dtypes of arrays of one shape, of which `of_contents` tells more.
         """
         a, b = self._a, self._b
         for path in a:
@@ -112,7 +112,7 @@ class Comparison:
             if path not in a and _container_is_in(path, a):
                 yield _difference(path, "only_in_b", None, b.describe(path))
 
-    def of_elements(self, progress: Callable[[int, int], None]) -> Iterator[DifferenceDocument]:
+    def of_contents(self, progress: Callable[[int, int], None]) -> Iterator[DifferenceDocument]:
         """Every difference of dtypes and elements between arrays of one shape.
 
         Args:

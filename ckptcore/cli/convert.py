@@ -11,6 +11,7 @@ from ckptcore.cli.command import checkpoint_command
 from ckptcore.cli.console import print_document, print_line, printable
 from ckptcore.cli.documents import ConvertDocument
 from ckptcore.cli.exits import ExitCode
+from ckptcore.cli.members import describe
 from ckptcore.cli.progress import byte_progress
 from ckptcore.model import ArrayRecord
 
@@ -28,25 +29,33 @@ def command(
 ) -> ExitCode:
     """Write the checkpoint at SOURCE to DESTINATION in another layout.
 
-    SOURCE may be of any layout that is installed, written by ckptcore or by other software; it is not changed.
+    SOURCE may be of any layout that is installed, written by ckptcore or by other software; it is not changed. Of several
+    checkpointables each is converted; files that objects wrote are copied.
     """
     import ckptcore
 
     replace: bool | Literal["non-atomic"] = "non-atomic" if overwrite_non_atomic else overwrite
     with byte_progress("converting") as progress:
         ckptcore.convert(source, destination, layout=layout, overwrite=replace, progress=progress)
-    written = ckptcore.metadata(destination)
+    written = describe(destination)
+    one_tree = isinstance(written, ckptcore.CheckpointMetadata)
+    trees = {"": written} if isinstance(written, ckptcore.CheckpointMetadata) else written.checkpointables
+    leaves = [leaf for one in trees.values() for leaf in one.tree.leaves]
     document: ConvertDocument = {
         "schema": "ckptcore.convert/1",
         "source": source,
         "destination": destination,
-        "layout": written.layout,
-        "arrays": sum(isinstance(record, ArrayRecord) for record in written.tree.leaves),
+        "layout": layout,
+        "arrays": sum(isinstance(leaf, ArrayRecord) for leaf in leaves),
         "nbytes": written.nbytes,
     }
+    if not one_tree:
+        document["checkpointables"] = list(trees)
     if as_json:
         print_document(document)
     else:
         held = f"{count(document['arrays'], 'array')} of {size(document['nbytes'])}"
+        if not one_tree:
+            held = f"{count(len(trees), 'checkpointable')} of {size(document['nbytes'])}"
         print_line(("written", "bold green"), f": {held} to {printable(destination)} as {document['layout']}")
     return ExitCode.OK

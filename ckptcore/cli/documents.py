@@ -13,21 +13,29 @@ from ckptcore.model import JSON
 
 __all__ = [
     "AttributeKey",
+    "CheckpointableDocument",
+    "CheckpointablesDocument",
     "ContainerDocument",
     "ConvertDocument",
     "DiffDocument",
     "DifferenceDocument",
     "ErrorDocument",
+    "EventDocument",
     "FailedPluginDocument",
+    "GcDocument",
+    "GcStepDocument",
     "InspectDocument",
     "KeyDocument",
     "LeafDocument",
     "ListDocument",
     "ListedDocument",
     "ObjectDocument",
+    "OwnerDocument",
     "PluginDocument",
     "PluginsDocument",
     "ProblemDocument",
+    "StepDocument",
+    "StepsDocument",
     "TotalsDocument",
     "VerifyDocument",
 ]
@@ -94,8 +102,19 @@ class TotalsDocument(TypedDict):
     object_bytes: int
 
 
+class EventDocument(TypedDict):
+    """A phase of the save that wrote a checkpoint; see `ckptcore.events`."""
+
+    phase: str
+    rank: int
+    began: float  #: seconds since the epoch, UTC
+    seconds: float
+    nbytes: int | None
+    error: str | None
+
+
 class InspectDocument(TypedDict):
-    """``ckptcore inspect --json``."""
+    """``ckptcore inspect --json`` of a checkpoint that is one tree."""
 
     schema: Literal["ckptcore.inspect/1"]
     location: str
@@ -108,6 +127,38 @@ class InspectDocument(TypedDict):
     leaves: list[LeafDocument]
     objects: list[ObjectDocument]
     totals: TotalsDocument
+    metrics: dict[str, float | str]  #: "nan", "inf", "-inf" where it is none that JSON has
+    timeline: list[EventDocument]  #: empty where none was kept
+
+
+class CheckpointableDocument(TypedDict):
+    """One of several checkpointables, as `InspectDocument` has one tree."""
+
+    name: str
+    kind: Literal["tree", "files"]
+    processes: (
+        int | None
+    )  #: how many saved a state of their own, of which the first is told; None: all saved one together
+    layout: str
+    containers: list[ContainerDocument]  #: of files none
+    leaves: list[LeafDocument]  #: of files none
+    objects: list[ObjectDocument]
+    totals: TotalsDocument
+
+
+class CheckpointablesDocument(TypedDict):
+    """``ckptcore inspect --json`` of a checkpoint of several checkpointables."""
+
+    schema: Literal["ckptcore.inspect_checkpointables/1"]
+    location: str
+    writer: str
+    created: str
+    save_id: str
+    custom: dict[str, JSON]
+    metrics: dict[str, float | str]
+    checkpointables: list[CheckpointableDocument]
+    deleted: list[str]  #: names of what was saved too and deleted since
+    timeline: list[EventDocument]
 
 
 class ListedDocument(TypedDict):
@@ -120,6 +171,7 @@ class ListedDocument(TypedDict):
     arrays: int | None
     nbytes: int | None
     error: str | None  #: why it is corrupt or unreadable
+    checkpointables: NotRequired[list[str]]  #: their names, where it holds several; `layout` is "composite" then
 
 
 class ListDocument(TypedDict):
@@ -157,10 +209,11 @@ class DifferenceDocument(TypedDict):
 
     path: str
     keys: list[KeyDocument]
-    kind: Literal["only_in_a", "only_in_b", "structure", "kind", "dtype", "shape", "values"]
+    kind: Literal["only_in_a", "only_in_b", "structure", "kind", "dtype", "shape", "values", "size", "bytes"]
+    checkpointable: NotRequired[str]  #: the directory of the one it is in, where there are several
     a: JSON
     b: JSON
-    differing: NotRequired[int]  #: of "values" of arrays: elements that differ
+    differing: NotRequired[int]  #: of "values" of arrays: elements that differ; of "bytes" of files: bytes
     elements: NotRequired[int]  #: ... of how many
     max_absolute_error: NotRequired[
         float | str | None
@@ -176,6 +229,7 @@ class DiffDocument(TypedDict):
     same: bool
     leaves_compared: int
     nbytes_compared: int  #: read from both
+    files_compared: NotRequired[int]  #: where both have files that objects wrote
     differences: list[DifferenceDocument]
 
 
@@ -188,6 +242,68 @@ class ConvertDocument(TypedDict):
     layout: str
     arrays: int
     nbytes: int
+    checkpointables: NotRequired[list[str]]  #: their names, where there are several
+
+
+class OwnerDocument(TypedDict):
+    """The job that writes steps into a directory."""
+
+    alive: bool | None  #: None where that cannot be known at once
+    host: str | None
+    pid: int | None
+    since: str | None
+    description: str
+
+
+class StepDocument(TypedDict):
+    """What stands under the name of a step."""
+
+    step: int
+    name: str
+    state: Literal["committed", "foreign", "uncommitted", "corrupt", "unreadable", "other"]
+    created: str | None
+    nbytes: int | None  #: of its objects; of other software's, of its arrays
+    metrics: dict[str, float | str]  #: "nan", "inf", "-inf" where it is none that JSON has
+    pinned: bool | None  #: None where that cannot be found out
+    error: str | None  #: why it is corrupt or unreadable, or the first problem that verifying it found
+    sound: NotRequired[bool]  #: with --verify
+    unverified: NotRequired[list[str]]  #: with --verify: objects of which no checksums are kept
+    problems: NotRequired[list[ProblemDocument]]  #: with --verify
+
+
+class StepsDocument(TypedDict):
+    """``ckptcore steps --json``."""
+
+    schema: Literal["ckptcore.steps/1"]
+    directory: str
+    owner: OwnerDocument | None  #: None: nobody
+    steps: list[StepDocument]  #: ascending
+    older: int  #: how many more --last left out
+    leftovers: list[str]  #: hidden directories of saves and deletions that are under way, or died
+
+
+class GcStepDocument(TypedDict):
+    """What garbage collection does with a step."""
+
+    step: int
+    name: str
+    action: Literal["keep", "delete"]
+    reasons: list[str]  #: why
+    created: str | None
+    metrics: dict[str, float | str]
+    nbytes: int | None  #: of what is to be deleted
+
+
+class GcDocument(TypedDict):
+    """``ckptcore gc --json``."""
+
+    schema: Literal["ckptcore.gc/1"]
+    directory: str
+    policy: str
+    dry_run: bool
+    steps: list[GcStepDocument]  #: ascending
+    leftovers: list[str]  #: what saves and deletions left that died, or are under way; the living ones' stays
+    deleted: list[int]  #: steps; of a dry run none
 
 
 class PluginDocument(TypedDict):

@@ -8,6 +8,7 @@ from ckptcore.errors import (
     CheckpointExistsError,
     CheckpointNotFoundError,
     CorruptCheckpointError,
+    DirectoryInUseError,
     ObjectNotFoundError,
     PluginError,
     UnsupportedKeyError,
@@ -29,6 +30,7 @@ class ExitCode(IntEnum):
     UNSUPPORTED = 5
     FAILED = 6
     EXISTS = 7
+    IN_USE = 8
     BUG = 70
     INTERRUPTED = 130
     BROKEN_PIPE = 141
@@ -38,20 +40,22 @@ EXIT_CODE_HELP = """\
 \b
 Exit codes:
     0  done; nothing differs, nothing is wrong
-    1  diff found differences, verify found problems, plugins found one that failed to load
+    1  diff found differences, verify or steps --verify found problems, a plugin failed to load
     2  the command was not called correctly
     3  there is no checkpoint at the location, or only one whose save never committed
     4  the checkpoint is corrupt
     5  a plugin that is needed is not installed, or the checkpoint holds what cannot be handled
     6  the storage or something else failed
     7  something stands at the destination already
+    8  another job owns the directory of steps
    70  a bug in ckptcore or in a plugin
-  130  interrupted
+  130  interrupted, or not confirmed
 """
 
 _CODES: tuple[tuple[type[Exception], ExitCode], ...] = (
     (CheckpointNotFoundError, ExitCode.NOT_FOUND),
     (CheckpointExistsError, ExitCode.EXISTS),
+    (DirectoryInUseError, ExitCode.IN_USE),
     (CorruptCheckpointError, ExitCode.CORRUPT),
     (ObjectNotFoundError, ExitCode.CORRUPT),  # the root was there and names what is not
     (UnsupportedVersionError, ExitCode.UNSUPPORTED),

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import urllib.parse
-from collections.abc import Iterator, Sequence
-from typing import Literal, TypeAlias
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import click
 
@@ -14,7 +12,12 @@ from ckptcore.cli.command import checkpoint_command
 from ckptcore.cli.console import print_document, print_line, printable
 from ckptcore.cli.documents import ListDocument, ListedDocument
 from ckptcore.cli.exits import ExitCode
+from ckptcore.cli.locating import child_location, names_in
+from ckptcore.cli.members import describe
 from ckptcore.model import ArrayRecord
+
+if TYPE_CHECKING:
+    from ckptcore import CheckpointMetadata
 
 __all__ = ["command"]
 
@@ -38,7 +41,8 @@ States:
 def command(as_json: bool, directory: str) -> ExitCode:
     """List the checkpoints in DIRECTORY: whether each is committed, its layout, size and age.
 
-    DIRECTORY is a path or URL; only what is directly in it is looked at, and what is no checkpoint is left out.
+    DIRECTORY is a path or URL; only what is directly in it is looked at, and what is no checkpoint is left out. Of the steps of
+    a run `ckptcore steps` tells more.
     """
     document: ListDocument = {
         "schema": "ckptcore.ls/1",
@@ -54,27 +58,30 @@ def command(as_json: bool, directory: str) -> ExitCode:
 
 def _checkpoints(directory: str) -> Iterator[ListedDocument]:
     from ckptcore.commit import is_hidden_name
+    from ckptcore.holds import ADMINISTRATION
     from ckptcore.root import ROOT_KEY
 
-    names = _names_in(directory)
+    names = names_in(directory)
     if ROOT_KEY in names:
         # It is a checkpoint itself: like `ls` of a file.
         yield from _listed(directory, directory)
         return
-    for entry in names:
+    for entry in sorted(names, key=_in_order):
         name = entry.rstrip("/")
+        if name == ADMINISTRATION:
+            continue
         if is_hidden_name(name):
             yield _document(name, "leftover")
         else:
-            yield from _listed(_child(directory, name), name)
+            yield from _listed(child_location(directory, name), name)
 
 
-def _child(directory: str, name: str) -> str:
-    if directory[:7].lower() == "file://":
-        return (
-            f"{directory.rstrip('/')}/{urllib.parse.quote(name, errors='surrogateescape')}"  # its escapes are decoded
-        )
-    return os.path.join(directory, name)
+def _in_order(entry: str) -> tuple[str, int, str]:
+    """Steps by their number: 9 before 10."""
+    name = entry.rstrip("/")
+    prefix = name.rstrip("0123456789")
+    # A number of a thousand digits is no step.
+    return (prefix, int(name[len(prefix) :][:20] or -1), name)
 
 
 def _listed(location: str, name: str) -> Iterator[ListedDocument]:
@@ -83,7 +90,7 @@ def _listed(location: str, name: str) -> Iterator[ListedDocument]:
     from ckptcore.errors import CheckpointNotFoundError, CorruptCheckpointError, UncommittedCheckpointError
 
     try:
-        found = ckptcore.metadata(location)
+        found = describe(location)
     except UncommittedCheckpointError:
         yield _document(name, "uncommitted")
     except CheckpointNotFoundError:
@@ -94,11 +101,20 @@ def _listed(location: str, name: str) -> Iterator[ListedDocument]:
         yield _document(name, "unreadable", str(error))
     else:
         document = _document(name, "foreign" if found.save_id is None else "committed")
-        document["layout"] = found.layout
+        if isinstance(found, ckptcore.CheckpointMetadata):
+            document["layout"] = found.layout
+            document["arrays"] = _arrays(found)
+        else:
+            document["layout"] = "composite"
+            document["arrays"] = sum(map(_arrays, found.checkpointables.values()))
+            document["checkpointables"] = list(found.checkpointables)
         document["created"] = found.created
-        document["arrays"] = sum(isinstance(record, ArrayRecord) for record in found.tree.leaves)
         document["nbytes"] = found.nbytes
         yield document
+
+
+def _arrays(found: CheckpointMetadata) -> int:
+    return sum(isinstance(record, ArrayRecord) for record in found.tree.leaves)
 
 
 def _document(name: str, state: State, error: str | None = None) -> ListedDocument:
@@ -113,31 +129,6 @@ def _document(name: str, state: State, error: str | None = None) -> ListedDocume
     }
 
 
-def _names_in(directory: str) -> Sequence[str]:
-    """The names in a directory; those of directories end in ``/``.
-
-    Raises:
-        CheckpointNotFoundError: if there is no such directory.
-    """
-    from ckptcore.errors import CheckpointNotFoundError, InvalidLocationError
-    from ckptcore.locations import resolve_location
-    from ckptcore.plugins import installed_plugins
-    from ckptcore.protocols import StorageOptions
-
-    scheme, separator, _ = directory.partition("://")
-    opener = installed_plugins().storage(scheme.lower() if separator else "file")
-    names = opener(directory, StorageOptions()).list_names()
-    if names:
-        return names
-    try:
-        location = resolve_location(directory, installed_plugins(), durable=False, config={})
-    except InvalidLocationError:
-        return names  # the root of a storage, which is always there
-    if f"{location.name}/" not in location.parent.list_names():
-        raise CheckpointNotFoundError(f"there is no directory {directory}; check the path")
-    return names
-
-
 def _print(document: ListDocument) -> None:
     checkpoints = document["checkpoints"]
     if not checkpoints:
@@ -148,9 +139,10 @@ def _print(document: ListDocument) -> None:
     for name, checkpoint in zip(names, checkpoints, strict=True):
         details = ""
         if checkpoint["arrays"] is not None and checkpoint["nbytes"] is not None:
+            named = checkpoint.get("checkpointables")
+            held = count(checkpoint["arrays"], "array") if named is None else count(len(named), "checkpointable")
             details = (
-                f"{checkpoint['layout']:<12}{size(checkpoint['nbytes']):>9} {count(checkpoint['arrays'], 'array'):>13}"
-                f"  {checkpoint['created'] or ''}"
+                f"{checkpoint['layout']:<12}{size(checkpoint['nbytes']):>9} {held:>18}  {checkpoint['created'] or ''}"
             )
         elif checkpoint["error"] is not None:
             details = printable(" ".join(checkpoint["error"].split()))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import click
 
 from ckptcore.cli.amounts import count, size
@@ -11,7 +13,10 @@ from ckptcore.cli.documents import ProblemDocument, VerifyDocument
 from ckptcore.cli.exits import ExitCode
 from ckptcore.cli.progress import byte_progress
 
-__all__ = ["command"]
+if TYPE_CHECKING:
+    from ckptcore import VerifyReport
+
+__all__ = ["command", "problem_documents"]
 
 
 @checkpoint_command("verify")
@@ -20,13 +25,32 @@ def command(as_json: bool, location: str) -> ExitCode:
     """Read every byte of a checkpoint and check it against its checksum.
 
     Each problem names the object (file), the arrays in it and the range of bytes; with one the exit code is 1. A checkpoint
-    that other software wrote has no checksums: that all of it can be read is checked, and is said so.
+    that other software wrote has no checksums: that all of it can be read is checked, and is said so. Of a checkpoint of several
+    checkpointables each one is verified.
     """
     import ckptcore
 
     with byte_progress("verifying") as progress:
         report = ckptcore.verify(location, progress=progress)
-    problems: list[ProblemDocument] = [
+    document: VerifyDocument = {
+        "schema": "ckptcore.verify/1",
+        "location": location,
+        "ok": report.ok,
+        "objects": report.objects,
+        "nbytes": report.nbytes,
+        "unverified": list(report.unverified),
+        "problems": problem_documents(report),
+    }
+    if as_json:
+        print_document(document)
+    else:
+        _print(document)
+    return ExitCode.OK if report.ok else ExitCode.FOUND
+
+
+def problem_documents(report: VerifyReport) -> list[ProblemDocument]:
+    """What is wrong with a checkpoint, in the order of its objects."""
+    return [
         {
             "object": problem.key,
             "start": problem.start,
@@ -36,20 +60,6 @@ def command(as_json: bool, location: str) -> ExitCode:
         }
         for problem in sorted(report.problems, key=lambda problem: (problem.key or "", problem.start or 0))
     ]
-    document: VerifyDocument = {
-        "schema": "ckptcore.verify/1",
-        "location": location,
-        "ok": report.ok,
-        "objects": report.objects,
-        "nbytes": report.nbytes,
-        "unverified": list(report.unverified),
-        "problems": problems,
-    }
-    if as_json:
-        print_document(document)
-    else:
-        _print(document)
-    return ExitCode.OK if report.ok else ExitCode.FOUND
 
 
 def _print(document: VerifyDocument) -> None:
