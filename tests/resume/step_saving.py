@@ -1,0 +1,47 @@
+"""One save of a step with the deletions that follow it, by a process that waits at a gate until it is traced."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+import ckptcore
+from ckptcore.policies import LatestN
+from tests.resume.numpy_training import Batches
+
+__all__ = ["KEPT", "main", "make_state", "step_at"]
+
+KEPT: Final = 2
+"""How many steps the process keeps."""
+
+
+def make_state(step: int) -> dict[str, object]:
+    """The state of a step, every leaf of which tells which one it belongs to."""
+    batches = Batches(step)
+    next(batches)
+    return {"params": {"w": np.full(1000, step), "names": [f"step {step}"] * 3}, "data": batches}
+
+
+def step_at(reader: ckptcore.CheckpointReader, step: int) -> int:
+    """Which step's state stands at a step, whole."""
+    found: dict[str, Any] = reader.load_checkpointables(step)
+    stored = int(found["params"]["w"][0])
+    assert (found["params"]["w"] == stored).all() and found["params"]["names"] == [f"step {stored}"] * 3
+    assert found["data"] == {"position": 1, "seed": stored}
+    return stored
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Given a directory, a step and a named pipe: wait until the pipe has a byte, and save."""
+    directory, step, gate = arguments
+    opened = os.open(gate, os.O_RDWR)
+    print("ready", flush=True)
+    os.read(opened, 1)
+    # One thread, so that the system calls of one run are those of the next.
+    context = ckptcore.Context(threads=1)
+    with ckptcore.Checkpointer(Path(directory), preservation_policy=LatestN(KEPT), context=context) as checkpointer:
+        checkpointer.save_checkpointables(int(step), make_state(int(step)))
