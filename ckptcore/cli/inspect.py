@@ -207,12 +207,14 @@ def _holds(found: CheckpointMetadata) -> str:
     totals = _totals(found)
     if found.layout == FilesLayout.name:
         return f"{count(totals['objects'], 'file')} of {size(totals['object_bytes'])}"
-    held = f"{count(totals['arrays'], 'array')} of {size(totals['nbytes'])}"
+    held = []
+    if totals["arrays"] or not totals["values"]:
+        held.append(f"{count(totals['arrays'], 'array')} of {size(totals['nbytes'])}")
     if totals["values"]:
-        held += f", {count(totals['values'], 'value')}"
+        held.append(count(totals["values"], "value"))
     if totals["objects"]:
-        held += f", in {count(totals['objects'], 'object')} of {size(totals['object_bytes'])}"
-    return held
+        held.append(f"in {count(totals['objects'], 'object')} of {size(totals['object_bytes'])}")
+    return ", ".join(held)
 
 
 def _told_of(found: CheckpointablesMetadata, name: str) -> str:

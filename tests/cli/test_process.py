@@ -16,6 +16,7 @@ import ckptcore
 from ckptcore.cli.exits import EXIT_CODE_HELP, ExitCode, exit_code_of
 from ckptcore.errors import CheckpointError
 from tests.cli.conftest import Run, flip
+from tests.cli.runs import save_run
 
 FRAMEWORKS = ("torch", "jax", "jaxlib", "tensorflow", "flax", "optax", "equinox")
 PROGRAM = [sys.executable, "-m", "ckptcore.cli"]
@@ -54,6 +55,12 @@ def test_help_imports_no_framework() -> None:
 def test_commands_import_no_framework(command: str, checkpoint: Path) -> None:
     arguments = [] if command == "plugins" else [checkpoint]
     assert imported_by(command, *arguments).isdisjoint(FRAMEWORKS)
+
+
+@pytest.mark.parametrize("arguments", [["steps", "--verify"], ["gc", "--policy", "latest_n=1", "--yes"]])
+def test_commands_on_runs_import_no_framework(arguments: list[str], tmp_path: Path) -> None:
+    save_run(tmp_path / "run", {1: 0.5, 2: 0.25})
+    assert imported_by(*arguments, tmp_path / "run").isdisjoint(FRAMEWORKS)
 
 
 def test_the_check_for_frameworks_sees_one(tmp_path: Path) -> None:
@@ -103,7 +110,7 @@ def test_help_tells_exit_codes(run: Run) -> None:
 
 
 def test_every_command_has_help_and_json(run: Run) -> None:
-    for command in ("inspect", "ls", "verify", "diff", "convert", "plugins"):
+    for command in ("inspect", "ls", "steps", "verify", "diff", "convert", "gc", "plugins"):
         text = run(command, "--help").stdout
         assert "--json" in text
         assert "--debug" in text

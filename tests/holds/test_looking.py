@@ -1,0 +1,63 @@
+"""Looking who owns a directory of steps, without taking it."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from ckptcore.context import Context
+from ckptcore.errors import DirectoryInUseError
+from ckptcore.holds import own_directory
+from ckptcore.holds.holders import new_holder
+from ckptcore.holds.looking import look_at_owner
+from ckptcore.locations import open_directory
+from ckptcore.protocols import AtomicDirectories, StorageBackend
+
+Open = Callable[[], StorageBackend]
+
+
+@pytest.fixture(params=["locks", "leases"])
+def directory(request: pytest.FixtureRequest, tmp_path: Path) -> Open:
+    """Opens a directory of a storage that has locks, and of one that has not."""
+    place = str(tmp_path) if request.param == "locks" else f"memory://{uuid.uuid4()}/run"
+    return lambda: open_directory(place, Context().registry, durable=False, config={})
+
+
+def test_sees_the_owner_as_long_as_it_is_one(directory: Open) -> None:
+    assert look_at_owner(directory()) is None
+    with own_directory(directory(), "run") as owned:
+        seen = look_at_owner(directory())
+        assert seen is not None
+        assert seen.holder is not None
+        assert seen.holder.pid == new_holder().pid
+        assert seen.is_alive is (True if isinstance(directory(), AtomicDirectories) else None)
+        assert "this process, " in seen.describe()
+        owned.check()  # looking took nothing
+        with pytest.raises(DirectoryInUseError):
+            own_directory(directory(), "run")
+    assert look_at_owner(directory()) is None
+    own_directory(directory(), "run").close()
+
+
+def test_writes_nothing(directory: Open) -> None:
+    look_at_owner(directory())
+    assert list(directory().list()) == []
+    own_directory(directory(), "run").close()
+    before = {key: directory().get(key) for key in directory().list()}
+    assert before
+    look_at_owner(directory())
+    assert {key: directory().get(key) for key in directory().list()} == before
+
+
+@pytest.mark.parametrize("record", [b"", b"no JSON", b"{}", b"[" * 100_000])
+def test_a_record_that_cannot_be_read(directory: Open, record: bytes) -> None:
+    with own_directory(directory(), "run"):
+        (key,) = directory().list()
+        directory().put(key, record)
+        seen = look_at_owner(directory())
+        assert seen is not None
+        assert seen.holder is None
+        assert seen.describe().startswith("a process whose record cannot be read, ")
