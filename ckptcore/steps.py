@@ -267,7 +267,10 @@ class StepDirectory:
         """What to say where a step is asked for that is not there."""
         steps = self.steps()
         there = ", ".join(map(str, steps[-5:])) if steps else "none"
-        return f"there is no committed step {step} in {self.display}; the newest are {there}"
+        return (
+            f"there is no committed step {step} in {self.display}; the newest are {there}, as it was last listed: reload() lists "
+            "it again"
+        )
 
 
 def _seconds(created: str) -> float:

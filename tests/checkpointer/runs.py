@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -160,13 +159,3 @@ class Gate:
         """Stop those that come."""
         self.arrived.clear()
         self._open.clear()
-
-
-def with_observers(context: ckptcore.Context, observers: Sequence[Callable[[Any], None]]) -> ckptcore.Context:
-    """The same, observed."""
-    return dataclasses.replace(context, observers=tuple(observers))
-
-
-def numbered(names: Mapping[int, str]) -> Iterator[tuple[int, str]]:
-    """Steps with their names, ascending."""
-    return iter(sorted(names.items()))

@@ -199,6 +199,27 @@ def test_a_failed_deletion_is_told_once_and_the_step_is_there_if_it_is(directory
     assert step_names(directory) == ["2"]
 
 
+def test_a_deletion_that_fails_after_the_step_vanished(directory: str) -> None:
+    watch = Watch()
+    run = Checkpointer(through(directory), context=watched(watch))
+    save_steps(run, [1, 2])
+
+    def fail(name: str, keys: Sequence[str]) -> None:
+        if name in ("delete", "delete_directory") and any(key.startswith((".1.", "1/")) for key in keys):
+            raise StorageError("the test said so")
+
+    watch.before = fail
+    run.delete(1)
+    with pytest.raises(StorageError, match="the test said so"):
+        run.wait()
+    assert list(run.steps) == [2]
+    watch.before = lambda name, keys: None
+    run.close()
+    with Checkpointer(directory) as other:
+        other.wait()
+    assert step_names(directory) == ["2"]
+
+
 def test_a_save_does_not_wait_for_a_deletion(directory: str) -> None:
     watch = Watch()
     deleting, goes_on = threading.Event(), threading.Event()
@@ -219,19 +240,30 @@ def test_a_save_does_not_wait_for_a_deletion(directory: str) -> None:
 
 
 def test_what_is_being_replaced_is_not_collected(local: str) -> None:
+    """A later step was begun meanwhile, so it is neither the last that was saved nor the last that was begun."""
     watch = Watch()
-    gate = Gate(watch)
-    with Checkpointer(through(local), context=watched(watch), when_busy="queue", preservation_policy=LatestN(1)) as run:
-        gate.open()
-        save_steps(run, [1, 2])
-        gate.close()
+    begun, collected = threading.Event(), threading.Event()
+
+    def stop(name: str, keys: Sequence[str]) -> None:
+        if threading.current_thread().name.startswith("ckptcore-clean"):
+            assert begun.wait(60)
+        if name == "open_writer" and keys[0].startswith(".2."):
+            assert collected.wait(60)
+
+    policy = LatestN(1)
+    with Checkpointer(through(local), context=watched(watch), when_busy="queue", preservation_policy=policy) as run:
+        save_steps(run, [2])
+        watch.before = stop
         run.save(3, tree(3))
-        run.save(2, tree(4), overwrite=True)
-        assert gate.arrived.wait(60)
-        gate.open()
-        run.wait()
-        assert run.load(2)["step"] == 4
+        run.save(2, tree(99), overwrite=True)
+        run.save(4, tree(4))  # waits until 3 is saved, and what it leaves to be collected is known
+        begun.set()
+        for future in list(run._cleaning):
+            future.result()
         assert list(run.steps) == [2, 3]
+        collected.set()
+        run.wait()
+        assert run.steps[-1] == 4
 
 
 KILLED: Final = """

@@ -173,6 +173,44 @@ def test_a_program_that_closes_nothing_still_saves(local: str) -> None:
         assert_is_step(run.load(), 1)
 
 
+KILLED: Final = """
+import os, signal, sys
+from ckptcore import Checkpointer
+from tests.checkpointer.runs import Gate, Watch, save_steps, through, tree, watched
+watch = Watch()
+gate = Gate(watch)
+gate.open()
+run = Checkpointer(through(sys.argv[1]), context=watched(watch))
+save_steps(run, [1])
+gate.close()
+run.save(2, tree(2))
+assert gate.arrived.wait(60)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_what_a_killed_run_left_is_removed_by_the_next(local: str) -> None:
+    subprocess.run([sys.executable, "-c", KILLED, local], cwd=REPOSITORY, check=False, timeout=120)
+    assert [name for name in os.listdir(local) if name.startswith(".2.")]
+    with Checkpointer(local) as run:
+        assert_is_step(run.load(), 1)
+        run.wait()
+        assert sorted(os.listdir(local)) == [".ckptcore", "1"]
+        save_steps(run, [2])
+
+
+def test_a_directory_has_many_spellings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    spellings: list[str | Path] = ["run", "./run/", tmp_path / "run", f"file://{tmp_path}/run"]
+    for number, spelling in enumerate(spellings):
+        with Checkpointer(spelling) as run:
+            assert list(run.steps) == list(range(number))
+            save_steps(run, [number])
+            assert_is_step(run.load(), number)
+            with pytest.raises(DirectoryInUseError):
+                Checkpointer("run")
+
+
 def test_nothing_is_left_beside_the_steps(local: str) -> None:
     with Checkpointer(local, preservation_policy=LatestN(2)) as run:
         save_steps(run, range(5))

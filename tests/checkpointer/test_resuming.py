@@ -90,10 +90,10 @@ def test_the_step_before_a_damaged_one_is_loaded(directory: str, damage: Callabl
         assert run.restored_step == 10 and run.skipped_steps == ()
         # What was found broken is replaced without asking, and is whole then.
         save_steps(run, [30])
-        assert_is_step(run.load(), 30)
-        assert run.skipped_steps == ()
         with pytest.raises(CheckpointExistsError):
             run.save(30, tree(31))
+        assert_is_step(run.load(), 30)
+        assert run.skipped_steps == ()
     with CheckpointReader(directory) as reader:
         assert_is_step(reader.load(), 30)
 
