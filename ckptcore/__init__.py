@@ -46,7 +46,8 @@ from ckptcore.verification import Problem, VerifyReport
 
 if TYPE_CHECKING:
     from ckptcore.checkpointer import Checkpointer
-    from ckptcore.reader import CheckpointReader, SkippedStep
+    from ckptcore.reader import CheckpointReader
+    from ckptcore.restoring import SkippedStep
     from ckptcore.step_names import StepNameFormat, StepNames
 
 __all__ = [
@@ -92,7 +93,7 @@ logging.getLogger("ckptcore").addHandler(logging.NullHandler())
 _ON_DEMAND = {
     "CheckpointReader": "ckptcore.reader",
     "Checkpointer": "ckptcore.checkpointer",
-    "SkippedStep": "ckptcore.reader",
+    "SkippedStep": "ckptcore.restoring",
     "StepNameFormat": "ckptcore.step_names",
     "StepNames": "ckptcore.step_names",
 }

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ckptcore.background import LoadHandle, SaveHandle
-from ckptcore.commit import Overwrite, read_root, remove_checkpoint
+from ckptcore.commit import Overwrite, read_root, remove_checkpoint, sweep_location
 from ckptcore.composites import Wanted, load_composite
 from ckptcore.context import Context, default_context
 from ckptcore.conversion import convert_checkpoint
@@ -263,6 +263,7 @@ def delete(location: LocationLike, *, context: Context | None = None) -> None:
             )
         raise CheckpointNotFoundError(f"there is nothing at {resolved.display} to delete")
     remove_checkpoint(resolved, new_save_id())
+    sweep_location(resolved)
 
 
 def verify(

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import logging
 import os
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from threading import Lock
 from types import TracebackType
@@ -18,24 +17,18 @@ from ckptcore.agreement import Agreement
 from ckptcore.background import SaveHandle
 from ckptcore.commit import Overwrite
 from ckptcore.context import Context
+from ckptcore.deciding import Past, SaveDecider
 from ckptcore.directories import write_directory_metadata
 from ckptcore.errors import CheckpointError, CheckpointExistsError, CorruptCheckpointError, UnsupportedVersionError
 from ckptcore.garbage import StepDeleter
 from ckptcore.holds import Hold, own_directory
 from ckptcore.locations import LocationLike, Within, open_directory
 from ckptcore.model.tree import JSON
-from ckptcore.policies import (
-    AnySave,
-    EveryStep,
-    Moment,
-    PreemptionCheckpointing,
-    PreservationPolicy,
-    PreserveAll,
-    SavePolicy,
-)
-from ckptcore.preemption import PreemptionNotice, TerminationSignal
+from ckptcore.policies import EveryStep, PreservationPolicy, PreserveAll, SavePolicy
+from ckptcore.preemption import PreemptionNotice
 from ckptcore.protocols import Layout
-from ckptcore.reader import CheckpointReader, Loading
+from ckptcore.reader import CheckpointReader
+from ckptcore.restoring import Loading
 from ckptcore.root import check_name
 from ckptcore.saving import SaveRequest, begin_save, perform_save
 from ckptcore.step_names import StepNames
@@ -55,19 +48,6 @@ IfInUse: TypeAlias = Literal["error", "take over"]
 _WHOLE: Final = ""
 _MOST_UNHEARD: Final = 100
 """How many failed deletions are kept to be told; all are logged."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Past:
-    """What policies ask of the saves before. The same in every process of a job, but for the time.
-
-    Attributes:
-        step, epoch, began: as `Moment.last_step`, `Moment.last_epoch`, `Moment.last_save_began`.
-    """
-
-    step: int | None = None
-    epoch: int | None = None
-    began: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,20 +105,16 @@ class Checkpointer(CheckpointReader):
         self._lock = Lock()
         self._closed = False
         self._process = os.getpid()
-        self._save_policy = save_policy or EveryStep()
         self._preservation_policy = preservation_policy or PreserveAll()
         self._layout = layout
         self._when_busy: WhenBusy = when_busy
-        self._preempted = False
-        self._terminated: TerminationSignal | None = None
+        self._decider = SaveDecider(save_policy or EveryStep(), skips_when_busy=when_busy == "skip")
         self._owned: Hold | None = None
         self._deleter: StepDeleter | None = None
         self._cleaner: ThreadPoolExecutor | None = None
         self._cleaning: list[Future[None]] = []
         self._saves: list[_Saving] = []
         self._last_saved: int | None = None
-        self._past = _Past()
-        self._last_save_ended: float | None = None
         self._begin_reading(directory, step_names, context)
         try:
             with self._agreement("own").stage("own"):
@@ -146,9 +122,7 @@ class Checkpointer(CheckpointReader):
                     self._own(if_in_use, metadata)
             self.reload()  # only now: another job may have written until this one owned the directory
             self._look_back(self._steps.latest)
-            if preemption_notice is None and _heeds_preemption(self._save_policy):
-                preemption_notice = self._terminated = TerminationSignal()
-            self._preemption_notice = preemption_notice
+            self._decider.heed(preemption_notice)
             if self._deleter is not None:
                 self._clean(self._deleter.clean)
         except BaseException:
@@ -180,7 +154,7 @@ class Checkpointer(CheckpointReader):
             return [step, summary.progress.get("epoch") if summary is not None else None, began]
 
         found: Any = self._agreement("look-back").lead("look-back", look)
-        self._past = _Past(*found)
+        self._decider.past = Past(*found)
 
     def _load(self, step: int | None, loading: Loading[V]) -> V:
         loaded = super()._load(step, loading)
@@ -194,7 +168,7 @@ class Checkpointer(CheckpointReader):
     @property
     def preempted(self) -> bool:
         """Whether this process was told, when a step was last decided upon, that its machine will be taken away."""
-        return self._preempted
+        return self._decider.preempted
 
     def should_save(self, step: int, *, epoch: int | None = None) -> bool:
         """Whether `save` would save at a step, so that a state need not be made for nothing.
@@ -208,7 +182,7 @@ class Checkpointer(CheckpointReader):
         """
         self._expect_open()
         self._steps.names.name(step)
-        return self._decide(step, epoch)
+        return self._decide(step, epoch, force=False)
 
     def save(
         self,
@@ -281,7 +255,7 @@ class Checkpointer(CheckpointReader):
         Returns:
             Whether it was saved; False where the policy did not want it, or ``when_busy="skip"`` let it be.
         """
-        past = self._past
+        past = self._decider.past
         request = self._request(step, {_WHOLE: state}, metrics, metadata, epoch, force, overwrite)
         if request is None:
             return False
@@ -299,7 +273,7 @@ class Checkpointer(CheckpointReader):
         force: bool,
         overwrite: Overwrite,
     ) -> SaveHandle | None:
-        past = self._past
+        past = self._decider.past
         request = self._request(step, values, metrics, metadata, epoch, force, overwrite)
         if request is None:
             return None
@@ -310,14 +284,14 @@ class Checkpointer(CheckpointReader):
         return handle
 
     @contextmanager
-    def _unless_refused(self, past: _Past) -> Iterator[None]:
+    def _unless_refused(self, past: Past) -> Iterator[None]:
         """A save that could not begin is none for policies, so that the next one is not left out for it."""
         try:
             yield
         except BaseException:
             # In a job it may have begun in other processes, and what policies know has to be the same in all of them.
             if self._job.size == 1:
-                self._past = past
+                self._decider.past = past
             raise
 
     def _request(
@@ -335,10 +309,10 @@ class Checkpointer(CheckpointReader):
         written = self._steps.names.name(step)  # refuses what is no number of a step
         if not self._decide(step, epoch, force=force):
             return None
-        is_damaged = step in self._broken
+        is_damaged = step in self._loader.broken
         replaces = bool(overwrite) or is_damaged
         name = self._steps.name(step) if replaces else written
-        self._past = _Past(step, epoch, time.time())
+        self._decider.begin(step, epoch)
         if self._deleter is not None:
             self._deleter.spare(step)
         return SaveRequest(
@@ -368,43 +342,14 @@ class Checkpointer(CheckpointReader):
             "delete it and what comes after it if the run was set back"
         )
 
-    def _decide(self, step: int, epoch: int | None, *, force: bool = False) -> bool:
-        """Whether to save; the same on every rank."""
-        preempted = self._is_preempted(step)
-        moment = Moment(
-            step=step,
-            now=time.time(),
-            epoch=epoch,
-            last_step=self._past.step,
-            last_epoch=self._past.epoch,
-            last_save_began=self._past.began,
-            last_save_ended=self._last_save_ended,
-            saving=self._busy(),
-            preempted=preempted,
+    def _decide(self, step: int, epoch: int | None, *, force: bool) -> bool:
+        agree = partial(self._agreement, "decide")
+        wanted = self._decider.decide(
+            step, epoch, saving=self._busy(), force=force, job_size=self._job.size, agree=agree
         )
-        wants = _always if force else self._wants
-        # One rank's notice is everybody's; and who leads decides by its own clock and its own saves.
-        differs = not force and (self._save_policy.needs_agreement or self._when_busy == "skip")
-        if self._job.size == 1 or not (differs or self._preemption_notice is not None):
-            self._preempted = preempted
-            return wants(moment)
-        agreement = self._agreement("decide")
-        with agreement.stage("decide") as stage:
-            stage.payload = [preempted, moment.saving]
-        decided: Any = agreement.lead("decision", partial(_decide_for_all, moment, wants, stage.payloads))
-        wanted, self._preempted = decided
-        return bool(wanted)
-
-    def _wants(self, moment: Moment) -> bool:
-        wanted = self._save_policy.should_save(moment)
-        # The last save before the machine goes is not one to skip.
-        if wanted and self._when_busy == "skip" and moment.saving and not moment.preempted:
-            logger.info("step %d is not saved: an earlier save to %s is under way", moment.step, self.directory)
-            return False
+        if not wanted and self._decider.was_skipped:
+            logger.info("step %d is not saved: an earlier save to %s is under way", step, self.directory)
         return wanted
-
-    def _is_preempted(self, step: int) -> bool:
-        return self._preempted or (self._preemption_notice is not None and bool(self._preemption_notice(step)))
 
     def _busy(self) -> bool:
         with self._lock:
@@ -412,8 +357,8 @@ class Checkpointer(CheckpointReader):
 
     def _saved(self, step: int, name: str) -> None:
         """A step is committed. On the thread of the save, before anybody hears of it."""
-        self._last_save_ended = time.time()
-        self._broken.discard(step)
+        self._decider.end()
+        self._loader.broken.discard(step)
         self._steps.add(step, name)
         self._last_saved = step
         if self._deleter is not None and not isinstance(self._preservation_policy, PreserveAll):
@@ -432,10 +377,10 @@ class Checkpointer(CheckpointReader):
         self._expect_open()
         with self._agreement("delete").stage("delete"):
             if self._deleter is not None:
-                self._clean(self._deleter.begin(step, broken=self._broken))
+                self._clean(self._deleter.begin(step, broken=self._loader.broken))
         if self._deleter is None:
             self._steps.forget([step])
-        if step == self._past.step:
+        if step == self._decider.past.step:
             self._look_back(self._steps.latest)
 
     def _collect(self) -> None:
@@ -443,8 +388,8 @@ class Checkpointer(CheckpointReader):
         # The newest by number may be older than the run: it was set back.
         with self._lock:
             under_way = [save.step for save in self._saves if not save.handle.done()]
-        keep = {step for step in (self._last_saved, self._past.step, *under_way) if step is not None}
-        self._deleter.collect(self._preservation_policy, keep=keep, broken=frozenset(self._broken))
+        keep = {step for step in (self._last_saved, self._decider.past.step, *under_way) if step is not None}
+        self._deleter.collect(self._preservation_policy, keep=keep, broken=frozenset(self._loader.broken))
 
     def _clean(self, work: Callable[[], object]) -> None:
         """Do work in the background, after what was asked for before."""
@@ -531,8 +476,7 @@ class Checkpointer(CheckpointReader):
             if cleaner is not None:
                 cleaner.shutdown(wait=True)
         finally:
-            if self._terminated is not None:
-                self._terminated.close()
+            self._decider.close()
             if self._owned is not None:
                 self._owned.close()
 
@@ -551,20 +495,3 @@ class Checkpointer(CheckpointReader):
 
     def _agreement(self, what: str) -> Agreement:
         return Agreement(self._job, self._context.exchange_key(f"{self.directory}/checkpointer/{what}"))
-
-
-def _heeds_preemption(policy: SavePolicy) -> bool:
-    if isinstance(policy, AnySave):
-        return any(_heeds_preemption(part) for part in policy.policies)
-    return isinstance(policy, PreemptionCheckpointing)
-
-
-def _always(moment: Moment) -> bool:
-    return True
-
-
-def _decide_for_all(moment: Moment, wants: Callable[[Moment], bool], facts: Sequence[Any]) -> list[JSON]:
-    """Whether to save, and whether the job is preempted, by what every process says of itself."""
-    preempted = any(fact[0] for fact in facts)
-    saving = any(fact[1] for fact in facts)
-    return [wants(replace(moment, preempted=preempted, saving=saving)), preempted]

@@ -27,7 +27,8 @@ from ckptcore.errors import (
 from ckptcore.fences import FencedStore
 from ckptcore.locations import Location
 from ckptcore.protocols import IF_ABSENT, AtomicDirectories, IfTag, PutCondition, StorageBackend
-from ckptcore.root import ROOT_KEY, Claimed, Composite, Root, decode_root, encode_claim, is_claim
+from ckptcore.root import ROOT_KEY, Claimed, Composite, Root
+from ckptcore.root_json import decode_root, encode_claim, is_claim
 
 __all__ = [
     "Claim",
@@ -42,6 +43,7 @@ __all__ = [
     "remove_checkpoint",
     "root_bytes",
     "sweep_leftovers",
+    "sweep_location",
 ]
 
 logger = logging.getLogger("ckptcore.commit")
@@ -141,7 +143,6 @@ def remove_checkpoint(location: Location, save_id: str) -> None:
         hidden = _hidden_name(location, save_id)
         location.parent.rename(location.name, hidden)
         location.parent.delete_directory(hidden)
-        _sweep(location, location.parent)
         return
     # Turned into a claim first: objects without a root may look like a checkpoint of other software.
     store = FencedStore(location, save_id)
@@ -190,6 +191,12 @@ def is_committed(store: StorageBackend) -> bool | None:
         return b'"state":"claimed"' not in store.get(ROOT_KEY, 0, 128)
     except ObjectNotFoundError:
         return None
+
+
+def sweep_location(location: Location) -> None:
+    """Delete what dead saves to a location and deletions of it left beside it. Lists the directory that it is in."""
+    if isinstance(location.parent, AtomicDirectories):
+        _sweep(location, location.parent)
 
 
 def sweep_leftovers(store: StorageBackend, names: Iterable[str]) -> None:

@@ -33,7 +33,8 @@ from ckptcore.model.objects import ObjectRecord
 from ckptcore.opening import Opened, OpenedComposite, find_composite, open_checkpoint, while_unchanged
 from ckptcore.parts import PerProcess
 from ckptcore.protocols import FilesHandler
-from ckptcore.root import Member, is_claim
+from ckptcore.root import Member
+from ckptcore.root_json import is_claim
 
 __all__ = [
     "Wanted",

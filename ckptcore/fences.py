@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from ckptcore.errors import CorruptCheckpointError, ObjectNotFoundError, SaveLostError, UnsupportedVersionError
 from ckptcore.locations import Location, Subdirectory
 from ckptcore.protocols import Buffer, ObjectWriter, PutCondition
-from ckptcore.root import ROOT_KEY, Claimed, decode_root
+from ckptcore.root import ROOT_KEY, Claimed
+from ckptcore.root_json import decode_root
 
 __all__ = ["FencedStore"]
 

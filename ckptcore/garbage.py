@@ -38,6 +38,9 @@ def policy_infos(steps: StepDirectory, broken: Collection[int] = ()) -> Sequence
         if step in broken or not steps.is_ours(step):
             continue
         try:
+            summary = steps.summary(step)
+            if summary is None or not summary.committed:
+                continue  # a claim that was copied from storage that has claims
             infos.append(steps.info(step))
         except CheckpointNotFoundError:
             continue  # deleted since it was listed

@@ -26,7 +26,8 @@ from ckptcore.model.tree import JSON
 from ckptcore.parts import Captured, Part
 from ckptcore.planning import check_coverage
 from ckptcore.protocols import StorageBackend
-from ckptcore.root import ROOT_KEY, Claimed, Composite, Member, Root, encode_composite, encode_root
+from ckptcore.root import ROOT_KEY, Claimed, Composite, Member, Root
+from ckptcore.root_json import encode_composite, encode_root
 from ckptcore.timelines import timeline_to_json
 
 __all__ = ["Described", "fail_everywhere", "persist"]

@@ -16,7 +16,8 @@ from ckptcore.locations import LocationLike, Within, open_directory, subdirector
 from ckptcore.opening import open_checkpoint
 from ckptcore.policies import StepInfo
 from ckptcore.protocols import StorageBackend
-from ckptcore.root import Summary, summarize_root
+from ckptcore.root import Summary
+from ckptcore.root_json import summarize_root
 from ckptcore.step_names import StepNames
 
 __all__ = ["StepDirectory"]

@@ -26,7 +26,8 @@ from ckptcore.holds import StepHolds
 from ckptcore.locations import resolve_location, subdirectory
 from ckptcore.opening import OpenedComposite
 from ckptcore.protocols import StorageBackend
-from ckptcore.root import ROOT_KEY, Claimed, Composite, Root
+from ckptcore.root import ROOT_KEY, Composite, Root, Summary
+from ckptcore.root_json import summarize_root
 from ckptcore.step_names import StepNames
 from ckptcore.steps import StepDirectory
 
@@ -66,7 +67,6 @@ def step_names(example: str | None) -> StepNames:
     Raises:
         click.BadParameter: if no step can be named so.
     """
-
     if example is None:
         return StepNames()
     try:
@@ -82,7 +82,6 @@ def find_steps(directory: str, names: StepNames, context: Context) -> StepDirect
         CheckpointNotFoundError: if there is no such directory.
         InvalidLocationError: if it is a checkpoint itself.
     """
-
     if ROOT_KEY in names_in(directory):
         raise InvalidLocationError(
             f"{directory} is a checkpoint and no directory of steps; name the directory that it is in, or use inspect"
@@ -95,7 +94,6 @@ def find_steps(directory: str, names: StepNames, context: Context) -> StepDirect
 
 def find_pinned(store: StorageBackend, display: str) -> frozenset[str] | None:
     """The names of the steps that readers have pinned; None where that cannot be found out."""
-
     try:
         return StepHolds(store, display).pinned()
     except StorageError:
@@ -115,21 +113,19 @@ def look_at_steps(steps: StepDirectory, chosen: Sequence[int], context: Context)
 
 
 def _look(steps: StepDirectory, context: Context, step: int) -> Found:
-
     name = steps.name(step)
     store = subdirectory(steps.store, name)
     try:
         data = root_bytes(store)
         if data is None:
             return _look_at_foreign(steps, context, step)
-        root = parse_root(store, data)
-        if isinstance(root, Claimed):
-            return Found(step, name, "uncommitted", root.created)
-        if isinstance(root, Composite):
-            nbytes = _bytes_of_members(steps, step, data, root, context)
-        else:
-            nbytes = sum(record.size for record in root.objects.values())
-        return Found(step, name, "committed", root.created, nbytes, root.metrics)
+        summary = summarize_root(data)
+        if not summary.committed:
+            return Found(step, name, "uncommitted", summary.created)
+        nbytes = (
+            _bytes_of_members(steps, step, data, summary, context) if summary.members else _bytes(store, data, summary)
+        )
+        return Found(step, name, "committed", summary.created, nbytes, summary.metrics)
     except CheckpointNotFoundError:
         return Found(step, name, "other")
     except CorruptCheckpointError as error:
@@ -141,32 +137,37 @@ def _look(steps: StepDirectory, context: Context, step: int) -> Found:
 
 
 def _look_at_foreign(steps: StepDirectory, context: Context, step: int) -> Found:
-
     found = describe_checkpoint(steps.place(step), context)
     # Between the two looks a save may have committed.
     state: StepState = "foreign" if found.save_id is None else "committed"
     return Found(step, steps.name(step), state, found.created, found.nbytes, found.metrics)
 
 
-def _bytes_of_members(steps: StepDirectory, step: int, data: bytes, root: Composite, context: Context) -> int:
+def _bytes(store: StorageBackend, data: bytes, summary: Summary) -> int:
+    """Bytes of the objects of one tree, or of what one object wrote."""
+    if summary.nbytes is not None:
+        return summary.nbytes
+    root = parse_root(store, data)
+    return sum(record.size for record in root.objects.values()) if isinstance(root, Root) else 0
+
+
+def _bytes_of_members(steps: StepDirectory, step: int, data: bytes, summary: Summary, context: Context) -> int:
     """Bytes of the objects of every checkpointable, of every process.
 
     Raises:
         CorruptCheckpointError: names the one whose root cannot be read.
     """
-
     location = resolve_location(steps.place(step), context.registry, durable=False, config=context.storage)
+    composite = Composite(summary.save_id, summary.created, {}, summary.members or {})
     total = 0
-    for directories in present_members(OpenedComposite(location, data, root)).values():
+    for directories in present_members(OpenedComposite(location, data, composite)).values():
         for directory in directories:
             inside = subdirectory(location.store, directory)
             found = root_bytes(inside)
             if found is None:
                 continue  # deleted
             try:
-                member = parse_root(inside, found)
+                total += _bytes(inside, found, summarize_root(found))
             except CorruptCheckpointError as error:
                 raise CorruptCheckpointError(f"{directory}: {error}", key=error.key) from error
-            if isinstance(member, Root):
-                total += sum(record.size for record in member.objects.values())
     return total

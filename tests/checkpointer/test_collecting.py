@@ -16,7 +16,8 @@ import pytest
 from ckptcore import Checkpointer, CheckpointReader
 from ckptcore.errors import CheckpointError, CheckpointNotFoundError, OnlyStepError, StepPinnedError, StorageError
 from ckptcore.policies import AnyPreservation, BestN, CustomPreservation, EveryNSteps, LatestN, StepInfo
-from ckptcore.root import Claimed, encode_claim
+from ckptcore.root import Claimed
+from ckptcore.root_json import encode_claim
 from tests.checkpointer.runs import (
     ROOT,
     Gate,

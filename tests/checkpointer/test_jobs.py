@@ -164,9 +164,9 @@ def test_the_leader_decides_by_its_clock(directory: str, monkeypatch: pytest.Mon
         def time() -> float:
             return next(clocks.get(threading.current_thread().name, clocks["rank 0"]))
 
-    import ckptcore.checkpointer
+    import ckptcore.deciding
 
-    monkeypatch.setattr(ckptcore.checkpointer, "time", Time)
+    monkeypatch.setattr(ckptcore.deciding, "time", Time)
 
     def work(run: Checkpointer, rank: int) -> list[bool]:
         return [run.save(step, tree(step)) is not None for step in range(12)]

@@ -18,7 +18,8 @@ from ckptcore.cli.amounts import age
 from ckptcore.cli.documents import ErrorDocument, StepsDocument
 from ckptcore.commit import root_bytes
 from ckptcore.protocols import StorageBackend
-from ckptcore.root import Claimed, encode_claim
+from ckptcore.root import Claimed
+from ckptcore.root_json import encode_claim
 from tests.cli.conftest import Run, RunJson, flip
 from tests.cli.runs import checkpointables, save_run
 

@@ -119,7 +119,8 @@ def test_a_deletion_that_died_leaves_the_others() -> None:
     """On storage without directories a deletion first turns the root into a claim."""
     from ckptcore.plugins import installed_plugins
     from ckptcore.protocols import StorageOptions
-    from ckptcore.root import ROOT_KEY, Claimed, encode_claim
+    from ckptcore.root import ROOT_KEY, Claimed
+    from ckptcore.root_json import encode_claim
 
     location = "memory://half-deleted/c"
     save_all(location)

@@ -126,7 +126,7 @@ def _save_with_parts(location: Path) -> Any:
     """Each table of the root in an object of its own, as in a checkpoint of very many arrays."""
     state = _arrays(5, 20)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("ckptcore.root._INLINE_BYTES", 0)
+        patch.setattr("ckptcore.root_json._INLINE_BYTES", 0)
         ckptcore.save(location, state, metadata={"loss": [0.5, 0.25]}, context=_FAST)
     return state
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import ckptcore
 from ckptcore.protocols import Coordinator
-from ckptcore.root import FORMAT_VERSION
+from ckptcore.root_json import FORMAT_VERSION
 from ckptcore.testing import ThreadJob
 from tests.golden.states import GOLDEN_PROCESSES, golden_composite
 

@@ -205,7 +205,8 @@ def test_a_placeholder_skips_a_subtree_of_a_foreign_checkpoint(tmp_path: Path) -
 def test_a_root_that_lists_no_objects_is_refused_before_memory_is_taken(tmp_path: Path) -> None:
     from ckptcore.model import ArrayRecord, ArraySpec, TreeMetadata
     from ckptcore.model.tree import LEAF
-    from ckptcore.root import Root, encode_root
+    from ckptcore.root import Root
+    from ckptcore.root_json import encode_root
 
     tree = TreeMetadata(LEAF, (ArrayRecord(ArraySpec((1 << 46,), "uint8")),))
     state: Any = {"files": ["model.safetensors"], "leaf": [0], "file": [0], "offset": [0]}
@@ -264,7 +265,7 @@ def test_nothing_there_is_said(tmp_path: Path) -> None:
 
 
 def test_a_newer_format_is_refused_as_such(tmp_path: Path) -> None:
-    from ckptcore.root import _seal
+    from ckptcore.root_json import _seal
 
     ckptcore.save(tmp_path / "c", {})
     document: dict[str, JSON] = {"format": "ckptcore", "version": 3, "state": "committed"}
