@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
@@ -176,18 +175,24 @@ def test_closed_on_another_thread_it_lets_the_signal_end_the_process() -> None:
     assert (process.returncode, process.stdout) == (-signal.SIGTERM, "closed\n"), process.stderr
 
 
-@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
-def test_a_forked_child_can_be_ended(restored: None) -> None:
-    """Loaders of data fork workers, and end them by SIGTERM."""
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    with TerminationSignal() as heard:
-        pid = os.fork()
-        if pid == 0:
-            try:
-                signal.raise_signal(signal.SIGTERM)
-            finally:
-                os._exit(0)
-        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGTERM
-        assert not heard(1)
-        terminate()
-        assert heard(1)
+FORKS: Final = """
+import os, signal
+from ckptcore.preemption import TerminationSignal
+
+with TerminationSignal() as heard:
+    pid = os.fork()
+    if pid == 0:
+        try:
+            signal.raise_signal(signal.SIGTERM)
+        finally:
+            os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGTERM
+    assert not heard(1)
+    signal.raise_signal(signal.SIGTERM)
+    assert heard(1)
+"""
+
+
+def test_a_forked_child_can_be_ended() -> None:
+    """Loaders of data fork workers, and end them by SIGTERM. In a program of its own, which no other test gave threads."""
+    subprocess.run([sys.executable, "-c", FORKS], check=True, timeout=120)
