@@ -53,12 +53,14 @@ class SavesToDirectoryAsyncHandler:
     def save(self, value: Any, directory: Path) -> Continuation | None:
         """Run the first phase on the thread of the caller, and leave what it returns to the continuation.
 
-        Each of the two has an event loop of its own, so a task made by the first must not be awaited by the second.
-        """
-        from ckptcore.builtin.awaiting import AwaitedLater, DirectoryToAwait, path_for_others, run  # imports asyncio
+        Both run in one event loop, which stands still between them.
 
-        rest = run(lambda: value.save(DirectoryToAwait(path_for_others(directory))))
-        return AwaitedLater(rest) if inspect.isawaitable(rest) else None
+        Raises:
+            PluginError: if it returns nothing to await and leaves tasks running; the continuation raises it for its tasks.
+        """
+        from ckptcore.builtin.awaiting import DirectoryToAwait, path_for_others, run_first_phase  # imports asyncio
+
+        return run_first_phase(lambda: value.save(DirectoryToAwait(path_for_others(directory))))
 
     def load(self, like: Any, directory: Path) -> object:
         """Run both phases of the load: the object, restored in place."""

@@ -277,6 +277,82 @@ def test_a_save_that_is_given_up_warns_of_nothing(tmp_path: Path) -> None:
         gc.collect()
 
 
+class LeavesTasks:
+    """Begins to write in the first phase; `rest` makes what it returns of the task."""
+
+    def __init__(self, rest: Callable[[asyncio.Task[None]], Any]) -> None:
+        self.rest = rest
+
+    async def save(self, directory: Any) -> Any:
+        """Begin."""
+        task = asyncio.create_task(self._write(await directory.await_creation()))
+        await asyncio.sleep(0)
+        return self.rest(task)
+
+    async def _write(self, path: Any) -> None:
+        for _ in range(100):
+            await asyncio.sleep(0.0001)
+        (path / "value").write_text("written")
+
+    async def load(self, directory: Any) -> None:
+        """Begin and leave it."""
+        self.task = asyncio.create_task(self._write(directory))
+
+
+async def _without_it() -> None:
+    await asyncio.sleep(0)
+
+
+def test_the_second_phase_may_await_what_the_first_began(tmp_path: Path) -> None:
+    for rest in (lambda task: task, lambda task: asyncio.wait_for(task, None)):
+        rest_of_it = ASYNC.save(LeavesTasks(rest), tmp_path)
+        assert rest_of_it is not None
+        background = threading.Thread(target=rest_of_it)
+        background.start()
+        background.join()
+        assert (tmp_path / "value").read_text() == "written"
+        (tmp_path / "value").unlink()
+
+
+def test_what_was_begun_and_is_awaited_by_nobody_is_refused(tmp_path: Path) -> None:
+    told = r"tasks were still running .* LeavesTasks\._write"
+    with pytest.raises(PluginError, match=told):
+        ASYNC.save(LeavesTasks(lambda task: None), tmp_path)
+    rest = ASYNC.save(LeavesTasks(lambda task: _without_it()), tmp_path)
+    assert rest is not None
+    with pytest.raises(PluginError, match=told):
+        rest()
+    with pytest.raises(PluginError, match=told):
+        ASYNC.load(LeavesTasks(lambda task: task), tmp_path)
+
+    async def program() -> None:
+        with pytest.raises(PluginError, match=told):
+            ASYNC.save(LeavesTasks(lambda task: None), tmp_path)
+
+    asyncio.run(program())
+    assert not (tmp_path / "value").exists()
+
+
+def test_tasks_that_are_to_end_are_no_error(tmp_path: Path) -> None:
+    async def ends_soon() -> None:
+        await asyncio.sleep(0)
+
+    def stop(task: asyncio.Task[None]) -> None:
+        task.cancel()
+        task.get_loop().create_task(ends_soon())
+
+    assert ASYNC.save(LeavesTasks(stop), tmp_path) is None
+
+
+def test_a_save_that_is_given_up_says_nothing_of_its_tasks(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        rest = ASYNC.save(LeavesTasks(lambda task: task), tmp_path)
+        del rest
+        gc.collect()
+    assert caplog.records == []
+
+
 def test_the_event_loop_of_a_thread_stays(tmp_path: Path) -> None:
     loop = asyncio.new_event_loop()
     asyncio.set_event_loop(loop)
