@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, TypeAlias, TypeVar
 
-from ckptcore.builtin.files_layout import FilesLayout
+from ckptcore.builtin.files_layout import FilesLayout, empty_directories
 from ckptcore.builtin.staging import StagingDirectory
 from ckptcore.commit import root_bytes
 from ckptcore.context import Context
@@ -30,7 +30,7 @@ from ckptcore.flattening import PLACEHOLDER
 from ckptcore.loading import check_target, load_into_target, load_value
 from ckptcore.locations import Place, Within, subdirectory
 from ckptcore.model.objects import ObjectRecord
-from ckptcore.opening import Opened, OpenedComposite, find_composite, open_checkpoint, while_unchanged
+from ckptcore.opening import Opened, OpenedComposite, find_composite, open_checkpoint, root_mark, while_unchanged
 from ckptcore.parts import PerProcess
 from ckptcore.protocols import FilesHandler
 from ckptcore.root import Member
@@ -175,10 +175,10 @@ def while_composite_unchanged(
         try:
             made = attempt(composite)
         except CheckpointError:
-            if root_bytes(composite.location.store) == composite.data:
+            if root_mark(composite.location.store) == composite.data:
                 raise
         else:
-            if root_bytes(composite.location.store) == composite.data:
+            if root_mark(composite.location.store) == composite.data:
                 return made
         composite = open_composite(location, context)
     raise CorruptCheckpointError(
@@ -336,18 +336,20 @@ def _load_files(request: _Request, context: Context, recording: Recording) -> ob
 
 
 def _copy_out(opened: Opened, directory: Path) -> None:
-    """Write every file to a local directory, verified.
+    """Write every file to a local directory, verified, and make the directories that had none.
 
     Raises:
         CorruptCheckpointError: if a file is damaged, or no file system can hold these files beside each other.
         StorageError: if the local disk fails.
     """
-    for key, record in opened.objects.items():
+    empty = dict.fromkeys(empty_directories(opened.state))
+    for key, record in [*opened.objects.items(), *empty.items()]:
         path = os.path.join(directory, *key.split("/"))
         try:
-            os.makedirs(os.path.dirname(path), exist_ok=True)
-            with open(path, "xb") as file:
-                file.writelines(_pieces(opened, record))
+            os.makedirs(path if record is None else os.path.dirname(path), exist_ok=True)
+            if record is not None:
+                with open(path, "xb") as file:
+                    file.writelines(_pieces(opened, record))
         except (FileExistsError, NotADirectoryError, IsADirectoryError) as error:
             raise CorruptCheckpointError(
                 f"{opened.location.display} lists the file {key!r} twice, or as a directory too: {error}; load another checkpoint",

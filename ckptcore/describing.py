@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ckptcore.composites import is_deleted, open_composite, present_members
+from ckptcore.composites import is_deleted, open_composite, open_member, present_members, while_composite_unchanged
 from ckptcore.context import Context
+from ckptcore.errors import CheckpointNotFoundError
 from ckptcore.events import Event
 from ckptcore.loading import abstract_tree
-from ckptcore.locations import Place, Within
+from ckptcore.locations import Place
 from ckptcore.model.metadata import TreeMetadata
 from ckptcore.model.objects import ObjectRecord
 from ckptcore.model.tree import JSON
-from ckptcore.opening import Opened, while_unchanged
+from ckptcore.opening import Opened, OpenedComposite, while_unchanged
 from ckptcore.timelines import timeline_from_json
 
 __all__ = ["CheckpointMetadata", "CheckpointablesMetadata", "describe_checkpoint", "describe_checkpointables"]
@@ -88,47 +90,72 @@ class CheckpointablesMetadata:
 def describe_checkpoint(place: Place, context: Context) -> CheckpointMetadata:
     """See `ckptcore.metadata`."""
 
-    def describe_opened(opened: Opened) -> CheckpointMetadata:
-        root = opened.root
-        return CheckpointMetadata(
-            abstract=abstract_tree(opened.tree, context.registry),
-            tree=opened.tree,
-            layout=opened.layout.name,
-            created=root.created if root else None,
-            writer=opened.writer,
-            custom=opened.custom,
-            save_id=root.save_id if root else None,
-            objects=opened.objects,
-            metrics=root.metrics if root else {},
-            timeline=_timeline(root.timeline, place) if root else (),
-        )
-
-    return while_unchanged(place, context, describe_opened)
+    return while_unchanged(place, context, functools.partial(_describe_opened, context))
 
 
-def _timeline(stored: JSON, place: Place) -> Sequence[Event]:
-    return () if stored is None else timeline_from_json(stored, location=str(place))
+def _describe_opened(context: Context, opened: Opened) -> CheckpointMetadata:
+    root = opened.root
+    return CheckpointMetadata(
+        abstract=abstract_tree(opened.tree, context.registry),
+        tree=opened.tree,
+        layout=opened.layout.name,
+        created=root.created if root else None,
+        writer=opened.writer,
+        custom=opened.custom,
+        save_id=root.save_id if root else None,
+        objects=opened.objects,
+        metrics=root.metrics if root else {},
+        timeline=_timeline(root.timeline, opened.location.display) if root else (),
+    )
+
+
+def _timeline(stored: JSON, location: str) -> Sequence[Event]:
+    return () if stored is None else timeline_from_json(stored, location=location)
 
 
 def describe_checkpointables(location: Place, context: Context) -> CheckpointablesMetadata:
     """See `ckptcore.checkpointables_metadata`."""
-    composite = open_composite(location, context)
+    return while_composite_unchanged(
+        open_composite(location, context),
+        location,
+        context,
+        lambda composite: _describe_composite(composite, location, context),
+    )
+
+
+def _describe_composite(composite: OpenedComposite, location: Place, context: Context) -> CheckpointablesMetadata:
     root = composite.root
-    present = {
-        name: first
-        for name, found in present_members(composite).items()
-        if (first := next((directory for directory in found if not is_deleted(composite, directory)), None)) is not None
+    present = present_members(composite)
+    found = {
+        name: told
+        for name in root.members
+        if (told := _describe_first(composite, name, present.get(name, ()), location, context)) is not None
     }
     return CheckpointablesMetadata(
-        checkpointables={
-            name: describe_checkpoint(Within(location, directory), context) for name, directory in present.items()
-        },
-        deleted=tuple([name for name in root.members if name not in present]),
+        checkpointables=found,
+        deleted=tuple([name for name in root.members if name not in found]),
         processes={name: member.processes for name, member in root.members.items() if member.processes is not None},
         created=root.created,
         writer=" ".join(f"{name} {version}" for name, version in root.writer.items()),
         custom=root.custom,
         save_id=root.save_id,
         metrics=root.metrics,
-        timeline=_timeline(root.timeline, location),
+        timeline=_timeline(root.timeline, str(location)),
     )
+
+
+def _describe_first(
+    composite: OpenedComposite, name: str, directories: Sequence[str], location: Place, context: Context
+) -> CheckpointMetadata | None:
+    """What the first of the directories that is still there says of itself; None if none is."""
+    for directory in directories:
+        if is_deleted(composite, directory):
+            continue
+        try:
+            opened = open_member(composite, name, directory, location, context)
+        except CheckpointNotFoundError:
+            if is_deleted(composite, directory):  # since it was looked at
+                continue
+            raise
+        return _describe_opened(context, opened)
+    return None

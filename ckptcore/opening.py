@@ -8,13 +8,15 @@ from dataclasses import dataclass
 from typing import Final, TypeVar
 
 from ckptcore.builtin.files_layout import FilesLayout
-from ckptcore.commit import is_hidden_name, parse_root, root_bytes
+from ckptcore.commit import holds_members, is_hidden_name, parse_root, root_bytes
 from ckptcore.context import Context
 from ckptcore.engine.reader import ObjectReader
 from ckptcore.errors import (
+    CheckpointError,
     CheckpointNotFoundError,
     CompositeCheckpointError,
     CorruptCheckpointError,
+    InvalidLocationError,
     ObjectNotFoundError,
     UncommittedCheckpointError,
 )
@@ -22,8 +24,8 @@ from ckptcore.locations import Location, Place, resolve_location
 from ckptcore.model.metadata import TreeMetadata
 from ckptcore.model.objects import ObjectRecord
 from ckptcore.model.tree import JSON, format_path
-from ckptcore.protocols import Layout, ReadStore
-from ckptcore.root import Claimed, Composite, Root
+from ckptcore.protocols import Layout, ReadStore, StorageBackend
+from ckptcore.root import ROOT_KEY, Claimed, Composite, Root
 
 __all__ = [
     "Opened",
@@ -32,6 +34,7 @@ __all__ = [
     "find_composite",
     "naming_arrays",
     "open_checkpoint",
+    "root_mark",
     "while_unchanged",
 ]
 
@@ -88,20 +91,28 @@ def find_composite(location: Place, context: Context) -> OpenedComposite | None:
     Raises:
         CorruptCheckpointError: if its root cannot be read.
     """
+    refused = None
     for attempt in range(_ATTEMPTS):
         resolved = _resolve(location, context)
-        data = root_bytes(resolved.store)
+        try:
+            data = root_bytes(resolved.store)
+        except InvalidLocationError as error:
+            # A directory that was exchanged as its root was opened looks like a link that leads out of it.
+            if str(error) == refused:
+                raise
+            refused = str(error)
+            continue
         if data is None or is_hidden_name(resolved.name):
             return None
         try:
             root = parse_root(resolved.store, data)
-        except CorruptCheckpointError:
+        except CheckpointError:
             # A part of the root is gone with a checkpoint that was replaced since.
-            if attempt + 1 < _ATTEMPTS and root_bytes(resolved.store) != data:
+            if attempt + 1 < _ATTEMPTS and root_mark(resolved.store) != data:
                 continue
             raise
         return OpenedComposite(resolved, data, root) if isinstance(root, Composite) else None
-    return None
+    raise _replaced_too_often(location)
 
 
 def open_checkpoint(location: Place, context: Context) -> Opened:
@@ -122,21 +133,54 @@ def while_unchanged(location: Place, context: Context, attempt: Callable[[Opened
     Raises:
         What `open_checkpoint` and `attempt` do, with errors about bytes naming the arrays that lie there.
     """
+    failed_at: tuple[object, object] | None = None
     for _ in range(_ATTEMPTS):
         # Opened anew each time: a storage may keep objects open by name.
         resolved = _resolve(location, context)
-        before = root_bytes(resolved.store)
         try:
+            before = root_bytes(resolved.store)
             opened = _open(resolved, before, context)
+        except (CorruptCheckpointError, CheckpointNotFoundError, InvalidLocationError, ObjectNotFoundError):
+            # A member is not of the composite around it while that is exchanged: who finds the same twice has found it.
+            now = root_mark(resolved.store), root_mark(resolved.parent)
+            if now in ((None, None), failed_at):
+                raise
+            failed_at = now
+            continue
+        try:
             with naming_arrays(opened):
                 made = attempt(opened)
-        except CorruptCheckpointError:
-            if root_bytes(resolved.store) == before:
+        except CheckpointError:
+            if _still_stands(opened, before):
                 raise
             continue
-        if root_bytes(resolved.store) == before:
+        if root_mark(resolved.store) == before:
             return made
-    raise CorruptCheckpointError(
+    raise _replaced_too_often(location)
+
+
+def root_mark(store: StorageBackend) -> bytes | str | None:
+    """What changes when a checkpoint is replaced: the bytes of its root, or in words why there is none that can be read."""
+    try:
+        return root_bytes(store)
+    except InvalidLocationError as error:
+        return str(error)
+
+
+def _still_stands(opened: Opened, before: bytes | None) -> bool:
+    """Whether a checkpoint, and the composite that it is a member of, are those that were opened."""
+    if root_mark(opened.location.store) != before:
+        return False
+    if opened.root is not None and opened.root.member:
+        try:
+            _expect_committed(opened.location, opened.root)
+        except CheckpointError:
+            return False
+    return True
+
+
+def _replaced_too_often(location: Place) -> CorruptCheckpointError:
+    return CorruptCheckpointError(
         f"{location} was replaced {_ATTEMPTS} times while it was read; load it when it is saved less often"
     )
 
@@ -215,6 +259,12 @@ def _open_foreign(location: Location, context: Context) -> Opened:
                 inspection.writer,
                 inspection.custom,
             )
+    if entry is None and holds_members(storage):
+        raise CorruptCheckpointError(
+            f"{location.display} was a checkpoint of several checkpointables and has lost its {ROOT_KEY}; restore that from a copy, "
+            "load another checkpoint, or copy a directory in it elsewhere to load that alone",
+            key=ROOT_KEY,
+        )
     raise CheckpointNotFoundError(
         f"{location.display} is no checkpoint that an installed layout reads (tried "
         f"{', '.join(layout.name for layout in layouts)}); check the path, or install the plugin of its format"
