@@ -10,7 +10,7 @@ from typing import Generic, NoReturn, Protocol, TypeAlias, TypeVar
 
 import numpy as np
 
-from ckptcore.builtin.files_layout import FilesLayout
+from ckptcore.builtin.files_layout import FilesLayout, state_of_files
 from ckptcore.builtin.staging import StagingDirectory
 from ckptcore.errors import NameCollisionError, UnsupportedKeyError, UnsupportedLeafError
 from ckptcore.flattening import Flat, flatten
@@ -205,15 +205,16 @@ class FilesCaptured:
         self._continuation = continuation
 
     def write(self, part: Part, store: WriteStore) -> JSON:
-        """Let the object write the rest, and store every file."""
+        """Let the object write the rest, and store every file; the receipt tells of empty directories."""
         if self._continuation is not None:
             with _naming(self._name):
                 self._continuation()
         with _naming(self._name):
-            found = _files_below(str(self._directory.path))
+            found, empty = _files_below(str(self._directory.path))
+            state = state_of_files(empty)
         for path, key in found:
             store.write(key, [_segment(path)])
-        return None
+        return state
 
     def close(self) -> None:
         """Remove the local files."""
@@ -245,29 +246,37 @@ def _segment(path: str) -> Segment:
     return ArraySegment(box, 1, map_bytes, lambda: None)
 
 
-def _files_below(directory: str) -> Sequence[tuple[str, str]]:
-    """The path and the key of every file.
+def _files_below(directory: str) -> tuple[Sequence[tuple[str, str]], Sequence[str]]:
+    """The path and the key of every file, and the keys of empty directories.
 
     Raises:
         UnsupportedLeafError: if there is something that is neither a file nor a directory.
-        NameCollisionError: if a file has the name of one of ckptcore's own.
+        NameCollisionError: if something has the name of one of ckptcore's own files.
         OSError: if a directory cannot be read.
     """
     found = []
+    empty = []
     for parent, directories, names in os.walk(directory, onerror=_raise):
+        if not directories and not names and parent != directory:
+            empty.append(_own_key(parent, directory))
         for name in [*names, *(name for name in directories if os.path.islink(os.path.join(parent, name)))]:
             path = os.path.join(parent, name)
-            key = os.path.relpath(path, directory).replace(os.sep, "/")
+            key = _own_key(path, directory)
             if os.path.islink(path) or not os.path.isfile(path):
                 raise UnsupportedLeafError(
                     f"the object wrote {key!r}, which is no plain file; only files can be stored"
                 )
-            if key.startswith("checkpoint."):
-                raise NameCollisionError(
-                    f"the object wrote {key!r}; names that begin with 'checkpoint.' are those of ckptcore's own files"
-                )
             found.append((path, key))
-    return sorted(found)
+    return sorted(found), sorted(empty)
+
+
+def _own_key(path: str, directory: str) -> str:
+    key = os.path.relpath(path, directory).replace(os.sep, "/")
+    if key.startswith("checkpoint."):
+        raise NameCollisionError(
+            f"the object wrote {key!r}; names that begin with 'checkpoint.' are those of ckptcore's own files"
+        )
+    return key
 
 
 def _raise(error: OSError) -> NoReturn:

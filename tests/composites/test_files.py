@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import ckptcore
+from ckptcore.builtin.files_layout import empty_directories, state_of_files
+from ckptcore.context import default_context
 from ckptcore.errors import (
     CheckpointError,
     CheckpointNotFoundError,
     ChecksumError,
+    CorruptCheckpointError,
     NameCollisionError,
     UnsupportedLeafError,
 )
 from ckptcore.model import BLOCK_BYTES
+from ckptcore.opening import open_checkpoint
+from ckptcore.root_json import encode_root
 from tests.composites.objects import Files, Linear
 
 LARGE = (16 << 20) + 12345
@@ -43,6 +50,75 @@ def test_no_files_at_all(place: str) -> None:
     found = Files({"a": b""})
     ckptcore.load_checkpointables(place + "/c", {"files": found})
     assert found.files == {}
+
+
+class Directories:
+    """Has directories with nothing in them."""
+
+    def __init__(self, *keys: str) -> None:
+        self.keys = keys
+        self.found: list[str] = []
+
+    def save(self, directory: Path) -> None:
+        """Make them, and one file."""
+        (directory / "full").mkdir()
+        (directory / "full" / "file").write_bytes(b"x")
+        for key in self.keys:
+            (directory / key).mkdir(parents=True)
+
+    def load(self, directory: Path) -> None:
+        """Look what is there."""
+        self.found = sorted(path.relative_to(directory).as_posix() for path in directory.rglob("*") if path.is_dir())
+
+
+def test_empty_directories(place: str) -> None:
+    ckptcore.save_checkpointables(place + "/c", {"it": Directories("shards", "a/b/ä", "full/none", "a/.hidden", "x.y")})
+    found = Directories()
+    ckptcore.load_checkpointables(place + "/c", {"it": found})
+    assert found.found == ["a", "a/.hidden", "a/b", "a/b/ä", "full", "full/none", "shards", "x.y"]
+    assert ckptcore.load_checkpointables(place + "/c")["it"] == {"full/file": b"x"}
+    assert ckptcore.verify(place + "/c").ok
+
+
+@pytest.mark.parametrize("key", ["checkpoint.dir", "/".join("d" * 201)])
+def test_empty_directories_that_are_refused(key: str, place: str) -> None:
+    with pytest.raises(CheckpointError, match=r"in 'it'.*(checkpoint\.dir|201 directories deep)"):
+        ckptcore.save_checkpointables(place + "/c", {"it": Directories(key)})
+
+
+def test_a_state_of_files_keeps_empty_directories_alone() -> None:
+    assert empty_directories(state_of_files(())) == ()
+    assert list(empty_directories(state_of_files(["a/b", "c"]))) == ["a/b", "c"]
+    assert list(empty_directories({"of a later version": 1})) == []
+
+
+@pytest.mark.parametrize(
+    "state",
+    [3, "text", ["a"], {"empty_directories": "a"}, {"empty_directories": [1]}, {"empty_directories": {"a": 1}}]
+    + [
+        {"empty_directories": [key]}
+        for key in ("", "/a", "../a", "a/..", "a//b", "a/", ".", "a\0", "/".join("d" * 201))
+    ]
+    + [{"empty_directories": [f"{number}" + "/d" * 199 for number in range(700)]}],
+)
+def test_a_hostile_state_of_files(state: Any) -> None:
+    with pytest.raises(CorruptCheckpointError):
+        empty_directories(state)
+
+
+@pytest.mark.parametrize("key", ["full/file", "full/file/below", "../../outside"])
+def test_hostile_empty_directories_of_a_checkpoint(key: str, tmp_path: Path) -> None:
+    ckptcore.save_checkpointables(tmp_path / "c", {"it": Directories()})
+    root = open_checkpoint(tmp_path / "c" / "it", default_context()).root
+    assert root is not None
+    data, _ = encode_root(dataclasses.replace(root, state={"empty_directories": [key]}))
+    (tmp_path / "c" / "it" / "checkpoint.json").write_bytes(data)
+    found = Directories()
+    found.found = ["as it was"]
+    with pytest.raises(CorruptCheckpointError):
+        ckptcore.load_checkpointables(tmp_path / "c", {"it": found})
+    assert found.found == ["as it was"]
+    assert not list(tmp_path.parent.rglob("outside"))
 
 
 def _link(directory: Path) -> None:
