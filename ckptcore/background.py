@@ -7,11 +7,12 @@ import functools
 import os
 import sys
 import threading
+import traceback
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Final, Generic, TypeVar
 
 from ckptcore.errors import BackgroundSaveError
 
@@ -43,6 +44,8 @@ class SaveHandle:
         self._written = 0
         self._lock = threading.Lock()
         self._noticed = False
+        self._key = object()  # stands for it where it is not kept
+        self._kept_by: weakref.ref[BackgroundSaves] | None = None
 
     def __repr__(self) -> str:
         state = "running" if not self.done() else "failed" if self._future.exception() else "committed"
@@ -63,6 +66,11 @@ class SaveHandle:
         """Wait for the save; why it failed, or None if it is committed."""
         error = self._future.exception(timeout)
         self._noticed = True
+        if error is not None:
+            # Whoever asked may raise it, and then it holds what the frames that it passes hold.
+            _exit_report().remove(self)
+            if self._kept_by is not None and (keeper := self._kept_by()) is not None:
+                keeper._forget(self)
         return error
 
     def done(self) -> bool:
@@ -114,14 +122,7 @@ class BackgroundSaves:
 
     def __init__(self) -> None:
         self._begin_anew()
-        reference = weakref.ref(self)
-
-        def in_forked_child() -> None:
-            if (saves := reference()) is not None:
-                saves._begin_anew()
-
-        if hasattr(os, "register_at_fork"):
-            os.register_at_fork(after_in_child=in_forked_child)
+        _ALL.add(self)
 
     def _begin_anew(self) -> None:
         """Without saves or threads, as at first; the threads of a process do not follow it into a forked child."""
@@ -138,8 +139,13 @@ class BackgroundSaves:
         with self._lock:
             if self._executor is None:
                 self._executor = ThreadPoolExecutor(1, thread_name_prefix="ckptcore-save")
+            handle._kept_by = weakref.ref(self)
             self._executor.submit(_run, handle, work)
             self._handles = [*(other for other in self._handles if other.matters), handle]
+
+    def _forget(self, handle: SaveHandle) -> None:
+        with self._lock:
+            self._handles = [other for other in self._handles if other is not handle]
 
     def load(self, work: Callable[[], T]) -> LoadHandle[T]:
         """Do the work of a load on a thread of its own."""
@@ -187,37 +193,64 @@ class BackgroundSaves:
             return [handle for handle in self._handles if handle.done() and handle.matters]
 
 
+_ALL: Final[weakref.WeakSet[BackgroundSaves]] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    for saves in _ALL:
+        saves._begin_anew()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
+
+
 def _run(handle: SaveHandle, work: Callable[[], None]) -> None:
     try:
         work()
     except BaseException as error:  # noqa: BLE001  # handed to whoever asks for the result, or told at exit
-        _exit_report().add(handle)
+        del work
+        _empty_frames(error)
+        _exit_report().add(handle, error)
         handle._future.set_exception(error)
     else:
         handle._future.set_result(None)
 
 
+def _empty_frames(error: BaseException) -> None:
+    """Let go of the state and the memory that the frames of an error hold: it may be kept for long."""
+    seen: set[int] = set()
+    behind: list[BaseException | None] = [error]
+    while behind:
+        one = behind.pop()
+        if one is None or id(one) in seen:
+            continue
+        seen.add(id(one))
+        traceback.clear_frames(one.__traceback__)
+        behind += [one.__cause__, one.__context__]
+        if isinstance(one, BaseExceptionGroup):
+            behind += one.exceptions
+
+
 class _ExitReport:
-    """The failed saves that somebody must hear of before the program ends."""
+    """The failed saves that somebody must hear of before the program ends. Any thread."""
 
     def __init__(self) -> None:
-        self._handles: list[SaveHandle] = []
-        self._lock = threading.Lock()
+        self._unheard: dict[object, str] = {}  # by the key of the handle, which is not kept itself
         atexit.register(self.print)
 
-    def add(self, handle: SaveHandle) -> None:
-        """Remember a save that is about to fail. Any thread."""
-        with self._lock:
-            self._handles = [*(other for other in self._handles if not other._noticed), handle]
+    def add(self, handle: SaveHandle, error: BaseException) -> None:
+        """Remember a save that is about to fail."""
+        self._unheard[handle._key] = f"the save to {handle.location} failed: {type(error).__name__}: {error}"
+
+    def remove(self, handle: SaveHandle) -> None:
+        """Forget a save: somebody asked."""
+        self._unheard.pop(handle._key, None)
 
     def print(self) -> None:
         """Say which saves failed without anybody asking; the threads of all saves have been joined by then."""
-        for handle in self._handles:
-            if not handle._noticed:
-                error = handle.exception()
-                print(
-                    f"ckptcore: the save to {handle.location} failed: {type(error).__name__}: {error}", file=sys.stderr
-                )
+        for failure in self._unheard.values():
+            print(f"ckptcore: {failure}", file=sys.stderr)
 
 
 @functools.cache

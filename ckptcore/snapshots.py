@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Final
+from typing import Final, NoReturn
 
 from ckptcore.errors import SaveLostError
 from ckptcore.model.arrays import HostArray
@@ -110,7 +110,7 @@ class BoundedSnapshot:
         self._writer_ended = False
 
     def copy_all(self) -> None:
-        """Copy every item; returns once the last is copied, or the writer ended."""
+        """Copy every item; returns once the last is copied, or the writer ended. Nothing is held of the source then."""
         waiting = dict.fromkeys(range(len(self.plan.items)))
         try:
             while waiting:
@@ -125,10 +125,12 @@ class BoundedSnapshot:
                     self._pending[number] = arrays
                     self._changed.notify_all()
         except BaseException as error:
-            with self._changed:
-                self._error = error
-                self._changed.notify_all()
+            if isinstance(error, Exception) and self._writer_ended:
+                return  # the memory went with the writer, whose own error tells why
+            self.fail(error)
             raise
+        finally:
+            self._start = _start_no_more
 
     def _next(self, waiting: dict[int, None]) -> int | None:
         with self._changed:
@@ -154,6 +156,7 @@ class BoundedSnapshot:
         """Let whoever takes what was not copied yet fail with this error."""
         with self._changed:
             self._error = self._error or error
+            self._start = _start_no_more
             self._changed.notify_all()
 
     def writer_ended(self) -> None:
@@ -185,3 +188,7 @@ class BoundedSnapshot:
             self._changed.notify_all()
         for array in arrays:
             self._give_back(array.result())
+
+
+def _start_no_more(item: int) -> NoReturn:
+    raise SaveLostError(f"the array {item} was to be copied after the copying ended")
