@@ -8,7 +8,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from ckptcore.errors import PluginError, RankFailedError
+from ckptcore.errors import CommitUnknownError, PluginError, RankFailedError
 from ckptcore.events import Recording
 from ckptcore.model.tree import JSON
 from ckptcore.protocols import Coordinator
@@ -25,10 +25,14 @@ class Stage:
     Attributes:
         payload: JSON for the leader.
         payloads: on the leader, once the stage is over, those of all ranks in their order.
+        done: whether this rank did its work. The others may have heard so, and go on, though the exchange failed here.
+        failed: the ranks that did not, once the stage is over.
     """
 
     payload: JSON = None
     payloads: Sequence[JSON] = field(default_factory=list)
+    done: bool = False
+    failed: Sequence[int] = ()
 
 
 class Agreement:
@@ -49,16 +53,22 @@ class Agreement:
         self.size = coordinator.size
 
     @contextmanager
-    def stage(self, name: str) -> Iterator[Stage]:
+    def stage(self, name: str, *, meaning: str = "") -> Iterator[Stage]:
         """Do the work of a stage in the body; afterwards every rank knows whether it succeeded everywhere.
+
+        Args:
+            name: of the stage; a key takes each name once.
+            meaning: ends the message of the error where the stage failed on another rank.
 
         Raises:
             RankFailedError: if it failed on another rank, with that rank's error. A rank's own error is raised as it is.
+            CommitUnknownError: if that rank's error is one.
             CoordinationTimeoutError: if a rank did not come.
         """
         stage = Stage()
         if self.size == 1:
             yield stage
+            stage.done = True
             stage.payloads = [stage.payload]
             return
         error: BaseException | None = None
@@ -66,9 +76,33 @@ class Agreement:
         try:
             yield stage
             outcome = _encode({"error": None, "payload": stage.payload})
+            stage.done = True
         except BaseException as caught:  # noqa: BLE001  # told to the others first, then raised below
             error = caught
-            outcome = _encode({"error": f"{type(error).__name__}: {error}", "payload": None})
+            outcome = _encode(
+                {
+                    "error": f"{type(error).__name__}: {error}",
+                    "unknown": isinstance(error, CommitUnknownError),
+                    "payload": None,
+                }
+            )
+        failures: Sequence[tuple[int, str, bool]] = ()
+        try:
+            failures = self._exchange(name, outcome, stage)
+        except Exception as failure:
+            if error is None:
+                raise
+            error.add_note(f"telling the other ranks failed too: {type(failure).__name__}: {failure}")
+        if error is not None:
+            raise error
+        if failures:
+            stage.failed = [rank for rank, _, _ in failures]
+            told = "; ".join(f"rank {rank}: {reason}" for rank, reason, _ in failures)
+            kind = CommitUnknownError if any(unknown for _, _, unknown in failures) else RankFailedError
+            raise kind(f"the stage {name!r} failed on {told}" + (f"; {meaning}" if meaning else ""))
+
+    def _exchange(self, name: str, outcome: bytes, stage: Stage) -> Sequence[tuple[int, str, bool]]:
+        """What failed, told to all by the leader: the rank, its error, and whether that leaves the commit unknown."""
         with self._recording.phase("exchange") if self._recording is not None else nullcontext():
             gathered = self._coordinator.gather(f"{self._key}/{name}", outcome)
             failed: JSON = None
@@ -76,17 +110,15 @@ class Agreement:
                 outcomes = [json.loads(data) for data in gathered]
                 stage.payloads = [outcome["payload"] for outcome in outcomes]
                 failed = [
-                    [rank, outcome["error"]] for rank, outcome in enumerate(outcomes) if outcome["error"] is not None
+                    [rank, outcome["error"], outcome["unknown"]]
+                    for rank, outcome in enumerate(outcomes)
+                    if outcome["error"] is not None
                 ]
             verdict = self._coordinator.broadcast(
                 f"{self._key}/{name}/verdict", _encode(failed) if self.rank == 0 else None
             )
-        if error is not None:
-            raise error
-        failures = json.loads(verdict)
-        if failures:
-            told = "; ".join(f"rank {rank}: {reason}" for rank, reason in failures)
-            raise RankFailedError(f"the stage {name!r} failed on {told}; nothing was committed")
+        failures: Sequence[tuple[int, str, bool]] = json.loads(verdict)
+        return failures
 
     def lead(self, name: str, decide: Callable[[], T]) -> T:
         """Let the leader decide; every rank gets the decision.
@@ -105,10 +137,11 @@ class Agreement:
             return decision
         try:
             decision = decide()
+            told = _encode({"error": None, "decision": decision})
         except BaseException as error:
             self._coordinator.broadcast(key, _encode({"error": f"{type(error).__name__}: {error}", "decision": None}))
             raise
-        self._coordinator.broadcast(key, _encode({"error": None, "decision": decision}))
+        self._coordinator.broadcast(key, told)
         return decision
 
 
@@ -116,4 +149,6 @@ def _encode(document: JSON) -> bytes:
     try:
         return json.dumps(document).encode("ascii")
     except (TypeError, ValueError) as error:
-        raise PluginError(f"a layout's receipt is not JSON: {error}") from error
+        raise PluginError(
+            f"what a rank tells the others (of a save, the receipt of its layout) is not JSON: {error}"
+        ) from error

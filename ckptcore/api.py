@@ -27,8 +27,8 @@ from ckptcore.loading import load_into_target, load_value, recorded_load
 from ckptcore.locations import LocationLike, resolve_location
 from ckptcore.model.tree import JSON
 from ckptcore.protocols import Layout
-from ckptcore.root import check_name, new_save_id
-from ckptcore.saving import SaveRequest, begin_save, perform_save
+from ckptcore.root import new_save_id
+from ckptcore.saving import OneTree, SaveRequest, begin_save, perform_save
 from ckptcore.verification import ProgressCallback, VerifyReport, verify_checkpoint
 
 __all__ = [
@@ -74,7 +74,7 @@ def save(
         BackgroundSaveError: if an earlier asynchronous save failed unnoticed; call again to save.
         StorageError: if the storage fails. What was there before is there still.
     """
-    request = SaveRequest(location=location, values={"": state}, layout=layout, overwrite=overwrite, custom=metadata)
+    request = SaveRequest(location=location, values=OneTree(state), layout=layout, overwrite=overwrite, custom=metadata)
     perform_save(request, context or default_context())
 
 
@@ -94,7 +94,7 @@ def save_async(
 
     Takes and raises what `save` does, as far as it is known before the writing begins.
     """
-    request = SaveRequest(location=location, values={"": state}, layout=layout, overwrite=overwrite, custom=metadata)
+    request = SaveRequest(location=location, values=OneTree(state), layout=layout, overwrite=overwrite, custom=metadata)
     return begin_save(request, context or default_context())
 
 
@@ -121,7 +121,7 @@ def save_checkpointables(
         What `save` does, and what the objects themselves raise; nothing was committed.
     """
     request = SaveRequest(
-        location=location, values=_named(checkpointables), layout=layout, overwrite=overwrite, custom=metadata
+        location=location, values=checkpointables, layout=layout, overwrite=overwrite, custom=metadata
     )
     perform_save(request, context or default_context())
 
@@ -140,17 +140,9 @@ def save_checkpointables_async(
     Takes and raises what `save_checkpointables` does, as far as it is known before the writing begins.
     """
     request = SaveRequest(
-        location=location, values=_named(checkpointables), layout=layout, overwrite=overwrite, custom=metadata
+        location=location, values=checkpointables, layout=layout, overwrite=overwrite, custom=metadata
     )
     return begin_save(request, context or default_context())
-
-
-def _named(checkpointables: Mapping[str, object]) -> dict[str, object]:
-    values = dict(checkpointables)
-    # It stands for a checkpoint that is one tree. Other names are checked where the other ranks hear of it.
-    if "" in values:
-        check_name("")
-    return values
 
 
 def load_checkpointables(

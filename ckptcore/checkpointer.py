@@ -29,8 +29,7 @@ from ckptcore.preemption import PreemptionNotice
 from ckptcore.protocols import Layout
 from ckptcore.reader import CheckpointReader
 from ckptcore.restoring import Loading
-from ckptcore.root import check_name
-from ckptcore.saving import SaveRequest, begin_save, perform_save
+from ckptcore.saving import OneTree, SaveRequest, begin_save, perform_save
 from ckptcore.step_names import StepNames
 
 __all__ = ["Checkpointer", "IfInUse", "WhenBusy"]
@@ -45,7 +44,6 @@ WhenBusy: TypeAlias = Literal["wait", "skip", "queue"]
 IfInUse: TypeAlias = Literal["error", "take over"]
 """What to do where another job seems to own the directory: fail at once; wait for a sign of life, and take it if none comes."""
 
-_WHOLE: Final = ""
 _MOST_UNHEARD: Final = 100
 """How many failed deletions are kept to be told; all are logged."""
 
@@ -216,7 +214,7 @@ class Checkpointer(CheckpointReader):
             CheckpointExistsError: if the step is there.
             What `ckptcore.save_async` does.
         """
-        return self._begin(step, {_WHOLE: state}, metrics, metadata, epoch, force, overwrite)
+        return self._begin(step, OneTree(state), metrics, metadata, epoch, force, overwrite)
 
     def save_checkpointables(
         self,
@@ -233,9 +231,7 @@ class Checkpointer(CheckpointReader):
 
         Takes, returns and raises what `save` does, for what `ckptcore.save_checkpointables` takes.
         """
-        if "" in checkpointables:
-            check_name("")  # the other names are looked at with everything else, on all ranks together
-        return self._begin(step, dict(checkpointables), metrics, metadata, epoch, force, overwrite)
+        return self._begin(step, checkpointables, metrics, metadata, epoch, force, overwrite)
 
     def save_blocking(
         self,
@@ -256,7 +252,7 @@ class Checkpointer(CheckpointReader):
             Whether it was saved; False where the policy did not want it, or ``when_busy="skip"`` let it be.
         """
         past = self._decider.past
-        request = self._request(step, {_WHOLE: state}, metrics, metadata, epoch, force, overwrite)
+        request = self._request(step, OneTree(state), metrics, metadata, epoch, force, overwrite)
         if request is None:
             return False
         with self._unless_refused(past):
@@ -266,7 +262,7 @@ class Checkpointer(CheckpointReader):
     def _begin(
         self,
         step: int,
-        values: Mapping[str, object],
+        values: OneTree | Mapping[str, object],
         metrics: Mapping[str, float] | None,
         metadata: Mapping[str, JSON] | None,
         epoch: int | None,
@@ -297,7 +293,7 @@ class Checkpointer(CheckpointReader):
     def _request(
         self,
         step: int,
-        values: Mapping[str, object],
+        values: OneTree | Mapping[str, object],
         metrics: Mapping[str, float] | None,
         metadata: Mapping[str, JSON] | None,
         epoch: int | None,

@@ -10,9 +10,15 @@ from typing import Any, Final, TypeAlias, cast
 from ckptcore.errors import CheckpointError, UnsupportedKeyError, UnsupportedLeafError
 from ckptcore.model.tree import LEAF, MAX_DEPTH, Attribute, Key, Node, Skeleton, TreePath, format_path, leaf_paths
 from ckptcore.plugins import Plugins
-from ckptcore.protocols import CheckpointableHandler, ContainerHandler, LazyCheckpointableHandler, LeafHandler
+from ckptcore.protocols import (
+    CheckpointableHandler,
+    ContainerHandler,
+    LazyCheckpointableHandler,
+    LeafHandler,
+    PerProcessHandler,
+)
 
-__all__ = ["PLACEHOLDER", "Flat", "first_stuck", "flatten", "rebuild", "restore", "unflatten"]
+__all__ = ["PLACEHOLDER", "Flat", "first_stuck", "flatten", "of_each_process", "rebuild", "restore", "unflatten"]
 
 PLACEHOLDER: Final = ...
 """Stands in an abstract tree for a leaf or a subtree that is not to be loaded."""
@@ -167,6 +173,23 @@ class _Flattening:
             shapes.append(shape)
         node = Node(flattened.kind, keys, tuple(skeletons), flattened.type)
         return node, _Container(value, handler, keys, tuple(shapes))
+
+
+def of_each_process(shape: Shape) -> Iterator[tuple[TreePath, object]]:
+    """The objects in a value of which every process of a job has one of its own, with their paths."""
+    return _of_each_process(shape, ())
+
+
+def _of_each_process(shape: Shape, path: TreePath) -> Iterator[tuple[TreePath, object]]:
+    if isinstance(shape, _Checkpointable):
+        if isinstance(shape.handler, PerProcessHandler) and shape.handler.per_process:
+            yield path, shape.like
+        else:
+            yield from _of_each_process(shape.state, path)
+    elif shape is not None:
+        for key, child in zip(shape.keys, shape.children, strict=True):
+            if child is not None:
+                yield from _of_each_process(child, (*path, key))
 
 
 def unflatten(shape: Shape, leaves: Sequence[object]) -> object:

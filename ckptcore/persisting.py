@@ -6,16 +6,25 @@ In a job of several processes every stage ends with an exchange: an error on one
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NoReturn
+from typing import Any, Final, NoReturn
 
 from ckptcore.agreement import Agreement
 from ckptcore.background import SaveHandle
-from ckptcore.commit import Claim, Overwrite, claim_location, claimed_store, read_root
+from ckptcore.commit import (
+    Claim,
+    Overwrite,
+    claim_location,
+    claimed_store,
+    is_hidden_name,
+    read_root,
+    sweep_leftovers,
+)
 from ckptcore.context import Context
 from ckptcore.engine.recorder import ObjectRecorder
-from ckptcore.errors import CheckpointError, CommitUnknownError, CoordinationTimeoutError, PluginError
+from ckptcore.errors import CheckpointError, CommitUnknownError, PluginError
 from ckptcore.events import Recording
 from ckptcore.locations import Location, subdirectory
 from ckptcore.model.arrays import Box
@@ -30,7 +39,12 @@ from ckptcore.root import ROOT_KEY, Claimed, Composite, Member, Root
 from ckptcore.root_json import encode_composite, encode_root
 from ckptcore.timelines import timeline_to_json
 
-__all__ = ["Described", "fail_everywhere", "persist"]
+__all__ = ["NOTHING_COMMITTED", "Described", "fail_everywhere", "persist"]
+
+NOTHING_COMMITTED: Final = "nothing was committed"
+"""What it means if a stage before the commit fails on any rank."""
+
+logger = logging.getLogger("ckptcore.persisting")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,9 +74,9 @@ class Described:
     agreement: Agreement
 
 
-def fail_everywhere(described: Described, error: BaseException) -> NoReturn:
-    """Raise why this process cannot go on with a save, on the other ranks too: they wait for it to claim the location."""
-    with described.agreement.stage("claim"):
+def fail_everywhere(agreement: Agreement, stage: str, error: BaseException) -> NoReturn:
+    """Raise why this process cannot go on with a save, on the other ranks too: they wait for it to end this stage."""
+    with agreement.stage(stage):
         raise error
     raise error  # the stage has raised it
 
@@ -85,51 +99,75 @@ def persist(
 
     Raises:
         CheckpointError: why it is not committed; then nothing of it is left, and what was there before still is.
+        CommitUnknownError: if that cannot be told.
     """
     agreement = described.agreement
     claim = None
+    may_write = False
     try:
-        with agreement.stage("claim"):
+        with agreement.stage("claim", meaning=NOTHING_COMMITTED):
             if agreement.rank == 0:
                 with recording.phase("claim"):
                     claim = claim_location(
                         described.location, described.save_id, described.created, described.overwrite
                     )
         store = claim.store if claim is not None else claimed_store(described.location, described.save_id)
+        may_write = True
         try:
-            with agreement.stage("write") as stage:
+            with agreement.stage("write", meaning=NOTHING_COMMITTED) as stage:
                 with recording.phase("write") as phase:
                     written = _write(described, captured, store, context, handle)
                     phase.nbytes = sum(record.size for receipt in written for record in receipt.objects)
                 common = [receipt for part, receipt in zip(described.parts, written, strict=True) if not part.own]
                 if agreement.size > 1:
                     stage.payload = [_encode_receipt(receipt) for receipt in common]
-        except CoordinationTimeoutError as error:
-            if agreement.rank == 0:
+        except Exception as error:
+            if agreement.rank == 0 or not stage.done or stage.failed:
                 raise
             # The leader may have this rank's receipts and go on without it hearing of that.
             _look_whether_committed(described, error)
             return
         try:
-            with agreement.stage("commit"):
+            with agreement.stage("commit") as end:
                 if claim is not None:
                     parts = [part for part in described.parts if not part.own]
                     receipts = [common] if agreement.size == 1 else _decode_receipts(parts, stage.payloads)
                     _commit(described, claim, parts, receipts, context, recording)
-        except CoordinationTimeoutError as error:
-            _look_whether_committed(described, error)
+        except Exception as error:
+            if not end.done or 0 in end.failed:
+                raise
+            if agreement.rank == 0:
+                logger.warning(
+                    "%s is saved, but perhaps not all ranks know: %s: %s",
+                    described.location.display, type(error).__name__, error,
+                )  # fmt: skip
+            else:
+                _look_whether_committed(described, error)
     except BaseException as error:
-        if claim is not None:
-            try:
+        try:
+            if claim is not None:
                 claim.abort()
-            except CheckpointError as failure:
-                # The error that stopped the save says more; the next save removes what is left.
-                error.add_note(f"removing what was written failed too: {failure}")
+            elif may_write and agreement.rank != 0:
+                _remove_abandoned(described)
+        except CheckpointError as failure:
+            # The error that stopped the save says more; the next save removes what is left.
+            error.add_note(f"removing what was written failed too: {failure}")
         raise
 
 
-def _look_whether_committed(described: Described, error: CoordinationTimeoutError) -> None:
-    """The others did not come to the end of the commit: only the root tells whether it happened."""
+def _remove_abandoned(described: Described) -> None:
+    """Remove what this process wrote after the leader gave the save up, and removed what there was until then."""
+    parent = described.location.parent
+    root = read_root(described.location.store)
+    if root is not None and not isinstance(root, Claimed) and root.save_id == described.save_id:
+        return  # what the hidden directory holds may be what this save replaced
+    names = [name.removesuffix("/") for name in parent.list_names() if name.endswith("/")]
+    ours = [name for name in names if is_hidden_name(name) and f".{described.save_id}." in name]
+    sweep_leftovers(parent, ours)  # it stays where the leader still holds it
+
+
+def _look_whether_committed(described: Described, error: Exception) -> None:
+    """The exchange at the end of the commit, or before it, failed: only the root tells whether it happened."""
     try:
         root = read_root(described.location.store)
     except CheckpointError as unreadable:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import datetime
 import json
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeAlias
+from typing import Any, Final, Literal, TypeAlias
 
 import xxhash
 
@@ -16,10 +17,11 @@ from ckptcore.background import SaveHandle
 from ckptcore.commit import Overwrite, refuse_to_replace
 from ckptcore.context import Context
 from ckptcore.engine.memory import StagingMemory
-from ckptcore.errors import CheckpointError
+from ckptcore.errors import CheckpointError, UnsupportedLeafError
 from ckptcore.events import Recording
+from ckptcore.flattening import of_each_process
 from ckptcore.locations import Place, resolve_location
-from ckptcore.model.tree import JSON
+from ckptcore.model.tree import JSON, format_path
 from ckptcore.parts import (
     Captured,
     FilesDescription,
@@ -29,12 +31,25 @@ from ckptcore.parts import (
     TreeDescription,
     describe_part,
 )
-from ckptcore.persisting import Described, fail_everywhere, persist
+from ckptcore.persisting import NOTHING_COMMITTED, Described, fail_everywhere, persist
 from ckptcore.protocols import Layout
 from ckptcore.root import Member, check_name, new_save_id
 from ckptcore.snapshots import BoundedSnapshot, CopiedSnapshot
 
-__all__ = ["SaveRequest", "begin_save", "perform_save", "save_created"]
+__all__ = ["OneTree", "SaveRequest", "begin_save", "perform_save", "save_created"]
+
+_MOST_PROGRESS: Final = 2**63 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class OneTree:
+    """Says that a checkpoint is one tree.
+
+    Attributes:
+        state: the tree.
+    """
+
+    state: object
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,12 +58,12 @@ class SaveRequest:
 
     Attributes:
         location: where to.
-        values: what, by name; under the empty name alone where the checkpoint is one tree.
+        values: what: one tree, or checkpointables by name.
         layout: a name, or a layout with options.
         overwrite: whether what is there is replaced.
         custom: metadata of the user's; JSON.
         metrics: measurements to be kept with it.
-        step, epoch: how far the training is; None where nobody says.
+        step, epoch: how far the training is, in integers of any type; None where nobody says.
         when_busy: what an asynchronous save does while another runs; None: as the Context says.
         allowed: called on the leader before anything is written; an error of it stops the save.
         before_commit: called on the leader right before the commit; an error of it stops the save.
@@ -56,7 +71,7 @@ class SaveRequest:
     """
 
     location: Place
-    values: Mapping[str, object]
+    values: OneTree | Mapping[str, object]
     layout: str | Layout
     overwrite: Overwrite
     custom: Mapping[str, JSON] | None
@@ -78,21 +93,23 @@ def perform_save(request: SaveRequest, context: Context) -> None:
     Raises:
         CheckpointError: why it is not.
     """
+    key = context.exchange_key(request.location)  # before anything can fail: every rank counts every save
     with _recorded(request, context) as recording, recording.phase("blocking"):
+        agreement = Agreement(context.job(), key, recording)
         with recording.phase("describe"):
-            described, descriptions = _describe(request, context, recording)
-        with recording.phase("wait_for_previous"):
-            context.saves.wait()
+            described, descriptions = _describe(request, context, recording, agreement)
         captured: list[Captured] = []
         try:
             try:
+                with recording.phase("wait_for_previous"):
+                    context.saves.wait()
                 for part, description in zip(described.parts, descriptions, strict=True):
                     if isinstance(description, FilesDescription):
                         captured.append(description.capture())
                     else:
                         captured.append(description.view(part.plan))
             except BaseException as error:  # noqa: BLE001  # told to the other ranks, then raised
-                fail_everywhere(described, error)
+                fail_everywhere(agreement, "claim", error)
             persist(described, captured, context, recording)
         finally:
             _close(captured)
@@ -106,14 +123,19 @@ def begin_save(request: SaveRequest, context: Context) -> SaveHandle:
     Raises:
         CheckpointError: why it cannot begin; what comes later is told by the handle.
     """
+    key = context.exchange_key(request.location)  # before anything can fail: every rank counts every save
     with _recorded(request, context, goes_on=True) as recording, recording.phase("blocking"):
-        with recording.phase("wait_for_previous"):
-            if (request.when_busy or context.when_busy) == "wait":
-                context.saves.wait()
-            else:
-                context.saves.wait_for_room()
+        agreement = Agreement(context.job(), key, recording)
+        try:
+            with recording.phase("wait_for_previous"):
+                if (request.when_busy or context.when_busy) == "wait":
+                    context.saves.wait()
+                else:
+                    context.saves.wait_for_room()
+        except BaseException as error:  # noqa: BLE001  # told to the other ranks, then raised
+            fail_everywhere(agreement, "describe", error)
         with recording.phase("describe"):
-            described, descriptions = _describe(request, context, recording)
+            described, descriptions = _describe(request, context, recording, agreement)
         total = sum(item.spec.nbytes for part in described.parts for item in part.plan.items)
         handle = SaveHandle(described.location.display, total)
         memory = StagingMemory(context.staging, context.io_threads)
@@ -165,7 +187,7 @@ def _begin_copied(
     except BaseException as error:  # noqa: BLE001  # told to the other ranks, then raised
         _close(captured)
         memory.close()
-        fail_everywhere(described, error)
+        fail_everywhere(described.agreement, "claim", error)
 
     def work() -> None:
         try:
@@ -202,7 +224,7 @@ def _begin_bounded(
     except BaseException as error:  # noqa: BLE001  # told to the other ranks, then raised
         _close(captured)
         memory.close()
-        fail_everywhere(described, error)
+        fail_everywhere(described.agreement, "claim", error)
 
     def work() -> None:
         try:
@@ -256,7 +278,7 @@ def _run(
     except RuntimeError as error:
         _close(captured)
         memory.close()
-        fail_everywhere(described, error)
+        fail_everywhere(described.agreement, "claim", error)
 
 
 def _close(captured: Sequence[Captured]) -> None:
@@ -269,35 +291,39 @@ def _release(context: Context) -> None:
         context.staging.release_unused()
 
 
-def _describe(request: SaveRequest, context: Context, recording: Recording) -> tuple[Described, _Descriptions]:
+def _describe(
+    request: SaveRequest, context: Context, recording: Recording, agreement: Agreement
+) -> tuple[Described, _Descriptions]:
     """Look at what is to be saved and where, and refuse what cannot be. Writes nothing.
 
     Raises:
         UnsupportedLeafError, UnsupportedKeyError, NameCollisionError, CheckpointExistsError, InvalidLocationError
+        ValueError, TypeError: for what is no metadata, metric, step or epoch.
         BackgroundSaveError: an earlier save failed unnoticed, here; in a job the other ranks hear of it.
     """
-    agreement = Agreement(context.job(), context.exchange_key(request.location), recording)
     rank, size = agreement.rank, agreement.size
-    composite = "" not in request.values
-    with agreement.stage("describe") as stage:
+    composite = not isinstance(request.values, OneTree)
+    with agreement.stage("describe", meaning=NOTHING_COMMITTED) as stage:
         context.saves.raise_unnoticed()
         chosen = context.registry.layout(request.layout)
         custom = _check_custom(request.custom)
         metrics = _check_metrics(request.metrics)
+        progress = _check_progress(request)
+        recording.step = progress.get("step")
+        values = {"": request.values.state} if isinstance(request.values, OneTree) else dict(request.values)
         location = resolve_location(
             request.location, context.registry, durable=context.durability == "full", config=context.storage
         )
         if composite:
-            for name in request.values:
+            for name in values:
                 check_name(name)
         descriptions = [
-            describe_part(name, value, chosen, context.registry, rank=rank, size=size)
-            for name, value in request.values.items()
+            describe_part(name, value, chosen, context.registry, rank=rank, size=size) for name, value in values.items()
         ]
+        if size > 1:
+            _refuse_what_differs(values, descriptions, size)
         members = (
-            {name: part.member(size) for name, part in zip(request.values, descriptions, strict=True)}
-            if composite
-            else None
+            {name: part.member(size) for name, part in zip(values, descriptions, strict=True)} if composite else None
         )
         if rank == 0:
             if request.allowed is not None:
@@ -310,19 +336,20 @@ def _describe(request: SaveRequest, context: Context, recording: Recording) -> t
     save_id, created = decided["save_id"], decided["created"]
     recording.save_id = save_id
     parts = []
-    for name, description in zip(request.values, descriptions, strict=True):
-        member = description.member(size)
-        directory = member.directory(name, rank) if composite else ""
-        own = member.processes is not None
-        parts.append(Part(directory, description.layout, description.plan(rank, size, save_id), own))
+    try:
+        for name, description in zip(values, descriptions, strict=True):
+            member = description.member(size)
+            directory = member.directory(name, rank) if composite else ""
+            own = member.processes is not None
+            parts.append(Part(directory, description.layout, description.plan(rank, size, save_id), own))
+    except BaseException as error:  # noqa: BLE001  # told to the other ranks, then raised
+        fail_everywhere(agreement, "claim", error)
     described = Described(
         location=location,
         overwrite=request.overwrite,
         custom=custom,
         metrics=metrics,
-        progress={
-            name: value for name, value in (("step", request.step), ("epoch", request.epoch)) if value is not None
-        },
+        progress=progress,
         save_id=save_id,
         created=created,
         parts=parts,
@@ -363,6 +390,46 @@ def _check_metrics(metrics: Mapping[str, float]) -> Mapping[str, float]:
             raise TypeError(f"metrics={{{name!r}: ...}}: the name of a metric is a str. Nothing was written")
         checked[name] = number
     return checked
+
+
+def _check_progress(request: SaveRequest) -> Mapping[str, int]:
+    """The step and the epoch, as they are stored."""
+    checked = {}
+    for name, value in (("step", request.step), ("epoch", request.epoch)):
+        if value is None:
+            continue
+        try:
+            number = None if isinstance(value, bool) else operator.index(value)
+        except TypeError:
+            number = None
+        if number is None:
+            raise TypeError(f"{name}={value!r}: expected a whole number, as an int. Nothing was written")
+        if abs(number) > _MOST_PROGRESS:
+            raise ValueError(f"{name}= must fit into 64 bits, as a signed integer. Nothing was written")
+        checked[name] = number
+    return checked
+
+
+def _refuse_what_differs(values: Mapping[str, object], descriptions: _Descriptions, size: int) -> None:
+    """Refuse objects in shared trees of which every process has one of its own: one of them would be stored.
+
+    Also where they are equal now, so that a job that could save once can save again.
+    """
+    for name, description in zip(values, descriptions, strict=True):
+        if not isinstance(description, TreeDescription) or description.own:
+            continue
+        found = [
+            f"{format_path(path)} is a {type(thing).__module__}.{type(thing).__qualname__}"
+            for path, thing in of_each_process(description.flat.shape)
+        ]
+        if found:
+            where = f"in {name!r}: " if name else ""
+            more = f"; and {len(found) - 20} more" if len(found) > 20 else ""
+            raise UnsupportedLeafError(
+                f"{where}{'; '.join(found[:20])}{more}: every process has one of its own, and of a tree that {size} processes "
+                "save together only one would be stored; it goes under a name of its own in save_checkpointables. "
+                "Nothing was written"
+            )
 
 
 def _lists(value: Any) -> Any:
