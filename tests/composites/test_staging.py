@@ -1,0 +1,68 @@
+"""Directories of the local disk in which files stand on their way: what is removed, by whom, and what fails."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import tempfile
+from pathlib import Path
+
+import pytest
+
+import ckptcore
+from ckptcore.builtin import staging
+from ckptcore.builtin.staging import StagingDirectory
+from ckptcore.errors import StorageError
+from tests.composites.objects import Files, staged
+
+
+def _left_behind() -> Path:
+    """What a process that died leaves: nobody holds it."""
+    directory = StagingDirectory()
+    directory._lock.close()
+    (directory.path / "file").write_text("x")
+    return directory.path
+
+
+def test_what_nobody_holds_is_removed_by_the_next() -> None:
+    left = _left_behind()
+    held = StagingDirectory()
+    assert not left.exists()
+    StagingDirectory().close()
+    assert held.path.exists()
+    held.close()
+
+
+def test_what_another_machine_made_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may be held there: on some network file systems a lock holds on one machine only."""
+    with monkeypatch.context() as there:
+        there.setattr(staging, "_prefix", lambda: "ckptcore-staging-0123456789abcdef-")
+        path = _left_behind()
+    StagingDirectory().close()
+    assert (path / "file").read_text() == "x"
+    (path / "file").unlink()
+    path.rmdir()
+
+
+def test_a_place_that_cannot_be_locked_keeps_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    real = fcntl.flock
+
+    def flock(descriptor: int, operation: int) -> None:
+        if "ckptcore-staging" in os.readlink(f"/proc/self/fd/{descriptor}"):
+            raise OSError(errno.ENOLCK, "No locks available")
+        real(descriptor, operation)
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with pytest.raises(StorageError, match="No locks available.*TMPDIR") as caught:
+        ckptcore.save_checkpointables(tmp_path / "c", {"files": Files({"a": b""})})
+    assert caught.value.errno == errno.ENOLCK
+    assert not staged()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_no_place_at_all(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    with monkeypatch.context() as elsewhere:
+        elsewhere.setattr(tempfile, "tempdir", str(tmp_path / "not there"))
+        with pytest.raises(StorageError, match="not there.*TMPDIR"):
+            ckptcore.save_checkpointables(tmp_path / "c", {"files": Files({"a": b""})})
