@@ -9,6 +9,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -245,6 +246,69 @@ def test_a_state_comes_back_as_it_was_with_all_its_types(tmp_path: Path) -> None
     _assert_same(target.state, _full())
     assert target.state["tagged"].tag == "kept"
     assert target.state["default"].default_factory is list
+
+
+@pytest.mark.parametrize(
+    ("own", "saved"),
+    [
+        (torch.tensor(0.0), torch.tensor([0.25], dtype=torch.float64)),
+        (torch.tensor(0), torch.tensor(1.5)),
+        (torch.zeros(2), torch.ones(2, dtype=torch.bfloat16)),
+        (torch.zeros(2, dtype=torch.float64), torch.tensor([True, False])),
+        (torch.zeros(2, dtype=torch.bool), torch.ones(3, dtype=torch.complex64)),
+        (torch.zeros(2, dtype=torch.bfloat16), torch.arange(3, dtype=torch.uint8)),
+        (torch.zeros(2, dtype=torch.uint8), torch.ones(3).to(torch.float8_e4m3fn)),
+        (jnp.zeros(2), jnp.arange(5.0)),
+        (jnp.zeros(()), jnp.ones((2, 3), jnp.bfloat16)),
+        (jnp.zeros(3), jnp.arange(3)),
+        (np.zeros(3), np.arange(4, dtype=np.int8)),
+        (np.float32(0), np.arange(2.0)),
+    ],
+    ids=lambda value: f"{type(value).__module__}-{value.dtype}",
+)
+def test_arrays_come_back_as_they_were_saved_in_the_framework_of_the_object(
+    own: Any, saved: Any, tmp_path: Path
+) -> None:
+    ckptcore.save(tmp_path / "step", Keeper({"total": saved}))
+    target = Keeper({"total": own})
+    ckptcore.load_into(tmp_path / "step", target)
+    found = target.state["total"]
+    assert type(found) is type(saved)
+    assert (found.dtype, found.shape) == (saved.dtype, saved.shape)
+    as_numbers = (lambda array: array.to(torch.complex64).numpy()) if isinstance(saved, torch.Tensor) else np.asarray
+    assert np.array_equal(as_numbers(found), as_numbers(saved))
+
+
+UINT4: torch.dtype = torch.uint4  # type: ignore[attr-defined]  # the stubs leave it out
+
+
+def test_elements_below_a_byte_stay_what_they_are(tmp_path: Path) -> None:
+    def small(count: int) -> torch.Tensor:
+        return torch.arange(count, dtype=torch.uint8).view(UINT4)
+
+    ckptcore.save(tmp_path / "step", Keeper({"packed": small(4)}))
+    target = Keeper({"packed": small(2)})
+    ckptcore.load_into(tmp_path / "step", target)
+    assert target.state["packed"].dtype == UINT4
+    assert target.state["packed"].view(torch.uint8).tolist() == [0, 1, 2, 3]
+
+
+def test_a_jax_array_that_changed_its_shape_stays_where_it_is(tmp_path: Path) -> None:
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("x",))
+    spec = jax.sharding.PartitionSpec("x")  # type: ignore[no-untyped-call]  # JAX says no types here
+    sharding = jax.sharding.NamedSharding(mesh, spec)
+    ckptcore.save(tmp_path / "step", Keeper({"total": jnp.arange(8.0)}))
+    target = Keeper({"total": jax.device_put(jnp.zeros(2), sharding)})
+    ckptcore.load_into(tmp_path / "step", target)
+    assert target.state["total"].tolist() == list(range(8))
+    assert target.state["total"].sharding.device_set == sharding.device_set
+
+
+def test_a_random_key_is_asked_for_as_it_is(tmp_path: Path) -> None:
+    ckptcore.save(tmp_path / "step", Keeper({"key": jax.random.key(3)}))
+    target = Keeper({"key": jax.random.key(0)})
+    ckptcore.load_into(tmp_path / "step", target)
+    assert bool(target.state["key"] == jax.random.key(3))
 
 
 def test_an_object_without_the_state_gets_it_in_pythons_and_numpys_types(tmp_path: Path) -> None:

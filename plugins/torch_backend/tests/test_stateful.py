@@ -312,6 +312,17 @@ def test_state_that_is_there_is_asked_for_as_it_is() -> None:
         assert all(state["state"][number][name] is held for name, held in slots.items())
 
 
+def test_state_of_another_dtype_is_asked_for_as_it_is_stored() -> None:
+    used = train(adam, 2)
+    stored = _stored(used)
+    stored["state"][0]["exp_avg"] = AbstractArray(stored["state"][0]["exp_avg"].shape, "bfloat16")
+    state: Any = OPTIMIZERS.flatten_to_load(used, stored)
+    held = used.state_dict()["state"]
+    assert state["state"][0]["exp_avg"].dtype == torch.bfloat16
+    assert held[0]["exp_avg"].dtype == torch.float32
+    assert state["state"][0]["exp_avg_sq"] is held[0]["exp_avg_sq"]
+
+
 def test_state_that_was_not_saved_is_not_asked_for() -> None:
     state: Any = OPTIMIZERS.flatten_to_load(train(adam, 2), _stored(train(adam, 0)))
     assert state["state"] == {}

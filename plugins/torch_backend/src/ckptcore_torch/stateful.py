@@ -209,7 +209,9 @@ def _to_fill(own: Any, stored: Any) -> Any:
     if isinstance(asked, dict) and isinstance(own, dict):
         for name, held in own.items():
             other = asked.get(name)
-            if isinstance(held, torch.Tensor) and isinstance(other, torch.Tensor) and held.shape == other.shape:
+            if not isinstance(held, torch.Tensor) or not isinstance(other, torch.Tensor):
+                continue
+            if held.shape == other.shape and held.dtype == other.dtype:
                 asked[name] = held
     return asked
 
