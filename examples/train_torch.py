@@ -69,6 +69,7 @@ def train(directory: str, *, steps: int, save_every: int) -> None:
         directory,
         save_policy=AnySave([FixedInterval(save_every), PreemptionCheckpointing()]),  # SIGTERM saves, too
         preservation_policy=AnyPreservation([LatestN(3), BestN(1, "loss", "min")]),
+        if_in_use="take over",  # only from a job that gives no sign of life
     ) as checkpointer:
         step = 0
         if checkpointer.latest is not None:
@@ -78,7 +79,7 @@ def train(directory: str, *, steps: int, save_every: int) -> None:
             print(f"resumed from step {step}", flush=True)
 
         for images, labels in epoch_after_epoch(loader):
-            if step == steps or checkpointer.preempted:
+            if step >= steps or checkpointer.preempted:
                 break
             step += 1
             images = images + torch.from_numpy(noise.normal(0, 0.1, images.shape).astype(np.float32))

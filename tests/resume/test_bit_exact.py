@@ -96,6 +96,19 @@ def test_a_sample_of_killed_runs(straight: Straight, tmp_path: Path) -> None:
         assert _check(straight, seed, tmp_path / str(seed)) > 0
 
 
+def test_a_run_that_is_past_its_steps_ends(straight: Straight, tmp_path: Path) -> None:
+    """Fewer steps are asked for than it has done."""
+    arguments = ("--directory", tmp_path / "run", "--save-every", 2, "--steps")
+    straight.trainer.start(*arguments, 4).finish()
+    run = straight.trainer.start(*arguments, 3)
+    try:
+        assert not run.wait_for("step 5", 1)
+        assert run.finish() == ["resumed from step 4\n"]
+    finally:
+        if not run.has_ended():
+            run.kill()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(100, 100 + _RUNS))
 def test_killed_runs(straight: Straight, seed: int, tmp_path: Path) -> None:
