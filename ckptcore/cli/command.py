@@ -14,7 +14,7 @@ import click
 
 from ckptcore.cli.console import error_line, print_document
 from ckptcore.cli.exits import ExitCode, exit_code_of
-from ckptcore.errors import CheckpointError
+from ckptcore.errors import CheckpointError, DirectoryInUseError
 
 __all__ = ["checkpoint_command"]
 
@@ -59,10 +59,18 @@ def _guarded(body: Callable[[], ExitCode], *, as_json: bool, debug: bool) -> Exi
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return ExitCode.BROKEN_PIPE
         code = exit_code_of(error)
-        return _failed(error, code, str(error) or type(error).__name__, as_json=as_json, debug=debug)
+        return _failed(error, code, _told(error), as_json=as_json, debug=debug)
     except Exception as error:  # noqa: BLE001  # told apart from "found differences", which is exit code 1, and never hidden
         message = f"{type(error).__name__}: {error}; this is a bug in ckptcore or in a plugin, please report it"
         return _failed(error, ExitCode.BUG, message, as_json=as_json, debug=True)
+
+
+def _told(error: Exception) -> str:
+    """What to say of an error. Where it names an argument of Python, the option that does the same stands beside it."""
+    text = str(error) or type(error).__name__
+    if isinstance(error, DirectoryInUseError):
+        text = text.replace("pass if_in_use='take over'", "pass --take-over (in Python if_in_use='take over')")
+    return text
 
 
 def _failed(error: Exception, code: ExitCode, message: str, *, as_json: bool, debug: bool) -> ExitCode:

@@ -80,6 +80,16 @@ def test_a_job_that_saves_there_is_left_alone(run: Run, run_json: RunJson, direc
     assert names(directory) == ["1", "2", "3", "4"]
 
 
+def test_the_option_that_takes_over_is_named(run: Run, run_json: RunJson) -> None:
+    memory = f"memory://{uuid.uuid4()}/run"
+    save_run(memory, {1: 0.1, 2: 0.2})
+    with ckptcore.Checkpointer(memory):
+        code, document = run_json(ErrorDocument, "gc", memory, *POLICY, "--yes")
+        assert code == 8
+        assert "pass --take-over (in Python if_in_use='take over'), which waits" in document["message"]
+        assert document["message"] in run("gc", memory, *POLICY, "--yes").stderr
+
+
 def test_a_pinned_step_stays(run_json: RunJson, directory: Path) -> None:
     with ckptcore.CheckpointReader(directory).pin(1):
         _, document = run_json(GcDocument, "gc", directory, *POLICY, "--dry-run")
