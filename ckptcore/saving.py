@@ -232,20 +232,22 @@ def _begin_bounded(
         finally:
             for snapshot in snapshots:
                 snapshot.writer_ended()
+            snapshots.clear()
             _close(captured)
             memory.close()
             _release(context)
 
+    to_copy = tuple(snapshots)
     _run(work, described, captured, memory, handle, context, recording, committed)
     try:
         with recording.phase("copy") as phase:
-            for number, snapshot in enumerate(snapshots):
+            for number, snapshot in enumerate(to_copy):
                 if number:
-                    snapshots[number - 1].wait_until_written()
+                    to_copy[number - 1].wait_until_written()
                 snapshot.copy_all()
             phase.nbytes = memory.copied_bytes
     except BaseException as error:
-        for snapshot in snapshots:
+        for snapshot in to_copy:
             snapshot.fail(error)
         handle.exception()  # the writer ends with the same error, which is told here and need not be again
         raise
@@ -254,7 +256,7 @@ def _begin_bounded(
 def _run(
     work: Callable[[], None],
     described: Described,
-    captured: Sequence[Captured],
+    captured: list[Captured],
     memory: StagingMemory,
     handle: SaveHandle,
     context: Context,
@@ -281,9 +283,11 @@ def _run(
         fail_everywhere(described.agreement, "claim", error)
 
 
-def _close(captured: Sequence[Captured]) -> None:
+def _close(captured: list[Captured]) -> None:
+    """Let go of what was captured; the functions in the traceback of an error hold the list for as long as that is kept."""
     for held in captured:
         held.close()
+    captured.clear()
 
 
 def _release(context: Context) -> None:

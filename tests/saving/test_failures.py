@@ -27,6 +27,7 @@ from ckptcore.errors import (
 )
 from ckptcore.model import Box, Shard
 from ckptcore.protocols import Coordinator
+from ckptcore.saving import OneTree, SaveRequest, perform_save
 from ckptcore.testing import ThreadJob
 
 
@@ -150,3 +151,24 @@ def test_a_forked_child_saves_too(tmp_path: Path) -> None:
             os._exit(1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     assert ckptcore.verify(tmp_path / "child").ok
+
+
+@pytest.mark.parametrize("number", [1.5, 2.0, True, "3", 2**63])
+@pytest.mark.parametrize("name", ["step", "epoch"])
+def test_a_step_or_epoch_that_could_not_be_loaded_is_refused(name: str, number: Any, tmp_path: Path) -> None:
+    given: dict[str, Any] = {"step": 1, "epoch": 1, name: number}
+    request = SaveRequest(
+        location=tmp_path / "c", values=OneTree({"a": 1}), layout="safetensors", overwrite=False, custom=None, **given
+    )
+    with pytest.raises((TypeError, ValueError), match=f"{name}="):
+        perform_save(request, ckptcore.Context())
+    assert os.listdir(tmp_path) == []
+
+
+def test_numpy_counts_steps_and_epochs_too(tmp_path: Path) -> None:
+    with ckptcore.Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(np.int64(3), {"a": 1}, epoch=np.int32(2))  # type: ignore[arg-type]  # as a training loop may
+    with ckptcore.Checkpointer(tmp_path) as checkpointer:
+        assert checkpointer.load() == {"a": 1}
+        assert checkpointer.steps == (3,) and checkpointer.should_save(4)
+    assert b'"progress":{"step":3,"epoch":2}' in (tmp_path / "3" / "checkpoint.json").read_bytes()
