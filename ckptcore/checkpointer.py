@@ -30,7 +30,7 @@ from ckptcore.protocols import Layout
 from ckptcore.reader import CheckpointReader
 from ckptcore.restoring import Loading
 from ckptcore.saving import OneTree, SaveRequest, begin_save, perform_save
-from ckptcore.step_names import StepNames
+from ckptcore.step_names import StepNames, step_number, whole_number
 
 __all__ = ["Checkpointer", "IfInUse", "WhenBusy"]
 
@@ -100,6 +100,10 @@ class Checkpointer(CheckpointReader):
         """
         if when_busy not in ("wait", "skip", "queue"):
             raise ValueError(f"Checkpointer(when_busy={when_busy!r}): expected 'wait', 'skip' or 'queue'")
+        _expect(save_policy, SavePolicy, "save_policy", "a save policy, such as FixedInterval(100)")
+        _expect(
+            preservation_policy, PreservationPolicy, "preservation_policy", "a preservation policy, such as LatestN(3)"
+        )
         self._lock = Lock()
         self._closed = False
         self._process = os.getpid()
@@ -112,6 +116,8 @@ class Checkpointer(CheckpointReader):
         self._cleaner: ThreadPoolExecutor | None = None
         self._cleaning: list[Future[None]] = []
         self._saves: list[_Saving] = []
+        self._beginning: int | None = None
+        self._warned = False
         self._last_saved: int | None = None
         self._begin_reading(directory, step_names, context)
         try:
@@ -128,6 +134,7 @@ class Checkpointer(CheckpointReader):
             raise
 
     def _own(self, if_in_use: IfInUse, metadata: Mapping[str, JSON] | None) -> None:
+        self._steps.expect_directory()
         context = self._context
         store = open_directory(
             self._steps.directory, context.registry, durable=context.durability == "full", config=context.storage
@@ -155,9 +162,9 @@ class Checkpointer(CheckpointReader):
         self._decider.past = Past(*found)
 
     def _load(self, step: int | None, loading: Loading[V]) -> V:
-        loaded = super()._load(step, loading)
-        if step is None and self.skipped_steps:
-            # The run is set back to where it was when that step was saved: what was passed over counts for no policy.
+        loaded = self._loader.load(step, loading)
+        if self.restored_step != self._decider.past.step:
+            # The run is set back to where it was when that step was saved: what came after it counts for no policy.
             self._look_back(lambda: self.restored_step)
         return loaded
 
@@ -179,6 +186,7 @@ class Checkpointer(CheckpointReader):
             ValueError: if the step is no number of one, or the policy cannot answer.
         """
         self._expect_open()
+        step, epoch = step_number(step), None if epoch is None else whole_number("epoch", epoch)
         self._steps.names.name(step)
         return self._decide(step, epoch, force=False)
 
@@ -251,11 +259,11 @@ class Checkpointer(CheckpointReader):
         Returns:
             Whether it was saved; False where the policy did not want it, or ``when_busy="skip"`` let it be.
         """
-        past = self._decider.past
+        step, past = step_number(step), self._decider.past
         request = self._request(step, OneTree(state), metrics, metadata, epoch, force, overwrite)
         if request is None:
             return False
-        with self._unless_refused(past):
+        with self._unless_refused(step, past):
             perform_save(request, self._context)
         return True
 
@@ -269,19 +277,20 @@ class Checkpointer(CheckpointReader):
         force: bool,
         overwrite: Overwrite,
     ) -> SaveHandle | None:
-        past = self._decider.past
+        step, past = step_number(step), self._decider.past
         request = self._request(step, values, metrics, metadata, epoch, force, overwrite)
         if request is None:
             return None
-        with self._unless_refused(past):
+        with self._unless_refused(step, past):
             handle = begin_save(request, self._context)
-        with self._lock:
-            self._saves = [*(save for save in self._saves if save.handle.matters), _Saving(step, handle)]
+            with self._lock:
+                self._saves = [*(save for save in self._saves if save.handle.matters), _Saving(step, handle)]
         return handle
 
     @contextmanager
-    def _unless_refused(self, past: Past) -> Iterator[None]:
+    def _unless_refused(self, step: int, past: Past) -> Iterator[None]:
         """A save that could not begin is none for policies, so that the next one is not left out for it."""
+        self._beginning = step
         try:
             yield
         except BaseException:
@@ -289,6 +298,8 @@ class Checkpointer(CheckpointReader):
             if self._job.size == 1:
                 self._decider.past = past
             raise
+        finally:
+            self._beginning = None
 
     def _request(
         self,
@@ -302,12 +313,18 @@ class Checkpointer(CheckpointReader):
     ) -> SaveRequest | None:
         """What is to be saved; None if nothing is. After this the step counts as begun."""
         self._expect_open()
+        epoch = None if epoch is None else whole_number("epoch", epoch)
         written = self._steps.names.name(step)  # refuses what is no number of a step
         if not self._decide(step, epoch, force=force):
             return None
         is_damaged = step in self._loader.broken
         replaces = bool(overwrite) or is_damaged
-        name = self._steps.name(step) if replaces else written
+        name = written
+        if replaces:
+            # Processes may have listed at different moments; the leader's name is everybody's.
+            name = self._agreement("name").lead("name", partial(self._steps.name, step))
+        self._warn_of_newer(step)
+        self._beginning = step
         self._decider.begin(step, epoch)
         if self._deleter is not None:
             self._deleter.spare(step)
@@ -327,6 +344,18 @@ class Checkpointer(CheckpointReader):
             committed=partial(self._saved, step, name),
         )
 
+    def _warn_of_newer(self, step: int) -> None:
+        last = self._decider.past.step
+        if self._job.rank == 0 and not self._warned and (last is None or last < step):
+            newest = self._steps.latest()
+            if newest is not None and newest > step and newest not in self._loader.broken:
+                self._warned = True
+                logger.warning(
+                    "step %d is saved below step %d, which %s has from before: the next resume loads that one; delete what comes "
+                    "after the step that the run was set back to",
+                    step, newest, self.directory,
+                )  # fmt: skip
+
     def _allow(self, step: int, new: str | None) -> None:
         """On the leader: wait for a deletion of the step; if it is to be a new one, refuse where it is there."""
         if self._deleter is not None:
@@ -334,8 +363,8 @@ class Checkpointer(CheckpointReader):
         if new is None or not self._steps.is_committed(step):
             return
         raise CheckpointExistsError(
-            f"step {step} is in {self.directory} already, as {self._steps.name(step)}; pass overwrite=True to replace it, or "
-            "delete it and what comes after it if the run was set back"
+            f"step {step} is in {self.directory} already, as {self._steps.name(step)}; pass overwrite=True to replace it. If the "
+            "run was set back, delete it and all that comes after it, or the next resume goes on from there"
         )
 
     def _decide(self, step: int, epoch: int | None, *, force: bool) -> bool:
@@ -371,9 +400,10 @@ class Checkpointer(CheckpointReader):
             StepPinnedError: if a reader has pinned it.
         """
         self._expect_open()
+        step = step_number(step)
         with self._agreement("delete").stage("delete"):
             if self._deleter is not None:
-                self._clean(self._deleter.begin(step, broken=self._loader.broken))
+                self._clean(self._deleter.begin(step, broken=self._loader.broken, under_way=self._under_way))
         if self._deleter is None:
             self._steps.forget([step])
         if step == self._decider.past.step:
@@ -381,11 +411,18 @@ class Checkpointer(CheckpointReader):
 
     def _collect(self) -> None:
         assert self._deleter is not None  # only who deletes comes here
+        self._deleter.collect(self._preservation_policy, keep=self._kept, broken=frozenset(self._loader.broken))
+
+    def _kept(self) -> set[int]:
         # The newest by number may be older than the run: it was set back.
+        return {step for step in (self._last_saved, self._decider.past.step) if step is not None} | self._under_way()
+
+    def _under_way(self) -> set[int]:
+        """The steps that are being saved."""
+        beginning = self._beginning
         with self._lock:
-            under_way = [save.step for save in self._saves if not save.handle.done()]
-        keep = {step for step in (self._last_saved, self._decider.past.step, *under_way) if step is not None}
-        self._deleter.collect(self._preservation_policy, keep=keep, broken=frozenset(self._loader.broken))
+            under_way = {save.step for save in self._saves if not save.handle.done()}
+        return under_way if beginning is None else under_way | {beginning}
 
     def _clean(self, work: Callable[[], object]) -> None:
         """Do work in the background, after what was asked for before."""
@@ -405,7 +442,11 @@ class Checkpointer(CheckpointReader):
             failed = [other for other in self._cleaning if other.done() and other.exception() is not None]
             running = [other for other in self._cleaning if not other.done()]
             self._cleaning = [*failed[:_MOST_UNHEARD], *running]
-            self._cleaning.append(self._cleaner.submit(logged))
+            try:
+                self._cleaning.append(self._cleaner.submit(logged))
+            except RuntimeError as error:
+                # The program is ending; what was saved is saved, and the next owner cleans.
+                logger.info("%s is not cleaned now: %s", self.directory, error)
 
     # --- ending -------------------------------------------------------------------------------------------------------
 
@@ -491,3 +532,8 @@ class Checkpointer(CheckpointReader):
 
     def _agreement(self, what: str) -> Agreement:
         return Agreement(self._job, self._context.exchange_key(f"{self.directory}/checkpointer/{what}"))
+
+
+def _expect(given: object, kind: type, argument: str, wanted: str) -> None:
+    if given is not None and (isinstance(given, type) or not isinstance(given, kind)):
+        raise TypeError(f"Checkpointer({argument}={given!r}): expected {wanted}")

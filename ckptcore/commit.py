@@ -35,6 +35,7 @@ __all__ = [
     "Overwrite",
     "claim_location",
     "claimed_store",
+    "holds_members",
     "is_committed",
     "is_hidden_name",
     "parse_root",
@@ -52,6 +53,12 @@ Overwrite: TypeAlias = bool | Literal["non-atomic"]
 """Whether a save replaces the checkpoint at its location: no; yes, atomically; yes, also where that cannot be atomic."""
 
 Occupant: TypeAlias = Literal["nothing", "claim", "checkpoint", "other"]
+
+_MOST_MEMBERS: Final = 1000
+"""How many directories are looked into; a checkpoint has a handful."""
+
+_HEAD_BYTES: Final = 1 << 12
+"""In so many bytes a root says what it is; its tables come later."""
 
 _HIDDEN: Final = re.compile(r"\.(.+)\.([0-9a-f]{16})\.ckptcore", re.DOTALL)
 
@@ -155,9 +162,24 @@ def remove_checkpoint(location: Location, save_id: str) -> None:
 def _occupant(store: StorageBackend) -> Occupant:
     data = root_bytes(store)
     if data is None:
+        if holds_members(store):
+            return "checkpoint"  # of several checkpointables, that lost its root
         return "other" if store.list_names() else "nothing"
     # One that cannot be read counts as a checkpoint: it is replaced only when asked.
     return "claim" if is_claim(data) else "checkpoint"
+
+
+def holds_members(store: StorageBackend) -> bool:
+    """Whether directories in a directory are members of a checkpoint of several checkpointables. For one without a root."""
+    for entry in store.list_names()[:_MOST_MEMBERS]:
+        if not entry.endswith("/") or entry.startswith("."):
+            continue
+        try:
+            if b'"member":true' in store.get(f"{entry}{ROOT_KEY}", 0, _HEAD_BYTES):
+                return True
+        except StorageError:
+            continue  # it has no root, or none that can be read
+    return False
 
 
 def read_root(store: StorageBackend) -> Root | Composite | Claimed | None:

@@ -6,6 +6,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 from ckptcore.commit import is_committed, remove_checkpoint, sweep_leftovers
@@ -18,6 +19,7 @@ from ckptcore.policies import PreservationPolicy, StepInfo, what_to_delete
 from ckptcore.protocols import AtomicDirectories, StorageBackend
 from ckptcore.root import new_save_id
 from ckptcore.steps import StepDirectory
+from ckptcore.verification import has_its_sizes
 
 __all__ = ["StepDeleter", "policy_infos"]
 
@@ -49,6 +51,19 @@ def policy_infos(steps: StepDirectory, broken: Collection[int] = ()) -> Sequence
     return infos
 
 
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """What a deletion was decided by.
+
+    Attributes:
+        since: `StepDirectory.changes` as it was then.
+        keep: gives the steps that stay now.
+    """
+
+    since: int
+    keep: Callable[[], Collection[int]]
+
+
 class StepDeleter:
     """Deletes steps of a directory that this process owns. One thread at a time deletes; any may ask.
 
@@ -76,6 +91,8 @@ class StepDeleter:
         """That a claim is a dead one's, and that it goes, is one decision; nobody who saves waits for other deletions."""
         self._deciding = threading.Lock()
         """Whether another valid step stays, and that this one goes, is one decision."""
+        self._whole: set[str] = set()
+        """The saves whose files were found to have their sizes."""
         self._going: dict[int, threading.Event] = {}
         """The steps that are being deleted; set when that is over."""
 
@@ -110,32 +127,38 @@ class StepDeleter:
                 self._owned.check()
                 self._remove(step)
 
-    def collect(self, policy: PreservationPolicy, *, keep: Collection[int], broken: Collection[int]) -> Sequence[int]:
+    def collect(
+        self, policy: PreservationPolicy, *, keep: Callable[[], Collection[int]], broken: Collection[int]
+    ) -> Sequence[int]:
         """Delete what a policy gives up; the steps that were deleted.
 
         Args:
             policy: which steps to keep.
-            keep: steps that stay whatever the policy says.
+            keep: gives the steps that stay whatever the policy says; asked right before each deletion.
             broken: steps that are damaged; they are left alone.
 
         Raises:
             StorageError, SaveLostError: some may be deleted.
         """
         with Recording("delete", self._steps.display, self._context.observers).phase("clean"):
+            since = self._steps.changes()
             doomed = what_to_delete(policy, policy_infos(self._steps, broken), time.time())
-            return [step for step in doomed if step not in keep and self._delete(step, broken)]
+            return [step for step in doomed if self._delete(step, broken, _Plan(since, keep))]
 
-    def begin(self, step: int, *, broken: Collection[int]) -> Callable[[], None]:
+    def begin(
+        self, step: int, *, broken: Collection[int], under_way: Callable[[], Collection[int]]
+    ) -> Callable[[], None]:
         """Begin to delete one step that the user named; the result, to be called once, deletes it.
 
         Args:
             step: which.
             broken: steps that are damaged.
+            under_way: gives the steps that this process is saving.
 
         Raises:
             CheckpointNotFoundError: if it is not there, is being deleted already, or other software wrote it.
             OnlyStepError: if it is the only one that is valid.
-            StepPinnedError: if a reader has pinned it.
+            StepPinnedError: if a reader has pinned it, or it is being saved.
         """
         if not self._steps.is_committed(step):
             raise CheckpointNotFoundError(self._steps.missing(step))
@@ -148,7 +171,9 @@ class StepDeleter:
         if intent is None:
             raise StepPinnedError(f"step {step} in {self._steps.display} is pinned by a reader; delete it later")
         try:
-            going = self._doom(step, broken)
+            if step in under_way():
+                raise StepPinnedError(f"step {step} in {self._steps.display} is being saved; delete it later")
+            going = self._doom(step, broken, _Plan(self._steps.changes(), under_way))
             if going is None:
                 raise OnlyStepError(
                     f"step {step} is the only valid one in {self._steps.display}, and deleting it would lose the run; save "
@@ -161,30 +186,54 @@ class StepDeleter:
 
     def wait_until_gone(self, step: int) -> None:
         """Wait while a step is being deleted, so that it can be saved again."""
-        going = self._going.get(step)
+        with self._deciding:
+            going = self._going.get(step)
         if going is not None:
             going.wait()
 
-    def _delete(self, step: int, broken: Collection[int]) -> bool:
+    def _delete(self, step: int, broken: Collection[int], plan: _Plan) -> bool:
         intent = self._holds.intend_deletion(self._steps.name(step))
         if intent is None:
             logger.info("step %d in %s stays: a reader has pinned it", step, self._steps.display)
             return False
         with intent:
-            going = self._doom(step, broken) if self._steps.is_committed(step) else None
+            going = self._doom(step, broken, plan) if self._steps.is_committed(step) else None
             if going is not None:
                 self._vanish(step, intent, going)
         return going is not None
 
-    def _doom(self, step: int, broken: Collection[int]) -> threading.Event | None:
-        """Let a step be gone for this process; None if it must stay, because no other is valid."""
+    def _doom(self, step: int, broken: Collection[int], plan: _Plan) -> threading.Event | None:
+        """Let a step be gone for this process; None if it must stay.
+
+        It must where no other is valid, where it is being saved, and where it was saved since the plan was made.
+        """
         with self._deciding:
+            if step in plan.keep() or self._steps.changed_since(step, plan.since):
+                return None
             others = (other for other in self._steps.newest_first() if other != step and other not in broken)
-            if step not in broken and next(others, None) is None:
+            if step not in broken and not any(self._is_whole(other) for other in others):
                 return None
             self._steps.hide(step)
             going = self._going[step] = threading.Event()
             return going
+
+    def _is_whole(self, step: int) -> bool:
+        """Whether every file of a step has the size that it was written with; one small request for each."""
+        try:
+            summary = self._steps.summary(step)
+            if summary is None:
+                return False  # other software wrote it: what it has cannot be known
+            if summary.save_id not in self._whole:
+                if not has_its_sizes(self._steps.place(step), self._context):
+                    logger.warning(
+                        "step %d in %s is damaged: a file of it is missing or cut off", step, self._steps.display
+                    )
+                    return False
+                self._whole.add(summary.save_id)
+        except CheckpointError as error:
+            logger.warning("step %d in %s cannot be read: %s", step, self._steps.display, error)
+            return False
+        return True
 
     def _vanish(self, step: int, intent: Hold, going: threading.Event) -> None:
         recording = Recording("delete", str(self._steps.place(step)), self._context.observers, step=step)

@@ -31,6 +31,7 @@ __all__ = [
     "Place",
     "Subdirectory",
     "Within",
+    "absolute_location",
     "open_directory",
     "resolve_location",
     "subdirectory",
@@ -136,6 +137,15 @@ def _within(place: Within, plugins: Plugins, durable: bool, config: Mapping[str,
     options = StorageOptions(durable=durable, config=config.get(scheme, {}))
     store = plugins.storage(scheme)(address, options)
     return Location(str(place), store, place.directory, f"{scheme}:{address}/{place.directory}")
+
+
+def absolute_location(location: LocationLike) -> str:
+    """A location as it is found from any working directory: a local path without links, a URL as it is.
+
+    Raises:
+        InvalidLocationError: if it is neither.
+    """
+    return _address(location)[1]
 
 
 def open_directory(

@@ -31,6 +31,8 @@ __all__ = [
     "Opened",
     "OpenedComposite",
     "arrays_at",
+    "check_file",
+    "file_pieces",
     "find_composite",
     "naming_arrays",
     "open_checkpoint",
@@ -42,6 +44,7 @@ T = TypeVar("T")
 
 _ATTEMPTS: Final = 20
 """How often a load begins again because the checkpoint was replaced under it."""
+_PIECE_BYTES: Final = 1 << 24
 
 
 @dataclass(frozen=True, slots=True)
@@ -302,3 +305,36 @@ def arrays_at(opened: Opened, key: str | None, start: int | None, stop: int | No
         for leaf, own, first, last in opened.layout.extents(opened.tree, opened.state)
         if own == key and (start is None or stop is None or (first < stop and start < last))
     ]
+
+
+def check_file(opened: Opened, record: ObjectRecord) -> None:
+    """Refuse a file that has not as many bytes as were written. A hostile root may state any number.
+
+    Raises:
+        CorruptCheckpointError
+    """
+    there = opened.location.store.size(record.key)
+    if there != record.size:
+        raise CorruptCheckpointError(
+            f"{record.key} in {opened.location.display} has {there} bytes, where {record.size} were written; load another "
+            "checkpoint",
+            key=record.key, start=min(there, record.size), stop=max(there, record.size),
+        )  # fmt: skip
+
+
+def file_pieces(opened: Opened, record: ObjectRecord) -> Iterator[bytes]:
+    """The bytes of a file, verified, a few MiB at a time.
+
+    Raises:
+        CorruptCheckpointError: also if it is shorter or longer than it was written.
+    """
+    check_file(opened, record)
+    for start in range(0, record.size, _PIECE_BYTES):
+        stop = min(start + _PIECE_BYTES, record.size)
+        data = opened.store.get(record.key, start, stop)
+        if len(data) != stop - start:
+            raise CorruptCheckpointError(
+                f"{record.key} ends at byte {start + len(data)}, where {record.size} were written",
+                key=record.key, start=start + len(data), stop=record.size,
+            )  # fmt: skip
+        yield data

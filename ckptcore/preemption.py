@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import weakref
 from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Self, TypeAlias
@@ -15,6 +16,10 @@ __all__ = ["PreemptionNotice", "TerminationSignal"]
 
 PreemptionNotice: TypeAlias = Callable[[int], bool]
 """Tells, given a step, whether this process is to be preempted. It is asked at every step, on the training thread."""
+
+
+_Handler: TypeAlias = Callable[[int, FrameType | None], object] | int | None
+"""What `signal.getsignal` gives."""
 
 
 class TerminationSignal:
@@ -37,24 +42,36 @@ class TerminationSignal:
             )
         self._received = False
         self._closed = False
-        self._previous = signal.signal(signal.SIGTERM, self._handle)
+        # Not held by the signal: one that is dropped without being closed must not leave the process deaf.
+        reference = weakref.ref(self)
+        self._previous: _Handler = signal.getsignal(signal.SIGTERM)
+        previous = self._previous
+
+        def handle(number: int, frame: FrameType | None) -> None:
+            own = reference()
+            if own is not None:
+                own._hear(number, frame)
+            else:
+                _hand_on(previous, handle, number, frame)
+
+        self._handler = handle
+        signal.signal(signal.SIGTERM, handle)
         renew_in_children(self)
 
     def renew(self) -> None:
         """Listen no longer: this is a forked child, and the training loop is its parent's."""
         self.close()
 
-    def _handle(self, number: int, frame: FrameType | None) -> None:
+    def _hear(self, number: int, frame: FrameType | None) -> None:
         self._received = True
-        if callable(self._previous):
+        if self._closed:
+            # It could not be taken out when it was closed.
+            _hand_on(self._previous, self._handler, number, frame)
+        elif callable(self._previous):
             self._previous(number, frame)
-        elif self._closed and self._previous != signal.SIG_IGN and self._is_asked_first():
-            # It could not be taken out when it was closed, and nobody else listens: the process ends, as it would have.
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
-            os.kill(os.getpid(), signal.SIGTERM)
 
     def _is_asked_first(self) -> bool:
-        return signal.getsignal(signal.SIGTERM) == self._handle
+        return signal.getsignal(signal.SIGTERM) is self._handler
 
     def __call__(self, step: int) -> bool:
         """Whether SIGTERM came."""
@@ -77,3 +94,13 @@ class TerminationSignal:
     ) -> None:
         """Listen no longer."""
         self.close()
+
+
+def _hand_on(previous: _Handler, own: _Handler, number: int, frame: FrameType | None) -> None:
+    """Do with a signal what was done before somebody listened who no longer does."""
+    if callable(previous):
+        previous(number, frame)
+    elif previous != signal.SIG_IGN and signal.getsignal(signal.SIGTERM) is own:
+        # Nobody else listens: the process ends, as it would have.
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGTERM)

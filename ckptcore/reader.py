@@ -30,7 +30,7 @@ from ckptcore.locations import LocationLike, Within
 from ckptcore.model.tree import JSON
 from ckptcore.policies import StepInfo
 from ckptcore.restoring import Loading, SkippedStep, StepLoader
-from ckptcore.step_names import StepNames
+from ckptcore.step_names import StepNames, step_number
 from ckptcore.steps import StepDirectory
 
 __all__ = ["CheckpointReader"]
@@ -64,6 +64,11 @@ class CheckpointReader:
         self.reload()
 
     def _begin_reading(self, directory: LocationLike, step_names: StepNames | None, context: Context | None) -> None:
+        if step_names is not None and not isinstance(step_names, StepNames):
+            raise TypeError(
+                f"step_names={step_names!r}: expected StepNames, such as StepNames.of('step_00000010') or "
+                "StepNames(StepNameFormat('step_', width=8))"
+            )
         self._context = context or default_context()
         self._steps = StepDirectory(directory, step_names or StepNames(), self._context)
         self._job = self._context.job()
@@ -100,7 +105,10 @@ class CheckpointReader:
 
     @property
     def steps(self) -> tuple[int, ...]:
-        """Every committed step, ascending."""
+        """Every committed step, ascending.
+
+        In a job of several processes the leader deletes, and others hear of that when they `reload`.
+        """
         return self._steps.steps()
 
     @property
@@ -139,7 +147,7 @@ class CheckpointReader:
         Raises:
             CheckpointNotFoundError, CorruptCheckpointError
         """
-        return self._steps.info(step)
+        return self._steps.info(step_number(step))
 
     def metadata(self, step: int) -> CheckpointMetadata | CheckpointablesMetadata:
         """What a step says of itself; reads no array.
@@ -147,6 +155,7 @@ class CheckpointReader:
         Raises:
             CheckpointNotFoundError, CorruptCheckpointError
         """
+        step = step_number(step)
         if not self._steps.is_committed(step):
             raise CheckpointNotFoundError(self._steps.missing(step))
         place = self._steps.place(step)
@@ -213,7 +222,7 @@ class CheckpointReader:
             CheckpointNotFoundError: if the step is not there.
             StorageError: if nothing can be written beside the steps.
         """
-        with self._loader.pin(step):
+        with self._loader.pin(step_number(step)):
             yield
 
     def wait_for_new_step(
@@ -271,6 +280,8 @@ class CheckpointReader:
         return sorted(itertools.takewhile(lambda step: step > last, self._steps.newest_first()))
 
     def _load(self, step: int | None, loading: Loading[T]) -> T:
+        if step is None:
+            self.reload()  # another job may have saved since
         return self._loader.load(step, loading)
 
     def _agreement(self, what: str) -> Agreement:

@@ -24,6 +24,7 @@ from ckptcore.holds import Hold, StepHolds
 from ckptcore.loading import recorded_load
 from ckptcore.locations import Within, open_directory
 from ckptcore.model.tree import JSON
+from ckptcore.step_names import step_number
 from ckptcore.steps import StepDirectory
 
 __all__ = ["Loading", "SkippedStep", "StepLoader"]
@@ -136,6 +137,8 @@ class StepLoader:
             context = self._context
             store = open_directory(self._steps.directory, context.registry, durable=False, config=context.storage)
             self._holds = StepHolds(store, self._steps.display)
+        if not self._steps.is_committed(step):
+            raise CheckpointNotFoundError(self._steps.missing(step))  # before anything is written beside the steps
         pin = self._holds.pin(self._steps.name(step))
         try:
             # What is there is looked at only now: before, it could have been deleted.
@@ -155,9 +158,11 @@ class StepLoader:
             TargetUndefinedError: if something was changed in place and no step could be loaded into it.
         """
         if step is not None:
-            if not self._steps.is_committed(step):
-                raise CheckpointNotFoundError(self._steps.missing(step))
-            loaded = self._attempt(step, loading)
+            step = step_number(step)
+            with self._agree(f"load-{step}").stage("load"):
+                if not self._steps.is_committed(step):
+                    raise CheckpointNotFoundError(self._steps.missing(step))
+                loaded = self._attempt(step, loading)
             self.restored_step, self.skipped_steps = step, ()
             self.broken.discard(step)
             return loaded

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-__all__ = ["StepNameFormat", "StepNames"]
+__all__ = ["StepNameFormat", "StepNames", "step_number", "whole_number"]
 
 _DIGITS: Final = "0123456789"
 
@@ -184,3 +184,27 @@ def _number(digits: str, width: int | None) -> int | None:
         return None
     number = int(significant)
     return number if number <= _MOST_STEP else None
+
+
+def step_number(step: object) -> int:
+    """A step as an int; NumPy's, PyTorch's and JAX's integers will do.
+
+    Raises:
+        TypeError: for anything else.
+    """
+    return whole_number("step", step)
+
+
+def whole_number(name: str, value: object) -> int:
+    """A value as an int.
+
+    Raises:
+        TypeError: if it is none; names it.
+    """
+    try:
+        if not isinstance(value, bool):
+            return operator.index(value)  # type: ignore[arg-type]  # what has no __index__ is refused below
+    except TypeError:
+        pass
+    hint = "; what is to be loaded is given as abstract= or wanted=" if name == "step" else ""
+    raise TypeError(f"{name}={value!r}: expected a whole number{hint}")

@@ -11,12 +11,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from ckptcore.commit import is_committed, is_hidden_name, root_bytes
 from ckptcore.context import Context
 from ckptcore.engine.threads import renew_in_children
-from ckptcore.errors import CheckpointNotFoundError, CorruptCheckpointError
-from ckptcore.locations import LocationLike, Within, open_directory, subdirectory
+from ckptcore.errors import CheckpointNotFoundError, CorruptCheckpointError, InvalidLocationError
+from ckptcore.locations import LocationLike, Within, absolute_location, open_directory, subdirectory
 from ckptcore.opening import open_checkpoint
 from ckptcore.policies import StepInfo
 from ckptcore.protocols import StorageBackend
-from ckptcore.root import Summary
+from ckptcore.root import ROOT_KEY, Summary
 from ckptcore.root_json import summarize_root
 from ckptcore.step_names import StepNames
 
@@ -38,10 +38,12 @@ class StepDirectory:
             names: how steps are named.
             context: options.
         """
-        self.directory = directory
+        self._display = os.fspath(directory)
+        # Found out once: a program may change its working directory.
+        self.directory = absolute_location(directory)
         self.names = names
         self._context = context
-        self._store = open_directory(directory, context.registry, durable=False, config=context.storage)
+        self._store = open_directory(self.directory, context.registry, durable=False, config=context.storage)
         self._found: dict[int, str] = {}
         self._ours: dict[str, bool] = {}
         """Names of committed steps; whether ckptcore wrote them."""
@@ -62,7 +64,7 @@ class StepDirectory:
     @property
     def display(self) -> str:
         """The directory as the user knows it."""
-        return os.fspath(self.directory)
+        return self._display
 
     @property
     def store(self) -> StorageBackend:
@@ -70,11 +72,32 @@ class StepDirectory:
         return self._store
 
     def list_names(self) -> Mapping[int, str]:
-        """Every name that stands for a step, committed or not, by step; one listing. Changes nothing."""
+        """Every name that stands for a step, committed or not, by step; one listing. Changes nothing.
+
+        Raises:
+            InvalidLocationError: if the directory is a checkpoint itself.
+        """
         self._open_anew()
-        entries = [entry[:-1] for entry in self._store.list_names() if entry.endswith("/")]
+        found = self._store.list_names()
+        if ROOT_KEY in found:
+            raise self._no_directory()
+        entries = [entry[:-1] for entry in found if entry.endswith("/")]
         self._leftovers = tuple([name for name in entries if is_hidden_name(name)])
         return self.names.find(entries)
+
+    def expect_directory(self) -> None:
+        """Do nothing if this is a directory that steps can be in; it need not be there.
+
+        Raises:
+            InvalidLocationError: if it is a checkpoint itself.
+        """
+        if is_committed(self._store) is not None:
+            raise self._no_directory()
+
+    def _no_directory(self) -> InvalidLocationError:
+        return InvalidLocationError(
+            f"{self.display} is a checkpoint itself and no directory of steps; give the directory that it is in"
+        )
 
     def _open_anew(self) -> None:
         # A storage may remember what it saw.
@@ -91,6 +114,11 @@ class StepDirectory:
         """How often this process changed what is there; to be asked before a listing, for `replace`."""
         with self._lock:
             return self._number
+
+    def changed_since(self, step: int, since: int) -> bool:
+        """Whether this process changed a step since `changes` was so."""
+        with self._lock:
+            return self._changes.get(step, (0, None))[0] > since
 
     def replace(self, found: Mapping[int, str], since: int = 0) -> None:
         """Take these names for all there are, but for what this process changed while they were listed.

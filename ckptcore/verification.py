@@ -11,9 +11,9 @@ from typing import Final, TypeAlias, TypeVar
 from ckptcore.composites import is_deleted, present_members, while_composite_unchanged
 from ckptcore.context import Context
 from ckptcore.engine.reader import ObjectReader
-from ckptcore.errors import CheckpointError, CorruptCheckpointError
+from ckptcore.errors import CheckpointError, CorruptCheckpointError, ObjectNotFoundError
 from ckptcore.loading import abstract_leaves, read_leaves
-from ckptcore.locations import LocationLike, Within
+from ckptcore.locations import LocationLike, Place, Within
 from ckptcore.model.metadata import ArrayRecord
 from ckptcore.model.objects import BLOCK_BYTES, ObjectRecord
 from ckptcore.opening import (
@@ -27,7 +27,7 @@ from ckptcore.opening import (
 )
 from ckptcore.root import ROOT_KEY
 
-__all__ = ["Problem", "ProgressCallback", "VerifyReport", "verify_checkpoint"]
+__all__ = ["Problem", "ProgressCallback", "VerifyReport", "has_its_sizes", "verify_checkpoint"]
 
 ProgressCallback: TypeAlias = Callable[[int, int], None]
 """Called with bytes done and bytes in all."""
@@ -64,12 +64,15 @@ class VerifyReport:
         objects: how many objects were checked, the root and its parts included.
         nbytes: bytes checked.
         unverified: keys of objects of which no checksums are kept: they were only read.
+        deleted: names of checkpointables that were saved and are not there: deleted since, or lost, which cannot be told apart.
+            No problem, since the others are sound.
     """
 
     problems: tuple[Problem, ...]
     objects: int
     nbytes: int
     unverified: tuple[str, ...]
+    deleted: tuple[str, ...] = ()
 
     @property
     def ok(self) -> bool:
@@ -94,6 +97,32 @@ def verify_checkpoint(location: LocationLike, context: Context, progress: Progre
         return VerifyReport((Problem(error.key, error.start, error.stop, (), str(error)),), 1, 0, ())
 
 
+def has_its_sizes(location: Place, context: Context) -> bool:
+    """Whether every object of a checkpoint is there with the size that it was written with. Reads roots and no array.
+
+    Raises:
+        CheckpointError: if a root cannot be read.
+    """
+    composite = find_composite(location, context)
+    if composite is None:
+        return _sizes_fit(open_checkpoint(location, context))
+    present = present_members(composite)
+    if present.keys() != composite.root.members.keys():
+        return False
+    return all(
+        _sizes_fit(open_checkpoint(Within(location, directory), context))
+        for directories in present.values()
+        for directory in directories
+    )
+
+
+def _sizes_fit(opened: Opened) -> bool:
+    try:
+        return all(opened.location.store.size(key) == record.size for key, record in opened.objects.items())
+    except ObjectNotFoundError:
+        return False
+
+
 def _verify_composite(
     composite: OpenedComposite, location: LocationLike, context: Context, progress: ProgressCallback | None
 ) -> VerifyReport:
@@ -102,9 +131,13 @@ def _verify_composite(
     unverified: list[str] = []
     objects, done = 1 + len(composite.root.parts), 0
     directories = []
-    for name, found in present_members(composite).items():
-        there = [directory for directory in found if not is_deleted(composite, directory)]
+    deleted = []
+    present = present_members(composite)
+    for name in composite.root.members:
+        there = [directory for directory in present.get(name, ()) if not is_deleted(composite, directory)]
         directories.extend(there)
+        if not there:
+            deleted.append(name)
         processes = composite.root.members[name].processes or 1
         if there and len(there) < processes:
             message = f"{name!r} has a state for each of {processes} processes, and only {len(there)} are there"
@@ -134,7 +167,7 @@ def _verify_composite(
         unverified.extend(f"{directory}/{key}" for key in report.unverified)
         objects += report.objects
         done += report.nbytes
-    return VerifyReport(tuple(problems), objects, done, tuple(unverified))
+    return VerifyReport(tuple(problems), objects, done, tuple(unverified), tuple(deleted))
 
 
 def _within(directory: str, problem: Problem) -> Problem:

@@ -148,7 +148,7 @@ def _collect(
         keep = frozenset(steps.candidates()) - doomed
         deleter = StepDeleter(steps, store, owned, context)
         deleter.clean()
-        return plan, deleter.collect(policy, keep=keep, broken=plan.broken)
+        return plan, deleter.collect(policy, keep=lambda: keep, broken=plan.broken)
 
 
 def _is_confirmed() -> bool:

@@ -64,12 +64,23 @@ def test_a_load_does_not_list_the_steps(directory: str) -> None:
     reader = CheckpointReader(through(directory), context=watched(watch))
     before = len(watch.operations)
     reader.load(2)
-    reader.load()
-    assert not [
-        operation
-        for operation in watch.operations[before:]
-        if operation.name == "list_names" and operation.keys == ("",)
-    ]
+    assert _listings(watch, before) == 0
+    reader.load()  # what another job saved since is found
+    assert _listings(watch, before) == 1
+
+
+def test_the_owner_of_a_directory_loads_without_listing_it(directory: str) -> None:
+    with Checkpointer(directory) as run:
+        save_steps(run, range(5))
+    watch = Watch()
+    with Checkpointer(through(directory), context=watched(watch)) as run:
+        before = len(watch.operations)
+        run.load()
+        assert _listings(watch, before) == 0
+
+
+def _listings(watch: Watch, since: int) -> int:
+    return sum(operation.name == "list_names" and operation.keys == ("",) for operation in watch.operations[since:])
 
 
 def test_an_uncommitted_claim_is_no_step(memory: str) -> None:
