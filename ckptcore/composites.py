@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import difflib
+import enum
+import itertools
 import logging
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, TypeAlias, TypeVar
@@ -29,14 +31,22 @@ from ckptcore.events import Recording
 from ckptcore.flattening import PLACEHOLDER
 from ckptcore.loading import check_target, load_into_target, load_value
 from ckptcore.locations import Place, Within, subdirectory
-from ckptcore.model.objects import ObjectRecord
-from ckptcore.opening import Opened, OpenedComposite, find_composite, open_checkpoint, root_mark, while_unchanged
+from ckptcore.opening import (
+    Opened,
+    OpenedComposite,
+    file_pieces,
+    find_composite,
+    open_checkpoint,
+    root_mark,
+    while_unchanged,
+)
 from ckptcore.parts import PerProcess
 from ckptcore.protocols import FilesHandler
 from ckptcore.root import Member
 from ckptcore.root_json import is_claim
 
 __all__ = [
+    "Everything",
     "Wanted",
     "is_deleted",
     "load_composite",
@@ -53,8 +63,15 @@ logger = logging.getLogger("ckptcore.composites")
 Wanted: TypeAlias = Mapping[str, object] | Sequence[str] | None
 """What is asked for: names with what each is to be loaded like or into, names alone, or None for all there is."""
 
+
+class Everything(enum.Enum):
+    """What can be asked for besides what is `Wanted`."""
+
+    SAVED = enum.auto()
+    """All that was saved, as against all that is there: what is absent is an error."""
+
+
 _ATTEMPTS: Final = 20
-_PIECE_BYTES: Final = 1 << 24
 _NAMES_TOLD: Final = 20
 _OF_RANK: Final = re.compile(r"(.+)\.rank_(0|[1-9][0-9]{0,8})", re.DOTALL)
 
@@ -144,23 +161,36 @@ def open_member(composite: OpenedComposite, name: str, directory: str, location:
     return opened
 
 
-def load_composite(location: Place, wanted: Wanted, context: Context, recording: Recording) -> dict[str, object]:
+def load_composite(
+    location: Place, wanted: Wanted | Everything, context: Context, recording: Recording
+) -> dict[str, object]:
     """Load checkpointables by name.
 
     Raises:
         TypeError: if what is wanted is one str.
         CheckpointNotFoundError: if a name was never saved, or was deleted; nothing was changed.
+        CorruptCheckpointError: also if everything that was saved is asked for, and some of it is gone.
         TreeMismatchError: if something is stored otherwise than it is asked for; nothing was changed.
         TargetUndefinedError: if it failed after an object was changed.
     """
     if isinstance(wanted, str | bytes):
         raise TypeError(f"what is wanted is a list of names, or a mapping; write [{wanted!r}]")
-    return while_composite_unchanged(
-        open_composite(location, context),
-        location,
-        context,
-        lambda composite: _load_once(composite, location, wanted, context, recording),
-    )
+    changed: list[str] = []
+    """The names of what was restored in place, also by an attempt that was overtaken."""
+    try:
+        return while_composite_unchanged(
+            open_composite(location, context),
+            location,
+            context,
+            lambda composite: _load_once(composite, location, wanted, context, recording, changed),
+        )
+    except Exception as error:
+        if not changed or isinstance(error, TargetUndefinedError):
+            raise
+        raise TargetUndefinedError(
+            f"{location} was replaced or deleted after {_told(changed)} had been restored from it, and loading again failed: they "
+            f"may belong to different moments now; load again before using them: {error}"
+        ) from error
 
 
 def while_composite_unchanged(
@@ -187,32 +217,52 @@ def while_composite_unchanged(
 
 
 def _load_once(
-    composite: OpenedComposite, location: Place, wanted: Wanted, context: Context, recording: Recording
+    composite: OpenedComposite,
+    location: Place,
+    wanted: Wanted | Everything,
+    context: Context,
+    recording: Recording,
+    changed: list[str],
 ) -> dict[str, object]:
+    """Load from a composite; adds the names of what was restored in place to `changed`, also where it fails."""
     with recording.phase("open"):
         requests = list(_requests(composite, location, wanted, context))
     loaded: dict[str, object] = {}
-    changed: list[str] = []
     # What is built anew comes first: if it cannot be read, nothing was changed yet.
     for request in sorted(requests, key=lambda request: request.in_place):
         try:
             loaded[request.name] = _load(request, context, recording)
+        except TargetUndefinedError:
+            _add(changed, request.name)
+            raise
         except Exception as error:
-            if not changed or isinstance(error, TargetUndefinedError):
+            if not changed:
                 raise
             raise TargetUndefinedError(
                 f"loading {request.name!r} failed, after {', '.join(changed)} had been restored: they belong to different "
                 f"moments now; load again before using them: {error}"
             ) from error
         if request.in_place:
-            changed.append(request.name)
+            _add(changed, request.name)
     return {request.name: loaded[request.name] for request in requests}
 
 
-def _requests(composite: OpenedComposite, location: Place, wanted: Wanted, context: Context) -> Iterator[_Request]:
+def _add(names: list[str], name: str) -> None:
+    if name not in names:
+        names.append(name)
+
+
+def _requests(
+    composite: OpenedComposite, location: Place, wanted: Wanted | Everything, context: Context
+) -> Iterator[_Request]:
     members = composite.root.members
     present = present_members(composite)
-    likes = _there_for(composite, present, context) if wanted is None else _likes(wanted)
+    if wanted is None:
+        likes = _there_for(composite, present, context)
+    elif isinstance(wanted, Everything):
+        likes = _all_for(composite, present, context)
+    else:
+        likes = _likes(wanted)
     for name, like in likes.items():
         if like is PLACEHOLDER:
             continue
@@ -239,18 +289,36 @@ def _requests(composite: OpenedComposite, location: Place, wanted: Wanted, conte
 
 def _there_for(composite: OpenedComposite, present: Mapping[str, Sequence[str]], context: Context) -> dict[str, object]:
     """All there is for this process; a warning says what was deleted."""
-    found: dict[str, object] = {}
-    absent = []
+    absent = _absent_for(composite, present, context)
+    if absent:
+        logger.warning("%s was saved with %s, which was deleted since", composite.location.display, _told(absent))
+    return dict.fromkeys([name for name in composite.root.members if name not in absent])
+
+
+def _all_for(composite: OpenedComposite, present: Mapping[str, Sequence[str]], context: Context) -> dict[str, object]:
+    """All that was saved for this process.
+
+    Raises:
+        CorruptCheckpointError: if some of it is not there.
+    """
+    absent = list(_absent_for(composite, present, context))
+    if absent:
+        raise CorruptCheckpointError(
+            f"{composite.location.display} was saved with {_told(absent)}, which was deleted or lost since; ask for the names "
+            "that you need, or for this very checkpoint to get what is left of it"
+        )
+    return dict.fromkeys(composite.root.members)
+
+
+def _absent_for(composite: OpenedComposite, present: Mapping[str, Sequence[str]], context: Context) -> dict[str, None]:
+    """The names of which nothing is there for this process."""
+    absent: dict[str, None] = {}
     for name, member in composite.root.members.items():
         directories = present.get(name, ())
         directory = member.directory(name, _rank(composite, name, member, context)) if directories else ""
-        if directory in directories and not is_deleted(composite, directory):
-            found[name] = None
-        else:
-            absent.append(name)
-    if absent:
-        logger.warning("%s was saved with %s, which was deleted since", composite.location.display, _told(absent))
-    return found
+        if directory not in directories or is_deleted(composite, directory):
+            absent[name] = None
+    return absent
 
 
 def _likes(wanted: Mapping[str, object] | Sequence[str]) -> dict[str, object]:
@@ -258,10 +326,10 @@ def _likes(wanted: Mapping[str, object] | Sequence[str]) -> dict[str, object]:
     return {name: like.value if isinstance(like, PerProcess) else like for name, like in likes.items()}
 
 
-def _told(names: Sequence[str]) -> str:
+def _told(names: Collection[str]) -> str:
     """Names for a message: a hostile root may list any number of them."""
     more = f" and {len(names) - _NAMES_TOLD} more" if len(names) > _NAMES_TOLD else ""
-    return (", ".join(names[:_NAMES_TOLD]) or "none") + more
+    return (", ".join(itertools.islice(names, _NAMES_TOLD)) or "none") + more
 
 
 def _unknown(composite: OpenedComposite, name: str, present: Sequence[str]) -> str:
@@ -310,17 +378,21 @@ def _load(request: _Request, context: Context, recording: Recording) -> object:
 
 
 def _load_files(request: _Request, context: Context, recording: Recording) -> object:
+    began = False
+
     def attempt(opened: Opened) -> object:
+        nonlocal began
         with recording.phase("read") as phase:
             phase.nbytes = sum(record.size for record in opened.objects.values())
             if request.files is None:
-                return {key: b"".join(_pieces(opened, record)) for key, record in opened.objects.items()}
+                return {key: b"".join(file_pieces(opened, record)) for key, record in opened.objects.items()}
             directory = StagingDirectory()
             try:
                 _copy_out(opened, directory.path)
             except BaseException:
                 directory.close()
                 raise
+        began = True
         try:
             with recording.phase("restore"):
                 return request.files.load(request.like, directory.path)
@@ -332,7 +404,15 @@ def _load_files(request: _Request, context: Context, recording: Recording) -> ob
         finally:
             directory.close()
 
-    return while_unchanged(request.place, context, attempt)
+    try:
+        return while_unchanged(request.place, context, attempt)
+    except Exception as error:
+        if not began or isinstance(error, TargetUndefinedError):
+            raise
+        raise TargetUndefinedError(
+            f"{request.place} was replaced or deleted as {request.name!r} took its state from it, and loading again failed: "
+            f"{error}; it may hold a mix now: load again before using it"
+        ) from error
 
 
 def _copy_out(opened: Opened, directory: Path) -> None:
@@ -349,7 +429,7 @@ def _copy_out(opened: Opened, directory: Path) -> None:
             os.makedirs(path if record is None else os.path.dirname(path), exist_ok=True)
             if record is not None:
                 with open(path, "xb") as file:
-                    file.writelines(_pieces(opened, record))
+                    file.writelines(file_pieces(opened, record))
         except (FileExistsError, NotADirectoryError, IsADirectoryError) as error:
             raise CorruptCheckpointError(
                 f"{opened.location.display} lists the file {key!r} twice, or as a directory too: {error}; load another checkpoint",
@@ -361,16 +441,3 @@ def _copy_out(opened: Opened, directory: Path) -> None:
             raise StorageError(
                 error.errno, f"cannot copy {key!r} of {opened.location.display} to {path}: {error}; nothing was changed"
             ) from error
-
-
-def _pieces(opened: Opened, record: ObjectRecord) -> Iterator[bytes]:
-    """The bytes of a file, verified, a few MiB at a time: a hostile root may state any size."""
-    for start in range(0, record.size, _PIECE_BYTES):
-        stop = min(start + _PIECE_BYTES, record.size)
-        data = opened.store.get(record.key, start, stop)
-        if len(data) != stop - start:
-            raise CorruptCheckpointError(
-                f"{record.key} ends at byte {start + len(data)}, where {record.size} were written",
-                key=record.key, start=start + len(data), stop=record.size,
-            )  # fmt: skip
-        yield data

@@ -26,7 +26,7 @@ from ckptcore.model.metadata import ArrayRecord
 from ckptcore.model.objects import ObjectRecord
 from ckptcore.model.transfer import ArraySegment, WritePlan
 from ckptcore.model.tree import JSON
-from ckptcore.opening import Opened, OpenedComposite, find_composite, while_unchanged
+from ckptcore.opening import Opened, OpenedComposite, check_file, find_composite, while_unchanged
 from ckptcore.parts import Captured, Part, TreeCaptured
 from ckptcore.persisting import Described, persist
 from ckptcore.planning import plan_read, plan_write
@@ -210,16 +210,9 @@ class _StoredFiles:
     def write(self, part: Part, store: WriteStore) -> JSON:
         """See `Captured`."""
         for record in self._opened.objects.values():
-            # A hostile root may state any size: nothing is made of it before it is known to be the file's.
-            there = self._opened.location.store.size(record.key)
-            if there != record.size:
-                raise CorruptCheckpointError(
-                    f"{record.key} in {self._opened.location.display} has {there} bytes, where {record.size} were written; "
-                    "convert another checkpoint",
-                    key=record.key, start=min(there, record.size), stop=max(there, record.size),
-                )  # fmt: skip
+            check_file(self._opened, record)  # before anything is made of a size that a hostile root may state
             store.write(record.key, [self._piece(record, start) for start in range(0, record.size, _PIECE_BYTES)])
-        return None
+        return self._opened.state
 
     def _piece(self, record: ObjectRecord, start: int) -> ArraySegment:
         box = Box((0,), (min(_PIECE_BYTES, record.size - start),))

@@ -27,7 +27,7 @@ from ckptcore.matching import match_leaves
 from ckptcore.model.arrays import AbstractArray, ArraySpec, Box, HostArray
 from ckptcore.model.metadata import ArrayRecord, TreeMetadata, ValueRecord
 from ckptcore.model.tree import Attribute, TreePath, format_path
-from ckptcore.opening import Opened, while_unchanged
+from ckptcore.opening import Opened, file_pieces, while_unchanged
 from ckptcore.planning import plan_read
 from ckptcore.plugins import Plugins
 from ckptcore.protocols import LeafHandler
@@ -92,7 +92,7 @@ def load_value(location: Place, abstract: object, context: Context, recording: R
             if abstract is not None:
                 raise _files_instead(opened)
             with recording.phase("read"):
-                return {key: opened.store.get(key) for key in opened.objects}
+                return {key: b"".join(file_pieces(opened, record)) for key, record in opened.objects.items()}
         if abstract is None:
             array, value = abstract_leaves(context.registry)
             handlers = [array if isinstance(record, ArrayRecord) else value for record in tree.leaves]

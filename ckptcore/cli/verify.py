@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import click
@@ -26,7 +27,7 @@ def command(as_json: bool, location: str) -> ExitCode:
 
     Each problem names the object (file), the arrays in it and the range of bytes; with one the exit code is 1. A checkpoint
     that other software wrote has no checksums: that all of it can be read is checked, and is said so. Of a checkpoint of several
-    checkpointables each one is verified.
+    checkpointables each one that is there is verified, and those that are not are named: deleted since, or lost.
     """
     import ckptcore
 
@@ -44,7 +45,7 @@ def command(as_json: bool, location: str) -> ExitCode:
     if as_json:
         print_document(document)
     else:
-        _print(document)
+        _print(document, report.deleted)
     return ExitCode.OK if report.ok else ExitCode.FOUND
 
 
@@ -62,7 +63,7 @@ def problem_documents(report: VerifyReport) -> list[ProblemDocument]:
     ]
 
 
-def _print(document: VerifyDocument) -> None:
+def _print(document: VerifyDocument, deleted: Sequence[str]) -> None:
     for problem in document["problems"]:
         where = printable(problem["object"] or "checkpoint")
         if problem["start"] is not None and problem["stop"] is not None:
@@ -73,6 +74,11 @@ def _print(document: VerifyDocument) -> None:
             shown = ", ".join(map(printable, problem["arrays"][:8]))
             more = len(problem["arrays"]) - 8
             print_line("  ", ("arrays ", "dim"), shown, f" and {more:,} more" if more > 0 else "")
+    if deleted:
+        more = f" and {len(deleted) - 8:,} more" if len(deleted) > 8 else ""
+        print_line(
+            ("not there ", "yellow"), ", ".join(map(printable, deleted[:8])), more, ": deleted since the save, or lost"
+        )
     checked = f"{count(document['objects'], 'object')}, {size(document['nbytes'])} checked"
     if not document["ok"]:
         print_line((count(len(document["problems"]), "problem"), "bold red"), f": {checked}")

@@ -145,6 +145,13 @@ def test_verify(run: Run, run_json: RunJson, several: Path) -> None:
     assert run("verify", several).stdout.splitlines()[0].startswith("notes/deep/a.txt bytes 0")
 
 
+def test_verify_names_what_is_not_there(run: Run, several: Path) -> None:
+    ckptcore.delete(several / "notes")
+    result = run("verify", several)
+    assert result.exit_code == 0
+    assert "not there notes: deleted since the save, or lost" in result.stdout
+
+
 def test_convert(run: Run, run_json: RunJson, several: Path, tmp_path: Path) -> None:
     code, document = run_json(ConvertDocument, "convert", several, tmp_path / "copy")
     assert (code, document["nbytes"], document["arrays"]) == (0, 153, 1)

@@ -108,6 +108,26 @@ def test_a_state_that_is_not_taken(place: str) -> None:
         ckptcore.load_checkpointables(place + "/c", {"data": _BrokenSetter()})
 
 
+@pytest.mark.parametrize("with_files", [False, True])
+def test_what_was_changed_and_then_deleted_is_not_said_to_be_as_it_was(with_files: bool, place: str) -> None:
+    location = place + "/c"
+
+    class Gone(Counter):
+        def set_state(self, state: dict[str, Any]) -> None:
+            super().set_state(state)
+            ckptcore.delete(location)
+
+    class GoneFiles(Files):
+        def load(self, directory: Path) -> None:
+            super().load(directory)
+            ckptcore.delete(location)
+
+    ckptcore.save_checkpointables(location, {"it": Files({"a": b"1"}) if with_files else Counter(3), "b": {"x": 1}})
+    found = GoneFiles() if with_files else Gone()
+    with pytest.raises(TargetUndefinedError, match="replaced or deleted"):
+        ckptcore.load_checkpointables(location, {"it": found})
+
+
 def test_damage_that_is_found_after_an_object_was_changed(tmp_path: Path) -> None:
     ckptcore.save_checkpointables(
         tmp_path / "c", {"model": Linear(3), "params": {"w": np.ones(3)}, "files": Files({"a": b"1"})}

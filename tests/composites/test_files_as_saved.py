@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 import ckptcore
-from ckptcore.errors import TreeMismatchError
+from ckptcore.errors import CorruptCheckpointError, TreeMismatchError
+from tests.composites.objects import Files
 
 
 class _Position:
@@ -36,3 +37,18 @@ def test_no_tree_is_made_of_files(tmp_path: Path) -> None:
     with pytest.raises(TreeMismatchError, match="files that an object wrote"):
         ckptcore.load_into(tmp_path / "c" / "data", target)
     assert target["w"].tolist() == [0, 0]
+
+
+@pytest.mark.parametrize("content", [b"0123", b"0123456789 and more"])
+def test_a_file_of_another_size_is_not_given(content: bytes, tmp_path: Path) -> None:
+    """Also where no checksums are kept."""
+    context = ckptcore.Context(checksums=False)
+    ckptcore.save_checkpointables(tmp_path / "c", {"files": Files({"a": b"0123456789"})}, context=context)
+    (tmp_path / "c" / "files" / "a").write_bytes(content)
+    told = f"a in .* has {len(content)} bytes, where 10 were written"
+    with pytest.raises(CorruptCheckpointError, match=told):
+        ckptcore.load(tmp_path / "c" / "files")
+    with pytest.raises(CorruptCheckpointError, match=told):
+        ckptcore.load_checkpointables(tmp_path / "c", ["files"])
+    with pytest.raises(CorruptCheckpointError, match=told):
+        ckptcore.load_checkpointables(tmp_path / "c", {"files": Files()})

@@ -11,14 +11,17 @@ import numpy as np
 import pytest
 
 import ckptcore
+from ckptcore.composites import Everything, load_composite
 from ckptcore.errors import (
     CheckpointNotFoundError,
     CompositeCheckpointError,
+    CorruptCheckpointError,
     InvalidLocationError,
     TreeMismatchError,
     UnsupportedKeyError,
     UnsupportedLeafError,
 )
+from ckptcore.loading import recorded_load
 from ckptcore.root import check_name
 from tests.composites.objects import Counter, Files, Linear
 from tests.crashes.states import same_value
@@ -93,7 +96,8 @@ def test_deleting_one_leaves_the_others(name: str, place: str, caplog: pytest.Lo
         loaded = ckptcore.load_checkpointables(place + "/c")
     assert sorted([*loaded, name]) == ["data", "files", "model", "params"]
     assert name in caplog.text and "deleted" in caplog.text
-    assert ckptcore.verify(place + "/c").ok
+    report = ckptcore.verify(place + "/c")
+    assert report.ok and report.deleted == (name,)
     with pytest.raises(CheckpointNotFoundError, match=f"'{name}', but it was deleted"):
         ckptcore.load_checkpointables(place + "/c", [name])
     found = ckptcore.checkpointables_metadata(place + "/c")
@@ -111,8 +115,20 @@ def test_removing_one_by_hand_leaves_the_others(keep_directory: bool, tmp_path: 
     if keep_directory:
         (tmp_path / "c" / "files").mkdir()
     assert list(ckptcore.load_checkpointables(tmp_path / "c")) == ["params", "model", "data"]
-    assert ckptcore.verify(tmp_path / "c").ok
+    report = ckptcore.verify(tmp_path / "c")
+    assert report.ok and report.deleted == ("files",)
     assert ckptcore.checkpointables_metadata(tmp_path / "c").deleted == ("files",)
+
+
+def test_who_asks_for_everything_that_was_saved_is_told_what_is_gone(place: str) -> None:
+    location, context = place + "/c", ckptcore.Context()
+    save_all(location)
+    with recorded_load(location, context) as recording:
+        whole = load_composite(location, Everything.SAVED, context, recording)
+        assert list(whole) == ["params", "model", "data", "files"]
+        ckptcore.delete(location + "/model")
+        with pytest.raises(CorruptCheckpointError, match="was saved with model"):
+            load_composite(location, Everything.SAVED, context, recording)
 
 
 def test_a_deletion_that_died_leaves_the_others() -> None:
