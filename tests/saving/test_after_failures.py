@@ -110,27 +110,31 @@ def test_the_arrays_of_the_caller_are_let_go_before_the_commit(
 
 
 class _CopiesAfterwards(ckptcore.builtin.host_leaves.HostArrayHandler):
-    """Copies only once the save is over."""
+    """Begins to copy, and goes on only once the save is over."""
 
     def __init__(self, context: list[ckptcore.Context]) -> None:
         self._context = context
+        self.began = threading.Event()
 
     def copy_to_host(self, leaf: Any, boxes: Any, memory: HostMemory) -> Any:
+        self.began.set()
         self._context[0].saves.wait()
         return super().copy_to_host(leaf, boxes, memory)
 
 
 def test_a_bounded_save_tells_the_error_that_stopped_it(gate: Gate) -> None:
     contexts: list[ckptcore.Context] = []
+    handler = _CopiesAfterwards(contexts)
     context = ckptcore.Context(
         plugins=[gate],
         memory=ckptcore.MemoryOptions(save_bytes=1 << 30),
-        handlers={np.ndarray: _CopiesAfterwards(contexts)},
+        handlers={np.ndarray: handler},
     )
     contexts.append(context)
 
     class Full(ckptcore.SafetensorsLayout):
         def write(self, snapshot: Snapshot, store: WriteStore) -> Any:
+            assert handler.began.wait(60)
             raise StorageFullError(28, "No space left on device")
 
     handle = ckptcore.save_async("gate://a/b", {"w": np.ones(1 << 20)}, layout=Full(), context=context)
