@@ -75,9 +75,12 @@ def _print(document: VerifyDocument, deleted: Sequence[str]) -> None:
             more = len(problem["arrays"]) - 8
             print_line("  ", ("arrays ", "dim"), shown, f" and {more:,} more" if more > 0 else "")
     if deleted:
-        more = f" and {len(deleted) - 8:,} more" if len(deleted) > 8 else ""
+        others = f" and {len(deleted) - 8:,} more" if len(deleted) > 8 else ""
         print_line(
-            ("not there ", "yellow"), ", ".join(map(printable, deleted[:8])), more, ": deleted since the save, or lost"
+            ("not there ", "yellow"),
+            ", ".join(map(printable, deleted[:8])),
+            others,
+            ": deleted since the save, or lost",
         )
     checked = f"{count(document['objects'], 'object')}, {size(document['nbytes'])} checked"
     if not document["ok"]:
