@@ -13,7 +13,7 @@ from ckptcore.agreement import Agreement
 from ckptcore.background import SaveHandle
 from ckptcore.builtin.files_layout import FilesLayout
 from ckptcore.builtin.single_process import SingleProcess
-from ckptcore.commit import Overwrite, refuse_to_replace
+from ckptcore.commit import Overwrite, read_root, refuse_to_replace, remove_checkpoint
 from ckptcore.composites import is_deleted, open_member, present_members, while_composite_unchanged
 from ckptcore.context import Context
 from ckptcore.engine.memory import allocate
@@ -30,7 +30,7 @@ from ckptcore.opening import Opened, OpenedComposite, check_file, find_composite
 from ckptcore.parts import Captured, Part, TreeCaptured
 from ckptcore.persisting import Described, persist
 from ckptcore.planning import plan_read, plan_write
-from ckptcore.protocols import Layout, WriteStore
+from ckptcore.protocols import AtomicDirectories, Layout, WriteStore
 from ckptcore.root import Composite, Member, Root, new_save_id
 from ckptcore.saving import save_created
 from ckptcore.verification import ProgressCallback
@@ -125,6 +125,8 @@ class _Conversion:
         self._overwrite = overwrite
         self._progress = progress
         self._context = context
+        self._written: str | None = None
+        """The save id under which an attempt wrote the source, which was replaced meanwhile."""
 
     def tree(self, opened: Opened) -> None:
         """Write a checkpoint that is one tree."""
@@ -178,6 +180,7 @@ class _Conversion:
         custom: Mapping[str, JSON],
         root: Root | Composite | None,
     ) -> None:
+        self._take_back()
         display = self._destination.display
         described = Described(
             location=self._destination,
@@ -197,8 +200,16 @@ class _Conversion:
         recording = Recording("save", display, self._context.observers, save_id=save_id)
         persist(described, captured, self._context, recording, handle)
         recording.finish(total)
-        if not self._overwrite:
-            self._overwrite = True  # if the source was replaced meanwhile, what was just written is written again
+        self._written = save_id
+
+    def _take_back(self) -> None:
+        """Remove what an attempt before wrote where it cannot be replaced, and nothing that somebody else saved there since."""
+        written, self._written = self._written, None
+        if written is None or (self._overwrite and isinstance(self._destination.parent, AtomicDirectories)):
+            return
+        there = read_root(self._destination.store)
+        if there is not None and there.save_id == written:
+            remove_checkpoint(self._destination, new_save_id())
 
 
 class _StoredFiles:

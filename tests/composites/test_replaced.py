@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import ckptcore
+from ckptcore.errors import CheckpointExistsError, CheckpointNotFoundError
 from ckptcore.testing.faults import FaultPlan
 from tests.crashes.places import InterruptedPlan, faulty_context, through
 
@@ -57,3 +58,59 @@ def test_what_is_read_is_of_one_save(
         plan = InterruptedPlan(number, lambda location=location: _save(location, 2))  # type: ignore[misc]  # bound now
         versions = read(through(location), faulty_context(location, plan))
         assert plan.interrupted and len(versions) == 1, f"a mix of {versions}, after operation {number}"
+
+
+@pytest.mark.parametrize("scheme", ["file", "memory"])
+@pytest.mark.parametrize("composite", [False, True])
+def test_a_source_that_is_replaced_while_it_is_converted(composite: bool, scheme: str, tmp_path: Path) -> None:
+    above = f"file://{tmp_path}" if scheme == "file" else f"memory://{tmp_path.name}"
+    source, destination = f"{tmp_path}/source", f"{above}/destination"
+
+    def save(version: int) -> None:
+        tree = {"w": np.full(3, version)}
+        if composite:
+            ckptcore.save_checkpointables(source, {"a": tree}, overwrite=True)
+        else:
+            ckptcore.save(source, tree, overwrite=True)
+
+    save(1)
+    calls: list[int] = []
+
+    def replace(*_: int) -> None:
+        calls.append(1)
+        if len(calls) == 1:
+            save(2)
+
+    ckptcore.convert(source, destination, progress=replace)
+    assert ckptcore.load(destination + ("/a" if composite else ""))["w"].tolist() == [2, 2, 2]
+
+
+@pytest.mark.parametrize("scheme", ["file", "memory"])
+def test_what_somebody_else_saved_meanwhile_is_not_converted_over(scheme: str, tmp_path: Path) -> None:
+    above = f"file://{tmp_path}" if scheme == "file" else f"memory://{tmp_path.name}"
+    source, destination = f"{above}/source", f"{above}/destination"
+    ckptcore.save(source, {"w": np.full(3, 1)})
+    other = {"w": np.full(3, 7)}
+
+    class Meanwhile(FaultPlan):
+        """Once what was converted is there, another process replaces both."""
+
+        done = False
+
+        def begin(self, name: str, keys: Any, offset: int = 0, nbytes: int = 0) -> Any:
+            if not self.done:
+                try:
+                    there = ckptcore.load(destination)["w"].tolist()
+                except CheckpointNotFoundError:
+                    there = None
+                if there == [1, 1, 1]:
+                    self.done = True
+                    ckptcore.save(source, {"w": np.full(3, 2)}, overwrite="non-atomic")
+                    ckptcore.save(destination, other, overwrite="non-atomic")
+            return super().begin(name, keys, offset, nbytes)
+
+    plan = Meanwhile()
+    with pytest.raises(CheckpointExistsError):
+        ckptcore.convert(through(source), through(destination), context=faulty_context(source, plan))
+    assert plan.done
+    assert ckptcore.load(destination)["w"].tolist() == [7, 7, 7]
