@@ -29,7 +29,7 @@ from ckptcore.errors import (
 )
 from ckptcore.events import Recording
 from ckptcore.flattening import PLACEHOLDER
-from ckptcore.loading import check_target, load_into_target, load_value
+from ckptcore.loading import check_target, check_tree_of_objects, holds_objects, load_into_target, load_value
 from ckptcore.locations import Place, Within, subdirectory
 from ckptcore.opening import (
     Opened,
@@ -283,7 +283,8 @@ def _requests(
         opened = open_member(composite, name, directory, location, context)
         request = _request(name, Within(location, directory), member, like, context)
         if request.in_place and not request.is_files:
-            check_target(opened, like, context)
+            check = check_target if context.registry.dispatch(like).checkpointable else check_tree_of_objects
+            check(opened, like, context)
         yield request
 
 
@@ -364,8 +365,9 @@ def _request(name: str, place: Within, member: Member, like: object, context: Co
                 [f"{name}: files are stored"],
             )
         return _Request(name, place, like, named.files, is_files, in_place=True)
-    handled = context.registry.dispatch(like)
-    return _Request(name, place, like, None, is_files, in_place=handled.checkpointable is not None)
+    is_object = context.registry.dispatch(like).checkpointable is not None
+    in_place = is_object or holds_objects(like, context.registry)
+    return _Request(name, place, like, None, is_files, in_place=in_place)
 
 
 def _load(request: _Request, context: Context, recording: Recording) -> object:

@@ -96,6 +96,7 @@ def flatten(
 class _Flattening:
     def __init__(self, plugins: Plugins, placeholders: bool, stored_at: Callable[[TreePath], object] | None) -> None:
         self.dispatch = plugins.dispatch
+        self.dispatch_named = plugins.dispatch_named
         self.placeholders = placeholders
         self.stored_at = stored_at
         self.leaves: list[object] = []
@@ -115,9 +116,13 @@ class _Flattening:
             self.handlers.append(None)
             return LEAF, None
         if found.container is None and found.checkpointable is None:
+            reason = (
+                "which no installed plugin handles; convert it, leave it out, or install the plugin of its framework"
+            )
+            if self.dispatch_named(value).files is not None:
+                reason = "which writes files of its own; save it under a name of its own with save_checkpointables"
             self.unsupported.append(
-                f"{format_path(tuple(self.path))} is a {type(value).__module__}.{type(value).__qualname__}, which no installed "
-                "plugin handles; convert it, leave it out, or install the plugin of its framework"
+                f"{format_path(tuple(self.path))} is a {type(value).__module__}.{type(value).__qualname__}, {reason}"
             )
             return LEAF, None
         self.depth += 1

@@ -26,7 +26,7 @@ from ckptcore.locations import Place
 from ckptcore.matching import match_leaves
 from ckptcore.model.arrays import AbstractArray, ArraySpec, Box, HostArray
 from ckptcore.model.metadata import ArrayRecord, TreeMetadata, ValueRecord
-from ckptcore.model.tree import Attribute, TreePath, format_path
+from ckptcore.model.tree import MAX_DEPTH, Attribute, TreePath, format_path
 from ckptcore.opening import Opened, file_pieces, while_unchanged
 from ckptcore.planning import plan_read
 from ckptcore.plugins import Plugins
@@ -37,6 +37,8 @@ __all__ = [
     "abstract_tree",
     "check_sizes",
     "check_target",
+    "check_tree_of_objects",
+    "holds_objects",
     "load_into_target",
     "load_value",
     "read_leaves",
@@ -133,6 +135,39 @@ def check_target(opened: Opened, target: object, context: Context) -> None:
         TreeMismatchError
     """
     flat = flatten(target, context.registry, placeholders=True, stored_at=_stored_at(opened, context.registry))
+    _match_target(opened, flat)
+
+
+def holds_objects(tree: object, registry: Plugins) -> bool:
+    """Whether a tree has an object with a state of its own below it. The tree itself is none."""
+    return _holds_objects(tree, registry, MAX_DEPTH)
+
+
+def _holds_objects(node: object, registry: Plugins, depth: int) -> bool:
+    container = registry.dispatch(node).container
+    if container is None or depth == 0:
+        return False  # what is too deep is refused as it is flattened
+    return any(
+        registry.dispatch(child).checkpointable is not None or _holds_objects(child, registry, depth - 1)
+        for child in container.flatten(node).children
+    )
+
+
+def check_tree_of_objects(opened: Opened, tree: object, context: Context) -> None:
+    """Refuse a tree with objects in it that cannot be loaded into. Changes and reads nothing.
+
+    Raises:
+        TreeMismatchError: also if a leaf beside the objects may have to be replaced, and nothing that holds it can be changed.
+    """
+    flat = flatten(tree, context.registry, placeholders=True, stored_at=_stored_at(opened, context.registry))
+    stuck = first_stuck(flat.shape, [handler is not None for handler in flat.handlers])
+    if stuck is not None:
+        path = format_path(list(flat.paths())[stuck])
+        raise TreeMismatchError(
+            f"{path} stands beside objects that are restored in place, in a {type(tree).__qualname__} that cannot be changed; save "
+            "and load each object under a name of its own, or hold them in a dict. Nothing was changed",
+            [f"{path}: cannot be replaced beside objects that are restored in place"],
+        )
     _match_target(opened, flat)
 
 
