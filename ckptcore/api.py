@@ -153,7 +153,8 @@ def load_checkpointables(
     Args:
         location: a path or URL.
         wanted: None for all there are, names, or names with what each is to be loaded as: an object that has a state of its own
-            (a module, an optimizer, an iterator) is restored in place, a tree is built anew as `load` does, None gives
+            (a module, an optimizer, an iterator) is restored in place, and so is a tree that has such objects in it; any other
+            tree is built anew as `load` does, None gives
             what was saved in Python's and NumPy's own types (files as bytes by their paths), `PLACEHOLDER` leaves it out.
         context: options.
 

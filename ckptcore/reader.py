@@ -11,7 +11,7 @@ from types import TracebackType
 from typing import Any, Final, Self, TypeVar
 
 from ckptcore.agreement import Agreement
-from ckptcore.composites import Wanted, load_composite
+from ckptcore.composites import Everything, Wanted, load_composite
 from ckptcore.context import Context, default_context
 from ckptcore.describing import (
     CheckpointablesMetadata,
@@ -203,13 +203,17 @@ class CheckpointReader:
         Args:
             step: which; None: the newest that is valid. Damaged ones are passed over and told in `skipped_steps`.
             wanted: as for `ckptcore.load_checkpointables`: None for all, names, or names with what each is restored into or like.
+                With both None a step of which something was deleted or lost is passed over, too.
 
         Raises:
             What `load` and `ckptcore.load_checkpointables` do.
         """
 
+        # A run must not resume without a part of its state: who names the step takes what is left of it.
+        asked = Everything.SAVED if wanted is None and step is None else wanted
+
         def run(place: Within, recording: Recording) -> dict[str, Any]:
-            return load_composite(place, wanted, self._context, recording)
+            return load_composite(place, asked, self._context, recording)
 
         changes = "what is restored in place" if isinstance(wanted, Mapping) else None
         return self._load(step, Loading(run, changes))

@@ -201,6 +201,7 @@ class VerifyDocument(TypedDict):
     objects: int  #: how many were checked
     nbytes: int  #: bytes checked
     unverified: list[str]  #: objects of which no checksums are kept
+    deleted: list[str]  #: names of what was saved too and is not there: deleted since, or lost
     problems: list[ProblemDocument]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import click
@@ -40,12 +39,13 @@ def command(as_json: bool, location: str) -> ExitCode:
         "objects": report.objects,
         "nbytes": report.nbytes,
         "unverified": list(report.unverified),
+        "deleted": list(report.deleted),
         "problems": problem_documents(report),
     }
     if as_json:
         print_document(document)
     else:
-        _print(document, report.deleted)
+        _print(document)
     return ExitCode.OK if report.ok else ExitCode.FOUND
 
 
@@ -63,7 +63,8 @@ def problem_documents(report: VerifyReport) -> list[ProblemDocument]:
     ]
 
 
-def _print(document: VerifyDocument, deleted: Sequence[str]) -> None:
+def _print(document: VerifyDocument) -> None:
+    deleted = document["deleted"]
     for problem in document["problems"]:
         where = printable(problem["object"] or "checkpoint")
         if problem["start"] is not None and problem["stop"] is not None:

@@ -300,3 +300,18 @@ def test_who_reads_finds_what_came_after_what_it_knew(directory: str) -> None:
         run.wait()
         assert_is_step(reader.load(), 2)
         assert reader.skipped_steps == () and reader.restored_step == 2
+
+
+def test_a_step_that_lost_a_part_is_passed_over(directory: str) -> None:
+    with Checkpointer(directory) as checkpointer:
+        for step in (1, 2):
+            checkpointer.save_checkpointables(step, {"model": {"w": step}, "optimizer": {"m": step}})
+            checkpointer.wait()
+    ckptcore.delete(f"{directory}/2/optimizer")
+    with Checkpointer(directory) as checkpointer:
+        assert checkpointer.load_checkpointables() == {"model": {"w": 1}, "optimizer": {"m": 1}}
+        assert checkpointer.restored_step == 1
+        (skipped,) = checkpointer.skipped_steps
+        assert skipped.step == 2 and "optimizer" in skipped.reason
+        assert checkpointer.load_checkpointables(wanted=["model"]) == {"model": {"w": 2}}
+        assert checkpointer.load_checkpointables(2) == {"model": {"w": 2}}

@@ -145,10 +145,11 @@ def test_verify(run: Run, run_json: RunJson, several: Path) -> None:
     assert run("verify", several).stdout.splitlines()[0].startswith("notes/deep/a.txt bytes 0")
 
 
-def test_verify_names_what_is_not_there(run: Run, several: Path) -> None:
+def test_verify_names_what_is_not_there(run: Run, run_json: RunJson, several: Path) -> None:
     ckptcore.delete(several / "notes")
     result = run("verify", several)
     assert result.exit_code == 0
+    assert run_json(VerifyDocument, "verify", several)[1]["deleted"] == ["notes"]
     assert "not there notes: deleted since the save, or lost" in result.stdout
 
 
