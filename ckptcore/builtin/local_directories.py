@@ -5,8 +5,10 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import stat
 import sys
 import threading
+import time
 from contextlib import suppress
 
 from ckptcore.builtin.local_errors import ABSENT, local_error
@@ -18,6 +20,8 @@ __all__ = ["LocalDirectories"]
 _OPEN_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 # Where synced directories are forgotten again; a storage that sees more of them only syncs some twice.
 _KNOWN_DIRECTORIES = 4096
+_LOOKS = 4
+_LOOK_SECONDS = 0.001
 
 
 class LocalDirectories:
@@ -115,9 +119,10 @@ class LocalDirectories:
         except FileNotFoundError:
             return
         except FileExistsError as error:
-            # Another thread or process was faster, or it is no directory.
-            if os.path.lexists(directory) and not os.path.isdir(directory):
-                raise self._not_a_directory(error, directory) from error
+            # Another thread or process was faster, or it is no directory. It may be gone again by now: one look, not two.
+            with suppress(FileNotFoundError):
+                if not stat.S_ISDIR(os.lstat(directory).st_mode) and not os.path.isdir(directory):
+                    raise self._not_a_directory(error, directory) from error
         except OSError as error:
             raise local_error(error, "create the directory", directory) from error
         self._created.add(directory)
@@ -211,11 +216,16 @@ class LocalDirectories:
 
 
 def _is_free(descriptor: int) -> bool:
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
+    for attempt in range(_LOOKS):
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            # Held by a save, or for an instant by another thread that looks whether it can be removed.
+            if attempt + 1 < _LOOKS:
+                time.sleep(_LOOK_SECONDS)
+        else:
+            return True
+    return False
 
 
 def _is_below(path: str, directory: str) -> bool:
