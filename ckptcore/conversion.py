@@ -11,7 +11,7 @@ import numpy as np
 
 from ckptcore.agreement import Agreement
 from ckptcore.background import SaveHandle
-from ckptcore.builtin.files_layout import FilesLayout
+from ckptcore.builtin.files_layout import FilesLayout, empty_directories, state_of_files
 from ckptcore.builtin.single_process import SingleProcess
 from ckptcore.commit import Overwrite, read_root, refuse_to_replace, remove_checkpoint
 from ckptcore.composites import is_deleted, open_member, present_members, while_composite_unchanged
@@ -223,7 +223,7 @@ class _StoredFiles:
         for record in self._opened.objects.values():
             check_file(self._opened, record)  # before anything is made of a size that a hostile root may state
             store.write(record.key, [self._piece(record, start) for start in range(0, record.size, _PIECE_BYTES)])
-        return self._opened.state
+        return state_of_files(empty_directories(self._opened.state))  # checked: the source may be hostile
 
     def _piece(self, record: ObjectRecord, start: int) -> ArraySegment:
         box = Box((0,), (min(_PIECE_BYTES, record.size - start),))

@@ -158,7 +158,7 @@ class StepLoader:
             TargetUndefinedError: if something was changed in place and no step could be loaded into it.
         """
         if step is not None:
-            step = step_number(step)
+            step = step_number(step, hint="; what is to be loaded is given as abstract= or wanted=")
             with self._agree(f"load-{step}").stage("load"):
                 if not self._steps.is_committed(step):
                     raise CheckpointNotFoundError(self._steps.missing(step))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime
 import json
-import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -35,6 +34,7 @@ from ckptcore.persisting import NOTHING_COMMITTED, Described, fail_everywhere, p
 from ckptcore.protocols import Layout
 from ckptcore.root import Member, check_name, new_save_id
 from ckptcore.snapshots import BoundedSnapshot, CopiedSnapshot
+from ckptcore.step_names import whole_number
 
 __all__ = ["OneTree", "SaveRequest", "begin_save", "perform_save", "save_created"]
 
@@ -402,12 +402,7 @@ def _check_progress(request: SaveRequest) -> Mapping[str, int]:
     for name, value in (("step", request.step), ("epoch", request.epoch)):
         if value is None:
             continue
-        try:
-            number = None if isinstance(value, bool) else operator.index(value)
-        except TypeError:
-            number = None
-        if number is None:
-            raise TypeError(f"{name}={value!r}: expected a whole number, as an int. Nothing was written")
+        number = whole_number(name, value, hint=". Nothing was written")
         if abs(number) > _MOST_PROGRESS:
             raise ValueError(f"{name}= must fit into 64 bits, as a signed integer. Nothing was written")
         checked[name] = number

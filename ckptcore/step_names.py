@@ -186,17 +186,26 @@ def _number(digits: str, width: int | None) -> int | None:
     return number if number <= _MOST_STEP else None
 
 
-def step_number(step: object) -> int:
+def step_number(step: object, *, hint: str = "") -> int:
     """A step as an int; NumPy's, PyTorch's and JAX's integers will do.
+
+    Args:
+        step: the step.
+        hint: more to say where it is none.
 
     Raises:
         TypeError: for anything else.
     """
-    return whole_number("step", step)
+    return whole_number("step", step, hint=hint)
 
 
-def whole_number(name: str, value: object) -> int:
+def whole_number(name: str, value: object, *, hint: str = "") -> int:
     """A value as an int.
+
+    Args:
+        name: of the argument.
+        value: what was given for it.
+        hint: more to say where it is none.
 
     Raises:
         TypeError: if it is none; names it.
@@ -206,5 +215,4 @@ def whole_number(name: str, value: object) -> int:
             return operator.index(value)  # type: ignore[arg-type]  # what has no __index__ is refused below
     except TypeError:
         pass
-    hint = "; what is to be loaded is given as abstract= or wanted=" if name == "step" else ""
-    raise TypeError(f"{name}={value!r}: expected a whole number{hint}")
+    raise TypeError(f"{name}={repr(value)[:200]}: expected a whole number, as an int{hint}")
