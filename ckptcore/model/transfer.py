@@ -72,6 +72,7 @@ class WritePlan:
         items: the arrays of which this process writes a part; shared arrays once, under their first leaf.
         rank, size: which process of how many this is.
         save_id: the save; goes into the names of objects whose names no format fixes.
+        name: of the checkpointable that the tree is; empty where the tree is the whole checkpoint.
     """
 
     tree: TreeMetadata
@@ -79,6 +80,7 @@ class WritePlan:
     rank: int
     size: int
     save_id: str
+    name: str = ""
 
 
 @dataclass(frozen=True, slots=True)
