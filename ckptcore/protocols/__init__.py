@@ -12,9 +12,14 @@ from ckptcore.protocols.coordination import (
     Coordinator,
 )
 from ckptcore.protocols.layouts import (
+    About,
+    InspectedComposite,
     Inspection,
+    InspectsComposites,
     Layout,
     LayoutFactory,
+    MarksCheckpoints,
+    MemberKind,
     ReadStore,
     Snapshot,
     WriteStore,
@@ -50,6 +55,7 @@ from ckptcore.protocols.values import (
 
 __all__ = [
     "IF_ABSENT",
+    "About",
     "AtomicDirectories",
     "Buffer",
     "CheckpointableHandler",
@@ -61,11 +67,15 @@ __all__ = [
     "HostMemory",
     "IfAbsent",
     "IfTag",
+    "InspectedComposite",
     "Inspection",
+    "InspectsComposites",
     "Layout",
     "LayoutFactory",
     "LazyCheckpointableHandler",
     "LeafHandler",
+    "MarksCheckpoints",
+    "MemberKind",
     "ObjectWriter",
     "OpensObjects",
     "PerProcessHandler",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, TypeAlias
+from typing import Literal, Protocol, TypeAlias, runtime_checkable
 
 from ckptcore.model.arrays import HostArray
 from ckptcore.model.metadata import TreeMetadata
@@ -13,9 +13,14 @@ from ckptcore.model.tree import JSON
 from ckptcore.protocols.storage import StorageAddress
 
 __all__ = [
+    "About",
+    "InspectedComposite",
     "Inspection",
+    "InspectsComposites",
     "Layout",
     "LayoutFactory",
+    "MarksCheckpoints",
+    "MemberKind",
     "ReadStore",
     "Snapshot",
     "WriteStore",
@@ -96,6 +101,10 @@ class ReadStore(Protocol):
         ...
 
 
+MemberKind: TypeAlias = Literal["tree", "files"]
+"""What one of several checkpointables is: a tree of arrays and values, or files that its object wrote itself."""
+
+
 @dataclass(frozen=True, slots=True)
 class Inspection:
     """A checkpoint that other software wrote.
@@ -105,12 +114,51 @@ class Inspection:
         state: JSON for `Layout.read`: where things are.
         writer: who wrote it, as far as can be told.
         custom: metadata of the user's that it carries.
+        metrics: measurements that it carries.
+        created: when it was written, ISO 8601 in UTC; None where it does not say.
     """
 
     tree: TreeMetadata
     state: JSON
     writer: str
     custom: Mapping[str, JSON] = field(default_factory=dict)
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    created: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class InspectedComposite:
+    """A checkpoint of several checkpointables that other software wrote.
+
+    Attributes:
+        members: what each is, by name, in order. Each is a directory of that name. A tree may be of any layout that is installed.
+            What is no checkpointable (a directory of metadata) is left out; what was saved and is not there may be listed.
+        writer, custom, metrics, created: as of an `Inspection`, of the checkpoint as a whole.
+    """
+
+    members: Mapping[str, MemberKind]
+    writer: str
+    custom: Mapping[str, JSON] = field(default_factory=dict)
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    created: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class About:
+    """What is said of a checkpoint as a whole when it is saved.
+
+    Attributes:
+        created: when the save began, ISO 8601 in UTC.
+        custom: metadata of the user's.
+        metrics: measurements that the user gave with it; may be no finite numbers.
+        members: what each checkpointable is, by its directory; of what every process saved for itself there are several
+            (``data.rank_0``). Empty where the checkpoint is one tree.
+    """
+
+    created: str
+    custom: Mapping[str, JSON] = field(default_factory=dict)
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    members: Mapping[str, MemberKind] = field(default_factory=dict)
 
 
 class Layout(Protocol):
@@ -161,6 +209,43 @@ class Layout(Protocol):
         Args:
             store: where to look; everything in it may be hostile.
             entry: the one file that the user named as the location, or None for a directory.
+
+        Raises:
+            CompositeCheckpointError: if it holds several checkpointables, and no tree is what its software's plain load gives.
+            CorruptCheckpointError: if it is one that cannot be read.
+        """
+        ...
+
+
+@runtime_checkable
+class InspectsComposites(Protocol):
+    """A layout whose format has checkpoints of several checkpointables."""
+
+    def inspect_composite(self, store: ReadStore) -> InspectedComposite | None:
+        """Look whether other software wrote a checkpoint of several checkpointables here.
+
+        None if not, or if it is one tree. One tree that its software also knows by a name may be offered as the only member;
+        where `Layout.inspect` finds a tree there too, it is one of several only for those who ask for names.
+
+        Args:
+            store: where to look; everything in it may be hostile, and it may be empty.
+
+        Raises:
+            UncommittedCheckpointError: if its writer never finished it.
+            CorruptCheckpointError: if it is one that cannot be read.
+        """
+        ...
+
+
+@runtime_checkable
+class MarksCheckpoints(Protocol):
+    """A layout whose foreign readers look for files that describe the checkpoint as a whole."""
+
+    def mark(self, about: About, store: WriteStore) -> None:
+        """Write what foreign readers look for beside the arrays. On the leader, after `Layout.finish`, right before the commit.
+
+        Called once for a checkpoint that is one tree, and once for one of several checkpointables, with a store at the directory
+        that they are in. What is there already may not be written again, and no name may begin with ``checkpoint.``.
         """
         ...
 
