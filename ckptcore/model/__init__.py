@@ -6,6 +6,8 @@ from ckptcore.model.objects import BLOCK_BYTES, ObjectRecord
 from ckptcore.model.transfer import (
     ArraySegment,
     BytesSegment,
+    Checksum,
+    ChecksumSegment,
     Pending,
     ReadItem,
     ReadPlan,
@@ -30,6 +32,8 @@ __all__ = [
     "Attribute",
     "Box",
     "BytesSegment",
+    "Checksum",
+    "ChecksumSegment",
     "HostArray",
     "Key",
     "LeafRecord",

@@ -14,6 +14,8 @@ from ckptcore.model.tree import JSON
 __all__ = [
     "ArraySegment",
     "BytesSegment",
+    "Checksum",
+    "ChecksumSegment",
     "Pending",
     "ReadItem",
     "ReadPlan",
@@ -163,7 +165,58 @@ class ArraySegment:
         return self.box.size * self.itemsize
 
 
-Segment: TypeAlias = BytesSegment | ArraySegment
+class Checksum(Protocol):
+    """A checksum that stands in an object, right behind the bytes it is of, as a format says. Any thread."""
+
+    @property
+    def name(self) -> str:
+        """The algorithm, as errors call it."""
+        ...
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that it takes in an object; at least one, the same for every value."""
+        ...
+
+    def of(self, data: memoryview) -> int:
+        """The checksum of bytes: a view with format ``B``, that may be empty. Gives up the interpreter lock for many."""
+        ...
+
+    def join(self, first: int, second: int, second_bytes: int) -> int:
+        """The checksum of two runs of bytes, one after the other.
+
+        Args:
+            first: the checksum of the first run.
+            second: the checksum of the second run.
+            second_bytes: how long the second run is, in bytes; may be zero.
+        """
+        ...
+
+    def encode(self, value: int) -> bytes:
+        """A checksum as it stands in an object: `nbytes` bytes."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class ChecksumSegment:
+    """Bytes of an object that are a checksum of those right before it; whoever writes the object computes it.
+
+    Attributes:
+        checksum: which one.
+        segments: how many segments before this one it is of, at least one. None of them may be a `ChecksumSegment`: what
+            is written first would have to wait for it.
+    """
+
+    checksum: Checksum
+    segments: int = 1
+
+    @property
+    def nbytes(self) -> int:
+        """How many bytes."""
+        return self.checksum.nbytes
+
+
+Segment: TypeAlias = BytesSegment | ArraySegment | ChecksumSegment
 """A run of bytes of an object that is being written."""
 
 
@@ -178,6 +231,7 @@ class TileRead:
         itemsize: bytes per element.
         targets: for each array that wants some of it: its number, its box and the array to fill (C-contiguous and
             writable, of the box's shape). A target may want only part of the tile, and the tile only be part of it.
+        checksum: what stands right behind the bytes of the tile and is of all of them; None: nothing does.
     """
 
     key: str
@@ -185,3 +239,4 @@ class TileRead:
     box: Box
     itemsize: int
     targets: tuple[tuple[int, Box, HostArray], ...]
+    checksum: Checksum | None = None

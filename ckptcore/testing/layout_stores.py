@@ -10,7 +10,17 @@ from pathlib import Path
 import numpy as np
 
 from ckptcore.errors import ChecksumError, CorruptCheckpointError, InvalidLocationError, ObjectNotFoundError
-from ckptcore.model import ArraySegment, Box, HostArray, ObjectRecord, Segment, TileRead, WritePlan
+from ckptcore.model import (
+    ArraySegment,
+    Box,
+    Checksum,
+    ChecksumSegment,
+    HostArray,
+    ObjectRecord,
+    Segment,
+    TileRead,
+    WritePlan,
+)
 from ckptcore.protocols import StorageAddress
 from ckptcore.testing.coverage import assert_makes_up
 
@@ -85,12 +95,20 @@ class DirectoryWriteStore:
     def write(self, key: str, segments: Sequence[Segment]) -> None:
         """Write a file of segments, and hold each to what it says of itself."""
         parts: list[bytes] = []
-        for segment in segments:
+        for number, segment in enumerate(segments):
             if isinstance(segment, ArraySegment):
                 try:
                     data = _gathered(segment)
                 finally:
                     segment.close()
+            elif isinstance(segment, ChecksumSegment):
+                first = number - segment.segments
+                assert 0 <= first < number, f"a checksum of {key} is of {segment.segments} segments, after {number}"
+                covered = segments[first:number]
+                assert not any([isinstance(other, ChecksumSegment) for other in covered]), (
+                    f"a checksum of {key} is of another checksum"
+                )
+                data = segment.checksum.encode(segment.checksum.of(memoryview(b"".join(parts[first:]))))
             else:
                 data = bytes(segment.data)
             assert len(data) == segment.nbytes, f"a segment of {key} says {segment.nbytes} bytes and has {len(data)}"
@@ -132,8 +150,8 @@ class DirectoryReadStore:
 
     Args:
         directory: where the objects are.
-        digests: SHA-256 of each object that is to be verified; no other object is there then. None: nothing is verified,
-            as where other software wrote the checkpoint.
+        digests: SHA-256 of each object that is to be verified; no other object is there then. None: nothing is verified
+            but the checksums behind tiles, as where other software wrote the checkpoint.
     """
 
     def __init__(self, directory: Path, digests: Mapping[str, bytes] | None = None) -> None:
@@ -184,6 +202,8 @@ class DirectoryReadStore:
                 f"{read.key} ends at byte {read.offset + len(data)}, where {nbytes} from {read.offset} are expected",
                 key=read.key,
             )
+        if read.checksum is not None:
+            self._compare(read, read.checksum, data)
         for number, box, target in read.targets:
             assert target.shape == box.shape, f"target {number} of {box} has the shape {target.shape}"
             assert target.flags.c_contiguous and target.flags.writeable, f"target {number} cannot be filled"
@@ -194,6 +214,26 @@ class DirectoryReadStore:
             common = box.intersect(read.box)
             if common is not None:
                 target[common.within(box)] = tile[common.within(read.box)]
+
+    def _compare(self, read: TileRead, checksum: Checksum, data: bytes) -> None:
+        """Compare what stands behind a tile, whoever verified the object: a layout may not name what is not there."""
+        stop = read.offset + len(data)
+        end = stop + checksum.nbytes
+        stored = self._verified(read.key)[stop:end]
+        if len(stored) != checksum.nbytes:
+            raise CorruptCheckpointError(
+                f"{read.key} ends at byte {stop + len(stored)}, where {checksum.name} is expected from {stop} to {end}",
+                key=read.key,
+            )
+        found = checksum.encode(checksum.of(memoryview(data)))
+        if stored != found:
+            raise ChecksumError(
+                f"{read.key} is not what was written in bytes {read.offset} to {end}: expected {checksum.name} "
+                f"{stored.hex()}, found {found.hex()}",
+                key=read.key,
+                start=read.offset,
+                stop=end,
+            )
 
     def _verified(self, key: str) -> bytes:
         path = _path(self._directory, key)
