@@ -97,6 +97,7 @@ class TreeDescription:
     """A tree that can be saved.
 
     Attributes:
+        name: of the checkpointable; empty where it is the whole checkpoint.
         layout: that will write it.
         tree: what is in it.
         shards: by leaf, the boxes that this process holds.
@@ -104,6 +105,7 @@ class TreeDescription:
         own: whether every process saves one of its own.
     """
 
+    name: str
     layout: Layout
     tree: TreeMetadata
     shards: Mapping[int, Sequence[Shard]]
@@ -117,7 +119,7 @@ class TreeDescription:
     def plan(self, rank: int, size: int, save_id: str) -> WritePlan:
         """What this process writes."""
         rank, size = (0, 1) if self.own else (rank, size)
-        return plan_write(self.tree, self.shards, rank=rank, size=size, save_id=save_id)
+        return plan_write(self.tree, self.shards, rank=rank, size=size, save_id=save_id, name=self.name)
 
     def start_copy(self, plan: WritePlan, memory: HostMemory) -> StartTransfer:
         """Begins the transfer of an item for an asynchronous save: into memory that nobody can change."""
@@ -166,7 +168,7 @@ class FilesDescription:
 
     def plan(self, rank: int, size: int, save_id: str) -> WritePlan:
         """No arrays."""
-        return WritePlan(TreeMetadata(Node("dict", (), ()), ()), (), 0, 1, save_id)
+        return WritePlan(TreeMetadata(Node("dict", (), ()), ()), (), 0, 1, save_id, self.name)
 
     def capture(self) -> FilesCaptured:
         """Let the object capture what must not change, into a directory of the local disk."""
@@ -303,7 +305,7 @@ def describe_part(
             raise UnsupportedLeafError(
                 "PerProcess(...) is for what has a name of its own: use save_checkpointables. Nothing was written"
             )
-        return _describe_tree(value, layout, plugins, rank, size, own=False)
+        return _describe_tree("", value, layout, plugins, rank, size, own=False)
     own = isinstance(value, PerProcess)
     if isinstance(value, PerProcess):
         value = value.value
@@ -312,17 +314,17 @@ def describe_part(
         if handled.files is not None:
             return FilesDescription(name, FilesLayout(), value, handled.files)
         own = own or (isinstance(handled.checkpointable, PerProcessHandler) and handled.checkpointable.per_process)
-        return _describe_tree(value, layout, plugins, rank, size, own=own)
+        return _describe_tree(name, value, layout, plugins, rank, size, own=own)
 
 
 def _describe_tree(
-    value: object, layout: Layout, plugins: Plugins, rank: int, size: int, *, own: bool
+    name: str, value: object, layout: Layout, plugins: Plugins, rank: int, size: int, *, own: bool
 ) -> TreeDescription:
     rank, size = (0, 1) if own else (rank, size)
     flat = flatten(value, plugins)
     tree, shards = _describe_leaves(flat, rank, size)
     layout.check(tree, size)
-    return TreeDescription(layout, tree, shards, flat, own)
+    return TreeDescription(name, layout, tree, shards, flat, own)
 
 
 def _describe_leaves(flat: Flat, rank: int, size: int) -> tuple[TreeMetadata, dict[int, Sequence[Shard]]]:

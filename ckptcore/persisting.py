@@ -13,6 +13,7 @@ from typing import Any, Final, NoReturn
 
 from ckptcore.agreement import Agreement
 from ckptcore.background import SaveHandle
+from ckptcore.builtin.files_layout import FilesLayout
 from ckptcore.commit import (
     Claim,
     Overwrite,
@@ -34,7 +35,7 @@ from ckptcore.model.transfer import Receipt, WriteItem
 from ckptcore.model.tree import JSON
 from ckptcore.parts import Captured, Part
 from ckptcore.planning import check_coverage
-from ckptcore.protocols import StorageBackend
+from ckptcore.protocols import About, Layout, MarksCheckpoints, MemberKind, StorageBackend
 from ckptcore.root import ROOT_KEY, Claimed, Composite, Member, Root
 from ckptcore.root_json import encode_composite, encode_root
 from ckptcore.timelines import timeline_to_json
@@ -259,6 +260,10 @@ def _commit(
                 whole = root
             else:
                 _put_root(inside, root)
+        if whole is not None:
+            whole = _marked(described, parts[0].layout, whole, claim.store, context)
+        else:
+            _mark_composite(described, claim.store, context)
         timeline = timeline_to_json(recording.events)
         if described.before_commit is not None:
             described.before_commit()
@@ -283,6 +288,64 @@ def _commit(
             progress=described.progress,
         )
         claim.commit(*encode_composite(composite))
+
+
+def _marked(described: Described, layout: Layout, whole: Root, store: StorageBackend, context: Context) -> Root:
+    """Let the layout of a checkpoint that is one tree write what foreign readers look for; the root with that."""
+    if not isinstance(layout, MarksCheckpoints):
+        return whole
+    objects = dict(whole.objects)
+    for record in _marks(described, layout, {}, store, context):
+        if objects.setdefault(record.key, record) is not record:
+            raise PluginError(
+                f"the layout {layout.name} marked the checkpoint with {record.key}, which is one of its own objects; the save is "
+                "not committed"
+            )
+    return replace(whole, objects=objects)
+
+
+def _mark_composite(described: Described, store: StorageBackend, context: Context) -> None:
+    """Let each layout that has trees in the checkpoint write what foreign readers look for beside their directories.
+
+    The root of several checkpointables lists no objects: what is written here can be lost without harm to what ckptcore reads.
+    """
+    members: dict[str, MemberKind] = {
+        member.directory(name, rank): member.kind
+        for name, member in (described.members or {}).items()
+        for rank in range(member.processes or 1)
+    }
+    layouts = {part.layout.name: part.layout for part in described.parts if part.layout.name != FilesLayout.name}
+    there: dict[str, str] = {}
+    for name, layout in layouts.items():
+        if not isinstance(layout, MarksCheckpoints):
+            continue
+        for record in _marks(described, layout, members, store, context):
+            above = record.key.partition("/")[0]
+            if above in members or there.setdefault(record.key, name) != name:
+                taken = f"the checkpointable {above!r}" if above in members else f"the layout {there[record.key]}"
+                raise PluginError(
+                    f"the layout {name} marked the checkpoint with {record.key}, which is for {taken} to write; the save is not "
+                    "committed"
+                )
+
+
+def _marks(
+    described: Described,
+    layout: MarksCheckpoints,
+    members: Mapping[str, MemberKind],
+    store: StorageBackend,
+    context: Context,
+) -> Sequence[ObjectRecord]:
+    """What a layout marks the checkpoint with, written."""
+    recorder = ObjectRecorder(store, context.io_threads, checksums=context.checksums)
+    layout.mark(About(described.created, described.custom, described.metrics, members), recorder)
+    for record in recorder.objects:
+        if record.key.startswith("checkpoint."):
+            raise PluginError(
+                f"{type(layout).__name__}.mark wrote {record.key}; names that begin with 'checkpoint.' are those of ckptcore's own "
+                "files. The save is not committed"
+            )
+    return recorder.objects
 
 
 @functools.cache

@@ -16,7 +16,7 @@ __all__ = ["check_coverage", "cuts_of", "leaf_names", "plan_read", "plan_write",
 
 
 def plan_write(
-    tree: TreeMetadata, shards: Mapping[int, Sequence[Shard]], *, rank: int, size: int, save_id: str
+    tree: TreeMetadata, shards: Mapping[int, Sequence[Shard]], *, rank: int, size: int, save_id: str, name: str = ""
 ) -> WritePlan:
     """What one process writes: of every array the boxes of which it holds replica 0.
 
@@ -25,6 +25,7 @@ def plan_write(
         shards: by number of the leaf, the boxes that this process holds; aliases may be left out.
         rank, size: which process of how many this is.
         save_id: the save.
+        name: of the checkpointable; empty where the tree is the whole checkpoint.
     """
     items = []
     for leaf, record in enumerate(tree.leaves):
@@ -33,7 +34,7 @@ def plan_write(
         boxes = tuple([shard.box for shard in shards.get(leaf, ()) if shard.replica == 0])
         if boxes:
             items.append(WriteItem(leaf, record.spec, boxes))
-    return WritePlan(tree, tuple(items), rank, size, save_id)
+    return WritePlan(tree, tuple(items), rank, size, save_id, name)
 
 
 def plan_read(tree: TreeMetadata, state: JSON, wanted: Iterable[tuple[int, Sequence[Box]]]) -> ReadPlan:

@@ -245,7 +245,8 @@ class MarksCheckpoints(Protocol):
         """Write what foreign readers look for beside the arrays. On the leader, after `Layout.finish`, right before the commit.
 
         Called once for a checkpoint that is one tree, and once for one of several checkpointables, with a store at the directory
-        that they are in. What is there already may not be written again, and no name may begin with ``checkpoint.``.
+        that they are in. What is there already may not be written again, nothing goes into the directories of several
+        checkpointables, and no name may begin with ``checkpoint.``: those are the core's.
         """
         ...
 
