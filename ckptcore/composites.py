@@ -34,9 +34,11 @@ from ckptcore.locations import Place, Within, subdirectory
 from ckptcore.opening import (
     Opened,
     OpenedComposite,
+    Source,
     file_pieces,
-    find_composite,
+    find_names,
     open_checkpoint,
+    open_files,
     root_mark,
     while_unchanged,
 )
@@ -82,7 +84,7 @@ class _Request:
 
     Attributes:
         name: its name.
-        place: where it is.
+        source: where it is; what other software wrote is open already.
         like: what it is loaded like or into; None: as it was saved.
         files: who restores it from files, where it wrote some; None for a tree, and where the files themselves are asked for.
         is_files: whether it is stored as files.
@@ -90,7 +92,7 @@ class _Request:
     """
 
     name: str
-    place: Within
+    source: Source
     like: object
     files: FilesHandler | None
     is_files: bool
@@ -98,13 +100,13 @@ class _Request:
 
 
 def open_composite(location: Place, context: Context) -> OpenedComposite:
-    """Open a checkpoint of several checkpointables.
+    """Open a checkpoint of several checkpointables, or one tree that the software which wrote it knows by a name.
 
     Raises:
         CompositeCheckpointError: if it is one tree.
         CheckpointNotFoundError, UncommittedCheckpointError, CorruptCheckpointError: if there is none.
     """
-    found = find_composite(location, context)
+    found = find_names(location, context)
     if found is not None:
         return found
     opened = open_checkpoint(location, context)
@@ -123,7 +125,7 @@ def present_members(composite: OpenedComposite) -> dict[str, list[str]]:
         if (matched := _OF_RANK.fullmatch(directory)) is not None:
             of_ranks.setdefault(matched[1], []).append(int(matched[2]))
     present = {}
-    for name, member in composite.root.members.items():
+    for name, member in composite.members.items():
         # Not by counting to the number of processes: a hostile root may state any.
         ranks = [0] if member.processes in (None, 1) else sorted(of_ranks.get(name, ()))
         directories = [member.directory(name, rank) for rank in ranks if rank < (member.processes or 1)]
@@ -144,21 +146,40 @@ def open_member(composite: OpenedComposite, name: str, directory: str, location:
 
     Raises:
         CorruptCheckpointError: if something else stands in its directory.
-        What `open_checkpoint` does.
+        What `open_checkpoint` does; of what other software wrote it says how to get the others.
     """
+    if composite.root is None:
+        return _open_foreign_member(composite, name, directory, location, context)
     opened = open_checkpoint(Within(location, directory), context)
     if opened.root is None or not opened.root.member or opened.root.save_id != composite.root.save_id:
         raise CorruptCheckpointError(
             f"{opened.location.display} was replaced by something else than it was saved with; load it by its own location, "
             "or delete it"
         )
-    kind = composite.root.members[name].kind
+    kind = composite.members[name].kind
     if (opened.layout.name == FilesLayout.name) != (kind == "files"):
         raise CorruptCheckpointError(
             f"{opened.location.display} has the layout {opened.layout.name!r}, and {composite.location.display} says that it is "
             f"a {kind!r}: one of the two is damaged or forged; load another checkpoint"
         )
     return opened
+
+
+def _open_foreign_member(
+    composite: OpenedComposite, name: str, directory: str, location: Place, context: Context
+) -> Opened:
+    place = Within(location, directory)
+    others = _told([other for other in composite.members if other != name])
+    hint = f"ask load_checkpointables for the names that you need, to load the others without it: {others}"
+    try:
+        return open_files(place, context) if composite.members[name].kind == "files" else open_checkpoint(place, context)
+    except (CheckpointNotFoundError, CompositeCheckpointError) as error:
+        raise CheckpointNotFoundError(
+            f"{name!r} in {composite.location.display} is nothing that an installed plugin reads: {error}; {hint}"
+        ) from error
+    except CheckpointError as error:
+        error.add_note(hint)
+        raise
 
 
 def load_composite(
@@ -255,7 +276,7 @@ def _add(names: list[str], name: str) -> None:
 def _requests(
     composite: OpenedComposite, location: Place, wanted: Wanted | Everything, context: Context
 ) -> Iterator[_Request]:
-    members = composite.root.members
+    members = composite.members
     present = present_members(composite)
     if wanted is None:
         likes = _there_for(composite, present, context)
@@ -281,7 +302,9 @@ def _requests(
                 f"since; there are {_told(present[name])}"
             )
         opened = open_member(composite, name, directory, location, context)
-        request = _request(name, Within(location, directory), member, like, context)
+        # What has no root would only be looked for again: nothing tells whether it was replaced.
+        source = opened if opened.root is None else Within(location, directory)
+        request = _request(name, source, member, like, context)
         if request.in_place and not request.is_files:
             check = check_target if context.registry.dispatch(like).checkpointable else check_tree_of_objects
             check(opened, like, context)
@@ -293,7 +316,7 @@ def _there_for(composite: OpenedComposite, present: Mapping[str, Sequence[str]],
     absent = _absent_for(composite, present, context)
     if absent:
         logger.warning("%s was saved with %s, which was deleted since", composite.location.display, _told(absent))
-    return dict.fromkeys([name for name in composite.root.members if name not in absent])
+    return dict.fromkeys([name for name in composite.members if name not in absent])
 
 
 def _all_for(composite: OpenedComposite, present: Mapping[str, Sequence[str]], context: Context) -> dict[str, object]:
@@ -308,13 +331,13 @@ def _all_for(composite: OpenedComposite, present: Mapping[str, Sequence[str]], c
             f"{composite.location.display} was saved with {_told(absent)}, which was deleted or lost since; ask for the names "
             "that you need, or for this very checkpoint to get what is left of it"
         )
-    return dict.fromkeys(composite.root.members)
+    return dict.fromkeys(composite.members)
 
 
 def _absent_for(composite: OpenedComposite, present: Mapping[str, Sequence[str]], context: Context) -> dict[str, None]:
     """The names of which nothing is there for this process."""
     absent: dict[str, None] = {}
-    for name, member in composite.root.members.items():
+    for name, member in composite.members.items():
         directories = present.get(name, ())
         directory = member.directory(name, _rank(composite, name, member, context)) if directories else ""
         if directory not in directories or is_deleted(composite, directory):
@@ -352,10 +375,10 @@ def _rank(composite: OpenedComposite, name: str, member: Member, context: Contex
     )
 
 
-def _request(name: str, place: Within, member: Member, like: object, context: Context) -> _Request:
+def _request(name: str, source: Source, member: Member, like: object, context: Context) -> _Request:
     is_files = member.kind == "files"
     if like is None:
-        return _Request(name, place, None, None, is_files, in_place=False)
+        return _Request(name, source, None, None, is_files, in_place=False)
     named = context.registry.dispatch_named(like)
     if is_files:
         if named.files is None:
@@ -364,19 +387,19 @@ def _request(name: str, place: Within, member: Member, like: object, context: Co
                 "files: pass an object like the one that was saved, or None for the files themselves",
                 [f"{name}: files are stored"],
             )
-        return _Request(name, place, like, named.files, is_files, in_place=True)
+        return _Request(name, source, like, named.files, is_files, in_place=True)
     is_object = context.registry.dispatch(like).checkpointable is not None
     in_place = is_object or holds_objects(like, context.registry)
-    return _Request(name, place, like, None, is_files, in_place=in_place)
+    return _Request(name, source, like, None, is_files, in_place=in_place)
 
 
 def _load(request: _Request, context: Context, recording: Recording) -> object:
     if request.is_files:
         return _load_files(request, context, recording)
     if request.in_place:
-        load_into_target(request.place, request.like, context, recording)
+        load_into_target(request.source, request.like, context, recording)
         return request.like
-    return load_value(request.place, request.like, context, recording)
+    return load_value(request.source, request.like, context, recording)
 
 
 def _load_files(request: _Request, context: Context, recording: Recording) -> object:
@@ -400,19 +423,19 @@ def _load_files(request: _Request, context: Context, recording: Recording) -> ob
                 return request.files.load(request.like, directory.path)
         except Exception as error:
             raise TargetUndefinedError(
-                f"{request.name!r} failed as it took its state from {request.place}: {type(error).__name__}: {error}; it may "
+                f"{request.name!r} failed as it took its state from {request.source}: {type(error).__name__}: {error}; it may "
                 "hold a mix now: make it anew and load again"
             ) from error
         finally:
             directory.close()
 
     try:
-        return while_unchanged(request.place, context, attempt)
+        return while_unchanged(request.source, context, attempt)
     except Exception as error:
         if not began or isinstance(error, TargetUndefinedError):
             raise
         raise TargetUndefinedError(
-            f"{request.place} was replaced or deleted as {request.name!r} took its state from it, and loading again failed: "
+            f"{request.source} was replaced or deleted as {request.name!r} took its state from it, and loading again failed: "
             f"{error}; it may hold a mix now: load again before using it"
         ) from error
 

@@ -17,7 +17,7 @@ from ckptcore.commit import Overwrite, read_root, refuse_to_replace, remove_chec
 from ckptcore.composites import is_deleted, open_member, present_members, while_composite_unchanged
 from ckptcore.context import Context
 from ckptcore.engine.memory import allocate
-from ckptcore.errors import CorruptCheckpointError, InvalidLocationError
+from ckptcore.errors import CheckpointNotFoundError, CorruptCheckpointError, InvalidLocationError, NameCollisionError
 from ckptcore.events import Recording
 from ckptcore.loading import check_sizes
 from ckptcore.locations import Location, LocationLike, resolve_location
@@ -31,7 +31,7 @@ from ckptcore.parts import Captured, Part, TreeCaptured
 from ckptcore.persisting import Described, persist
 from ckptcore.planning import plan_read, plan_write
 from ckptcore.protocols import AtomicDirectories, Layout, WriteStore
-from ckptcore.root import Composite, Member, Root, new_save_id
+from ckptcore.root import Member, check_name, new_save_id
 from ckptcore.saving import save_created
 from ckptcore.verification import ProgressCallback
 
@@ -131,17 +131,17 @@ class _Conversion:
     def tree(self, opened: Opened) -> None:
         """Write a checkpoint that is one tree."""
         save_id = new_save_id()
-        part, captured = self._part("", opened, save_id, own=False)
-        self._persist(save_id, [part], [captured], None, opened.custom, opened.root)
+        part, captured = self._part("", "", opened, save_id, own=False)
+        self._persist(save_id, [part], [captured], None, opened)
 
     def composite(self, source: LocationLike, composite: OpenedComposite) -> None:
         """Write every checkpointable that is still there; files as they are."""
         save_id = new_save_id()
-        root = composite.root
         members: dict[str, Member] = {}
         parts, captured = [], []
         for name, directories in present_members(composite).items():
-            member = root.members[name]
+            member = composite.members[name]
+            check_name(name)  # other software has other rules
             there = [directory for directory in directories if not is_deleted(composite, directory)]
             if there and len(there) < (member.processes or 1):
                 raise CorruptCheckpointError(
@@ -150,16 +150,25 @@ class _Conversion:
                 )
             for directory in there:
                 members[name] = member
-                opened = open_member(composite, name, directory, source, self._context)
-                part, held = self._part(directory, opened, save_id, own=member.processes is not None)
+                opened = self._open(composite, name, directory, source)
+                part, held = self._part(name, directory, opened, save_id, own=member.processes is not None)
                 parts.append(part)
                 captured.append(held)
-        self._persist(save_id, parts, captured, members, root.custom, root)
+        self._persist(save_id, parts, captured, members, composite)
 
-    def _part(self, directory: str, opened: Opened, save_id: str, *, own: bool) -> tuple[Part, Captured]:
+    def _open(self, composite: OpenedComposite, name: str, directory: str, source: LocationLike) -> Opened:
+        try:
+            return open_member(composite, name, directory, source, self._context)
+        except CheckpointNotFoundError as error:
+            if composite.root is None:
+                error.add_note(f"nothing was converted; the others can be, one by one, as in convert({source}/NAME, ...)")
+            raise
+
+    def _part(self, name: str, directory: str, opened: Opened, save_id: str, *, own: bool) -> tuple[Part, Captured]:
         tree = opened.tree
         if opened.layout.name == FilesLayout.name:
-            plan = plan_write(tree, {}, rank=0, size=1, save_id=save_id)
+            _refuse_own_names(opened)
+            plan = plan_write(tree, {}, rank=0, size=1, save_id=save_id, name=name)
             return Part(directory, opened.layout, plan, own), _StoredFiles(opened)
         self._layout.check(tree, 1)
         check_sizes(opened, range(len(tree.leaves)))
@@ -168,7 +177,7 @@ class _Conversion:
             for leaf, record in enumerate(tree.leaves)
             if isinstance(record, ArrayRecord)
         }
-        plan = plan_write(tree, shards, rank=0, size=1, save_id=save_id)
+        plan = plan_write(tree, shards, rank=0, size=1, save_id=save_id, name=name)
         return Part(directory, self._layout, plan, own), TreeCaptured(_ReadSnapshot(opened, plan))
 
     def _persist(
@@ -177,17 +186,16 @@ class _Conversion:
         parts: Sequence[Part],
         captured: Sequence[Captured],
         members: Mapping[str, Member] | None,
-        custom: Mapping[str, JSON],
-        root: Root | Composite | None,
+        source: Opened | OpenedComposite,
     ) -> None:
         self._take_back()
         display = self._destination.display
         described = Described(
             location=self._destination,
             overwrite=self._overwrite,
-            custom=custom,
-            metrics=root.metrics if root is not None else {},
-            progress=root.progress if root is not None else {},
+            custom=source.custom,
+            metrics=source.metrics,
+            progress=source.root.progress if source.root is not None else {},
             save_id=save_id,
             created=save_created(),
             parts=parts,
@@ -210,6 +218,20 @@ class _Conversion:
         there = read_root(self._destination.store)
         if there is not None and there.save_id == written:
             remove_checkpoint(self._destination, new_save_id())
+
+
+def _refuse_own_names(opened: Opened) -> None:
+    """Refuse files of other software that have the names of ckptcore's own.
+
+    Raises:
+        NameCollisionError
+    """
+    for key in opened.objects:
+        if key.startswith("checkpoint."):
+            raise NameCollisionError(
+                f"{opened.location.display} has the file {key!r}; names that begin with 'checkpoint.' are those of ckptcore's own "
+                "files, so it cannot stand in a checkpoint of ckptcore. Nothing was converted"
+            )
 
 
 class _StoredFiles:

@@ -9,17 +9,29 @@ from typing import Any
 
 from ckptcore.composites import is_deleted, open_composite, open_member, present_members, while_composite_unchanged
 from ckptcore.context import Context
-from ckptcore.errors import CheckpointNotFoundError
+from ckptcore.errors import (
+    CheckpointError,
+    CheckpointNotFoundError,
+    CompositeCheckpointError,
+    CorruptCheckpointError,
+    StorageError,
+)
 from ckptcore.events import Event
 from ckptcore.loading import abstract_tree
 from ckptcore.locations import Place
 from ckptcore.model.metadata import TreeMetadata
 from ckptcore.model.objects import ObjectRecord
 from ckptcore.model.tree import JSON
-from ckptcore.opening import Opened, OpenedComposite, while_unchanged
+from ckptcore.opening import Opened, OpenedComposite, find_composite, while_unchanged
 from ckptcore.timelines import timeline_from_json
 
-__all__ = ["CheckpointMetadata", "CheckpointablesMetadata", "describe_checkpoint", "describe_checkpointables"]
+__all__ = [
+    "CheckpointMetadata",
+    "CheckpointablesMetadata",
+    "describe_checkpoint",
+    "describe_checkpointables",
+    "describe_either",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,17 +78,19 @@ class CheckpointablesMetadata:
         deleted: the names of what was deleted.
         processes: by name, how many processes saved a state of their own; names of what all saved together are left out.
         created, writer, custom, save_id, metrics, timeline: as of `CheckpointMetadata`.
+        unreadable: by name, why nothing that is installed reads what other software wrote there. The others can be loaded by name.
     """
 
     checkpointables: Mapping[str, CheckpointMetadata]
     deleted: tuple[str, ...]
     processes: Mapping[str, int]
-    created: str
+    created: str | None
     writer: str
     custom: Mapping[str, JSON]
-    save_id: str
+    save_id: str | None
     metrics: Mapping[str, float]
     timeline: Sequence[Event]
+    unreadable: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def nbytes(self) -> int:
@@ -99,12 +113,12 @@ def _describe_opened(context: Context, opened: Opened) -> CheckpointMetadata:
         abstract=abstract_tree(opened.tree, context.registry),
         tree=opened.tree,
         layout=opened.layout.name,
-        created=root.created if root else None,
+        created=opened.created,
         writer=opened.writer,
         custom=opened.custom,
         save_id=root.save_id if root else None,
         objects=opened.objects,
-        metrics=root.metrics if root else {},
+        metrics=opened.metrics,
         timeline=_timeline(root.timeline, opened.location.display) if root else (),
     )
 
@@ -123,24 +137,51 @@ def describe_checkpointables(location: Place, context: Context) -> Checkpointabl
     )
 
 
+def describe_either(location: Place, context: Context) -> CheckpointMetadata | CheckpointablesMetadata:
+    """What a checkpoint says of itself, be it one tree or several checkpointables.
+
+    Of what other software wrote a plain load may give one of several: here all are told.
+
+    Raises:
+        What `describe_checkpoint` and `describe_checkpointables` do.
+    """
+    try:
+        found = describe_checkpoint(location, context)
+    except CompositeCheckpointError:
+        return describe_checkpointables(location, context)
+    if found.save_id is None and find_composite(location, context) is not None:
+        return describe_checkpointables(location, context)
+    return found
+
+
 def _describe_composite(composite: OpenedComposite, location: Place, context: Context) -> CheckpointablesMetadata:
-    root = composite.root
+    root, members = composite.root, composite.members
     present = present_members(composite)
-    found = {
-        name: told
-        for name in root.members
-        if (told := _describe_first(composite, name, present.get(name, ()), location, context)) is not None
-    }
+    found: dict[str, CheckpointMetadata] = {}
+    unreadable: dict[str, str] = {}
+    for name in members:
+        try:
+            told = _describe_first(composite, name, present.get(name, ()), location, context)
+        except (CorruptCheckpointError, StorageError):
+            raise
+        except CheckpointError as error:
+            if root is not None:
+                raise
+            unreadable[name] = str(error)
+            continue
+        if told is not None:
+            found[name] = told
     return CheckpointablesMetadata(
         checkpointables=found,
-        deleted=tuple([name for name in root.members if name not in found]),
-        processes={name: member.processes for name, member in root.members.items() if member.processes is not None},
-        created=root.created,
-        writer=" ".join(f"{name} {version}" for name, version in root.writer.items()),
-        custom=root.custom,
-        save_id=root.save_id,
-        metrics=root.metrics,
-        timeline=_timeline(root.timeline, str(location)),
+        deleted=tuple([name for name in members if name not in found and name not in unreadable]),
+        processes={name: member.processes for name, member in members.items() if member.processes is not None},
+        created=composite.created,
+        writer=composite.writer,
+        custom=composite.custom,
+        save_id=root.save_id if root else None,
+        metrics=composite.metrics,
+        timeline=_timeline(root.timeline, str(location)) if root else (),
+        unreadable=unreadable,
     )
 
 

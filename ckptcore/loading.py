@@ -27,7 +27,7 @@ from ckptcore.matching import match_leaves
 from ckptcore.model.arrays import AbstractArray, ArraySpec, Box, HostArray
 from ckptcore.model.metadata import ArrayRecord, TreeMetadata, ValueRecord
 from ckptcore.model.tree import MAX_DEPTH, Attribute, TreePath, format_path
-from ckptcore.opening import Opened, file_pieces, while_unchanged
+from ckptcore.opening import Opened, Source, file_pieces, while_unchanged
 from ckptcore.planning import plan_read
 from ckptcore.plugins import Plugins
 from ckptcore.protocols import LeafHandler
@@ -85,7 +85,7 @@ def recorded_load(location: Place, context: Context, *, step: int | None = None)
     recording.finish()
 
 
-def load_value(location: Place, abstract: object, context: Context, recording: Recording) -> object:
+def load_value(location: Source, abstract: object, context: Context, recording: Recording) -> object:
     """The value of the checkpoint, as `abstract` asks; NumPy leaves in the structure that was saved if it is None."""
 
     def attempt(opened: Opened) -> object:
@@ -190,7 +190,7 @@ def _match_target(opened: Opened, flat: Flat) -> list[int | None]:
     return numbers
 
 
-def load_into_target(location: Place, target: object, context: Context, recording: Recording) -> None:
+def load_into_target(location: Source, target: object, context: Context, recording: Recording) -> None:
     """Make `target` hold the value of the checkpoint, its arrays filled in place.
 
     Raises:

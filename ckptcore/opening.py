@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Final, TypeVar
+from dataclasses import dataclass, field
+from typing import Final, TypeAlias, TypeVar
 
 from ckptcore.builtin.files_layout import FilesLayout
+from ckptcore.builtin.keys import check_key
 from ckptcore.commit import holds_members, is_hidden_name, parse_root, root_bytes
 from ckptcore.context import Context
 from ckptcore.engine.reader import ObjectReader
@@ -23,19 +24,22 @@ from ckptcore.errors import (
 from ckptcore.locations import Location, Place, resolve_location
 from ckptcore.model.metadata import TreeMetadata
 from ckptcore.model.objects import ObjectRecord
-from ckptcore.model.tree import JSON, format_path
-from ckptcore.protocols import Layout, ReadStore, StorageBackend
-from ckptcore.root import ROOT_KEY, Claimed, Composite, Root
+from ckptcore.model.tree import JSON, Node, format_path
+from ckptcore.protocols import InspectedComposite, InspectsComposites, Layout, ReadStore, StorageBackend
+from ckptcore.root import ROOT_KEY, Claimed, Composite, Member, Root
 
 __all__ = [
     "Opened",
     "OpenedComposite",
+    "Source",
     "arrays_at",
     "check_file",
     "file_pieces",
     "find_composite",
+    "find_names",
     "naming_arrays",
     "open_checkpoint",
+    "open_files",
     "root_mark",
     "while_unchanged",
 ]
@@ -45,6 +49,9 @@ T = TypeVar("T")
 _ATTEMPTS: Final = 20
 """How often a load begins again because the checkpoint was replaced under it."""
 _PIECE_BYTES: Final = 1 << 24
+
+_HEAD_BYTES: Final = 1 << 12
+"""In so many bytes a root says whether it is one of a member."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +67,8 @@ class Opened:
         store: to read its objects from.
         writer: who wrote it.
         custom: metadata of the user's.
+        metrics: measurements that were given with it.
+        created: when it was saved, ISO 8601 in UTC; None where other software wrote it and does not say.
     """
 
     location: Location
@@ -71,6 +80,15 @@ class Opened:
     store: ReadStore
     writer: str
     custom: Mapping[str, JSON]
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    created: str | None = None
+
+    def __str__(self) -> str:
+        return self.location.display
+
+
+Source: TypeAlias = Place | Opened
+"""What can be read: a place, or a checkpoint that is open already."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,20 +97,50 @@ class OpenedComposite:
 
     Attributes:
         location: where it is.
-        data: the bytes of its root, which no two saves share.
-        root: its root.
+        data: the bytes of its root, which no two saves share; None where other software wrote it.
+        root: its root; None where other software wrote it.
+        members: what is in it, by name; what was deleted since is still listed.
+        writer, custom, metrics, created: as of an `Opened`.
     """
 
     location: Location
-    data: bytes
-    root: Composite
+    data: bytes | None
+    root: Composite | None
+    members: Mapping[str, Member]
+    writer: str
+    custom: Mapping[str, JSON] = field(default_factory=dict)
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    created: str | None = None
+
+    @classmethod
+    def of_root(cls, location: Location, data: bytes, root: Composite) -> OpenedComposite:
+        """One of ours."""
+        return cls(location, data, root, root.members, _writer(root), root.custom, root.metrics, root.created)
+
+
+def _writer(root: Root | Composite) -> str:
+    return " ".join(f"{name} {version}" for name, version in root.writer.items())
 
 
 def find_composite(location: Place, context: Context) -> OpenedComposite | None:
     """The checkpoint of several checkpointables at a location; None if what is there is none, or nothing is.
 
+    What other software wrote is none if it has one name only and is opened as a tree without it.
+
     Raises:
         CorruptCheckpointError: if its root cannot be read.
+    """
+    found = find_names(location, context)
+    if found is None or found.root is not None or len(found.members) != 1:
+        return found
+    return None if _is_tree(found.location, context) else found
+
+
+def find_names(location: Place, context: Context) -> OpenedComposite | None:
+    """What has names at a location: also one tree that the software which wrote it knows by a name.
+
+    Raises:
+        What `find_composite` does.
     """
     refused = None
     for attempt in range(_ATTEMPTS):
@@ -105,8 +153,10 @@ def find_composite(location: Place, context: Context) -> OpenedComposite | None:
                 raise
             refused = str(error)
             continue
-        if data is None or is_hidden_name(resolved.name):
+        if is_hidden_name(resolved.name):
             return None
+        if data is None:
+            return _find_foreign_names(resolved, context)
         try:
             root = parse_root(resolved.store, data)
         except CheckpointError:
@@ -114,8 +164,61 @@ def find_composite(location: Place, context: Context) -> OpenedComposite | None:
             if attempt + 1 < _ATTEMPTS and root_mark(resolved.store) != data:
                 continue
             raise
-        return OpenedComposite(resolved, data, root) if isinstance(root, Composite) else None
+        return OpenedComposite.of_root(resolved, data, root) if isinstance(root, Composite) else None
     raise _replaced_too_often(location)
+
+
+def _find_foreign_names(location: Location, context: Context) -> OpenedComposite | None:
+    """Ask every layout that knows checkpoints of several checkpointables.
+
+    Raises:
+        CorruptCheckpointError: also if a name is none that a directory can have, or it was written by ckptcore and lost its root.
+    """
+    layouts = [layout for layout in context.registry.layouts() if isinstance(layout, InspectsComposites)]
+    if not layouts or location.is_object:
+        return None
+    store = ObjectReader(location.store, {}, context.io_threads, verify=context.verify)
+    found: InspectedComposite | None = None
+    for layout in layouts:
+        found = layout.inspect_composite(store)
+        if found is not None:
+            break
+    if found is None:
+        return None
+    for name in found.members:
+        _check_member(location, name)
+    members = {name: Member(kind) for name, kind in found.members.items()}
+    return OpenedComposite(
+        location, None, None, members, found.writer, found.custom, found.metrics, found.created
+    )
+
+
+def _check_member(location: Location, name: str) -> None:
+    """Refuse a name that leads elsewhere, and a member of a composite of ours."""
+    try:
+        check_key(name)
+    except InvalidLocationError as error:
+        raise CorruptCheckpointError(f"{location.display} names {name[:80]!r} as a checkpointable: {error}") from error
+    if "/" in name:
+        raise CorruptCheckpointError(
+            f"{location.display} names {name[:80]!r} as a checkpointable: a name is one directory and has no '/'"
+        )
+    try:
+        head = location.store.get(f"{name}/{ROOT_KEY}", 0, _HEAD_BYTES)
+    except ObjectNotFoundError:
+        return
+    if b'"member":true' in head:
+        raise _lost_root(location)
+
+
+def _is_tree(location: Location, context: Context) -> bool:
+    try:
+        _open_tree(location, context)
+    except UncommittedCheckpointError:
+        raise
+    except (CheckpointNotFoundError, CompositeCheckpointError):
+        return False
+    return True
 
 
 def open_checkpoint(location: Place, context: Context) -> Opened:
@@ -130,12 +233,36 @@ def open_checkpoint(location: Place, context: Context) -> Opened:
     return _open(resolved, root_bytes(resolved.store), context)
 
 
-def while_unchanged(location: Place, context: Context, attempt: Callable[[Opened], T]) -> T:
+def open_files(location: Place, context: Context) -> Opened:
+    """Open files that an object wrote: as a checkpoint of ours, or where there is none, every file that is there.
+
+    Raises:
+        CheckpointNotFoundError: if there is no file.
+        What `open_checkpoint` does.
+    """
+    resolved = _resolve(location, context)
+    data = root_bytes(resolved.store)
+    if data is not None:
+        return _open(resolved, data, context)
+    objects = {key: ObjectRecord(key, resolved.store.size(key)) for key in resolved.store.list()}
+    if not objects:
+        raise CheckpointNotFoundError(f"there is no file at {resolved.display}; check the path")
+    store = ObjectReader(resolved.store, objects, context.io_threads, verify=context.verify, strict=True)
+    tree = TreeMetadata(Node("dict", (), ()), ())
+    return Opened(resolved, None, FilesLayout(), None, tree, objects, store, "", {})
+
+
+def while_unchanged(location: Source, context: Context, attempt: Callable[[Opened], T]) -> T:
     """Open and read a checkpoint; begin again if it was replaced meanwhile, so that the result is of one save.
+
+    One that is open already is read as it was opened: who opened it looks whether it was replaced.
 
     Raises:
         What `open_checkpoint` and `attempt` do, with errors about bytes naming the arrays that lie there.
     """
+    if isinstance(location, Opened):
+        with naming_arrays(location):
+            return attempt(location)
     failed_at: tuple[object, object] | None = None
     for _ in range(_ATTEMPTS):
         # Opened anew each time: a storage may keep objects open by name.
@@ -204,18 +331,14 @@ def _open(resolved: Location, data: bytes | None, context: Context) -> Opened:
     if root is None:
         return _open_foreign(resolved, context)
     if isinstance(root, Composite):
-        names = list(root.members)
-        raise CompositeCheckpointError(
-            f"{resolved.display} holds several checkpointables ({', '.join(names)}): use load_checkpointables, or load one "
-            f"by its own location, such as {resolved.display.rstrip('/')}/{names[0] if names else 'NAME'}",
-            names,
-        )
+        raise _several(resolved, list(root.members))
     if root.member:
         _expect_committed(resolved, root)
     layout = FilesLayout() if root.layout == FilesLayout.name else context.registry.layout(root.layout)
     store = ObjectReader(resolved.store, root.objects, context.io_threads, verify=context.verify, strict=True)
-    writer = " ".join(f"{name} {version}" for name, version in root.writer.items())
-    return Opened(resolved, root, layout, root.state, root.tree, root.objects, store, writer, root.custom)
+    return Opened(
+        resolved, root, layout, root.state, root.tree, root.objects, store, _writer(root), root.custom, root.metrics, root.created
+    )  # fmt: skip
 
 
 def _expect_committed(resolved: Location, member: Root) -> None:
@@ -240,6 +363,36 @@ def _expect_committed(resolved: Location, member: Root) -> None:
 
 
 def _open_foreign(location: Location, context: Context) -> Opened:
+    """Open what other software wrote.
+
+    Raises:
+        CompositeCheckpointError: if it has several names, and none stands for all of it.
+    """
+    try:
+        return _open_tree(location, context)
+    except UncommittedCheckpointError:
+        raise
+    except CheckpointNotFoundError:
+        found = _find_foreign_names(location, context)
+        if found is None:
+            raise
+        raise _several(location, list(found.members)) from None
+
+
+def _several(location: Location, names: Sequence[str]) -> CompositeCheckpointError:
+    return CompositeCheckpointError(
+        f"{location.display} holds several checkpointables ({', '.join(names)}): use load_checkpointables, or load one "
+        f"by its own location, such as {location.display.rstrip('/')}/{names[0] if names else 'NAME'}",
+        names,
+    )
+
+
+def _open_tree(location: Location, context: Context) -> Opened:
+    """Open the tree that other software wrote.
+
+    Raises:
+        CheckpointNotFoundError: if no layout finds one.
+    """
     entry = location.name if location.is_object else None
     storage = location.parent if entry is not None else location.store
     if entry is None and not storage.list_names():
@@ -261,16 +414,22 @@ def _open_foreign(location: Location, context: Context) -> Opened:
                 store,
                 inspection.writer,
                 inspection.custom,
+                inspection.metrics,
+                inspection.created,
             )
     if entry is None and holds_members(storage):
-        raise CorruptCheckpointError(
-            f"{location.display} was a checkpoint of several checkpointables and has lost its {ROOT_KEY}; restore that from a copy, "
-            "load another checkpoint, or copy a directory in it elsewhere to load that alone",
-            key=ROOT_KEY,
-        )
+        raise _lost_root(location)
     raise CheckpointNotFoundError(
         f"{location.display} is no checkpoint that an installed layout reads (tried "
         f"{', '.join(layout.name for layout in layouts)}); check the path, or install the plugin of its format"
+    )
+
+
+def _lost_root(location: Location) -> CorruptCheckpointError:
+    return CorruptCheckpointError(
+        f"{location.display} was a checkpoint of several checkpointables and has lost its {ROOT_KEY}; restore that from a copy, "
+        "load another checkpoint, or copy a directory in it elsewhere to load that alone",
+        key=ROOT_KEY,
     )
 
 

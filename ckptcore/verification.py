@@ -8,7 +8,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Final, TypeAlias, TypeVar
 
-from ckptcore.composites import is_deleted, present_members, while_composite_unchanged
+from ckptcore.builtin.files_layout import FilesLayout
+from ckptcore.composites import is_deleted, open_member, present_members, while_composite_unchanged
 from ckptcore.context import Context
 from ckptcore.engine.reader import ObjectReader
 from ckptcore.errors import CheckpointError, CorruptCheckpointError, ObjectNotFoundError
@@ -20,6 +21,7 @@ from ckptcore.opening import (
     Opened,
     OpenedComposite,
     arrays_at,
+    file_pieces,
     find_composite,
     naming_arrays,
     open_checkpoint,
@@ -107,13 +109,22 @@ def has_its_sizes(location: Place, context: Context) -> bool:
     if composite is None:
         return _sizes_fit(open_checkpoint(location, context))
     present = present_members(composite)
-    if present.keys() != composite.root.members.keys():
+    if present.keys() != composite.members.keys():
         return False
     return all(
-        _sizes_fit(open_checkpoint(Within(location, directory), context))
-        for directories in present.values()
+        _sizes_fit(_open_directory(composite, name, directory, location, context))
+        for name, directories in present.items()
         for directory in directories
     )
+
+
+def _open_directory(
+    composite: OpenedComposite, name: str, directory: str, location: Place, context: Context
+) -> Opened:
+    """Open what stands in a directory of a composite; whether it belongs there is for the caller to see."""
+    if composite.root is None:
+        return open_member(composite, name, directory, location, context)
+    return open_checkpoint(Within(location, directory), context)
 
 
 def _sizes_fit(opened: Opened) -> bool:
@@ -129,28 +140,30 @@ def _verify_composite(
     """Verify every checkpointable that is still there; keys begin with its directory."""
     problems: list[Problem] = []
     unverified: list[str] = []
-    objects, done = 1 + len(composite.root.parts), 0
+    root = composite.root
+    objects, done = 0 if root is None else 1 + len(root.parts), 0
     directories = []
     deleted = []
     present = present_members(composite)
-    for name in composite.root.members:
+    for name in composite.members:
         there = [directory for directory in present.get(name, ()) if not is_deleted(composite, directory)]
-        directories.extend(there)
+        directories.extend([(name, directory) for directory in there])
         if not there:
             deleted.append(name)
-        processes = composite.root.members[name].processes or 1
+        processes = composite.members[name].processes or 1
         if there and len(there) < processes:
             message = f"{name!r} has a state for each of {processes} processes, and only {len(there)} are there"
             problems.append(Problem(name, None, None, (), message))
     opened: list[tuple[str, Opened]] = []
-    for directory in directories:
+    for name, directory in directories:
         try:
-            opened.append((directory, open_checkpoint(Within(location, directory), context)))
+            opened.append((directory, _open_directory(composite, name, directory, location, context)))
         except CorruptCheckpointError as error:
             problems.append(_within(directory, Problem(error.key, error.start, error.stop, (), str(error))))
         except CheckpointError as error:
-            problems.append(Problem(f"{directory}/{ROOT_KEY}", None, None, (), str(error)))
-    total = sum(record.size for _, one in opened for record in one.objects.values())
+            key = directory if root is None else f"{directory}/{ROOT_KEY}"
+            problems.append(Problem(key, None, None, (), str(error)))
+    total = sum(_bytes_to_check(one) for _, one in opened)
     for directory, one in opened:
         before = done
 
@@ -158,7 +171,8 @@ def _verify_composite(
             if progress is not None:
                 progress(before + there, total)
 
-        if one.root is None or not one.root.member or one.root.save_id != composite.root.save_id:
+        ours = one.root
+        if root is not None and (ours is None or not ours.member or ours.save_id != root.save_id):
             problems.append(
                 Problem(f"{directory}/{ROOT_KEY}", None, None, (), f"{directory} was replaced by another save")
             )
@@ -170,14 +184,20 @@ def _verify_composite(
     return VerifyReport(tuple(problems), objects, done, tuple(unverified), tuple(deleted))
 
 
+def _bytes_to_check(opened: Opened) -> int:
+    return sum(record.size for record in opened.objects.values()) or opened.tree.nbytes
+
+
 def _within(directory: str, problem: Problem) -> Problem:
     arrays = tuple([f"{directory}: {array}" for array in problem.arrays])
-    return replace(problem, key=f"{directory}/{problem.key}", arrays=arrays)
+    key = directory if problem.key is None else f"{directory}/{problem.key}"
+    return replace(problem, key=key, arrays=arrays)
 
 
 def _verify(opened: Opened, context: Context, progress: ProgressCallback | None) -> VerifyReport:
     if opened.root is None:
-        return _read_foreign(opened, context, progress)
+        read = _read_foreign_files if opened.layout.name == FilesLayout.name else _read_foreign
+        return read(opened, context, progress)
     check = _Check(opened, context, progress)
     _share(context, list(opened.objects.values()), check.size)
     _share(context, check.pieces(), check.piece)
@@ -289,3 +309,18 @@ def _read_foreign(opened: Opened, context: Context, progress: ProgressCallback |
             progress(done, opened.tree.nbytes)
     keys = sorted({key for _, key, _, _ in opened.layout.extents(opened.tree, opened.state)})
     return VerifyReport(tuple(problems), len(keys), done, tuple(keys))
+
+
+def _read_foreign_files(opened: Opened, context: Context, progress: ProgressCallback | None) -> VerifyReport:
+    """Files that an object wrote through other software: they are read, and only that can be said."""
+    problems: list[Problem] = []
+    done, total = 0, _bytes_to_check(opened)
+    for key, record in opened.objects.items():
+        try:
+            for piece in file_pieces(opened, record):
+                done += len(piece)
+                if progress is not None:
+                    progress(done, total)
+        except CheckpointError as error:
+            problems.append(Problem(key, None, None, (), str(error)))
+    return VerifyReport(tuple(problems), len(opened.objects), done, tuple(opened.objects))

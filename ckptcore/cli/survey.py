@@ -14,7 +14,7 @@ from ckptcore.cli.locating import names_in
 from ckptcore.commit import parse_root, root_bytes
 from ckptcore.composites import present_members
 from ckptcore.context import Context
-from ckptcore.describing import describe_checkpoint
+from ckptcore.describing import describe_either
 from ckptcore.errors import (
     CheckpointError,
     CheckpointNotFoundError,
@@ -137,7 +137,7 @@ def _look(steps: StepDirectory, context: Context, step: int) -> Found:
 
 
 def _look_at_foreign(steps: StepDirectory, context: Context, step: int) -> Found:
-    found = describe_checkpoint(steps.place(step), context)
+    found = describe_either(steps.place(step), context)
     # Between the two looks a save may have committed.
     state: StepState = "foreign" if found.save_id is None else "committed"
     return Found(step, steps.name(step), state, found.created, found.nbytes, found.metrics)
@@ -160,7 +160,7 @@ def _bytes_of_members(steps: StepDirectory, step: int, data: bytes, summary: Sum
     location = resolve_location(steps.place(step), context.registry, durable=False, config=context.storage)
     composite = Composite(summary.save_id, summary.created, {}, summary.members or {})
     total = 0
-    for directories in present_members(OpenedComposite(location, data, composite)).values():
+    for directories in present_members(OpenedComposite.of_root(location, data, composite)).values():
         for directory in directories:
             inside = subdirectory(location.store, directory)
             found = root_bytes(inside)
