@@ -69,6 +69,11 @@ def on_host(leaf: jax.Array, handler: JaxLeafHandler = HANDLER) -> dict[Box, np.
     return {box: pending.result() for box, pending in zip(boxes, copies, strict=True)}
 
 
+def on_device(number: int) -> dict[str, object]:
+    """What an array on one device notes."""
+    return {"sharding": {"type": "SingleDeviceSharding", "device": f"cpu:{number}"}}
+
+
 def read(array: np.ndarray, boxes) -> list[tuple[Box, np.ndarray]]:
     """What a load hands to `build`."""
     return [(box, aligned(array[box.slices])) for box in boxes]
@@ -141,7 +146,7 @@ def test_dtypes_of_64_bits_come_back(dtype):
     with jax.enable_x64(True):
         leaf = jax.device_put(expected)
         record = HANDLER.describe(leaf)
-        assert record == ArrayRecord(ArraySpec((3, 5), dtype))
+        assert record == ArrayRecord(ArraySpec((3, 5), dtype), notes=on_device(0))
         built = HANDLER.build(leaf, record, read(expected, HANDLER.wanted(leaf, record)))
         assert built.dtype == dtype
         assert np.asarray(built).tobytes() == expected.tobytes()
@@ -170,11 +175,20 @@ def test_a_sharded_array_says_how_it_is_cut_and_sharded():
     }
 
 
-def test_an_array_on_one_device_has_nothing_to_note():
-    for device in (jax.devices()[0], jax.devices()[5]):
-        record = HANDLER.describe(jax.device_put(np.zeros((8, 4), np.float32), device))
-        assert record == ArrayRecord(ArraySpec((8, 4), "float32"))
-        assert not record.notes
+def test_an_array_on_one_device_says_which():
+    for number in (0, 5):
+        record = HANDLER.describe(jax.device_put(np.zeros((8, 4), np.float32), jax.devices()[number]))
+        assert record == ArrayRecord(ArraySpec((8, 4), "float32"), notes=on_device(number))
+
+
+def test_an_abstract_array_without_a_sharding_has_nothing_to_note():
+    assert not HANDLER.describe(jax.ShapeDtypeStruct((8, 4), jnp.float32)).notes
+
+
+def test_equal_arrays_share_their_record_and_equal_shardings_their_note():
+    first, second = (HANDLER.describe(jnp.full((16,), value)) for value in (1.0, 2.0))
+    assert first is second
+    assert HANDLER.describe(jnp.zeros((3,))).notes["sharding"] is first.notes["sharding"]
 
 
 def test_replicas_on_devices_of_one_process_are_one_shard():
@@ -190,7 +204,7 @@ def test_weak_types_are_noted_and_come_back():
     for leaf in (jnp.asarray(2.5), jnp.asarray(3), jnp.full((3,), 2.0), jnp.asarray(1j)):
         assert leaf.weak_type
         record = HANDLER.describe(leaf)
-        assert record.notes == {"weak_type": True}
+        assert record.notes == {"weak_type": True} | on_device(0)
         for abstract in (leaf, jax.eval_shape(lambda leaf=leaf: leaf), jax.device_put(leaf, jax.devices()[2])):
             built = HANDLER.build(abstract, record, read(np.asarray(leaf), HANDLER.wanted(abstract, record)))
             assert built.weak_type and built.dtype == leaf.dtype
@@ -209,7 +223,7 @@ def test_memory_kinds_are_noted_and_come_back():
     expected = np.arange(1024, dtype=np.float32)
     leaf = jax.device_put(expected, SingleDeviceSharding(device, memory_kind=others[0]))
     record = HANDLER.describe(leaf)
-    assert record.notes == {"memory_kind": others[0]}
+    assert record.notes == {"memory_kind": others[0]} | on_device(3)
     assert np.array_equal(on_host(leaf)[Box.whole((1024,))], expected)
     built = HANDLER.build(leaf, record, read(expected, HANDLER.wanted(leaf, record)))
     assert built.sharding == leaf.sharding
@@ -349,7 +363,7 @@ def test_a_python_number_is_not_taken_for_an_array():
 
 def test_a_key_is_its_data_and_says_so():
     record = HANDLER.describe(jax.random.split(jax.random.key(0, impl="rbg"), 6))
-    assert record == ArrayRecord(ArraySpec((6, 4), "uint32"), "jax.key", notes={"impl": "rbg"})
+    assert record == ArrayRecord(ArraySpec((6, 4), "uint32"), "jax.key", notes={"impl": "rbg"} | on_device(0))
 
 
 def test_sharded_keys_come_back_sharded():

@@ -26,6 +26,10 @@ class Layout:
     memory_kind: str | None = None
 
     @property
+    def device_set(self):
+        return set(self.devices)
+
+    @property
     def addressable_devices(self):
         return {device for device in self.devices if device.process_index == self.process}
 

@@ -3,8 +3,10 @@
 Nothing here has to be imported to save and load: ckptcore finds `ckptcore_jax.plugin` by its entry point. Importing
 this package does not import JAX; asking it for one of these names does:
 
-    JaxLeafHandler       the leaf handler; ``JaxLeafHandler(copy=True)`` for arrays that alias memory you change
-    RegisteredContainer  the handler of registered containers
+    JaxLeafHandler         the leaf handler; ``JaxLeafHandler(copy=True)`` for arrays that alias memory you change
+    RegisteredContainer    the handler of registered containers
+    abstract_arrays        what a checkpoint holds as abstract arrays, to load it sharded as it was saved
+    sharding_from_notes    the sharding that the notes of one array tell, on the devices there are now
 """
 
 from __future__ import annotations
@@ -12,10 +14,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from ckptcore_jax.abstracts import abstract_arrays
     from ckptcore_jax.containers import RegisteredContainer
     from ckptcore_jax.leaves import JaxLeafHandler
+    from ckptcore_jax.shardings import sharding_from_notes
 
-__all__ = ["JaxLeafHandler", "RegisteredContainer"]
+__all__ = ["JaxLeafHandler", "RegisteredContainer", "abstract_arrays", "sharding_from_notes"]
 
 
 def __getattr__(name: str) -> object:
@@ -27,4 +31,12 @@ def __getattr__(name: str) -> object:
         from ckptcore_jax.containers import RegisteredContainer
 
         return RegisteredContainer
+    if name == "abstract_arrays":
+        from ckptcore_jax.abstracts import abstract_arrays
+
+        return abstract_arrays
+    if name == "sharding_from_notes":
+        from ckptcore_jax.shardings import sharding_from_notes
+
+        return sharding_from_notes
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -32,7 +32,7 @@ from ckptcore_jax import random_keys
 from ckptcore_jax.placements import placement_of, shards_of
 from ckptcore_jax.placing import placed
 
-__all__ = ["JaxLeafHandler", "leaf_handler"]
+__all__ = ["LACKING", "JaxLeafHandler", "leaf_handler"]
 
 _PACKED: Final = frozenset(
     np.dtype(getattr(jnp, name)) for name in ("int2", "int4", "uint2", "uint4", "float4_e2m1fn") if hasattr(jnp, name)
@@ -40,7 +40,7 @@ _PACKED: Final = frozenset(
 """Dtypes that JAX packs on the device and that NumPy gets unpacked: there is no view of them."""
 
 
-_LACKING: Final = frozenset({"float6_e2m3fn", "float6_e3m2fn", "int1", "uint1"})
+LACKING: Final = frozenset({"float6_e2m3fn", "float6_e3m2fn", "int1", "uint1"})
 """Dtypes that JAX names and cannot hold: XLA knows no float6, and takes int1 for bool in what it compiles."""
 
 
@@ -223,7 +223,7 @@ def _record_of(shape: tuple[int, ...], dtype: Any, sharding: Sharding | None, we
         dtype = np.dtype(np.uint32)
     elif not isinstance(dtype, np.dtype):
         raise UnsupportedLeafError(f"an array of the extended dtype {dtype} cannot be stored; save what it is made of")
-    elif dtype.name in _LACKING:
+    elif dtype.name in LACKING:
         raise UnsupportedLeafError(
             f"an array of {dtype} cannot be stored or loaded with JAX, which names this dtype and cannot hold it; "
             "use int8 or float8, or a NumPy array"

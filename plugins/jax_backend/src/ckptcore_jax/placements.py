@@ -1,17 +1,18 @@
-"""Where the elements of an array with a sharding are: its boxes, who holds them, and the sharding as JSON."""
+"""Where the elements of an array with a sharding are: its boxes, and who holds them."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from jax.sharding import NamedSharding, Sharding
+from jax.sharding import Sharding
 
 from ckptcore.errors import UnsupportedLeafError
 from ckptcore.model import JSON, Box, Shard
 from ckptcore.planning import cuts_of
+from ckptcore_jax.shardings import notes_of
 
 __all__ = ["Placement", "box_of", "placement_of", "shards_of"]
 
@@ -31,7 +32,7 @@ class Placement:
         devices: how many devices hold the array, over all processes.
         local: whether all of them are in this process.
         on_cpu: whether the elements are in host memory, where NumPy can see them.
-        notes: the sharding as JSON; empty where there is nothing to say.
+        notes: the sharding as JSON, see `ckptcore_jax.shardings.notes_of`.
     """
 
     boxes: Mapping[Box, int]
@@ -81,7 +82,7 @@ def placement_of(sharding: Sharding, shape: tuple[int, ...]) -> Placement:
         devices=len(indices),
         local=position == len(indices),
         on_cpu=some_device.platform == "cpu",
-        notes=_notes(sharding, len(indices), some_device),
+        notes=notes_of(sharding),
     )
 
 
@@ -112,38 +113,3 @@ def box_of(index: tuple[slice, ...] | None, shape: tuple[int, ...]) -> Box:
         return Box.whole(shape)
     ranges = [part.indices(extent) for part, extent in zip(index, shape, strict=True)]
     return Box(tuple([start for start, _, _ in ranges]), tuple([stop for _, stop, _ in ranges]))
-
-
-def _notes(sharding: Sharding, devices: int, device: Any) -> Mapping[str, JSON]:
-    notes: dict[str, JSON] = {}
-    if devices > 1:
-        notes["sharding"] = _sharding_to_json(sharding, devices)
-    kind = sharding.memory_kind
-    if kind is not None and kind != _default_memory_kind(device):
-        notes["memory_kind"] = kind
-    return notes
-
-
-def _sharding_to_json(sharding: Sharding, devices: int) -> JSON:
-    if not isinstance(sharding, NamedSharding):
-        return {"type": type(sharding).__name__, "devices": devices}
-    return {
-        "type": "NamedSharding",
-        "mesh": {str(name): size for name, size in sharding.mesh.shape.items()},
-        "spec": [_axes_to_json(axes) for axes in sharding.spec],
-    }
-
-
-def _axes_to_json(axes: object) -> JSON:
-    if axes is None:
-        return None
-    if isinstance(axes, Iterable) and not isinstance(axes, str):
-        return [str(axis) for axis in axes]
-    return str(axes)
-
-
-def _default_memory_kind(device: Any) -> str | None:
-    try:
-        return str(device.default_memory().kind)
-    except (AttributeError, NotImplementedError, RuntimeError):  # a backend without kinds of memory
-        return None

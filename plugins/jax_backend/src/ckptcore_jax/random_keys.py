@@ -14,7 +14,7 @@ from ckptcore.errors import UnsupportedLeafError
 from ckptcore.model import ArrayRecord, Box, HostArray
 from ckptcore_jax.placing import placed
 
-__all__ = ["KIND", "built", "check", "data_of", "data_shape", "impl_name", "is_key"]
+__all__ = ["KIND", "built", "check", "data_of", "data_shape", "dtype_of", "impl_name", "is_key"]
 
 KIND: Final = "jax.key"
 """The kind of a record whose elements are the data of random keys."""
@@ -44,6 +44,24 @@ def impl_name(dtype: Any) -> str:
         if jax.eval_shape(functools.partial(jax.random.key, 0, impl=name)).dtype == dtype:
             return name
     return str(_impl(dtype))
+
+
+def dtype_of(stored: ArrayRecord) -> Any | None:
+    """The dtype of the keys whose data was saved; None if JAX knows no such keys now, or they have other data."""
+    impl = stored.notes.get("impl")
+    dtype = _dtype_named(impl) if stored.kind == KIND and isinstance(impl, str) else None
+    if dtype is None:
+        return None
+    expected = data_shape(dtype)
+    return dtype if stored.spec.dtype == "uint32" and stored.spec.shape[-len(expected) :] == expected else None
+
+
+@functools.lru_cache(maxsize=256)
+def _dtype_named(impl: str) -> Any | None:
+    try:
+        return jax.eval_shape(functools.partial(jax.random.key, 0, impl=impl)).dtype
+    except ValueError:  # JAX has no implementation of this name, or not in this program
+        return None
 
 
 def check(dtype: Any, stored: ArrayRecord) -> None:

@@ -1,0 +1,106 @@
+"""Abstract arrays of JAX for what a checkpoint holds, sharded as it was saved."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
+
+import ckptcore
+from ckptcore.model import JSON, ArrayRecord, LeafRecord, Node, Skeleton
+from ckptcore_jax import random_keys
+from ckptcore_jax.leaves import LACKING
+from ckptcore_jax.shardings import sharding_from_notes
+
+__all__ = ["abstract_arrays"]
+
+
+def abstract_arrays(metadata: ckptcore.CheckpointMetadata, devices: Sequence[jax.Device] | None = None) -> Any:
+    """The abstract tree of a checkpoint with a `jax.ShapeDtypeStruct` for each array: given to `load`, it makes arrays of JAX.
+
+    Arrays that JAX saved get the sharding, memory kind and weak type they had, and random keys are keys again. An array has no
+    sharding where the devices there are do not fit (`sharding_from_notes`), where none was noted because something else than JAX
+    saved it, and where it was on one device that is JAX's default now: then it is loaded to the default device, uncommitted, so
+    that it can be used with arrays that are elsewhere.
+
+    What no array of JAX can hold stays as it is in `metadata.abstract`, and is loaded as NumPy: dtypes of 64 bits while
+    jax_enable_x64 is off, text, dates, float0. So do values and NumPy scalars.
+
+    Args:
+        metadata: what `ckptcore.metadata` told, or one of what `ckptcore.checkpointables_metadata` did.
+        devices: to put arrays on; None for `jax.devices()`.
+
+    Reads nothing. Safe in any thread.
+    """
+    return _replaced(metadata.tree.skeleton, metadata.abstract, iter(metadata.tree.leaves), _Shardings(devices))
+
+
+class _Shardings:
+    """Makes shardings from notes, each once: thousands of arrays have the same few."""
+
+    def __init__(self, devices: Sequence[jax.Device] | None) -> None:
+        self._devices = jax.devices() if devices is None else devices
+        self._made: dict[str, Sharding | None] = {}
+        # The one way in which every version of JAX tells its default device.
+        self._default = jax.device_put(np.zeros((), np.bool_)).sharding
+
+    def find(self, notes: Mapping[str, JSON], shape: tuple[int, ...]) -> Sharding | None:
+        """The sharding for an array of this shape; None if it is to have none."""
+        key = json.dumps([notes.get("sharding"), notes.get("memory_kind")])
+        if key not in self._made:
+            made = sharding_from_notes(notes, self._devices)
+            self._made[key] = None if made == self._default else made
+        return _fitted(self._made[key], shape)
+
+
+def _replaced(skeleton: Skeleton, abstract: Any, records: Iterator[LeafRecord], shardings: _Shardings) -> Any:
+    if not isinstance(skeleton, Node):
+        record = next(records)
+        return _abstract_array(record, abstract, shardings) if _is_array(record, abstract) else abstract
+    # The children of what stands for a container are in the order of the skeleton, under whatever keys.
+    keys = list(abstract) if isinstance(abstract, dict) else range(len(abstract))
+    children = [
+        _replaced(child, abstract[key], records, shardings) for key, child in zip(keys, skeleton.children, strict=True)
+    ]
+    return type(abstract)(zip(keys, children, strict=True)) if isinstance(abstract, dict) else type(abstract)(children)
+
+
+def _is_array(record: LeafRecord, abstract: object) -> bool:
+    return isinstance(record, ArrayRecord) and isinstance(abstract, ckptcore.AbstractArray)
+
+
+def _abstract_array(record: Any, abstract: Any, shardings: _Shardings) -> Any:
+    shape, dtype = record.spec.shape, record.spec.numpy_dtype
+    if record.kind == random_keys.KIND and (keys := random_keys.dtype_of(record)) is not None:
+        shape, dtype = shape[: len(shape) - len(random_keys.data_shape(keys))], keys
+    elif not _holds(dtype):
+        return abstract
+    make: Any = jax.ShapeDtypeStruct  # JAX leaves its constructor untyped
+    weak = record.notes.get("weak_type") is True
+    return make(shape, dtype, sharding=shardings.find(record.notes, shape), weak_type=weak)
+
+
+def _holds(dtype: np.dtype[Any]) -> bool:
+    """Whether arrays of JAX can be of this dtype now."""
+    known = dtype.name not in LACKING and hasattr(jnp, dtype.name)
+    return known and jax.dtypes.canonicalize_dtype(dtype) == dtype
+
+
+def _fitted(sharding: Sharding | None, shape: tuple[int, ...]) -> Sharding | None:
+    """The sharding if an array of this shape can have it."""
+    if sharding is None:
+        return None
+    if isinstance(sharding, NamedSharding) and len(sharding.spec) > len(shape) and not any(sharding.spec[len(shape) :]):
+        # What Orbax noted of random keys is the sharding of their data, which has an axis more.
+        spec: Any = PartitionSpec  # JAX leaves its constructor untyped
+        sharding = NamedSharding(sharding.mesh, spec(*sharding.spec[: len(shape)]), memory_kind=sharding.memory_kind)
+    try:
+        sharding.shard_shape(shape)
+    except (ValueError, IndexError, NotImplementedError):  # other extents than the mesh, more axes, partial sums
+        return None
+    return sharding

@@ -1,0 +1,228 @@
+"""Shardings as the notes of an array say them, and made again from there."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
+
+from ckptcore.model import JSON
+
+__all__ = ["notes_of", "sharding_from_notes"]
+
+_CACHED = 1 << 12
+"""Shardings of which the notes are kept; a model has far fewer."""
+
+
+@functools.lru_cache(maxsize=_CACHED)
+def notes_of(sharding: Sharding) -> Mapping[str, JSON]:
+    """What the notes of an array with this sharding say of it: ``sharding``, and ``memory_kind`` where it is not the default.
+
+    ``sharding`` is one of::
+
+        {"type": "NamedSharding", "mesh": {axis: size, ...}, "spec": [None | axis | [axis, ...], ...]}
+        {"type": "SingleDeviceSharding", "device": "cpu:0"}
+        {"type": name of the class, "devices": how many}
+
+    The first may have ``devices``, the ids of the devices in the order of the mesh, its last axis fastest: absent where they are
+    0, 1, 2 and so on. And ``axis_types``, a list of ``Auto``, ``Explicit`` and ``Manual``: absent where all are ``Auto``, and
+    where JAX has none. The name of a device is as JAX prints it, which is also what Orbax keeps.
+
+    Ids that are not in order are kept with every array: about five bytes a device and array. A mesh over 64 devices costs 0.3 kB
+    an array, one over 4096 devices 20 kB, and 1000 arrays on it 20 MB of the root. `jax.make_mesh` reorders devices on TPUs only;
+    `jax.sharding.Mesh` over `jax.devices()` as they are costs nothing.
+
+    Of a job of several processes each notes the same: an array on devices of one process alone, which each process has for
+    itself, is noted as one on the devices of process 0 in the same places. Thread-safe; equal shardings get the same object.
+    """
+    notes: dict[str, JSON] = {"sharding": _sharding_to_json(sharding)}
+    kind = sharding.memory_kind
+    if kind is not None and kind != _default_memory_kind(sharding):
+        notes["memory_kind"] = kind
+    return notes
+
+
+def sharding_from_notes(notes: Mapping[str, JSON], devices: Sequence[jax.Device] | None = None) -> Sharding | None:
+    """The sharding that the notes of a record tell, on the devices there are now.
+
+    A mesh is made of the devices with the ids that were noted. If some of them are not there and there are as many devices, it is
+    made by position: of the first of `devices`, in the order that the ids had. An array on one device goes to the device of that
+    name, or to the first there is. What was on devices of one process alone goes to the devices of this process.
+
+    Args:
+        notes: of an `ckptcore.model.ArrayRecord`; from any version and any plugin, and possibly hostile.
+        devices: to choose from; None for `jax.devices()`.
+
+    Returns:
+        None where there are too few devices, or where the notes tell no sharding that can be made: of another class, or malformed.
+        The memory kind is the default one where the devices lack the noted one.
+    """
+    noted = notes.get("sharding")
+    if not isinstance(noted, Mapping):
+        return None
+    found: Sequence[Any] = jax.devices() if devices is None else devices
+    if noted.get("type") == "SingleDeviceSharding":
+        return _single(noted.get("device"), notes.get("memory_kind"), found)
+    if noted.get("type") == "NamedSharding":
+        return _named(noted, notes.get("memory_kind"), found)
+    return None
+
+
+def _sharding_to_json(sharding: Sharding) -> JSON:
+    kind = type(sharding).__name__
+    if isinstance(sharding, SingleDeviceSharding):
+        (device,) = _same_everywhere(list(sharding.device_set))
+        return {"type": kind, "device": _name(device)}
+    if not isinstance(sharding, NamedSharding):
+        return {"type": kind, "devices": len(sharding.device_set)}
+    mesh = sharding.mesh
+    noted: dict[str, JSON] = {
+        "type": kind,
+        "mesh": {str(name): size for name, size in mesh.shape.items()},
+        "spec": [_axes_to_json(axes) for axes in sharding.spec],
+    }
+    ids = [int(device.id) for device in _same_everywhere(list(mesh.devices.flat))]
+    if ids != list(range(len(ids))):
+        noted["devices"] = ids
+    types = getattr(mesh, "axis_types", None)  # versions before 0.6 have none, or a dict that only names Auto
+    if isinstance(types, tuple):
+        names = [str(one.name) for one in types]
+        if names != ["Auto"] * len(names):
+            noted["axis_types"] = names
+    return noted
+
+
+def _axes_to_json(axes: object) -> JSON:
+    if axes is None:
+        return None
+    if isinstance(axes, Iterable) and not isinstance(axes, str):
+        return [str(axis) for axis in axes]
+    return str(axes)
+
+
+def _name(device: Any) -> str:
+    # "cpu:3", "cuda:0", "TPU_2(process=0,(0,1,0,0))". Until 0.10 JAX said TFRT_CPU_3 of a CPU; Orbax takes both.
+    return str(device).replace("TFRT_CPU_", "cpu:")
+
+
+def _default_memory_kind(sharding: Sharding) -> str | None:
+    device: Any = next(iter(sharding.device_set))
+    try:
+        return str(device.default_memory().kind)
+    except (AttributeError, NotImplementedError, RuntimeError):  # a backend without kinds of memory
+        return None
+
+
+def _same_everywhere(devices: Sequence[Any]) -> Sequence[Any]:
+    """Devices of one process as those of process 0 in the same places: the notes of all processes have to be the same."""
+    return _in_process(devices, 0)
+
+
+def _in_process(devices: Sequence[Any], process: int) -> Sequence[Any]:
+    """Devices of one process alone as those of another in the same places; others, and where it has fewer, as they are."""
+    owners = {device.process_index for device in devices}
+    if owners == {process} or len(owners) != 1:
+        return devices
+    (owner,) = owners
+    platform = devices[0].platform
+    theirs = {device.id: place for place, device in enumerate(_local(owner, platform))}
+    others = _local(process, platform)
+    places = [theirs.get(device.id, len(others)) for device in devices]
+    return [others[place] for place in places] if max(places) < len(others) else devices
+
+
+def _local(process: int, platform: str) -> Sequence[Any]:
+    return [device for device in jax.devices(platform) if device.process_index == process]
+
+
+def _single(name: JSON, memory_kind: JSON, devices: Sequence[Any]) -> Sharding | None:
+    if not isinstance(name, str) or not devices:
+        return None
+    wanted = name.replace("TFRT_CPU_", "cpu:")
+    device = next((device for device in devices if _name(device) == wanted), devices[0])
+    (own,) = _in_process([device], jax.process_index())
+    return _in_memory(lambda **kind: SingleDeviceSharding(own, **kind), memory_kind)
+
+
+def _named(noted: Mapping[str, JSON], memory_kind: JSON, devices: Sequence[Any]) -> Sharding | None:
+    sizes = noted.get("mesh")
+    if not isinstance(sizes, Mapping):
+        return None
+    count, shape = 1, list[int]()
+    for size in sizes.values():
+        if type(size) is not int or size < 1:
+            return None
+        shape.append(size)
+        count *= size
+        if count > len(devices):  # before anything is made as large as a file says
+            return None
+    chosen, spec = _chosen(noted.get("devices"), count, devices), _spec(noted.get("spec"), sizes)
+    if chosen is None or spec is None:
+        return None
+    grid = np.empty(count, object)
+    grid[:] = _in_process(chosen, jax.process_index())
+    try:
+        mesh = Mesh(grid.reshape(shape), tuple(sizes), **_axis_types(noted.get("axis_types")))
+        return _in_memory(lambda **kind: NamedSharding(mesh, spec, **kind), memory_kind)
+    except (
+        ValueError,
+        TypeError,
+        KeyError,
+        RuntimeError,
+    ):  # more axes than a mesh may have, or types that JAX does not know
+        return None
+
+
+def _spec(noted: JSON, axes: Mapping[str, JSON]) -> PartitionSpec | None:
+    """How the axes of an array are laid over those of a mesh; None if it is no list of its axes, each at most once."""
+    if not isinstance(noted, list | tuple):
+        return None
+    parts = [tuple(part) if isinstance(part, list | tuple) else part for part in noted]
+    named = [axis for part in parts if part is not None for axis in (part if isinstance(part, tuple) else (part,))]
+    if not all(isinstance(axis, str) and axis in axes for axis in named) or len(set(named)) != len(named):
+        return None
+    partition: Any = PartitionSpec  # JAX leaves its constructor untyped
+    spec: PartitionSpec = partition(*parts)
+    return spec
+
+
+def _chosen(ids: JSON, count: int, devices: Sequence[Any]) -> Sequence[Any] | None:
+    """The devices of a mesh, in its order; None if the ids are none, or there are fewer devices than ids."""
+    if ids is None:
+        ids = list(range(count))
+    if not isinstance(ids, list | tuple) or len(ids) != count or any(type(one) is not int for one in ids):
+        return None
+    if len(set(ids)) != count:
+        return None
+    there = {device.id: device for device in devices}
+    if all(one in there for one in ids):
+        return [there[one] for one in ids]
+    place = {one: number for number, one in enumerate(sorted(ids))}
+    return [devices[place[one]] for one in ids]
+
+
+def _axis_types(noted: JSON) -> Mapping[str, Any]:
+    """The arguments of a mesh that say the types of its axes.
+
+    Raises:
+        KeyError, TypeError: if there are none of these names.
+    """
+    kinds: Any = getattr(jax.sharding, "AxisType", None)
+    if noted is None or kinds is None:  # versions before 0.6 have no types to give
+        return {}
+    if not isinstance(noted, list | tuple):
+        raise TypeError(f"the types of axes are a list, not {noted!r:.80}")
+    return {"axis_types": tuple([kinds[name] for name in noted])}
+
+
+def _in_memory(make: Any, kind: JSON) -> Sharding:
+    made: Sharding
+    try:
+        made = make(memory_kind=kind if isinstance(kind, str) else None)
+    except ValueError:
+        made = make()  # these devices have no such memory
+    return made
