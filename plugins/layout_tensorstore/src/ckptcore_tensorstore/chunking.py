@@ -1,0 +1,132 @@
+"""How arrays are cut into chunks: pure geometry, in elements unless said otherwise."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from math import gcd, prod
+from typing import Final
+
+from ckptcore.model import ArraySpec, Box
+
+__all__ = ["chunks_of", "is_aligned", "read_chunk", "write_chunk"]
+
+_MOST_PIECES: Final = 64
+"""Of an axis that is cut, before other axes are subdivided: a mesh seldom grows by more along one axis."""
+
+
+def write_chunk(spec: ArraySpec, cuts: Sequence[Sequence[int]] | None, size: int) -> tuple[int, ...]:
+    """The regular grid of chunks in which no two processes write one chunk; at least 1 along each axis.
+
+    Where all shards are as long along an axis (the last may be shorter), a chunk is as long as a shard. Where they are
+    not and there is one process, chunks are as long as the longest shard and cross the boundaries of shards. Where there
+    are several, chunks are as long as the greatest common divisor of all boundaries. That may be 1: ten rows cut at 3, 5
+    and 8 become ten chunks of a row each, and a leaf costs an object, or a key of a few dozen bytes, for each.
+
+    Args:
+        spec: the array.
+        cuts: as in `ArrayRecord.cuts`: per axis the sorted inner boundaries of shards, or None where nothing is cut.
+        size: how many processes write.
+    """
+    if cuts is None:
+        return tuple([max(1, extent) for extent in spec.shape])
+    return tuple([_write_extent(extent, boundaries, size) for extent, boundaries in zip(spec.shape, cuts, strict=True)])
+
+
+def _write_extent(extent: int, boundaries: Sequence[int], size: int) -> int:
+    if not boundaries:
+        return max(1, extent)
+    shards = [stop - start for start, stop in itertools.pairwise([0, *boundaries, extent])]
+    longest = max(shards)
+    if size == 1 or (shards[-1] <= longest and all(shard == longest for shard in shards[:-1])):
+        return longest
+    return gcd(*boundaries)
+
+
+def read_chunk(
+    spec: ArraySpec, write_chunk: tuple[int, ...], cuts: Sequence[Sequence[int]] | None, chunk_bytes: int
+) -> tuple[int, ...]:
+    """The chunks into which a write chunk is subdivided, so that a reader of other boxes needs few bytes beside its own.
+
+    A write chunk of up to `chunk_bytes` stays whole. A longer one is divided along the axis that is cut most often, into
+    up to 64 pieces: that is the axis along which another mesh is most likely to cut it further. Then along the other axes
+    that are cut, then along any, the leading one first, so that rows stay contiguous. Pieces get at most `chunk_bytes`,
+    and at least half of that where the factors of the extents allow; their number is a multiple of a high power of
+    two, since meshes double.
+
+    Args:
+        spec: the array.
+        write_chunk: as the function of this name gives it.
+        cuts: as in `ArrayRecord.cuts`.
+        chunk_bytes: the most bytes of a piece, if one element has no more; above 0.
+    """
+    target = max(1, chunk_bytes // spec.numpy_dtype.itemsize)
+    chunk = list(write_chunk)
+    counts = [len(boundaries) for boundaries in cuts] if cuts is not None else [0] * len(chunk)
+    order = sorted(range(len(chunk)), key=lambda axis: -counts[axis])
+    for axis in order:
+        if counts[axis]:
+            chunk[axis] //= _pieces(chunk[axis], prod(chunk), target, _MOST_PIECES)
+    for axis in order:
+        chunk[axis] //= _pieces(chunk[axis], prod(chunk), target, chunk[axis])
+    for axis in order:
+        if prod(chunk) > target:
+            # No number of pieces comes near the target: one that is too high is left.
+            chunk[axis] //= min(
+                (pieces for pieces in _divisors(chunk[axis]) if prod(chunk) <= pieces * target), default=chunk[axis]
+            )
+    return tuple(chunk)
+
+
+def _pieces(extent: int, elements: int, target: int, most: int) -> int:
+    """Into how many pieces to cut an axis of a chunk of so many elements, which is to have up to `target`.
+
+    So many that pieces come between half the target and the target; if none do, as many as leave more than the target.
+    """
+    if elements <= target:
+        return 1
+    divisors = [pieces for pieces in _divisors(extent) if pieces <= most]
+    fitting = [pieces for pieces in divisors if target <= 2 * (elements // pieces) and elements <= pieces * target]
+    if fitting:
+        return max(fitting, key=lambda pieces: (pieces & -pieces, -pieces))
+    return max(pieces for pieces in divisors if elements > pieces * target or pieces == 1)
+
+
+def _divisors(extent: int) -> list[int]:
+    """The numbers that divide an extent, ascending."""
+    factors: list[int] = []
+    rest, factor = extent, 2
+    while factor * factor <= rest:
+        while rest % factor == 0:
+            factors.append(factor)
+            rest //= factor
+        factor += 1
+    if rest > 1:
+        factors.append(rest)
+    found = {1}
+    for factor in factors:
+        found |= {divisor * factor for divisor in found}
+    return sorted(found)
+
+
+def chunks_of(chunk: tuple[int, ...], box: Box) -> Iterator[tuple[tuple[int, ...], Box]]:
+    """The index and the box of each chunk of a regular grid that holds elements of a box, in C order.
+
+    Chunks are whole: those at the edge of an array may go beyond it, as they do where they are stored.
+    """
+    if box.size == 0:
+        return
+    ranges = [
+        range(start // size, -(-stop // size)) for start, stop, size in zip(box.start, box.stop, chunk, strict=True)
+    ]
+    for index in itertools.product(*ranges):
+        start = tuple(map(int.__mul__, index, chunk))
+        yield index, Box(start, tuple(map(int.__add__, start, chunk)))
+
+
+def is_aligned(shape: tuple[int, ...], chunk: tuple[int, ...], box: Box) -> bool:
+    """Whether a box of an array of this shape is made of whole chunks; at its edge a chunk ends where the array does."""
+    return all(
+        start % size == 0 and (stop % size == 0 or stop == extent)
+        for start, stop, size, extent in zip(box.start, box.stop, chunk, shape, strict=True)
+    )

@@ -1,0 +1,45 @@
+"""Arrays of zarr 2 and 3: what their metadata says, where their chunks and the inner chunks of those lie."""
+
+from __future__ import annotations
+
+from ckptcore_tensorstore.zarr.documents import encode_document
+from ckptcore_tensorstore.zarr.dtypes import STORED_DTYPES, ZarrFormat, stored_spec
+from ckptcore_tensorstore.zarr.formats import ArrayFormat, ChunkKeys, Compression
+from ckptcore_tensorstore.zarr.shard_index import (
+    MISSING,
+    ShardIndex,
+    decode_index,
+    dense_index,
+    encode_index,
+    index_range,
+    inner_offsets,
+)
+from ckptcore_tensorstore.zarr.version2 import parse_zarr2, zarr2_array
+from ckptcore_tensorstore.zarr.version3 import inner_array, parse_zarr3, zarr3_array
+
+__all__ = [
+    "MISSING",
+    "STORED_DTYPES",
+    "ArrayFormat",
+    "ChunkKeys",
+    "Compression",
+    "ShardIndex",
+    "ZarrFormat",
+    "decode_index",
+    "dense_index",
+    "encode_index",
+    "encode_metadata",
+    "index_range",
+    "inner_array",
+    "inner_offsets",
+    "parse_zarr2",
+    "parse_zarr3",
+    "stored_spec",
+    "zarr2_array",
+    "zarr3_array",
+]
+
+
+def encode_metadata(format: ArrayFormat) -> bytes:
+    """The bytes of the array's ``zarr.json`` or ``.zarray``."""
+    return encode_document(format.document)

@@ -1,0 +1,97 @@
+"""The JSON of zarr metadata: hostile until each part of it was asked for with its type."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping
+from math import prod
+from typing import Final, TypeVar
+
+from ckptcore.errors import CorruptCheckpointError, UnsupportedLeafError
+from ckptcore.model import JSON, ArraySpec
+
+__all__ = ["check_amounts", "chunk_from", "encode_document", "expect", "parse_document", "shape_from"]
+
+T = TypeVar("T")
+
+_MAX_AXES: Final = 32
+"""Of arrays in TensorStore, and of NumPy's before version 2."""
+
+_MAX_EXTENT: Final = 1 << 62
+
+
+def parse_document(data: bytes) -> dict[str, JSON]:
+    """The object that the bytes of a metadata file are.
+
+    Raises:
+        CorruptCheckpointError: if it is not JSON, no object, or one names a member twice.
+    """
+
+    def unique(pairs: list[tuple[str, JSON]]) -> dict[str, JSON]:
+        made = dict(pairs)
+        if len(made) != len(pairs):
+            raise ValueError("an object has one member twice")
+        return made
+
+    try:
+        return expect(json.loads(data, object_pairs_hook=unique), dict, "the metadata")
+    except (ValueError, RecursionError) as error:
+        raise CorruptCheckpointError(f"it is not JSON: {error}") from error
+
+
+def encode_document(document: Mapping[str, JSON]) -> bytes:
+    """The bytes of a metadata file, compact and sorted, as TensorStore writes them."""
+    return json.dumps(document, sort_keys=True, separators=(",", ":")).encode()
+
+
+def expect(value: object, kind: type[T], what: str) -> T:
+    """A part of a document that has to have this type.
+
+    Raises:
+        CorruptCheckpointError: if it has not, or is missing.
+    """
+    if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+        raise CorruptCheckpointError(f"{what} is {str(value)[:80]!r}, where a {kind.__name__} is expected")
+    return value
+
+
+def shape_from(value: JSON) -> tuple[int, ...]:
+    """The shape of an array, in elements.
+
+    Raises:
+        CorruptCheckpointError: if it is not a list of sizes.
+        UnsupportedLeafError: if it has too many axes.
+    """
+    shape = tuple([expect(extent, int, "an extent of its shape") for extent in expect(value, list, "its shape")])
+    if len(shape) > _MAX_AXES:
+        raise UnsupportedLeafError(f"it has {len(shape)} axes, and at most {_MAX_AXES} can be read")
+    if any(not 0 <= extent < _MAX_EXTENT for extent in shape):
+        raise CorruptCheckpointError(f"its shape is {str(shape)[:80]}, which no array has")
+    return shape
+
+
+def chunk_from(value: JSON, whole: tuple[int, ...], what: str) -> tuple[int, ...]:
+    """The shape of a chunk, in elements: as many axes as `whole`, at least one element along each.
+
+    Raises:
+        CorruptCheckpointError: if it is none.
+    """
+    chunk = tuple([expect(extent, int, what) for extent in expect(value, list, what)])
+    if len(chunk) != len(whole) or any(not 1 <= extent < _MAX_EXTENT for extent in chunk):
+        raise CorruptCheckpointError(
+            f"{what} is {str(chunk)[:80]}, where {len(whole)} sizes of at least 1 are expected"
+        )
+    return chunk
+
+
+def check_amounts(spec: ArraySpec, chunk: tuple[int, ...]) -> None:
+    """Make sure that addresses suffice for the array and for one chunk of it.
+
+    Raises:
+        CorruptCheckpointError: if they do not.
+    """
+    if not spec.is_possible:
+        raise CorruptCheckpointError(f"it is said to be {spec}, which is more than memory has addresses for")
+    if prod(chunk) * spec.numpy_dtype.itemsize > sys.maxsize // 2:
+        raise CorruptCheckpointError(f"its chunks are said to be {chunk}, which is more than memory has addresses for")

@@ -1,0 +1,106 @@
+"""Dtypes as zarr arrays have them, and what stands in for those that they cannot have."""
+
+from __future__ import annotations
+
+import re
+from typing import Final, Literal, TypeAlias
+
+from ckptcore.errors import UnsupportedLeafError
+from ckptcore.model import ArraySpec, dtype_from_name, name_of_dtype
+
+__all__ = ["STORED_DTYPES", "Endian", "ZarrFormat", "dtype_of_version2", "stored_spec", "version2_of_dtype"]
+
+ZarrFormat: TypeAlias = Literal[2, 3]
+"""The version of the zarr specification that an array follows."""
+
+Endian: TypeAlias = Literal["little", "big"]
+"""Which byte of an element comes first; little for those of one byte."""
+
+_VERSION2_NAMES: Final = {
+    "bool": "|b1",
+    "int8": "|i1",
+    "int16": "<i2",
+    "int32": "<i4",
+    "int64": "<i8",
+    "uint8": "|u1",
+    "uint16": "<u2",
+    "uint32": "<u4",
+    "uint64": "<u8",
+    "float16": "<f2",
+    "float32": "<f4",
+    "float64": "<f8",
+    "complex64": "<c8",
+    "complex128": "<c16",
+}
+"""NumPy's notation; the dtypes of ml_dtypes stand under their names, as TensorStore extends zarr 2."""
+
+_EXTENSIONS: Final = (
+    "bfloat16", "float8_e3m4", "float8_e4m3b11fnuz", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2",
+    "float8_e5m2fnuz", "float8_e8m0fnu", "float4_e2m1fn", "int2", "int4",
+)  # fmt: skip
+"""Those below 8 bits take one byte per element, as in ml_dtypes."""
+
+STORED_DTYPES: Final = frozenset([*_VERSION2_NAMES, *_EXTENSIONS])
+"""The dtypes that arrays of both versions have in TensorStore 0.1.86, and that Orbax 0.12.8 loads from them.
+
+Found by experiment. TensorStore 0.1.72 has all but float8_e3m4, float8_e8m0fnu, float4_e2m1fn and int2.
+"""
+
+_FROM_VERSION2: Final = {theirs: ours for ours, theirs in _VERSION2_NAMES.items()}
+_PLAIN: Final = re.compile(r"([<>|])([biufc])([0-9]{1,2})")
+_TEXT: Final = re.compile(r"([<>|])([SU])([0-9]{1,7})")
+_TIME: Final = re.compile(r"([<>])([mM])8(\[[0-9]{0,8}[A-Za-z]{1,2}\])")
+
+
+def stored_spec(spec: ArraySpec, zarr_format: ZarrFormat) -> ArraySpec:
+    """How an array of any dtype stands in a zarr array, in the same bytes.
+
+    - What TensorStore has (`STORED_DTYPES`) stays as it is.
+    - ``datetime64`` and ``timedelta64`` become int64: counts of their unit, the smallest for "not a time".
+    - All else becomes uint8: the bytes of an element, little endian, as a last axis more; no axis where it is one byte.
+      So ``U3[2, 5]`` is stored as ``uint8[2, 5, 12]`` and ``uint4[7]`` as ``uint8[7]``.
+
+    A chunk holds elements whole: append ``stored.shape[len(spec.shape):]`` to the chunk shapes of the array.
+    """
+    if spec.dtype in STORED_DTYPES:
+        return spec
+    dtype = spec.numpy_dtype
+    if dtype.kind in "mM":
+        return ArraySpec(spec.shape, "int64")
+    return ArraySpec((*spec.shape, dtype.itemsize) if dtype.itemsize > 1 else spec.shape, "uint8")
+
+
+def version2_of_dtype(name: str) -> str:
+    """How a ``.zarray`` names one of `STORED_DTYPES`."""
+    return _VERSION2_NAMES.get(name, name)
+
+
+def dtype_of_version2(name: object) -> tuple[str, Endian]:
+    """The dtype that a ``.zarray`` names, hostile as it may be.
+
+    Raises:
+        UnsupportedLeafError: where NumPy arrays of ours have no such dtype.
+    """
+    if not isinstance(name, str):
+        raise UnsupportedLeafError("its dtype has fields, and arrays of ckptcore have none")
+    if name in _EXTENSIONS:
+        return name, "little"
+    if (ours := _FROM_VERSION2.get(name)) is not None:
+        return ours, "little"
+    if (match := _PLAIN.fullmatch(name)) is not None:
+        order, kind, itemsize = match.groups()
+        ours = _FROM_VERSION2.get(f"|{kind}1") if itemsize == "1" else _FROM_VERSION2.get(f"<{kind}{itemsize}")
+        if ours is not None and (order != "|" or itemsize == "1"):
+            return ours, "big" if order == ">" and itemsize != "1" else "little"
+    elif (match := _TEXT.fullmatch(name)) is not None:
+        order, kind, length = match.groups()
+        if kind == "S" or order != "|":
+            return _known(kind + length), "big" if order == ">" and kind == "U" else "little"
+    elif (match := _TIME.fullmatch(name)) is not None:
+        order, kind, unit = match.groups()
+        return _known(("datetime64" if kind == "M" else "timedelta64") + unit), "big" if order == ">" else "little"
+    raise UnsupportedLeafError(f"its dtype {name[:80]!r} is none that arrays of ckptcore have")
+
+
+def _known(name: str) -> str:
+    return name_of_dtype(dtype_from_name(name))

@@ -1,0 +1,138 @@
+"""Fill values: the element that stands for chunks that were never written."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import math
+import re
+from typing import Final
+
+import numpy as np
+
+from ckptcore.errors import CorruptCheckpointError
+from ckptcore.model import JSON, dtype_from_name
+
+__all__ = ["fill_of_version2", "fill_of_version3", "zero_of_version3"]
+
+_NOT_NUMBERS: Final = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+_BITS: Final = re.compile(r"0x[0-9a-fA-F]{1,16}")
+
+
+def fill_of_version3(value: JSON, dtype: str) -> bytes:
+    """The element that a ``fill_value`` of a ``zarr.json`` stands for, as it is in host memory.
+
+    Numbers; for floats also ``NaN``, ``Infinity``, ``-Infinity`` and their bits in hexadecimal; pairs of those for
+    complex numbers (zarr 3 specification, "fill value").
+
+    Raises:
+        CorruptCheckpointError: if it is none of this dtype.
+    """
+    found = _fill(value, dtype)
+    if found is None:
+        raise CorruptCheckpointError(f"its fill_value is {str(value)[:80]!r}, which is no {dtype}")
+    return found
+
+
+def fill_of_version2(value: JSON, dtype: str) -> bytes | None:
+    """The element that a ``fill_value`` of a ``.zarray`` stands for, as it is in host memory; None where it is null.
+
+    As in zarr 3, but strings of bytes, and optionally complex numbers, are the base64 of the element (zarr 2
+    specification, "fill value encoding").
+
+    Raises:
+        CorruptCheckpointError: if it is none of this dtype.
+    """
+    if value is None:
+        return None
+    found = _fill(value, dtype)
+    if found is None and isinstance(value, str):
+        found = _fill_from_text(value, dtype)
+    if found is None:
+        raise CorruptCheckpointError(f"its fill_value is {str(value)[:80]!r}, which is no {dtype}")
+    return found
+
+
+def zero_of_version3(dtype: str) -> JSON:
+    """Zero of this dtype as TensorStore writes it into a ``zarr.json``; in memory it is all zero bytes."""
+    kind = dtype_from_name(dtype).kind
+    if kind == "b":
+        return False
+    if kind == "c":
+        return [0.0, 0.0]
+    return 0 if _is_whole(dtype) else 0.0
+
+
+def _fill(value: JSON, dtype: str) -> bytes | None:
+    kind = dtype_from_name(dtype).kind
+    if kind == "b":
+        return bytes([value]) if isinstance(value, bool) else None
+    if kind == "c":
+        if not isinstance(value, list | tuple) or len(value) != 2:
+            return None
+        half = "float32" if dtype == "complex64" else "float64"
+        real, imaginary = _float(value[0], half), _float(value[1], half)
+        return None if real is None or imaginary is None else real + imaginary
+    if kind in "mM":
+        if value == "NaT":
+            value = int(np.iinfo(np.int64).min)
+        return _whole(value, "int64")
+    if kind in "SU":
+        return bytes(dtype_from_name(dtype).itemsize) if type(value) is int and value == 0 else None
+    return _whole(value, dtype) if _is_whole(dtype) else _float(value, dtype)
+
+
+def _fill_from_text(value: str, dtype: str) -> bytes | None:
+    numpy_dtype = dtype_from_name(dtype)
+    if numpy_dtype.kind == "U":
+        if any(0xD800 <= ord(character) < 0xE000 for character in value):
+            return None
+        return np.array(value, numpy_dtype).tobytes() if len(value) <= numpy_dtype.itemsize // 4 else None
+    if numpy_dtype.kind in "Sc":
+        try:
+            decoded = base64.b64decode(value, validate=True)
+        except (binascii.Error, ValueError):
+            return None
+        if not decoded or len(decoded) == numpy_dtype.itemsize:
+            return decoded or bytes(numpy_dtype.itemsize)
+    return None
+
+
+def _is_whole(dtype: str) -> bool:
+    return dtype.startswith(("int", "uint"))
+
+
+def _whole(value: JSON, dtype: str) -> bytes | None:
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    if type(value) is not int:
+        return None
+    bits = int(dtype.lstrip("uint"))
+    lowest, above = (0, 1 << bits) if dtype.startswith("u") else (-1 << bits - 1, 1 << bits - 1)
+    if not lowest <= value < above:
+        return None
+    return np.array(value, dtype_from_name(dtype)).tobytes()
+
+
+def _float(value: JSON, dtype: str) -> bytes | None:
+    numpy_dtype = dtype_from_name(dtype)
+    if isinstance(value, str):
+        if _BITS.fullmatch(value):
+            bits = int(value, 16)
+            if bits >> 8 * numpy_dtype.itemsize:
+                return None
+            return np.array(bits, f"u{numpy_dtype.itemsize}").tobytes()
+        number = _NOT_NUMBERS.get(value)
+        if number is None:
+            return None
+    elif type(value) is int or isinstance(value, float):
+        try:
+            number = float(value)
+        except OverflowError:
+            return None
+    else:
+        return None
+    if number == 0 and math.copysign(1, number) > 0:
+        return bytes(numpy_dtype.itemsize)  # also where there is no zero, as TensorStore does for float8_e8m0fnu
+    with np.errstate(all="ignore"):
+        return np.array(number, np.float64).astype(numpy_dtype).tobytes()
