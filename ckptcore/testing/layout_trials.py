@@ -38,13 +38,14 @@ from ckptcore.model import (
 )
 from ckptcore.planning import cuts_of
 from ckptcore.plugins import installed_plugins
-from ckptcore.protocols import Layout, ReadStore, StorageOptions
+from ckptcore.protocols import About, Layout, MarksCheckpoints, ReadStore, StorageOptions
 from ckptcore.testing.arrays import assert_same_bits, bit_patterns
 from ckptcore.testing.layout_stores import DirectoryReadStore, DirectoryWriteStore, HeldSnapshot, files_below
 
-__all__ = ["Trial", "Written", "flat_trial", "tree_trial", "write_trial"]
+__all__ = ["Trial", "Written", "flat_trial", "mark_trial", "tree_trial", "write_trial"]
 
 SAVE_ID = "0123456789abcdef"
+CREATED = "2026-01-02T03:04:05.678+00:00"
 
 
 @dataclass(frozen=True)
@@ -57,12 +58,14 @@ class Trial:
         parts: by number of the leaf, for each process the boxes it writes; a leaf left out is written whole by
             process 0.
         size: how many processes write.
+        name: of the checkpointable; empty where the tree is the whole checkpoint.
     """
 
     tree: TreeMetadata
     arrays: Mapping[int, HostArray]
     parts: Mapping[int, Sequence[Sequence[Box]]]
     size: int = 1
+    name: str = ""
 
     def plan(self, rank: int) -> WritePlan:
         """What one process writes."""
@@ -76,7 +79,7 @@ class Trial:
             boxes = tuple(self.parts.get(leaf, default)[rank])
             if boxes:
                 items.append(WriteItem(leaf, record.spec, boxes))
-        return WritePlan(self.tree, tuple(items), rank, self.size, SAVE_ID)
+        return WritePlan(self.tree, tuple(items), rank, self.size, SAVE_ID, self.name)
 
 
 def tree_trial(
@@ -200,7 +203,7 @@ class Written:
 
 
 def write_trial(layout: Layout, trial: Trial, directory: Path) -> Written:
-    """Check, write on each process and finish; every plan, receipt and state takes the trips it takes in a job."""
+    """Check, write on each process, finish and mark; every plan, receipt and state takes the trips it takes in a job."""
     layout.check(trial.tree, trial.size)
     directory.mkdir(parents=True, exist_ok=True)
     receipts = []
@@ -214,10 +217,23 @@ def write_trial(layout: Layout, trial: Trial, directory: Path) -> Written:
         receipts.append(pickle.loads(pickle.dumps(receipt)))
     receipts.sort(key=lambda receipt: receipt.rank)
     state = _through_json(layout.finish(trial.tree, receipts, DirectoryWriteStore(directory)))
+    if not trial.name:
+        mark_trial(layout, About(CREATED), directory)
     contents = {key: path.read_bytes() for key, path in files_below(directory).items()}
     digests = {key: hashlib.sha256(content).digest() for key, content in contents.items()}
     records = {key: _record(key, content) for key, content in contents.items()}
     return Written(trial, layout, directory, state, digests, records)
+
+
+def mark_trial(layout: Layout, about: About, directory: Path) -> None:
+    """Let a layout mark what was written to a directory, and hold it to the names that it may use."""
+    if not isinstance(layout, MarksCheckpoints):
+        return
+    store = DirectoryWriteStore(directory)
+    layout.mark(about, store)
+    for key in store.objects:
+        assert not key.startswith("checkpoint."), f"mark wrote {key}: names that begin so are the core's"
+        assert key.partition("/")[0] not in about.members, f"mark wrote {key} into one of several checkpointables"
 
 
 def _record(key: str, content: bytes) -> ObjectRecord:

@@ -20,12 +20,12 @@ from hypothesis import strategies as st
 from ckptcore.errors import CheckpointError, NameCollisionError, UnsupportedKeyError, UnsupportedLeafError
 from ckptcore.model import JSON, LEAF, ArraySpec, Attribute, Box, Node, Skeleton, ValueRecord
 from ckptcore.model.tree import Key
-from ckptcore.protocols import Layout
+from ckptcore.protocols import About, InspectsComposites, Layout
 from ckptcore.testing import strategies
 from ckptcore.testing.arrays import DTYPE_NAMES, PORTABLE_DTYPES, SHAPES, assert_same_bits
 from ckptcore.testing.hostile_json import tampered
 from ckptcore.testing.layout_stores import DirectoryReadStore, files_below
-from ckptcore.testing.layout_trials import Trial, Written, flat_trial, tree_trial, write_trial
+from ckptcore.testing.layout_trials import Trial, Written, flat_trial, mark_trial, tree_trial, write_trial
 
 __all__ = ["LayoutTests"]
 
@@ -60,7 +60,8 @@ class LayoutTests:
     Attributes:
         several_processes: whether several processes can write parts of one array.
         foreign: whether `Layout.inspect` finds what this layout wrote; then keys are those of one dict, and dtypes in
-            `PORTABLE_DTYPES` come back by name.
+            `PORTABLE_DTYPES` come back by name. Where the layout is one of `InspectsComposites`, that finds several checkpointables
+            that it wrote and, if it is one of `MarksCheckpoints`, marked.
         refused_dtypes: dtypes that `Layout.check` refuses; every other one must come back.
         tampered_states: about how many states are tampered with.
     """
@@ -288,15 +289,7 @@ class LayoutTests:
         choices = random.Random(2)
         for key, path in written.objects().items():
             content = path.read_bytes()
-            damaged = [content[:length] for length in _lengths(len(content))]
-            damaged += [b"\0" * len(content), b"\xff" * 64, b"{}", b"[" * 100_000, b"null", bytes(range(256)) * 4]
-            for _ in range(60):
-                changed = bytearray(content)
-                for _ in range(3):
-                    if changed:
-                        changed[choices.randrange(min(len(changed), 2048))] = choices.randrange(256)
-                damaged.append(bytes(changed))
-            for bad in damaged:
+            for bad in _damaged(content, choices):
                 path.write_bytes(bad)
                 for entry in (None, key if "/" not in key else None):
                     with _BoundedMemory(f"inspecting a damaged {key}"):
@@ -304,6 +297,72 @@ class LayoutTests:
                             partial(self._inspect_and_read, written, entry), f"{key} is {bad[:200]!r}"
                         )
             path.write_bytes(content)
+
+    # --- checkpoints of several checkpointables
+
+    def test_several_checkpointables_are_found_by_name(self, tmp_path: Path) -> None:
+        """Each is written below its name, then the whole is marked; each can be inspected, and the names are found."""
+        layout = self.layout()
+        written = self._write_several(layout, tmp_path)
+        for one in written.values():
+            one.assert_reads_back()
+        if not self.foreign:
+            return
+        for name, one in written.items():
+            found = layout.inspect(DirectoryReadStore(tmp_path / name), None)
+            assert found is not None, f"inspect does not find {name} in its directory"
+            assert len(found.tree.leaves) == len(one.trial.arrays)
+            one.assert_reads_back()
+        if isinstance(layout, InspectsComposites):
+            several = layout.inspect_composite(DirectoryReadStore(tmp_path))
+            assert several is not None, "inspect_composite does not find what write, finish and mark wrote"
+            assert {name: several.members[name] for name in written} == dict.fromkeys(written, "tree")
+            assert several.writer
+
+    def test_one_tree_has_at_most_one_name(self, tmp_path: Path) -> None:
+        layout = self.layout()
+        write_trial(layout, _small_trial(), tmp_path)
+        found = layout.inspect_composite(DirectoryReadStore(tmp_path)) if isinstance(layout, InspectsComposites) else None
+        if found is not None:
+            (name,) = found.members
+            assert layout.inspect(DirectoryReadStore(tmp_path / name), None) is not None, f"nothing is found at {name}"
+
+    def test_something_else_is_no_composite(self, tmp_path: Path) -> None:
+        layout = self.layout()
+        if not isinstance(layout, InspectsComposites):
+            return
+        assert layout.inspect_composite(DirectoryReadStore(tmp_path)) is None, "an empty directory"
+        assert layout.inspect_composite(DirectoryReadStore(tmp_path / "missing")) is None, "no directory"
+        (tmp_path / "notes.txt").write_text("nothing to see here")
+        (tmp_path / "sub").mkdir()
+        (tmp_path / "sub" / "data.bin").write_bytes(bytes(range(256)))
+        assert layout.inspect_composite(DirectoryReadStore(tmp_path)) is None, "files of no format"
+
+    def test_damaged_marks_are_an_error_at_most(self, tmp_path: Path) -> None:
+        layout = self.layout()
+        written = self._write_several(layout, tmp_path)
+        choices = random.Random(3)
+        for key, path in files_below(tmp_path).items():
+            if key.partition("/")[0] in written:
+                continue
+            content = path.read_bytes()
+            for bad in _damaged(content, choices):
+                path.write_bytes(bad)
+                with _BoundedMemory(f"inspecting a damaged {key}"):
+                    _only_checkpoint_errors(partial(_inspect_both, layout, tmp_path), f"{key} is {bad[:200]!r}")
+            path.unlink()
+            _only_checkpoint_errors(partial(_inspect_both, layout, tmp_path), f"{key} removed")
+            path.write_bytes(content)
+
+    def _write_several(self, layout: Layout, directory: Path) -> dict[str, Written]:
+        """Two trees in the directories of their names, marked as one checkpoint."""
+        written = {}
+        for name in ("params", "moments"):
+            trial = dataclasses.replace(_small_trial(), name=name)
+            written[name] = write_trial(layout, trial, directory / name)
+        about = About("2026-01-02T03:04:05.678+00:00", {"run": "baseline"}, {"loss": 0.5}, dict.fromkeys(written, "tree"))
+        mark_trial(layout, about, directory)
+        return written
 
     def _inspect_and_read(self, written: Written, entry: str | None) -> object:
         found = self.layout().inspect(DirectoryReadStore(written.directory), entry)
@@ -379,6 +438,25 @@ def _lengths(length: int) -> list[int]:
     if length <= 64:
         return list(range(length))
     return sorted({0, 1, 7, 8, 9, *range(10, length, max(1, length // 40)), length - 1})
+
+
+def _damaged(content: bytes, choices: random.Random) -> list[bytes]:
+    """What may stand in place of a file."""
+    damaged = [content[:length] for length in _lengths(len(content))]
+    damaged += [b"\0" * len(content), b"\xff" * 64, b"{}", b"[" * 100_000, b"null", bytes(range(256)) * 4]
+    for _ in range(60):
+        changed = bytearray(content)
+        for _ in range(3):
+            if changed:
+                changed[choices.randrange(min(len(changed), 2048))] = choices.randrange(256)
+        damaged.append(bytes(changed))
+    return damaged
+
+
+def _inspect_both(layout: Layout, directory: Path) -> None:
+    layout.inspect(DirectoryReadStore(directory), None)
+    if isinstance(layout, InspectsComposites):
+        layout.inspect_composite(DirectoryReadStore(directory))
 
 
 def _only_checkpoint_errors(action: Callable[[], Any], where: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from ckptcore.builtin.safetensors import SafetensorsLayout
 from ckptcore.protocols import Layout
 from ckptcore.testing import LayoutCrashTests, LayoutTests
+from tests.composites.shelf import ShelfLayout
 
 
 class TestSafetensors(LayoutTests):
@@ -22,3 +23,11 @@ class TestSafetensorsInSeveralFiles(TestSafetensors):
 class TestSafetensorsDying(LayoutCrashTests):
     def layout(self) -> Layout:
         return SafetensorsLayout(max_file_bytes=100)
+
+
+class TestShelf(LayoutTests):
+    """A layout that marks checkpoints and finds those of several checkpointables."""
+
+    def layout(self) -> Layout:
+        return ShelfLayout()
+
