@@ -152,12 +152,13 @@ class CheckpointablesDocument(TypedDict):
     schema: Literal["ckptcore.inspect_checkpointables/1"]
     location: str
     writer: str
-    created: str
-    save_id: str
+    created: str | None  #: None where other software wrote it and does not say
+    save_id: str | None  #: None where other software wrote it
     custom: dict[str, JSON]
     metrics: dict[str, float | str]
     checkpointables: list[CheckpointableDocument]
     deleted: list[str]  #: names of what was saved too and deleted since
+    unreadable: NotRequired[dict[str, str]]  #: of other software's, by name why nothing that is installed reads it
     timeline: list[EventDocument]
 
 

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from ckptcore.cli.documents import DifferenceDocument
 from ckptcore.context import default_context
 from ckptcore.errors import CorruptCheckpointError
-from ckptcore.opening import Opened, open_checkpoint
+from ckptcore.opening import Opened, open_files
 
 __all__ = ["FilesComparison"]
 
@@ -30,8 +30,8 @@ class FilesComparison:
         Raises:
             What `ckptcore.metadata` does.
         """
-        self._a = open_checkpoint(a, default_context())
-        self._b = open_checkpoint(b, default_context())
+        self._a = open_files(a, default_context())
+        self._b = open_files(b, default_context())
 
     @property
     def files(self) -> int:

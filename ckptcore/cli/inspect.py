@@ -64,6 +64,8 @@ def command(as_json: bool, location: str, depth: int | None, show_objects: bool,
                 print_line()
             print_line((printable(name), "bold"), "  ", (_told_of(found, name), "dim"))
             _print_content(one, depth, show_objects)
+        for name, reason in found.unreadable.items():
+            print_line((printable(name), "bold"), "  ", ("cannot be read", "yellow"), f": {printable(reason)}")
     return ExitCode.OK
 
 
@@ -71,7 +73,7 @@ def _document(
     location: str, found: CheckpointMetadata | CheckpointablesMetadata
 ) -> InspectDocument | CheckpointablesDocument:
     if not isinstance(found, ckptcore.CheckpointMetadata):
-        return {
+        document: CheckpointablesDocument = {
             "schema": "ckptcore.inspect_checkpointables/1",
             "location": location,
             "writer": found.writer,
@@ -95,6 +97,9 @@ def _document(
             "deleted": list(found.deleted),
             "timeline": _event_documents(found.timeline),
         }
+        if found.unreadable:
+            document["unreadable"] = dict(found.unreadable)
+        return document
     return {
         "schema": "ckptcore.inspect/1",
         "location": location,

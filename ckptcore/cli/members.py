@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-import ckptcore
 from ckptcore import CheckpointablesMetadata, CheckpointMetadata
 from ckptcore.cli.locating import child_location
 from ckptcore.composites import is_deleted, present_members
 from ckptcore.context import default_context
-from ckptcore.errors import CompositeCheckpointError
+from ckptcore.describing import describe_checkpoint, describe_checkpointables, describe_either
+from ckptcore.errors import CheckpointNotFoundError
 from ckptcore.opening import find_composite
 
 __all__ = ["describe", "describe_directories"]
@@ -21,10 +21,7 @@ def describe(location: str) -> CheckpointMetadata | CheckpointablesMetadata:
     Raises:
         What `ckptcore.metadata` does.
     """
-    try:
-        return ckptcore.metadata(location)
-    except CompositeCheckpointError:
-        return ckptcore.checkpointables_metadata(location)
+    return describe_either(location, default_context())
 
 
 def describe_directories(location: str) -> Mapping[str, tuple[str, CheckpointMetadata]]:
@@ -34,15 +31,22 @@ def describe_directories(location: str) -> Mapping[str, tuple[str, CheckpointMet
     process that saved its own.
 
     Raises:
+        CheckpointNotFoundError: also if one of what other software wrote cannot be read.
         What `ckptcore.metadata` does.
     """
-    composite = find_composite(location, default_context())
+    context = default_context()
+    composite = find_composite(location, context)
     if composite is None:
-        return {"": (location, ckptcore.metadata(location))}
+        return {"": (location, describe_checkpoint(location, context))}
+    if composite.root is None:
+        found = describe_checkpointables(location, context)
+        for reason in found.unreadable.values():
+            raise CheckpointNotFoundError(f"{reason}; name one of the others by its own location")
+        return {name: (child_location(location, name), told) for name, told in found.checkpointables.items()}
     places = {
         directory: child_location(location, directory)
         for directories in present_members(composite).values()
         for directory in directories
         if not is_deleted(composite, directory)
     }
-    return {directory: (place, ckptcore.metadata(place)) for directory, place in places.items()}
+    return {directory: (place, describe_checkpoint(place, context)) for directory, place in places.items()}

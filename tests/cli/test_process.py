@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 import ckptcore
+from ckptcore.cli import inspect
 from ckptcore.cli.exits import EXIT_CODE_HELP, ExitCode, exit_code_of
 from ckptcore.errors import CheckpointError
 from tests.cli.conftest import Run, flip
@@ -130,7 +131,7 @@ def test_a_bug_is_told_apart_from_differences(run: Run, checkpoint: Path, monkey
     def broken(location: object) -> None:
         raise RuntimeError("oh dear")
 
-    monkeypatch.setattr(ckptcore, "metadata", broken)
+    monkeypatch.setattr(inspect, "describe", broken)
     result = run("inspect", checkpoint)
     assert result.exit_code == 70
     assert "RuntimeError: oh dear; this is a bug" in result.stderr
@@ -140,7 +141,7 @@ def test_an_interrupt_is_130(run: Run, checkpoint: Path, monkeypatch: pytest.Mon
     def interrupted(location: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(ckptcore, "metadata", interrupted)
+    monkeypatch.setattr(inspect, "describe", interrupted)
     result = run("inspect", checkpoint)
     assert result.exit_code == 130
     assert result.stderr == "ckptcore: error: interrupted\n"
