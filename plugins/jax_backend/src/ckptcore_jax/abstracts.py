@@ -29,7 +29,7 @@ def abstract_arrays(metadata: ckptcore.CheckpointMetadata, devices: Sequence[jax
     that it can be used with arrays that are elsewhere.
 
     What no array of JAX can hold stays as it is in `metadata.abstract`, and is loaded as NumPy: dtypes of 64 bits while
-    jax_enable_x64 is off, text, dates, float0. So do values and NumPy scalars.
+    jax_enable_x64 is off, text, dates. So do values and NumPy scalars.
 
     Args:
         metadata: what `ckptcore.metadata` told, or one of what `ckptcore.checkpointables_metadata` did.

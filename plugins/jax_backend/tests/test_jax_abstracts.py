@@ -1,0 +1,288 @@
+"""Abstract arrays for what a checkpoint holds: loaded with them, it is sharded as it was saved."""
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+from collections import OrderedDict
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from ckptcore_jax import abstract_arrays
+from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
+from jax.sharding import PartitionSpec as P
+
+import ckptcore
+from ckptcore.model import ArrayRecord, ArraySpec, Node, TreeMetadata
+
+CONTEXT = ckptcore.Context(durability="none")
+
+
+def mesh_of(ids, **axes: int) -> Mesh:
+    return Mesh(np.array(jax.devices())[list(ids)].reshape(tuple(axes.values())), tuple(axes))
+
+
+def on_mesh(shape, spec, ids=range(8), **axes: int) -> jax.Array:
+    values = jnp.arange(np.prod(shape), dtype=jnp.float32).reshape(shape)
+    return jax.device_put(values, NamedSharding(mesh_of(ids, **axes), spec))
+
+
+class Pair(NamedTuple):
+    first: object
+    second: object
+
+
+def new_state():
+    device = jax.devices()[5]
+    other = next(m.kind for m in device.addressable_memories() if m.kind != device.default_memory().kind)
+    keys = jax.random.split(jax.random.key(3), 8)
+    return {
+        "sharded": on_mesh((16, 8), P("b", "a"), a=2, b=4),
+        "replicated": on_mesh((3,), P(), a=8),
+        "partly": [on_mesh((8, 3), P(None, None), a=4, b=2), on_mesh((8, 3), P("b"), a=4, b=2)],
+        "turned": on_mesh((8,), P("a"), [3, 1, 2, 0, 7, 6, 4, 5], a=8),
+        "some": on_mesh((4,), P("a"), [4, 5, 6, 7], a=4),
+        "one": (jax.device_put(jnp.ones((2, 2), jnp.bfloat16), device), jnp.zeros(3)),
+        "elsewhere": jax.device_put(jnp.ones(4), SingleDeviceSharding(device, memory_kind=other)),
+        "weak": jnp.asarray(2.5),
+        "key": jax.random.key(1, impl="rbg"),
+        "keys": jax.device_put(keys, NamedSharding(mesh_of(range(8), a=4, b=2), P("a"))),
+        "empty": jnp.zeros((0, 4)),
+    }
+
+
+def saved(path, state, layout="safetensors"):
+    ckptcore.save(path, state, layout=layout, context=CONTEXT)
+    return ckptcore.metadata(path)
+
+
+def is_key(leaf) -> bool:
+    return bool(jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key))
+
+
+def elements(leaf) -> bytes:
+    return np.asarray(jax.random.key_data(leaf) if is_key(leaf) else leaf).tobytes()
+
+
+# --- as it was saved
+
+
+def test_a_checkpoint_loads_sharded_as_it_was_saved(tmp_path):
+    state = new_state()
+    loaded = ckptcore.load(tmp_path / "c", abstract_arrays(saved(tmp_path / "c", state)), context=CONTEXT)
+    assert jax.tree.structure(loaded) == jax.tree.structure(state)
+    for found, expected in zip(jax.tree.leaves(loaded), jax.tree.leaves(state), strict=True):
+        assert isinstance(found, jax.Array)
+        assert (found.shape, found.dtype) == (expected.shape, expected.dtype)
+        assert getattr(found, "weak_type", None) == getattr(expected, "weak_type", None)  # keys have none
+        assert found.sharding == expected.sharding
+        assert found.committed == expected.committed
+        assert elements(found) == elements(expected)
+
+
+@pytest.mark.skipif(not hasattr(jax.sharding, "AxisType"), reason="this version of JAX has no types of axes")
+def test_types_of_axes_come_back(tmp_path):
+    kinds = (jax.sharding.AxisType.Explicit, jax.sharding.AxisType.Auto)
+    mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ("a", "b"), axis_types=kinds)
+    metadata = saved(tmp_path / "c", {"w": jax.device_put(jnp.ones((8, 2)), NamedSharding(mesh, P("a", "b")))})
+    loaded = ckptcore.load(tmp_path / "c", abstract_arrays(metadata), context=CONTEXT)["w"]
+    assert loaded.sharding.mesh.axis_types == kinds
+    assert loaded.sharding == NamedSharding(mesh, P("a", "b"))
+
+
+def test_arrays_with_the_same_notes_get_the_same_sharding(tmp_path):
+    state = [on_mesh((8,), P("a"), a=8), on_mesh((16, 3), P("a"), a=8)]
+    first, second = abstract_arrays(saved(tmp_path / "c", state))
+    assert first.sharding is second.sharding
+
+
+def test_what_was_on_the_default_device_can_be_used_with_what_is_elsewhere(tmp_path):
+    state = {"w": on_mesh((8,), P("a"), a=8), "step": jnp.asarray(3, jnp.int32)}
+    loaded = ckptcore.load(tmp_path / "c", abstract_arrays(saved(tmp_path / "c", state)), context=CONTEXT)
+    assert jax.jit(lambda tree: tree["w"] * tree["step"])(loaded)[2] == 6
+
+
+def test_the_default_device_is_the_one_there_is_now(tmp_path):
+    metadata = saved(tmp_path / "c", [jnp.ones(2), jax.device_put(jnp.ones(2), jax.devices()[3])])
+    with jax.default_device(jax.devices()[3]):
+        first, second = abstract_arrays(metadata)
+    assert first.sharding == SingleDeviceSharding(jax.devices()[0])
+    assert second.sharding is None
+
+
+# --- the tree
+
+
+def test_containers_are_as_they_are_without_arrays_of_jax(tmp_path):
+    state = {
+        "ordered": OrderedDict([("z", jnp.ones(1)), ("a", (jnp.ones(2), [jnp.ones(3)]))]),
+        "named": Pair(jnp.ones(4), {3: jnp.ones(5), 20: jnp.ones(6)}),
+        "empty": {"dict": {}, "list": [], "tuple": ()},
+    }
+    metadata = saved(tmp_path / "c", state)
+    abstract = abstract_arrays(metadata)
+    assert jax.tree.structure(abstract) == jax.tree.structure(metadata.abstract)
+    assert list(abstract["ordered"]) == ["z", "a"]
+    for found, expected in zip(jax.tree.leaves(abstract), jax.tree.leaves(metadata.abstract), strict=True):
+        assert found.shape == expected.shape
+    leaf = saved(tmp_path / "leaf", jnp.ones(7))
+    assert abstract_arrays(leaf).shape == (7,)
+
+
+def test_tied_arrays_are_abstract_alike(tmp_path):
+    shared = on_mesh((8,), P("a"), a=8)
+    abstract = abstract_arrays(saved(tmp_path / "c", {"a": shared, "b": shared, "c": 1}))
+    assert abstract["a"].sharding == abstract["b"].sharding == shared.sharding
+    assert abstract["c"] == 1
+
+
+def test_a_checkpointable_of_several_is_described_like_one(tmp_path):
+    class Counter:
+        def save(self, directory):
+            (directory / "count").write_text("3")
+
+        def load(self, directory): ...
+
+    state = {"w": on_mesh((8,), P("a"), a=8)}
+    ckptcore.save_checkpointables(tmp_path / "c", {"model": state, "counter": Counter()}, context=CONTEXT)
+    found = ckptcore.checkpointables_metadata(tmp_path / "c").checkpointables
+    abstract = abstract_arrays(found["model"])
+    loaded = ckptcore.load_checkpointables(tmp_path / "c", {"model": abstract}, context=CONTEXT)
+    assert loaded["model"]["w"].sharding == state["w"].sharding
+    assert abstract_arrays(found["counter"]) == found["counter"].abstract, "files are no arrays"
+
+
+# --- what JAX did not save, and what it cannot hold
+
+
+def test_arrays_of_numpy_have_no_sharding(tmp_path):
+    metadata = saved(tmp_path / "c", {"w": np.arange(6, dtype=np.float16).reshape(2, 3), "b": np.array([True, False])})
+    abstract = abstract_arrays(metadata)
+    assert abstract["w"] == jax.ShapeDtypeStruct((2, 3), jnp.float16) and abstract["w"].sharding is None
+    loaded = ckptcore.load(tmp_path / "c", abstract, context=CONTEXT)
+    assert isinstance(loaded["w"], jax.Array) and not loaded["w"].committed
+    assert isinstance(loaded["b"], jax.Array) and loaded["b"].dtype == jnp.bool_
+
+
+def test_arrays_of_torch_have_no_sharding(tmp_path):
+    torch = pytest.importorskip("torch")
+    pytest.importorskip("ckptcore_torch")
+    abstract = abstract_arrays(saved(tmp_path / "c", {"w": torch.ones(2, 3, dtype=torch.bfloat16)}))
+    assert abstract["w"] == jax.ShapeDtypeStruct((2, 3), jnp.bfloat16) and abstract["w"].sharding is None
+
+
+def test_values_and_what_jax_cannot_hold_stay_what_they_are(tmp_path):
+    state = {
+        "name": "adam", "none": None, "step": 3, "rate": 0.5, "raw": b"\x00\xff", "flag": True,
+        "scalar": np.float32(1.5), "wide": np.arange(3), "float64": np.ones(2), "complex128": np.ones(2, complex),
+        "text": np.array(["a", "bc"]), "date": np.array(["2020-01-01"], "datetime64[D]"),
+    }  # fmt: skip
+    metadata = saved(tmp_path / "c", state)
+    abstract = abstract_arrays(metadata)
+    assert abstract == metadata.abstract
+    loaded = ckptcore.load(tmp_path / "c", abstract, context=CONTEXT)
+    assert all(type(loaded[name]) is type(leaf) and np.array_equal(loaded[name], leaf) for name, leaf in state.items())
+
+
+def test_wide_dtypes_are_arrays_of_jax_where_jax_has_them(tmp_path):
+    with jax.enable_x64(True):
+        sharding = NamedSharding(mesh_of(range(8), a=8), P("a"))
+        metadata = saved(tmp_path / "c", {"w": jax.device_put(jnp.arange(8, dtype=jnp.int64), sharding)})
+        assert abstract_arrays(metadata)["w"].sharding == sharding
+        loaded = ckptcore.load(tmp_path / "c", abstract_arrays(metadata), context=CONTEXT)["w"]
+        assert loaded.dtype == jnp.int64 and loaded.sharding == sharding
+    assert abstract_arrays(metadata) == {"w": ckptcore.AbstractArray((8,), "int64")}
+
+
+# --- strange records
+
+
+def metadata_of(record: ArrayRecord) -> ckptcore.CheckpointMetadata:
+    abstract = {"w": ckptcore.AbstractArray(record.spec.shape, record.spec.dtype)}
+    tree = TreeMetadata(Node("dict", ("w",), (None,)), (record,))
+    return ckptcore.CheckpointMetadata(abstract, tree, "safetensors", None, "a stranger", {}, None, {})
+
+
+def sharded_notes(spec, **mesh: int) -> dict:
+    return {"sharding": {"type": "NamedSharding", "mesh": mesh, "spec": spec}}
+
+
+@pytest.mark.parametrize("spec", [["a", "b"], ["b"], [None, "a"], [["a", "b"]]])
+def test_a_sharding_that_the_shape_cannot_have_is_left_out(spec):
+    record = ArrayRecord(ArraySpec((3,), "float32"), notes=sharded_notes(spec, a=2, b=4))
+    assert abstract_arrays(metadata_of(record))["w"].sharding is None
+
+
+def test_the_sharding_of_the_data_of_keys_is_taken_for_that_of_the_keys():
+    notes = sharded_notes(["a", None], a=4) | {"impl": "threefry2x32"}
+    found = abstract_arrays(metadata_of(ArrayRecord(ArraySpec((8, 2), "uint32"), "jax.key", notes=notes)))["w"]
+    assert found.shape == (8,) and is_key(found)
+    assert found.sharding == NamedSharding(mesh_of(range(4), a=4), P("a"))
+
+
+@pytest.mark.parametrize("impl", ["nonsense", "", None, 3, ["rbg"], "rbg"])
+def test_keys_that_are_none_are_their_data(impl):
+    """Two numbers are no key of rbg, which has four."""
+    record = ArrayRecord(ArraySpec((8, 2), "uint32"), "jax.key", notes={"impl": impl})
+    assert abstract_arrays(metadata_of(record))["w"] == jax.ShapeDtypeStruct((8, 2), jnp.uint32)
+
+
+def test_unknown_kinds_and_weak_types_are_plain_arrays():
+    record = ArrayRecord(ArraySpec((2,), "int8"), "stranger.kind", notes={"weak_type": "yes", "sharding": 3})
+    assert abstract_arrays(metadata_of(record))["w"] == jax.ShapeDtypeStruct((2,), jnp.int8)
+
+
+# --- other devices
+
+
+def test_devices_can_be_chosen(tmp_path):
+    metadata = saved(tmp_path / "c", [on_mesh((8,), P("a"), range(4), a=4), jnp.ones(2), on_mesh((8,), P("a"), a=8)])
+    small, single, large = abstract_arrays(metadata, jax.devices()[4:])
+    assert small.sharding == NamedSharding(mesh_of([4, 5, 6, 7], a=4), P("a"))
+    assert single.sharding == SingleDeviceSharding(jax.devices()[4])
+    assert large.sharding is None
+
+
+@pytest.mark.parametrize("count", [1, 4, 8])
+def test_a_checkpoint_of_eight_devices_loads_on_fewer(tmp_path, count):
+    """In a process of its own, which has other devices."""
+    state = new_state()
+    saved(tmp_path / "c", state)
+    program = f"""
+        import json, jax, numpy as np, ckptcore, ckptcore_jax
+        loaded = ckptcore.load({str(tmp_path / "c")!r}, ckptcore_jax.abstract_arrays(ckptcore.metadata({str(tmp_path / "c")!r})))
+        told = {{}}
+        for path, leaf in jax.tree_util.tree_leaves_with_path(loaded):
+            assert isinstance(leaf, jax.Array)
+            plain = jax.random.key_data(leaf) if jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf
+            told[jax.tree_util.keystr(path)] = (
+                [device.id for device in leaf.sharding.device_set], leaf.committed, np.asarray(plain).tobytes().hex()
+            )
+        print(json.dumps(told))
+    """
+    flags = {"XLA_FLAGS": f"--xla_force_host_platform_device_count={count}", "JAX_PLATFORMS": "cpu"}
+    run = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program)],
+        env=os.environ | flags,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr
+    told = json.loads(run.stdout)
+    for path, leaf in jax.tree_util.tree_leaves_with_path(state):
+        ids, committed, data = told.pop(jax.tree_util.keystr(path))
+        assert data == elements(leaf).hex()
+        before = sorted(device.id for device in leaf.sharding.device_set)
+        fits = len(before) <= count
+        if not fits:
+            assert (ids, committed) == ([0], False)
+        elif max(before) < count:
+            assert (sorted(ids), committed) == (before, leaf.committed)
+        else:
+            assert sorted(ids) == list(range(len(before)))
+    assert not told
