@@ -13,11 +13,21 @@ import numpy as np
 from ckptcore.engine.elements import is_little, little_dtype
 from ckptcore.engine.sizes import Sizes
 from ckptcore.engine.takers import BoxTaker, RunTaker, Taker
+from ckptcore.engine.tile_checks import TileCheck
 from ckptcore.engine.tiles import Extent, intersect, run_axis, runs
 from ckptcore.errors import CorruptCheckpointError
 from ckptcore.model import Box, HostArray, TileRead
 
-__all__ = ["ObjectShape", "ReadPart", "ReadTask", "group_reads", "plan_object"]
+__all__ = [
+    "ObjectShape",
+    "ReadPart",
+    "ReadTask",
+    "group_reads",
+    "group_tasks",
+    "plan_object",
+    "share",
+    "takers_of",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,10 +60,10 @@ class ObjectShape:
         """From here on bytes that follow each other are read straight into their array."""
         return self.step if self.step > 1 else self.sizes.direct
 
-    @property
-    def grid(self) -> int:
-        """What every position where a part may be cut is a multiple of, but for ends of what is wanted."""
-        return self.step if self.step > 1 else self.part_bytes
+    def keeps_elements(self, offset: int, itemsize: int) -> bool:
+        """Whether no element of a tile at `offset` lies across the ends of what is read."""
+        grid = self.step if self.step > 1 else self.part_bytes
+        return offset % itemsize == 0 and grid % itemsize == 0
 
     def above(self, position: int) -> int:
         """The first position from this one on where a step begins, or the end of the object."""
@@ -68,9 +78,10 @@ class ReadPart:
         memory: where to read them, in the array that wants them; None: into memory of the reader, for the takers.
         takers: the arrays that want some of them, and which bytes of the object each is to take.
         holes: bytes that are read straight into the array that alone wants them, in order, where others are not.
+        checks: tiles to compare with the checksums behind them, of which all or some bytes are in the part.
     """
 
-    __slots__ = ("holes", "memory", "start", "stop", "takers")
+    __slots__ = ("checks", "holes", "memory", "start", "stop", "takers")
 
     def __init__(self, start: int, stop: int, memory: memoryview | None, takers: list[tuple[Taker, int, int]]) -> None:
         self.start = start
@@ -78,6 +89,7 @@ class ReadPart:
         self.memory = memory
         self.takers = takers
         self.holes: list[tuple[RunTaker, int, int]] = []
+        self.checks: list[TileCheck] = []
 
     def cut_holes(self, least: int) -> None:
         """Let arrays that want `least` bytes or more be read into straight, if no two arrays want the same bytes."""
@@ -118,9 +130,10 @@ class ReadTask:
         requests: the parts that are asked for together, in order; one that is read straight into its array may be
             larger than what is asked for at once, and then is alone.
         numbers: of the targets that take part, each once.
+        checked_numbers: of the targets that wait for tiles to be compared whose last bytes are here, once for each tile.
     """
 
-    __slots__ = ("key", "most", "nbytes", "numbers", "requests")
+    __slots__ = ("checked_numbers", "key", "most", "nbytes", "numbers", "requests")
 
     def __init__(self, key: str, parts: Sequence[ReadPart], most: int) -> None:
         self.key = key
@@ -135,43 +148,42 @@ class ReadTask:
         numbers = {taker.number for part in parts for taker, _, _ in part.takers}
         numbers.update([taker.number for part in parts for taker, _, _ in part.holes])
         self.numbers: Iterable[int] = numbers
+        self.checked_numbers = [
+            number for part in parts for check in part.checks if check.end <= part.stop for number in check.numbers
+        ]
 
 
-def plan_object(shape: ObjectShape, reads: Sequence[TileRead]) -> list[ReadTask]:
-    """Tasks that read tiles of one object; every step that is wanted is read, and most of them once.
-
-    Raises:
-        CorruptCheckpointError: a tile does not lie within the object, or a target does not fit its box.
-    """
+def plan_object(shape: ObjectShape, takers: Iterable[Taker]) -> list[ReadTask]:
+    """Tasks that read what takers want of one object; every step that is wanted is read, and most of them once."""
     parts: list[ReadPart] = []
     ranges: list[tuple[int, int, Taker]] = []
     step, least = shape.step, shape.direct_bytes
-    for read in reads:
-        for taker in _takers(shape, read):
-            start, stop = taker.start, taker.stop
-            if isinstance(taker, BoxTaker):
-                for begin, end in taker.spans(shape.gap_bytes):
-                    ranges.append((begin // step * step, shape.above(end), taker))
-                continue
-            # Whole steps of a run go straight into its array.
-            first = shape.above(start)
-            last = stop if stop == shape.size else stop // step * step
-            if stop - start < least or last <= first:
-                ranges.append((start // step * step, shape.above(stop), taker))
-                continue
-            for begin, end in _cut(first, last, shape.task_bytes):
-                parts.append(ReadPart(begin, end, taker.memory(begin, end), [(taker, begin, end)]))
-            if start < first:
-                ranges.append((first - step, first, taker))
-            if last < stop:
-                ranges.append((last, shape.above(stop), taker))
+    for taker in takers:
+        start, stop = taker.start, taker.stop
+        if isinstance(taker, BoxTaker):
+            for begin, end in taker.spans(shape.gap_bytes):
+                ranges.append((begin // step * step, shape.above(end), taker))
+            continue
+        # Whole steps of a run go straight into its array.
+        first = shape.above(start)
+        last = stop if stop == shape.size else stop // step * step
+        if stop - start < least or last <= first:
+            ranges.append((start // step * step, shape.above(stop), taker))
+            continue
+        for begin, end in _cut(first, last, shape.task_bytes):
+            parts.append(ReadPart(begin, end, taker.memory(begin, end), [(taker, begin, end)]))
+        if start < first:
+            ranges.append((first - step, first, taker))
+        if last < stop:
+            ranges.append((last, shape.above(stop), taker))
     parts.sort(key=lambda part: part.start)
     parts.extend(_windows(shape, ranges, [part.start for part in parts]))
     parts.sort(key=lambda part: part.start)
-    return _tasks(shape, parts)
+    return group_tasks(shape, parts)
 
 
-def _tasks(shape: ObjectShape, parts: Sequence[ReadPart]) -> list[ReadTask]:
+def group_tasks(shape: ObjectShape, parts: Sequence[ReadPart]) -> list[ReadTask]:
+    """Tasks that read parts, which are in order and do not overlap unless two arrays want the same bytes."""
     tasks: list[ReadTask] = []
     group: list[ReadPart] = []
     for part in parts:
@@ -212,6 +224,12 @@ def _windows(shape: ObjectShape, ranges: list[tuple[int, int, Taker]], direct: S
     windows = [
         ReadPart(begin, end, None, []) for start, stop in merged for begin, end in _cut(start, stop, shape.part_bytes)
     ]
+    share(shape, windows, ranges)
+    return windows
+
+
+def share(shape: ObjectShape, windows: Sequence[ReadPart], ranges: Iterable[tuple[int, int, Taker]]) -> None:
+    """Give takers to the windows that hold the bytes (start, stop) they want; windows follow each other where they do."""
     starts = [window.start for window in windows]
     for start, stop, taker in ranges:
         place = bisect.bisect_right(starts, start) - 1
@@ -227,22 +245,27 @@ def _windows(shape: ObjectShape, ranges: list[tuple[int, int, Taker]], direct: S
             place += 1
     for window in windows:
         window.cut_holes(shape.sizes.direct)
-    return windows
 
 
-def _takers(shape: ObjectShape, read: TileRead) -> Iterator[Taker]:
+def takers_of(shape: ObjectShape, read: TileRead) -> Iterator[Taker]:
+    """What takes the bytes of a tile that its targets want.
+
+    Raises:
+        CorruptCheckpointError: the tile does not lie within the object, or a target does not fit its box.
+    """
     tile, itemsize, offset = read.box, read.itemsize, read.offset
     # A box that begins at zero, as most do, has its shape at hand.
     tile_shape = tile.stop if not any(tile.start) and len(tile.start) == len(tile.stop) else _shape(read, tile)
     nbytes = prod(tile_shape) * itemsize
-    if offset < 0 or itemsize <= 0 or offset + nbytes > shape.size or (tile_shape and min(tile_shape) < 0):
+    end = offset + nbytes if read.checksum is None else offset + nbytes + read.checksum.nbytes
+    if offset < 0 or itemsize <= 0 or end > shape.size or (tile_shape and min(tile_shape) < 0):
         raise CorruptCheckpointError(
-            f"{read.key!r} does not hold what the checkpoint says: expected bytes {offset} to {offset + nbytes} for an "
-            f"array of shape {list(tile_shape)}, found {shape.size} bytes; it was cut off, or what describes it is "
-            "damaged: restore it from a copy, or load another checkpoint",
+            f"{read.key!r} does not hold what the checkpoint says: expected bytes {offset} to {end} for an "
+            f"array of shape {list(tile_shape)}{'' if read.checksum is None else ' and its checksum'}, found {shape.size} "
+            "bytes; it was cut off, or what describes it is damaged: restore it from a copy, or load another checkpoint",
             key=read.key,
             start=offset,
-            stop=offset + nbytes,
+            stop=end,
         )
     for number, box, array in read.targets:
         if box is tile or box == tile:
@@ -282,7 +305,7 @@ def _part_takers(
         for (_, flat), (_, place) in zip(runs(tile_shape, extent, axis), places, strict=True):
             start = read.offset + flat * itemsize
             yield RunTaker(number, start, start + run_bytes, array, place * itemsize)
-    elif read.offset % itemsize == 0 and shape.grid % itemsize == 0:
+    elif shape.keeps_elements(read.offset, itemsize):
         yield BoxTaker(number, read.offset, tile_shape, extent, array.view(little_dtype(array.dtype)), origin)
     else:
         # Elements lie across the ends of what is read: take them apart into bytes, an axis of their own.

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import queue
 import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 
+from ckptcore.engine.checked_tiles import TileShape, plan_checked
 from ckptcore.engine.checksums import RecordedChecksums
 from ckptcore.engine.pages import map_pages
-from ckptcore.engine.read_tasks import ObjectShape, ReadPart, ReadTask, group_reads, plan_object
+from ckptcore.engine.read_tasks import ObjectShape, ReadPart, ReadTask, group_reads, plan_object, takers_of
 from ckptcore.engine.sizes import SIZES, Sizes
 from ckptcore.engine.sources import open_reader
 from ckptcore.engine.threads import IOThreads
@@ -45,7 +47,7 @@ class ObjectReader:
         Args:
             storage: where the objects are.
             objects: what is known of them, by key; may be hostile. Those without checksums are read without
-                verification.
+                verification, but for tiles with a checksum behind them.
             threads: what reads tiles, together with the calling thread.
             verify: whether checksums are compared.
             strict: whether other objects are refused; else they are read without verification.
@@ -135,6 +137,9 @@ class ObjectReader:
     def read_tiles(self, reads: Sequence[TileRead]) -> Generator[int, None, None]:
         """Fill targets; yields the number of a target once all its tiles here are read and verified.
 
+        A tile with a checksum behind it is verified by that, and read whole for it, where the object has no checksums of
+        blocks or the blocks it lies in are clearly more bytes; else by those.
+
         The thread that asks for the next number reads too. When this ends, however it does, no thread writes into a
         target any more.
 
@@ -146,10 +151,12 @@ class ObjectReader:
         sums: dict[str, RecordedChecksums | None] = {}
         for key, of_key in group_reads(reads).items():
             sums[key] = self._checksums(key)
-            tasks.extend(plan_object(self._shape(key, sums[key] is not None), of_key))
+            tasks.extend(self._plan(key, of_key, sums[key] is not None))
         waiting: dict[int, int] = {number: 0 for read in reads for number, _, _ in read.targets}
         for task in tasks:
             for number in task.numbers:
+                waiting[number] += 1
+            for number in task.checked_numbers:
                 waiting[number] += 1
         complete = [number for number, count in waiting.items() if count == 0]
         yield from complete
@@ -165,16 +172,18 @@ class ObjectReader:
             reading.stopped = True
             crew.join()
 
-    def _shape(self, key: str, verified: bool) -> ObjectShape:
-        request = self._storage.request_bytes
-        if verified:
-            # Blocks that are hashed right after they are read are still in cache.
-            step = self._sizes.block
-            part = max(step, request // step * step)
-        else:
-            step = 1
-            part = max(self._sizes.task, request)
-        return ObjectShape(key, self.size(key), step, part, request // 16, self._sizes)
+    def _plan(self, key: str, reads: Sequence[TileRead], recorded: bool) -> list[ReadTask]:
+        """Tasks that read tiles of one object, of whose blocks checksums were recorded or not."""
+        sizes = self._sizes
+        size, request = self.size(key), self._storage.request_bytes
+        gap = request // 16
+        plain = ObjectShape(key, size, 1, max(sizes.task, request), gap, sizes)
+        # Blocks that are hashed right after they are read are still in cache.
+        blocks = ObjectShape(key, size, sizes.block, max(sizes.block, request // sizes.block * sizes.block), gap, sizes)
+        shape = blocks if recorded else plain
+        if self._verify and any(read.checksum is not None for read in reads):
+            return plan_checked(shape, TileShape(key, size, 1, plain.part_bytes, gap, sizes), reads)
+        return plan_object(shape, [taker for read in reads for taker in takers_of(shape, read)])
 
 
 class _Reading:
@@ -232,20 +241,21 @@ class _Reading:
             return None
         sums = self._sums[task.key]
         taken = 0
+        checked: list[int] = []
         for parts in task.requests:
             if self.stopped:
                 return None
             if len(parts) == 1 and parts[0].memory is not None:
                 taken += self._read_direct(task, parts[0].start, parts[0].memory, sums, hand)
             else:
-                taken += self._read_parts(task.key, parts, sums, hand)
+                taken += self._read_parts(task.key, parts, sums, hand, checked)
         if self.stopped:  # perhaps in the middle of an array
             return None
         complete = []
         with self._counting:
             self._reader.bytes_read += hand.bytes_read
             self._reader.requests += hand.requests
-            for number in task.numbers:
+            for number in itertools.chain(task.numbers, checked):
                 left = self._waiting[number] - 1
                 self._waiting[number] = left
                 if left == 0:
@@ -272,8 +282,13 @@ class _Reading:
         hand.bytes_read += stop - start
         return stop - start
 
-    def _read_parts(self, key: str, parts: Sequence[ReadPart], sums: RecordedChecksums | None, hand: _Hand) -> int:
-        """Read parts that follow each other by one request, and let takers have what they want of them."""
+    def _read_parts(
+        self, key: str, parts: Sequence[ReadPart], sums: RecordedChecksums | None, hand: _Hand, checked: list[int]
+    ) -> int:
+        """Read parts that follow each other by one request, verify them, and let takers have what they want of them.
+
+        The targets that waited for a tile which is complete now are added to `checked`.
+        """
         start, stop = parts[0].start, parts[-1].stop
         spare = hand.memory(stop - start)
         buffers: list[tuple[int, memoryview]] = []
@@ -285,7 +300,12 @@ class _Reading:
         self._objects[key].get_into(buffers)
         hand.bytes_read += stop - start
         hand.requests += 1
-        if sums is not None:
+        if parts[0].checks:  # all parts are of whole tiles then
+            for part in parts:
+                for check in part.checks:
+                    if check.compare(part.start, part.stop, buffers):
+                        checked.extend(check.numbers)
+        elif sums is not None:
             sums.verify_pieces(start, [buffer for _, buffer in buffers])
         taken = 0
         for part in parts:

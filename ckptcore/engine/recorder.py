@@ -10,6 +10,7 @@ from ckptcore.engine.pages import map_pages
 from ckptcore.engine.segments import ObjectSegments, WriteTask, join_segments
 from ckptcore.engine.sizes import SIZES, Sizes
 from ckptcore.engine.threads import IOThreads
+from ckptcore.engine.trailers import Trailer
 from ckptcore.model import ArraySegment, ObjectRecord, Segment
 from ckptcore.protocols import Buffer, ObjectWriter, StorageAddress, StorageBackend
 
@@ -74,10 +75,11 @@ class ObjectRecorder:
         """Write an object made of these segments, in this order.
 
         Array segments are opened one after the other, and closed as their bytes are written, or when it failed. Memory
-        for a few pieces of 4 MiB is used, and none for arrays whose memory holds what is written.
+        for a few pieces of 4 MiB is used, and none for arrays whose memory holds what is written. Checksums that stand in
+        the object are computed piece by piece, each by the thread that writes the piece.
 
         Raises:
-            PluginError: if the arrays of a segment do not make up its box.
+            PluginError: if the arrays of a segment do not make up its box, or a checksum is of what it cannot be of.
             StorageError: the first error of a thread; the object is given up.
         """
         segment_sizes = [segment.nbytes for segment in segments]
@@ -144,11 +146,14 @@ class _LargeWrite:
         self._progress = progress
         self._taking = threading.Lock()
         self._counting = threading.Lock()
+        self._summing = threading.Condition()
 
     def stop(self, error: BaseException) -> None:
-        """Let no thread take another task."""
+        """Let no thread take another task, or wait for a checksum."""
         if self.error is None:
             self.error = error
+        with self._summing:
+            self._summing.notify_all()
 
     def work(self) -> None:
         """Write tasks until none is left or something failed. Never raises."""
@@ -162,6 +167,10 @@ class _LargeWrite:
                     if bounce is None:
                         bounce = self._take_bounce()
                     data = task.fill(bounce)
+                if task.summed:
+                    self._sum(task, data)
+                if task.trailers and not self._place_trailers(task, data):
+                    break
                 self._write(task.start, data)
                 with self._counting:
                     closers = self.segments.written(task)
@@ -183,6 +192,36 @@ class _LargeWrite:
             except BaseException as error:
                 self.stop(error)  # here, so that no other thread goes on with the segments
                 raise
+
+    def _sum(self, task: WriteTask, data: memoryview) -> None:
+        """Sum what checksums in the object are of, while it is in cache, and wake who waits for them."""
+        pieces: list[tuple[Trailer, int, int, int]] = []
+        for trailer, start, stop in task.summed:
+            value = trailer.checksum.of(data[start:stop])
+            if stop - start == trailer.nbytes:
+                trailer.complete(value)
+            else:
+                pieces.append((trailer, task.start + start, stop - start, value))
+        with self._summing:
+            for trailer, start, nbytes, value in pieces:
+                trailer.add(start, nbytes, value)
+            self._summing.notify_all()
+
+    def _place_trailers(self, task: WriteTask, data: memoryview) -> bool:
+        """Put checksums where they go, once they are there; False if writing failed and they never will be.
+
+        What they are of is in this task, which is summed, or in tasks taken before it. A thread sums all of a task before
+        it waits, so some thread never waits.
+        """
+        for trailer, position, start, stop in task.trailers:
+            if trailer.data is None:
+                with self._summing:
+                    while trailer.data is None:
+                        if self.error is not None:
+                            return False
+                        self._summing.wait()
+            data[position : position + stop - start] = trailer.data[start:stop]
+        return True
 
     def _take_bounce(self) -> memoryview:
         try:

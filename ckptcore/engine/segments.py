@@ -11,8 +11,9 @@ import numpy as np
 from ckptcore.engine.elements import bytes_of, is_little, little_dtype, plain
 from ckptcore.engine.sizes import Sizes
 from ckptcore.engine.tiles import Extent, c_strides, flat_boxes, intersect, run_axis
+from ckptcore.engine.trailers import Trailer, encoded, first_covered, trailers_of
 from ckptcore.errors import PluginError
-from ckptcore.model import ArraySegment, Box, BytesSegment, HostArray, Segment
+from ckptcore.model import ArraySegment, Box, BytesSegment, ChecksumSegment, HostArray, Segment
 
 __all__ = ["ObjectSegments", "WriteTask", "join_segments"]
 
@@ -26,35 +27,53 @@ class WriteTask:
     Attributes:
         data: the bytes where they lie in one piece of memory, else None: then `fill` puts them together.
         credits: (number of a segment, bytes of it that are in this task), for arrays only.
+        summed: (checksum, start, stop): bytes of the task that a checksum in the object is of, from its own start on.
+        trailers: (checksum, position, start, stop): where in the task bytes of a checksum go, that `fill` leaves out.
     """
 
-    __slots__ = ("_pieces", "credits", "data", "start", "stop")
+    __slots__ = ("_pieces", "credits", "data", "start", "stop", "summed", "trailers")
 
     def __init__(self, start: int) -> None:
         self.start = start
         self.stop = start
         self.data: memoryview | None = None
         self.credits: list[tuple[int, int]] = []
+        self.summed: list[tuple[Trailer, int, int]] = []
+        self.trailers: list[tuple[Trailer, int, int, int]] = []
         self._pieces: list[tuple[int, _Run, int, int]] = []
 
     def add(self, run: _Run, start: int, stop: int) -> None:
         """Append bytes `start` to `stop` of the object, which lie in `run`."""
-        self._pieces.append((start - self.start, run, start - run.start, stop - run.start))
+        self.stop = stop
+        position = start - self.start
+        if isinstance(run.source, Trailer):
+            self.trailers.append((run.source, position, start - run.start, stop - run.start))
+            return
+        self._pieces.append((position, run, start - run.start, stop - run.start))
         if run.segment >= 0:
             self.credits.append((run.segment, stop - start))
-        self.stop = stop
+        trailer = run.trailer
+        if trailer is not None:
+            summed = self.summed
+            if summed and summed[-1][0] is trailer:  # what one checksum is of has no gap
+                summed[-1] = trailer, summed[-1][1], stop - self.start
+            else:
+                summed.append((trailer, position, stop - self.start))
 
     def fill(self, memory: memoryview) -> memoryview:
         """Put the bytes together at the start of some memory."""
         whole = np.frombuffer(memory, np.uint8)
         for position, run, start, stop in self._pieces:
             end = position + stop - start
-            if isinstance(run.source, _Gathering):
-                run.source.copy_range(start, stop, memory[position:end])
-            elif end - position <= _SMALL_BYTES:
-                memory[position:end] = run.source[start:stop]
+            source = run.source
+            if isinstance(source, _Gathering):
+                source.copy_range(start, stop, memory[position:end])
+                continue
+            assert isinstance(source, memoryview)  # checksums are no pieces
+            if end - position <= _SMALL_BYTES:
+                memory[position:end] = source[start:stop]
             else:
-                whole[position:end] = np.frombuffer(run.source, np.uint8)[start:stop]
+                whole[position:end] = np.frombuffer(source, np.uint8)[start:stop]
         return memory[: self.stop - self.start]
 
 
@@ -121,15 +140,21 @@ class ObjectSegments:
 
     def _open_runs(self) -> Iterator[_Run]:
         position = 0
+        trailers = trailers_of(self._segments, self._sizes)
         for number, (segment, size) in enumerate(zip(self._segments, self._sizes, strict=True)):
             self._opened = number + 1
+            trailer = trailers.get(number)
             if isinstance(segment, BytesSegment):
                 if size:
-                    yield _Run(-1, position, position + size, memoryview(segment.data))
+                    yield _Run(-1, position, position + size, memoryview(segment.data), trailer)
+            elif isinstance(segment, ChecksumSegment):
+                assert trailer is not None  # `trailers_of` has one for each
+                if size:
+                    yield _Run(-1, position, position + size, trailer, None)
             else:
                 self._outstanding[number] = size
                 for start, stop, source in _open(segment, size):
-                    yield _Run(number, position + start, position + stop, source)
+                    yield _Run(number, position + start, position + stop, source, trailer)
                 if size == 0:
                     self._outstanding.pop(number)
                     segment.close()
@@ -159,15 +184,21 @@ class ObjectSegments:
 
 
 class _Run:
-    """Bytes `start` to `stop` of an object, of one segment; `segment` is -1 for bytes that nobody closes."""
+    """Bytes `start` to `stop` of an object, of one segment; `segment` is -1 for bytes that nobody closes.
 
-    __slots__ = ("segment", "source", "start", "stop")
+    `trailer` is the checksum in the object that is of them, if one is.
+    """
 
-    def __init__(self, segment: int, start: int, stop: int, source: memoryview | _Gathering) -> None:
+    __slots__ = ("segment", "source", "start", "stop", "trailer")
+
+    def __init__(
+        self, segment: int, start: int, stop: int, source: memoryview | _Gathering | Trailer, trailer: Trailer | None
+    ) -> None:
         self.segment = segment
         self.start = start
         self.stop = stop
         self.source = source
+        self.trailer = trailer
 
 
 class _Gathering:
@@ -297,9 +328,18 @@ def _mismatch(segment: ArraySegment, arrays: Sequence[tuple[Box, HostArray]]) ->
 def join_segments(segments: Sequence[Segment], sizes: Sequence[int]) -> bytes:
     """All bytes of the segments of a small object; opens arrays and closes none."""
     parts: list[bytes | memoryview] = []
-    for segment, size in zip(segments, sizes, strict=True):
+    begins: list[int] = []  # with which part each segment begins
+    before = -1
+    for number, (segment, size) in enumerate(zip(segments, sizes, strict=True)):
+        begins.append(len(parts))
         if isinstance(segment, BytesSegment):
             parts.append(segment.data)
+            continue
+        if isinstance(segment, ChecksumSegment):
+            begin = begins[first_covered(segments, number, segment, before)]
+            covered = parts[begin] if len(parts) - begin == 1 else b"".join(parts[begin:])
+            parts.append(encoded(segment.checksum, segment.checksum.of(memoryview(covered))))
+            before = number
             continue
         for start, stop, source in _open(segment, size):
             if isinstance(source, _Gathering):

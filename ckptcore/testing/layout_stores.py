@@ -105,7 +105,7 @@ class DirectoryWriteStore:
                 first = number - segment.segments
                 assert 0 <= first < number, f"a checksum of {key} is of {segment.segments} segments, after {number}"
                 covered = segments[first:number]
-                assert not any([isinstance(other, ChecksumSegment) for other in covered]), (
+                assert not any(isinstance(other, ChecksumSegment) for other in covered), (
                     f"a checksum of {key} is of another checksum"
                 )
                 data = segment.checksum.encode(segment.checksum.of(memoryview(b"".join(parts[first:]))))

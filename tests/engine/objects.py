@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Sequence
 
@@ -10,7 +11,16 @@ from hypothesis import strategies as st
 
 from ckptcore.engine.elements import plain
 from ckptcore.engine.sizes import Sizes
-from ckptcore.model import ArraySegment, Box, BytesSegment, HostArray, Segment, TileRead
+from ckptcore.model import (
+    ArraySegment,
+    Box,
+    BytesSegment,
+    Checksum,
+    ChecksumSegment,
+    HostArray,
+    Segment,
+    TileRead,
+)
 from ckptcore.testing.strategies import arrays, boxes, partitions
 
 TINY = Sizes(block=64, task=256, inline=0, direct=48, run=128)
@@ -128,3 +138,53 @@ def tiles(
         elif wanted:
             reads.append(TileRead(key, offset, Box.whole(source.shape), source.itemsize, tuple(wanted)))
     return draw(st.permutations(reads)), targets
+
+
+@st.composite
+def summed(
+    draw: st.DrawFn, checksum: Checksum, sources: Sequence[HostArray], segments: Sequence[Segment]
+) -> tuple[list[Segment], list[int], list[bool], bytes]:
+    """The segments of `stored` with checksums behind some: they, where each source begins, whether a checksum of it alone
+    stands behind it, and the object."""
+    found: list[Segment] = []
+    offsets: list[int] = []
+    alone: list[bool] = []
+    parts: list[bytes] = []
+    free = 0
+    for segment in segments:
+        found.append(segment)
+        if isinstance(segment, ArraySegment):
+            offsets.append(sum(map(len, parts)))
+            parts.append(stored_bytes(sources[len(alone)]))
+            alone.append(False)
+        else:
+            assert isinstance(segment, BytesSegment)
+            parts.append(segment.data)
+        free += 1
+        if draw(st.booleans()):
+            count = draw(st.integers(1, free) | st.just(1))
+            found.append(ChecksumSegment(checksum, count))
+            parts.append(checksum.encode(checksum.of(memoryview(b"".join(parts[-count:])))))
+            if isinstance(segment, ArraySegment):
+                alone[-1] = count == 1
+            free = 0
+    return found, offsets, alone, b"".join(parts)
+
+
+def checked(
+    reads: Sequence[TileRead],
+    checksum: Checksum,
+    sources: Sequence[HostArray],
+    offsets: Sequence[int],
+    alone: Sequence[bool],
+) -> list[TileRead]:
+    """The same reads, with a checksum for those of whole sources that have one behind them."""
+    places = {
+        (offset, source.nbytes)
+        for source, offset, summed_alone in zip(sources, offsets, alone, strict=True)
+        if summed_alone and source.nbytes
+    }
+    return [
+        dataclasses.replace(read, checksum=checksum) if (read.offset, read.box.size * read.itemsize) in places else read
+        for read in reads
+    ]

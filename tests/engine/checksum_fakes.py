@@ -1,0 +1,62 @@
+"""Checksums to stand in objects, that are right, slow, count, or fail where they are told to."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+import zlib
+
+
+class Crc32:
+    """CRC-32, little endian; joining gives what one pass would.
+
+    Attributes:
+        summed: bytes of each piece that was summed.
+        fail_at: the number of the piece that fails, counted from zero.
+        jitter: the most seconds that a piece takes longer, at random.
+    """
+
+    name = "crc32"
+    nbytes = 4
+
+    def __init__(self, *, fail_at: int | None = None, jitter: float = 0.0) -> None:
+        self.summed: list[int] = []
+        self.fail_at = fail_at
+        self.jitter = jitter
+        self._lock = threading.Lock()
+
+    def of(self, data: memoryview) -> int:
+        assert data.format == "B" and data.ndim == 1
+        with self._lock:
+            number = len(self.summed)
+            self.summed.append(len(data))
+        if self.jitter:
+            time.sleep(random.uniform(0, self.jitter))
+        if number == self.fail_at:
+            raise RuntimeError(f"sum {number} failed because the test said so")
+        return zlib.crc32(data)
+
+    def join(self, first: int, second: int, second_bytes: int) -> int:
+        zeros = bytes(second_bytes)
+        return zlib.crc32(zeros, first) ^ zlib.crc32(zeros) ^ second
+
+    def encode(self, value: int) -> bytes:
+        return value.to_bytes(4, "little")
+
+
+class Length:
+    """How many bytes there are, and their sum, in 11 bytes: a checksum as long as no other."""
+
+    name = "length"
+    nbytes = 11
+
+    def of(self, data: memoryview) -> int:
+        return len(data) << 40 | sum(data)
+
+    def join(self, first: int, second: int, second_bytes: int) -> int:
+        assert second >> 40 == second_bytes
+        return first + second
+
+    def encode(self, value: int) -> bytes:
+        return value.to_bytes(11, "big")

@@ -1,0 +1,185 @@
+"""Checksums that stand in objects are written as one pass over the bytes before them would give them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ckptcore.engine.recorder import ObjectRecorder
+from ckptcore.engine.sizes import SIZES, Sizes
+from ckptcore.engine.threads import IOThreads
+from ckptcore.errors import PluginError, StorageError
+from ckptcore.model import ArraySegment, Box, BytesSegment, Checksum, ChecksumSegment, HostArray, Segment
+from tests.engine.checksum_fakes import Crc32, Length
+from tests.engine.objects import TINY, Opened, stored, summed
+from tests.engine.test_recorder import checksums, whole
+from tests.engine.watched_storage import WatchedStorage, memory_storage
+
+ODD = Sizes(block=3, task=6, inline=0, direct=2, run=4)
+"""Sizes that cut checksums themselves."""
+
+CHECKSUMS: Sequence[Checksum] = [Crc32(), Length()]
+
+
+@given(st.data())
+@settings(max_examples=150)
+def test_objects_hold_the_checksums_of_what_is_before_them(data: st.DataObject) -> None:
+    checksum = data.draw(st.sampled_from(CHECKSUMS))
+    sources, plain, _, opened = data.draw(stored())
+    segments, _, _, expected = data.draw(summed(checksum, sources, plain))
+    sizes = data.draw(st.sampled_from([SIZES, TINY, ODD]))
+    storage = memory_storage()
+    recorder = ObjectRecorder(storage, IOThreads(data.draw(st.integers(1, 4))), sizes=sizes)
+    recorder.write("x", segments)
+    assert storage.get("x") == expected
+    assert recorder.objects[0].checksums == checksums(expected, sizes.block)
+    assert opened.opened == list(range(len(sources)))
+    assert sorted(opened.closed) == opened.opened
+
+
+def summed_arrays(opened: Opened, checksum: Checksum, arrays: Sequence[HostArray]) -> list[Segment]:
+    return [
+        segment
+        for number, array in enumerate(arrays)
+        for segment in (whole(opened, number, array), ChecksumSegment(checksum))
+    ]
+
+
+def expected_bytes(arrays: Sequence[HostArray]) -> bytes:
+    crc = Crc32()
+    parts = [array.tobytes() for array in arrays]
+    return b"".join([part + crc.encode(crc.of(memoryview(part))) for part in parts])
+
+
+@pytest.mark.parametrize("threads", [1, 2, 4])
+@pytest.mark.parametrize("sizes", [TINY, ODD], ids=["tiny", "odd"])
+def test_any_order_of_threads_gives_the_same(threads: int, sizes: Sizes) -> None:
+    arrays: list[HostArray] = [np.full(nbytes, nbytes % 251, np.uint8) for nbytes in (700, 3, 0, 130, 1, 999, 64)]
+    storage = WatchedStorage(memory_storage())
+    storage.jitter = 2e-4
+    opened = Opened()
+    for checksum in (Crc32(jitter=1e-3), Crc32()):
+        recorder = ObjectRecorder(storage, IOThreads(threads), sizes=sizes)
+        recorder.write("x", summed_arrays(opened, checksum, arrays))
+        assert storage.get("x") == expected_bytes(arrays)
+    assert sum(checksum.summed) == sum([array.nbytes for array in arrays])
+
+
+def test_large_arrays_are_summed_where_they_lie_and_each_byte_once() -> None:
+    checksum = Crc32()
+    arrays: list[HostArray] = [np.full(9 << 20, number, np.uint8) for number in (1, 2)]
+    storage = WatchedStorage(memory_storage())
+    ObjectRecorder(storage, IOThreads(3)).write("x", summed_arrays(Opened(), checksum, arrays))
+    assert storage.get("x") == expected_bytes(arrays)
+    assert sum(checksum.summed) == 18 << 20
+    assert max(checksum.summed) <= 4 << 20
+    assert len(storage.writes) <= 8
+
+
+def test_many_tiny_arrays_with_checksums_share_a_write() -> None:
+    checksum = Crc32()
+    arrays: list[HostArray] = [np.full(16, number, np.float32) for number in range(2000)]
+    storage = WatchedStorage(memory_storage())
+    recorder = ObjectRecorder(storage, IOThreads(2))
+    recorder.write("x", summed_arrays(Opened(), checksum, arrays))
+    assert (storage.get("x"), len(storage.writes)) == (expected_bytes(arrays), 1)
+    big: list[HostArray] = [np.zeros(2 << 20, np.uint8), *arrays]
+    checksum.summed.clear()
+    recorder.write("y", summed_arrays(Opened(), checksum, big))
+    assert storage.get("y") == expected_bytes(big)
+    assert len(storage.writes) <= 3
+    assert len(checksum.summed) == 2001
+
+
+def test_a_checksum_may_be_of_a_header_and_an_array_or_of_nothing() -> None:
+    crc = Crc32()
+    array = np.arange(40, dtype=np.uint8)
+    for sizes in (SIZES, TINY):
+        storage = memory_storage()
+        segments: list[Segment] = [
+            BytesSegment(b""),
+            ChecksumSegment(crc),
+            BytesSegment(b"head"),
+            whole(Opened(), 0, array),
+            ChecksumSegment(crc, 2),
+        ]
+        ObjectRecorder(storage, IOThreads(1), sizes=sizes).write("x", segments)
+        payload = b"head" + array.tobytes()
+        empty = crc.encode(crc.of(memoryview(b"")))
+        assert storage.get("x") == empty + payload + crc.encode(crc.of(memoryview(payload)))
+
+
+@pytest.mark.parametrize("sizes", [SIZES, TINY], ids=["inline", "tasks"])
+@pytest.mark.parametrize("place", [0, 1, 3])
+@pytest.mark.parametrize("count", [-1, 0, 4])
+def test_a_checksum_of_segments_that_are_not_there_is_refused(sizes: Sizes, place: int, count: int) -> None:
+    opened = Opened()
+    segments: list[Segment] = [whole(opened, number, np.zeros(100, np.uint8)) for number in range(4)]
+    segments.insert(place, ChecksumSegment(Crc32(), count))
+    storage = memory_storage()
+    with pytest.raises(PluginError, match=f"segment {place} of 5 is the checksum of {count} segments"):
+        ObjectRecorder(storage, IOThreads(2), sizes=sizes).write("x", segments)
+    assert sorted(opened.closed) == [0, 1, 2, 3]
+    assert list(storage.list()) == []
+
+
+@pytest.mark.parametrize("sizes", [SIZES, TINY], ids=["inline", "tasks"])
+def test_a_checksum_of_a_checksum_is_refused(sizes: Sizes) -> None:
+    opened = Opened()
+    segments: list[Segment] = [
+        whole(opened, 0, np.zeros(100, np.uint8)),
+        ChecksumSegment(Crc32()),
+        ChecksumSegment(Crc32(), 2),
+    ]
+    with pytest.raises(PluginError, match="may not be of another checksum"):
+        ObjectRecorder(memory_storage(), IOThreads(2), sizes=sizes).write("x", segments)
+    assert opened.closed == [0]
+
+
+class Liar(Crc32):
+    """Says that it is longer than it is."""
+
+    nbytes = 5
+
+
+@pytest.mark.parametrize("sizes", [SIZES, TINY, ODD], ids=["inline", "tasks", "pieces"])
+@pytest.mark.parametrize("nbytes", [100, 0])
+def test_a_checksum_that_is_not_as_long_as_it_says_is_refused(sizes: Sizes, nbytes: int) -> None:
+    opened = Opened()
+    arrays: list[HostArray] = [np.zeros(nbytes, np.uint8)] * 3
+    with pytest.raises(PluginError, match="crc32 says that it takes 5 bytes, and 4 bytes were found"):
+        recorder = ObjectRecorder(memory_storage(), IOThreads(2), sizes=sizes)
+        recorder.write("x", summed_arrays(opened, Liar(), arrays))
+    assert sorted(opened.closed) == [0, 1, 2]
+
+
+@pytest.mark.parametrize("threads", [1, 2, 4])
+@pytest.mark.parametrize("fail_at", [0, 3, 9])
+@pytest.mark.parametrize("what", ["write", "sum", "open"])
+def test_a_failure_ends_the_wait_for_checksums(threads: int, fail_at: int, what: str) -> None:
+    """Threads that wait for the checksum of a piece which another failed to sum go on, and the first error is raised."""
+    storage = WatchedStorage(memory_storage())
+    storage.jitter = 1e-3
+    checksum = Crc32(jitter=3e-3, fail_at=fail_at if what == "sum" else None)
+    opened = Opened()
+    # Each is of several tasks, so that checksums are waited for.
+    arrays: list[HostArray] = [np.full(700, number, np.uint8) for number in range(12)]
+    segments = summed_arrays(opened, checksum, arrays)
+    if what == "write":
+        storage.fail_write_at = fail_at
+    if what == "open":
+
+        def fail() -> Sequence[tuple[Box, HostArray]]:
+            raise RuntimeError("the copy failed")
+
+        segments[2 * fail_at] = ArraySegment(Box((0,), (700,)), 1, fail, lambda: opened.closed.append(fail_at))
+    recorder = ObjectRecorder(storage, IOThreads(threads), sizes=TINY)
+    with pytest.raises(StorageError if what == "write" else RuntimeError, match="because the test|copy failed"):
+        recorder.write("x", segments)
+    assert sorted(opened.closed) == list(range(12))
+    assert storage.aborted == ["x"]
+    assert recorder.objects == ()
