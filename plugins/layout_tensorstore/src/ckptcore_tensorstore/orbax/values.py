@@ -1,0 +1,140 @@
+"""Values of Python: as the arrays and strings that stand for them in the files of Orbax, and as records."""
+
+from __future__ import annotations
+
+import base64
+import json
+import math
+from typing import Final
+
+import numpy as np
+
+from ckptcore.errors import CorruptCheckpointError
+from ckptcore.model import JSON, HostArray, LeafRecord, ValueRecord
+
+__all__ = ["NONE", "scalar_record", "value_array", "value_record", "value_text", "value_type"]
+
+NONE: Final = ValueRecord("none", None)
+"""The record of None."""
+
+_EXACT: Final = 1 << 53
+"""Ints below it are JSON numbers in records, others text: the form that the core gives them."""
+
+
+def value_record(value: object) -> ValueRecord | None:
+    """The record of a None, bool, int, float, complex, str or bytes, in the core's encoding; None for anything else."""
+    match value:
+        case None:
+            return NONE
+        case bool():
+            return ValueRecord("bool", value)
+        case int():
+            return ValueRecord("int", value if abs(value) < _EXACT else hex(value))
+        case float():
+            return ValueRecord("float", _float_to_json(value))
+        case complex():
+            return ValueRecord("complex", [_float_to_json(value.real), _float_to_json(value.imag)])
+        case str():
+            if not value.isascii() and any("\ud800" <= character <= "\udfff" for character in value):
+                data = value.encode("utf-8", "surrogatepass")
+                return ValueRecord("str", {"utf8": base64.b64encode(data).decode("ascii")})
+            return ValueRecord("str", value)
+        case bytes():
+            return ValueRecord("bytes", base64.b64encode(value).decode("ascii"))
+    return None
+
+
+def scalar_record(array: HostArray, name: str) -> ValueRecord:
+    """The record of a scalar of Python, which Orbax stores as an array without axes.
+
+    Args:
+        array: what was read; of ints, floats, bools or complex numbers.
+        name: of the array, for the error.
+
+    Raises:
+        CorruptCheckpointError: if the array has axes, or elements that no scalar of Python has.
+    """
+    record = value_record(array.item()) if array.ndim == 0 and array.dtype.kind in "biufcV" else None
+    if record is None:
+        raise CorruptCheckpointError(
+            f"the scalar {name!r} is stored as {array.dtype}{list(array.shape)}; expected one number without axes",
+            key=name,
+        )
+    return record
+
+
+def value_type(record: LeafRecord) -> str:
+    """What Orbax calls a leaf: ``None``, ``scalar``, ``string``, ``jax.Array`` or ``np.ndarray``.
+
+    A NumPy scalar is an array, so that it keeps its dtype. An array that JAX sharded says so in its notes.
+    """
+    if isinstance(record, ValueRecord):
+        if record.kind == "none":
+            return "None"
+        if (array := value_array(record)) is None:
+            return "string"
+        return "scalar" if record.kind in ("bool", "int", "float") and array.ndim == 0 else "np.ndarray"
+    return "jax.Array" if "sharding" in record.notes or record.kind == "jax.key" else "np.ndarray"
+
+
+def value_array(record: ValueRecord) -> HostArray | None:
+    """The array that stands for a value where Orbax reads it; None for None and what is stored as a string.
+
+    bool, int and float are arrays without axes of bool, int64 (uint64 from 2**63 on) and float64, as Orbax writes them.
+    What Orbax itself refuses is stored as what comes closest: complex as complex128 without axes, bytes as uint8.
+
+    Raises:
+        CorruptCheckpointError: if the record is not one of the core's.
+    """
+    value = record.value
+    try:
+        match record.kind:
+            case "bool" if isinstance(value, bool):
+                return np.asarray(value)
+            case "int" if (number := _int_of(value)) is not None:
+                if -(1 << 63) <= number < 1 << 63:
+                    return np.asarray(number, np.int64)
+                return np.asarray(number, np.uint64) if 0 <= number < 1 << 64 else None
+            case "float":
+                return np.asarray(_float_of(value), np.float64)
+            case "complex" if isinstance(value, list | tuple) and len(value) == 2:
+                return np.asarray(complex(_float_of(value[0]), _float_of(value[1])), np.complex128)
+            case "bytes" if isinstance(value, str):
+                return np.frombuffer(base64.b64decode(value, validate=True), np.uint8)
+            case "bool" | "int" | "complex" | "bytes":
+                raise ValueError(value)
+    except (ValueError, TypeError, OverflowError) as error:
+        raise CorruptCheckpointError(f"a saved {record.kind} cannot be read from {str(value)[:80]!r}") from error
+    return None
+
+
+def value_text(record: ValueRecord) -> str | None:
+    """The string that stands for a value where Orbax reads it; None for what `value_array` gives, and for None.
+
+    An int that no array can hold is its hexadecimal digits; a value of a kind of its own is its JSON. What UTF-8 has no
+    bytes for is replaced: readers other than ckptcore refuse a whole file that has it.
+    """
+    if record.kind == "none" or value_array(record) is not None:
+        return None
+    value = record.value
+    if record.kind == "str" and isinstance(value, dict):
+        return base64.b64decode(str(value.get("utf8"))).decode("utf-8", "replace")
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def _int_of(value: JSON) -> int | None:
+    if isinstance(value, str):
+        return int(value, 16)
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+
+def _float_of(value: JSON) -> float:
+    if isinstance(value, int | float | str) and not isinstance(value, bool):
+        return float(value)
+    raise ValueError(value)
+
+
+def _float_to_json(number: float) -> JSON:
+    if math.isfinite(number):
+        return number
+    return "nan" if math.isnan(number) else "inf" if number > 0 else "-inf"
