@@ -172,7 +172,9 @@ def _open_foreign_member(
     others = _told([other for other in composite.members if other != name])
     hint = f"ask load_checkpointables for the names that you need, to load the others without it: {others}"
     try:
-        return open_files(place, context) if composite.members[name].kind == "files" else open_checkpoint(place, context)
+        return (
+            open_files(place, context) if composite.members[name].kind == "files" else open_checkpoint(place, context)
+        )
     except (CheckpointNotFoundError, CompositeCheckpointError) as error:
         raise CheckpointNotFoundError(
             f"{name!r} in {composite.location.display} is nothing that an installed plugin reads: {error}; {hint}"

@@ -161,7 +161,9 @@ class _Conversion:
             return open_member(composite, name, directory, source, self._context)
         except CheckpointNotFoundError as error:
             if composite.root is None:
-                error.add_note(f"nothing was converted; the others can be, one by one, as in convert({source}/NAME, ...)")
+                error.add_note(
+                    f"nothing was converted; the others can be, one by one, as in convert({source}/NAME, ...)"
+                )
             raise
 
     def _part(self, name: str, directory: str, opened: Opened, save_id: str, *, own: bool) -> tuple[Part, Captured]:

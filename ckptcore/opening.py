@@ -156,7 +156,15 @@ def find_names(location: Place, context: Context) -> OpenedComposite | None:
         if is_hidden_name(resolved.name):
             return None
         if data is None:
-            return _find_foreign_names(resolved, context)
+            try:
+                found = _find_foreign_names(resolved, context)
+            except CheckpointError:
+                if attempt + 1 == _ATTEMPTS or root_mark(resolved.store) is None:
+                    raise
+                continue
+            if found is not None or root_mark(resolved.store) is None:
+                return found
+            continue  # a save has committed meanwhile
         try:
             root = parse_root(resolved.store, data)
         except CheckpointError:
@@ -188,9 +196,7 @@ def _find_foreign_names(location: Location, context: Context) -> OpenedComposite
     for name in found.members:
         _check_member(location, name)
     members = {name: Member(kind) for name, kind in found.members.items()}
-    return OpenedComposite(
-        location, None, None, members, found.writer, found.custom, found.metrics, found.created
-    )
+    return OpenedComposite(location, None, None, members, found.writer, found.custom, found.metrics, found.created)
 
 
 def _check_member(location: Location, name: str) -> None:

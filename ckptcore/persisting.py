@@ -31,11 +31,11 @@ from ckptcore.locations import Location, subdirectory
 from ckptcore.model.arrays import Box
 from ckptcore.model.metadata import ArrayRecord, TreeMetadata
 from ckptcore.model.objects import ObjectRecord
-from ckptcore.model.transfer import Receipt, WriteItem
+from ckptcore.model.transfer import Receipt, Segment, WriteItem
 from ckptcore.model.tree import JSON
 from ckptcore.parts import Captured, Part
 from ckptcore.planning import check_coverage
-from ckptcore.protocols import About, Layout, MarksCheckpoints, MemberKind, StorageBackend
+from ckptcore.protocols import About, Layout, MarksCheckpoints, MemberKind, StorageAddress, StorageBackend
 from ckptcore.root import ROOT_KEY, Claimed, Composite, Member, Root
 from ckptcore.root_json import encode_composite, encode_root
 from ckptcore.timelines import timeline_to_json
@@ -290,18 +290,46 @@ def _commit(
         claim.commit(*encode_composite(composite))
 
 
+class _MarkStore:
+    """A `WriteStore` that refuses what marks of a layout may not be, before it is written."""
+
+    def __init__(self, layout: str, recorder: ObjectRecorder, taken: Mapping[str, object]) -> None:
+        self._layout = layout
+        self._recorder = recorder
+        self._taken = taken
+
+    @property
+    def address(self) -> StorageAddress | None:
+        """See `WriteStore`."""
+        return self._recorder.address
+
+    def put(self, key: str, data: bytes) -> None:
+        """See `WriteStore`."""
+        self._recorder.put(self._checked(key), data)
+
+    def write(self, key: str, segments: Sequence[Segment]) -> None:
+        """See `WriteStore`."""
+        self._recorder.write(self._checked(key), segments)
+
+    def _checked(self, key: str) -> str:
+        above = key.partition("/")[0]
+        if above.startswith("checkpoint.") or key in self._taken or above in self._taken:
+            raise PluginError(
+                f"the layout {self._layout} marks the checkpoint with {key}, and may not: a mark is a new object beside the arrays "
+                "or the directories of several checkpointables, and names that begin with 'checkpoint.' are the core's. The save "
+                "is not committed"
+            )
+        return key
+
+
 def _marked(described: Described, layout: Layout, whole: Root, store: StorageBackend, context: Context) -> Root:
     """Let the layout of a checkpoint that is one tree write what foreign readers look for; the root with that."""
     if not isinstance(layout, MarksCheckpoints):
         return whole
-    objects = dict(whole.objects)
-    for record in _marks(described, layout, {}, store, context):
-        if objects.setdefault(record.key, record) is not record:
-            raise PluginError(
-                f"the layout {layout.name} marked the checkpoint with {record.key}, which is one of its own objects; the save is "
-                "not committed"
-            )
-    return replace(whole, objects=objects)
+    recorder = ObjectRecorder(store, context.io_threads, checksums=context.checksums)
+    about = About(described.created, described.custom, described.metrics)
+    layout.mark(about, _MarkStore(layout.name, recorder, whole.objects))
+    return replace(whole, objects={**whole.objects, **{record.key: record for record in recorder.objects}})
 
 
 def _mark_composite(described: Described, store: StorageBackend, context: Context) -> None:
@@ -315,37 +343,13 @@ def _mark_composite(described: Described, store: StorageBackend, context: Contex
         for rank in range(member.processes or 1)
     }
     layouts = {part.layout.name: part.layout for part in described.parts if part.layout.name != FilesLayout.name}
-    there: dict[str, str] = {}
+    taken: dict[str, object] = dict(members)
     for name, layout in layouts.items():
-        if not isinstance(layout, MarksCheckpoints):
-            continue
-        for record in _marks(described, layout, members, store, context):
-            above = record.key.partition("/")[0]
-            if above in members or there.setdefault(record.key, name) != name:
-                taken = f"the checkpointable {above!r}" if above in members else f"the layout {there[record.key]}"
-                raise PluginError(
-                    f"the layout {name} marked the checkpoint with {record.key}, which is for {taken} to write; the save is not "
-                    "committed"
-                )
-
-
-def _marks(
-    described: Described,
-    layout: MarksCheckpoints,
-    members: Mapping[str, MemberKind],
-    store: StorageBackend,
-    context: Context,
-) -> Sequence[ObjectRecord]:
-    """What a layout marks the checkpoint with, written."""
-    recorder = ObjectRecorder(store, context.io_threads, checksums=context.checksums)
-    layout.mark(About(described.created, described.custom, described.metrics, members), recorder)
-    for record in recorder.objects:
-        if record.key.startswith("checkpoint."):
-            raise PluginError(
-                f"{type(layout).__name__}.mark wrote {record.key}; names that begin with 'checkpoint.' are those of ckptcore's own "
-                "files. The save is not committed"
-            )
-    return recorder.objects
+        if isinstance(layout, MarksCheckpoints):
+            recorder = ObjectRecorder(store, context.io_threads, checksums=context.checksums)
+            about = About(described.created, described.custom, described.metrics, members)
+            layout.mark(about, _MarkStore(name, recorder, taken))
+            taken.update({record.key: record for record in recorder.objects})
 
 
 @functools.cache

@@ -118,9 +118,7 @@ def has_its_sizes(location: Place, context: Context) -> bool:
     )
 
 
-def _open_directory(
-    composite: OpenedComposite, name: str, directory: str, location: Place, context: Context
-) -> Opened:
+def _open_directory(composite: OpenedComposite, name: str, directory: str, location: Place, context: Context) -> Opened:
     """Open what stands in a directory of a composite; whether it belongs there is for the caller to see."""
     if composite.root is None:
         return open_member(composite, name, directory, location, context)
@@ -303,7 +301,8 @@ def _read_foreign(opened: Opened, context: Context, progress: ProgressCallback |
             with naming_arrays(opened):
                 read_leaves(opened, [number], [array], [None], context)
         except CorruptCheckpointError as error:
-            problems.append(Problem(error.key, error.start, error.stop, (), str(error)))
+            arrays = tuple(arrays_at(opened, error.key, error.start, error.stop))
+            problems.append(Problem(error.key, error.start, error.stop, arrays, str(error)))
         done += record.spec.nbytes
         if progress is not None:
             progress(done, opened.tree.nbytes)

@@ -322,7 +322,9 @@ class LayoutTests:
     def test_one_tree_has_at_most_one_name(self, tmp_path: Path) -> None:
         layout = self.layout()
         write_trial(layout, _small_trial(), tmp_path)
-        found = layout.inspect_composite(DirectoryReadStore(tmp_path)) if isinstance(layout, InspectsComposites) else None
+        found = (
+            layout.inspect_composite(DirectoryReadStore(tmp_path)) if isinstance(layout, InspectsComposites) else None
+        )
         if found is not None:
             (name,) = found.members
             assert layout.inspect(DirectoryReadStore(tmp_path / name), None) is not None, f"nothing is found at {name}"
@@ -360,7 +362,9 @@ class LayoutTests:
         for name in ("params", "moments"):
             trial = dataclasses.replace(_small_trial(), name=name)
             written[name] = write_trial(layout, trial, directory / name)
-        about = About("2026-01-02T03:04:05.678+00:00", {"run": "baseline"}, {"loss": 0.5}, dict.fromkeys(written, "tree"))
+        about = About(
+            "2026-01-02T03:04:05.678+00:00", {"run": "baseline"}, {"loss": 0.5}, dict.fromkeys(written, "tree")
+        )
         mark_trial(layout, about, directory)
         return written
 

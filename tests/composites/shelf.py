@@ -134,7 +134,9 @@ class ShelfLayout:
         if (index := _document(store, TREE + INDEX)) is not None:
             return _inspection(index, TREE, _said(mark))
         names = list(_members(store))
-        raise CompositeCheckpointError(f"this shelf has no tree, and holds {', '.join(names)}: load those by name", names)
+        raise CompositeCheckpointError(
+            f"this shelf has no tree, and holds {', '.join(names)}: load those by name", names
+        )
 
     def inspect_composite(self, store: ReadStore) -> InspectedComposite | None:
         """Everything on a shelf that was finished; the one tree of a checkpoint has the name ``tree``."""

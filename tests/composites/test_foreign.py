@@ -1,0 +1,387 @@
+"""Checkpoints of several checkpointables that other software wrote: found, loaded, told, verified and converted."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import ckptcore
+from ckptcore.errors import (
+    CheckpointError,
+    CheckpointNotFoundError,
+    CompositeCheckpointError,
+    CorruptCheckpointError,
+    InvalidLocationError,
+    NameCollisionError,
+    TargetUndefinedError,
+    TreeMismatchError,
+    UncommittedCheckpointError,
+    UnknownCheckpointableError,
+)
+from ckptcore.model import HostArray
+from ckptcore.testing.faults import FaultPlan
+from ckptcore.verification import has_its_sizes
+from tests.composites.objects import Files, Linear
+from tests.composites.shelf import MARK, ShelfPlugin, put_on_shelf
+from tests.crashes.places import InterruptedPlan, faulty_context, through
+
+CREATED = "2026-01-02T03:04:05+00:00"
+PARAMS: dict[str, HostArray] = {"weight": np.arange(12, dtype=np.float32).reshape(3, 4), "bias": np.arange(4.0)}
+FILES = {"data": {"position": b"17", "deep/words": b"a b"}}
+
+
+@pytest.fixture
+def context() -> ckptcore.Context:
+    """One that has the layout."""
+    return ckptcore.Context(plugins=(ShelfPlugin(),))
+
+
+@pytest.fixture
+def shelf(tmp_path: Path) -> Path:
+    """Two trees, files, and a directory of the software's own."""
+    directory = tmp_path / "step_7"
+    moments = {name: array * 2 for name, array in PARAMS.items()}
+    put_on_shelf(
+        directory,
+        {"params": PARAMS, "moments": moments},
+        FILES,
+        created=CREATED,
+        custom={"run": 1},
+        metrics={"loss": 0.5},
+    )
+    (directory / "_own").mkdir()
+    return directory
+
+
+def same(found: Any, expected: dict[str, HostArray]) -> bool:
+    return list(found) == list(expected) and all(
+        found[name].dtype == array.dtype and found[name].tobytes() == array.tobytes()
+        for name, array in expected.items()
+    )
+
+
+def strange(shelf: Path) -> Path:
+    """Add something that is said to be a tree, of a format that nobody reads."""
+    (shelf / "ema").mkdir()
+    (shelf / "ema" / "strange").write_bytes(b"?")
+    return shelf
+
+
+# --- loading
+
+
+def test_everything_is_loaded_by_name(shelf: Path, context: ckptcore.Context) -> None:
+    loaded = ckptcore.load_checkpointables(shelf, context=context)
+    assert list(loaded) == ["data", "moments", "params"]
+    assert same(loaded["params"], PARAMS) and loaded["moments"]["bias"].tolist() == [0, 2, 4, 6]
+    assert loaded["data"] == FILES["data"]
+
+
+def test_only_what_is_asked_for_is_read(shelf: Path, context: ckptcore.Context) -> None:
+    shutil.rmtree(shelf / "moments")
+    (shelf / "data" / "position").unlink()
+    assert same(ckptcore.load_checkpointables(shelf, ["params"], context=context)["params"], PARAMS)
+    wanted: dict[str, Any] = {
+        "data": ckptcore.PLACEHOLDER,
+        "params": {"bias": np.empty(4), "weight": ckptcore.PLACEHOLDER},
+    }
+    assert ckptcore.load_checkpointables(shelf, wanted, context=context)["params"]["bias"].tolist() == [0, 1, 2, 3]
+
+
+def test_objects_are_restored_in_place(shelf: Path, context: ckptcore.Context) -> None:
+    model, files = Linear(9), Files()
+    weight = model.weight
+    loaded = ckptcore.load_checkpointables(shelf, {"params": model, "data": files}, context=context)
+    assert loaded["params"] is model and loaded["data"] is files
+    assert model.weight is weight and weight.tolist() == PARAMS["weight"].tolist()
+    assert files.files == FILES["data"]
+
+
+def test_what_does_not_fit_changes_nothing(shelf: Path, context: ckptcore.Context) -> None:
+    model = Linear(9)
+    with pytest.raises(TreeMismatchError):
+        ckptcore.load_checkpointables(shelf, {"params": model, "data": Linear(1)}, context=context)
+    with pytest.raises(TreeMismatchError):
+        ckptcore.load_checkpointables(shelf, {"params": model, "moments": {"other": np.ones(2)}}, context=context)
+    with pytest.raises(UnknownCheckpointableError, match="did you mean 'params'"):
+        ckptcore.load_checkpointables(shelf, {"params": model, "param": None}, context=context)
+    assert model.bias.tolist() == Linear(9).bias.tolist()
+
+
+def test_an_object_that_fails_half_way_is_told(shelf: Path, context: ckptcore.Context) -> None:
+    files = Files()
+    files.load_error = RuntimeError("no")
+    with pytest.raises(TargetUndefinedError, match="step_7/data"):
+        ckptcore.load_checkpointables(shelf, {"data": files}, context=context)
+
+
+def test_each_opens_by_its_own_location(shelf: Path, context: ckptcore.Context) -> None:
+    assert same(ckptcore.load(shelf / "params", context=context), PARAMS)
+    assert ckptcore.metadata(shelf / "params", context=context).layout == "shelf"
+
+
+def test_a_member_of_another_layout(shelf: Path, context: ckptcore.Context) -> None:
+    """Which layout reads a tree is found out for each."""
+    ckptcore.save(shelf.parent / "ours", PARAMS)
+    (shelf / "head").mkdir()
+    shutil.copy(shelf.parent / "ours" / "model.safetensors", shelf / "head")
+    (shelf / "head" / "strange").touch()
+    head = ckptcore.load_checkpointables(shelf, ["head"], context=context)["head"]
+    assert same(dict(sorted(head.items(), reverse=True)), PARAMS)
+    assert ckptcore.checkpointables_metadata(shelf, context=context).checkpointables["head"].layout == "safetensors"
+    assert ckptcore.verify(shelf, context=context).ok
+
+
+def test_one_tree_has_the_name_that_its_software_gives_it(tmp_path: Path, context: ckptcore.Context) -> None:
+    put_on_shelf(tmp_path / "one", {"tree": PARAMS}, metrics={"loss": 2}, created=CREATED)
+    assert same(ckptcore.load(tmp_path / "one", context=context), PARAMS)
+    loaded = ckptcore.load_checkpointables(tmp_path / "one", context=context)
+    assert list(loaded) == ["tree"] and same(loaded["tree"], PARAMS)
+    # For all else it is one tree.
+    found = ckptcore.metadata(tmp_path / "one", context=context)
+    assert (found.metrics, found.created, found.save_id) == ({"loss": 2}, CREATED, None)
+    assert ckptcore.verify(tmp_path / "one", context=context).unverified == ("tree/0.bin", "tree/1.bin")
+    ckptcore.convert(tmp_path / "one", tmp_path / "ours", context=context)
+    assert same(ckptcore.load(tmp_path / "ours"), PARAMS)
+    assert ckptcore.metadata(tmp_path / "ours").metrics == {"loss": 2}
+
+
+def test_a_plain_load_may_mean_one_of_several(tmp_path: Path, context: ckptcore.Context) -> None:
+    """As in the software that wrote it; but to describe, verify or convert it means all of it."""
+    put_on_shelf(tmp_path / "c", {"tree": PARAMS, "ema": PARAMS})
+    assert same(ckptcore.load(tmp_path / "c", context=context), PARAMS)
+    assert ckptcore.verify(tmp_path / "c", context=context).objects == 4
+    ckptcore.convert(tmp_path / "c", tmp_path / "ours", context=context)
+    assert list(ckptcore.load_checkpointables(tmp_path / "ours")) == ["ema", "tree"]
+
+
+def test_a_tree_is_not_taken_from_several(shelf: Path, context: ckptcore.Context) -> None:
+    for function in (ckptcore.load, ckptcore.metadata):
+        with pytest.raises(CompositeCheckpointError, match="params") as caught:
+            function(shelf, context=context)
+        assert caught.value.names == ("data", "moments", "params")
+
+
+def test_a_layout_that_says_nothing_of_a_plain_load(
+    shelf: Path, context: ckptcore.Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tests.composites.shelf.ShelfLayout.inspect", lambda *_: None)
+    with pytest.raises(CompositeCheckpointError, match="use load_checkpointables, or load one by its own location"):
+        ckptcore.load(shelf, context=context)
+    assert ckptcore.load_checkpointables(shelf, ["data"], context=context) == FILES
+
+
+def test_what_is_no_composite_has_no_names(tmp_path: Path, context: ckptcore.Context) -> None:
+    put_on_shelf(tmp_path / "c", {"params": PARAMS})
+    with pytest.raises(CompositeCheckpointError, match="one tree and has no names"):
+        ckptcore.load_checkpointables(tmp_path / "c" / "params", context=context)
+    with pytest.raises(CheckpointNotFoundError):
+        ckptcore.load_checkpointables(tmp_path / "nothing", context=context)
+    with pytest.raises(CheckpointNotFoundError):
+        ckptcore.load_checkpointables(tmp_path / "c", context=ckptcore.Context())
+
+
+# --- what cannot be read, or is not there
+
+
+def test_what_nobody_reads_is_named_and_the_others_load(shelf: Path, context: ckptcore.Context) -> None:
+    strange(shelf)
+    with pytest.raises(CheckpointNotFoundError, match=r"'ema' .* ask load_checkpointables .* data, moments, params"):
+        ckptcore.load_checkpointables(shelf, context=context)
+    model = Linear(9)
+    with pytest.raises(CheckpointNotFoundError, match="'ema'"):
+        ckptcore.load_checkpointables(shelf, {"params": model, "ema": None}, context=context)
+    assert model.bias.tolist() == Linear(9).bias.tolist()
+    assert same(ckptcore.load_checkpointables(shelf, ["params", "data"], context=context)["params"], PARAMS)
+
+
+def test_what_nobody_reads_is_described(shelf: Path, context: ckptcore.Context) -> None:
+    found = ckptcore.checkpointables_metadata(strange(shelf), context=context)
+    assert list(found.checkpointables) == ["data", "moments", "params"] and found.deleted == ()
+    assert (
+        list(found.unreadable) == ["ema"] and "no checkpoint that an installed layout reads" in found.unreadable["ema"]
+    )
+
+
+def test_what_nobody_reads_is_a_problem(shelf: Path, context: ckptcore.Context) -> None:
+    (problem,) = ckptcore.verify(strange(shelf), context=context).problems
+    assert problem.key == "ema" and "ema" in problem.message
+
+
+def test_what_nobody_reads_is_not_left_out_of_a_conversion(
+    shelf: Path, context: ckptcore.Context, tmp_path: Path
+) -> None:
+    with pytest.raises(CheckpointNotFoundError, match="'ema'") as caught:
+        ckptcore.convert(strange(shelf), tmp_path / "ours", context=context)
+    assert "one by one" in "".join(caught.value.__notes__)
+    assert not (tmp_path / "ours").exists()
+
+
+def test_what_is_listed_and_not_there_was_deleted(shelf: Path, context: ckptcore.Context) -> None:
+    (shelf / MARK).write_text(json.dumps({"also": ["gone"]}))
+    assert list(ckptcore.load_checkpointables(shelf, context=context)) == ["data", "moments", "params"]
+    with pytest.raises(CheckpointNotFoundError, match="'gone', but it was deleted since"):
+        ckptcore.load_checkpointables(shelf, ["gone"], context=context)
+    assert ckptcore.checkpointables_metadata(shelf, context=context).deleted == ("gone",)
+    assert ckptcore.verify(shelf, context=context).deleted == ("gone",)
+    assert not has_its_sizes(shelf, context)
+
+
+def test_sizes_of_what_is_there(shelf: Path, context: ckptcore.Context) -> None:
+    assert has_its_sizes(shelf, context)
+
+
+@pytest.mark.parametrize("name", ["../outside", "/etc", "", ".", "..", "params/deep", "a\0b", "\ud800"])
+def test_names_that_lead_elsewhere_are_refused(name: str, shelf: Path, context: ckptcore.Context) -> None:
+    put_on_shelf(shelf.parent / "outside", {"w": PARAMS})
+    (shelf / MARK).write_text(json.dumps({"also": [name]}))
+    for function in (ckptcore.load_checkpointables, ckptcore.checkpointables_metadata, ckptcore.load):
+        with pytest.raises((CorruptCheckpointError, CompositeCheckpointError)):
+            function(shelf, context=context)
+    assert not ckptcore.verify(shelf, context=context).ok
+
+
+def test_what_was_never_finished(shelf: Path, context: ckptcore.Context) -> None:
+    (shelf / MARK).write_text('{"unfinished": true}')
+    for function in (ckptcore.load_checkpointables, ckptcore.checkpointables_metadata, ckptcore.verify):
+        with pytest.raises(UncommittedCheckpointError):
+            function(shelf, context=context)
+
+
+@pytest.mark.parametrize("content", [b"", b"[", b"[1]", b"3", b"\xff", b'{"metrics": {"a": "b"}}'])
+def test_marks_that_are_damaged(content: bytes, shelf: Path, context: ckptcore.Context) -> None:
+    (shelf / MARK).write_bytes(content)
+    with pytest.raises(CorruptCheckpointError):
+        ckptcore.load_checkpointables(shelf, context=context)
+
+
+def test_arrays_that_are_damaged(shelf: Path, context: ckptcore.Context) -> None:
+    (shelf / "params" / "0.bin").write_bytes(b"short")
+    with pytest.raises(CorruptCheckpointError, match="weight"):
+        ckptcore.load_checkpointables(shelf, context=context)
+    (problem,) = ckptcore.verify(shelf, context=context).problems
+    assert problem.key == "params/0.bin" and problem.arrays == ("params: weight",)
+    model = Linear(9)
+    with pytest.raises(TargetUndefinedError):
+        ckptcore.load_checkpointables(shelf, {"params": model}, context=context)
+
+
+def test_a_composite_of_ours_without_its_root_is_none_of_theirs(tmp_path: Path, context: ckptcore.Context) -> None:
+    """It has their marks: but what was deleted or replaced in it since, only its root tells."""
+    ckptcore.save_checkpointables(
+        tmp_path / "c", {"params": PARAMS, "moments": PARAMS}, layout="shelf", context=context
+    )
+    (tmp_path / "c" / "checkpoint.json").unlink()
+    with pytest.raises(CorruptCheckpointError, match=r"has lost its checkpoint\.json"):
+        ckptcore.load_checkpointables(tmp_path / "c", context=context)
+    with pytest.raises(CheckpointError):
+        ckptcore.load(tmp_path / "c", context=context)
+    assert same(ckptcore.load(tmp_path / "c" / "params", context=context), PARAMS)
+
+
+# --- what it says
+
+
+def test_what_it_says_of_itself(shelf: Path, context: ckptcore.Context) -> None:
+    found = ckptcore.checkpointables_metadata(shelf, context=context)
+    assert (found.created, found.writer, found.custom, found.metrics) == (
+        CREATED,
+        "shelfware 3",
+        {"run": 1},
+        {"loss": 0.5},
+    )
+    assert found.save_id is None and found.timeline == () and found.processes == {} and found.unreadable == {}
+    assert {name: one.layout for name, one in found.checkpointables.items()} == {
+        "data": "files",
+        "moments": "shelf",
+        "params": "shelf",
+    }
+    assert found.nbytes == 2 * (48 + 32) + 5
+    assert same(ckptcore.load(shelf / "params", found.checkpointables["params"].abstract, context=context), PARAMS)
+
+
+def test_verification_reads_all_of_it(shelf: Path, context: ckptcore.Context) -> None:
+    told: list[tuple[int, int]] = []
+    report = ckptcore.verify(shelf, progress=lambda *moved: told.append(moved), context=context)
+    assert report.ok and report.nbytes == 165 and max(told) == (165, 165)
+    expected = {"data/deep/words", "data/position"} | {
+        f"{name}/{key}.bin" for name in ("moments", "params") for key in "01"
+    }
+    assert set(report.unverified) == expected and report.objects == 6
+
+
+# --- converting
+
+
+@pytest.mark.parametrize("layout", ["safetensors", "shelf"])
+def test_converting(layout: str, shelf: Path, context: ckptcore.Context, tmp_path: Path) -> None:
+    ckptcore.convert(shelf, tmp_path / "ours", layout=layout, context=context)
+    assert ckptcore.verify(tmp_path / "ours", context=context).ok
+    loaded = ckptcore.load_checkpointables(tmp_path / "ours", context=context)
+    assert list(loaded) == ["data", "moments", "params"]
+    assert same(loaded["params"], PARAMS) and loaded["data"] == FILES["data"]
+    found = ckptcore.checkpointables_metadata(tmp_path / "ours", context=context)
+    assert (found.custom, found.metrics) == ({"run": 1}, {"loss": 0.5})
+    assert (tmp_path / "ours" / MARK).exists() == (layout == "shelf")
+
+
+def test_names_that_ckptcore_has_for_itself_are_not_converted(
+    shelf: Path, context: ckptcore.Context, tmp_path: Path
+) -> None:
+    (shelf / "data").rename(shelf / "checkpoint.data")
+    assert ckptcore.load_checkpointables(shelf, ["checkpoint.data"], context=context) == {
+        "checkpoint.data": FILES["data"]
+    }
+    with pytest.raises(InvalidLocationError, match=r"checkpoint\.data"):
+        ckptcore.convert(shelf, tmp_path / "ours", context=context)
+    (shelf / "checkpoint.data").rename(shelf / "data")
+    (shelf / "data" / "position").rename(shelf / "data" / "checkpoint.position")
+    with pytest.raises(NameCollisionError, match=r"checkpoint\.position"):
+        ckptcore.convert(shelf, tmp_path / "ours", context=context)
+    assert not (tmp_path / "ours").exists()
+
+
+def test_a_save_of_ours_does_not_replace_it(shelf: Path, context: ckptcore.Context) -> None:
+    for overwrite in (False, True):
+        with pytest.raises(ckptcore.errors.CheckpointExistsError):
+            ckptcore.save(shelf, PARAMS, overwrite=overwrite, context=context)
+    with pytest.raises(ckptcore.errors.CheckpointExistsError):
+        ckptcore.delete(shelf, context=context)
+
+
+# --- while it is replaced
+
+
+def test_what_is_read_is_the_foreign_one_or_ours(tmp_path: Path) -> None:
+    """Before each operation of a load it makes place for a checkpoint of ours: the result is of one of the two."""
+    counting = FaultPlan()
+    location = f"file://{tmp_path}/count"
+    put_on_shelf(tmp_path / "count", {"a": PARAMS, "b": PARAMS})
+    load_all(location, counting)
+    versions = set()
+    for number in range(len(counting.operations)):
+        put_on_shelf(tmp_path / str(number), {"a": PARAMS, "b": PARAMS})
+        location = f"file://{tmp_path}/{number}"
+
+        def replace(number: int = number, location: str = location) -> None:
+            shutil.rmtree(tmp_path / str(number))
+            tree = {"bias": np.ones(4), "weight": np.ones(1)}
+            ckptcore.save_checkpointables(location, {"a": tree, "b": tree})
+
+        plan = InterruptedPlan(number, replace)
+        found = load_all(location, plan)
+        assert plan.interrupted and len(found) == 1, f"a mix of {found}, after operation {number}"
+        versions |= found
+    assert versions == {0.0, 1.0} or versions == {1.0}
+
+
+def load_all(location: str, plan: FaultPlan) -> set[float]:
+    context = faulty_context(location, plan)
+    context = ckptcore.Context(plugins=(*context.plugins, ShelfPlugin()), threads=1, durability="none")
+    loaded = ckptcore.load_checkpointables(through(location), context=context)
+    return {float(one["bias"][0]) for one in loaded.values()}

@@ -1,0 +1,265 @@
+"""Layouts mark a checkpoint for foreign readers: inside of the checkpoint, before it is committed, and in nobody's way."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import ckptcore
+from ckptcore.errors import CheckpointError, CheckpointNotFoundError, PluginError, StorageError
+from ckptcore.model import HostArray
+from ckptcore.plugins import installed_plugins
+from ckptcore.protocols import About, Coordinator, StorageOptions, WriteStore
+from ckptcore.testing import CrashAt, FailAt, FaultPlan, SimulatedCrash, ThreadJob
+from ckptcore.verification import has_its_sizes
+from tests.composites.objects import Counter, Files
+from tests.composites.shelf import MARK, ShelfLayout, ShelfPlugin
+from tests.crashes.places import faulty_context, through
+
+ARRAYS: dict[str, HostArray] = {"weight": np.arange(12, dtype=np.float32).reshape(3, 4), "bias": np.arange(4.0)}
+
+
+class Told(ShelfLayout):
+    """Remembers what it is told; may do what it may not."""
+
+    def __init__(self, *keys: str, error: Exception | None = None) -> None:
+        self.keys = keys
+        self.error = error
+        self.about: list[About] = []
+        self.names: list[str] = []
+
+    def write(self, snapshot: Any, store: WriteStore) -> Any:
+        """Remember the name."""
+        self.names.append(snapshot.plan.name)
+        return super().write(snapshot, store)
+
+    def mark(self, about: About, store: WriteStore) -> None:
+        """Mark, and what else was asked for."""
+        self.about.append(about)
+        for key in self.keys:
+            store.put(key, b"mark")
+        if self.error is not None:
+            raise self.error
+        super().mark(about, store)
+
+
+@pytest.fixture
+def context() -> ckptcore.Context:
+    """One that has the layout."""
+    return ckptcore.Context(plugins=(ShelfPlugin(),))
+
+
+def keys(place: str) -> list[str]:
+    """Every object below a place."""
+    scheme = "memory" if "://" in place else "file"
+    return sorted(installed_plugins().storage(scheme)(place, StorageOptions()).list())
+
+
+def mark(place: str) -> Any:
+    scheme = "memory" if "://" in place else "file"
+    return json.loads(installed_plugins().storage(scheme)(place, StorageOptions()).get(MARK))
+
+
+def test_one_tree_is_marked_and_the_marks_are_its_objects(place: str, context: ckptcore.Context) -> None:
+    layout = Told()
+    ckptcore.save(place + "/c", ARRAYS, layout=layout, metadata={"run": 1}, context=context)
+    found = ckptcore.metadata(place + "/c", context=context)
+    assert layout.about == [About(str(found.created), {"run": 1}, {}, {})] and layout.names == [""]
+    assert {f"{key}" for key in keys(place + "/c")} == {*found.objects, "checkpoint.json"}
+    assert MARK in found.objects and "tree/index.shelf" in found.objects
+    assert ckptcore.verify(place + "/c", context=context).ok
+
+
+def test_damage_to_a_mark_is_found(tmp_path: Path, context: ckptcore.Context) -> None:
+    ckptcore.save(tmp_path / "c", ARRAYS, layout="shelf", context=context)
+    (tmp_path / "c" / MARK).write_bytes(b"?" * (tmp_path / "c" / MARK).stat().st_size)
+    assert [problem.key for problem in ckptcore.verify(tmp_path / "c", context=context).problems] == [MARK]
+    assert ckptcore.load(tmp_path / "c", context=context)["bias"].tolist() == [0, 1, 2, 3]
+    (tmp_path / "c" / MARK).unlink()
+    assert not has_its_sizes(tmp_path / "c", context)
+
+
+def test_several_are_marked_once_beside_their_directories(place: str, context: ckptcore.Context) -> None:
+    layout = Told()
+    state = {"params": ARRAYS, "ema": ARRAYS, "data": Counter(3), "words": Files({"a": b"b"})}
+    ckptcore.save_checkpointables(place + "/c", state, layout=layout, metadata={"run": 1}, context=context)
+    created = ckptcore.checkpointables_metadata(place + "/c", context=context).created
+    members = {"params": "tree", "ema": "tree", "data": "tree", "words": "files"}
+    assert [dataclasses.asdict(about) for about in layout.about] == [
+        {"created": created, "custom": {"run": 1}, "metrics": {}, "members": members}
+    ]
+    assert layout.names == ["params", "ema", "data"]
+    assert {key for key in keys(place + "/c") if "/" not in key} == {MARK, "checkpoint.json"}
+    assert list(mark(place + "/c")["members"]) == ["params", "ema", "data", "words"]
+    loaded = ckptcore.load_checkpointables(place + "/c", context=context)
+    assert list(loaded) == list(members) and loaded["words"] == {"a": b"b"} and loaded["data"]["position"] == 3
+    assert ckptcore.verify(place + "/c", context=context).ok and has_its_sizes(place + "/c", context)
+
+
+def test_metrics_of_a_step_are_told(tmp_path: Path, context: ckptcore.Context) -> None:
+    with ckptcore.Checkpointer(tmp_path / "run", layout="shelf", context=context) as checkpointer:
+        checkpointer.save(1, ARRAYS, metrics={"loss": 0.5})
+        checkpointer.save_checkpointables(2, {"params": ARRAYS}, metrics={"loss": float("nan")})
+    assert mark(str(tmp_path / "run" / "1"))["metrics"] == {"loss": "0.5"}
+    assert mark(str(tmp_path / "run" / "2"))["metrics"] == {"loss": "nan"}
+
+
+def test_nothing_is_marked_where_there_is_no_tree(place: str, context: ckptcore.Context) -> None:
+    layout = Told()
+    ckptcore.save_checkpointables(place + "/c", {"words": Files({"a": b"b"})}, layout=layout, context=context)
+    assert layout.about == [] and MARK not in keys(place + "/c")
+
+
+def test_states_of_processes_are_told_by_directory(tmp_path: Path) -> None:
+    location = f"memory://{tmp_path.name}/step"
+    layout = Told()
+
+    def save(coordinator: Coordinator) -> None:
+        context = ckptcore.Context(coordinator=coordinator, plugins=(ShelfPlugin(),))
+        values = {"params": ARRAYS, "data": Counter(coordinator.rank), "words": Files({"a": b"b"})}
+        ckptcore.save_checkpointables(location, values, layout=layout, context=context)
+
+    ThreadJob(2).run(save)
+    (about,) = layout.about
+    assert about.members == {
+        "params": "tree", "data.rank_0": "tree", "data.rank_1": "tree", "words.rank_0": "files", "words.rank_1": "files"
+    }  # fmt: skip
+    assert sorted(layout.names) == ["data", "data", "params", "params"]
+
+
+def test_it_is_what_the_other_software_reads(tmp_path: Path, context: ckptcore.Context) -> None:
+    """Without our roots it is a checkpoint of theirs."""
+    ckptcore.save(tmp_path / "one", ARRAYS, layout="shelf", metadata={"run": 1}, context=context)
+    ckptcore.save_checkpointables(tmp_path / "c", {"params": ARRAYS, "ema": ARRAYS}, layout="shelf", context=context)
+    for root in list(tmp_path.rglob("checkpoint.*")):
+        root.unlink()
+    assert ckptcore.load(tmp_path / "one", context=context)["bias"].tolist() == [0, 1, 2, 3]
+    assert ckptcore.metadata(tmp_path / "one", context=context).custom == {"run": 1}
+    assert list(ckptcore.load_checkpointables(tmp_path / "one", context=context)) == ["tree"]
+    loaded = ckptcore.load_checkpointables(tmp_path / "c", context=context)
+    assert list(loaded) == ["ema", "params"] and loaded["ema"]["bias"].tolist() == [0, 1, 2, 3]
+
+
+# --- marks are in nobody's way
+
+
+def test_deleting_replacing_and_converting(place: str, context: ckptcore.Context) -> None:
+    location = place + "/c"
+    state = {"params": ARRAYS, "data": Counter(3)}
+    ckptcore.save_checkpointables(location, state, layout="shelf", context=context)
+    ckptcore.delete(location + "/data", context=context)
+    assert list(ckptcore.load_checkpointables(location, context=context)) == ["params"]
+    assert ckptcore.verify(location, context=context).deleted == ("data",)
+    ckptcore.convert(location, place + "/plain", context=context)
+    assert [key for key in keys(place + "/plain") if "/" not in key] == ["checkpoint.json"]
+    ckptcore.convert(place + "/plain", place + "/again", layout="shelf", context=context)
+    assert list(mark(place + "/again")["members"]) == ["params"]
+    ckptcore.save(location, ARRAYS, overwrite="non-atomic", context=context)
+    assert sorted(keys(location)) == ["checkpoint.json", "model.safetensors"]
+    ckptcore.save(location, ARRAYS, layout="shelf", overwrite="non-atomic", context=context)
+    ckptcore.delete(location, context=context)
+    assert keys(location) == []
+
+
+def test_what_lost_its_root_is_still_replaced_only_when_asked(tmp_path: Path, context: ckptcore.Context) -> None:
+    ckptcore.save_checkpointables(tmp_path / "c", {"params": ARRAYS}, layout="shelf", context=context)
+    (tmp_path / "c" / "checkpoint.json").unlink()
+    with pytest.raises(ckptcore.errors.CheckpointExistsError, match="overwrite=True"):
+        ckptcore.save(tmp_path / "c", ARRAYS, context=context)
+    ckptcore.save(tmp_path / "c", ARRAYS, overwrite=True, context=context)
+    assert ckptcore.load(tmp_path / "c", context=context)["bias"].tolist() == [0, 1, 2, 3]
+
+
+def test_a_run_of_marked_steps(tmp_path: Path, context: ckptcore.Context) -> None:
+    policy = ckptcore.policies.LatestN(2)
+    options: dict[str, Any] = {"layout": "shelf", "preservation_policy": policy, "context": context}
+    with ckptcore.Checkpointer(tmp_path / "run", **options) as checkpointer:
+        for step in range(5):
+            checkpointer.save_checkpointables(step, {"params": ARRAYS, "data": Counter(step)})
+            checkpointer.wait()
+        assert checkpointer.steps == (3, 4)
+        assert checkpointer.load_checkpointables()["data"]["position"] == 4
+    assert {path.name for path in (tmp_path / "run").iterdir() if path.name.isdigit()} == {"3", "4"}
+
+
+# --- layouts that break the rules, and saves that die
+
+
+@pytest.mark.parametrize("key", ["checkpoint.json", "checkpoint.mark", "params/mark", "data/mark"])
+def test_marks_in_the_wrong_place_are_refused(key: str, place: str, context: ckptcore.Context) -> None:
+    state = {"params": ARRAYS, "data": Counter(3)}
+    with pytest.raises(PluginError, match=key):
+        ckptcore.save_checkpointables(place + "/c", state, layout=Told(key), context=context)
+    assert keys(place) == []
+
+
+def test_a_mark_that_is_an_object_of_the_tree_is_refused(place: str, context: ckptcore.Context) -> None:
+    for key in ("tree/index.shelf", "checkpoint.mark", "checkpoint.json"):
+        with pytest.raises(PluginError, match=key):
+            ckptcore.save(place + "/c", ARRAYS, layout=Told(key), context=context)
+        assert keys(place) == []
+
+
+def test_a_layout_that_fails_to_mark_fails_the_save(place: str, context: ckptcore.Context) -> None:
+    layout = Told("half", error=RuntimeError("no marks today"))
+    for save in (ckptcore.save, ckptcore.save_checkpointables):
+        with pytest.raises(RuntimeError, match="no marks today"):
+            save(place + "/c", {"params": ARRAYS}, layout=layout, context=context)
+        assert keys(place) == []
+
+
+def faults(scheme: str, tmp_path: Path) -> Iterator[tuple[str, FaultPlan]]:
+    """A place and a plan for a death before and in the middle of each operation of a save, and for its failure."""
+    counting = FaultPlan()
+    count = f"{above(scheme, tmp_path)}/count"
+    if scheme == "file":
+        save_both(count, 1, FaultPlan())
+    save_both(count, 2, counting)
+    yield f"{count}-after", FaultPlan(CrashAt(len(counting.operations) - 1, "after"))
+    for operation in counting.operations:
+        where = f"{above(scheme, tmp_path)}/{operation.number}"
+        if operation.changes:
+            yield f"{where}-before", FaultPlan(CrashAt(operation.number, "before"))
+            yield f"{where}-midway", FaultPlan(CrashAt(operation.number, "midway"))
+        yield f"{where}-failed", FaultPlan(FailAt(operation.number, StorageError("the test let it fail")))
+
+
+def above(scheme: str, tmp_path: Path) -> str:
+    return f"file://{tmp_path}" if scheme == "file" else f"memory://{tmp_path.name}"
+
+
+def save_both(location: str, version: int, plan: FaultPlan) -> None:
+    state: Mapping[str, Any] = {name: {"version": version, "w": np.full(3, version)} for name in ("a", "b")}
+    context = faulty_context(location, plan)
+    context = ckptcore.Context(plugins=(*context.plugins, ShelfPlugin()), threads=1, durability="none")
+    ckptcore.save_checkpointables(through(location), state, layout="shelf", overwrite=True, context=context)
+
+
+@pytest.mark.parametrize("scheme", ["file", "memory"])
+def test_a_save_that_dies_leaves_the_old_or_the_new(scheme: str, tmp_path: Path, context: ckptcore.Context) -> None:
+    """On storage without directories nothing or the new one: never what looks like a checkpoint of the other software."""
+    outcomes = set()
+    for location, plan in faults(scheme, tmp_path):
+        if scheme == "file":
+            save_both(location, 1, FaultPlan())
+        try:
+            save_both(location, 2, plan)
+        except (SimulatedCrash, CheckpointError):
+            pass
+        try:
+            loaded = ckptcore.load_checkpointables(location, context=context)
+        except CheckpointNotFoundError:
+            assert scheme == "memory"
+            outcomes.add(0)
+            continue
+        (version,) = {loaded[name]["version"] for name in "ab"} | {int(value) for value in loaded["a"]["w"]}
+        outcomes.add(version)
+        assert ckptcore.checkpointables_metadata(location, context=context).save_id is not None, "theirs, not ours"
+        assert ckptcore.verify(location, context=context).ok
+    assert outcomes == ({1, 2} if scheme == "file" else {0, 2})
