@@ -1,0 +1,131 @@
+"""The commands, on checkpoints of several checkpointables that other software wrote."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import ckptcore
+from ckptcore import plugins
+from ckptcore.cli.documents import (
+    CheckpointablesDocument,
+    ConvertDocument,
+    DiffDocument,
+    ErrorDocument,
+    InspectDocument,
+    ListDocument,
+    StepsDocument,
+    VerifyDocument,
+)
+from ckptcore.context import default_context
+from tests.cli.conftest import Run, RunJson, flip
+from tests.composites.shelf import ShelfPlugin, put_on_shelf
+
+CREATED = "2026-01-02T03:04:05+00:00"
+
+
+@pytest.fixture(autouse=True)
+def _installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The commands know installed plugins only: for these tests the layout is one."""
+    having = plugins.installed_plugins().having([ShelfPlugin()], {})
+    for module in ("ckptcore.context", "ckptcore.cli.locating"):
+        monkeypatch.setattr(f"{module}.installed_plugins", lambda: having)
+    default_context.cache_clear()
+    yield
+    default_context.cache_clear()
+
+
+@pytest.fixture
+def shelf(tmp_path: Path) -> Path:
+    """A tree and files."""
+    directory = tmp_path / "theirs" / "step_7"
+    params = {"w": np.arange(12, dtype=np.float32).reshape(3, 4)}
+    put_on_shelf(
+        directory,
+        {"params": params},
+        {"data": {"a": b"hello"}},
+        created=CREATED,
+        custom={"run": 1},
+        metrics={"loss": 0.5},
+    )
+    return directory
+
+
+def strange(shelf: Path) -> Path:
+    (shelf / "ema").mkdir()
+    (shelf / "ema" / "strange").write_bytes(b"?")
+    return shelf
+
+
+def test_inspect(run: Run, run_json: RunJson, shelf: Path) -> None:
+    code, document = run_json(CheckpointablesDocument, "inspect", shelf)
+    assert (code, document["save_id"], document["created"], document["writer"]) == (0, None, CREATED, "shelfware 3")
+    assert document["custom"] == {"run": 1} and document["metrics"] == {"loss": 0.5} and "unreadable" not in document
+    assert [(one["name"], one["kind"], one["layout"]) for one in document["checkpointables"]] == [
+        ("data", "files", "files"),
+        ("params", "tree", "shelf"),
+    ]
+    text = run("inspect", shelf).stdout
+    assert "save id" not in text and "params  shelf, 1 array of 48 B" in text
+    assert run_json(InspectDocument, "inspect", shelf / "params")[1]["totals"]["nbytes"] == 48
+
+
+def test_inspect_shows_all_where_a_plain_load_gives_one(run_json: RunJson, tmp_path: Path) -> None:
+    put_on_shelf(tmp_path / "c", {"tree": {"w": np.ones(2)}, "ema": {"w": np.ones(2)}})
+    _, document = run_json(CheckpointablesDocument, "inspect", tmp_path / "c")
+    assert [one["name"] for one in document["checkpointables"]] == ["ema", "tree"]
+    put_on_shelf(tmp_path / "one", {"tree": {"w": np.ones(2)}})
+    assert run_json(InspectDocument, "inspect", tmp_path / "one")[1]["schema"] == "ckptcore.inspect/1"
+
+
+def test_what_nobody_reads_is_named(run: Run, run_json: RunJson, shelf: Path) -> None:
+    code, document = run_json(CheckpointablesDocument, "inspect", strange(shelf))
+    assert code == 0 and list(document["unreadable"]) == ["ema"]
+    assert "ema  cannot be read: " in run("inspect", shelf).stdout
+    assert run_json(VerifyDocument, "verify", shelf)[1]["problems"][0]["object"] == "ema"
+    code, error = run_json(ErrorDocument, "diff", shelf, shelf)
+    assert (code, error["error"]) == (3, "CheckpointNotFoundError") and "'ema'" in error["message"]
+    assert run("diff", shelf / "params", shelf / "params").exit_code == 0
+
+
+def test_ls(run_json: RunJson, shelf: Path) -> None:
+    (one,) = run_json(ListDocument, "ls", shelf.parent)[1]["checkpoints"]
+    assert (one["name"], one["state"], one["layout"], one["created"]) == ("step_7", "foreign", "composite", CREATED)
+    assert one["checkpointables"] == ["data", "params"] and (one["nbytes"], one["arrays"]) == (53, 1)
+
+
+def test_steps(run_json: RunJson, shelf: Path) -> None:
+    (one,) = run_json(StepsDocument, "steps", shelf.parent)[1]["steps"]
+    assert (one["step"], one["state"], one["nbytes"], one["metrics"]) == (7, "foreign", 53, {"loss": 0.5})
+
+
+def test_verify(run: Run, run_json: RunJson, shelf: Path) -> None:
+    code, document = run_json(VerifyDocument, "verify", shelf)
+    assert (code, document["ok"], document["nbytes"]) == (0, True, 53)
+    assert document["unverified"] == ["data/a", "params/0.bin"]
+    (shelf / "params" / "0.bin").write_bytes(b"")
+    assert run("verify", shelf).exit_code == 1
+
+
+def test_convert(run: Run, run_json: RunJson, shelf: Path, tmp_path: Path) -> None:
+    code, document = run_json(ConvertDocument, "convert", shelf, tmp_path / "ours")
+    assert (code, document["checkpointables"], document["nbytes"]) == (0, ["data", "params"], 53)
+    assert list(ckptcore.load_checkpointables(tmp_path / "ours")["params"]) == ["w"]
+    assert run("diff", shelf, tmp_path / "ours").exit_code == 0
+    assert run_json(ConvertDocument, "convert", tmp_path / "ours", tmp_path / "back", "--layout", "shelf")[0] == 0
+    assert list(json.loads((tmp_path / "back" / "SHELF").read_text())["members"]) == ["data", "params"]
+
+
+def test_diff(run: Run, run_json: RunJson, shelf: Path, tmp_path: Path) -> None:
+    assert run("diff", shelf, shelf).stdout == "the same: 1 leaf, 1 file, 53 B of elements and files compared\n"
+    ckptcore.convert(shelf, tmp_path / "ours")
+    flip(shelf / "data" / "a", 0)
+    code, document = run_json(DiffDocument, "diff", shelf, tmp_path / "ours")
+    assert code == 1
+    assert [(one["checkpointable"], one["path"], one["kind"]) for one in document["differences"]] == [
+        ("data", "a", "bytes")
+    ]
