@@ -51,7 +51,7 @@ def read_chunk(
     A write chunk of up to `chunk_bytes` stays whole. A longer one is divided along the axis that is cut most often, into
     up to 64 pieces: that is the axis along which another mesh is most likely to cut it further. Then along the other axes
     that are cut, then along any, the leading one first, so that rows stay contiguous. Pieces get at most `chunk_bytes`,
-    and at least half of that where the factors of the extents allow; their number is a multiple of a high power of
+    and more than half of that where the factors of the extents allow; their number is a multiple of a high power of
     two, since meshes double.
 
     Args:
@@ -69,13 +69,21 @@ def read_chunk(
             chunk[axis] //= _pieces(chunk[axis], prod(chunk), target, _MOST_PIECES)
     for axis in order:
         chunk[axis] //= _pieces(chunk[axis], prod(chunk), target, chunk[axis])
+    if prod(chunk) > target:
+        _overshoot(chunk, write_chunk, order, target)
+    return tuple(chunk)
+
+
+def _overshoot(chunk: list[int], write_chunk: tuple[int, ...], order: Sequence[int], target: int) -> None:
+    """Divide a chunk further where no number of pieces comes near the target: into too many, and not more than needed."""
     for axis in order:
         if prod(chunk) > target:
-            # No number of pieces comes near the target: one that is too high is left.
-            chunk[axis] //= min(
-                (pieces for pieces in _divisors(chunk[axis]) if prod(chunk) <= pieces * target), default=chunk[axis]
-            )
-    return tuple(chunk)
+            enough = (pieces for pieces in _divisors(chunk[axis]) if prod(chunk) <= pieces * target)
+            chunk[axis] //= min(enough, default=chunk[axis])
+    # What was divided before the last axis was may have been in vain.
+    for axis in reversed(order):
+        room = target // prod(chunk)
+        chunk[axis] *= max(pieces for pieces in _divisors(write_chunk[axis] // chunk[axis]) if pieces <= room)
 
 
 def _pieces(extent: int, elements: int, target: int, most: int) -> int:
@@ -86,7 +94,7 @@ def _pieces(extent: int, elements: int, target: int, most: int) -> int:
     if elements <= target:
         return 1
     divisors = [pieces for pieces in _divisors(extent) if pieces <= most]
-    fitting = [pieces for pieces in divisors if target <= 2 * (elements // pieces) and elements <= pieces * target]
+    fitting = [pieces for pieces in divisors if target < 2 * (elements // pieces) and elements <= pieces * target]
     if fitting:
         return max(fitting, key=lambda pieces: (pieces & -pieces, -pieces))
     return max(pieces for pieces in divisors if elements > pieces * target or pieces == 1)

@@ -20,12 +20,15 @@ _MAX_AXES: Final = 32
 
 _MAX_EXTENT: Final = 1 << 62
 
+_MAX_DEPTH: Final = 64
+"""Of nested lists and objects; no more than whatever is done with a document, or said of it, can walk through."""
+
 
 def parse_document(data: bytes) -> dict[str, JSON]:
     """The object that the bytes of a metadata file are.
 
     Raises:
-        CorruptCheckpointError: if it is not JSON, no object, or one names a member twice.
+        CorruptCheckpointError: if it is not JSON, no object, nested too deeply, or an object names a member twice.
     """
 
     def unique(pairs: list[tuple[str, JSON]]) -> dict[str, JSON]:
@@ -35,9 +38,20 @@ def parse_document(data: bytes) -> dict[str, JSON]:
         return made
 
     try:
-        return expect(json.loads(data, object_pairs_hook=unique), dict, "the metadata")
+        document: JSON = json.loads(data, object_pairs_hook=unique)
     except (ValueError, RecursionError) as error:
         raise CorruptCheckpointError(f"it is not JSON: {error}") from error
+    level: list[JSON] = [document]
+    for _ in range(_MAX_DEPTH):
+        level = [
+            member
+            for value in level
+            if isinstance(value, dict | list)
+            for member in (value.values() if isinstance(value, dict) else value)
+        ]
+    if level:
+        raise CorruptCheckpointError(f"it is nested more than {_MAX_DEPTH} levels deep")
+    return expect(document, dict, "the metadata")
 
 
 def encode_document(document: Mapping[str, JSON]) -> bytes:

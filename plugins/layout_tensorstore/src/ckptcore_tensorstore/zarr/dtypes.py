@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import Final, Literal, TypeAlias
 
 from ckptcore.errors import UnsupportedLeafError
@@ -40,8 +41,11 @@ _EXTENSIONS: Final = (
 )  # fmt: skip
 """Those below 8 bits take one byte per element, as in ml_dtypes."""
 
-STORED_DTYPES: Final = frozenset([*_VERSION2_NAMES, *_EXTENSIONS])
-"""The dtypes that arrays of both versions have in TensorStore 0.1.86, and that Orbax 0.12.8 loads from them.
+STORED_DTYPES: Final[Mapping[ZarrFormat, frozenset[str]]] = {
+    2: frozenset([*_VERSION2_NAMES, *_EXTENSIONS]),
+    3: frozenset([*_VERSION2_NAMES, *_EXTENSIONS]),
+}
+"""The dtypes that arrays of each version have in TensorStore 0.1.86, and that Orbax 0.12.8 loads from them.
 
 Found by experiment. TensorStore 0.1.72 has all but float8_e3m4, float8_e8m0fnu, float4_e2m1fn and int2.
 """
@@ -59,10 +63,8 @@ def stored_spec(spec: ArraySpec, zarr_format: ZarrFormat) -> ArraySpec:
     - ``datetime64`` and ``timedelta64`` become int64: counts of their unit, the smallest for "not a time".
     - All else becomes uint8: the bytes of an element, little endian, as a last axis more; no axis where it is one byte.
       So ``U3[2, 5]`` is stored as ``uint8[2, 5, 12]`` and ``uint4[7]`` as ``uint8[7]``.
-
-    A chunk holds elements whole: append ``stored.shape[len(spec.shape):]`` to the chunk shapes of the array.
     """
-    if spec.dtype in STORED_DTYPES:
+    if spec.dtype in STORED_DTYPES[zarr_format]:
         return spec
     dtype = spec.numpy_dtype
     if dtype.kind in "mM":

@@ -51,7 +51,7 @@ def zarr2_array(spec: ArraySpec, chunk: tuple[int, ...], *, compression: Compres
         UnsupportedLeafError: for a dtype that `stored_spec` would have replaced.
         ValueError: for a chunk that makes no grid.
     """
-    if spec.dtype not in STORED_DTYPES:
+    if spec.dtype not in STORED_DTYPES[2]:
         raise UnsupportedLeafError(f"zarr 2 has no dtype {spec.dtype}; store the array as `stored_spec` says")
     if len(spec.shape) != len(chunk) or not all(size > 0 for size in chunk):
         raise ValueError(f"chunks {chunk} make no grid for {spec}")
@@ -130,7 +130,7 @@ def _parse(data: bytes) -> ArrayFormat:
     if separator not in ("/", "."):
         raise CorruptCheckpointError(f"its dimension_separator is {str(separator)[:80]!r}, where / or . is expected")
     direct = document["compressor"] is None and not filters and endian == "little" and (order == "C" or len(shape) < 2)
-    if not direct and name not in STORED_DTYPES:
+    if not direct and name not in STORED_DTYPES[2]:
         raise UnsupportedLeafError(f"its dtype {str(dtype)[:80]!r} can be read only where chunks are not encoded")
     fill = fill_of_version2(document["fill_value"], name)
     return _format(spec, chunk, ChunkKeys("v2", "/" if separator == "/" else "."), document, direct=direct, fill=fill)

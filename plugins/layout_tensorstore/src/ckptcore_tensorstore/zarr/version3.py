@@ -66,7 +66,7 @@ def zarr3_array(
         UnsupportedLeafError: for a dtype that `stored_spec` would have replaced.
         ValueError: for chunks that make no grid.
     """
-    if spec.dtype not in STORED_DTYPES:
+    if spec.dtype not in STORED_DTYPES[3]:
         raise UnsupportedLeafError(f"zarr 3 has no dtype {spec.dtype}; store the array as `stored_spec` says")
     if not len(spec.shape) == len(chunk) == len(inner) or not all(
         0 < part <= size and size % part == 0 for size, part in zip(chunk, inner, strict=True)
@@ -170,7 +170,7 @@ _parse_again = lru_cache(maxsize=256)(_parse)
 
 
 def _dtype(value: JSON) -> str:
-    if isinstance(value, str) and value in STORED_DTYPES:
+    if isinstance(value, str) and value in STORED_DTYPES[3]:
         return value
     if not isinstance(value, str | dict | list):
         raise CorruptCheckpointError(f"its data_type is {str(value)[:80]!r}, where a name is expected")
