@@ -1,4 +1,9 @@
-"""Converting a checkpoint to another layout, with few arrays in memory at a time."""
+"""Converting a checkpoint to another layout, with few arrays in memory at a time.
+
+Each array is read whole when the layout takes it, and its memory is given back when the layout has written it: of what is
+converted there is in memory the array that is read and those that are being written, two with the layouts of the core. An array is
+never read in pieces, because `Snapshot.take` gives all of an item: so the largest array must fit into memory.
+"""
 
 from __future__ import annotations
 

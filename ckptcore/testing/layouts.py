@@ -326,6 +326,7 @@ class LayoutTests:
             layout.inspect_composite(DirectoryReadStore(tmp_path)) if isinstance(layout, InspectsComposites) else None
         )
         if found is not None:
+            assert len(found.members) == 1, f"one tree has the names {list(found.members)}"
             (name,) = found.members
             assert layout.inspect(DirectoryReadStore(tmp_path / name), None) is not None, f"nothing is found at {name}"
 

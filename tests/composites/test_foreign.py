@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import shutil
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +26,13 @@ from ckptcore.errors import (
     UncommittedCheckpointError,
     UnknownCheckpointableError,
 )
-from ckptcore.model import HostArray
+from ckptcore.hookspecs import hookimpl
+from ckptcore.model import HostArray, ReadPlan
+from ckptcore.protocols import LayoutFactory, ReadStore
 from ckptcore.testing.faults import FaultPlan
 from ckptcore.verification import has_its_sizes
 from tests.composites.objects import Files, Linear
-from tests.composites.shelf import MARK, ShelfPlugin, put_on_shelf
+from tests.composites.shelf import MARK, ShelfLayout, ShelfPlugin, put_on_shelf
 from tests.crashes.places import InterruptedPlan, faulty_context, through
 
 CREATED = "2026-01-02T03:04:05+00:00"
@@ -313,6 +318,55 @@ def test_verification_reads_all_of_it(shelf: Path, context: ckptcore.Context) ->
         f"{name}/{key}.bin" for name in ("moments", "params") for key in "01"
     }
     assert set(report.unverified) == expected and report.objects == 6
+
+
+class Caching(ShelfLayout):
+    """Keeps what it found out about a checkpoint for as long as its store lives."""
+
+    def __init__(self) -> None:
+        self.known: weakref.WeakKeyDictionary[ReadStore, int] = weakref.WeakKeyDictionary()
+        self.reads: list[int] = []
+
+    def read(self, plan: ReadPlan, buffers: Sequence[HostArray], store: ReadStore) -> Iterator[int]:
+        """Count the reads of each store."""
+        self.known[store] = self.known.get(store, 0) + 1
+        self.reads.append(self.known[store])
+        yield from super().read(plan, buffers, store)
+
+
+class CachingPlugin:
+    """Offers one layout object."""
+
+    def __init__(self) -> None:
+        self.layout = Caching()
+
+    @hookimpl
+    def ckpt_layouts(self) -> Mapping[str, LayoutFactory]:
+        """Under the same name."""
+        return {"shelf": lambda: self.layout}
+
+
+@pytest.mark.parametrize("ours", [False, True])
+def test_a_tree_is_read_through_one_store(ours: bool, shelf: Path, tmp_path: Path) -> None:
+    """However often it is read from, so that a layout can keep what it knows; and it lives no longer."""
+    plugin = CachingPlugin()
+    context = ckptcore.Context(plugins=(plugin,), memory=ckptcore.MemoryOptions(load_bytes=1))
+    source = shelf / "params"
+    if ours:
+        source = tmp_path / "ours"
+        ckptcore.save(source, PARAMS, layout="shelf", context=context)
+    for read in (
+        lambda: ckptcore.convert(source, tmp_path / "converted", context=context),
+        lambda: ckptcore.load(source, context=context),
+        lambda: ckptcore.load_into(
+            source, {name: np.zeros_like(array) for name, array in PARAMS.items()}, context=context
+        ),
+    ):
+        plugin.layout.reads.clear()
+        read()
+        assert plugin.layout.reads == [1, 2]
+        gc.collect()
+        assert not plugin.layout.known
 
 
 # --- converting

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -27,7 +28,17 @@ from ckptcore.model import (
     Shard,
     TreeMetadata,
 )
-from ckptcore.protocols import Coordinator, Flattened, HostMemory, Inspection, ReadStore, Snapshot, WriteStore
+from ckptcore.protocols import (
+    About,
+    Coordinator,
+    Flattened,
+    HostMemory,
+    InspectedComposite,
+    Inspection,
+    ReadStore,
+    Snapshot,
+    WriteStore,
+)
 from ckptcore.testing import (
     ContainerExample,
     ContainerHandlerTests,
@@ -42,6 +53,7 @@ from ckptcore.testing import (
 )
 from ckptcore.testing.builtin_samples import FILE, NUMPY
 from ckptcore.testing.samples import LayoutSample
+from tests.composites.shelf import ShelfLayout
 
 T = TypeVar("T")
 SPEC = ArraySpec((5, 3), "float32")
@@ -331,6 +343,74 @@ def test_a_broken_layout_is_noticed(
         getattr(suite, test)(*arguments, tmp_path / "broken")
     whole = type("Suite", (LayoutTests,), {"several_processes": False, "layout": lambda self: Wrapped()})()
     getattr(whole, test)(*arguments, tmp_path / "whole")
+
+
+class MarksAMember(ShelfLayout):
+    def mark(self, about: About, store: WriteStore) -> None:
+        super().mark(about, store)
+        for name in about.members:
+            store.put(f"{name}/done", b"")
+
+
+class MarksAsTheCore(ShelfLayout):
+    def mark(self, about: About, store: WriteStore) -> None:
+        super().mark(about, store)
+        store.put("checkpoint.done", b"")
+
+
+class MarksTheIndexAgain(ShelfLayout):
+    def mark(self, about: About, store: WriteStore) -> None:
+        super().mark(about, store)
+        store.put("tree/index.shelf", b"")
+
+
+class MarksNothing(ShelfLayout):
+    def mark(self, about: About, store: WriteStore) -> None:
+        """Forget to."""
+
+
+class FindsNoNames(ShelfLayout):
+    def inspect_composite(self, store: ReadStore) -> InspectedComposite | None:
+        return None
+
+
+class FindsNamesEverywhere(ShelfLayout):
+    def inspect_composite(self, store: ReadStore) -> InspectedComposite | None:
+        return InspectedComposite({}, "anyone")
+
+
+class NamesEveryDirectory(ShelfLayout):
+    def inspect_composite(self, store: ReadStore) -> InspectedComposite | None:
+        found = super().inspect_composite(store)
+        return found and InspectedComposite({**found.members, "other": "tree"}, "anyone")
+
+
+class TrustsItsMarks(ShelfLayout):
+    def inspect_composite(self, store: ReadStore) -> InspectedComposite | None:
+        return InspectedComposite({}, json.loads(store.get("SHELF"))["writer"])
+
+
+@pytest.mark.parametrize(
+    ("layout", "test"),
+    [
+        (MarksAMember, "test_several_checkpointables_are_found_by_name"),
+        (MarksAsTheCore, "test_a_single_leaf_is_a_tree"),
+        (MarksTheIndexAgain, "test_a_single_leaf_is_a_tree"),
+        (MarksNothing, "test_inspect_finds_what_it_wrote"),
+        (MarksNothing, "test_several_checkpointables_are_found_by_name"),
+        (FindsNoNames, "test_several_checkpointables_are_found_by_name"),
+        (FindsNamesEverywhere, "test_something_else_is_no_composite"),
+        (NamesEveryDirectory, "test_one_tree_has_at_most_one_name"),
+        (TrustsItsMarks, "test_damaged_marks_are_an_error_at_most"),
+    ],
+)
+def test_a_layout_that_breaks_composites_is_noticed(layout: type[ShelfLayout], test: str, tmp_path: Path) -> None:
+    for name in ("broken", "whole"):
+        (tmp_path / name).mkdir()
+    suite = type("Suite", (LayoutTests,), {"layout": lambda self: layout()})()
+    with pytest.raises(AssertionError):
+        getattr(suite, test)(tmp_path / "broken")
+    getattr(type("Suite", (LayoutTests,), {"layout": lambda self: ShelfLayout()})(), test)(tmp_path / "whole")
 
 
 # --- coordinators

@@ -30,4 +30,3 @@ class TestShelf(LayoutTests):
 
     def layout(self) -> Layout:
         return ShelfLayout()
-

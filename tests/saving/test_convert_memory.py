@@ -1,0 +1,60 @@
+"""Converting takes memory for the array that is read and those that are being written, however many there are."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import ckptcore
+from tests.composites.shelf import ShelfPlugin
+
+MIB = 1 << 20
+ARRAYS = 10
+ARRAY_BYTES = 32 * MIB
+
+# In a process of its own, whose peak is nobody else's.
+PROGRAM = """
+import sys
+import ckptcore
+from tests.composites.shelf import ShelfPlugin
+
+source, destination, layout, warm = sys.argv[1:]
+context = ckptcore.Context(plugins=(ShelfPlugin(),), durability="none")
+ckptcore.convert(warm, warm + "-again", layout=layout, context=context)
+
+
+def peak():
+    # Not ru_maxrss, which begins with what the parent had.
+    with open("/proc/self/status") as status:
+        return next(int(line.split()[1]) << 10 for line in status if line.startswith("VmHWM:"))
+
+
+before = peak()
+ckptcore.convert(source, destination, layout=layout, context=context)
+print(peak() - before)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("source_layout", ["safetensors", "shelf"])
+@pytest.mark.parametrize("layout", ["safetensors", "shelf"])
+def test_few_arrays_are_in_memory_at_a_time(source_layout: str, layout: str, tmp_path: Path) -> None:
+    context = ckptcore.Context(plugins=(ShelfPlugin(),), durability="none")
+    elements = np.arange(ARRAY_BYTES // 4, dtype=np.float32)
+    state = {f"layer_{number}": elements + number for number in range(ARRAYS)}
+    ckptcore.save(tmp_path / "source", state, layout=source_layout, context=context)
+    ckptcore.save(tmp_path / "warm", {"w": np.zeros(MIB)}, layout=source_layout, context=context)
+    assert ckptcore.metadata(tmp_path / "source", context=context).nbytes == ARRAYS * ARRAY_BYTES
+    arguments = [str(tmp_path / "source"), str(tmp_path / "converted"), layout, str(tmp_path / "warm")]
+    found = subprocess.run(
+        [sys.executable, "-c", PROGRAM, *arguments],
+        cwd=Path(__file__).resolve().parents[2], capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert found.returncode == 0, found.stderr
+    assert int(found.stdout) < 2 * ARRAY_BYTES + 48 * MIB
+    loaded = ckptcore.load(tmp_path / "converted", context=context)
+    assert all(np.array_equal(loaded[name], array) for name, array in state.items())
