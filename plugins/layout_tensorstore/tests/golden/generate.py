@@ -295,7 +295,7 @@ def v0_zarr3(path: Path) -> Any:
     checkpointer = ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_ocdbt=True, use_zarr3=True))
     checkpointer.save(path, args=ocp.args.PyTreeSave(built(PARAMS), custom_metadata={"item": 1}))
     checkpointer.close()
-    return {"tree": PARAMS}
+    return {"tree": PARAMS, "custom": {"item": 1}}
 
 
 @golden

@@ -12,7 +12,7 @@ import numpy as np
 from ckptcore.errors import CorruptCheckpointError, UnsupportedLeafError
 from ckptcore.model import ArraySpec, HostArray, dtype_from_name
 from ckptcore_tensorstore.orbax.documents import corrupt
-from ckptcore_tensorstore.orbax.trees import StoredTree, TreeLeaf, plain_tree
+from ckptcore_tensorstore.orbax.trees import MAX_DEPTH, StoredTree, TreeLeaf, plain_tree
 
 __all__ = ["AGGREGATE_FILE", "parse_aggregate", "unpack"]
 
@@ -100,7 +100,7 @@ def _array(shape: list[Any], dtype: str, elements: bytes, key: str) -> HostArray
 
 def _leaves(value: object, key: str, depth: int) -> object:
     """The same with leaves where arrays are, in the file or beside it."""
-    if depth > 512:
+    if depth > MAX_DEPTH:
         raise corrupt(key, "a tree", "one that is too deep")
     if isinstance(value, str) and value.startswith(_PLACEHOLDERS):
         return TreeLeaf(value.partition("://")[2])
