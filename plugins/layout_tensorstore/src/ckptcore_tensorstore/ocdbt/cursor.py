@@ -73,7 +73,7 @@ class Cursor:
 
     def count(self, what: str) -> int:
         """How many entries follow, of a byte or more each."""
-        found = self.varint(what, 2**64 - 1)
+        found = int(self.wide_varints(1, what)[0])
         if found > self.remaining:
             raise self.place.damaged(f"{what} is {found} where {self.remaining} bytes are left")
         return found

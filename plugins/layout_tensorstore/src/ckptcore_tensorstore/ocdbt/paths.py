@@ -104,6 +104,8 @@ def encode_files(paths: Sequence[str]) -> bytes:
     Raises:
         InvalidLocationError: a path that no reader would take.
     """
+    if not paths:
+        return encode_varint(0)
     encoded = []
     for path in paths:
         data = path.encode()
