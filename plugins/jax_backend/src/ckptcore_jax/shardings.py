@@ -110,7 +110,8 @@ def _name(device: Any) -> str:
 
 
 def _default_memory_kind(sharding: Sharding) -> str | None:
-    device: Any = next(iter(sharding.device_set))
+    # Some versions of JAX tell it of devices of this process only, and every process has to note the same.
+    device: Any = next(iter(sharding.addressable_devices), None) or jax.local_devices()[0]
     try:
         return str(device.default_memory().kind)
     except (AttributeError, NotImplementedError, RuntimeError):  # a backend without kinds of memory
