@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import prod
 from typing import Final
 
 from ckptcore.engine.read_tasks import ObjectShape, ReadPart, ReadTask, group_tasks, plan_object, share, takers_of
-from ckptcore.engine.takers import BoxTaker, Taker
+from ckptcore.engine.takers import BoxTaker, RunTaker, Taker
 from ckptcore.engine.tile_checks import TileCheck
 from ckptcore.errors import CorruptCheckpointError
 from ckptcore.model import Checksum, TileRead
@@ -29,20 +29,18 @@ class TileShape(ObjectShape):
         return self.part_bytes % itemsize == 0
 
 
-@dataclass(frozen=True, slots=True)
 class _Tile:
-    """Bytes `start` to `stop` of an object with a checksum behind them, that ends at `end`, and who wants of them.
+    """Bytes `start` to `stop` of an object with a checksum behind them, that ends at `end`, and who wants of them."""
 
-    Attributes:
-        takers: as if the object were read by blocks; with another shape there are others.
-    """
+    __slots__ = ("checksum", "end", "reads", "start", "stop", "takers")
 
-    start: int
-    stop: int
-    end: int
-    checksum: Checksum
-    reads: list[TileRead] = field(default_factory=list)
-    takers: list[Taker] = field(default_factory=list)
+    def __init__(self, start: int, stop: int, checksum: Checksum) -> None:
+        self.start = start
+        self.stop = stop
+        self.end = stop + checksum.nbytes
+        self.checksum = checksum
+        self.reads: list[TileRead] = []
+        self.takers: list[Taker] = []
 
 
 def plan_checked(shape: ObjectShape, tile_shape: TileShape, reads: Sequence[TileRead]) -> list[ReadTask]:
@@ -57,31 +55,37 @@ def plan_checked(shape: ObjectShape, tile_shape: TileShape, reads: Sequence[Tile
         CorruptCheckpointError: a tile or its checksum does not lie within the object, a target does not fit its box, or
             tiles overlap.
     """
+    recorded = shape.step > 1
     others: list[Taker] = []
-    by_place: dict[tuple[int, int, int, str], _Tile] = {}
+    by_place: dict[tuple[int, int, str], _Tile] = {}
     for read in reads:
-        takers = list(takers_of(shape, read))
         checksum = read.checksum
         if checksum is None:
-            others.extend(takers)
-        elif takers:
+            others.extend(takers_of(shape, read))
+        elif takers := list(takers_of(shape if recorded else tile_shape, read)):
             stop = read.offset + prod(map(int.__sub__, read.box.stop, read.box.start)) * read.itemsize
-            place = read.offset, stop, checksum.nbytes, checksum.name
-            if (tile := by_place.get(place)) is None:
-                tile = by_place[place] = _Tile(read.offset, stop, stop + checksum.nbytes, checksum)
+            place = read.offset, stop, checksum.name
+            tile = by_place.get(place)
+            if tile is None:
+                tile = by_place[place] = _Tile(read.offset, stop, checksum)
             tile.reads.append(read)
             tile.takers.extend(takers)
     tiles = sorted(by_place.values(), key=lambda tile: tile.start)
     _refuse_overlap(shape.key, tiles)
-    if shape.step == 1:
-        whole = [True] * len(tiles)
-    else:
+    if recorded:
         whole = _cheapest(shape, tiles)
-        others.extend([taker for tile, alone in zip(tiles, whole, strict=True) if not alone for taker in tile.takers])
-    return [
-        *plan_object(shape, others),
-        *_plan_tiles(tile_shape, [tile for tile, alone in zip(tiles, whole, strict=True) if alone]),
-    ]
+        if not whole:
+            others.extend([taker for tile in tiles for taker in tile.takers])
+            tiles = []
+        else:
+            others.extend(
+                [taker for tile, alone in zip(tiles, whole, strict=True) if not alone for taker in tile.takers]
+            )
+            tiles = [tile for tile, alone in zip(tiles, whole, strict=True) if alone]
+            for tile in tiles:
+                if any(isinstance(taker, BoxTaker) for taker in tile.takers):  # no block cuts their elements any more
+                    tile.takers = [taker for read in tile.reads for taker in takers_of(tile_shape, read)]
+    return [*plan_object(shape, others), *_plan_tiles(tile_shape, tiles)]
 
 
 def _refuse_overlap(key: str, tiles: Sequence[_Tile]) -> None:
@@ -106,15 +110,15 @@ def _plan_tiles(shape: TileShape, tiles: Sequence[_Tile]) -> list[ReadTask]:
     ranges: list[tuple[int, int, Taker]] = []
     most = shape.part_bytes
     for tile in tiles:
-        takers = [taker for read in tile.reads for taker in takers_of(shape, read)]
-        ranges.extend([(taker.start, taker.stop, taker) for taker in takers])
+        for taker in tile.takers:
+            ranges.append((taker.start, taker.stop, taker))
         check = TileCheck(shape.key, tile.start, tile.stop, tile.checksum)
         if windows and tile.start - windows[-1].stop <= shape.gap_bytes and tile.end - windows[-1].start <= most:
             windows[-1].stop = tile.end
             windows[-1].checks.append(check)
             continue
         if tile.stop - tile.start > most:
-            check.expect_pieces(sorted({taker.number for taker in takers}))
+            check.expect_pieces(sorted({taker.number for taker in tile.takers}))
         for begin in range(tile.start, tile.stop, most):
             # The checksum comes with the last bytes it is of.
             end = begin + most if begin + most < tile.stop else tile.end
@@ -126,53 +130,87 @@ def _plan_tiles(shape: TileShape, tiles: Sequence[_Tile]) -> list[ReadTask]:
 
 
 def _cheapest(shape: ObjectShape, tiles: Sequence[_Tile]) -> list[bool]:
-    """For each tile whether it is read whole, rather than the blocks that hold what is wanted of it.
+    """For each tile whether it is read whole, rather than the blocks that hold what is wanted of it; empty if none is.
 
     Tiles share blocks with their neighbours, so this looks for the cheapest of all ways, from the first tile to the last:
     the cheapest one that ends with blocks and the cheapest one that ends with a whole tile are each the cheapest way
     before, of one kind or the other, and the tile. Another request costs what a gap does that is cheaper read in vain.
     """
+    blocks = [_blocks_of(shape, tile.takers) for tile in tiles]
+    wanted = nbytes = read_to = 0
+    for tile, run in zip(tiles, blocks, strict=True):
+        # Who reads all of a tile and goes on behind it reads its checksum too.
+        wanted += tile.end - tile.start if run.wanted == tile.stop - tile.start else run.wanted
+        nbytes += run.after(read_to)
+        read_to = run.stop
+    if nbytes * _BLOCK_PRICE <= wanted * _TILE_PRICE:
+        return []
     request = shape.gap_bytes * _BLOCK_PRICE
     blocks_cost = tile_cost = 0
-    blocks_read = tile_read = 0  # up to where the blocks are read, on each of the two ways
-    stop = -1
-    after_blocks: list[
-        tuple[bool, bool]
-    ] = []  # whether blocks come before a tile read by blocks, and before a whole one
-    for tile in tiles:
-        first, last, nbytes = _rounded(shape, tile.takers)
-        same = blocks_cost + (nbytes - max(0, min(blocks_read, first[1]) - first[0])) * _BLOCK_PRICE
-        other = tile_cost + (nbytes - max(0, min(tile_read, first[1]) - first[0])) * _BLOCK_PRICE + request
-        whole = (tile.end - tile.start) * _TILE_PRICE
+    blocks_read = tile_read = 0  # up to where blocks are read, on each of the two ways
+    stop = tiles[0].start
+    before: list[tuple[bool, bool]] = []  # if the tile is read by blocks, and if whole: whether the one before is whole
+    for tile, run in zip(tiles, blocks, strict=True):
+        same = blocks_cost + run.after(blocks_read) * _BLOCK_PRICE
+        other = tile_cost + run.after(tile_read) * _BLOCK_PRICE + request
         gap = tile.start - stop
-        whole_same = tile_cost + whole + (gap * _TILE_PRICE if 0 < gap <= shape.gap_bytes and stop >= 0 else 0)
-        whole_other = blocks_cost + whole + request
-        after_blocks.append((same <= other, whole_other < whole_same))
-        before = blocks_read
-        blocks_cost, blocks_read = min(same, other), last
-        if whole_other < whole_same:
-            tile_cost, tile_read = whole_other, before
-        else:
+        price = (tile.end - tile.start) * _TILE_PRICE
+        whole_same = tile_cost + price + (gap * _TILE_PRICE if gap <= shape.gap_bytes else 0)
+        whole_other = blocks_cost + price + request
+        before.append((other < same, whole_same <= whole_other))
+        if whole_same <= whole_other:
             tile_cost = whole_same
+        else:
+            tile_cost, tile_read = whole_other, blocks_read
+        blocks_cost, blocks_read = min(same, other), run.stop
         stop = tile.end
-    blocks = blocks_cost <= tile_cost
+    whole = tile_cost < blocks_cost
     found: list[bool] = []
-    for before_blocks, before_whole in reversed(after_blocks):
-        found.append(not blocks)
-        blocks = before_blocks if blocks else before_whole
+    for if_blocks, if_whole in reversed(before):
+        found.append(whole)
+        whole = if_whole if whole else if_blocks
     found.reverse()
     return found
 
 
-def _rounded(shape: ObjectShape, takers: Iterable[Taker]) -> tuple[tuple[int, int], int, int]:
-    """Of the blocks that hold what takers want: the first run of them, where the last ends, and how many bytes in all."""
+class _Blocks:
+    """The blocks that hold what is wanted of a tile.
+
+    Attributes:
+        start, first_stop: the first of them that follow each other without a gap.
+        stop: where the last one ends.
+        nbytes: bytes in all of them.
+        wanted: bytes that are wanted, at least.
+    """
+
+    __slots__ = ("first_stop", "nbytes", "start", "stop", "wanted")
+
+    def __init__(self, start: int, first_stop: int, stop: int, nbytes: int, wanted: int) -> None:
+        self.start = start
+        self.first_stop = first_stop
+        self.stop = stop
+        self.nbytes = nbytes
+        self.wanted = wanted
+
+    def after(self, read_to: int) -> int:
+        """Bytes of them that are not read yet, where all blocks up to `read_to` are."""
+        if read_to <= self.start:
+            return self.nbytes
+        return self.nbytes - min(read_to, self.first_stop) + self.start
+
+
+def _blocks_of(shape: ObjectShape, takers: Sequence[Taker]) -> _Blocks:
+    if len(takers) == 1 and isinstance(taker := takers[0], RunTaker):
+        start, stop = taker.start // shape.step * shape.step, shape.above(taker.stop)
+        return _Blocks(start, stop, stop, stop - start, taker.stop - taker.start)
     merged: list[tuple[int, int]] = []
     for start, stop in sorted(_block_ranges(shape, takers)):
         if merged and start <= merged[-1][1]:
             merged[-1] = merged[-1][0], max(stop, merged[-1][1])
         else:
             merged.append((start, stop))
-    return merged[0], merged[-1][1], sum([stop - start for start, stop in merged])
+    nbytes = sum([stop - start for start, stop in merged])
+    return _Blocks(merged[0][0], merged[0][1], merged[-1][1], nbytes, 0)
 
 
 def _block_ranges(shape: ObjectShape, takers: Iterable[Taker]) -> Iterator[tuple[int, int]]:

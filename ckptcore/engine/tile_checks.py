@@ -53,12 +53,17 @@ class TileCheck:
             ChecksumError
         """
         low, high = max(start, self.start), min(stop, self.stop)
-        stored = b"".join(_between(buffers, self.stop, self.end)) if stop >= self.end else b""
         checksum = self._checksum
-        pieces = _between(buffers, low, high)
-        value = checksum.of(pieces[0])
-        for piece in pieces[1:]:
-            value = checksum.join(value, checksum.of(piece), len(piece))
+        if len(buffers) == 1:
+            position, buffer = buffers[0]
+            value = checksum.of(buffer[low - position : high - position])
+            stored = bytes(buffer[high - position : self.end - position]) if stop >= self.end else b""
+        else:
+            pieces = _between(buffers, low, high)
+            value = checksum.of(pieces[0])
+            for piece in pieces[1:]:
+                value = checksum.join(value, checksum.of(piece), len(piece))
+            stored = b"".join(_between(buffers, high, self.end)) if stop >= self.end else b""
         if self._pieces is None or self._lock is None:
             self._compare(value, stored)
             return True
@@ -85,7 +90,7 @@ class TileCheck:
 
 def _between(buffers: Sequence[tuple[int, memoryview]], start: int, stop: int) -> list[memoryview]:
     """Where bytes `start` to `stop` of an object lie, of buffers as `TileCheck.compare` takes them."""
-    place = bisect.bisect_right(buffers, start, key=_position) - 1 if len(buffers) > 1 else 0
+    place = bisect.bisect_right(buffers, start, key=_position) - 1
     position, buffer = buffers[place]
     found = [buffer[start - position : stop - position]]
     while (position := position + len(buffer)) < stop:

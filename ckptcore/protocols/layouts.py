@@ -59,7 +59,11 @@ class WriteStore(Protocol):
     def write(self, key: str, segments: Sequence[Segment]) -> None:
         """Write an object made of these segments, in this order, over the core's I/O threads.
 
-        Segments are opened one after the other as writing proceeds, and closed as their bytes are written.
+        Segments are opened one after the other as writing proceeds, and closed as their bytes are written. Checksums that
+        stand in the object are computed on the way, by the threads that write what they are of.
+
+        Raises:
+            PluginError: the arrays of a segment do not make up its box, or a checksum is of another one.
         """
         ...
 
@@ -95,8 +99,12 @@ class ReadStore(Protocol):
     def read_tiles(self, reads: Sequence[TileRead]) -> Iterator[int]:
         """Fill targets over the core's I/O threads; yields the number of a target once all its tiles here are read.
 
+        A store that verifies has compared a tile by then: with what was recorded of its object, or with the checksum that
+        stands behind the tile. For that it may read all of a tile of which a part is wanted.
+
         Raises:
-            ObjectNotFoundError, ChecksumError, CorruptCheckpointError: where an object ends too early
+            ObjectNotFoundError, ChecksumError
+            CorruptCheckpointError: an object ends too early, or tiles that have checksums overlap without being the same.
         """
         ...
 
