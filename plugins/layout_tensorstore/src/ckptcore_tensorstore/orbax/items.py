@@ -44,6 +44,7 @@ class Item:
         tree: what is known of it; None where only a database is there, which has the names of the arrays (`tree_of_names`).
         database: whether arrays are in an OCDBT database there; else each is a directory of its own.
         zarr_format: of the arrays; None where it is not said.
+        missing: what a chunk that is not there means. Before Orbax stored chunks of nothing but the fill value too, those.
         shardings: notes of arrays of JAX, by name.
         random_keys: the implementation of the arrays that are data of random keys, by name.
         custom: metadata of the user's.
@@ -57,6 +58,7 @@ class Item:
     writer: str
     database: bool = False
     zarr_format: Literal[2, 3] | None = None
+    missing: Literal["error", "fill"] = "fill"
     shardings: Mapping[str, Mapping[str, JSON]] = field(default_factory=dict)
     random_keys: Mapping[str, str] = field(default_factory=dict)
     custom: Mapping[str, JSON] = field(default_factory=dict)
@@ -171,12 +173,14 @@ def _tree_item(store: ReadStore, directory: str, names: frozenset[str]) -> Item:
     custom = dict(about.custom)
     tree: StoredTree | None = None
     zarr_format: Literal[2, 3] | None = None
+    missing: Literal["error", "fill"] = "fill"
     writer = "Orbax"
     if TREE_FILE in names:
         key = key_in(directory, TREE_FILE)
         described = parse_tree(store.get(key), key)
         tree = described.tree
         zarr_format = 3 if described.use_zarr3 else 2
+        missing = "error" if described.stores_fill_value else "fill"
         _add_custom(custom, described.custom)
     if AGGREGATE_FILE in names:
         key = key_in(directory, AGGREGATE_FILE)
@@ -196,7 +200,9 @@ def _tree_item(store: ReadStore, directory: str, names: frozenset[str]) -> Item:
         key = key_in(directory, SHARDING_FILE)
         shardings = parse_shardings(store.get(key), key)
     random_keys = _random_keys(store, directory, tree) if f"{ARRAY_METADATA}/" in names else {}
-    return Item("tree", directory, tree, writer, database, zarr_format, shardings, random_keys, custom, about.created)
+    return Item(
+        "tree", directory, tree, writer, database, zarr_format, missing, shardings, random_keys, custom, about.created
+    )
 
 
 def _add_custom(custom: dict[str, JSON], found: JSON) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ckptcore_tensorstore.zarr.documents import encode_document
 from ckptcore_tensorstore.zarr.dtypes import STORED_DTYPES, ZarrFormat, stored_spec
-from ckptcore_tensorstore.zarr.formats import ArrayFormat, ChunkKeys, Compression
+from ckptcore_tensorstore.zarr.formats import ArrayFormat, ChunkKeys, Compression, CompressionName
 from ckptcore_tensorstore.zarr.shard_index import (
     MISSING,
     ShardIndex,
@@ -23,6 +23,7 @@ __all__ = [
     "ArrayFormat",
     "ChunkKeys",
     "Compression",
+    "CompressionName",
     "ShardIndex",
     "ZarrFormat",
     "decode_index",

@@ -5,15 +5,19 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
-from typing import Final, Literal
+from typing import Final, Literal, TypeAlias
 
 from ckptcore.model import JSON, ArraySpec
 from ckptcore_tensorstore.zarr.dtypes import ZarrFormat
 
-__all__ = ["ArrayFormat", "ChunkKeys", "Compression"]
+__all__ = ["ArrayFormat", "ChunkKeys", "Compression", "CompressionName"]
 
 _INDEX_ENTRY_BYTES: Final = 16
 _CRC_BYTES: Final = 4
+
+
+CompressionName: TypeAlias = Literal["zstd", "gzip", "blosc"]
+"""The codecs that chunks can be compressed with."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +30,7 @@ class Compression:
             zarr 2 and 3.
     """
 
-    name: Literal["zstd", "gzip", "blosc"]
+    name: CompressionName
     level: int | None = None
 
     def __post_init__(self) -> None:

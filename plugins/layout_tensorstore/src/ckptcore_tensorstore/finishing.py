@@ -1,0 +1,223 @@
+"""Making what processes wrote one whole: the keys of all chunks, and what Orbax reads beside arrays."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from math import prod
+from typing import Any, Final
+
+from ckptcore.model import (
+    JSON,
+    ArrayRecord,
+    ArraySpec,
+    BytesSegment,
+    HostArray,
+    Receipt,
+    TreeMetadata,
+    ValueRecord,
+    name_of_dtype,
+)
+from ckptcore.protocols import WriteStore
+from ckptcore_tensorstore.crc32c import CRC32C
+from ckptcore_tensorstore.grids import unflat_index
+from ckptcore_tensorstore.ocdbt import Value, encode_database
+from ckptcore_tensorstore.orbax import item_files, value_array
+from ckptcore_tensorstore.state import DIGEST_BYTES, ArraysState, Extents, StoredName
+from ckptcore_tensorstore.stored_arrays import Form, array_names, stored_format
+from ckptcore_tensorstore.zarr import ArrayFormat, encode_metadata, zarr2_array, zarr3_array
+
+__all__ = ["finish_arrays"]
+
+_THREADS: Final = 8
+"""Threads that wait for the storage while small objects are written."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Chunks:
+    """The chunks of one process."""
+
+    files: Sequence[str]
+    leaf: Sequence[int]
+    chunk: Sequence[int]
+    file: Sequence[int]
+    offset: Sequence[int]
+    length: Sequence[int]
+    digested_leaf: Sequence[int]
+    digested_chunk: Sequence[int]
+    digest: bytes
+
+    @classmethod
+    def of(cls, receipt: Receipt) -> _Chunks:
+        state: Any = receipt.state
+        return cls(
+            files=state["files"],
+            leaf=state["leaf"],
+            chunk=state["chunk"],
+            file=state["file"],
+            offset=state["offset"],
+            length=state["length"],
+            digested_leaf=state["digested_leaf"],
+            digested_chunk=state["digested_chunk"],
+            digest=base64.b64decode(state["digest"]),
+        )
+
+
+def finish_arrays(tree: TreeMetadata, receipts: Sequence[Receipt], form: Form, store: WriteStore) -> JSON:
+    """Write the keys of all chunks, the formats of all arrays, and what Orbax reads beside them; the state for the root."""
+    names = array_names(tree, form)
+    size = len(receipts)
+    directory = str(receipts[0].state["directory"])  # type: ignore[index,call-overload]  # see `write_arrays`
+    prefix = f"{directory}/" if directory else ""
+    arrays: dict[int, StoredName] = {}
+    formats: dict[tuple[object, ...], ArrayFormat] = {}
+    for leaf, record in enumerate(tree.leaves):
+        if not isinstance(record, ArrayRecord):
+            continue
+        target = tree.aliases.get(leaf, leaf)
+        if target != leaf:
+            arrays[leaf] = StoredName(names[leaf], arrays[target].form)
+            continue
+        made = stored_format(record, names[leaf], form, size)
+        # Arrays of one format share one object, so that what is done for each format is done once.
+        made = formats.setdefault((made.spec, made.chunk, made.inner, json.dumps(made.document)), made)
+        arrays[leaf] = StoredName(names[leaf], made)
+    chunks = [_Chunks.of(receipt) for receipt in receipts]
+    small = {
+        leaf: _small_array(names[leaf], array, form)
+        for leaf, record in enumerate(tree.leaves)
+        if isinstance(record, ValueRecord) and (array := value_array(record)) is not None
+    }
+    if form.storage == "ocdbt":
+        _write_database(tree, arrays, chunks, small, receipts, prefix, store)
+    else:
+        _write_documents(arrays, small, prefix, store)
+    shapes = {leaf: (stored.form.chunk, stored.form.inner) for leaf, stored in arrays.items()}
+    database, zarr3 = form.storage == "ocdbt", form.zarr_format == 3
+    for key, data in item_files(tree, shapes, use_ocdbt=database, use_zarr3=zarr3).items():
+        store.put(f"{prefix}{key}", data)
+    state = ArraysState(
+        directory=directory,
+        storage=form.storage,
+        missing="error",
+        source="ckptcore",
+        arrays=arrays,
+        extents=_extents(arrays, chunks),
+        digests=_digests(arrays, chunks),
+    )
+    return state.to_json()
+
+
+def _small_array(name: str, array: HostArray, form: Form) -> tuple[StoredName, bytes]:
+    """A small value as the array that Orbax has for it, and its only chunk."""
+    spec = ArraySpec(array.shape, name_of_dtype(array.dtype))
+    chunk = tuple([max(1, extent) for extent in array.shape])
+    little = array.astype(array.dtype.newbyteorder("<")).tobytes()
+    if form.zarr_format == 2:
+        return StoredName(name, zarr2_array(spec, chunk, compression=None)), little
+    checksum = form.options.checksum
+    made = zarr3_array(spec, chunk, chunk, checksum=checksum, compression=None)
+    return StoredName(name, made), little + (CRC32C.encode(CRC32C.of(memoryview(little))) if checksum else b"")
+
+
+def _write_database(
+    tree: TreeMetadata,
+    arrays: Mapping[int, StoredName],
+    chunks: Sequence[_Chunks],
+    small: Mapping[int, tuple[StoredName, bytes]],
+    receipts: Sequence[Receipt],
+    prefix: str,
+    store: WriteStore,
+) -> None:
+    """Merge the chunks of all processes into one database by reference: no element is moved."""
+    seed = "".join([json.dumps([part.files, part.offset[:1]]) for part in chunks])
+    unique = hashlib.blake2b(seed.encode(), digest_size=16)
+    node_file = f"d/{unique.hexdigest()}"
+    database = encode_database(
+        _entries(tree, arrays, chunks, small), uuid=unique.digest(), node_file=node_file, created_ns=time.time_ns()
+    )
+    store.write(f"{prefix}{node_file}", [BytesSegment(database.nodes)])
+    store.put(f"{prefix}manifest.ocdbt", database.manifest)
+
+
+def _entries(
+    tree: TreeMetadata,
+    arrays: Mapping[int, StoredName],
+    chunks: Sequence[_Chunks],
+    small: Mapping[int, tuple[StoredName, bytes]],
+) -> Iterator[tuple[bytes, Value]]:
+    """Every key of the database with its value, in no order."""
+    documents: dict[int, bytes] = {}
+    shared: dict[int, list[int]] = {}
+    for alias, target in tree.aliases.items():
+        shared.setdefault(target, []).append(alias)
+    for stored in [*arrays.values(), *(stored for stored, _ in small.values())]:
+        document = documents.setdefault(id(stored.form), encode_metadata(stored.form))
+        yield f"{stored.prefix}{stored.form.metadata_key}".encode(), _inline(document)
+    for stored, data in small.values():
+        if data:
+            yield f"{stored.prefix}{stored.form.chunk_key((0,) * len(stored.form.chunk))}".encode(), _inline(data)
+    for part in chunks:
+        columns = zip(part.leaf, part.chunk, part.file, part.offset, part.length, strict=True)
+        for leaf, chunk, file, offset, length in columns:
+            value = Value(None, part.files[file], offset, length)
+            form = arrays[leaf].form
+            key = form.chunk_key(unflat_index(chunk, form.grid))
+            for name in (leaf, *shared.get(leaf, ())):
+                yield f"{arrays[name].prefix}{key}".encode(), value
+
+
+def _inline(data: bytes) -> Value:
+    return Value(data, "", 0, len(data))
+
+
+def _write_documents(
+    arrays: Mapping[int, StoredName], small: Mapping[int, tuple[StoredName, bytes]], prefix: str, store: WriteStore
+) -> None:
+    """Write the format of every array, and small values, as objects."""
+
+    def objects() -> Iterator[tuple[str, bytes]]:
+        for stored in [*arrays.values(), *(stored for stored, _ in small.values())]:
+            yield f"{stored.prefix}{stored.form.metadata_key}", encode_metadata(stored.form)
+        for stored, data in small.values():
+            if data:
+                yield f"{stored.prefix}{stored.form.chunk_key((0,) * len(stored.form.chunk))}", data
+
+    with ThreadPoolExecutor(_THREADS, "ckptcore-objects") as pool:
+        for done in [pool.submit(store.put, f"{prefix}{key}", data) for key, data in objects()]:
+            done.result()
+
+
+def _extents(arrays: Mapping[int, StoredName], chunks: Sequence[_Chunks]) -> Extents:
+    """Where each array lies in each data file, from its first chunk there to its last."""
+    files: list[str] = []
+    spans: dict[tuple[int, int], tuple[int, int]] = {}
+    for part in chunks:
+        first = len(files)
+        files.extend(part.files)
+        for leaf, file, offset, length in zip(part.leaf, part.file, part.offset, part.length, strict=False):
+            if arrays[leaf].form.direct:
+                start, stop = spans.get((leaf, first + file), (offset, offset))
+                spans[leaf, first + file] = (min(start, offset), max(stop, offset + length))
+    return Extents(
+        files,
+        [leaf for leaf, _ in spans],
+        [file for _, file in spans],
+        [start for start, _ in spans.values()],
+        [stop for _, stop in spans.values()],
+    )
+
+
+def _digests(arrays: Mapping[int, StoredName], chunks: Sequence[_Chunks]) -> dict[int, bytes]:
+    digests: dict[int, bytearray] = {}
+    for part in chunks:
+        for number, (leaf, chunk) in enumerate(zip(part.digested_leaf, part.digested_chunk, strict=True)):
+            whole = digests.setdefault(leaf, bytearray(prod(arrays[leaf].form.grid) * DIGEST_BYTES))
+            start = chunk * DIGEST_BYTES
+            whole[start : start + DIGEST_BYTES] = part.digest[number * DIGEST_BYTES : (number + 1) * DIGEST_BYTES]
+    return {leaf: bytes(whole) for leaf, whole in digests.items()}

@@ -1,0 +1,200 @@
+"""The layouts zarr, zarr3 and ocdbt."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Final, Literal
+from weakref import WeakKeyDictionary
+
+from ckptcore.model import JSON, ArrayRecord, HostArray, ReadPlan, Receipt, TreeMetadata
+from ckptcore.protocols import About, InspectedComposite, Inspection, ReadStore, Snapshot, WriteStore
+from ckptcore_tensorstore.finishing import finish_arrays
+from ckptcore_tensorstore.inspecting import inspect_composite, inspect_tree
+from ckptcore_tensorstore.marking import mark_checkpoint
+from ckptcore_tensorstore.options import ArrayOptions, ArrayRule, check_chunk_bytes, parse_compression
+from ckptcore_tensorstore.reading import Databases, read_arrays
+from ckptcore_tensorstore.state import ArraysState
+from ckptcore_tensorstore.stored_arrays import Form, array_names, stored_format
+from ckptcore_tensorstore.writing import write_arrays
+
+__all__ = ["OcdbtLayout", "Zarr3Layout", "ZarrLayout"]
+
+_CHUNK_BYTES: Final = 64 << 20
+"""What a read chunk aims at by default: readers that need a chunk whole need so much memory for it."""
+
+_DATA_FILE_BYTES: Final = 2 << 30
+"""What a data file aims at by default, as in Orbax."""
+
+
+@dataclass(frozen=True, slots=True)
+class _OrbaxLayout:
+    """What the three layouts share. Any thread.
+
+    Attributes:
+        chunk_bytes: what a read chunk aims at, in bytes, by dividing what one process writes of an array; None: not divided.
+        compression: of every read chunk: ``zstd``, ``zstd:3`` (with a level), ``blosc``, or None.
+        rules: other options for the arrays that they name, applied in order.
+        item: the directory of a tree that is the whole checkpoint, which is its name in Orbax: ``state`` is what
+            `orbax.checkpoint.v1.load` looks for, ``default`` what `orbax.checkpoint.CheckpointManager` does.
+    """
+
+    chunk_bytes: int | None = _CHUNK_BYTES
+    compression: str | None = None
+    rules: Sequence[ArrayRule] = ()
+    item: str = "state"
+    _databases: Databases = field(default_factory=WeakKeyDictionary, init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        """Refuse options that make no sense.
+
+        Raises:
+            ValueError
+        """
+        check_chunk_bytes(self.chunk_bytes)
+        parse_compression(self.compression)
+        if not self.item.isidentifier():
+            raise ValueError(f"item={self.item!r}: expected the name of a directory, such as 'state'")
+
+    @property
+    def name(self) -> str:
+        """The name under which the hook offers it."""
+        raise NotImplementedError
+
+    def _form(self) -> Form:
+        raise NotImplementedError
+
+    def _form_of(
+        self, zarr_format: Literal[2, 3], storage: Literal["ocdbt", "objects"], checksum: bool, data_file_bytes: int
+    ) -> Form:
+        options = ArrayOptions(
+            chunk_bytes=self.chunk_bytes or None,
+            compression=parse_compression(self.compression),
+            checksum=checksum,
+        )
+        return Form(
+            zarr_format=zarr_format,
+            storage=storage,
+            options=options,
+            rules=tuple(self.rules),
+            data_file_bytes=data_file_bytes,
+            item=self.item,
+        )
+
+    def check(self, tree: TreeMetadata, size: int) -> None:
+        """Refuse names that collide and arrays that cannot be stored.
+
+        Raises:
+            NameCollisionError, UnsupportedLeafError
+        """
+        form = self._form()
+        names = array_names(tree, form)
+        for leaf, record in enumerate(tree.leaves):
+            if isinstance(record, ArrayRecord):
+                stored_format(record, names[leaf], form, size)
+
+    def write(self, snapshot: Snapshot, store: WriteStore) -> JSON:
+        """Write this process's chunks.
+
+        Raises:
+            AtomicityError: if this process holds a part of a chunk only.
+        """
+        return write_arrays(snapshot, self._form(), store)
+
+    def finish(self, tree: TreeMetadata, receipts: Sequence[Receipt], store: WriteStore) -> JSON:
+        """Write what is said of all arrays: their keys and formats, and what Orbax reads beside them."""
+        return finish_arrays(tree, receipts, self._form(), store)
+
+    def mark(self, about: About, store: WriteStore) -> None:
+        """Write the files by which Orbax knows a checkpoint."""
+        mark_checkpoint(about, self.item, store)
+
+    def read(self, plan: ReadPlan, buffers: Sequence[HostArray], store: ReadStore) -> Iterator[int]:
+        """Read every box out of the chunks that it touches."""
+        return read_arrays(plan, buffers, store, self._databases)
+
+    def extents(self, tree: TreeMetadata, state: JSON) -> Iterator[tuple[int, str, int, int]]:
+        """Where the arrays lie that are stored as they are."""
+        return ArraysState.from_json(state, tree).direct_extents(tree)
+
+    def inspect(self, store: ReadStore, entry: str | None) -> Inspection | None:
+        """A checkpoint of Orbax's, or AXLearn's, with arrays in this layout.
+
+        Raises:
+            CompositeCheckpointError: if it holds several checkpointables, and none is what is meant by the tree.
+        """
+        return None if entry is not None else inspect_tree(store, self.name, self._databases)
+
+    def inspect_composite(self, store: ReadStore) -> InspectedComposite | None:
+        """A checkpoint of Orbax's of several checkpointables, of whatever layout they are."""
+        return inspect_composite(store)
+
+
+@dataclass(frozen=True, slots=True)
+class ZarrLayout(_OrbaxLayout):
+    """Each array a zarr v2 array, each chunk a file: what Orbax v0 writes with ``use_ocdbt=False``.
+
+    Zarr v2 has no checksums: those in the root of the checkpoint are what a load verifies. Tied arrays are stored once for each name.
+    """
+
+    @property
+    def name(self) -> str:
+        """zarr"""
+        return "zarr"
+
+    def _form(self) -> Form:
+        return self._form_of(2, "objects", False, _DATA_FILE_BYTES)
+
+
+@dataclass(frozen=True, slots=True)
+class Zarr3Layout(_OrbaxLayout):
+    """Each array a zarr v3 array, each shard a file. Tied arrays are stored once for each name.
+
+    Attributes:
+        checksum: whether each read chunk is stored with its CRC32C, which every reader of zarr v3 verifies.
+    """
+
+    checksum: bool = True
+
+    @property
+    def name(self) -> str:
+        """zarr3"""
+        return "zarr3"
+
+    def _form(self) -> Form:
+        return self._form_of(3, "objects", self.checksum, _DATA_FILE_BYTES)
+
+
+@dataclass(frozen=True, slots=True)
+class OcdbtLayout(_OrbaxLayout):
+    """All arrays in one OCDBT database, with few large files: what Orbax writes by default.
+
+    Attributes:
+        checksum: whether each read chunk is stored with its CRC32C, which every reader of zarr v3 verifies.
+        zarr_format: 3, or 2 as in Orbax v0, which has no checksums.
+        data_file_bytes: what a data file aims at, in bytes.
+    """
+
+    checksum: bool = True
+    zarr_format: Literal[2, 3] = 3
+    data_file_bytes: int = _DATA_FILE_BYTES
+
+    def __post_init__(self) -> None:
+        """Refuse options that make no sense.
+
+        Raises:
+            ValueError
+        """
+        _OrbaxLayout.__post_init__(self)
+        if self.zarr_format not in (2, 3):
+            raise ValueError(f"zarr_format={self.zarr_format!r}: expected 2 or 3")
+        if type(self.data_file_bytes) is not int or self.data_file_bytes < 1:
+            raise ValueError(f"data_file_bytes={self.data_file_bytes!r}: expected a number of bytes")
+
+    @property
+    def name(self) -> str:
+        """ocdbt"""
+        return "ocdbt"
+
+    def _form(self) -> Form:
+        return self._form_of(self.zarr_format, "ocdbt", self.checksum, self.data_file_bytes)

@@ -1,0 +1,95 @@
+"""Names of arrays: their keys joined by dots, as Orbax looks for them, and escaped where that is no name of its own."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Mapping
+from typing import Final
+
+from ckptcore.errors import NameCollisionError
+from ckptcore.model import TreePath, format_path
+from ckptcore.planning import leaf_names
+
+__all__ = ["directory_names", "key_names"]
+
+_OWN_NAMES: Final = frozenset(
+    {
+        "_CHECKPOINT_METADATA", "_METADATA", "_sharding", "_strings.json", "array_metadatas", "checkpoint",
+        "commit_success.txt", "d", "manifest.ocdbt", "metadata", "orbax.checkpoint",
+    }
+)  # fmt: skip
+"""What stands beside arrays, or is looked for there."""
+
+_MOST_BYTES: Final = 200
+"""The longest part of a path, in bytes, to which a file system can still add something."""
+
+
+def key_names(paths: Mapping[int, TreePath]) -> dict[int, str]:
+    """The name of each leaf among the keys of a database, where any text can be one.
+
+    Where the joined keys of several leaves are one text, no leaf has it as its name: who looks for it finds nothing, and
+    never the elements of another array.
+
+    Raises:
+        NameCollisionError
+    """
+    names = leaf_names(paths)
+    joined = {leaf: ".".join(map(str, path)) for leaf, path in paths.items()}
+    shared = {text for text, count in Counter(joined.values()).items() if count > 1}
+    for leaf, name in names.items():
+        if not paths[leaf]:
+            names[leaf] = ""  # the array is the whole tree
+        elif name in shared or not name:
+            names[leaf] = f"{name}\\"
+    _expect_apart(names, paths)
+    return names
+
+
+def directory_names(paths: Mapping[int, TreePath]) -> dict[int, str]:
+    """The name of each leaf as the path of a directory: that of `key_names` where that is one on every file system.
+
+    Raises:
+        NameCollisionError
+    """
+    names = key_names(paths)
+    taken = set(names.values())
+    for leaf, name in names.items():
+        parts = name.split("/")
+        inside = any("/".join(parts[:count]) in taken for count in range(1, len(parts)))
+        if name and (
+            inside or parts[0] in _OWN_NAMES or parts[0].startswith("checkpoint.") or not all(map(_is_plain, parts))
+        ):
+            names[leaf] = _escaped(name)
+    _expect_apart(names, paths)
+    return names
+
+
+def _is_plain(part: str) -> bool:
+    return (
+        part not in ("", ".", "..")
+        and "\0" not in part
+        and len(part.encode()) <= _MOST_BYTES
+        and not part.startswith("ocdbt.process_")
+        and part not in ("c", ".zarray", "zarr.json")
+    )
+
+
+def _escaped(name: str) -> str:
+    """One part of a path that no name that needs no escape is."""
+    safe = "".join([character if character not in "/%\0" else f"%{ord(character):02X}" for character in name])
+    if len(safe.encode()) > _MOST_BYTES:
+        digest = hashlib.blake2b(name.encode(), digest_size=16).hexdigest()
+        safe = f"{safe.encode()[: _MOST_BYTES - 40].decode('utf-8', 'ignore')}%{digest}"
+    return f"%{safe}"
+
+
+def _expect_apart(names: Mapping[int, str], paths: Mapping[int, TreePath]) -> None:
+    seen: dict[str, int] = {}
+    for leaf, name in names.items():
+        first = seen.setdefault(name, leaf)
+        if first != leaf:
+            raise NameCollisionError(
+                f"{format_path(paths[first])} and {format_path(paths[leaf])} would both be stored as {name!r}; "
+                "rename one of the keys. Nothing was written"
+            )

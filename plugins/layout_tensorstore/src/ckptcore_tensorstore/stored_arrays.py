@@ -1,0 +1,99 @@
+"""Arrays as the format holds them: which name, which cutting, and which bytes stand for elements that zarr does not know."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from ckptcore.model import ArrayRecord, ArraySpec, Box, HostArray, TreeMetadata
+from ckptcore_tensorstore.chunking import read_chunk, write_chunk
+from ckptcore_tensorstore.names import directory_names, key_names
+from ckptcore_tensorstore.options import ArrayOptions, ArrayRule, options_of
+from ckptcore_tensorstore.zarr import ArrayFormat, stored_spec, zarr2_array, zarr3_array
+
+__all__ = ["Form", "array_names", "stored_box", "stored_format", "stored_target", "stored_view"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Form:
+    """How the arrays of a checkpoint are stored, apart from what they are.
+
+    Attributes:
+        zarr_format: 2 or 3.
+        storage: whether chunks are the values of a database or objects of their own.
+        options: of every array.
+        rules: other options for some.
+        data_file_bytes: what a data file of a database aims at, in bytes.
+        item: the directory of a tree that is the whole checkpoint, which is its name in Orbax.
+    """
+
+    zarr_format: Literal[2, 3]
+    storage: Literal["ocdbt", "objects"]
+    options: ArrayOptions
+    rules: Sequence[ArrayRule]
+    data_file_bytes: int
+    item: str
+
+
+def array_names(tree: TreeMetadata, form: Form) -> dict[int, str]:
+    """The name of every array, aliases too; those of small values are in it because Orbax stores them as arrays.
+
+    Raises:
+        NameCollisionError
+    """
+    paths = dict(enumerate(tree.paths))
+    return key_names(paths) if form.storage == "ocdbt" else directory_names(paths)
+
+
+def stored_format(record: ArrayRecord, name: str, form: Form, size: int) -> ArrayFormat:
+    """How an array is stored; every process comes to the same.
+
+    Args:
+        record: what it is.
+        name: its name.
+        form: of the checkpoint.
+        size: how many processes write it.
+
+    Raises:
+        UnsupportedLeafError: if it cannot be.
+    """
+    options = options_of(name, form.options, form.rules)
+    stored = stored_spec(record.spec, form.zarr_format)
+    cuts = record.cuts
+    if cuts is not None:
+        cuts += ((),) * (len(stored.shape) - len(cuts))
+    chunk = write_chunk(stored, cuts, size)
+    inner = chunk if options.chunk_bytes is None else read_chunk(stored, chunk, cuts, options.chunk_bytes)
+    if form.zarr_format == 2:
+        return zarr2_array(stored, inner, compression=options.compression)
+    return zarr3_array(stored, chunk, inner, checksum=options.checksum, compression=options.compression)
+
+
+def stored_box(box: Box, stored: ArraySpec) -> Box:
+    """A box of an array among the elements that stand for it: one more axis where those are bytes."""
+    if len(box.start) == len(stored.shape):
+        return box
+    return Box((*box.start, 0), (*box.stop, stored.shape[-1]))
+
+
+def stored_view(array: HostArray, stored: ArraySpec) -> HostArray:
+    """The elements that stand for those of a box of an array; the same memory where they are the same."""
+    dtype = stored.numpy_dtype
+    little = array.dtype.newbyteorder("<")
+    if little == dtype.newbyteorder("<"):
+        return array
+    plain = np.ascontiguousarray(array, dtype=little).reshape(-1)
+    shape = array.shape if array.ndim == len(stored.shape) else (*array.shape, stored.shape[-1])
+    return plain.view(dtype).reshape(shape)
+
+
+def stored_target(buffer: HostArray, stored: ArraySpec) -> HostArray:
+    """The memory of a C-contiguous array as the elements that stand for its own."""
+    dtype = stored.numpy_dtype
+    if buffer.dtype == dtype:
+        return buffer
+    shape = buffer.shape if buffer.ndim == len(stored.shape) else (*buffer.shape, stored.shape[-1])
+    return buffer.reshape(-1).view(dtype).reshape(shape)

@@ -1,0 +1,268 @@
+"""Writing the arrays of a process: chunks into data files of a database, or as objects of their own."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from math import prod
+from typing import Final
+
+import numpy as np
+import xxhash
+
+from ckptcore.model import JSON, ArrayRecord, ArraySegment, Box, BytesSegment, ChecksumSegment, Segment, TreeMetadata
+from ckptcore.protocols import Snapshot, WriteStore
+from ckptcore_tensorstore.chunk_sources import ChunkSource
+from ckptcore_tensorstore.crc32c import CRC32C
+from ckptcore_tensorstore.encoding import ChunkEncoder, EncodingChunk
+from ckptcore_tensorstore.grids import flat_index
+from ckptcore_tensorstore.state import array_prefix
+from ckptcore_tensorstore.stored_arrays import Form, array_names, stored_format
+from ckptcore_tensorstore.zarr import dense_index, encode_index
+
+__all__ = ["data_directory", "write_arrays"]
+
+_SMALL_BYTES: Final = 64 << 10
+_ALIGNMENT: Final = 8
+"""Where a value begins in a data file, in bytes, so that the elements of any dtype lie aligned."""
+
+_LARGE_ALIGNMENT: Final = 4096
+"""The same for values that are large: a page."""
+
+_ENCODED_BYTES: Final = 64 << 20
+"""Elements that are encoded at a time, in bytes: so much memory, and as much again that is being written."""
+
+_SMALL_OBJECT_BYTES: Final = 1 << 20
+_SMALL_OBJECT_THREADS: Final = 8
+"""Threads that wait for the storage while small objects are written: they wait most of the time."""
+
+
+def data_directory(rank: int) -> str:
+    """The directory of the data files of a process, where Orbax has them."""
+    return f"ocdbt.process_{rank}/d"
+
+
+@dataclass(slots=True)
+class _Columns:
+    """What a receipt says of the chunks of a process, a column for each thing."""
+
+    leaf: list[int] = field(default_factory=list)
+    chunk: list[int] = field(default_factory=list)
+    file: list[int] = field(default_factory=list)
+    offset: list[int] = field(default_factory=list)
+    length: list[int] = field(default_factory=list)
+    digested_leaf: list[int] = field(default_factory=list)
+    digested_chunk: list[int] = field(default_factory=list)
+    digest: bytearray = field(default_factory=bytearray)
+
+    def to_json(self) -> dict[str, JSON]:
+        return {
+            "leaf": self.leaf,
+            "chunk": self.chunk,
+            "file": self.file,
+            "offset": self.offset,
+            "length": self.length,
+            "digested_leaf": self.digested_leaf,
+            "digested_chunk": self.digested_chunk,
+            "digest": base64.b64encode(self.digest).decode("ascii"),
+        }
+
+
+def write_arrays(snapshot: Snapshot, form: Form, store: WriteStore) -> JSON:
+    """Write every chunk of this process; the receipt says where they are.
+
+    Raises:
+        AtomicityError: if this process holds a part of a chunk only.
+    """
+    plan = snapshot.plan
+    names = array_names(plan.tree, form)
+    directory = "" if plan.name else form.item
+    direct: list[ChunkSource] = []
+    encoded: list[ChunkSource] = []
+    for number, item in enumerate(plan.items):
+        record = plan.tree.leaves[item.leaf]
+        assert isinstance(record, ArrayRecord)  # plans have no other items
+        array = stored_format(record, names[item.leaf], form, plan.size)
+        source = ChunkSource(snapshot, number, names[item.leaf], array)
+        (direct if array.direct else encoded).append(source)
+    columns = _Columns()
+    files: list[str] = []
+    prefix = f"{directory}/" if directory else ""
+    if form.storage == "ocdbt":
+        writer = _DataFiles(store, prefix, plan.rank, plan.save_id, form.data_file_bytes, files, columns)
+        writer.write_direct(direct)
+        writer.write_encoded(encoded)
+    else:
+        copies = _copies(plan.tree, names)
+        _write_objects(store, prefix, direct, encoded, copies, columns)
+    return {"directory": directory, "rank": plan.rank, "files": files, **columns.to_json()}
+
+
+class _DataFiles:
+    """The data files of a process."""
+
+    def __init__(
+        self, store: WriteStore, prefix: str, rank: int, save_id: str, most: int, files: list[str], columns: _Columns
+    ) -> None:
+        self._store = store
+        self._prefix = prefix
+        self._rank = rank
+        self._save_id = save_id
+        self._most = most
+        self._files = files
+        self._columns = columns
+
+    def write_direct(self, sources: Sequence[ChunkSource]) -> None:
+        """Write chunks as they are; a file is begun where the one before is as large as it should be."""
+        segments: list[Segment] = []
+        position = 0
+        for source in sources:
+            array = source.form
+            source.expect(len(source.chunks) * prod(array.inner_grid))
+            nbytes = array.chunk_bytes
+            alignment = _ALIGNMENT if nbytes < _SMALL_BYTES else _LARGE_ALIGNMENT
+            for index, outer in source.chunks:
+                if position and position + nbytes > self._most:
+                    self._store.write(self._next_file(), segments)
+                    segments, position = [], 0
+                if gap := -position % alignment:
+                    segments.append(BytesSegment(bytes(gap)))
+                    position += gap
+                self._note(source, index, len(self._files), position, nbytes)
+                segments.extend(_chunk_segments(source, outer))
+                position += nbytes
+        if segments:
+            self._store.write(self._next_file(), segments)
+
+    def write_encoded(self, sources: Sequence[ChunkSource]) -> None:
+        """Encode chunks, and write those of one batch while the next are encoded."""
+        with ThreadPoolExecutor(1, "ckptcore-encoded") as pool:
+            writing: Future[None] | None = None
+            for batch in _encoded_batches(sources, self._columns):
+                segments: list[Segment] = []
+                position = 0
+                for source, index, data in batch:
+                    self._note(source, index, len(self._files), position, len(data))
+                    segments.append(BytesSegment(data))
+                    position += len(data)
+                if writing is not None:
+                    writing.result()
+                writing = pool.submit(self._store.write, self._next_file(), segments)
+            if writing is not None:
+                writing.result()
+
+    def _next_file(self) -> str:
+        text = f"{self._save_id}/{self._rank}/{len(self._files)}"
+        name = hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+        self._files.append(f"{data_directory(self._rank)}/{name}")
+        return f"{self._prefix}{self._files[-1]}"
+
+    def _note(self, source: ChunkSource, index: tuple[int, ...], file: int, offset: int, length: int) -> None:
+        columns = self._columns
+        columns.leaf.append(source.leaf)
+        columns.chunk.append(flat_index(index, source.form.grid))
+        columns.file.append(file)
+        columns.offset.append(offset)
+        columns.length.append(length)
+
+
+def _write_objects(
+    store: WriteStore,
+    prefix: str,
+    direct: Sequence[ChunkSource],
+    encoded: Sequence[ChunkSource],
+    copies: Mapping[int, Sequence[str]],
+    columns: _Columns,
+) -> None:
+    """Write every chunk as an object, under each name that its array has; small ones several at a time."""
+
+    def places(source: ChunkSource, index: tuple[int, ...]) -> list[str]:
+        columns.leaf.append(source.leaf)
+        columns.chunk.append(flat_index(index, source.form.grid))
+        key = source.form.chunk_key(index)
+        return [f"{prefix}{array_prefix(name)}{key}" for name in (source.name, *copies.get(source.leaf, ()))]
+
+    with ThreadPoolExecutor(_SMALL_OBJECT_THREADS, "ckptcore-objects") as pool:
+        started: list[Future[None]] = []
+        for source in direct:
+            names = 1 + len(copies.get(source.leaf, ()))
+            source.expect(len(source.chunks) * prod(source.form.inner_grid) * names)
+            for index, outer in source.chunks:
+                for key in places(source, index):
+                    segments = list(_chunk_segments(source, outer))
+                    if source.form.chunk_bytes < _SMALL_OBJECT_BYTES:
+                        started.append(pool.submit(store.write, key, segments))
+                    else:
+                        store.write(key, segments)
+        for batch in _encoded_batches(encoded, columns):
+            for source, index, data in batch:
+                for key in places(source, index):
+                    started.append(pool.submit(store.write, key, [BytesSegment(data)]))
+            _wait(started)
+        _wait(started)
+
+
+def _copies(tree: TreeMetadata, names: Mapping[int, str]) -> Mapping[int, Sequence[str]]:
+    """The other names of arrays that have several: objects cannot share bytes, and who looks for a name must find it."""
+    copies: dict[int, list[str]] = {}
+    for alias, target in tree.aliases.items():
+        copies.setdefault(target, []).append(names[alias])
+    return copies
+
+
+def _wait(started: list[Future[None]]) -> None:
+    for future in started:
+        future.result()
+    started.clear()
+
+
+def _chunk_segments(source: ChunkSource, outer: Box) -> Iterator[Segment]:
+    """The segments of a chunk: its read chunks, each with its checksum, and where they are."""
+    array = source.form
+    itemsize = array.spec.numpy_dtype.itemsize
+    for box in source.inner_boxes(outer):
+        yield ArraySegment(box, itemsize, source.opener(box), source.close)
+        if array.checksum:
+            yield ChecksumSegment(CRC32C)
+    if array.sharded:
+        yield BytesSegment(encode_index(array, dense_index(array)))
+
+
+def _encoded_batches(
+    sources: Sequence[ChunkSource], columns: _Columns
+) -> Iterator[list[tuple[ChunkSource, tuple[int, ...], bytes]]]:
+    """Chunks that are encoded together, with their bytes; the digests of their elements go into the columns."""
+    pending: list[tuple[ChunkSource, tuple[int, ...], EncodingChunk]] = []
+    held = 0
+    for source in sources:
+        array = source.form
+        source.expect(len(source.chunks))
+        encoder = ChunkEncoder(array)
+        for index, outer in source.chunks:
+            valid = outer.intersect(Box.whole(array.spec.shape))
+            assert valid is not None  # every chunk holds an element
+            elements = source.gathered(outer)
+            columns.digested_leaf.append(source.leaf)
+            columns.digested_chunk.append(flat_index(index, array.grid))
+            columns.digest += xxhash.xxh3_64_digest(elements.reshape(-1).view(np.uint8).data)
+            pending.append((source, index, encoder.start(index, valid, elements)))
+            held += elements.nbytes
+            if held >= _ENCODED_BYTES:
+                yield _encoded(pending)
+                held = 0
+    if pending:
+        yield _encoded(pending)
+
+
+def _encoded(
+    pending: list[tuple[ChunkSource, tuple[int, ...], EncodingChunk]],
+) -> list[tuple[ChunkSource, tuple[int, ...], bytes]]:
+    made = []
+    for source, index, chunk in pending:
+        made.append((source, index, chunk.result()))
+        source.close()
+    pending.clear()
+    return made
