@@ -16,13 +16,11 @@ from ckptcore.context import Context, default_context
 from ckptcore.describing import (
     CheckpointablesMetadata,
     CheckpointMetadata,
-    describe_checkpoint,
-    describe_checkpointables,
+    describe_either,
 )
 from ckptcore.directories import read_directory_metadata
 from ckptcore.errors import (
     CheckpointNotFoundError,
-    CompositeCheckpointError,
 )
 from ckptcore.events import Recording
 from ckptcore.loading import load_into_target, load_value
@@ -158,11 +156,7 @@ class CheckpointReader:
         step = step_number(step)
         if not self._steps.is_committed(step):
             raise CheckpointNotFoundError(self._steps.missing(step))
-        place = self._steps.place(step)
-        try:
-            return describe_checkpoint(place, self._context)
-        except CompositeCheckpointError:
-            return describe_checkpointables(place, self._context)
+        return describe_either(self._steps.place(step), self._context)
 
     def load(self, step: int | None = None, abstract: Any = None) -> Any:
         """Load a step that was saved as one tree.

@@ -439,14 +439,23 @@ def _lists(value: Any) -> Any:
 
 
 def _digest(members: Mapping[str, Member] | None, descriptions: _Descriptions) -> JSON:
-    """Equal on two ranks exactly if they save the same names, and the same trees where they save them together."""
+    """Equal on two ranks exactly if they save the same names, and the same trees where they save them together.
+
+    Notes may differ: on which device an array of one device was is said by each rank in its own way.
+    """
     common = [
-        description.tree.to_json()
+        _without_notes(description.tree.to_json())
         for description in descriptions
         if isinstance(description, TreeDescription) and not description.own
     ]
     names = None if members is None else [[name, member.kind, member.processes] for name, member in members.items()]
     return xxhash.xxh3_128_hexdigest(json.dumps([names, common], sort_keys=True).encode())
+
+
+def _without_notes(tree: dict[str, JSON]) -> JSON:
+    extras: Any = tree["extras"]
+    kept = {leaf: {name: value for name, value in extra.items() if name != "notes"} for leaf, extra in extras.items()}
+    return {**tree, "extras": {leaf: extra for leaf, extra in kept.items() if extra}}
 
 
 def _same_trees(digests: Sequence[JSON]) -> dict[str, str]:

@@ -11,7 +11,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from ckptcore.commit import is_committed, is_hidden_name, root_bytes
 from ckptcore.context import Context
 from ckptcore.engine.threads import renew_in_children
-from ckptcore.errors import CheckpointNotFoundError, CorruptCheckpointError, InvalidLocationError
+from ckptcore.errors import (
+    CheckpointNotFoundError,
+    CompositeCheckpointError,
+    CorruptCheckpointError,
+    InvalidLocationError,
+)
 from ckptcore.locations import LocationLike, Within, absolute_location, open_directory, subdirectory
 from ckptcore.opening import open_checkpoint
 from ckptcore.policies import StepInfo
@@ -238,6 +243,8 @@ class StepDirectory:
             return open_checkpoint(Within(self.directory, name), self._context).root is None
         except CheckpointNotFoundError:
             return False
+        except CompositeCheckpointError:
+            return True  # of several checkpointables
         except CorruptCheckpointError:
             return True  # it is a checkpoint of some layout, and damaged
 

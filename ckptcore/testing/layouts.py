@@ -17,7 +17,13 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from ckptcore.errors import CheckpointError, NameCollisionError, UnsupportedKeyError, UnsupportedLeafError
+from ckptcore.errors import (
+    CheckpointError,
+    ChecksumError,
+    NameCollisionError,
+    UnsupportedKeyError,
+    UnsupportedLeafError,
+)
 from ckptcore.model import JSON, LEAF, ArraySpec, Attribute, Box, Node, Skeleton, ValueRecord
 from ckptcore.model.tree import Key
 from ckptcore.protocols import About, InspectsComposites, Layout
@@ -59,6 +65,7 @@ class LayoutTests:
 
     Attributes:
         several_processes: whether several processes can write parts of one array.
+        ties: whether names of one array share its bytes.
         foreign: whether `Layout.inspect` finds what this layout wrote; then keys are those of one dict, and dtypes in
             `PORTABLE_DTYPES` come back by name. Where the layout is one of `InspectsComposites`, that finds several checkpointables
             that it wrote and, if it is one of `MarksCheckpoints`, marked.
@@ -67,6 +74,7 @@ class LayoutTests:
     """
 
     several_processes: bool = True
+    ties: bool = True
     foreign: bool = True
     refused_dtypes: Collection[str] = ()
     tampered_states: int = 1500
@@ -129,12 +137,14 @@ class LayoutTests:
         write_trial(self.layout(), trial, tmp_path).assert_reads_back()
 
     def test_shared_arrays_are_stored_once(self, tmp_path: Path) -> None:
+        """Or once for each name, where the format cannot share bytes and each name must be found."""
         specs = [ArraySpec((64, 1024), "float32")] * 3
         skeleton = Node("dict", ("embed", "head", "third"), (LEAF,) * 3)
         written = write_trial(self.layout(), tree_trial(skeleton, specs, aliases={1: 0, 2: 0}), tmp_path)
         written.assert_reads_back()
         stored = sum(path.stat().st_size for path in written.objects().values())
-        assert stored < 2 * specs[0].nbytes, f"{stored} bytes were written for one array of {specs[0].nbytes}"
+        most = 2 if self.ties else 4
+        assert stored < most * specs[0].nbytes, f"{stored} bytes were written for one array of {specs[0].nbytes}"
 
     @_quiet
     @given(data=st.data())
@@ -199,11 +209,7 @@ class LayoutTests:
             changed = bytearray(content)
             changed[start] ^= 0xFF
             objects[key].write_bytes(changed)
-            differing = [
-                number
-                for number, found in zip(written.trial.arrays, written.read(verified=False), strict=True)
-                if found.tobytes() != written.trial.arrays[number].tobytes()
-            ]
+            differing = [number for number in written.trial.arrays if not _comes_back(written, number)]
             objects[key].write_bytes(content)
             assert differing == [leaf], f"byte {start} of {key} is said to be of leaf {leaf}"
 
@@ -431,6 +437,16 @@ def _skeleton(paths: tuple[tuple[Key, ...], ...]) -> tuple[Skeleton, list[int]]:
 def _read_unverified(written: Written) -> None:
     for store in written.stores(verified=False):
         written.read(verified=False, store=store)
+
+
+def _comes_back(written: Written, leaf: int) -> bool:
+    """Whether a leaf is read as it was written; one that is found to be damaged by a checksum in the file is not."""
+    array = written.trial.arrays[leaf]
+    try:
+        (found,) = written.read([(leaf, Box.whole(array.shape))], verified=False)
+    except ChecksumError:
+        return False
+    return found.tobytes() == array.tobytes()
 
 
 def _all_extents(written: Written, state: JSON) -> None:
