@@ -90,6 +90,7 @@ def test_a_tree_that_is_right(tmp_path: Path) -> None:
     [
         ([b"aa", b"ac"], [0, 0]),  # the last key of the first child is that of the second
         ([b"ab", b"ad"], [0, 0]),  # the first key of the second child is less than told
+        ([b"aa", b"ab1ab"], [0, 3]),  # the last key of the first child is more than the first of the second
         ([b"b", b"c"], [0, 0]),
         ([b"1ab", b"1ac"], [1, 1]),
     ],

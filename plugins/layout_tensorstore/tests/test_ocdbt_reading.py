@@ -245,6 +245,22 @@ def test_no_database(tmp_path: Path) -> None:
         Database.open(DirectoryReadStore(tmp_path), "state")
 
 
+_GOLDEN = sorted((Path(__file__).parent / "golden").rglob("manifest.ocdbt"))
+
+
+@pytest.mark.parametrize(
+    "manifest", _GOLDEN, ids=lambda path: "/".join(path.parts[path.parts.index("golden") + 1 : -1])
+)
+def test_golden_checkpoints(manifest: Path) -> None:
+    place = manifest.parent
+    kvstore = ts.KvStore.open({"driver": "ocdbt", "base": place.as_uri() + "/"}).result()
+    _assert_same(DirectoryReadStore(place.parent), place.name, _contents(kvstore))
+
+
+def test_there_are_golden_checkpoints() -> None:
+    assert len(_GOLDEN) > 30
+
+
 @pytest.mark.slow
 def test_a_checkpoint_of_orbax(tmp_path: Path) -> None:
     jax_numpy = pytest.importorskip("jax.numpy")

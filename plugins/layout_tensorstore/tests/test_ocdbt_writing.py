@@ -125,11 +125,11 @@ def test_generated_databases(
         assert database.num_keys == len(expected)
 
 
-@pytest.mark.parametrize("node_bytes", [200, 1 << 16, 1 << 30])
+@pytest.mark.parametrize("node_bytes", [1, 200, 1 << 16, 1 << 30])
 def test_trees_state_what_tensorstore_states(tmp_path: Path, node_bytes: int) -> None:
     """The statistics of every node are those of the nodes and values below."""
     values: dict[bytes, bytes | None] = {
-        f"params.{number % 13}/c/{number}".encode(): bytes(number % 50) for number in range(3000)
+        f"params.{number % 13}/c/{number}".encode(): bytes(number % 50) for number in range(1000)
     }
     _write(tmp_path, _place(values, _FILES[1], tmp_path, 1), node_bytes)
     base = ts.KvStore.open(tmp_path.as_uri() + "/").result()
@@ -142,6 +142,7 @@ def test_trees_state_what_tensorstore_states(tmp_path: Path, node_bytes: int) ->
             lengths = [int(entry["indirect_value"].rpartition(":")[2]) for entry in node["entries"]]
             found = (len(lengths), own, sum(lengths))
         else:
+            assert len(node["entries"]) >= 2
             parts = [check(entry["location"], entry["statistics"], height - 1) for entry in node["entries"]]
             found = (
                 sum(part[0] for part in parts),
@@ -162,8 +163,8 @@ def test_trees_state_what_tensorstore_states(tmp_path: Path, node_bytes: int) ->
     (version,) = manifest["versions"]
     assert (version["generation_number"], version["commit_time"]) == (1, 1_700_000_000_000_000_000)
     found = check(version["root"]["location"], version["root"]["statistics"], version["root_height"])
-    assert found[:2] == (3000, (tmp_path / _NODE_FILE).stat().st_size)
-    assert (version["root_height"] >= 3) == (node_bytes == 200)
+    assert found[:2] == (1000, (tmp_path / _NODE_FILE).stat().st_size)
+    assert (version["root_height"] >= 3) == (node_bytes <= 200)
 
 
 @pytest.mark.parametrize("count", [0, 1, 300])
@@ -281,6 +282,9 @@ def test_the_statistics_of_an_empty_database() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings(
+    "ignore:Sharding info not provided:UserWarning"
+)  # of Orbax, for every load without shardings
 def test_orbax_loads_a_checkpoint_whose_database_is_encoded_here(tmp_path: Path) -> None:
     jax_numpy = pytest.importorskip("jax.numpy")
     orbax = pytest.importorskip("orbax.checkpoint.experimental.v1")
