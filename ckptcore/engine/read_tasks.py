@@ -161,8 +161,13 @@ def plan_object(shape: ObjectShape, takers: Iterable[Taker]) -> list[ReadTask]:
     for taker in takers:
         start, stop = taker.start, taker.stop
         if isinstance(taker, BoxTaker):
-            for begin, end in taker.spans(shape.gap_bytes):
-                ranges.append((begin // step * step, shape.above(end), taker))
+            mark = len(ranges)
+            for low, high in taker.spans(shape.gap_bytes):
+                begin, end = low // step * step, shape.above(high)
+                if len(ranges) > mark and begin <= ranges[-1][1]:  # else it would take what is in both twice
+                    ranges[-1] = ranges[-1][0], end, taker
+                else:
+                    ranges.append((begin, end, taker))
             continue
         # Whole steps of a run go straight into its array.
         first = shape.above(start)

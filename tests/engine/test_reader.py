@@ -98,6 +98,21 @@ def test_columns_are_read_by_the_span_and_shared_by_targets(verify: bool) -> Non
     assert reader.bytes_read == (4 * MIB if verify else 511 * 8192 + 2048)
 
 
+def test_columns_that_several_arrays_want_are_taken_once() -> None:
+    """Rows shorter than a block, so that the blocks that hold the columns of two rows are the same."""
+    stored = Stored(noise(9 * 50), sizes=TINY, request_bytes=1)
+    matrix = np.frombuffer(stored.data, np.uint8).reshape(9, 50)
+    boxes = [Box((0, 0), (7, 1)), Box((0, 0), (7, 7)), Box((2, 30), (9, 40))]
+    arrays = [np.zeros(box.shape, np.uint8) for box in boxes]
+    targets = tuple([(number, box, array) for number, (box, array) in enumerate(zip(boxes, arrays, strict=True))])
+    filled: list[int] = []
+    reader = ObjectReader(stored.storage, stored.records, stored.threads, sizes=TINY, progress=filled.append)
+    assert sorted(reader.read_tiles([TileRead("x", 0, Box.whole(matrix.shape), 1, targets)])) == [0, 1, 2]
+    assert sum(filled) == sum([array.nbytes for array in arrays])
+    for box, array in zip(boxes, arrays, strict=True):
+        assert np.array_equal(array, matrix[box.slices])
+
+
 def test_rows_far_apart_are_read_alone_where_nothing_is_verified() -> None:
     matrix = np.frombuffer(noise(8 * MIB), np.uint8).reshape(8, MIB)
     stored = Stored(matrix.tobytes())
