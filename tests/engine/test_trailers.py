@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Sequence
 
 import numpy as np
@@ -183,3 +185,23 @@ def test_a_failure_ends_the_wait_for_checksums(threads: int, fail_at: int, what:
     assert sorted(opened.closed) == list(range(12))
     assert storage.aborted == ["x"]
     assert recorder.objects == ()
+
+
+def test_a_thread_that_waits_for_a_checksum_hears_of_a_failure() -> None:
+    """One thread sums the first task, and fails once another has summed the rest and waits to write the checksum."""
+    others = threading.Event()
+
+    class Failing(Crc32):
+        def of(self, data: memoryview) -> int:
+            if len(data) < 256:
+                others.set()
+                return super().of(data)
+            assert others.wait(60)
+            time.sleep(0.1)  # for the other to begin to wait
+            raise RuntimeError("the sum failed")
+
+    opened = Opened()
+    array = np.zeros(256 + 100, np.uint8)
+    with pytest.raises(RuntimeError, match="the sum failed"):
+        ObjectRecorder(memory_storage(), IOThreads(2), sizes=TINY).write("x", summed_arrays(opened, Failing(), [array]))
+    assert opened.closed == [0]

@@ -1,0 +1,72 @@
+"""The stores for layouts under test write and compare checksums as the engine does, by other code."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ckptcore.errors import ChecksumError, CorruptCheckpointError
+from ckptcore.model import Box, BytesSegment, Checksum, ChecksumSegment, Segment, TileRead
+from ckptcore.testing.layout_stores import DirectoryReadStore, DirectoryWriteStore
+from tests.engine.checksum_fakes import Crc32, Length
+from tests.engine.objects import stored, summed
+
+
+@given(st.data())
+@settings(max_examples=50)
+def test_objects_hold_the_checksums_of_what_is_before_them(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    checksum: Checksum = Crc32() if data.draw(st.booleans()) else Length()
+    sources, plain, _, _ = data.draw(stored())
+    segments, _, _, expected = data.draw(summed(checksum, sources, plain))
+    directory = tmp_path_factory.mktemp("objects")
+    DirectoryWriteStore(directory).write("x", segments)
+    assert (directory / "x").read_bytes() == expected
+
+
+@pytest.mark.parametrize(
+    "segments",
+    [
+        [ChecksumSegment(Crc32())],
+        [BytesSegment(b"a"), ChecksumSegment(Crc32(), 0)],
+        [BytesSegment(b"a"), ChecksumSegment(Crc32(), 2)],
+        [BytesSegment(b"a"), ChecksumSegment(Crc32()), ChecksumSegment(Crc32())],
+    ],
+)
+def test_a_checksum_of_what_it_cannot_be_of_is_refused(tmp_path: Path, segments: list[Segment]) -> None:
+    with pytest.raises(AssertionError, match="a checksum of x is of"):
+        DirectoryWriteStore(tmp_path).write("x", segments)
+
+
+def read(offset: int, nbytes: int) -> TileRead:
+    box = Box((0,), (nbytes,))
+    return TileRead("x", offset, box, 1, ((0, Box((1,), (2,)), np.zeros(1, np.uint8)),), Crc32())
+
+
+@pytest.mark.parametrize("with_digests", [True, False])
+def test_tiles_are_compared_with_what_stands_behind_them(tmp_path: Path, with_digests: bool) -> None:
+    DirectoryWriteStore(tmp_path).write("x", [BytesSegment(b"head"), BytesSegment(bytes(20)), ChecksumSegment(Crc32())])
+    data = (tmp_path / "x").read_bytes()
+
+    def store() -> DirectoryReadStore:
+        found = (tmp_path / "x").read_bytes()
+        return DirectoryReadStore(tmp_path, {"x": hashlib.sha256(found).digest()} if with_digests else None)
+
+    assert list(store().read_tiles([read(4, 20)])) == [0]
+    with pytest.raises(ChecksumError) as caught:  # of fewer bytes than the checksum is of
+        list(store().read_tiles([read(5, 19)]))
+    assert (caught.value.start, caught.value.stop) == (5, 28)
+    with pytest.raises(CorruptCheckpointError, match="crc32 is expected from 25 to 29"):
+        list(store().read_tiles([read(4, 21)]))
+    for place in (4, 23, 24, 27):
+        damaged = bytearray(data)
+        damaged[place] ^= 1
+        (tmp_path / "x").write_bytes(damaged)
+        with pytest.raises(ChecksumError):
+            list(store().read_tiles([read(4, 20)]))
