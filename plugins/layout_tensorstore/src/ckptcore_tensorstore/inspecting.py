@@ -123,7 +123,7 @@ def _find(store: ReadStore, directory: str, composite: Composite | None, databas
 
 def _array_names(database: Database) -> Iterator[str]:
     for key, _ in database.range():
-        name, _, last = key.decode("utf-8", "surrogateescape").rpartition("/")
+        name, _, last = key.decode("utf-8", "replace").rpartition("/")
         if last in _PARSERS:
             yield name
 
@@ -229,7 +229,7 @@ def _stored_arrays(found: _Found, store: ReadStore, databases: Databases) -> Map
 
 def _in_database(name: str, documents: Sequence[str], database: Database, store: ReadStore) -> ArrayFormat | None:
     for document in documents:
-        value = database.get(f"{array_prefix(name)}{document}".encode("utf-8", "surrogateescape"))
+        value = database.get(f"{array_prefix(name)}{document}".encode("utf-8", "replace"))
         if value is not None:
             data = value.inline
             if data is None:

@@ -35,8 +35,9 @@ class _OrbaxLayout:
         chunk_bytes: what a read chunk aims at, in bytes, by dividing what one process writes of an array; None: not divided.
         compression: of every read chunk: ``zstd``, ``zstd:3`` (with a level), ``blosc``, or None.
         rules: other options for the arrays that they name, applied in order.
-        item: the directory of a tree that is the whole checkpoint, which is its name in Orbax: ``state`` is what
-            `orbax.checkpoint.v1.load` looks for, ``default`` what `orbax.checkpoint.CheckpointManager` does.
+        item: the directory of a tree that is the whole checkpoint, which is its name in Orbax: ``state`` is what version 1 of
+            Orbax and its `training.Checkpointer` look for, ``default`` what `CheckpointManager` of version 0 does. Empty: none,
+            as the `StandardCheckpointer` and the `PyTreeCheckpointer` of version 0 have it.
     """
 
     chunk_bytes: int | None = _CHUNK_BYTES
@@ -53,8 +54,8 @@ class _OrbaxLayout:
         """
         check_chunk_bytes(self.chunk_bytes)
         parse_compression(self.compression)
-        if not self.item.isidentifier():
-            raise ValueError(f"item={self.item!r}: expected the name of a directory, such as 'state'")
+        if self.item and not self.item.isidentifier():
+            raise ValueError(f"item={self.item!r}: expected the name of a directory, such as 'state', or nothing")
 
     @property
     def name(self) -> str:

@@ -15,12 +15,12 @@ def mark_checkpoint(about: About, item: str, store: WriteStore) -> None:
 
     Args:
         about: what is said of it.
-        item: the directory of the tree, where it is one tree.
+        item: the directory of the tree, where it is one tree; empty where the tree lies in that of the checkpoint.
         store: at the directory.
     """
     trees = [name for name, kind in about.members.items() if kind == "tree"] if about.members else [item]
-    handlers = dict.fromkeys(trees, PYTREE_HANDLER)
-    if about.metrics:
+    handlers = PYTREE_HANDLER if trees == [""] else dict.fromkeys(trees, PYTREE_HANDLER)
+    if about.metrics and isinstance(handlers, dict):
         store.put("metrics/metrics", encode_metrics(about.metrics))
     for key, data in marker_files(handlers, about.created, time.time_ns(), about.custom, about.metrics).items():
         store.put(key, data)

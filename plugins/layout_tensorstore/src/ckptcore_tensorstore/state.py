@@ -231,6 +231,7 @@ def _format(described: Any) -> ArrayFormat:
 def _expect_text(found: Any) -> str:
     if not isinstance(found, str):
         raise TypeError(f"{str(found)[:80]!r} where text is expected")
+    found.encode()  # what UTF-8 has no bytes for is no name
     return found
 
 

@@ -102,24 +102,30 @@ def parse_root_metadata(data: bytes, key: str) -> Mapping[str, JSON]:
 
 
 def marker_files(
-    handlers: Mapping[str, str], created: str, committed: int, custom: Mapping[str, JSON], metrics: Mapping[str, float]
+    handlers: Mapping[str, str] | str,
+    created: str,
+    committed: int,
+    custom: Mapping[str, JSON],
+    metrics: Mapping[str, float],
 ) -> dict[str, bytes]:
-    """The three files that stand in the directory of a checkpoint, by name.
+    """The files that stand in the directory of a checkpoint, by name.
 
     Args:
         handlers: the handler of each member: `PYTREE_HANDLER` for a tree. A member that is left out is one that Orbax
-            does not know how to load.
+            does not know how to load. One name where the checkpoint is a tree that lies in the directory itself, which
+            only version 0 has.
         created: when the save began, ISO 8601.
         committed: when it is complete, in nanoseconds since 1970.
         custom, metrics: the user's.
     """
     began = datetime.datetime.fromisoformat(created)
     since = began - datetime.datetime(1970, 1, 1, tzinfo=datetime.UTC)
+    indicator = {} if isinstance(handlers, str) else {INDICATOR_FILE: b""}
     return {
-        INDICATOR_FILE: b"",
+        **indicator,
         METADATA_FILE: encode_document(
             {
-                "item_handlers": dict(handlers),
+                "item_handlers": handlers if isinstance(handlers, str) else dict(handlers),
                 "metrics": dict(metrics),
                 "performance_metrics": {},
                 "init_timestamp_nsecs": (since // datetime.timedelta(microseconds=1)) * 1000,
