@@ -30,7 +30,7 @@ from ckptcore_tensorstore.ocdbt import Value, encode_database
 from ckptcore_tensorstore.orbax import item_files, value_array
 from ckptcore_tensorstore.state import DIGEST_BYTES, ArraysState, Extents, StoredName
 from ckptcore_tensorstore.stored_arrays import Form, array_names, stored_format
-from ckptcore_tensorstore.zarr import ArrayFormat, encode_metadata, zarr2_array, zarr3_array
+from ckptcore_tensorstore.zarr import encode_metadata, zarr2_array, zarr3_array
 
 __all__ = ["finish_arrays"]
 
@@ -75,17 +75,11 @@ def finish_arrays(tree: TreeMetadata, receipts: Sequence[Receipt], form: Form, s
     directory = str(receipts[0].state["directory"])  # type: ignore[index,call-overload]  # see `write_arrays`
     prefix = f"{directory}/" if directory else ""
     arrays: dict[int, StoredName] = {}
-    formats: dict[tuple[object, ...], ArrayFormat] = {}
     for leaf, record in enumerate(tree.leaves):
         if not isinstance(record, ArrayRecord):
             continue
-        target = tree.aliases.get(leaf, leaf)
-        if target != leaf:
-            arrays[leaf] = StoredName(names[leaf], arrays[target].form)
-            continue
-        made = stored_format(record, names[leaf], form, size)
-        # Arrays of one format share one object, so that what is done for each format is done once.
-        made = formats.setdefault((made.spec, made.chunk, made.inner, json.dumps(made.document)), made)
+        target = tree.aliases.get(leaf)
+        made = stored_format(record, names[leaf], form, size) if target is None else arrays[target].form
         arrays[leaf] = StoredName(names[leaf], made)
     chunks = [_Chunks.of(receipt) for receipt in receipts]
     small = {
@@ -141,7 +135,8 @@ def _write_database(
     database = encode_database(
         _entries(tree, arrays, chunks, small), uuid=unique.digest(), node_file=node_file, created_ns=time.time_ns()
     )
-    store.write(f"{prefix}{node_file}", [BytesSegment(database.nodes)])
+    if database.nodes:
+        store.write(f"{prefix}{node_file}", [BytesSegment(database.nodes)])
     store.put(f"{prefix}manifest.ocdbt", database.manifest)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -60,14 +61,24 @@ def stored_format(record: ArrayRecord, name: str, form: Form, size: int) -> Arra
     Raises:
         UnsupportedLeafError: if it cannot be.
     """
-    options = options_of(name, form.options, form.rules)
-    stored = stored_spec(record.spec, form.zarr_format)
-    cuts = record.cuts
+    return _format_of(record.spec, record.cuts, size, form.zarr_format, options_of(name, form.options, form.rules))
+
+
+@functools.lru_cache(maxsize=1 << 12)
+def _format_of(
+    spec: ArraySpec,
+    cuts: tuple[tuple[int, ...], ...] | None,
+    size: int,
+    zarr_format: Literal[2, 3],
+    options: ArrayOptions,
+) -> ArrayFormat:
+    """One object for all arrays of one kind, of which a model has few: what is done for each format is done once."""
+    stored = stored_spec(spec, zarr_format)
     if cuts is not None:
         cuts += ((),) * (len(stored.shape) - len(cuts))
     chunk = write_chunk(stored, cuts, size)
     inner = chunk if options.chunk_bytes is None else read_chunk(stored, chunk, cuts, options.chunk_bytes)
-    if form.zarr_format == 2:
+    if zarr_format == 2:
         return zarr2_array(stored, inner, compression=options.compression)
     return zarr3_array(stored, chunk, inner, checksum=options.checksum, compression=options.compression)
 
