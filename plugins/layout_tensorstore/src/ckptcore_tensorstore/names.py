@@ -16,7 +16,7 @@ __all__ = ["directory_names", "key_names"]
 _OWN_NAMES: Final = frozenset(
     {
         "_CHECKPOINT_METADATA", "_METADATA", "_sharding", "_strings.json", "array_metadatas", "checkpoint",
-        "commit_success.txt", "d", "manifest.ocdbt", "metadata", "orbax.checkpoint",
+        "commit_success.txt", "manifest.ocdbt", "metadata", "orbax.checkpoint",
     }
 )  # fmt: skip
 """What stands beside arrays, or is looked for there."""
@@ -71,7 +71,7 @@ def _is_plain(part: str) -> bool:
         and "\0" not in part
         and len(part.encode()) <= _MOST_BYTES
         and not part.startswith("ocdbt.process_")
-        and part not in ("c", ".zarray", "zarr.json")
+        and part not in (".zarray", "zarr.json")
     )
 
 
