@@ -342,6 +342,23 @@ def test_elements_that_are_not_aligned_are_no_matter() -> None:
             assert np.array_equal(array, chunk[box.slices])
 
 
+def test_elements_that_no_window_is_a_multiple_of_are_no_matter() -> None:
+    chunks = Chunks(2, (100, 60), recorded=False)
+    text = chunks.chunks.view("S5")
+    box = Box((3, 2), (97, 11))
+    array = np.zeros(box.shape, "S5")
+    read = TileRead("x", chunks.stride, Box.whole((100, 12)), 5, ((0, box, array),), chunks.checksum)
+    assert list(chunks.reader().read_tiles([read])) == [0]
+    assert array.tobytes() == text[1][box.slices].tobytes()
+
+
+def test_chunks_share_a_request_only_up_to_what_is_moved_at_a_time() -> None:
+    chunks = Chunks(40, (4, 16), recorded=False)
+    reader = chunks.load([(number, Box((0, 3), (4, 9))) for number in range(40)])
+    assert reader.bytes_read == chunks.size
+    assert max([stop - start for _, start, stop in chunks.storage.reads]) == 3 * 68
+
+
 def tile(offset: int, nbytes: int, number: int = 0) -> TileRead:
     box = Box((0,), (nbytes,))
     return TileRead("x", offset, box, 1, ((number, box, np.zeros(nbytes, np.uint8)),), Crc32())
