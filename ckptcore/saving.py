@@ -455,7 +455,8 @@ def _digest(members: Mapping[str, Member] | None, descriptions: _Descriptions) -
 def _without_notes(tree: dict[str, JSON]) -> JSON:
     extras: Any = tree["extras"]
     kept = {leaf: {name: value for name, value in extra.items() if name != "notes"} for leaf, extra in extras.items()}
-    return {**tree, "extras": {leaf: extra for leaf, extra in kept.items() if extra}}
+    columns = {name: column for name, column in tree.items() if name not in ("notes", "note")}
+    return {**columns, "extras": kept}
 
 
 def _same_trees(digests: Sequence[JSON]) -> dict[str, str]:

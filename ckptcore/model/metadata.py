@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -31,6 +32,7 @@ class ArrayRecord:
             A handler that does not know the kind treats the leaf as a plain array.
         cuts: per axis the sorted inner boundaries at which shards meet, in elements; None where nothing is cut.
         notes: JSON that its leaf handler owns (how it was sharded, what was converted); never needed to get the elements.
+            Several records may have one object: it is not to be changed.
     """
 
     spec: ArraySpec
@@ -85,13 +87,20 @@ class TreeMetadata:
         )
 
     def to_json(self) -> dict[str, JSON]:
-        """The tree as columns: one entry per leaf in each, so that it stays small and parses fast."""
+        """The tree as columns: one entry per leaf in each, so that it stays small and parses fast.
+
+        Notes of plain arrays stand once in ``notes``, and the column ``note`` has their numbers: a framework notes the same few
+        shardings of thousands of arrays. An array of another kind keeps its notes in ``extras``, where readers look that know no
+        such table: its handler may need them to tell what the elements stand for.
+        """
         arrays: list[JSON] = []
         values: list[JSON] = []
         dtypes: dict[str, int] = {}
         dtype_column: list[JSON] = []
         shape_column: list[JSON] = []
         extras: dict[str, JSON] = {}
+        notes = _NoteTable()
+        note_column: list[JSON] = []
         for number, record in enumerate(self.leaves):
             if isinstance(record, ValueRecord):
                 values.append([number, record.kind, record.value])
@@ -99,16 +108,18 @@ class TreeMetadata:
             arrays.append(number)
             dtype_column.append(dtypes.setdefault(record.spec.dtype, len(dtypes)))
             shape_column.append(record.spec.shape)
-            if record.kind != PLAIN_ARRAY or record.cuts is not None or record.notes:
+            plain = record.kind == PLAIN_ARRAY
+            note_column.append(notes.number(record.notes) if plain and record.notes else None)
+            if not plain or record.cuts is not None:
                 extra: dict[str, JSON] = {}
-                if record.kind != PLAIN_ARRAY:
+                if not plain:
                     extra["kind"] = record.kind
                 if record.cuts is not None:
                     extra["cuts"] = record.cuts
-                if record.notes:
+                if record.notes and not plain:
                     extra["notes"] = dict(record.notes)
                 extras[str(number)] = extra
-        return {
+        encoded: dict[str, JSON] = {
             "skeleton": skeleton_to_json(self.skeleton),
             "count": len(self.leaves),
             "dtypes": list(dtypes),
@@ -118,6 +129,10 @@ class TreeMetadata:
             "extras": extras,
             "aliases": [[alias, target] for alias, target in self.aliases.items()],
         }
+        if notes.table:
+            encoded["notes"] = notes.table
+            encoded["note"] = note_column
+        return encoded
 
     @classmethod
     def from_json(cls, encoded: JSON) -> TreeMetadata:
@@ -137,6 +152,25 @@ class TreeMetadata:
             ) from error
 
 
+class _NoteTable:
+    """Notes that are equal get one number, and stand once in `table`."""
+
+    def __init__(self) -> None:
+        self.table: list[JSON] = []
+        self._numbers: dict[str, int] = {}
+        self._seen: dict[int, int] = {}
+
+    def number(self, notes: Mapping[str, JSON]) -> int:
+        # By identity first: most records share the object, and a sharding over many devices is long. The records keep it alive.
+        known = self._seen.get(id(notes))
+        if known is None:
+            known = self._numbers.setdefault(json.dumps(dict(notes)), len(self.table))
+            if known == len(self.table):
+                self.table.append(dict(notes))
+            self._seen[id(notes)] = known
+        return known
+
+
 def _decode(encoded: JSON) -> TreeMetadata:
     table = _expect(encoded, dict)
     dtype_names = [_expect(name, str) for name in _expect(table["dtypes"], list)]
@@ -149,6 +183,10 @@ def _decode(encoded: JSON) -> TreeMetadata:
     count = _natural(table["count"])
     if len(dtype_column) != len(shape_column) or count != len(dtype_column) + len(values):
         raise CorruptCheckpointError("the saved tree cannot be read: its columns are of different lengths")
+    note_table: list[Mapping[str, JSON]] = [_expect(notes, dict) for notes in _expect(table.get("notes", []), list)]
+    note_column = _expect(table["note"], list) if note_table else [None] * len(shape_column)
+    if len(note_column) != len(shape_column):
+        raise CorruptCheckpointError("the saved tree cannot be read: its columns are of different lengths")
     skeleton = skeleton_from_json(table["skeleton"], count)
     if leaf_count(skeleton) != count:
         raise CorruptCheckpointError("the saved tree cannot be read: it has other leaves than its leaf table")
@@ -159,7 +197,7 @@ def _decode(encoded: JSON) -> TreeMetadata:
             raise CorruptCheckpointError("the saved tree cannot be read: it has a value twice")
         leaves[number] = ValueRecord(_expect(kind, str), value)
     number = 0
-    for dtype_number, shape_json in zip(dtype_column, shape_column, strict=True):
+    for dtype_number, shape_json, note in zip(dtype_column, shape_column, note_column, strict=True):
         while leaves[number] is not None:
             number += 1
         shape = tuple(shape_json)
@@ -172,7 +210,10 @@ def _decode(encoded: JSON) -> TreeMetadata:
         if 0 in shape and not spec.is_possible:  # the others are compared with the objects that hold them
             raise CorruptCheckpointError(f"the saved tree cannot be read: {spec} is no array that can be")
         extra = extras.get(str(number))
-        leaves[number] = ArrayRecord(spec) if extra is None else _record_with_extra(spec, _expect(extra, dict))
+        notes = _NO_NOTES if note is None else note_table[_natural(note)]
+        leaves[number] = (
+            ArrayRecord(spec, notes=notes) if extra is None else _record_with_extra(spec, notes, _expect(extra, dict))
+        )
     aliases: dict[int, int] = {}
     for alias, target in _expect(table["aliases"], list):
         record, original = leaves[_natural(alias)], leaves[_natural(target)]
@@ -183,19 +224,18 @@ def _decode(encoded: JSON) -> TreeMetadata:
     return TreeMetadata(skeleton, tuple([leaf for leaf in leaves if leaf is not None]), aliases)
 
 
-def _record_with_extra(spec: ArraySpec, extra: Mapping[str, JSON]) -> ArrayRecord:
+def _record_with_extra(spec: ArraySpec, notes: Mapping[str, JSON], extra: Mapping[str, JSON]) -> ArrayRecord:
     cuts_json = extra.get("cuts")
     cuts = None
     if cuts_json is not None:
         cuts = tuple([tuple([_natural(cut) for cut in _expect(axis, list)]) for axis in _expect(cuts_json, list)])
         if len(cuts) != len(spec.shape):
             raise CorruptCheckpointError("the saved tree cannot be read: an array is cut along other axes than it has")
-    return ArrayRecord(
-        spec,
-        _expect(extra.get("kind", PLAIN_ARRAY), str),
-        cuts,
-        _expect(extra.get("notes", {}), dict),
-    )
+    if "notes" in extra:
+        if notes:
+            raise CorruptCheckpointError("the saved tree cannot be read: an array has notes in two places")
+        notes = _expect(extra["notes"], dict)
+    return ArrayRecord(spec, _expect(extra.get("kind", PLAIN_ARRAY), str), cuts, notes)
 
 
 def _expect(found: Any, kind: type[T]) -> T:

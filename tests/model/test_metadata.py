@@ -12,7 +12,7 @@ import pytest
 from ckptcore.errors import CorruptCheckpointError, UnsupportedLeafError
 from ckptcore.model.arrays import ArraySpec
 from ckptcore.model.metadata import ArrayRecord, TreeMetadata, ValueRecord
-from ckptcore.model.tree import LEAF, Attribute, Node
+from ckptcore.model.tree import JSON, LEAF, Attribute, Node
 
 TREE = TreeMetadata(
     Node(
@@ -38,6 +38,70 @@ def test_a_tree_comes_back_from_json() -> None:
     assert again.nbytes == 4 * 3 * 2 + 4
 
 
+SHARDED: dict[str, JSON] = {"sharding": {"type": "NamedSharding", "mesh": {"data": 4}, "spec": ["data", None]}}
+
+NOTED = TreeMetadata(
+    Node("dict", ("a", "b", "c", "d", "e", "f", "g"), (LEAF,) * 7),
+    (
+        ArrayRecord(ArraySpec((4, 3), "float32"), notes=SHARDED),
+        ValueRecord("int", 1),
+        ArrayRecord(ArraySpec((4, 5), "float32"), cuts=((2,), ()), notes=copy.deepcopy(SHARDED)),
+        ArrayRecord(ArraySpec((), "float32")),
+        ArrayRecord(ArraySpec((), "float32"), notes={"weak_type": True}),
+        ArrayRecord(ArraySpec((2,), "uint32"), "jax.key", notes={"impl": "threefry2x32"}),
+        ArrayRecord(ArraySpec((4, 3), "int8"), notes=SHARDED),
+    ),
+)
+
+
+def test_notes_that_arrays_share_stand_once() -> None:
+    encoded: Any = json.loads(json.dumps(NOTED.to_json()))
+    assert encoded["notes"] == [SHARDED, {"weak_type": True}]
+    assert encoded["note"] == [0, 0, None, 1, None, 0]
+    # What a key is, readers that know no table have to find where it always stood.
+    assert encoded["extras"] == {"2": {"cuts": [[2], []]}, "5": {"kind": "jax.key", "notes": {"impl": "threefry2x32"}}}
+    again = TreeMetadata.from_json(encoded)
+    assert again == NOTED
+    notes = [record.notes for record in again.leaves if isinstance(record, ArrayRecord)]
+    assert notes[0] is notes[1] is notes[5]
+
+
+def test_a_tree_without_notes_has_no_table_of_them() -> None:
+    assert not {"notes", "note"} & set(TREE.to_json())
+
+
+def test_notes_in_the_extras_of_plain_arrays_are_read() -> None:
+    """Every array had its notes there before there was a table."""
+    encoded: Any = json.loads(json.dumps(NOTED.to_json()))
+    table, column = encoded.pop("notes"), encoded.pop("note")
+    for leaf, note in zip(("0", "2", "3", "4", "5", "6"), column, strict=True):
+        if note is not None:
+            encoded["extras"].setdefault(leaf, {})["notes"] = table[note]
+    assert TreeMetadata.from_json(encoded) == NOTED
+
+
+@pytest.mark.parametrize(
+    ("member", "found"),
+    [
+        ("note", [0, 0, None, 1, None]),  # too short
+        ("note", [0, 0, None, 1, None, 0, 0]),
+        ("note", [0, 0, None, 2, None, 0]),  # of a table of two
+        ("note", [0, 0, None, -1, None, 0]),
+        ("note", [0, 0, None, True, None, 0]),
+        ("note", [0, 0, None, 1, 0, 0]),  # the key has its own
+        ("note", None),
+        ("notes", {"0": {}}),
+        ("notes", [1, 2]),
+        ("notes", None),
+    ],
+)
+def test_a_damaged_table_of_notes_is_refused(member: str, found: Any) -> None:
+    encoded: Any = json.loads(json.dumps(NOTED.to_json()))
+    encoded[member] = found
+    with pytest.raises(CorruptCheckpointError):
+        TreeMetadata.from_json(encoded)
+
+
 def _places(value: Any, place: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
     found = [place] if place else []
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
@@ -46,8 +110,9 @@ def _places(value: Any, place: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
     return found
 
 
-def test_anything_else_in_any_place_is_refused_or_harmless() -> None:
-    encoded: Any = json.loads(json.dumps(TREE.to_json()))
+@pytest.mark.parametrize("tree", [TREE, NOTED])
+def test_anything_else_in_any_place_is_refused_or_harmless(tree: TreeMetadata) -> None:
+    encoded: Any = json.loads(json.dumps(tree.to_json()))
     strange: list[Any] = [None, True, -1, 1 << 70, 1.5, "x", [], {}, [[]], [1, 2, 3], {"a": 1}, ["list", None, 9]]
     chooser = random.Random(0)
     refused = 0
