@@ -425,9 +425,10 @@ def _open_tree(location: Location, context: Context) -> Opened:
             )
     if entry is None and holds_members(storage):
         raise _lost_root(location)
+    failed = "".join(f"; {name} cannot be used: {reason}" for name, reason in context.registry.failed_layouts().items())
     raise CheckpointNotFoundError(
         f"{location.display} is no checkpoint that an installed layout reads (tried "
-        f"{', '.join(layout.name for layout in layouts)}); check the path, or install the plugin of its format"
+        f"{', '.join(layout.name for layout in layouts)}{failed}); check the path, or install the plugin of its format"
     )
 
 

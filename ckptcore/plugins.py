@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final, TypeAlias, TypeVar, cast
 
 import pluggy
@@ -79,6 +79,7 @@ class PluginInfo:
         distribution: name and version of its distribution.
         hooks: the hooks it implements.
         layouts, storages: the names and URL schemes it offers.
+        failed_layouts: of its layouts those that cannot be made, by name, each with its error.
     """
 
     name: str
@@ -86,6 +87,7 @@ class PluginInfo:
     hooks: tuple[str, ...]
     layouts: tuple[str, ...]
     storages: tuple[str, ...]
+    failed_layouts: Mapping[str, str] = field(default_factory=dict)
 
 
 class Plugins:
@@ -188,6 +190,7 @@ class Plugins:
         Raises:
             UnknownPluginError: if no installed plugin has it.
             PluginConflictError: if two have.
+            PluginError: if its plugin cannot make it: most often it imports what is not installed.
         """
         if not isinstance(layout, str):
             return layout
@@ -196,13 +199,33 @@ class Plugins:
             raise UnknownPluginError(
                 f"no installed plugin has a layout {layout!r}; there are {', '.join(sorted(factories))}{self._failures()}"
             )
-        return cast(LayoutFactory, factories[layout][1])()
+        plugin_name, factory = factories[layout]
+        try:
+            return cast(LayoutFactory, factory)()
+        except Exception as error:
+            raise PluginError(
+                f"the plugin {plugin_name} cannot make its layout {layout!r}: {_reason(error)}; install what it needs, or "
+                "another version of it"
+            ) from error
 
     def layouts(self) -> Sequence[Layout]:
-        """Every layout, sorted by name."""
-        return [
-            cast(LayoutFactory, factory)() for _, (_, factory) in sorted(self._named("ckpt_layouts", "layout").items())
-        ]
+        """Every layout that can be made, sorted by name. `failed_layouts` tells of the others.
+
+        Raises:
+            PluginConflictError: if two plugins have one of the same name.
+        """
+        return [layout for layout in _made(self._layout_factories()).values() if not isinstance(layout, Exception)]
+
+    def failed_layouts(self) -> Mapping[str, str]:
+        """The layouts that cannot be made, by name, each with its error: most often they import what is not installed.
+
+        Raises:
+            PluginConflictError: if two plugins have one of the same name.
+        """
+        return _failures_of(_made(self._layout_factories()))
+
+    def _layout_factories(self) -> Mapping[str, object]:
+        return {name: factory for name, (_, factory) in self._named("ckpt_layouts", "layout").items()}
 
     def storage(self, scheme: str) -> StorageOpener:
         """What opens URLs of a scheme.
@@ -247,7 +270,12 @@ class Plugins:
             )
             found.append(
                 PluginInfo(
-                    name, self._distributions.get(name, ""), hooks, tuple(sorted(layouts)), tuple(sorted(storages))
+                    name,
+                    self._distributions.get(name, ""),
+                    hooks,
+                    tuple(sorted(layouts)),
+                    tuple(sorted(storages)),
+                    _failures_of(_made(layouts)),
                 )
             )
         return sorted(found, key=lambda info: info.name)
@@ -293,6 +321,25 @@ def _as_dispatch(handler: Handler) -> Dispatch:
     )
 
 
+def _made(factories: Mapping[str, object]) -> Mapping[str, Layout | Exception]:
+    """The layouts of these factories, sorted by name; in place of one that cannot be made the error."""
+    made: dict[str, Layout | Exception] = {}
+    for name, factory in sorted(factories.items()):
+        try:
+            made[name] = cast(LayoutFactory, factory)()
+        except Exception as error:  # noqa: BLE001  # one that is broken must not hide what the others can read
+            made[name] = error
+    return made
+
+
+def _failures_of(made: Mapping[str, Layout | Exception]) -> Mapping[str, str]:
+    return {name: _reason(error) for name, error in made.items() if isinstance(error, Exception)}
+
+
+def _reason(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
 def _type_name(value_type: type) -> str:
     return f"{value_type.__module__}.{value_type.__qualname__}"
 
@@ -322,7 +369,7 @@ def installed_plugins() -> Plugins:
             manager.register(entry_point.load(), entry_point.name)
             distributions[entry_point.name] = described
         except Exception as error:  # noqa: BLE001  # whatever a broken plugin raises must not take the others with it
-            failed.append(FailedPlugin(entry_point.name, described, f"{type(error).__name__}: {error}"))
+            failed.append(FailedPlugin(entry_point.name, described, _reason(error)))
             logger.warning("the plugin %s of %s failed to load: %s", entry_point.name, described, error)
     manager.check_pending()
     return Plugins(manager, failed=failed, distributions=distributions)

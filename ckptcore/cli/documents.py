@@ -316,6 +316,7 @@ class PluginDocument(TypedDict):
     hooks: list[str]
     layouts: list[str]
     storages: list[str]
+    failed_layouts: NotRequired[dict[str, str]]  #: layouts that cannot be used, by name why not
 
 
 class FailedPluginDocument(TypedDict):

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import importlib.metadata
+from typing import TYPE_CHECKING
 
 from ckptcore.cli.command import checkpoint_command
 from ckptcore.cli.console import print_document, print_line, printable
-from ckptcore.cli.documents import PluginsDocument
+from ckptcore.cli.documents import PluginDocument, PluginsDocument
 from ckptcore.cli.exits import ExitCode
+
+if TYPE_CHECKING:
+    from ckptcore.plugins import PluginInfo
 
 __all__ = ["command"]
 
@@ -23,14 +27,15 @@ _OFFERS = {
 def command(as_json: bool) -> ExitCode:
     """List the installed plugins: what each one handles, its layouts and URL schemes.
 
-    Those that failed to load are listed with the reason, and make the exit code 1.
+    Those that failed to load, and layouts that cannot be used, are listed with the reason, and make the exit code 1.
     """
     document = _document()
     if as_json:
         print_document(document)
     else:
         _print(document)
-    return ExitCode.FOUND if document["failed"] else ExitCode.OK
+    broken = document["failed"] or any("failed_layouts" in plugin for plugin in document["plugins"])
+    return ExitCode.FOUND if broken else ExitCode.OK
 
 
 def _document() -> PluginsDocument:
@@ -40,21 +45,25 @@ def _document() -> PluginsDocument:
     return {
         "schema": "ckptcore.plugins/1",
         "version": importlib.metadata.version("ckptcore"),
-        "plugins": [
-            {
-                "name": plugin.name,
-                "distribution": plugin.distribution,
-                "hooks": list(plugin.hooks),
-                "layouts": list(plugin.layouts),
-                "storages": list(plugin.storages),
-            }
-            for plugin in installed.describe()
-        ],
+        "plugins": [_plugin_document(plugin) for plugin in installed.describe()],
         "failed": [
             {"name": plugin.name, "distribution": plugin.distribution, "reason": plugin.reason}
             for plugin in installed.failed
         ],
     }
+
+
+def _plugin_document(plugin: PluginInfo) -> PluginDocument:
+    document: PluginDocument = {
+        "name": plugin.name,
+        "distribution": plugin.distribution,
+        "hooks": list(plugin.hooks),
+        "layouts": list(plugin.layouts),
+        "storages": list(plugin.storages),
+    }
+    if plugin.failed_layouts:
+        document["failed_layouts"] = dict(plugin.failed_layouts)
+    return document
 
 
 def _print(document: PluginsDocument) -> None:
@@ -69,6 +78,8 @@ def _print(document: PluginsDocument) -> None:
         ):
             if offered:
                 print_line(f"  {title:<9}", ", ".join(offered))
+        for name, reason in plugin.get("failed_layouts", {}).items():
+            print_line("  ", (f"{printable(name)} cannot be used", "red"), f": {printable(reason)}")
     for failed in document["failed"]:
         print_line((failed["name"], "bold red"), "  ", (failed["distribution"], "dim"))
         print_line("  ", ("failed to load", "red"), f": {printable(failed['reason'])}")

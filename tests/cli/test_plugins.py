@@ -9,9 +9,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from ckptcore.cli.documents import PluginsDocument
 from tests.cli.conftest import Run, RunJson
 from tests.cli.documents import problems
+from tests.loading.incomplete_layout import Incomplete
 
 
 def test_lists_what_the_builtin_plugin_offers(run: Run, run_json: RunJson) -> None:
@@ -57,3 +60,17 @@ def test_says_why_one_failed_to_load(tmp_path: Path) -> None:
     text = plugins()
     assert text.returncode == 1
     assert "failed to load: ModuleNotFoundError: No module named 'a_library_that_is_missing'" in text.stdout
+
+
+def test_says_which_layout_cannot_be_used(run_json: RunJson, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    from ckptcore import plugins
+
+    installed = plugins.installed_plugins().having([Incomplete()], {})
+    monkeypatch.setattr(plugins, "installed_plugins", lambda: installed)
+    code, document = run_json(PluginsDocument, "plugins")
+    assert code == 1
+    (found,) = [plugin for plugin in document["plugins"] if "failed_layouts" in plugin]
+    assert found["layouts"] == ["incomplete"]
+    assert found["failed_layouts"] == {"incomplete": "ModuleNotFoundError: No module named 'a_library_that_is_missing'"}
+    text = run("plugins").stdout
+    assert "  incomplete cannot be used: ModuleNotFoundError: No module named 'a_library_that_is_missing'" in text

@@ -1,0 +1,26 @@
+"""A plugin with a layout that imports a library which is not installed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from ckptcore.hookspecs import hookimpl
+from ckptcore.protocols import Layout, LayoutFactory
+
+__all__ = ["Incomplete"]
+
+
+class Incomplete:
+    """Offers the layout ``incomplete``."""
+
+    @hookimpl
+    def ckpt_layouts(self) -> Mapping[str, LayoutFactory]:
+        """Offers a layout that nobody can make."""
+        return {"incomplete": _make}
+
+
+def _make() -> Layout:
+    import a_library_that_is_missing  # type: ignore[import-not-found]  # which is the point of it
+
+    layout: Layout = a_library_that_is_missing.layout()
+    return layout
