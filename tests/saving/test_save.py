@@ -23,6 +23,9 @@ from ckptcore.errors import (
     UnsupportedLeafError,
 )
 from ckptcore.model import ArrayRecord, Attribute, Node
+from ckptcore.protocols import Coordinator
+from ckptcore.testing import ThreadJob
+from tests.saving.test_failures import job_context
 
 
 class Pair(NamedTuple):
@@ -111,6 +114,15 @@ def test_another_byte_order_is_converted_and_said(tmp_path: Path) -> None:
     assert loaded.dtype == np.dtype("<i4") and loaded.tolist() == [0, 1, 2, 3, 4]
     record = ckptcore.metadata(tmp_path / "c").tree.leaves[0]
     assert isinstance(record, ArrayRecord) and record.notes == {"converted": "byte order"}
+
+
+def test_ranks_may_differ_in_what_they_note(tmp_path: Path) -> None:
+    def job(coordinator: Coordinator) -> None:
+        order = "<i4" if coordinator.rank == 0 else ">i4"
+        ckptcore.save(tmp_path / "c", {"w": np.arange(5, dtype=order)}, context=job_context(coordinator))
+
+    ThreadJob(2, timeout_seconds=30).run(job)
+    assert ckptcore.load(tmp_path / "c")["w"].tolist() == [0, 1, 2, 3, 4]
 
 
 def test_types_of_others_come_back_as_plain_containers_with_a_note(tmp_path: Path) -> None:
