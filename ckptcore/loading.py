@@ -207,7 +207,7 @@ def load_into_target(location: Source, target: object, context: Context, recordi
             numbers = _match_target(opened, flat)
         units, leaves = _plan_units(opened, numbers, flat.handlers, flat.leaves, into=True)
         began = True
-        filled = [handler is None for handler in flat.handlers]
+        filled = [number is None for number in numbers]  # these stay as they are
         with recording.phase("read", sum(unit.nbytes for unit in units)):
             _perform(opened, units, leaves, context, filled)
         with recording.phase("restore"):
@@ -279,7 +279,7 @@ def read_leaves(
 
     Args:
         opened: the checkpoint.
-        numbers: of stored leaves; None for what is not loaded.
+        numbers: of stored leaves; None for what is not loaded and stays as its abstract is.
         handlers, abstracts: for each, who builds it and as what.
         context: its bound on memory is kept.
     """
@@ -307,7 +307,10 @@ def _plan_units(
     tied: dict[tuple[object, ...], _Unit] = {}
     in_memory: dict[object, int] = {}
     for position, (number, handler, abstract) in enumerate(zip(numbers, handlers, abstracts, strict=True)):
-        if number is None or handler is None:
+        if handler is None:
+            continue
+        if number is None:
+            leaves[position] = abstract  # None is asked for, and nothing is stored
             continue
         record = tree.leaves[number]
         if isinstance(record, ValueRecord):

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from typing import Final
 
 from ckptcore.errors import TreeMismatchError
 from ckptcore.flattening import Flat
-from ckptcore.model.metadata import PLAIN_ARRAY, ArrayRecord, LeafRecord, TreeMetadata
-from ckptcore.model.tree import Attribute, TreePath, format_path
+from ckptcore.model.metadata import PLAIN_ARRAY, ArrayRecord, LeafRecord, TreeMetadata, ValueRecord
+from ckptcore.model.tree import Attribute, Node, Skeleton, TreePath, format_path
 
 __all__ = ["match_leaves"]
 
@@ -22,11 +23,23 @@ def match_leaves(flat: Flat, tree: TreeMetadata, display: str, *, by_name: bool)
     Keys match as they are. Where nothing matches so, an attribute also matches a str key of its name, because an object
     that is loaded without its type is a dict.
 
+    What other software wrote may lack what tells keys and empty things apart, so there:
+
+    - Any key matches one of the same text: Orbax stores the keys of dicts and the names of attributes as text, so that
+      ``{1: ...}`` is stored as ``{"1": ...}``. Only where nothing else matches, and no two leaves have the text in common.
+    - Any leaf matches one whose name is its keys joined by dots, where the stored tree is a flat dict of such names.
+    - A stored None is not unexpected where the abstract tree has a container without leaves: Orbax stores an empty named tuple
+      (``optax.EmptyState``) as None.
+    - None may be asked for where nothing is stored.
+
     Args:
         flat: the abstract tree.
         tree: the stored one.
         display: the location, for errors.
-        by_name: whether the stored tree is a flat dict of dotted names that a nested abstract tree may match.
+        by_name: whether other software wrote what is stored.
+
+    Returns:
+        The numbers; None where a placeholder stands, and where None is asked for and nothing is stored.
 
     Raises:
         TreeMismatchError: lists every difference.
@@ -39,8 +52,10 @@ def match_leaves(flat: Flat, tree: TreeMetadata, display: str, *, by_name: bool)
         stored = {path: number for number, path in enumerate(tree.paths)}
         found = [stored.get(path) for path in paths]
         missing = [position for position, number in enumerate(found) if number is None]
-        if missing:
-            _match_loosely(paths, found, missing, stored, by_name)
+        for of_asked, of_stored in _FORMS_OF_OTHERS if by_name else _FORMS:
+            if missing:
+                _match_loosely(paths, found, missing, stored, of_asked, of_stored)
+                missing = [position for position in missing if found[position] is None]
         skipped = [path for path, handler in zip(paths, flat.handlers, strict=True) if handler is None]
     differences = _differences(flat, tree, paths, found, skipped, by_name)
     if differences:
@@ -60,22 +75,22 @@ def _match_loosely(
     found: list[int | None],
     missing: Sequence[int],
     stored: dict[TreePath, int],
-    by_name: bool,
+    of_asked: Callable[[TreePath], TreePath],
+    of_stored: Callable[[TreePath], TreePath],
 ) -> None:
+    """Find leaves that are missing by forms of their paths. Two that differ only in what a form lacks match nothing."""
     taken = {number for number in found if number is not None}
-    plain: dict[TreePath, int | None] = {}
-    for path, leaf in stored.items():
-        key = _plain(path)
-        plain[key] = None if key in plain else leaf  # two that differ only so match nothing
-    for position in missing:
-        candidates = [plain.get(_plain(paths[position]))]
-        if by_name:
-            candidates.append(stored.get((".".join(map(str, paths[position])),)))
-        for number in candidates:
-            if number is not None and number not in taken:
-                found[position] = number
-                taken.add(number)
-                break
+    forms = [of_stored(path) for path in stored]
+    asked = [of_asked(paths[position]) for position in missing]
+    times_stored, times_asked = Counter(forms), Counter(asked)
+    free = {
+        form: number
+        for form, number in zip(forms, stored.values(), strict=True)
+        if number not in taken and times_stored[form] == 1
+    }
+    for position, form in zip(missing, asked, strict=True):
+        if times_asked[form] == 1:
+            found[position] = free.get(form)
 
 
 def _is_skipped(path: TreePath, skips: set[TreePath], dotted: tuple[str, ...]) -> bool:
@@ -89,6 +104,40 @@ def _plain(path: TreePath) -> TreePath:
     return tuple([key.name if isinstance(key, Attribute) else key for key in path])
 
 
+def _text(path: TreePath) -> TreePath:
+    return tuple(map(str, path))
+
+
+def _dotted(path: TreePath) -> TreePath:
+    return (".".join(map(str, path)),)
+
+
+_FORMS: Final = ((_plain, _plain),)
+"""How paths that do not match as they are may match: the form of an asked path, and that of a stored one."""
+
+_FORMS_OF_OTHERS: Final = ((_plain, _plain), (_text, _text), (_dotted, _text))
+"""The same where other software wrote what is stored; one after the other."""
+
+
+def _leafless(skeleton: Skeleton) -> set[TreePath]:
+    """The paths, as text, of all containers that have no leaves."""
+    found: set[TreePath] = set()
+    _add_leafless(skeleton, (), found)
+    return found
+
+
+def _add_leafless(node: Skeleton, path: TreePath, found: set[TreePath]) -> bool:
+    if not isinstance(node, Node):
+        return False
+    empty = [
+        _add_leafless(child, (*path, str(key)), found) for key, child in zip(node.keys, node.children, strict=True)
+    ]
+    if all(empty):
+        found.add(path)
+        return True
+    return False
+
+
 def _differences(
     flat: Flat,
     tree: TreeMetadata,
@@ -99,17 +148,25 @@ def _differences(
 ) -> list[str]:
     differences: list[str] = []
     absent = [
-        position for position, number in enumerate(found) if number is None and flat.handlers[position] is not None
+        position
+        for position, (number, handler) in enumerate(zip(found, flat.handlers, strict=True))
+        if number is None
+        and handler is not None
+        and not (by_name and _is_none(handler.describe(flat.leaves[position])))
     ]
     loaded = {number for number in found if number is not None}
     unexpected: list[TreePath] = []
     if len(loaded) < len(tree.leaves):
-        skips = {_plain(prefix) for prefix in skipped}
+        form = _text if by_name else _plain
+        skips = {form(prefix) for prefix in skipped}
         dotted = tuple([".".join(map(str, prefix)) + "." for prefix in skipped]) if by_name else ()
+        leafless = _leafless(flat.skeleton) if by_name else set[TreePath]()
         unexpected = [
             path
             for number, path in enumerate(tree.paths)
-            if number not in loaded and not _is_skipped(_plain(path), skips, dotted)
+            if number not in loaded
+            and not _is_skipped(form(path), skips, dotted)
+            and not (_is_none(tree.leaves[number]) and _text(path) in leafless)
         ]
     names = [format_path(path) for path in unexpected]
     if absent:
@@ -128,6 +185,10 @@ def _differences(
         if asked is not record and (reason := _difference(asked, record)) is not None:
             differences.append(f"{format_path(paths[position])}: {reason}")
     return differences
+
+
+def _is_none(record: LeafRecord) -> bool:
+    return isinstance(record, ValueRecord) and record.kind == "none"
 
 
 def _difference(asked: LeafRecord, stored: LeafRecord) -> str | None:

@@ -1,0 +1,142 @@
+"""States of training that Orbax saved, loaded as abstract trees of the same states: every container and leaf comes back."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import ckptcore
+from ckptcore.errors import TreeMismatchError
+
+jax = pytest.importorskip("jax")
+optax = pytest.importorskip("optax")
+pytest.importorskip("ckptcore_jax")
+pytest.importorskip("orbax.checkpoint")
+
+import jax.numpy as jnp
+import orbax.checkpoint as ocp
+from orbax.checkpoint import v1
+
+
+def params() -> Any:
+    return {"dense": {"kernel": jnp.arange(6.0).reshape(2, 3), "bias": jnp.ones(3)}, "scale": jnp.full((2,), 0.5)}
+
+
+def updated(optimizer: Any) -> Any:
+    """The state of an optimizer after a step, so that nothing in it is as it was made."""
+    state = optimizer.init(params())
+    gradients = jax.tree.map(lambda leaf: leaf + 1, params())
+    extra = {"value": 1.0, "grad": gradients, "value_fn": lambda _: 1.0}
+    wanted = optax.with_extra_args_support(optimizer)
+    return wanted.update(gradients, state, params(), **extra)[1]
+
+
+def assert_same(loaded: Any, expected: Any) -> None:
+    """Of the same types, and the same arrays bit for bit."""
+    assert jax.tree.structure(loaded) == jax.tree.structure(expected)
+    for (path, found), leaf in zip(jax.tree_util.tree_leaves_with_path(loaded), jax.tree.leaves(expected), strict=True):
+        where = jax.tree_util.keystr(path)
+        assert type(found) is type(leaf), where
+        if isinstance(leaf, jax.Array) and jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            assert found.dtype == leaf.dtype, where
+            found, leaf = jax.random.key_data(found), jax.random.key_data(leaf)
+        assert np.asarray(found).dtype == np.asarray(leaf).dtype, where
+        assert np.asarray(found).tobytes() == np.asarray(leaf).tobytes(), where
+
+
+def zeros(tree: Any) -> Any:
+    """The same tree with other elements, to load into: a load that gave back what it was given would be seen."""
+    return jax.tree.map(lambda leaf: jnp.zeros_like(leaf) if isinstance(leaf, jax.Array) else leaf, tree)
+
+
+LABELS = {"dense": {"kernel": "train", "bias": "train"}, "scale": "freeze"}
+OPTIMIZERS = {
+    "sgd": lambda: optax.sgd(0.1),
+    "adamw": lambda: optax.adamw(1e-3),
+    "chain": lambda: optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3), optax.zero_nans()),
+    "masked": lambda: optax.masked(optax.adam(1e-3), {"dense": {"kernel": True, "bias": False}, "scale": False}),
+    "labels": lambda: optax.multi_transform({"train": optax.adam(1e-3), "freeze": optax.set_to_zero()}, LABELS),
+    "numbered": lambda: optax.multi_transform(
+        {0: optax.adam(1e-3), 1: optax.set_to_zero()}, jax.tree.map(lambda name: int(name == "freeze"), LABELS)
+    ),
+    "hyperparameters": lambda: optax.inject_hyperparams(optax.adam)(learning_rate=1e-3),
+    "schedule": lambda: optax.adam(optax.cosine_decay_schedule(1e-3, 10)),
+    "several steps": lambda: optax.MultiSteps(optax.adam(1e-3), 2),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_states_of_optax(name: str, tmp_path: Path) -> None:
+    state = updated(OPTIMIZERS[name]())
+    v1.save(tmp_path / "c", state)
+    assert_same(ckptcore.load(tmp_path / "c", zeros(state)), state)
+
+
+@pytest.mark.parametrize("write", ["v1", "v0 standard", "v0 pytree"])
+def test_a_train_state_of_flax(write: str, tmp_path: Path) -> None:
+    from flax.training.train_state import TrainState
+
+    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
+    state = TrainState.create(apply_fn=lambda: None, params=params(), tx=optimizer)
+    state = state.apply_gradients(grads=params())
+    if write == "v1":
+        v1.save(tmp_path / "c", state)
+    elif write == "v0 standard":
+        with ocp.StandardCheckpointer() as checkpointer:
+            checkpointer.save(tmp_path / "c", state)
+    else:
+        with ocp.PyTreeCheckpointer() as checkpointer:
+            checkpointer.save(tmp_path / "c", state)
+    loaded = ckptcore.load(tmp_path / "c", zeros(state))
+    assert_same(loaded, state)
+    assert loaded.step == 1 and loaded.tx is optimizer
+
+
+def test_the_state_of_modules_of_nnx_in_lists(tmp_path: Path) -> None:
+    from flax import nnx
+
+    class Model(nnx.Module):
+        def __init__(self, rngs: Any) -> None:
+            self.layers = nnx.List([nnx.Linear(2, 2, rngs=rngs) for _ in range(11)])
+            self.dropout = nnx.Dropout(0.5, rngs=rngs)
+
+    state = nnx.state(Model(nnx.Rngs(0)))
+    v1.save(tmp_path / "c", state)
+    assert_same(ckptcore.load(tmp_path / "c", nnx.state(Model(nnx.Rngs(1)))), state)
+    pure = nnx.to_pure_dict(state)
+    assert 10 in pure["layers"]
+    v1.save(tmp_path / "pure", pure)
+    assert_same(ckptcore.load(tmp_path / "pure", nnx.to_pure_dict(nnx.state(Model(nnx.Rngs(1))))), pure)
+
+
+def test_int_keys_and_tuples_and_empty_things(tmp_path: Path) -> None:
+    tree = {
+        1: jnp.ones(2),
+        20: {3: 4, 5: [jnp.zeros(1), {}, (), None, optax.EmptyState()]},
+        7: optax.MaskedNode(),
+        9: (jnp.ones(1), (jnp.full((3,), 2.0), (), optax.TraceState(trace={0: jnp.ones(4)}))),
+    }
+    v1.save(tmp_path / "c", tree)
+    loaded = ckptcore.load(tmp_path / "c", zeros(tree))
+    assert_same(loaded, tree)
+    assert loaded[7] == optax.MaskedNode() and loaded[20][5][1:] == [{}, (), None, optax.EmptyState()]
+
+
+def test_what_differs_is_told(tmp_path: Path) -> None:
+    v1.save(tmp_path / "c", updated(optax.adam(1e-3)))
+    with pytest.raises(TreeMismatchError) as caught:
+        ckptcore.load(tmp_path / "c", updated(optax.sgd(0.1, momentum=0.9)))
+    assert any("trace" in text and text.startswith("missing: ") for text in caught.value.differences)
+    assert any("mu" in text and text.startswith("unexpected: ") for text in caught.value.differences)
+
+
+def test_a_conversion_of_ours_is_loaded_as_strictly_as_what_we_saved(tmp_path: Path) -> None:
+    """The types that tell an int from a text are lost with Orbax, and a checkpoint of ours says what it holds."""
+    v1.save(tmp_path / "c", {1: jnp.ones(2)})
+    ckptcore.convert(tmp_path / "c", tmp_path / "ours", layout="safetensors")
+    with pytest.raises(TreeMismatchError, match=r"missing: \[1\]"):
+        ckptcore.load(tmp_path / "ours", {1: jnp.ones(2)})
+    assert ckptcore.load(tmp_path / "ours", {"1": jnp.zeros(2)})["1"].tolist() == [1, 1]

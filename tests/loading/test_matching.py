@@ -1,0 +1,148 @@
+"""What an abstract tree asks for finds what is stored: strictly in a checkpoint of ours, by text in one of other software."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+import ckptcore
+from ckptcore import PLACEHOLDER
+from ckptcore.errors import TreeMismatchError
+from ckptcore.flattening import flatten
+from ckptcore.matching import match_leaves
+from ckptcore.model import TreeMetadata, format_path
+from ckptcore.plugins import installed_plugins
+
+ONE, TWO = np.ones(1), np.ones(2)
+
+
+class Empty(NamedTuple):
+    pass
+
+
+class Pair(NamedTuple):
+    mu: Any
+    nu: Any
+
+
+def matched(abstract: Any, stored: Any, *, foreign: bool = True) -> dict[str, str | None]:
+    """By path what each asked leaf is matched with."""
+    registry = installed_plugins()
+    kept = flatten(stored, registry)
+    records = [handler.describe(leaf) for handler, leaf in zip(kept.handlers, kept.leaves, strict=True) if handler]
+    tree = TreeMetadata(kept.skeleton, tuple(records))
+    flat = flatten(abstract, registry, placeholders=True)
+    numbers = match_leaves(flat, tree, "here", by_name=foreign)
+    return {
+        format_path(path): None if number is None else format_path(tree.paths[number])
+        for path, number in zip(flat.paths(), numbers, strict=True)
+    }
+
+
+def differences(abstract: Any, stored: Any, *, foreign: bool = True) -> list[str]:
+    with pytest.raises(TreeMismatchError) as caught:
+        matched(abstract, stored, foreign=foreign)
+    return sorted(caught.value.differences)
+
+
+@pytest.mark.parametrize(
+    ("abstract", "stored", "expected"),
+    [
+        ({1: ONE, -2: TWO}, {"1": ONE, "-2": TWO}, {"[1]": "['1']", "[-2]": "['-2']"}),
+        ({"1": ONE}, {1: ONE}, {"['1']": "[1]"}),
+        ([ONE, TWO], {"0": ONE, "1": TWO}, {"[0]": "['0']", "[1]": "['1']"}),
+        ({"0": ONE, "1": TWO}, [ONE, TWO], {"['0']": "[0]", "['1']": "[1]"}),
+        ((ONE, (TWO,)), [ONE, [TWO]], {"[0]": "[0]", "[1][0]": "[1][0]"}),
+        (Pair(ONE, TWO), {"mu": ONE, "nu": TWO}, {"mu": "mu", "nu": "nu"}),
+        ({"a": {7: [Pair(ONE, TWO)]}}, {"a": {"7": {"0": {"mu": ONE, "nu": TWO}}}}, {
+            "a[7][0].mu": "a['7']['0']/mu", "a[7][0].nu": "a['7']['0']/nu"
+        }),
+        ({1: {"w": ONE}}, {"1.w": ONE}, {"[1]/w": "['1.w']"}),
+    ],
+)  # fmt: skip
+def test_keys_match_by_their_text(abstract: Any, stored: Any, expected: dict[str, str]) -> None:
+    assert matched(abstract, stored) == expected
+
+
+@pytest.mark.parametrize("abstract", [{1: ONE}, [np.zeros(0), ONE]])
+def test_a_checkpoint_of_ours_is_matched_strictly(abstract: Any) -> None:
+    stored = {"1": ONE} if isinstance(abstract, dict) else {"0": np.zeros(0), "1": ONE}
+    assert any(text.startswith("missing: [1]") for text in differences(abstract, stored, foreign=False))
+    assert matched(abstract, stored)
+
+
+def test_keys_that_are_the_same_come_first() -> None:
+    assert matched({1: ONE, "1": TWO}, {"1": TWO, 1: ONE}) == {"[1]": "[1]", "['1']": "['1']"}
+
+
+def test_of_two_that_have_one_text_none_is_guessed() -> None:
+    assert differences({1: ONE, "1": ONE}, {"1": ONE}) == ["missing: [1] is not stored"]
+    # Neither of those asked for is the one with the dot.
+    assert differences({"a": {1: ONE, "1": ONE}}, {"a.1": ONE}) == [
+        "missing: a['1'] is not stored; did you mean ['a.1']?",
+        "missing: a[1] is not stored",
+        "unexpected: ['a.1'] is stored and not asked for",
+    ]
+    # A number that is written in another way is another key.
+    assert differences({1: ONE}, {"01": ONE}) == [
+        "missing: [1] is not stored; did you mean ['01']?",
+        "unexpected: ['01'] is stored and not asked for",
+    ]
+
+
+def test_what_matches_is_compared_as_ever() -> None:
+    assert differences({1: ONE}, {"1": TWO}) == ["[1]: shape: float64[1] is asked for, float64[2] is stored"]
+
+
+@pytest.mark.parametrize("empty", [(), [], {}, Empty(), {"a": Empty()}])
+def test_a_stored_none_stands_for_an_empty_container(empty: Any) -> None:
+    assert matched({0: empty, "w": ONE}, {"0": None, "w": ONE}) == {"w": "w"}
+    assert matched(empty, None) == {}
+    assert differences({0: empty, "w": ONE}, {0: None, "w": ONE}, foreign=False) == [
+        "unexpected: [0] is stored and not asked for"
+    ]
+
+
+def test_an_empty_container_in_one_that_is_empty_too() -> None:
+    assert matched({"x": {"inner": Empty()}}, {"x": {"inner": None}}) == {}
+
+
+def test_only_none_stands_for_an_empty_container() -> None:
+    assert differences({"a": Empty()}, {"a": 0}) == ["unexpected: a is stored and not asked for"]
+    assert differences({"a": Empty()}, {"a": None, "b": None}) == ["unexpected: b is stored and not asked for"]
+    assert differences({"a": ()}, {"a": {"b": ONE}}) == ["unexpected: a/b is stored and not asked for"]
+
+
+@pytest.mark.parametrize("stored", [{"w": ONE}, {"w": ONE, "a": {}}, {"w": ONE, "a": [[], ()]}])
+def test_none_may_be_asked_for_where_nothing_is_stored(stored: Any) -> None:
+    assert matched({"a": None, "w": ONE}, stored) == {"a": None, "w": "w"}
+    assert differences({"a": None, "w": ONE}, stored, foreign=False) == ["missing: a is not stored"]
+
+
+def test_none_comes_back_where_nothing_is_stored(tmp_path: Path) -> None:
+    save_file({"w": TWO}, tmp_path / "model.safetensors")
+    loaded = ckptcore.load(tmp_path, {"w": TWO, "bias": None, "skip": PLACEHOLDER})
+    assert loaded["bias"] is None and loaded["skip"] is PLACEHOLDER and loaded["w"].tolist() == [1, 1]
+    target = {"w": np.zeros(2), "bias": None}
+    ckptcore.load_into(tmp_path, target)
+    assert target["bias"] is None and target["w"] is not None and target["w"].tolist() == [1, 1]
+    fixed = (Pair(np.zeros(2), None),)
+    save_file({"0.mu": TWO}, tmp_path / "model.safetensors")
+    ckptcore.load_into(tmp_path, fixed)
+    assert fixed[0].mu.tolist() == [1, 1] and fixed[0].nu is None
+
+
+def test_none_is_not_something_else() -> None:
+    assert differences({"a": None}, {"a": ONE}) == ["a: kind: none is asked for, array float64[1] is stored"]
+    assert differences({"a": None}, {"a": {"b": ONE}}) == ["unexpected: a/b is stored and not asked for"]
+    assert differences({"a": ONE}, {"a": None}) == ["a: kind: array float64[1] is asked for, none is stored"]
+
+
+def test_placeholders_stand_for_what_has_their_text() -> None:
+    stored = {"1": {"a": ONE, "b": TWO}, "2": ONE}
+    assert matched({1: PLACEHOLDER, 2: ONE}, stored) == {"[1]": None, "[2]": "['2']"}
+    assert differences({1: PLACEHOLDER, 2: ONE}, stored, foreign=False) != []
