@@ -10,7 +10,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.cases import Case, async_cases, large_cases, measure, small_cases
+from benchmarks.orbax import jax_state, orbax_blocking_rows, orbax_large_cases, orbax_peak_rows, orbax_small_cases
 from benchmarks.processes import process_cases
+from benchmarks.resharding import rows as resharding_rows
 from benchmarks.stall import stall_rows
 from benchmarks.states import large_state, small_state
 
@@ -37,6 +39,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 print(line, flush=True)
             if options.only:
                 return 1 if missed else 0
+        if options.only in "orbax":
+            missed += orbax(scratch, options.rounds, options.gigabytes)
+            if options.only:
+                return 1 if missed else 0
         state = large_state(options.gigabytes)
         size = sum(tensor.nbytes for tensor in state.values()) / 1e9
         for case in [*large_cases(scratch, state), *async_cases(scratch, state)]:
@@ -50,6 +56,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
         shutil.rmtree(scratch, ignore_errors=True)
     print(f"{missed} targets missed" if missed else "every target reached")
     return 1 if missed else 0
+
+
+def orbax(scratch: Path, rounds: int, gigabytes: float) -> int:
+    """Measure the layout ocdbt beside Orbax and print; how many targets are missed."""
+    missed = 0
+    small = jax_state(small_state())
+    for case in orbax_small_cases(scratch, small):
+        missed += report(case, rounds, 0.0)
+    lines = list(orbax_blocking_rows(scratch, small, "orbax: save_async of 1000 small blocks", rounds))
+    large = jax_state(large_state(gigabytes))
+    lines += orbax_blocking_rows(scratch, large, "orbax: save_async blocks", rounds)
+    size = sum(array.nbytes for array in large.values()) / 1e9
+    for case in orbax_large_cases(scratch, large):
+        missed += report(case, rounds, size)
+    del large
+    for line, ok in [*lines, *orbax_peak_rows(scratch, gigabytes), *resharding_rows()]:
+        missed += not ok
+        print(line, flush=True)
+    return missed
 
 
 def report(case: Case, rounds: int, gigabytes: float) -> int:

@@ -119,7 +119,7 @@ class ChunkSource:
                 beyond = Box((*start[:axis], max(start[axis], extent), *start[axis + 1 :]), tuple(stop))
                 if prod(beyond.shape):
                     yield beyond, np.broadcast_to(zero, beyond.shape)
-                stop[axis] = extent
+                stop[axis] = max(start[axis], extent)
 
     def _take(self) -> Sequence[tuple[Box, HostArray]]:
         with self._lock:

@@ -1,68 +1,113 @@
-"""Encoding chunks that the direct path does not write: tensorstore does, in memory, so that any storage can hold them."""
+"""Encoding the chunks of arrays that are not stored as they are, many read chunks at a time."""
 
 from __future__ import annotations
 
-import json
-from typing import Any
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Final
 
-import tensorstore
+import numpy as np
+import xxhash
 
-from ckptcore.model import Box, HostArray
-from ckptcore_tensorstore.zarr import ArrayFormat
+from ckptcore.model import Box
+from ckptcore_tensorstore.chunk_sources import ChunkSource
+from ckptcore_tensorstore.codec import ChunkCodec, EncodingChunk
+from ckptcore_tensorstore.zarr import ShardIndex, encode_index
 
-__all__ = ["ChunkEncoder", "EncodingChunk", "open_in_memory"]
+__all__ = ["EncodedChunk", "encode_chunks"]
 
-_ARRAY = "array/"
+_STARTED_BYTES: Final = 128 << 20
+"""Elements that are encoded at a time, in bytes."""
 
-
-def open_in_memory(form: ArrayFormat) -> tuple[Any, Any]:
-    """An array of this format that nothing was written to, and the store in memory that its chunks go to and come from."""
-    context = tensorstore.Context()
-    memory = tensorstore.KvStore.open({"driver": "memory", "path": _ARRAY}, context=context).result()
-    document = "zarr.json" if form.zarr_format == 3 else ".zarray"
-    memory.write(document, json.dumps(form.document).encode()).result()
-    spec = {
-        "driver": "zarr3" if form.zarr_format == 3 else "zarr",
-        "kvstore": {"driver": "memory", "path": _ARRAY},
-        "store_data_equal_to_fill_value": True,
-        "fill_missing_data_reads": False,
-        "cache_pool": {"total_bytes_limit": 0},
-    }
-    return tensorstore.open(spec, open=True, context=context).result(), memory
+_LEAST_STARTED: Final = 2
+"""Read chunks that are encoded at a time, however large they are."""
 
 
-class EncodingChunk:
-    """A chunk that is being encoded."""
+@dataclass(frozen=True, slots=True)
+class EncodedChunk:
+    """A chunk as it is stored.
 
-    __slots__ = ("_future", "_key", "_memory")
+    Attributes:
+        source: the array it is of.
+        index: which chunk.
+        data: its bytes.
+        digests: the xxh3_64 of the elements of each of its read chunks, in C order; zero for those beyond the array.
+    """
 
-    def __init__(self, future: Any, memory: Any, key: str) -> None:
-        self._future = future
-        self._memory = memory
-        self._key = key
-
-    def result(self) -> bytes:
-        """Wait for the bytes of the chunk; they are nowhere else afterwards."""
-        self._future.result()
-        value = self._memory.read(self._key).result().value
-        self._memory.write(self._key, None).result()
-        return bytes(value)
+    source: ChunkSource
+    index: tuple[int, ...]
+    data: bytes
+    digests: bytes
 
 
-class ChunkEncoder:
-    """Encodes chunks of arrays of one format. One thread at a time; tensorstore uses threads of its own."""
+@dataclass(slots=True)
+class _Assembly:
+    """A chunk whose read chunks are being encoded."""
 
-    def __init__(self, form: ArrayFormat) -> None:
-        self._form = form
-        self._array, self._memory = open_in_memory(form)
+    source: ChunkSource
+    index: tuple[int, ...]
+    pending: int
+    parts: list[bytes | None] = field(default_factory=list)
+    digests: list[bytes] = field(default_factory=list)
 
-    def start(self, index: tuple[int, ...], valid: Box, elements: HostArray) -> EncodingChunk:
-        """Begin to encode a chunk.
 
-        Args:
-            index: of the chunk.
-            valid: its box as far as the array goes.
-            elements: of that box; not changed until the result is there.
-        """
-        future = self._array[valid.slices].write(elements, can_reference_source_data_indefinitely=True).commit
-        return EncodingChunk(future, self._memory, self._form.chunk_key(index))
+def encode_chunks(sources: Sequence[ChunkSource]) -> Iterator[EncodedChunk]:
+    """The chunks of arrays, in order. What is encoded at a time has so many bytes as `_STARTED_BYTES` says, and a chunk."""
+    started: deque[tuple[_Assembly, int, EncodingChunk, int]] = deque()
+    held = 0
+
+    def finish() -> Iterator[EncodedChunk]:
+        nonlocal held
+        assembly, number, encoding, nbytes = started.popleft()
+        held -= nbytes
+        assembly.parts[number] = encoding.result()
+        assembly.pending -= 1
+        if not assembly.pending:
+            assembly.source.close()
+            yield _assembled(assembly)
+
+    try:
+        for source in sources:
+            form = source.form
+            source.expect(len(source.chunks))
+            codec = ChunkCodec(source.name, form)
+            whole = Box.whole(form.spec.shape)
+            for index, outer in source.chunks:
+                boxes = [(box, box.intersect(whole)) for box in source.inner_boxes(outer)]
+                assembly = _Assembly(source, index, sum(valid is not None for _, valid in boxes))
+                assembly.parts = [None] * len(boxes)
+                assembly.digests = [bytes(8)] * len(boxes)
+                for number, (box, valid) in enumerate(boxes):
+                    if valid is None:
+                        continue
+                    elements = source.gathered(box)
+                    assembly.digests[number] = xxhash.xxh3_64_digest(elements.reshape(-1).view(np.uint8).data)
+                    part = Box(
+                        tuple(map(int.__sub__, valid.start, box.start)), tuple(map(int.__sub__, valid.stop, box.start))
+                    )
+                    started.append((assembly, number, codec.encode(part, elements), elements.nbytes))
+                    held += elements.nbytes
+                    while held > _STARTED_BYTES and len(started) > _LEAST_STARTED:
+                        yield from finish()
+        while started:
+            yield from finish()
+    finally:
+        # After an error tensorstore still reads from memory that is about to be freed.
+        for _, _, left, _ in started:
+            left.settle()
+
+
+def _assembled(assembly: _Assembly) -> EncodedChunk:
+    form = assembly.source.form
+    parts = assembly.parts
+    if not form.sharded:
+        (data,) = [part for part in parts if part is not None]
+    else:
+        lengths = np.array([len(part or b"") for part in parts], np.int64)
+        offsets = np.cumsum(lengths) - lengths + (form.index_bytes if form.index_at == "start" else 0)
+        offsets[[part is None for part in parts]] = -1
+        table = encode_index(form, ShardIndex(offsets, lengths))
+        stored = [part for part in parts if part is not None]
+        data = b"".join([table, *stored] if form.index_at == "start" else [*stored, table])
+    return EncodedChunk(assembly.source, assembly.index, data, b"".join(assembly.digests))

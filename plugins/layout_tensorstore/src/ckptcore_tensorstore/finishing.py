@@ -211,8 +211,11 @@ def _extents(arrays: Mapping[int, StoredName], chunks: Sequence[_Chunks]) -> Ext
 def _digests(arrays: Mapping[int, StoredName], chunks: Sequence[_Chunks]) -> dict[int, bytes]:
     digests: dict[int, bytearray] = {}
     for part in chunks:
-        for number, (leaf, chunk) in enumerate(zip(part.digested_leaf, part.digested_chunk, strict=True)):
-            whole = digests.setdefault(leaf, bytearray(prod(arrays[leaf].form.grid) * DIGEST_BYTES))
-            start = chunk * DIGEST_BYTES
-            whole[start : start + DIGEST_BYTES] = part.digest[number * DIGEST_BYTES : (number + 1) * DIGEST_BYTES]
+        position = 0
+        for leaf, chunk in zip(part.digested_leaf, part.digested_chunk, strict=True):
+            form = arrays[leaf].form
+            nbytes = prod(form.inner_grid) * DIGEST_BYTES
+            whole = digests.setdefault(leaf, bytearray(prod(form.grid) * nbytes))
+            whole[chunk * nbytes : (chunk + 1) * nbytes] = part.digest[position : position + nbytes]
+            position += nbytes
     return {leaf: bytes(whole) for leaf, whole in digests.items()}

@@ -28,7 +28,7 @@ from ckptcore_tensorstore.state import ArraysState, StoredName
 from ckptcore_tensorstore.stored_arrays import stored_box, stored_target
 from ckptcore_tensorstore.zarr import MISSING, ShardIndex, decode_index, index_range
 
-__all__ = ["Databases", "Target", "open_database", "open_places", "read_arrays"]
+__all__ = ["Databases", "Target", "fill_missing", "inner_places", "open_database", "open_places", "read_arrays"]
 
 Databases = WeakKeyDictionary[ReadStore, dict[str, Database]]
 """The databases that were opened in a store, by directory: their nodes are read once for all loads from one store."""
@@ -134,36 +134,49 @@ def _tiles_of(
     tiles: dict[tuple[str, int], tuple[Box, list[tuple[int, Box, HostArray]]]] = {}
     for target in targets:
         for index, place in places.find(stored, target.box).items():
-            if place is None:
-                fill_missing(state, stored, index, cell_box(form.chunk, index), [target])
-                continue
-            for tile, offset in _inner_places(state, stored, index, place, target.box, store):
-                if offset is None:
+            for _, tile, extent in inner_places(state, stored, index, place, target.box, store):
+                if extent is None or place is None:
                     fill_missing(state, stored, index, tile, [target])
-                elif place.inline is not None:
+                    continue
+                offset, _ = extent
+                if place.inline is not None:
                     _take_inline(stored, place.inline, offset, tile, target)
-                else:
-                    entry = tiles.setdefault((place.key, offset), (tile, []))
-                    if entry[0] != tile:
-                        raise CorruptCheckpointError(
-                            f"{stored.name!r} has two chunks at byte {offset} of {place.key}; what describes the arrays is "
-                            "damaged: restore it from a copy, or load another checkpoint",
-                            key=place.key,
-                        )
-                    entry[1].append((target.number, target.box, target.buffer))
+                    continue
+                entry = tiles.setdefault((place.key, offset), (tile, []))
+                if entry[0] != tile:
+                    raise CorruptCheckpointError(
+                        f"{stored.name!r} has two chunks at byte {offset} of {place.key}; what describes the arrays is damaged: "
+                        "restore it from a copy, or load another checkpoint",
+                        key=place.key,
+                    )
+                entry[1].append((target.number, target.box, target.buffer))
     for (key, offset), (tile, takers) in tiles.items():
         yield TileRead(key, offset, tile, itemsize, tuple(takers), checksum)
 
 
-def _inner_places(
-    state: ArraysState, stored: StoredName, index: tuple[int, ...], place: ChunkPlace, box: Box, store: ReadStore
-) -> Iterator[tuple[Box, int | None]]:
-    """The read chunks of a chunk that a box touches, and at which byte of its object each begins; None: it is missing."""
+def inner_places(
+    state: ArraysState,
+    stored: StoredName,
+    index: tuple[int, ...],
+    place: ChunkPlace | None,
+    box: Box,
+    store: ReadStore,
+) -> Iterator[tuple[int, Box, tuple[int, int | None] | None]]:
+    """The read chunks of a chunk that a box touches.
+
+    Yields:
+        The number of each in its chunk, its box, and where it is in its object: at which byte it begins and how many it has
+        (None: up to the end); None where it is missing.
+    """
     form = stored.form
     chunk = cell_box(form.chunk, index)
+    if place is None:
+        yield 0, chunk, None
+        return
     if not form.sharded:
-        expect_length(stored, index, place)
-        yield chunk, place.offset
+        if form.direct:
+            expect_length(stored, index, place)
+        yield 0, chunk, (place.offset, place.nbytes)
         return
     read = _index_of(state, stored, index, place, store)
     counts = form.inner_grid
@@ -174,8 +187,12 @@ def _inner_places(
     for inner, tile in chunks_of(form.inner, common):
         number = flat_index(tuple(map(int.__sub__, inner, first)), counts)
         # In a dense chunk read chunks follow each other, and a table of them, which may be hostile, is not needed.
-        offset = number * form.inner_stored_bytes if read is None else int(read.offsets[number])
-        yield tile, None if offset == MISSING else place.offset + offset
+        if read is None:
+            yield number, tile, (place.offset + number * form.inner_stored_bytes, form.inner_stored_bytes)
+        elif read.offsets[number] == MISSING:
+            yield number, tile, None
+        else:
+            yield number, tile, (place.offset + int(read.offsets[number]), int(read.lengths[number]))
 
 
 def _index_of(
@@ -183,11 +200,11 @@ def _index_of(
 ) -> ShardIndex | None:
     """The index of a chunk; None where its read chunks follow each other from its first byte on."""
     form = stored.form
-    if state.source == "ckptcore":
+    if state.source == "ckptcore" and form.direct:
         expect_length(stored, index, place)
         return None
     length = store.size(place.key) if place.nbytes is None else place.nbytes
-    if form.inner == form.chunk and length == form.chunk_bytes and form.index_at == "end":
+    if form.direct and form.inner == form.chunk and length == form.chunk_bytes and form.index_at == "end":
         return None  # one read chunk, and no byte that could be before it
     key = place.key or stored.name
     start, stop = index_range(form, length, key)

@@ -66,7 +66,8 @@ class ArraysState:
             in C order; or other software.
         arrays: by leaf.
         extents: where those of this layout lie.
-        digests: by leaf, the xxh3_64 of the elements of each chunk, in C order of the chunks, where tensorstore decodes them.
+        digests: by leaf, the xxh3_64 of the elements of each read chunk, where tensorstore decodes them: in C order of the
+            chunks, and within one of its read chunks.
         embedded: by leaf, the elements of arrays that stand in a file which was read.
     """
 

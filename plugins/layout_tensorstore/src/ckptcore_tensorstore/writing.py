@@ -10,14 +10,11 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import Final
 
-import numpy as np
-import xxhash
-
 from ckptcore.model import JSON, ArrayRecord, ArraySegment, Box, BytesSegment, ChecksumSegment, Segment, TreeMetadata
 from ckptcore.protocols import Snapshot, WriteStore
 from ckptcore_tensorstore.chunk_sources import ChunkSource
 from ckptcore_tensorstore.crc32c import CRC32C
-from ckptcore_tensorstore.encoding import ChunkEncoder, EncodingChunk
+from ckptcore_tensorstore.encoding import EncodedChunk, encode_chunks
 from ckptcore_tensorstore.grids import flat_index
 from ckptcore_tensorstore.state import array_prefix
 from ckptcore_tensorstore.stored_arrays import Form, array_names, stored_format
@@ -32,8 +29,8 @@ _ALIGNMENT: Final = 8
 _LARGE_ALIGNMENT: Final = 4096
 """The same for values that are large: a page."""
 
-_ENCODED_BYTES: Final = 64 << 20
-"""Elements that are encoded at a time, in bytes: so much memory, and as much again that is being written."""
+_ENCODED_FILE_BYTES: Final = 64 << 20
+"""Encoded bytes that wait to be written, about; a data file of chunks whose sizes are not known before has no more."""
 
 _SMALL_OBJECT_BYTES: Final = 1 << 20
 _SMALL_OBJECT_THREADS: Final = 8
@@ -57,6 +54,12 @@ class _Columns:
     digested_leaf: list[int] = field(default_factory=list)
     digested_chunk: list[int] = field(default_factory=list)
     digest: bytearray = field(default_factory=bytearray)
+
+    def add_digests(self, chunk: EncodedChunk) -> None:
+        """Say what an encoded chunk is decoded to."""
+        self.digested_leaf.append(chunk.source.leaf)
+        self.digested_chunk.append(flat_index(chunk.index, chunk.source.form.grid))
+        self.digest += chunk.digests
 
     def to_json(self) -> dict[str, JSON]:
         return {
@@ -138,21 +141,25 @@ class _DataFiles:
             self._store.write(self._next_file(), segments)
 
     def write_encoded(self, sources: Sequence[ChunkSource]) -> None:
-        """Encode chunks, and write those of one batch while the next are encoded."""
+        """Encode chunks, and write those of one file while the next are encoded."""
         with ThreadPoolExecutor(1, "ckptcore-encoded") as pool:
             writing: Future[None] | None = None
-            for batch in _encoded_batches(sources, self._columns):
-                segments: list[Segment] = []
-                position = 0
-                for source, index, data in batch:
-                    self._note(source, index, len(self._files), position, len(data))
-                    segments.append(BytesSegment(data))
-                    position += len(data)
-                if writing is not None:
-                    writing.result()
-                writing = pool.submit(self._store.write, self._next_file(), segments)
+            segments: list[Segment] = []
+            position = 0
+            for chunk in encode_chunks(sources):
+                self._note(chunk.source, chunk.index, len(self._files), position, len(chunk.data))
+                self._columns.add_digests(chunk)
+                segments.append(BytesSegment(chunk.data))
+                position += len(chunk.data)
+                if position >= min(self._most, _ENCODED_FILE_BYTES):
+                    if writing is not None:
+                        writing.result()
+                    writing = pool.submit(self._store.write, self._next_file(), segments)
+                    segments, position = [], 0
             if writing is not None:
                 writing.result()
+        if segments:
+            self._store.write(self._next_file(), segments)
 
     def _next_file(self) -> str:
         text = f"{self._save_id}/{self._rank}/{len(self._files)}"
@@ -197,11 +204,15 @@ def _write_objects(
                         started.append(pool.submit(store.write, key, segments))
                     else:
                         store.write(key, segments)
-        for batch in _encoded_batches(encoded, columns):
-            for source, index, data in batch:
-                for key in places(source, index):
-                    started.append(pool.submit(store.write, key, [BytesSegment(data)]))
-            _wait(started)
+        waiting = 0
+        for chunk in encode_chunks(encoded):
+            columns.add_digests(chunk)
+            for key in places(chunk.source, chunk.index):
+                started.append(pool.submit(store.write, key, [BytesSegment(chunk.data)]))
+            waiting += len(chunk.data)
+            if waiting >= _ENCODED_FILE_BYTES:
+                _wait(started)
+                waiting = 0
         _wait(started)
 
 
@@ -229,40 +240,3 @@ def _chunk_segments(source: ChunkSource, outer: Box) -> Iterator[Segment]:
             yield ChecksumSegment(CRC32C)
     if array.sharded:
         yield BytesSegment(encode_index(array, dense_index(array)))
-
-
-def _encoded_batches(
-    sources: Sequence[ChunkSource], columns: _Columns
-) -> Iterator[list[tuple[ChunkSource, tuple[int, ...], bytes]]]:
-    """Chunks that are encoded together, with their bytes; the digests of their elements go into the columns."""
-    pending: list[tuple[ChunkSource, tuple[int, ...], EncodingChunk]] = []
-    held = 0
-    for source in sources:
-        array = source.form
-        source.expect(len(source.chunks))
-        encoder = ChunkEncoder(array)
-        for index, outer in source.chunks:
-            valid = outer.intersect(Box.whole(array.spec.shape))
-            assert valid is not None  # every chunk holds an element
-            elements = source.gathered(outer)
-            columns.digested_leaf.append(source.leaf)
-            columns.digested_chunk.append(flat_index(index, array.grid))
-            columns.digest += xxhash.xxh3_64_digest(elements.reshape(-1).view(np.uint8).data)
-            pending.append((source, index, encoder.start(index, valid, elements)))
-            held += elements.nbytes
-            if held >= _ENCODED_BYTES:
-                yield _encoded(pending)
-                held = 0
-    if pending:
-        yield _encoded(pending)
-
-
-def _encoded(
-    pending: list[tuple[ChunkSource, tuple[int, ...], EncodingChunk]],
-) -> list[tuple[ChunkSource, tuple[int, ...], bytes]]:
-    made = []
-    for source, index, chunk in pending:
-        made.append((source, index, chunk.result()))
-        source.close()
-    pending.clear()
-    return made

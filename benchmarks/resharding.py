@@ -1,0 +1,196 @@
+"""How many bytes a load reads when a checkpoint of one mesh is loaded on another: counted, not timed.
+
+Weights of a layer of Llama-3.1-8B and its embedding, every axis a quarter as long, sharded over an FSDP and a tensor-parallel axis
+as is usual: the cases of the paper on Orbax, ``64 devices as (16, 4)`` loaded as ``(64, 1)`` and as ``(16, 1)`` on 16 devices, ``(4, 8,
+4)`` as ``(1, 128, 1)`` and ``(8, 2, 1)`` as ``(1, 16, 1)``. Blocks of checksums are scaled too: 512 bytes for 1 MiB.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from ckptcore_tensorstore import OcdbtLayout
+
+from ckptcore.builtin.local import LocalStorage
+from ckptcore.engine.reader import ObjectReader
+from ckptcore.engine.recorder import ObjectRecorder
+from ckptcore.engine.sizes import Sizes
+from ckptcore.engine.threads import IOThreads
+from ckptcore.model import (
+    BLOCK_BYTES,
+    LEAF,
+    ArrayRecord,
+    ArraySpec,
+    Box,
+    HostArray,
+    Node,
+    Receipt,
+    TreeMetadata,
+    WriteItem,
+    WritePlan,
+)
+from ckptcore.planning import cuts_of, plan_read
+from ckptcore.protocols import Layout, StorageOptions
+
+__all__ = ["CASES", "Count", "Mesh", "counts", "rows"]
+
+_BLOCK_BYTES = 512
+_CHUNK_BYTES = 16 * _BLOCK_BYTES
+_LEAST_BLOCKS = 64
+"""Boxes of fewer blocks are left out: of those most of what is read is the rest of a block, however they are stored."""
+
+_SCALE = 4
+_DEVICES = 8
+"""Of the new mesh, spread over it, for which bytes are counted."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mesh:
+    """How many parts weights are cut into: along an axis for FSDP, and along another for tensor parallelism."""
+
+    fsdp: int
+    tensor: int
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A mesh that saves and one that loads."""
+
+    name: str
+    saved: Mesh
+    loaded: Mesh
+
+
+@dataclass(frozen=True, slots=True)
+class Count:
+    """What a load of boxes read.
+
+    Attributes:
+        needed: bytes of the boxes.
+        read: bytes that were read for them.
+        worst: read by needed of the box for which it is highest.
+        boxes: how many were counted.
+    """
+
+    needed: int
+    read: int
+    worst: float
+    boxes: int
+
+    @property
+    def ratio(self) -> float:
+        """Bytes read for each byte needed."""
+        return self.read / self.needed
+
+
+CASES = (
+    Case("(16, 4) -> (64, 1)", Mesh(16, 4), Mesh(64, 1)),
+    Case("(16, 4) -> (16, 1)", Mesh(16, 4), Mesh(16, 1)),
+    Case("4-8-4 -> 1-128-1", Mesh(8, 4), Mesh(128, 1)),
+    Case("8-2-1 -> 1-16-1", Mesh(2, 1), Mesh(16, 1)),
+)
+
+_FSDP, _TENSOR = "fsdp", "tensor"
+_HIDDEN, _WIDE, _KEYS, _WORDS = 4096 // _SCALE, 14336 // _SCALE, 1024 // _SCALE, 128256 // _SCALE
+_WEIGHTS: Mapping[str, tuple[tuple[int, int], tuple[str, str]]] = {
+    "embed_tokens": ((_WORDS, _HIDDEN), (_TENSOR, _FSDP)),
+    "q_proj": ((_HIDDEN, _HIDDEN), (_FSDP, _TENSOR)),
+    "k_proj": ((_HIDDEN, _KEYS), (_FSDP, _TENSOR)),
+    "o_proj": ((_HIDDEN, _HIDDEN), (_TENSOR, _FSDP)),
+    "gate_proj": ((_HIDDEN, _WIDE), (_FSDP, _TENSOR)),
+    "down_proj": ((_WIDE, _HIDDEN), (_TENSOR, _FSDP)),
+}
+_SIZES = Sizes(
+    block=_BLOCK_BYTES, task=16 * _BLOCK_BYTES, inline=_BLOCK_BYTES, direct=_BLOCK_BYTES, run=4 * _BLOCK_BYTES
+)
+
+
+def _boxes(name: str, mesh: Mesh) -> Sequence[Box]:
+    shape, axes = _WEIGHTS[name]
+    parts = [mesh.fsdp if axis == _FSDP else mesh.tensor for axis in axes]
+    steps = [extent // count for extent, count in zip(shape, parts, strict=True)]
+    return [
+        Box((row * steps[0], column * steps[1]), ((row + 1) * steps[0], (column + 1) * steps[1]))
+        for row, column in np.ndindex(parts[0], parts[1])
+    ]
+
+
+class _Arrays:
+    """A snapshot of weights whose elements are all different."""
+
+    def __init__(self, plan: WritePlan, arrays: Mapping[int, HostArray]) -> None:
+        self.plan = plan
+        self._arrays = arrays
+
+    def take(self, item: int) -> Sequence[HostArray]:
+        """See `ckptcore.protocols.Snapshot`."""
+        planned = self.plan.items[item]
+        return [self._arrays[planned.leaf][box.slices] for box in planned.boxes]
+
+    def release(self, item: int) -> None:
+        """See `ckptcore.protocols.Snapshot`."""
+
+
+def counts(case: Case, layout: Layout) -> Count:
+    """Save with one mesh, load boxes of another, and count; fails if an element is not what was saved."""
+    arrays: dict[int, HostArray] = {}
+    records, items = [], []
+    for leaf, (name, (shape, _)) in enumerate(_WEIGHTS.items()):
+        arrays[leaf] = np.arange(shape[0] * shape[1], dtype=np.uint32).astype(np.uint16).reshape(shape)
+        boxes = tuple(_boxes(name, case.saved))
+        spec = ArraySpec(shape, "uint16")  # as wide as bfloat16
+        records.append(ArrayRecord(spec, cuts=cuts_of(shape, boxes)))
+        items.append(WriteItem(leaf, spec, boxes))
+    tree = TreeMetadata(Node("dict", tuple(_WEIGHTS), (LEAF,) * len(records)), tuple(records))
+    plan = WritePlan(tree, tuple(items), 0, 1, "0123456789abcdef")
+    threads = IOThreads(2)
+    with tempfile.TemporaryDirectory() as directory:
+        storage = _ScaledStorage(directory, StorageOptions(durable=False))
+        recorder = ObjectRecorder(storage, threads, sizes=_SIZES)
+        written = layout.write(_Arrays(plan, arrays), recorder)
+        receipt = Receipt(0, plan.items, written, recorder.objects)
+        finished = ObjectRecorder(storage, threads, sizes=_SIZES)
+        state = layout.finish(tree, [receipt], finished)
+        objects = {record.key: record for record in (*recorder.objects, *finished.objects)}
+        needed = read = counted = 0
+        worst = 0.0
+        for leaf, name in enumerate(_WEIGHTS):
+            wanted = _boxes(name, case.loaded)
+            for box in wanted[:: max(1, len(wanted) // _DEVICES)]:
+                nbytes = box.size * arrays[leaf].itemsize
+                if nbytes < _LEAST_BLOCKS * _BLOCK_BYTES:
+                    continue
+                buffer = np.empty(box.shape, arrays[leaf].dtype)
+                reader = ObjectReader(storage, objects, threads, strict=True, sizes=_SIZES)
+                for _ in layout.read(plan_read(tree, state, [(leaf, (box,))]), [buffer], reader):
+                    pass
+                if not np.array_equal(buffer, arrays[leaf][box.slices]):
+                    raise AssertionError(f"{case.name}: {name} {box} was not read as it was saved")
+                needed += nbytes
+                read += reader.bytes_read
+                worst = max(worst, reader.bytes_read / nbytes)
+                counted += 1
+        return Count(needed, read, worst, counted)
+
+
+class _ScaledStorage(LocalStorage):
+    """A directory for which requests are scaled as blocks are."""
+
+    request_bytes = LocalStorage.request_bytes * _BLOCK_BYTES // BLOCK_BYTES
+
+
+def rows() -> Iterator[tuple[str, bool]]:
+    """Rows to print, and whether each reached its target."""
+    for case in CASES:
+        divided = counts(case, OcdbtLayout(chunk_bytes=_CHUNK_BYTES))
+        whole = counts(case, OcdbtLayout(chunk_bytes=None))
+        reached = divided.worst <= 1.1
+        yield (
+            f"{f'bytes read / needed, {case.name}':42} {'without subchunks':36} {whole.boxes:4} boxes {whole.ratio:7.3f}",
+            True,
+        )
+        row = f"{'':42} {f'subchunks of {_CHUNK_BYTES // _BLOCK_BYTES} blocks':36} {divided.boxes:4} boxes {divided.ratio:7.3f}"
+        yield f"{row}  1.10 {'reached' if reached else 'MISSED'} (worst box {divided.worst:.3f})", reached

@@ -1,0 +1,137 @@
+"""The codecs of read chunks that are not stored as they are: tensorstore runs them, in memory."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from typing import Any
+
+import tensorstore
+
+from ckptcore.errors import CheckpointError, CorruptCheckpointError
+from ckptcore.model import Box, HostArray
+from ckptcore_tensorstore.zarr import ArrayFormat, inner_array
+
+__all__ = ["ChunkCodec", "DecodingChunk", "EncodingChunk", "Telling"]
+
+
+class ChunkCodec:
+    """Encodes and decodes the read chunks of one array, many at a time. One thread; tensorstore uses threads of its own."""
+
+    def __init__(self, name: str, form: ArrayFormat) -> None:
+        """Of an array with this name and format."""
+        self._name = name
+        self._form = inner_array(form)
+        self._document = json.dumps(self._form.document).encode()
+        self._key = self._form.chunk_key((0,) * len(self._form.inner))
+        self._context = tensorstore.Context()
+        self._numbers = itertools.count()
+
+    def _open(self) -> tuple[Any, Any]:
+        """An array of one read chunk that is not there yet, and the store in memory that it comes from."""
+        kvstore = {"driver": "memory", "path": f"{next(self._numbers)}/"}
+        memory = tensorstore.KvStore.open(kvstore, context=self._context).result()
+        memory.write(self._form.metadata_key, self._document).result()
+        spec = {
+            "driver": "zarr3" if self._form.zarr_format == 3 else "zarr",
+            "kvstore": kvstore,
+            "store_data_equal_to_fill_value": True,
+            "fill_missing_data_reads": False,
+        }
+        return tensorstore.open(spec, open=True, context=self._context).result(), memory
+
+    def encode(self, part: Box, elements: HostArray) -> EncodingChunk:
+        """Begin to encode a read chunk.
+
+        Args:
+            part: which of its elements there are; the others are the fill value.
+            elements: of that box; not changed until the result is there.
+        """
+        with Telling(self._name):
+            array, memory = self._open()
+            writing = array[part.slices].write(elements, can_reference_source_data_indefinitely=True)
+        return EncodingChunk(self._name, writing, memory, self._key)
+
+    def decode(self, data: bytes, part: Box, elements: HostArray) -> DecodingChunk:
+        """Begin to decode a read chunk.
+
+        Args:
+            data: its bytes; may be hostile.
+            part: which of its elements are wanted.
+            elements: of that box, to fill.
+        """
+        with Telling(self._name):
+            array, memory = self._open()
+            memory.write(self._key, data).result()
+            reading = tensorstore.array(elements).write(array[part.slices])
+        return DecodingChunk(self._name, reading, memory)
+
+
+class EncodingChunk:
+    """A read chunk that is being encoded."""
+
+    __slots__ = ("_key", "_memory", "_name", "_writing")
+
+    def __init__(self, name: str, writing: Any, memory: Any, key: str) -> None:
+        self._name = name
+        self._writing = writing
+        self._memory = memory
+        self._key = key
+
+    def result(self) -> bytes:
+        """Wait for its bytes; they are nowhere else afterwards."""
+        with Telling(self._name):
+            self._writing.result()
+            value = bytes(self._memory.read(self._key).result().value)
+            self._memory.delete_range(tensorstore.KvStore.KeyRange()).result()
+        return value
+
+    def settle(self) -> None:
+        """Wait until nothing reads its elements any more, whatever became of it."""
+        self._writing.exception()
+
+
+class DecodingChunk:
+    """A read chunk that is being decoded."""
+
+    __slots__ = ("_memory", "_name", "_reading")
+
+    def __init__(self, name: str, reading: Any, memory: Any) -> None:
+        self._name = name
+        self._reading = reading
+        self._memory = memory
+
+    def result(self) -> None:
+        """Wait until its elements are where they were wanted.
+
+        Raises:
+            CorruptCheckpointError: if its bytes are not those of a chunk.
+        """
+        with Telling(self._name):
+            self._reading.result()
+            self._memory.delete_range(tensorstore.KvStore.KeyRange()).result()
+
+    def settle(self) -> None:
+        """Wait until nothing writes to its elements any more, whatever became of it."""
+        self._reading.exception()
+
+
+class Telling:
+    """Turns what tensorstore raises into an error that names the array."""
+
+    __slots__ = ("_name",)
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: object) -> None:
+        if isinstance(error, ValueError | OSError | IndexError | NotImplementedError) and not isinstance(
+            error, CheckpointError
+        ):
+            text = str(error).split("[source locations", 1)[0].strip()
+            raise CorruptCheckpointError(
+                f"{self._name!r} cannot be decoded: {text}; restore the checkpoint from a copy, or load another one"
+            ) from error

@@ -1,0 +1,89 @@
+"""Reading arrays that other software wrote by tensorstore, from the storage itself."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Final
+
+import tensorstore
+
+from ckptcore.protocols import StorageAddress
+from ckptcore_tensorstore.codec import Telling
+from ckptcore_tensorstore.reading import Target
+from ckptcore_tensorstore.state import ArraysState, StoredName
+
+__all__ = ["native_store", "read_native"]
+
+_STARTED_BYTES: Final = 128 << 20
+"""Elements that are read at a time, in bytes."""
+
+_LEAST_STARTED: Final = 2
+"""Boxes that are read at a time, however large they are."""
+
+_OPENED: Final = 256
+"""Arrays that are opened at a time."""
+
+
+def native_store(state: ArraysState, address: StorageAddress | None) -> Mapping[str, Any] | None:
+    """The store of tensorstore's own in which the arrays are; None where it knows no such storage."""
+    if address is None:
+        return None
+    try:
+        base = tensorstore.KvStore.Spec(f"{address.url}{state.prefix}")
+    except ValueError:
+        return None
+    described = {**base.to_json(), **address.options}
+    return {"driver": "ocdbt", "base": described} if state.storage == "ocdbt" else described
+
+
+def read_native(state: ArraysState, wanted: Mapping[int, Sequence[Target]], native: Mapping[str, Any]) -> Iterator[int]:
+    """Fill targets; yields the number of each once it is there.
+
+    Raises:
+        CorruptCheckpointError: where bytes are missing or wrong.
+    """
+    # One context for all, so that a database is opened once and its nodes are kept.
+    context = tensorstore.Context()
+    started: deque[tuple[StoredName, Target, Any]] = deque()
+    held = 0
+    try:
+        for leaves in _groups(list(wanted), _OPENED):
+            opening = [(leaf, _open(state.arrays[leaf], native, context)) for leaf in leaves]
+            for leaf, opened in opening:
+                stored = state.arrays[leaf]
+                with Telling(stored.name):
+                    array = opened.result()
+                for target in wanted[leaf]:
+                    with Telling(stored.name):
+                        reading = tensorstore.array(target.buffer).write(array[target.box.slices])
+                    started.append((stored, target, reading))
+                    held += target.buffer.nbytes
+                    while held > _STARTED_BYTES and len(started) > _LEAST_STARTED:
+                        held -= started[0][1].buffer.nbytes
+                        yield _finished(*started.popleft())
+        while started:
+            yield _finished(*started.popleft())
+    finally:
+        # After an error, or where nobody asks for more, tensorstore still writes to targets.
+        for _, _, left in started:
+            left.exception()
+
+
+def _groups(leaves: Sequence[int], size: int) -> Iterator[Sequence[int]]:
+    for start in range(0, len(leaves), size):
+        yield leaves[start : start + size]
+
+
+def _open(stored: StoredName, native: Mapping[str, Any], context: Any) -> Any:
+    kvstore = {**native, "path": f"{native.get('path', '')}{stored.prefix}"}
+    driver = "zarr3" if stored.form.zarr_format == 3 else "zarr"
+    spec = {"driver": driver, "kvstore": kvstore, "fill_missing_data_reads": False}
+    with Telling(stored.name):
+        return tensorstore.open(spec, open=True, read=True, context=context)
+
+
+def _finished(stored: StoredName, target: Target, reading: Any) -> int:
+    with Telling(stored.name):
+        reading.result()
+    return target.number
