@@ -34,8 +34,9 @@ $(STAMP): constraints.txt pyproject.toml $(PLUGINS:%=%/pyproject.toml)
 	$(PIP) --editable '.[cli,testing]' $(PLUGINS:%=--editable %) --group dev
 	touch $@
 
-demo: $(STAMP)  ## one real checkpoint in NumPy, JAX and PyTorch; a run that PyTorch begins and JAX ends
+demo: $(STAMP)  ## one real checkpoint in NumPy, JAX, PyTorch and Orbax; a run that PyTorch begins and JAX ends
 	$(BIN)/python -m examples.minilm
+	$(BIN)/python -m examples.with_orbax
 	$(BIN)/python -m examples.handover
 
 test: $(STAMP)  ## run the tests, without the slow ones
