@@ -9,7 +9,7 @@ from typing import Final, cast, get_args
 
 from ckptcore_tensorstore.zarr import Compression, CompressionName
 
-__all__ = ["ArrayOptions", "ArrayRule"]
+__all__ = ["ArrayOptions", "ArrayRule", "check_chunk_bytes", "options_of", "parse_compression"]
 
 _LEAST_CHUNK_BYTES: Final = 1
 

@@ -19,7 +19,7 @@ from ckptcore_tensorstore.orbax.tree_file import TREE_FILE, parse_tree
 from ckptcore_tensorstore.orbax.trees import StoredTree, TreeLeaf, plain_tree, tree_of_names
 from ckptcore_tensorstore.orbax.values import NONE, value_record
 
-__all__ = ["TEMPORARY", "Item", "ItemKind", "find_item", "item_kind", "key_in", "names_in"]
+__all__ = ["TEMPORARY", "Item", "ItemKind", "expect_commit", "find_item", "item_kind", "key_in", "names_in"]
 
 ItemKind = Literal["tree", "json", "proto", "random key"]
 """What an item is."""
