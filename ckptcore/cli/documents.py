@@ -172,6 +172,7 @@ class ListedDocument(TypedDict):
     arrays: int | None
     nbytes: int | None
     error: str | None  #: why it is corrupt or unreadable
+    writer: NotRequired[str]  #: the software that wrote it, where it can be read
     checkpointables: NotRequired[list[str]]  #: their names, where it holds several; `layout` is "composite" then
 
 

@@ -39,7 +39,7 @@ States:
 @checkpoint_command("ls", epilog=_STATES)
 @click.argument("directory", default=".")
 def command(as_json: bool, directory: str) -> ExitCode:
-    """List the checkpoints in DIRECTORY: whether each is committed, its layout, size and age.
+    """List the checkpoints in DIRECTORY: whether each is committed, its layout, size and age, and what other software wrote it.
 
     DIRECTORY is a path or URL; only what is directly in it is looked at, and what is no checkpoint is left out. Of the steps of
     a run `ckptcore steps` tells more.
@@ -108,6 +108,7 @@ def _listed(location: str, name: str) -> Iterator[ListedDocument]:
             document["layout"] = "composite"
             document["arrays"] = sum(map(_arrays, found.checkpointables.values()))
             document["checkpointables"] = list(found.checkpointables)
+        document["writer"] = found.writer
         document["created"] = found.created
         document["nbytes"] = found.nbytes
         yield document
@@ -144,6 +145,8 @@ def _print(document: ListDocument) -> None:
             details = (
                 f"{checkpoint['layout']:<12}{size(checkpoint['nbytes']):>9} {held:>18}  {checkpoint['created'] or ''}"
             )
+            if checkpoint["state"] == "foreign" and checkpoint.get("writer"):
+                details = f"{details.rstrip()}  by {printable(checkpoint['writer'])}"
         elif checkpoint["error"] is not None:
             details = printable(" ".join(checkpoint["error"].split()))
         state = checkpoint["state"]

@@ -13,6 +13,9 @@ from ckptcore.model import JSON, ArrayRecord, Attribute, Key, LeafRecord, Node, 
 __all__ = ["TreeRow", "tree_rows"]
 
 _VALUE_CHARACTERS = 60
+_NOTE_CHARACTERS = 160
+_LISTED = 6
+"""So many elements of a list in a note are shown, of a longer one fewer: a mesh can have thousands of devices."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,11 +43,21 @@ def tree_rows(tree: TreeMetadata, depth: int | None) -> Iterator[TreeRow]:
 
 
 class _Numbered:
-    """Gives the leaves of a tree, one after the other, in the order in which the skeleton has them."""
+    """Gives the leaves of a tree, one after the other, in the order in which the skeleton has them.
+
+    Attributes:
+        tree: the tree.
+        next: the number of the next leaf.
+        one_device: whether all arrays that were on one device were on the same: then that is not said of each.
+    """
 
     def __init__(self, tree: TreeMetadata) -> None:
         self.tree = tree
         self.next = 0
+        devices = {
+            _device(note) for record in tree.leaves if isinstance(record, ArrayRecord) for note in record.notes.values()
+        }
+        self.one_device = len(devices - {None}) < 2
 
     def take(self) -> tuple[int, LeafRecord]:
         number = self.next
@@ -54,7 +67,7 @@ class _Numbered:
 
 def _rows(leaves: _Numbered, node: Skeleton, guide: str, below: str, name: str, depth: int | None) -> Iterator[TreeRow]:
     if not isinstance(node, Node):
-        yield _leaf_row(leaves.tree, *leaves.take(), guide, name)
+        yield _leaf_row(leaves, *leaves.take(), guide, name)
         return
     kind = node.kind if node.type is None else printable(node.type)
     if depth == 0:
@@ -76,25 +89,36 @@ def _rows(leaves: _Numbered, node: Skeleton, guide: str, below: str, name: str, 
         )
 
 
-def _leaf_row(tree: TreeMetadata, number: int, record: LeafRecord, guide: str, name: str) -> TreeRow:
+def _leaf_row(leaves: _Numbered, number: int, record: LeafRecord, guide: str, name: str) -> TreeRow:
     if not isinstance(record, ArrayRecord):
         value = json.dumps(record.value, ensure_ascii=False)
         if len(value) > _VALUE_CHARACTERS:
             value = value[: _VALUE_CHARACTERS - 1] + "…"
         return TreeRow(guide, name, printable(record.kind), "", printable(value))
     what = str(record.spec) if record.kind == "array" else f"{printable(record.kind)} {record.spec}"
-    if (target := tree.aliases.get(number)) is not None:
-        return TreeRow(guide, name, what, "", f"= {printable(format_path(tree.paths[target]))}")
-    return TreeRow(guide, name, what, size(record.spec.nbytes), _how_it_lies(record))
+    if (target := leaves.tree.aliases.get(number)) is not None:
+        return TreeRow(guide, name, what, "", f"= {printable(format_path(leaves.tree.paths[target]))}")
+    return TreeRow(guide, name, what, size(record.spec.nbytes), _how_it_lies(record, leaves.one_device))
 
 
-def _how_it_lies(record: ArrayRecord) -> str:
+def _how_it_lies(record: ArrayRecord, one_device: bool) -> str:
     parts = []
     if record.cuts is not None:
         parts.append("in " + "×".join(str(len(axis) + 1) for axis in record.cuts) + " parts")
     for key, note in record.notes.items():
-        parts.append(f"{key}: {_compact(note).removeprefix('(').removesuffix(')')}")
+        if one_device and _device(note) is not None:
+            continue
+        text = f"{key}: {_compact(note).removeprefix('(').removesuffix(')')}"
+        parts.append(text if len(text) <= _NOTE_CHARACTERS else text[: _NOTE_CHARACTERS - 1] + "…")
     return printable(", ".join(parts))
+
+
+def _device(note: JSON) -> str | None:
+    """The one device that an array was on, if that is what the note says: ``{"type": ..., "device": name}``."""
+    if not isinstance(note, Mapping) or note.keys() != {"type", "device"}:
+        return None
+    device = note["device"]
+    return device if isinstance(device, str) else None
 
 
 def _compact(note: JSON) -> str:
@@ -107,7 +131,9 @@ def _compact(note: JSON) -> str:
         members = (_compact(member) if key == "type" else f"{key}={_compact(member)}" for key, member in note.items())
         return f"({' '.join(members)})"
     if isinstance(note, Sequence):
-        return f"({', '.join(map(_compact, note))})"
+        if len(note) <= _LISTED:
+            return f"({', '.join(map(_compact, note))})"
+        return f"({', '.join(map(_compact, note[: _LISTED - 2]))}, … {len(note):,} in all)"
     return json.dumps(note)
 
 

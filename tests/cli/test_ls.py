@@ -47,6 +47,7 @@ def test_tells_states_apart(run_json: RunJson, directory: Path) -> None:
     found = {one["name"]: one for one in document["checkpoints"]}
     assert (found["step_1"]["layout"], found["step_1"]["arrays"], found["step_1"]["nbytes"]) == ("safetensors", 1, 4000)
     assert found["step_1"]["created"] == ckptcore.metadata(directory / "step_1").created
+    assert found["step_1"]["writer"].startswith("ckptcore ") and "writer" not in found["step_2"]
     assert "checkpoint.json" in found["step_2"]["error"]
 
 
@@ -56,6 +57,8 @@ def test_text_has_a_line_for_each(run: Run, directory: Path) -> None:
     created = ckptcore.metadata(directory / "step_1").created
     (line,) = [line for line in lines if line.startswith("step_1")]
     assert line.split() == ["step_1", "committed", "safetensors", "4.00", "kB", "1", "array", created]
+    (line,) = [line for line in lines if line.startswith("bare.safetensors")]
+    assert line.endswith(f"1 array  by {ckptcore.metadata(directory / 'bare.safetensors').writer}")
 
 
 def test_a_newer_version_is_unreadable_here(run_json: RunJson, tmp_path: Path) -> None:
