@@ -12,7 +12,7 @@ from ckptcore.model import Box
 from ckptcore.protocols import ReadStore
 from ckptcore_tensorstore.chunking import chunks_of
 from ckptcore_tensorstore.grids import expect_countable
-from ckptcore_tensorstore.ocdbt import Database
+from ckptcore_tensorstore.ocdbt import Database, Value
 from ckptcore_tensorstore.state import StoredName
 
 __all__ = [
@@ -50,6 +50,10 @@ class ChunkPlaces(Protocol):
         """The places of the chunks that a box of an array touches, by index; None for those that are not there."""
         ...
 
+    def first(self, stored: StoredName) -> ChunkPlace | None:
+        """The place of the first chunk of an array, which most small ones have alone; None if it is not there."""
+        ...
+
 
 class DatabasePlaces:
     """Chunks that are values of an OCDBT database."""
@@ -69,10 +73,16 @@ class DatabasePlaces:
             found = [values.get(prefix + form.chunk_key(index).encode()) for index in indices]
         else:
             found = [self._database.get(f"{stored.prefix}{form.chunk_key(index)}".encode()) for index in indices]
-        return {
-            index: None if value is None else ChunkPlace(value.file, value.offset, value.length, value.inline)
-            for index, value in zip(indices, found, strict=True)
-        }
+        return {index: _place_of(value) for index, value in zip(indices, found, strict=True)}
+
+    def first(self, stored: StoredName) -> ChunkPlace | None:
+        """See `ChunkPlaces`."""
+        form = stored.form
+        return _place_of(self._database.get(f"{stored.prefix}{form.chunk_key((0,) * len(form.chunk))}".encode()))
+
+
+def _place_of(value: Value | None) -> ChunkPlace | None:
+    return None if value is None else ChunkPlace(value.file, value.offset, value.length, value.inline)
 
 
 class ObjectPlaces:
@@ -91,6 +101,11 @@ class ObjectPlaces:
             for index, _ in chunks_of(stored.form.chunk, box)
         }
 
+    def first(self, stored: StoredName) -> ChunkPlace | None:
+        """See `ChunkPlaces`; whether it is there is not looked at."""
+        form = stored.form
+        return ChunkPlace(f"{self._prefix}{stored.prefix}{form.chunk_key((0,) * len(form.chunk))}", 0, None)
+
 
 class SparseObjectPlaces:
     """Chunks that are objects, of which some may be missing: they hold the fill value."""
@@ -102,6 +117,11 @@ class SparseObjectPlaces:
     def find(self, stored: StoredName, box: Box) -> Mapping[tuple[int, ...], ChunkPlace | None]:
         """See `ChunkPlaces`; asks the storage for each."""
         return {index: self._there(place) for index, place in self._places.find(stored, box).items() if place}
+
+    def first(self, stored: StoredName) -> ChunkPlace | None:
+        """See `ChunkPlaces`; asks the storage."""
+        place = self._places.first(stored)
+        return None if place is None else self._there(place)
 
     def _there(self, place: ChunkPlace) -> ChunkPlace | None:
         try:
@@ -118,8 +138,12 @@ class EmbeddedPlaces:
 
     def find(self, stored: StoredName, box: Box) -> Mapping[tuple[int, ...], ChunkPlace | None]:
         """See `ChunkPlaces`."""
-        place = ChunkPlace("", 0, len(self._elements), self._elements)
+        place = self.first(stored)
         return {index: place for index, _ in chunks_of(stored.form.chunk, box)}
+
+    def first(self, stored: StoredName) -> ChunkPlace | None:
+        """See `ChunkPlaces`."""
+        return ChunkPlace("", 0, len(self._elements), self._elements)
 
 
 def expect_length(stored: StoredName, index: tuple[int, ...], place: ChunkPlace) -> None:

@@ -262,8 +262,8 @@ def _scalars(
                 "another one"
             )
     buffers = [np.empty((), spec.numpy_dtype) for spec in specs]
-    plan = plan_read(tree, state.to_json(), [(number, (Box((), ()),)) for number in numbers])
-    for _ in read_arrays(plan, buffers, store, databases):
+    plan = plan_read(tree, None, [(number, (Box((), ()),)) for number in numbers])
+    for _ in read_arrays(plan, state, buffers, store, databases):
         pass
     return {
         number: scalar_record(buffer, state.arrays[number].name)

@@ -14,7 +14,7 @@ from ckptcore_tensorstore.inspecting import inspect_composite, inspect_tree
 from ckptcore_tensorstore.marking import mark_checkpoint
 from ckptcore_tensorstore.options import ArrayOptions, ArrayRule, check_chunk_bytes, parse_compression
 from ckptcore_tensorstore.reading import Databases, read_arrays
-from ckptcore_tensorstore.state import ArraysState
+from ckptcore_tensorstore.state import DecodedStates
 from ckptcore_tensorstore.stored_arrays import Form, array_names, stored_format
 from ckptcore_tensorstore.writing import write_arrays
 
@@ -44,6 +44,7 @@ class _OrbaxLayout:
     compression: str | None = None
     rules: Sequence[ArrayRule] = ()
     item: str = "state"
+    _states: DecodedStates = field(default_factory=DecodedStates, init=False, repr=False, compare=False)
     _databases: Databases = field(default_factory=WeakKeyDictionary, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -112,11 +113,11 @@ class _OrbaxLayout:
 
     def read(self, plan: ReadPlan, buffers: Sequence[HostArray], store: ReadStore) -> Iterator[int]:
         """Read every box out of the chunks that it touches."""
-        return read_arrays(plan, buffers, store, self._databases)
+        return read_arrays(plan, self._states.decoded(plan.state, plan.tree), buffers, store, self._databases)
 
     def extents(self, tree: TreeMetadata, state: JSON) -> Iterator[tuple[int, str, int, int]]:
         """Where the arrays lie that are stored as they are."""
-        return ArraysState.from_json(state, tree).direct_extents(tree)
+        return self._states.decoded(state, tree).direct_extents(tree)
 
     def inspect(self, store: ReadStore, entry: str | None) -> Inspection | None:
         """A checkpoint of Orbax's, or AXLearn's, with arrays in this layout.

@@ -49,13 +49,14 @@ class Target:
     buffer: HostArray
 
 
-def read_arrays(plan: ReadPlan, buffers: Sequence[HostArray], store: ReadStore, databases: Databases) -> Iterator[int]:
-    """Fill buffers; yields the number of each once it is there and verified.
+def read_arrays(
+    plan: ReadPlan, state: ArraysState, buffers: Sequence[HostArray], store: ReadStore, databases: Databases
+) -> Iterator[int]:
+    """Fill buffers; yields the number of each once it is there and verified. `state` is that of the plan.
 
     Raises:
         CorruptCheckpointError: where bytes are missing or wrong.
     """
-    state = ArraysState.from_json(plan.state, plan.tree)
     wanted: dict[int, list[Target]] = {}
     for number, (item, buffer) in enumerate(zip(plan.items, buffers, strict=True)):
         stored = state.arrays.get(item.leaf)
@@ -131,6 +132,14 @@ def _tiles_of(
     form = stored.form
     itemsize = form.spec.numpy_dtype.itemsize
     checksum = CRC32C if form.checksum else None
+    if not form.sharded and form.chunk == form.spec.shape:
+        # One chunk, as small arrays have: found and read without looking for more.
+        place = places.first(stored)
+        if place is not None and place.inline is None:
+            expect_length(stored, (0,) * len(form.chunk), place)
+            wanted = tuple([(target.number, target.box, target.buffer) for target in targets])
+            yield TileRead(place.key, place.offset, Box.whole(form.chunk), itemsize, wanted, checksum)
+            return
     tiles: dict[tuple[str, int], tuple[Box, list[tuple[int, Box, HostArray]]]] = {}
     for target in targets:
         for index, place in places.find(stored, target.box).items():

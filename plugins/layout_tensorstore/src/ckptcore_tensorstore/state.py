@@ -14,7 +14,7 @@ from ckptcore_tensorstore.chunking import chunks_of
 from ckptcore_tensorstore.grids import expect_countable
 from ckptcore_tensorstore.zarr import ArrayFormat, parse_zarr2, parse_zarr3, stored_spec
 
-__all__ = ["DIGEST_BYTES", "ArraysState", "Extents", "StoredName", "array_prefix"]
+__all__ = ["DIGEST_BYTES", "ArraysState", "DecodedStates", "Extents", "StoredName", "array_prefix"]
 
 DIGEST_BYTES: Final = 8
 """Bytes of the xxh3_64 of a chunk's elements."""
@@ -178,6 +178,20 @@ class ArraysState:
             )
 
 
+class DecodedStates:
+    """The state that was decoded last: a load asks for the same one several times. Any thread."""
+
+    def __init__(self) -> None:
+        self._last: tuple[JSON, TreeMetadata, ArraysState] | None = None
+
+    def decoded(self, encoded: JSON, tree: TreeMetadata) -> ArraysState:
+        """What `ArraysState.from_json` gives, and raises."""
+        last = self._last
+        if last is None or last[0] is not encoded or last[1] is not tree:
+            last = self._last = (encoded, tree, ArraysState.from_json(encoded, tree))
+        return last[2]
+
+
 def _decode(encoded: Any, tree: TreeMetadata) -> ArraysState:
     if encoded["version"] != 1:
         raise CorruptCheckpointError(f"the layout knows version 1 of its state, found {str(encoded['version'])[:40]}")
@@ -192,7 +206,7 @@ def _decode(encoded: Any, tree: TreeMetadata) -> ArraysState:
         form = formats[_natural(number)]
         if not isinstance(record, ArrayRecord):
             raise TypeError(f"leaf {leaf} is no array")
-        if form.spec not in (record.spec, stored_spec(record.spec, form.zarr_format)):
+        if form.spec != record.spec and form.spec != stored_spec(record.spec, form.zarr_format):
             raise CorruptCheckpointError(
                 f"{format_path(tree.paths[leaf])} is {record.spec}, and is stored as {form.spec}: what describes the arrays is "
                 "damaged: load another checkpoint"
