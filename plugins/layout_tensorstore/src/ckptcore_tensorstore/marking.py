@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import time
+from typing import Final
 
 from ckptcore.protocols import About, WriteStore
 from ckptcore_tensorstore.orbax import PYTREE_HANDLER, encode_metrics, marker_files
 
 __all__ = ["mark_checkpoint"]
+
+_METRICS: Final = "metrics"
+"""The item in which Orbax's managers of steps look for metrics; a checkpointable of this name comes first."""
 
 
 def mark_checkpoint(about: About, item: str, store: WriteStore) -> None:
@@ -20,7 +24,7 @@ def mark_checkpoint(about: About, item: str, store: WriteStore) -> None:
     """
     trees = [name for name, kind in about.members.items() if kind == "tree"] if about.members else [item]
     handlers = PYTREE_HANDLER if trees == [""] else dict.fromkeys(trees, PYTREE_HANDLER)
-    if about.metrics and isinstance(handlers, dict):
-        store.put("metrics/metrics", encode_metrics(about.metrics))
+    if about.metrics and isinstance(handlers, dict) and _METRICS not in (*about.members, item):
+        store.put(f"{_METRICS}/{_METRICS}", encode_metrics(about.metrics))
     for key, data in marker_files(handlers, about.created, time.time_ns(), about.custom, about.metrics).items():
         store.put(key, data)
