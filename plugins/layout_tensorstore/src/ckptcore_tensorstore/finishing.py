@@ -129,8 +129,7 @@ def _write_database(
     store: WriteStore,
 ) -> None:
     """Merge the chunks of all processes into one database by reference: no element is moved."""
-    seed = "".join([json.dumps([part.files, part.offset[:1]]) for part in chunks])
-    unique = hashlib.blake2b(seed.encode(), digest_size=16)
+    unique = hashlib.blake2b(json.dumps([_save_of(receipt) for receipt in receipts]).encode(), digest_size=16)
     node_file = f"d/{unique.hexdigest()}"
     database = encode_database(
         _entries(tree, arrays, chunks, small), uuid=unique.digest(), node_file=node_file, created_ns=time.time_ns()
@@ -138,6 +137,12 @@ def _write_database(
     if database.nodes:
         store.write(f"{prefix}{node_file}", [BytesSegment(database.nodes)])
     store.put(f"{prefix}manifest.ocdbt", database.manifest)
+
+
+def _save_of(receipt: Receipt) -> list[JSON]:
+    """What no other receipt of any save has: files do not tell, where a tree has no arrays."""
+    state: Any = receipt.state
+    return [state["save_id"], state["name"], receipt.rank]
 
 
 def _entries(

@@ -101,7 +101,13 @@ def write_arrays(snapshot: Snapshot, form: Form, store: WriteStore) -> JSON:
     else:
         copies = _copies(plan.tree, names)
         _write_objects(store, prefix, direct, encoded, copies, columns)
-    return {"directory": directory, "rank": plan.rank, "files": files, **columns.to_json()}
+    return {
+        "directory": directory,
+        "save_id": plan.save_id,
+        "name": plan.name,
+        "files": files,
+        **columns.to_json(),
+    }
 
 
 class _DataFiles:
