@@ -25,12 +25,13 @@ from ckptcore.flattening import PLACEHOLDER, Flat, first_stuck, flatten, rebuild
 from ckptcore.locations import Place
 from ckptcore.matching import match_leaves
 from ckptcore.model.arrays import AbstractArray, ArraySpec, Box, HostArray
-from ckptcore.model.metadata import ArrayRecord, TreeMetadata, ValueRecord
+from ckptcore.model.metadata import ArrayRecord, LeafRecord, TreeMetadata, ValueRecord
 from ckptcore.model.tree import MAX_DEPTH, Attribute, TreePath, format_path
 from ckptcore.opening import Opened, Source, file_pieces, while_unchanged
 from ckptcore.planning import plan_read
 from ckptcore.plugins import Plugins
 from ckptcore.protocols import LeafHandler
+from ckptcore.scalars import are_interchangeable, array_of, value_of
 
 __all__ = [
     "abstract_leaves",
@@ -55,6 +56,8 @@ class _Unit:
         handler, abstract: who builds it, and as what.
         positions: of the leaves that get it, in the value.
         boxes: the boxes it is read by.
+        number: the array without axes, where a number is stored in its place and nothing is to be read.
+        kind: the kind of number that is built of the array; None where an array is.
         buffers: the memory they are read into.
         waiting: how many boxes are still to come.
     """
@@ -65,11 +68,15 @@ class _Unit:
     abstract: object
     positions: list[int]
     boxes: Sequence[Box]
+    number: HostArray | None = None
+    kind: str | None = None
     buffers: list[HostArray] = field(default_factory=list)
     waiting: int = 0
 
     @property
     def nbytes(self) -> int:
+        if self.number is not None:
+            return 0
         return sum(box.size for box in self.boxes) * self.record.spec.numpy_dtype.itemsize
 
 
@@ -178,7 +185,13 @@ def _match_target(opened: Opened, flat: Flat) -> list[int | None]:
         TreeMismatchError: also if a leaf can be filled neither in place nor replaced.
     """
     numbers = match_leaves(flat, opened.tree, opened.location.display, by_name=opened.root is None)
-    replaced = [number is not None and isinstance(opened.tree.leaves[number], ValueRecord) for number in numbers]
+    # Also an array that is stored where a number is asked for is replaced, and a number that becomes an array fills one.
+    replaced = [
+        number is not None
+        and handler is not None
+        and isinstance(_other_form(opened, number, handler, leaf) or opened.tree.leaves[number], ValueRecord)
+        for number, handler, leaf in zip(numbers, flat.handlers, flat.leaves, strict=True)
+    ]
     stuck = first_stuck(flat.shape, replaced)
     if stuck is not None:
         path = format_path(list(flat.paths())[stuck])
@@ -312,13 +325,18 @@ def _plan_units(
         if number is None:
             leaves[position] = abstract  # None is asked for, and nothing is stored
             continue
-        record = tree.leaves[number]
+        record, array = tree.leaves[number], None
+        asked = _other_form(opened, number, handler, abstract)
+        kind = asked.kind if isinstance(asked, ValueRecord) else None
         if isinstance(record, ValueRecord):
-            with _naming(tree, number):
-                leaves[position] = handler.build(abstract, record, ())
-            continue
+            if not isinstance(asked, ArrayRecord):
+                with _naming(tree, number):
+                    leaves[position] = handler.build(abstract, record, ())
+                continue
+            array = array_of(record, asked.spec)
+            record = ArrayRecord(asked.spec)
         with _naming(tree, number):
-            boxes = handler.wanted(abstract, record)
+            boxes = handler.wanted(abstract, record) if kind is None else (Box.whole(record.spec.shape),)
         original = tree.aliases.get(number, number)
         memory: object = None
         if into:
@@ -332,16 +350,28 @@ def _plan_units(
                     [f"{own}: tied to {other} in the target, not in the checkpoint"],
                 )
         if not tree.aliases:
-            units.append(_Unit(number, record, handler, abstract, [position], boxes))
+            units.append(_Unit(number, record, handler, abstract, [position], boxes, array, kind))
             continue
         # Leaves that were tied are built once and tied again. What is filled in place is one only if its memory is.
         key = (original, id(handler), tuple(boxes), _request(handler, abstract), memory)
         if key in tied:
             tied[key].positions.append(position)
             continue
-        tied[key] = _Unit(original, record, handler, abstract, [position], boxes)
+        tied[key] = _Unit(original, record, handler, abstract, [position], boxes, array, kind)
         units.append(tied[key])
     return units, leaves
+
+
+def _other_form(opened: Opened, number: int, handler: LeafHandler, abstract: object) -> LeafRecord | None:
+    """What is asked for, where that is a number of Python and an array without axes is stored, or the other way round; else None.
+
+    A checkpoint of ours tells one from the other: it was not matched if this differs.
+    """
+    stored = opened.tree.leaves[number]
+    if opened.root is not None or abstract is None or (isinstance(stored, ArrayRecord) and stored.spec.shape):
+        return None
+    asked = handler.describe(abstract)
+    return asked if are_interchangeable(asked, stored) else None
 
 
 def _request(handler: LeafHandler, abstract: object) -> object:
@@ -388,6 +418,12 @@ class _naming:  # a context manager, written as a class because it is entered fo
 def _finish(unit: _Unit, leaves: list[object], filled: list[bool] | None) -> None:
     boxes = list(zip(unit.boxes, unit.buffers, strict=True))
     unit.buffers = []
+    if unit.kind is not None:
+        ((_, array),) = boxes
+        made = unit.handler.build(unit.abstract, value_of(array, unit.kind), ())
+        for position in unit.positions:
+            leaves[position] = made
+        return
     if filled is not None and unit.handler.fill(unit.abstract, unit.record, boxes):
         for position in unit.positions:
             filled[position] = True
@@ -420,6 +456,10 @@ def _read(opened: Opened, units: Sequence[_Unit], *, into: bool) -> Iterator[_Un
     owners: list[_Unit] = []
     buffers: list[HostArray] = []
     for unit in units:
+        if unit.number is not None:
+            unit.buffers = [unit.number for _ in unit.boxes]  # an array without axes has one box at most
+            yield unit
+            continue
         dtype = unit.record.spec.dtype
         unit.buffers = []
         for box in unit.boxes:
@@ -437,7 +477,7 @@ def _read(opened: Opened, units: Sequence[_Unit], *, into: bool) -> Iterator[_Un
         unit.waiting = len(unit.boxes)
         if not unit.boxes:
             yield unit
-    plan = plan_read(tree, opened.state, [(unit.leaf, unit.boxes) for unit in units])
+    plan = plan_read(tree, opened.state, [(unit.leaf, unit.boxes) for unit in units if unit.number is None])
     for number in opened.layout.read(plan, buffers, opened.store):
         unit = owners[number]
         unit.waiting -= 1

@@ -10,6 +10,7 @@ from ckptcore.errors import TreeMismatchError
 from ckptcore.flattening import Flat
 from ckptcore.model.metadata import PLAIN_ARRAY, ArrayRecord, LeafRecord, TreeMetadata, ValueRecord
 from ckptcore.model.tree import Attribute, Node, Skeleton, TreePath, format_path
+from ckptcore.scalars import are_interchangeable, difference_of
 
 __all__ = ["match_leaves"]
 
@@ -31,6 +32,8 @@ def match_leaves(flat: Flat, tree: TreeMetadata, display: str, *, by_name: bool)
     - A stored None is not unexpected where the abstract tree has a container without leaves: Orbax stores an empty named tuple
       (``optax.EmptyState``) as None.
     - None may be asked for where nothing is stored.
+    - A number may be asked for where an array without axes is stored, and such an array where a number is: Orbax stores both
+      as arrays. Only if nothing is lost, see `ckptcore.scalars`.
 
     Args:
         flat: the abstract tree.
@@ -182,7 +185,11 @@ def _differences(
             continue
         record = tree.leaves[number]
         asked = handler.describe(flat.leaves[position])
-        if asked is not record and (reason := _difference(asked, record)) is not None:
+        if asked is record:
+            continue
+        as_other = by_name and are_interchangeable(asked, record)
+        reason = difference_of(asked, record) if as_other else _difference(asked, record)
+        if reason is not None:
             differences.append(f"{format_path(paths[position])}: {reason}")
     return differences
 

@@ -10,7 +10,7 @@ import pytest
 from safetensors.numpy import save_file
 
 import ckptcore
-from ckptcore import PLACEHOLDER
+from ckptcore import PLACEHOLDER, AbstractArray
 from ckptcore.errors import TreeMismatchError
 from ckptcore.flattening import flatten
 from ckptcore.matching import match_leaves
@@ -146,3 +146,137 @@ def test_placeholders_stand_for_what_has_their_text() -> None:
     stored = {"1": {"a": ONE, "b": TWO}, "2": ONE}
     assert matched({1: PLACEHOLDER, 2: ONE}, stored) == {"[1]": None, "[2]": "['2']"}
     assert differences({1: PLACEHOLDER, 2: ONE}, stored, foreign=False) != []
+
+
+def zero_d(dtype: str) -> AbstractArray:
+    return AbstractArray((), dtype)
+
+
+@pytest.mark.parametrize(
+    ("stored", "dtypes"),
+    [
+        (True, ["bool"]),
+        (5, ["int32", "uint8", "int4", "int64", "float32", "bfloat16", "float64", "float8_e4m3fn"]),
+        (-8, ["int4", "int8", "float16"]),
+        (2**31 - 1, ["int32", "uint32", "int64", "float64"]),
+        (2**64 - 1, ["uint64"]),
+        (2**40, ["int64", "uint64", "float32", "bfloat16"]),
+        (0.5, ["float32", "bfloat16", "float16", "float8_e5m2", "float4_e2m1fn"]),
+        (0.1, ["float64"]),
+        (-0.0, ["float32", "bfloat16", "float8_e4m3fn"]),
+        (1e300, ["float64"]),
+        (float("nan"), ["float32", "bfloat16", "float8_e4m3fn"]),
+        (float("-inf"), ["float32", "bfloat16", "float16", "float8_e5m2"]),
+    ],
+)
+def test_a_stored_number_is_an_array_without_axes_that_holds_it(stored: Any, dtypes: list[str]) -> None:
+    for dtype in dtypes:
+        assert matched({"n": zero_d(dtype)}, {"n": stored}) == {"n": "n"}
+        assert differences({"n": zero_d(dtype)}, {"n": stored}, foreign=False)[0].startswith("n: kind: ")
+
+
+@pytest.mark.parametrize(
+    ("stored", "dtypes"),
+    [
+        (8, ["int4", "bool"]),
+        (-1, ["uint8", "uint64"]),
+        (2**40, ["int32", "float16"]),
+        (2**24 + 1, ["float32"]),
+        (2**53 + 1, ["float64"]),
+        (2**64, ["uint64", "int64"]),
+        pytest.param(1 << 20000, ["int64", "float64"], id="of more digits than Python prints"),
+        (0.1, ["float32", "bfloat16"]),
+        (1e300, ["float32", "bfloat16"]),
+        (5.0, ["int32"]),
+        (-0.0, ["float8_e4m3fnuz"]),
+        (float("nan"), ["float4_e2m1fn"]),
+        (float("inf"), ["float8_e4m3fn"]),
+        (0.5, ["complex64", "bool", "datetime64[s]"]),
+        (True, ["int32", "float32"]),
+        (1, ["bool", "S1"]),
+        (1j, ["complex128"]),
+        ("5", ["int32"]),
+    ],
+)
+def test_no_number_loses_anything_as_an_array(stored: Any, dtypes: list[str]) -> None:
+    for dtype in dtypes:
+        (told,) = differences({"n": zero_d(dtype)}, {"n": stored})
+        assert f"{dtype}[] is asked for" in told and len(told) < 150
+
+
+def test_it_is_told_what_would_be_lost() -> None:
+    asked = {name: zero_d(dtype) for name, dtype in (("a", "int32"), ("b", "float32"), ("c", "int32"), ("d", "int8"))}
+    assert differences(asked, {"a": 2**40, "b": 0.1, "c": 5.0, "d": 1 << 200}) == [
+        "a: value: int32[] is asked for, and cannot hold exactly the int that is stored: 1099511627776",
+        "b: value: float32[] is asked for, and cannot hold exactly the float that is stored: 0.1",
+        "c: kind: array int32[] is asked for, float is stored",
+        "d: value: int8[] is asked for, and cannot hold exactly the int that is stored: of 201 bits",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("asked", "dtypes"),
+    [
+        (0, ["int4", "int32", "uint8", "int64", "uint64"]),
+        (0.0, ["float32", "float64", "bfloat16", "float8_e4m3fn", "int32", "uint32", "int4"]),
+        (False, ["bool"]),
+    ],
+)
+def test_an_array_without_axes_is_a_number(asked: Any, dtypes: list[str]) -> None:
+    for dtype in dtypes:
+        assert matched({"n": asked}, {"n": np.ones((), zero_d(dtype).dtype)}) == {"n": "n"}
+        assert differences({"n": asked}, {"n": np.ones((), zero_d(dtype).dtype)}, foreign=False)
+
+
+@pytest.mark.parametrize(
+    ("asked", "dtypes"),
+    [
+        (0, ["float32", "bfloat16", "bool", "complex64"]),
+        (0.0, ["int64", "uint64", "bool", "complex64"]),
+        (False, ["int32", "uint8", "float32"]),
+        (0j, ["complex64"]),
+        ("", ["int32"]),
+    ],
+)
+def test_no_array_loses_anything_as_a_number(asked: Any, dtypes: list[str]) -> None:
+    for dtype in dtypes:
+        stored = np.zeros((), zero_d(dtype).dtype)
+        assert differences({"n": asked}, {"n": stored}) == [
+            f"n: kind: {type(asked).__name__} is asked for, array {dtype}[] is stored"
+        ]
+
+
+def test_only_an_array_without_axes_is_a_number() -> None:
+    assert differences({"n": 0}, {"n": np.zeros(1, np.int32)}) == [
+        "n: kind: int is asked for, array int32[1] is stored"
+    ]
+    assert differences({"n": np.zeros(1, np.int32)}, {"n": 0}) == [
+        "n: kind: array int32[1] is asked for, int is stored"
+    ]
+
+
+@pytest.mark.parametrize("asked", [np.zeros((), np.float32), np.float32(0), AbstractArray((), "float32")])
+def test_arrays_of_other_dtypes_are_not_cast(asked: Any) -> None:
+    told = ["n: dtype: float32[] is asked for, float64[] is stored; nothing is cast unless asked"]
+    assert differences({"n": asked}, {"n": np.zeros(())}) == told
+
+
+def test_arrays_without_axes_load_as_numbers(tmp_path: Path) -> None:
+    stored = {"i": np.array(-3, np.int8), "f": np.array(0.1, np.float32), "b": np.ones((), np.bool_), "w": TWO}
+    save_file(dict[str, Any](stored), tmp_path / "model.safetensors")
+    asked = {"i": 0, "f": 0.0, "b": False, "w": np.zeros(2)}
+    expected = [("i", int, -3), ("f", float, float(np.float32(0.1))), ("b", bool, True)]
+    for loaded in (ckptcore.load(tmp_path, asked), ckptcore.load_into(tmp_path, asked)):
+        for name, kind, number in expected:
+            assert type(loaded[name]) is kind and loaded[name] == number
+        assert loaded["w"].tolist() == [1, 1]
+    assert ckptcore.load(tmp_path, {**asked, "f": np.float32(0)})["f"] == np.float32(0.1)
+
+
+def test_a_number_that_nothing_can_hold_is_refused_before_the_target_changes(tmp_path: Path) -> None:
+    save_file({"0.mu": TWO, "0.nu": np.array(7)}, tmp_path / "model.safetensors")
+    target = (Pair(np.zeros(2), 0),)
+    with pytest.raises(TreeMismatchError, match="cannot be filled in place") as caught:
+        ckptcore.load_into(tmp_path, target)
+    assert "nu" in caught.value.differences[0] and target[0].mu.tolist() == [0, 0]
+    assert ckptcore.load(tmp_path, target)[0].nu == 7
