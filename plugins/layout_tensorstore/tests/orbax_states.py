@@ -1,14 +1,18 @@
 """States that go between ckptcore and Orbax, what comes out at the other end, and whether two are the same bit for bit."""
 
 import itertools
+import json
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
+import orbax.checkpoint as ocp
 import torch
 from ckptcore_tensorstore import ArrayRule, OcdbtLayout, Zarr3Layout, ZarrLayout
+from jax.sharding import NamedSharding, PartitionSpec
+from orbax.checkpoint import v1
 
 DTYPES = (
     "bool", "int4", "uint4", "int8", "uint8", "int16", "uint16", "int32", "uint32", "float8_e4m3fn", "float8_e5m2",
@@ -107,6 +111,79 @@ def torch_state():
 
 
 STATES = {"jax": jax_state, "numpy": numpy_state, "torch": torch_state}
+
+
+def sharded_state():
+    """Arrays over eight devices, cut along one axis, two, both axes of the mesh at once, unevenly, and not at all."""
+    auto = (jax.sharding.AxisType.Auto,) * 2
+    mesh, line = (
+        jax.make_mesh((4, 2), ("data", "model"), axis_types=auto),
+        jax.make_mesh((8,), ("x",), axis_types=auto[:1]),
+    )
+    four = jax.sharding.Mesh(np.asarray(jax.devices()[:4]), ("x",))
+
+    def placed(array, mesh, *spec):
+        return jax.device_put(array, NamedSharding(mesh, PartitionSpec(*spec)))
+
+    numbers = jnp.arange(64.0).reshape(8, 8)
+    return {
+        "rows": placed(numbers, mesh, "data"),
+        "columns": placed(numbers, mesh, None, "model"),
+        "tiles": placed(numbers.astype(jnp.bfloat16), mesh, "data", "model"),
+        "both": placed(numbers, mesh, ("data", "model")),
+        "turned": placed(numbers, mesh, "model", "data"),
+        "line": placed(numbers.reshape(64), line, "x"),
+        "four": placed(numbers, four, "x"),
+        "whole": placed(numbers, mesh),
+        "scalar": placed(jnp.float32(2), mesh),
+        "keys": placed(jax.random.split(jax.random.key(0), 8), mesh, "data"),
+        "one": jnp.arange(3),
+    }
+
+
+class Iterator:
+    """An object that writes files of its own, by the protocol of Orbax and Grain, which is also ckptcore's."""
+
+    def __init__(self, position):
+        self.position = position
+
+    async def save(self, directory):
+        position = self.position
+
+        async def write():
+            path = await directory.await_creation() if hasattr(directory, "await_creation") else directory
+            (path / "position.json").write_text(json.dumps(position))
+
+        return write()
+
+    async def load(self, directory):
+        async def read():
+            self.position = json.loads((directory / "position.json").read_text())
+
+        return read()
+
+
+def saving(**options):
+    """The context of a save by version 1."""
+    storage = v1.options.ArrayOptions.Saving.StorageOptions(**options.pop("storage", {}))
+    array = v1.options.ArrayOptions.Saving(storage_options=storage, **options)
+    return v1.Context(array_options=v1.options.ArrayOptions(saving=array))
+
+
+def by_version_1(**options):
+    def save(location, state):
+        with saving(**options):
+            v1.save(location, state)
+
+    return save
+
+
+def by_version_0(handler, args):
+    def save(location, state):
+        with ocp.Checkpointer(handler()) as checkpointer:
+            checkpointer.save(location, args=args(state))
+
+    return save
 
 
 def seen_by_orbax(value):

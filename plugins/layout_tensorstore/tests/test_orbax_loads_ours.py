@@ -1,7 +1,5 @@
 """What ckptcore saves, Orbax loads: every layout and option, by every reader of both its versions."""
 
-import json
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,10 +14,12 @@ from plugins.layout_tensorstore.tests.orbax_states import (
     FEW,
     LAYOUTS,
     STATES,
+    Iterator,
     abstract_of,
     assert_same,
     host,
     seen_by_orbax,
+    sharded_state,
 )
 
 pytestmark = [
@@ -275,28 +275,6 @@ def test_several_checkpointables_load(tmp_path, layout):
             assert_same(restored[name], tree)
 
 
-class Iterator:
-    """An object that writes files of its own, by the protocol of Orbax and Grain, which is also ckptcore's."""
-
-    def __init__(self, position):
-        self.position = position
-
-    async def save(self, directory):
-        position = self.position
-
-        async def write():
-            path = await directory.await_creation() if hasattr(directory, "await_creation") else directory
-            (path / "position.json").write_text(json.dumps(position))
-
-        return write()
-
-    async def load(self, directory):
-        async def read():
-            self.position = json.loads((directory / "position.json").read_text())
-
-        return read()
-
-
 def test_objects_with_files_of_their_own_load(tmp_path):
     """Grain's iterators, say: Orbax finds their files where ckptcore let them write."""
     ckptcore.save_checkpointables(tmp_path / "c", {"model": STEP, "data": Iterator(7)}, layout="ocdbt")
@@ -315,34 +293,6 @@ def test_tied_arrays_load_under_each_name(tmp_path, layout):
     size = sum(path.stat().st_size for path in (tmp_path / "c").rglob("*") if path.is_file())
     saved_once = layout in ("ocdbt", "ocdbt-zarr2")  # with few chunks the keys of all take little
     assert size < 3 * tied.nbytes if saved_once else size > 3 * tied.nbytes
-
-
-def sharded_state():
-    """Arrays over eight devices, cut along one axis, two, both axes of the mesh at once, unevenly, and not at all."""
-    auto = (jax.sharding.AxisType.Auto,) * 2
-    mesh, line = (
-        jax.make_mesh((4, 2), ("data", "model"), axis_types=auto),
-        jax.make_mesh((8,), ("x",), axis_types=auto[:1]),
-    )
-    four = jax.sharding.Mesh(np.asarray(jax.devices()[:4]), ("x",))
-
-    def placed(array, mesh, *spec):
-        return jax.device_put(array, NamedSharding(mesh, PartitionSpec(*spec)))
-
-    numbers = jnp.arange(64.0).reshape(8, 8)
-    return {
-        "rows": placed(numbers, mesh, "data"),
-        "columns": placed(numbers, mesh, None, "model"),
-        "tiles": placed(numbers.astype(jnp.bfloat16), mesh, "data", "model"),
-        "both": placed(numbers, mesh, ("data", "model")),
-        "turned": placed(numbers, mesh, "model", "data"),
-        "line": placed(numbers.reshape(64), line, "x"),
-        "four": placed(numbers, four, "x"),
-        "whole": placed(numbers, mesh),
-        "scalar": placed(jnp.float32(2), mesh),
-        "keys": placed(jax.random.split(jax.random.key(0), 8), mesh, "data"),
-        "one": jnp.arange(3),
-    }
 
 
 @pytest.mark.parametrize("layout", [*FEW, "ocdbt-zstd", "zarr3-zstd"])
