@@ -35,7 +35,7 @@ from ckptcore.model import (
 from ckptcore.planning import cuts_of, plan_read
 from ckptcore.protocols import Layout, StorageOptions
 
-__all__ = ["CASES", "Count", "Mesh", "counts", "rows"]
+__all__ = ["CASES", "Case", "Count", "Mesh", "counts", "rows", "subchunked", "whole_shards"]
 
 _BLOCK_BYTES = 512
 _CHUNK_BYTES = 16 * _BLOCK_BYTES
@@ -182,11 +182,21 @@ class _ScaledStorage(LocalStorage):
     request_bytes = LocalStorage.request_bytes * _BLOCK_BYTES // BLOCK_BYTES
 
 
+def subchunked() -> Layout:
+    """Shards divided into read chunks of some blocks."""
+    return OcdbtLayout(chunk_bytes=_CHUNK_BYTES)
+
+
+def whole_shards() -> Layout:
+    """Shards that are read chunks themselves."""
+    return OcdbtLayout(chunk_bytes=None)
+
+
 def rows() -> Iterator[tuple[str, bool]]:
     """Rows to print, and whether each reached its target."""
     for case in CASES:
-        divided = counts(case, OcdbtLayout(chunk_bytes=_CHUNK_BYTES))
-        whole = counts(case, OcdbtLayout(chunk_bytes=None))
+        divided = counts(case, subchunked())
+        whole = counts(case, whole_shards())
         reached = divided.worst <= 1.1
         yield (
             f"{f'bytes read / needed, {case.name}':42} {'without subchunks':36} {whole.boxes:4} boxes {whole.ratio:7.3f}",

@@ -1,0 +1,22 @@
+"""A checkpoint of one mesh, loaded on another, reads only what it needs: counted in bytes (see `benchmarks.resharding`)."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks.resharding import CASES, Case, counts, subchunked, whole_shards
+
+
+@pytest.mark.parametrize(
+    "case", [CASES[0], pytest.param(CASES[1], marks=pytest.mark.slow), *CASES[2:]], ids=lambda case: case.name
+)
+def test_subchunks_are_read_as_they_are_needed(case: Case) -> None:
+    counted = counts(case, subchunked())
+    assert counted.boxes >= 8
+    assert counted.worst <= 1.1
+
+
+@pytest.mark.slow
+def test_without_subchunks_whole_shards_are_read() -> None:
+    """What subchunks are for: columns of a shard lie in all of its bytes."""
+    assert counts(CASES[2], whole_shards()).ratio > 8
