@@ -116,7 +116,8 @@ class LayoutCrashTests:
         place = next(places)
         self._prepare(place)
         self._save(place, _new_state(), plan)
-        for room in range(0, plan.bytes_written, max(1, plan.bytes_written // 12)):
+        # A root, which has times and names in it, is some bytes shorter in one save than in another.
+        for room in range(0, plan.bytes_written - 64, max(1, plan.bytes_written // 12)):
             place = next(places)
             self._prepare(place)
             with pytest.raises(StorageFullError):
