@@ -298,6 +298,15 @@ def test_a_sharding_of_another_class_is_left_out_and_one_of_an_old_name_is_read(
     assert parse_shardings(json.dumps(other).encode(), "_sharding") == {"a": {"type": "PositionalSharding"}}
 
 
+def test_types_of_axes_that_are_all_auto_are_written_and_not_noted():
+    note = {"type": "NamedSharding", "mesh": {"x": 2, "y": 1}, "spec": ["x"], "devices": [0, 1]}
+    said = encode_shardings({"a": note})
+    assert said == encode_shardings({"a": {**note, "axis_types": ["Auto", "Auto"]}})
+    (document,) = json.loads(said).values()
+    assert json.loads(document)["axis_types"] == ["AxisType.Auto", "AxisType.Auto"]
+    assert parse_shardings(said, "_sharding") == {"a": note}
+
+
 @pytest.mark.filterwarnings("ignore")  # Orbax and JAX warn of each other
 def test_orbax_reads_our_shardings():
     import jax

@@ -121,7 +121,6 @@ def test_random_keys_and_shardings_are_in_the_records():
         "mesh": {"data": 2, "model": 2},
         "spec": [["data", "model"]],
         "devices": [0, 1, 2, 3],
-        "axis_types": ["Auto", "Auto"],
     }
 
 

@@ -27,6 +27,12 @@ SHARDING_FILE: Final = "_sharding"
 _MOST_COUNTED: Final = 256
 """Devices that are written out though they are 0, 1, ... in order: Orbax takes as many as it finds where none are."""
 
+_TYPE_PREFIX: Final = "AxisType."
+"""What Orbax writes the type of an axis with, as Python prints it."""
+
+_AUTO: Final = "Auto"
+"""The type that axes have where none is noted."""
+
 
 def parse_shardings(data: bytes, key: str) -> dict[str, Mapping[str, JSON]]:
     """For each array the sharding as ckptcore-jax notes it; it may be hostile.
@@ -34,7 +40,8 @@ def parse_shardings(data: bytes, key: str) -> dict[str, Mapping[str, JSON]]:
     The file is an object from names, in URL-safe base64 of UTF-8, to JSON in a string. The notes:
 
     - ``{"type": "NamedSharding", "mesh": {axis: size}, "spec": [None | axis | [axes]], "devices": [ids],
-      "axis_types": ["Auto" | "Explicit" | "Manual"]}``, the last two where they are said, the ids in the order of the mesh;
+      "axis_types": ["Auto" | "Explicit" | "Manual"]}``, the last two where they are said, the ids in the order of the mesh,
+      and the types only where some are not ``Auto``, which is what they are where nothing is said;
     - ``{"type": "SingleDeviceSharding", "device": "cpu:0"}``, the device as JAX prints it;
     - ``{"type": the name of any other class}``.
 
@@ -94,7 +101,9 @@ def _note(said: Mapping[str, JSON], key: str) -> Mapping[str, JSON]:
         names = [text_of(name, key, "the type of an axis") for name in expect(types, list, key, "axis_types")]
         if len(names) != len(axes):
             raise corrupt(key, f"{len(axes)} types of axes", names)
-        note["axis_types"] = [name.removeprefix("AxisType.") for name in names]
+        kinds: list[JSON] = [name.removeprefix(_TYPE_PREFIX) for name in names]
+        if any(kind != _AUTO for kind in kinds):
+            note["axis_types"] = kinds
     return note
 
 
@@ -123,8 +132,9 @@ def _document(note: JSON) -> JSON:
     sizes = [size for size in mesh.values() if isinstance(size, int)]
     count = math.prod(sizes)
     document: dict[str, JSON] = {"sharding_type": "NamedSharding", "shape": sizes, "axis_names": list(mesh)}
-    if isinstance(types, Sequence) and len(types) == len(sizes):
-        document["axis_types"] = [f"AxisType.{name}" for name in types]
+    if not isinstance(types, Sequence) or len(types) != len(sizes):
+        types = [_AUTO] * len(sizes)  # Orbax writes them out
+    document["axis_types"] = [f"{_TYPE_PREFIX}{name}" for name in types]
     document["partition_spec"] = spec
     devices = note.get("devices")
     if not isinstance(devices, Sequence):
