@@ -18,6 +18,7 @@ pytest.importorskip("orbax.checkpoint")
 
 import jax.numpy as jnp
 import orbax.checkpoint as ocp
+from jax.sharding import NamedSharding, PartitionSpec
 from orbax.checkpoint import v1
 
 
@@ -93,6 +94,122 @@ def test_a_train_state_of_flax(write: str, tmp_path: Path) -> None:
     loaded = ckptcore.load(tmp_path / "c", zeros(state))
     assert_same(loaded, state)
     assert loaded.step == 1 and loaded.tx is optimizer
+
+
+def train_state(step: Any) -> Any:
+    """As flax makes it: its `step` is an int until the first jitted step returns an array."""
+    from flax.training.train_state import TrainState
+
+    return TrainState.create(apply_fn=len, params=params(), tx=OPTIMIZER).replace(step=step)
+
+
+OPTIMIZER = optax.adam(1e-3)
+WRITERS = {
+    "v1": v1.save,
+    "v0 standard": lambda path, state: by(ocp.StandardCheckpointer, path, state),
+    "v0 pytree": lambda path, state: by(ocp.PyTreeCheckpointer, path, state),
+}
+
+
+def by(checkpointer: Any, path: Path, state: Any) -> None:
+    with checkpointer() as writer:
+        writer.save(path, state)
+
+
+@pytest.mark.parametrize("write", WRITERS)
+def test_a_step_that_was_saved_as_an_int_is_an_array_where_one_is_asked_for(write: str, tmp_path: Path) -> None:
+    WRITERS[write](tmp_path / "c", train_state(5))
+    assert ckptcore.load(tmp_path / "c")["step"] == 5
+    for abstract in (jax.eval_shape(lambda: train_state(0)), train_state(jnp.int32(0))):
+        loaded = ckptcore.load(tmp_path / "c", abstract)
+        assert_same(loaded, train_state(jnp.asarray(5, abstract.step.dtype)))
+        assert loaded.step.weak_type == abstract.step.weak_type
+    assert ckptcore.load(tmp_path / "c", train_state(0)).step == 5
+    assert_same(ckptcore.load(tmp_path / "c", train_state(np.int64(0))), train_state(np.int64(5)))
+
+
+@pytest.mark.parametrize("write", WRITERS)
+def test_a_step_that_was_saved_as_an_array_is_an_int_where_one_is_asked_for(write: str, tmp_path: Path) -> None:
+    WRITERS[write](tmp_path / "c", train_state(jnp.int32(7)))
+    assert_same(ckptcore.load(tmp_path / "c", train_state(0)), train_state(7))
+    told = "step: kind: bool is asked for, array int32[] is stored"
+    with pytest.raises(TreeMismatchError) as caught:
+        ckptcore.load(tmp_path / "c", train_state(step=False))
+    assert [text.removeprefix("/") for text in caught.value.differences] == [told]
+
+
+def test_a_step_is_placed_as_its_abstract_leaf_asks(tmp_path: Path) -> None:
+    v1.save(tmp_path / "c", {"step": 5, "rate": 0.5})
+    mesh = jax.make_mesh((2,), ("x",), devices=jax.devices()[:2])
+    replicated = NamedSharding(mesh, PartitionSpec())
+    abstract = {
+        "step": jax.ShapeDtypeStruct((), jnp.int32, sharding=replicated),
+        "rate": jax.ShapeDtypeStruct((), jnp.bfloat16, sharding=replicated),
+    }
+    loaded = ckptcore.load(tmp_path / "c", abstract)
+    assert loaded["step"].sharding == loaded["rate"].sharding == replicated
+    assert [int(shard.data) for shard in loaded["step"].addressable_shards] == [5, 5]
+    assert loaded["rate"].dtype == jnp.bfloat16 and loaded["rate"] == 0.5
+
+
+def test_numbers_that_no_array_of_the_dtype_holds_are_told(tmp_path: Path) -> None:
+    v1.save(tmp_path / "c", {"step": 1 << 40, "rate": 0.1})
+    asked = {"step": jax.ShapeDtypeStruct((), jnp.int32), "rate": jax.ShapeDtypeStruct((), jnp.float32)}
+    with pytest.raises(TreeMismatchError) as caught:
+        ckptcore.load(tmp_path / "c", asked)
+    assert caught.value.differences == (
+        "step: value: int32[] is asked for, and cannot hold exactly the int that is stored: 1099511627776",
+        "rate: value: float32[] is asked for, and cannot hold exactly the float that is stored: 0.1",
+    )
+
+
+def test_tensors_and_numpy_arrays_take_numbers_in_place(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    v1.save(tmp_path / "c", {"t": 5, "n": 0.5, "f": True, "d": jnp.float32(2.5), "j": 9, "w": jnp.ones(2)})
+    target = {
+        "t": torch.zeros((), dtype=torch.int64),
+        "n": np.zeros((), np.float32),
+        "f": torch.zeros((), dtype=torch.bool),
+        "d": 0.0,
+        "j": jnp.int32(0),
+        "w": np.zeros(2, np.float32),
+    }
+    before = dict(target)
+    ckptcore.load_into(tmp_path / "c", target)
+    assert all(target[name] is before[name] for name in "tnfw")
+    assert (int(target["t"]), float(target["n"]), bool(target["f"]), target["d"]) == (5, 0.5, True, 2.5)
+    assert type(target["d"]) is float and isinstance(target["j"], jax.Array) and target["j"] == 9
+    assert target["w"].tolist() == [1, 1]
+    abstract = {**before, "t": torch.empty((), dtype=torch.float32, device="meta")}
+    loaded = ckptcore.load(tmp_path / "c", abstract)
+    assert loaded["t"].dtype == torch.float32 and loaded["t"].item() == 5 and loaded["n"].tolist() == 0.5
+    assert loaded["t"].device.type == "cpu" and loaded["n"] is not before["n"]
+
+
+def test_in_what_cannot_be_changed_numbers_fill_arrays_and_no_array_replaces_a_number(tmp_path: Path) -> None:
+    v1.save(tmp_path / "c", {"s": (3, jnp.ones(2))})
+    target = (np.zeros((), np.int32), np.zeros(2, np.float32))
+    ckptcore.load_into(tmp_path / "c", {"s": target})
+    assert target[0] == 3 and target[1].tolist() == [1, 1]
+    v1.save(tmp_path / "d", (jnp.int32(4), jnp.ones(2)))
+    unchanged = (0, np.zeros(2, np.float32))
+    with pytest.raises(TreeMismatchError, match="cannot be filled in place"):
+        ckptcore.load_into(tmp_path / "d", unchanged)
+    assert unchanged[1].tolist() == [0, 0]
+
+
+def test_checkpointables_take_numbers_for_arrays_too(tmp_path: Path) -> None:
+    v1.save_checkpointables(tmp_path / "c", {"model": {"w": jnp.ones(2)}, "state": {"step": 5, "epoch": jnp.int32(2)}})
+    asked = {"step": jax.ShapeDtypeStruct((), jnp.int32), "epoch": 0}
+    loaded = ckptcore.load_checkpointables(tmp_path / "c", {"state": asked})["state"]
+    assert_same(loaded, {"step": jnp.int32(5), "epoch": 2})
+
+
+def test_what_ckptcore_saved_is_not_taken_one_for_the_other(tmp_path: Path) -> None:
+    ckptcore.save(tmp_path / "c", {"step": 5, "epoch": np.zeros((), np.int32)}, layout="ocdbt")
+    with pytest.raises(TreeMismatchError) as caught:
+        ckptcore.load(tmp_path / "c", {"step": np.zeros((), np.int32), "epoch": 0})
+    assert len(caught.value.differences) == 2
 
 
 def test_the_state_of_modules_of_nnx_in_lists(tmp_path: Path) -> None:
