@@ -9,7 +9,7 @@
     ├── CheckpointExistsError          (FileExistsError)    a save would replace something and was not asked to
     ├── DirectoryInUseError            (BlockingIOError)    another job writes steps into the directory
     ├── CorruptCheckpointError         (ValueError)         bytes are not what was written; names the file and range
-    │   └── ChecksumError                                   ... because a block's checksum does not match
+    │   └── ChecksumError                                   ... because a checksum does not match
     ├── UnsupportedVersionError        (ValueError)         written by a newer ckptcore than this one
     ├── CompositeCheckpointError       (ValueError)         it holds several checkpointables, and one tree was asked for
     ├── TreeMismatchError              (ValueError)         the abstract tree and the stored one differ; lists it all
@@ -123,7 +123,11 @@ class CorruptCheckpointError(CheckpointError, ValueError):
 
 
 class ChecksumError(CorruptCheckpointError):
-    """A block's checksum is not the one that was recorded when it was written."""
+    """A checksum is not the one that was recorded when the bytes were written.
+
+    It is that of a block, which ``checkpoint.json`` has, or one that a format keeps in its own files: of a read chunk of an
+    array, of an index of chunks, of a node of a database.
+    """
 
 
 class UnsupportedVersionError(CheckpointError, ValueError):
