@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Sequence
 from pathlib import Path
 
+import pytest
+from ckptcore_tensorstore import Zarr3Layout, ZarrLayout
+
 import ckptcore
+from ckptcore.errors import StorageError
+from ckptcore.model import ArraySpec, Receipt, Segment
+from ckptcore.protocols import Layout
+from ckptcore.testing.layout_stores import DirectoryWriteStore, HeldSnapshot
+from ckptcore.testing.layout_trials import flat_trial
 
 
 def test_saves_without_arrays_share_no_names(tmp_path: Path) -> None:
@@ -15,3 +25,47 @@ def test_saves_without_arrays_share_no_names(tmp_path: Path) -> None:
         ckptcore.save(place, {"step": 5}, layout="ocdbt")
         nodes.update([path.name for path in (place / "state" / "d").iterdir()])
     assert len(nodes) == 3
+
+
+class _FullDisk(DirectoryWriteStore):
+    """A storage that is full after some objects, and takes its time to say so."""
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__(directory)
+        self.refused = 0
+        self._counting = threading.Lock()
+
+    def put(self, key: str, data: bytes) -> None:
+        self._refuse(key)
+        super().put(key, data)
+
+    def write(self, key: str, segments: Sequence[Segment]) -> None:
+        self._refuse(key)
+        super().write(key, segments)
+
+    def _refuse(self, key: str) -> None:
+        with self._counting:
+            if len(self.objects) >= 5:
+                self.refused += 1
+                raise StorageError(f"no space left for {key}")
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [ZarrLayout(), Zarr3Layout(), ZarrLayout(compression="zstd"), Zarr3Layout(compression="zstd")],
+    ids=["zarr", "zarr3", "zarr compressed", "zarr3 compressed"],
+)
+def test_an_error_of_the_storage_is_not_met_again_for_every_object(layout: Layout, tmp_path: Path) -> None:
+    """A storage may try for minutes before it gives an object up, and there may be a hundred thousand of them."""
+    trial = flat_trial({str(number): ArraySpec((4, 4), "float32") for number in range(200)})
+    plan = trial.plan(0)
+    store = _FullDisk(tmp_path / "chunks")
+    with pytest.raises(StorageError, match="no space left"):
+        layout.write(HeldSnapshot(plan, trial.arrays), store)
+    assert store.refused <= 8
+
+    state = layout.write(HeldSnapshot(plan, trial.arrays), DirectoryWriteStore(tmp_path / "whole"))
+    store = _FullDisk(tmp_path / "documents")
+    with pytest.raises(StorageError, match="no space left"):
+        layout.finish(trial.tree, [Receipt(0, plan.items, state, ())], store)
+    assert store.refused <= 8

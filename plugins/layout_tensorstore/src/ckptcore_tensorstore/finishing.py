@@ -7,10 +7,10 @@ import hashlib
 import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from math import prod
-from typing import Any, Final
+from typing import Any
 
 from ckptcore.model import (
     JSON,
@@ -28,14 +28,12 @@ from ckptcore_tensorstore.crc32c import CRC32C
 from ckptcore_tensorstore.grids import unflat_index
 from ckptcore_tensorstore.ocdbt import Value, encode_database
 from ckptcore_tensorstore.orbax import item_files, value_array
+from ckptcore_tensorstore.small_objects import SmallObjects
 from ckptcore_tensorstore.state import DIGEST_BYTES, ArraysState, Extents, StoredName
 from ckptcore_tensorstore.stored_arrays import Form, array_names, stored_format
 from ckptcore_tensorstore.zarr import encode_metadata, zarr2_array, zarr3_array
 
 __all__ = ["finish_arrays"]
-
-_THREADS: Final = 8
-"""Threads that wait for the storage while small objects are written."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,9 +186,9 @@ def _write_documents(
             if data:
                 yield f"{stored.prefix}{stored.form.chunk_key((0,) * len(stored.form.chunk))}", data
 
-    with ThreadPoolExecutor(_THREADS, "ckptcore-objects") as pool:
-        for done in [pool.submit(store.put, f"{prefix}{key}", data) for key, data in objects()]:
-            done.result()
+    with SmallObjects() as small_objects:
+        for key, data in objects():
+            small_objects.start(partial(store.put, f"{prefix}{key}", data))
 
 
 def _extents(arrays: Mapping[int, StoredName], chunks: Sequence[_Chunks]) -> Extents:

@@ -7,6 +7,7 @@ import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from math import prod
 from typing import Final
 
@@ -16,6 +17,7 @@ from ckptcore_tensorstore.chunk_sources import ChunkSource
 from ckptcore_tensorstore.crc32c import CRC32C
 from ckptcore_tensorstore.encoding import EncodedChunk, encode_chunks
 from ckptcore_tensorstore.grids import flat_index
+from ckptcore_tensorstore.small_objects import SmallObjects
 from ckptcore_tensorstore.state import array_prefix
 from ckptcore_tensorstore.stored_arrays import Form, array_names, stored_format
 from ckptcore_tensorstore.zarr import dense_index, encode_index
@@ -33,8 +35,6 @@ _ENCODED_FILE_BYTES: Final = 64 << 20
 """Encoded bytes that wait to be written, about; a data file of chunks whose sizes are not known before has no more."""
 
 _SMALL_OBJECT_BYTES: Final = 1 << 20
-_SMALL_OBJECT_THREADS: Final = 8
-"""Threads that wait for the storage while small objects are written: they wait most of the time."""
 
 
 def data_directory(rank: int) -> str:
@@ -198,8 +198,7 @@ def _write_objects(
         key = source.form.chunk_key(index)
         return [f"{prefix}{array_prefix(name)}{key}" for name in (source.name, *copies.get(source.leaf, ()))]
 
-    with ThreadPoolExecutor(_SMALL_OBJECT_THREADS, "ckptcore-objects") as pool:
-        started: list[Future[None]] = []
+    with SmallObjects() as small:
         for source in direct:
             names = 1 + len(copies.get(source.leaf, ()))
             source.expect(len(source.chunks) * prod(source.form.inner_grid) * names)
@@ -207,19 +206,18 @@ def _write_objects(
                 for key in places(source, index):
                     segments = list(_chunk_segments(source, outer))
                     if source.form.chunk_bytes < _SMALL_OBJECT_BYTES:
-                        started.append(pool.submit(store.write, key, segments))
+                        small.start(partial(store.write, key, segments))
                     else:
                         store.write(key, segments)
         waiting = 0
         for chunk in encode_chunks(encoded):
             columns.add_digests(chunk)
             for key in places(chunk.source, chunk.index):
-                started.append(pool.submit(store.write, key, [BytesSegment(chunk.data)]))
+                small.start(partial(store.write, key, [BytesSegment(chunk.data)]))
             waiting += len(chunk.data)
             if waiting >= _ENCODED_FILE_BYTES:
-                _wait(started)
+                small.wait()
                 waiting = 0
-        _wait(started)
 
 
 def _copies(tree: TreeMetadata, names: Mapping[int, str]) -> Mapping[int, Sequence[str]]:
@@ -228,12 +226,6 @@ def _copies(tree: TreeMetadata, names: Mapping[int, str]) -> Mapping[int, Sequen
     for alias, target in tree.aliases.items():
         copies.setdefault(target, []).append(names[alias])
     return copies
-
-
-def _wait(started: list[Future[None]]) -> None:
-    for future in started:
-        future.result()
-    started.clear()
 
 
 def _chunk_segments(source: ChunkSource, outer: Box) -> Iterator[Segment]:
