@@ -252,7 +252,6 @@ def test_the_manager_of_version_0_loads_named_items(run):
         assert_same(restored["state"], {**STEP, "count": 3})
 
 
-@pytest.mark.xfail(reason="the handler that the markers name is known to version 1 alone")
 def test_the_manager_of_version_0_needs_no_arguments(run):
     with ocp.CheckpointManager(run("default")) as manager:
         assert_same(manager.restore(5), {**STEP, "count": 5})

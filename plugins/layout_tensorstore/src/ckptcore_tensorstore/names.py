@@ -35,12 +35,12 @@ def key_names(paths: Mapping[int, TreePath]) -> dict[int, str]:
         NameCollisionError
     """
     names = leaf_names(paths)
-    joined = {leaf: ".".join(map(str, path)) for leaf, path in paths.items()}
+    joined = {leaf: ".".join(map(str, path)).rstrip("/") for leaf, path in paths.items()}
     shared = {text for text, count in Counter(joined.values()).items() if count > 1}
     for leaf, name in names.items():
         if not paths[leaf]:
             names[leaf] = ""  # the array is the whole tree
-        elif name in shared or not name:
+        elif name.rstrip("/") in shared or not name:
             names[leaf] = f"{name}\\"
     _expect_apart(names, paths)
     return names
@@ -53,12 +53,17 @@ def directory_names(paths: Mapping[int, TreePath]) -> dict[int, str]:
         NameCollisionError
     """
     names = key_names(paths)
+    places = Counter(name.replace("\\", "/").rstrip("/") for name in names.values())
     taken = set(names.values())
     for leaf, name in names.items():
         parts = name.split("/")
         inside = any("/".join(parts[:count]) in taken for count in range(1, len(parts)))
         if name and (
-            inside or parts[0] in _OWN_NAMES or parts[0].startswith("checkpoint.") or not all(map(_is_plain, parts))
+            inside
+            or places[name.replace("\\", "/").rstrip("/")] > 1
+            or parts[0] in _OWN_NAMES
+            or parts[0].startswith("checkpoint.")
+            or not all(map(_is_plain, parts))
         ):
             names[leaf] = _escaped(name)
     _expect_apart(names, paths)
@@ -77,7 +82,7 @@ def _is_plain(part: str) -> bool:
 
 def _escaped(name: str) -> str:
     """One part of a path that no name that needs no escape is."""
-    safe = "".join([character if character not in "/%\0" else f"%{ord(character):02X}" for character in name])
+    safe = "".join([character if character not in "/\\%\0" else f"%{ord(character):02X}" for character in name])
     if len(safe.encode()) > _MOST_BYTES:
         digest = hashlib.blake2b(name.encode(), digest_size=16).hexdigest()
         safe = f"{safe.encode()[: _MOST_BYTES - 40].decode('utf-8', 'ignore')}%{digest}"

@@ -38,7 +38,7 @@ RECORD_FILE: Final = "_CHECKPOINT_DELETION"
 ROOT_METADATA_FILE: Final = "metadata/_ROOT_METADATA"
 """In a directory of steps: metadata of the user's for all of them."""
 
-PYTREE_HANDLER: Final = "orbax.checkpoint.experimental.v1._src.handlers.pytree_handler.PyTreeHandler"
+PYTREE_HANDLER: Final = "orbax.checkpoint._src.handlers.standard_checkpoint_handler.StandardCheckpointHandler"
 """What Orbax takes a tree with. It is a name in a file: nothing is imported by it."""
 
 _FIELDS: Final = frozenset(
