@@ -17,7 +17,7 @@ from ckptcore.protocols import ReadStore
 from ckptcore_tensorstore.chunk_places import ChunkPlaces
 from ckptcore_tensorstore.codec import ChunkCodec, DecodingChunk
 from ckptcore_tensorstore.grids import flat_index
-from ckptcore_tensorstore.native_reading import native_store, read_native
+from ckptcore_tensorstore.native_reading import expect_own_files, native_store, read_native
 from ckptcore_tensorstore.reading import Target, fill_missing, inner_places
 from ckptcore_tensorstore.state import DIGEST_BYTES, ArraysState, StoredName
 
@@ -86,6 +86,7 @@ def decode_arrays(
         _expect_reasonable(state.arrays[leaf])
     native = native_store(state, store.address) if state.source == "other" and state.missing == "error" else None
     if native is not None:
+        expect_own_files(wanted, state, places, store)
         yield from read_native(state, wanted, native)
     else:
         yield from _decode(state, wanted, places, store)

@@ -8,12 +8,14 @@ from typing import Any, Final
 
 import tensorstore
 
-from ckptcore.protocols import StorageAddress
+from ckptcore.errors import CorruptCheckpointError, ObjectNotFoundError
+from ckptcore.protocols import ReadStore, StorageAddress
+from ckptcore_tensorstore.chunk_places import ChunkPlaces
 from ckptcore_tensorstore.codec import Telling
 from ckptcore_tensorstore.reading import Target
 from ckptcore_tensorstore.state import ArraysState, StoredName
 
-__all__ = ["native_store", "read_native"]
+__all__ = ["expect_own_files", "native_store", "read_native"]
 
 _STARTED_BYTES: Final = 128 << 20
 """Elements that are read at a time, in bytes."""
@@ -35,6 +37,31 @@ def native_store(state: ArraysState, address: StorageAddress | None) -> Mapping[
         return None
     described = {**base.to_json(), **address.options}
     return {"driver": "ocdbt", "base": described} if state.storage == "ocdbt" else described
+
+
+def expect_own_files(
+    wanted: Mapping[int, Sequence[Target]], state: ArraysState, places: ChunkPlaces, store: ReadStore
+) -> None:
+    """Hold files that tensorstore is about to open to what the store opens: it follows links out of the checkpoint, and waits
+    for ever for who writes to a named pipe. Only file systems have either.
+
+    Raises:
+        InvalidLocationError: a link leads out.
+        CorruptCheckpointError: a file is missing, or is none.
+    """
+    if store.address is None or not store.address.url.startswith("file:"):
+        return
+    seen = {""}  # what stands with the keys of a database
+    for leaf, targets in wanted.items():
+        for target in targets:
+            for place in places.find(state.arrays[leaf], target.box).values():
+                if place is None or place.key in seen:
+                    continue
+                seen.add(place.key)
+                try:
+                    store.size(place.key)
+                except ObjectNotFoundError as error:
+                    raise CorruptCheckpointError(f"a chunk is missing: {error}", key=place.key) from error
 
 
 def read_native(state: ArraysState, wanted: Mapping[int, Sequence[Target]], native: Mapping[str, Any]) -> Iterator[int]:

@@ -1,0 +1,152 @@
+"""Checkpoints of other software that are made to do harm: nothing is read from elsewhere, nothing hangs, every error is one of ours."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorstore
+
+import ckptcore
+from ckptcore.errors import CorruptCheckpointError, InvalidLocationError
+
+LITTLE = [{"name": "bytes", "configuration": {"endian": "little"}}]
+BIG = [{"name": "bytes", "configuration": {"endian": "big"}}]
+"""Decoded by tensorstore; `LITTLE` is read straight into place."""
+
+CODECS = {"direct": LITTLE, "decoded": BIG}
+
+
+def zarr_json(shape: Sequence[int], chunk: Sequence[int] | None = None, **members: Any) -> dict[str, Any]:
+    """The metadata of an array of uint16."""
+    return {
+        "chunk_grid": {"configuration": {"chunk_shape": list(chunk or shape)}, "name": "regular"},
+        "chunk_key_encoding": {"name": "default"},
+        "codecs": LITTLE,
+        "data_type": "uint16",
+        "fill_value": 0,
+        "node_type": "array",
+        "shape": list(shape),
+        "zarr_format": 3,
+    } | members
+
+
+def tree_file(names: Sequence[str] = ("a",), *, stores_fill_value: bool = True, **members: Any) -> bytes:
+    """The `_METADATA` of a dict of arrays."""
+    table = {
+        f"('{name}',)": {
+            "key_metadata": [{"key": name, "key_type": 2}],
+            "value_metadata": {"value_type": "np.ndarray", "skip_deserialize": False},
+        }
+        for name in names
+    }
+    document = {
+        "tree_metadata": table,
+        "use_ocdbt": False,
+        "use_zarr3": True,
+        "store_array_data_equal_to_fill_value": stores_fill_value,
+    }
+    return json.dumps(document | members).encode()
+
+
+def checkpoint(location: Path, files: Mapping[str, bytes | Mapping[str, Any]]) -> Path:
+    """A directory of these files, bytes or JSON, and of a `_METADATA` where there is none among them."""
+    for name, content in {"_METADATA": tree_file(), **files}.items():
+        path = location / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content if isinstance(content, bytes) else json.dumps(content).encode())
+    return location
+
+
+def database(location: Path, values: Mapping[str, bytes | Mapping[str, Any]]) -> Path:
+    """The same with arrays in a database; the tree lies in the file with the last value."""
+    checkpoint(location, {})
+    store = tensorstore.KvStore.open({"driver": "ocdbt", "base": f"file://{location}/"}).result()
+    for key, value in values.items():
+        store.write(key, value if isinstance(value, bytes) else json.dumps(value).encode()).result()
+    return location
+
+
+@pytest.fixture
+def secret(tmp_path: Path) -> Path:
+    """A file outside of what a checkpoint may refer to: checkpoints of these tests are in a directory of their own."""
+    path = tmp_path / "outside" / "0"
+    path.parent.mkdir()
+    path.write_bytes(b"0123456789abcdef")
+    (tmp_path / "inside").mkdir()
+    return path
+
+
+@contextlib.contextmanager
+def ended_pipe(path: Path) -> Iterator[None]:
+    """End a named pipe after some seconds, so that a reader that waits for it fails and does not hang the tests."""
+
+    def end() -> None:
+        with contextlib.suppress(OSError):  # nobody reads it
+            os.close(os.open(path, os.O_WRONLY | os.O_NONBLOCK))
+
+    os.mkfifo(path)
+    timer = threading.Timer(10, end)
+    timer.start()
+    yield
+    timer.cancel()
+
+
+# --- files ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("codecs", CODECS)
+@pytest.mark.parametrize("what", ["file", "directory"])
+@pytest.mark.parametrize("stores_fill_value", [True, False])
+def test_a_chunk_that_is_a_link_out(
+    what: str, codecs: str, stores_fill_value: bool, secret: Path, tmp_path: Path
+) -> None:
+    location = checkpoint(
+        tmp_path / "inside" / "checkpoint",
+        {
+            "_METADATA": tree_file(stores_fill_value=stores_fill_value),
+            "a/zarr.json": zarr_json([8], codecs=CODECS[codecs]),
+        },
+    )
+    link = location / "a" / "c" if what == "directory" else location / "a" / "c" / "0"
+    link.parent.mkdir(exist_ok=True)
+    link.symlink_to(secret.parent if what == "directory" else secret)
+    with pytest.raises(InvalidLocationError, match="leads out"):
+        ckptcore.load(location)
+
+
+@pytest.mark.parametrize("codecs", CODECS)
+def test_a_chunk_that_is_a_named_pipe(codecs: str, tmp_path: Path) -> None:
+    """Nobody ever writes to it: who opens it to read waits for ever."""
+    location = checkpoint(tmp_path / "checkpoint", {"a/zarr.json": zarr_json([8], codecs=CODECS[codecs])})
+    (location / "a" / "c").mkdir()
+    with ended_pipe(location / "a" / "c" / "0"), pytest.raises(CorruptCheckpointError, match="expected a file"):
+        ckptcore.load(location)
+
+
+@pytest.mark.parametrize("codecs", CODECS)
+@pytest.mark.parametrize("what", ["link", "pipe"])
+def test_a_data_file_of_a_database_that_is_none(what: str, codecs: str, secret: Path, tmp_path: Path) -> None:
+    elements = np.arange(1 << 12, dtype="<u2").tobytes()  # too many to stand with the keys
+    location = database(
+        tmp_path / "inside" / "checkpoint",
+        {"a/c/0": elements, "a/zarr.json": zarr_json([1 << 12], codecs=CODECS[codecs])},
+    )
+    assert ckptcore.load(location)["a"].shape == (1 << 12,)
+    (path,) = [path for path in (location / "d").iterdir() if elements in path.read_bytes()]
+    secret.write_bytes(path.read_bytes())
+    path.unlink()
+    if what == "link":
+        path.symlink_to(secret)
+        with pytest.raises(InvalidLocationError, match="leads out"):
+            ckptcore.load(location)
+    else:
+        with ended_pipe(path), pytest.raises(CorruptCheckpointError, match="expected a file|no such object"):
+            ckptcore.load(location)
