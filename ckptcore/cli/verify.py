@@ -87,6 +87,13 @@ def _print(document: VerifyDocument) -> None:
     if not document["ok"]:
         print_line((count(len(document["problems"]), "problem"), "bold red"), f": {checked}")
         return
+    if not document["objects"]:
+        print_line(
+            ("readable", "bold green"),
+            f": {size(document['nbytes'])} of arrays. Other software wrote this and recorded no checksums for ckptcore: what its "
+            "format does not check itself is not verified",
+        )
+        return
     print_line(("sound", "bold green"), f": {checked}")
     if document["unverified"]:
         unverified = ", ".join(map(printable, document["unverified"][:8]))
