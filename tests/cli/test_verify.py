@@ -75,11 +75,3 @@ def test_what_has_no_checksums_is_said_so(run: Run, run_json: RunJson, tmp_path:
 
 def test_nothing_there(run_json: RunJson, tmp_path: Path) -> None:
     assert run_json(ErrorDocument, "verify", tmp_path / "nothing")[0] == 3
-
-
-def test_what_other_software_wrote_is_not_called_sound(run: Run, tmp_path: Path) -> None:
-    """Nothing was recorded that it could be compared with."""
-    save_file({"w": np.arange(4.0)}, tmp_path / "model.safetensors")
-    result = run("verify", tmp_path)
-    assert result.stdout.startswith("readable: 32 B of arrays. ")
-    assert "sound" not in result.stdout
