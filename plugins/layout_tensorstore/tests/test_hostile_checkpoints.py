@@ -6,16 +6,20 @@ import contextlib
 import json
 import os
 import threading
+import tracemalloc
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgpack
 import numpy as np
 import pytest
 import tensorstore
+from ckptcore_tensorstore.orbax import tree_of_names
 
 import ckptcore
 from ckptcore.errors import CorruptCheckpointError, InvalidLocationError
+from ckptcore.model import Node
 
 LITTLE = [{"name": "bytes", "configuration": {"endian": "little"}}]
 BIG = [{"name": "bytes", "configuration": {"endian": "big"}}]
@@ -150,3 +154,42 @@ def test_a_data_file_of_a_database_that_is_none(what: str, codecs: str, secret: 
     else:
         with ended_pipe(path), pytest.raises(CorruptCheckpointError, match="expected a file|no such object"):
             ckptcore.load(location)
+
+
+# --- trees ------------------------------------------------------------------------------------------------------------
+
+
+def test_names_of_nothing_but_dots_take_the_memory_of_their_text() -> None:
+    names = [f"{number}{'.' * 20_000}" for number in range(10)]
+    tracemalloc.start()
+    try:
+        tree = tree_of_names(names, "manifest.ocdbt")
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert [leaf.name for leaf in tree.leaves] == names
+    assert peak < 5_000_000
+
+
+@pytest.mark.parametrize("names", [["a.b", "a.c"], ["a", "a.b"], ["a.b.c", "a.b"], ["a", "b.c"], ["", ".a"]])
+def test_names_of_arrays_nest_where_none_goes_on_from_another(names: list[str]) -> None:
+    nested = names in (["a.b", "a.c"], ["a", "b.c"])
+    tree = tree_of_names(names, "manifest.ocdbt")
+    assert isinstance(tree.skeleton, Node)
+    assert (tree.skeleton.keys == tuple(sorted(names))) == (not nested)
+
+
+def test_an_index_of_axlearn_that_says_the_step_again_and_again(tmp_path: Path) -> None:
+    """It once took the square of their number."""
+    (tmp_path / "gda").mkdir()
+    (tmp_path / "index").write_text(json.dumps([["step", 1]] * 200_000))
+    assert ckptcore.load(tmp_path) == {}
+
+
+def test_an_array_of_msgpack_whose_shape_nothing_has(tmp_path: Path) -> None:
+    part = msgpack.ExtType(1, msgpack.packb([[0], "float32", b""]))
+    shape = {"0": 0, "1": (1 << 63) - 1, "2": (1 << 63) - 1}
+    chunked = {"__msgpack_chunked_array__": True, "shape": shape, "chunks": {"0": part}}
+    (tmp_path / "checkpoint").write_bytes(msgpack.packb({"a": chunked}))
+    with pytest.raises(CorruptCheckpointError, match="shape"):
+        ckptcore.metadata(tmp_path)

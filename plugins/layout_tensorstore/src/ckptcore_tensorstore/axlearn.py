@@ -63,11 +63,12 @@ def find_axlearn(store: ReadStore) -> AxlearnStep | None:
         )
     entries = _entries(store.get(_INDEX))
     states = _state_files(store, names, {path for path, value in entries if _is_iterator(value)})
+    has_step = any(path == "step" for path, _ in entries[1:])
     root: dict[str, object] = {}
     unreadable: dict[str, JSON] = {}
     for path, value in entries:
         found: object
-        if path == "step" and type(value) is int and any(other == "step" for other, _ in entries[1:]):
+        if path == "step" and type(value) is int and has_step:
             continue  # the state has a leaf of this name, which is what is loaded
         if isinstance(value, dict) and {"dtype", "shape"} <= value.keys():
             found = TreeLeaf(f"{_ARRAYS}/{path}", "jax.Array", spec=_spec(value))

@@ -129,5 +129,8 @@ def _joined(value: Mapping[str, Any], key: str) -> TreeLeaf:
         raise corrupt(key, "chunks of one dtype, and a shape", extents)
     if len(extents) > 64 or math.prod(extents) != joined.size:  # type: ignore[arg-type]  # ints, as just seen
         raise corrupt(key, f"{extents} elements in chunks", joined.size)
-    whole = joined.reshape(extents)  # type: ignore[arg-type]  # ints, as just seen
+    try:
+        whole = joined.reshape(extents)  # type: ignore[arg-type]  # ints, as just seen
+    except ValueError as error:  # there are no elements, and NumPy has no such shape all the same
+        raise corrupt(key, "a shape that arrays have", extents) from error
     return TreeLeaf("", "np.ndarray", embedded=whole, spec=ArraySpec(whole.shape, whole.dtype.name))

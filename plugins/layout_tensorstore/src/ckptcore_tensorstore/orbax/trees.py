@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Final, Literal, TypeAlias
 
@@ -118,10 +118,17 @@ def tree_of_names(names: Iterable[str], key: str) -> StoredTree:
     Raises:
         CorruptCheckpointError: if there are none.
     """
-    ordered = sorted(set(names))
-    below = {name[:position] for name in ordered for position, character in enumerate(name) if character == "."}
-    nested = below.isdisjoint(ordered) and all(name.count(".") < MAX_DEPTH for name in ordered)
+    known = set(names)
+    ordered = sorted(known)
+    # What precedes each dot is looked at where there are few, and not kept: of a name of nothing but dots it is 2 GiB.
+    nested = all(name.count(".") < MAX_DEPTH for name in ordered) and not any(
+        name[:position] in known for name in ordered for position in _dots(name)
+    )
     return build_tree(((tuple(name.split(".")) if nested else (name,), TreeLeaf(name)) for name in ordered), key)
+
+
+def _dots(name: str) -> Iterator[int]:
+    return (position for position, character in enumerate(name) if character == ".")
 
 
 def plain_tree(value: object, key: str) -> StoredTree:
