@@ -209,9 +209,10 @@ class Subdirectory:
 
     @property
     def address(self) -> StorageAddress | None:
-        """Its parent's, one level down."""
+        """Its parent's, one level down. A URL has escapes, which a name may look like: it must not become another one."""
         address = self._parent.address
-        return address and StorageAddress(address.url + self._prefix, address.options)
+        quoted = urllib.parse.quote(self._prefix.encode("utf-8", "surrogateescape"))
+        return address and StorageAddress(address.url + quoted, address.options)
 
     def get(self, key: str, start: int = 0, stop: int | None = None) -> bytes:
         """See `StorageBackend`."""

@@ -35,7 +35,7 @@ class StorageAddress:
     """Where native I/O finds the same objects.
 
     Attributes:
-        url: the directory, ending in ``/``.
+        url: the directory, ending in ``/``; what no URL has is escaped with ``%`` in it, and so is ``%``.
         options: neutral options: endpoint, region, ...
     """
 

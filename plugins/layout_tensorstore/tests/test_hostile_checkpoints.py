@@ -156,6 +156,26 @@ def test_a_data_file_of_a_database_that_is_none(what: str, codecs: str, secret: 
             ckptcore.load(location)
 
 
+@pytest.mark.parametrize(
+    "name", ["%2e%2e", "%2E%2E%2Felsewhere", "elsewhere%2f", "x%00", "a?b", "a#b", "a|ocdbt:", "%zz", "\udcff"]
+)
+@pytest.mark.parametrize("below", [True, False])
+def test_names_of_directories_that_mean_something_in_a_url(name: str, below: bool, tmp_path: Path) -> None:
+    """Tensorstore is told by a URL where to read."""
+    array = {"a/zarr.json": zarr_json([8], codecs=BIG)}
+    for elsewhere in ("a", "elsewhere/a", "x/elsewhere/a", "a/a"):
+        checkpoint(tmp_path / elsewhere, {"zarr.json": zarr_json([8], codecs=BIG), "c/0": b"\1" * 16})
+    around = tmp_path / "x" / "checkpoint" if below else tmp_path / "x" / name
+    location = checkpoint(around / name if below else around, {**array, "a/c/0": bytes(16)})
+    if below:
+        for marker in ("orbax.checkpoint", "_CHECKPOINT_METADATA"):
+            (around / marker).write_bytes(b"")
+        (loaded,) = ckptcore.load_checkpointables(around).values()
+    else:
+        loaded = ckptcore.load(location)
+    np.testing.assert_array_equal(loaded["a"], np.zeros(8, np.uint16))
+
+
 # --- trees ------------------------------------------------------------------------------------------------------------
 
 

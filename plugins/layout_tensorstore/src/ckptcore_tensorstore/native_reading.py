@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
+from urllib.parse import quote
 
 import tensorstore
 
@@ -28,11 +29,12 @@ _OPENED: Final = 256
 
 
 def native_store(state: ArraysState, address: StorageAddress | None) -> Mapping[str, Any] | None:
-    """The store of tensorstore's own in which the arrays are; None where it knows no such storage."""
+    """The store of tensorstore's own in which the arrays are; None where it knows no such storage, or cannot name it."""
     if address is None:
         return None
     try:
-        base = tensorstore.KvStore.Spec(f"{address.url}{state.prefix}")
+        # Without escapes a directory called %2e%2e would be the one above, and one with a | another kind of store.
+        base = tensorstore.KvStore.Spec(f"{address.url}{quote(state.prefix.encode('utf-8', 'surrogateescape'))}")
     except ValueError:
         return None
     described = {**base.to_json(), **address.options}
