@@ -7,14 +7,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from ckptcore_tensorstore import Zarr3Layout, ZarrLayout
+from ckptcore_tensorstore import ArrayRule, OcdbtLayout, Zarr3Layout, ZarrLayout
 
 import ckptcore
-from ckptcore.errors import StorageError
-from ckptcore.model import ArraySpec, Receipt, Segment
+from ckptcore.errors import CheckpointError, StorageError
+from ckptcore.model import ArraySpec, Box, Receipt, Segment
 from ckptcore.protocols import Layout
 from ckptcore.testing.layout_stores import DirectoryWriteStore, HeldSnapshot
-from ckptcore.testing.layout_trials import flat_trial
+from ckptcore.testing.layout_trials import Trial, flat_trial
 
 
 def test_saves_without_arrays_share_no_names(tmp_path: Path) -> None:
@@ -69,3 +69,41 @@ def test_an_error_of_the_storage_is_not_met_again_for_every_object(layout: Layou
     with pytest.raises(StorageError, match="no space left"):
         layout.finish(trial.tree, [Receipt(0, plan.items, state, ())], store)
     assert store.refused <= 8
+
+
+def _written_by(first: Layout, second: Layout, directory: Path) -> tuple[Trial, list[Receipt]]:
+    """Half an array by a process with the one layout, and half by a process with the other."""
+    parts = {0: [[Box((0, 0), (16, 8))], [Box((16, 0), (32, 8))]]}
+    trial = flat_trial({"x": ArraySpec((32, 8), "float32")}, parts=parts, size=2)
+    receipts = []
+    for rank, layout in enumerate((first, second)):
+        plan = trial.plan(rank)
+        state = layout.write(HeldSnapshot(plan, trial.arrays), DirectoryWriteStore(directory))
+        receipts.append(Receipt(rank, plan.items, state, ()))
+    return trial, receipts
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        (OcdbtLayout(), OcdbtLayout(chunk_bytes=64)),
+        (OcdbtLayout(), OcdbtLayout(checksum=False)),
+        (OcdbtLayout(), OcdbtLayout(compression="zstd")),
+        (OcdbtLayout(), OcdbtLayout(zarr_format=2)),
+        (OcdbtLayout(), OcdbtLayout(item="default")),
+        (OcdbtLayout(), OcdbtLayout(rules=[ArrayRule(pattern="x", checksum=False)])),
+        (OcdbtLayout(), Zarr3Layout()),
+        (ZarrLayout(), Zarr3Layout()),
+    ],
+    ids=["chunk_bytes", "checksum", "compression", "zarr_format", "item", "rules", "ocdbt and zarr3", "zarr and zarr3"],
+)
+def test_processes_with_different_options_do_not_commit(first: Layout, second: Layout, tmp_path: Path) -> None:
+    """Each wrote its chunks in a form of its own, and the leader states one form for all: that could be committed, not read."""
+    trial, receipts = _written_by(first, second, tmp_path)
+    with pytest.raises(CheckpointError, match="rank 1 wrote arrays in another form"):
+        first.finish(trial.tree, receipts, DirectoryWriteStore(tmp_path))
+
+
+def test_processes_may_differ_in_the_size_of_data_files(tmp_path: Path) -> None:
+    trial, receipts = _written_by(OcdbtLayout(), OcdbtLayout(data_file_bytes=100), tmp_path)
+    OcdbtLayout().finish(trial.tree, receipts, DirectoryWriteStore(tmp_path))

@@ -12,6 +12,7 @@ from functools import partial
 from math import prod
 from typing import Any
 
+from ckptcore.errors import CheckpointError
 from ckptcore.model import (
     JSON,
     ArrayRecord,
@@ -67,7 +68,12 @@ class _Chunks:
 
 
 def finish_arrays(tree: TreeMetadata, receipts: Sequence[Receipt], form: Form, store: WriteStore) -> JSON:
-    """Write the keys of all chunks, the formats of all arrays, and what Orbax reads beside them; the state for the root."""
+    """Write the keys of all chunks, the formats of all arrays, and what Orbax reads beside them; the state for the root.
+
+    Raises:
+        CheckpointError: if processes wrote with different options: no reader could make a whole of that.
+    """
+    _expect_one_form(receipts, form)
     names = array_names(tree, form)
     size = len(receipts)
     directory = str(receipts[0].state["directory"])  # type: ignore[index,call-overload]  # see `write_arrays`
@@ -103,6 +109,16 @@ def finish_arrays(tree: TreeMetadata, receipts: Sequence[Receipt], form: Form, s
         digests=_digests(arrays, chunks),
     )
     return state.to_json()
+
+
+def _expect_one_form(receipts: Sequence[Receipt], form: Form) -> None:
+    for receipt in receipts:
+        found = receipt.state.get("form") if isinstance(receipt.state, Mapping) else None
+        if found != form.agreed:
+            raise CheckpointError(
+                f"rank {receipt.rank} wrote arrays in another form than rank 0 states: expected {form.agreed}, found "
+                f"{found or 'another layout'}; give every rank the same layout with the same options"
+            )
 
 
 def _small_array(name: str, array: HostArray, form: Form) -> tuple[StoredName, bytes]:

@@ -38,6 +38,12 @@ class Form:
     data_file_bytes: int
     item: str
 
+    @property
+    def agreed(self) -> str:
+        """What all processes of a save must have alike, for a person to compare: all but the size of data files."""
+        rules = ", ".join(map(repr, self.rules))
+        return f"zarr {self.zarr_format} as {self.storage} in {self.item!r}, {self.options}, rules [{rules}]"
+
 
 def array_names(tree: TreeMetadata, form: Form) -> dict[int, str]:
     """The name of every array, aliases too; those of small values are in it because Orbax stores them as arrays.

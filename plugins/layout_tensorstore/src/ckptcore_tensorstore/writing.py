@@ -105,6 +105,7 @@ def write_arrays(snapshot: Snapshot, form: Form, store: WriteStore) -> JSON:
         "directory": directory,
         "save_id": plan.save_id,
         "name": plan.name,
+        "form": form.agreed,
         "files": files,
         **columns.to_json(),
     }
