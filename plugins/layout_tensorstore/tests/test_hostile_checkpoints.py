@@ -15,11 +15,13 @@ import msgpack
 import numpy as np
 import pytest
 import tensorstore
+import zstandard
+from ckptcore_tensorstore.codec import ChunkCodec, DecodingChunk
 from ckptcore_tensorstore.orbax import tree_of_names
 
 import ckptcore
 from ckptcore.errors import CorruptCheckpointError, InvalidLocationError
-from ckptcore.model import Node
+from ckptcore.model import Box, HostArray, Node
 
 LITTLE = [{"name": "bytes", "configuration": {"endian": "little"}}]
 BIG = [{"name": "bytes", "configuration": {"endian": "big"}}]
@@ -213,3 +215,36 @@ def test_an_array_of_msgpack_whose_shape_nothing_has(tmp_path: Path) -> None:
     (tmp_path / "checkpoint").write_bytes(msgpack.packb({"a": chunked}))
     with pytest.raises(CorruptCheckpointError, match="shape"):
         ckptcore.metadata(tmp_path)
+
+
+# --- amounts ----------------------------------------------------------------------------------------------------------
+
+
+def test_read_chunks_that_are_larger_than_their_arrays_are_decoded_few_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some bytes of zstd are 128 MiB of zeros: for each of them an array of eight elements."""
+    codecs = [*LITTLE, {"name": "zstd", "configuration": {"level": 1}}]
+    zeros = zstandard.compress(bytes(128 << 20))
+    names = [f"a{number}" for number in range(8)]
+    files = {f"{name}/zarr.json": zarr_json([8], [64 << 20], codecs=codecs) for name in names}
+    location = checkpoint(
+        tmp_path / "checkpoint",
+        {"_METADATA": tree_file(names, stores_fill_value=False)} | files | {f"{name}/c/0": zeros for name in names},
+    )
+    running: list[int] = [0]
+    decode, result = ChunkCodec.decode, DecodingChunk.result
+
+    def counted(codec: ChunkCodec, data: bytes, part: Box, elements: HostArray) -> DecodingChunk:
+        running.append(running[-1] + 1)
+        return decode(codec, data, part, elements)
+
+    def done(decoding: DecodingChunk) -> None:
+        running.append(running[-1] - 1)
+        result(decoding)
+
+    monkeypatch.setattr(ChunkCodec, "decode", counted)
+    monkeypatch.setattr(DecodingChunk, "result", done)
+    assert ckptcore.load(location).keys() == set(names)
+    assert running[-1] == 0
+    assert max(running) <= 3

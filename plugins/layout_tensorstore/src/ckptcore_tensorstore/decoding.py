@@ -62,9 +62,13 @@ class _ReadChunk:
 
 @dataclass(frozen=True, slots=True)
 class _Started:
-    """A read chunk that is being decoded into `elements`, which are those of `valid`."""
+    """A read chunk that is being decoded into `elements`, which are those of `valid`; tensorstore takes `nbytes` for it.
+
+    That is all of the chunk, of which a hostile array may have next to nothing.
+    """
 
     leaf: int
+    nbytes: int
     chunk: _ReadChunk
     valid: Box
     elements: HostArray
@@ -112,7 +116,7 @@ def _decode(
     def finish() -> Iterator[int]:
         nonlocal held
         oldest = started.popleft()
-        held -= oldest.elements.nbytes
+        held -= oldest.nbytes
         _take(state, oldest)
         waiting[oldest.leaf] -= 1
         if not waiting[oldest.leaf]:
@@ -131,8 +135,8 @@ def _decode(
                 assert valid is not None  # a box of the array touches it
                 elements = np.empty(valid.shape, form.spec.numpy_dtype)
                 decoding = codec.decode(data, _within(valid, chunk.box), elements)
-                started.append(_Started(leaf, chunk, valid, elements, decoding))
-                held += elements.nbytes
+                started.append(_Started(leaf, form.inner_bytes, chunk, valid, elements, decoding))
+                held += started[-1].nbytes
                 while held > _DECODED_BYTES and len(started) > _LEAST_STARTED:
                     yield from finish()
             if not chunks:

@@ -87,9 +87,9 @@ def read_native(state: ArraysState, wanted: Mapping[int, Sequence[Target]], nati
                     with Telling(stored.name):
                         reading = tensorstore.array(target.buffer).write(array[target.box.slices])
                     started.append((stored, target, reading))
-                    held += target.buffer.nbytes
+                    held += _taken(stored, target)
                     while held > _STARTED_BYTES and len(started) > _LEAST_STARTED:
-                        held -= started[0][1].buffer.nbytes
+                        held -= _taken(*started[0][:2])
                         yield _finished(*started.popleft())
         while started:
             yield _finished(*started.popleft())
@@ -97,6 +97,11 @@ def read_native(state: ArraysState, wanted: Mapping[int, Sequence[Target]], nati
         # After an error, or where nobody asks for more, tensorstore still writes to targets.
         for _, _, left in started:
             left.exception()
+
+
+def _taken(stored: StoredName, target: Target) -> int:
+    """Bytes that reading a target takes: a read chunk at least, of which a hostile array may have next to nothing."""
+    return max(target.buffer.nbytes, stored.form.inner_bytes)
 
 
 def _groups(leaves: Sequence[int], size: int) -> Iterator[Sequence[int]]:
