@@ -16,11 +16,12 @@ import numpy as np
 import pytest
 import tensorstore
 import zstandard
+from ckptcore_tensorstore import OcdbtLayout, Zarr3Layout
 from ckptcore_tensorstore.codec import ChunkCodec, DecodingChunk
 from ckptcore_tensorstore.orbax import tree_of_names
 
 import ckptcore
-from ckptcore.errors import CorruptCheckpointError, InvalidLocationError
+from ckptcore.errors import ChecksumError, CorruptCheckpointError, InvalidLocationError
 from ckptcore.model import Box, HostArray, Node
 
 LITTLE = [{"name": "bytes", "configuration": {"endian": "little"}}]
@@ -248,3 +249,42 @@ def test_read_chunks_that_are_larger_than_their_arrays_are_decoded_few_at_a_time
     assert ckptcore.load(location).keys() == set(names)
     assert running[-1] == 0
     assert max(running) <= 3
+
+
+# --- saves that were mixed up -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("shape", "chunk_bytes"),
+    [
+        ((64, 1024), 1 << 16),
+        ((1 << 21,), 1 << 20),
+        pytest.param(
+            (13, 7),
+            64,
+            marks=pytest.mark.xfail(
+                strict=True,
+                reason="tiles are compared with the CRC32C behind them where that reads 2 % less than the blocks of the root, "
+                "and that of another save fits its own bytes as well",
+            ),
+        ),
+    ],
+)
+@pytest.mark.parametrize("layout", [Zarr3Layout, OcdbtLayout])
+def test_a_data_file_of_another_save(
+    layout: type[Zarr3Layout | OcdbtLayout], shape: tuple[int, ...], chunk_bytes: int, tmp_path: Path
+) -> None:
+    """It is whole by itself: only the checksums of the root tell that it does not belong there."""
+    random = np.random.default_rng(0)
+    for name in ("one", "other"):
+        state = {"w": random.integers(0, 255, shape, np.uint8)}
+        ckptcore.save(tmp_path / name, state, layout=layout(chunk_bytes=chunk_bytes))
+    pattern = "w/c/**/*" if layout is Zarr3Layout else "ocdbt.process_0/d/*"
+    (path,), (other,) = (
+        [found for found in (tmp_path / name / "state").glob(pattern) if found.is_file()] for name in ("one", "other")
+    )
+    assert path.stat().st_size == other.stat().st_size
+    path.write_bytes(other.read_bytes())
+    assert not ckptcore.verify(tmp_path / "one").ok
+    with pytest.raises(ChecksumError):
+        ckptcore.load(tmp_path / "one")
