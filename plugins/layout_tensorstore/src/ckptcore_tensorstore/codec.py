@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from typing import Any
+from typing import Any, Literal
 
 import tensorstore
 
@@ -18,9 +18,16 @@ __all__ = ["ChunkCodec", "DecodingChunk", "EncodingChunk", "Telling"]
 class ChunkCodec:
     """Encodes and decodes the read chunks of one array, many at a time. One thread; tensorstore uses threads of its own."""
 
-    def __init__(self, name: str, form: ArrayFormat) -> None:
-        """Of an array with this name and format."""
+    def __init__(self, name: str, form: ArrayFormat, missing: Literal["error", "fill"] = "error") -> None:
+        """Of an array.
+
+        Args:
+            name: its name, for errors.
+            form: its format.
+            missing: what it means that a part of a read chunk is not there, where that consists of parts again.
+        """
         self._name = name
+        self._fills = missing == "fill"
         self._form = inner_array(form)
         self._document = json.dumps(self._form.document).encode()
         self._key = self._form.chunk_key((0,) * len(self._form.inner))
@@ -36,7 +43,7 @@ class ChunkCodec:
             "driver": "zarr3" if self._form.zarr_format == 3 else "zarr",
             "kvstore": kvstore,
             "store_data_equal_to_fill_value": True,
-            "fill_missing_data_reads": False,
+            "fill_missing_data_reads": self._fills,
         }
         return tensorstore.open(spec, open=True, context=self._context).result(), memory
 

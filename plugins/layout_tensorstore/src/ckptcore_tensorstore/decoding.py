@@ -128,7 +128,7 @@ def _decode(
             form = stored.form
             chunks = _read_chunks(state, stored, targets, places, store)
             waiting[leaf] = len(chunks)
-            codec = ChunkCodec(stored.name, form)
+            codec = ChunkCodec(stored.name, form, state.missing)
             whole = Box.whole(form.spec.shape)
             for chunk, data in _fetched(chunks, store):
                 valid = chunk.box.intersect(whole)

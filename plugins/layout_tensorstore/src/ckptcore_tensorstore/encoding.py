@@ -5,15 +5,17 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 import xxhash
 
 from ckptcore.model import Box
 from ckptcore_tensorstore.chunk_sources import ChunkSource
-from ckptcore_tensorstore.codec import ChunkCodec, EncodingChunk
 from ckptcore_tensorstore.zarr import ShardIndex, encode_index
+
+if TYPE_CHECKING:
+    from ckptcore_tensorstore.codec import EncodingChunk
 
 __all__ = ["EncodedChunk", "encode_chunks"]
 
@@ -54,6 +56,10 @@ class _Assembly:
 
 def encode_chunks(sources: Sequence[ChunkSource]) -> Iterator[EncodedChunk]:
     """The chunks of arrays, in order. What is encoded at a time has so many bytes as `_STARTED_BYTES` says, and a chunk."""
+    if not sources:
+        return
+    from ckptcore_tensorstore.codec import ChunkCodec  # tensorstore is imported where it is needed
+
     started: deque[tuple[_Assembly, int, EncodingChunk, int]] = deque()
     held = 0
 
