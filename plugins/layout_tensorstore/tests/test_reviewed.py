@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Sequence
 from pathlib import Path
+from types import FrameType
 
 import pytest
 from ckptcore_tensorstore import ArrayRule, OcdbtLayout, Zarr3Layout, ZarrLayout
@@ -107,3 +109,24 @@ def test_processes_with_different_options_do_not_commit(first: Layout, second: L
 def test_processes_may_differ_in_the_size_of_data_files(tmp_path: Path) -> None:
     trial, receipts = _written_by(OcdbtLayout(), OcdbtLayout(data_file_bytes=100), tmp_path)
     OcdbtLayout().finish(trial.tree, receipts, DirectoryWriteStore(tmp_path))
+
+
+@pytest.mark.parametrize("layout", [OcdbtLayout(), OcdbtLayout(compression="zstd")], ids=["direct", "encoded"])
+def test_chunks_are_not_compared_with_every_box_that_a_process_holds(layout: Layout, tmp_path: Path) -> None:
+    """One process with 512 devices holds 512 boxes of every array."""
+    boxes = [Box((row,), (row + 1,)) for row in range(200)]
+    trial = flat_trial({"x": ArraySpec((200,), "int32")}, parts={0: [boxes, []]}, size=2)
+    intersect = Box.intersect.__code__
+    calls = 0
+
+    def count(frame: FrameType, event: str, argument: object) -> None:
+        nonlocal calls
+        calls += event == "call" and frame.f_code is intersect
+
+    store = DirectoryWriteStore(tmp_path)
+    sys.setprofile(count)
+    try:
+        layout.write(HeldSnapshot(trial.plan(0), trial.arrays), store)
+    finally:
+        sys.setprofile(None)
+    assert calls < 20 * len(boxes)

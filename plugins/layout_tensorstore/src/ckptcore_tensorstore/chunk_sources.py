@@ -41,6 +41,7 @@ class ChunkSource:
         self._item = item
         self._boxes = [stored_box(box, form.spec) for box in planned.boxes]
         self._whole = Box.whole(form.spec.shape)
+        self._holders: dict[tuple[int, ...], list[int]] = {}
         self.chunks = self._chunks_here()
         self._arrays: Sequence[tuple[Box, HostArray]] | None = None
         self._left = 0
@@ -51,11 +52,17 @@ class ChunkSource:
         chunk = self.form.chunk
         if self._boxes == [self._whole]:
             return list(chunks_of(chunk, self._whole))
-        touched = {index: outer for box in self._boxes for index, outer in chunks_of(chunk, box)}
+        # A process may hold hundreds of boxes of an array: each chunk is compared with those that it touches, not with all.
+        touched: dict[tuple[int, ...], Box] = {}
+        for number, box in enumerate(self._boxes):
+            for index, outer in chunks_of(chunk, box):
+                touched[index] = outer
+                self._holders.setdefault(index, []).append(number)
         found = []
         for index, outer in sorted(touched.items()):
             wanted = outer.intersect(self._whole)
-            parts = [common.size for box in self._boxes if (common := box.intersect(outer)) is not None]
+            held = [self._boxes[number].intersect(outer) for number in self._holders[index]]
+            parts = [common.size for common in held if common is not None]
             if wanted is None or sum(parts) != wanted.size:
                 raise AtomicityError(
                     f"{self.name}: this process holds a part only of the chunk {list(index)} of {list(chunk)} elements, and no two "
@@ -90,9 +97,13 @@ class ChunkSource:
         return [*self.filled_parts(box), *self._padding(box)]
 
     def filled_parts(self, box: Box) -> list[tuple[Box, HostArray]]:
-        """The boxes and arrays that make up a box as far as the array goes."""
+        """The boxes and arrays that make up a box of one chunk, as far as the array goes."""
+        arrays = self._take()
+        if self._holders:
+            index = tuple(map(int.__floordiv__, box.start, self.form.chunk))
+            arrays = [arrays[number] for number in self._holders[index]]
         found = []
-        for held, array in self._take():
+        for held, array in arrays:
             if (common := held.intersect(box)) is not None:
                 found.append((common, array[common.within(held)]))
         return found
