@@ -19,6 +19,10 @@ _BLOCK_PRICE: Final = 50
 _TILE_PRICE: Final = 51
 """What a byte costs, read for blocks and for tiles: whole tiles have to be more than 2 % fewer bytes."""
 
+_SPARE_BLOCKS: Final = 2
+"""So many blocks are read in vain before tiles are read by themselves. The checksums of blocks stand in the root and tell what
+another save wrote from what this one did; those behind tiles only tell that they are what somebody wrote."""
+
 
 @dataclass(frozen=True, slots=True)
 class TileShape(ObjectShape):
@@ -143,7 +147,7 @@ def _cheapest(shape: ObjectShape, tiles: Sequence[_Tile]) -> list[bool]:
         wanted += tile.end - tile.start if run.wanted == tile.stop - tile.start else run.wanted
         nbytes += run.after(read_to)
         read_to = run.stop
-    if nbytes * _BLOCK_PRICE <= wanted * _TILE_PRICE:
+    if nbytes * _BLOCK_PRICE <= wanted * _TILE_PRICE or nbytes - wanted <= _SPARE_BLOCKS * shape.step:
         return []
     request = shape.gap_bytes * _BLOCK_PRICE
     blocks_cost = tile_cost = 0
