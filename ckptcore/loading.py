@@ -465,7 +465,7 @@ def _read(opened: Opened, units: Sequence[_Unit], *, into: bool) -> Iterator[_Un
         for box in unit.boxes:
             buffer = unit.handler.destination(unit.abstract, unit.record, box) if into else None
             if buffer is None:
-                buffer = allocate(ArraySpec(box.shape, dtype))
+                buffer = _allocate(opened, unit.leaf, ArraySpec(box.shape, dtype))
             elif not _fits(buffer, box, unit.record):
                 raise PluginError(
                     f"{type(unit.handler).__name__}.destination gave memory of {buffer.dtype}{buffer.shape} for "
@@ -488,6 +488,25 @@ def _read(opened: Opened, units: Sequence[_Unit], *, into: bool) -> Iterator[_Un
         raise CorruptCheckpointError(
             f"the layout {opened.layout.name} did not read {format_path(tree.paths[late[0].leaf])} whole"
         )
+
+
+def _allocate(opened: Opened, leaf: int, spec: ArraySpec) -> HostArray:
+    """Memory for what a checkpoint states.
+
+    Raises:
+        MemoryError: for what ckptcore saved, and has compared with its objects.
+        CorruptCheckpointError: for what other software did: a few hostile bytes may state any shape.
+    """
+    try:
+        return allocate(spec)
+    except MemoryError as error:
+        if opened.root is not None:
+            raise
+        raise CorruptCheckpointError(
+            f"{format_path(opened.tree.paths[leaf])} of {opened.location.display} is said to be {spec}, {spec.nbytes} bytes, and there "
+            "is no memory for that; if it is as large, load a part of it, or where there is more memory, and else the checkpoint "
+            "is damaged"
+        ) from error
 
 
 def _fits(buffer: HostArray, box: Box, record: ArrayRecord) -> bool:

@@ -280,3 +280,18 @@ def test_a_data_file_of_another_save(
     assert not ckptcore.verify(tmp_path / "one").ok
     with pytest.raises(ChecksumError):
         ckptcore.load(tmp_path / "one")
+
+
+def test_a_shape_that_no_memory_holds_is_an_error_that_names_it(tmp_path: Path) -> None:
+    """A few bytes may state any shape, and nothing is compared with it before memory is asked for."""
+    array = tmp_path / "w"
+    array.mkdir()
+    document = {
+        "zarr_format": 3, "node_type": "array", "shape": [1 << 50], "data_type": "float32", "fill_value": 0,
+        "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": [1 << 40]}},
+        "chunk_key_encoding": {"name": "default"}, "codecs": LITTLE,
+    }  # fmt: skip
+    (array / "zarr.json").write_text(json.dumps(document))
+    with pytest.raises(CorruptCheckpointError, match="w of .* is said to be float32"):
+        ckptcore.load(tmp_path)
+    assert not ckptcore.verify(tmp_path).ok
