@@ -147,7 +147,8 @@ def _fills(dtype: str) -> st.SearchStrategy[Any]:
         return st.sampled_from([[0.0, 0.0], [1.0, -2.0]])
     if "int" in dtype:
         return st.sampled_from([0, 1])
-    return st.sampled_from([0.0, 1.0])
+    # Of float8_e8m0fnu tensorstore 0.1.86 takes 1.0 for 2 ** -64.
+    return st.sampled_from([0.0, 0.0 if dtype == "float8_e8m0fnu" else 1.0])
 
 
 @st.composite
