@@ -12,11 +12,11 @@ import pytest
 from ckptcore_tensorstore import ArrayRule, OcdbtLayout, Zarr3Layout, ZarrLayout
 
 import ckptcore
-from ckptcore.errors import CheckpointError, StorageError
-from ckptcore.model import ArraySpec, Box, Receipt, Segment
+from ckptcore.errors import CheckpointError, StorageError, UnsupportedKeyError, UnsupportedLeafError
+from ckptcore.model import LEAF, ArrayRecord, ArraySpec, Box, Node, Receipt, Segment, TreeMetadata
 from ckptcore.protocols import Layout
 from ckptcore.testing.layout_stores import DirectoryWriteStore, HeldSnapshot
-from ckptcore.testing.layout_trials import Trial, flat_trial
+from ckptcore.testing.layout_trials import Trial, flat_trial, write_trial
 
 
 def test_saves_without_arrays_share_no_names(tmp_path: Path) -> None:
@@ -130,3 +130,42 @@ def test_chunks_are_not_compared_with_every_box_that_a_process_holds(layout: Lay
     finally:
         sys.setprofile(None)
     assert calls < 20 * len(boxes)
+
+
+def test_a_name_that_no_database_takes_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    """And not by the leader when all has been written."""
+    trial = flat_trial({"k" * 64_001: ArraySpec((3,), "int32")})
+    with pytest.raises(UnsupportedKeyError, match="64001 bytes"):
+        OcdbtLayout().check(trial.tree, 1)
+    longest = flat_trial({"k" * 64_000: ArraySpec((1,) * 32, "int32")})
+    layout = OcdbtLayout()
+    layout.check(longest.tree, 1)
+    write_trial(layout, longest, tmp_path).assert_reads_back()
+
+
+@pytest.mark.parametrize("layout", [OcdbtLayout(), Zarr3Layout(), ZarrLayout()], ids=["ocdbt", "zarr3", "zarr"])
+@pytest.mark.parametrize(
+    ("spec", "reason"),
+    [
+        (ArraySpec((1,) * 33, "int8"), "33 axes"),
+        (ArraySpec((1,) * 32, "U3"), "33 axes"),
+        (ArraySpec((0, 1 << 60, 16), "int8"), "more than memory has addresses for"),
+    ],
+    ids=["axes", "axes of bytes", "extents"],
+)
+def test_what_no_load_takes_is_refused_before_it_is_written(layout: Layout, spec: ArraySpec, reason: str) -> None:
+    """NumPy has arrays of up to 64 axes, TensorStore of 32: such a checkpoint was committed, and none of it could be loaded."""
+    skeleton = Node("dict", ("x",), (LEAF,))
+    with pytest.raises(UnsupportedLeafError, match=reason):
+        layout.check(TreeMetadata(skeleton, (ArrayRecord(spec),)), 1)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [OcdbtLayout(chunk_bytes=1), OcdbtLayout(zarr_format=2, chunk_bytes=1), ZarrLayout(chunk_bytes=1)],
+    ids=["inner chunks", "chunks of a database", "objects"],
+)
+def test_more_chunks_than_a_load_takes_are_refused_before_they_are_written(layout: Layout) -> None:
+    skeleton = Node("dict", ("x",), (LEAF,))
+    with pytest.raises(UnsupportedLeafError, match="33554432 chunks"):
+        layout.check(TreeMetadata(skeleton, (ArrayRecord(ArraySpec((1 << 25,), "int8")),)), 1)

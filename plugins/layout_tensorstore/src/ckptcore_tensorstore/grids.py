@@ -9,9 +9,9 @@ from typing import Final
 from ckptcore.errors import CorruptCheckpointError
 from ckptcore.model import Box
 
-__all__ = ["cell_box", "expect_countable", "flat_index", "unflat_index"]
+__all__ = ["MOST_CELLS", "cell_box", "expect_countable", "flat_index", "unflat_index"]
 
-_MOST_CELLS: Final = 1 << 24
+MOST_CELLS: Final = 1 << 24
 """More chunks of one array than anybody writes; a hostile shape may state any number."""
 
 
@@ -24,9 +24,9 @@ def expect_countable(box: Box, step: Sequence[int], name: str) -> None:
     cells = prod(
         [-(-stop // extent) - start // extent for start, stop, extent in zip(box.start, box.stop, step, strict=True)]
     )
-    if cells > _MOST_CELLS:
+    if cells > MOST_CELLS:
         raise CorruptCheckpointError(
-            f"{name!r} is said to have {cells} chunks where at most {_MOST_CELLS} are expected; what describes the arrays is "
+            f"{name!r} is said to have {cells} chunks where at most {MOST_CELLS} are expected; what describes the arrays is "
             "damaged: restore it from a copy, or load another checkpoint"
         )
 

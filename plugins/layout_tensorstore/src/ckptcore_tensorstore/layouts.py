@@ -87,7 +87,7 @@ class _OrbaxLayout:
         """Refuse names that collide and arrays that cannot be stored.
 
         Raises:
-            NameCollisionError, UnsupportedLeafError
+            NameCollisionError, UnsupportedKeyError, UnsupportedLeafError
         """
         form = self._form()
         names = array_names(tree, form)

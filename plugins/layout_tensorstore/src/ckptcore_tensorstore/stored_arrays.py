@@ -5,17 +5,31 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from math import prod
+from typing import Final, Literal
 
 import numpy as np
 
-from ckptcore.model import ArrayRecord, ArraySpec, Box, HostArray, TreeMetadata
+from ckptcore.errors import CorruptCheckpointError, UnsupportedKeyError, UnsupportedLeafError
+from ckptcore.model import ArrayRecord, ArraySpec, Box, HostArray, TreeMetadata, format_path
 from ckptcore_tensorstore.chunking import read_chunk, write_chunk
+from ckptcore_tensorstore.grids import MOST_CELLS
 from ckptcore_tensorstore.names import directory_names, key_names
 from ckptcore_tensorstore.options import ArrayOptions, ArrayRule, options_of
-from ckptcore_tensorstore.zarr import ArrayFormat, stored_spec, zarr2_array, zarr3_array
+from ckptcore_tensorstore.zarr import (
+    ArrayFormat,
+    encode_metadata,
+    parse_zarr2,
+    parse_zarr3,
+    stored_spec,
+    zarr2_array,
+    zarr3_array,
+)
 
 __all__ = ["Form", "array_names", "stored_box", "stored_format", "stored_target", "stored_view"]
+
+_MOST_NAME_BYTES: Final = 64_000
+"""Of an array in a database, whose keys have up to 65,535: with the index of a chunk of any number of axes that NumPy has."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,9 +64,19 @@ def array_names(tree: TreeMetadata, form: Form) -> dict[int, str]:
 
     Raises:
         NameCollisionError
+        UnsupportedKeyError: if one is too long for a database.
     """
     paths = dict(enumerate(tree.paths))
-    return key_names(paths) if form.storage == "ocdbt" else directory_names(paths)
+    if form.storage != "ocdbt":
+        return directory_names(paths)
+    names = key_names(paths)
+    for leaf, name in names.items():
+        if len(name) > _MOST_NAME_BYTES // 4 and len(name.encode()) > _MOST_NAME_BYTES:
+            raise UnsupportedKeyError(
+                f"{format_path(paths[leaf])[:200]}... has a name of {len(name.encode())} bytes, and an OCDBT database takes "
+                f"{_MOST_NAME_BYTES}: shorten the keys. Nothing was written"
+            )
+    return names
 
 
 def stored_format(record: ArrayRecord, name: str, form: Form, size: int) -> ArrayFormat:
@@ -67,7 +91,10 @@ def stored_format(record: ArrayRecord, name: str, form: Form, size: int) -> Arra
     Raises:
         UnsupportedLeafError: if it cannot be.
     """
-    return _format_of(record.spec, record.cuts, size, form.zarr_format, options_of(name, form.options, form.rules))
+    try:
+        return _format_of(record.spec, record.cuts, size, form.zarr_format, options_of(name, form.options, form.rules))
+    except (UnsupportedLeafError, CorruptCheckpointError) as error:
+        raise UnsupportedLeafError(f"{name}: {record.spec} cannot be stored: {error}. Nothing was written") from error
 
 
 @functools.lru_cache(maxsize=1 << 12)
@@ -85,8 +112,18 @@ def _format_of(
     chunk = write_chunk(stored, cuts, size)
     inner = chunk if options.chunk_bytes is None else read_chunk(stored, chunk, cuts, options.chunk_bytes)
     if zarr_format == 2:
-        return zarr2_array(stored, inner, compression=options.compression)
-    return zarr3_array(stored, chunk, inner, checksum=options.checksum, compression=options.compression)
+        made = zarr2_array(stored, inner, compression=options.compression)
+    else:
+        made = zarr3_array(stored, chunk, inner, checksum=options.checksum, compression=options.compression)
+    # What a reader refuses as hostile must not be written: it would be committed and never load.
+    (parse_zarr2 if zarr_format == 2 else parse_zarr3)(encode_metadata(made), "the array")
+    cells = prod([-(-extent // step) for extent, step in zip(stored.shape, inner, strict=True)])
+    if cells > MOST_CELLS:
+        raise UnsupportedLeafError(
+            f"it would fall into {cells} chunks of {list(inner)} elements, and at most {MOST_CELLS} are read; give a larger "
+            "chunk_bytes, or cut it into shards that begin at multiples of a larger number"
+        )
+    return made
 
 
 def stored_box(box: Box, stored: ArraySpec) -> Box:
