@@ -169,3 +169,12 @@ def test_more_chunks_than_a_load_takes_are_refused_before_they_are_written(layou
     skeleton = Node("dict", ("x",), (LEAF,))
     with pytest.raises(UnsupportedLeafError, match="33554432 chunks"):
         layout.check(TreeMetadata(skeleton, (ArrayRecord(ArraySpec((1 << 25,), "int8")),)), 1)
+
+
+def test_chunks_that_blosc_does_not_take_are_refused_before_anything_is_written() -> None:
+    skeleton = Node("dict", ("x",), (LEAF,))
+    tree = TreeMetadata(skeleton, (ArrayRecord(ArraySpec((1 << 31,), "int8")),))
+    with pytest.raises(UnsupportedLeafError, match="blosc takes 2147483631"):
+        OcdbtLayout(compression="blosc", chunk_bytes=None).check(tree, 1)
+    OcdbtLayout(compression="blosc").check(tree, 1)
+    OcdbtLayout(compression="zstd", chunk_bytes=None).check(tree, 1)

@@ -31,6 +31,9 @@ __all__ = ["Form", "array_names", "stored_box", "stored_format", "stored_target"
 _MOST_NAME_BYTES: Final = 64_000
 """Of an array in a database, whose keys have up to 65,535: with the index of a chunk of any number of axes that NumPy has."""
 
+_MOST_BLOSC_BYTES: Final = (1 << 31) - 17
+"""Of what is compressed at once: blosc's BLOSC_MAX_BUFFERSIZE."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Form:
@@ -117,6 +120,10 @@ def _format_of(
         made = zarr3_array(stored, chunk, inner, checksum=options.checksum, compression=options.compression)
     # What a reader refuses as hostile must not be written: it would be committed and never load.
     (parse_zarr2 if zarr_format == 2 else parse_zarr3)(encode_metadata(made), "the array")
+    if options.compression is not None and options.compression.name == "blosc" and made.inner_bytes > _MOST_BLOSC_BYTES:
+        raise UnsupportedLeafError(
+            f"its chunks have {made.inner_bytes} bytes, and blosc takes {_MOST_BLOSC_BYTES}; give a smaller chunk_bytes"
+        )
     cells = prod([-(-extent // step) for extent, step in zip(stored.shape, inner, strict=True)])
     if cells > MOST_CELLS:
         raise UnsupportedLeafError(
