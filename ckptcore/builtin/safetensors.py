@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 from ckptcore.builtin.safetensors_header import FORMAT_DTYPES, TensorEntry, inspect_files
@@ -30,6 +30,20 @@ _LARGE_ALIGNMENT: Final = 4096
 """Where elements begin in a large file, in bytes: a page, so that direct I/O needs no copy."""
 
 
+class _KnownPlaces:
+    """The places that were read from a state last: a load asks for the same ones several times. Any thread."""
+
+    def __init__(self) -> None:
+        self._last: tuple[TreeMetadata, JSON, Mapping[int, tuple[str, int]]] | None = None
+
+    def places(self, tree: TreeMetadata, state: JSON) -> Mapping[int, tuple[str, int]]:
+        """See `_places`."""
+        last = self._last
+        if last is None or last[0] is not tree or last[1] is not state:
+            last = self._last = (tree, state, _places(tree, state))
+        return last[2]
+
+
 @dataclass(frozen=True, slots=True)
 class SafetensorsLayout:
     """One ``model.safetensors``, or several with an index.
@@ -43,6 +57,7 @@ class SafetensorsLayout:
     """
 
     max_file_bytes: int = 5_000_000_000
+    _known: _KnownPlaces = field(default_factory=_KnownPlaces, init=False, repr=False, compare=False)
 
     @property
     def name(self) -> str:
@@ -136,7 +151,7 @@ class SafetensorsLayout:
 
     def read(self, plan: ReadPlan, buffers: Sequence[HostArray], store: ReadStore) -> Iterator[int]:
         """Read every box out of its array's bytes."""
-        places = _places(plan.tree, plan.state)
+        places = self._known.places(plan.tree, plan.state)
         reads = []
         for number, (item, buffer) in enumerate(zip(plan.items, buffers, strict=True)):
             place = places.get(item.leaf)
@@ -151,7 +166,7 @@ class SafetensorsLayout:
 
     def extents(self, tree: TreeMetadata, state: JSON) -> Iterator[tuple[int, str, int, int]]:
         """Where each array lies."""
-        for leaf, (key, offset) in _places(tree, state).items():
+        for leaf, (key, offset) in self._known.places(tree, state).items():
             record = tree.leaves[leaf]
             if isinstance(record, ArrayRecord):
                 yield leaf, key, offset, offset + record.spec.nbytes

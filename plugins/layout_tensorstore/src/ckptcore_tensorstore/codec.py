@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import tensorstore
 
-from ckptcore.errors import CheckpointError, CorruptCheckpointError
+from ckptcore.errors import CheckpointError, CorruptCheckpointError, UnsupportedLeafError
 from ckptcore.model import Box, HostArray
 from ckptcore_tensorstore.zarr import ArrayFormat, inner_array
 
@@ -54,7 +54,7 @@ class ChunkCodec:
             part: which of its elements there are; the others are the fill value.
             elements: of that box; not changed until the result is there.
         """
-        with Telling(self._name):
+        with _TellingOfWriting(self._name):
             array, memory = self._open()
             writing = array[part.slices].write(elements, can_reference_source_data_indefinitely=True)
         return EncodingChunk(self._name, writing, memory, self._key)
@@ -87,7 +87,7 @@ class EncodingChunk:
 
     def result(self) -> bytes:
         """Wait for its bytes; they are nowhere else afterwards."""
-        with Telling(self._name):
+        with _TellingOfWriting(self._name):
             self._writing.result()
             value = bytes(self._memory.read(self._key).result().value)
             self._memory.delete_range(tensorstore.KvStore.KeyRange()).result()
@@ -124,7 +124,7 @@ class DecodingChunk:
 
 
 class Telling:
-    """Turns what tensorstore raises into an error that names the array."""
+    """Turns what tensorstore raises as it reads into an error that names the array."""
 
     __slots__ = ("_name",)
 
@@ -138,7 +138,22 @@ class Telling:
         if isinstance(error, ValueError | OSError | IndexError | NotImplementedError) and not isinstance(
             error, CheckpointError
         ):
-            text = str(error).split("[source locations", 1)[0].strip()
-            raise CorruptCheckpointError(
-                f"{self._name!r} cannot be decoded: {text}; restore the checkpoint from a copy, or load another one"
-            ) from error
+            raise self.error(str(error).split("[source locations", 1)[0].strip()) from error
+
+    def error(self, text: str) -> CheckpointError:
+        """What is raised where tensorstore says this."""
+        return CorruptCheckpointError(
+            f"{self._name!r} cannot be decoded: {text}; restore the checkpoint from a copy, or load another one"
+        )
+
+
+class _TellingOfWriting(Telling):
+    """The same as it writes."""
+
+    __slots__ = ()
+
+    def error(self, text: str) -> CheckpointError:
+        """See `Telling`."""
+        return UnsupportedLeafError(
+            f"{self._name!r} cannot be encoded: {text}; store it with other options. Nothing is committed"
+        )

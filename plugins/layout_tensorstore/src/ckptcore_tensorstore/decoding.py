@@ -115,9 +115,10 @@ def _decode(
 
     def finish() -> Iterator[int]:
         nonlocal held
-        oldest = started.popleft()
-        held -= oldest.nbytes
+        oldest = started[0]
         _take(state, oldest)
+        started.popleft()  # now that nothing writes to its elements any more, also if it is interrupted
+        held -= oldest.nbytes
         waiting[oldest.leaf] -= 1
         if not waiting[oldest.leaf]:
             yield from (target.number for target in wanted[oldest.leaf])

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = ["EncodedChunk", "encode_chunks"]
 
-_STARTED_BYTES: Final = 128 << 20
+_STARTED_BYTES: Final = 64 << 20
 """Elements that are encoded at a time, in bytes."""
 
 _LEAST_STARTED: Final = 2
@@ -65,9 +65,10 @@ def encode_chunks(sources: Sequence[ChunkSource]) -> Iterator[EncodedChunk]:
 
     def finish() -> Iterator[EncodedChunk]:
         nonlocal held
-        assembly, number, encoding, nbytes = started.popleft()
-        held -= nbytes
+        assembly, number, encoding, nbytes = started[0]
         assembly.parts[number] = encoding.result()
+        started.popleft()  # now that nothing reads its elements any more, also if it is interrupted
+        held -= nbytes
         assembly.pending -= 1
         if not assembly.pending:
             assembly.source.close()

@@ -90,9 +90,9 @@ def read_native(state: ArraysState, wanted: Mapping[int, Sequence[Target]], nati
                     held += _taken(stored, target)
                     while held > _STARTED_BYTES and len(started) > _LEAST_STARTED:
                         held -= _taken(*started[0][:2])
-                        yield _finished(*started.popleft())
+                        yield _finish(started)
         while started:
-            yield _finished(*started.popleft())
+            yield _finish(started)
     finally:
         # After an error, or where nobody asks for more, tensorstore still writes to targets.
         for _, _, left in started:
@@ -117,7 +117,10 @@ def _open(stored: StoredName, native: Mapping[str, Any], context: Any) -> Any:
         return tensorstore.open(spec, open=True, read=True, context=context)
 
 
-def _finished(stored: StoredName, target: Target, reading: Any) -> int:
+def _finish(started: deque[tuple[StoredName, Target, Any]]) -> int:
+    """Wait for the target that was started first. It is taken out when nothing writes to it any more, also if interrupted."""
+    stored, target, reading = started[0]
     with Telling(stored.name):
         reading.result()
+    started.popleft()
     return target.number
