@@ -114,7 +114,7 @@ def _damage(original: Original, choices: random.Random) -> str:
                 (original.location / other).write_bytes(original.files[name])
                 done.append(f"swapped {name} and {other}")
             case _:
-                change = choices.choice(_CHANGES)
+                change = choices.choice(_CHANGES) if original.files[name] else _append
                 path.write_bytes(change(original.files[name], choices))
                 done.append(f"{change.__name__} of {name}")
     return ", ".join(done)
