@@ -15,6 +15,8 @@ import traceback
 from collections.abc import Callable, Mapping
 from typing import Any, Final, Literal
 
+from ckptcore_tensorstore import OcdbtLayout
+
 import ckptcore
 from ckptcore.builtin.safetensors import SafetensorsLayout
 from ckptcore.errors import CheckpointExistsError, SaveLostError
@@ -98,6 +100,23 @@ def _convert_composite(location: str, number: int) -> None:
     ckptcore.convert(source, location, overwrite=True, context=_context())
 
 
+def _save_ocdbt(location: str, number: int) -> None:
+    ckptcore.save(location, make_state(number), layout="ocdbt", overwrite=True, context=_context())
+
+
+def _save_ocdbt_compressed(location: str, number: int) -> None:
+    layout = OcdbtLayout(compression="zstd", chunk_bytes=64, data_file_bytes=100)
+    ckptcore.save(location, make_state(number), layout=layout, overwrite=True, context=_context())
+
+
+def _save_zarr3(location: str, number: int) -> None:
+    ckptcore.save(location, make_state(number), layout="zarr3", overwrite=True, context=_context())
+
+
+def _save_composite_ocdbt(location: str, number: int) -> None:
+    ckptcore.save_checkpointables(location, make_composite(number), layout="ocdbt", overwrite=True, context=_context())
+
+
 def _delete(location: str, number: int) -> None:
     ckptcore.delete(location, context=_context())
 
@@ -128,6 +147,10 @@ TASKS: Final[Mapping[str, Callable[[str, int], None]]] = {
     "save-in-background": _save_in_background,
     "save-in-bounded-memory": _save_in_bounded_memory,
     "save-non-atomic": _save_non_atomic,
+    "save-ocdbt": _save_ocdbt,
+    "save-ocdbt-compressed": _save_ocdbt_compressed,
+    "save-zarr3": _save_zarr3,
+    "save-composite-ocdbt": _save_composite_ocdbt,
     "convert": _convert,
     "save-composite": _save_composite,
     "save-composite-in-background": _save_composite_in_background,

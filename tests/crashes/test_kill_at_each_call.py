@@ -78,6 +78,10 @@ SCENARIOS: Final = {
     "overwrite in the background": Scenario("save-in-background", _old),
     "overwrite in bounded memory": Scenario("save-in-bounded-memory", _old),
     "overwrite, allowed not to be atomic": Scenario("save-non-atomic", _old),
+    "overwrite by a database": Scenario("save-ocdbt", _old),
+    "overwrite by a compressed database": Scenario("save-ocdbt-compressed", _old, reached=0.7),
+    "overwrite by many objects, by several threads": Scenario("save-zarr3", _old, reached=0.7),
+    "overwrite a composite by databases": Scenario("save-composite-ocdbt", _old_composite),
     "overwrite where saves died before": Scenario("save", _old_and_leftovers),
     "convert over a checkpoint": Scenario("convert", _old),
     "delete": Scenario("delete", _old, frozenset({OLD, None})),
@@ -119,7 +123,9 @@ def _points(scenario: Scenario, warm: Saver, directory: Path) -> list[KillPoint]
     return points
 
 
-@pytest.mark.parametrize("name", ["first save", "overwrite", "first save of a composite", "overwrite a composite"])
+@pytest.mark.parametrize(
+    "name", ["first save", "overwrite", "first save of a composite", "overwrite a composite", "overwrite by a database"]
+)
 def test_a_sample_of_kills(name: str, warm: Saver, tmp_path: Path) -> None:
     scenario = SCENARIOS[name]
     points = _points(scenario, warm, tmp_path)
