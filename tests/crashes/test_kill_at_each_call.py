@@ -79,7 +79,7 @@ SCENARIOS: Final = {
     "overwrite in bounded memory": Scenario("save-in-bounded-memory", _old),
     "overwrite, allowed not to be atomic": Scenario("save-non-atomic", _old),
     "overwrite by a database": Scenario("save-ocdbt", _old),
-    "overwrite by a compressed database": Scenario("save-ocdbt-compressed", _old, reached=0.7),
+    "overwrite by a compressed database, by several threads": Scenario("save-ocdbt-compressed", _old, reached=0.7),
     "overwrite by many objects, by several threads": Scenario("save-zarr3", _old, reached=0.7),
     "overwrite a composite by databases": Scenario("save-composite-ocdbt", _old_composite),
     "overwrite where saves died before": Scenario("save", _old_and_leftovers),
