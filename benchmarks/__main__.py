@@ -79,7 +79,7 @@ def orbax(scratch: Path, rounds: int, gigabytes: float) -> int:
 
 def report(case: Case, rounds: int, gigabytes: float) -> int:
     """Measure a case and print its rows; 1 if its target is missed."""
-    measured = measure(case, rounds)
+    measured = measure(case, rounds, int(gigabytes * 1e9))
     missed = 0
     for number, outcome in enumerate(measured.outcomes):
         speed = f"{gigabytes / outcome.median:7.2f} GB/s" if gigabytes else f"{outcome.median * 1e3:7.2f} ms"

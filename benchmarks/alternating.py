@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import gc
+import mmap
 import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-__all__ = ["Contender", "Outcome", "compare"]
+__all__ = ["Contender", "Outcome", "compare", "huge", "touch"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,13 +52,41 @@ class Outcome:
         return statistics.median(self.ratios)
 
 
-def compare(contenders: Sequence[Contender], *, rounds: int, warm_up: int = 1) -> Sequence[Outcome]:
-    """Run every contender once per round, each round beginning with another one; the first is what others are compared with."""
+def huge(nbytes: int) -> memoryview:
+    """Fresh memory in huge pages where the system has them."""
+    pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        pages.madvise(mmap.MADV_HUGEPAGE)
+    return memoryview(pages)
+
+
+def touch(nbytes: int) -> None:
+    """Take memory, write to every page of it and give it back.
+
+    The host of a virtual machine takes back memory that is free for a while, and the next program that is given it waits
+    for the host: five times as long as a load takes, in runs that nobody can foresee. After this the machine has the
+    memory at hand, whichever contender is next.
+    """
+    if nbytes:
+        pages = huge(nbytes)
+        pages[:: mmap.PAGESIZE] = bytes(len(range(0, nbytes, mmap.PAGESIZE)))
+
+
+def compare(contenders: Sequence[Contender], *, rounds: int, warm_up: int = 1, memory: int = 0) -> Sequence[Outcome]:
+    """Run every contender once per round, each round beginning with another one; the first is what others are compared with.
+
+    Args:
+        contenders: what is timed, the reference first.
+        rounds: how often.
+        warm_up: rounds before them, not timed.
+        memory: bytes of memory that are touched before each run.
+    """
     times: dict[str, list[float]] = {contender.name: [] for contender in contenders}
     for number in range(-warm_up, rounds):
         shift = number % len(contenders)
         for contender in [*contenders[shift:], *contenders[:shift]]:
             contender.prepare()
+            touch(memory)
             gc.collect()
             gc.disable()
             start = time.perf_counter()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
 import os
 import shutil
 import threading
@@ -15,7 +14,7 @@ import safetensors.torch
 import torch
 
 import ckptcore
-from benchmarks.alternating import Contender, Outcome, compare
+from benchmarks.alternating import Contender, Outcome, compare, huge
 
 __all__ = ["Case", "Measured", "async_cases", "large_cases", "small_cases"]
 
@@ -50,9 +49,9 @@ class Measured:
     outcomes: Sequence[Outcome]
 
 
-def measure(case: Case, rounds: int) -> Measured:
-    """Run a case."""
-    return Measured(case, compare(case.contenders, rounds=rounds))
+def measure(case: Case, rounds: int, memory: int) -> Measured:
+    """Run a case, with bytes of memory at hand."""
+    return Measured(case, compare(case.contenders, rounds=rounds, memory=memory))
 
 
 def large_cases(directory: Path, state: State) -> Sequence[Case]:
@@ -234,14 +233,6 @@ def write_raw(path: Path, views: Sequence[np.ndarray], total: int, *, durable: b
     if durable:
         os.fdatasync(descriptor)
     os.close(descriptor)
-
-
-def huge(total: int) -> memoryview:
-    """Fresh memory in huge pages where the system has them."""
-    pages = mmap.mmap(-1, total, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        pages.madvise(mmap.MADV_HUGEPAGE)
-    return memoryview(pages)
 
 
 def read_raw(path: Path, buffer: memoryview) -> object:
