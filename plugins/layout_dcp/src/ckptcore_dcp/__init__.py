@@ -1,0 +1,1 @@
+"""Checkpoints of torch.distributed.checkpoint and files of torch.save, without PyTorch."""
