@@ -1,0 +1,351 @@
+"""Storages in files of torch.save: where their bytes are, and how the elements of an array are gathered from them."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+import numpy as np
+
+from ckptcore.errors import CorruptCheckpointError
+from ckptcore.model import JSON, ArrayRecord, Box, HostArray, ReadPlan, TileRead, TreeMetadata, format_path
+from ckptcore.protocols import ReadStore
+from ckptcore_dcp.item_reading import DescriptorSum
+from ckptcore_dcp.stored_tensors import StoredTensor, check_bounds
+from ckptcore_dcp.zips import STORED, ZipMember, read_member
+
+__all__ = ["KnownPlaces", "Place", "PlaceColumns", "StoredBytes", "read_places"]
+
+_SLAB_BYTES: Final = 1 << 26
+"""Elements that do not lie in C order are gathered from so many bytes at a time."""
+_MOST: Final = 1 << 62
+
+
+@dataclass(frozen=True, slots=True)
+class StoredBytes:
+    """The bytes of a storage.
+
+    Attributes:
+        key: the object they are in.
+        start: where they begin in it, in bytes.
+        nbytes: how many they are there.
+        size: how many they are once inflated; `nbytes` where they are not compressed.
+        crc: their CRC-32; zero where none is known.
+        descriptor: bytes of the data descriptor behind them, as of a `ZipMember`.
+        compression: as of a `ZipMember`.
+        big_endian: whether each element begins with its highest byte.
+    """
+
+    key: str
+    start: int
+    nbytes: int
+    size: int = -1
+    crc: int = 0
+    descriptor: int = 0
+    compression: int = STORED
+    big_endian: bool = False
+
+    def __post_init__(self) -> None:
+        if self.size < 0:
+            object.__setattr__(self, "size", self.nbytes)
+
+    @classmethod
+    def of_member(cls, key: str, member: ZipMember, *, big_endian: bool) -> StoredBytes:
+        """Those of a member of a zip."""
+        return cls(
+            key, member.start, member.nbytes, member.size, member.crc, member.descriptor, member.compression, big_endian
+        )
+
+    @property
+    def stop(self) -> int:
+        """Where they end in the object."""
+        return self.start + self.nbytes
+
+    @property
+    def checksum(self) -> DescriptorSum | None:
+        """The checksum that stands right behind them, if one does."""
+        if not self.crc or self.compression != STORED or self.descriptor not in (16, 24):
+            return None
+        return DescriptorSum(struct.pack("<2I" if self.descriptor == 16 else "<2Q", self.nbytes, self.size))
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where the elements of an array are.
+
+    Attributes:
+        tensor: how they lie in their storage.
+        storage: where its bytes are.
+    """
+
+    tensor: StoredTensor
+    storage: StoredBytes
+
+    @property
+    def key(self) -> str:
+        """The object they are in."""
+        return self.storage.key
+
+    @property
+    def is_tile(self) -> bool:
+        """Whether they lie in the object in C order."""
+        return self.storage.compression == STORED and self.tensor.is_contiguous
+
+    @property
+    def extent(self) -> tuple[int, int]:
+        """From their first byte in the object to behind their last."""
+        if self.storage.compression != STORED:
+            return self.storage.start, self.storage.stop
+        start = self.storage.start + self.tensor.offset * self.tensor.itemsize
+        return start, start + self.tensor.span * self.tensor.itemsize
+
+
+class PlaceColumns:
+    """Places as they are collected, a column for each thing.
+
+    Attributes:
+        aliases: leaves that share all of their elements with an earlier one, as of a `TreeMetadata`.
+    """
+
+    def __init__(self) -> None:
+        """Begin without any."""
+        self.aliases: dict[int, int] = {}
+        self._first: dict[Place, int] = {}
+        self._files: dict[str, int] = {}
+        self._storages: dict[StoredBytes, int] = {}
+        self._rows: list[JSON] = []
+
+    def add(self, leaf: int, tensor: StoredTensor, storage: StoredBytes) -> None:
+        """One more array."""
+        # Tensors that share all of their elements are one, whether one of them was trained or not.
+        plain = replace(tensor, requires_grad=False, storage_bytes=0)
+        original = self._first.setdefault(Place(plain, storage), leaf)
+        if original != leaf and 0 not in tensor.shape:
+            self.aliases[leaf] = original
+            return
+        self._files.setdefault(storage.key, len(self._files))
+        number = self._storages.setdefault(storage, len(self._storages))
+        self._rows.append([leaf, number, tensor.offset, None if tensor.is_contiguous else list(tensor.strides)])
+
+    def to_json(self) -> JSON:
+        """For `KnownPlaces`."""
+        return {
+            "files": list(self._files),
+            "storages": [
+                [
+                    self._files[one.key],
+                    one.start,
+                    one.nbytes,
+                    one.size,
+                    one.crc,
+                    one.descriptor,
+                    one.compression,
+                    int(one.big_endian),
+                ]
+                for one in self._storages
+            ],
+            "arrays": self._rows,
+        }
+
+
+class KnownPlaces:
+    """The places that were read from a state last: a load asks for the same ones several times. Any thread."""
+
+    def __init__(self) -> None:
+        """Know none."""
+        self._last: tuple[TreeMetadata, JSON, Mapping[int, Place]] | None = None
+
+    def places(self, tree: TreeMetadata, state: JSON) -> Mapping[int, Place]:
+        """By leaf: where its elements are. The state may be hostile.
+
+        Raises:
+            CorruptCheckpointError: it does not fit the tree.
+            UnsupportedLeafError: an array repeats a few bytes far too often.
+        """
+        last = self._last
+        if last is None or last[0] is not tree or last[1] is not state:
+            last = self._last = (tree, state, _places(tree, state))
+        return last[2]
+
+
+def _places(tree: TreeMetadata, state: JSON) -> Mapping[int, Place]:
+    try:
+        columns: Any = state  # what is caught below is what a hostile one raises
+        files = columns["files"]
+        storages: list[StoredBytes] = []
+        for file, *numbers, big in columns["storages"]:
+            start, nbytes, size, crc, descriptor, compression = [_natural(number) for number in numbers]
+            key = files[_natural(file)]
+            if not isinstance(key, str):
+                raise TypeError("a file name is expected")
+            storages.append(StoredBytes(key, start, nbytes, size, crc, descriptor, compression, big == 1))
+            if compression == STORED and nbytes != size:
+                raise ValueError("a storage has two sizes")
+        found: dict[int, Place] = {}
+        for leaf, number, offset, strides in columns["arrays"]:
+            record = tree.leaves[_natural(leaf)]
+            if not isinstance(record, ArrayRecord):
+                raise TypeError("an array is expected")
+            steps = _c_strides(record.spec.shape) if strides is None else tuple([_natural(step) for step in strides])
+            if len(steps) != len(record.spec.shape):
+                raise ValueError("strides of other axes")
+            tensor = StoredTensor("", record.spec.dtype, record.spec.shape, steps, _natural(offset), record.kind)
+            storage = storages[_natural(number)]
+            check_bounds(tensor, storage.size, key=storage.key, path=format_path(tree.paths[leaf]))
+            found[leaf] = Place(tensor, storage)
+        return found
+    except CorruptCheckpointError:
+        raise
+    except (TypeError, KeyError, IndexError, ValueError, OverflowError) as error:
+        raise CorruptCheckpointError(f"the layout torch cannot read where arrays are: {error!r}") from error
+
+
+def _natural(found: Any) -> int:
+    if type(found) is not int or not 0 <= found < _MOST:
+        raise TypeError("a whole number from 0 on is expected")
+    return found
+
+
+def _c_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    strides: list[int] = []
+    step = 1
+    for extent in reversed(shape):
+        strides.append(step)
+        step *= max(extent, 1)
+    return tuple(reversed(strides))
+
+
+def read_places(
+    plan: ReadPlan, buffers: Sequence[HostArray], store: ReadStore, places: Mapping[int, Place]
+) -> Iterator[int]:
+    """Fill ``buffers[i]`` with the box of ``plan.items[i]``; yields `i` once it is there.
+
+    What lies in C order goes straight to where it is wanted. Of a storage that is asked for whole the checksum behind it is
+    compared. Other arrays are gathered in the calling thread, from at most 64 MiB of their bytes at a time where no elements overlap.
+
+    Raises:
+        CorruptCheckpointError: bytes are missing or wrong.
+    """
+    tiles: dict[int, list[int]] = {}
+    gathered: dict[StoredBytes, list[int]] = {}
+    for number, item in enumerate(plan.items):
+        place = places.get(item.leaf)
+        if place is None:
+            raise CorruptCheckpointError(f"the checkpoint does not say where leaf {item.leaf} is stored")
+        if not item.box.size:
+            yield number
+        elif place.is_tile:
+            tiles.setdefault(item.leaf, []).append(number)
+        else:
+            gathered.setdefault(place.storage, []).append(number)
+    summed: set[tuple[str, int]] = set()
+    reads: list[TileRead] = []
+    for leaf, numbers in tiles.items():
+        targets = tuple([(number, plan.items[number].box, buffers[number]) for number in numbers])
+        reads.append(_tile(places[leaf], targets, summed))
+    for number in store.read_tiles(reads):
+        if places[plan.items[number].leaf].storage.big_endian:
+            _swap(buffers[number])
+        yield number
+    for storage, numbers in gathered.items():
+        whole = _inflated(storage, store) if storage.compression != STORED else None
+        for number in numbers:
+            item = plan.items[number]
+            _gather(places[item.leaf], item.box, buffers[number], store, whole)
+            if storage.big_endian:
+                _swap(buffers[number])
+            yield number
+
+
+def _tile(place: Place, targets: tuple[tuple[int, Box, HostArray], ...], summed: set[tuple[str, int]]) -> TileRead:
+    tensor, storage = place.tensor, place.storage
+    spec = tensor.spec
+    checksum = None
+    # A checksum is of all of its bytes, which are all read for it then: only where most of them are wanted. And it is once.
+    if (
+        tensor.offset == 0
+        and spec.nbytes == storage.nbytes
+        and 2 * sum(box.size for _, box, _ in targets) >= spec.size
+        and (storage.key, storage.start) not in summed
+    ):
+        checksum = storage.checksum
+        summed.add((storage.key, storage.start))
+    return TileRead(storage.key, place.extent[0], Box.whole(spec.shape), tensor.itemsize, targets, checksum)
+
+
+def _inflated(storage: StoredBytes, store: ReadStore) -> bytes:
+    member = ZipMember("storage", storage.start, storage.nbytes, storage.size, storage.crc, storage.compression)
+
+    def fetch(start: int, stop: int) -> bytes:
+        return store.get(storage.key, start, stop)
+
+    return read_member(fetch, member, key=storage.key, limit=storage.size)
+
+
+def _gather(place: Place, box: Box, buffer: HostArray, store: ReadStore, whole: bytes | None) -> None:
+    """Fill a buffer with a box of elements that lie in any order, in the byte order that they have."""
+    tensor, storage = place.tensor, place.storage
+    itemsize, strides = tensor.itemsize, tensor.strides
+    step_bytes = tuple([stride * itemsize for stride in strides])
+    for slab in _slabs(box, strides, itemsize) if whole is None else (box,):
+        first = tensor.offset + sum(start * stride for start, stride in zip(slab.start, strides, strict=True))
+        if whole is None:
+            start = storage.start + first * itemsize
+            stop = start + _span(slab, strides) * itemsize
+            data, offset = store.get(storage.key, start, stop), 0
+            if len(data) != stop - start:
+                raise CorruptCheckpointError(
+                    f"{storage.key!r} is cut off: {len(data)} of the {stop - start} bytes from byte {start} on are there; restore it "
+                    "from a copy, or load another checkpoint",
+                    key=storage.key,
+                    start=start,
+                    stop=stop,
+                )
+        else:
+            data, offset = whole, first * itemsize
+        stored: HostArray = np.ndarray(slab.shape, buffer.dtype, data, offset, step_bytes)
+        buffer[slab.within(box)] = stored
+
+
+def _span(box: Box, strides: tuple[int, ...]) -> int:
+    return 1 + sum(stride * (extent - 1) for stride, extent in zip(strides, box.shape, strict=True))
+
+
+def _slabs(box: Box, strides: tuple[int, ...], itemsize: int) -> Iterator[Box]:
+    """A box in parts whose elements are near each other; the box itself where parts could not but share bytes."""
+    reach = 1
+    for stride, extent in sorted(zip(strides, box.shape, strict=True)):
+        if extent > 1 and stride < reach:
+            yield box
+            return
+        reach += stride * (extent - 1)
+    left = [box]
+    most = _SLAB_BYTES // itemsize
+    while left:
+        part = left.pop()
+        span = _span(part, strides)
+        cut = max(
+            (axis for axis, extent in enumerate(part.shape) if extent > 1), key=lambda axis: strides[axis], default=None
+        )
+        if span <= most or cut is None:
+            yield part
+            continue
+        others = span - strides[cut] * (part.shape[cut] - 1)
+        step = max(1, (most - others) // strides[cut] + 1)
+        for start in range(part.start[cut], part.stop[cut], step):
+            stop = min(start + step, part.stop[cut])
+            left.append(
+                Box(
+                    (*part.start[:cut], start, *part.start[cut + 1 :]),
+                    (*part.stop[:cut], stop, *part.stop[cut + 1 :]),
+                )
+            )
+
+
+def _swap(buffer: HostArray) -> None:
+    """Turn the bytes of each element round; of a complex one those of each part."""
+    width = buffer.dtype.itemsize // (2 if buffer.dtype.kind == "c" else 1)
+    # As integers: NumPy turns no elements of the dtypes of ml_dtypes round.
+    buffer.reshape(-1).view(f"u{width}").byteswap(inplace=True)

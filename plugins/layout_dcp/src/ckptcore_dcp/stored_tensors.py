@@ -1,0 +1,305 @@
+"""Stored tensors: what the pickles of torch say of a tensor, and whether it can be an array."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from ckptcore.errors import CorruptCheckpointError, UnsupportedLeafError
+from ckptcore.model import PLAIN_ARRAY, ArraySpec
+from ckptcore_dcp.dtypes import STORAGES, TORCH_DTYPES
+from ckptcore_dcp.pickles import Call, Global, Persistent, Value, brief
+
+__all__ = ["StoredTensor", "check_bounds", "storage_size", "stored_tensor"]
+
+_MOST_AXES: Final = 64
+_MOST: Final = 1 << 62
+_MOST_REPEATED: Final = 64
+"""An array may have so many times the bytes that are stored of it, where several of its elements are the same one."""
+_REPEATED_ALWAYS: Final = 1 << 26
+"""... and this many bytes in any case."""
+
+_RAW_BYTES: Final = frozenset(["float4_e2m1fn_x2", *(f"{sign}int{bits}" for bits in range(1, 8) for sign in ("", "u"))])
+"""Dtypes of a byte whose content torch does not define: kept as uint8, and the kind of the leaf says which it was."""
+
+_TENSOR_TYPES: Final = frozenset(
+    [
+        Global("torch", "Tensor"),
+        Global("torch._tensor", "Tensor"),
+        Global("torch.nn.parameter", "Parameter"),
+        Global("torch.nn.parameter", "Buffer"),
+    ]
+)
+_REMEDIES: Final[Mapping[str, str]] = {
+    "_rebuild_sparse_tensor": "a sparse tensor: save its indices and values, or tensor.to_dense()",
+    "_rebuild_sparse_csr_tensor": "a sparse tensor: save its indices and values, or tensor.to_dense()",
+    "_rebuild_qtensor": "a quantized tensor: save tensor.int_repr() with its scale and zero point, or tensor.dequantize()",
+    "_rebuild_nested_tensor": "a nested tensor: save the tensors of tensor.unbind()",
+    "_rebuild_meta_tensor_no_storage": "a tensor on the device meta, which has no elements: save it after it was filled",
+    "_rebuild_wrapper_subclass": "a tensor of a class of its own: save the plain tensors it is made of (DTensor.full_tensor())",
+    "_rebuild_device_tensor_from_numpy": "a tensor of a device that torch saves as a NumPy array: save tensor.cpu()",
+    "_rebuild_xla_tensor": "a tensor of a device that torch saves as a NumPy array: save tensor.cpu()",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """A tensor whose elements are in a storage beside the pickle.
+
+    Attributes:
+        storage: the key of the storage; its bytes are in the member ``data/`` + key.
+        dtype: of the elements, as ckptcore names it.
+        shape: elements along each axis.
+        strides: from one element to the next along each axis, in elements; none is negative.
+        offset: where its first element is in the storage, in elements.
+        kind: of the leaf: `PLAIN_ARRAY`, or ``torch.`` and the name of a dtype whose bytes are stored raw.
+        storage_bytes: how long the pickle says that the storage is, in bytes.
+        requires_grad: whether it was trained.
+    """
+
+    storage: str
+    dtype: str
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int
+    kind: str = PLAIN_ARRAY
+    storage_bytes: int = 0
+    requires_grad: bool = False
+
+    @property
+    def spec(self) -> ArraySpec:
+        """Its shape and dtype."""
+        return ArraySpec(self.shape, self.dtype)
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes per element."""
+        return self.spec.numpy_dtype.itemsize
+
+    @property
+    def span(self) -> int:
+        """From its first element to behind its last in the storage, in elements; zero where it has none."""
+        if 0 in self.shape:
+            return 0
+        return 1 + sum(stride * (extent - 1) for stride, extent in zip(self.strides, self.shape, strict=True))
+
+    @property
+    def is_contiguous(self) -> bool:
+        """Whether its elements lie in C order without gaps."""
+        if 0 in self.shape:
+            return True
+        step = 1
+        for extent, stride in zip(reversed(self.shape), reversed(self.strides), strict=True):
+            if extent != 1 and stride != step:
+                return False
+            step *= extent
+        return True
+
+
+def stored_tensor(value: Value, *, key: str, path: str) -> StoredTensor | None:
+    """What a value of a pickle says of a tensor, or of a storage that stands alone; None if it is neither.
+
+    The functions are those of ``torch/_utils.py`` and ``torch/_tensor.py``, that `Tensor.__reduce_ex__` names.
+
+    Args:
+        value: of `read_pickle`.
+        key: the object that the pickle is in, for errors.
+        path: where in the tree it is, for errors.
+
+    Raises:
+        CorruptCheckpointError: it is one that cannot be.
+        UnsupportedLeafError: it is one that no array can hold.
+    """
+    grad = False
+    for _ in range(8):  # a tensor in a parameter in a class, and so on
+        if isinstance(value, Persistent):
+            return _whole_storage(value, key, path)
+        if not isinstance(value, Call) or not isinstance(value.function, Global):
+            return None
+        function, arguments = value.function, value.arguments
+        if function.module == "torch._tensor" and function.name == "_rebuild_from_type_v2":
+            made, of_type, inner = _take(arguments, 3, key, path)
+            if of_type not in _TENSOR_TYPES or not isinstance(inner, tuple):
+                raise _unsupported(path, _REMEDIES["_rebuild_wrapper_subclass"])
+            value = Call(made, inner)
+            continue
+        if function.module == "torch._tensor" and function.name.startswith("_rebuild"):
+            raise _unsupported(path, "a tensor of a kind that is not known here")
+        if function.module != "torch._utils" or not function.name.startswith("_rebuild"):
+            return None
+        match function.name:
+            case "_rebuild_parameter" | "_rebuild_parameter_with_state":
+                value, requires_grad = _take(arguments, 2, key, path)
+                grad = grad or requires_grad is True
+            case "_rebuild_device_tensor_from_cpu_tensor":
+                value, dtype, _, requires_grad = _take(arguments, 4, key, path)
+                grad = grad or requires_grad is True
+                found = stored_tensor(value, key=key, path=path)
+                if found is None or _dtype_of(dtype, key, path) != (found.dtype, found.kind):
+                    raise _unsupported(path, "a tensor that is cast as it is loaded: save tensor.cpu()")
+            case "_rebuild_tensor" | "_rebuild_tensor_v2" | "_rebuild_tensor_v3":
+                return _rebuilt(function.name, arguments, grad, key, path)
+            case name:
+                raise _unsupported(path, _REMEDIES.get(name, f"made by torch._utils.{name}, which is not known here"))
+    raise _corrupt(key, path, "tensors are wrapped in one another without end")
+
+
+def check_bounds(tensor: StoredTensor, nbytes: int, *, key: str, path: str) -> None:
+    """Make sure that the elements of a tensor are in its storage, and that there are not far more of them than bytes.
+
+    Args:
+        tensor: what the pickle says.
+        nbytes: how long its storage really is, in bytes.
+        key: the object that the storage is in, for errors.
+        path: where in the tree it is, for errors.
+
+    Raises:
+        CorruptCheckpointError: some are not.
+        UnsupportedLeafError: it repeats a few bytes far too often.
+    """
+    span = tensor.span
+    if span and (tensor.offset + span) * tensor.itemsize > nbytes:
+        raise _corrupt(
+            key,
+            path,
+            f"its elements end at byte {(tensor.offset + span) * tensor.itemsize} of a storage of {nbytes} bytes",
+        )
+    spec = tensor.spec
+    if not spec.is_possible:
+        raise _corrupt(key, path, f"{spec} is no array that can be")
+    if spec.nbytes > max(_REPEATED_ALWAYS, _MOST_REPEATED * nbytes):
+        raise _unsupported(
+            path,
+            f"a view (expand) that makes {spec.nbytes} bytes of {nbytes}: save the tensor that it is a view of",
+        )
+
+
+def storage_size(value: Persistent, *, key: str) -> tuple[str, str, int]:
+    """The key of a storage that a pickle refers to, the dtype of its elements and how many it has.
+
+    Raises:
+        CorruptCheckpointError: it does not say so.
+        UnsupportedLeafError: no array can hold such elements.
+    """
+    name, dtype, count, _ = _storage(value, key, "a storage")
+    return name, dtype, count
+
+
+def _rebuilt(name: str, arguments: tuple[Value, ...], grad: bool, key: str, path: str) -> StoredTensor:
+    storage, offset, size, steps = _take(arguments, 4, key, path)
+    if not isinstance(storage, Persistent):
+        raise _corrupt(key, path, "a tensor has no storage")
+    storage_key, dtype, count, view = _storage(storage, key, path)
+    itemsize = ArraySpec((), dtype).numpy_dtype.itemsize
+    kind = PLAIN_ARRAY
+    shape, strides = _numbers(size, key, path), _numbers(steps, key, path)
+    storage_bytes = count * itemsize
+    shift = view * itemsize
+    requires_grad = len(arguments) > 4 and arguments[4] is True
+    flags: Value = None
+    if name == "_rebuild_tensor_v3":
+        if len(arguments) < 7:
+            raise _corrupt(key, path, "a tensor has no dtype")
+        dtype, kind = _dtype_of(arguments[6], key, path)
+        flags = arguments[7] if len(arguments) > 7 else None
+    elif len(arguments) > 6:
+        flags = arguments[6]
+    if isinstance(flags, dict) and any(flags.get(bit) for bit in ("conj", "neg")):
+        raise _unsupported(path, "a conjugated or negated view: save tensor.resolve_conj().resolve_neg()")
+    if len(shape) != len(strides) or len(shape) > _MOST_AXES:
+        raise _corrupt(key, path, f"a tensor of {len(shape)} axes has {len(strides)} strides")
+    itemsize = ArraySpec((), dtype).numpy_dtype.itemsize
+    if type(offset) is not int or not 0 <= offset < _MOST or shift % itemsize:
+        raise _corrupt(key, path, f"a tensor cannot begin at element {str(offset)[:40]} of its storage")
+    if math.prod(max(extent, 1) for extent in shape) >= _MOST:
+        raise _corrupt(key, path, "a tensor has more elements than memory has addresses")
+    return StoredTensor(
+        storage_key, dtype, shape, strides, offset + shift // itemsize, kind, storage_bytes, grad or requires_grad
+    )
+
+
+def _whole_storage(value: Persistent, key: str, path: str) -> StoredTensor | None:
+    parts = value.id
+    if not isinstance(parts, tuple) or not parts or parts[0] not in ("storage", b"storage"):
+        return None
+    storage, dtype, count, view = _storage(value, key, path)
+    itemsize = ArraySpec((), dtype).numpy_dtype.itemsize
+    extent = count
+    if len(parts) == 6 and isinstance(parts[5], tuple) and isinstance(parts[5][2], int):
+        extent = parts[5][2]
+    return StoredTensor(storage, dtype, (extent,), (1,), view, storage_bytes=count * itemsize)
+
+
+def _storage(value: Persistent, key: str, path: str) -> tuple[str, str, int, int]:
+    """The key of a storage, the dtype of its elements, how many it has, and at which of them a view begins.
+
+    ``("storage", type, key, location, elements)``; in the format before torch 1.6 with a sixth, None or ``(key, offset, elements)``
+    (``torch/serialization.py``).
+    """
+    parts = value.id
+    if not isinstance(parts, tuple) or not 5 <= len(parts) <= 6 or parts[0] not in ("storage", b"storage"):
+        raise _corrupt(key, path, f"{str(parts)[:80] if not isinstance(parts, tuple) else 'a tuple'} names no storage")
+    kind, storage_key, count = parts[1], parts[2], parts[4]
+    if isinstance(storage_key, int) and not isinstance(storage_key, bool):
+        storage_key = str(storage_key) if 0 <= storage_key < _MOST else ""
+    if not isinstance(storage_key, str) or not storage_key or type(count) is not int or not 0 <= count < _MOST:
+        raise _corrupt(key, path, "the key or the length of a storage is missing")
+    if not isinstance(kind, Global) or not (kind.module == "torch" or kind.module.startswith("torch.")):
+        raise _corrupt(key, path, "the type of a storage is missing")
+    dtype = "uint8" if kind.name == "UntypedStorage" else STORAGES.get(kind.name)
+    if dtype is None:
+        raise _unsupported(path, f"in a {kind.name[:40]}, whose elements no array can hold: save it as a plain tensor")
+    offset = 0
+    if len(parts) == 6 and parts[5] is not None:
+        described = parts[5]
+        if not isinstance(described, tuple) or len(described) != 3:
+            raise _corrupt(key, path, "a view of a storage is not described")
+        offset, length = _natural(described[1], key, path), _natural(described[2], key, path)
+        if offset + length > count:
+            raise _corrupt(key, path, f"a view of a storage of {count} elements is not within it")
+    return storage_key, dtype, count, offset
+
+
+def _dtype_of(value: Value, key: str, path: str) -> tuple[str, str]:
+    """The dtype of the elements that a dtype of torch stands for, and the kind of the leaf."""
+    if not isinstance(value, Global) or value.module != "torch":
+        raise _corrupt(key, path, "the dtype of a tensor is missing")
+    if (known := TORCH_DTYPES.get(value.name)) is not None:
+        return known, PLAIN_ARRAY
+    if value.name in _RAW_BYTES:
+        return "uint8", f"torch.{value.name}"
+    raise _unsupported(path, f"of torch.{value.name[:40]}, which no array can hold: save a view of it as integers")
+
+
+def _take(arguments: tuple[Value, ...], count: int, key: str, path: str) -> tuple[Value, ...]:
+    if len(arguments) < count:
+        raise _corrupt(
+            key, path, f"a tensor is described by {len(arguments)} things, where {count} or more are expected"
+        )
+    return arguments[:count]
+
+
+def _numbers(value: Value, key: str, path: str) -> tuple[int, ...]:
+    if isinstance(value, Call) and value.function == Global("torch", "Size") and len(value.arguments) == 1:
+        value = value.arguments[0]
+    if not isinstance(value, tuple | list):
+        raise _corrupt(key, path, "the shape or the strides of a tensor are missing")
+    return tuple([_natural(number, key, path) for number in value])
+
+
+def _natural(value: Value, key: str, path: str) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < _MOST:
+        raise _corrupt(key, path, f"expected a whole number from 0 on, found {brief(value)}")
+    return value
+
+
+def _unsupported(path: str, what: str) -> UnsupportedLeafError:
+    return UnsupportedLeafError(f"{path} is {what}")
+
+
+def _corrupt(key: str, path: str, reason: str) -> CorruptCheckpointError:
+    return CorruptCheckpointError(
+        f"{path} in {key!r} cannot be read: {reason}; restore the file from a copy, or load another checkpoint", key=key
+    )

@@ -1,0 +1,285 @@
+"""Trees of tensors and values, as the pickles of torch describe them."""
+
+from __future__ import annotations
+
+import base64
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Final, TypeAlias
+
+from ckptcore.errors import CorruptCheckpointError, UnsupportedLeafError
+from ckptcore.model import (
+    JSON,
+    LEAF,
+    ArrayRecord,
+    Attribute,
+    Key,
+    LeafRecord,
+    Node,
+    Skeleton,
+    TreePath,
+    ValueRecord,
+    format_path,
+)
+from ckptcore.model.tree import NodeKind
+from ckptcore_dcp.pickles import Call, Global, Persistent, Value, brief, builtin_value
+from ckptcore_dcp.stored_tensors import StoredTensor, check_bounds, stored_tensor
+
+__all__ = ["Leaf", "StoredTensor", "check_bounds", "leaf_record", "stored_tensor", "tree_of"]
+
+Leaf: TypeAlias = StoredTensor | None | bool | int | float | complex | str | bytes
+"""A leaf of a tree: a tensor, or a value that is stored in the pickle itself."""
+
+_MOST_DEPTH: Final = 150
+"""In containers; the core stops at 200, and objects take two or three each."""
+_ORDERED: Final = Global("collections", "OrderedDict")
+_MAPS: Final = frozenset([_ORDERED, Global("collections", "defaultdict"), Global("collections", "Counter")])
+_BUILTINS: Final = ("builtins", "__builtin__")
+_MAKERS: Final = frozenset([Global("copyreg", "_reconstructor"), Global("copy_reg", "_reconstructor")])
+
+
+def tree_of(value: Value, *, key: str, limit: int = 1 << 20) -> tuple[Skeleton, Sequence[Leaf]]:
+    """The skeleton and the leaves of a value of `read_pickle`.
+
+    Of a class that is not known, what the pickle holds of its object comes as a node ``object`` with the name of the class: its
+    attributes, and ``__arguments__``, ``__state__``, ``__items__`` and ``__pairs__`` where there are such. A function or class is a text.
+
+    Args:
+        value: what was pickled.
+        key: the object that the pickle is in, for errors.
+        limit: how many containers and leaves there may be. A pickle of a few bytes can name one container any number of times; one that
+            does not, has a byte for each at least.
+
+    Raises:
+        CorruptCheckpointError: it is deeper or larger than a tree can be, or a tensor in it cannot be.
+        UnsupportedLeafError: a tensor in it can be held by no array.
+    """
+    walk = _Walk(key, limit)
+    skeleton = walk.visit(value, (), 0)
+    return skeleton, walk.leaves
+
+
+def leaf_record(leaf: Leaf) -> LeafRecord:
+    """What the tree of a checkpoint says of a leaf; a value is encoded as the core's own handlers do."""
+    if isinstance(leaf, StoredTensor):
+        return ArrayRecord(leaf.spec, leaf.kind)
+    return ValueRecord("none" if leaf is None else type(leaf).__name__, _encoded(leaf))
+
+
+@dataclass(slots=True)
+class _Parts:
+    """What an object of a class that is not known is made of, by key."""
+
+    keys: list[Key]
+    values: list[Value]
+
+
+class _Walk:
+    """One pass over a value.
+
+    Attributes:
+        leaves: those that were met, in order.
+    """
+
+    def __init__(self, key: str, limit: int) -> None:
+        self._key = key
+        self._left = limit
+        self.leaves: list[Leaf] = []
+
+    def visit(self, value: Value, path: TreePath, depth: int) -> Skeleton:
+        """The skeleton of a value at a path, that is in `depth` containers."""
+        self._left -= 1
+        if self._left < 0 or depth > _MOST_DEPTH:
+            raise CorruptCheckpointError(
+                f"the pickle in {self._key!r} cannot be read: at {format_path(path)[:200]} it is deeper than {_MOST_DEPTH} containers, or "
+                "has far more leaves than bytes; that is not a checkpoint",
+                key=self._key,
+            )
+        if value is None or isinstance(value, bool | int | float | complex | str | bytes):
+            self.leaves.append(value)
+            return LEAF
+        if isinstance(value, dict):
+            return self._mapping("dict", value.items(), None, path, depth)
+        if isinstance(value, list | tuple):
+            kind: NodeKind = "list" if isinstance(value, list) else "tuple"
+            children = [self.visit(child, (*path, number), depth + 1) for number, child in enumerate(value)]
+            return Node(kind, tuple(range(len(children))), tuple(children))
+        if isinstance(value, set | frozenset):
+            return self._sequence(sorted(value, key=_order), f"builtins.{type(value).__name__}", path, depth)
+        if isinstance(value, Global):
+            return self._leaf(_qualified(value))
+        return self._made(value, path, depth)
+
+    def _leaf(self, leaf: Leaf) -> Skeleton:
+        self.leaves.append(leaf)
+        return LEAF
+
+    def _made(self, value: Call | Persistent, path: TreePath, depth: int) -> Skeleton:
+        """The skeleton of what a call made, or a persistent id stands for."""
+        tensor = stored_tensor(value, key=self._key, path=format_path(path)) if _may_be_tensor(value) else None
+        if tensor is not None:
+            return self._leaf(tensor)
+        if isinstance(value, Persistent):
+            parts = value.id
+            # Before torch 1.6 the class of a module was stored with its source: ("module", class, file, source).
+            if isinstance(parts, tuple) and len(parts) > 1 and parts[0] == "module":
+                return self.visit(parts[1], path, depth + 1)
+            raise CorruptCheckpointError(
+                f"{format_path(path)} in {self._key!r} refers to something beside the pickle that is no storage",
+                key=self._key,
+            )
+        function = value.function
+        if isinstance(function, Global):
+            if function in _MAPS and not value.appended:
+                pairs = _pairs(value)
+                if pairs is not None:
+                    kind: NodeKind = "OrderedDict" if function == _ORDERED else "dict"
+                    return self._mapping(
+                        kind, pairs, None if function == _ORDERED else _qualified(function), path, depth
+                    )
+            if function.module in _BUILTINS and function.name in ("set", "frozenset") and len(value.arguments) == 1:
+                elements = value.arguments[0]
+                if isinstance(elements, list | tuple):
+                    return self._sequence(elements, f"builtins.{function.name}", path, depth)
+            plain = _plain(function, value)
+            if plain is not value:
+                return self.visit(plain, path, depth + 1)
+        return self._object(value, path, depth)
+
+    def _sequence(self, values: Iterable[Value], type_name: str, path: TreePath, depth: int) -> Node:
+        children = [self.visit(child, (*path, number), depth + 1) for number, child in enumerate(values)]
+        return Node("object", tuple(range(len(children))), tuple(children), type_name)
+
+    def _mapping(
+        self, kind: NodeKind, pairs: Iterable[tuple[Value, Value]], type_name: str | None, path: TreePath, depth: int
+    ) -> Node:
+        latest: dict[Value, Value] = dict(pairs)
+        keys: list[Key] = [key for key in latest if isinstance(key, str | int) and not isinstance(key, bool)]
+        if len(keys) != len(latest):
+            # No path has such keys, so the pairs come as they are.
+            return self._sequence(latest.items(), type_name or f"builtins.{kind}", path, depth)
+        children = [
+            self.visit(child, (*path, key), depth + 1) for key, child in zip(keys, latest.values(), strict=True)
+        ]
+        return Node(kind, tuple(keys), tuple(children), type_name)
+
+    def _object(self, call: Call, path: TreePath, depth: int) -> Node:
+        made_of, name = call.arguments, call.function
+        if name in _MAKERS and made_of:
+            name, made_of = made_of[0], ()
+        if isinstance(name, Persistent) and isinstance(name.id, tuple) and len(name.id) > 1 and name.id[0] == "module":
+            name = name.id[1]
+        parts = _Parts([], [])
+        of_call: dict[str, Value] = {
+            "__arguments__": made_of,
+            "__keywords__": dict(call.keywords),
+            "__items__": list(call.appended),
+            "__pairs__": list(call.pairs),
+        }
+        for label, part in of_call.items():
+            if part:
+                parts.keys.append(Attribute(label))
+                parts.values.append(part)
+        attributes = _attributes(call.state)
+        if attributes is None:
+            parts.keys.append(Attribute("__state__"))
+            parts.values.append(call.state)
+        else:
+            for attribute, part in attributes.items():
+                parts.keys.append(Attribute(attribute))
+                parts.values.append(part)
+        if len(set(parts.keys)) != len(parts.keys):
+            raise CorruptCheckpointError(f"{format_path(path)} in {self._key!r} has an attribute twice", key=self._key)
+        children = [
+            self.visit(child, (*path, key), depth + 1) for key, child in zip(parts.keys, parts.values, strict=True)
+        ]
+        return Node(
+            "object", tuple(parts.keys), tuple(children), _qualified(name) if isinstance(name, Global) else "object"
+        )
+
+
+def _may_be_tensor(value: Value) -> bool:
+    if isinstance(value, Call):
+        return isinstance(value.function, Global) and value.function.module.startswith("torch.")
+    return isinstance(value, Persistent)
+
+
+def _pairs(call: Call) -> Sequence[tuple[Value, Value]] | None:
+    """The pairs of a mapping that a call made; None if they cannot be told."""
+    pairs: list[tuple[Value, Value]] = []
+    for argument in call.arguments:
+        if isinstance(argument, dict):
+            pairs.extend(argument.items())
+        elif isinstance(argument, list | tuple):
+            for pair in argument:
+                if not isinstance(pair, list | tuple) or len(pair) != 2:
+                    return None
+                pairs.append((pair[0], pair[1]))
+        elif argument is not None and not isinstance(argument, Global):  # a defaultdict names what makes its values
+            return None
+    pairs.extend(call.pairs)
+    return pairs if all(_is_key(pair[0]) for pair in pairs) else None
+
+
+def _is_key(value: Value) -> bool:
+    return value is None or type(value) in (str, int, bool, float, complex, bytes) or isinstance(value, Global)
+
+
+def _plain(function: Global, call: Call) -> Value:
+    """The plain value that a call of a function makes; the call itself where it makes none."""
+    arguments = call.arguments
+    if function == Global("torch", "device") and arguments and type(arguments[0]) is str:
+        number = arguments[1] if len(arguments) > 1 else None
+        return f"{arguments[0]}:{number}" if type(number) is int else arguments[0]
+    if function == Global("torch", "Size") and len(arguments) == 1 and isinstance(arguments[0], tuple):
+        return arguments[0]
+    first = arguments[0] if arguments else None
+    if isinstance(first, Call) and first.arguments and isinstance(first.arguments[0], Call):
+        return call  # bytes of bytes of bytes: nobody writes that, and who reads it may not recurse as often as a file says
+    return builtin_value(call)
+
+
+def _order(value: Value) -> tuple[str, str]:
+    """By what the elements of a set are sorted, which come in another order in each process."""
+    plain = value is None or type(value) in (bool, int, float, complex, str, bytes)
+    return type(value).__name__, repr(value) if plain else brief(value)
+
+
+def _attributes(state: Value) -> dict[str, Value] | None:
+    """The attributes that the state of an object gives it; None if it is something else."""
+    if state is None:
+        return {}
+    found: dict[str, Value] = {}
+    for part in state if isinstance(state, tuple) and len(state) == 2 else (state,):
+        if part is None and isinstance(state, tuple):
+            continue
+        if not isinstance(part, dict):
+            return None
+        for name, value in part.items():
+            if not isinstance(name, str):
+                return None
+            found[name] = value
+    return found
+
+
+def _qualified(name: Global) -> str:
+    return f"{name.module}.{name.name}"
+
+
+def _encoded(leaf: Leaf) -> JSON:
+    if isinstance(leaf, StoredTensor):
+        raise UnsupportedLeafError("a tensor has no place among values")
+    if isinstance(leaf, str):
+        if leaf.isascii() or not any("\ud800" <= character <= "\udfff" for character in leaf):
+            return leaf
+        return {"utf8": base64.b64encode(leaf.encode("utf-8", "surrogatepass")).decode("ascii")}
+    if leaf is None or isinstance(leaf, bool):
+        return leaf
+    if isinstance(leaf, int):
+        return leaf if abs(leaf) < 1 << 53 else hex(leaf)
+    if isinstance(leaf, float):
+        return leaf if math.isfinite(leaf) else "nan" if math.isnan(leaf) else "inf" if leaf > 0 else "-inf"
+    if isinstance(leaf, complex):
+        return [_encoded(leaf.real), _encoded(leaf.imag)]
+    return base64.b64encode(leaf).decode("ascii")

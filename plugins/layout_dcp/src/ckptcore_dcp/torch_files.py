@@ -1,0 +1,215 @@
+"""The layout torch: files of ``torch.save``, of which only data is taken; no code in them runs.
+
+Formats (``torch/serialization.py``): since torch 1.6 a zip with the pickle ``data.pkl`` and a member ``data/<key>`` for each
+storage; before that pickles one after the other, and storages behind them (see `legacy_files`). Several files belong together
+where ``pytorch_model.bin.index.json`` lists them, as Hugging Face's transformers write it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Final
+
+from ckptcore.errors import CorruptCheckpointError, ObjectNotFoundError, UnsupportedLeafError
+from ckptcore.model import JSON, LEAF, HostArray, Node, ReadPlan, Receipt, Skeleton, TreeMetadata, format_path
+from ckptcore.protocols import Inspection, ReadStore, Snapshot, WriteStore
+from ckptcore_dcp.legacy_files import is_legacy, read_legacy
+from ckptcore_dcp.pickles import read_pickle
+from ckptcore_dcp.storages import KnownPlaces, PlaceColumns, StoredBytes, read_places
+from ckptcore_dcp.tensors import Leaf, StoredTensor, check_bounds, leaf_record, tree_of
+from ckptcore_dcp.zips import read_member, read_zip, torch_members
+
+__all__ = ["TorchLayout"]
+
+_INDEX: Final = ".bin.index.json"
+_PREFERRED: Final = ("pytorch_model.bin.index.json", "pytorch_model.bin")
+_MOST_INDEX_BYTES: Final = 1 << 28
+_HEAD_BYTES: Final = 64
+
+
+@dataclass(frozen=True, slots=True)
+class TorchLayout:
+    """What ``torch.save`` wrote: to be read only."""
+
+    _known: KnownPlaces = field(default_factory=KnownPlaces, init=False, repr=False, compare=False)
+
+    @property
+    def name(self) -> str:
+        """torch"""
+        return "torch"
+
+    def check(self, tree: TreeMetadata, size: int) -> None:
+        """Refuse to write.
+
+        Raises:
+            UnsupportedLeafError: always.
+        """
+        raise _read_only()
+
+    def write(self, snapshot: Snapshot, store: WriteStore) -> JSON:
+        """Refuse to write.
+
+        Raises:
+            UnsupportedLeafError: always.
+        """
+        raise _read_only()
+
+    def finish(self, tree: TreeMetadata, receipts: Sequence[Receipt], store: WriteStore) -> JSON:
+        """Refuse to write.
+
+        Raises:
+            UnsupportedLeafError: always.
+        """
+        raise _read_only()
+
+    def read(self, plan: ReadPlan, buffers: Sequence[HostArray], store: ReadStore) -> Iterator[int]:
+        """Read boxes out of storages; of tensors that lie in C order only what is wanted of them."""
+        return read_places(plan, buffers, store, self._known.places(plan.tree, plan.state))
+
+    def extents(self, tree: TreeMetadata, state: JSON) -> Iterator[tuple[int, str, int, int]]:
+        """Where the elements of each array lie, with those of others between them where a tensor is a view."""
+        for leaf, place in self._known.places(tree, state).items():
+            yield leaf, place.key, *place.extent
+
+    def inspect(self, store: ReadStore, entry: str | None) -> Inspection | None:
+        """A file of torch.save, whatever its name; an index of several; a directory with ``pytorch_model.bin`` or an index."""
+        if entry is not None:
+            return _inspect_index(store, entry) if entry.endswith(_INDEX) else _inspect_file(store, entry)
+        names = store.list_names("")
+        indexes = [name for name in names if name.endswith(_INDEX)]
+        for name in (*_PREFERRED, *(indexes if len(indexes) == 1 else ())):
+            if name in names:
+                return _inspect_index(store, name) if name.endswith(_INDEX) else _inspect_file(store, name)
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class _Content:
+    """What is in a file.
+
+    Attributes:
+        skeleton, leaves: the tree.
+        storages: where the bytes of each storage are, by key.
+    """
+
+    skeleton: Skeleton
+    leaves: Sequence[Leaf]
+    storages: Mapping[str, StoredBytes]
+
+
+def _read_only() -> UnsupportedLeafError:
+    return UnsupportedLeafError(
+        "the layout 'torch' reads files of torch.save and writes none; use layout='dcp', 'safetensors' or another one"
+    )
+
+
+def _inspect_file(store: ReadStore, key: str) -> Inspection | None:
+    content = _read_file(store, key)
+    if content is None:
+        return None
+    columns = PlaceColumns()
+    tree = TreeMetadata(content.skeleton, tuple([leaf_record(leaf) for leaf in content.leaves]))
+    for number, (path, leaf) in enumerate(zip(tree.paths, content.leaves, strict=True)):
+        if isinstance(leaf, StoredTensor):
+            columns.add(number, leaf, _storage_of(leaf, content, key, format_path(path)))
+    return Inspection(replace(tree, aliases=columns.aliases), columns.to_json(), "torch.save")
+
+
+def _storage_of(leaf: StoredTensor, content: _Content, key: str, path: str) -> StoredBytes:
+    storage = content.storages.get(leaf.storage)
+    if storage is None:
+        if 0 not in leaf.shape:
+            raise CorruptCheckpointError(
+                f"{path} in {key!r} has no elements: the storage {leaf.storage[:80]!r} is not there; restore the file from a copy, or "
+                "load another checkpoint",
+                key=key,
+            )
+        storage = StoredBytes(key, 0, 0)
+    check_bounds(leaf, storage.size, key=key, path=path)
+    return storage
+
+
+def _read_file(store: ReadStore, key: str) -> _Content | None:
+    """What is in a file; None if it is none of torch.save."""
+
+    def fetch(start: int, stop: int) -> bytes:
+        return store.get(key, start, stop)
+
+    head = fetch(0, _HEAD_BYTES)
+    if head[:4] == b"PK\x03\x04":
+        members = torch_members(read_zip(fetch, 0, store.size(key), key=key))
+        if "data.pkl" not in members:
+            return None  # a zip of something else, such as arrays of NumPy
+        pickle = read_member(fetch, members["data.pkl"], key=key)
+        value, _ = read_pickle(pickle, key=key)
+        skeleton, leaves = tree_of(value, key=key, limit=len(pickle) + (1 << 16))
+        order = read_member(fetch, members["byteorder"], key=key, limit=64) if "byteorder" in members else b"little"
+        if order not in (b"little", b"big"):
+            raise CorruptCheckpointError(f"the byte order of {key!r} is {order!r}; expected little or big", key=key)
+        storages = {
+            name.removeprefix("data/"): StoredBytes.of_member(key, member, big_endian=order == b"big")
+            for name, member in members.items()
+            if name.startswith("data/")
+        }
+        return _Content(skeleton, leaves, storages)
+    if is_legacy(head):
+        value, legacy, pickle_bytes = read_legacy(fetch, store.size(key), key=key)
+        skeleton, leaves = tree_of(value, key=key, limit=pickle_bytes + (1 << 16))
+        return _Content(skeleton, leaves, legacy)
+    return None
+
+
+def _inspect_index(store: ReadStore, key: str) -> Inspection:
+    weight_map = _read_weight_map(store, key)
+    directory = key.rpartition("/")[0]
+    names: list[str] = []
+    leaves: list[Leaf] = []
+    columns = PlaceColumns()
+    by_file: dict[str, list[str]] = {}
+    for name, file in weight_map.items():
+        if not file or "/" in file or "\\" in file or "\0" in file or file in (".", ".."):
+            raise CorruptCheckpointError(f"{key} lists the file {file[:80]!r}, which is no name beside it", key=key)
+        by_file.setdefault(f"{directory}/{file}" if directory else file, []).append(name)
+    for file, listed in sorted(by_file.items()):
+        try:
+            content = _read_file(store, file)
+        except ObjectNotFoundError as error:
+            raise CorruptCheckpointError(f"{key} lists a file that is not there: {error}", key=key) from error
+        tensors = _top_tensors(content) if content is not None else {}
+        if content is None or (missing := [name for name in listed if name not in tensors]):
+            what = "is no file of torch.save" if content is None else f"has no tensor {missing[0]!r}"
+            raise CorruptCheckpointError(f"{file} {what}, and {key} lists it", key=file)
+        for name in listed:
+            columns.add(len(leaves), tensors[name], _storage_of(tensors[name], content, file, name))
+            names.append(name)
+            leaves.append(tensors[name])
+    skeleton = Node("dict", tuple(names), (LEAF,) * len(names))
+    tree = TreeMetadata(skeleton, tuple([leaf_record(leaf) for leaf in leaves]), columns.aliases)
+    return Inspection(tree, columns.to_json(), "torch.save")
+
+
+def _top_tensors(content: _Content) -> Mapping[str, StoredTensor]:
+    """The tensors that stand in the outermost mapping of a file, by name."""
+    if not isinstance(content.skeleton, Node) or content.skeleton.kind not in ("dict", "OrderedDict"):
+        return {}
+    found: dict[str, StoredTensor] = {}
+    tree = TreeMetadata(content.skeleton, tuple([leaf_record(leaf) for leaf in content.leaves]))
+    for path, leaf in zip(tree.paths, content.leaves, strict=True):
+        if len(path) == 1 and isinstance(path[0], str) and isinstance(leaf, StoredTensor):
+            found[path[0]] = leaf
+    return found
+
+
+def _read_weight_map(store: ReadStore, key: str) -> Mapping[str, str]:
+    if store.size(key) > _MOST_INDEX_BYTES:
+        raise CorruptCheckpointError(f"{key} is too long for an index of files", key=key)
+    try:
+        index: Any = json.loads(store.get(key))
+        weight_map = index["weight_map"]
+        if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
+            raise TypeError("weight_map is no map from names to files")
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        raise CorruptCheckpointError(f"{key} is no index of files: {error!r}", key=key) from error
+    return weight_map

@@ -1,0 +1,269 @@
+"""The directory of a zip: its end, its entries, and the bytes of the object they are read from."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+from typing import Final, NamedTuple, TypeAlias
+
+from ckptcore.errors import CorruptCheckpointError
+
+__all__ = [
+    "DEFLATED",
+    "DESCRIPTOR_FOLLOWS",
+    "ENCRYPTED",
+    "LOCAL_HEADER",
+    "STORED",
+    "Entry",
+    "Fetch",
+    "Window",
+    "corrupt_zip",
+    "find_directory",
+    "read_entries",
+]
+
+Fetch: TypeAlias = Callable[[int, int], bytes]
+"""Gives bytes `start` to `stop` of an object; fewer where it ends before."""
+
+LOCAL_HEADER: Final = struct.Struct("<4s5H3I2H")
+"""What stands before the name of a member in front of its bytes (4.3.7)."""
+STORED: Final = 0
+DEFLATED: Final = 8
+
+_END: Final = struct.Struct("<4s4H2IH")
+_LOCATOR: Final = struct.Struct("<4sIQI")
+_END64: Final = struct.Struct("<4sQ2H2I4Q")
+_ENTRY: Final = struct.Struct("<4s6H3I5H2I")
+_FULL16: Final = 0xFFFF
+_FULL32: Final = 0xFFFFFFFF
+
+_ZIP64_FIELD: Final = 1
+ENCRYPTED: Final = 1 << 0 | 1 << 6 | 1 << 13
+DESCRIPTOR_FOLLOWS: Final = 1 << 3
+_UTF8: Final = 1 << 11
+
+_SMALL_BYTES: Final = 1 << 15
+"""A zip up to this long is read in one request."""
+_TAIL_BYTES: Final = 1 << 14
+"""What is read of the end of a longer one at first."""
+_MOST_DIRECTORY_BYTES: Final = 1 << 28
+"""The longest directory that is read: of two million members or more."""
+_MOST_INFLATED: Final = 1100
+"""Deflate makes at most 1032 times as many bytes (https://zlib.net/zlib_tech.html)."""
+
+
+class Entry(NamedTuple):
+    """An entry of the directory.
+
+    Attributes:
+        name: of the member.
+        name_bytes: as it stands in the zip.
+        header: where the local header begins in the object, in bytes.
+        nbytes, size, crc, compression: as of a `ZipMember`.
+        flags: what 4.4.4 calls the general purpose bit flag.
+    """
+
+    name: str
+    name_bytes: bytes
+    header: int
+    nbytes: int
+    size: int
+    crc: int
+    compression: int
+    flags: int
+
+
+class Window:
+    """The bytes of a zip, and those of them that were read already.
+
+    Attributes:
+        start, stop: where the zip is in the object.
+        key: the object.
+    """
+
+    __slots__ = ("_data", "_data_start", "_fetch", "key", "start", "stop")
+
+    def __init__(self, fetch: Fetch, start: int, stop: int, key: str) -> None:
+        self._fetch = fetch
+        self.start = start
+        self.stop = stop
+        self.key = key
+        self._data = b""
+        self._data_start = stop
+
+    def get(self, start: int, stop: int) -> bytes:
+        """Bytes of the object that are in the zip.
+
+        Raises:
+            CorruptCheckpointError: the object ends before.
+        """
+        held = self._data_start
+        if held <= start and stop <= held + len(self._data):
+            return self._data[start - held : stop - held]
+        data = self._fetch(start, stop)
+        if len(data) != stop - start:
+            raise corrupt_zip(
+                self.key, start, stop, f"the object is cut off: {len(data)} of the {stop - start} bytes are there"
+            )
+        return data
+
+    def keep(self, start: int) -> bytes:
+        """Read from `start` to the end of the zip, and have it at hand from then on."""
+        self._data = self.get(start, self.stop)
+        self._data_start = start
+        return self._data
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all of it was read."""
+        return self._data_start == self.start
+
+
+def find_directory(window: Window) -> tuple[int, int, int]:
+    """Where the directory begins and ends in the object, and how many entries it has.
+
+    Raises:
+        CorruptCheckpointError: no end of a directory is there, or it contradicts itself.
+    """
+    key, start, stop = window.key, window.start, window.stop
+    longest = _END.size + _FULL16 + _LOCATOR.size
+    tail_start = start if stop - start <= _SMALL_BYTES else stop - _TAIL_BYTES
+    end = _find_end(window.keep(tail_start), tail_start, stop)
+    if end is None and tail_start > start:
+        tail_start = max(start, stop - longest)
+        end = _find_end(window.keep(tail_start), tail_start, stop)
+    if end is None:
+        raise corrupt_zip(key, tail_start, stop, "no end of a zip directory is there; the file is cut off or is no zip")
+    record = _END.unpack(window.get(end, end + _END.size))
+    _, disk, directory_disk, here, count, nbytes, offset, _ = record
+    limit = end
+    locator = window.get(end - _LOCATOR.size, end) if end - _LOCATOR.size >= start else b""
+    if locator[:4] == b"PK\x06\x07":
+        _, record_disk, record_offset, disks = _LOCATOR.unpack(locator)
+        record_start = start + record_offset
+        if record_disk or disks > 1 or record_start + _END64.size > end - _LOCATOR.size:
+            raise corrupt_zip(key, end - _LOCATOR.size, end, "the zip64 end is not where its locator says")
+        fields = _END64.unpack(window.get(record_start, record_start + _END64.size))
+        magic, _, _, _, disk64, directory_disk64, here64, count64, nbytes64, offset64 = fields
+        old = (disk, directory_disk, here, count), (nbytes, offset)
+        new = (disk64, directory_disk64, here64, count64), (nbytes64, offset64)
+        for olds, news, full in zip(old, new, (_FULL16, _FULL32), strict=True):
+            if magic != b"PK\x06\x06" or any(one not in (full, other) for one, other in zip(olds, news, strict=True)):
+                raise corrupt_zip(key, record_start, end, "the two ends of the zip directory do not agree")
+        disk, directory_disk, here, count, nbytes, offset = (*new[0], *new[1])
+        limit = record_start
+    if disk or directory_disk or here != count:
+        raise corrupt_zip(key, end, stop, "the zip is one of several parts; join them first")
+    directory = start + offset
+    if directory + nbytes > limit or nbytes < count * _ENTRY.size:
+        raise corrupt_zip(
+            key, end, stop, f"{count} entries in {nbytes} bytes at {offset} cannot be the directory; the zip is damaged"
+        )
+    if nbytes > _MOST_DIRECTORY_BYTES:
+        raise corrupt_zip(
+            key, end, stop, f"a directory of {nbytes} bytes, where at most {_MOST_DIRECTORY_BYTES} are read"
+        )
+    return directory, directory + nbytes, count
+
+
+def _find_end(tail: bytes, tail_start: int, stop: int) -> int | None:
+    """Where the end record is: the last one whose comment reaches to the end of the zip."""
+    place = len(tail) - _END.size
+    while (place := tail.rfind(b"PK\x05\x06", 0, place + 4)) >= 0:
+        if place + _END.size <= len(tail):
+            (comment,) = struct.unpack_from("<H", tail, place + _END.size - 2)
+            if tail_start + place + _END.size + comment == stop:
+                return tail_start + place
+        place -= 1
+        if place < 0:
+            break
+    return None
+
+
+def read_entries(data: bytes, count: int, window: Window, directory: int) -> list[Entry]:
+    """The entries in the bytes of a directory that begins at `directory`, each compared with the bytes that there are.
+
+    Raises:
+        CorruptCheckpointError: one cannot be, or is of a kind that torch never writes.
+    """
+    key = window.key
+    entries: list[Entry] = []
+    place = 0
+    for _ in range(count):
+        if place + _ENTRY.size > len(data):
+            raise corrupt_zip(key, directory + place, directory + len(data), "the zip directory is cut off")
+        fields = _ENTRY.unpack_from(data, place)
+        magic, _, _, flags, compression, _, _, crc, nbytes, size, name_n, extra_n, comment_n, disk, _, _, offset = (
+            fields
+        )
+        name_start = place + _ENTRY.size
+        extra_start = name_start + name_n
+        stop = extra_start + extra_n + comment_n
+        if magic != b"PK\x01\x02" or stop > len(data):
+            raise corrupt_zip(key, directory + place, directory + len(data), "the zip directory is damaged")
+        name_bytes = data[name_start:extra_start]
+        if _FULL32 in (nbytes, size, offset) or disk == _FULL16:
+            extra = data[extra_start : extra_start + extra_n]
+            size, nbytes, offset, disk = _wide(extra, size, nbytes, offset, disk, key)
+        name = _name(name_bytes, flags, key)
+        header = window.start + offset
+        if flags & ENCRYPTED or disk or compression not in (STORED, DEFLATED):
+            raise corrupt_zip(
+                key,
+                header,
+                header,
+                f"{name!r} is encrypted, in another part, or of compression {compression}; unpack it first",
+            )
+        if compression == STORED and nbytes != size or size > nbytes * _MOST_INFLATED:
+            raise corrupt_zip(key, header, header, f"{name!r} cannot have {size} bytes, stored in {nbytes}")
+        if header + LOCAL_HEADER.size + name_n + nbytes > directory:
+            raise corrupt_zip(key, header, header, f"{name!r} reaches beyond the members of the zip")
+        entries.append(Entry(name, name_bytes, header, nbytes, size, crc, compression, flags))
+        place = stop
+    if len({entry.name for entry in entries}) != len(entries):
+        raise corrupt_zip(key, directory, directory + len(data), "two members of the zip have one name")
+    return entries
+
+
+def _wide(extra: bytes, size: int, nbytes: int, offset: int, disk: int, key: str) -> tuple[int, int, int, int]:
+    """The numbers of an entry, where some are in its zip64 field because they are too large (4.5.3)."""
+    place = 0
+    while place + 4 <= len(extra):
+        field, length = struct.unpack_from("<2H", extra, place)
+        place += 4
+        if field != _ZIP64_FIELD:
+            place += length
+            continue
+        numbers = extra[place : place + length]
+        wanted = [size == _FULL32, nbytes == _FULL32, offset == _FULL32]
+        if len(numbers) != length or length < 8 * sum(wanted) + 4 * (disk == _FULL16):
+            break
+        wide = iter(struct.unpack_from(f"<{sum(wanted)}Q", numbers))
+        size, nbytes, offset = (
+            next(wide) if large else old for large, old in zip(wanted, (size, nbytes, offset), strict=True)
+        )
+        if disk == _FULL16:
+            (disk,) = struct.unpack_from("<I", numbers, 8 * sum(wanted))
+        break
+    # Without such a field the largest number is itself; what follows compares it with the bytes that there are.
+    return size, nbytes, offset, disk
+
+
+def _name(name_bytes: bytes, flags: int, key: str) -> str:
+    try:
+        name = name_bytes.decode("utf-8" if flags & _UTF8 else "cp437")
+    except UnicodeDecodeError as error:
+        raise corrupt_zip(key, 0, 0, f"the name {name_bytes[:80]!r} of a member is not UTF-8") from error
+    if not name or any(character < " " or character == "\x7f" for character in name):
+        raise corrupt_zip(key, 0, 0, f"{name[:80]!r} cannot be the name of a member")
+    return name
+
+
+def corrupt_zip(key: str, start: int, stop: int, reason: str) -> CorruptCheckpointError:
+    """The error about bytes `start` to `stop` of an object."""
+    return CorruptCheckpointError(
+        f"{key!r} cannot be read as a zip: {reason}. Restore it from a copy, or load another checkpoint",
+        key=key,
+        start=start,
+        stop=max(start, stop),
+    )
