@@ -1,0 +1,24 @@
+"""The file ``.metadata`` of torch.distributed.checkpoint: which tensors and values there are, and where their parts lie.
+
+It is a pickle of protocol 4 of ``torch.distributed.checkpoint.metadata.Metadata`` (torch 2.13.0, metadata.py and filesystem.py)::
+
+    state_dict_metadata  {name: TensorStorageMetadata(properties, size, chunks[ChunkStorageMetadata(offsets, sizes)])
+                                or BytesStorageMetadata()}
+    planner_data         {name: path}, or None
+    storage_data         {MetadataIndex(fqn, offset, index): _StorageInfo(relative_path, offset, length, transform_descriptors)}
+    storage_meta         StorageMeta(checkpoint_id, save_id, load_id, modules), or None
+    version              "1.0.0", or None
+
+Classes are known by their names, and those that moved between versions of torch by any of them. What other software adds
+(Megatron-LM: ``mcore_data``) is passed over.
+
+- `entries`: what it says, as data
+- `reading`: out of a pickle that may be hostile
+- `writing`: as torch would
+"""
+
+from ckptcore_dcp.metadata.entries import DcpChunk, DcpMetadata, DcpPath, DcpTensor, DcpValue
+from ckptcore_dcp.metadata.reading import read_metadata
+from ckptcore_dcp.metadata.writing import write_metadata
+
+__all__ = ["DcpChunk", "DcpMetadata", "DcpPath", "DcpTensor", "DcpValue", "read_metadata", "write_metadata"]
