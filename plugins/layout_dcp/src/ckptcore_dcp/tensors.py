@@ -173,7 +173,7 @@ class _Walk:
         parts = _Parts([], [])
         of_call: dict[str, Value] = {
             "__arguments__": made_of,
-            "__keywords__": dict(call.keywords),
+            "__keywords__": {name: part for name, part in call.keywords.items()},  # a dict of values
             "__items__": list(call.appended),
             "__pairs__": list(call.pairs),
         }
