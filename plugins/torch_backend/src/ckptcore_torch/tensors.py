@@ -214,7 +214,14 @@ def handler_of_type(leaf_type: type) -> LeafHandler | None:
     """The handler for tensors of a type; None for what is no tensor."""
     if leaf_type is torch.Tensor or leaf_type is torch.nn.Parameter:
         return _PLAIN
-    return _SUBCLASSES if issubclass(leaf_type, torch.Tensor) else None
+    if not issubclass(leaf_type, torch.Tensor):
+        return None
+    distributed = sys.modules.get("torch.distributed.tensor")  # nobody has a DTensor who did not import it
+    if distributed is not None and issubclass(leaf_type, distributed.DTensor):
+        from ckptcore_torch.dtensors import DTensorHandler
+
+        return DTensorHandler()
+    return _SUBCLASSES
 
 
 def is_uninitialized(leaf: object) -> bool:
@@ -341,9 +348,7 @@ def _plain(leaf: torch.Tensor) -> torch.Tensor:
     if hasattr(leaf, "__tensor_flatten__"):
         name = f"{type(leaf).__module__}.{type(leaf).__qualname__}"
         remedy = (
-            "save its .full_tensor()"
-            if type(leaf).__name__ == "DTensor"
-            else "save its .values() and .offsets(), or .unbind()"
+            "save its .values() and .offsets(), or .unbind()"
             if leaf.is_nested
             else "save the tensors that its __tensor_flatten__() names as leaves of their own"
         )

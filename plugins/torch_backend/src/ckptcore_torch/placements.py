@@ -1,0 +1,185 @@
+"""Where the elements of a DTensor are: the boxes of each process of its mesh, and which of them hold the same.
+
+A placement says for one axis of the mesh what its processes hold. They are applied from the first axis of the mesh to the last,
+each to what the ones before left (`torch.distributed.tensor.placement_types`): ``Shard(dim)`` gives process `i` of `n` the
+`i`-th of the pieces that `torch.chunk` makes; ``_StridedShard(dim, split_factor=f)`` first makes `f` pieces, and gives it the
+`i`-th part of each, so what it holds is in several places.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from torch.distributed.tensor import Partial, Replicate
+from torch.distributed.tensor.placement_types import Placement
+
+from ckptcore.errors import UnsupportedLeafError
+from ckptcore.model import JSON, Box
+
+__all__ = ["Pieces", "Placed", "placed_pieces", "sharding_cuts", "sharding_notes"]
+
+_CACHED: Final = 1 << 14
+
+Run = tuple[int, int]
+"""A half-open range of indices of one axis of the whole tensor."""
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """How a DTensor lies over its mesh; what boxes depend on, and can be compared.
+
+    Attributes:
+        shape: of the whole tensor.
+        mesh_shape: processes along each axis of the mesh.
+        placements: one for each axis of the mesh.
+    """
+
+    shape: tuple[int, ...]
+    mesh_shape: tuple[int, ...]
+    placements: tuple[Placement, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Pieces:
+    """What one process holds of a tensor.
+
+    Attributes:
+        shape: of its local tensor.
+        boxes: each box of the whole tensor that it holds, and where in the local tensor it is. Empty boxes are left out.
+        replica, replicas: which of how many processes that hold the same this is.
+    """
+
+    shape: tuple[int, ...]
+    boxes: Mapping[Box, tuple[slice, ...]]
+    replica: int
+    replicas: int
+
+
+@functools.lru_cache(maxsize=_CACHED)
+def placed_pieces(placed: Placed, coordinate: tuple[int, ...]) -> Pieces:
+    """What the process at a coordinate of the mesh holds.
+
+    Raises:
+        UnsupportedLeafError: if processes hold partial sums, or something that is not known.
+    """
+    axes = [_runs_at(placed, axis, coordinate) for axis in range(len(placed.shape))]
+    boxes: dict[Box, tuple[slice, ...]] = {}
+    for runs in itertools.product(*[_located(axis) for axis in axes]):
+        box = Box(tuple([start for start, _, _ in runs]), tuple([stop for _, stop, _ in runs]))
+        boxes[box] = tuple([slice(local, local + stop - start) for start, stop, local in runs])
+    replica, replicas = 0, 1
+    for position, extent, placement in zip(coordinate, placed.mesh_shape, placed.placements, strict=True):
+        if isinstance(placement, Replicate):
+            replica, replicas = replica * extent + position, replicas * extent
+    local_shape = tuple([sum(stop - start for start, stop in axis) for axis in axes])
+    return Pieces(local_shape, boxes if 0 not in local_shape else {}, replica, replicas)
+
+
+@functools.lru_cache(maxsize=_CACHED)
+def sharding_cuts(placed: Placed) -> tuple[tuple[int, ...], ...] | None:
+    """Per axis the sorted inner boundaries at which the boxes of all processes meet; None where nothing is cut."""
+    cuts: list[tuple[int, ...]] = []
+    for axis, extent in enumerate(placed.shape):
+        found: set[int] = set()
+        # What one axis of a tensor is cut into depends on the axes of the mesh that cut it, and on no others.
+        along = [_axis_of(placement, len(placed.shape)) == axis for placement in placed.placements]
+        ranges = [range(size if cut else 1) for size, cut in zip(placed.mesh_shape, along, strict=True)]
+        if any(along):
+            for coordinate in itertools.product(*ranges):
+                for start, stop in _runs_at(placed, axis, coordinate):
+                    found.update(bound for bound in (start, stop) if 0 < bound < extent)
+        cuts.append(tuple(sorted(found)))
+    return tuple(cuts) if any(cuts) else None
+
+
+def sharding_notes(mesh: Any, placements: Sequence[Placement]) -> dict[str, JSON]:
+    """The mesh and the placements as JSON."""
+    described: list[JSON] = []
+    for placement in placements:
+        one: dict[str, JSON] = {"kind": type(placement).__name__}
+        for name in ("dim", "split_factor"):
+            if hasattr(placement, name):
+                one[name] = int(getattr(placement, name))
+        described.append(one)
+    names = mesh.mesh_dim_names
+    return {"mesh": list(mesh.shape), "names": None if names is None else list(names), "placements": described}
+
+
+def _axis_of(placement: Placement, axes: int) -> int | None:
+    """The axis of the tensor that a placement cuts; None if it cuts none.
+
+    Raises:
+        UnsupportedLeafError: it is a partial sum, or not known.
+    """
+    if isinstance(placement, Replicate):
+        return None
+    if isinstance(placement, Partial):
+        raise UnsupportedLeafError(
+            f"a DTensor with the placement {placement} holds partial sums, which are no elements until they are added up; "
+            "call .redistribute() with Replicate() or Shard() in its place before you save it"
+        )
+    if placement.is_shard() or hasattr(placement, "split_factor"):
+        return int(placement.dim) % axes  # type: ignore[attr-defined]  # both kinds of shards have it
+    raise UnsupportedLeafError(
+        f"what a DTensor with the placement {placement} holds is not known; call .redistribute() with Replicate() or Shard() "
+        "in its place before you save it"
+    )
+
+
+def _runs_at(placed: Placed, axis: int, coordinate: Sequence[int]) -> Sequence[Run]:
+    """The indices of one axis that the process at a coordinate has, in the order of its local tensor."""
+    runs: Sequence[Run] = [(0, placed.shape[axis])]
+    for position, extent, placement in zip(coordinate, placed.mesh_shape, placed.placements, strict=True):
+        if _axis_of(placement, len(placed.shape)) != axis:
+            continue
+        size = sum(stop - start for start, stop in runs)
+        factor = int(getattr(placement, "split_factor", 1))
+        taken: list[Run] = []
+        for first, last in _chunks(0, size, factor):
+            start, stop = _chunks(first, last, extent)[position]
+            taken.extend(_sub_runs(runs, start, stop))
+        runs = _joined(taken)
+    return runs
+
+
+def _chunks(start: int, stop: int, count: int) -> Sequence[Run]:
+    """A range as `torch.chunk` divides it; the last ones may be empty."""
+    step = math.ceil((stop - start) / count)
+    return [(min(start + step * number, stop), min(start + step * (number + 1), stop)) for number in range(count)]
+
+
+def _sub_runs(runs: Sequence[Run], start: int, stop: int) -> list[Run]:
+    """Elements `start` to `stop` of what runs hold one after the other."""
+    found = []
+    position = 0
+    for first, last in runs:
+        low, high = max(start - position, 0), min(stop - position, last - first)
+        if low < high:
+            found.append((first + low, first + high))
+        position += last - first
+    return found
+
+
+def _joined(runs: Sequence[Run]) -> Sequence[Run]:
+    found: list[Run] = []
+    for start, stop in runs:
+        if found and found[-1][1] == start:
+            found[-1] = (found[-1][0], stop)
+        else:
+            found.append((start, stop))
+    return found
+
+
+def _located(runs: Sequence[Run]) -> Sequence[tuple[int, int, int]]:
+    """Runs, each with where it begins in the local tensor."""
+    found = []
+    position = 0
+    for start, stop in runs:
+        found.append((start, stop, position))
+        position += stop - start
+    return found
