@@ -1,0 +1,411 @@
+"""The encoder: a value to a pickle of protocol 2 or 4, the same bytes for the same value in every process.
+
+Opcodes are those that ``Lib/pickletools.py`` of CPython tells. Of protocol 2 only those are used that ``torch.load`` takes with
+``weights_only=True``; `pickle.dumps` writes the same bytes for plain values whose equal texts are one object. The work stands on
+a list and not on the stack of the interpreter, so no value is nested too deep.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Final
+
+from ckptcore.errors import UnsupportedLeafError
+from ckptcore_dcp.pickles.values import Call, Global, Persistent, Value, brief
+
+__all__ = ["write_pickle"]
+
+_BATCH: Final = 1000
+"""How many items one APPENDS or SETITEMS adds: `pickle` does the same, and readers' stacks stay small."""
+_FRAME: Final = 64 * 1024
+"""From how many bytes on a frame of protocol 4 ends."""
+_SMALLEST_FRAME: Final = 4
+
+
+def write_pickle(value: Value, *, protocol: int) -> bytes:
+    """The pickle of a value, of protocol 2 (what ``torch.save`` writes) or 4 (``.metadata``).
+
+    A list, dict, tuple, set or `Call` that stands in several places is written once and is one object again for who reads it;
+    texts, bytes and globals are shared where they are equal. Sets of texts, of bytes or of numbers are written in order, other
+    sets in that of their iteration. A `bytearray` is a `Call`, as `read_pickle` gives it.
+
+    Raises:
+        UnsupportedLeafError: if the value holds something else than a `Value`, or a tuple or `Call` that is made of itself.
+        ValueError: if it is another protocol.
+    """
+    if protocol not in (2, 4):
+        raise ValueError(f"pickles of the protocols 2 and 4 can be written, and protocol {protocol} was asked for")
+    return _Encoder(protocol).encode(value)
+
+
+class _Raw:
+    """Opcodes that come after what was put on the work list later."""
+
+    __slots__ = ("opcodes",)
+
+    def __init__(self, opcodes: bytes) -> None:
+        self.opcodes = opcodes
+
+
+class _Work:
+    """Several pieces of work, which are left out together if their object is there already."""
+
+    __slots__ = ("pieces",)
+
+    def __init__(self, pieces: list[Any]) -> None:
+        self.pieces = pieces
+
+
+class _Made:
+    """The point at which a tuple, frozenset or call is on the reader's stack, but for what made it."""
+
+    __slots__ = ("discard", "opcodes", "value")
+
+    def __init__(self, value: Any, opcodes: bytes, discard: bytes) -> None:
+        self.value = value
+        self.opcodes = opcodes
+        self.discard = discard
+        """What takes the parts from the reader's stack again, if the value has come to be made by one of them."""
+
+
+class _Encoder:
+    """One pickle being written. One thread; the value must not change meanwhile."""
+
+    def __init__(self, protocol: int) -> None:
+        self._protocol = protocol
+        self._parts: list[bytes] = []
+        self._done: list[bytes] = []
+        self._memo: dict[object, int] = {}  # id() of containers and calls; (type, value) of what is shared by equality
+        self._open: dict[int, int] = {}
+        self._todo: list[Any] = []
+        self._kept: list[object] = []  # made here and in the memo by id(), which nothing else may get
+        self._writers: dict[type, Callable[[Any], None]] = {
+            str: self._text,
+            int: self._integer,
+            tuple: self._tuple,
+            Call: self._call,
+            dict: self._dict,
+            list: self._list,
+            Global: self._global,
+            float: self._float,
+            bool: self._bool,
+            type(None): self._none,
+            bytes: self._bytes,
+            Persistent: self._persistent,
+            complex: self._complex,
+            set: self._set,
+            frozenset: self._frozenset,
+        }
+
+    def encode(self, value: Value) -> bytes:
+        """See `write_pickle`."""
+        todo, writers, parts = self._todo, self._writers, self._parts
+        todo.append(value)
+        framed = self._protocol >= 4
+        count = 0
+        while todo:
+            item = todo.pop()
+            kind = item.__class__
+            if kind is _Raw:
+                parts.append(item.opcodes)
+            elif kind is _Made:
+                self._finish(item)
+            elif kind is _Work:
+                self._later(item.pieces)
+            else:
+                writer = writers.get(kind)
+                if writer is None:
+                    raise UnsupportedLeafError(
+                        f"a value of {kind.__module__}.{kind.__qualname__} cannot be written to a pickle of data; expected None, "
+                        "bool, int, float, complex, str, bytes, list, tuple, dict, set or what stands for a class of torch; "
+                        "convert it first"
+                    )
+                writer(item)
+            count += 1
+            if framed and count % 1024 == 0:
+                self._end_frame(_FRAME)
+        parts.append(b".")
+        if not framed:
+            return b"\x80\x02" + b"".join(parts)
+        self._end_frame(0)
+        return b"\x80\x04" + b"".join(self._done)
+
+    def _end_frame(self, least: int) -> None:
+        """Put what was written into a frame, if it has this many bytes."""
+        body = b"".join(self._parts)
+        self._parts.clear()  # the list stays the same: `encode` holds it
+        if len(body) < least:
+            self._parts.append(body)
+            return
+        if len(body) >= _SMALLEST_FRAME:
+            self._done.append(b"\x95" + len(body).to_bytes(8, "little"))
+        self._done.append(body)
+
+    def _recall(self, name: object) -> bool:
+        """Write a reference to what the memo has under this name; False if it has nothing."""
+        index = self._memo.get(name)
+        if index is None:
+            return False
+        self._parts.append(b"h%c" % index if index < 256 else b"j" + index.to_bytes(4, "little"))
+        return True
+
+    def _memoize(self, name: object) -> None:
+        index = self._memo[name] = len(self._memo)
+        if self._protocol >= 4:
+            self._parts.append(b"\x94")
+        else:
+            self._parts.append(b"q%c" % index if index < 256 else b"r" + index.to_bytes(4, "little"))
+
+    def _enter(self, value: Any) -> None:
+        """Note that the parts of a value come before itself, and refuse one that is a part of itself.
+
+        One that comes to itself through a list, dict or call that is made before it ends well: that is in the memo by then.
+        """
+        size = len(self._memo)
+        if self._open.get(id(value)) == size:
+            raise UnsupportedLeafError(
+                f"a {brief(value)} is made of itself, and no pickle can hold it; make it of something else"
+            )
+        self._open[id(value)] = size
+
+    def _finish(self, made: _Made) -> None:
+        value = made.value
+        self._open.pop(id(value), None)
+        index = self._memo.get(id(value))
+        if index is not None:  # one of its parts held it and made it
+            self._parts.append(made.discard)
+            self._recall(id(value))
+            if value.__class__ is Call:
+                del self._todo[-1]  # its items and state are there too
+            return
+        self._parts.append(made.opcodes)
+        self._memoize(id(value))
+
+    def _none(self, value: None) -> None:
+        self._parts.append(b"N")
+
+    def _bool(self, value: bool) -> None:
+        self._parts.append(b"\x88" if value else b"\x89")
+
+    def _integer(self, value: int) -> None:
+        if 0 <= value < 256:
+            opcodes = b"K%c" % value
+        elif 0 <= value < 65536:
+            opcodes = b"M" + value.to_bytes(2, "little")
+        elif -0x80000000 <= value < 0x80000000:
+            opcodes = b"J" + value.to_bytes(4, "little", signed=True)
+        else:
+            size = (value.bit_length() >> 3) + 1
+            body = value.to_bytes(size, "little", signed=True)
+            if size > 1 and body[-1] == 0xFF and body[-2] & 0x80:  # -2**(8 * n - 1) needs a byte less
+                body = body[:-1]
+            if len(body) > 255:
+                raise UnsupportedLeafError(
+                    f"{brief(value)} cannot be written to a pickle that torch reads; expected at most 255 bytes; store it as a text"
+                )
+            opcodes = b"\x8a%c" % len(body) + body
+        self._parts.append(opcodes)
+
+    def _float(self, value: float) -> None:
+        self._parts.append(b"G" + struct.pack(">d", value))
+
+    def _text(self, value: str) -> None:
+        name = (str, value)
+        if self._recall(name):
+            return
+        body = value.encode("utf-8", "surrogatepass")
+        if len(body) < 256 and self._protocol >= 4:
+            self._parts.append(b"\x8c%c" % len(body) + body)
+        else:
+            self._parts.append(self._counted(b"X", b"\x8d", body))
+        self._memoize(name)
+
+    def _bytes(self, value: bytes) -> None:
+        name = (bytes, value)
+        if self._protocol >= 4:
+            if self._recall(name):
+                return
+            if len(value) < 256:
+                self._parts.append(b"C%c" % len(value) + value)
+            else:
+                self._parts.append(self._counted(b"B", b"\x8e", value))
+            self._memoize(name)
+        elif not value:
+            self._reduce(name, Global("__builtin__", "bytes"), ())
+        else:
+            self._reduce(name, Global("_codecs", "encode"), (value.decode("latin-1"), "latin1"))
+
+    def _counted(self, opcode: bytes, long_opcode: bytes, body: bytes) -> bytes:
+        if len(body) < 2**32:
+            return opcode + len(body).to_bytes(4, "little") + body
+        if self._protocol < 4:
+            raise UnsupportedLeafError(
+                f"a text of {len(body)} bytes cannot be written to a pickle of protocol 2; expected less than 4 GiB; store an array"
+            )
+        return long_opcode + len(body).to_bytes(8, "little") + body
+
+    def _complex(self, value: complex) -> None:
+        module = "builtins" if self._protocol >= 4 else "__builtin__"
+        self._reduce(None, Global(module, "complex"), (value.real, value.imag))
+
+    def _reduce(self, name: object, function: Global, arguments: tuple[Value, ...]) -> None:
+        """Write a call that makes a value which has no opcode, from arguments that are no containers.
+
+        Args:
+            name: of the value in the memo; None for what is written anew at each place.
+        """
+        if name is not None and self._recall(name):
+            return
+        self._global(function)
+        if not arguments:
+            self._parts.append(b")")
+        for argument in arguments:
+            self._writers[type(argument)](argument)
+        if arguments:
+            self._parts.append(b"\x86" if len(arguments) == 2 else b"\x85")
+            if name is not None:
+                self._memoize(
+                    (tuple, name)
+                )  # nobody refers to it; pickle does so too, and the bytes are to be the same
+        self._parts.append(b"R")
+        if name is not None:
+            self._memoize(name)
+
+    def _global(self, value: Global) -> None:
+        name = (Global, value.module, value.name)
+        if self._recall(name):
+            return
+        if self._protocol >= 4:
+            self._text(value.module)
+            self._text(value.name)
+            self._parts.append(b"\x93")
+        else:
+            if "\n" in value.module or "\n" in value.name:
+                raise UnsupportedLeafError(
+                    f"{brief(value)!r} has a line break, and no pickle of protocol 2 can name it; rename it"
+                )
+            self._parts.append(f"c{value.module}\n{value.name}\n".encode())
+        self._memoize(name)
+
+    def _persistent(self, value: Persistent) -> None:
+        self._todo.append(_Raw(b"Q"))
+        self._todo.append(value.id)
+
+    def _tuple(self, value: tuple[Value, ...]) -> None:
+        if not value:
+            self._parts.append(b")")
+            return
+        if self._recall(id(value)):
+            return
+        self._enter(value)
+        count = len(value)
+        if count <= 3:
+            self._todo.append(_Made(value, b"\x84\x85\x86\x87"[count : count + 1], b"0" * count))
+        else:
+            self._parts.append(b"(")
+            self._todo.append(_Made(value, b"t", b"1"))
+        self._todo.extend(reversed(value))
+
+    def _list(self, value: list[Value]) -> None:
+        if self._recall(id(value)):
+            return
+        self._parts.append(b"]")
+        self._memoize(id(value))
+        self._later(self._batches(value, b"a", b"e"))
+
+    def _dict(self, value: dict[Value, Value]) -> None:
+        if self._recall(id(value)):
+            return
+        self._parts.append(b"}")
+        self._memoize(id(value))
+        self._later(self._batches(value.items(), b"s", b"u"))
+
+    def _set(self, value: set[Value]) -> None:
+        if self._recall(id(value)):
+            return
+        if self._protocol < 4:
+            self._enter(value)
+            self._set_call(value, "set")
+            return
+        self._parts.append(b"\x8f")
+        self._memoize(id(value))
+        work: list[Any] = []
+        items = _in_order(value)
+        for start in range(0, len(items), _BATCH):
+            work.append(_Raw(b"("))
+            work.extend(items[start : start + _BATCH])
+            work.append(_Raw(b"\x90"))
+        self._later(work)
+
+    def _frozenset(self, value: frozenset[Value]) -> None:
+        if self._recall(id(value)):
+            return
+        self._enter(value)
+        if self._protocol < 4:
+            self._set_call(value, "frozenset")
+            return
+        self._parts.append(b"(")
+        self._todo.append(_Made(value, b"\x91", b"1"))
+        self._todo.extend(reversed(_in_order(value)))
+
+    def _set_call(self, value: set[Value] | frozenset[Value], name: str) -> None:
+        self._global(Global("__builtin__", name))
+        self._parts.append(b"]")
+        self._later([*self._batches(_in_order(value), b"a", b"e"), _Made(value, b"\x85R", b"00")])
+
+    def _call(self, value: Call) -> None:
+        if self._recall(id(value)):
+            return
+        self._enter(value)
+        todo = self._todo
+        after: list[Any] = [*self._batches(value.appended, b"a", b"e"), *self._batches(value.pairs, b"s", b"u")]
+        if value.state is not None:
+            after += [value.state, _Raw(b"b")]
+        todo.append(_Work(after))
+        if value.keywords:
+            if not value.new or self._protocol < 4:
+                raise UnsupportedLeafError(
+                    f"a {brief(value)} has keywords, which only NEWOBJ_EX of protocol 4 can hold; give them as arguments"
+                )
+            todo.append(_Made(value, b"\x92", b"000"))
+            keywords = dict(value.keywords)
+            self._kept.append(keywords)
+            todo.append(keywords)
+        else:
+            todo.append(_Made(value, b"\x81" if value.new else b"R", b"00"))
+        todo.append(value.arguments)
+        todo.append(value.function)
+
+    def _later(self, work: list[Any]) -> None:
+        work.reverse()
+        self._todo.extend(work)
+
+    def _batches(self, items: Iterable[Any], one: bytes, many: bytes) -> list[Any]:
+        """The work of adding items, or pairs of them, to what is on the reader's stack."""
+        rows: Sequence[Any] = list(items)
+        if not rows:
+            return []
+        flat = many == b"u"
+        if len(rows) == 1:
+            return [*(rows[0] if flat else rows), _Raw(one)]
+        work: list[Any] = []
+        for start in range(0, len(rows), _BATCH):
+            batch = rows[start : start + _BATCH]
+            work.append(_Raw(b"("))
+            if flat:
+                for pair in batch:
+                    work.extend(pair)
+            else:
+                work.extend(batch)
+            work.append(_Raw(many))
+        return work
+
+
+def _in_order(items: Iterable[Value]) -> list[Value]:
+    """The items of a set, in an order that is the same in each process where they are of one plain kind."""
+    found: list[Any] = list(items)
+    kinds = set(map(type, found))
+    if len(kinds) == 1 and kinds <= {str, bytes, int, float, bool} or kinds <= {int, float, bool}:
+        found.sort()
+    return found

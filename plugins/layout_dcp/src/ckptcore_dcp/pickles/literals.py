@@ -1,0 +1,238 @@
+"""The opcodes that hold a value in their own bytes: numbers, texts and bytes of the protocols 0 to 5.
+
+What each means is told by ``Lib/pickletools.py`` of CPython. Each reader takes the bytes, where the opcode's argument begins and
+the object's key, and gives the value and where the argument ends. No length is believed before it is compared with the bytes
+that are there, and numbers have a bound of their own: to turn long decimal text into a number takes quadratic time.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from struct import Struct
+from typing import Final, TypeAlias
+
+from ckptcore_dcp.pickles.refusals import cut_short, malformed
+from ckptcore_dcp.pickles.values import Call, Global, Value
+
+__all__ = ["LITERALS", "Literal", "line"]
+
+Literal: TypeAlias = Callable[[bytes, int, str], tuple[Value, int]]
+
+_MAX_INTEGER: Final = 1024
+"""The most bytes of an integer."""
+_MAX_DIGITS: Final = 2500
+"""The most characters of a number that is written as text: what an integer of `_MAX_INTEGER` bytes needs."""
+_INTEGER: Final = re.compile(rb"[+-]?[0-9]+")
+_FLOAT: Final = re.compile(rb"[+-]?([0-9]+(\.[0-9]*)?|\.[0-9]+)([eE][+-]?[0-9]+)?|[+-]?(inf|nan)")
+_ESCAPE: Final = re.compile(rb"\\(x[0-9a-fA-F]{2}|[\\'\"nrtabfv]|[0-7]{1,3}|)")
+_PLAIN_ESCAPES: Final = {
+    b"\\": b"\\", b"'": b"'", b'"': b'"', b"n": b"\n", b"r": b"\r", b"t": b"\t", b"a": b"\a", b"b": b"\b", b"f": b"\f",
+    b"v": b"\v",
+}  # fmt: skip
+_DOUBLE: Final = Struct(">d")
+
+
+def line(data: bytes, position: int, key: str) -> tuple[bytes, int]:
+    """The bytes from ``position`` to the next newline, and where what follows it begins.
+
+    Raises:
+        CorruptCheckpointError: if there is none.
+    """
+    end = data.find(b"\n", position)
+    if end < 0:
+        raise cut_short(key, position, len(data) + 1)
+    return data[position:end], end + 1
+
+
+def _counted(size: int, *, signed: bool = False) -> Callable[[bytes, int, str], tuple[bytes, int]]:
+    """A reader of bytes whose number stands before them, in ``size`` bytes."""
+
+    def read(data: bytes, position: int, key: str) -> tuple[bytes, int]:
+        start = position + size
+        if start > len(data):
+            raise cut_short(key, position, start)
+        length = int.from_bytes(data[position:start], "little", signed=signed)
+        if length < 0:
+            raise malformed(key, position, f"a length of {length} bytes")
+        if length > len(data) - start:
+            raise cut_short(key, start, start + length)
+        return data[start : start + length], start + length
+
+    return read
+
+
+def _bytes(size: int) -> Literal:
+    return _counted(size)
+
+
+def _text(size: int) -> Literal:
+    counted = _counted(size)
+
+    def read(data: bytes, position: int, key: str) -> tuple[Value, int]:
+        found, end = counted(data, position, key)
+        return _unicode(found, position, key), end
+
+    return read
+
+
+def _unicode(found: bytes, position: int, key: str) -> str:
+    try:
+        return found.decode("utf-8", "surrogatepass")  # so does pickle: file names can have lone surrogates
+    except UnicodeDecodeError as error:
+        raise malformed(key, position, f"a text that is not UTF-8 ({error.reason})") from error
+
+
+def _python2_text(found: bytes) -> str | bytes:
+    """A ``str`` of Python 2: text where it can be, as torch takes it, and bytes otherwise."""
+    try:
+        return found.decode("utf-8")
+    except UnicodeDecodeError:
+        return found
+
+
+def _python2_string(size: int) -> Literal:
+    counted = _counted(size, signed=size == 4)
+
+    def read(data: bytes, position: int, key: str) -> tuple[Value, int]:
+        found, end = counted(data, position, key)
+        return _python2_text(found), end
+
+    return read
+
+
+def _quoted_string(data: bytes, position: int, key: str) -> tuple[Value, int]:
+    found, end = line(data, position, key)
+    found = found.rstrip(b"\r")
+    if len(found) < 2 or found[0] != found[-1] or found[0] not in b"'\"":
+        raise malformed(key, position, "a string without quotes")
+
+    def plain(match: re.Match[bytes]) -> bytes:
+        code = match[1]
+        if code in _PLAIN_ESCAPES:
+            return _PLAIN_ESCAPES[code]
+        if not code:
+            raise malformed(key, position, "a string with a backslash that means nothing")
+        return bytes([int(code[1:], 16) if code[0] == ord("x") else int(code, 8) & 0xFF])
+
+    return _python2_text(_ESCAPE.sub(plain, found[1:-1])), end
+
+
+def _raw_unicode(data: bytes, position: int, key: str) -> tuple[Value, int]:
+    found, end = line(data, position, key)
+    try:
+        return found.decode("raw-unicode-escape"), end
+    except UnicodeDecodeError as error:
+        raise malformed(key, position, f"a text with an escape that means nothing ({error.reason})") from error
+
+
+def _byte_array(data: bytes, position: int, key: str) -> tuple[Value, int]:
+    # A call, as the protocols before 5 have it.
+    found, end = _counted(8)(data, position, key)
+    return Call(Global("builtins", "bytearray"), (found,)), end
+
+
+def _integer(size: int, *, signed: bool = False) -> Literal:
+    def read(data: bytes, position: int, key: str) -> tuple[Value, int]:
+        end = position + size
+        if end > len(data):
+            raise cut_short(key, position, end)
+        return int.from_bytes(data[position:end], "little", signed=signed), end
+
+    return read
+
+
+def _long(size: int) -> Literal:
+    def read(data: bytes, position: int, key: str) -> tuple[Value, int]:
+        start = position + size
+        if start > len(data):
+            raise cut_short(key, position, start)
+        length = int.from_bytes(data[position:start], "little", signed=size == 4)
+        if not 0 <= length <= _MAX_INTEGER:
+            raise malformed(key, position, f"an integer of {length} bytes; at most {_MAX_INTEGER} are read")
+        if length > len(data) - start:
+            raise cut_short(key, start, start + length)
+        return int.from_bytes(data[start : start + length], "little", signed=True), start + length
+
+    return read
+
+
+def _number_line(data: bytes, position: int, key: str) -> tuple[bytes, int]:
+    end = data.find(b"\n", position, position + _MAX_DIGITS + 1)
+    if end < 0:
+        if len(data) - position <= _MAX_DIGITS:
+            raise cut_short(key, position, len(data) + 1)
+        raise malformed(key, position, f"a number of more than {_MAX_DIGITS} characters")
+    return data[position:end].rstrip(b"\r"), end + 1
+
+
+def _decimal(data: bytes, position: int, key: str) -> tuple[Value, int]:
+    found, end = _number_line(data, position, key)
+    if found == b"00":  # a bool of the protocols 0 and 1
+        return False, end
+    if found == b"01":
+        return True, end
+    return _decimal_value(found, position, key), end
+
+
+def _decimal_long(data: bytes, position: int, key: str) -> tuple[Value, int]:
+    found, end = _number_line(data, position, key)
+    return _decimal_value(found.removesuffix(b"L"), position, key), end
+
+
+def _decimal_value(found: bytes, position: int, key: str) -> int:
+    if not _INTEGER.fullmatch(found):
+        raise malformed(key, position, "an integer that is none")
+    return int(found)
+
+
+def _decimal_float(data: bytes, position: int, key: str) -> tuple[Value, int]:
+    found, end = _number_line(data, position, key)
+    if not _FLOAT.fullmatch(found):
+        raise malformed(key, position, "a number that is none")
+    return float(found), end
+
+
+def _double(data: bytes, position: int, key: str) -> tuple[Value, int]:
+    end = position + 8
+    if end > len(data):
+        raise cut_short(key, position, end)
+    (value,) = _DOUBLE.unpack_from(data, position)
+    assert isinstance(value, float)
+    return value, end
+
+
+def _constant(value: Value) -> Literal:
+    def read(data: bytes, position: int, key: str) -> tuple[Value, int]:
+        return value, position
+
+    return read
+
+
+LITERALS: Final[Mapping[int, Literal]] = {
+    ord("I"): _decimal,  # INT
+    ord("L"): _decimal_long,  # LONG
+    ord("J"): _integer(4, signed=True),  # BININT
+    ord("K"): _integer(1),  # BININT1
+    ord("M"): _integer(2),  # BININT2
+    0x8A: _long(1),  # LONG1
+    0x8B: _long(4),  # LONG4
+    ord("F"): _decimal_float,  # FLOAT
+    ord("G"): _double,  # BINFLOAT
+    ord("S"): _quoted_string,  # STRING
+    ord("T"): _python2_string(4),  # BINSTRING
+    ord("U"): _python2_string(1),  # SHORT_BINSTRING
+    ord("V"): _raw_unicode,  # UNICODE
+    0x8C: _text(1),  # SHORT_BINUNICODE
+    ord("X"): _text(4),  # BINUNICODE
+    0x8D: _text(8),  # BINUNICODE8
+    ord("C"): _bytes(1),  # SHORT_BINBYTES
+    ord("B"): _bytes(4),  # BINBYTES
+    0x8E: _bytes(8),  # BINBYTES8
+    0x96: _byte_array,  # BYTEARRAY8
+    ord("N"): _constant(None),  # NONE
+    0x88: _constant(True),  # NEWTRUE
+    0x89: _constant(False),  # NEWFALSE
+    ord(")"): _constant(()),  # EMPTY_TUPLE
+}
+"""By opcode."""

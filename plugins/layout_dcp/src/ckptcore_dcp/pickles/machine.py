@@ -1,0 +1,381 @@
+"""The machine that reads a pickle as data: it imports nothing and calls nothing.
+
+A pickle is a program for a stack machine; its opcodes are told by ``Lib/pickletools.py`` of CPython. Those of the protocols 0 to
+5 that data needs are carried out here. GLOBAL leaves a `Global`, and REDUCE, NEWOBJ and BUILD leave a `Call`. INST, OBJ,
+the extension registry and buffers outside the pickle are refused: no checkpoint has them.
+
+It works in a loop, without recursion, in memory bounded by a multiple of the pickle's bytes.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import Any, Final
+
+from ckptcore_dcp.pickles.keys import PLAIN_KEYS, KeyCheck
+from ckptcore_dcp.pickles.literals import LITERALS, line
+from ckptcore_dcp.pickles.refusals import cut_short, malformed
+from ckptcore_dcp.pickles.values import Call, Global, Persistent, Value, brief
+
+__all__ = ["read_pickle"]
+
+_REFUSED: Final = {
+    ord("i"): "INST",
+    ord("o"): "OBJ",
+    0x82: "EXT1",
+    0x83: "EXT2",
+    0x84: "EXT4",
+    0x97: "NEXT_BUFFER",
+    0x98: "READONLY_BUFFER",
+}
+_HIGHEST_PROTOCOL: Final = 5
+_NEW_WITH_DICT: Final = b"\x81\x94}\x94("
+"""NEWOBJ, MEMOIZE, EMPTY_DICT, MEMOIZE, MARK: after EMPTY_TUPLE, an object whose attributes follow. Read at one go."""
+_CALL_WITH_IT: Final = b"\x94\x85\x94R\x94"
+"""MEMOIZE, TUPLE1, MEMOIZE, REDUCE, MEMOIZE: after TUPLE2, a call with that tuple: a ``torch.Size`` of two axes."""
+_UINT2: Final = struct.Struct("<H")
+_UINT4: Final = struct.Struct("<I")
+_INT4: Final = struct.Struct("<i")
+_UINT8: Final = struct.Struct("<Q")
+
+
+class _Unset:
+    """What stands in the memo where nothing was put."""
+
+
+_UNSET: Final = _Unset()
+
+
+def read_pickle(data: bytes | memoryview, *, key: str, start: int = 0) -> tuple[Value, int]:
+    """The value of the pickle that begins at byte ``start``, and where the pickle ends, in bytes.
+
+    Several may follow one another. Values that the pickle shares are shared, and may stand inside themselves (`check_walk`).
+    Texts may hold lone surrogates. A text of Python 2 that is not UTF-8 is given as bytes.
+
+    Args:
+        data: what the pickle lies in; a memoryview is copied from ``start`` on.
+        key: the object that the bytes are of, for errors.
+
+    Raises:
+        CorruptCheckpointError: if it is not a pickle of data, or is larger in some number than any is that torch writes. Its
+            ``stop`` is beyond ``data`` where the pickle goes on after what was given.
+    """
+    if not 0 <= start <= len(data):
+        raise cut_short(key, len(data), start)
+    if isinstance(data, memoryview):
+        value, end = _run(bytes(data[start:]), 0, key)
+        return value, start + end
+    return _run(data, start, key)
+
+
+def _run(data: bytes, position: int, key: str) -> tuple[Value, int]:
+    # One loop with local variables only, and the opcodes that are frequent in a `.metadata` first: it has some 65 per chunk.
+    # Values are Any here: what is on the stack is known only once it is looked at.
+    begin = position
+    stack: list[Any] = []
+    outer: list[list[Any]] = []  # a stack per MARK, so that no opcode reaches below a mark
+    memo: list[Any] = []
+    keys = KeyCheck(key)
+    literals = [LITERALS.get(code) for code in range(256)]
+    unset = _UNSET
+    starts_with = data.startswith
+    plain_keys = PLAIN_KEYS
+    uint2, uint4, int4 = _UINT2.unpack_from, _UINT4.unpack_from, _INT4.unpack_from
+    try:
+        while True:
+            code = data[position]
+            position += 1
+            if code == 0x94:  # MEMOIZE
+                memo.append(stack[-1])
+            elif code == 0x68:  # h: BINGET
+                item = memo[data[position]]
+                if item is unset:
+                    raise malformed(key, position, "a memo entry is used and was never put")
+                position += 1
+                stack.append(item)
+            elif code < 0x60:
+                if code == 0x28:  # (: MARK
+                    outer.append(stack)
+                    stack = []
+                elif code == 0x4B:  # K: BININT1
+                    stack.append(data[position])
+                    position += 1
+                elif code == 0x4D:  # M: BININT2
+                    stack.append(uint2(data, position)[0])
+                    position += 2
+                elif code == 0x29:  # ): EMPTY_TUPLE
+                    if starts_with(_NEW_WITH_DICT, position) and stack and stack[-1].__class__ is Global:
+                        position += 5
+                        item = stack[-1] = Call(stack[-1])
+                        item.new = True
+                        memo.append(item)
+                        item = {}
+                        memo.append(item)
+                        stack.append(item)
+                        outer.append(stack)
+                        stack = []
+                    else:
+                        stack.append(())
+                elif code == 0x52:  # R: REDUCE
+                    arguments = stack.pop()
+                    function = stack[-1]
+                    if arguments.__class__ is not tuple or (
+                        function.__class__ is not Global and function.__class__ is not Call
+                    ):
+                        raise malformed(key, position, f"a call of {brief(function)} with {brief(arguments)}")
+                    stack[-1] = Call(function, arguments)
+                elif code == 0x4A:  # J: BININT
+                    stack.append(int4(data, position)[0])
+                    position += 4
+                elif code == 0x58:  # X: BINUNICODE
+                    begins = position + 4
+                    position = begins + uint4(data, position)[0]
+                    if position > len(data):
+                        raise cut_short(key, begins, position)
+                    stack.append(data[begins:position].decode("utf-8", "surrogatepass"))
+                elif code == 0x5D:  # ]: EMPTY_LIST
+                    stack.append([])
+                elif code == 0x51:  # Q: BINPERSID
+                    stack[-1] = Persistent(stack[-1])
+                elif code == 0x2E:  # .: STOP
+                    if len(stack) != 1 or outer:
+                        raise malformed(key, position, f"it stops with {len(stack)} values and {len(outer)} marks left")
+                    return stack[0], position
+                elif (literal := literals[code]) is not None:
+                    value, position = literal(data, position, key)
+                    stack.append(value)
+                elif code == 0x30:  # 0: POP
+                    if stack:
+                        stack.pop()
+                    else:  # the mark itself
+                        stack = outer.pop()
+                elif code == 0x31:  # 1: POP_MARK
+                    stack = outer.pop()
+                elif code == 0x32:  # 2: DUP
+                    stack.append(stack[-1])
+                elif code == 0x50:  # P: PERSID
+                    text, position = line(data, position, key)
+                    stack.append(Persistent(text.decode("ascii")))
+                else:
+                    raise _refusal(key, position - 1, code)
+            elif code < 0x80:
+                if code == 0x6A:  # j: LONG_BINGET
+                    item = memo[uint4(data, position)[0]]
+                    if item is unset:
+                        raise malformed(key, position, "a memo entry is used and was never put")
+                    position += 4
+                    stack.append(item)
+                elif code == 0x7D:  # }: EMPTY_DICT
+                    stack.append({})
+                elif code == 0x75:  # u: SETITEMS
+                    items = stack
+                    stack = outer.pop()
+                    target = stack[-1]
+                    names = items[::2]
+                    values = items[1::2]
+                    if len(names) != len(values):
+                        raise malformed(key, position, "a key without a value")
+                    if target.__class__ is dict:
+                        if not plain_keys.issuperset(map(type, names)):
+                            keys.check(target, names, position)
+                        target.update(zip(names, values, strict=True))
+                        if data[position] == 0x62 and len(stack) > 1:  # BUILD, of what the dict is the state of
+                            item = stack[-2]
+                            if item.__class__ is Call and item.state is None:
+                                position += 1
+                                stack.pop()
+                                item.state = target
+                    else:
+                        _set_pairs(target, zip(names, values, strict=True), key, position)
+                elif code == 0x62:  # b: BUILD
+                    state = stack.pop()
+                    target = stack[-1]
+                    if target.__class__ is not Call or target.state is not None:
+                        raise malformed(key, position, f"a state for a {brief(target)}, which takes none or has one")
+                    target.state = state
+                elif code == 0x71:  # q: BINPUT
+                    _put(memo, data[position], stack[-1], position - begin, key)
+                    position += 1
+                elif code == 0x72:  # r: LONG_BINPUT
+                    _put(memo, uint4(data, position)[0], stack[-1], position - begin, key)
+                    position += 4
+                elif code == 0x74:  # t: TUPLE
+                    item = tuple(stack)
+                    stack = outer.pop()
+                    stack.append(item)
+                elif code == 0x73:  # s: SETITEM
+                    value = stack.pop()
+                    name = stack.pop()
+                    target = stack[-1]
+                    if target.__class__ is dict:
+                        keys.check(target, (name,), position)
+                        target[name] = value
+                    else:
+                        _set_pairs(target, ((name, value),), key, position)
+                elif code == 0x65:  # e: APPENDS
+                    items = stack
+                    stack = outer.pop()
+                    _append(stack[-1], items, key, position)
+                elif code == 0x61:  # a: APPEND
+                    value = stack.pop()
+                    _append(stack[-1], (value,), key, position)
+                elif code == 0x63:  # c: GLOBAL
+                    module, position = line(data, position, key)
+                    text, position = line(data, position, key)
+                    stack.append(Global(module.decode("utf-8"), text.decode("utf-8")))
+                elif code == 0x6C:  # l: LIST
+                    items = stack
+                    stack = outer.pop()
+                    stack.append(items)
+                elif code == 0x64:  # d: DICT
+                    items = stack
+                    stack = outer.pop()
+                    if len(items) % 2:
+                        raise malformed(key, position, "a key without a value")
+                    keys.check(items, items[::2], position)
+                    stack.append(dict(zip(items[::2], items[1::2], strict=True)))
+                elif code == 0x67:  # g: GET
+                    text, position = line(data, position, key)
+                    item = memo[_index(text, key, position)]
+                    if item is unset:
+                        raise malformed(key, position, "a memo entry is used and was never put")
+                    stack.append(item)
+                elif code == 0x70:  # p: PUT
+                    text, position = line(data, position, key)
+                    _put(memo, _index(text, key, position), stack[-1], position - begin, key)
+                else:
+                    raise _refusal(key, position - 1, code)
+            elif code == 0x86:  # TUPLE2
+                item = stack.pop()
+                item = stack[-1] = (stack[-1], item)
+                if starts_with(_CALL_WITH_IT, position) and len(stack) > 1 and stack[-2].__class__ is Global:
+                    position += 5
+                    stack.pop()
+                    memo.append(item)
+                    arguments = (item,)
+                    memo.append(arguments)
+                    item = stack[-1] = Call(stack[-1], arguments)
+                    memo.append(item)
+            elif code == 0x85:  # TUPLE1
+                stack[-1] = (stack[-1],)
+            elif code == 0x81:  # NEWOBJ
+                arguments = stack.pop()
+                function = stack[-1]
+                if arguments.__class__ is not tuple or function.__class__ is not Global:
+                    raise malformed(key, position, f"a new {brief(function)} with {brief(arguments)}")
+                item = stack[-1] = Call(function, arguments)
+                item.new = True
+            elif code == 0x8C:  # SHORT_BINUNICODE
+                begins = position + 1
+                position = begins + data[position]
+                if position > len(data):
+                    raise cut_short(key, begins, position)
+                stack.append(data[begins:position].decode("utf-8", "surrogatepass"))
+            elif code == 0x87:  # TUPLE3
+                item = stack.pop()
+                second = stack.pop()
+                stack[-1] = (stack[-1], second, item)
+            elif (literal := literals[code]) is not None:
+                value, position = literal(data, position, key)
+                stack.append(value)
+            elif code == 0x93:  # STACK_GLOBAL
+                name = stack.pop()
+                module = stack.pop()
+                if name.__class__ is not str or module.__class__ is not str:
+                    raise malformed(key, position, f"a global named {brief(name)} of {brief(module)}")
+                stack.append(Global(module, name))
+            elif code == 0x92:  # NEWOBJ_EX
+                keywords = stack.pop()
+                arguments = stack.pop()
+                stack[-1] = _new_with_keywords(stack[-1], arguments, keywords, key, position)
+            elif code == 0x8F:  # EMPTY_SET
+                stack.append(set())
+            elif code == 0x90:  # ADDITEMS
+                items = stack
+                stack = outer.pop()
+                target = stack[-1]
+                if target.__class__ is not set:
+                    raise malformed(key, position, f"items for a {brief(target)}, which is no set")
+                keys.check(target, items, position)
+                target.update(items)
+            elif code == 0x91:  # FROZENSET
+                items = stack
+                stack = outer.pop()
+                keys.check(items, items, position)
+                stack.append(frozenset(items))
+            elif code == 0x80:  # PROTO
+                if data[position] > _HIGHEST_PROTOCOL:
+                    raise malformed(
+                        key, position, f"it is of protocol {data[position]}, and those to {_HIGHEST_PROTOCOL} are read"
+                    )
+                position += 1
+            elif code == 0x95:  # FRAME: how many bytes a reader may fetch at once; they are all here
+                (length,) = _UINT8.unpack_from(data, position)
+                position += 8
+                if length > len(data) - position:
+                    raise cut_short(key, position, position + length)
+            else:
+                raise _refusal(key, position - 1, code)
+    except (IndexError, struct.error) as error:
+        # Looked for here and not before each opcode, which would make reading slower by a half.
+        if position >= len(data) or isinstance(error, struct.error):
+            raise cut_short(key, position, max(position, len(data)) + 1) from error
+        raise malformed(key, position, "it uses a value, a mark or a memo entry that is not there") from error
+    except UnicodeDecodeError as error:
+        raise malformed(key, position, f"a text that is not UTF-8 ({error.reason})") from error
+
+
+def _refusal(key: str, position: int, code: int) -> Exception:
+    if code in _REFUSED:
+        return malformed(
+            key, position, f"the opcode {_REFUSED[code]}, which no checkpoint needs and is not carried out"
+        )
+    return malformed(key, position, f"{code:#04x} is not an opcode")
+
+
+def _put(memo: list[Any], index: int, value: Any, read: int, key: str) -> None:
+    """Set an entry of the memo. Writers count up, so an index is below the number of bytes that were read."""
+    if index == len(memo):
+        memo.append(value)
+    elif index < len(memo):
+        memo[index] = value
+    elif index <= read:
+        memo.extend([_UNSET] * (index - len(memo)))
+        memo.append(value)
+    else:
+        raise malformed(key, read, f"memo entry {index} is put after {read} bytes")
+
+
+def _index(text: bytes, key: str, position: int) -> int:
+    if not (text.isdigit() and len(text) <= 10):
+        raise malformed(key, position, "a memo entry whose number is none")
+    return int(text)
+
+
+def _append(target: Any, items: Any, key: str, position: int) -> None:
+    if target.__class__ is list:
+        target.extend(items)
+    elif target.__class__ is Call:
+        appended = target.appended
+        if not isinstance(appended, list):
+            appended = target.appended = []
+        appended.extend(items)
+    else:
+        raise malformed(key, position, f"items for a {brief(target)}, which is no list")
+
+
+def _set_pairs(target: Any, pairs: Any, key: str, position: int) -> None:
+    if target.__class__ is not Call:
+        raise malformed(key, position, f"keys and values for a {brief(target)}, which is no dict")
+    found = target.pairs
+    if not isinstance(found, list):
+        found = target.pairs = []
+    found.extend(pairs)
+
+
+def _new_with_keywords(function: Any, arguments: Any, keywords: Any, key: str, position: int) -> Call:
+    if type(function) is not Global or type(arguments) is not tuple or type(keywords) is not dict:
+        raise malformed(key, position, f"a new {brief(function)} with {brief(arguments)} and {brief(keywords)}")
+    if not all(type(name) is str for name in keywords):
+        raise malformed(key, position, f"a new {brief(function)} with keywords that are not all texts")
+    return Call(function, arguments, keywords=keywords, new=True)
