@@ -19,8 +19,8 @@ _Places: TypeAlias = dict[tuple[str, tuple[int, ...] | None], tuple[str, int, in
 
 _MOST: Final = 1 << 62
 _MOST_AXES: Final = 64
-_PATH_DEPTH: Final = 190
-"""In keys; the core stops at trees of 200 containers."""
+_PATH_DEPTH: Final = 48
+"""In keys. A value may have 150 containers more, and the core stops at 200."""
 
 _METADATA: Final = "torch.distributed.checkpoint.metadata"
 _FILES: Final = "torch.distributed.checkpoint.filesystem"

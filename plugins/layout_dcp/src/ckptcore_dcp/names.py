@@ -1,0 +1,324 @@
+"""Names of a tree as torch.distributed.checkpoint flattens state dicts, and the tree of such names.
+
+torch joins the keys that lead to an entry by dots, every key as text (torch 2.13.0, ``_traverse.py`` and ``_nested_dict.py``).
+What it takes apart: every mapping; a list that has a tensor or a mapping in it, or in lists in it. Anything else is one entry,
+a tuple or a list of plain values too. An empty mapping leaves nothing.
+
+Here it is the same, and two things more, because arrays cannot lie within a value: a tuple that has an array in it anywhere is
+taken apart as a list would be, and so is a list that has one within a tuple. Objects with named fields count as mappings.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Final
+
+from ckptcore.errors import CorruptCheckpointError, NameCollisionError
+from ckptcore.model import (
+    JSON,
+    ArrayRecord,
+    Key,
+    Node,
+    Skeleton,
+    TreeMetadata,
+    TreePath,
+    ValueRecord,
+    format_path,
+)
+from ckptcore.planning import leaf_names
+from ckptcore_dcp.metadata import DcpPath
+from ckptcore_dcp.pickles import Call, Global, Value
+
+__all__ = ["StoredArray", "StoredNames", "StoredValue", "fqns", "tree_of_names"]
+
+_ORDERED: Final = Global("collections", "OrderedDict")
+
+
+@dataclass(frozen=True, slots=True)
+class StoredArray:
+    """An array of a tree, as an entry.
+
+    Attributes:
+        leaf: the number of the leaf. A tied array is listed once for each of its leaves.
+        name: torch's name of the entry; that of `path`, joined by dots.
+        path: the keys that lead to it.
+    """
+
+    leaf: int
+    name: str
+    path: DcpPath
+
+
+@dataclass(frozen=True, slots=True)
+class StoredValue:
+    """A value of a tree that is no array, as an entry; it may be a whole container.
+
+    Attributes:
+        leaves: the numbers of its leaves; none where it is an empty container.
+        name, path: see `StoredArray`.
+        value: for `write_pickle`.
+    """
+
+    leaves: range
+    name: str
+    path: DcpPath
+    value: Value
+
+
+@dataclass(frozen=True, slots=True)
+class StoredNames:
+    """The entries of a tree.
+
+    Attributes:
+        arrays, values: in the order of the tree.
+        paths: by name, of all of them, in the order of the tree.
+    """
+
+    arrays: tuple[StoredArray, ...]
+    values: tuple[StoredValue, ...]
+    paths: Mapping[str, DcpPath]
+
+
+def fqns(tree: TreeMetadata) -> StoredNames:
+    """The entries that torch would make of a tree.
+
+    Entries that would share a name get an escaped name each (see `ckptcore.planning.leaf_names`), with that as the only key of
+    their path: torch can load them, and gives them back under that name.
+
+    Raises:
+        NameCollisionError: if escaping leaves two entries with one name, or two keys of a container within a value.
+        CorruptCheckpointError: if a value of the tree is not one.
+    """
+    walk = _Walk(tree)
+    walk.visit(tree.skeleton, ())
+    root = "array" if isinstance(tree.skeleton, Node) or isinstance(tree.leaves[0], ArrayRecord) else "value"
+    names = leaf_names({number: entry.keys for number, entry in enumerate(walk.entries)}, root=root)
+    arrays: list[StoredArray] = []
+    values: list[StoredValue] = []
+    paths: dict[str, DcpPath] = {}
+    for number, entry in enumerate(walk.entries):
+        name = names[number]
+        path = entry.path if entry.path and name == ".".join(map(str, entry.path)) else (name,)
+        paths[name] = path
+        if entry.is_array:
+            arrays.append(StoredArray(entry.leaves.start, name, path))
+        else:
+            values.append(StoredValue(entry.leaves, name, path, entry.value))
+    return StoredNames(tuple(arrays), tuple(values), paths)
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """An entry before it has a name.
+
+    Attributes:
+        keys: those of the tree that lead to it.
+        path: the same as torch would have them.
+        leaves: the numbers of its leaves.
+        is_array: else it is a value.
+        value: what is pickled of a value.
+    """
+
+    keys: TreePath
+    path: DcpPath
+    leaves: range
+    is_array: bool
+    value: Value = None
+
+
+class _Walk:
+    """One pass over a tree.
+
+    Attributes:
+        entries: those found, in order.
+    """
+
+    def __init__(self, tree: TreeMetadata) -> None:
+        self._leaves = tree.leaves
+        self._next = 0
+        self._counts: dict[int, int] = {}
+        self._arrays_before = [0, *accumulate(isinstance(record, ArrayRecord) for record in tree.leaves)]
+        self.entries: list[_Entry] = []
+
+    def _count(self, node: Node) -> int:
+        """How many leaves a container has; kept, because each of those around it asks."""
+        known = self._counts.get(id(node))
+        if known is None:
+            known = sum(self._count(child) if isinstance(child, Node) else 1 for child in node.children)
+            self._counts[id(node)] = known
+        return known
+
+    def visit(self, node: Skeleton, keys: TreePath, path: DcpPath = ()) -> None:
+        """Add the entries of a part of the tree."""
+        if isinstance(node, Node) and (not keys or self._is_taken_apart(node)):
+            sequence = _is_sequence(node) and keys  # torch knows no state dict that is a list
+            for key, child in zip(node.keys, node.children, strict=True):
+                step = key if sequence and isinstance(key, int) else str(key)
+                self.visit(child, (*keys, key), (*path, step))
+            return
+        first = self._next
+        is_array = not isinstance(node, Node) and isinstance(self._leaves[first], ArrayRecord)
+        value = None if is_array else self._value(node, keys)
+        if is_array:
+            self._next += 1
+        self.entries.append(_Entry(keys, path, range(first, self._next), is_array, value))
+
+    def _is_taken_apart(self, node: Node) -> bool:
+        """Whether a container whose leaves come next is taken apart."""
+        arrays = self._arrays_before[self._next + self._count(node)] - self._arrays_before[self._next]
+        return not _is_sequence(node) or arrays > 0 or _has_mapping(node)
+
+    def _value(self, node: Skeleton, keys: TreePath) -> Value:
+        """What is pickled of a part of the tree that has no arrays in it."""
+        if not isinstance(node, Node):
+            record = self._leaves[self._next]
+            assert isinstance(record, ValueRecord)  # what has arrays in it is taken apart
+            self._next += 1
+            return _python_value(record, keys)
+        children = [self._value(child, (*keys, key)) for key, child in zip(node.keys, node.children, strict=True)]
+        if _is_sequence(node):
+            return tuple(children) if node.kind == "tuple" else children
+        names = [key if isinstance(key, int | str) else key.name for key in node.keys]
+        made: dict[Value, Value] = dict(zip(names, children, strict=True))
+        if len(made) != len(names):
+            raise NameCollisionError(
+                f"{format_path(keys)} has a field and a key of one name, and is stored as one dict; rename one. Nothing was written"
+            )
+        return Call(_ORDERED, (), pairs=tuple(made.items())) if node.kind == "OrderedDict" else made
+
+
+def _is_sequence(node: Node) -> bool:
+    return node.kind in ("list", "tuple") or (node.kind == "object" and _are_indices(node.keys) and bool(node.keys))
+
+
+def _are_indices(keys: Sequence[Key]) -> bool:
+    return all(type(key) is int and key == number for number, key in enumerate(keys))
+
+
+def _has_mapping(node: Node) -> bool:
+    """Whether there is a mapping in a list, or in lists in it."""
+    if node.kind == "tuple":
+        return False
+    return any(isinstance(child, Node) and (not _is_sequence(child) or _has_mapping(child)) for child in node.children)
+
+
+def _python_value(record: ValueRecord, keys: TreePath) -> Value:
+    """The value of a record in the encoding of the core; what another plugin encoded stays the JSON that it is."""
+    value = record.value
+    try:
+        match record.kind, value:
+            case ("none", None) | ("bool", bool()):
+                return value
+            case "int", int() if not isinstance(value, bool):
+                return value
+            case "int", str():
+                return int(value, 16)
+            case "float", _:
+                return _float(value)
+            case "complex", [real, imaginary]:
+                return complex(_float(real), _float(imaginary))
+            case "str", str():
+                return value
+            case "str", {"utf8": str(text)}:
+                return base64.b64decode(text, validate=True).decode("utf-8", "surrogatepass")
+            case "bytes", str():
+                return base64.b64decode(value, validate=True)
+            case (("none" | "bool" | "int" | "complex" | "str" | "bytes"), _):
+                pass
+            case _:
+                return _plain(value)
+    except (ValueError, TypeError, OverflowError, binascii.Error) as error:
+        raise _bad_value(record, keys) from error
+    raise _bad_value(record, keys)
+
+
+def _bad_value(record: ValueRecord, keys: TreePath) -> CorruptCheckpointError:
+    return CorruptCheckpointError(
+        f"{format_path(keys)}: a {record.kind} cannot be read from {str(record.value)[:80]!r}"
+    )
+
+
+def _float(value: JSON) -> float:
+    if isinstance(value, str):
+        if value not in ("nan", "inf", "-inf"):
+            raise ValueError(value)
+        return float(value)
+    if isinstance(value, float | int) and not isinstance(value, bool):
+        return float(value)
+    raise ValueError(value)
+
+
+def _plain(value: JSON) -> Value:
+    """JSON as the types that a pickle has."""
+    if value is None or isinstance(value, bool | int | float | str):
+        return value  # type: ignore[return-value]  # a str is one of the sequences, too
+    if isinstance(value, Mapping):
+        return {name: _plain(inner) for name, inner in value.items()}
+    return [_plain(inner) for inner in value]
+
+
+def tree_of_names(
+    entries: Mapping[str, Skeleton], paths: Mapping[str, DcpPath] | None
+) -> tuple[Skeleton, Sequence[str]]:
+    """The tree that entries make up, and their names in the order in which their leaves stand in it.
+
+    Without paths, or where they contradict each other (torch itself writes such of ``{1: [x], "1": {"y": z}}``), it is one dict
+    of names. A list of which some indices are missing is a dict of those that are there.
+
+    Args:
+        entries: by name, the part of the tree that it is: a leaf, or a container where a value is one.
+        paths: by name, the keys that lead to it; of what has none, its name is the only key.
+    """
+    if paths is not None:
+        root = _Branch()
+        if all(root.add(paths.get(name, (name,)), name) for name in entries):
+            order: list[str] = []
+            return root.skeleton(entries, order), order
+    return Node("dict", tuple(entries), tuple(entries.values())), list(entries)
+
+
+class _Branch:
+    """A container that is being put together: children by key, a branch or the name of an entry."""
+
+    __slots__ = ("_children",)
+
+    def __init__(self) -> None:
+        self._children: dict[str | int, _Branch | str] = {}
+
+    def add(self, path: DcpPath, name: str) -> bool:
+        """Put an entry in its place; False if something else has it, or the keys of a container are of two types."""
+        branch = self
+        for step in path[:-1]:
+            if not branch._fits(step):
+                return False
+            child = branch._children.setdefault(step, _Branch())
+            if not isinstance(child, _Branch):
+                return False
+            branch = child
+        if not branch._fits(path[-1]) or path[-1] in branch._children:
+            return False
+        branch._children[path[-1]] = name
+        return True
+
+    def _fits(self, step: str | int) -> bool:
+        return type(next(iter(self._children), step)) is type(step)
+
+    def skeleton(self, entries: Mapping[str, Skeleton], order: list[str]) -> Skeleton:
+        """What was put together; adds to `order` the names of its entries."""
+        keys: list[str | int] = list(self._children)
+        if isinstance(next(iter(keys), None), int):
+            keys.sort()
+        children: list[Skeleton] = []
+        for key in keys:
+            child = self._children[key]
+            if isinstance(child, _Branch):
+                children.append(child.skeleton(entries, order))
+            else:
+                order.append(child)
+                children.append(entries[child])
+        kind: Final = "list" if keys and _are_indices(keys) else "dict"
+        return Node(kind, tuple(keys), tuple(children))
