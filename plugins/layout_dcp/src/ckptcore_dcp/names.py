@@ -211,7 +211,9 @@ def _python_value(record: ValueRecord, keys: TreePath) -> Value:
     value = record.value
     try:
         match record.kind, value:
-            case ("none", None) | ("bool", bool()):
+            case "none", None:
+                return None
+            case "bool", bool():
                 return value
             case "int", int() if not isinstance(value, bool):
                 return value
@@ -255,7 +257,7 @@ def _float(value: JSON) -> float:
 def _plain(value: JSON) -> Value:
     """JSON as the types that a pickle has."""
     if value is None or isinstance(value, bool | int | float | str):
-        return value  # type: ignore[return-value]  # a str is one of the sequences, too
+        return value
     if isinstance(value, Mapping):
         return {name: _plain(inner) for name, inner in value.items()}
     return [_plain(inner) for inner in value]
