@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import io
 import random
-import struct
 import tracemalloc
 import zipfile
 from collections.abc import Callable
 
 import pytest
 import torch
+from ckptcore_dcp.zips import DEFLATED, STORED, ZipMember, read_member, read_zip, torch_members
 from torch.utils.serialization import config
 
 from ckptcore.errors import CheckpointError, ChecksumError, CorruptCheckpointError
-from ckptcore_dcp.zips import DEFLATED, STORED, ZipMember, read_member, read_zip, torch_members
 
 
 class _Object:
@@ -71,7 +70,7 @@ def test_files_of_torch_are_found_as_python_finds_them(elements: int) -> None:
 
 @pytest.mark.parametrize("alignment", [64, 128, 4096, 65536 // 2])
 def test_other_alignments_of_torch(alignment: int) -> None:
-    with config.patch("save.storage_alignment", alignment):
+    with config.patch("save.storage_alignment", alignment):  # type: ignore[attr-defined]  # added when it is imported
         _assert_as_zipfile(_saved(30_000))
 
 
@@ -120,7 +119,7 @@ def test_zips_that_python_streams() -> None:
 
     for nbytes in (10, 64, 50_000, 65_536 - 64):
         pipe = _Pipe()
-        with zipfile.ZipFile(pipe, "w") as archive:  # type: ignore[arg-type]  # it only writes
+        with zipfile.ZipFile(pipe, "w") as archive:
             for number in range(3):
                 archive.writestr(f"a/{number}", bytes([number]) * nbytes)
             with archive.open("a/large", "w", force_zip64=True) as member:

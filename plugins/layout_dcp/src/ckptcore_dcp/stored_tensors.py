@@ -113,6 +113,7 @@ def stored_tensor(value: Value, *, key: str, path: str) -> StoredTensor | None:
         UnsupportedLeafError: it is one that no array can hold.
     """
     grad = False
+    casts: set[tuple[str, str]] = set()
     for _ in range(8):  # a tensor in a parameter in a class, and so on
         if isinstance(value, Persistent):
             return _whole_storage(value, key, path)
@@ -136,11 +137,12 @@ def stored_tensor(value: Value, *, key: str, path: str) -> StoredTensor | None:
             case "_rebuild_device_tensor_from_cpu_tensor":
                 value, dtype, _, requires_grad = _take(arguments, 4, key, path)
                 grad = grad or requires_grad is True
-                found = stored_tensor(value, key=key, path=path)
-                if found is None or _dtype_of(dtype, key, path) != (found.dtype, found.kind):
-                    raise _unsupported(path, "a tensor that is cast as it is loaded: save tensor.cpu()")
+                casts.add(_dtype_of(dtype, key, path))
             case "_rebuild_tensor" | "_rebuild_tensor_v2" | "_rebuild_tensor_v3":
-                return _rebuilt(function.name, arguments, grad, key, path)
+                found = _rebuilt(function.name, arguments, grad, key, path)
+                if not casts <= {(found.dtype, found.kind)}:
+                    raise _unsupported(path, "a tensor that is cast as it is loaded: save tensor.cpu()")
+                return found
             case name:
                 raise _unsupported(path, _REMEDIES.get(name, f"made by torch._utils.{name}, which is not known here"))
     raise _corrupt(key, path, "tensors are wrapped in one another without end")
