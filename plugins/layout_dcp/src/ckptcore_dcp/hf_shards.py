@@ -1,0 +1,172 @@
+"""Safetensors in parts, as torch.distributed.checkpoint's HuggingFaceStorageWriter leaves them with ``save_distributed``.
+
+Each ``shard-00001-model-00001-of-00002.safetensors`` is a safetensors file with boxes of tensors, and says in its header where
+they begin: ``DCP_SHARDING_INFO`` is the JSON ``{name: {"saved_offsets": [...]}}``. Nothing lists the files, and how large a tensor
+is follows from its boxes (torch 2.13.0, hf_storage.py). Consolidated ones, ``model-*.safetensors``, are plain safetensors.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from ckptcore.errors import CorruptCheckpointError, UnsupportedLeafError
+from ckptcore.model import LEAF, ArrayRecord, ArraySpec, Box, Node, TreeMetadata
+from ckptcore.planning import cuts_of
+from ckptcore.protocols import Inspection, ReadStore
+from ckptcore_dcp.state import Chunk, ChunkColumns
+
+__all__ = ["inspect_shards"]
+
+_SHARD: Final = re.compile(r"shard-[0-9]+-model-[0-9]+-of-[0-9]+\.safetensors", re.ASCII)
+_INFO: Final = "DCP_SHARDING_INFO"
+_MOST_HEADER_BYTES: Final = 100_000_000
+"""What the safetensors library itself accepts."""
+_MOST: Final = 1 << 62
+_DTYPES: Final = {
+    "BOOL": "bool",
+    "I8": "int8",
+    "I16": "int16",
+    "I32": "int32",
+    "I64": "int64",
+    "U8": "uint8",
+    "U16": "uint16",
+    "U32": "uint32",
+    "U64": "uint64",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "F32": "float32",
+    "F64": "float64",
+    "C64": "complex64",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2": "float8_e5m2",
+    "F8_E8M0": "float8_e8m0fnu",
+    "F8_E4M3FNUZ": "float8_e4m3fnuz",
+    "F8_E5M2FNUZ": "float8_e5m2fnuz",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """A box of a tensor in a file, and where its elements begin there, in bytes."""
+
+    name: str
+    dtype: str
+    box: Box
+    key: str
+    offset: int
+
+
+def inspect_shards(store: ReadStore, names: Sequence[str]) -> Inspection | None:
+    """A directory of safetensors in parts, whose names are given; None if it is none.
+
+    Raises:
+        CorruptCheckpointError: if a header cannot be read, or the parts of a tensor have different dtypes.
+        UnsupportedLeafError: if a tensor has a dtype that no array has.
+    """
+    files = [name for name in names if _SHARD.fullmatch(name)]
+    by_name: dict[str, list[_Part]] = {}
+    for key in files:
+        parts = _read_parts(store, key)
+        if parts is None:
+            return None
+        for part in parts:
+            by_name.setdefault(part.name, []).append(part)
+    if not files:
+        return None
+    columns = ChunkColumns("elements")
+    leaves: list[ArrayRecord] = []
+    for name, parts in by_name.items():
+        first = parts[0]
+        if any(part.dtype != first.dtype or len(part.box.stop) != len(first.box.stop) for part in parts):
+            raise CorruptCheckpointError(
+                f"the parts of the tensor {name!r} are of different dtypes or axes", key=first.key
+            )
+        shape = tuple([max(stops) for stops in zip(*[part.box.stop for part in parts], strict=True)])
+        spec = ArraySpec(shape, first.dtype)
+        if not spec.is_possible:
+            raise CorruptCheckpointError(
+                f"the tensor {name!r} is {spec}, for which no memory has addresses", key=first.key
+            )
+        boxes: dict[Box, _Part] = {}
+        for part in parts:
+            if part.box.size:
+                boxes.setdefault(part.box, part)  # each process writes what it has, so a copy of a box is nothing rare
+        for box, part in boxes.items():
+            columns.add(len(leaves), Chunk(box, part.key, part.offset))
+        leaves.append(ArrayRecord(spec, cuts=cuts_of(shape, boxes) if len(boxes) > 1 else None))
+    skeleton = Node("dict", tuple(by_name), (LEAF,) * len(by_name))
+    return Inspection(
+        TreeMetadata(skeleton, tuple(leaves)), columns.to_json(), "torch.distributed.checkpoint (safetensors)"
+    )
+
+
+def _read_parts(store: ReadStore, key: str) -> Sequence[_Part] | None:
+    """The parts in a file; None if it does not say where they begin."""
+    file_bytes = store.size(key)
+    header_bytes = int.from_bytes(store.get(key, 0, 8), "little")
+    if not 2 <= header_bytes <= min(_MOST_HEADER_BYTES, file_bytes - 8):
+        raise CorruptCheckpointError(
+            f"{key} is no safetensors file, or is cut off: it has {file_bytes} bytes and states a header of {header_bytes}",
+            key=key,
+        )
+    header = _parse(store.get(key, 8, 8 + header_bytes), key)
+    metadata = header.pop("__metadata__", None)
+    if not isinstance(metadata, dict) or not isinstance(metadata.get(_INFO), str):
+        return None
+    info = _parse(metadata[_INFO].encode("utf-8", "surrogatepass"), key)
+    parts = [_part(name, described, info, key, 8 + header_bytes, file_bytes) for name, described in header.items()]
+    position = 8 + header_bytes
+    for part in sorted(parts, key=lambda part: (part.offset, part.box.size)):
+        if part.offset != position:
+            raise CorruptCheckpointError(
+                f"the tensor {part.name!r} of {key} begins at byte {part.offset}, where byte {position} is expected",
+                key=key,
+            )
+        position += ArraySpec(part.box.shape, part.dtype).nbytes
+    return parts
+
+
+def _part(name: str, described: Any, info: Any, key: str, start: int, file_bytes: int) -> _Part:
+    try:
+        dtype, shape, (first, last) = described["dtype"], described["shape"], described["data_offsets"]
+        offsets = info[name]["saved_offsets"]
+        if not (isinstance(shape, list) and isinstance(offsets, list) and len(shape) == len(offsets) <= 64):
+            raise ValueError("shape and offsets of different axes")
+        for number in (*shape, *offsets, first, last):
+            if type(number) is not int or not 0 <= number < _MOST:
+                raise ValueError(f"{str(number)[:40]} where a count is expected")
+    except (TypeError, KeyError, ValueError) as error:
+        raise CorruptCheckpointError(f"the header of {key} does not describe {name!r}: {error!r}", key=key) from error
+    if not isinstance(dtype, str) or dtype not in _DTYPES:
+        raise UnsupportedLeafError(
+            f"the tensor {name!r} of {key} has the dtype {str(dtype)[:40]!r}, which NumPy cannot hold"
+        )
+    spec = ArraySpec(tuple(shape), _DTYPES[dtype])
+    if spec.nbytes != last - first or start + last > file_bytes:
+        raise CorruptCheckpointError(
+            f"the tensor {name!r} of {key} is {spec}, {spec.nbytes} bytes, and bytes {first} to {last} of "
+            f"{file_bytes - start} are stated",
+            key=key,
+        )
+    stop = tuple([offset + extent for offset, extent in zip(offsets, shape, strict=True)])
+    return _Part(name, spec.dtype, Box(tuple(offsets), stop), key, start + first)
+
+
+def _parse(data: bytes, key: str) -> dict[str, Any]:
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        made = dict(pairs)
+        if len(made) != len(pairs):
+            raise ValueError("it has one key twice")
+        return made
+
+    try:
+        parsed = json.loads(data, object_pairs_hook=unique)
+    except (ValueError, RecursionError) as error:
+        raise CorruptCheckpointError(f"the JSON in {key} cannot be read: {error}", key=key) from error
+    if not isinstance(parsed, dict):
+        raise CorruptCheckpointError(f"the JSON in {key} is not an object", key=key)
+    return parsed

@@ -1,0 +1,135 @@
+"""Inspecting checkpoints of torch.distributed.checkpoint that other software wrote.
+
+There are three forms of it (torch 2.13.0, filesystem.py and hf_storage.py): ``.metadata`` with the files it lists; a
+``__<rank>.metadata`` of each process, where they saved without talking to each other; and safetensors in parts
+(see `hf_shards`).
+
+Where the elements begin in an item is not read here: it would take a request for each. Where torch 2.13 wrote the item, of a
+tensor below 4 GiB, it follows from its length. The members are, all in ``archive/``: ``data.pkl`` and small constants, then ``data/0``
+with the elements, ``version`` and ``.data/serialization_id``; the bytes of each begin at a multiple of 64 in the item. So what stands
+behind the elements is of a length that depends on nothing but their number modulo 64: it is ``873 - nbytes % 64`` bytes, and the
+elements begin at ``offset + length - 873 - nbytes // 64 * 64``. Other versions have other tails, so whoever counts on it has to look
+there: the elements are followed by the data descriptor ``PK\\x07\\x08``, CRC-32, `nbytes`, `nbytes`, in fields of 4 bytes.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+from ckptcore.errors import CorruptCheckpointError, UncommittedCheckpointError
+from ckptcore.model import LEAF, ArrayRecord, ArraySpec, Box, LeafRecord, Skeleton, TreeMetadata
+from ckptcore.planning import cuts_of
+from ckptcore.protocols import Inspection, ReadStore
+from ckptcore_dcp.hf_shards import inspect_shards
+from ckptcore_dcp.metadata import DcpChunk, DcpMetadata, DcpPath, DcpTensor, DcpValue, read_metadata
+from ckptcore_dcp.names import tree_of_names
+from ckptcore_dcp.state import Chunk, ChunkColumns
+from ckptcore_dcp.tensors import leaf_record
+from ckptcore_dcp.values import ReadValue, read_values
+
+__all__ = ["WRITER", "inspect_dcp"]
+
+WRITER: Final = "torch.distributed.checkpoint"
+
+_METADATA: Final = ".metadata"
+_OF_RANK: Final = re.compile(r"__(0|[1-9][0-9]{0,8})\.metadata", re.ASCII)
+_FILE: Final = re.compile(r"__[0-9]+_[0-9]+\.distcp", re.ASCII)
+_PICKLE: Final = b"\x80"
+"""How a pickle of protocol 2 or later begins."""
+
+
+def inspect_dcp(store: ReadStore, entry: str | None) -> Inspection | None:
+    """A directory with a ``.metadata`` or one of each rank, or of safetensors in parts; also its ``.metadata`` by name.
+
+    Of ranks that saved without talking to each other, what all of them have is that of the lowest.
+
+    Raises:
+        UncommittedCheckpointError: if there are files of a checkpoint, and nothing that says what is in them.
+        CorruptCheckpointError: if it cannot be read.
+    """
+    if entry is not None and entry != _METADATA:
+        return None
+    names = store.list_names("")
+    if _METADATA in names:
+        found = [_METADATA]
+    else:
+        ranks = [(int(match[1]), name) for name in names if (match := _OF_RANK.fullmatch(name))]
+        found = [name for _, name in sorted(ranks)]
+    files = [name for name in names if _FILE.fullmatch(name)]
+    if not found:
+        if files:
+            raise UncommittedCheckpointError(
+                f"there are files of torch.distributed.checkpoint ({files[0]}), and no {_METADATA} says what is in them: the save "
+                "that wrote them never ended. Load another step"
+            )
+        return inspect_shards(store, names)
+    parts: list[DcpMetadata] = []
+    for key in found:
+        data = store.get(key)
+        if data[:1] != _PICKLE and not files:
+            return None  # a file of that name is nothing rare
+        parts.append(read_metadata(data, key=key))
+    metadata = parts[0] if len(parts) == 1 else _united(parts, found)
+    return _inspection(metadata, read_values(metadata.values, store))
+
+
+def _united(parts: Sequence[DcpMetadata], keys: Sequence[str]) -> DcpMetadata:
+    """What several processes say, each of what it wrote."""
+    tensors: dict[str, DcpTensor] = {}
+    chunks: dict[str, dict[tuple[tuple[int, ...], tuple[int, ...]], DcpChunk]] = {}
+    values: dict[str, DcpValue] = {}
+    paths: dict[str, DcpPath] = {}
+    for part, key in zip(parts, keys, strict=True):
+        for name, tensor in part.tensors.items():
+            first = tensors.setdefault(name, tensor)
+            if (first.dtype, first.shape) != (tensor.dtype, tensor.shape) or name in values:
+                raise CorruptCheckpointError(
+                    f"{key} says that {name!r} is {ArraySpec(tensor.shape, tensor.dtype)}, and another process something else; each "
+                    "saved a state of its own, and they make up no whole: load the files of one rank with torch",
+                    key=key,
+                )
+            known = chunks.setdefault(name, {})
+            for chunk in tensor.chunks:
+                known.setdefault((chunk.offsets, chunk.sizes), chunk)
+        for name, value in part.values.items():
+            if name in tensors:
+                raise CorruptCheckpointError(
+                    f"{key} says that {name!r} is no tensor, and another process that it is", key=key
+                )
+            values.setdefault(name, value)
+        paths.update(part.paths or {})
+    united = {
+        name: DcpTensor(tensor.dtype, tensor.shape, tuple(chunks[name].values()), tensor.requires_grad)
+        for name, tensor in tensors.items()
+    }
+    known_paths = paths if all(part.paths is not None for part in parts) else None
+    return DcpMetadata(united, values, known_paths, parts[0].save_id, parts[0].checkpoint_id)
+
+
+def _inspection(metadata: DcpMetadata, values: Mapping[str, ReadValue]) -> Inspection:
+    entries: dict[str, Skeleton] = {
+        name: LEAF if name in metadata.tensors else values[name].skeleton for name in metadata.names
+    }
+    skeleton, order = tree_of_names(entries, metadata.paths)
+    columns = ChunkColumns("items")
+    leaves: list[LeafRecord] = []
+    for name in order:
+        tensor = metadata.tensors.get(name)
+        if tensor is None:
+            # A tensor within a value gets no chunk: it is listed, and refused by name when it is loaded.
+            leaves.extend(leaf_record(leaf) for leaf in values[name].leaves)
+            continue
+        boxes: list[Box] = []
+        for chunk in tensor.chunks:
+            if 0 in chunk.sizes:
+                continue  # a process without a part of it
+            stop = tuple([start + size for start, size in zip(chunk.offsets, chunk.sizes, strict=True)])
+            boxes.append(Box(chunk.offsets, stop))
+            columns.add(
+                len(leaves), Chunk(boxes[-1], chunk.relative_path, chunk.offset, chunk.length, chunk.transforms)
+            )
+        cuts = cuts_of(tensor.shape, boxes) if len(boxes) > 1 else None
+        leaves.append(ArrayRecord(ArraySpec(tensor.shape, tensor.dtype), cuts=cuts))
+    return Inspection(TreeMetadata(skeleton, tuple(leaves)), columns.to_json(), WRITER)

@@ -1,0 +1,148 @@
+"""Items of values: the values that torch.distributed.checkpoint stores beside tensors, each a file of torch.save of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import zstandard
+
+from ckptcore.errors import CorruptCheckpointError, ObjectNotFoundError, UnsupportedLeafError
+from ckptcore.model import Skeleton
+from ckptcore.protocols import ReadStore
+from ckptcore_dcp.metadata import DcpValue
+from ckptcore_dcp.pickles import read_pickle
+from ckptcore_dcp.tensors import Leaf, tree_of
+from ckptcore_dcp.zips import read_member, read_zip, torch_members
+
+__all__ = ["ReadValue", "read_values"]
+
+_NEAR_BYTES: Final = 1 << 16
+"""Items that are no farther apart are read in one request."""
+_WINDOW_BYTES: Final = 8 << 20
+"""The most that is read in one request, unless one item is longer."""
+_MOST_GROWTH: Final = 256
+"""How many times longer than compressed an item may be..."""
+_GROWTH_ALWAYS: Final = 1 << 26
+"""... and as many bytes in any case."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReadValue:
+    """A value that was read.
+
+    Attributes:
+        skeleton: its containers; a leaf, where it is none.
+        leaves: in the order of the skeleton.
+    """
+
+    skeleton: Skeleton
+    leaves: Sequence[Leaf]
+
+
+def read_values(values: Mapping[str, DcpValue], store: ReadStore) -> Mapping[str, ReadValue]:
+    """Read values, those that lie next to each other together. Nothing in them is run.
+
+    Raises:
+        CorruptCheckpointError: if one is not what ``torch.save`` writes, or two overlap.
+        UnsupportedLeafError: if one went through a transform that is not known.
+    """
+    found: dict[str, ReadValue] = {}
+    for window in _windows(values):
+        path = values[window[0]].relative_path
+        start = values[window[0]].offset
+        stop = values[window[-1]].offset + values[window[-1]].length
+        try:
+            data = store.get(path, start, stop)
+        except ObjectNotFoundError as error:
+            raise CorruptCheckpointError(
+                f"the file {path!r}, which has the value {window[0]!r}, is not there: {error}; restore it from a copy, or load "
+                "another checkpoint",
+                key=path,
+            ) from error
+        for name in window:
+            value = values[name]
+            first = value.offset - start
+            item = data[first : first + value.length]
+            if len(item) != value.length:
+                raise CorruptCheckpointError(
+                    f"{path!r} is cut off: {len(item)} of the {value.length} bytes of the value {name!r} are there; restore it from "
+                    "a copy, or load another checkpoint",
+                    key=path,
+                    start=value.offset,
+                    stop=value.offset + value.length,
+                )
+            found[name] = _value(name, value, item)
+    return found
+
+
+def _windows(values: Mapping[str, DcpValue]) -> Iterator[Sequence[str]]:
+    """Names of values that are read together."""
+    order = sorted(values, key=lambda name: (values[name].relative_path, values[name].offset))
+    window: list[str] = []
+    for name in order:
+        value = values[name]
+        if window:
+            first, last = values[window[0]], values[window[-1]]
+            room = value.offset - last.offset - last.length
+            same = value.relative_path == last.relative_path
+            if same and room < 0:
+                # Each would be unfolded, and a small file could say that one long item is a thousand values.
+                raise CorruptCheckpointError(
+                    f"the values {window[-1]!r} and {name!r} overlap in {value.relative_path!r}",
+                    key=value.relative_path,
+                )
+            if not same or room > _NEAR_BYTES or value.offset + value.length - first.offset > _WINDOW_BYTES:
+                yield window
+                window = []
+        window.append(name)
+    if window:
+        yield window
+
+
+def _value(name: str, value: DcpValue, item: bytes) -> ReadValue:
+    key, start = value.relative_path, value.offset
+    for transform in value.transforms:
+        item = _undone(transform, item, name, key)
+        start = 0
+
+    def fetch(first: int, last: int) -> bytes:
+        return item[max(first - start, 0) : max(last - start, 0)]
+
+    members = torch_members(read_zip(fetch, start, start + len(item), key=key))
+    if "data.pkl" not in members:
+        raise CorruptCheckpointError(
+            f"the value {name!r} in {key!r} is nothing that torch.save wrote: there is no data.pkl in it", key=key
+        )
+    pickle = read_member(fetch, members["data.pkl"], key=key)
+    read, _ = read_pickle(pickle, key=key)
+    skeleton, leaves = tree_of(read, key=key, limit=len(pickle) + 1024)
+    return ReadValue(skeleton, leaves)
+
+
+def _undone(transform: str, item: bytes, name: str, key: str) -> bytes:
+    if transform != "stream.zstd/1":
+        raise UnsupportedLeafError(
+            f"the value {name!r} was stored through {transform[:80]!r}, which only the software knows that wrote it; expected no "
+            "transform, or 'stream.zstd/1'; load it with that software and save it again without"
+        )
+    limit = max(_GROWTH_ALWAYS, _MOST_GROWTH * len(item))
+    pieces: list[bytes] = []
+    left = limit
+    try:
+        with zstandard.ZstdDecompressor().stream_reader(item, read_across_frames=True) as reader:
+            while left >= 0 and (piece := reader.read(1 << 20)):
+                pieces.append(piece)
+                left -= len(piece)
+    except zstandard.ZstdError as error:
+        raise CorruptCheckpointError(
+            f"the value {name!r} in {key!r} cannot be decompressed: {error}; restore the file from a copy, or load another "
+            "checkpoint",
+            key=key,
+        ) from error
+    if left < 0:
+        raise CorruptCheckpointError(
+            f"the value {name!r} in {key!r} has more than {limit} bytes once decompressed", key=key
+        )
+    return b"".join(pieces)

@@ -1,0 +1,467 @@
+"""Inspecting checkpoints that torch wrote: the tree is that of the state, and every part is where it is said to be."""
+
+from __future__ import annotations
+
+import io
+import json
+import pickle
+import random
+import shutil
+import struct
+import subprocess
+import sys
+import textwrap
+import zipfile
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from ckptcore_dcp.inspecting import inspect_dcp
+from ckptcore_dcp.state import Chunk, ChunkTable
+from torch.distributed.checkpoint import metadata as theirs
+from torch.distributed.checkpoint._extension import ZStandard
+from torch.distributed.checkpoint.filesystem import FileSystemWriter, _StorageInfo
+
+from ckptcore.builtin.host_leaves import HostValueHandler
+from ckptcore.errors import (
+    CheckpointError,
+    ChecksumError,
+    CorruptCheckpointError,
+    ObjectNotFoundError,
+    UncommittedCheckpointError,
+    UnsupportedLeafError,
+)
+from ckptcore.model import ArrayRecord, LeafRecord, Node, Skeleton, TileRead, TreeMetadata, ValueRecord
+from ckptcore.protocols import Inspection, StorageAddress
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
+
+
+@dataclass
+class _Store:
+    """A directory as a `ReadStore` that counts requests."""
+
+    path: Path
+    gets: int = 0
+    address: StorageAddress | None = None
+
+    def get(self, key: str, start: int = 0, stop: int | None = None) -> bytes:
+        self.gets += 1
+        try:
+            with (self.path / key).open("rb") as file:
+                file.seek(start)
+                return file.read(-1 if stop is None else stop - start)
+        except FileNotFoundError as error:
+            raise ObjectNotFoundError(key) from error
+
+    def size(self, key: str) -> int:
+        return (self.path / key).stat().st_size
+
+    def list_names(self, prefix: str = "") -> Sequence[str]:
+        return sorted(entry.name + ("/" if entry.is_dir() else "") for entry in (self.path / prefix).iterdir())
+
+    def read_tiles(self, reads: Sequence[TileRead]) -> Iterator[int]:
+        raise NotImplementedError
+
+
+def _state() -> dict[str, Any]:
+    return {
+        "model": OrderedDict(
+            w=torch.arange(12, dtype=torch.float32).reshape(3, 4).T,
+            b=torch.ones(5, dtype=torch.bfloat16, requires_grad=True),
+            u=torch.tensor([1, 2, 3], dtype=torch.uint16),
+        ),
+        "optim": {
+            "groups": [{"lr": 0.1, "betas": (0.9, 0.95), "params": [0, 1]}],
+            "state": {0: {"m": torch.zeros(2, 2)}},
+        },
+        "step": torch.tensor(7),
+        "texts": ["a", "b"],
+        "empty": torch.zeros(0, 3),
+        "rng": b"\x00\x01\xff",
+        "big": 1 << 70,
+        "special": (float("nan"), float("-inf"), 1 + 2j, None, True),
+        "nested": ({"a": [1, {"b": 2}], 3: "x"}, OrderedDict(z=1, y=2)),
+        "nothing": [],
+    }
+
+
+def _save(path: Path, state: dict[str, Any] | None = None, **options: Any) -> Path:
+    writer = FileSystemWriter(path, sync_files=False, **options)
+    dcp.save(_state() if state is None else state, storage_writer=writer, no_dist=True)
+    return path
+
+
+def _inspect(path: Path) -> Inspection:
+    found = inspect_dcp(_Store(path), None)
+    assert found is not None
+    return found
+
+
+def _value(record: LeafRecord) -> object:
+    return HostValueHandler().build(None, record, ())
+
+
+def _chunks(inspection: Inspection, leaf: int) -> Sequence[Chunk]:
+    state = json.loads(json.dumps(inspection.state))  # it has to be JSON
+    return ChunkTable(inspection.tree, state).chunks(leaf)
+
+
+def _tensor(path: Path, inspection: Inspection, leaf: int) -> torch.Tensor:
+    """What torch itself makes of the items of a leaf."""
+    record = inspection.tree.leaves[leaf]
+    assert isinstance(record, ArrayRecord)
+    whole: torch.Tensor | None = torch.empty(record.spec.shape) if 0 in record.spec.shape else None
+    for chunk in _chunks(inspection, leaf):
+        item = (path / chunk.key).read_bytes()[chunk.offset : chunk.offset + chunk.nbytes]
+        if chunk.transforms:
+            import zstandard
+
+            item = zstandard.ZstdDecompressor().stream_reader(item).read()
+        part = torch.load(io.BytesIO(item), weights_only=True)
+        if whole is None:
+            whole = torch.zeros(record.spec.shape, dtype=part.dtype)
+        whole[chunk.box.slices] = part
+    assert whole is not None
+    return whole
+
+
+def _rebuilt(path: Path, inspection: Inspection) -> Any:
+    """The state, as torch loads tensors and we load values."""
+    leaves = iter(range(len(inspection.tree.leaves)))
+
+    def build(node: Skeleton) -> Any:
+        if not isinstance(node, Node):
+            leaf = next(leaves)
+            record = inspection.tree.leaves[leaf]
+            return _tensor(path, inspection, leaf) if isinstance(record, ArrayRecord) else _value(record)
+        children = [build(child) for child in node.children]
+        if node.kind == "list":
+            return children
+        if node.kind == "tuple":
+            return tuple(children)
+        made = dict(zip(node.keys, children, strict=True))
+        return OrderedDict(made) if node.kind == "OrderedDict" else made
+
+    return build(inspection.tree.skeleton)
+
+
+def _same(found: Any, expected: Any) -> bool:
+    if isinstance(expected, torch.Tensor):
+        return isinstance(found, torch.Tensor) and torch.equal(found.double(), expected.detach().double())
+    if isinstance(expected, Mapping):
+        # torch makes the keys of mappings that it takes apart texts.
+        return list(map(str, found)) == list(map(str, expected)) and all(map(_same, found.values(), expected.values()))
+    if isinstance(expected, list | tuple):
+        return type(found) is type(expected) and len(found) == len(expected) and all(map(_same, found, expected))
+    return repr(found) == repr(expected)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"single_file_per_rank": False}, {"thread_count": 3}, {"_extensions": [ZStandard()]}],
+    ids=["one file", "a file each", "three threads", "compressed"],
+)
+def test_what_torch_writes_comes_back(tmp_path: Path, options: dict[str, Any]) -> None:
+    _save(tmp_path, **options)
+    found = _inspect(tmp_path)
+    assert found.writer == "torch.distributed.checkpoint"
+    assert _same(_rebuilt(tmp_path, found), _state())
+    TreeMetadata.from_json(json.loads(json.dumps(found.tree.to_json())))
+
+
+def test_values_next_to_each_other_take_one_request(tmp_path: Path) -> None:
+    store = _Store(_save(tmp_path, {"a": {str(number): number for number in range(200)}, "t": torch.zeros(2)}))
+    found = inspect_dcp(store, ".metadata")
+    assert found is not None and len(found.tree.leaves) == 201
+    assert store.gets == 2
+
+
+def test_a_large_state_of_values_is_read_in_several_requests(tmp_path: Path) -> None:
+    state = {str(number): bytes([number]) * (3 << 20) for number in range(5)}
+    found = _inspect(_save(tmp_path, state))
+    assert _same(_rebuilt(tmp_path, found), state)
+
+
+def test_elements_are_where_the_length_of_an_item_says(tmp_path: Path) -> None:
+    sizes = [1, 47, 48, 63, 64, 65, 1000, 1 << 16]
+    dtypes = [torch.uint8, torch.float32, torch.float8_e5m2, torch.uint64]
+    state = {f"{size}.{dtype}": torch.ones(size).to(dtype) for size in sizes for dtype in dtypes}
+    found = _inspect(_save(tmp_path, state))
+    data = (tmp_path / "__0_0.distcp").read_bytes()
+    for leaf, record in enumerate(found.tree.leaves):
+        assert isinstance(record, ArrayRecord)
+        (chunk,) = _chunks(found, leaf)
+        nbytes = record.spec.nbytes
+        start = chunk.offset + chunk.nbytes - 873 - nbytes // 64 * 64
+        assert data[start : start + nbytes] == np.ones(record.spec.shape, record.spec.numpy_dtype).tobytes()
+        assert data[start + nbytes :][:4] == b"PK\x07\x08"
+        assert struct.unpack("<2I", data[start + nbytes + 8 :][:8]) == (nbytes, nbytes)
+
+
+class _Custom:
+    def __init__(self) -> None:
+        self.position = 3
+
+
+def test_objects_of_classes_stay_inert(tmp_path: Path) -> None:
+    (tmp_path / "made").mkdir()
+    found = _inspect(_save(tmp_path / "made", {"a": _Custom(), "s": {1}, "t": 1}))
+    types = {node.type for node in found.tree.skeleton.children if isinstance(node, Node)}  # type: ignore[union-attr]  # a dict
+    assert any(name is not None and name.endswith("_Custom") for name in types)
+    assert [_value(record) for record in found.tree.leaves] == [3, 1, 1]
+
+
+def test_tensors_within_values_are_listed_without_elements(tmp_path: Path) -> None:
+    found = _inspect(_save(tmp_path, {"a": (torch.zeros(2, 3), 1), "b": torch.ones(1)}))
+    assert [getattr(record, "spec", None) is not None for record in found.tree.leaves] == [True, False, True]
+    assert [len(_chunks(found, leaf)) for leaf in range(3)] == [0, 0, 1]
+
+
+def _merge(path: Path, metadata: theirs.Metadata, rank: int) -> None:
+    (path / f"__{rank}.metadata").write_bytes(pickle.dumps(metadata))
+
+
+def _two_ranks(path: Path) -> None:
+    """What two processes leave that save without collectives: shards of their own, and what both have."""
+    for rank in range(2):
+        part = path / f"part{rank}"
+        _save(part, {"w": torch.full((2, 3), rank), "x": torch.ones(2), "step": 4 + rank})
+        shutil.move(part / "__0_0.distcp", path / f"__{rank}_0.distcp")
+        metadata: theirs.Metadata = pickle.loads((part / ".metadata").read_bytes())
+        shutil.rmtree(part)
+        entry: Any = metadata.state_dict_metadata["w"]
+        entry.size = torch.Size((4, 3))
+        entry.chunks[0].offsets = torch.Size((2 * rank, 0))
+        storage = {}
+        for index, info in metadata.storage_data.items():
+            offset = (2 * rank, 0) if index.fqn == "w" else index.offset
+            place = _StorageInfo(f"__{rank}_0.distcp", info.offset, info.length)
+            storage[theirs.MetadataIndex(index.fqn, offset, index.index)] = place
+        metadata.storage_data = storage
+        _merge(path, metadata, rank)
+
+
+def test_ranks_that_saved_each_for_itself_are_united(tmp_path: Path) -> None:
+    _two_ranks(tmp_path)
+    found = _inspect(tmp_path)
+    expected = {"w": torch.tensor([[0] * 3] * 2 + [[1] * 3] * 2), "x": torch.ones(2), "step": 4}
+    assert _same(_rebuilt(tmp_path, found), expected)
+    record = found.tree.leaves[0]
+    assert isinstance(record, ArrayRecord) and record.cuts == ((2,), ())
+
+
+def test_ranks_that_contradict_each_other_are_refused(tmp_path: Path) -> None:
+    _two_ranks(tmp_path)
+    metadata: theirs.Metadata = pickle.loads((tmp_path / "__1.metadata").read_bytes())
+    entry: Any = metadata.state_dict_metadata["w"]
+    entry.size = torch.Size((5, 3))
+    _merge(tmp_path, metadata, 1)
+    with pytest.raises(CorruptCheckpointError, match="make up no whole"):
+        _inspect(tmp_path)
+
+
+def test_other_directories_are_none(tmp_path: Path) -> None:
+    (tmp_path / "x").write_bytes(b"x")
+    assert inspect_dcp(_Store(tmp_path), None) is None
+    assert inspect_dcp(_Store(tmp_path), "x.safetensors") is None
+    (tmp_path / ".metadata").write_text("{}")
+    assert inspect_dcp(_Store(tmp_path), None) is None
+
+
+def test_a_save_that_never_ended_is_no_checkpoint(tmp_path: Path) -> None:
+    _save(tmp_path)
+    (tmp_path / ".metadata").unlink()
+    with pytest.raises(UncommittedCheckpointError, match="never ended"):
+        inspect_dcp(_Store(tmp_path), None)
+    (tmp_path / ".metadata").write_bytes(b"")
+    with pytest.raises(CorruptCheckpointError):
+        inspect_dcp(_Store(tmp_path), None)
+
+
+def test_files_that_are_missing_or_cut_off_are_named(tmp_path: Path) -> None:
+    _save(tmp_path, {"a": 1, "b": 2})
+    file = tmp_path / "__0_0.distcp"
+    data = file.read_bytes()
+    file.write_bytes(data[: len(data) // 2 + 10])
+    with pytest.raises(CorruptCheckpointError, match=r"cut off.*'b'"):
+        _inspect(tmp_path)
+    file.unlink()
+    with pytest.raises(CorruptCheckpointError, match="is not there"):
+        _inspect(tmp_path)
+
+
+def test_values_that_overlap_are_refused(tmp_path: Path) -> None:
+    _save(tmp_path, {"a": 1, "b": 2})
+    metadata: theirs.Metadata = pickle.loads((tmp_path / ".metadata").read_bytes())
+    first, second = metadata.storage_data
+    metadata.storage_data[second] = metadata.storage_data[first]
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(CorruptCheckpointError, match="overlap"):
+        _inspect(tmp_path)
+
+
+def test_transforms_that_are_not_known_are_named(tmp_path: Path) -> None:
+    _save(tmp_path, {"a": 1})
+    metadata: theirs.Metadata = pickle.loads((tmp_path / ".metadata").read_bytes())
+    for info in metadata.storage_data.values():
+        info.transform_descriptors = ["stream.secret/1"]
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(UnsupportedLeafError, match=r"stream\.secret/1"):
+        _inspect(tmp_path)
+
+
+class _Evil:
+    def __reduce__(self) -> Any:
+        return (pytest.fail, ("code was run",))
+
+
+def test_no_code_of_a_checkpoint_runs(tmp_path: Path) -> None:
+    _save(tmp_path, {"a": (_Evil(),), "b": 1})
+    found = _inspect(tmp_path)
+    assert len(found.tree.leaves) >= 2
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(_Evil()))
+    with pytest.raises(CorruptCheckpointError, match="expected a Metadata"):
+        _inspect(tmp_path)
+
+
+def test_damage_is_refused_or_read_as_something_else(tmp_path: Path) -> None:
+    _save(tmp_path, {"a": (1, "x"), "b": {"c": [1, 2]}, "t": torch.zeros(2)})
+    chance = random.Random(3)
+    originals = {name: (tmp_path / name).read_bytes() for name in (".metadata", "__0_0.distcp")}
+    refused = 0
+    for _ in range(400):
+        name = chance.choice(list(originals))
+        damaged = bytearray(originals[name])
+        damaged[chance.randrange(min(len(damaged), 2600))] ^= 1 << chance.randrange(8)
+        (tmp_path / name).write_bytes(damaged)
+        try:
+            inspect_dcp(_Store(tmp_path), None)
+        except CheckpointError:
+            refused += 1
+        (tmp_path / name).write_bytes(originals[name])
+    assert refused > 100
+
+
+def test_a_flipped_bit_in_a_value_is_found(tmp_path: Path) -> None:
+    _save(tmp_path, {"a": "some text"})
+    file = tmp_path / "__0_0.distcp"
+    file.write_bytes(file.read_bytes().replace(b"some text", b"some tezt"))
+    with pytest.raises(ChecksumError):
+        _inspect(tmp_path)
+    assert zipfile.is_zipfile(file)
+
+
+_JOB = """
+import os, sys, torch, torch.distributed as dist, torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+dist.init_process_group("gloo", init_method="file://" + sys.argv[2] + "/rendezvous", rank=int(sys.argv[1]), world_size=2)
+mesh = init_device_mesh("cpu", (2,))
+state = {"w": distribute_tensor(torch.arange(15.).reshape(5, 3), mesh, [Shard(0)]),
+         "one": distribute_tensor(torch.arange(3.).reshape(1, 3), mesh, [Shard(0)]),
+         "v": distribute_tensor(torch.arange(8.).reshape(2, 4).bfloat16(), mesh, [Shard(1)]),
+         "r": distribute_tensor(torch.ones(4), mesh, [Replicate()])}
+dcp.save({**state, "nested": {"step": 3}}, checkpoint_id=sys.argv[2] + "/plain")
+dcp.save(state, storage_writer=HuggingFaceStorageWriter(sys.argv[2] + "/hf", save_distributed=True))
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.slow
+def test_what_several_processes_write_comes_back(tmp_path: Path) -> None:
+    script = tmp_path / "job.py"
+    script.write_text(textwrap.dedent(_JOB))
+    jobs = [
+        subprocess.Popen(
+            [sys.executable, "-W", "ignore", str(script), str(rank), str(tmp_path)], stderr=subprocess.PIPE
+        )
+        for rank in range(2)
+    ]
+    for job in jobs:
+        _, errors = job.communicate(timeout=240)
+        assert job.returncode == 0, errors.decode()[-2000:]
+    expected: dict[str, Any] = {
+        "w": torch.arange(15.0).reshape(5, 3),
+        "one": torch.arange(3.0).reshape(1, 3),
+        "v": torch.arange(8.0).reshape(2, 4),
+        "r": torch.ones(4),
+    }
+    found = _inspect(tmp_path / "plain")
+    rebuilt = _rebuilt(tmp_path / "plain", found)
+    assert _same({name: rebuilt[name] for name in (*expected, "nested")}, {**expected, "nested": {"step": 3}})
+    _expect_shards(tmp_path / "hf", expected)
+
+
+def _expect_shards(path: Path, expected: Mapping[str, torch.Tensor]) -> None:
+    found = _inspect(path)
+    assert set(map(str, found.tree.paths)) == {str((name,)) for name in expected}
+    for leaf, (name,) in enumerate(found.tree.paths):
+        record = found.tree.leaves[leaf]
+        assert isinstance(record, ArrayRecord) and record.spec.shape == tuple(expected[str(name)].shape)
+        whole = np.zeros(record.spec.shape, record.spec.numpy_dtype)
+        for chunk in _chunks(found, leaf):
+            data = (path / chunk.key).read_bytes()
+            part: Any = np.frombuffer(data, whole.dtype, chunk.box.size, chunk.offset)
+            whole[chunk.box.slices] = part.reshape(chunk.box.shape)
+        assert np.array_equal(whole.astype(np.float64), expected[str(name)].double().numpy())
+
+
+def _shard(path: Path, number: int, header: Mapping[str, Any], data: bytes) -> None:
+    encoded = json.dumps(header).encode()
+    file = path / f"shard-{number:05d}-model-00001-of-00001.safetensors"
+    file.write_bytes(len(encoded).to_bytes(8, "little") + encoded + data)
+
+
+def _header(offsets: Any, shape: Any, stop: Any, dtype: Any = "F32") -> dict[str, Any]:
+    return {
+        "__metadata__": {"DCP_SHARDING_INFO": json.dumps({"w": {"saved_offsets": offsets}})},
+        "w": {"dtype": dtype, "shape": shape, "data_offsets": [0, stop]},
+    }
+
+
+def test_safetensors_in_parts(tmp_path: Path) -> None:
+    whole = np.arange(12, dtype=np.float32).reshape(4, 3)
+    _shard(tmp_path, 1, _header([0, 0], [1, 3], 12), whole[:1].tobytes())
+    _shard(tmp_path, 2, _header([1, 0], [3, 3], 36), whole[1:].tobytes())
+    _expect_shards(tmp_path, {"w": torch.from_numpy(whole)})
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        _header([0], [1, 3], 12),
+        _header([-1, 0], [1, 3], 12),
+        _header([0, 0], [1, 4], 12),
+        _header([0, 0], [1, True], 4),
+        _header([0, 0], [1 << 61, 3], 12),
+        _header([1 << 61, 1 << 61], [1, 3], 12),
+        _header([0, 0], [2, 3], 24),
+        _header([0, 0], [1, 3], 12, "F4"),
+        _header(None, [1, 3], 12),
+        _header([0, 0], None, 12),
+        {"__metadata__": {"DCP_SHARDING_INFO": "["}},
+        {"__metadata__": {"DCP_SHARDING_INFO": "{}"}, "w": {"dtype": "F32", "shape": [3], "data_offsets": [0, 12]}},
+    ],
+)
+def test_parts_that_cannot_be_are_refused(tmp_path: Path, header: Mapping[str, Any]) -> None:
+    _shard(tmp_path, 1, header, bytes(12))
+    with pytest.raises((CorruptCheckpointError, UnsupportedLeafError)):
+        _inspect(tmp_path)
+
+
+def test_safetensors_that_do_not_say_where_they_begin_are_left_to_their_layout(tmp_path: Path) -> None:
+    _shard(tmp_path, 1, {"w": {"dtype": "F32", "shape": [3], "data_offsets": [0, 12]}}, bytes(12))
+    assert inspect_dcp(_Store(tmp_path), None) is None
+
+
+def test_no_value_record_is_left_over(tmp_path: Path) -> None:
+    found = _inspect(_save(tmp_path, {"a": (), "b": [], "c": [{}], "d": {"e": ({},)}}))
+    assert found.tree.leaves == () and not any(isinstance(record, ValueRecord) for record in found.tree.leaves)
