@@ -7,13 +7,15 @@ was asked for, and whoever reads it decides what that means.
 - `machine`: opcodes of the protocols 0 to 5 to a value
 - `literals`: the opcodes that hold a value in their own bytes
 - `keys`: which values may be keys of a dict, and what it may cost to hash them
+- `builtin_calls`: what the calls of a few builtins make
 - `refusals`: errors about a pickle that say where in it
 - `encoder`: a value to the opcodes of the protocols 2 and 4
 """
 
+from ckptcore_dcp.pickles.builtin_calls import builtin_value
 from ckptcore_dcp.pickles.encoder import write_pickle
 from ckptcore_dcp.pickles.machine import read_pickle
-from ckptcore_dcp.pickles.values import Call, Global, Persistent, Value, brief, builtin_value, check_walk
+from ckptcore_dcp.pickles.values import Call, Global, Persistent, Value, brief, check_walk
 
 __all__ = [
     "Call",

@@ -15,7 +15,7 @@ from typing import Final, TypeAlias
 
 from ckptcore.errors import CorruptCheckpointError
 
-__all__ = ["Call", "Global", "Persistent", "Value", "brief", "builtin_value", "check_walk"]
+__all__ = ["Call", "Global", "Persistent", "Value", "brief", "check_walk"]
 
 Value: TypeAlias = (
     "None | bool | int | float | complex | str | bytes | list[Value] | tuple[Value, ...] | dict[Value, Value] | set[Value] "
@@ -25,8 +25,6 @@ Value: TypeAlias = (
 _NO_KEYWORDS: Final[Mapping[str, Value]] = MappingProxyType({})
 _SHOWN: Final = 80
 """How much of a text `brief` shows, in characters."""
-_BUILTINS: Final = ("builtins", "__builtin__")
-"""What Python 3 and Python 2 call the module; pickles of the protocols 0 to 2 have the latter."""
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -98,10 +96,6 @@ class Persistent:
         return f"<{brief(self)}>"
 
 
-_ENCODE: Final = Global("_codecs", "encode")
-"""How the protocols 0 to 2 hold bytes: as a text of the same code points."""
-
-
 def brief(value: Value) -> str:
     """A text of at most some 200 characters that says what a value is, for messages.
 
@@ -138,69 +132,6 @@ def _cut(text: str) -> str:
 
 def _kind(value: Value) -> str:
     return type(value).__name__
-
-
-def builtin_value(call: Call) -> Value:
-    """What a call of a few builtins makes, or the call itself if it is none of these.
-
-    bytes (pickled by the protocols 0 to 2 as ``_codecs.encode(text, "latin1")``), set, frozenset and complex; a bytearray is
-    given as bytes. Sets of what cannot be hashed at once (anything but None, bool, int, float, str, bytes) stay calls.
-    """
-    function, arguments = call.function, call.arguments
-    if (
-        not isinstance(function, Global)
-        or call.new
-        or call.keywords
-        or call.state is not None
-        or call.appended
-        or call.pairs
-    ):
-        return call
-    first = arguments[0] if arguments else None
-    if function == _ENCODE:
-        return _encoded(call)
-    if function.module not in _BUILTINS:
-        return call
-    match function.name:
-        case "bytes" | "bytearray":
-            if not arguments:
-                return b""
-            if len(arguments) == 1 and isinstance(first, bytes):
-                return first
-            if len(arguments) == 1 and isinstance(first, Call) and first.function == _ENCODE:
-                inner = builtin_value(first)  # what pickles of the protocol 2 hold: bytearray(_codecs.encode(...))
-                return inner if isinstance(inner, bytes) else call
-            return _encoded(call)
-        case "complex":
-            if len(arguments) == 2 and all(type(part) is float for part in arguments):
-                real, imaginary = arguments
-                assert isinstance(real, float) and isinstance(imaginary, float)
-                return complex(real, imaginary)
-        case "set" | "frozenset":
-            if not arguments:
-                return set() if function.name == "set" else frozenset()
-            if len(arguments) == 1 and isinstance(first, list) and _hash_is_cheap(first):
-                return set(first) if function.name == "set" else frozenset(first)
-    return call
-
-
-def _encoded(call: Call) -> Value:
-    """The bytes that a text and the name of the codec latin-1 stand for, or the call itself."""
-    match call.arguments:
-        case (str() as text, "latin1" | "latin-1"):
-            try:
-                return text.encode("latin-1")
-            except UnicodeEncodeError:  # no writer does this; the call stays what it is
-                return call
-    return call
-
-
-def _hash_is_cheap(items: Sequence[Value]) -> bool:
-    # Integers beyond 60 bits and floats can be chosen such that their hashes collide.
-    return all(
-        item is None or type(item) in (str, bytes) or (isinstance(item, int) and item.bit_length() <= 60)
-        for item in items
-    )
 
 
 def check_walk(value: Value, *, key: str, visits: int, depth: int) -> None:
