@@ -13,8 +13,7 @@ import sys
 import textwrap
 import zipfile
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,41 +32,15 @@ from ckptcore.errors import (
     CheckpointError,
     ChecksumError,
     CorruptCheckpointError,
-    ObjectNotFoundError,
     UncommittedCheckpointError,
     UnsupportedLeafError,
 )
-from ckptcore.model import ArrayRecord, LeafRecord, Node, Skeleton, TileRead, TreeMetadata, ValueRecord
-from ckptcore.protocols import Inspection, StorageAddress
+from ckptcore.model import ArrayRecord, LeafRecord, Node, Skeleton, TreeMetadata, ValueRecord
+from ckptcore.protocols import Inspection
+from plugins.layout_dcp.tests.directories import Directory
+from plugins.layout_dcp.tests.test_hf_shards import expect_shards
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
-
-
-@dataclass
-class _Store:
-    """A directory as a `ReadStore` that counts requests."""
-
-    path: Path
-    gets: int = 0
-    address: StorageAddress | None = None
-
-    def get(self, key: str, start: int = 0, stop: int | None = None) -> bytes:
-        self.gets += 1
-        try:
-            with (self.path / key).open("rb") as file:
-                file.seek(start)
-                return file.read(-1 if stop is None else stop - start)
-        except FileNotFoundError as error:
-            raise ObjectNotFoundError(key) from error
-
-    def size(self, key: str) -> int:
-        return (self.path / key).stat().st_size
-
-    def list_names(self, prefix: str = "") -> Sequence[str]:
-        return sorted(entry.name + ("/" if entry.is_dir() else "") for entry in (self.path / prefix).iterdir())
-
-    def read_tiles(self, reads: Sequence[TileRead]) -> Iterator[int]:
-        raise NotImplementedError
 
 
 def _state() -> dict[str, Any]:
@@ -99,7 +72,7 @@ def _save(path: Path, state: dict[str, Any] | None = None, **options: Any) -> Pa
 
 
 def _inspect(path: Path) -> Inspection:
-    found = inspect_dcp(_Store(path), None)
+    found = inspect_dcp(Directory(path), None)
     assert found is not None
     return found
 
@@ -177,7 +150,7 @@ def test_what_torch_writes_comes_back(tmp_path: Path, options: dict[str, Any]) -
 
 
 def test_values_next_to_each_other_take_one_request(tmp_path: Path) -> None:
-    store = _Store(_save(tmp_path, {"a": {str(number): number for number in range(200)}, "t": torch.zeros(2)}))
+    store = Directory(_save(tmp_path, {"a": {str(number): number for number in range(200)}, "t": torch.zeros(2)}))
     found = inspect_dcp(store, ".metadata")
     assert found is not None and len(found.tree.leaves) == 201
     assert store.gets == 2
@@ -269,20 +242,20 @@ def test_ranks_that_contradict_each_other_are_refused(tmp_path: Path) -> None:
 
 def test_other_directories_are_none(tmp_path: Path) -> None:
     (tmp_path / "x").write_bytes(b"x")
-    assert inspect_dcp(_Store(tmp_path), None) is None
-    assert inspect_dcp(_Store(tmp_path), "x.safetensors") is None
+    assert inspect_dcp(Directory(tmp_path), None) is None
+    assert inspect_dcp(Directory(tmp_path), "x.safetensors") is None
     (tmp_path / ".metadata").write_text("{}")
-    assert inspect_dcp(_Store(tmp_path), None) is None
+    assert inspect_dcp(Directory(tmp_path), None) is None
 
 
 def test_a_save_that_never_ended_is_no_checkpoint(tmp_path: Path) -> None:
     _save(tmp_path)
     (tmp_path / ".metadata").unlink()
     with pytest.raises(UncommittedCheckpointError, match="never ended"):
-        inspect_dcp(_Store(tmp_path), None)
+        inspect_dcp(Directory(tmp_path), None)
     (tmp_path / ".metadata").write_bytes(b"")
     with pytest.raises(CorruptCheckpointError):
-        inspect_dcp(_Store(tmp_path), None)
+        inspect_dcp(Directory(tmp_path), None)
 
 
 def test_files_that_are_missing_or_cut_off_are_named(tmp_path: Path) -> None:
@@ -304,6 +277,16 @@ def test_values_that_overlap_are_refused(tmp_path: Path) -> None:
     metadata.storage_data[second] = metadata.storage_data[first]
     (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata))
     with pytest.raises(CorruptCheckpointError, match="overlap"):
+        _inspect(tmp_path)
+
+
+def test_a_stated_length_takes_no_memory(tmp_path: Path) -> None:
+    _save(tmp_path, {"a": 1})
+    metadata: theirs.Metadata = pickle.loads((tmp_path / ".metadata").read_bytes())
+    for info in metadata.storage_data.values():
+        info.length = 1 << 61
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(CorruptCheckpointError, match="cut off"):
         _inspect(tmp_path)
 
 
@@ -342,7 +325,7 @@ def test_damage_is_refused_or_read_as_something_else(tmp_path: Path) -> None:
         damaged[chance.randrange(min(len(damaged), 2600))] ^= 1 << chance.randrange(8)
         (tmp_path / name).write_bytes(damaged)
         try:
-            inspect_dcp(_Store(tmp_path), None)
+            inspect_dcp(Directory(tmp_path), None)
         except CheckpointError:
             refused += 1
         (tmp_path / name).write_bytes(originals[name])
@@ -397,69 +380,7 @@ def test_what_several_processes_write_comes_back(tmp_path: Path) -> None:
     found = _inspect(tmp_path / "plain")
     rebuilt = _rebuilt(tmp_path / "plain", found)
     assert _same({name: rebuilt[name] for name in (*expected, "nested")}, {**expected, "nested": {"step": 3}})
-    _expect_shards(tmp_path / "hf", expected)
-
-
-def _expect_shards(path: Path, expected: Mapping[str, torch.Tensor]) -> None:
-    found = _inspect(path)
-    assert set(map(str, found.tree.paths)) == {str((name,)) for name in expected}
-    for leaf, (name,) in enumerate(found.tree.paths):
-        record = found.tree.leaves[leaf]
-        assert isinstance(record, ArrayRecord) and record.spec.shape == tuple(expected[str(name)].shape)
-        whole = np.zeros(record.spec.shape, record.spec.numpy_dtype)
-        for chunk in _chunks(found, leaf):
-            data = (path / chunk.key).read_bytes()
-            part: Any = np.frombuffer(data, whole.dtype, chunk.box.size, chunk.offset)
-            whole[chunk.box.slices] = part.reshape(chunk.box.shape)
-        assert np.array_equal(whole.astype(np.float64), expected[str(name)].double().numpy())
-
-
-def _shard(path: Path, number: int, header: Mapping[str, Any], data: bytes) -> None:
-    encoded = json.dumps(header).encode()
-    file = path / f"shard-{number:05d}-model-00001-of-00001.safetensors"
-    file.write_bytes(len(encoded).to_bytes(8, "little") + encoded + data)
-
-
-def _header(offsets: Any, shape: Any, stop: Any, dtype: Any = "F32") -> dict[str, Any]:
-    return {
-        "__metadata__": {"DCP_SHARDING_INFO": json.dumps({"w": {"saved_offsets": offsets}})},
-        "w": {"dtype": dtype, "shape": shape, "data_offsets": [0, stop]},
-    }
-
-
-def test_safetensors_in_parts(tmp_path: Path) -> None:
-    whole = np.arange(12, dtype=np.float32).reshape(4, 3)
-    _shard(tmp_path, 1, _header([0, 0], [1, 3], 12), whole[:1].tobytes())
-    _shard(tmp_path, 2, _header([1, 0], [3, 3], 36), whole[1:].tobytes())
-    _expect_shards(tmp_path, {"w": torch.from_numpy(whole)})
-
-
-@pytest.mark.parametrize(
-    "header",
-    [
-        _header([0], [1, 3], 12),
-        _header([-1, 0], [1, 3], 12),
-        _header([0, 0], [1, 4], 12),
-        _header([0, 0], [1, True], 4),
-        _header([0, 0], [1 << 61, 3], 12),
-        _header([1 << 61, 1 << 61], [1, 3], 12),
-        _header([0, 0], [2, 3], 24),
-        _header([0, 0], [1, 3], 12, "F4"),
-        _header(None, [1, 3], 12),
-        _header([0, 0], None, 12),
-        {"__metadata__": {"DCP_SHARDING_INFO": "["}},
-        {"__metadata__": {"DCP_SHARDING_INFO": "{}"}, "w": {"dtype": "F32", "shape": [3], "data_offsets": [0, 12]}},
-    ],
-)
-def test_parts_that_cannot_be_are_refused(tmp_path: Path, header: Mapping[str, Any]) -> None:
-    _shard(tmp_path, 1, header, bytes(12))
-    with pytest.raises((CorruptCheckpointError, UnsupportedLeafError)):
-        _inspect(tmp_path)
-
-
-def test_safetensors_that_do_not_say_where_they_begin_are_left_to_their_layout(tmp_path: Path) -> None:
-    _shard(tmp_path, 1, {"w": {"dtype": "F32", "shape": [3], "data_offsets": [0, 12]}}, bytes(12))
-    assert inspect_dcp(_Store(tmp_path), None) is None
+    expect_shards(tmp_path / "hf", expected)
 
 
 def test_no_value_record_is_left_over(tmp_path: Path) -> None:

@@ -54,7 +54,9 @@ def read_values(values: Mapping[str, DcpValue], store: ReadStore) -> Mapping[str
         start = values[window[0]].offset
         stop = values[window[-1]].offset + values[window[-1]].length
         try:
-            data = store.get(path, start, stop)
+            # A stated length is no reason to set aside memory: only what is there is asked for.
+            most = start + _WINDOW_BYTES if stop - start <= _WINDOW_BYTES else store.size(path)
+            data = store.get(path, start, min(stop, most))
         except ObjectNotFoundError as error:
             raise CorruptCheckpointError(
                 f"the file {path!r}, which has the value {window[0]!r}, is not there: {error}; restore it from a copy, or load "

@@ -1,0 +1,83 @@
+"""Safetensors in parts: every box is where it is said to be, and headers that cannot be are refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from ckptcore_dcp.inspecting import inspect_dcp
+from ckptcore_dcp.state import ChunkTable
+
+from ckptcore.errors import CorruptCheckpointError, UnsupportedLeafError
+from ckptcore.model import ArrayRecord
+from plugins.layout_dcp.tests.directories import Directory
+
+
+def expect_shards(path: Path, expected: Mapping[str, torch.Tensor]) -> None:
+    """Whether a directory has these tensors, and no others."""
+    found = inspect_dcp(Directory(path), None)
+    assert found is not None
+    table = ChunkTable(found.tree, json.loads(json.dumps(found.state)))
+    assert set(map(str, found.tree.paths)) == {str((name,)) for name in expected}
+    for leaf, (name,) in enumerate(found.tree.paths):
+        record = found.tree.leaves[leaf]
+        assert isinstance(record, ArrayRecord) and record.spec.shape == tuple(expected[str(name)].shape)
+        whole = np.zeros(record.spec.shape, record.spec.numpy_dtype)
+        for chunk in table.chunks(leaf):
+            data = (path / chunk.key).read_bytes()
+            part: Any = np.frombuffer(data, whole.dtype, chunk.box.size, chunk.offset)
+            whole[chunk.box.slices] = part.reshape(chunk.box.shape)
+        assert np.array_equal(whole.astype(np.float64), expected[str(name)].double().numpy())
+
+
+def _shard(path: Path, number: int, header: Mapping[str, Any], data: bytes) -> None:
+    encoded = json.dumps(header).encode()
+    file = path / f"shard-{number:05d}-model-00001-of-00001.safetensors"
+    file.write_bytes(len(encoded).to_bytes(8, "little") + encoded + data)
+
+
+def _header(offsets: Any, shape: Any, stop: Any, dtype: Any = "F32") -> dict[str, Any]:
+    return {
+        "__metadata__": {"DCP_SHARDING_INFO": json.dumps({"w": {"saved_offsets": offsets}})},
+        "w": {"dtype": dtype, "shape": shape, "data_offsets": [0, stop]},
+    }
+
+
+def test_safetensors_in_parts(tmp_path: Path) -> None:
+    whole = np.arange(12, dtype=np.float32).reshape(4, 3)
+    _shard(tmp_path, 1, _header([0, 0], [1, 3], 12), whole[:1].tobytes())
+    _shard(tmp_path, 2, _header([1, 0], [3, 3], 36), whole[1:].tobytes())
+    expect_shards(tmp_path, {"w": torch.from_numpy(whole)})
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        _header([0], [1, 3], 12),
+        _header([-1, 0], [1, 3], 12),
+        _header([0, 0], [1, 4], 12),
+        _header([0, 0], [1, True], 4),
+        _header([0, 0], [1 << 61, 3], 12),
+        _header([1 << 61, 1 << 61], [1, 3], 12),
+        _header([0, 0], [2, 3], 24),
+        _header([0, 0], [1, 3], 12, "F4"),
+        _header(None, [1, 3], 12),
+        _header([0, 0], None, 12),
+        {"__metadata__": {"DCP_SHARDING_INFO": "["}},
+        {"__metadata__": {"DCP_SHARDING_INFO": "{}"}, "w": {"dtype": "F32", "shape": [3], "data_offsets": [0, 12]}},
+    ],
+)
+def test_parts_that_cannot_be_are_refused(tmp_path: Path, header: Mapping[str, Any]) -> None:
+    _shard(tmp_path, 1, header, bytes(12))
+    with pytest.raises((CorruptCheckpointError, UnsupportedLeafError)):
+        inspect_dcp(Directory(tmp_path), None)
+
+
+def test_safetensors_that_do_not_say_where_they_begin_are_left_to_their_layout(tmp_path: Path) -> None:
+    _shard(tmp_path, 1, {"w": {"dtype": "F32", "shape": [3], "data_offsets": [0, 12]}}, bytes(12))
+    assert inspect_dcp(Directory(tmp_path), None) is None
