@@ -10,7 +10,8 @@ import tensorstore
 
 from ckptcore.errors import CheckpointError, CorruptCheckpointError, UnsupportedLeafError
 from ckptcore.model import Box, HostArray
-from ckptcore_tensorstore.zarr import ArrayFormat, inner_array
+from ckptcore_tensorstore.using import expect_usable
+from ckptcore_tensorstore.zarr import ArrayFormat, expect_blosc_size, inner_array, is_blosc
 
 __all__ = ["ChunkCodec", "DecodingChunk", "EncodingChunk", "Telling"]
 
@@ -29,6 +30,7 @@ class ChunkCodec:
         self._name = name
         self._fills = missing == "fill"
         self._form = inner_array(form)
+        self._blosc = is_blosc(self._form)
         self._document = json.dumps(self._form.document).encode()
         self._key = self._form.chunk_key((0,) * len(self._form.inner))
         self._context = tensorstore.Context()
@@ -54,6 +56,7 @@ class ChunkCodec:
             part: which of its elements there are; the others are the fill value.
             elements: of that box; not changed until the result is there.
         """
+        expect_usable()
         with _TellingOfWriting(self._name):
             array, memory = self._open()
             writing = array[part.slices].write(elements, can_reference_source_data_indefinitely=True)
@@ -66,7 +69,13 @@ class ChunkCodec:
             data: its bytes; may be hostile.
             part: which of its elements are wanted.
             elements: of that box, to fill.
+
+        Raises:
+            CorruptCheckpointError: if it says that it is larger than a read chunk.
         """
+        if self._blosc:
+            expect_blosc_size(self._form, data, self._name)
+        expect_usable()
         with Telling(self._name):
             array, memory = self._open()
             memory.write(self._key, data).result()

@@ -20,6 +20,7 @@ from ckptcore_tensorstore.grids import flat_index
 from ckptcore_tensorstore.native_reading import expect_own_files, native_store, read_native
 from ckptcore_tensorstore.reading import Target, fill_missing, inner_places
 from ckptcore_tensorstore.state import DIGEST_BYTES, ArraysState, StoredName
+from ckptcore_tensorstore.zarr import inner_array, is_blosc
 
 __all__ = ["decode_arrays"]
 
@@ -81,7 +82,8 @@ def decode_arrays(
     """Fill targets; yields the number of each once it is there and verified.
 
     What this layout wrote is fetched through the store, which verifies it, and decoded in memory; so is everything on a
-    storage that tensorstore cannot read. What other software wrote is read by tensorstore from the storage.
+    storage that tensorstore cannot read, and what blosc compressed, which is looked at first. What other software wrote else is
+    read by tensorstore from the storage.
 
     Raises:
         CorruptCheckpointError: where bytes are missing or wrong.
@@ -90,10 +92,11 @@ def decode_arrays(
         _expect_reasonable(state.arrays[leaf])
     native = native_store(state, store.address) if state.source == "other" and state.missing == "error" else None
     if native is not None:
-        expect_own_files(wanted, state, places, store)
-        yield from read_native(state, wanted, native)
-    else:
-        yield from _decode(state, wanted, places, store)
+        natively = {leaf: wanted[leaf] for leaf in wanted if not is_blosc(inner_array(state.arrays[leaf].form))}
+        expect_own_files(natively, state, places, store)
+        yield from read_native(state, natively, native)
+        wanted = {leaf: wanted[leaf] for leaf in wanted if leaf not in natively}
+    yield from _decode(state, wanted, places, store)
 
 
 def _expect_reasonable(stored: StoredName) -> None:

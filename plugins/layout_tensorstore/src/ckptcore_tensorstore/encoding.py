@@ -12,6 +12,7 @@ import xxhash
 
 from ckptcore.model import Box
 from ckptcore_tensorstore.chunk_sources import ChunkSource
+from ckptcore_tensorstore.using import using_tensorstore
 from ckptcore_tensorstore.zarr import ShardIndex, encode_index
 
 if TYPE_CHECKING:
@@ -58,6 +59,11 @@ def encode_chunks(sources: Sequence[ChunkSource]) -> Iterator[EncodedChunk]:
     """The chunks of arrays, in order. What is encoded at a time has so many bytes as `_STARTED_BYTES` says, and a chunk."""
     if not sources:
         return
+    with using_tensorstore():
+        yield from _encode(sources)
+
+
+def _encode(sources: Sequence[ChunkSource]) -> Iterator[EncodedChunk]:
     from ckptcore_tensorstore.codec import ChunkCodec  # tensorstore is imported where it is needed
 
     started: deque[tuple[_Assembly, int, EncodingChunk, int]] = deque()

@@ -15,6 +15,7 @@ from ckptcore_tensorstore.chunk_places import ChunkPlaces
 from ckptcore_tensorstore.codec import Telling
 from ckptcore_tensorstore.reading import Target
 from ckptcore_tensorstore.state import ArraysState, StoredName
+from ckptcore_tensorstore.using import expect_usable
 
 __all__ = ["expect_own_files", "native_store", "read_native"]
 
@@ -84,6 +85,7 @@ def read_native(state: ArraysState, wanted: Mapping[int, Sequence[Target]], nati
                 with Telling(stored.name):
                     array = opened.result()
                 for target in wanted[leaf]:
+                    expect_usable()
                     with Telling(stored.name):
                         reading = tensorstore.array(target.buffer).write(array[target.box.slices])
                     started.append((stored, target, reading))

@@ -26,6 +26,7 @@ from ckptcore_tensorstore.grids import cell_box, expect_countable, flat_index
 from ckptcore_tensorstore.ocdbt import Database
 from ckptcore_tensorstore.state import ArraysState, StoredName
 from ckptcore_tensorstore.stored_arrays import stored_box, stored_target
+from ckptcore_tensorstore.using import using_tensorstore
 from ckptcore_tensorstore.zarr import MISSING, ShardIndex, decode_index, index_range
 
 __all__ = ["Databases", "Target", "fill_missing", "inner_places", "open_database", "open_places", "read_arrays"]
@@ -77,9 +78,10 @@ def read_arrays(
     yield from _read_direct(state, direct, places, store)
     decoded = {leaf: targets for leaf, targets in wanted.items() if leaf not in direct}
     if decoded:
-        from ckptcore_tensorstore.decoding import decode_arrays  # tensorstore is imported where it is needed
+        with using_tensorstore():
+            from ckptcore_tensorstore.decoding import decode_arrays  # tensorstore is imported where it is needed
 
-        yield from decode_arrays(state, decoded, places, store)
+            yield from decode_arrays(state, decoded, places, store)
 
 
 def open_places(state: ArraysState, store: ReadStore, databases: Databases) -> ChunkPlaces:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ckptcore_tensorstore.zarr.blosc import expect_blosc_size, is_blosc
 from ckptcore_tensorstore.zarr.documents import encode_document
 from ckptcore_tensorstore.zarr.dtypes import STORED_DTYPES, ZarrFormat, stored_spec
 from ckptcore_tensorstore.zarr.formats import ArrayFormat, ChunkKeys, Compression, CompressionName
@@ -30,9 +31,11 @@ __all__ = [
     "dense_index",
     "encode_index",
     "encode_metadata",
+    "expect_blosc_size",
     "index_range",
     "inner_array",
     "inner_offsets",
+    "is_blosc",
     "parse_zarr2",
     "parse_zarr3",
     "stored_spec",

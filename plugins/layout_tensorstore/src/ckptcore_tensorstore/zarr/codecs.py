@@ -11,7 +11,7 @@ from ckptcore.model import JSON
 from ckptcore_tensorstore.zarr.documents import chunk_from, expect
 from ckptcore_tensorstore.zarr.formats import Compression
 
-__all__ = ["ChunkCodecs", "chunk_codecs", "codecs_to_json"]
+__all__ = ["ChunkCodecs", "chunk_codecs", "codecs_to_json", "last_compressor"]
 
 _Codec: TypeAlias = tuple[str, dict[str, JSON] | None]
 """Name and configuration; None for a configuration of members that only its own implementation knows."""
@@ -53,6 +53,14 @@ def chunk_codecs(value: JSON, chunk: tuple[int, ...], itemsize: int) -> ChunkCod
             return found
     raw = _raw(chain, itemsize)
     return ChunkCodecs(chunk, False, "end", False, raw is not None, raw == "checksum", value)
+
+
+def last_compressor(value: JSON) -> str:
+    """The name of the codec that makes the bytes of a chunk, which a checksum may follow; of a chain that was read before."""
+    names = [name for name, _ in _chain(value)]
+    while len(names) > 1 and names[-1] == "crc32c":
+        names.pop()
+    return names[-1]
 
 
 def codecs_to_json(
