@@ -7,6 +7,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from ckptcore_dcp.pickles import Call, Global, Persistent, Value, read_pickle
@@ -138,6 +139,13 @@ def test_tensors_of_classes_are_refused() -> None:
     )
     with pytest.raises(UnsupportedLeafError, match="DTensor"):
         stored_tensor(call, key="file", path="w")
+    for of_type in ([], {}, None, Persistent([])):  # what cannot be hashed too
+        with pytest.raises(UnsupportedLeafError):
+            stored_tensor(
+                Call(Global("torch._tensor", "_rebuild_from_type_v2"), (None, of_type, (), {})), key="file", path="w"
+            )
+    skeleton, _ = tree_of(Call(Persistent([]), (1,)), key="file")
+    assert isinstance(skeleton, Node) and skeleton.kind == "object"
     for name in ("_rebuild_qtensor", "_rebuild_nested_tensor", "_rebuild_wrapper_subclass", "_rebuild_of_tomorrow"):
         with pytest.raises(UnsupportedLeafError):
             stored_tensor(Call(Global("torch._utils", name), ()), key="file", path="w")
@@ -224,6 +232,35 @@ def test_trees_of_plain_values() -> None:
     expected = [1, -2.5, None, True, "s", b"\xff\0", 1j, 1, 2, "x", "y", 2, 3, "cuda:1", "torch.bfloat16"]
     assert list(leaves) == expected
     assert [type(leaf) for leaf in leaves] == [type(leaf) for leaf in expected]
+
+
+def test_scalars_of_numpy_are_numbers() -> None:
+    state = [
+        np.float64(0.5),
+        np.float32(1.5),
+        np.int64(-3),
+        np.uint8(200),
+        np.bool_(True),
+        np.complex64(1j),
+        np.float16(2),
+    ]
+    state.append(np.array([7], ">i4")[0])
+    _, leaves = tree_of(_pickled(state), key="file")
+    assert list(leaves) == [0.5, 1.5, -3, 200, True, 1j, 2.0, 7]
+    assert [type(leaf) for leaf in leaves] == [float, float, int, int, bool, complex, float, int]
+
+
+def test_what_only_looks_like_a_scalar_of_numpy_stays_inert() -> None:
+    made = Global("numpy.core.multiarray", "scalar")
+    dtype = Call(Global("numpy", "dtype"), ("f8", False, True), state=(3, "<"))
+    for arguments in (
+        (dtype, b"short"),
+        (dtype,),
+        ("f8", b"\0" * 8),
+        (Call(Global("numpy", "dtype"), ("O",)), b"\0" * 8),
+    ):
+        skeleton, _ = tree_of(Call(made, arguments), key="file")
+        assert isinstance(skeleton, Node) and skeleton.kind == "object"
 
 
 class _Settings:

@@ -122,7 +122,7 @@ def stored_tensor(value: Value, *, key: str, path: str) -> StoredTensor | None:
         function, arguments = value.function, value.arguments
         if function.module == "torch._tensor" and function.name == "_rebuild_from_type_v2":
             made, of_type, inner = _take(arguments, 3, key, path)
-            if of_type not in _TENSOR_TYPES or not isinstance(inner, tuple):
+            if not isinstance(of_type, Global) or of_type not in _TENSOR_TYPES or not isinstance(inner, tuple):
                 raise _unsupported(path, _REMEDIES["_rebuild_wrapper_subclass"])
             value = Call(made, inner)
             continue

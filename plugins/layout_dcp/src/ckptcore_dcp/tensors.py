@@ -23,6 +23,7 @@ from ckptcore.model import (
     format_path,
 )
 from ckptcore.model.tree import NodeKind
+from ckptcore_dcp.numpy_scalars import scalar_value
 from ckptcore_dcp.pickles import Call, Global, Persistent, Value, brief, builtin_value
 from ckptcore_dcp.stored_tensors import StoredTensor, check_bounds, stored_tensor
 
@@ -166,7 +167,7 @@ class _Walk:
 
     def _object(self, call: Call, path: TreePath, depth: int) -> Node:
         made_of, name = call.arguments, call.function
-        if name in _MAKERS and made_of:
+        if isinstance(name, Global) and name in _MAKERS and made_of:
             name, made_of = made_of[0], ()
         if isinstance(name, Persistent) and isinstance(name.id, tuple) and len(name.id) > 1 and name.id[0] == "module":
             name = name.id[1]
@@ -234,6 +235,8 @@ def _plain(function: Global, call: Call) -> Value:
         return f"{arguments[0]}:{number}" if type(number) is int else arguments[0]
     if function == Global("torch", "Size") and len(arguments) == 1 and isinstance(arguments[0], tuple):
         return arguments[0]
+    if (number := scalar_value(call)) is not None:
+        return number
     first = arguments[0] if arguments else None
     if isinstance(first, Call) and first.arguments and isinstance(first.arguments[0], Call):
         return call  # bytes of bytes of bytes: nobody writes that, and who reads it may not recurse as often as a file says
