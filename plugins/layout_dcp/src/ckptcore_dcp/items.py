@@ -1,0 +1,216 @@
+"""Items, of which the files of torch.distributed.checkpoint are made: each is what ``torch.save`` writes of a tensor or a value.
+
+An item is a zip file whose members are not compressed: ``archive/data.pkl`` is the pickle, ``archive/data/0`` has the
+elements, ``archive/version`` and ``archive/byteorder`` are constants. The CRC-32 of the elements stands behind them, in what
+zip calls a data descriptor, and once more in the directory at the end. So all that follows the elements depends on their
+checksum, and is written as one: whoever moves the elements computes it on the way.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Final
+
+from isal import isal_zlib
+
+from ckptcore.model import ArraySpec
+from ckptcore_dcp.dtypes import STORAGES
+from ckptcore_dcp.pickles import Call, Global, Persistent, Value, write_pickle
+
+__all__ = ["ItemTail", "TensorItem", "tensor_item", "value_item"]
+
+_FOLDER: Final = b"archive/"
+_ALIGNMENT: Final = 64
+"""Where torch begins elements within an item, in bytes."""
+_LARGE_ALIGNMENT: Final = 4096
+"""Where large ones begin in the file: a page, so that direct I/O needs no copy."""
+_LARGE: Final = 1 << 20
+
+_LOCAL: Final = struct.Struct("<4s5H3I2H")
+_CENTRAL: Final = struct.Struct("<4s6H3I5H2I")
+_END: Final = struct.Struct("<4s4H2IH")
+_END64: Final = struct.Struct("<4sQ2H2I4Q")
+_LOCATOR: Final = struct.Struct("<4sIQI")
+_VERSION: Final = 20
+_VERSION64: Final = 45
+_DATE: Final = 0x21
+"""1 January 1980 in the encoding of zip: the earliest there is."""
+_DESCRIPTOR_FOLLOWS: Final = 1 << 3
+_PADDING_ID: Final = 0x4246
+"""The id of the extra field by which torch aligns elements, ``FB``."""
+_MOST: Final = 0xFFFFFFFF
+"""From here on sizes and offsets are in fields of 8 bytes."""
+
+_STORAGE_OF: Final = {dtype: storage for storage, dtype in STORAGES.items()}
+_CONSTANTS: Final = ((b"version", b"3\n"), (b"byteorder", b"little"))
+
+
+@dataclass(frozen=True, slots=True)
+class ItemTail:
+    """All of an item that stands behind its elements, as a checksum of them. Any thread.
+
+    Attributes:
+        parts: the bytes between which the checksum stands.
+        nbytes: all of it, in bytes.
+    """
+
+    parts: tuple[bytes, bytes, bytes]
+    nbytes: int
+
+    @property
+    def name(self) -> str:
+        """CRC-32"""
+        return "CRC-32"
+
+    def of(self, data: memoryview) -> int:
+        """The CRC-32 of zip and zlib."""
+        return isal_zlib.crc32(data)
+
+    def join(self, first: int, second: int, second_bytes: int) -> int:
+        """The CRC-32 of two runs of bytes, one after the other."""
+        return isal_zlib.crc32_combine(first, second, second_bytes)
+
+    def encode(self, value: int) -> bytes:
+        """The data descriptor and the directory."""
+        return value.to_bytes(4, "little").join(self.parts)
+
+
+@dataclass(frozen=True, slots=True)
+class TensorItem:
+    """An item around the elements of a tensor.
+
+    Attributes:
+        head: the bytes before the elements.
+        tail: the bytes behind them.
+    """
+
+    head: bytes
+    tail: ItemTail
+
+
+def tensor_item(spec: ArraySpec, position: int) -> TensorItem:
+    """What stands around the elements of a tensor.
+
+    Args:
+        spec: its shape, and a dtype that torch has.
+        position: where the item begins in its file, in bytes; a multiple of 64.
+    """
+    members, front = _tensor_members(spec)
+    nbytes = spec.nbytes
+    alignment = _LARGE_ALIGNMENT if nbytes >= _LARGE else _ALIGNMENT
+    name = _FOLDER + b"data/0"
+    unpadded = len(front) + _LOCAL.size + len(name) + 4
+    padding = -(position + unpadded) % alignment
+    start = len(front)
+    large = nbytes >= _MOST
+    header = _LOCAL.pack(
+        b"PK\x03\x04",
+        _VERSION64 if large else _VERSION,
+        _DESCRIPTOR_FOLLOWS,
+        0,
+        0,
+        _DATE,
+        0,
+        0,
+        0,
+        len(name),
+        4 + padding,
+    )
+    head = b"".join([front, header, name, struct.pack("<2H", _PADDING_ID, padding), b"Z" * padding])
+    sizes = struct.pack("<2Q" if large else "<2I", nbytes, nbytes)
+    directory = len(head) + nbytes + 8 + len(sizes)
+    before, after = _central(name, nbytes, start, _DESCRIPTOR_FOLLOWS)
+    entries = b"".join([_whole_entry(member) for member in members])
+    end = _end(len(members) + 1, len(entries) + len(before) + 4 + len(after), directory)
+    parts = b"PK\x07\x08", sizes + entries + before, after + end
+    return TensorItem(head, ItemTail(parts, sum(map(len, parts)) + 8))
+
+
+def value_item(value: Value) -> bytes:
+    """The whole item of a value that is no tensor."""
+    members, front = _front(write_pickle(value, protocol=2))
+    entries = b"".join([_whole_entry(member) for member in members])
+    return front + entries + _end(len(members), len(entries), len(front))
+
+
+@dataclass(frozen=True, slots=True)
+class _Member:
+    """A member whose bytes are known.
+
+    Attributes:
+        name: with its folder.
+        start: where its local header begins in the item, in bytes.
+        nbytes, crc: of its bytes.
+    """
+
+    name: bytes
+    start: int
+    nbytes: int
+    crc: int
+
+
+def _front(pickle: bytes) -> tuple[Sequence[_Member], bytes]:
+    """The members that come first, and the bytes from the beginning of an item to their end."""
+    found: list[_Member] = []
+    front = bytearray()
+    for short, data in ((b"data.pkl", pickle), *_CONSTANTS):
+        name = _FOLDER + short
+        member = _Member(name, len(front), len(data), isal_zlib.crc32(data))
+        found.append(member)
+        front += _LOCAL.pack(b"PK\x03\x04", _VERSION, 0, 0, 0, _DATE, member.crc, len(data), len(data), len(name), 0)
+        front += name
+        front += data
+    return found, bytes(front)
+
+
+@lru_cache(maxsize=1024)
+def _tensor_members(spec: ArraySpec) -> tuple[Sequence[_Member], bytes]:
+    return _front(write_pickle(_tensor(spec), protocol=2))
+
+
+def _tensor(spec: ArraySpec) -> Value:
+    """What torch pickles of a tensor whose elements are ``data/0``, in C order."""
+    storage = _STORAGE_OF.get(spec.dtype)
+    strides: list[int] = []
+    step = 1
+    for extent in reversed(spec.shape):
+        strides.append(step)
+        step *= max(extent, 1)
+    strides.reverse()
+    hooks = Call(Global("collections", "OrderedDict"), ())
+    shape, steps = tuple(spec.shape), tuple(strides)
+    if storage is not None:
+        elements = Persistent(("storage", Global("torch", storage), "0", "cpu", spec.size))
+        return Call(Global("torch._utils", "_rebuild_tensor_v2"), (elements, 0, shape, steps, False, hooks))
+    elements = Persistent(("storage", Global("torch.storage", "UntypedStorage"), "0", "cpu", spec.nbytes))
+    dtype = Global("torch", spec.dtype)
+    return Call(Global("torch._utils", "_rebuild_tensor_v3"), (elements, 0, shape, steps, False, hooks, dtype))
+
+
+def _whole_entry(member: _Member) -> bytes:
+    before, after = _central(member.name, member.nbytes, member.start, 0)
+    return before + member.crc.to_bytes(4, "little") + after
+
+
+def _central(name: bytes, nbytes: int, start: int, flags: int) -> tuple[bytes, bytes]:
+    """What stands before and behind the checksum in an entry of the directory. Local headers begin below 4 GiB."""
+    large = nbytes >= _MOST
+    extra = struct.pack("<2H2Q", 1, 16, nbytes, nbytes) if large else b""
+    version = _VERSION64 if large else _VERSION
+    size = _MOST if large else nbytes
+    entry = _CENTRAL.pack(
+        b"PK\x01\x02", version, version, flags, 0, 0, _DATE, 0, size, size, len(name), len(extra), 0, 0, 0, 0, start
+    )
+    return entry[:16], entry[20:] + name + extra
+
+
+def _end(count: int, nbytes: int, start: int) -> bytes:
+    """The end of a directory of so many entries and bytes that begins at `start`."""
+    if start + nbytes < _MOST:
+        return _END.pack(b"PK\x05\x06", 0, 0, count, count, nbytes, start, 0)
+    record = _END64.pack(b"PK\x06\x06", _END64.size - 12, _VERSION64, _VERSION64, 0, 0, count, count, nbytes, start)
+    locator = _LOCATOR.pack(b"PK\x06\x07", 0, start + nbytes, 1)
+    return record + locator + _END.pack(b"PK\x05\x06", 0, 0, count, count, nbytes, _MOST, 0)

@@ -1,0 +1,133 @@
+"""The layout dcp: a checkpoint of torch.distributed.checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ckptcore.errors import PluginError
+from ckptcore.model import JSON, ArrayRecord, Box, HostArray, ReadPlan, Receipt, TreeMetadata
+from ckptcore.protocols import Inspection, ReadStore, Snapshot, WriteStore
+from ckptcore_dcp.dtypes import physical_box, physical_spec
+from ckptcore_dcp.inspecting import inspect_dcp
+from ckptcore_dcp.metadata import DcpChunk, DcpMetadata, DcpTensor, DcpValue, write_metadata
+from ckptcore_dcp.names import StoredNames, fqns
+from ckptcore_dcp.reading import read_boxes
+from ckptcore_dcp.state import Chunk, ChunkColumns, KnownTables
+from ckptcore_dcp.writing import file_of, write_items
+
+__all__ = ["DcpLayout"]
+
+_METADATA = ".metadata"
+
+
+@dataclass(frozen=True, slots=True)
+class DcpLayout:
+    """A file for each process, ``__0_0.distcp``, and ``.metadata``, which says what is where.
+
+    ``torch.distributed.checkpoint.load`` takes it, in any number of processes. What torch has no dtype for is stored as uint8
+    with the bytes of an element as a last axis, times as int64; their dtype is in the root of the checkpoint. Tied arrays are
+    stored once and listed under each of their names.
+    """
+
+    _known: KnownTables = field(default_factory=KnownTables, init=False, repr=False, compare=False)
+
+    @property
+    def name(self) -> str:
+        """dcp"""
+        return "dcp"
+
+    def check(self, tree: TreeMetadata, size: int) -> None:
+        """Refuse names that collide.
+
+        Raises:
+            NameCollisionError
+        """
+        fqns(tree)
+
+    def write(self, snapshot: Snapshot, store: WriteStore) -> JSON:
+        """Write the file of this process; values go into that of the leader."""
+        plan = snapshot.plan
+        values = fqns(plan.tree).values if plan.rank == 0 else ()
+        return write_items(snapshot, values, store).to_json()
+
+    def finish(self, tree: TreeMetadata, receipts: Sequence[Receipt], store: WriteStore) -> JSON:
+        """Write ``.metadata``, and keep where the elements are: a load of ours needs neither it nor what is around them."""
+        names = fqns(tree)
+        columns = ChunkColumns("elements")
+        chunks: dict[int, list[DcpChunk]] = {}
+        values: dict[str, DcpValue] = {}
+        for receipt in receipts:
+            file, written = file_of(receipt.rank), _Columns(receipt.state)
+            for stored, offset, nbytes in zip(names.values, written.value_offset, written.value_nbytes, strict=False):
+                values[stored.name] = DcpValue(file, offset, nbytes)
+            for leaf, box, offset, nbytes, elements in written.items(tree):
+                spec = _spec(tree, leaf)
+                columns.add(leaf, Chunk(box, file, elements))
+                physical = physical_box(spec, box)
+                chunks.setdefault(leaf, []).append(DcpChunk(physical.start, physical.shape, file, offset, nbytes))
+        if len(values) != len(names.values):
+            raise PluginError(f"{len(names.values)} values were to be stored by the leader, and {len(values)} were")
+        store.put(_METADATA, write_metadata(_metadata(tree, names, chunks, values)))
+        return columns.to_json()
+
+    def read(self, plan: ReadPlan, buffers: Sequence[HostArray], store: ReadStore) -> Iterator[int]:
+        """Read every box out of the chunks that have elements of it, and no more of them than that."""
+        yield from read_boxes(plan, buffers, store, self._known.table(plan.tree, plan.state))
+
+    def extents(self, tree: TreeMetadata, state: JSON) -> Iterator[tuple[int, str, int, int]]:
+        """Where the elements of each array lie; the items of other software for elements and what is around them."""
+        table = self._known.table(tree, state)
+        for leaf, record in enumerate(tree.leaves):
+            if not isinstance(record, ArrayRecord) or leaf in tree.aliases:
+                continue
+            for chunk in table.chunks(leaf):
+                nbytes = chunk.nbytes if table.content == "items" else chunk.box.size * record.spec.numpy_dtype.itemsize
+                yield leaf, chunk.key, chunk.offset, chunk.offset + nbytes
+
+    def inspect(self, store: ReadStore, entry: str | None) -> Inspection | None:
+        """A directory with a ``.metadata``, or one of safetensors that torch.distributed.checkpoint wrote in parts."""
+        return inspect_dcp(store, entry)
+
+
+class _Columns:
+    """What `WrittenItems.to_json` made, of a process of this job."""
+
+    def __init__(self, state: JSON) -> None:
+        self._state: Any = state
+
+    @property
+    def value_offset(self) -> Sequence[int]:
+        return self._state["value_offset"]  # type: ignore[no-any-return]  # of this job, so of this shape
+
+    @property
+    def value_nbytes(self) -> Sequence[int]:
+        return self._state["value_nbytes"]  # type: ignore[no-any-return]  # of this job, so of this shape
+
+    def items(self, tree: TreeMetadata) -> Iterator[tuple[int, Box, int, int, int]]:
+        """Leaf, box, offset and length of each item, and where its elements begin."""
+        bounds = iter(self._state["box"])
+        columns = [self._state[name] for name in ("leaf", "offset", "nbytes", "elements")]
+        for leaf, offset, nbytes, elements in zip(*columns, strict=True):
+            axes = len(_spec(tree, leaf).shape)
+            start = tuple([next(bounds) for _ in range(axes)])
+            stop = tuple([next(bounds) for _ in range(axes)])
+            yield leaf, Box(start, stop), offset, nbytes, elements
+
+
+def _spec(tree: TreeMetadata, leaf: int) -> Any:
+    record = tree.leaves[leaf]
+    assert isinstance(record, ArrayRecord)  # nothing else has boxes
+    return record.spec
+
+
+def _metadata(
+    tree: TreeMetadata, names: StoredNames, chunks: dict[int, list[DcpChunk]], values: dict[str, DcpValue]
+) -> DcpMetadata:
+    tensors = {}
+    for stored in names.arrays:
+        physical = physical_spec(_spec(tree, stored.leaf))
+        leaf = tree.aliases.get(stored.leaf, stored.leaf)
+        tensors[stored.name] = DcpTensor(physical.dtype, physical.shape, chunks.get(leaf, ()))
+    return DcpMetadata(tensors, values, names.paths)

@@ -1,0 +1,60 @@
+"""Reading boxes of arrays out of the chunks that hold them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from ckptcore.errors import CorruptCheckpointError
+from ckptcore.model import ArrayRecord, HostArray, ReadPlan, TileRead, format_path
+from ckptcore.planning import uncovered
+from ckptcore.protocols import ReadStore
+from ckptcore_dcp.chunk_targets import ChunkTargets
+from ckptcore_dcp.item_reading import read_items
+from ckptcore_dcp.state import ChunkTable
+
+__all__ = ["read_boxes"]
+
+
+def read_boxes(plan: ReadPlan, buffers: Sequence[HostArray], store: ReadStore, table: ChunkTable) -> Iterator[int]:
+    """Fill ``buffers[i]`` with the box of ``plan.items[i]``; yields `i` once it is there and verified.
+
+    Raises:
+        CorruptCheckpointError: chunks do not make up an array, or bytes are missing or wrong.
+    """
+    wanted: dict[tuple[int, str, int], ChunkTargets] = {}
+    checked: set[int] = set()
+    for number, (item, buffer) in enumerate(zip(plan.items, buffers, strict=True)):
+        if item.leaf not in checked:
+            _expect_whole(plan, item.leaf, table)
+            checked.add(item.leaf)
+        if not item.box.size:
+            yield number
+            continue
+        for chunk in table.chunks(item.leaf, item.box):
+            if not chunk.box.size:
+                continue
+            place = item.leaf, chunk.key, chunk.offset
+            found = wanted.get(place)
+            if found is None:
+                found = wanted[place] = ChunkTargets(item.leaf, chunk)
+            found.targets.append((number, item.box, buffer))
+    if table.content == "items":
+        yield from read_items(plan.tree, list(wanted.values()), store)
+    else:
+        yield from store.read_tiles([_tile(found) for found in wanted.values()])
+
+
+def _tile(found: ChunkTargets) -> TileRead:
+    chunk = found.chunk
+    return TileRead(chunk.key, chunk.offset, chunk.box, found.targets[0][2].itemsize, tuple(found.targets))
+
+
+def _expect_whole(plan: ReadPlan, leaf: int, table: ChunkTable) -> None:
+    record = plan.tree.leaves[leaf]
+    assert isinstance(record, ArrayRecord)  # a plan has no other items
+    reason = uncovered(record.spec, [chunk.box for chunk in table.chunks(leaf)])
+    if reason is not None:
+        path = format_path(plan.tree.paths[leaf])
+        raise CorruptCheckpointError(
+            f"{path} ({record.spec}) is not stored whole: {reason}; restore the checkpoint from a copy, or load another one"
+        )

@@ -1,0 +1,126 @@
+"""Writing the file of one process: an item after another, values first."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from ckptcore.model import JSON, ArraySegment, ArraySpec, Box, BytesSegment, ChecksumSegment, HostArray, Segment
+from ckptcore.protocols import Snapshot, WriteStore
+from ckptcore_dcp.dtypes import physical_box, physical_spec
+from ckptcore_dcp.items import tensor_item, value_item
+from ckptcore_dcp.names import StoredValue
+
+__all__ = ["WrittenItems", "file_of", "write_items"]
+
+_ALIGNMENT = 64
+"""Where items begin, in bytes: what torch aligns within an item is aligned in the file then."""
+
+
+@dataclass(slots=True)
+class WrittenItems:
+    """Where the items of one process are, a column for each thing, in bytes.
+
+    Attributes:
+        value_offset, value_nbytes: of the items of values, in the order of the values; of one process only.
+        leaf, offset, nbytes: of those of arrays: the array, where the item begins and how long it is.
+        elements: where its elements begin in the file.
+        box: the bounds of its box, starts then stops, one box after the other.
+    """
+
+    value_offset: list[int] = field(default_factory=list)
+    value_nbytes: list[int] = field(default_factory=list)
+    leaf: list[int] = field(default_factory=list)
+    offset: list[int] = field(default_factory=list)
+    nbytes: list[int] = field(default_factory=list)
+    elements: list[int] = field(default_factory=list)
+    box: list[int] = field(default_factory=list)
+
+    def to_json(self) -> JSON:
+        """The columns."""
+        return {
+            "value_offset": self.value_offset,
+            "value_nbytes": self.value_nbytes,
+            "leaf": self.leaf,
+            "offset": self.offset,
+            "nbytes": self.nbytes,
+            "elements": self.elements,
+            "box": self.box,
+        }
+
+
+def file_of(rank: int) -> str:
+    """The file of a process, named as torch names the first of its files."""
+    return f"__{rank}_0.distcp"
+
+
+def write_items(snapshot: Snapshot, values: Sequence[StoredValue], store: WriteStore) -> WrittenItems:
+    """Write the boxes of this process, and values, to its file; to none where it has nothing."""
+    written = WrittenItems()
+    segments = list(_segments(snapshot, values, written))
+    if segments:
+        store.write(file_of(snapshot.plan.rank), segments)
+    return written
+
+
+def _segments(snapshot: Snapshot, values: Sequence[StoredValue], written: WrittenItems) -> Iterator[Segment]:
+    position = 0
+    for value in values:
+        data = value_item(value.value)
+        written.value_offset.append(position)
+        written.value_nbytes.append(len(data))
+        data += b"\0" * (-len(data) % _ALIGNMENT)
+        position += len(data)
+        yield BytesSegment(data)
+    for number, planned in enumerate(snapshot.plan.items):
+        boxes = _ItemBoxes(snapshot, number)
+        itemsize = planned.spec.numpy_dtype.itemsize
+        dtype = physical_spec(planned.spec).dtype
+        for part, box in enumerate(planned.boxes):
+            item = tensor_item(ArraySpec(physical_box(planned.spec, box).shape, dtype), position)
+            elements = position + len(item.head)
+            stop = elements + box.size * itemsize + item.tail.nbytes
+            written.leaf.append(planned.leaf)
+            written.offset.append(position)
+            written.nbytes.append(stop - position)
+            written.elements.append(elements)
+            written.box.extend(box.start)
+            written.box.extend(box.stop)
+            yield BytesSegment(item.head)
+            yield boxes.segment(part, itemsize)
+            yield ChecksumSegment(item.tail)
+            position = stop
+            if room := -position % _ALIGNMENT:
+                yield BytesSegment(b"\0" * room)
+                position += room
+
+
+class _ItemBoxes:
+    """The boxes of one array of a snapshot: taken with the first that is written, released with the last. Any thread."""
+
+    def __init__(self, snapshot: Snapshot, number: int) -> None:
+        self._snapshot = snapshot
+        self._number = number
+        self._boxes = snapshot.plan.items[number].boxes
+        self._left = len(self._boxes)
+        self._arrays: Sequence[HostArray] | None = None
+        self._lock = threading.Lock()
+
+    def segment(self, part: int, itemsize: int) -> ArraySegment:
+        """The elements of one of the boxes."""
+        return ArraySegment(self._boxes[part], itemsize, lambda: self._open(part), self._close)
+
+    def _open(self, part: int) -> Sequence[tuple[Box, HostArray]]:
+        with self._lock:
+            if self._arrays is None:
+                self._arrays = self._snapshot.take(self._number)
+            return ((self._boxes[part], self._arrays[part]),)
+
+    def _close(self) -> None:
+        with self._lock:
+            self._left -= 1
+            if self._left:
+                return
+            self._arrays = None
+        self._snapshot.release(self._number)
