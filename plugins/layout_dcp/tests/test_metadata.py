@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from ckptcore_dcp.metadata import DcpChunk, DcpMetadata, DcpTensor, DcpValue, read_metadata, write_metadata
+from ckptcore_dcp.pickles import Call, Global, write_pickle
 from torch.distributed.checkpoint import metadata as theirs
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
@@ -237,6 +238,48 @@ def test_fields_of_another_type_are_refused(field: str, value: object) -> None:
     setattr(of_torch, field, value)
     with pytest.raises(CorruptCheckpointError):
         _read(of_torch)
+
+
+def _old(module: str, name: str, **state: Any) -> Call:
+    return Call(Global(module, name), (), state=dict(state), new=True)
+
+
+@pytest.mark.parametrize(
+    ("metadata", "properties", "files"),
+    [
+        (
+            "torch.distributed.checkpoint.metadata",
+            "torch.distributed._shard.sharded_tensor.metadata",
+            "torch.distributed.checkpoint.filesystem",
+        ),
+        (
+            "torch.distributed._shard.checkpoint.metadata",
+            "torch.distributed._shard.sharded_tensor.metadata",
+            "torch.distributed._shard.checkpoint.filesystem",
+        ),
+    ],
+    ids=["torch 2.0 to 2.2", "torch 1.13"],
+)
+def test_classes_are_known_where_they_were_before(metadata: str, properties: str, files: str) -> None:
+    layout = Call(Global("torch.serialization", "_get_layout"), ("torch.strided",))
+    encoding = Call(Global(properties, "MEM_FORMAT_ENCODING"), (0,))
+    state: Any = (Global("torch", "half"), layout, False, encoding, False)
+    shape, origin = Call(Global("torch", "Size"), ((4,),)), Call(Global("torch", "Size"), ((0,),))
+    tensor = _old(
+        metadata,
+        "TensorStorageMetadata",
+        properties=Call(Global(properties, "TensorProperties"), (), state=state, new=True),
+        size=shape,
+        chunks=[_old(metadata, "ChunkStorageMetadata", offsets=origin, sizes=shape)],
+    )
+    index = _old(metadata, "MetadataIndex", fqn="w", offset=origin, index=0)
+    place = _old(files, "_StorageInfo", relative_path="__0_0.distcp", offset=3, length=9)
+    whole = _old(
+        metadata, "Metadata", state_dict_metadata={"w": tensor}, planner_data=None, storage_data={index: place}
+    )
+    chunk = DcpChunk((0,), (4,), "__0_0.distcp", 3, 9)
+    expected = DcpMetadata({"w": DcpTensor("float16", (4,), (chunk,))}, {})
+    assert read_metadata(write_pickle(whole, protocol=4), key=".metadata") == expected
 
 
 def test_bytes_behind_the_pickle_are_refused() -> None:
