@@ -139,7 +139,8 @@ def test_tensors_of_classes_are_refused() -> None:
     )
     with pytest.raises(UnsupportedLeafError, match="DTensor"):
         stored_tensor(call, key="file", path="w")
-    for of_type in ([], {}, None, Persistent([])):  # what cannot be hashed too
+    of_types: list[Value] = [[], {}, None, Persistent([])]  # what cannot be hashed too
+    for of_type in of_types:
         with pytest.raises(UnsupportedLeafError):
             stored_tensor(
                 Call(Global("torch._tensor", "_rebuild_from_type_v2"), (None, of_type, (), {})), key="file", path="w"
