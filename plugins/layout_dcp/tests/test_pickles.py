@@ -16,10 +16,10 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from ckptcore_dcp.pickles import Call, Global, Persistent, brief, builtin_value, check_walk, read_pickle, write_pickle
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.distributed.checkpoint.state_dict_saver import save
 
 from ckptcore.errors import CorruptCheckpointError, UnsupportedLeafError
 
@@ -168,7 +168,7 @@ def test_what_is_shared_stays_shared(protocol: int) -> None:
     inner: list[Any] = [1]
     pair = (inner, "x")
     call = Call(Global("m", "f"), (inner,), state={"s": pair}, appended=[pair], pairs=[("k", inner)])
-    found, _ = read_pickle(write_pickle([inner, pair, pair, call, call, {"a": inner}], protocol=protocol), key="k")
+    found: Any = read_pickle(write_pickle([inner, pair, pair, call, call, {"a": inner}], protocol=protocol), key="k")[0]
     assert isinstance(found, list)
     assert found[1] is found[2]
     assert found[1][0] is found[0]
@@ -225,7 +225,7 @@ def test_calls_come_back_as_they_were() -> None:
         keywords={"key": 2.5},
         new=True,
     )
-    found, _ = read_pickle(write_pickle(call, protocol=4), key="k")
+    found: Any = read_pickle(write_pickle(call, protocol=4), key="k")[0]
     assert isinstance(found, Call)
     assert found.function == call.function
     assert (found.arguments, found.state, found.appended, found.pairs) == ((), {"a": 1}, call.appended, call.pairs)
@@ -249,9 +249,9 @@ def test_deep_values_are_written_and_read() -> None:
     for number in range(50_000):
         value = (value,) if number % 2 else [value]
     data = write_pickle(value, protocol=4)
-    found, _ = read_pickle(data, key="k")
+    found: Any = read_pickle(data, key="k")[0]
     for _ in range(50_000):
-        found = found[0]  # type: ignore[index]
+        found = found[0]
     assert found == []
     with pytest.raises(CorruptCheckpointError, match="deep"):
         check_walk(value, key="k", visits=10**6, depth=100)
@@ -287,6 +287,7 @@ def test_shortcuts_give_what_single_opcodes_give() -> None:
     fused = class_ + b")\x81\x94}\x94(\x8c\x01a\x94h\x00K\x01K\x02\x86\x94\x85\x94R\x94ub."
     single = class_ + b")N0\x81\x94}\x94(\x8c\x01a\x94h\x00K\x01K\x02\x86N0\x94\x85\x94R\x94uN0b."
     for data in (fused, single):
+        value: Any
         value, end = read_pickle(data, key="k")
         assert end == len(data)
         assert isinstance(value, Call)
@@ -338,6 +339,7 @@ def test_files_of_torch(tmp_path: Path) -> None:
     torch.save({**state(), "model": model.state_dict()}, file)
     with zipfile.ZipFile(file) as archive:
         data = archive.read("archive/data.pkl")
+    value: Any
     value, end = read_pickle(data, key="k")
     assert end == len(data)
     assert isinstance(value, dict)
@@ -372,8 +374,9 @@ def test_files_of_torch(tmp_path: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore")  # torch's own, about a single process
 def test_metadata_of_dcp(tmp_path: Path) -> None:
-    dcp.save(state(), checkpoint_id=tmp_path / "checkpoint")
+    save(state(), checkpoint_id=tmp_path / "checkpoint")
     data = (tmp_path / "checkpoint" / ".metadata").read_bytes()
+    value: Any
     value, end = read_pickle(data, key=".metadata")
     assert end == len(data)
     assert isinstance(value, Call)
@@ -382,7 +385,7 @@ def test_metadata_of_dcp(tmp_path: Path) -> None:
     stored = value.state["storage_data"]
     assert isinstance(stored, dict)
     expected = pickle.loads(data)
-    assert [key.state["fqn"] for key in stored] == [index.fqn for index in expected.storage_data]  # type: ignore[union-attr,index,call-overload]
+    assert [key.state["fqn"] for key in stored] == [index.fqn for index in expected.storage_data]
     for protocol in (2, 4):
         assert pickle.loads(write_pickle(value, protocol=protocol)) == expected
 

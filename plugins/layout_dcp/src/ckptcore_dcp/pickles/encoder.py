@@ -13,6 +13,7 @@ from typing import Any, Final
 
 from ckptcore.errors import UnsupportedLeafError
 from ckptcore_dcp.pickles.values import Call, Global, Persistent, Value, brief
+from ckptcore_dcp.pickles.work import Made, Raw, Work, in_order, is_flat
 
 __all__ = ["write_pickle"]
 
@@ -21,6 +22,8 @@ _BATCH: Final = 1000
 _FRAME: Final = 64 * 1024
 """From how many bytes on a frame of protocol 4 ends."""
 _SMALLEST_FRAME: Final = 4
+_TUPLES: Final = (b")", b"\x85", b"\x86", b"\x87")
+"""EMPTY_TUPLE, TUPLE1, TUPLE2 and TUPLE3."""
 
 
 def write_pickle(value: Value, *, protocol: int) -> bytes:
@@ -37,36 +40,6 @@ def write_pickle(value: Value, *, protocol: int) -> bytes:
     if protocol not in (2, 4):
         raise ValueError(f"pickles of the protocols 2 and 4 can be written, and protocol {protocol} was asked for")
     return _Encoder(protocol).encode(value)
-
-
-class _Raw:
-    """Opcodes that come after what was put on the work list later."""
-
-    __slots__ = ("opcodes",)
-
-    def __init__(self, opcodes: bytes) -> None:
-        self.opcodes = opcodes
-
-
-class _Work:
-    """Several pieces of work, which are left out together if their object is there already."""
-
-    __slots__ = ("pieces",)
-
-    def __init__(self, pieces: list[Any]) -> None:
-        self.pieces = pieces
-
-
-class _Made:
-    """The point at which a tuple, frozenset or call is on the reader's stack, but for what made it."""
-
-    __slots__ = ("discard", "opcodes", "value")
-
-    def __init__(self, value: Any, opcodes: bytes, discard: bytes) -> None:
-        self.value = value
-        self.opcodes = opcodes
-        self.discard = discard
-        """What takes the parts from the reader's stack again, if the value has come to be made by one of them."""
 
 
 class _Encoder:
@@ -107,11 +80,11 @@ class _Encoder:
         while todo:
             item = todo.pop()
             kind = item.__class__
-            if kind is _Raw:
+            if kind is Raw:
                 parts.append(item.opcodes)
-            elif kind is _Made:
+            elif kind is Made:
                 self._finish(item)
-            elif kind is _Work:
+            elif kind is Work:
                 self._later(item.pieces)
             else:
                 writer = writers.get(kind)
@@ -169,7 +142,7 @@ class _Encoder:
             )
         self._open[id(value)] = size
 
-    def _finish(self, made: _Made) -> None:
+    def _finish(self, made: Made) -> None:
         value = made.value
         self._open.pop(id(value), None)
         index = self._memo.get(id(value))
@@ -289,7 +262,7 @@ class _Encoder:
         self._memoize(name)
 
     def _persistent(self, value: Persistent) -> None:
-        self._todo.append(_Raw(b"Q"))
+        self._todo.append(Raw(b"Q"))
         self._todo.append(value.id)
 
     def _tuple(self, value: tuple[Value, ...]) -> None:
@@ -298,13 +271,21 @@ class _Encoder:
             return
         if self._recall(id(value)):
             return
-        self._enter(value)
         count = len(value)
+        if is_flat(value):  # no work list for these: most tuples are shapes
+            if count > 3:
+                self._parts.append(b"(")
+            for each in value:
+                self._writers[each.__class__](each)
+            self._parts.append(_TUPLES[count] if count <= 3 else b"t")
+            self._memoize(id(value))
+            return
+        self._enter(value)
         if count <= 3:
-            self._todo.append(_Made(value, b"\x84\x85\x86\x87"[count : count + 1], b"0" * count))
+            self._todo.append(Made(value, _TUPLES[count], b"0" * count))
         else:
             self._parts.append(b"(")
-            self._todo.append(_Made(value, b"t", b"1"))
+            self._todo.append(Made(value, b"t", b"1"))
         self._todo.extend(reversed(value))
 
     def _list(self, value: list[Value]) -> None:
@@ -331,11 +312,11 @@ class _Encoder:
         self._parts.append(b"\x8f")
         self._memoize(id(value))
         work: list[Any] = []
-        items = _in_order(value)
+        items = in_order(value)
         for start in range(0, len(items), _BATCH):
-            work.append(_Raw(b"("))
+            work.append(Raw(b"("))
             work.extend(items[start : start + _BATCH])
-            work.append(_Raw(b"\x90"))
+            work.append(Raw(b"\x90"))
         self._later(work)
 
     def _frozenset(self, value: frozenset[Value]) -> None:
@@ -346,34 +327,45 @@ class _Encoder:
             self._set_call(value, "frozenset")
             return
         self._parts.append(b"(")
-        self._todo.append(_Made(value, b"\x91", b"1"))
-        self._todo.extend(reversed(_in_order(value)))
+        self._todo.append(Made(value, b"\x91", b"1"))
+        self._todo.extend(reversed(in_order(value)))
 
     def _set_call(self, value: set[Value] | frozenset[Value], name: str) -> None:
         self._global(Global("__builtin__", name))
         self._parts.append(b"]")
-        self._later([*self._batches(_in_order(value), b"a", b"e"), _Made(value, b"\x85R", b"00")])
+        self._later([*self._batches(in_order(value), b"a", b"e"), Made(value, b"\x85R", b"00")])
 
     def _call(self, value: Call) -> None:
         if self._recall(id(value)):
             return
+        after: list[Any] = []
+        if value.appended:
+            after += self._batches(value.appended, b"a", b"e")
+        if value.pairs:
+            after += self._batches(value.pairs, b"s", b"u")
+        if value.state is not None:
+            after += [value.state, Raw(b"b")]
+        if value.function.__class__ is Global and not value.keywords and is_flat(value.arguments):
+            self._writers[Global](value.function)
+            self._tuple(value.arguments)
+            self._parts.append(b"\x81" if value.new else b"R")
+            self._memoize(id(value))
+            self._later(after)
+            return
         self._enter(value)
         todo = self._todo
-        after: list[Any] = [*self._batches(value.appended, b"a", b"e"), *self._batches(value.pairs, b"s", b"u")]
-        if value.state is not None:
-            after += [value.state, _Raw(b"b")]
-        todo.append(_Work(after))
+        todo.append(Work(after))
         if value.keywords:
             if not value.new or self._protocol < 4:
                 raise UnsupportedLeafError(
                     f"a {brief(value)} has keywords, which only NEWOBJ_EX of protocol 4 can hold; give them as arguments"
                 )
-            todo.append(_Made(value, b"\x92", b"000"))
+            todo.append(Made(value, b"\x92", b"000"))
             keywords = dict(value.keywords)
             self._kept.append(keywords)
             todo.append(keywords)
         else:
-            todo.append(_Made(value, b"\x81" if value.new else b"R", b"00"))
+            todo.append(Made(value, b"\x81" if value.new else b"R", b"00"))
         todo.append(value.arguments)
         todo.append(value.function)
 
@@ -388,24 +380,15 @@ class _Encoder:
             return []
         flat = many == b"u"
         if len(rows) == 1:
-            return [*(rows[0] if flat else rows), _Raw(one)]
+            return [*(rows[0] if flat else rows), Raw(one)]
         work: list[Any] = []
         for start in range(0, len(rows), _BATCH):
             batch = rows[start : start + _BATCH]
-            work.append(_Raw(b"("))
+            work.append(Raw(b"("))
             if flat:
                 for pair in batch:
                     work.extend(pair)
             else:
                 work.extend(batch)
-            work.append(_Raw(many))
+            work.append(Raw(many))
         return work
-
-
-def _in_order(items: Iterable[Value]) -> list[Value]:
-    """The items of a set, in an order that is the same in each process where they are of one plain kind."""
-    found: list[Any] = list(items)
-    kinds = set(map(type, found))
-    if len(kinds) == 1 and kinds <= {str, bytes, int, float, bool} or kinds <= {int, float, bool}:
-        found.sort()
-    return found

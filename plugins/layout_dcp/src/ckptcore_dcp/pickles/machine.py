@@ -85,24 +85,28 @@ def _run(data: bytes, position: int, key: str) -> tuple[Value, int]:
         while True:
             code = data[position]
             position += 1
-            if code == 0x94:  # MEMOIZE
-                memo.append(stack[-1])
-            elif code == 0x68:  # h: BINGET
+            if code == 0x68:  # h: BINGET
                 item = memo[data[position]]
                 if item is unset:
                     raise malformed(key, position, "a memo entry is used and was never put")
                 position += 1
                 stack.append(item)
+            elif code == 0x6A:  # j: LONG_BINGET
+                item = memo[uint4(data, position)[0]]
+                if item is unset:
+                    raise malformed(key, position, "a memo entry is used and was never put")
+                position += 4
+                stack.append(item)
             elif code < 0x60:
-                if code == 0x28:  # (: MARK
-                    outer.append(stack)
-                    stack = []
-                elif code == 0x4B:  # K: BININT1
+                if code == 0x4B:  # K: BININT1
                     stack.append(data[position])
                     position += 1
                 elif code == 0x4D:  # M: BININT2
                     stack.append(uint2(data, position)[0])
                     position += 2
+                elif code == 0x4A:  # J: BININT
+                    stack.append(int4(data, position)[0])
+                    position += 4
                 elif code == 0x29:  # ): EMPTY_TUPLE
                     if starts_with(_NEW_WITH_DICT, position) and stack and stack[-1].__class__ is Global:
                         position += 5
@@ -116,6 +120,9 @@ def _run(data: bytes, position: int, key: str) -> tuple[Value, int]:
                         stack = []
                     else:
                         stack.append(())
+                elif code == 0x28:  # (: MARK
+                    outer.append(stack)
+                    stack = []
                 elif code == 0x52:  # R: REDUCE
                     arguments = stack.pop()
                     function = stack[-1]
@@ -124,9 +131,6 @@ def _run(data: bytes, position: int, key: str) -> tuple[Value, int]:
                     ):
                         raise malformed(key, position, f"a call of {brief(function)} with {brief(arguments)}")
                     stack[-1] = Call(function, arguments)
-                elif code == 0x4A:  # J: BININT
-                    stack.append(int4(data, position)[0])
-                    position += 4
                 elif code == 0x58:  # X: BINUNICODE
                     begins = position + 4
                     position = begins + uint4(data, position)[0]
@@ -159,26 +163,18 @@ def _run(data: bytes, position: int, key: str) -> tuple[Value, int]:
                 else:
                     raise _refusal(key, position - 1, code)
             elif code < 0x80:
-                if code == 0x6A:  # j: LONG_BINGET
-                    item = memo[uint4(data, position)[0]]
-                    if item is unset:
-                        raise malformed(key, position, "a memo entry is used and was never put")
-                    position += 4
-                    stack.append(item)
-                elif code == 0x7D:  # }: EMPTY_DICT
-                    stack.append({})
-                elif code == 0x75:  # u: SETITEMS
+                if code == 0x75:  # u: SETITEMS
                     items = stack
                     stack = outer.pop()
                     target = stack[-1]
-                    names = items[::2]
-                    values = items[1::2]
-                    if len(names) != len(values):
+                    if len(items) & 1:
                         raise malformed(key, position, "a key without a value")
+                    row = iter(items)
                     if target.__class__ is dict:
-                        if not plain_keys.issuperset(map(type, names)):
-                            keys.check(target, names, position)
-                        target.update(zip(names, values, strict=True))
+                        for name, value in zip(row, row, strict=False):
+                            if name.__class__ is not str and name.__class__ not in plain_keys:
+                                keys.check(target, (name,), position)
+                            target[name] = value
                         if data[position] == 0x62 and len(stack) > 1:  # BUILD, of what the dict is the state of
                             item = stack[-2]
                             if item.__class__ is Call and item.state is None:
@@ -186,7 +182,9 @@ def _run(data: bytes, position: int, key: str) -> tuple[Value, int]:
                                 stack.pop()
                                 item.state = target
                     else:
-                        _set_pairs(target, zip(names, values, strict=True), key, position)
+                        _set_pairs(target, zip(row, row, strict=False), key, position)
+                elif code == 0x7D:  # }: EMPTY_DICT
+                    stack.append({})
                 elif code == 0x62:  # b: BUILD
                     state = stack.pop()
                     target = stack[-1]
@@ -245,6 +243,8 @@ def _run(data: bytes, position: int, key: str) -> tuple[Value, int]:
                     _put(memo, _index(text, key, position), stack[-1], position - begin, key)
                 else:
                     raise _refusal(key, position - 1, code)
+            elif code == 0x94:  # MEMOIZE
+                memo.append(stack[-1])
             elif code == 0x86:  # TUPLE2
                 item = stack.pop()
                 item = stack[-1] = (stack[-1], item)
