@@ -11,13 +11,14 @@ from typing import Any, Final
 
 import numpy as np
 import pytest
+from ckptcore_tensorstore import OcdbtLayout, Zarr3Layout
 
 import ckptcore
 from ckptcore.builtin.host_leaves import HostArrayHandler
 from ckptcore.builtin.safetensors import SafetensorsLayout
 from ckptcore.errors import CheckpointError, StorageFullError, UnsupportedLeafError
 from ckptcore.model import JSON, Box, HostArray, Pending, Receipt, Shard, TreeMetadata
-from ckptcore.protocols import Snapshot, WriteStore
+from ckptcore.protocols import Layout, Snapshot, WriteStore
 from tests.crashes.states import make_state, version_at
 
 _OLD, _NEW = 1, 2
@@ -49,6 +50,21 @@ def _assert_intact(location: Path) -> None:
     assert [path.name for path in location.parent.iterdir()] == [location.name], "leftovers"
 
 
+@pytest.mark.parametrize("layout", [OcdbtLayout(), OcdbtLayout(compression="zstd"), Zarr3Layout()], ids=repr)
+def test_a_disk_that_is_full_of_other_layouts(layout: Layout, small_disk: Path) -> None:
+    location = small_disk / "step_1"
+    ckptcore.save(location, make_state(_OLD, 500_000), layout=layout)
+    for save in (ckptcore.save, ckptcore.save_async):
+        with pytest.raises(StorageFullError, match="full") as caught:
+            handle = save(location, make_state(_NEW, 2_000_000), layout=layout, overwrite=True)
+            assert handle is not None
+            handle.result()
+        assert "intact" in str(caught.value) and str(location.parent) in str(caught.value)
+        _assert_intact(location)
+    ckptcore.save(location, make_state(_NEW, 500_000), layout=layout, overwrite=True)
+    assert version_at(str(location)) == _NEW
+
+
 @pytest.mark.parametrize("durability", ["full", "none"])
 @pytest.mark.parametrize("elements", [900_000, 2_000_000])
 def test_a_full_disk(elements: int, durability: Any, small_disk: Path) -> None:
@@ -65,15 +81,16 @@ def test_a_full_disk(elements: int, durability: Any, small_disk: Path) -> None:
     assert version_at(str(location)) == _NEW
 
 
-def test_a_disk_that_fills_up_with_small_files(small_disk: Path) -> None:
+@pytest.mark.parametrize("layout", [SafetensorsLayout(), OcdbtLayout(), Zarr3Layout()], ids=repr)
+def test_a_disk_that_fills_up_with_small_files(layout: Layout, small_disk: Path) -> None:
     location = small_disk / "step_1"
-    ckptcore.save(location, make_state(_OLD))
-    (small_disk / "other").write_bytes(bytes(_DISK_BYTES - (200 << 10)))
+    ckptcore.save(location, make_state(_OLD), layout=layout)
+    (small_disk / "other").write_bytes(bytes(_DISK_BYTES - (600 << 10)))
     room = os.statvfs(small_disk)
     for size in range(0, room.f_bavail * room.f_frsize, 8 << 10):
         (small_disk / "filler").write_bytes(bytes(room.f_bavail * room.f_frsize - size))
         try:
-            ckptcore.save(location, make_state(_NEW), overwrite=True)
+            ckptcore.save(location, make_state(_NEW), layout=layout, overwrite=True)
         except StorageFullError:
             assert version_at(str(location)) == _OLD
         else:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Final
 
 import pytest
+from ckptcore_tensorstore import OcdbtLayout
 
 import ckptcore
 from ckptcore.builtin.safetensors import SafetensorsLayout
@@ -35,6 +36,15 @@ def _overwrite_several_files(context: ckptcore.Context) -> None:
     ckptcore.save(_LOCATION, make_state(_NEW), layout=layout, overwrite=True, context=context)
 
 
+def _overwrite_by_database(context: ckptcore.Context) -> None:
+    ckptcore.save(_LOCATION, make_state(_NEW), layout=OcdbtLayout(), overwrite=True, context=context)
+
+
+def _overwrite_by_compressed_database(context: ckptcore.Context) -> None:
+    layout = OcdbtLayout(compression="zstd", data_file_bytes=1000)
+    ckptcore.save(_LOCATION, make_state(_NEW), layout=layout, overwrite=True, context=context)
+
+
 def _overwrite_in_background(context: ckptcore.Context) -> None:
     ckptcore.save_async(_LOCATION, make_state(_NEW), overwrite=True, context=context).result()
 
@@ -56,6 +66,8 @@ _TASKS: Final[dict[str, tuple[Task, bool, set[int | None]]]] = {
     "save": (_save, False, {None, _NEW}),
     "overwrite": (_overwrite, True, {_OLD, _NEW}),
     "overwrite with several files": (_overwrite_several_files, True, {_OLD, _NEW}),
+    "overwrite by a database": (_overwrite_by_database, True, {_OLD, _NEW}),
+    "overwrite by a compressed database": (_overwrite_by_compressed_database, True, {_OLD, _NEW}),
     "overwrite in the background": (_overwrite_in_background, True, {_OLD, _NEW}),
     "save a composite": (_save_composite, False, {None, _NEW}),
     "overwrite by a composite": (_overwrite_by_composite, True, {_OLD, _NEW}),
@@ -82,7 +94,9 @@ def _assert_next_save_cleans_up(disk: SimulatedDisk) -> None:
     assert list(storage.list()) == ["step_1/checkpoint.json", "step_1/model.safetensors"]
 
 
-@pytest.mark.parametrize("name", _TASKS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] if "database" in name else []) for name in _TASKS]
+)
 def test_the_power_fails_at_each_step(name: str) -> None:
     task, old, allowed = _TASKS[name]
     chance = random.Random(0)

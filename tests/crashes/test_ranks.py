@@ -8,6 +8,7 @@ from typing import Any, Final
 
 import numpy as np
 import pytest
+from ckptcore_tensorstore import OcdbtLayout
 
 import ckptcore
 from ckptcore.builtin.host_leaves import HostArrayHandler
@@ -74,6 +75,22 @@ class _BrokenLayout(SafetensorsLayout):
         return super().finish(tree, receipts, store)
 
 
+class _BrokenDatabase(OcdbtLayout):
+    """Fails when all that a process writes is there."""
+
+    def write(self, snapshot: Snapshot, store: WriteStore) -> JSON:
+        super().write(snapshot, store)
+        raise _Broken("write is broken")
+
+
+class _BrokenRoot(OcdbtLayout):
+    """Fails when all is there."""
+
+    def finish(self, tree: TreeMetadata, receipts: Sequence[Receipt], store: WriteStore) -> JSON:
+        super().finish(tree, receipts, store)
+        raise _Broken("finish is broken")
+
+
 def _job(size: int) -> ThreadJob:
     return ThreadJob(size, timeout_seconds=20)
 
@@ -138,6 +155,31 @@ def test_what_fails_on_one_rank_fails_on_all(where: str, broken: int, background
             assert f"rank {broken}" in told and f"{method} is broken" in told
     assert version_at(location) == _OLD
     ckptcore.save(location, make_state(_NEXT), overwrite=True)
+    assert [path.name for path in Path(location).parent.iterdir()] == ["step_1"], "leftovers"
+
+
+@pytest.mark.parametrize("background", [False, True])
+@pytest.mark.parametrize("compression", [None, "zstd"])
+@pytest.mark.parametrize(
+    ("broken", "layout"), [(0, _BrokenDatabase), (1, _BrokenDatabase), (2, _BrokenDatabase), (0, _BrokenRoot)]
+)
+def test_a_database_that_fails_on_one_rank_fails_on_all(
+    broken: int, layout: type[OcdbtLayout], compression: str | None, background: bool, tmp_path: Path
+) -> None:
+    location = str(tmp_path / "run" / "step_1")
+    ckptcore.save(location, make_state(_OLD), layout="ocdbt")
+
+    def save(coordinator: Coordinator) -> type[Exception] | None:
+        made = (layout if coordinator.rank == broken else OcdbtLayout)(compression=compression)
+        try:
+            _save(location, coordinator, background, layout=made, overwrite=True)
+        except (_Broken, RankFailedError) as error:
+            return type(error)
+        return None
+
+    assert _job(3).run(save) == [_Broken if rank == broken else RankFailedError for rank in range(3)]
+    assert version_at(location) == _OLD
+    ckptcore.save(location, make_state(_NEXT), layout="ocdbt", overwrite=True)
     assert [path.name for path in Path(location).parent.iterdir()] == ["step_1"], "leftovers"
 
 
