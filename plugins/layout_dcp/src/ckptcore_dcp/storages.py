@@ -12,11 +12,11 @@ import numpy as np
 from ckptcore.errors import CorruptCheckpointError
 from ckptcore.model import JSON, ArrayRecord, Box, HostArray, ReadPlan, TileRead, TreeMetadata, format_path
 from ckptcore.protocols import ReadStore
-from ckptcore_dcp.item_reading import DescriptorSum
+from ckptcore_dcp.descriptor_sums import DescriptorSum
 from ckptcore_dcp.stored_tensors import StoredTensor, check_bounds
-from ckptcore_dcp.zips import STORED, ZipMember, read_member
+from ckptcore_dcp.zips import STORED, Fetch, ZipMember, read_member
 
-__all__ = ["KnownPlaces", "Place", "PlaceColumns", "StoredBytes", "read_places"]
+__all__ = ["KnownPlaces", "Place", "PlaceColumns", "StoredBytes", "gathered_box", "inflated", "read_places"]
 
 _SLAB_BYTES: Final = 1 << 26
 """Elements that do not lie in C order are gathered from so many bytes at a time."""
@@ -250,13 +250,17 @@ def read_places(
             _swap(buffers[number])
         yield number
     for storage, numbers in gathered.items():
-        whole = _inflated(storage, store) if storage.compression != STORED else None
+        whole = inflated(storage, _fetching(store, storage.key)) if storage.compression != STORED else None
         for number in numbers:
             item = plan.items[number]
             _gather(places[item.leaf], item.box, buffers[number], store, whole)
             if storage.big_endian:
                 _swap(buffers[number])
             yield number
+
+
+def _fetching(store: ReadStore, key: str) -> Fetch:
+    return lambda start, stop: store.get(key, start, stop)
 
 
 def _tile(place: Place, targets: tuple[tuple[int, Box, HostArray], ...], summed: set[tuple[str, int]]) -> TileRead:
@@ -275,16 +279,36 @@ def _tile(place: Place, targets: tuple[tuple[int, Box, HostArray], ...], summed:
     return TileRead(storage.key, place.extent[0], Box.whole(spec.shape), tensor.itemsize, targets, checksum)
 
 
-def _inflated(storage: StoredBytes, store: ReadStore) -> bytes:
+def inflated(storage: StoredBytes, fetch: Fetch) -> bytes:
+    """All bytes of a storage, inflated where they are compressed, and compared with their CRC-32.
+
+    Raises:
+        CorruptCheckpointError: they are not what the zip says of them.
+    """
     member = ZipMember("storage", storage.start, storage.nbytes, storage.size, storage.crc, storage.compression)
-
-    def fetch(start: int, stop: int) -> bytes:
-        return store.get(storage.key, start, stop)
-
     return read_member(fetch, member, key=storage.key, limit=storage.size)
 
 
-def _gather(place: Place, box: Box, buffer: HostArray, store: ReadStore, whole: bytes | None) -> None:
+def gathered_box(place: Place, box: Box, whole: bytes | None, store: ReadStore | None) -> HostArray:
+    """A box of the elements of a place, wherever they lie.
+
+    Args:
+        place: where they are.
+        box: of its tensor.
+        whole: all bytes of its storage; None where they are to be read.
+        store: what to read them from; None where they are there.
+
+    Raises:
+        CorruptCheckpointError: bytes are missing.
+    """
+    buffer: HostArray = np.empty(box.shape, place.tensor.spec.numpy_dtype)
+    _gather(place, box, buffer, store, whole)
+    if place.storage.big_endian:
+        _swap(buffer)
+    return buffer
+
+
+def _gather(place: Place, box: Box, buffer: HostArray, store: ReadStore | None, whole: bytes | None) -> None:
     """Fill a buffer with a box of elements that lie in any order, in the byte order that they have."""
     tensor, storage = place.tensor, place.storage
     itemsize, strides = tensor.itemsize, tensor.strides
@@ -292,6 +316,7 @@ def _gather(place: Place, box: Box, buffer: HostArray, store: ReadStore, whole: 
     for slab in _slabs(box, strides, itemsize) if whole is None else (box,):
         first = tensor.offset + sum(start * stride for start, stride in zip(slab.start, strides, strict=True))
         if whole is None:
+            assert store is not None  # one of the two is given
             start = storage.start + first * itemsize
             stop = start + _span(slab, strides) * itemsize
             data, offset = store.get(storage.key, start, stop), 0

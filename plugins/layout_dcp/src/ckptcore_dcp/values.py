@@ -6,14 +6,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-import zstandard
-
-from ckptcore.errors import CorruptCheckpointError, ObjectNotFoundError, UnsupportedLeafError
+from ckptcore.errors import CorruptCheckpointError, ObjectNotFoundError
 from ckptcore.model import Skeleton
 from ckptcore.protocols import ReadStore
 from ckptcore_dcp.metadata import DcpValue
 from ckptcore_dcp.pickles import read_pickle
 from ckptcore_dcp.tensors import Leaf, tree_of
+from ckptcore_dcp.transforms import undone
 from ckptcore_dcp.zips import read_member, read_zip, torch_members
 
 __all__ = ["ReadValue", "read_values"]
@@ -105,8 +104,9 @@ def _windows(values: Mapping[str, DcpValue]) -> Iterator[Sequence[str]]:
 
 def _value(name: str, value: DcpValue, item: bytes) -> ReadValue:
     key, start = value.relative_path, value.offset
-    for transform in value.transforms:
-        item = _undone(transform, item, name, key)
+    if value.transforms:
+        limit = max(_GROWTH_ALWAYS, _MOST_GROWTH * len(item))
+        item = undone(item, value.transforms, what=f"the value {name!r}", key=key, limit=limit)
         start = 0
 
     def fetch(first: int, last: int) -> bytes:
@@ -121,30 +121,3 @@ def _value(name: str, value: DcpValue, item: bytes) -> ReadValue:
     read, _ = read_pickle(pickle, key=key)
     skeleton, leaves = tree_of(read, key=key, limit=len(pickle) + 1024)
     return ReadValue(skeleton, leaves)
-
-
-def _undone(transform: str, item: bytes, name: str, key: str) -> bytes:
-    if transform != "stream.zstd/1":
-        raise UnsupportedLeafError(
-            f"the value {name!r} was stored through {transform[:80]!r}, which only the software knows that wrote it; expected no "
-            "transform, or 'stream.zstd/1'; load it with that software and save it again without"
-        )
-    limit = max(_GROWTH_ALWAYS, _MOST_GROWTH * len(item))
-    pieces: list[bytes] = []
-    left = limit
-    try:
-        with zstandard.ZstdDecompressor().stream_reader(item, read_across_frames=True) as reader:
-            while left >= 0 and (piece := reader.read(1 << 20)):
-                pieces.append(piece)
-                left -= len(piece)
-    except zstandard.ZstdError as error:
-        raise CorruptCheckpointError(
-            f"the value {name!r} in {key!r} cannot be decompressed: {error}; restore the file from a copy, or load another "
-            "checkpoint",
-            key=key,
-        ) from error
-    if left < 0:
-        raise CorruptCheckpointError(
-            f"the value {name!r} in {key!r} has more than {limit} bytes once decompressed", key=key
-        )
-    return b"".join(pieces)
