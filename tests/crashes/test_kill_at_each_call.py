@@ -39,6 +39,10 @@ def _old_composite(location: Path) -> None:
     ckptcore.save_checkpointables(location, make_composite(OLD), context=_FAST)
 
 
+def _old_database(location: Path) -> None:
+    ckptcore.save(location, make_state(OLD), layout="ocdbt", context=_FAST)
+
+
 def _old_and_leftovers(location: Path) -> None:
     """A checkpoint, beside it what saves left that died early and late."""
     _old(location)
@@ -79,6 +83,8 @@ SCENARIOS: Final = {
     "overwrite in bounded memory": Scenario("save-in-bounded-memory", _old),
     "overwrite, allowed not to be atomic": Scenario("save-non-atomic", _old),
     "overwrite by a database": Scenario("save-ocdbt", _old),
+    "overwrite a database by a database": Scenario("save-ocdbt", _old_database),
+    "overwrite many files in directories by one": Scenario("save", _old_database),
     "overwrite by a compressed database, by several threads": Scenario("save-ocdbt-compressed", _old, reached=0.7),
     "overwrite by many objects, by several threads": Scenario("save-zarr3", _old, reached=0.7),
     "overwrite a composite by databases": Scenario("save-composite-ocdbt", _old_composite),
