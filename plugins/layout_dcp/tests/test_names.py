@@ -109,6 +109,8 @@ def test_the_tree_comes_back_as_torch_brings_it_back(state: dict[str, Any]) -> N
         expected = unflatten_state_dict(dict(flat), paths)
     except (ValueError, TypeError, AttributeError, KeyError):  # keys 1 and "1" beside each other
         return
+    if any(one != other and other[: len(one)] == one for one in paths.values() for other in paths.values()):
+        return  # the same, where torch loses one of the two without a word
     subtrees = {name: _tree(value) for name, value in flat.items()}
     skeleton, order = tree_of_names({name: tree.skeleton for name, tree in subtrees.items()}, paths)
     assert sorted(order) == sorted(flat)

@@ -135,7 +135,11 @@ def test_pickle_reads_what_is_written(protocol: int, value: Any) -> None:
     ids=lambda value: repr(value)[:20],
 )
 def test_bytes_are_those_of_pickle(protocol: int, value: Any) -> None:
-    assert write_pickle(value, protocol=protocol) == pickle.dumps(value, protocol)
+    written = write_pickle(value, protocol=protocol)
+    if value == b"" and protocol == 2:
+        assert pickle.loads(written) == value  # written as other bytes are: torch loads no call of ``bytes``
+    else:
+        assert written == pickle.dumps(value, protocol)
 
 
 def test_a_large_value_is_written_in_frames() -> None:

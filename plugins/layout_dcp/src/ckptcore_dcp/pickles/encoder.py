@@ -204,9 +204,7 @@ class _Encoder:
             else:
                 self._parts.append(self._counted(b"B", b"\x8e", value))
             self._memoize(name)
-        elif not value:
-            self._reduce(name, Global("__builtin__", "bytes"), ())
-        else:
+        else:  # also of none, for which Python calls ``bytes``: that torch refuses where it loads weights only
             self._reduce(name, Global("_codecs", "encode"), (value.decode("latin-1"), "latin1"))
 
     def _counted(self, opcode: bytes, long_opcode: bytes, body: bytes) -> bytes:
