@@ -10,7 +10,8 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from ckptcore_dcp.zips import DEFLATED, STORED, ZipMember, read_member, read_zip, torch_members
+from ckptcore_dcp.zip_directories import DEFLATED, STORED
+from ckptcore_dcp.zips import ZipMember, read_member, read_zip, torch_members
 from torch.utils.serialization import config
 
 from ckptcore.errors import CheckpointError, ChecksumError, CorruptCheckpointError

@@ -15,7 +15,7 @@ from ckptcore.model import dtype_from_name
 from ckptcore_dcp.pickles import Call, Persistent, Value, brief, read_pickle
 from ckptcore_dcp.storages import StoredBytes
 from ckptcore_dcp.stored_tensors import storage_size
-from ckptcore_dcp.zips import Fetch
+from ckptcore_dcp.zip_directories import Fetch
 
 __all__ = ["is_legacy", "read_legacy"]
 

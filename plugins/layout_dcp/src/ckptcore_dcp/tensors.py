@@ -25,9 +25,9 @@ from ckptcore.model import (
 from ckptcore.model.tree import NodeKind
 from ckptcore_dcp.numpy_scalars import scalar_value
 from ckptcore_dcp.pickles import Call, Global, Persistent, Value, brief, builtin_value
-from ckptcore_dcp.stored_tensors import StoredTensor, check_bounds, stored_tensor
+from ckptcore_dcp.stored_tensors import StoredTensor, stored_tensor
 
-__all__ = ["Leaf", "StoredTensor", "check_bounds", "leaf_record", "stored_tensor", "tree_of"]
+__all__ = ["Leaf", "leaf_record", "tree_of"]
 
 Leaf: TypeAlias = StoredTensor | None | bool | int | float | complex | str | bytes
 """A leaf of a tree: a tensor, or a value that is stored in the pickle itself."""

@@ -18,7 +18,8 @@ from ckptcore.protocols import Inspection, ReadStore, Snapshot, WriteStore
 from ckptcore_dcp.legacy_files import is_legacy, read_legacy
 from ckptcore_dcp.pickles import read_pickle
 from ckptcore_dcp.storages import KnownPlaces, PlaceColumns, StoredBytes, read_places
-from ckptcore_dcp.tensors import Leaf, StoredTensor, check_bounds, leaf_record, tree_of
+from ckptcore_dcp.stored_tensors import StoredTensor, check_bounds
+from ckptcore_dcp.tensors import Leaf, leaf_record, tree_of
 from ckptcore_dcp.zips import read_member, read_zip, torch_members
 
 __all__ = ["TorchLayout"]

@@ -30,7 +30,7 @@ from ckptcore_dcp.zip_directories import (
     read_entries,
 )
 
-__all__ = ["DEFLATED", "STORED", "Fetch", "ZipMember", "read_member", "read_zip", "torch_members"]
+__all__ = ["ZipMember", "read_member", "read_zip", "torch_members"]
 
 _ALIGNMENT: Final = 64
 """To what torch aligns the bytes of members, at least."""
