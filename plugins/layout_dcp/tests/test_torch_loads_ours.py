@@ -1,0 +1,353 @@
+"""What ckptcore writes is a checkpoint for every function of torch.distributed.checkpoint that reads one."""
+
+from __future__ import annotations
+
+import io
+import pickle
+import zipfile
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from ckptcore_dcp.dtypes import TORCH_DTYPES
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
+
+import ckptcore
+from ckptcore.model import ArraySpec
+from ckptcore.testing import DTYPE_NAMES, SHAPES, bit_patterns
+
+pytestmark = [
+    # torch says of one process without a process group that it assumes to be alone.
+    pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable):UserWarning"),
+]
+
+DTYPES = sorted(name for name in DTYPE_NAMES if TORCH_DTYPES.get(name) == name)
+WITHOUT = sorted(set(DTYPE_NAMES) - set(DTYPES))
+
+
+def bytes_of(tensor: torch.Tensor) -> bytes:
+    """The elements in C order."""
+    if not tensor.numel():
+        return b""
+    flat = tensor.detach().contiguous().reshape(-1)
+    return bytes(flat.view(torch.uint8).numpy().tobytes())
+
+
+def tensor_of(spec: ArraySpec, seed: int = 0) -> torch.Tensor:
+    """Every bit pattern, as a tensor."""
+    flat = torch.from_numpy(np.frombuffer(bit_patterns(spec, seed).tobytes(), np.uint8).copy())
+    dtype: torch.dtype = getattr(torch, spec.dtype)
+    return flat.view(dtype).reshape(spec.shape) if flat.numel() else torch.empty(spec.shape, dtype=dtype)
+
+
+def loaded(location: Path, like: dict[str, Any]) -> dict[str, Any]:
+    """What `dcp.load` makes of a state dict."""
+    dcp.load(like, checkpoint_id=location, no_dist=True)
+    return like
+
+
+def items_of(location: Path) -> dict[str, bytes]:
+    """By name and offsets, every item that the ``.metadata`` lists."""
+    found = {}
+    for index, place in metadata_of(location).storage_data.items():
+        with (location / place.relative_path).open("rb") as file:
+            file.seek(place.offset)
+            data = file.read(place.length)
+        assert len(data) == place.length
+        found[f"{index.fqn} at {index.offset}"] = data
+    return found
+
+
+def metadata_of(location: Path) -> Any:
+    """As torch reads it."""
+    return dcp.FileSystemReader(location).read_metadata()
+
+
+def assert_whole_items(location: Path) -> None:
+    """Python's zipfile finds every checksum right, in every item."""
+    items = items_of(location)
+    assert items
+    for name, data in items.items():
+        with zipfile.ZipFile(io.BytesIO(data)) as archive:
+            assert archive.testzip() is None, name
+        torch.load(io.BytesIO(data), weights_only=True)
+
+
+def test_every_dtype_and_shape_bit_for_bit(tmp_path: Path) -> None:
+    specs = {f"{dtype}-{shape}": ArraySpec(shape, dtype) for dtype in DTYPES for shape in SHAPES}
+    state = {name: tensor_of(spec) for name, spec in specs.items()}
+    ckptcore.save(tmp_path / "c", state, layout="dcp")
+    like = loaded(tmp_path / "c", {name: torch.empty_like(tensor) for name, tensor in state.items()})
+    for name, tensor in state.items():
+        assert like[name].dtype == tensor.dtype and like[name].shape == tensor.shape, name
+        assert bytes_of(like[name]) == bytes_of(tensor), name
+    assert_whole_items(tmp_path / "c")
+
+
+def test_tensors_that_do_not_lie_in_order(tmp_path: Path) -> None:
+    base = torch.randn(4, 3, 6, 5)
+    state = {
+        "transposed": torch.arange(12).reshape(3, 4).t(),
+        "stepped": torch.arange(40.0)[3::4],
+        "channels last": base.to(memory_format=torch.channels_last),
+        "expanded": torch.arange(3.0).expand(5, 3),
+        "of a larger one": base[1:3, :, 2],
+        "conjugate": torch.complex(base[0], base[1]).conj(),
+        "negative": torch.complex(base[0], base[1]).conj().imag,
+        "needs a gradient": torch.nn.Parameter(torch.ones(2, 2)),
+    }
+    ckptcore.save(tmp_path / "c", state, layout="dcp")
+    like = loaded(tmp_path / "c", {name: torch.zeros(t.shape, dtype=t.dtype) for name, t in state.items()})
+    for name, tensor in state.items():
+        assert torch.equal(like[name], tensor), name
+
+
+NESTED: dict[str, Any] = {
+    "model": {"layer.0.weight": torch.randn(3, 2), "layer": {"1": {"bias": torch.randn(2)}}},
+    "list": [torch.ones(2), {"inner": torch.zeros(1), "lr": 0.1}, [torch.full((1,), 5)]],
+    "plain list": [1, 2.5, "three", None],
+    "tuple": (0.9, 0.999),
+    "nested tuple": ((1, 2), (3, (4,))),
+    "step": 7,
+    "big": -(2**70),
+    "nan is not equal": 1.5,
+    "flag": True,
+    "none": None,
+    "text": "größe\n",
+    "bytes": b"\x00\xff",
+    "complex": 1 - 2j,
+    "empty list": [],
+    "empty tuple": (),
+    "odd key.with.dots": {"a.b": torch.arange(3), "": 4},
+    "param_groups": [{"lr": 0.1, "betas": (0.9, 0.99), "params": [0, 1, 2]}, {"lr": 0.2, "params": []}],
+}
+
+
+def blank(value: Any) -> Any:
+    """A state dict of the same structure, with nothing in it yet."""
+    if isinstance(value, dict):
+        return {key: blank(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [blank(inner) for inner in value]
+    return torch.zeros_like(value) if isinstance(value, torch.Tensor) else None
+
+
+def assert_same(found: Any, expected: Any, path: str = "") -> None:
+    """Types, keys and elements are the same."""
+    if isinstance(expected, torch.Tensor):
+        assert isinstance(found, torch.Tensor) and found.dtype == expected.dtype, path
+        assert found.shape == expected.shape and bytes_of(found) == bytes_of(expected), path
+    elif isinstance(expected, dict):
+        assert isinstance(found, dict) and list(found) == list(expected), path
+        for key in expected:
+            assert_same(found[key], expected[key], f"{path}/{key}")
+    elif isinstance(expected, list | tuple):
+        assert type(found) is type(expected) and len(found) == len(expected), path
+        for number, (one, other) in enumerate(zip(found, expected, strict=True)):
+            assert_same(one, other, f"{path}/{number}")
+    else:
+        assert type(found) is type(expected) and found == expected, path
+
+
+def test_a_nested_state_dict(tmp_path: Path) -> None:
+    ckptcore.save(tmp_path / "c", NESTED, layout="dcp")
+    assert_same(loaded(tmp_path / "c", blank(NESTED)), NESTED)
+    assert_whole_items(tmp_path / "c")
+
+
+def test_names_and_values_are_those_that_torch_makes(tmp_path: Path) -> None:
+    dcp.save(dict(NESTED), checkpoint_id=tmp_path / "torch", no_dist=True)
+    ckptcore.save(tmp_path / "ours", NESTED, layout="dcp")
+    theirs, ours = metadata_of(tmp_path / "torch"), metadata_of(tmp_path / "ours")
+    assert set(ours.state_dict_metadata) == set(theirs.state_dict_metadata)
+    assert ours.planner_data == theirs.planner_data
+    for name, entry in theirs.state_dict_metadata.items():
+        if hasattr(entry, "size"):
+            assert ours.state_dict_metadata[name].size == entry.size
+            assert ours.state_dict_metadata[name].properties.dtype == entry.properties.dtype
+
+
+def test_keys_that_are_numbers(tmp_path: Path) -> None:
+    state = {"state": {0: {"exp_avg": torch.ones(2), "step": torch.tensor(3.0)}, 1: {"exp_avg": torch.zeros(2)}}}
+    ckptcore.save(tmp_path / "c", state, layout="dcp")
+    assert_same(loaded(tmp_path / "c", blank(state)), state)
+
+
+def test_names_that_torch_would_give_twice_are_kept_apart(tmp_path: Path) -> None:
+    state = {"a.b": torch.ones(1), "a": {"b": torch.zeros(1)}, "c": torch.full((1,), 3.0)}
+    ckptcore.save(tmp_path / "c", state, layout="dcp")
+    assert_same(loaded(tmp_path / "c", {"c": torch.zeros(1)}), {"c": state["c"]})
+    assert set(ckptcore.load(tmp_path / "c")) == {"a.b", "a", "c"}
+    stored = sorted(float(torch.load(io.BytesIO(data))) for data in items_of(tmp_path / "c").values())
+    assert stored == [0.0, 1.0, 3.0]
+
+
+def test_tied_tensors_under_each_of_their_names(tmp_path: Path) -> None:
+    shared = torch.randn(100, 20)
+    state = {"embedding": shared, "head": {"weight": shared}, "view": shared[:]}
+    ckptcore.save(tmp_path / "c", state, layout="dcp")
+    assert_same(loaded(tmp_path / "c", blank(state)), state)
+    assert sum(path.stat().st_size for path in (tmp_path / "c").rglob("*.distcp")) < 2 * 8000
+
+
+def test_a_part_of_the_keys(tmp_path: Path) -> None:
+    ckptcore.save(tmp_path / "c", NESTED, layout="dcp")
+    part = {"model": {"layer": {"1": {"bias": torch.zeros(2)}}}, "step": 0}
+    found = loaded(tmp_path / "c", part)
+    assert_same(found, {"model": {"layer": {"1": NESTED["model"]["layer"]["1"]}}, "step": 7})
+    by_keys = _load_state_dict_from_keys({"model", "step"}, checkpoint_id=tmp_path / "c")
+    assert_same(by_keys, {"model": NESTED["model"], "step": 7})
+    assert_same(_load_state_dict_from_keys(checkpoint_id=tmp_path / "c"), NESTED)
+
+
+def test_without_knowing_what_is_in_it(tmp_path: Path) -> None:
+    ckptcore.save(tmp_path / "c", NESTED, layout="dcp")
+    dcp_to_torch_save(tmp_path / "c", tmp_path / "file.pt")
+    assert_same(torch.load(tmp_path / "file.pt", weights_only=True), NESTED)
+
+
+def test_a_missing_key_is_missed_by_torch_too(tmp_path: Path) -> None:
+    ckptcore.save(tmp_path / "c", {"a": torch.ones(1)}, layout="dcp")
+    with pytest.raises(BaseException, match="Missing key"):  # torch's own error is no Exception
+        loaded(tmp_path / "c", {"b": torch.ones(1)})
+
+
+def _net(seed: int) -> torch.nn.Sequential:
+    torch.manual_seed(seed)
+    net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
+    return net
+
+
+def _trained(net: torch.nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> list[float]:
+    generator = torch.Generator().manual_seed(seed)
+    losses = []
+    for _ in range(3):
+        loss = net(torch.randn(6, 4, generator=generator)).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("kind", ["AdamW", "SGD", "Adagrad", "RMSprop"])
+def test_a_model_and_its_optimizer_go_on_as_they_would(tmp_path: Path, kind: str) -> None:
+    def make(seed: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+        net = _net(seed)
+        options = {"momentum": 0.9} if kind == "SGD" else {}
+        optimizer: torch.optim.Optimizer = getattr(torch.optim, kind)(net.parameters(), lr=0.05, **options)
+        _trained(net, optimizer, seed)
+        return net, optimizer
+
+    net, optimizer = make(0)
+    state = {"model": get_model_state_dict(net), "optimizer": get_optimizer_state_dict(net, optimizer)}
+    ckptcore.save(tmp_path / "c", state, layout="dcp")
+    expected = _trained(net, optimizer, 9)
+    other, its_optimizer = make(1)
+    found = loaded(
+        tmp_path / "c",
+        {"model": get_model_state_dict(other), "optimizer": get_optimizer_state_dict(other, its_optimizer)},
+    )
+    set_model_state_dict(other, found["model"])
+    set_optimizer_state_dict(other, its_optimizer, found["optimizer"])
+    assert _trained(other, its_optimizer, 9) == expected
+
+
+def test_values_need_no_code(tmp_path: Path) -> None:
+    """What torch would refuse with ``weights_only=True`` is not written."""
+    state = {"pair": (1, 2), "scalar": np.float32(0.5), "ordered": OrderedDict(a=1), "list": [np.int64(3)], "text": "x"}
+    ckptcore.save(tmp_path / "c", state, layout="dcp")
+    assert_whole_items(tmp_path / "c")
+
+
+def test_states_of_numpy_and_jax(tmp_path: Path) -> None:
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:8]).reshape(4, 2), ("x", "y"))
+    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x", "y"))
+    whole = np.arange(64 * 6, dtype=np.float32).reshape(64, 6)
+    state = {
+        "numpy": np.arange(10, dtype=np.int16)[::2],
+        "fortran": np.asfortranarray(np.arange(12.0).reshape(3, 4)),
+        "big endian": np.arange(5, dtype=">i4"),
+        "jax": jnp.arange(6, dtype=jnp.bfloat16).reshape(2, 3),
+        "sharded": jax.device_put(whole, sharding),
+        "epoch": 3,
+    }
+    ckptcore.save(tmp_path / "c", state, layout="dcp")
+    like = {
+        "numpy": torch.zeros(5, dtype=torch.int16),
+        "fortran": torch.zeros(3, 4, dtype=torch.float64),
+        "big endian": torch.zeros(5, dtype=torch.int32),
+        "jax": torch.zeros(2, 3, dtype=torch.bfloat16),
+        "sharded": torch.zeros(64, 6),
+        "epoch": None,
+    }
+    found = loaded(tmp_path / "c", like)
+    assert found["numpy"].tolist() == [0, 2, 4, 6, 8]
+    assert found["big endian"].tolist() == [0, 1, 2, 3, 4]
+    assert np.array_equal(found["fortran"].numpy(), state["fortran"])
+    assert found["jax"].tolist() == [[0, 1, 2], [3, 4, 5]]
+    assert np.array_equal(found["sharded"].numpy(), whole)
+    assert found["epoch"] == 3
+
+
+@pytest.mark.parametrize("dtype", WITHOUT)
+def test_dtypes_that_torch_lacks_are_bytes_for_it(tmp_path: Path, dtype: str) -> None:
+    array = bit_patterns(ArraySpec((3, 4), dtype))
+    ckptcore.save(tmp_path / "c", {"a": array, "empty": array[:0]}, layout="dcp")
+    entry = metadata_of(tmp_path / "c").state_dict_metadata["a"]
+    like = torch.zeros(entry.size, dtype=entry.properties.dtype)
+    assert bytes_of(loaded(tmp_path / "c", {"a": like})["a"]) == array.tobytes()
+    ours = ckptcore.load(tmp_path / "c")
+    assert ours["a"].dtype == array.dtype and ours["a"].tobytes() == array.tobytes()
+    assert ours["empty"].shape == (0, 4) and ours["empty"].dtype == array.dtype
+
+
+def test_each_of_several_checkpointables(tmp_path: Path) -> None:
+    net = _net(0)
+    optimizer = torch.optim.AdamW(net.parameters())
+    _trained(net, optimizer, 0)
+    ckptcore.save_checkpointables(
+        tmp_path / "c", {"model": net, "optimizer": optimizer, "extra": {"step": 3, "w": np.ones(2)}}, layout="dcp"
+    )
+    model = net.state_dict()
+    found = loaded(tmp_path / "c" / "model", {name: torch.zeros_like(tensor) for name, tensor in model.items()})
+    assert_same(found, dict(model))
+    assert loaded(tmp_path / "c" / "extra", {"step": None})["step"] == 3
+    stored = metadata_of(tmp_path / "c" / "optimizer").state_dict_metadata
+    assert {"state.0.exp_avg", "param_groups.0.lr"} <= set(stored)
+    for name in ("model", "optimizer", "extra"):
+        assert_whole_items(tmp_path / "c" / name)
+
+
+def test_a_conversion_is_one_too(tmp_path: Path) -> None:
+    ckptcore.save(tmp_path / "s", NESTED)
+    ckptcore.convert(tmp_path / "s", tmp_path / "c", layout="dcp")
+    assert_same(loaded(tmp_path / "c", blank(NESTED)), NESTED)
+
+
+def test_the_metadata_is_a_pickle_of_plain_parts(tmp_path: Path) -> None:
+    """No path of a class that other versions of Python lack, and no name of this machine."""
+    ckptcore.save(tmp_path / "c", NESTED, layout="dcp")
+    data = (tmp_path / "c" / ".metadata").read_bytes()
+    assert b"pathlib" not in data and str(tmp_path).encode() not in data
+    assert type(pickle.loads(data)).__name__ == "Metadata"
+
+
+def test_an_array_that_begins_at_a_page(tmp_path: Path) -> None:
+    state = {"large": torch.randn(3 << 20), "small": torch.ones(3)}
+    ckptcore.save(tmp_path / "c", state, layout="dcp")
+    assert_same(loaded(tmp_path / "c", blank(state)), state)
+    assert_whole_items(tmp_path / "c")
