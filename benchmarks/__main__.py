@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.cases import Case, async_cases, large_cases, measure, small_cases
+from benchmarks.dcp import dcp_large_cases, dcp_small_cases
 from benchmarks.orbax import jax_state, orbax_blocking_rows, orbax_large_cases, orbax_peak_rows, orbax_small_cases
 from benchmarks.processes import process_cases
 from benchmarks.resharding import rows as resharding_rows
@@ -43,8 +44,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
             missed += orbax(scratch, options.rounds, options.gigabytes)
             if options.only:
                 return 1 if missed else 0
+        if options.only in "dcp":
+            for case in dcp_small_cases(scratch, small_state()):
+                missed += report(case, options.rounds, 0.0)
         state = large_state(options.gigabytes)
         size = sum(tensor.nbytes for tensor in state.values()) / 1e9
+        if options.only in "dcp":
+            for case in dcp_large_cases(scratch, state):
+                missed += report(case, options.rounds, size)
+            if options.only:
+                return 1 if missed else 0
         for case in [*large_cases(scratch, state), *async_cases(scratch, state)]:
             if options.only in case.name:
                 missed += report(case, options.rounds, size)

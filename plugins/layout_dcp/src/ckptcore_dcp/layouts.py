@@ -12,7 +12,7 @@ from ckptcore.protocols import Inspection, ReadStore, Snapshot, WriteStore
 from ckptcore_dcp.dtypes import physical_box, physical_spec
 from ckptcore_dcp.inspecting import inspect_dcp
 from ckptcore_dcp.metadata import DcpChunk, DcpMetadata, DcpTensor, DcpValue, write_metadata
-from ckptcore_dcp.names import StoredNames, fqns
+from ckptcore_dcp.names import KnownNames, StoredNames
 from ckptcore_dcp.reading import read_boxes
 from ckptcore_dcp.state import Chunk, ChunkColumns, KnownTables
 from ckptcore_dcp.writing import file_of, write_items
@@ -32,6 +32,7 @@ class DcpLayout:
     """
 
     _known: KnownTables = field(default_factory=KnownTables, init=False, repr=False, compare=False)
+    _names: KnownNames = field(default_factory=KnownNames, init=False, repr=False, compare=False)
 
     @property
     def name(self) -> str:
@@ -44,17 +45,17 @@ class DcpLayout:
         Raises:
             NameCollisionError
         """
-        fqns(tree)
+        self._names.of(tree)
 
     def write(self, snapshot: Snapshot, store: WriteStore) -> JSON:
         """Write the file of this process; values go into that of the leader."""
         plan = snapshot.plan
-        values = fqns(plan.tree).values if plan.rank == 0 else ()
+        values = self._names.of(plan.tree).values if plan.rank == 0 else ()
         return write_items(snapshot, values, store).to_json()
 
     def finish(self, tree: TreeMetadata, receipts: Sequence[Receipt], store: WriteStore) -> JSON:
         """Write ``.metadata``, and keep where the elements are: a load of ours needs neither it nor what is around them."""
-        names = fqns(tree)
+        names = self._names.of(tree)
         columns = ChunkColumns("elements")
         chunks: dict[int, list[DcpChunk]] = {}
         values: dict[str, DcpValue] = {}

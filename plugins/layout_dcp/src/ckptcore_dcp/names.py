@@ -33,7 +33,7 @@ from ckptcore.planning import leaf_names
 from ckptcore_dcp.metadata import DcpPath
 from ckptcore_dcp.pickles import Call, Global, Value
 
-__all__ = ["StoredArray", "StoredNames", "StoredValue", "fqns", "tree_of_names"]
+__all__ = ["KnownNames", "StoredArray", "StoredNames", "StoredValue", "fqns", "tree_of_names"]
 
 _ORDERED: Final = Global("collections", "OrderedDict")
 
@@ -109,6 +109,21 @@ def fqns(tree: TreeMetadata) -> StoredNames:
         else:
             values.append(StoredValue(entry.leaves, name, path, entry.value))
     return StoredNames(tuple(arrays), tuple(values), paths)
+
+
+class KnownNames:
+    """The entries of the tree that was asked for last: a save asks several times. Any thread."""
+
+    def __init__(self) -> None:
+        """Know none."""
+        self._last: tuple[TreeMetadata, StoredNames] | None = None
+
+    def of(self, tree: TreeMetadata) -> StoredNames:
+        """See `fqns`."""
+        last = self._last
+        if last is None or last[0] is not tree:
+            last = self._last = (tree, fqns(tree))
+        return last[1]
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from ckptcore.planning import uncovered
 from ckptcore.protocols import ReadStore
 from ckptcore_dcp.chunk_targets import ChunkTargets
 from ckptcore_dcp.item_reading import read_items
-from ckptcore_dcp.state import ChunkTable
+from ckptcore_dcp.state import Chunk, ChunkTable
 
 __all__ = ["read_boxes"]
 
@@ -22,17 +22,15 @@ def read_boxes(plan: ReadPlan, buffers: Sequence[HostArray], store: ReadStore, t
         CorruptCheckpointError: chunks do not make up an array, or bytes are missing or wrong.
     """
     wanted: dict[tuple[int, str, int], ChunkTargets] = {}
-    checked: set[int] = set()
+    checked: dict[int, Sequence[Chunk]] = {}
     for number, (item, buffer) in enumerate(zip(plan.items, buffers, strict=True)):
-        if item.leaf not in checked:
-            _expect_whole(plan, item.leaf, table)
-            checked.add(item.leaf)
+        chunks = checked.get(item.leaf)
+        if chunks is None:
+            chunks = checked[item.leaf] = _whole(plan, item.leaf, table)
         if not item.box.size:
             yield number
             continue
-        for chunk in table.chunks(item.leaf, item.box):
-            if not chunk.box.size:
-                continue
+        for chunk in chunks if len(chunks) == 1 else table.chunks(item.leaf, item.box):
             place = item.leaf, chunk.key, chunk.offset
             found = wanted.get(place)
             if found is None:
@@ -49,12 +47,15 @@ def _tile(found: ChunkTargets) -> TileRead:
     return TileRead(chunk.key, chunk.offset, chunk.box, found.targets[0][2].itemsize, tuple(found.targets))
 
 
-def _expect_whole(plan: ReadPlan, leaf: int, table: ChunkTable) -> None:
+def _whole(plan: ReadPlan, leaf: int, table: ChunkTable) -> Sequence[Chunk]:
+    """The chunks of an array, which make it up."""
     record = plan.tree.leaves[leaf]
     assert isinstance(record, ArrayRecord)  # a plan has no other items
-    reason = uncovered(record.spec, [chunk.box for chunk in table.chunks(leaf)])
+    chunks = table.chunks(leaf)
+    reason = uncovered(record.spec, [chunk.box for chunk in chunks])
     if reason is not None:
         path = format_path(plan.tree.paths[leaf])
         raise CorruptCheckpointError(
             f"{path} ({record.spec}) is not stored whole: {reason}; restore the checkpoint from a copy, or load another one"
         )
+    return chunks

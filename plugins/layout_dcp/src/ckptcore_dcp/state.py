@@ -82,7 +82,20 @@ class ChunkColumns:
 class ChunkTable:
     """The chunks of every array of a tree. Any thread."""
 
-    __slots__ = ("_begin", "_box", "_file", "_files", "_leaf", "_nbytes", "_offset", "_rows", "_transforms", "content")
+    __slots__ = (
+        "_begin",
+        "_bounds",
+        "_box",
+        "_columns",
+        "_file",
+        "_files",
+        "_leaf",
+        "_nbytes",
+        "_offset",
+        "_rows",
+        "_transforms",
+        "content",
+    )
 
     def __init__(self, tree: TreeMetadata, state: JSON) -> None:
         """Read the JSON of `ChunkColumns`, which may be hostile.
@@ -127,26 +140,30 @@ class ChunkTable:
         self._begin = np.concatenate([np.zeros(1, int), np.cumsum(widths)])
         order = np.argsort(self._leaf, kind="stable")
         bounds = np.searchsorted(self._leaf[order], np.arange(len(tree.leaves) + 1))
-        self._rows = (order, bounds)
+        self._rows = (order, bounds.tolist())
+        # As Python's own numbers for single chunks, and as an array to look for boxes among many.
+        self._columns = (self._file.tolist(), self._offset.tolist(), self._nbytes.tolist(), self._begin.tolist())
+        self._bounds: list[int] = self._box.tolist()
 
     def chunks(self, leaf: int, within: Box | None = None) -> Sequence[Chunk]:
         """The chunks of a leaf; with a box, those that have elements of it."""
         order, bounds = self._rows
         rows = order[bounds[leaf] : bounds[leaf + 1]]
-        if within is not None and len(within.start) and len(rows):
+        if within is not None and len(within.start) and len(rows) > 1:
             width = 2 * len(within.start)
             boxes = self._box[self._begin[rows][:, None] + np.arange(width)]
             starts, stops = boxes[:, : width // 2], boxes[:, width // 2 :]
             touched = ((starts < np.array(within.stop)) & (stops > np.array(within.start))).all(axis=1)
             rows = rows[touched]
-        return [self._chunk(int(row)) for row in rows]
+        return [self._chunk(row) for row in rows.tolist()]
 
     def _chunk(self, row: int) -> Chunk:
-        bounds = self._box[self._begin[row] : self._begin[row + 1]].tolist()
-        half = len(bounds) // 2
-        box = Box(tuple(bounds[:half]), tuple(bounds[half:]))
-        key, transforms = self._files[self._file[row]], tuple(self._transforms.get(str(row), ()))
-        return Chunk(box, key, int(self._offset[row]), int(self._nbytes[row]), transforms)
+        files, offsets, sizes, begins = self._columns
+        begin, stop = begins[row], begins[row + 1]
+        half = (begin + stop) // 2
+        box = Box(tuple(self._bounds[begin:half]), tuple(self._bounds[half:stop]))
+        transforms = self._transforms.get(str(row), ()) if self._transforms else ()
+        return Chunk(box, self._files[files[row]], offsets[row], sizes[row], tuple(transforms))
 
 
 class KnownTables:
