@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from ckptcore_dcp.dtypes import TORCH_DTYPES
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
@@ -28,35 +27,24 @@ from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from
 import ckptcore
 from ckptcore.model import ArraySpec
 from ckptcore.testing import DTYPE_NAMES, SHAPES, bit_patterns
+from plugins.layout_dcp.tests.state_dicts import (
+    DTYPES,
+    NESTED,
+    assert_same,
+    blank,
+    bytes_of,
+    loaded,
+    network,
+    tensor_of,
+    trained,
+)
 
 pytestmark = [
     # torch says of one process without a process group that it assumes to be alone.
     pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable):UserWarning"),
 ]
 
-DTYPES = sorted(name for name in DTYPE_NAMES if TORCH_DTYPES.get(name) == name)
 WITHOUT = sorted(set(DTYPE_NAMES) - set(DTYPES))
-
-
-def bytes_of(tensor: torch.Tensor) -> bytes:
-    """The elements in C order."""
-    if not tensor.numel():
-        return b""
-    flat = tensor.detach().contiguous().reshape(-1)
-    return bytes(flat.view(torch.uint8).numpy().tobytes())
-
-
-def tensor_of(spec: ArraySpec, seed: int = 0) -> torch.Tensor:
-    """Every bit pattern, as a tensor."""
-    flat = torch.from_numpy(np.frombuffer(bit_patterns(spec, seed).tobytes(), np.uint8).copy())
-    dtype: torch.dtype = getattr(torch, spec.dtype)
-    return flat.view(dtype).reshape(spec.shape) if flat.numel() else torch.empty(spec.shape, dtype=dtype)
-
-
-def loaded(location: Path, like: dict[str, Any]) -> dict[str, Any]:
-    """What `dcp.load` makes of a state dict."""
-    dcp.load(like, checkpoint_id=location, no_dist=True)
-    return like
 
 
 def items_of(location: Path) -> dict[str, bytes]:
@@ -113,53 +101,6 @@ def test_tensors_that_do_not_lie_in_order(tmp_path: Path) -> None:
     like = loaded(tmp_path / "c", {name: torch.zeros(t.shape, dtype=t.dtype) for name, t in state.items()})
     for name, tensor in state.items():
         assert torch.equal(like[name], tensor), name
-
-
-NESTED: dict[str, Any] = {
-    "model": {"layer.0.weight": torch.randn(3, 2), "layer": {"1": {"bias": torch.randn(2)}}},
-    "list": [torch.ones(2), {"inner": torch.zeros(1), "lr": 0.1}, [torch.full((1,), 5)]],
-    "plain list": [1, 2.5, "three", None],
-    "tuple": (0.9, 0.999),
-    "nested tuple": ((1, 2), (3, (4,))),
-    "step": 7,
-    "big": -(2**70),
-    "nan is not equal": 1.5,
-    "flag": True,
-    "none": None,
-    "text": "größe\n",
-    "bytes": b"\x00\xff",
-    "complex": 1 - 2j,
-    "empty list": [],
-    "empty tuple": (),
-    "odd key.with.dots": {"a.b": torch.arange(3), "": 4},
-    "param_groups": [{"lr": 0.1, "betas": (0.9, 0.99), "params": [0, 1, 2]}, {"lr": 0.2, "params": []}],
-}
-
-
-def blank(value: Any) -> Any:
-    """A state dict of the same structure, with nothing in it yet."""
-    if isinstance(value, dict):
-        return {key: blank(inner) for key, inner in value.items()}
-    if isinstance(value, list):
-        return [blank(inner) for inner in value]
-    return torch.zeros_like(value) if isinstance(value, torch.Tensor) else None
-
-
-def assert_same(found: Any, expected: Any, path: str = "") -> None:
-    """Types, keys and elements are the same."""
-    if isinstance(expected, torch.Tensor):
-        assert isinstance(found, torch.Tensor) and found.dtype == expected.dtype, path
-        assert found.shape == expected.shape and bytes_of(found) == bytes_of(expected), path
-    elif isinstance(expected, dict):
-        assert isinstance(found, dict) and list(found) == list(expected), path
-        for key in expected:
-            assert_same(found[key], expected[key], f"{path}/{key}")
-    elif isinstance(expected, list | tuple):
-        assert type(found) is type(expected) and len(found) == len(expected), path
-        for number, (one, other) in enumerate(zip(found, expected, strict=True)):
-            assert_same(one, other, f"{path}/{number}")
-    else:
-        assert type(found) is type(expected) and found == expected, path
 
 
 def test_a_nested_state_dict(tmp_path: Path) -> None:
@@ -225,37 +166,19 @@ def test_a_missing_key_is_missed_by_torch_too(tmp_path: Path) -> None:
         loaded(tmp_path / "c", {"b": torch.ones(1)})
 
 
-def _net(seed: int) -> torch.nn.Sequential:
-    torch.manual_seed(seed)
-    net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
-    return net
-
-
-def _trained(net: torch.nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> list[float]:
-    generator = torch.Generator().manual_seed(seed)
-    losses = []
-    for _ in range(3):
-        loss = net(torch.randn(6, 4, generator=generator)).square().mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
-
-
 @pytest.mark.parametrize("kind", ["AdamW", "SGD", "Adagrad", "RMSprop"])
 def test_a_model_and_its_optimizer_go_on_as_they_would(tmp_path: Path, kind: str) -> None:
     def make(seed: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
-        net = _net(seed)
+        net = network(seed)
         options = {"momentum": 0.9} if kind == "SGD" else {}
         optimizer: torch.optim.Optimizer = getattr(torch.optim, kind)(net.parameters(), lr=0.05, **options)
-        _trained(net, optimizer, seed)
+        trained(net, optimizer, seed)
         return net, optimizer
 
     net, optimizer = make(0)
     state = {"model": get_model_state_dict(net), "optimizer": get_optimizer_state_dict(net, optimizer)}
     ckptcore.save(tmp_path / "c", state, layout="dcp")
-    expected = _trained(net, optimizer, 9)
+    expected = trained(net, optimizer, 9)
     other, its_optimizer = make(1)
     found = loaded(
         tmp_path / "c",
@@ -263,7 +186,7 @@ def test_a_model_and_its_optimizer_go_on_as_they_would(tmp_path: Path, kind: str
     )
     set_model_state_dict(other, found["model"])
     set_optimizer_state_dict(other, its_optimizer, found["optimizer"])
-    assert _trained(other, its_optimizer, 9) == expected
+    assert trained(other, its_optimizer, 9) == expected
 
 
 def test_values_need_no_code(tmp_path: Path) -> None:
@@ -315,10 +238,30 @@ def test_dtypes_that_torch_lacks_are_bytes_for_it(tmp_path: Path, dtype: str) ->
     assert ours["empty"].shape == (0, 4) and ours["empty"].dtype == array.dtype
 
 
+def test_empty_containers(tmp_path: Path) -> None:
+    """torch drops a mapping with nothing in it, and keeps an empty list."""
+    state = {"a": {}, "b": {"c": {}, "d": []}, "f": {"g": torch.zeros(0)}}
+    with_list = {**state, "e": [{}, torch.ones(1)]}  # torch 2.13 itself cannot load such a list
+    ckptcore.save(tmp_path / "c", state, layout="dcp")
+    ckptcore.save(tmp_path / "l", with_list, layout="dcp")
+    assert set(metadata_of(tmp_path / "c").state_dict_metadata) == {"b.d", "f.g"}
+    assert set(metadata_of(tmp_path / "l").state_dict_metadata) == {"b.d", "f.g", "e.1"}
+    assert_same(loaded(tmp_path / "c", blank(state)), state)
+    assert_same(loaded(tmp_path / "l", {"f": blank(state["f"])}), {"f": state["f"]})
+    assert_same(ckptcore.load(tmp_path / "l", with_list), with_list)
+
+
+@pytest.mark.parametrize("state", [{}, {"a": {}}], ids=str)
+def test_nothing_at_all(tmp_path: Path, state: dict[str, Any]) -> None:
+    ckptcore.save(tmp_path / "c", state, layout="dcp")
+    assert loaded(tmp_path / "c", {}) == {}
+    assert ckptcore.load(tmp_path / "c") == state
+
+
 def test_each_of_several_checkpointables(tmp_path: Path) -> None:
-    net = _net(0)
+    net = network(0)
     optimizer = torch.optim.AdamW(net.parameters())
-    _trained(net, optimizer, 0)
+    trained(net, optimizer, 0)
     ckptcore.save_checkpointables(
         tmp_path / "c", {"model": net, "optimizer": optimizer, "extra": {"step": 3, "w": np.ones(2)}}, layout="dcp"
     )

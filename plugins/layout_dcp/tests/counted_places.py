@@ -1,0 +1,70 @@
+"""A storage of files that counts what is asked of it and fails where a test says so, and a leaf that wants a part of an array."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from ckptcore import Context, hookimpl
+from ckptcore.model import ArrayRecord, ArraySpec, Box, HostArray
+from ckptcore.plugins import installed_plugins
+from ckptcore.protocols import StorageBackend, StorageOpener, StorageOptions
+from ckptcore.testing import FaultPlan, with_faults
+
+__all__ = ["Part", "PartHandler", "counted", "place"]
+
+_SCHEME: Final = "counted"
+
+
+@dataclasses.dataclass(frozen=True)
+class _Plugin:
+    plan: FaultPlan
+
+    def _open(self, url: str, options: StorageOptions) -> StorageBackend:
+        return with_faults(installed_plugins().storage("file")(url.replace(_SCHEME, "file", 1), options), self.plan)
+
+    @hookimpl
+    def ckpt_storages(self) -> Mapping[str, StorageOpener]:
+        return {_SCHEME: self._open}
+
+
+def place(path: Path) -> str:
+    """A directory as `counted` knows it."""
+    return f"{_SCHEME}://{path}"
+
+
+def counted(plan: FaultPlan) -> Context:
+    """A Context whose storage has a plan of faults, also to take parts of arrays; operations come in one order."""
+    return Context(plugins=(_Plugin(plan),), handlers={Part: PartHandler()}, threads=1, durability="none")
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """A box of an array of NumPy that is asked for: what one of the processes of a job would ask for."""
+
+    spec: ArraySpec
+    box: Box
+
+
+class PartHandler:
+    """Loads the box alone."""
+
+    priority = 0
+
+    def describe(self, leaf: Part) -> ArrayRecord:
+        return ArrayRecord(leaf.spec)
+
+    def identity(self, leaf: Part) -> object:
+        return id(leaf)
+
+    def wanted(self, abstract: Part, stored: ArrayRecord) -> Sequence[Box]:
+        return (abstract.box,)
+
+    def destination(self, abstract: Part, stored: ArrayRecord, box: Box) -> HostArray | None:
+        return None
+
+    def build(self, abstract: Part, stored: ArrayRecord, boxes: Sequence[tuple[Box, HostArray]]) -> Any:
+        ((_, array),) = boxes
+        return array

@@ -1,0 +1,277 @@
+"""What torch.distributed.checkpoint writes is what ckptcore loads, bit for bit, into anything."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from torch.distributed.checkpoint._extension import ZStandard
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict, set_state_dict
+
+import ckptcore
+from ckptcore.errors import TreeMismatchError
+from ckptcore.model import ArraySpec, Box
+from ckptcore.testing import SHAPES, FaultPlan
+from plugins.layout_dcp.tests.counted_places import Part, counted, place
+from plugins.layout_dcp.tests.state_dicts import (
+    DTYPES,
+    NESTED,
+    assert_same,
+    blank,
+    bytes_of,
+    loaded,
+    network,
+    saved,
+    tensor_of,
+    trained,
+)
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable):UserWarning"),
+    pytest.mark.filterwarnings("ignore:Detected an existing checkpoint:UserWarning"),
+]
+
+WRITERS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "file for each tensor": {"single_file_per_rank": False},
+    "threads": {"thread_count": 3},
+    "threads, file for each tensor": {"thread_count": 3, "single_file_per_rank": False},
+    "no sync": {"sync_files": False},
+    "zstd": {"_extensions": [ZStandard()]},
+    "zstd, threads": {"_extensions": [ZStandard()], "thread_count": 2},
+    "staged": {"cache_staged_state_dict": True},
+}
+
+
+def awkward() -> dict[str, torch.Tensor]:
+    """Tensors that do not lie in order, and of every dtype and of all numbers of axes."""
+    base = torch.randn(4, 3, 6, 5)
+    state = {f"{dtype}-{shape}": tensor_of(ArraySpec(shape, dtype)) for dtype in DTYPES for shape in SHAPES}
+    return {
+        **state,
+        "transposed": torch.arange(12).reshape(3, 4).t(),
+        "stepped": torch.arange(40.0)[3::4],
+        "channels last": base.to(memory_format=torch.channels_last),
+        "expanded": torch.arange(3.0).expand(5, 3),
+        "of a larger one": base[1:3, :, 2],
+        "fp8 transposed": torch.randn(5, 3).to(torch.float8_e4m3fn).t(),
+        "uint16 stepped": torch.arange(30, dtype=torch.int32).to(torch.uint16).reshape(5, 6)[:, ::2],
+        "needs a gradient": torch.nn.Parameter(torch.ones(2, 2)),
+        "buffer": torch.nn.Buffer(torch.ones(2)),
+        "a page": torch.randn(1 << 19)[:-3],
+        "large transposed": torch.randn(700, 900).t(),
+    }
+
+
+@pytest.mark.parametrize("writer", WRITERS)
+def test_every_tensor_whatever_options_the_writer_has(tmp_path: Path, writer: str) -> None:
+    state = awkward()
+    saved(dict(state), tmp_path / "c", **WRITERS[writer])
+    found = ckptcore.load(tmp_path / "c")
+    assert set(found) == set(state)
+    for name, tensor in state.items():
+        assert found[name].shape == tuple(tensor.shape), name
+        assert str(found[name].dtype) == str(tensor.dtype).removeprefix("torch."), name
+        assert found[name].tobytes() == bytes_of(tensor), name
+    like = {name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for name, tensor in state.items()}
+    assert_same(ckptcore.load(tmp_path / "c", like), {name: tensor.detach() for name, tensor in state.items()})
+    assert ckptcore.verify(tmp_path / "c").ok
+
+
+@pytest.mark.parametrize("writer", WRITERS)
+def test_nested_state_dicts(tmp_path: Path, writer: str) -> None:
+    saved(dict(NESTED), tmp_path / "c", **WRITERS[writer])
+    assert_same(ckptcore.load(tmp_path / "c", _meta(NESTED)), NESTED)
+    assert_same(_as_tensors(ckptcore.load(tmp_path / "c")), NESTED)
+
+
+def _meta(value: Any) -> Any:
+    """What is wanted, with nothing in it."""
+    if isinstance(value, dict):
+        return {key: _meta(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(_meta(inner) for inner in value)
+    return value.to("meta") if isinstance(value, torch.Tensor) else value
+
+
+def _as_tensors(value: Any) -> Any:
+    """NumPy's arrays as tensors of torch."""
+    if isinstance(value, dict):
+        return {key: _as_tensors(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(_as_tensors(inner) for inner in value)
+    return torch.from_numpy(value) if isinstance(value, np.ndarray) else value
+
+
+@pytest.mark.parametrize("kind", ["AdamW", "SGD", "RMSprop"])
+def test_optimizers_go_on_as_they_would(tmp_path: Path, kind: str) -> None:
+    def made(seed: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+        net = network(seed)
+        options = {"momentum": 0.9, "nesterov": True} if kind == "SGD" else {}
+        optimizer: torch.optim.Optimizer = getattr(torch.optim, kind)(net.parameters(), lr=0.05, **options)
+        trained(net, optimizer, seed)
+        return net, optimizer
+
+    def state(net: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        return {"model": get_model_state_dict(net), "optimizer": get_optimizer_state_dict(net, optimizer)}
+
+    net, optimizer = made(0)
+    saved(state(net, optimizer), tmp_path / "c")
+    expected = trained(net, optimizer, 9)
+    other, its_optimizer = made(1)
+    found = ckptcore.load(tmp_path / "c", state(other, its_optimizer))
+    set_state_dict(other, its_optimizer, model_state_dict=found["model"], optim_state_dict=found["optimizer"])
+    assert trained(other, its_optimizer, 9) == expected
+
+
+def test_a_plain_state_dict_of_an_optimizer(tmp_path: Path) -> None:
+    """Its keys are numbers, that torch keeps as text."""
+    net = network(0)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.05, amsgrad=True)
+    trained(net, optimizer, 0)
+    state = optimizer.state_dict()
+    saved(dict(state), tmp_path / "c")
+    found = ckptcore.load(tmp_path / "c", state)
+    assert_same(found, state)
+
+
+def test_load_into_what_is_there(tmp_path: Path) -> None:
+    state = {"net": dict(network(0).state_dict()), "plain": torch.arange(5.0), "step": 4}
+    saved(dict(state), tmp_path / "c")
+    other = {"net": dict(network(1).state_dict()), "plain": torch.zeros(5), "step": 0}
+    places = {name: tensor.data_ptr() for name, tensor in other["net"].items()}  # type: ignore[attr-defined]
+    ckptcore.load_into(tmp_path / "c", other)
+    assert_same(other, state)
+    assert {name: tensor.data_ptr() for name, tensor in other["net"].items()} == places  # type: ignore[attr-defined]
+    module = network(2)
+    ckptcore.load_into(tmp_path / "c", {"net": module.state_dict(), "plain": np.zeros(5, "f4"), "step": 0})
+    assert_same(dict(module.state_dict()), state["net"])
+
+
+def test_into_a_mesh_of_jax(tmp_path: Path) -> None:
+    state = {
+        "w": torch.randn(64, 24),
+        "bf16": torch.randn(16, 8).bfloat16(),
+        "uneven order": torch.randn(24, 64).t(),
+        "large": torch.randn(1024, 600),
+        "step": 3,
+    }
+    saved(dict(state), tmp_path / "c")
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:8]).reshape(4, 2), ("x", "y"))
+    parts = jax.sharding.PartitionSpec
+    like = {
+        "w": jax.ShapeDtypeStruct((64, 24), "float32", sharding=jax.sharding.NamedSharding(mesh, parts("x", "y"))),  # type: ignore[no-untyped-call]
+        "bf16": jax.ShapeDtypeStruct((16, 8), jnp.bfloat16, sharding=jax.sharding.NamedSharding(mesh, parts("y"))),  # type: ignore[no-untyped-call]
+        "uneven order": jax.ShapeDtypeStruct(
+            (64, 24),
+            "float32",
+            sharding=jax.sharding.NamedSharding(mesh, parts(("x", "y"))),  # type: ignore[no-untyped-call]
+        ),
+        "large": jax.ShapeDtypeStruct(
+            (1024, 600),
+            "float32",
+            sharding=jax.sharding.NamedSharding(mesh, parts("y", "x")),  # type: ignore[no-untyped-call]
+        ),
+        "step": 0,
+    }
+    found = ckptcore.load(tmp_path / "c", like)
+    for name in ("w", "bf16", "uneven order", "large"):
+        assert found[name].sharding == like[name].sharding  # type: ignore[attr-defined]
+        assert np.asarray(found[name]).tobytes() == bytes_of(state[name]), name  # type: ignore[arg-type]
+    assert found["step"] == 3
+
+
+@pytest.mark.parametrize("writer", ["plain", "file for each tensor", "ours"])
+@pytest.mark.parametrize(("shape", "axis"), [((4096, 2048), 0), ((8, 1 << 20), 1)])
+def test_a_quarter_of_a_tensor_reads_a_quarter(tmp_path: Path, writer: str, shape: tuple[int, int], axis: int) -> None:
+    """Along the first axis its elements stand together, along the second there are runs of a MiB of them."""
+    tensor = torch.randn(shape)
+    state = {"w": tensor, "other": torch.randn(1 << 20)}
+    if writer == "ours":
+        ckptcore.save(tmp_path / "c", state, layout="dcp")
+    else:
+        saved(dict(state), tmp_path / "c", **WRITERS[writer])
+    start, stop = [0, 0], list(shape)
+    start[axis], stop[axis] = shape[axis] // 4, shape[axis] // 2
+    box = Box(tuple(start), tuple(stop))
+    plan = FaultPlan()
+    like = {"w": Part(ArraySpec(shape, "float32"), box), "other": ckptcore.PLACEHOLDER}
+    found = ckptcore.load(place(tmp_path / "c"), like, context=counted(plan))
+    assert np.array_equal(found["w"], tensor.numpy()[box.slices])
+    wanted = box.size * 4
+    # Checksums of ours are of blocks of a MiB, which are read whole: one more for each run of elements.
+    runs = shape[0] if axis else 1
+    room = runs << 20 if writer == "ours" else 0
+    assert wanted <= plan.bytes_read <= wanted + room + (1 << 16)
+
+
+def test_what_is_not_asked_for_is_not_read(tmp_path: Path) -> None:
+    saved({"large": torch.randn(1 << 22), "small": torch.ones(3), "step": 1}, tmp_path / "c")
+    plan = FaultPlan()
+    like = {"large": ckptcore.PLACEHOLDER, "small": torch.empty(3, device="meta"), "step": 0}
+    found = ckptcore.load(place(tmp_path / "c"), like, context=counted(plan))
+    assert_same(found["small"], torch.ones(3))
+    assert plan.bytes_read < 1 << 16
+    plan = FaultPlan()
+    abstract = ckptcore.metadata(place(tmp_path / "c"), context=counted(plan)).abstract
+    assert abstract["large"].shape == (1 << 22,)
+    assert plan.bytes_read < 1 << 16
+
+
+@pytest.mark.parametrize("layout", ["safetensors", "ocdbt"])
+def test_converted_and_back(tmp_path: Path, layout: str) -> None:
+    saved(dict(NESTED), tmp_path / "c")
+    ckptcore.convert(tmp_path / "c", tmp_path / "there", layout=layout)
+    assert ckptcore.metadata(tmp_path / "there").layout == layout
+    assert_same(_as_tensors(ckptcore.load(tmp_path / "there")), NESTED)
+    ckptcore.convert(tmp_path / "there", tmp_path / "back", layout="dcp")
+    assert_same(loaded(tmp_path / "back", blank(NESTED)), NESTED)
+    assert ckptcore.verify(tmp_path / "back").ok
+    ckptcore.convert(tmp_path / "c", tmp_path / "direct", layout="dcp")
+    assert_same(loaded(tmp_path / "direct", blank(NESTED)), NESTED)
+
+
+def test_both_directions_in_turn(tmp_path: Path) -> None:
+    """What one library loads from the other it saves again; nothing is lost on the way."""
+    state: dict[str, Any] = {**awkward(), **NESTED}
+    state = {name: value.detach() if isinstance(value, torch.Tensor) else value for name, value in state.items()}
+    saved(dict(state), tmp_path / "0")
+    for number in range(2):
+        state_here = ckptcore.load(tmp_path / str(2 * number), _meta(state))
+        ckptcore.save(tmp_path / str(2 * number + 1), state_here, layout="dcp")
+        found = loaded(tmp_path / str(2 * number + 1), blank(state))
+        saved(found, tmp_path / str(2 * number + 2))
+    assert_same(ckptcore.load(tmp_path / "4", _meta(state)), state)
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype"), list(itertools.product([(2, 3), (3, 2), (6,), (2, 3, 1)], [torch.float32, torch.bfloat16]))[1:]
+)
+def test_another_shape_or_dtype_is_an_error_with_its_path(
+    tmp_path: Path, shape: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    """torch would cast without a word."""
+    saved({"model": {"w": torch.randn(2, 3)}}, tmp_path / "c")
+    if shape == (2, 3):
+        cast = loaded(tmp_path / "c", {"model": {"w": torch.zeros(shape, dtype=dtype)}})
+        assert cast["model"]["w"].dtype == dtype
+    with pytest.raises(TreeMismatchError, match="model.*w"):
+        ckptcore.load(tmp_path / "c", {"model": {"w": torch.zeros(shape, dtype=dtype)}})
+    with pytest.raises(TreeMismatchError, match="model.*w"):
+        ckptcore.load_into(tmp_path / "c", {"model": {"w": torch.zeros(shape, dtype=dtype)}})
+
+
+def test_stale_files_do_no_harm(tmp_path: Path) -> None:
+    """torch overwrites in place, and what a larger job left stays there."""
+    saved({f"t{number}": torch.randn(10) for number in range(4)}, tmp_path / "c", thread_count=4)
+    state = {"t0": torch.ones(10)}
+    saved(dict(state), tmp_path / "c")
+    assert len(list((tmp_path / "c").glob("*.distcp"))) > 1
+    assert_same(ckptcore.load(tmp_path / "c", _meta(state)), state)
+    assert ckptcore.verify(tmp_path / "c").ok
