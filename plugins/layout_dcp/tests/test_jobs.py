@@ -1,0 +1,79 @@
+"""Jobs of real processes: what one library saved in so many, the other loads in as many, fewer or one."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+
+
+def launch(program: str, size: int, *arguments: str | Path) -> None:
+    """Run a program in so many processes.
+
+    Raises:
+        AssertionError: one of them failed; says what they printed.
+    """
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [*command, str(HERE / program), *map(str, arguments)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=180,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-6000:]
+
+
+def losses(directory: Path, task: str, size: int) -> list[float]:
+    """What a task found."""
+    found: list[float] = json.loads((directory / f"{task}.{size}.json").read_text())
+    assert len(found) == 3
+    return found
+
+
+def resumed(directory: Path, saver: str, sizes: tuple[int, ...]) -> None:
+    """Save in 4 processes by one library, and go on in others by the other; all see the same losses."""
+    loader = {"ckptcore": "load-torch", "torch": "load-ckptcore"}[saver]
+    launch("fsdp_job.py", 4, f"save-{saver}", directory)
+    expected = losses(directory, f"save-{saver}", 4)
+    for size in sizes:
+        launch("fsdp_job.py", size, loader, directory)
+        assert losses(directory, loader, size) == expected, size
+
+
+def test_torch_goes_on_in_fewer_processes(tmp_path: Path) -> None:
+    resumed(tmp_path, "ckptcore", (2,))
+
+
+def test_ckptcore_goes_on_in_fewer_processes(tmp_path: Path) -> None:
+    resumed(tmp_path, "torch", (2,))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("saver", ["ckptcore", "torch"])
+def test_as_many_and_one(tmp_path: Path, saver: str) -> None:
+    resumed(tmp_path, saver, (4, 1))
+
+
+LOADS = {"fsdp-tp": [("hsdp", 4), ("whole", 1)], "hsdp": [("fsdp-tp", 4), ("fsdp", 2)]}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("saver", ["ckptcore", "torch"])
+@pytest.mark.parametrize("kind", LOADS)
+def test_a_mesh_of_two_axes_is_loaded_elsewhere(tmp_path: Path, kind: str, saver: str) -> None:
+    """Shards that FSDP makes of those of tensor parallelism are strided; a replica holds what another does."""
+    launch("mesh_job.py", 4, f"save-{saver}", kind, tmp_path)
+    for loaded_as, size in LOADS[kind]:
+        for loader in ("ckptcore", "torch"):
+            task = f"load-{loader}"
+            launch("mesh_job.py", size, task, loaded_as, tmp_path)
+            assert len(list(tmp_path.glob(f"{task}.{loaded_as}.*"))) == size
