@@ -236,6 +236,25 @@ def test_a_flipped_bit_of_a_compressed_item_is_seen(tmp_path: Path) -> None:
     assert ckptcore.load(location)["w"].tobytes() == bytes_of(tensor)
 
 
+@pytest.mark.parametrize(
+    "options", [{}, {"single_file_per_rank": False}, {"_extensions": [ZStandard()]}], ids=["plain", "files", "zstd"]
+)
+def test_errors_name_the_array_that_is_damaged(tmp_path: Path, options: dict[str, Any]) -> None:
+    """Also where the item of another one begins the file, and the damage is in what is around elements."""
+    location = tmp_path / "c"
+    state = {"first": _noise(500), "second": _noise(501), "large": _noise(1 << 17), "third": _noise(502)}
+    saved(dict(state), location, **options)
+    for name in state:
+        path, offset, length = places(location, name)
+        for position in range(offset, offset + length, 23 if length < 10_000 else 7_919):
+            flipped(path, position, position % 8)
+            try:
+                ckptcore.load(location)
+            except CorruptCheckpointError as error:
+                assert str(location) in str(error) and f"(this is in {name})" in str(error), position - offset
+            flipped(path, position, position % 8)
+
+
 @pytest.mark.parametrize("save", [_with_ckptcore, saved], ids=["ours", "torch's"])
 @pytest.mark.parametrize("size", [64, 1 << 18])
 def test_a_file_that_ends_early_is_an_error(

@@ -7,6 +7,7 @@ in C order are moved straight into place, and only those that are wanted; others
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Final
 
 from ckptcore.errors import CorruptCheckpointError
@@ -15,6 +16,7 @@ from ckptcore.protocols import ReadStore
 from ckptcore_dcp.chunk_targets import ChunkTargets
 from ckptcore_dcp.dtypes import physical_spec
 from ckptcore_dcp.pickles import read_pickle
+from ckptcore_dcp.state import Chunk
 from ckptcore_dcp.storages import Place, StoredBytes, gathered_box, inflated
 from ckptcore_dcp.stored_tensors import check_bounds, stored_tensor
 from ckptcore_dcp.transforms import undone
@@ -47,7 +49,8 @@ def read_items(tree: TreeMetadata, wanted: Sequence[ChunkTargets], store: ReadSt
     tiles: list[TileRead] = []
     for found in wanted:
         if not _is_small(found):
-            tile = _read_large(tree, found, store)
+            with _about(found.chunk):
+                tile = _read_large(tree, found, store)
             if tile is None:
                 yield from _finished(found, left)
             else:
@@ -56,7 +59,8 @@ def read_items(tree: TreeMetadata, wanted: Sequence[ChunkTargets], store: ReadSt
         data = _window_bytes(window, store)
         for found in window:
             start = found.chunk.offset - window[0].chunk.offset
-            _copy(tree, found, data[start : start + found.chunk.nbytes])
+            with _about(found.chunk):
+                _copy(tree, found, data[start : start + found.chunk.nbytes])
             yield from _finished(found, left)
     in_tiles: dict[int, int] = {}
     for tile in tiles:
@@ -114,18 +118,30 @@ def _window_bytes(window: Sequence[ChunkTargets], store: ReadStore) -> memoryvie
     return memoryview(data)
 
 
+@contextmanager
+def _about(chunk: Chunk) -> Iterator[None]:
+    """Let errors be about the bytes of an item: what is wrong in it may say that it lies anywhere."""
+    try:
+        yield
+    except CorruptCheckpointError as error:
+        stop = chunk.offset + chunk.nbytes
+        raise type(error)(str(error), key=chunk.key, start=chunk.offset, stop=stop) from error
+
+
 def _copy(tree: TreeMetadata, found: ChunkTargets, stored: memoryview) -> None:
     """Fill targets from an item that is in memory."""
     chunk = found.chunk
+    origin = chunk.offset
     if chunk.transforms:
         limit = _MOST_GROWTH * _chunk_spec(tree, found).nbytes + _MOST_AROUND
         path = format_path(tree.paths[found.leaf])
         stored = memoryview(undone(stored, chunk.transforms, what=path, key=chunk.key, limit=limit))
+        origin = 0
 
     def fetch(start: int, stop: int) -> bytes:
-        return bytes(stored[start:stop])
+        return bytes(stored[max(start - origin, 0) : max(stop - origin, 0)])
 
-    place = _place(tree, found, fetch, 0, len(stored))
+    place = _place(tree, found, fetch, origin, origin + len(stored))
     _fill(found, place, inflated(place.storage, fetch))
 
 
