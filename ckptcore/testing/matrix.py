@@ -43,11 +43,10 @@ class SaveLoadMatrixTests:
         return _samples().frameworks
 
     def layouts(self) -> Mapping[str, LayoutSample]:
-        """The layouts, by name."""
-        return {
-            layout.name: _samples().layouts.get(layout.name, LayoutSample(name=layout.name))
-            for layout in installed_plugins().layouts()
-        }
+        """The layouts that can be saved with, by name."""
+        known = _samples().layouts
+        samples = [known.get(layout.name, LayoutSample(name=layout.name)) for layout in installed_plugins().layouts()]
+        return {sample.name: sample for sample in samples if sample.saves}
 
     def storages(self) -> Mapping[str, StorageSample]:
         """The storages, by scheme."""

@@ -93,15 +93,17 @@ class StorageSample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayoutSample:
-    """What the matrix has to know of a layout; one that refuses no dtype needs no sample.
+    """What the matrix has to know of a layout; one that saves, and refuses no dtype, needs no sample.
 
     Attributes:
         name: of the layout.
         refused_dtypes: dtypes that it refuses.
+        saves: whether it can be saved with at all; the matrix leaves one out that only reads what other software wrote.
     """
 
     name: str
     refused_dtypes: Collection[str] = ()
+    saves: bool = True
 
 
 Sample: TypeAlias = FrameworkSample | StorageSample | LayoutSample

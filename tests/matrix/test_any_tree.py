@@ -10,10 +10,9 @@ from hypothesis import HealthCheck, assume, given, settings
 
 import ckptcore
 from ckptcore.errors import NameCollisionError, UnsupportedKeyError, UnsupportedLeafError
-from ckptcore.plugins import installed_plugins
-from ckptcore.testing import assert_same_tree, strategies
+from ckptcore.testing import SaveLoadMatrixTests, assert_same_tree, strategies
 
-LAYOUTS = [layout.name for layout in installed_plugins().layouts()]
+LAYOUTS = list(SaveLoadMatrixTests().layouts())
 QUICK = ckptcore.Context(durability="none")
 
 

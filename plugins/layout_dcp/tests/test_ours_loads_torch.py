@@ -15,7 +15,7 @@ from torch.distributed.checkpoint._extension import ZStandard
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict, set_state_dict
 
 import ckptcore
-from ckptcore.errors import TreeMismatchError
+from ckptcore.errors import TreeMismatchError, UnsupportedLeafError
 from ckptcore.model import ArraySpec, Box
 from ckptcore.testing import SHAPES, FaultPlan
 from plugins.layout_dcp.tests.counted_places import Part, counted, place
@@ -275,3 +275,36 @@ def test_stale_files_do_no_harm(tmp_path: Path) -> None:
     assert len(list((tmp_path / "c").glob("*.distcp"))) > 1
     assert_same(ckptcore.load(tmp_path / "c", _meta(state)), state)
     assert ckptcore.verify(tmp_path / "c").ok
+
+
+def test_an_optimizer_takes_the_state_that_torch_numbered_by_text(tmp_path: Path) -> None:
+    """Names of entries are texts, and those of an optimizer's parameters were numbers."""
+
+    def stepped(steps: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(steps)
+        model = torch.nn.Linear(4, 3)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1 * (steps + 1))
+        for _ in range(steps):
+            optimizer.zero_grad()
+            model(torch.ones(2, 4)).sum().backward()
+            optimizer.step()
+        return model, optimizer
+
+    _, original = stepped(3)
+    saved({"optimizer": original.state_dict()}, tmp_path / "theirs")
+    for steps in (0, 2):  # one without a state so far, and one that has its own
+        _, optimizer = stepped(steps)
+        ckptcore.load_into(tmp_path / "theirs", {"optimizer": optimizer})
+        found, expected = optimizer.state_dict(), original.state_dict()
+        assert found["param_groups"] == expected["param_groups"]
+        assert list(found["state"]) == [0, 1]
+        for number, slots in expected["state"].items():
+            assert all(torch.equal(found["state"][number][name], held) for name, held in slots.items())
+
+
+def test_tensors_in_a_tuple_are_refused_by_name(tmp_path: Path) -> None:
+    saved({"pair": (torch.ones(2), 5), "w": torch.ones(3)}, tmp_path / "theirs")
+    with pytest.raises(UnsupportedLeafError, match=r"pair\[0\].*in a tuple.*PLACEHOLDER"):
+        ckptcore.load(tmp_path / "theirs")
+    asked = {"pair": (ckptcore.PLACEHOLDER, 0), "w": torch.zeros(3)}
+    assert torch.equal(ckptcore.load(tmp_path / "theirs", asked)["w"], torch.ones(3))

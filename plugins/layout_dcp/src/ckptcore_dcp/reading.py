@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from ckptcore.errors import CorruptCheckpointError
+from ckptcore.errors import CorruptCheckpointError, UnsupportedLeafError
 from ckptcore.model import ArrayRecord, HostArray, ReadPlan, TileRead, format_path
 from ckptcore.planning import uncovered
 from ckptcore.protocols import ReadStore
@@ -20,6 +20,7 @@ def read_boxes(plan: ReadPlan, buffers: Sequence[HostArray], store: ReadStore, t
 
     Raises:
         CorruptCheckpointError: chunks do not make up an array, or bytes are missing or wrong.
+        UnsupportedLeafError: an array is within a value that was stored as one item.
     """
     wanted: dict[tuple[int, str, int], ChunkTargets] = {}
     checked: dict[int, Sequence[Chunk]] = {}
@@ -52,6 +53,12 @@ def _whole(plan: ReadPlan, leaf: int, table: ChunkTable) -> Sequence[Chunk]:
     record = plan.tree.leaves[leaf]
     assert isinstance(record, ArrayRecord)  # a plan has no other items
     chunks = table.chunks(leaf)
+    if not chunks and record.spec.size and table.content == "items":
+        raise UnsupportedLeafError(
+            f"{format_path(plan.tree.paths[leaf])} ({record.spec}) has no item of its own: it is in a tuple, or another value that "
+            "torch.distributed.checkpoint stored whole, or the metadata names no file for it; give a PLACEHOLDER in its place, or "
+            "load it with torch"
+        )
     reason = uncovered(record.spec, [chunk.box for chunk in chunks])
     if reason is not None:
         path = format_path(plan.tree.paths[leaf])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, Final
 
 import torch
@@ -113,9 +113,10 @@ class OptimizerHandler(StateDictHandler):
         numbers = {number for group in state["param_groups"] for number in group["params"]}
         stored_state = stored.get("state")
         if isinstance(stored_state, Mapping):
+            by_number = {_number_of(key, numbers): slots for key, slots in stored_state.items()}
             state["state"] = {
                 number: _to_fill(state["state"].get(number), slots)
-                for number, slots in stored_state.items()
+                for number, slots in by_number.items()
                 if number in numbers or not isinstance(number, int)  # what is no parameter's has a name
             }
         for group, stored_group in zip(state["param_groups"], stored.get("param_groups") or (), strict=False):
@@ -192,6 +193,13 @@ def handler_of_type(value_type: type) -> CheckpointableHandler | None:
     if issubclass(value_type, torch.Generator):
         return _GENERATORS
     return None
+
+
+def _number_of(key: object, numbers: Collection[int]) -> object:
+    """The number of a parameter, also from a checkpoint whose format knows keys of text only; any other key as it is."""
+    if isinstance(key, str) and key.isascii() and key.isdecimal() and str(int(key)) == key and int(key) in numbers:
+        return int(key)
+    return key
 
 
 def _is_meta(held: object) -> bool:
