@@ -20,7 +20,8 @@ from ckptcore_dcp.state import Chunk
 from ckptcore_dcp.storages import Place, StoredBytes, gathered_box, inflated
 from ckptcore_dcp.stored_tensors import check_bounds, stored_tensor
 from ckptcore_dcp.transforms import undone
-from ckptcore_dcp.zip_directories import STORED, Fetch
+from ckptcore_dcp.zip_directories import Fetch
+from ckptcore_dcp.zip_records import STORED
 from ckptcore_dcp.zips import read_member, read_zip, torch_members
 
 __all__ = ["read_items"]

@@ -19,6 +19,7 @@ from isal import isal_zlib
 from ckptcore.model import ArraySpec
 from ckptcore_dcp.dtypes import STORAGES
 from ckptcore_dcp.pickles import Call, Global, Persistent, Value, write_pickle
+from ckptcore_dcp.zip_records import DESCRIPTOR_FOLLOWS, DIRECTORY_ENTRY, END, END64, FULL32, LOCAL_HEADER, LOCATOR
 
 __all__ = ["ItemTail", "TensorItem", "tensor_item", "value_item"]
 
@@ -29,21 +30,12 @@ _LARGE_ALIGNMENT: Final = 4096
 """Where large ones begin in the file: a page, so that direct I/O needs no copy."""
 _LARGE: Final = 1 << 20
 
-_LOCAL: Final = struct.Struct("<4s5H3I2H")
-_CENTRAL: Final = struct.Struct("<4s6H3I5H2I")
-_END: Final = struct.Struct("<4s4H2IH")
-_END64: Final = struct.Struct("<4sQ2H2I4Q")
-_LOCATOR: Final = struct.Struct("<4sIQI")
 _VERSION: Final = 20
 _VERSION64: Final = 45
 _DATE: Final = 0x21
 """1 January 1980 in the encoding of zip: the earliest there is."""
-_DESCRIPTOR_FOLLOWS: Final = 1 << 3
 _PADDING_ID: Final = 0x4246
 """The id of the extra field by which torch aligns elements, ``FB``."""
-_MOST: Final = 0xFFFFFFFF
-"""From here on sizes and offsets are in fields of 8 bytes."""
-
 _STORAGE_OF: Final = {dtype: storage for storage, dtype in STORAGES.items()}
 _CONSTANTS: Final = ((b"version", b"3\n"), (b"byteorder", b"little"))
 
@@ -102,14 +94,14 @@ def tensor_item(spec: ArraySpec, position: int) -> TensorItem:
     nbytes = spec.nbytes
     alignment = _LARGE_ALIGNMENT if nbytes >= _LARGE else _ALIGNMENT
     name = _FOLDER + b"data/0"
-    unpadded = len(front) + _LOCAL.size + len(name) + 4
+    unpadded = len(front) + LOCAL_HEADER.size + len(name) + 4
     padding = -(position + unpadded) % alignment
     start = len(front)
-    large = nbytes >= _MOST
-    header = _LOCAL.pack(
+    large = nbytes >= FULL32
+    header = LOCAL_HEADER.pack(
         b"PK\x03\x04",
         _VERSION64 if large else _VERSION,
-        _DESCRIPTOR_FOLLOWS,
+        DESCRIPTOR_FOLLOWS,
         0,
         0,
         _DATE,
@@ -122,7 +114,7 @@ def tensor_item(spec: ArraySpec, position: int) -> TensorItem:
     head = b"".join([front, header, name, struct.pack("<2H", _PADDING_ID, padding), b"Z" * padding])
     sizes = struct.pack("<2Q" if large else "<2I", nbytes, nbytes)
     directory = len(head) + nbytes + 8 + len(sizes)
-    before, after = _central(name, nbytes, start, _DESCRIPTOR_FOLLOWS)
+    before, after = _central(name, nbytes, start, DESCRIPTOR_FOLLOWS)
     entries = b"".join([_whole_entry(member) for member in members])
     end = _end(len(members) + 1, len(entries) + len(before) + 4 + len(after), directory)
     parts = b"PK\x07\x08", sizes + entries + before, after + end
@@ -160,7 +152,9 @@ def _front(pickle: bytes) -> tuple[Sequence[_Member], bytes]:
         name = _FOLDER + short
         member = _Member(name, len(front), len(data), isal_zlib.crc32(data))
         found.append(member)
-        front += _LOCAL.pack(b"PK\x03\x04", _VERSION, 0, 0, 0, _DATE, member.crc, len(data), len(data), len(name), 0)
+        front += LOCAL_HEADER.pack(
+            b"PK\x03\x04", _VERSION, 0, 0, 0, _DATE, member.crc, len(data), len(data), len(name), 0
+        )
         front += name
         front += data
     return found, bytes(front)
@@ -197,11 +191,11 @@ def _whole_entry(member: _Member) -> bytes:
 
 def _central(name: bytes, nbytes: int, start: int, flags: int) -> tuple[bytes, bytes]:
     """What stands before and behind the checksum in an entry of the directory. Local headers begin below 4 GiB."""
-    large = nbytes >= _MOST
+    large = nbytes >= FULL32
     extra = struct.pack("<2H2Q", 1, 16, nbytes, nbytes) if large else b""
     version = _VERSION64 if large else _VERSION
-    size = _MOST if large else nbytes
-    entry = _CENTRAL.pack(
+    size = FULL32 if large else nbytes
+    entry = DIRECTORY_ENTRY.pack(
         b"PK\x01\x02", version, version, flags, 0, 0, _DATE, 0, size, size, len(name), len(extra), 0, 0, 0, 0, start
     )
     return entry[:16], entry[20:] + name + extra
@@ -209,8 +203,8 @@ def _central(name: bytes, nbytes: int, start: int, flags: int) -> tuple[bytes, b
 
 def _end(count: int, nbytes: int, start: int) -> bytes:
     """The end of a directory of so many entries and bytes that begins at `start`."""
-    if start + nbytes < _MOST:
-        return _END.pack(b"PK\x05\x06", 0, 0, count, count, nbytes, start, 0)
-    record = _END64.pack(b"PK\x06\x06", _END64.size - 12, _VERSION64, _VERSION64, 0, 0, count, count, nbytes, start)
-    locator = _LOCATOR.pack(b"PK\x06\x07", 0, start + nbytes, 1)
-    return record + locator + _END.pack(b"PK\x05\x06", 0, 0, count, count, nbytes, _MOST, 0)
+    if start + nbytes < FULL32:
+        return END.pack(b"PK\x05\x06", 0, 0, count, count, nbytes, start, 0)
+    record = END64.pack(b"PK\x06\x06", END64.size - 12, _VERSION64, _VERSION64, 0, 0, count, count, nbytes, start)
+    locator = LOCATOR.pack(b"PK\x06\x07", 0, start + nbytes, 1)
+    return record + locator + END.pack(b"PK\x05\x06", 0, 0, count, count, nbytes, FULL32, 0)

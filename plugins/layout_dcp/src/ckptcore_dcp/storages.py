@@ -14,7 +14,8 @@ from ckptcore.model import JSON, ArrayRecord, Box, HostArray, ReadPlan, TileRead
 from ckptcore.protocols import ReadStore
 from ckptcore_dcp.descriptor_sums import DescriptorSum
 from ckptcore_dcp.stored_tensors import StoredTensor, check_bounds
-from ckptcore_dcp.zip_directories import STORED, Fetch
+from ckptcore_dcp.zip_directories import Fetch
+from ckptcore_dcp.zip_records import STORED
 from ckptcore_dcp.zips import ZipMember, read_member
 
 __all__ = ["KnownPlaces", "Place", "PlaceColumns", "StoredBytes", "gathered_box", "inflated", "read_places"]

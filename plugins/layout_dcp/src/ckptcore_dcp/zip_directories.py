@@ -7,13 +7,20 @@ from collections.abc import Callable
 from typing import Final, NamedTuple, TypeAlias
 
 from ckptcore.errors import CorruptCheckpointError
+from ckptcore_dcp.zip_records import (
+    DEFLATED,
+    DIRECTORY_ENTRY,
+    END,
+    END64,
+    FULL16,
+    FULL32,
+    LOCAL_HEADER,
+    LOCATOR,
+    STORED,
+)
 
 __all__ = [
-    "DEFLATED",
-    "DESCRIPTOR_FOLLOWS",
     "ENCRYPTED",
-    "LOCAL_HEADER",
-    "STORED",
     "Entry",
     "Fetch",
     "Window",
@@ -25,21 +32,8 @@ __all__ = [
 Fetch: TypeAlias = Callable[[int, int], bytes]
 """Gives bytes `start` to `stop` of an object; fewer where it ends before."""
 
-LOCAL_HEADER: Final = struct.Struct("<4s5H3I2H")
-"""What stands before the name of a member in front of its bytes (4.3.7)."""
-STORED: Final = 0
-DEFLATED: Final = 8
-
-_END: Final = struct.Struct("<4s4H2IH")
-_LOCATOR: Final = struct.Struct("<4sIQI")
-_END64: Final = struct.Struct("<4sQ2H2I4Q")
-_ENTRY: Final = struct.Struct("<4s6H3I5H2I")
-_FULL16: Final = 0xFFFF
-_FULL32: Final = 0xFFFFFFFF
-
 _ZIP64_FIELD: Final = 1
 ENCRYPTED: Final = 1 << 0 | 1 << 6 | 1 << 13
-DESCRIPTOR_FOLLOWS: Final = 1 << 3
 _UTF8: Final = 1 << 11
 
 _SMALL_BYTES: Final = 1 << 15
@@ -126,7 +120,7 @@ def find_directory(window: Window) -> tuple[int, int, int]:
         CorruptCheckpointError: no end of a directory is there, or it contradicts itself.
     """
     key, start, stop = window.key, window.start, window.stop
-    longest = _END.size + _FULL16 + _LOCATOR.size
+    longest = END.size + FULL16 + LOCATOR.size
     tail_start = start if stop - start <= _SMALL_BYTES else stop - _TAIL_BYTES
     end = _find_end(window.keep(tail_start), tail_start, stop)
     if end is None and tail_start > start:
@@ -134,20 +128,20 @@ def find_directory(window: Window) -> tuple[int, int, int]:
         end = _find_end(window.keep(tail_start), tail_start, stop)
     if end is None:
         raise corrupt_zip(key, tail_start, stop, "no end of a zip directory is there; the file is cut off or is no zip")
-    record = _END.unpack(window.get(end, end + _END.size))
+    record = END.unpack(window.get(end, end + END.size))
     _, disk, directory_disk, here, count, nbytes, offset, _ = record
     limit = end
-    locator = window.get(end - _LOCATOR.size, end) if end - _LOCATOR.size >= start else b""
+    locator = window.get(end - LOCATOR.size, end) if end - LOCATOR.size >= start else b""
     if locator[:4] == b"PK\x06\x07":
-        _, record_disk, record_offset, disks = _LOCATOR.unpack(locator)
+        _, record_disk, record_offset, disks = LOCATOR.unpack(locator)
         record_start = start + record_offset
-        if record_disk or disks > 1 or record_start + _END64.size > end - _LOCATOR.size:
-            raise corrupt_zip(key, end - _LOCATOR.size, end, "the zip64 end is not where its locator says")
-        fields = _END64.unpack(window.get(record_start, record_start + _END64.size))
+        if record_disk or disks > 1 or record_start + END64.size > end - LOCATOR.size:
+            raise corrupt_zip(key, end - LOCATOR.size, end, "the zip64 end is not where its locator says")
+        fields = END64.unpack(window.get(record_start, record_start + END64.size))
         magic, _, _, _, disk64, directory_disk64, here64, count64, nbytes64, offset64 = fields
         old = (disk, directory_disk, here, count), (nbytes, offset)
         new = (disk64, directory_disk64, here64, count64), (nbytes64, offset64)
-        for olds, news, full in zip(old, new, (_FULL16, _FULL32), strict=True):
+        for olds, news, full in zip(old, new, (FULL16, FULL32), strict=True):
             if magic != b"PK\x06\x06" or any(one not in (full, other) for one, other in zip(olds, news, strict=True)):
                 raise corrupt_zip(key, record_start, end, "the two ends of the zip directory do not agree")
         disk, directory_disk, here, count, nbytes, offset = (*new[0], *new[1])
@@ -155,7 +149,7 @@ def find_directory(window: Window) -> tuple[int, int, int]:
     if disk or directory_disk or here != count:
         raise corrupt_zip(key, end, stop, "the zip is one of several parts; join them first")
     directory = start + offset
-    if directory + nbytes > limit or nbytes < count * _ENTRY.size:
+    if directory + nbytes > limit or nbytes < count * DIRECTORY_ENTRY.size:
         raise corrupt_zip(
             key, end, stop, f"{count} entries in {nbytes} bytes at {offset} cannot be the directory; the zip is damaged"
         )
@@ -168,11 +162,11 @@ def find_directory(window: Window) -> tuple[int, int, int]:
 
 def _find_end(tail: bytes, tail_start: int, stop: int) -> int | None:
     """Where the end record is: the last one whose comment reaches to the end of the zip."""
-    place = len(tail) - _END.size
+    place = len(tail) - END.size
     while (place := tail.rfind(b"PK\x05\x06", 0, place + 4)) >= 0:
-        if place + _END.size <= len(tail):
-            (comment,) = struct.unpack_from("<H", tail, place + _END.size - 2)
-            if tail_start + place + _END.size + comment == stop:
+        if place + END.size <= len(tail):
+            (comment,) = struct.unpack_from("<H", tail, place + END.size - 2)
+            if tail_start + place + END.size + comment == stop:
                 return tail_start + place
         place -= 1
         if place < 0:
@@ -190,19 +184,19 @@ def read_entries(data: bytes, count: int, window: Window, directory: int) -> lis
     entries: list[Entry] = []
     place = 0
     for _ in range(count):
-        if place + _ENTRY.size > len(data):
+        if place + DIRECTORY_ENTRY.size > len(data):
             raise corrupt_zip(key, directory + place, directory + len(data), "the zip directory is cut off")
-        fields = _ENTRY.unpack_from(data, place)
+        fields = DIRECTORY_ENTRY.unpack_from(data, place)
         magic, _, _, flags, compression, _, _, crc, nbytes, size, name_n, extra_n, comment_n, disk, _, _, offset = (
             fields
         )
-        name_start = place + _ENTRY.size
+        name_start = place + DIRECTORY_ENTRY.size
         extra_start = name_start + name_n
         stop = extra_start + extra_n + comment_n
         if magic != b"PK\x01\x02" or stop > len(data):
             raise corrupt_zip(key, directory + place, directory + len(data), "the zip directory is damaged")
         name_bytes = data[name_start:extra_start]
-        if _FULL32 in (nbytes, size, offset) or disk == _FULL16:
+        if FULL32 in (nbytes, size, offset) or disk == FULL16:
             extra = data[extra_start : extra_start + extra_n]
             size, nbytes, offset, disk = _wide(extra, size, nbytes, offset, disk, key)
         name = _name(name_bytes, flags, key)
@@ -235,14 +229,14 @@ def _wide(extra: bytes, size: int, nbytes: int, offset: int, disk: int, key: str
             place += length
             continue
         numbers = extra[place : place + length]
-        wanted = [size == _FULL32, nbytes == _FULL32, offset == _FULL32]
-        if len(numbers) != length or length < 8 * sum(wanted) + 4 * (disk == _FULL16):
+        wanted = [size == FULL32, nbytes == FULL32, offset == FULL32]
+        if len(numbers) != length or length < 8 * sum(wanted) + 4 * (disk == FULL16):
             break
         wide = iter(struct.unpack_from(f"<{sum(wanted)}Q", numbers))
         size, nbytes, offset = (
             next(wide) if large else old for large, old in zip(wanted, (size, nbytes, offset), strict=True)
         )
-        if disk == _FULL16:
+        if disk == FULL16:
             (disk,) = struct.unpack_from("<I", numbers, 8 * sum(wanted))
         break
     # Without such a field the largest number is itself; what follows compares it with the bytes that there are.

@@ -16,19 +16,8 @@ from typing import Final
 from isal import isal_zlib
 
 from ckptcore.errors import ChecksumError
-from ckptcore_dcp.zip_directories import (
-    DEFLATED,
-    DESCRIPTOR_FOLLOWS,
-    ENCRYPTED,
-    LOCAL_HEADER,
-    STORED,
-    Entry,
-    Fetch,
-    Window,
-    corrupt_zip,
-    find_directory,
-    read_entries,
-)
+from ckptcore_dcp.zip_directories import ENCRYPTED, Entry, Fetch, Window, corrupt_zip, find_directory, read_entries
+from ckptcore_dcp.zip_records import DEFLATED, DESCRIPTOR_FOLLOWS, LOCAL_HEADER, STORED
 
 __all__ = ["ZipMember", "read_member", "read_zip", "torch_members"]
 
