@@ -1,4 +1,4 @@
-"""The CRC-32 in a data descriptor of a zip, as a checksum that stands behind the bytes of a member."""
+"""The CRC-32 of a member of a zip, with the bytes that stand around it behind the member."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ __all__ = ["DescriptorSum"]
 
 @dataclass(frozen=True, slots=True)
 class DescriptorSum:
-    """The data descriptor of a member, that whoever reads its bytes can compare. Any thread.
+    """What follows the bytes of a member and depends on their CRC-32: the data descriptor, or all up to the end. Any thread.
 
     Attributes:
-        sizes: what stands behind the checksum in it: the size of the member, compressed and not.
+        parts: the bytes between which the checksum stands, little endian; it stands there once less than there are parts.
     """
 
-    sizes: bytes
+    parts: tuple[bytes, ...]
 
     @property
     def name(self) -> str:
@@ -26,8 +26,8 @@ class DescriptorSum:
 
     @property
     def nbytes(self) -> int:
-        """Of the whole descriptor."""
-        return 8 + len(self.sizes)
+        """Of all of it."""
+        return sum(map(len, self.parts)) + 4 * (len(self.parts) - 1)
 
     def of(self, data: memoryview) -> int:
         """The CRC-32 of zip and zlib."""
@@ -38,5 +38,5 @@ class DescriptorSum:
         return isal_zlib.crc32_combine(first, second, second_bytes)
 
     def encode(self, value: int) -> bytes:
-        """The whole descriptor."""
-        return b"PK\x07\x08" + value.to_bytes(4, "little") + self.sizes
+        """The parts with the checksum between them."""
+        return value.to_bytes(4, "little").join(self.parts)

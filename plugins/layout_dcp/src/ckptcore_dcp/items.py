@@ -17,11 +17,12 @@ from typing import Final
 from isal import isal_zlib
 
 from ckptcore.model import ArraySpec
+from ckptcore_dcp.descriptor_sums import DescriptorSum
 from ckptcore_dcp.dtypes import STORAGES
 from ckptcore_dcp.pickles import Call, Global, Persistent, Value, write_pickle
 from ckptcore_dcp.zip_records import DESCRIPTOR_FOLLOWS, DIRECTORY_ENTRY, END, END64, FULL32, LOCAL_HEADER, LOCATOR
 
-__all__ = ["ItemTail", "TensorItem", "tensor_item", "value_item"]
+__all__ = ["TensorItem", "tensor_item", "value_item"]
 
 _FOLDER: Final = b"archive/"
 _ALIGNMENT: Final = 64
@@ -41,36 +42,6 @@ _CONSTANTS: Final = ((b"version", b"3\n"), (b"byteorder", b"little"))
 
 
 @dataclass(frozen=True, slots=True)
-class ItemTail:
-    """All of an item that stands behind its elements, as a checksum of them. Any thread.
-
-    Attributes:
-        parts: the bytes between which the checksum stands.
-        nbytes: all of it, in bytes.
-    """
-
-    parts: tuple[bytes, bytes, bytes]
-    nbytes: int
-
-    @property
-    def name(self) -> str:
-        """CRC-32"""
-        return "CRC-32"
-
-    def of(self, data: memoryview) -> int:
-        """The CRC-32 of zip and zlib."""
-        return isal_zlib.crc32(data)
-
-    def join(self, first: int, second: int, second_bytes: int) -> int:
-        """The CRC-32 of two runs of bytes, one after the other."""
-        return isal_zlib.crc32_combine(first, second, second_bytes)
-
-    def encode(self, value: int) -> bytes:
-        """The data descriptor and the directory."""
-        return value.to_bytes(4, "little").join(self.parts)
-
-
-@dataclass(frozen=True, slots=True)
 class TensorItem:
     """An item around the elements of a tensor.
 
@@ -80,7 +51,7 @@ class TensorItem:
     """
 
     head: bytes
-    tail: ItemTail
+    tail: DescriptorSum
 
 
 def tensor_item(spec: ArraySpec, position: int) -> TensorItem:
@@ -117,8 +88,7 @@ def tensor_item(spec: ArraySpec, position: int) -> TensorItem:
     before, after = _central(name, nbytes, start, DESCRIPTOR_FOLLOWS)
     entries = b"".join([_whole_entry(member) for member in members])
     end = _end(len(members) + 1, len(entries) + len(before) + 4 + len(after), directory)
-    parts = b"PK\x07\x08", sizes + entries + before, after + end
-    return TensorItem(head, ItemTail(parts, sum(map(len, parts)) + 8))
+    return TensorItem(head, DescriptorSum((b"PK\x07\x08", sizes + entries + before, after + end)))
 
 
 def value_item(value: Value) -> bytes:

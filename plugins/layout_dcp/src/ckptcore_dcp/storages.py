@@ -70,7 +70,8 @@ class StoredBytes:
         """The checksum that stands right behind them, if one does."""
         if not self.crc or self.compression != STORED or self.descriptor not in (16, 24):
             return None
-        return DescriptorSum(struct.pack("<2I" if self.descriptor == 16 else "<2Q", self.nbytes, self.size))
+        sizes = struct.pack("<2I" if self.descriptor == 16 else "<2Q", self.nbytes, self.size)
+        return DescriptorSum((b"PK\x07\x08", sizes))
 
 
 @dataclass(frozen=True, slots=True)

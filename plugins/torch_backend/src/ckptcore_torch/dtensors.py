@@ -126,10 +126,7 @@ class DTensorHandler:
         if not boxes:
             return True  # nothing of it is here
         assert isinstance(stored, ArrayRecord)  # a value has another shape
-        if len(boxes) == 1 and boxes[0][1].shape == tuple(local.shape):
-            array = boxes[0][1]
-        else:
-            array = _gathered(target, stored, boxes)
+        array = _gathered(target, stored, boxes)
         record = ArrayRecord(ArraySpec(tuple(local.shape), stored.spec.dtype), stored.kind)
         return _LOCAL.fill(local, record, [(Box.whole(tuple(local.shape)), array)])
 
