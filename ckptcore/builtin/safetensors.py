@@ -9,6 +9,7 @@ gaps. A checkpoint above a size is split into ``model-00001-of-00002.safetensors
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -28,6 +29,7 @@ _METADATA: Final = "__metadata__"
 _ALIGNMENT: Final = 64
 _LARGE_ALIGNMENT: Final = 4096
 """Where elements begin in a large file, in bytes: a page, so that direct I/O needs no copy."""
+_STEM: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}", re.ASCII)
 
 
 class _KnownPlaces:
@@ -46,7 +48,7 @@ class _KnownPlaces:
 
 @dataclass(frozen=True, slots=True)
 class SafetensorsLayout:
-    """One ``model.safetensors``, or several with an index.
+    """One ``model.safetensors``, or several with an index; of another name than ``model`` where a stem is given.
 
     What safetensors cannot name (complex128, int4, some float8) is stored as U8 with the bytes of an element as a last
     axis (none for one byte); times are stored as I64. Their dtype is in the root of the checkpoint.
@@ -54,10 +56,27 @@ class SafetensorsLayout:
 
     Attributes:
         max_file_bytes: the most elements a file holds, in bytes, unless one array is larger.
+        stem: what the names of files begin with, for software that looks for another one than ``model``: ``adapter_model`` for
+            PEFT, ``diffusion_pytorch_model`` for diffusers.
+
+    Raises:
+        ValueError: for a stem that is no part of a name of a file.
     """
 
     max_file_bytes: int = 5_000_000_000
+    stem: str = "model"
     _known: _KnownPlaces = field(default_factory=_KnownPlaces, init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.stem, str) or not _STEM.fullmatch(self.stem):
+            raise ValueError(
+                f"SafetensorsLayout(stem={self.stem!r}): give ASCII letters, digits, '_', '-' and '.', the first of them neither "
+                "'.' nor '-', such as 'model' or 'adapter_model'"
+            )
+        if self.stem.startswith("checkpoint."):
+            raise ValueError(
+                f"SafetensorsLayout(stem={self.stem!r}): names that begin with 'checkpoint.' are ckptcore's own; give another stem"
+            )
 
     @property
     def name(self) -> str:
@@ -89,7 +108,7 @@ class SafetensorsLayout:
                 )
         names = _names(plan.tree)
         files = self._split(plan)
-        file_names = _file_names(len(files))
+        file_names = _file_names(self.stem, len(files))
         leaves: list[int] = []
         file_column: list[int] = []
         offsets: list[int] = []
@@ -118,7 +137,7 @@ class SafetensorsLayout:
             store.write(key, [BytesSegment(head), *segments])
         if len(files) > 1:
             index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-            store.put("model.safetensors.index.json", json.dumps(index, indent=2).encode())
+            store.put(f"{self.stem}.safetensors.index.json", json.dumps(index, indent=2).encode())
         return {"files": file_names, "leaf": leaves, "file": file_column, "offset": offsets}
 
     def _split(self, plan: WritePlan) -> list[list[int]]:
@@ -224,10 +243,10 @@ def _encode_header(header: Mapping[str, JSON], data_bytes: int) -> bytes:
     return padded.to_bytes(8, "little") + encoded.ljust(padded)
 
 
-def _file_names(count: int) -> list[str]:
+def _file_names(stem: str, count: int) -> list[str]:
     if count == 1:
-        return ["model.safetensors"]
-    return [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
+        return [f"{stem}.safetensors"]
+    return [f"{stem}-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
 
 
 def _places(tree: TreeMetadata, state: JSON) -> dict[int, tuple[str, int]]:

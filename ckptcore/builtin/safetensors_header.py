@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fnmatch
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -47,6 +46,11 @@ _DTYPES: Final = {theirs: ours for ours, theirs in FORMAT_DTYPES.items()}
 _MAX_HEADER_BYTES: Final = 100_000_000
 """What the safetensors library itself accepts."""
 
+_FILE: Final = ".safetensors"
+_INDEX: Final = ".safetensors.index.json"
+_KNOWN_STEMS: Final = ("model", "diffusion_pytorch_model", "adapter_model")
+"""What transformers, diffusers and PEFT look for (SAFE_WEIGHTS_NAME, SAFETENSORS_WEIGHTS_NAME of each), in the order of preference."""
+
 _SHARD: Final = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.safetensors")
 
 
@@ -79,31 +83,49 @@ def inspect_files(store: ReadStore, entry: str | None) -> tuple[Sequence[TensorE
         CheckpointNotFoundError: if there are several files and no index says how they belong together.
     """
     if entry is not None:
-        if entry.endswith(".safetensors"):
+        if entry.endswith(_FILE):
             return _read_header(store, entry)
-        return _read_index(store, entry) if entry.endswith(".safetensors.index.json") else None
+        return _read_index(store, entry) if entry.endswith(_INDEX) else None
     names = store.list_names("")
-    indexes = fnmatch.filter(names, "*.safetensors.index.json")
-    files = fnmatch.filter(names, "*.safetensors")
+    indexes = [name for name in names if name.endswith(_INDEX)]
+    files = [name for name in names if name.endswith(_FILE)]
     if not indexes and not files:
         return None
-    for preferred in ("model.safetensors.index.json", *(indexes if len(indexes) == 1 else ())):
-        if preferred in indexes:
-            return _read_index(store, preferred)
-    shards = [_SHARD.fullmatch(name) for name in files]
-    if all(shards) and len({(shard[1], shard[3]) for shard in shards if shard}) == 1:
-        expected = int(shards[0][3]) if shards[0] else 0
-        if len(files) != expected:
-            raise CorruptCheckpointError(
-                f"{expected} safetensors shards belong together and {len(files)} are there: {files}"
-            )
-        return _unite(store, files)
-    if len(files) == 1 or "model.safetensors" in files:
-        return _read_header(store, "model.safetensors" if "model.safetensors" in files else files[0])
-    raise CheckpointNotFoundError(
-        f"there are several safetensors files and nothing says which belong together: {', '.join([*indexes, *files])}; "
-        "name one of them as the location"
-    )
+    stem = _stem_meant(indexes, files)
+    if stem is None:
+        raise CheckpointNotFoundError(
+            f"there are several safetensors files and nothing says which belong together: {', '.join([*indexes, *files])}; "
+            "name one of them as the location"
+        )
+    if f"{stem}{_INDEX}" in indexes:
+        return _read_index(store, f"{stem}{_INDEX}")
+    if f"{stem}{_FILE}" in files:
+        return _read_header(store, f"{stem}{_FILE}")
+    shards = [shard for name in files if (shard := _SHARD.fullmatch(name)) and shard[1] == stem]
+    counts = sorted({int(shard[3]) for shard in shards})
+    if counts != [len(shards)]:
+        raise CorruptCheckpointError(
+            f"{counts[0] if len(counts) == 1 else counts} safetensors shards belong together and {len(shards)} are there: "
+            f"{[shard[0] for shard in shards]}"
+        )
+    return _unite(store, [shard[0] for shard in shards])
+
+
+def _stem_meant(indexes: Sequence[str], files: Sequence[str]) -> str | None:
+    """What the names of the files that are meant begin with; None if nothing tells.
+
+    Where there are several checkpoints it is that of the library whose directory it is: a model that was trained with an adapter
+    has files of it beside its own.
+    """
+    indexed = {name.removesuffix(_INDEX) for name in indexes}
+    stems = {shard[1] if (shard := _SHARD.fullmatch(name)) else name.removesuffix(_FILE) for name in files}
+    for stem in _KNOWN_STEMS:
+        if stem in indexed or stem in stems:
+            return stem
+    for found in (indexed, stems):
+        if len(found) == 1:
+            return found.pop()
+    return None
 
 
 def _unite(store: ReadStore, files: Sequence[str]) -> tuple[Sequence[TensorEntry], Mapping[str, str]]:
