@@ -15,6 +15,7 @@ from ckptcore.errors import (
     UnsupportedLeafError,
 )
 from ckptcore.model.arrays import ArraySpec
+from ckptcore.model.tree import JSON
 from ckptcore.protocols import ReadStore
 
 __all__ = ["FORMAT_DTYPES", "TensorEntry", "inspect_files"]
@@ -48,7 +49,11 @@ _MAX_HEADER_BYTES: Final = 100_000_000
 
 _FILE: Final = ".safetensors"
 _INDEX: Final = ".safetensors.index.json"
-_KNOWN_STEMS: Final = ("model", "diffusion_pytorch_model", "adapter_model")
+_ADAPTER: Final = "adapter_model"
+_ADAPTER_CONFIG: Final = "adapter_config.json"
+_MOST_CONFIG_BYTES: Final = 1 << 24
+_MOST_DEPTH: Final = 64
+_KNOWN_STEMS: Final = ("model", "diffusion_pytorch_model", _ADAPTER)
 """What transformers, diffusers and PEFT look for (SAFE_WEIGHTS_NAME, SAFETENSORS_WEIGHTS_NAME of each), in the order of preference."""
 
 _SHARD: Final = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.safetensors")
@@ -71,8 +76,10 @@ class TensorEntry:
     offset: int
 
 
-def inspect_files(store: ReadStore, entry: str | None) -> tuple[Sequence[TensorEntry], Mapping[str, str]] | None:
+def inspect_files(store: ReadStore, entry: str | None) -> tuple[Sequence[TensorEntry], Mapping[str, JSON]] | None:
     """All tensors at a location with the metadata of their files; None if there is nothing of safetensors.
+
+    The metadata of an adapter in a directory has its ``adapter_config.json`` as ``adapter_config``.
 
     Args:
         store: where to look.
@@ -97,6 +104,16 @@ def inspect_files(store: ReadStore, entry: str | None) -> tuple[Sequence[TensorE
             f"there are several safetensors files and nothing says which belong together: {', '.join([*indexes, *files])}; "
             "name one of them as the location"
         )
+    entries, metadata = _read_stem(store, stem, indexes, files)
+    if stem == _ADAPTER and _ADAPTER_CONFIG in names:
+        return entries, {**metadata, "adapter_config": _read_config(store, _ADAPTER_CONFIG)}
+    return entries, metadata
+
+
+def _read_stem(
+    store: ReadStore, stem: str, indexes: Sequence[str], files: Sequence[str]
+) -> tuple[Sequence[TensorEntry], Mapping[str, str]]:
+    """The files whose names begin with a stem: by their index, or the one, or all shards."""
     if f"{stem}{_INDEX}" in indexes:
         return _read_index(store, f"{stem}{_INDEX}")
     if f"{stem}{_FILE}" in files:
@@ -195,6 +212,28 @@ def _read_header(store: ReadStore, key: str) -> tuple[Sequence[TensorEntry], Map
     return entries, metadata
 
 
+def _read_config(store: ReadStore, key: str) -> dict[str, JSON]:
+    """A JSON object that stands in a file beside; it becomes metadata, so it has to be what metadata can be."""
+    nbytes = store.size(key)
+    if nbytes > _MOST_CONFIG_BYTES:
+        raise CorruptCheckpointError(
+            f"{key} has {nbytes} bytes, where at most {_MOST_CONFIG_BYTES} are expected; name a file of tensors to load it alone",
+            key=key,
+        )
+    config: dict[str, JSON] = _parse(store.get(key), key)
+    inside: list[JSON] = [config]
+    for _ in range(_MOST_DEPTH):
+        inside = [
+            child
+            for value in inside
+            if isinstance(value, dict | list)
+            for child in (value.values() if isinstance(value, dict) else value)
+        ]
+        if not inside:
+            return config
+    raise CorruptCheckpointError(f"the JSON in {key} is nested deeper than {_MOST_DEPTH} levels", key=key)
+
+
 def _entry(name: str, described: Any, key: str, start: int) -> TensorEntry:
     try:
         dtype, shape, (first, last) = described["dtype"], described["shape"], described["data_offsets"]
@@ -235,8 +274,11 @@ def _parse(data: bytes, key: str) -> dict[str, Any]:
             raise ValueError("it has one key twice")
         return made
 
+    def refused(constant: str) -> object:
+        raise ValueError(f"it has {constant}, which is no JSON")
+
     try:
-        parsed = json.loads(data, object_pairs_hook=unique)
+        parsed = json.loads(data, object_pairs_hook=unique, parse_constant=refused)
     except (ValueError, RecursionError) as error:
         raise CorruptCheckpointError(f"the JSON in {key} cannot be read: {error}", key=key) from error
     if not isinstance(parsed, dict):

@@ -49,8 +49,30 @@ def test_what_is_no_stem_is_refused(stem: str) -> None:
 
 def test_a_directory_of_an_adapter_is_the_adapter(tmp_path: Path) -> None:
     _put(tmp_path / "adapter_model.safetensors", lora=1)
-    (tmp_path / "adapter_config.json").write_text("{}")
+    (tmp_path / "adapter_config.json").write_text('{"r": 8}')
     assert list(ckptcore.load(tmp_path)) == ["lora"]
+    assert ckptcore.metadata(tmp_path).custom["adapter_config"] == {"r": 8}
+    ckptcore.convert(tmp_path, tmp_path / "ours")
+    assert ckptcore.metadata(tmp_path / "ours").custom["adapter_config"] == {"r": 8}
+
+
+@pytest.mark.parametrize(
+    "config", ["", "[]", '{"r": NaN}', '{"a": 1, "a": 2}', "[" * 100_000, '{"a": ' * 70 + "1" + "}" * 70]
+)
+def test_what_is_no_config_is_refused(tmp_path: Path, config: str) -> None:
+    _put(tmp_path / "adapter_model.safetensors", lora=1)
+    (tmp_path / "adapter_config.json").write_text(config)
+    with pytest.raises(CorruptCheckpointError, match="adapter_config.json"):
+        ckptcore.load(tmp_path)
+    assert list(ckptcore.load(tmp_path / "adapter_model.safetensors")) == ["lora"]
+
+
+def test_a_config_without_end_is_refused(tmp_path: Path) -> None:
+    _put(tmp_path / "adapter_model.safetensors", lora=1)
+    with (tmp_path / "adapter_config.json").open("wb") as file:
+        file.truncate(1 << 40)
+    with pytest.raises(CorruptCheckpointError, match="at most 16777216 are expected"):
+        ckptcore.load(tmp_path)
 
 
 def test_the_model_is_meant_where_an_adapter_stands_beside_it(tmp_path: Path) -> None:
