@@ -38,6 +38,12 @@ _DATE: Final = 0x21
 _PADDING_ID: Final = 0x4246
 """The id of the extra field by which torch aligns elements, ``FB``."""
 _STORAGE_OF: Final = {dtype: storage for storage, dtype in STORAGES.items()}
+_HEADER_CRC: Final = 14
+"""Where the checksum stands in `LOCAL_HEADER`, in bytes..."""
+_ENTRY_CRC: Final = 16
+"""... and in `DIRECTORY_ENTRY`."""
+_TEMPLATE_BYTES: Final = 1024
+"""Templates of items are kept for pickles of up to this size."""
 _CONSTANTS: Final = ((b"version", b"3\n"), (b"byteorder", b"little"))
 
 
@@ -61,12 +67,21 @@ def tensor_item(spec: ArraySpec, position: int) -> TensorItem:
         spec: its shape, and a dtype that torch has.
         position: where the item begins in its file, in bytes; a multiple of 64.
     """
-    members, front = _tensor_members(spec)
+    alignment = _LARGE_ALIGNMENT if spec.nbytes >= _LARGE else _ALIGNMENT
+    return _tensor_item(spec, alignment, position % alignment)
+
+
+@lru_cache(maxsize=1024)
+def _tensor_item(spec: ArraySpec, alignment: int, phase: int) -> TensorItem:
+    """The item of any tensor of a shape and dtype that begins so many bytes behind a multiple of the alignment.
+
+    Layers repeat, so a few of these make up a model; small ones are the same wherever they begin.
+    """
+    members, front = _front(write_pickle(_tensor(spec), protocol=2))
     nbytes = spec.nbytes
-    alignment = _LARGE_ALIGNMENT if nbytes >= _LARGE else _ALIGNMENT
     name = _FOLDER + b"data/0"
     unpadded = len(front) + LOCAL_HEADER.size + len(name) + 4
-    padding = -(position + unpadded) % alignment
+    padding = -(phase + unpadded) % alignment
     start = len(front)
     large = nbytes >= FULL32
     header = LOCAL_HEADER.pack(
@@ -93,9 +108,23 @@ def tensor_item(spec: ArraySpec, position: int) -> TensorItem:
 
 def value_item(value: Value) -> bytes:
     """The whole item of a value that is no tensor."""
-    members, front = _front(write_pickle(value, protocol=2))
+    pickle = write_pickle(value, protocol=2)
+    template = _item_template(len(pickle)) if len(pickle) <= _TEMPLATE_BYTES else _template(len(pickle))
+    crc = isal_zlib.crc32(pickle).to_bytes(4, "little")
+    return b"".join([template[0], crc, template[1], pickle, template[2], crc, template[3]])
+
+
+def _template(nbytes: int) -> tuple[bytes, bytes, bytes, bytes]:
+    """The item of any value whose pickle has this many bytes: all that stands around its checksum, itself, and its checksum again."""
+    members, front = _front(bytes(nbytes))
     entries = b"".join([_whole_entry(member) for member in members])
-    return front + entries + _end(len(members), len(entries), len(front))
+    whole = front + entries + _end(len(members), len(entries), len(front))
+    start = LOCAL_HEADER.size + len(members[0].name)
+    second = len(front) + _ENTRY_CRC
+    return whole[:_HEADER_CRC], whole[_HEADER_CRC + 4 : start], whole[start + nbytes : second], whole[second + 4 :]
+
+
+_item_template: Final = lru_cache(maxsize=1024)(_template)
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,11 +157,6 @@ def _front(pickle: bytes) -> tuple[Sequence[_Member], bytes]:
         front += name
         front += data
     return found, bytes(front)
-
-
-@lru_cache(maxsize=1024)
-def _tensor_members(spec: ArraySpec) -> tuple[Sequence[_Member], bytes]:
-    return _front(write_pickle(_tensor(spec), protocol=2))
 
 
 def _tensor(spec: ArraySpec) -> Value:
@@ -168,7 +192,7 @@ def _central(name: bytes, nbytes: int, start: int, flags: int) -> tuple[bytes, b
     entry = DIRECTORY_ENTRY.pack(
         b"PK\x01\x02", version, version, flags, 0, 0, _DATE, 0, size, size, len(name), len(extra), 0, 0, 0, 0, start
     )
-    return entry[:16], entry[20:] + name + extra
+    return entry[:_ENTRY_CRC], entry[_ENTRY_CRC + 4 :] + name + extra
 
 
 def _end(count: int, nbytes: int, start: int) -> bytes:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Final
 
 from ckptcore.model import JSON, ArraySegment, ArraySpec, Box, BytesSegment, ChecksumSegment, HostArray, Segment
 from ckptcore.protocols import Snapshot, WriteStore
@@ -14,8 +15,11 @@ from ckptcore_dcp.names import StoredValue
 
 __all__ = ["WrittenItems", "file_of", "write_items"]
 
-_ALIGNMENT = 64
+_ALIGNMENT: Final = 64
 """Where items begin, in bytes: what torch aligns within an item is aligned in the file then."""
+
+_JOINED_BYTES: Final = 1 << 20
+"""Values are handed over in segments of about this size."""
 
 
 @dataclass(slots=True)
@@ -65,35 +69,44 @@ def write_items(snapshot: Snapshot, values: Sequence[StoredValue], store: WriteS
 
 
 def _segments(snapshot: Snapshot, values: Sequence[StoredValue], written: WrittenItems) -> Iterator[Segment]:
+    """What the file is made of. What lies between the elements of two items is one segment, and so are many small values."""
     position = 0
+    between: list[bytes] = []
+    begin = 0
     for value in values:
         data = value_item(value.value)
+        room = -len(data) % _ALIGNMENT
         written.value_offset.append(position)
         written.value_nbytes.append(len(data))
-        data += b"\0" * (-len(data) % _ALIGNMENT)
-        position += len(data)
-        yield BytesSegment(data)
+        between += (data, bytes(room))
+        position += len(data) + room
+        if position - begin >= _JOINED_BYTES:
+            yield BytesSegment(b"".join(between))
+            between, begin = [], position
     for number, planned in enumerate(snapshot.plan.items):
         boxes = _ItemBoxes(snapshot, number)
-        itemsize = planned.spec.numpy_dtype.itemsize
-        dtype = physical_spec(planned.spec).dtype
+        spec = planned.spec
+        physical = physical_spec(spec)
         for part, box in enumerate(planned.boxes):
-            item = tensor_item(ArraySpec(physical_box(planned.spec, box).shape, dtype), position)
+            shape = box.shape if physical is spec else physical_box(spec, box).shape
+            stored = physical if shape == physical.shape else ArraySpec(shape, physical.dtype)
+            item = tensor_item(stored, position)
             elements = position + len(item.head)
-            stop = elements + box.size * itemsize + item.tail.nbytes
+            stop = elements + stored.nbytes + item.tail.nbytes
             written.leaf.append(planned.leaf)
             written.offset.append(position)
             written.nbytes.append(stop - position)
             written.elements.append(elements)
-            written.box.extend(box.start)
-            written.box.extend(box.stop)
-            yield BytesSegment(item.head)
-            yield boxes.segment(part, itemsize)
+            written.box += box.start
+            written.box += box.stop
+            yield BytesSegment(b"".join((*between, item.head)) if between else item.head)
+            yield boxes.segment(part, spec.numpy_dtype.itemsize)
             yield ChecksumSegment(item.tail)
-            position = stop
-            if room := -position % _ALIGNMENT:
-                yield BytesSegment(b"\0" * room)
-                position += room
+            room = -stop % _ALIGNMENT
+            between = [bytes(room)] if room else []
+            position = stop + room
+    if between:
+        yield BytesSegment(b"".join(between))
 
 
 class _ItemBoxes:

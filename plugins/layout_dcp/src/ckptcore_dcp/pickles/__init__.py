@@ -10,6 +10,7 @@ was asked for, and whoever reads it decides what that means.
 - `builtin_calls`: what the calls of a few builtins make
 - `refusals`: errors about a pickle that say where in it
 - `encoder`: a value to the opcodes of the protocols 2 and 4
+- `plain_opcodes`: the opcodes of None, booleans and numbers
 - `work`: what the encoder has yet to write
 """
 

@@ -7,11 +7,11 @@ a list and not on the stack of the interpreter, so no value is nested too deep.
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final
 
 from ckptcore.errors import UnsupportedLeafError
+from ckptcore_dcp.pickles.plain_opcodes import PLAIN_OPCODES
 from ckptcore_dcp.pickles.values import Call, Global, Persistent, Value, brief
 from ckptcore_dcp.pickles.work import Made, Raw, Work, in_order, is_flat
 
@@ -39,6 +39,10 @@ def write_pickle(value: Value, *, protocol: int) -> bytes:
     """
     if protocol not in (2, 4):
         raise ValueError(f"pickles of the protocols 2 and 4 can be written, and protocol {protocol} was asked for")
+    if protocol == 2 and value.__class__ in PLAIN_OPCODES:
+        return (
+            b"\x80\x02" + PLAIN_OPCODES[value.__class__](value) + b"."
+        )  # all there is to it, and most values are such
     return _Encoder(protocol).encode(value)
 
 
@@ -55,15 +59,15 @@ class _Encoder:
         self._kept: list[object] = []  # made here and in the memo by id(), which nothing else may get
         self._writers: dict[type, Callable[[Any], None]] = {
             str: self._text,
-            int: self._integer,
+            int: self._plain,
             tuple: self._tuple,
             Call: self._call,
             dict: self._dict,
             list: self._list,
             Global: self._global,
-            float: self._float,
-            bool: self._bool,
-            type(None): self._none,
+            float: self._plain,
+            bool: self._plain,
+            type(None): self._plain,
             bytes: self._bytes,
             Persistent: self._persistent,
             complex: self._complex,
@@ -155,33 +159,8 @@ class _Encoder:
         self._parts.append(made.opcodes)
         self._memoize(id(value))
 
-    def _none(self, value: None) -> None:
-        self._parts.append(b"N")
-
-    def _bool(self, value: bool) -> None:
-        self._parts.append(b"\x88" if value else b"\x89")
-
-    def _integer(self, value: int) -> None:
-        if 0 <= value < 256:
-            opcodes = b"K%c" % value
-        elif 0 <= value < 65536:
-            opcodes = b"M" + value.to_bytes(2, "little")
-        elif -0x80000000 <= value < 0x80000000:
-            opcodes = b"J" + value.to_bytes(4, "little", signed=True)
-        else:
-            size = (value.bit_length() >> 3) + 1
-            body = value.to_bytes(size, "little", signed=True)
-            if size > 1 and body[-1] == 0xFF and body[-2] & 0x80:  # -2**(8 * n - 1) needs a byte less
-                body = body[:-1]
-            if len(body) > 255:
-                raise UnsupportedLeafError(
-                    f"{brief(value)} cannot be written to a pickle that torch reads; expected at most 255 bytes; store it as a text"
-                )
-            opcodes = b"\x8a%c" % len(body) + body
-        self._parts.append(opcodes)
-
-    def _float(self, value: float) -> None:
-        self._parts.append(b"G" + struct.pack(">d", value))
+    def _plain(self, value: Any) -> None:
+        self._parts.append(PLAIN_OPCODES[value.__class__](value))
 
     def _text(self, value: str) -> None:
         name = (str, value)
