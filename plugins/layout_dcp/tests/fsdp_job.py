@@ -14,7 +14,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from ckptcore_torch.store_coordinator import StoreCoordinator
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -56,9 +55,7 @@ def _state(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str
 
 def main(task: str, directory: Path) -> None:
     """Do one task."""
-    store = dist.distributed_c10d._get_default_store()
     rank, size = dist.get_rank(), dist.get_world_size()
-    context = ckptcore.Context(coordinator=StoreCoordinator(store, rank, size, timeout_seconds=60))
     action, _, by = task.partition("-")
     if action == "save":
         model = _model(0)
@@ -68,7 +65,7 @@ def main(task: str, directory: Path) -> None:
         if by == "torch":
             dcp.save(state, checkpoint_id=str(directory / "torch"))
         else:
-            ckptcore.save(directory / "ckptcore", state, layout="dcp", context=context)
+            ckptcore.save(directory / "ckptcore", state, layout="dcp")
     else:
         model = _model(99)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.9)
@@ -78,7 +75,7 @@ def main(task: str, directory: Path) -> None:
         if by == "torch":
             dcp.load(state, checkpoint_id=str(source))
         else:
-            state = ckptcore.load(source, state, context=context)
+            state = ckptcore.load(source, state)
         set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
         assert state["step"] == STEPS
     losses = _losses(model, optimizer, 2)

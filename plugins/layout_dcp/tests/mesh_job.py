@@ -15,7 +15,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from ckptcore_torch.store_coordinator import StoreCoordinator
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -67,9 +66,7 @@ def _whole(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 def main(task: str, kind: str, directory: Path) -> None:
     """Do one task."""
-    rank, size = dist.get_rank(), dist.get_world_size()
-    coordinator = StoreCoordinator(dist.distributed_c10d._get_default_store(), rank, size, timeout_seconds=60)
-    context = ckptcore.Context(coordinator=coordinator)
+    rank = dist.get_rank()
     action, _, by = task.partition("-")
     seed = 0 if action == "save" else 99
     model = _model(seed, kind)
@@ -81,7 +78,7 @@ def main(task: str, kind: str, directory: Path) -> None:
         if by == "torch":
             dcp.save(state, checkpoint_id=str(directory / "c"))
         else:
-            ckptcore.save(directory / "c", state, layout="dcp", context=context)
+            ckptcore.save(directory / "c", state, layout="dcp")
         whole = dict(_whole(state))
         if rank == 0:
             torch.save(whole, directory / "whole.pt")
@@ -89,7 +86,7 @@ def main(task: str, kind: str, directory: Path) -> None:
     if by == "torch":
         dcp.load(state, checkpoint_id=str(directory / "c"))
     else:
-        state = ckptcore.load(directory / "c", state, context=context)
+        state = ckptcore.load(directory / "c", state)
     set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
     model_state, optimizer_state = get_state_dict(model, optimizer)
     found = dict(_whole({"model": model_state, "optimizer": optimizer_state, "step": state["step"]}))

@@ -12,7 +12,9 @@ from pathlib import Path
 import ckptcore_torch
 import pytest
 import torch
-from ckptcore_torch.stateful import GeneratorHandler, ModuleHandler, OptimizerHandler, StateDictHandler
+from ckptcore_torch.modules import ModuleHandler
+from ckptcore_torch.optimizers import OptimizerHandler
+from ckptcore_torch.stateful import GeneratorHandler, StateDictHandler
 from ckptcore_torch.tensors import SubclassHandler, TensorHandler
 
 from ckptcore.testing import ContainerExample, ContainerHandlerTests, PluginTests
@@ -32,7 +34,7 @@ SEEN = "import sys; print(sorted({'torch', 'ckptcore_torch.tensors'} & set(sys.m
 
 def test_importing_the_plugin_imports_no_torch() -> None:
     ask = "ckptcore_torch.ckpt_leaf_handler(dict); ckptcore_torch.ckpt_container_handler(dict)"
-    also = "ckptcore_torch.ckpt_checkpointable_handler(dict)"
+    also = "ckptcore_torch.ckpt_checkpointable_handler(dict); ckptcore_torch.ckpt_coordinator()"
     assert _run(f"import ckptcore_torch; {ask}; {also}; {SEEN}") == "[]"
 
 
@@ -47,6 +49,8 @@ def test_a_torch_that_is_still_being_imported_is_not_touched(monkeypatch: pytest
     assert ckptcore_torch.ckpt_leaf_handler(torch.Tensor) is None
     assert ckptcore_torch.ckpt_container_handler(torch.Size) is None
     assert ckptcore_torch.ckpt_checkpointable_handler(torch.nn.Linear) is None
+    monkeypatch.setitem(sys.modules, "torch.distributed", type(sys)("torch.distributed"))
+    assert ckptcore_torch.ckpt_coordinator() is None
 
 
 def test_leaves() -> None:

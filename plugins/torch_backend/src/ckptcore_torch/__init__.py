@@ -2,13 +2,14 @@
 
 ::
 
-    dtypes       every torch dtype and how it is carried as a NumPy one, or why not
-    conversions  from tensors to NumPy arrays over the same memory and back, casts
-    tensors      leaf handlers: plain tensors and Parameters; subclasses of them
-    transfers    from device memory to host memory through pinned staging buffers
-    stateful     checkpointables: modules, optimizers, schedulers, gradient scalers, random generators
-    sizes        the container torch.Size
-    testing      the sample for the matrix of ckptcore.testing
+    dtypes             every torch dtype and how it is carried as a NumPy one, or why not
+    conversions        from tensors to NumPy arrays over the same memory and back, casts
+    tensors            leaf handlers: plain tensors and Parameters; subclasses of them
+    transfers          from device memory to host memory through pinned staging buffers
+    stateful           checkpointables: modules, optimizers, schedulers, gradient scalers, random generators
+    sizes              the container torch.Size
+    store_coordinator  the coordinator of a torch.distributed job
+    testing            the sample for the matrix of ckptcore.testing
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ from __future__ import annotations
 import sys
 
 from ckptcore.hookspecs import hookimpl
-from ckptcore.protocols import CheckpointableHandler, ContainerHandler, LeafHandler
+from ckptcore.protocols import CheckpointableHandler, ContainerHandler, Coordinator, LeafHandler
 
-__all__ = ["ckpt_checkpointable_handler", "ckpt_container_handler", "ckpt_leaf_handler"]
+__all__ = ["ckpt_checkpointable_handler", "ckpt_container_handler", "ckpt_coordinator", "ckpt_leaf_handler"]
 
 
 def _is_torch_imported() -> bool:
@@ -54,3 +55,14 @@ def ckpt_checkpointable_handler(value_type: type) -> CheckpointableHandler | Non
     from ckptcore_torch.stateful import handler_of_type
 
     return handler_of_type(value_type)
+
+
+@hookimpl
+def ckpt_coordinator() -> Coordinator | None:
+    """The coordinator of the job whose process group was initialized, if it has several processes."""
+    # The function is looked for, too: a torch that was built without torch.distributed has the module without it.
+    if not hasattr(sys.modules.get("torch.distributed"), "init_process_group"):
+        return None
+    from ckptcore_torch.store_coordinator import coordinator_of_job
+
+    return coordinator_of_job()

@@ -10,8 +10,10 @@ import torch.distributed as dist
 
 from ckptcore.errors import CoordinationTimeoutError, PluginError
 
-__all__ = ["StoreCoordinator"]
+__all__ = ["StoreCoordinator", "coordinator_of_job"]
 
+_WITHOUT_STORE: Final = ("fake", "mpi")
+"""Backends whose process groups have a store that keeps nothing (torch 2.13.0, ``distributed_c10d.py``: ``init_process_group``)."""
 _FIRST_PAUSE_SECONDS: Final = 0.0005
 _LONGEST_PAUSE_SECONDS: Final = 0.05
 
@@ -92,3 +94,31 @@ class StoreCoordinator:
                 )
             time.sleep(pause)
             pause = min(pause * 2, _LONGEST_PAUSE_SECONDS)
+
+
+def coordinator_of_job() -> StoreCoordinator | None:
+    """The coordinator of the job whose process group was initialized; None where none was, or one of one process.
+
+    It is over the store through which the processes of the group met, whatever the backend of the group: nothing is sent
+    by its collectives. Any thread.
+
+    Raises:
+        PluginError: the group has no store that processes could agree through.
+    """
+    world = dist.group.WORLD
+    if world is None or world.size() == 1:
+        return None
+    backend = dist.get_backend(world)
+    if backend in _WITHOUT_STORE:
+        raise PluginError(
+            f"the process group of this job of {world.size()} processes has the backend {backend!r}, which has no key-value store: "
+            "expected another backend, or Context(coordinator=StoreCoordinator(store, rank, size)) with a store that all "
+            "processes reach"
+        )
+    return StoreCoordinator(_store_of(world), world.rank(), world.size())
+
+
+def _store_of(group: Any) -> Any:
+    if hasattr(group, "get_group_store"):
+        return group.get_group_store()
+    return dist.distributed_c10d._get_default_store()  # older versions have no public way

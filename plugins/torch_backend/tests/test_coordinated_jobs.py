@@ -1,0 +1,70 @@
+"""Which job a process is part of is found without a word from the user: by its process group, if that has other processes."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import ckptcore_torch
+import pytest
+import torch.distributed as dist
+from ckptcore_torch.store_coordinator import StoreCoordinator
+
+from ckptcore import Context
+from ckptcore.errors import PluginError
+
+PROGRAM = Path(__file__).with_name("coordinated_job.py")
+
+
+@contextmanager
+def in_group(backend: str, size: int) -> Iterator[None]:
+    """A process group, of which the processes are not there that this one is not."""
+    store = None if backend == "fake" else dist.HashStore()
+    dist.init_process_group(backend, store=store, rank=0, world_size=size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_process_without_a_group_is_alone() -> None:
+    assert not dist.is_initialized()
+    assert ckptcore_torch.ckpt_coordinator() is None
+    assert Context().job().size == 1
+
+
+def test_a_group_of_one_process_is_none() -> None:
+    with in_group("gloo", 1):
+        assert ckptcore_torch.ckpt_coordinator() is None
+
+
+def test_a_group_without_a_store_is_told_what_to_do() -> None:
+    """The fake backend stands for mpi, of which torch seldom comes with a working one."""
+    with in_group("fake", 4), pytest.raises(PluginError, match=r"4 processes.*'fake'.*Context\(coordinator="):
+        Context().job()
+
+
+def test_the_coordinator_of_a_context_comes_first() -> None:
+    mine = StoreCoordinator(dist.HashStore(), 0, 1)
+    with in_group("fake", 4):
+        assert Context(coordinator=mine).job() is mine
+
+
+def _run(size: int, *arguments: str | Path) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [*command, *map(str, arguments)], env=environment, capture_output=True, text=True, timeout=180, check=False
+    )
+    assert done.returncode == 0, done.stderr[-6000:]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_job_saves_and_loads_without_a_context(tmp_path: Path, size: int) -> None:
+    _run(size, PROGRAM, tmp_path)
+    assert {str(rank) for rank in range(size)} <= {path.name for path in tmp_path.iterdir()}
