@@ -10,18 +10,19 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
 from ckptcore.builtin.safetensors_header import FORMAT_DTYPES, TensorEntry, inspect_files
-from ckptcore.errors import AtomicityError, CorruptCheckpointError
+from ckptcore.errors import AtomicityError, CorruptCheckpointError, PluginError
 from ckptcore.model.arrays import ArraySpec, Box, HostArray
 from ckptcore.model.metadata import ArrayRecord, TreeMetadata
 from ckptcore.model.transfer import ArraySegment, BytesSegment, ReadPlan, Receipt, Segment, TileRead, WritePlan
-from ckptcore.model.tree import JSON, LEAF, Node
+from ckptcore.model.tree import JSON, LEAF, Node, format_path
 from ckptcore.planning import leaf_names
 from ckptcore.protocols import Inspection, ReadStore, Snapshot, WriteStore
+from ckptcore.runs import run_extent
 
 __all__ = ["SafetensorsLayout"]
 
@@ -91,82 +92,94 @@ class SafetensorsLayout:
         """
         _names(tree)
 
-    def write(self, snapshot: Snapshot, store: WriteStore) -> JSON:
-        """Write all files and the index.
-
-        Raises:
-            AtomicityError: if this process holds a part of an array only.
-        """
-        plan = snapshot.plan
-        if not plan.items and (plan.rank != 0 or any(isinstance(record, ArrayRecord) for record in plan.tree.leaves)):
-            return None  # another process writes
-        for item in plan.items:
-            if sum(box.size for box in item.boxes) != item.spec.size:
-                raise AtomicityError(
-                    "the safetensors layout writes whole arrays from one process, and this process holds a part of one; "
-                    "gather it first or use a layout that writes from several processes"
-                )
-        names = _names(plan.tree)
-        files = self._split(plan)
-        file_names = _file_names(self.stem, len(files))
-        leaves: list[int] = []
-        file_column: list[int] = []
-        offsets: list[int] = []
-        weight_map: dict[str, str] = {}
-        total = 0
-        for number, (key, items) in enumerate(zip(file_names, files, strict=True)):
-            header: dict[str, JSON] = {_METADATA: _metadata(plan, names, items)}
-            position = 0
-            segments: list[Segment] = []
-            positions: list[int] = []
-            for item_number in items:
-                item = plan.items[item_number]
-                nbytes = item.spec.nbytes
-                name = names[item.leaf]
-                dtype, shape = _physical(item.spec)
-                header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [position, position + nbytes]}
-                weight_map[name] = key
-                leaves.append(item.leaf)
-                positions.append(position)
-                segments.append(_segment(snapshot, item_number))
-                position += nbytes
-            total += position
-            head = _encode_header(header, position)
-            offsets.extend([len(head) + start for start in positions])
-            file_column.extend([number] * len(items))
-            store.write(key, [BytesSegment(head), *segments])
-        if len(files) > 1:
-            index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-            store.put(f"{self.stem}.safetensors.index.json", json.dumps(index, indent=2).encode())
-        return {"files": file_names, "leaf": leaves, "file": file_column, "offset": offsets}
-
-    def _split(self, plan: WritePlan) -> list[list[int]]:
-        """Numbers of items per file; wide elements first, so that every element lies aligned to its size."""
-        order = sorted(range(len(plan.items)), key=lambda item: -plan.items[item].spec.numpy_dtype.itemsize)
+    def arrays_by_object(self, tree: TreeMetadata) -> Sequence[Sequence[int]]:
+        """Arrays per file; wide elements first, so that every element lies aligned to its size."""
+        arrays = [
+            (leaf, record.spec)
+            for leaf, record in enumerate(tree.leaves)
+            if isinstance(record, ArrayRecord) and leaf not in tree.aliases
+        ]
         files: list[list[int]] = [[]]
         room = self.max_file_bytes
-        for item in order:
-            nbytes = plan.items[item].spec.nbytes
+        for leaf, spec in sorted(arrays, key=lambda array: -array[1].numpy_dtype.itemsize):
+            nbytes = spec.nbytes
             if nbytes > room and files[-1]:
                 files.append([])
                 room = self.max_file_bytes
-            files[-1].append(item)
+            files[-1].append(leaf)
             room -= nbytes
         return files
 
-    def finish(self, tree: TreeMetadata, receipts: Sequence[Receipt], store: WriteStore) -> JSON:
-        """Nothing is left to write: the one process that wrote has written the index too.
+    def write(self, snapshot: Snapshot, store: WriteStore) -> JSON:
+        """Write the files whose arrays this process holds.
 
         Raises:
-            AtomicityError: if several processes hold arrays.
+            AtomicityError: if this process holds a part of an array only, or some of the arrays of a file only.
         """
-        wrote = [receipt for receipt in receipts if receipt.state is not None]
-        if len(wrote) != 1:
-            raise AtomicityError(
-                f"the safetensors layout writes from one process, and the ranks {[receipt.rank for receipt in wrote]} hold arrays "
-                "of their own; gather them on one rank first, or use a layout that writes from several processes"
-            )
-        return wrote[0].state
+        plan = snapshot.plan
+        items = _items_by_leaf(plan)
+        files = self.arrays_by_object(plan.tree)
+        file_names = _file_names(self.stem, len(files))
+        own = [
+            number
+            for number, leaves in enumerate(files)
+            if any(leaf in items for leaf in leaves) or (not leaves and plan.rank == 0)
+        ]
+        names = _names(plan.tree)
+        for number in own:
+            missing = [leaf for leaf in files[number] if leaf not in items]
+            if missing:
+                raise AtomicityError(
+                    f"the safetensors layout writes each file from one process, and process {plan.rank} holds other arrays of "
+                    f"{file_names[number]} than {names[missing[0]]!r}; gather them on one rank first, or use a layout that writes "
+                    "from several processes"
+                )
+        leaf_column: list[int] = []
+        file_column: list[int] = []
+        offsets: list[int] = []
+        for number in own:
+            header: dict[str, JSON] = {_METADATA: _metadata(plan.tree, names, files[number])}
+            position = 0
+            segments: list[Segment] = []
+            positions: list[int] = []
+            for leaf in files[number]:
+                of_leaf = items[leaf]
+                spec = plan.items[of_leaf[0]].spec
+                dtype, shape = _physical(spec)
+                header[names[leaf]] = {
+                    "dtype": dtype,
+                    "shape": shape,
+                    "data_offsets": [position, position + spec.nbytes],
+                }
+                positions.append(position)
+                segments.extend(_segments(snapshot, of_leaf))
+                position += spec.nbytes
+            head = _encode_header(header, position)
+            leaf_column.extend(files[number])
+            file_column.extend([number] * len(positions))
+            offsets.extend([len(head) + start for start in positions])
+            store.write(file_names[number], [BytesSegment(head), *segments])
+        return {"leaf": leaf_column, "file": file_column, "offset": offsets} if own else None
+
+    def finish(self, tree: TreeMetadata, receipts: Sequence[Receipt], store: WriteStore) -> JSON:
+        """Put together where the processes wrote arrays, and write the index where there are several files."""
+        files = self.arrays_by_object(tree)
+        file_names = _file_names(self.stem, len(files))
+        states: list[Any] = [receipt.state for receipt in receipts if receipt.state is not None]
+        offsets = {
+            leaf: offset for state in states for leaf, offset in zip(state["leaf"], state["offset"], strict=True)
+        }
+        if len(files) > 1:
+            names = _names(tree)
+            weight_map = {names[leaf]: key for key, leaves in zip(file_names, files, strict=True) for leaf in leaves}
+            index: JSON = {"metadata": {"total_size": tree.nbytes}, "weight_map": weight_map}
+            store.put(f"{self.stem}.safetensors.index.json", json.dumps(index, indent=2).encode())
+        return {
+            "files": file_names,
+            "leaf": [leaf for leaves in files for leaf in leaves],
+            "file": [number for number, leaves in enumerate(files) for _ in leaves],
+            "offset": [offsets[leaf] for leaves in files for leaf in leaves],
+        }
 
     def read(self, plan: ReadPlan, buffers: Sequence[HostArray], store: ReadStore) -> Iterator[int]:
         """Read every box out of its array's bytes."""
@@ -204,16 +217,56 @@ def _names(tree: TreeMetadata) -> dict[int, str]:
     return leaf_names(arrays, reserved=(_METADATA,))
 
 
-def _metadata(plan: WritePlan, names: Mapping[int, str], items: Sequence[int]) -> dict[str, JSON]:
-    here = {plan.items[item].leaf for item in items}
+def _metadata(tree: TreeMetadata, names: Mapping[int, str], leaves: Collection[int]) -> dict[str, JSON]:
+    here = set(leaves)
     metadata: dict[str, JSON] = {
-        names[alias]: names[target] for alias, target in plan.tree.aliases.items() if target in here
+        names[alias]: names[target] for alias, target in tree.aliases.items() if target in here
     }
     metadata["format"] = "pt"  # Hugging Face loaders ask for it; it says nothing of who wrote the file
     return metadata
 
 
-def _segment(snapshot: Snapshot, item_number: int) -> ArraySegment:
+def _items_by_leaf(plan: WritePlan) -> dict[int, list[int]]:
+    """By leaf the numbers of the items that together are all of it, in C order.
+
+    Raises:
+        AtomicityError: if this process does not hold all of an array.
+        PluginError: if several items of one array are not runs of its elements.
+    """
+    items: dict[int, list[int]] = {}
+    for number, item in enumerate(plan.items):
+        items.setdefault(item.leaf, []).append(number)
+    for leaf, numbers in items.items():
+        found = [plan.items[number] for number in numbers]
+        if sum(box.size for item in found for box in item.boxes) != found[0].spec.size:
+            raise AtomicityError(
+                "the safetensors layout writes whole arrays from one process, and this process holds a part of "
+                f"{format_path(plan.tree.paths[leaf])}; gather it first or use a layout that writes from several processes"
+            )
+        if len(numbers) == 1:
+            continue
+        stop = 0
+        for item in found:
+            extent = run_extent(item.spec.shape, item.boxes[0]) if len(item.boxes) == 1 else None
+            if extent is None or extent[0] != stop:
+                raise PluginError(
+                    f"{format_path(plan.tree.paths[leaf])} is given in {len(numbers)} pieces; expected runs of its elements, one "
+                    f"behind the other, found {item.boxes[:3]} after element {stop}"
+                )
+            stop = extent[1]
+    return items
+
+
+def _segments(snapshot: Snapshot, items: Sequence[int]) -> list[ArraySegment]:
+    """The elements of an array, a segment for each item of it."""
+    whole = Box.whole(snapshot.plan.items[items[0]].spec.shape)
+    return [
+        _segment(snapshot, number, whole if len(items) == 1 else snapshot.plan.items[number].boxes[0])
+        for number in items
+    ]
+
+
+def _segment(snapshot: Snapshot, item_number: int, box: Box) -> ArraySegment:
     item = snapshot.plan.items[item_number]
 
     def open_arrays() -> Sequence[tuple[Box, HostArray]]:
@@ -222,7 +275,7 @@ def _segment(snapshot: Snapshot, item_number: int) -> ArraySegment:
     def close_arrays() -> None:
         snapshot.release(item_number)
 
-    return ArraySegment(Box.whole(item.spec.shape), item.spec.numpy_dtype.itemsize, open_arrays, close_arrays)
+    return ArraySegment(box, item.spec.numpy_dtype.itemsize, open_arrays, close_arrays)
 
 
 def _physical(spec: ArraySpec) -> tuple[str, list[int]]:

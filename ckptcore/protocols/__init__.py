@@ -22,6 +22,7 @@ from ckptcore.protocols.layouts import (
     MemberKind,
     ReadStore,
     Snapshot,
+    WritesRuns,
     WriteStore,
 )
 from ckptcore.protocols.storage import (
@@ -90,4 +91,5 @@ __all__ = [
     "StorageOpener",
     "StorageOptions",
     "WriteStore",
+    "WritesRuns",
 ]

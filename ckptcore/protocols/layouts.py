@@ -24,6 +24,7 @@ __all__ = [
     "ReadStore",
     "Snapshot",
     "WriteStore",
+    "WritesRuns",
 ]
 
 
@@ -255,6 +256,23 @@ class MarksCheckpoints(Protocol):
         Called once for a checkpoint that is one tree, and once for one of several checkpointables, with a store at the directory
         that they are in. What is there already may not be written again, nothing goes into the directories of several
         checkpointables, and no name may begin with ``checkpoint.``: those are the core's.
+        """
+        ...
+
+
+@runtime_checkable
+class WritesRuns(Protocol):
+    """A layout that takes arrays in pieces, so that none needs to be in memory whole.
+
+    Several items of a plan may be of one array: each is one box then, whose elements are one run in C order, and together they
+    follow each other without gaps. An array of one item comes as always. What is written does not depend on how arrays were cut.
+    """
+
+    def arrays_by_object(self, tree: TreeMetadata) -> Sequence[Sequence[int]]:
+        """The numbers of the leaves that go into each object, without aliases, in the order in which `Layout.write` takes them.
+
+        Told of the tree alone, so that processes agree without asking each other. All of an object is to be written by one
+        process, and different ones by any. An object that has no array in it is written by the leader.
         """
         ...
 
