@@ -1,0 +1,115 @@
+"""Configs of adapters: the JSON of ``adapter_config.json``, which says how PEFT makes the modules that arrays go into."""
+
+from __future__ import annotations
+
+import enum
+import json
+import math
+from collections.abc import Mapping
+from collections.abc import Set as AbstractSet
+from typing import Final, Protocol, TypeAlias, runtime_checkable
+
+from ckptcore.errors import CorruptCheckpointError
+from ckptcore.model import JSON
+
+__all__ = ["AdapterConfig", "SupportsToDict", "config_json", "stored_config"]
+
+AdapterConfig: TypeAlias = Mapping[str, JSON]
+"""What stands in ``adapter_config.json``."""
+
+_LORA: Final = "LORA"
+_MOST_DEPTH: Final = 64
+
+
+@runtime_checkable
+class SupportsToDict(Protocol):
+    """A config of PEFT."""
+
+    def to_dict(self) -> dict[str, object]:
+        """Its fields."""
+        ...
+
+
+def config_json(config: object) -> dict[str, JSON]:
+    """A config as JSON: sets are sorted lists and enumerations their values, as PEFT writes them.
+
+    Args:
+        config: a mapping, or a config of PEFT.
+
+    Raises:
+        ValueError, TypeError: for what is no config, with what is wrong. Nothing was written.
+    """
+    fields = config.to_dict() if isinstance(config, SupportsToDict) else config
+    if not isinstance(fields, Mapping):
+        raise TypeError(
+            f"config={str(config)[:200]!r}: expected a config of PEFT, or a mapping as it stands in adapter_config.json"
+        )
+    plain = {name: _plain(value, f"config[{name!r}]", 0) for name, value in fields.items()}
+    if wrong := _wrong(plain):
+        raise ValueError(f"config: {wrong}; PEFT would refuse it. Nothing was written")
+    try:
+        json.dumps(plain, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"config has text that is no Unicode: {error}. Nothing was written") from error
+    return plain
+
+
+def stored_config(stored: JSON, location: object) -> dict[str, JSON]:
+    """A config that was read.
+
+    Raises:
+        CorruptCheckpointError: if it is none.
+    """
+    if not isinstance(stored, dict) or (wrong := _wrong(stored)):
+        what = "it is no JSON object" if not isinstance(stored, dict) else wrong
+        raise CorruptCheckpointError(
+            f"the adapter_config.json of {location} is none of PEFT: {what}; mend it, or load the arrays alone with ckptcore.load",
+            key="adapter_config.json",
+        )
+    return dict(stored)
+
+
+def _plain(value: object, where: str, depth: int) -> JSON:
+    if depth > _MOST_DEPTH:
+        raise ValueError(f"{where[:200]} is nested deeper than {_MOST_DEPTH} levels. Nothing was written")
+    if isinstance(value, enum.Enum):
+        value = value.value
+    if value is None or isinstance(value, bool | int | str):
+        return value
+    if isinstance(value, float):
+        if not math.isfinite(value):
+            raise ValueError(f"{where} is {value}, which JSON lacks. Nothing was written")
+        return value
+    if isinstance(value, Mapping):
+        if wrong := [key for key in value if not isinstance(key, str | int) or isinstance(key, bool)]:
+            raise TypeError(f"{where} has the key {wrong[0]!r}; JSON has texts as keys. Nothing was written")
+        return {str(key): _plain(child, f"{where}[{key!r}]", depth + 1) for key, child in value.items()}
+    if isinstance(value, AbstractSet):
+        plain = [_plain(child, where, depth + 1) for child in value]
+        return sorted(plain, key=str)
+    if isinstance(value, list | tuple):
+        return [_plain(child, f"{where}[{number}]", depth + 1) for number, child in enumerate(value)]
+    raise TypeError(f"{where} is a {type(value).__qualname__}, which JSON lacks. Nothing was written")
+
+
+def _wrong(config: Mapping[str, JSON]) -> str | None:
+    """What is wrong with a config; None if nothing is. Fields of methods other than LoRA are PEFT's own affair."""
+    kind = config.get("peft_type")
+    if not isinstance(kind, str):
+        return f"peft_type is {str(kind)[:80]!r}, where the name of a method is expected, such as 'LORA'"
+    if kind != _LORA:
+        return None
+    rank = config.get("r", 8)
+    if not isinstance(rank, int) or isinstance(rank, bool) or rank < 1:
+        return f"r is {str(rank)[:80]!r}, where a whole number from 1 on is expected"
+    alpha = config.get("lora_alpha", 8)
+    if not isinstance(alpha, int | float) or isinstance(alpha, bool):
+        return f"lora_alpha is {str(alpha)[:80]!r}, where a number is expected"
+    if config.get("bias", "none") not in ("none", "all", "lora_only"):
+        return f"bias is {str(config['bias'])[:80]!r}, where 'none', 'all' or 'lora_only' is expected"
+    for name in ("target_modules", "modules_to_save", "target_parameters"):
+        value = config.get(name)
+        listed = isinstance(value, list) and all(isinstance(child, str) for child in value)
+        if not (value is None or listed or (isinstance(value, str) and name == "target_modules")):
+            return f"{name} is {str(value)[:80]!r}, where a list of texts is expected"
+    return None
