@@ -10,13 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from ckptcore_torch.stateful import (
-    GeneratorHandler,
-    ModuleHandler,
-    OptimizerHandler,
-    StateDictHandler,
-    handler_of_type,
-)
+from ckptcore_torch.modules import ModuleHandler
+from ckptcore_torch.optimizers import OptimizerHandler
+from ckptcore_torch.stateful import GeneratorHandler, StateDictHandler, handler_of_type
 
 from ckptcore.errors import TreeMismatchError
 from ckptcore.model import AbstractArray

@@ -221,6 +221,11 @@ def handler_of_type(leaf_type: type) -> LeafHandler | None:
         from ckptcore_torch.dtensors import DTensorHandler
 
         return DTensorHandler()
+    sharded = sys.modules.get("torch.distributed._shard.sharded_tensor")
+    if sharded is not None and issubclass(leaf_type, sharded.ShardedTensor):
+        from ckptcore_torch.sharded_tensors import ShardedTensorHandler
+
+        return ShardedTensorHandler()
     return _SUBCLASSES
 
 

@@ -1,0 +1,92 @@
+"""The flat form of an optimizer's state dict by names, which torch gives with ``flatten_optimizer_state_dict=True``.
+
+Its keys are ``state.<parameter>.<slot>`` and ``param_groups.<parameter>.<option>``: every option once for each parameter, and a
+slot that is a dict again by further dots (torch 2.13.0, ``checkpoint/state_dict.py``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from ckptcore.errors import TreeMismatchError
+
+__all__ = ["FlatPlaces", "flat_places"]
+
+_STATE: Final = "state"
+_GROUPS: Final = "param_groups"
+
+
+@dataclass(frozen=True, slots=True)
+class FlatPlaces:
+    """Where the entries of a flat state dict stand in a nested one.
+
+    Attributes:
+        places: by key, the section, the name of the parameter, and the keys within its part.
+    """
+
+    places: Mapping[str, tuple[str, str, tuple[str, ...]]]
+
+    def nested(self, flat: Mapping[str, Any]) -> dict[str, Any]:
+        """The nested form: with a group for each parameter.
+
+        Raises:
+            TreeMismatchError: if an entry stands where others have a dict.
+        """
+        parts: dict[str, dict[str, Any]] = {_STATE: {}, _GROUPS: {}}
+        for key, (section, name, path) in self.places.items():
+            node = parts[section].setdefault(name, {})
+            for step in path[:-1]:
+                node = node.setdefault(step, {}) if isinstance(node, dict) else None
+            if not isinstance(node, dict) or path[-1] in node:
+                raise _misfit(key, "stands where other entries have a dict")
+            node[path[-1]] = flat[key]
+        groups = [{**options, "params": [name]} for name, options in parts[_GROUPS].items()]
+        return {_STATE: parts[_STATE], _GROUPS: groups}
+
+    def flat(self, nested: Mapping[str, Any]) -> dict[str, Any]:
+        """The flat form of what is like a result of `nested`."""
+        groups = {group["params"][0]: group for group in nested[_GROUPS]}
+        found: dict[str, Any] = {}
+        for key, (section, name, path) in self.places.items():
+            node: Any = nested[_STATE] if section == _STATE else groups
+            for step in (name, *path):
+                node = node[step]
+            found[key] = node
+        return found
+
+
+def flat_places(keys: Collection[object], names: Collection[str]) -> FlatPlaces | None:
+    """The places of the entries of a flat state dict; None if keys are not those of one.
+
+    Args:
+        keys: of what is stored.
+        names: those of the parameters of the optimizer.
+
+    Raises:
+        TreeMismatchError: if an entry is of a parameter that the optimizer has not.
+    """
+    places: dict[str, tuple[str, str, tuple[str, ...]]] = {}
+    for key in keys:
+        section, dot, rest = key.partition(".") if isinstance(key, str) else ("", "", "")
+        if not dot or section not in (_STATE, _GROUPS):
+            return None
+        assert isinstance(key, str)  # else it has no section
+        parts = rest.split(".")
+        # The longest name: one may be the beginning of another.
+        for length in range(len(parts) - 1, 0, -1):
+            name = ".".join(parts[:length])
+            if name in names:
+                places[key] = (section, name, tuple(parts[length:]))
+                break
+        else:
+            raise _misfit(key, "is of no parameter of the optimizer")
+    return FlatPlaces(places) if places else None
+
+
+def _misfit(key: str, reason: str) -> TreeMismatchError:
+    difference = f"{key} is stored and {reason}"
+    return TreeMismatchError(
+        f"{difference}; give the model and the optimizer that the checkpoint was saved of", [difference]
+    )

@@ -1,0 +1,184 @@
+"""The checkpointable handler of modules: `torch.nn.Module`."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from ckptcore.errors import TreeMismatchError
+from ckptcore.model import AbstractArray
+from ckptcore.protocols import Priority
+from ckptcore_torch.abstracts import abstract_tensor
+from ckptcore_torch.names import names_in_wrappers, plain_names, wrapper_parts
+from ckptcore_torch.tensors import is_uninitialized, same_memory
+
+__all__ = ["ModuleHandler"]
+
+
+class ModuleHandler:
+    """`torch.nn.Module`: its state dict, with every name of a tied weight, and buffers that are persistent.
+
+    Names are those of the plain model, also where it or modules in it are wrapped: by DistributedDataParallel, DataParallel,
+    torch.compile, activation checkpointing or FSDP. ``load(location, module)`` gives a state dict for the module's own
+    ``load_state_dict``; ``load_into`` fills the module.
+    """
+
+    priority = Priority.FRAMEWORK
+
+    def flatten(self, value: torch.nn.Module) -> object:
+        """The state dict under plain names; its tensors are views of the module's own.
+
+        Raises:
+            NameCollisionError: if two entries would have one plain name.
+        """
+        state = value.state_dict()
+        return _renamed(state, names_in_wrappers(value, state))
+
+    def flatten_to_load(self, value: torch.nn.Module, stored: object) -> object:
+        """The state dict; a parameter of a lazy module, which has no shape yet, is asked for as it is stored.
+
+        What was stored by other means under exactly the names that this module's own state dict has, is asked for under those.
+
+        Raises:
+            TreeMismatchError: if what is stored has names of wrappers that `value` has not.
+        """
+        state = value.state_dict()
+        names = names_in_wrappers(value, state)
+        if not isinstance(stored, Mapping):
+            return _renamed(state, names)
+        if names is not None and stored.keys() != state.keys():
+            state = _renamed(state, names)
+        _refuse_other_wrappers(value, state, stored)
+        for name, held in state.items():
+            if is_uninitialized(held) and isinstance(stored.get(name), AbstractArray):
+                state[name] = abstract_tensor(stored[name])
+        return state
+
+    def unflatten(self, like: torch.nn.Module, state: Any) -> object:
+        """The state dict, with the names that ``like.load_state_dict`` takes."""
+        names = names_in_wrappers(like, like.state_dict())
+        return state if names is None else _own_names(names, state)
+
+    def restore(self, target: torch.nn.Module, state: Any) -> None:
+        """Load what was not filled in place already. Parameters stay the same objects, but for those on the meta device:
+
+        they are replaced by ones with elements, tied ones by one.
+
+        Raises:
+            TreeMismatchError: if a name is missing, or one too many.
+        """
+        own = target.state_dict()
+        names = names_in_wrappers(target, own)
+        if names is not None:
+            state = _own_names(names, state)
+        if own.keys() != state.keys():
+            differences = [
+                *(f"{name} is missing" for name in own.keys() - state.keys()),
+                *(f"{name} is not in the module" for name in state.keys() - own.keys()),
+            ]
+            raise TreeMismatchError(
+                f"the loaded state does not fit the {type(target).__qualname__}: {'; '.join(sorted(differences)[:20])}; "
+                "make the module as it was when it was saved",
+                sorted(differences),
+            )
+        lacking = [name for name, held in own.items() if _is_meta(held)]
+        if lacking:
+            ties = _ties_on_meta(target)
+            target.load_state_dict({name: state[name] for name in lacking}, strict=False, assign=True)
+            _tie(target, ties, set(plain_names(target, lacking).values()))
+            own = target.state_dict()
+        in_place = all(same_memory(held, state[name]) for name, held in own.items())
+        if not in_place or _takes_part_in_loading(target):
+            target.load_state_dict(state)
+
+
+def _renamed(state: Any, names: Mapping[str, str] | None) -> Any:
+    """A state dict under other names, in the same order."""
+    if names is None:
+        return state
+    renamed = OrderedDict((names[name], held) for name, held in state.items())
+    versions = getattr(state, "_metadata", None)
+    if versions is not None:
+        renamed._metadata = versions  # type: ignore[attr-defined]  # as PyTorch itself hangs it there
+    return renamed
+
+
+def _own_names(names: Mapping[str, str], state: Any) -> Any:
+    """A state dict with a module's own names for plain ones; a name that is neither stays."""
+    if state.keys() == names.keys():
+        return state
+    of_plain = {plain: name for name, plain in names.items()}
+    return _renamed(state, {name: of_plain.get(name, name) for name in state})
+
+
+def _refuse_other_wrappers(module: torch.nn.Module, state: Mapping[str, Any], stored: Mapping[Any, Any]) -> None:
+    """Say so where the names that are stored differ from those of a module only by what wrappers put into them."""
+    if stored.keys() == state.keys() or not all(isinstance(name, str) for name in stored):
+        return
+    theirs, ours = ({wrapper_parts(name)[1]: name for name in names} for names in (stored, state))
+    if theirs.keys() != ours.keys():
+        return
+    plain = next(name for name in theirs if theirs[name] != ours[name])
+    found, expected = theirs[plain], ours[plain]
+    parts = list(wrapper_parts(found)[0])
+    for part in wrapper_parts(expected)[0]:
+        if part in parts:
+            parts.remove(part)
+    prefix = ".".join(parts) + "." if parts else ""
+    told = f"with {prefix!r} of a wrapper in it" if prefix else f"without the {wrapper_parts(expected)[0][0]!r} in it"
+    difference = f"{expected!r} is stored as {found!r}, {told}"
+    raise TreeMismatchError(
+        f"the stored names do not fit the {type(module).__qualname__}: {difference}, and so are others; the state dict of a module "
+        "in other wrappers was saved as a plain dict. Load into the module wrapped as it was then, or give its tensors under the stored names: "
+        "load_into(location, {stored name: tensor of module.state_dict()})",
+        [difference],
+    )
+
+
+def _is_meta(held: object) -> bool:
+    return isinstance(held, torch.Tensor) and not is_uninitialized(held) and held.is_meta
+
+
+def _ties_on_meta(module: torch.nn.Module) -> list[list[str]]:
+    """The names of each Parameter or buffer on the meta device that has several."""
+    names: dict[int, list[str]] = {}
+    for named in (module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False)):
+        for name, tensor in named:
+            if tensor.is_meta:
+                names.setdefault(id(tensor), []).append(name)
+    return [tied for tied in names.values() if len(tied) > 1]
+
+
+def _takes_part_in_loading(module: torch.nn.Module) -> bool:
+    """Whether a module, or one in it, does more on loading than to copy tensors: it has hooks, or overrides the methods."""
+    base = torch.nn.Module
+    return any(
+        part._load_state_dict_pre_hooks
+        or part._load_state_dict_post_hooks
+        or type(part).load_state_dict is not base.load_state_dict
+        or type(part)._load_from_state_dict is not base._load_from_state_dict
+        or type(part).set_extra_state is not base.set_extra_state
+        for part in module.modules()
+    )
+
+
+def _tie(module: torch.nn.Module, ties: list[list[str]], loaded: set[str]) -> None:
+    """Let every name of a tied tensor have the one that was loaded; ties of which nothing was loaded stay as they are.
+
+    Args:
+        module: the module.
+        ties: the names of each tied tensor, as `named_parameters` gives them.
+        loaded: the plain names of what was loaded.
+    """
+    for names in ties:
+        source = next((name for name, plain in plain_names(module, names).items() if plain in loaded), None)
+        if source is None:
+            continue
+        owner, _, attribute = source.rpartition(".")
+        tensor = getattr(module.get_submodule(owner), attribute)
+        for other in names:
+            owner, _, attribute = other.rpartition(".")
+            setattr(module.get_submodule(owner), attribute, tensor)

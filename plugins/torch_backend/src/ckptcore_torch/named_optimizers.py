@@ -1,0 +1,297 @@
+"""NamedOptimizer: optimizers whose state is saved and loaded by the names of the parameters of a model."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import sys
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+import torch
+
+from ckptcore.errors import NameCollisionError, TreeMismatchError, UnsupportedLeafError
+from ckptcore.protocols import Priority
+from ckptcore_torch.abstracts import abstract_tensor
+from ckptcore_torch.flattened_states import FlatPlaces, flat_places
+from ckptcore_torch.optimizer_names import NamedState, named_state
+from ckptcore_torch.optimizers import OptimizerHandler, options_to_load, parameter_keys, slots_to_load
+
+__all__ = ["NamedOptimizer", "NamedOptimizerHandler"]
+
+_NUMBERED: Final = OptimizerHandler()
+
+
+class NamedOptimizer:
+    """Optimizers together with the model whose parameters they have, to be saved and loaded in the place of an optimizer.
+
+    An optimizer alone numbers its parameters, in the order in which it got them. With the model their names are known, so that
+    a checkpoint loads into an optimizer that has them in another order or in other groups, and into other wrappers and meshes.
+    What is saved is what ``torch.distributed.checkpoint.state_dict.get_optimizer_state_dict`` gives for these.
+
+    Attributes:
+        model: the module, wrapped or not.
+        optimizers: what optimizes it; each parameter belongs to one of them.
+    """
+
+    __slots__ = ("model", "optimizers")
+
+    def __init__(self, model: torch.nn.Module, *optimizers: torch.optim.Optimizer) -> None:
+        """Hold them; nothing is looked at before a save or load.
+
+        Raises:
+            TypeError: without an optimizer, or if one is none.
+        """
+        if not optimizers or not all(isinstance(optimizer, torch.optim.Optimizer) for optimizer in optimizers):
+            found = ", ".join(type(optimizer).__qualname__ for optimizer in optimizers) or "nothing"
+            raise TypeError(
+                f"NamedOptimizer(model, optimizer, ...) takes torch.optim.Optimizer objects; found: {found}"
+            )
+        self.model = model
+        self.optimizers = optimizers
+
+
+class NamedOptimizerHandler:
+    """`NamedOptimizer`: ``{"state": {name: slots}, "param_groups": [{option: value, "params": names}]}``.
+
+    A load makes the state that is stored, and no other: nothing is stepped, and no parameter is touched. Parameters find their
+    state and their group's options by name. A tied parameter is saved under its first name and found under any. A parameter
+    that was saved without a state, because it is frozen or was not reached, has none afterwards.
+
+    Stored may also be the flat form (see `flattened_states`), or, for one optimizer, its own state dict by numbers.
+    """
+
+    priority = Priority.FRAMEWORK
+
+    def flatten(self, value: NamedOptimizer) -> object:
+        """The states of all optimizers by name; the tensors are their own.
+
+        Raises:
+            UnsupportedLeafError: if a parameter has no name, or a state belongs to none and there are several optimizers.
+            NameCollisionError: if two optimizers have one parameter.
+        """
+        return _merged(_members(value))
+
+    def flatten_to_load(self, value: NamedOptimizer, stored: object) -> object:
+        """The state as it is stored, into tensors of the optimizers where these can be filled.
+
+        Raises:
+            TreeMismatchError: names the parameters that are only in one of the two, or were saved with different options and are in
+                one group now.
+        """
+        if _are_numbered(stored) and len(value.optimizers) == 1:
+            return _NUMBERED.flatten_to_load(value.optimizers[0], stored)
+        members = _members(value)
+        if not isinstance(stored, Mapping):
+            return _merged(members)
+        places = flat_places(stored.keys(), _aliases(members))
+        nested = stored if places is None else places.nested(stored)
+        if not _is_by_name(nested):
+            return _merged(members)
+        _expect_same_parameters(members, nested)
+        for member in members:
+            _sources(member, nested["param_groups"])  # refuses what would be refused once it is read
+        asked = {
+            "state": _slots_to_load(members, nested),
+            "param_groups": _groups_to_load(members, nested["param_groups"]),
+        }
+        return asked if places is None else places.flat(asked)
+
+    def unflatten(self, like: NamedOptimizer, state: object) -> object:
+        """The state itself, for ``set_optimizer_state_dict``."""
+        return state
+
+    def restore(self, target: NamedOptimizer, state: Any) -> None:
+        """Give each optimizer its part.
+
+        Raises:
+            TreeMismatchError: as `flatten_to_load`, of options that are tensors.
+        """
+        if _are_numbered(state) and len(target.optimizers) == 1:
+            _NUMBERED.restore(target.optimizers[0], state)
+            return
+        members = _members(target)
+        places: FlatPlaces | None = flat_places(state.keys(), _aliases(members))
+        nested = state if places is None else places.nested(state)
+        _expect_same_parameters(members, nested)
+        taken: set[int] = set()
+        prepared = [_part(member, nested, taken, others=len(members) == 1) for member in members]
+        # Only now: an error above leaves every optimizer as it was.
+        for member, (slots, groups) in zip(members, prepared, strict=True):
+            member.restore(slots, groups)
+
+
+def _members(value: NamedOptimizer) -> Sequence[NamedState]:
+    fully_sharded = sys.modules.get("torch.distributed.fsdp.fully_sharded_data_parallel")  # imported by who has one
+    if fully_sharded is not None and fully_sharded.FullyShardedDataParallel.fsdp_modules(value.model):
+        from ckptcore_torch.fsdp_optimizers import fsdp_named_state
+
+        return [fsdp_named_state(value.model, optimizer) for optimizer in value.optimizers]
+    return [named_state(value.model, optimizer) for optimizer in value.optimizers]
+
+
+def _merged(members: Sequence[NamedState]) -> dict[str, Any]:
+    names = _aliases(members)  # refuses names that two have
+    state: dict[Any, Any] = {}
+    for member in members:
+        for key, slots in member.slots.items():
+            if key not in names and len(members) > 1:
+                raise UnsupportedLeafError(
+                    f"one of {len(members)} optimizers keeps a state under {key!r}, which is no parameter's; give it a "
+                    "NamedOptimizer of its own"
+                )
+            state[key] = slots
+    return {"state": state, "param_groups": [group for member in members for group in member.groups]}
+
+
+def _aliases(members: Sequence[NamedState]) -> dict[str, NamedState]:
+    """By every name of a parameter, whose it is."""
+    found: dict[str, NamedState] = {}
+    for member in members:
+        for alias in member.aliases:
+            if alias in found:
+                raise NameCollisionError(
+                    f"the parameter {alias!r} belongs to two optimizers, and only one state can have its name; "
+                    "save the optimizers apart, each with a NamedOptimizer of its own"
+                )
+            found[alias] = member
+    return found
+
+
+def _are_numbered(stored: object) -> bool:
+    groups = stored.get("param_groups") if isinstance(stored, Mapping) else None
+    return any(isinstance(key, int) for key in parameter_keys(groups))
+
+
+def _is_by_name(stored: Mapping[Any, Any]) -> bool:
+    """Whether a state has the form that this handler gives it; if not, the core says what is missing."""
+    groups, state = stored.get("param_groups"), stored.get("state", {})
+    if not isinstance(groups, list) or not isinstance(state, Mapping) or not stored.keys() <= {"state", "param_groups"}:
+        return False
+    return all(
+        isinstance(group, Mapping)
+        and isinstance(group.get("params"), list)
+        and all(isinstance(name, str) for name in group["params"])
+        for group in groups
+    )
+
+
+def _expect_same_parameters(members: Sequence[NamedState], nested: Mapping[str, Any]) -> None:
+    known = _aliases(members)
+    stored = [key for key in parameter_keys(nested["param_groups"]) if isinstance(key, str)]
+    found = [known[name].aliases[name] for name in stored if name in known]
+    lacking = [name for member in members for name in dict.fromkeys(member.aliases.values()) if name not in set(found)]
+    differences = [
+        *(f"{name} has no place in a stored group" for name in lacking),
+        *(f"{name} is stored and is not a parameter of the optimizer" for name in stored if name not in known),
+        *(f"{name} is stored twice" for name, count in Counter(found).items() if count > 1),
+    ]
+    if len(members) > 1:
+        others = (nested.get("state") or {}).keys() - stored
+        differences += [f"the state {key!r} is of no parameter, and there are several optimizers" for key in others]
+    if differences:
+        raise TreeMismatchError(
+            f"the stored state does not fit the optimizer: {'; '.join(differences[:20])}"
+            + (f"; and {len(differences) - 20} more" if len(differences) > 20 else "")
+            + "; make model and optimizer as they were when it was saved, with every optimizer in one NamedOptimizer",
+            differences,
+        )
+
+
+def _slots_to_load(members: Sequence[NamedState], nested: Mapping[str, Any]) -> dict[Any, Any]:
+    known = _aliases(members)
+    found: dict[Any, Any] = {}
+    for key, slots in (nested.get("state") or {}).items():
+        member = known.get(key)
+        if member is None:
+            (member,) = members  # with several, such a state was refused
+            found[key] = slots_to_load(member.slots.get(key), slots, abstract_tensor)
+        else:
+            name = member.aliases[key]
+            found[key] = slots_to_load(member.slots.get(name), slots, functools.partial(member.array, name))
+    return found
+
+
+def _groups_to_load(members: Sequence[NamedState], stored_groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    own_group = {alias: group for member in members for alias, group in _group_of(member).items()}
+    owners = [own_group.get(next(iter(group["params"]), "")) for group in stored_groups]
+    times = Counter([id(owner) for owner in owners])
+    return [
+        # What two stored groups have is not read into one tensor: whether it is the same is known only once it is read.
+        {**options_to_load(owner if owner and times[id(owner)] == 1 else {}, stored), "params": list(stored["params"])}
+        for owner, stored in zip(owners, stored_groups, strict=True)
+    ]
+
+
+def _group_of(member: NamedState) -> dict[str, dict[str, Any]]:
+    """By every name of a parameter, the group that it is in."""
+    by_name = {name: group for group in member.groups for name in group["params"]}
+    return {alias: by_name[name] for alias, name in member.aliases.items()}
+
+
+def _part(
+    member: NamedState, nested: Mapping[str, Any], taken: set[int], *, others: bool
+) -> tuple[dict[Any, Any], list[dict[str, Any]]]:
+    """The slots and groups of one optimizer, from those of all.
+
+    Args:
+        member: the optimizer.
+        nested: the loaded state.
+        taken: which of the loaded groups another group has got already; the next one gets a copy.
+        others: whether states that are no parameter's belong to it.
+    """
+    stored_groups = nested["param_groups"]
+    groups = []
+    for own, sources in zip(member.groups, _sources(member, stored_groups), strict=True):
+        if not sources:
+            groups.append(own)  # a group without parameters
+            continue
+        options = _options(stored_groups[sources[0]])
+        if sources[0] in taken:
+            options = copy.deepcopy(options)
+        taken.add(sources[0])
+        # These are names too, as the optimizer got them, and stay what they are here.
+        its_names = {"param_names": own["param_names"]} if "param_names" in own else {}
+        groups.append({**options, **its_names, "params": own["params"]})
+    state = nested.get("state") or {}
+    slots = {member.aliases[key]: slots for key, slots in state.items() if key in member.aliases}
+    if others:
+        slots |= {key: slots for key, slots in state.items() if key not in member.aliases}
+    return slots, groups
+
+
+def _sources(member: NamedState, stored_groups: Sequence[Mapping[str, Any]]) -> Sequence[Sequence[int]]:
+    """For each group of an optimizer, the numbers of the stored groups that have its parameters.
+
+    Raises:
+        TreeMismatchError: if these have different options. Values of arrays are compared only where they are loaded.
+    """
+    place = {member.aliases.get(name): number for number, group in enumerate(stored_groups) for name in group["params"]}
+    found = []
+    for own in member.groups:
+        sources = list(dict.fromkeys(place[name] for name in own["params"]))
+        for source in sources[1:]:
+            options, others = _options(stored_groups[sources[0]]), _options(stored_groups[source])
+            names = sorted(options.keys() | others.keys())
+            differing = [name for name in names if not _same(options.get(name), others.get(name))]
+            if differing:
+                one, other = (next(name for name in own["params"] if place[name] == at) for at in (sources[0], source))
+                difference = f"{one} and {other} were saved with different options ({', '.join(differing)})"
+                raise TreeMismatchError(
+                    f"{difference} and are in one group now; give the optimizer the groups that it had when it was saved",
+                    [difference],
+                )
+        found.append(sources)
+    return found
+
+
+def _options(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: option for name, option in group.items() if name not in ("params", "param_names")}
+
+
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
+        both = isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor)
+        return both and one.dtype == other.dtype and torch.equal(one, other)
+    return bool(one == other)

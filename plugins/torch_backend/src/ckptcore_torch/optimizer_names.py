@@ -1,0 +1,88 @@
+"""The state of one optimizer by the names of parameters: how it is had, asked for and given back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ckptcore.errors import NameCollisionError, UnsupportedLeafError
+from ckptcore.model import AbstractArray
+from ckptcore_torch.abstracts import abstract_beside
+from ckptcore_torch.names import plain_names
+from ckptcore_torch.optimizers import OptimizerHandler, numbered_parameters
+
+__all__ = ["NamedState", "named_state"]
+
+
+@dataclass(frozen=True, slots=True)
+class NamedState:
+    """The state of one optimizer by names, and how to change it.
+
+    Attributes:
+        slots: by the name of each parameter that has a state, that state. What is no parameter's has the key it has there.
+        groups: as a state dict has them, with names as ``params``.
+        aliases: by every name that a parameter has, the one that is used here. The order is that of the parameters.
+        array: for a name and an array that is stored for it, the abstract tensor that asks for it.
+        restore: gives the optimizer other slots and groups, by the names used here; groups as many as it has.
+    """
+
+    slots: Mapping[Any, Any]
+    groups: list[dict[str, Any]]
+    aliases: Mapping[str, str]
+    array: Callable[[str, AbstractArray], object]
+    restore: Callable[[Mapping[Any, Any], list[dict[str, Any]]], None]
+
+
+def named_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> NamedState:
+    """The state of an optimizer of some of the parameters of a model.
+
+    Raises:
+        UnsupportedLeafError: if it has a parameter that is not the model's.
+        NameCollisionError: if a state that is no parameter's has the name of one.
+    """
+    names_of: dict[torch.Tensor, list[str]] = {}
+    named = list(model.named_parameters(remove_duplicate=False))
+    plain = plain_names(model, [name for name, _ in named])
+    for name, parameter in named:
+        names_of.setdefault(parameter, []).append(plain[name])
+    state = optimizer.state_dict()
+    numbers = numbered_parameters(optimizer, state)
+    _expect_names(model, optimizer, names_of)
+    parameters = {names_of[parameter][0]: parameter for parameter in numbers}
+    name_of = {number: names_of[parameter][0] for parameter, number in numbers.items()}
+    number_of = {name: number for number, name in name_of.items()}
+    for key in state["state"]:
+        if key in number_of:
+            raise NameCollisionError(
+                f"the {type(optimizer).__name__} keeps a state under {key!r}, which is also the name of a parameter; rename one"
+            )
+
+    def restore(slots: Mapping[Any, Any], groups: list[dict[str, Any]]) -> None:
+        own = state["param_groups"]
+        numbered = [{**group, "params": its["params"]} for group, its in zip(groups, own, strict=True)]
+        by_number = {number_of.get(key, key): value for key, value in slots.items()}
+        OptimizerHandler().restore(optimizer, {**state, "state": by_number, "param_groups": numbered})
+
+    return NamedState(
+        slots={name_of.get(key, key): slots for key, slots in state["state"].items()},
+        groups=[{**group, "params": [name_of[key] for key in group["params"]]} for group in state["param_groups"]],
+        aliases={alias: name for name, parameter in parameters.items() for alias in names_of[parameter]},
+        array=lambda name, stored: abstract_beside(parameters[name], stored),
+        restore=restore,
+    )
+
+
+def _expect_names(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer, names: Mapping[torch.Tensor, object]
+) -> None:
+    for number, group in enumerate(optimizer.param_groups):
+        for position, parameter in enumerate(group["params"]):
+            if parameter not in names:
+                raise UnsupportedLeafError(
+                    f"the parameter {position} of the group {number} of the {type(optimizer).__name__}, of the shape "
+                    f"{tuple(parameter.shape)}, is not one of the {type(model).__qualname__}, and has no name; give the model that "
+                    "it is of, or save the optimizer itself, by numbers"
+                )
