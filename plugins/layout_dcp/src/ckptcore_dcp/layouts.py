@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from ckptcore.errors import PluginError
-from ckptcore.model import JSON, ArrayRecord, Box, HostArray, ReadPlan, Receipt, TreeMetadata
-from ckptcore.protocols import Inspection, ReadStore, Snapshot, WriteStore
-from ckptcore_dcp.dtypes import physical_box, physical_spec
+from ckptcore.model import JSON, ArrayRecord, ArraySpec, HostArray, ReadPlan, Receipt, TreeMetadata
+from ckptcore.protocols import InspectedComposite, Inspection, ReadStore, Snapshot, WriteStore
+from ckptcore_dcp.directories import inspect_step_directory
+from ckptcore_dcp.dtypes import physical_spec
 from ckptcore_dcp.inspecting import inspect_dcp
-from ckptcore_dcp.metadata import DcpChunk, DcpMetadata, DcpTensor, DcpValue, write_metadata
+from ckptcore_dcp.metadata import ChunkRows, DcpMetadata, DcpTensor, DcpValue, write_metadata
 from ckptcore_dcp.names import KnownNames, StoredNames
 from ckptcore_dcp.reading import read_boxes
-from ckptcore_dcp.state import Chunk, ChunkColumns, KnownTables
+from ckptcore_dcp.state import KnownTables
 from ckptcore_dcp.writing import file_of, write_items
+from ckptcore_dcp.written_columns import WrittenColumns
 
 __all__ = ["DcpLayout"]
 
@@ -56,22 +57,14 @@ class DcpLayout:
     def finish(self, tree: TreeMetadata, receipts: Sequence[Receipt], store: WriteStore) -> JSON:
         """Write ``.metadata``, and keep where the elements are: a load of ours needs neither it nor what is around them."""
         names = self._names.of(tree)
-        columns = ChunkColumns("elements")
-        chunks: dict[int, list[DcpChunk]] = {}
-        values: dict[str, DcpValue] = {}
-        for receipt in receipts:
-            file, written = file_of(receipt.rank), _Columns(receipt.state)
-            for stored, offset, nbytes in zip(names.values, written.value_offset, written.value_nbytes, strict=False):
-                values[stored.name] = DcpValue(file, offset, nbytes)
-            for leaf, box, offset, nbytes, elements in written.items(tree):
-                spec = _spec(tree, leaf)
-                columns.add(leaf, Chunk(box, file, elements))
-                physical = physical_box(spec, box)
-                chunks.setdefault(leaf, []).append(DcpChunk(physical.start, physical.shape, file, offset, nbytes))
-        if len(values) != len(names.values):
-            raise PluginError(f"{len(names.values)} values were to be stored by the leader, and {len(values)} were")
-        store.put(_METADATA, write_metadata(_metadata(tree, names, chunks, values)))
-        return columns.to_json()
+        written = WrittenColumns(tree, [(file_of(receipt.rank), receipt.state) for receipt in receipts])
+        if len(written.values) != len(names.values):
+            raise PluginError(
+                f"{len(names.values)} values were to be stored by the leader, and {len(written.values)} were"
+            )
+        values = {stored.name: value for stored, value in zip(names.values, written.values, strict=True)}
+        store.put(_METADATA, write_metadata(_metadata(tree, names, written.chunks(), values)))
+        return written.to_json()
 
     def read(self, plan: ReadPlan, buffers: Sequence[HostArray], store: ReadStore) -> Iterator[int]:
         """Read every box out of the chunks that have elements of it, and no more of them than that."""
@@ -91,40 +84,19 @@ class DcpLayout:
         """A directory with a ``.metadata``, or one of safetensors that torch.distributed.checkpoint wrote in parts."""
         return inspect_dcp(store, entry)
 
-
-class _Columns:
-    """What `WrittenItems.to_json` made, of a process of this job."""
-
-    def __init__(self, state: JSON) -> None:
-        self._state: Any = state
-
-    @property
-    def value_offset(self) -> Sequence[int]:
-        return self._state["value_offset"]  # type: ignore[no-any-return]  # of this job, so of this shape
-
-    @property
-    def value_nbytes(self) -> Sequence[int]:
-        return self._state["value_nbytes"]  # type: ignore[no-any-return]  # of this job, so of this shape
-
-    def items(self, tree: TreeMetadata) -> Iterator[tuple[int, Box, int, int, int]]:
-        """Leaf, box, offset and length of each item, and where its elements begin."""
-        bounds = iter(self._state["box"])
-        columns = [self._state[name] for name in ("leaf", "offset", "nbytes", "elements")]
-        for leaf, offset, nbytes, elements in zip(*columns, strict=True):
-            axes = len(_spec(tree, leaf).shape)
-            start = tuple([next(bounds) for _ in range(axes)])
-            stop = tuple([next(bounds) for _ in range(axes)])
-            yield leaf, Box(start, stop), offset, nbytes, elements
+    def inspect_composite(self, store: ReadStore) -> InspectedComposite | None:
+        """A directory of a training program, with checkpoints of torch.distributed.checkpoint and files beside them."""
+        return inspect_step_directory(store)
 
 
-def _spec(tree: TreeMetadata, leaf: int) -> Any:
+def _spec(tree: TreeMetadata, leaf: int) -> ArraySpec:
     record = tree.leaves[leaf]
     assert isinstance(record, ArrayRecord)  # nothing else has boxes
     return record.spec
 
 
 def _metadata(
-    tree: TreeMetadata, names: StoredNames, chunks: dict[int, list[DcpChunk]], values: dict[str, DcpValue]
+    tree: TreeMetadata, names: StoredNames, chunks: Mapping[int, ChunkRows], values: Mapping[str, DcpValue]
 ) -> DcpMetadata:
     tensors = {}
     for stored in names.arrays:

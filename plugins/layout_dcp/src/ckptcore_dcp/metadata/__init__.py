@@ -13,12 +13,25 @@ Classes are known by their names, and those that moved between versions of torch
 (Megatron-LM: ``mcore_data``) is passed over.
 
 - `entries`: what it says, as data
+- `chunk_rows`: the chunks of all tensors as columns
+- `opcode_rows`: columns to opcodes, all rows at once
 - `reading`: out of a pickle that may be hostile
 - `writing`: as torch would
 """
 
+from ckptcore_dcp.metadata.chunk_rows import ChunkRows, ChunkTableColumns
 from ckptcore_dcp.metadata.entries import DcpChunk, DcpMetadata, DcpPath, DcpTensor, DcpValue
 from ckptcore_dcp.metadata.reading import read_metadata
 from ckptcore_dcp.metadata.writing import write_metadata
 
-__all__ = ["DcpChunk", "DcpMetadata", "DcpPath", "DcpTensor", "DcpValue", "read_metadata", "write_metadata"]
+__all__ = [
+    "ChunkRows",
+    "ChunkTableColumns",
+    "DcpChunk",
+    "DcpMetadata",
+    "DcpPath",
+    "DcpTensor",
+    "DcpValue",
+    "read_metadata",
+    "write_metadata",
+]

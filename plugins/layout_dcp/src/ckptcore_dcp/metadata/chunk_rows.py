@@ -1,0 +1,129 @@
+"""Chunks of many tensors as columns, and the chunks of one of them as rows of these."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import overload
+
+import numpy as np
+
+from ckptcore.model import HostArray
+from ckptcore_dcp.metadata.entries import DcpChunk
+
+__all__ = ["ChunkRows", "ChunkTableColumns"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ChunkTableColumns:
+    """Chunks, a column of int64 for each thing: a million of them need no million objects.
+
+    Attributes:
+        axes: how many each has.
+        offsets, sizes: a row for each, in elements along each axis, and zeros behind the axes it has.
+        file: the number of its file in `files`.
+        offset, length: of its item, in bytes.
+        files: the files.
+        transforms: of the items that went through some, by row.
+    """
+
+    axes: HostArray
+    offsets: HostArray
+    sizes: HostArray
+    file: HostArray
+    offset: HostArray
+    length: HostArray
+    files: Sequence[str]
+    transforms: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, chunks: Sequence[DcpChunk]) -> ChunkTableColumns:
+        """The columns of chunks."""
+        most = max([len(chunk.offsets) for chunk in chunks], default=0)
+        files: dict[str, int] = {}
+        return cls(
+            _column([len(chunk.offsets) for chunk in chunks]),
+            _column([(*chunk.offsets, *[0] * (most - len(chunk.offsets))) for chunk in chunks]).reshape(
+                len(chunks), most
+            ),
+            _column([(*chunk.sizes, *[0] * (most - len(chunk.sizes))) for chunk in chunks]).reshape(len(chunks), most),
+            _column([files.setdefault(chunk.relative_path, len(files)) for chunk in chunks]),
+            _column([chunk.offset for chunk in chunks]),
+            _column([chunk.length for chunk in chunks]),
+            list(files),
+            {row: chunk.transforms for row, chunk in enumerate(chunks) if chunk.transforms},
+        )
+
+    def take(self, rows: HostArray) -> ChunkTableColumns:
+        """Those of some rows, in the order given; a row may be taken several times."""
+        transforms: dict[int, tuple[str, ...]] = {}
+        if self.transforms:
+            for place, row in enumerate(rows.tolist()):
+                if row in self.transforms:
+                    transforms[place] = self.transforms[row]
+        return ChunkTableColumns(
+            self.axes[rows],
+            self.offsets[rows],
+            self.sizes[rows],
+            self.file[rows],
+            self.offset[rows],
+            self.length[rows],
+            self.files,
+            transforms,
+        )
+
+    def chunk(self, row: int) -> DcpChunk:
+        """One of them."""
+        axes = int(self.axes[row])
+        return DcpChunk(
+            tuple(self.offsets[row, :axes].tolist()),
+            tuple(self.sizes[row, :axes].tolist()),
+            self.files[self.file[row]],
+            int(self.offset[row]),
+            int(self.length[row]),
+            self.transforms.get(row, ()),
+        )
+
+
+class ChunkRows(Sequence[DcpChunk]):
+    """Neighbouring rows of columns, as the chunks that they are; each is made when it is asked for.
+
+    Attributes:
+        columns: the chunks of all tensors.
+        start, stop: which of them.
+    """
+
+    __slots__ = ("columns", "start", "stop")
+
+    def __init__(self, columns: ChunkTableColumns, start: int, stop: int) -> None:
+        """Rows `start` to `stop`, which are there."""
+        self.columns = columns
+        self.start = start
+        self.stop = stop
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+    @overload
+    def __getitem__(self, index: int) -> DcpChunk: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[DcpChunk]: ...
+
+    def __getitem__(self, index: int | slice) -> DcpChunk | Sequence[DcpChunk]:
+        rows = range(self.start, self.stop)[index]
+        return self.columns.chunk(rows) if isinstance(rows, int) else [self.columns.chunk(row) for row in rows]
+
+    def __iter__(self) -> Iterator[DcpChunk]:
+        return map(self.columns.chunk, range(self.start, self.stop))
+
+    def __eq__(self, other: object) -> bool:
+        return tuple(self) == tuple(other) if isinstance(other, Sequence) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(tuple(self))
+
+
+def _column(numbers: Sequence[object]) -> HostArray:
+    column: HostArray = np.array(numbers, np.int64)
+    return column

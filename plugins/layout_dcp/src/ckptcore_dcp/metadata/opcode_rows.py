@@ -1,0 +1,112 @@
+"""Opcodes of many rows at once: each row of a table is the same opcodes around other numbers.
+
+A row is a template: opcodes that stand in all of them, and columns of numbers in between. All rows are laid out as a matrix of bytes
+in which every field has the room of its longest, and a mask says which of them count; the bytes under it, row after row, are the pickle.
+Numbers are encoded as `pickle` does it, in 2, 3, 5 or 10 bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+
+from ckptcore.model import HostArray
+
+__all__ = ["Field", "bytes_field", "number_field", "reference_field", "rows_of_fields", "size_fields"]
+
+_BLOCK_ROWS: Final = 1 << 13
+"""Rows that are laid out at a time: the matrix of so many stays in the cache."""
+_MOST_BY_OPCODE: Final = 4
+"""From so many items on a tuple has a mark."""
+_TUPLES: Final = np.frombuffer(b")\x85\x86\x87", np.uint8)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Field:
+    """A part of every row.
+
+    Attributes:
+        data: bytes, as many for each row; one row where all have the same.
+        nbytes: how many of them count, for each row, from the first on; None: all of them.
+    """
+
+    data: HostArray
+    nbytes: HostArray | None = None
+
+
+def bytes_field(data: bytes) -> Field:
+    """The same bytes in every row."""
+    return Field(np.frombuffer(data, np.uint8)[None, :])
+
+
+def number_field(numbers: HostArray, present: HostArray | None = None) -> Field:
+    """A number in each row, int64; none where it is not present."""
+    width = np.full(len(numbers), 10, np.int64)
+    width[(-(1 << 31) <= numbers) & (numbers < 1 << 31)] = 5
+    width[(numbers >= 0) & (numbers < 1 << 16)] = 3
+    width[(numbers >= 0) & (numbers < 1 << 8)] = 2
+    room = int(width.max(initial=2))
+    raw = np.ascontiguousarray(numbers, "<i8").view(np.uint8).reshape(-1, 8)
+    data = np.zeros((len(numbers), room), np.uint8)
+    if room == 10:
+        data[:, 0], data[:, 1], data[:, 2:] = 0x8A, 8, raw  # LONG1 of 8 bytes
+        shorter = width < 10
+        data[shorter, 1:6] = raw[shorter, :5]
+    else:
+        data[:, 1:] = raw[:, : room - 1]
+    opcodes = np.array([0, 0, ord("K"), ord("M"), 0, ord("J"), 0, 0, 0, 0, 0x8A], np.uint8)
+    data[:, 0] = opcodes[width]
+    return Field(data, width if present is None else np.where(present, width, 0))
+
+
+def reference_field(numbers: HostArray) -> Field:
+    """A reference to an entry of the memo in each row, by its number."""
+    raw = np.ascontiguousarray(numbers, "<u4").view(np.uint8).reshape(-1, 4)
+    long = numbers >= 1 << 8
+    data = np.zeros((len(numbers), 5), np.uint8)
+    data[:, 0] = np.where(long, ord("j"), ord("h"))
+    data[:, 1:] = raw
+    return Field(data, np.where(long, 5, 2))
+
+
+def size_fields(axes: HostArray, numbers: HostArray, made_by: bytes) -> Sequence[Field]:
+    """A ``torch.Size`` in each row.
+
+    Args:
+        axes: how many axes each has.
+        numbers: a row for each; those behind its axes do not count.
+        made_by: the opcodes of its class.
+    """
+    marked = axes >= _MOST_BY_OPCODE
+    fields = [bytes_field(made_by)]
+    if marked.any():
+        fields.append(Field(np.full((len(axes), 1), ord("("), np.uint8), marked.astype(np.int64)))
+    fields += [number_field(numbers[:, axis], axes > axis) for axis in range(numbers.shape[1])]
+    closing = np.where(marked, np.uint8(ord("t")), _TUPLES[np.minimum(axes, _MOST_BY_OPCODE - 1)])
+    return [*fields, Field(closing[:, None]), bytes_field(b"\x85R")]
+
+
+def rows_of_fields(fields: Sequence[Field], count: int) -> tuple[bytes, HostArray]:
+    """The bytes of all rows, one after the other, and where each begins in them; one more than there are rows."""
+    lengths = np.zeros(count, np.int64)
+    for field in fields:
+        lengths += field.data.shape[1] if field.nbytes is None else field.nbytes
+    begins = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
+    width = sum(field.data.shape[1] for field in fields)
+    parts: list[bytes] = []
+    for start in range(0, count, _BLOCK_ROWS):
+        stop = min(start + _BLOCK_ROWS, count)
+        matrix = np.empty((stop - start, width), np.uint8)
+        counts = np.ones((stop - start, width), bool)
+        column = 0
+        for field in fields:
+            room = field.data.shape[1]
+            matrix[:, column : column + room] = field.data if len(field.data) == 1 else field.data[start:stop]
+            if field.nbytes is not None:
+                counts[:, column : column + room] = np.arange(room) < field.nbytes[start:stop, None]
+            column += room
+        parts.append(matrix[counts].tobytes())
+    return b"".join(parts), begins
