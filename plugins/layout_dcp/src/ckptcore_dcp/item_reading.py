@@ -20,6 +20,7 @@ from ckptcore_dcp.state import Chunk
 from ckptcore_dcp.storages import Place, StoredBytes, gathered_box, inflated
 from ckptcore_dcp.stored_tensors import check_bounds, stored_tensor
 from ckptcore_dcp.transforms import undone
+from ckptcore_dcp.whole_reads import is_read_whole
 from ckptcore_dcp.zip_directories import Fetch
 from ckptcore_dcp.zip_records import STORED
 from ckptcore_dcp.zips import read_member, read_zip, torch_members
@@ -156,12 +157,10 @@ def _read_large(tree: TreeMetadata, found: ChunkTargets, store: ReadStore) -> Ti
     place = _place(tree, found, fetch, chunk.offset, chunk.offset + chunk.nbytes)
     storage, tensor = place.storage, place.tensor
     if place.is_tile and not storage.big_endian:
-        parts = [box.intersect(chunk.box) for _, box, _ in found.targets]
-        most = 2 * sum(part.size for part in parts if part is not None) >= chunk.box.size
-        whole = tensor.offset == 0 and tensor.spec.nbytes == storage.nbytes
-        # The checksum is of all elements, which are all read for it then: only where most of them are wanted.
-        checksum = storage.checksum if whole and most else None
         itemsize = found.targets[0][2].itemsize
+        alone = tensor.offset == 0 and tensor.spec.nbytes == storage.nbytes
+        whole = alone and is_read_whole([box for _, box, _ in found.targets], chunk.box, itemsize)
+        checksum = storage.checksum if whole else None
         return TileRead(chunk.key, place.extent[0], chunk.box, itemsize, tuple(found.targets), checksum)
     _fill(found, place, None if storage.compression == STORED else inflated(storage, fetch), store)
     return None

@@ -14,6 +14,7 @@ from ckptcore.model import JSON, ArrayRecord, Box, HostArray, ReadPlan, TileRead
 from ckptcore.protocols import ReadStore
 from ckptcore_dcp.descriptor_sums import DescriptorSum
 from ckptcore_dcp.stored_tensors import StoredTensor, check_bounds
+from ckptcore_dcp.whole_reads import is_read_whole
 from ckptcore_dcp.zip_directories import Fetch
 from ckptcore_dcp.zip_records import STORED
 from ckptcore_dcp.zips import ZipMember, read_member
@@ -270,11 +271,11 @@ def _tile(place: Place, targets: tuple[tuple[int, Box, HostArray], ...], summed:
     tensor, storage = place.tensor, place.storage
     spec = tensor.spec
     checksum = None
-    # A checksum is of all of its bytes, which are all read for it then: only where most of them are wanted. And it is once.
+    # A checksum is of all of its bytes, which are all read for it then; and it is compared once.
     if (
         tensor.offset == 0
         and spec.nbytes == storage.nbytes
-        and 2 * sum(box.size for _, box, _ in targets) >= spec.size
+        and is_read_whole([box for _, box, _ in targets], Box.whole(spec.shape), tensor.itemsize)
         and (storage.key, storage.start) not in summed
     ):
         checksum = storage.checksum

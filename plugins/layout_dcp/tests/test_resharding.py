@@ -1,0 +1,118 @@
+"""What the processes of another mesh read of a checkpoint: little beside what they hold, where their parts lie together."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from contextlib import nullcontext
+from pathlib import Path
+
+import numpy as np
+import pytest
+from ckptcore_dcp.whole_reads import is_read_whole
+
+import ckptcore
+from ckptcore.errors import ChecksumError
+from ckptcore.model import ArraySpec, Box, HostArray
+from ckptcore.testing import FaultPlan
+from plugins.layout_dcp.tests.counted_places import Part, counted, place
+from plugins.layout_dcp.tests.sharded_saves import boxes_of, save_ours, save_torch
+
+SHAPE = (4096, 4096)
+SAVES = {"ours": save_ours, "torch": save_torch}
+Grid = tuple[int, int]
+
+
+@pytest.fixture(scope="module")
+def state() -> Mapping[str, HostArray]:
+    """A matrix of a model, 32 MiB, and a small one."""
+    generator = np.random.default_rng(0)
+    shapes = {"q": SHAPE, "norm": (64, 16)}
+    return {name: generator.integers(0, 1 << 15, shape, np.int16) for name, shape in shapes.items()}
+
+
+def _read_by_all(location: Path, state: Mapping[str, HostArray], grid: Grid) -> tuple[float, float]:
+    """How often each byte is read that the processes of a mesh want: of all of them, and of the worst."""
+    needed, read, worst = 0, 0, 0.0
+    for rank in range(math.prod(grid)):
+        boxes = {name: boxes_of(array.shape, grid)[rank] for name, array in state.items()}
+        like = {name: Part(ArraySpec(array.shape, "int16"), boxes[name]) for name, array in state.items()}
+        plan = FaultPlan()
+        found = ckptcore.load(place(location), like, context=counted(plan))
+        for name, array in state.items():
+            assert np.array_equal(found[name], array[boxes[name].slices]), (rank, name)
+        nbytes = sum(box.size * 2 for box in boxes.values())
+        needed, read = needed + nbytes, read + plan.bytes_read
+        worst = max(worst, plan.bytes_read / nbytes)
+    return read / needed, worst
+
+
+# What lies together in what each process had: rows of rows, and whole parts. Of 8 MiB that begin within a block of
+# checksums, and end within one, 9 blocks are read.
+TOGETHER: list[tuple[Grid, Grid]] = [
+    ((4, 1), (2, 1)),
+    ((4, 1), (1, 1)),
+    ((2, 1), (4, 1)),
+    ((3, 1), (2, 1)),
+    ((1, 4), (1, 2)),
+    ((2, 2), (2, 1)),
+    ((2, 2), (1, 2)),
+]
+
+
+@pytest.mark.parametrize("writer", SAVES)
+@pytest.mark.parametrize("saved", sorted({saved for saved, _ in TOGETHER}))
+def test_little_is_read_in_vain(tmp_path: Path, state: Mapping[str, HostArray], writer: str, saved: Grid) -> None:
+    SAVES[writer](tmp_path / "c", state, saved)
+    for grid in [grid for before, grid in TOGETHER if before == saved]:
+        ratio, worst = _read_by_all(tmp_path / "c", state, grid)
+        assert 1 <= ratio <= 1.1, grid
+        assert worst <= (1.13 if writer == "ours" else 1.01), grid
+
+
+@pytest.mark.parametrize("writer", SAVES)
+def test_parts_of_rows_are_read_with_what_is_between_them(
+    tmp_path: Path, state: Mapping[str, HostArray], writer: str
+) -> None:
+    """No disk reads 2 KiB without the 2 KiB behind them; what stood together is read once, and no more."""
+    SAVES[writer](tmp_path / "c", state, (1, 2))
+    ratio, worst = _read_by_all(tmp_path / "c", state, (1, 4))
+    assert 1.9 <= ratio <= worst <= 2.01
+
+
+@pytest.mark.parametrize(("grid", "found"), [((2, 1), True), ((1, 4), True), ((4, 1), False)])
+def test_what_is_read_whole_is_compared(
+    tmp_path: Path, state: Mapping[str, HostArray], grid: Grid, *, found: bool
+) -> None:
+    """A wrong byte of torch's is found wherever all of its item is read anyway."""
+    save_torch(tmp_path / "c", {"q": state["q"]}, (2, 1))
+    file = tmp_path / "c" / "__0_0.distcp"
+    with file.open("r+b") as opened:
+        opened.seek(1 << 20)
+        byte = opened.read(1)
+        opened.seek(1 << 20)
+        opened.write(bytes([byte[0] ^ 1]))
+    like = {"q": Part(ArraySpec(SHAPE, "int16"), boxes_of(SHAPE, grid)[0])}
+    with pytest.raises(ChecksumError, match="__0_0") if found else nullcontext():
+        ckptcore.load(place(tmp_path / "c"), like, context=counted(FaultPlan()))
+
+
+@pytest.mark.parametrize(
+    ("wanted", "whole"),
+    [
+        ([Box((0, 0), (100, 1000))], True),
+        ([Box((0, 0), (91, 1000))], True),
+        ([Box((0, 0), (90, 1000))], False),
+        ([Box((0, 0), (50, 1000))], False),
+        ([Box((0, 0), (50, 1000)), Box((50, 0), (200, 1000))], True),
+        ([Box((0, 0), (100, 1))], True),
+        ([Box((0, 0), (50, 1))], False),
+        ([Box((200, 0), (300, 1000))], False),
+        ([], False),
+    ],
+)
+def test_which_parts_are_as_good_as_all(wanted: list[Box], *, whole: bool) -> None:
+    """Columns of rows of 8 KB are; of rows of a MB that are far apart no part is."""
+    assert is_read_whole(wanted, Box((0, 0), (100, 1000)), 8) == whole
+    if wanted == [Box((0, 0), (100, 1))]:
+        assert not is_read_whole(wanted, Box((0, 0), (100, 1000)), 1000)
