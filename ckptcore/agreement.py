@@ -52,6 +52,14 @@ class Agreement:
         self.rank = coordinator.rank
         self.size = coordinator.size
 
+    def part(self, name: str) -> Agreement:
+        """The exchanges of a part of the operation, which has stages of its own under the same names."""
+        return Agreement(self._coordinator, f"{self._key}/{name}", self._recording)
+
+    def recorded(self, recording: Recording) -> Agreement:
+        """The same exchanges; another recording is told how long they take."""
+        return Agreement(self._coordinator, self._key, recording)
+
     @contextmanager
     def stage(self, name: str, *, meaning: str = "") -> Iterator[Stage]:
         """Do the work of a stage in the body; afterwards every rank knows whether it succeeded everywhere.

@@ -29,7 +29,8 @@ from ckptcore.preemption import PreemptionNotice
 from ckptcore.protocols import Layout
 from ckptcore.reader import CheckpointReader
 from ckptcore.restoring import Loading
-from ckptcore.saving import OneTree, SaveRequest, begin_save, perform_save
+from ckptcore.save_requests import OneTree, SaveRequest
+from ckptcore.saving import begin_save, perform_save
 from ckptcore.step_names import StepNames, step_number, whole_number
 
 __all__ = ["Checkpointer", "IfInUse", "WhenBusy"]

@@ -30,7 +30,6 @@ from ckptcore.protocols import (
     WriteStore,
 )
 from ckptcore.root import Member
-from ckptcore.snapshots import ViewedSnapshot
 
 __all__ = [
     "Captured",
@@ -133,8 +132,8 @@ class TreeDescription:
 
         return start
 
-    def view(self, plan: WritePlan) -> TreeCaptured:
-        """The arrays as they are, for a blocking save."""
+    def start_view(self, plan: WritePlan) -> StartTransfer:
+        """Begins the transfer of an item for a blocking save: the arrays as they are."""
         leaves, handlers = self.flat.leaves, self.flat.handlers
 
         def start(number: int) -> Sequence[Pending[HostArray]]:
@@ -143,7 +142,7 @@ class TreeDescription:
             assert handler is not None  # placeholders are for loading only
             return handler.view_on_host(leaves[item.leaf], item.boxes)
 
-        return TreeCaptured(ViewedSnapshot(plan, start))
+        return start
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,15 +186,19 @@ PartDescription: TypeAlias = TreeDescription | FilesDescription
 class TreeCaptured:
     """The arrays of a tree."""
 
-    def __init__(self, snapshot: Snapshot) -> None:
+    def __init__(self, snapshot: Snapshot, closed: Callable[[], None] | None = None) -> None:
+        """Hold a snapshot; `closed` is called once nobody will take any more of it."""
         self.snapshot = snapshot
+        self._closed = closed
 
     def write(self, part: Part, store: WriteStore) -> JSON:
         """See `Captured`."""
         return part.layout.write(self.snapshot, store)
 
     def close(self) -> None:
-        """Nothing: the memory is given back as it is written."""
+        """Say that nothing more is taken; memory is given back as it is written."""
+        if self._closed is not None:
+            self._closed()
 
 
 class FilesCaptured:

@@ -10,8 +10,9 @@ from typing import Final, NoReturn
 from ckptcore.errors import SaveLostError
 from ckptcore.model.arrays import HostArray
 from ckptcore.model.transfer import Pending, WritePlan
+from ckptcore.protocols import Snapshot
 
-__all__ = ["BoundedSnapshot", "CopiedSnapshot", "ViewedSnapshot"]
+__all__ = ["BoundedSnapshot", "CopiedSnapshot", "SharedSnapshot", "SnapshotShare", "ViewedSnapshot"]
 
 _AHEAD_BYTES: Final = 64 << 20
 """How far ahead of the writer transfers from a device are started, in bytes."""
@@ -192,3 +193,64 @@ class BoundedSnapshot:
 
 def _start_no_more(item: int) -> NoReturn:
     raise SaveLostError(f"the array {item} was to be copied after the copying ended")
+
+
+class SharedSnapshot:
+    """Arrays that several layouts write, one after the other: the memory of each is given back with its last writer. Any thread."""
+
+    def __init__(self, snapshot: Snapshot) -> None:
+        self._snapshot = snapshot
+        self._users = [0] * len(snapshot.plan.items)
+        self._lock = threading.Lock()
+
+    def share(self, plan: WritePlan, items: Sequence[int]) -> SnapshotShare:
+        """What one layout writes. All are asked for before the first is written.
+
+        Args:
+            plan: what it writes.
+            items: by item of that plan, the item of the whole.
+        """
+        with self._lock:
+            for item in items:
+                self._users[item] += 1
+        return SnapshotShare(self, plan, items)
+
+    def take(self, item: int) -> Sequence[HostArray]:
+        """The arrays of an item of the whole."""
+        return self._snapshot.take(item)
+
+    def leave(self, item: int) -> None:
+        """Say that one of those who share an item is done with it."""
+        with self._lock:
+            self._users[item] -= 1
+            last = self._users[item] == 0
+        if last:
+            self._snapshot.release(item)
+
+
+class SnapshotShare:
+    """What one of several layouts writes of a `SharedSnapshot`; a `Snapshot`."""
+
+    def __init__(self, shared: SharedSnapshot, plan: WritePlan, items: Sequence[int]) -> None:
+        self.plan = plan
+        self._shared = shared
+        self._items = items
+        self._held = set(range(len(items)))
+        self._lock = threading.Lock()
+
+    def take(self, item: int) -> Sequence[HostArray]:
+        """See `Snapshot`."""
+        return self._shared.take(self._items[item])
+
+    def release(self, item: int) -> None:
+        """See `Snapshot`."""
+        with self._lock:
+            if item not in self._held:
+                return
+            self._held.discard(item)
+        self._shared.leave(self._items[item])
+
+    def close(self) -> None:
+        """Say that nothing more is written: the layout is done, or gave up."""
+        for item in range(len(self._items)):
+            self.release(item)

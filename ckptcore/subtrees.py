@@ -10,11 +10,11 @@ from ckptcore.errors import TreeMismatchError
 from ckptcore.model.metadata import TreeMetadata
 from ckptcore.model.tree import Key, Node, Skeleton, format_path, leaf_count
 
-__all__ = ["Subtree", "SubtreePath", "find_subtree"]
+__all__ = ["Subtree", "SubtreePath", "find_subtree", "path_keys"]
 
 SubtreePath: TypeAlias = str | Sequence[Key]
-"""Where a part of a tree is: its keys, or one text with ``/`` between them, in which the name of an attribute and the digits of an
-index stand for those. Empty: the whole tree."""
+"""Where a part of a tree is: its keys, or one text with ``/`` between them. Where no str key is equal to a text, the name of an
+attribute and the digits of an index stand for those. Empty: the whole tree."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +30,11 @@ class Subtree:
     sources: tuple[int, ...]
 
 
+def path_keys(path: SubtreePath) -> tuple[Key, ...]:
+    """The keys of a path."""
+    return tuple([key for key in path.split("/") if key]) if isinstance(path, str) else tuple(path)
+
+
 def find_subtree(tree: TreeMetadata, path: SubtreePath) -> Subtree:
     """The part of a tree below a path.
 
@@ -42,7 +47,7 @@ def find_subtree(tree: TreeMetadata, path: SubtreePath) -> Subtree:
     Raises:
         TreeMismatchError: if nothing is there.
     """
-    part, first = _descend(tree.skeleton, path)
+    part, first = _descend(tree.skeleton, path_keys(path))
     sources = tuple([tree.aliases.get(leaf, leaf) for leaf in range(first, first + leaf_count(part))])
     seen: dict[int, int] = {}
     aliases = {}
@@ -53,12 +58,11 @@ def find_subtree(tree: TreeMetadata, path: SubtreePath) -> Subtree:
     return Subtree(TreeMetadata(part, tree.leaves[first : first + len(sources)], aliases), sources)
 
 
-def _descend(skeleton: Skeleton, path: SubtreePath) -> tuple[Skeleton, int]:
+def _descend(skeleton: Skeleton, keys: Sequence[Key]) -> tuple[Skeleton, int]:
     """What is at a path, and the number of its first leaf."""
     part, first = skeleton, 0
-    keys: Sequence[Key] = [key for key in path.split("/") if key] if isinstance(path, str) else path
     for depth, wanted in enumerate(keys):
-        found = _child(part, wanted, spelled=isinstance(path, str))
+        found = _child(part, wanted)
         if found is None:
             raise _nothing_there(part, keys, depth)
         assert isinstance(part, Node)  # only containers have children
@@ -67,14 +71,14 @@ def _descend(skeleton: Skeleton, path: SubtreePath) -> tuple[Skeleton, int]:
     return part, first
 
 
-def _child(part: Skeleton, wanted: Key, *, spelled: bool) -> int | None:
-    """The number of the child with this key; in a text, digits and names stand for any kind of key, str keys first."""
+def _child(part: Skeleton, wanted: Key) -> int | None:
+    """The number of the child with this key."""
     if not isinstance(part, Node):
         return None
     for number, key in enumerate(part.keys):
         if type(key) is type(wanted) and key == wanted:
             return number
-    if spelled:
+    if isinstance(wanted, str):
         for number, key in enumerate(part.keys):
             if str(key) == wanted:
                 return number

@@ -27,7 +27,8 @@ from ckptcore.errors import (
 )
 from ckptcore.model import Box, Shard
 from ckptcore.protocols import Coordinator
-from ckptcore.saving import OneTree, SaveRequest, perform_save
+from ckptcore.save_requests import OneTree, SaveRequest
+from ckptcore.saving import perform_save
 from ckptcore.testing import ThreadJob
 
 

@@ -1,0 +1,104 @@
+"""Capturing: what a save and its exports hold of a state until it is written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from ckptcore.engine.memory import StagingMemory
+from ckptcore.model.arrays import HostArray
+from ckptcore.model.transfer import Pending, WritePlan
+from ckptcore.parts import Captured, FilesDescription, Part, StartTransfer, TreeCaptured, TreeDescription
+from ckptcore.preparing import PreparedSave
+from ckptcore.protocols import Snapshot
+from ckptcore.snapshots import BoundedSnapshot, CopiedSnapshot, SharedSnapshot, ViewedSnapshot
+
+__all__ = ["Holding"]
+
+
+class Holding:
+    """What is held of a state for a save: copies, or views where the save blocks; of what was copied nothing else is kept.
+
+    Attributes:
+        parts: by part of the save.
+        exports: by export of the save.
+    """
+
+    def __init__(self) -> None:
+        self.parts: list[Captured] = []
+        self.exports: list[Captured] = []
+
+    def view(self, save: PreparedSave) -> None:
+        """Hold arrays as they are, for a save that blocks until it is committed."""
+        self._capture(save, lambda part, tree: ViewedSnapshot(part.plan, tree.start_view(part.plan)))
+
+    def copy(self, save: PreparedSave, memory: StagingMemory) -> None:
+        """Copy every array once; returns when nothing of the state is needed any more."""
+        snapshots: list[CopiedSnapshot] = []
+
+        def copied(part: Part, tree: TreeDescription) -> Snapshot:
+            snapshots.append(CopiedSnapshot(part.plan, tree.start_copy(part.plan, memory), memory.give_back))
+            return snapshots[-1]
+
+        self._capture(save, copied)
+        for snapshot in snapshots:
+            snapshot.wait()
+
+    def copy_bounded(self, save: PreparedSave, memory: StagingMemory, limit: int) -> Sequence[BoundedSnapshot]:
+        """Get ready to copy while it is written, so that at most `limit` bytes are held at a time.
+
+        What is exported is copied again then: the first copy is gone.
+
+        Returns:
+            What is to be copied, in the order in which it is written.
+        """
+        snapshots: list[BoundedSnapshot] = []
+
+        def bounded(plan: WritePlan, start: StartTransfer) -> Captured:
+            snapshots.append(BoundedSnapshot(plan, start, memory.give_back, limit))
+            return TreeCaptured(snapshots[-1], snapshots[-1].writer_ended)
+
+        starts: dict[int, StartTransfer] = {}
+        for number, (part, description) in enumerate(save.described_parts):
+            if isinstance(description, FilesDescription):
+                self.parts.append(description.capture())
+            else:
+                starts[number] = description.start_copy(part.plan, memory)
+                self.parts.append(bounded(part.plan, starts[number]))
+        for export in save.exports:
+            self.exports.append(bounded(export.plan, _renumbered(starts[export.part], export.items)))
+        return snapshots
+
+    def close(self) -> None:
+        """Let go of everything: the functions in the traceback of an error hold the lists for as long as that is kept."""
+        for captured in (*self.parts, *self.exports):
+            captured.close()
+        self.parts.clear()
+        self.exports.clear()
+
+    def _capture(self, save: PreparedSave, snapshot_of: Callable[[Part, TreeDescription], Snapshot]) -> None:
+        shared: dict[int, SharedSnapshot] = {}
+        exported = {export.part for export in save.exports}
+        for number, (part, description) in enumerate(save.described_parts):
+            if isinstance(description, FilesDescription):
+                self.parts.append(description.capture())
+                continue
+            snapshot = snapshot_of(part, description)
+            if number in exported:
+                shared[number] = SharedSnapshot(snapshot)
+                self.parts.append(_share(shared[number], part.plan, range(len(part.plan.items))))
+            else:
+                self.parts.append(TreeCaptured(snapshot))
+        for export in save.exports:
+            self.exports.append(_share(shared[export.part], export.plan, export.items))
+
+
+def _share(shared: SharedSnapshot, plan: WritePlan, items: Sequence[int]) -> Captured:
+    share = shared.share(plan, items)
+    return TreeCaptured(share, share.close)
+
+
+def _renumbered(start: StartTransfer, items: Sequence[int]) -> StartTransfer:
+    def start_item(number: int) -> Sequence[Pending[HostArray]]:
+        return start(items[number])
+
+    return start_item
