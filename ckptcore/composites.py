@@ -22,6 +22,7 @@ from ckptcore.errors import (
     CheckpointNotFoundError,
     CompositeCheckpointError,
     CorruptCheckpointError,
+    ObjectNotFoundError,
     StorageError,
     TargetUndefinedError,
     TreeMismatchError,
@@ -30,7 +31,7 @@ from ckptcore.errors import (
 from ckptcore.events import Recording
 from ckptcore.flattening import PLACEHOLDER
 from ckptcore.loading import check_target, check_tree_of_objects, holds_objects, load_into_target, load_value
-from ckptcore.locations import Place, Within, subdirectory
+from ckptcore.locations import Location, Place, Within, subdirectory
 from ckptcore.opening import (
     Opened,
     OpenedComposite,
@@ -116,10 +117,11 @@ def open_composite(location: Place, context: Context) -> OpenedComposite:
 def present_members(composite: OpenedComposite) -> dict[str, list[str]]:
     """The names of what is still there, each with its directories in the order of ranks. One request, however many there are.
 
-    What was saved may have been deleted since. On storage without directories a deletion that died leaves a directory:
+    Of what other software wrote one can be a file. What was saved may have been deleted since. On storage without directories a deletion that died leaves a directory:
     `is_deleted` tells.
     """
-    there = {entry[:-1] for entry in composite.location.store.list_names() if entry.endswith("/")}
+    names = composite.location.store.list_names()
+    there = {entry.removesuffix("/") for entry in names if entry.endswith("/") or composite.root is None}
     of_ranks: dict[str, list[int]] = {}
     for directory in there:
         if (matched := _OF_RANK.fullmatch(directory)) is not None:
@@ -138,7 +140,17 @@ def is_deleted(composite: OpenedComposite, directory: str) -> bool:
     """Whether nothing is in a directory of the composite, or a deletion of what was there began."""
     inside = subdirectory(composite.location.store, directory)
     data = root_bytes(inside)
-    return not inside.list_names() if data is None else is_claim(data)
+    if data is not None:
+        return is_claim(data)
+    return not inside.list_names() and not (composite.root is None and _is_file(composite.location, directory))
+
+
+def _is_file(location: Location, name: str) -> bool:
+    try:
+        location.store.size(name)
+    except ObjectNotFoundError:
+        return False
+    return True
 
 
 def open_member(composite: OpenedComposite, name: str, directory: str, location: Place, context: Context) -> Opened:

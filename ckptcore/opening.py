@@ -27,6 +27,7 @@ from ckptcore.model.objects import ObjectRecord
 from ckptcore.model.tree import JSON, Node, format_path
 from ckptcore.protocols import InspectedComposite, InspectsComposites, Layout, ReadStore, StorageBackend
 from ckptcore.root import ROOT_KEY, Claimed, Composite, Member, Root
+from ckptcore.step_names import StepNames
 
 __all__ = [
     "Opened",
@@ -49,6 +50,8 @@ T = TypeVar("T")
 _ATTEMPTS: Final = 20
 """How often a load begins again because the checkpoint was replaced under it."""
 _PIECE_BYTES: Final = 1 << 24
+
+_STEPS_TOLD: Final = 10
 
 _HEAD_BYTES: Final = 1 << 12
 """In so many bytes a root says whether it is one of a member."""
@@ -425,10 +428,23 @@ def _open_tree(location: Location, context: Context) -> Opened:
             )
     if entry is None and holds_members(storage):
         raise _lost_root(location)
+    if entry is None and (steps := StepNames().find([name[:-1] for name in storage.list_names() if name[-1] == "/"])):
+        raise CheckpointNotFoundError(_of_steps(location, steps))
     failed = "".join(f"; {name} cannot be used: {reason}" for name, reason in context.registry.failed_layouts().items())
     raise CheckpointNotFoundError(
         f"{location.display} is no checkpoint that an installed layout reads (tried "
         f"{', '.join(layout.name for layout in layouts)}{failed}); check the path, or install the plugin of its format"
+    )
+
+
+def _of_steps(location: Location, steps: Mapping[int, str]) -> str:
+    """What to do with a directory of steps: which one is meant is not guessed."""
+    names = list(steps.values())
+    told = ", ".join(names if len(names) <= _STEPS_TOLD else [names[0], "...", *names[1 - _STEPS_TOLD :]])
+    within = location.display.rstrip("/")
+    return (
+        f"{location.display} is a directory of steps ({told}) and no checkpoint itself: load one by its own location, such as "
+        f"{within}/{names[-1]}, or the newest with CheckpointReader({within!r}).load()"
     )
 
 

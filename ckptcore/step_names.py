@@ -96,6 +96,13 @@ _READ_BY_DEFAULT: Final = (
     StepNameFormat("global_step", None),  # DeepSpeed
     StepNameFormat("global_step_", None),  # verl
     StepNameFormat("iter_", None),  # Megatron-LM
+    StepNameFormat("step", None),  # OLMo
+    StepNameFormat("iter-", None),
+    StepNameFormat("global-step-", None),
+    StepNameFormat("global-step_", None),
+    StepNameFormat("global_step-", None),
+    StepNameFormat("ckpt-", None),
+    StepNameFormat("ckpt_", None),
 )
 
 
@@ -106,7 +113,7 @@ class StepNames:
     Attributes:
         write: the format of new steps; it is read too.
         read: further formats that are read, the preferred ones first. By default those of Orbax, Hugging Face, Flax, DeepSpeed,
-            Megatron-LM and torchtitan. A name of none of them, such as ``10.orbax-checkpoint-tmp-1``, is no step.
+            Megatron-LM, torchtitan and OLMo, with ``_``, ``-`` or nothing before the number. A name of none of them, such as ``10.orbax-checkpoint-tmp-1``, is no step.
 
     Raises:
         TypeError: if one of them is no `StepNameFormat`.

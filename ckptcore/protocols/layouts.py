@@ -140,7 +140,8 @@ class InspectedComposite:
     """A checkpoint of several checkpointables that other software wrote.
 
     Attributes:
-        members: what each is, by name, in order. Each is a directory of that name. A tree may be of any layout that is installed.
+        members: what each is, by name, in order. Each is a directory of that name, or a file of it that holds a tree. A tree may be
+            of any layout that is installed.
             What is no checkpointable (a directory of metadata) is left out; what was saved and is not there may be listed.
         writer, custom, metrics, created: as of an `Inspection`, of the checkpoint as a whole.
     """

@@ -14,7 +14,6 @@ there: the elements are followed by the data descriptor ``PK\\x07\\x08``, CRC-32
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from typing import Final
 
@@ -22,6 +21,7 @@ from ckptcore.errors import CorruptCheckpointError, UncommittedCheckpointError
 from ckptcore.model import LEAF, ArrayRecord, ArraySpec, Box, LeafRecord, Skeleton, TreeMetadata
 from ckptcore.planning import cuts_of
 from ckptcore.protocols import Inspection, ReadStore
+from ckptcore_dcp.directories import WRITER, names_of_dcp
 from ckptcore_dcp.hf_shards import inspect_shards
 from ckptcore_dcp.metadata import DcpChunk, DcpMetadata, DcpPath, DcpTensor, DcpValue, read_metadata
 from ckptcore_dcp.names import tree_of_names
@@ -29,13 +29,9 @@ from ckptcore_dcp.state import Chunk, ChunkColumns
 from ckptcore_dcp.tensors import leaf_record
 from ckptcore_dcp.values import ReadValue, read_values
 
-__all__ = ["WRITER", "inspect_dcp"]
-
-WRITER: Final = "torch.distributed.checkpoint"
+__all__ = ["inspect_dcp"]
 
 _METADATA: Final = ".metadata"
-_OF_RANK: Final = re.compile(r"__(0|[1-9][0-9]{0,8})\.metadata", re.ASCII)
-_FILE: Final = re.compile(r"__[0-9]+_[0-9]+\.distcp", re.ASCII)
 _PICKLE: Final = b"\x80"
 """How a pickle of protocol 2 or later begins."""
 
@@ -52,12 +48,7 @@ def inspect_dcp(store: ReadStore, entry: str | None) -> Inspection | None:
     if entry is not None and entry != _METADATA:
         return None
     names = store.list_names("")
-    if _METADATA in names:
-        found = [_METADATA]
-    else:
-        ranks = [(int(match[1]), name) for name in names if (match := _OF_RANK.fullmatch(name))]
-        found = [name for _, name in sorted(ranks)]
-    files = [name for name in names if _FILE.fullmatch(name)]
+    found, files = names_of_dcp(names)
     if not found:
         if files:
             raise UncommittedCheckpointError(

@@ -15,6 +15,7 @@ from typing import Any, Final
 from ckptcore.errors import CorruptCheckpointError, ObjectNotFoundError, UnsupportedLeafError
 from ckptcore.model import JSON, LEAF, HostArray, Node, ReadPlan, Receipt, Skeleton, TreeMetadata, format_path
 from ckptcore.protocols import Inspection, ReadStore, Snapshot, WriteStore
+from ckptcore_dcp.directories import files_of_ranks
 from ckptcore_dcp.legacy_files import is_legacy, read_legacy
 from ckptcore_dcp.pickles import read_pickle
 from ckptcore_dcp.storages import KnownPlaces, PlaceColumns, StoredBytes, read_places
@@ -25,7 +26,13 @@ from ckptcore_dcp.zips import read_member, read_zip, torch_members
 __all__ = ["TorchLayout"]
 
 _INDEX: Final = ".bin.index.json"
-_PREFERRED: Final = ("pytorch_model.bin.index.json", "pytorch_model.bin")
+_PREFERRED: Final = (
+    "pytorch_model.bin.index.json",
+    "pytorch_model.bin",
+    "diffusion_pytorch_model.bin",
+    "adapter_model.bin",
+)
+"""What transformers, diffusers and PEFT look for where there is no safetensors."""
 _MOST_INDEX_BYTES: Final = 1 << 28
 _HEAD_BYTES: Final = 64
 
@@ -75,7 +82,10 @@ class TorchLayout:
             yield leaf, place.key, *place.extent
 
     def inspect(self, store: ReadStore, entry: str | None) -> Inspection | None:
-        """A file of torch.save, whatever its name; an index of several; a directory with ``pytorch_model.bin`` or an index."""
+        """A file of torch.save, whatever its name; an index of several; a directory with ``pytorch_model.bin`` or an index.
+
+        Also a directory of nothing but a file of each process, such as ``extra_state_rank_0.pt``: a mapping from their names.
+        """
         if entry is not None:
             return _inspect_index(store, entry) if entry.endswith(_INDEX) else _inspect_file(store, entry)
         names = store.list_names("")
@@ -83,7 +93,8 @@ class TorchLayout:
         for name in (*_PREFERRED, *(indexes if len(indexes) == 1 else ())):
             if name in names:
                 return _inspect_index(store, name) if name.endswith(_INDEX) else _inspect_file(store, name)
-        return None
+        ranked = files_of_ranks(names)
+        return None if ranked is None else _inspect_files(store, ranked)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,11 +119,28 @@ def _read_only() -> UnsupportedLeafError:
 
 def _inspect_file(store: ReadStore, key: str) -> Inspection | None:
     content = _read_file(store, key)
-    if content is None:
-        return None
+    return None if content is None else _inspection(content.skeleton, [(key, content)])
+
+
+def _inspect_files(store: ReadStore, keys: Sequence[str]) -> Inspection | None:
+    """Several files as one mapping from their names; None if one is none of torch.save."""
+    contents: list[_Content] = []
+    for key in keys:
+        content = _read_file(store, key)
+        if content is None:
+            return None
+        contents.append(content)
+    skeleton = Node("dict", tuple(keys), tuple([content.skeleton for content in contents]))
+    return _inspection(skeleton, list(zip(keys, contents, strict=True)))
+
+
+def _inspection(skeleton: Skeleton, files: Sequence[tuple[str, _Content]]) -> Inspection:
+    """A tree whose leaves are those of these files, one after the other."""
+    leaves = [leaf for _, content in files for leaf in content.leaves]
+    sources = [(key, content) for key, content in files for _ in content.leaves]
     columns = PlaceColumns()
-    tree = TreeMetadata(content.skeleton, tuple([leaf_record(leaf) for leaf in content.leaves]))
-    for number, (path, leaf) in enumerate(zip(tree.paths, content.leaves, strict=True)):
+    tree = TreeMetadata(skeleton, tuple([leaf_record(leaf) for leaf in leaves]))
+    for number, (path, leaf, (key, content)) in enumerate(zip(tree.paths, leaves, sources, strict=True)):
         if isinstance(leaf, StoredTensor):
             columns.add(number, leaf, _storage_of(leaf, content, key, format_path(path)))
     return Inspection(replace(tree, aliases=columns.aliases), columns.to_json(), "torch.save")

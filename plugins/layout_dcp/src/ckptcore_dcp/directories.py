@@ -1,0 +1,107 @@
+"""Directories of training programs: one step as several checkpoints of torch.distributed.checkpoint, and files beside them.
+
+xorl, and others, save ``step_100/model``, ``step_100/optimizer`` and what each process has of its own in
+``step_100/extra_state/extra_state_rank_0.pt``. What stands beside the checkpoints counts if a tree can be in it: safetensors or
+files of torch.save. Everything else (tokenizers, logs) is left out. Nothing is read here but names, and the first bytes of files.
+
+A directory of steps looks alike, and is told by the names in it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+import ckptcore
+from ckptcore.errors import CorruptCheckpointError, ObjectNotFoundError, UncommittedCheckpointError
+from ckptcore.protocols import InspectedComposite, MemberKind, ReadStore
+
+__all__ = ["WRITER", "files_of_ranks", "inspect_step_directory", "is_file_of_torch", "names_of_dcp"]
+
+WRITER: Final = "torch.distributed.checkpoint"
+
+_METADATA: Final = ".metadata"
+_OF_RANK: Final = re.compile(r"__(0|[1-9][0-9]{0,8})\.metadata", re.ASCII)
+_FILE: Final = re.compile(r"__[0-9]+_[0-9]+\.distcp", re.ASCII)
+_TORCH: Final = (".pt", ".pth", ".bin")
+_SAFETENSORS: Final = ".safetensors"
+_RANKED: Final = re.compile(r"(.*rank[_-]?)(0|[1-9][0-9]{0,8})(\D*\.(?:pt|pth|bin))", re.ASCII)
+_MOST_NAMES: Final = 256
+"""A step of a training program has a few directories; what has so many is something else, and is not listed."""
+_ZIP: Final = b"PK\x03\x04"
+_PICKLE: Final = b"\x80"
+
+
+def names_of_dcp(names: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
+    """Of the names in a directory those that say what is in a checkpoint, in the order of ranks, and those of its files."""
+    files = [name for name in names if _FILE.fullmatch(name)]
+    if _METADATA in names:
+        return [_METADATA], files
+    ranks = [(int(match[1]), name) for name in names if (match := _OF_RANK.fullmatch(name))]
+    return [name for _, name in sorted(ranks)], files
+
+
+def inspect_step_directory(store: ReadStore) -> InspectedComposite | None:
+    """A directory with checkpoints of torch.distributed.checkpoint in it, that is none itself and no directory of steps.
+
+    Raises:
+        UncommittedCheckpointError: if one of the checkpoints was never finished.
+    """
+    names = store.list_names("")
+    directories = [name[:-1] for name in names if name.endswith("/") and not name.startswith(".")]
+    if not directories or len(names) > _MOST_NAMES or any(names_of_dcp(names)):
+        return None
+    steps = ckptcore.StepNames()
+    if any(steps.parse(name) is not None for name in directories):
+        return None
+    members: dict[str, MemberKind] = {}
+    checkpoints: list[str] = []
+    for name in directories:
+        inside = store.list_names(f"{name}/")
+        found, files = names_of_dcp(inside)
+        if files and not found:
+            raise UncommittedCheckpointError(
+                f"there are files of torch.distributed.checkpoint in {name} ({files[0]}), and no {_METADATA} says what is in them: the "
+                "save that wrote them never ended. Load another step"
+            )
+        if found:
+            checkpoints.append(name)
+        if found or any(file.endswith((*_TORCH, _SAFETENSORS)) for file in inside):
+            members[name] = "tree"
+    if not checkpoints:
+        return None
+    for name in names:
+        if name.endswith(_TORCH) and is_file_of_torch(store, name):
+            members[name] = "tree"
+    return InspectedComposite(members, WRITER)
+
+
+def is_file_of_torch(store: ReadStore, key: str) -> bool:
+    """Whether a file begins as one of torch.save does."""
+    try:
+        head = store.get(key, 0, len(_ZIP))
+    except ObjectNotFoundError:
+        return False
+    return head == _ZIP or head[:1] == _PICKLE
+
+
+def files_of_ranks(names: Sequence[str]) -> Sequence[str] | None:
+    """The names in a directory that has nothing but a file of each process, in the order of ranks; None if it is none.
+
+    Raises:
+        CorruptCheckpointError: if those of some processes are not there.
+    """
+    matches = [match for name in names if (match := _RANKED.fullmatch(name))]
+    if not matches or len(matches) != len(names) or len({(match[1], match[3]) for match in matches}) != 1:
+        return None
+    by_rank: Mapping[int, str] = {int(match[2]): match[0] for match in matches}
+    last = max(by_rank)
+    if len(by_rank) <= last:
+        absent = next(rank for rank in range(last) if rank not in by_rank)
+        raise CorruptCheckpointError(
+            f"there are files of the ranks up to {last} ({by_rank[last]}), and none of rank {absent}; load single files by their own "
+            "location, or another step",
+            key=by_rank[last],
+        )
+    return [by_rank[rank] for rank in sorted(by_rank)]

@@ -1,0 +1,233 @@
+"""Directories of training programs: steps of TorchTitan and xorl, written by torch.distributed.checkpoint in their shapes."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from ckptcore_dcp.directories import files_of_ranks
+from ckptcore_dcp.layouts import DcpLayout
+
+import ckptcore
+from ckptcore.errors import (
+    CheckpointNotFoundError,
+    CompositeCheckpointError,
+    CorruptCheckpointError,
+    UncommittedCheckpointError,
+    UnsupportedLeafError,
+)
+from ckptcore.testing.layout_stores import DirectoryReadStore
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")
+
+
+def save(state: dict[str, Any], path: Path) -> None:
+    dcp.save(state, checkpoint_id=path, no_dist=True)
+
+
+def titan(step: int) -> dict[str, Any]:
+    """The state of TorchTitan: weights by their names, and by name what else has a state."""
+    moments = {f"state.layers.0.w.{name}": torch.full((3,), float(step)) for name in ("exp_avg", "exp_avg_sq", "step")}
+    return {
+        "tok_embeddings.weight": torch.full((2, 2), float(step)),
+        "layers.0.w": torch.ones(3),
+        "optimizer": {**moments, "param_groups.layers.0.w.lr": 0.1},
+        "lr_scheduler": {"last_epoch": step},
+        "dataloader": {"dp_rank_0": b"state"},
+        "train_state": {"step": torch.tensor(step), "ntokens_seen": torch.tensor(10 * step)},
+    }
+
+
+@pytest.fixture
+def titan_run(tmp_path: Path) -> Path:
+    for step in (5, 10):
+        save(titan(step), tmp_path / "checkpoint" / f"step-{step}")
+    return tmp_path / "checkpoint"
+
+
+@pytest.fixture
+def xorl_step(tmp_path: Path) -> Path:
+    """A step with a checkpoint of the weights, one of the optimizer, and files of two processes and of all."""
+    step = tmp_path / "outputs" / "global_step_100"
+    save({"q.weight": torch.arange(6.0).reshape(2, 3), "n": 7}, step / "model")
+    save({"state": {"q.weight": {"exp_avg": torch.ones(2, 3)}}, "param_groups": [{"lr": 0.1}]}, step / "optimizer")
+    (step / "extra_state").mkdir()
+    for rank in range(2):
+        torch.save(
+            {"rng": torch.full((4,), rank, dtype=torch.uint8), "step": 100},
+            step / "extra_state" / f"extra_state_rank_{rank}.pt",
+        )
+    torch.save({"lr_scheduler": {"last_epoch": 3}}, step / "scheduler.pt")
+    (step / "tokenizer").mkdir()
+    (step / "tokenizer" / "vocab.txt").write_text("a b")
+    (step / "notes.txt").write_text("no checkpoint")
+    (step / "broken.pt").write_bytes(b"no file of torch")
+    return step
+
+
+def test_a_step_of_torchtitan_is_one_tree(titan_run: Path) -> None:
+    loaded = ckptcore.load(titan_run / "step-10")
+    assert loaded["tok_embeddings.weight"].tolist() == [[10, 10], [10, 10]]
+    assert loaded["optimizer"]["state.layers.0.w.exp_avg"].tolist() == [10, 10, 10]
+    assert loaded["dataloader"] == {"dp_rank_0": b"state"} and int(loaded["train_state"]["step"]) == 10
+    assert ckptcore.metadata(titan_run / "step-10").writer == "torch.distributed.checkpoint"
+
+
+def test_a_directory_of_steps_is_told_with_the_way_to_load_one(titan_run: Path) -> None:
+    with pytest.raises(CheckpointNotFoundError) as raised:
+        ckptcore.load(titan_run)
+    said = str(raised.value)
+    assert "is a directory of steps (step-5, step-10) and no checkpoint itself" in said
+    assert f"{titan_run}/step-10, or the newest with CheckpointReader('{titan_run}').load()" in said
+    with pytest.raises(CheckpointNotFoundError, match="directory of steps"):
+        ckptcore.load_checkpointables(titan_run)
+    with ckptcore.CheckpointReader(titan_run) as reader:
+        assert reader.steps == (5, 10)
+        assert int(reader.load()["train_state"]["step"]) == 10
+
+
+def test_many_steps_are_told_in_short(tmp_path: Path) -> None:
+    for step in range(100):
+        (tmp_path / f"step{step}").mkdir()
+    with pytest.raises(CheckpointNotFoundError, match=r"\(step0, ..., step91, .*, step98, step99\)"):
+        ckptcore.load(tmp_path)
+
+
+def test_a_step_of_several_checkpoints_has_their_names(xorl_step: Path) -> None:
+    with pytest.raises(CompositeCheckpointError, match=r"\(extra_state, model, optimizer, scheduler.pt\)"):
+        ckptcore.load(xorl_step)
+    loaded = ckptcore.load_checkpointables(xorl_step)
+    assert list(loaded) == ["extra_state", "model", "optimizer", "scheduler.pt"]
+    assert (
+        loaded["model"]["q.weight"].tobytes() == np.arange(6, dtype=np.float32).tobytes() and loaded["model"]["n"] == 7
+    )
+    assert loaded["optimizer"]["param_groups"] == [{"lr": 0.1}]
+    assert loaded["scheduler.pt"] == {"lr_scheduler": {"last_epoch": 3}}
+    ranks = loaded["extra_state"]
+    assert list(ranks) == ["extra_state_rank_0.pt", "extra_state_rank_1.pt"]
+    assert ranks["extra_state_rank_1.pt"]["rng"].tolist() == [1] * 4 and ranks["extra_state_rank_0.pt"]["step"] == 100
+
+
+def test_one_of_several_is_loaded_by_name_and_by_its_location(xorl_step: Path) -> None:
+    model = {"q.weight": torch.zeros(2, 3), "n": 0}
+    loaded = ckptcore.load_checkpointables(xorl_step, {"model": model})
+    assert torch.equal(loaded["model"]["q.weight"], torch.arange(6.0).reshape(2, 3))
+    for name in ("model", "extra_state", "scheduler.pt"):
+        ckptcore.load(xorl_step / name)
+    assert ckptcore.load(xorl_step / "extra_state" / "extra_state_rank_1.pt")["step"] == 100
+
+
+def test_metadata_of_several(xorl_step: Path) -> None:
+    found = ckptcore.checkpointables_metadata(xorl_step)
+    layouts = {name: told.layout for name, told in found.checkpointables.items()}
+    assert layouts == {"extra_state": "torch", "model": "dcp", "optimizer": "dcp", "scheduler.pt": "torch"}
+    assert not found.deleted and not found.unreadable and found.save_id is None
+
+
+def test_steps_of_several_are_steps(xorl_step: Path) -> None:
+    shutil.copytree(xorl_step, xorl_step.parent / "global_step_200")
+    with ckptcore.CheckpointReader(xorl_step.parent) as reader:
+        assert reader.steps == (100, 200)
+        assert reader.load_checkpointables(wanted=["model"])["model"]["n"] == 7
+        assert reader.restored_step == 200
+    with pytest.raises(CheckpointNotFoundError, match=r"directory of steps \(global_step_100, global_step_200\)"):
+        ckptcore.load(xorl_step.parent)
+
+
+def test_a_step_that_was_never_finished_is_none(xorl_step: Path) -> None:
+    later = xorl_step.parent / "global_step_200"
+    shutil.copytree(xorl_step, later)
+    (later / "optimizer" / ".metadata").unlink()
+    with pytest.raises(UncommittedCheckpointError, match=r"in optimizer .__0_0.distcp., and no .metadata"):
+        ckptcore.load_checkpointables(later, ["model"])
+    with ckptcore.CheckpointReader(xorl_step.parent) as reader:
+        assert reader.steps == (100,) and reader.latest == 100
+
+
+def test_several_are_verified_and_converted(xorl_step: Path, tmp_path: Path) -> None:
+    assert not ckptcore.verify(xorl_step).problems
+    ckptcore.convert(xorl_step, tmp_path / "ours", layout="safetensors")
+    ours, theirs = ckptcore.load_checkpointables(tmp_path / "ours"), ckptcore.load_checkpointables(xorl_step)
+    assert list(ours) == list(theirs) and ours["scheduler.pt"] == theirs["scheduler.pt"]
+    assert ours["model"]["q.weight"].tobytes() == theirs["model"]["q.weight"].tobytes()
+
+
+def test_memory_has_directories_too(xorl_step: Path) -> None:
+    location = "memory://step-directories/step_1"
+    context = ckptcore.Context()
+    storage = context.registry.storage("memory")("memory://step-directories", _options())
+    for path in sorted(xorl_step.rglob("*")):
+        if path.is_file():
+            storage.put(f"step_1/{path.relative_to(xorl_step)}", path.read_bytes())
+    assert list(ckptcore.load_checkpointables(location, context=context)) == [
+        "extra_state", "model", "optimizer", "scheduler.pt",
+    ]  # fmt: skip
+
+
+def _options() -> Any:
+    from ckptcore.protocols import StorageOptions
+
+    return StorageOptions()
+
+
+@pytest.mark.slow
+def test_the_command_line_takes_them(xorl_step: Path) -> None:
+    def run(*arguments: str) -> str:
+        command = [sys.executable, "-m", "ckptcore.cli", *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+    told = run("inspect", str(xorl_step))
+    assert all(name in told for name in ("extra_state", "model", "optimizer", "scheduler.pt", "q.weight"))
+    assert [line.split()[0] for line in run("ls", str(xorl_step)).splitlines()] == [
+        "extra_state", "model", "optimizer", "scheduler.pt",
+    ]  # fmt: skip
+    assert "100" in run("steps", str(xorl_step.parent))
+
+
+def test_files_beside_one_checkpoint_change_nothing(titan_run: Path) -> None:
+    step = titan_run / "step-5"
+    torch.save({"x": 1}, step / "extra_state_rank_0.pt")
+    assert int(ckptcore.load(step)["train_state"]["step"]) == 5
+    assert ckptcore.load(step / "extra_state_rank_0.pt") == {"x": 1}
+    assert DcpLayout().inspect_composite(DirectoryReadStore(step)) is None
+
+
+def test_files_of_ranks_are_one_mapping_if_all_are_there() -> None:
+    assert files_of_ranks(["a_rank10.pt", *(f"a_rank{rank}.pt" for rank in range(10))]) == [
+        f"a_rank{rank}.pt" for rank in range(11)
+    ]
+    assert files_of_ranks(["rank_0.pt", "other.pt"]) is None
+    assert files_of_ranks(["a_rank_0.pt", "b_rank_1.pt"]) is None
+    assert files_of_ranks(["rank_00.pt"]) is None
+    assert files_of_ranks([]) is None
+    with pytest.raises(CorruptCheckpointError, match="up to 2 .rank_2.pt., and none of rank 1"):
+        files_of_ranks(["rank_0.pt", "rank_2.pt"])
+    with pytest.raises(CorruptCheckpointError, match="none of rank 0"):
+        files_of_ranks(["rank_999999999.pt"])
+
+
+def test_a_directory_of_many_names_is_not_listed(tmp_path: Path) -> None:
+    for number in range(300):
+        (tmp_path / f"d{number}x").mkdir()
+    save({"w": torch.ones(1)}, tmp_path / "d1x")
+    assert DcpLayout().inspect_composite(DirectoryReadStore(tmp_path)) is None
+
+
+def test_what_cannot_be_read_is_named(xorl_step: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from ckptcore_dcp import torch_files
+
+    def refused(*arguments: object, **options: object) -> object:
+        raise UnsupportedLeafError("it holds a graph")
+
+    monkeypatch.setattr(torch_files, "read_pickle", refused)
+    found = ckptcore.checkpointables_metadata(xorl_step)
+    assert list(found.checkpointables) == ["model", "optimizer"]
+    assert found.unreadable.keys() == {"extra_state", "scheduler.pt"}
+    assert ckptcore.load_checkpointables(xorl_step, ["model"])["model"]["n"] == 7
