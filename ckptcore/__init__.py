@@ -2,7 +2,7 @@
 
 A map of the package:
 
-- `save`, `save_async`, `load`, `load_async`, `load_into`, `metadata`, `delete`, `verify`, `convert`: what users call (`ckptcore.api`)
+- `save`, `save_async`, `load`, `load_async`, `load_into`, `metadata`, `delete`, `verify`, `convert`, `consolidate`: what users call (`ckptcore.api`)
 - `save_checkpointables`, `save_checkpointables_async`, `load_checkpointables`, `checkpointables_metadata`: several objects in one checkpoint
 - `Checkpointer`: a run's steps; `CheckpointReader`: the same for who only reads (`ckptcore.checkpointer`, `ckptcore.reader`)
 - `ckptcore.policies`, `ckptcore.step_names`: when to save, which steps to keep, how they are named
@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 
 from ckptcore.api import (
     checkpointables_metadata,
+    consolidate,
     convert,
     delete,
     load,
@@ -72,6 +73,7 @@ __all__ = [
     "StepNames",
     "VerifyReport",
     "checkpointables_metadata",
+    "consolidate",
     "convert",
     "delete",
     "hookimpl",

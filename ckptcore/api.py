@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ckptcore.background import LoadHandle, SaveHandle
+from ckptcore.builtin.safetensors import SafetensorsLayout
 from ckptcore.commit import Overwrite, read_root, remove_checkpoint, sweep_location
 from ckptcore.composites import Wanted, load_composite
+from ckptcore.consolidation import FilePath, consolidate_checkpoint
 from ckptcore.context import Context, default_context
 from ckptcore.conversion import convert_checkpoint
 from ckptcore.describing import (
@@ -28,11 +30,14 @@ from ckptcore.locations import LocationLike, resolve_location
 from ckptcore.model.tree import JSON
 from ckptcore.protocols import Layout
 from ckptcore.root import new_save_id
-from ckptcore.saving import OneTree, SaveRequest, begin_save, perform_save
+from ckptcore.save_requests import OneTree, SaveRequest
+from ckptcore.saving import begin_save, perform_save
+from ckptcore.subtrees import SubtreePath
 from ckptcore.verification import ProgressCallback, VerifyReport, verify_checkpoint
 
 __all__ = [
     "checkpointables_metadata",
+    "consolidate",
     "convert",
     "delete",
     "load",
@@ -296,3 +301,46 @@ def convert(
         What `load` and `save` do; the source is never changed.
     """
     convert_checkpoint(source, destination, layout, overwrite, progress, context or default_context())
+
+
+def consolidate(
+    source: LocationLike,
+    destination: LocationLike,
+    *,
+    subtree: SubtreePath = (),
+    max_file_bytes: int = 5_000_000_000,
+    stem: str = "model",
+    files: Sequence[FilePath] = (),
+    overwrite: Overwrite = False,
+    progress: ProgressCallback | None = None,
+    context: Context | None = None,
+) -> None:
+    """Write a checkpoint of any layout, sharded or not, as one directory of safetensors for Hugging Face tools.
+
+    Streams: of arrays that can be read in parts, about 192 MiB are in memory at a time, or ``MemoryOptions.load_bytes``. In a job
+    every process calls this with the same arguments: each writes whole files, balanced by bytes, and reads what is in those.
+
+    Args:
+        source, destination: paths or URLs.
+        subtree: which part of the state, such as ``"model"`` or ``("model", "layers", 0)``; names begin there. Of several
+            checkpointables it begins with a name. Empty: all of it.
+        max_file_bytes: the most elements a file holds, in bytes, unless one array is larger.
+        stem: what the names of files begin with.
+        files: local files that go along under their names, such as ``config.json``; those of the leader.
+        overwrite: as for `save`.
+        progress: called with bytes written and bytes in all, of this process, from any thread.
+        context: options.
+
+    Raises:
+        TreeMismatchError: if the subtree is not there.
+        NameCollisionError, InvalidLocationError: for files that cannot go along.
+        CorruptCheckpointError: also if the source was replaced meanwhile.
+        RankFailedError: if another process failed. Nothing was committed.
+        What `load` and `save` do; the source is never changed.
+    """
+    if max_file_bytes < 1:
+        raise ValueError(f"consolidate(max_file_bytes={max_file_bytes}): give a number of bytes above 0")
+    layout = SafetensorsLayout(max_file_bytes, stem)
+    consolidate_checkpoint(
+        source, destination, subtree, layout, files, overwrite, progress, context or default_context()
+    )

@@ -1,92 +1,45 @@
-"""Converting a checkpoint to another layout, with few arrays in memory at a time.
+"""Converting a checkpoint to another layout, with little of it in memory at a time.
 
-Each array is read whole when the layout takes it, and its memory is given back when the layout has written it: of what is
-converted there is in memory the array that is read and those that are being written, two with the layouts of the core. An array is
-never read in pieces, because `Snapshot.take` gives all of an item: so the largest array must fit into memory.
+A layout that takes arrays in pieces gets pieces of up to 64 MiB, any other gets whole arrays. They are read ahead of the writer,
+by threads of their own.
 """
 
 from __future__ import annotations
 
 import functools
-import threading
 from collections.abc import Mapping, Sequence
 from typing import Final
 
 import numpy as np
 
 from ckptcore.agreement import Agreement
-from ckptcore.background import SaveHandle
 from ckptcore.builtin.files_layout import FilesLayout, empty_directories, state_of_files
 from ckptcore.builtin.single_process import SingleProcess
 from ckptcore.commit import Overwrite, read_root, refuse_to_replace, remove_checkpoint
 from ckptcore.composites import is_deleted, open_member, present_members, while_composite_unchanged
 from ckptcore.context import Context
-from ckptcore.engine.memory import allocate
 from ckptcore.errors import CheckpointNotFoundError, CorruptCheckpointError, InvalidLocationError, NameCollisionError
 from ckptcore.events import Recording
 from ckptcore.loading import check_sizes
 from ckptcore.locations import Location, LocationLike, resolve_location
-from ckptcore.model.arrays import Box, HostArray, Shard
-from ckptcore.model.metadata import ArrayRecord
+from ckptcore.model.arrays import Box, HostArray
 from ckptcore.model.objects import ObjectRecord
 from ckptcore.model.transfer import ArraySegment, WritePlan
 from ckptcore.model.tree import JSON
 from ckptcore.opening import Opened, OpenedComposite, check_file, find_composite, while_unchanged
 from ckptcore.parts import Captured, Part, TreeCaptured
 from ckptcore.persisting import Described, persist
-from ckptcore.planning import plan_read, plan_write
+from ckptcore.planning import plan_write
+from ckptcore.preparing import save_created
 from ckptcore.protocols import AtomicDirectories, Layout, WriteStore
+from ckptcore.reporting import ReportedSave
 from ckptcore.root import Member, check_name, new_save_id
-from ckptcore.saving import save_created
+from ckptcore.streaming import StreamedSnapshot, StreamSizes, items_by_object, reading_context
 from ckptcore.verification import ProgressCallback
 
 __all__ = ["convert_checkpoint"]
 
 _PIECE_BYTES: Final = 1 << 24
-
-
-class _ReadSnapshot:
-    """Arrays that are read from the source as the writer asks for them."""
-
-    def __init__(self, opened: Opened, plan: WritePlan) -> None:
-        self.plan = plan
-        self._opened = opened
-        self._arrays: dict[int, HostArray] = {}
-        self._lock = threading.Lock()
-
-    def take(self, item: int) -> Sequence[HostArray]:
-        """See `Snapshot`."""
-        with self._lock:
-            if item not in self._arrays:
-                self._arrays[item] = self._read(item)
-            return [self._arrays[item]]
-
-    def _read(self, item: int) -> HostArray:
-        wanted = self.plan.items[item]
-        buffer = allocate(wanted.spec)
-        plan = plan_read(self._opened.tree, self._opened.state, [(wanted.leaf, wanted.boxes)])
-        for _ in self._opened.layout.read(plan, [buffer], self._opened.store):
-            pass
-        return buffer
-
-    def release(self, item: int) -> None:
-        """See `Snapshot`."""
-        with self._lock:
-            self._arrays.pop(item, None)
-
-
-class _Reporting(SaveHandle):
-    """A handle that tells its progress to a callback."""
-
-    def __init__(self, location: str, total: int, callback: ProgressCallback) -> None:
-        super().__init__(location, total)
-        self._callback = callback
-
-    def count(self, nbytes: int) -> None:
-        """Say that so many more bytes are in the storage."""
-        super().count(nbytes)
-        progress = self.progress
-        self._callback(min(progress.written, progress.total), progress.total)
 
 
 def convert_checkpoint(
@@ -109,11 +62,11 @@ def convert_checkpoint(
     refuse_to_replace(resolved, overwrite)
 
     job = _Conversion(resolved, chosen, overwrite, progress, context)
-    composite = find_composite(source, context)
+    composite = find_composite(source, job.reading)
     if composite is None:
-        while_unchanged(source, context, job.tree)
+        while_unchanged(source, job.reading, job.tree)
     else:
-        while_composite_unchanged(composite, source, context, functools.partial(job.composite, source))
+        while_composite_unchanged(composite, source, job.reading, functools.partial(job.composite, source))
 
 
 class _Conversion:
@@ -130,6 +83,9 @@ class _Conversion:
         self._overwrite = overwrite
         self._progress = progress
         self._context = context
+        self.reading = reading_context(context)
+        """What the source is read with."""
+        self._snapshots: list[StreamedSnapshot] = []
         self._written: str | None = None
         """The save id under which an attempt wrote the source, which was replaced meanwhile."""
 
@@ -163,7 +119,7 @@ class _Conversion:
 
     def _open(self, composite: OpenedComposite, name: str, directory: str, source: LocationLike) -> Opened:
         try:
-            return open_member(composite, name, directory, source, self._context)
+            return open_member(composite, name, directory, source, self.reading)
         except CheckpointNotFoundError as error:
             if composite.root is None:
                 error.add_note(
@@ -179,13 +135,12 @@ class _Conversion:
             return Part(directory, opened.layout, plan, own), _StoredFiles(opened)
         self._layout.check(tree, 1)
         check_sizes(opened, range(len(tree.leaves)))
-        shards = {
-            leaf: (Shard(Box.whole(record.spec.shape)),)
-            for leaf, record in enumerate(tree.leaves)
-            if isinstance(record, ArrayRecord)
-        }
-        plan = plan_write(tree, shards, rank=0, size=1, save_id=save_id, name=name)
-        return Part(directory, self._layout, plan, own), TreeCaptured(_ReadSnapshot(opened, plan))
+        sources, sizes = range(len(tree.leaves)), StreamSizes.of(self._context)
+        objects = items_by_object(self._layout, tree, opened, sources, sizes)
+        plan = WritePlan(tree, tuple([item for items in objects for item in items]), 0, 1, save_id, name)
+        snapshot = StreamedSnapshot(plan, opened, sources, sizes)
+        self._snapshots.append(snapshot)
+        return Part(directory, self._layout, plan, own), TreeCaptured(snapshot)
 
     def _persist(
         self,
@@ -211,9 +166,14 @@ class _Conversion:
             agreement=Agreement(SingleProcess(), "convert"),
         )
         total = sum(part.plan.tree.nbytes for part in parts)
-        handle = _Reporting(display, total, self._progress) if self._progress is not None else None
+        handle = ReportedSave(display, total, self._progress) if self._progress is not None else None
         recording = Recording("save", display, self._context.observers, save_id=save_id)
-        persist(described, captured, self._context, recording, handle)
+        try:
+            persist(described, captured, self._context, recording, handle)
+        finally:
+            for snapshot in self._snapshots:
+                snapshot.close()
+            self._snapshots.clear()
         recording.finish(total)
         self._written = save_id
 

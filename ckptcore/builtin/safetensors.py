@@ -110,6 +110,10 @@ class SafetensorsLayout:
             room -= nbytes
         return files
 
+    def file_names(self, tree: TreeMetadata) -> Sequence[str]:
+        """The names of the files that a tree is written to, without the index."""
+        return _file_names(self.stem, len(self.arrays_by_object(tree)))
+
     def write(self, snapshot: Snapshot, store: WriteStore) -> JSON:
         """Write the files whose arrays this process holds.
 

@@ -10,7 +10,7 @@ from ckptcore.cli.exits import EXIT_CODE_HELP
 
 __all__ = ["application"]
 
-_COMMANDS = ("inspect", "ls", "steps", "verify", "diff", "convert", "gc", "plugins")
+_COMMANDS = ("inspect", "ls", "steps", "verify", "diff", "convert", "consolidate", "gc", "plugins")
 
 
 class _LazyGroup(click.Group):

@@ -15,6 +15,7 @@ __all__ = [
     "AttributeKey",
     "CheckpointableDocument",
     "CheckpointablesDocument",
+    "ConsolidateDocument",
     "ContainerDocument",
     "ConvertDocument",
     "DiffDocument",
@@ -246,6 +247,18 @@ class ConvertDocument(TypedDict):
     arrays: int
     nbytes: int
     checkpointables: NotRequired[list[str]]  #: their names, where there are several
+
+
+class ConsolidateDocument(TypedDict):
+    """``ckptcore consolidate --json``."""
+
+    schema: Literal["ckptcore.consolidate/1"]
+    source: str
+    destination: str
+    subtree: str  #: what was asked for; empty for all
+    files: list[str]  #: of safetensors
+    arrays: int
+    nbytes: int
 
 
 class OwnerDocument(TypedDict):

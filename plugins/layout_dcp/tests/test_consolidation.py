@@ -1,0 +1,88 @@
+"""Checkpoints of torch.distributed.checkpoint as directories of Hugging Face."""
+
+from __future__ import annotations
+
+import json
+import zlib
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors import safe_open
+from safetensors.torch import load_file
+
+import ckptcore
+from ckptcore.errors import CorruptCheckpointError
+from plugins.layout_dcp.tests.consolidate_job import MAX_FILE_BYTES
+from plugins.layout_dcp.tests.test_jobs import launch
+
+FAST = ckptcore.Context(durability="none", memory=ckptcore.MemoryOptions(load_bytes=24 << 10))
+"""Pieces of 8 KiB."""
+
+
+def read_as_transformers(directory: Path) -> dict[str, torch.Tensor]:
+    """The tensors by name, as ``transformers.modeling_utils`` (4.57) gets at them: by the index, each from the file that it names."""
+    index = json.loads((directory / "model.safetensors.index.json").read_text())
+    found = {}
+    for name in sorted(set(index["weight_map"].values())):
+        assert (directory / name).is_file()
+        with safe_open(directory / name, "pt") as opened:
+            assert opened.metadata()["format"] == "pt"
+            found.update({key: opened.get_tensor(key) for key in opened.keys()})  # noqa: SIM118  # it is no mapping
+        assert all(torch.equal(found[key], tensor) for key, tensor in load_file(directory / name).items())
+    assert set(found) == set(index["weight_map"])
+    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in found.values())
+    assert {path.name for path in directory.glob("*.safetensors")} == set(index["weight_map"].values())
+    return found
+
+
+def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    """The same names, dtypes, shapes and elements."""
+    assert set(found) == set(expected)
+    for name, tensor in expected.items():
+        assert found[name].dtype == tensor.dtype and torch.equal(found[name], tensor), name
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning")
+def test_one_process(tmp_path: Path) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(50, 100), torch.nn.Linear(100, 3, dtype=torch.bfloat16))
+    dcp.save({"model": model.state_dict(), "step": 3}, checkpoint_id=str(tmp_path / "theirs"))
+    ckptcore.consolidate(tmp_path / "theirs", tmp_path / "hf", subtree="model", max_file_bytes=15_000, context=FAST)
+    assert_equal(read_as_transformers(tmp_path / "hf"), model.state_dict())
+    assert ckptcore.verify(tmp_path / "hf").ok
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning")
+def test_the_checksum_of_an_item_is_compared_where_it_is_in_memory_whole(tmp_path: Path) -> None:
+    """An item of 400 kB is larger than a piece, and there is one checksum for all of it."""
+    tensor = torch.arange(100_000, dtype=torch.float32).reshape(1000, 100)
+    dcp.save({"model": {"w": tensor}}, checkpoint_id=str(tmp_path / "theirs"))
+    (path,) = (tmp_path / "theirs").glob("*.distcp")
+    data = bytearray(path.read_bytes())
+    assert zlib.crc32(tensor.numpy().tobytes()).to_bytes(4, "little") in data  # so that there is something to compare
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+    context = ckptcore.Context(durability="none", memory=ckptcore.MemoryOptions(load_bytes=500_000))
+    with pytest.raises(CorruptCheckpointError, match="model/w"):
+        ckptcore.consolidate(tmp_path / "theirs", tmp_path / "hf", context=context)
+    assert not (tmp_path / "hf").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("saver", ["torch", "ckptcore"])
+def test_jobs_share_the_files(saver: str, tmp_path: Path) -> None:
+    launch("consolidate_job.py", 4, f"save-{saver}", tmp_path)
+    expected = torch.load(tmp_path / "expected.pt")
+    source, alone = tmp_path / saver, tmp_path / "alone"
+    ckptcore.consolidate(source, alone, subtree="model", max_file_bytes=MAX_FILE_BYTES, context=FAST)
+    assert_equal(read_as_transformers(alone), expected)
+    for size in (2, 4):
+        place = tmp_path / f"hf{size}"
+        launch("consolidate_job.py", size, "consolidate", source, place)
+        assert_equal(read_as_transformers(place), expected)
+        assert ckptcore.verify(place).ok
+        for path in alone.glob("model*"):
+            assert (place / path.name).read_bytes() == path.read_bytes()
+        amounts = [int(Path(f"{place}.{rank}.txt").read_text()) for rank in range(size)]
+        assert all(amounts) and sum(amounts) == sum(tensor.nbytes for tensor in expected.values())

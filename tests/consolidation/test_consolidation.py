@@ -1,0 +1,199 @@
+"""Checkpoints of any layout as one directory of safetensors, by one process."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from safetensors import safe_open
+from safetensors.numpy import load_file
+
+import ckptcore
+from ckptcore.errors import (
+    CheckpointExistsError,
+    CompositeCheckpointError,
+    CorruptCheckpointError,
+    InvalidLocationError,
+    NameCollisionError,
+    TreeMismatchError,
+)
+
+FAST = ckptcore.Context(durability="none", memory=ckptcore.MemoryOptions(load_bytes=24 << 10))
+"""Pieces of 8 KiB."""
+
+
+def sample() -> dict[str, Any]:
+    """A model of every kind of array, and what is around it."""
+    shared = np.arange(6000, dtype=np.float32).reshape(60, 100)
+    model = {
+        "embed.weight": shared,
+        "layers": [{"w": np.arange(4096, dtype=np.int64).reshape(2, 2, 1024)}, {"w": np.ones((3, 5), np.float16)}],
+        "head": shared,
+        "scale": np.array(0.5),
+        "none": np.zeros((0, 4), np.float32),
+        "half": np.arange(20000).astype(ml_dtypes.bfloat16),
+        "complex": np.arange(3000) * 1j,
+        "transposed": np.arange(6000, dtype=np.int32).reshape(60, 100).T,
+        "version": 3,
+    }
+    return {"model": model, "optimizer": {"moment": np.ones(10)}, "step": 7}
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    ckptcore.save(tmp_path / "source", sample(), layout="zarr3", metadata={"run": "a"}, context=FAST)
+    return tmp_path / "source"
+
+
+def files_of(directory: Path) -> dict[str, bytes]:
+    """Everything in a directory but what names the save."""
+    return {path.name: path.read_bytes() for path in directory.iterdir() if not path.name.startswith("checkpoint.")}
+
+
+@pytest.mark.parametrize("layout", ["safetensors", "dcp", "zarr3", "ocdbt"])
+def test_pieces_make_the_files_that_a_save_writes(layout: str, tmp_path: Path) -> None:
+    ckptcore.save(tmp_path / "source", sample(), layout=layout, context=FAST)
+    ckptcore.consolidate(tmp_path / "source", tmp_path / "hf", subtree="model", max_file_bytes=40_000, context=FAST)
+    expected = ckptcore.SafetensorsLayout(max_file_bytes=40_000)
+    ckptcore.save(tmp_path / "saved", sample()["model"], layout=expected, context=FAST)
+    assert files_of(tmp_path / "hf") == files_of(tmp_path / "saved")
+    assert ckptcore.verify(tmp_path / "hf").ok
+    loaded = ckptcore.load(tmp_path / "hf")
+    assert loaded["version"] == 3 and loaded["head"] is loaded["embed.weight"]
+    assert np.array_equal(loaded["complex"], sample()["model"]["complex"])
+
+
+def test_the_index_is_what_hugging_face_reads(source: Path, tmp_path: Path) -> None:
+    ckptcore.consolidate(source, tmp_path / "hf", subtree=("model",), max_file_bytes=40_000, context=FAST)
+    index = json.loads((tmp_path / "hf" / "model.safetensors.index.json").read_text())
+    files = sorted(path.name for path in (tmp_path / "hf").glob("*.safetensors"))
+    assert sorted(set(index["weight_map"].values())) == files and len(files) > 2
+    assert files == [f"model-{number:05d}-of-{len(files):05d}.safetensors" for number in range(1, len(files) + 1)]
+    loaded = {name: array for file in files for name, array in load_file(tmp_path / "hf" / file).items()}
+    assert set(loaded) == set(index["weight_map"])
+    assert index["metadata"]["total_size"] == sum(array.nbytes for array in loaded.values())
+    assert np.array_equal(loaded["layers.0.w"], sample()["model"]["layers"][0]["w"])
+    for name, file in index["weight_map"].items():
+        with safe_open(tmp_path / "hf" / file, "np") as opened:
+            assert name in opened.keys()  # noqa: SIM118  # it is no mapping
+
+
+def test_all_of_a_tree_in_one_file(source: Path, tmp_path: Path) -> None:
+    ckptcore.consolidate(source, tmp_path / "hf", context=FAST)
+    assert {"model.embed.weight", "optimizer.moment"} <= set(load_file(tmp_path / "hf" / "model.safetensors"))
+    assert ckptcore.load(tmp_path / "hf")["step"] == 7
+    assert ckptcore.metadata(tmp_path / "hf").custom == {"run": "a"}
+
+
+def test_a_part_that_shares_with_what_is_outside_of_it(tmp_path: Path) -> None:
+    shared = np.arange(10.0)
+    ckptcore.save(tmp_path / "source", {"a": shared, "b": {"c": shared, "d": shared}}, context=FAST)
+    ckptcore.consolidate(tmp_path / "source", tmp_path / "hf", subtree="b", context=FAST)
+    assert list(load_file(tmp_path / "hf" / "model.safetensors")) == ["c"]
+    assert ckptcore.load(tmp_path / "hf")["d"].tolist() == shared.tolist()
+
+
+def test_no_array_at_all(tmp_path: Path) -> None:
+    ckptcore.save(tmp_path / "source", {"step": 1}, context=FAST)
+    ckptcore.consolidate(tmp_path / "source", tmp_path / "hf", context=FAST)
+    assert load_file(tmp_path / "hf" / "model.safetensors") == {}
+    assert ckptcore.load(tmp_path / "hf") == {"step": 1}
+
+
+def test_one_of_several_checkpointables(tmp_path: Path) -> None:
+    ckptcore.save_checkpointables(tmp_path / "several", {"model": {"net": {"w": np.ones(3)}}, "rng": {"x": np.ones(1)}})
+    with pytest.raises(CompositeCheckpointError, match="model, rng"):
+        ckptcore.consolidate(tmp_path / "several", tmp_path / "hf", context=FAST)
+    ckptcore.consolidate(tmp_path / "several", tmp_path / "hf", subtree="model/net", context=FAST)
+    assert list(load_file(tmp_path / "hf" / "model.safetensors")) == ["w"]
+
+
+def test_files_go_along_and_are_checked(source: Path, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "bert"}')
+    (tmp_path / "empty.txt").touch()
+    ckptcore.consolidate(
+        source,
+        tmp_path / "hf",
+        files=[tmp_path / "config.json", str(tmp_path / "empty.txt")],
+        stem="adapter_model",
+        context=FAST,
+    )
+    names = {"config.json", "empty.txt", "adapter_model.safetensors", "checkpoint.json"}
+    assert names <= {path.name for path in (tmp_path / "hf").iterdir()}
+    assert (tmp_path / "hf" / "config.json").read_text() == '{"model_type": "bert"}'
+    (tmp_path / "hf" / "config.json").write_text('{"model_type": "gpt2"}')
+    assert [problem.key for problem in ckptcore.verify(tmp_path / "hf").problems] == ["config.json"]
+
+
+@pytest.mark.parametrize(
+    ("names", "error"),
+    [
+        (["nothing.json"], InvalidLocationError),
+        (["below"], InvalidLocationError),
+        (["a/config.json", "config.json"], NameCollisionError),
+        (["model.safetensors"], NameCollisionError),
+        (["model.safetensors.index.json"], NameCollisionError),
+        (["checkpoint.json"], NameCollisionError),
+    ],
+)
+def test_files_that_cannot_go_along(names: list[str], error: type[Exception], source: Path, tmp_path: Path) -> None:
+    (tmp_path / "files" / "a").mkdir(parents=True)
+    (tmp_path / "files" / "below").mkdir()
+    for name in (
+        "a/config.json",
+        "config.json",
+        "model.safetensors",
+        "model.safetensors.index.json",
+        "checkpoint.json",
+    ):
+        (tmp_path / "files" / name).touch()
+    with pytest.raises(error, match="go along"):
+        ckptcore.consolidate(source, tmp_path / "hf", files=[tmp_path / "files" / name for name in names], context=FAST)
+    assert not (tmp_path / "hf").exists()
+
+
+def test_what_is_refused(source: Path, tmp_path: Path) -> None:
+    with pytest.raises(TreeMismatchError, match="modle"):
+        ckptcore.consolidate(source, tmp_path / "hf", subtree="modle", context=FAST)
+    with pytest.raises(InvalidLocationError, match="into itself"):
+        ckptcore.consolidate(source, source, overwrite=True, context=FAST)
+    with pytest.raises(ValueError, match="max_file_bytes"):
+        ckptcore.consolidate(source, tmp_path / "hf", max_file_bytes=0, context=FAST)
+    (tmp_path / "hf").mkdir()
+    (tmp_path / "hf" / "mine").touch()
+    with pytest.raises(CheckpointExistsError):
+        ckptcore.consolidate(source, tmp_path / "hf", context=FAST)
+    assert [path.name for path in (tmp_path / "hf").iterdir()] == ["mine"]
+
+
+def test_damage_is_named_and_not_copied(tmp_path: Path) -> None:
+    ckptcore.save(tmp_path / "source", sample(), context=FAST)
+    data = bytearray((tmp_path / "source" / "model.safetensors").read_bytes())
+    data[-1] ^= 1
+    (tmp_path / "source" / "model.safetensors").write_bytes(data)
+    with pytest.raises(CorruptCheckpointError, match="this is in .*layers"):
+        ckptcore.consolidate(tmp_path / "source", tmp_path / "hf", subtree="model", context=FAST)
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
+def test_a_source_that_is_replaced_meanwhile(source: Path, tmp_path: Path) -> None:
+    def replace(done: int, total: int) -> None:
+        if not replaced:
+            replaced.append(done)
+            ckptcore.save(source, {"model": {"w": np.zeros(4)}}, layout="zarr3", overwrite=True, context=FAST)
+
+    replaced: list[int] = []
+    with pytest.raises(CorruptCheckpointError, match="was replaced"):
+        ckptcore.consolidate(source, tmp_path / "hf", max_file_bytes=40_000, progress=replace, context=FAST)
+    assert replaced and not (tmp_path / "hf").exists()
+
+
+def test_progress_ends_where_it_should(source: Path, tmp_path: Path) -> None:
+    told: list[tuple[int, int]] = []
+    ckptcore.consolidate(source, tmp_path / "hf", progress=lambda *amounts: told.append(amounts), context=FAST)
+    nbytes = ckptcore.metadata(tmp_path / "hf").nbytes
+    assert told[-1] == (nbytes, nbytes)

@@ -1,0 +1,138 @@
+"""One directory of safetensors that the processes of a job write together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import ckptcore
+from ckptcore.errors import CheckpointError, RankFailedError
+from ckptcore.hookspecs import hookimpl
+from ckptcore.plugins import installed_plugins
+from ckptcore.protocols import Coordinator, StorageBackend, StorageOpener, StorageOptions
+from ckptcore.testing import FaultPlan, ThreadJob, with_faults
+
+ARRAYS, ARRAY_BYTES = 12, 24 << 10
+
+
+class CountedFiles:
+    """A storage of files that counts what is asked of it."""
+
+    def __init__(self) -> None:
+        self.plan = FaultPlan()
+
+    def _open(self, url: str, options: StorageOptions) -> StorageBackend:
+        return with_faults(installed_plugins().storage("file")(url.replace("counted", "file", 1), options), self.plan)
+
+    @hookimpl
+    def ckpt_storages(self) -> dict[str, StorageOpener]:
+        return {"counted": self._open}
+
+
+def context_of(coordinator: Coordinator | None = None, **options: Any) -> ckptcore.Context:
+    """Pieces of 8 KiB."""
+    memory = ckptcore.MemoryOptions(load_bytes=24 << 10)
+    return ckptcore.Context(coordinator=coordinator, durability="none", memory=memory, threads=2, **options)
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    """Arrays that were stored in four shards of rows each."""
+    state = {
+        f"w{number}": np.arange(ARRAY_BYTES // 4, dtype=np.float32).reshape(96, -1) + number for number in range(ARRAYS)
+    }
+    ckptcore.save(tmp_path / "source", {"model": state, "step": 1}, layout="dcp", context=context_of())
+    return tmp_path / "source"
+
+
+def consolidated(source: Path, destination: Path, size: int, *, files: int = 6) -> list[FaultPlan]:
+    """Consolidate as so many processes; what each asked of the storage of the source."""
+
+    def job(coordinator: Coordinator) -> FaultPlan:
+        storage = CountedFiles()
+        # Without checksums of blocks, so that what is read is what is wanted, to the byte.
+        context = context_of(coordinator, plugins=(storage,), verify=False)
+        ckptcore.consolidate(
+            f"counted://{source}",
+            destination,
+            subtree="model",
+            max_file_bytes=ARRAYS * ARRAY_BYTES // files,
+            context=context,
+        )
+        return storage.plan
+
+    return list(ThreadJob(size, timeout_seconds=30).run(job))
+
+
+def files_of(directory: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in directory.iterdir() if not path.name.startswith("checkpoint.")}
+
+
+def element_bytes(plan: FaultPlan) -> int:
+    """Bytes of elements that were read; the rest is roots and tables, read by ``get``."""
+    return sum(operation.nbytes for operation in plan.operations if operation.name == "get_into")
+
+
+@pytest.mark.parametrize("size", [2, 3, 8])
+def test_many_write_what_one_writes_and_read_each_byte_once(size: int, source: Path, tmp_path: Path) -> None:
+    (alone,) = consolidated(source, tmp_path / "alone", 1)
+    plans = consolidated(source, tmp_path / "together", size)
+    assert files_of(tmp_path / "together") == files_of(tmp_path / "alone")
+    assert len(files_of(tmp_path / "alone")) == 7
+    assert ckptcore.verify(tmp_path / "together").ok
+    amounts = [element_bytes(plan) for plan in plans]
+    assert element_bytes(alone) == sum(amounts) == ARRAYS * ARRAY_BYTES
+    fair = -(-6 // size) * 2 * ARRAY_BYTES
+    assert max(amounts) == fair and min(amounts) == (0 if size > 6 else 6 // size * 2 * ARRAY_BYTES)
+
+
+def run_ranks(work: Callable[[Coordinator], None], size: int = 3) -> list[type[BaseException] | None]:
+    """What the ranks of a job raise."""
+
+    def job(coordinator: Coordinator) -> type[BaseException] | None:
+        try:
+            work(coordinator)
+        except CheckpointError as error:
+            return type(error)
+        return None
+
+    return list(ThreadJob(size, timeout_seconds=30).run(job))
+
+
+def test_one_process_that_fails_fails_all(source: Path, tmp_path: Path) -> None:
+    (data,) = source.glob("*.distcp")
+    damaged = bytearray(data.read_bytes())
+    damaged[len(damaged) // 2] ^= 1
+    data.write_bytes(damaged)
+    found = run_ranks(
+        lambda rank: ckptcore.consolidate(
+            source, tmp_path / "hf", subtree="model", max_file_bytes=2 * ARRAY_BYTES, context=context_of(rank)
+        )
+    )
+    assert sum(kind is not RankFailedError for kind in found) >= 1 and None not in found
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
+def test_processes_that_ask_for_something_else(source: Path, tmp_path: Path) -> None:
+    def work(rank: Coordinator) -> None:
+        amount = (1 + rank.rank) * ARRAY_BYTES
+        ckptcore.consolidate(source, tmp_path / "hf", max_file_bytes=amount, context=context_of(rank))
+
+    assert run_ranks(work) == [CheckpointError, RankFailedError, RankFailedError]
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
+def test_only_the_leader_needs_the_files_that_go_along(source: Path, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+
+    def work(rank: Coordinator) -> None:
+        files = [tmp_path / ("config.json" if rank.rank == 0 else "elsewhere.json")]
+        ckptcore.consolidate(source, tmp_path / "hf", files=files, context=context_of(rank))
+
+    assert run_ranks(work) == [None] * 3
+    assert (tmp_path / "hf" / "config.json").read_text() == "{}"
+    assert ckptcore.load(tmp_path / "hf")["step"] == 1
