@@ -6,15 +6,16 @@ in C order are moved straight into place, and only those that are wanted; others
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Final
+from typing import Final, TypeAlias
 
 from ckptcore.errors import CorruptCheckpointError
 from ckptcore.model import ArrayRecord, ArraySpec, Box, TileRead, TreeMetadata, format_path
 from ckptcore.protocols import ReadStore
 from ckptcore_dcp.chunk_targets import ChunkTargets
 from ckptcore_dcp.dtypes import physical_spec
+from ckptcore_dcp.item_templates import KnownTemplates
 from ckptcore_dcp.pickles import read_pickle
 from ckptcore_dcp.state import Chunk
 from ckptcore_dcp.storages import Place, StoredBytes, gathered_box, inflated
@@ -23,9 +24,11 @@ from ckptcore_dcp.transforms import undone
 from ckptcore_dcp.whole_reads import is_read_whole
 from ckptcore_dcp.zip_directories import Fetch
 from ckptcore_dcp.zip_records import STORED
-from ckptcore_dcp.zips import read_member, read_zip, torch_members
+from ckptcore_dcp.zips import ZipMember, read_member, read_zip, torch_members
 
 __all__ = ["read_items"]
+
+_Templates: TypeAlias = KnownTemplates[ArraySpec, Place]
 
 _SMALL_BYTES: Final = 1 << 18
 """Items up to this size are read whole, and neighbours with them."""
@@ -57,12 +60,13 @@ def read_items(tree: TreeMetadata, wanted: Sequence[ChunkTargets], store: ReadSt
                 yield from _finished(found, left)
             else:
                 tiles.append(tile)
+    templates: _Templates = KnownTemplates()
     for window in _windows([found for found in wanted if _is_small(found)]):
         data = _window_bytes(window, store)
         for found in window:
             start = found.chunk.offset - window[0].chunk.offset
             with _about(found.chunk):
-                _copy(tree, found, data[start : start + found.chunk.nbytes])
+                _copy(tree, found, data[start : start + found.chunk.nbytes], templates)
             yield from _finished(found, left)
     in_tiles: dict[int, int] = {}
     for tile in tiles:
@@ -130,7 +134,7 @@ def _about(chunk: Chunk) -> Iterator[None]:
         raise type(error)(str(error), key=chunk.key, start=chunk.offset, stop=stop) from error
 
 
-def _copy(tree: TreeMetadata, found: ChunkTargets, stored: memoryview) -> None:
+def _copy(tree: TreeMetadata, found: ChunkTargets, stored: memoryview, templates: _Templates) -> None:
     """Fill targets from an item that is in memory."""
     chunk = found.chunk
     origin = chunk.offset
@@ -140,11 +144,18 @@ def _copy(tree: TreeMetadata, found: ChunkTargets, stored: memoryview) -> None:
         stored = memoryview(undone(stored, chunk.transforms, what=path, key=chunk.key, limit=limit))
         origin = 0
 
+    expected = _chunk_spec(tree, found)
+    known = templates.match(expected, stored)
+    if known is not None:
+        _fill(found, known[1], bytes(known[0]))
+        return
+
     def fetch(start: int, stop: int) -> bytes:
         return bytes(stored[max(start - origin, 0) : max(stop - origin, 0)])
 
-    place = _place(tree, found, fetch, origin, origin + len(stored))
+    place, members = _place(tree, found, fetch, origin, origin + len(stored))
     _fill(found, place, inflated(place.storage, fetch))
+    templates.learn(expected, stored, origin, members, f"data/{place.tensor.storage}", place)
 
 
 def _read_large(tree: TreeMetadata, found: ChunkTargets, store: ReadStore) -> TileRead | None:
@@ -154,7 +165,7 @@ def _read_large(tree: TreeMetadata, found: ChunkTargets, store: ReadStore) -> Ti
     def fetch(start: int, stop: int) -> bytes:
         return store.get(chunk.key, start, stop)
 
-    place = _place(tree, found, fetch, chunk.offset, chunk.offset + chunk.nbytes)
+    place, _ = _place(tree, found, fetch, chunk.offset, chunk.offset + chunk.nbytes)
     storage, tensor = place.storage, place.tensor
     if place.is_tile and not storage.big_endian:
         itemsize = found.targets[0][2].itemsize
@@ -166,8 +177,10 @@ def _read_large(tree: TreeMetadata, found: ChunkTargets, store: ReadStore) -> Ti
     return None
 
 
-def _place(tree: TreeMetadata, found: ChunkTargets, fetch: Fetch, start: int, stop: int) -> Place:
-    """Where the elements of the item between two offsets are, which is compared with what its checkpoint says."""
+def _place(
+    tree: TreeMetadata, found: ChunkTargets, fetch: Fetch, start: int, stop: int
+) -> tuple[Place, Mapping[str, ZipMember]]:
+    """Where the elements of the item between two offsets are, which is compared with what its checkpoint says; its members."""
     key, path = found.chunk.key, format_path(tree.paths[found.leaf])
     members = torch_members(read_zip(fetch, start, stop, key=key))
     expected = _chunk_spec(tree, found)
@@ -190,7 +203,7 @@ def _place(tree: TreeMetadata, found: ChunkTargets, fetch: Fetch, start: int, st
     check_bounds(tensor, member.size, key=key, path=path)
     order = members.get("byteorder")
     big_endian = order is not None and read_member(fetch, order, key=key) == b"big"
-    return Place(tensor, StoredBytes.of_member(key, member, big_endian=big_endian))
+    return Place(tensor, StoredBytes.of_member(key, member, big_endian=big_endian)), members
 
 
 def _fill(found: ChunkTargets, place: Place, whole: bytes | None, store: ReadStore | None = None) -> None:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, TypeAlias
 
 from ckptcore.errors import CorruptCheckpointError, ObjectNotFoundError
 from ckptcore.model import Skeleton
 from ckptcore.protocols import ReadStore
+from ckptcore_dcp.item_templates import KnownTemplates
 from ckptcore_dcp.metadata import DcpValue
 from ckptcore_dcp.pickles import read_pickle
 from ckptcore_dcp.tensors import Leaf, tree_of
@@ -16,6 +17,8 @@ from ckptcore_dcp.transforms import undone
 from ckptcore_dcp.zips import read_member, read_zip, torch_members
 
 __all__ = ["ReadValue", "read_values"]
+
+_Templates: TypeAlias = KnownTemplates[None, None]
 
 _NEAR_BYTES: Final = 1 << 16
 """Items that are no farther apart are read in one request."""
@@ -48,6 +51,7 @@ def read_values(values: Mapping[str, DcpValue], store: ReadStore) -> Mapping[str
         UnsupportedLeafError: if one went through a transform that is not known.
     """
     found: dict[str, ReadValue] = {}
+    templates: _Templates = KnownTemplates()
     for window in _windows(values):
         path = values[window[0]].relative_path
         start = values[window[0]].offset
@@ -74,7 +78,7 @@ def read_values(values: Mapping[str, DcpValue], store: ReadStore) -> Mapping[str
                     start=value.offset,
                     stop=value.offset + value.length,
                 )
-            found[name] = _value(name, value, item)
+            found[name] = _value(name, value, item, templates)
     return found
 
 
@@ -102,12 +106,22 @@ def _windows(values: Mapping[str, DcpValue]) -> Iterator[Sequence[str]]:
         yield window
 
 
-def _value(name: str, value: DcpValue, item: bytes) -> ReadValue:
+def _value(name: str, value: DcpValue, item: bytes, templates: _Templates) -> ReadValue:
     key, start = value.relative_path, value.offset
     if value.transforms:
         limit = max(_GROWTH_ALWAYS, _MOST_GROWTH * len(item))
         item = undone(item, value.transforms, what=f"the value {name!r}", key=key, limit=limit)
         start = 0
+
+    known = templates.match(None, memoryview(item))
+    pickle = _pickle(name, key, item, start, templates) if known is None else bytes(known[0])
+    read, _ = read_pickle(pickle, key=key)
+    skeleton, leaves = tree_of(read, key=key, limit=len(pickle) + 1024)
+    return ReadValue(skeleton, leaves)
+
+
+def _pickle(name: str, key: str, item: bytes, start: int, templates: _Templates) -> bytes:
+    """The pickle of an item that lies at `start`, verified."""
 
     def fetch(first: int, last: int) -> bytes:
         return item[max(first - start, 0) : max(last - start, 0)]
@@ -118,6 +132,5 @@ def _value(name: str, value: DcpValue, item: bytes) -> ReadValue:
             f"the value {name!r} in {key!r} is nothing that torch.save wrote: there is no data.pkl in it", key=key
         )
     pickle = read_member(fetch, members["data.pkl"], key=key)
-    read, _ = read_pickle(pickle, key=key)
-    skeleton, leaves = tree_of(read, key=key, limit=len(pickle) + 1024)
-    return ReadValue(skeleton, leaves)
+    templates.learn(None, memoryview(item), start, members, "data.pkl", None)
+    return pickle

@@ -29,6 +29,7 @@ _REFUSED: Final = {
     0x98: "READONLY_BUFFER",
 }
 _HIGHEST_PROTOCOL: Final = 5
+_LITERALS: Final = tuple([LITERALS.get(code) for code in range(256)])
 _NEW_WITH_DICT: Final = b"\x81\x94}\x94("
 """NEWOBJ, MEMOIZE, EMPTY_DICT, MEMOIZE, MARK: after EMPTY_TUPLE, an object whose attributes follow. Read at one go."""
 _CALL_WITH_IT: Final = b"\x94\x85\x94R\x94"
@@ -76,7 +77,7 @@ def _run(data: bytes, position: int, key: str) -> tuple[Value, int]:
     outer: list[list[Any]] = []  # a stack per MARK, so that no opcode reaches below a mark
     memo: list[Any] = []
     keys = KeyCheck(key)
-    literals = [LITERALS.get(code) for code in range(256)]
+    literals = _LITERALS
     unset = _UNSET
     starts_with = data.startswith
     plain_keys = PLAIN_KEYS
