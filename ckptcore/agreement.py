@@ -102,7 +102,10 @@ class Agreement:
                 raise
             error.add_note(f"telling the other ranks failed too: {type(failure).__name__}: {failure}")
         if error is not None:
-            raise error
+            try:
+                raise error
+            finally:
+                del error  # else it and this frame held each other, and the state that is saved
         if failures:
             stage.failed = [rank for rank, _, _ in failures]
             told = "; ".join(f"rank {rank}: {reason}" for rank, reason, _ in failures)

@@ -123,6 +123,8 @@ class ObjectRecorder:
                 writing.writer.abort()
             _close_after(error, writing.segments.close_rest())
             raise
+        finally:
+            writing.error = None  # it holds the frames that hold it, and they hold what is saved
         self._records[key] = ObjectRecord(key, size, sums.encode() if sums is not None else b"")
 
 
@@ -140,6 +142,7 @@ class _LargeWrite:
         self.segments = segments
         self.writer: ObjectWriter | None = None
         self.error: BaseException | None = None
+        self._stopped = False
         self._sums = sums
         self._bounce = bounce
         self._task_bytes = task_bytes
@@ -150,7 +153,8 @@ class _LargeWrite:
 
     def stop(self, error: BaseException) -> None:
         """Let no thread take another task, or wait for a checksum."""
-        if self.error is None:
+        if not self._stopped:
+            self._stopped = True
             self.error = error
         with self._summing:
             self._summing.notify_all()
@@ -185,7 +189,7 @@ class _LargeWrite:
 
     def _take(self) -> WriteTask | None:
         with self._taking:
-            if self.error is not None:
+            if self._stopped:
                 return None
             try:
                 return self.segments.next_task()
@@ -217,7 +221,7 @@ class _LargeWrite:
             if trailer.data is None:
                 with self._summing:
                     while trailer.data is None:
-                        if self.error is not None:
+                        if self._stopped:
                             return False
                         self._summing.wait()
             data[position : position + stop - start] = trailer.data[start:stop]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Final
 
 import numpy as np
@@ -138,7 +138,7 @@ class ObjectSegments:
             run = self._run = next(self._runs)
         return run
 
-    def _open_runs(self) -> Iterator[_Run]:
+    def _open_runs(self) -> Generator[_Run, None, None]:
         position = 0
         trailers = trailers_of(self._segments, self._sizes)
         for number, (segment, size) in enumerate(zip(self._segments, self._sizes, strict=True)):
@@ -177,6 +177,8 @@ class ObjectSegments:
 
     def close_rest(self) -> list[Callable[[], None]]:
         """What closes all segments that were not closed, after a failure; each to be called once."""
+        self._runs.close()  # which holds this as long as it goes on, and this holds it
+        self._run = None
         rest = [*self._outstanding, *range(self._opened, len(self._segments))]
         self._outstanding.clear()
         self._opened = len(self._segments)

@@ -1,0 +1,25 @@
+"""Nothing holds a tensor after its save or load in the layout dcp, and what saves copied into is free again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import ckptcore
+from plugins.torch_backend.tests.held_memory import OPERATIONS, State, without_collector
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_nothing_holds_a_tensor(tmp_path: Path, name: str) -> None:
+    state = State()
+    watched = state.held
+    with without_collector():
+        kept = OPERATIONS[name](tmp_path, state, "dcp")
+        assert state.held == watched
+        state.forget()
+        assert state.held == 0
+    for each in kept if isinstance(kept, tuple) else [kept]:
+        if isinstance(each, ckptcore.Context):
+            each.staging.release_unused()
+            assert each.staging.held_bytes == 0

@@ -1,0 +1,212 @@
+"""What saves and loads of tensors do with memory: for tests of every layout that takes them."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import torch
+
+import ckptcore
+from ckptcore import hookimpl
+from ckptcore.errors import CheckpointError
+from ckptcore.plugins import installed_plugins
+from ckptcore.protocols import StorageBackend, StorageOpener, StorageOptions
+from ckptcore.testing import FaultPlan, FullAfter, with_faults
+
+__all__ = ["OPERATIONS", "Operation", "State", "without_collector"]
+
+_SIZE: Final = 1 << 18
+"""Elements of the large tensors: large enough for memory of their own."""
+
+
+class State:
+    """Tensors to save or to load into, over memory that can be watched: the storage of a tensor cannot."""
+
+    def __init__(self, value: float = 1.0) -> None:
+        """Make large and small tensors, Parameters, and one that does not lie in order."""
+        self._watched: list[weakref.ref[Any]] = []
+        self.tree: dict[str, Any] = {
+            "large": self._tensor(_SIZE, value),
+            "small": self._tensor(3, value),
+            "parameter": torch.nn.Parameter(self._tensor(_SIZE, value)),
+            "transposed": self._tensor(_SIZE, value).view(512, 512).t(),
+            "bf16": self._tensor(_SIZE, value).view(torch.bfloat16),
+            "step": 3,
+        }
+        self._watched += [weakref.ref(leaf) for leaf in self.tree.values() if isinstance(leaf, torch.Tensor)]
+
+    def _tensor(self, size: int, value: float) -> torch.Tensor:
+        memory = np.full(size, value, np.float32)
+        self._watched.append(weakref.ref(memory))
+        return torch.from_numpy(memory)
+
+    def forget(self) -> None:
+        """Let go of the tree."""
+        self.tree = {}
+
+    @property
+    def held(self) -> int:
+        """How many tensors and storages are alive."""
+        return sum(watched() is not None for watched in self._watched)
+
+
+@contextmanager
+def without_collector() -> Iterator[None]:
+    """Let only counts of references free objects: what is let go only by the collector is held for too long."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+@dataclass(frozen=True)
+class _Full:
+    """A storage that is full after some bytes."""
+
+    plan: FaultPlan = field(default_factory=lambda: FaultPlan(FullAfter(1 << 20)))
+
+    def _open(self, url: str, options: StorageOptions) -> StorageBackend:
+        return with_faults(installed_plugins().storage("file")(url.replace("full", "file", 1), options), self.plan)
+
+    @hookimpl
+    def ckpt_storages(self) -> Mapping[str, StorageOpener]:
+        return {"full": self._open}
+
+
+Operation = Callable[[Path, State, str], object]
+"""Does something with a state, at a path, in a layout; what it returns may live on, as with a user who keeps it."""
+
+
+def _context(**options: Any) -> ckptcore.Context:
+    return ckptcore.Context(durability="none", **options)
+
+
+def _save(path: Path, state: State, layout: str) -> object:
+    context = _context()
+    ckptcore.save(path / "c", state.tree, layout=layout, context=context)
+    return context
+
+
+def _save_async(path: Path, state: State, layout: str) -> object:
+    context = _context()
+    handle = ckptcore.save_async(path / "c", state.tree, layout=layout, context=context)
+    handle.result()
+    return handle, context
+
+
+def _save_async_untaken(path: Path, state: State, layout: str) -> object:
+    context = _context()
+    handle = ckptcore.save_async(path / "c", state.tree, layout=layout, context=context)
+    context.saves.wait()
+    return handle, context
+
+
+def _save_bounded(path: Path, state: State, layout: str) -> object:
+    context = _context(memory=ckptcore.MemoryOptions(save_bytes=1 << 20))
+    handle = ckptcore.save_async(path / "c", state.tree, layout=layout, context=context)
+    handle.result()
+    return handle, context
+
+
+def _refused(path: Path, state: State, layout: str) -> object:
+    """A save that fails before anything is copied."""
+    context = _context()
+    (path / "there").mkdir()
+    (path / "there" / "file").touch()
+    _fails(lambda: ckptcore.save(path / "there", state.tree, layout=layout, context=context))
+    _fails(lambda: ckptcore.save(path / "c", [state.tree, object()], layout=layout, context=context))
+    return context
+
+
+def _full(path: Path, state: State, layout: str) -> object:
+    context = _context(plugins=(_Full(),))
+    _fails(lambda: ckptcore.save(f"full://{path}/c", state.tree, layout=layout, context=context))
+    return context
+
+
+def _full_async(path: Path, state: State, layout: str) -> object:
+    context = _context(plugins=(_Full(),))
+    handle = ckptcore.save_async(f"full://{path}/c", state.tree, layout=layout, context=context)
+    context.saves.wait()
+    _fails(handle.result)
+    return handle, context
+
+
+def _fails(act: Callable[[], object]) -> None:
+    try:
+        act()
+    except CheckpointError:
+        return
+    raise AssertionError("it did not fail")
+
+
+def _load(path: Path, state: State, layout: str) -> object:
+    context = _context()
+    _save(path, State(2.0), layout)
+    loaded = ckptcore.load(path / "c", state.tree, context=context)
+    assert loaded["large"][0] == 2 and state.tree["large"][0] == 1
+    return loaded, context
+
+
+def _load_into(path: Path, state: State, layout: str) -> object:
+    context = _context()
+    _save(path, State(2.0), layout)
+    ckptcore.load_into(path / "c", state.tree, context=context)
+    assert state.tree["large"][0] == 2 and state.tree["transposed"][5, 3] == 2
+    return context
+
+
+def _load_other_shape(path: Path, state: State, layout: str) -> object:
+    context = _context()
+    other = State(2.0)
+    other.tree["small"] = torch.ones(4)
+    _save(path, other, layout)
+    _fails(lambda: ckptcore.load(path / "c", state.tree, context=context))
+    _fails(lambda: ckptcore.load_into(path / "c", state.tree, context=context))
+    return context
+
+
+def _load_damaged(path: Path, state: State, layout: str) -> object:
+    context = _context()
+    _save(path, State(2.0), layout)
+    largest = max((path / "c").iterdir(), key=lambda file: file.stat().st_size)
+    with largest.open("r+b") as file:
+        file.seek(largest.stat().st_size // 2)
+        file.write(b"damaged")
+    _fails(lambda: ckptcore.load(path / "c", state.tree, context=context))
+    _fails(lambda: ckptcore.load_into(path / "c", state.tree, context=context))
+    return context
+
+
+def _checkpointer(path: Path, state: State, layout: str) -> object:
+    context = _context()
+    checkpointer = ckptcore.Checkpointer(path / "run", layout=layout, context=context)
+    for step in range(3):
+        checkpointer.save(step, state.tree)
+    checkpointer.wait()
+    return checkpointer, checkpointer.load()
+
+
+OPERATIONS: Final[Mapping[str, Operation]] = {
+    "save": _save,
+    "save_async": _save_async,
+    "save_async, result not taken": _save_async_untaken,
+    "save_async with a bound": _save_bounded,
+    "saves that are refused": _refused,
+    "a save to a full disk": _full,
+    "save_async to a full disk": _full_async,
+    "load": _load,
+    "load_into": _load_into,
+    "loads of another shape": _load_other_shape,
+    "loads of a damaged checkpoint": _load_damaged,
+    "steps of a Checkpointer": _checkpointer,
+}
