@@ -17,7 +17,7 @@ from ckptcore.model.transfer import WriteItem, WritePlan
 from ckptcore.model.tree import format_path
 from ckptcore.opening import Opened
 from ckptcore.planning import plan_read
-from ckptcore.protocols import Layout, WritesRuns
+from ckptcore.protocols import Layout, ReadsChunks, WritesRuns
 from ckptcore.runs import cut_runs
 
 __all__ = ["StreamSizes", "StreamedSnapshot", "items_by_object", "reading_context"]
@@ -25,6 +25,8 @@ __all__ = ["StreamSizes", "StreamedSnapshot", "items_by_object", "reading_contex
 _PIECE_BYTES: Final = 64 << 20
 _ITEM_BYTES: Final = 512 << 20
 _LEAST_BYTES: Final = 4 << 10
+_MOST_BANDS_BITS: Final = 16
+"""About how many boundaries between chunks are looked at, as a power of 2: a hostile checkpoint may state any size."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -82,12 +84,13 @@ def items_by_object(
             ]
         ]
     stored = _stored_bytes(opened)
+    rows = opened.layout.chunk_rows(opened.tree, opened.state) if isinstance(opened.layout, ReadsChunks) else {}
     return [
         [
             WriteItem(leaf, record.spec, (box,))
             for leaf in leaves
             if isinstance(record := tree.leaves[leaf], ArrayRecord)
-            for box in _pieces(record, stored.get(sources[leaf], 0), sizes)
+            for box in _pieces(record, stored.get(sources[leaf], 0), rows.get(sources[leaf]), sizes)
         ]
         for leaves in layout.arrays_by_object(tree)
     ]
@@ -101,17 +104,30 @@ def _stored_bytes(opened: Opened) -> Mapping[int, int]:
     return stored
 
 
-def _pieces(record: ArrayRecord, stored: int, sizes: StreamSizes) -> list[Box]:
-    """Cut an array where it was cut as it was stored, and elsewhere only where that does no harm."""
+def _pieces(record: ArrayRecord, stored: int, rows: int | None, sizes: StreamSizes) -> list[Box]:
+    """Cut an array where it was cut as it was stored, and elsewhere only where that does no harm.
+
+    Args:
+        record: the array.
+        stored: bytes of objects that are plain ranges of it.
+        rows: of a chunk; None where there is no regular grid.
+        sizes: how large pieces may be.
+    """
     nbytes = record.spec.nbytes
+    if nbytes <= sizes.piece:
+        return [Box.whole(record.spec.shape)]
     if stored == nbytes:
         whole = 0  # elements as they are: any range of them is read by itself
     elif stored > nbytes:
         whole = sizes.item
     else:
         whole = nbytes  # encoded: to read a part is to decode all of it
-    bands = record.cuts[0] if record.cuts else ()
-    return cut_runs(record.spec, bands, most_bytes=sizes.piece, band_bytes=whole)
+    most = max(sizes.piece, nbytes >> _MOST_BANDS_BITS)
+    bands: Sequence[int] = record.cuts[0] if record.cuts else ()
+    if rows is not None and record.spec.shape:
+        step = rows * max(1, most // (rows * (nbytes // record.spec.shape[0])))
+        bands = range(step, record.spec.shape[0], step)
+    return cut_runs(record.spec, bands, most_bytes=most, band_bytes=whole)
 
 
 class StreamedSnapshot:

@@ -22,6 +22,7 @@ __all__ = [
     "MarksCheckpoints",
     "MemberKind",
     "ReadStore",
+    "ReadsChunks",
     "Snapshot",
     "WriteStore",
     "WritesRuns",
@@ -274,6 +275,19 @@ class WritesRuns(Protocol):
 
         Told of the tree alone, so that processes agree without asking each other. All of an object is to be written by one
         process, and different ones by any. An object that has no array in it is written by the leader.
+        """
+        ...
+
+
+@runtime_checkable
+class ReadsChunks(Protocol):
+    """A layout with chunks of which a part is not read, or not verified, by itself."""
+
+    def chunk_rows(self, tree: TreeMetadata, state: JSON) -> Mapping[int, int]:
+        """By leaf, how many indices of the first axis a chunk has, where arrays lie in a regular grid of them; others are left out.
+
+        A conversion that cuts arrays does it between chunks: else it would decode each of them several times. At least 1 each;
+        `state` may be hostile.
         """
         ...
 

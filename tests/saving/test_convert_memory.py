@@ -23,7 +23,8 @@ import ckptcore
 from tests.composites.shelf import ShelfPlugin
 
 source, destination, layout, warm = sys.argv[1:]
-context = ckptcore.Context(plugins=(ShelfPlugin(),), durability="none")
+memory = ckptcore.MemoryOptions(load_bytes=64 << 20)
+context = ckptcore.Context(plugins=(ShelfPlugin(),), durability="none", memory=memory)
 ckptcore.convert(warm, warm + "-again", layout=layout, context=context)
 
 

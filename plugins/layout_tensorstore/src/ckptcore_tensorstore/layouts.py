@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Literal
 from weakref import WeakKeyDictionary
@@ -118,6 +118,11 @@ class _OrbaxLayout:
     def extents(self, tree: TreeMetadata, state: JSON) -> Iterator[tuple[int, str, int, int]]:
         """Where the arrays lie that are stored as they are."""
         return self._states.decoded(state, tree).direct_extents(tree)
+
+    def chunk_rows(self, tree: TreeMetadata, state: JSON) -> Mapping[int, int]:
+        """Those of read chunks: each is decoded, or compared with its checksum, as a whole."""
+        arrays = self._states.decoded(state, tree).arrays
+        return {leaf: stored.form.inner[0] for leaf, stored in arrays.items() if stored.form.inner}
 
     def inspect(self, store: ReadStore, entry: str | None) -> Inspection | None:
         """A checkpoint of Orbax's, or AXLearn's, with arrays in this layout.

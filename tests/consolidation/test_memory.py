@@ -1,0 +1,64 @@
+"""A tree of one array that is much larger than the memory that converting it takes."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import ckptcore
+
+MIB = 1 << 20
+ARRAY_BYTES = 512 * MIB
+
+# In a process of its own, whose peak is nobody else's.
+PROGRAM = """
+import sys
+import ckptcore
+
+source, destination, action, bound, warm = sys.argv[1:]
+memory = ckptcore.MemoryOptions(load_bytes=int(bound) or None)
+context = ckptcore.Context(durability="none", memory=memory)
+perform = getattr(ckptcore, action)
+perform(warm, warm + "-again", context=context)
+
+
+def peak():
+    # Not ru_maxrss, which begins with what the parent had.
+    with open("/proc/self/status") as status:
+        return next(int(line.split()[1]) << 10 for line in status if line.startswith("VmHWM:"))
+
+
+before = peak()
+perform(source, destination, context=context)
+print(peak() - before)
+"""
+
+SLACK_BYTES = 64 * MIB
+"""Buffers of the threads that read and of those that write: 4 MiB for each."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("layout", "action", "bound_bytes"),
+    [
+        ("safetensors", "consolidate", 0),
+        ("dcp", "consolidate", 24 * MIB),
+        ("zarr3", "convert", 0),
+    ],
+)
+def test_the_largest_array_need_not_fit(layout: str, action: str, bound_bytes: int, tmp_path: Path) -> None:
+    context = ckptcore.Context(durability="none")
+    array = np.arange(ARRAY_BYTES // 4, dtype=np.float32).reshape(-1, 1024)
+    ckptcore.save(tmp_path / "source", {"w": array}, layout=layout, context=context)
+    ckptcore.save(tmp_path / "warm", {"w": np.zeros(8 * MIB)}, layout=layout, context=context)
+    arguments = [str(tmp_path / "source"), str(tmp_path / "made"), action, str(bound_bytes), str(tmp_path / "warm")]
+    found = subprocess.run(
+        [sys.executable, "-c", PROGRAM, *arguments], capture_output=True, text=True, timeout=300, check=False
+    )
+    assert found.returncode == 0, found.stderr
+    assert int(found.stdout) < (bound_bytes or 192 * MIB) + SLACK_BYTES
+    assert np.array_equal(ckptcore.load(tmp_path / "made")["w"], array)
