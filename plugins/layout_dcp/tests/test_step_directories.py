@@ -231,3 +231,12 @@ def test_what_cannot_be_read_is_named(xorl_step: Path, monkeypatch: pytest.Monke
     assert list(found.checkpointables) == ["model", "optimizer"]
     assert found.unreadable.keys() == {"extra_state", "scheduler.pt"}
     assert ckptcore.load_checkpointables(xorl_step, ["model"])["model"]["n"] == 7
+
+
+@pytest.mark.parametrize("name", ["adapter_model.bin", "diffusion_pytorch_model.bin"])
+def test_files_of_other_libraries_are_found_in_their_directory(tmp_path: Path, name: str) -> None:
+    torch.save({"w": torch.arange(3)}, tmp_path / name)
+    torch.save({"step": 3}, tmp_path / "trainer.bin")
+    assert ckptcore.load(tmp_path)["w"].tolist() == [0, 1, 2]
+    torch.save({"w": torch.zeros(3)}, tmp_path / "pytorch_model.bin")
+    assert ckptcore.load(tmp_path)["w"].tolist() == [0, 0, 0]
