@@ -13,7 +13,7 @@ from ckptcore.model import AbstractArray
 from ckptcore.protocols import Priority
 from ckptcore_torch.abstracts import abstract_tensor
 from ckptcore_torch.names import names_in_wrappers, plain_names, wrapper_parts
-from ckptcore_torch.tensors import is_uninitialized, same_memory
+from ckptcore_torch.tensors import is_sharded, is_uninitialized, same_memory
 
 __all__ = ["ModuleHandler"]
 
@@ -139,7 +139,7 @@ def _refuse_other_wrappers(module: torch.nn.Module, state: Mapping[str, Any], st
 
 
 def _is_meta(held: object) -> bool:
-    return isinstance(held, torch.Tensor) and not is_uninitialized(held) and held.is_meta
+    return isinstance(held, torch.Tensor) and not is_uninitialized(held) and not is_sharded(type(held)) and held.is_meta
 
 
 def _ties_on_meta(module: torch.nn.Module) -> list[list[str]]:

@@ -206,10 +206,10 @@ def _slots_to_load(members: Sequence[NamedState], nested: Mapping[str, Any]) -> 
         member = known.get(key)
         if member is None:
             (member,) = members  # with several, such a state was refused
-            found[key] = slots_to_load(member.slots.get(key), slots, abstract_tensor)
+            found[key] = slots_to_load(member.to_fill.get(key), slots, abstract_tensor)
         else:
             name = member.aliases[key]
-            found[key] = slots_to_load(member.slots.get(name), slots, functools.partial(member.array, name))
+            found[key] = slots_to_load(member.to_fill.get(name), slots, functools.partial(member.array, name))
     return found
 
 

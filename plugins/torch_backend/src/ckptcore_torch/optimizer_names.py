@@ -23,6 +23,7 @@ class NamedState:
 
     Attributes:
         slots: by the name of each parameter that has a state, that state. What is no parameter's has the key it has there.
+        to_fill: the same, as far as the tensors in it are the optimizer's own, so that a load can read into them.
         groups: as a state dict has them, with names as ``params``.
         aliases: by every name that a parameter has, the one that is used here. The order is that of the parameters.
         array: for a name and an array that is stored for it, the abstract tensor that asks for it.
@@ -30,6 +31,7 @@ class NamedState:
     """
 
     slots: Mapping[Any, Any]
+    to_fill: Mapping[Any, Any]
     groups: list[dict[str, Any]]
     aliases: Mapping[str, str]
     array: Callable[[str, AbstractArray], object]
@@ -66,8 +68,10 @@ def named_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Nam
         by_number = {number_of.get(key, key): value for key, value in slots.items()}
         OptimizerHandler().restore(optimizer, {**state, "state": by_number, "param_groups": numbered})
 
+    slots = {name_of.get(key, key): held for key, held in state["state"].items()}
     return NamedState(
-        slots={name_of.get(key, key): slots for key, slots in state["state"].items()},
+        slots=slots,
+        to_fill=slots,
         groups=[{**group, "params": [name_of[key] for key in group["params"]]} for group in state["param_groups"]],
         aliases={alias: name for name, parameter in parameters.items() for alias in names_of[parameter]},
         array=lambda name, stored: abstract_beside(parameters[name], stored),

@@ -110,14 +110,15 @@ def slots_to_load(own: Any, stored: Any, array: Callable[[AbstractArray], object
         stored: its state, with `AbstractArray` for arrays.
         array: makes the abstract tensor for what `own` has not.
     """
-    asked = state_to_load(own, stored, array=array)
-    if isinstance(asked, dict) and isinstance(own, dict):
-        for name, held in own.items():
+    held = {name: slot for name, slot in own.items() if isinstance(slot, torch.Tensor)} if isinstance(own, dict) else {}
+    # Without its tensors: not all of them can make others like themselves, and what they made would lie anywhere.
+    others = {name: slot for name, slot in own.items() if name not in held} if held else own
+    asked = state_to_load(others, stored, array=array)
+    if isinstance(asked, dict):
+        for name, tensor in held.items():
             other = asked.get(name)
-            if not isinstance(held, torch.Tensor) or not isinstance(other, torch.Tensor):
-                continue
-            if held.shape == other.shape and held.dtype == other.dtype:
-                asked[name] = held
+            if isinstance(other, torch.Tensor) and (tensor.shape, tensor.dtype) == (other.shape, other.dtype):
+                asked[name] = tensor
     return asked
 
 

@@ -1,7 +1,8 @@
 """The leaf handler of ShardedTensors, of which each process holds some shards, as the state dicts of FSDP1 have them.
 
 `torch.distributed._shard.sharded_tensor.ShardedTensor` says of every shard of all processes where it begins and how long it is
-(``metadata().shards_metadata``, torch 2.13.0), and holds those of its own process as tensors (``local_shards()``).
+(``metadata().shards_metadata``, torch 2.13.0), and holds those of its own process as tensors (``local_shards()``). Asked for anything
+else, also for its shape, it warns that it is deprecated.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ class ShardedTensorHandler:
         Raises:
             UnsupportedLeafError: if a shard has no memory or another shape than it should, or it cannot be told who else has it.
         """
-        replica, replicas = _replica(leaf, size)
+        replica, replicas = _replica(leaf, rank, size)
         found = []
         for box, local in _local_shards(leaf):
             if tuple(local.shape) != box.shape:
@@ -172,7 +173,7 @@ def _expect_shape(abstract: Any, stored: LeafRecord) -> None:
         raise TreeMismatchError(f"{difference}; give a ShardedTensor of the stored shape", [difference])
 
 
-def _replica(leaf: Any, size: int) -> tuple[int, int]:
+def _replica(leaf: Any, rank: int, size: int) -> tuple[int, int]:
     """Which of how many groups of processes, each of which holds all shards, this process is in.
 
     A ShardedTensor knows only its own group. Hybrid sharding, the one case where there are several, divides all processes
@@ -185,9 +186,9 @@ def _replica(leaf: Any, size: int) -> tuple[int, int]:
     if not rest:
         first = ranks[0]
         if first % len(ranks) == 0 and ranks == list(range(first, first + len(ranks))):
-            return first // len(ranks), groups
+            return rank // len(ranks), groups
         if first < groups and ranks == list(range(first, size, groups)):
-            return first, groups
+            return rank % groups, groups
     raise UnsupportedLeafError(
         f"a ShardedTensor over the ranks {ranks} of {size} does not tell which other ranks hold the same; "
         "save it in a job of these ranks alone, or make it a DTensor"

@@ -27,7 +27,7 @@ from ckptcore_torch.conversions import copy_elements, elements_as, host_view, li
 from ckptcore_torch.dtypes import encoding_of
 from ckptcore_torch.transfers import finish_work_on, start_copy
 
-__all__ = ["SubclassHandler", "TensorHandler", "handler_of_type", "is_uninitialized", "same_memory"]
+__all__ = ["SubclassHandler", "TensorHandler", "handler_of_type", "is_sharded", "is_uninitialized", "same_memory"]
 
 
 class TensorHandler:
@@ -221,8 +221,7 @@ def handler_of_type(leaf_type: type) -> LeafHandler | None:
         from ckptcore_torch.dtensors import DTensorHandler
 
         return DTensorHandler()
-    sharded = sys.modules.get("torch.distributed._shard.sharded_tensor")
-    if sharded is not None and issubclass(leaf_type, sharded.ShardedTensor):
+    if is_sharded(leaf_type):
         from ckptcore_torch.sharded_tensors import ShardedTensorHandler
 
         return ShardedTensorHandler()
@@ -234,13 +233,19 @@ def is_uninitialized(leaf: object) -> bool:
     return isinstance(leaf, torch.nn.UninitializedParameter | torch.nn.UninitializedBuffer)
 
 
+def is_sharded(leaf_type: type) -> bool:
+    """Whether tensors of a type are ShardedTensors, which refuse almost any question, or warn of it."""
+    module = sys.modules.get("torch.distributed._shard.sharded_tensor")
+    return module is not None and issubclass(leaf_type, module.ShardedTensor)
+
+
 def same_memory(held: object, given: object) -> bool:
     """Whether two values are one tensor, or views of the very same elements, so that nothing needs to be copied."""
     if held is given:
         return True
     if not isinstance(held, torch.Tensor) or not isinstance(given, torch.Tensor):
         return False
-    if is_uninitialized(held) or held.is_meta:
+    if is_uninitialized(held) or is_sharded(type(held)) or held.is_meta:
         return False
     if not held.numel():
         return held.shape == given.shape and held.dtype == given.dtype
