@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 
 import ckptcore
-from ckptcore.errors import CheckpointError, RankFailedError
+from ckptcore.errors import AtomicityError, CheckpointError, RankFailedError
 from ckptcore.hookspecs import hookimpl
 from ckptcore.plugins import installed_plugins
 from ckptcore.protocols import Coordinator, StorageBackend, StorageOpener, StorageOptions
 from ckptcore.testing import FaultPlan, ThreadJob, with_faults
+from tests.saving.test_failures import OneRankEach
 
 ARRAYS, ARRAY_BYTES = 12, 24 << 10
 
@@ -136,3 +137,23 @@ def test_only_the_leader_needs_the_files_that_go_along(source: Path, tmp_path: P
     assert run_ranks(work) == [None] * 3
     assert (tmp_path / "hf" / "config.json").read_text() == "{}"
     assert ckptcore.load(tmp_path / "hf")["step"] == 1
+
+
+@pytest.mark.parametrize("max_file_bytes", [1, 30, 1 << 30])
+def test_files_of_one_save_may_come_from_several_processes(max_file_bytes: int, tmp_path: Path) -> None:
+    """Where each process holds arrays of its own, as with pipeline parallelism: a file is whole on one of them, or refused."""
+    state = {name: np.full(4, float(number % 2)) for number, name in enumerate("abcd")}
+    layout = ckptcore.SafetensorsLayout(max_file_bytes=max_file_bytes)
+
+    def work(rank: Coordinator) -> None:
+        context = context_of(rank, handlers={np.ndarray: OneRankEach()})
+        ckptcore.save(tmp_path / "c", state, layout=layout, context=context)
+
+    found = run_ranks(work, 2)
+    if max_file_bytes == 1 << 30:
+        assert AtomicityError in found and list(tmp_path.iterdir()) == []
+        return
+    assert found == [None, None]
+    assert ckptcore.verify(tmp_path / "c").ok and len(list((tmp_path / "c").glob("*.safetensors"))) == 4
+    loaded = ckptcore.load(tmp_path / "c")
+    assert all(np.array_equal(loaded[name], array) for name, array in state.items())

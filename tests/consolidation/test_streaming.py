@@ -1,0 +1,201 @@
+"""Arrays that are read ahead of who writes them."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from ckptcore_tensorstore import Zarr3Layout
+
+import ckptcore
+from ckptcore.errors import CorruptCheckpointError, PluginError, SaveLostError
+from ckptcore.model import ArraySpec, Box, HostArray, ReadPlan, WriteItem, WritePlan
+from ckptcore.opening import Opened, open_checkpoint
+from ckptcore.protocols import Layout, ReadStore
+from ckptcore.streaming import StreamedSnapshot, StreamSizes, items_by_object
+from tests.consolidation.test_jobs import CountedFiles
+
+ARRAYS, ARRAY_BYTES = 10, 8000
+CONTEXT = ckptcore.Context(durability="none", threads=2)
+SMALL = StreamSizes(piece=16_000, item=16_000, held=24_000)
+
+
+class Watched(ckptcore.SafetensorsLayout):
+    """Counts what is read, may wait before it reads, and may not read at all."""
+
+    gate: threading.Event
+    batches: list[list[int]]
+    fault: Exception | None
+    silent: bool
+
+    __slots__ = ("batches", "fault", "gate", "silent")
+
+    def read(self, plan: ReadPlan, buffers: Sequence[HostArray], store: ReadStore) -> Iterator[int]:
+        self.gate.wait(10)
+        self.batches.append([item.leaf for item in plan.items])
+        if self.fault is not None:
+            raise self.fault
+        if not self.silent:
+            yield from super().read(plan, buffers, store)
+
+
+def watched() -> Watched:
+    """One that does as it should."""
+    layout = Watched()
+    for name, value in (("gate", threading.Event()), ("batches", []), ("fault", None), ("silent", False)):
+        object.__setattr__(layout, name, value)
+    layout.gate.set()
+    return layout
+
+
+@pytest.fixture
+def opened(tmp_path: Path) -> Opened:
+    state = {f"w{number}": np.full(ARRAY_BYTES // 4, number, np.float32) for number in range(ARRAYS)}
+    ckptcore.save(tmp_path / "source", state, context=CONTEXT)
+    return replace(open_checkpoint(tmp_path / "source", CONTEXT), layout=watched())
+
+
+def layout_of(opened: Opened) -> Watched:
+    assert isinstance(opened.layout, Watched)
+    return opened.layout
+
+
+def snapshot_of(opened: Opened, sizes: StreamSizes = SMALL) -> StreamedSnapshot:
+    (items,) = items_by_object(ckptcore.SafetensorsLayout(), opened.tree, opened, range(ARRAYS), sizes)
+    return StreamedSnapshot(WritePlan(opened.tree, tuple(items), 0, 1, "id"), opened, range(ARRAYS), sizes)
+
+
+def first_element(snapshot: StreamedSnapshot, item: int) -> float:
+    (array,) = snapshot.take(item)
+    assert (array == array.ravel()[0]).all()
+    return float(array.ravel()[0])
+
+
+def settled(layout: Watched) -> int:
+    """How many arrays were read once nothing more is."""
+    before = -1
+    while (count := sum(map(len, layout.batches))) != before:
+        before = count
+        time.sleep(0.05)
+    return count
+
+
+def test_no_more_is_read_ahead_than_may_be_held(opened: Opened) -> None:
+    snapshot = snapshot_of(opened)
+    try:
+        assert first_element(snapshot, 0) == 0
+        assert settled(layout_of(opened)) == 3
+        snapshot.release(0)
+        snapshot.release(0)  # again is no error
+        assert settled(layout_of(opened)) == 4
+        assert [first_element(snapshot, item) for item in range(1, ARRAYS)] == list(range(1, ARRAYS))
+    finally:
+        snapshot.close()
+
+
+def test_small_arrays_are_read_together(opened: Opened) -> None:
+    snapshot = snapshot_of(opened)
+    try:
+        for item in range(ARRAYS):
+            first_element(snapshot, item)
+            snapshot.release(item)
+    finally:
+        snapshot.close()
+    assert max(map(len, layout_of(opened).batches)) == 2
+    assert list(itertools.chain(*layout_of(opened).batches)) == list(range(ARRAYS))
+
+
+def test_a_writer_may_ask_in_any_order(opened: Opened) -> None:
+    snapshot = snapshot_of(opened)
+    try:
+        order = [9, 3, 4, 0, 8, 1, 7, 2, 6, 5]
+        assert [first_element(snapshot, item) for item in order] == order  # and releases nothing
+    finally:
+        snapshot.close()
+    assert sorted(itertools.chain(*layout_of(opened).batches)) == list(range(ARRAYS))
+
+
+def test_an_error_of_the_reader_reaches_the_writer(opened: Opened) -> None:
+    object.__setattr__(opened.layout, "fault", CorruptCheckpointError("it is damaged"))
+    snapshot = snapshot_of(opened)
+    for _ in range(2):
+        with pytest.raises(CorruptCheckpointError, match="damaged"):
+            snapshot.take(5)
+    snapshot.close()
+
+
+def test_a_layout_that_does_not_read(opened: Opened) -> None:
+    object.__setattr__(opened.layout, "silent", True)
+    snapshot = snapshot_of(opened)
+    with pytest.raises(PluginError, match="did not read w0"):
+        snapshot.take(0)
+    snapshot.close()
+
+
+def test_whoever_waits_is_told_of_the_end(opened: Opened) -> None:
+    layout_of(opened).gate.clear()
+    snapshot = snapshot_of(opened)
+    raised: list[type[Exception]] = []
+
+    def take() -> None:
+        try:
+            snapshot.take(0)
+        except SaveLostError as error:
+            raised.append(type(error))
+        layout_of(opened).gate.set()
+
+    writer = threading.Thread(target=take)
+    writer.start()
+    snapshot.close()
+    snapshot.close()
+    writer.join(10)
+    assert raised == [SaveLostError]
+    with pytest.raises(SaveLostError):
+        snapshot.take(1)
+
+
+def test_what_nobody_takes_is_not_read(opened: Opened) -> None:
+    snapshot_of(opened).close()
+    assert not layout_of(opened).batches
+
+
+@pytest.mark.parametrize("load_bytes", [None, 1 << 40, 3 << 20, 1])
+def test_sizes_follow_the_options(load_bytes: int | None) -> None:
+    sizes = StreamSizes.of(ckptcore.Context(memory=ckptcore.MemoryOptions(load_bytes=load_bytes)))
+    if load_bytes is None or load_bytes > sizes.held:
+        assert sizes == StreamSizes()
+    else:
+        assert sizes.held == sizes.item == load_bytes and sizes.piece == max(load_bytes // 3, 4096)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [Zarr3Layout(compression="zstd", chunk_bytes=6000), Zarr3Layout(chunk_bytes=0), Zarr3Layout(compression="gzip", chunk_bytes=0)],
+    ids=["compressed", "checksummed", "one chunk"],
+)  # fmt: skip
+def test_chunks_are_read_once(layout: Layout, tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    array = rng.standard_normal((300, 100)).astype(np.float32)
+    ckptcore.save(tmp_path / "source", {"w": array}, layout=layout, context=CONTEXT)
+    storage = CountedFiles()
+    memory = ckptcore.MemoryOptions(load_bytes=60_000)
+    context = ckptcore.Context(durability="none", memory=memory, verify=False, plugins=(storage,))
+    ckptcore.consolidate(f"counted://{tmp_path}/source", tmp_path / "hf", context=context)
+    assert np.array_equal(ckptcore.load(tmp_path / "hf")["w"], array)
+    stored = sum(path.stat().st_size for path in (tmp_path / "source").rglob("c/**/*") if path.is_file())
+    # Beside the chunks there are the root and indices of shards.
+    assert stored < storage.plan.bytes_read < stored + 30_000
+
+
+def test_a_layout_of_whole_arrays_gets_them_whole(opened: Opened) -> None:
+    whole: Any = type("Whole", (), {"name": "whole"})()
+    (items,) = items_by_object(whole, opened.tree, opened, range(ARRAYS), StreamSizes(1, 1, 1))
+    spec = ArraySpec((ARRAY_BYTES // 4,), "float32")
+    assert items == [WriteItem(leaf, spec, (Box.whole(spec.shape),)) for leaf in range(ARRAYS)]
