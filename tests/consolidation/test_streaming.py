@@ -18,7 +18,7 @@ import ckptcore
 from ckptcore.errors import CorruptCheckpointError, PluginError, SaveLostError
 from ckptcore.model import ArraySpec, Box, HostArray, ReadPlan, WriteItem, WritePlan
 from ckptcore.opening import Opened, open_checkpoint
-from ckptcore.protocols import Layout, ReadStore
+from ckptcore.protocols import Layout, ReadsChunks, ReadStore
 from ckptcore.streaming import StreamedSnapshot, StreamSizes, items_by_object
 from tests.consolidation.test_jobs import CountedFiles
 
@@ -192,6 +192,18 @@ def test_chunks_are_read_once(layout: Layout, tmp_path: Path) -> None:
     stored = sum(path.stat().st_size for path in (tmp_path / "source").rglob("c/**/*") if path.is_file())
     # Beside the chunks there are the root and indices of shards.
     assert stored < storage.plan.bytes_read < stored + 30_000
+
+
+def test_arrays_are_cut_between_chunks_and_shards(tmp_path: Path) -> None:
+    array = np.zeros((300, 10), np.float32)
+    ckptcore.save(tmp_path / "source", {"w": array}, layout=Zarr3Layout(chunk_bytes=700), context=CONTEXT)
+    opened = open_checkpoint(tmp_path / "source", CONTEXT)
+    (items,) = items_by_object(ckptcore.SafetensorsLayout(), opened.tree, opened, (0,), StreamSizes(2000, 2000, 4000))
+    starts = [item.boxes[0].start[0] for item in items]
+    assert isinstance(opened.layout, ReadsChunks)
+    rows = opened.layout.chunk_rows(opened.tree, opened.state)[0]
+    assert rows > 1 and all(start % rows == 0 for start in starts)
+    assert 6 <= len(items) <= 12 and max(item.boxes[0].size for item in items) <= 500
 
 
 def test_a_layout_of_whole_arrays_gets_them_whole(opened: Opened) -> None:
