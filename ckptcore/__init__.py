@@ -7,6 +7,7 @@ A map of the package:
 - `Checkpointer`: a run's steps; `CheckpointReader`: the same for who only reads (`ckptcore.checkpointer`, `ckptcore.reader`)
 - `ckptcore.policies`, `ckptcore.step_names`: when to save, which steps to keep, how they are named
 - `Context`, `MemoryOptions`: options (`ckptcore.context`)
+- `Export`, `StepExport`: further checkpoints of one save in other layouts (`ckptcore.exports`)
 - `AbstractArray`, `PLACEHOLDER`: what a load asks for; `PerProcess`: what differs from process to process
 - `SafetensorsLayout`: the built-in layout with its options
 - `ckptcore.errors`: every error
@@ -38,6 +39,7 @@ from ckptcore.builtin.safetensors import SafetensorsLayout
 from ckptcore.context import Context, MemoryOptions
 from ckptcore.describing import CheckpointablesMetadata, CheckpointMetadata
 from ckptcore.errors import CheckpointError
+from ckptcore.exports import Export
 from ckptcore.flattening import PLACEHOLDER
 from ckptcore.hookspecs import hookimpl
 from ckptcore.model import AbstractArray
@@ -47,6 +49,7 @@ from ckptcore.verification import Problem, VerifyReport
 
 if TYPE_CHECKING:
     from ckptcore.checkpointer import Checkpointer
+    from ckptcore.exports import StepExport
     from ckptcore.reader import CheckpointReader
     from ckptcore.restoring import SkippedStep
     from ckptcore.step_names import StepNameFormat, StepNames
@@ -60,6 +63,7 @@ __all__ = [
     "CheckpointablesMetadata",
     "Checkpointer",
     "Context",
+    "Export",
     "LoadHandle",
     "MemoryOptions",
     "PerProcess",
@@ -69,6 +73,7 @@ __all__ = [
     "SaveHandle",
     "SkippedStep",
     "StatefulCheckpointable",
+    "StepExport",
     "StepNameFormat",
     "StepNames",
     "VerifyReport",
@@ -96,6 +101,7 @@ _ON_DEMAND = {
     "CheckpointReader": "ckptcore.reader",
     "Checkpointer": "ckptcore.checkpointer",
     "SkippedStep": "ckptcore.restoring",
+    "StepExport": "ckptcore.exports",
     "StepNameFormat": "ckptcore.step_names",
     "StepNames": "ckptcore.step_names",
 }

@@ -25,6 +25,7 @@ from ckptcore.errors import (
     CorruptCheckpointError,
     UnsupportedVersionError,
 )
+from ckptcore.exports import Export
 from ckptcore.loading import load_into_target, load_value, recorded_load
 from ckptcore.locations import LocationLike, resolve_location
 from ckptcore.model.tree import JSON
@@ -60,6 +61,7 @@ def save(
     layout: str | Layout = "safetensors",
     overwrite: Overwrite = False,
     metadata: Mapping[str, JSON] | None = None,
+    exports: Sequence[Export] = (),
     context: Context | None = None,
 ) -> None:
     """Save a tree and return once it is committed. Arrays in host memory are not copied; do not change them meanwhile.
@@ -71,6 +73,9 @@ def save(
         overwrite: whether a checkpoint that is there is replaced, with every file that stands in its directory: True: atomically; ``"non-atomic"``: also where the storage
             cannot do so, and a crash would leave neither.
         metadata: JSON of the user's, kept with the checkpoint.
+        exports: further checkpoints of the state or of parts of it, in other layouts, that are written from the same copy in host
+            memory once this one is committed. What replaces and describes this one does so for them. The error of one says that
+            this one is committed.
         context: options.
 
     Raises:
@@ -79,7 +84,9 @@ def save(
         BackgroundSaveError: if an earlier asynchronous save failed unnoticed; call again to save.
         StorageError: if the storage fails. What was there before is there still.
     """
-    request = SaveRequest(location=location, values=OneTree(state), layout=layout, overwrite=overwrite, custom=metadata)
+    request = SaveRequest(
+        location=location, values=OneTree(state), layout=layout, overwrite=overwrite, custom=metadata, exports=exports
+    )
     perform_save(request, context or default_context())
 
 
@@ -90,6 +97,7 @@ def save_async(
     layout: str | Layout = "safetensors",
     overwrite: Overwrite = False,
     metadata: Mapping[str, JSON] | None = None,
+    exports: Sequence[Export] = (),
     context: Context | None = None,
 ) -> SaveHandle:
     """Begin to save a tree and return once the save owns its memory: what changes afterwards is not in the checkpoint.
@@ -99,7 +107,9 @@ def save_async(
 
     Takes and raises what `save` does, as far as it is known before the writing begins.
     """
-    request = SaveRequest(location=location, values=OneTree(state), layout=layout, overwrite=overwrite, custom=metadata)
+    request = SaveRequest(
+        location=location, values=OneTree(state), layout=layout, overwrite=overwrite, custom=metadata, exports=exports
+    )
     return begin_save(request, context or default_context())
 
 
@@ -110,6 +120,7 @@ def save_checkpointables(
     layout: str | Layout = "safetensors",
     overwrite: Overwrite = False,
     metadata: Mapping[str, JSON] | None = None,
+    exports: Sequence[Export] = (),
     context: Context | None = None,
 ) -> None:
     """Save several objects into one checkpoint, each under its name and in its own way; return once it is committed.
@@ -119,14 +130,14 @@ def save_checkpointables(
         checkpointables: by name: trees, objects that have a state (modules, optimizers, iterators), objects that write
             files of their own. What is a tree is by itself a checkpoint at ``location/name``.
         layout: how arrays are laid out.
-        overwrite, metadata, context: as for `save`.
+        overwrite, metadata, exports, context: as for `save`.
 
     Raises:
         InvalidLocationError: if something cannot be a name.
         What `save` does, and what the objects themselves raise; nothing was committed.
     """
     request = SaveRequest(
-        location=location, values=checkpointables, layout=layout, overwrite=overwrite, custom=metadata
+        location=location, values=checkpointables, layout=layout, overwrite=overwrite, custom=metadata, exports=exports
     )
     perform_save(request, context or default_context())
 
@@ -138,6 +149,7 @@ def save_checkpointables_async(
     layout: str | Layout = "safetensors",
     overwrite: Overwrite = False,
     metadata: Mapping[str, JSON] | None = None,
+    exports: Sequence[Export] = (),
     context: Context | None = None,
 ) -> SaveHandle:
     """Begin to save several objects and return once the save owns all it needs: they may change or advance afterwards.
@@ -145,7 +157,7 @@ def save_checkpointables_async(
     Takes and raises what `save_checkpointables` does, as far as it is known before the writing begins.
     """
     request = SaveRequest(
-        location=location, values=checkpointables, layout=layout, overwrite=overwrite, custom=metadata
+        location=location, values=checkpointables, layout=layout, overwrite=overwrite, custom=metadata, exports=exports
     )
     return begin_save(request, context or default_context())
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,9 +20,10 @@ from ckptcore.context import Context
 from ckptcore.deciding import Past, SaveDecider
 from ckptcore.directories import write_directory_metadata
 from ckptcore.errors import CheckpointError, CheckpointExistsError, CorruptCheckpointError, UnsupportedVersionError
+from ckptcore.exports import StepExport
 from ckptcore.garbage import StepDeleter
 from ckptcore.holds import Hold, own_directory
-from ckptcore.locations import LocationLike, Within, open_directory
+from ckptcore.locations import LocationLike, Within, absolute_location, open_directory
 from ckptcore.model.tree import JSON
 from ckptcore.policies import EveryStep, PreservationPolicy, PreserveAll, SavePolicy
 from ckptcore.preemption import PreemptionNotice
@@ -78,6 +79,7 @@ class Checkpointer(CheckpointReader):
         when_busy: WhenBusy = "wait",
         if_in_use: IfInUse = "error",
         preemption_notice: PreemptionNotice | None = None,
+        exports: Sequence[StepExport] = (),
     ) -> None:
         """Open a directory for a run, and make it where there is none.
 
@@ -93,6 +95,8 @@ class Checkpointer(CheckpointReader):
             if_in_use: what to do where another job seems to own the directory.
             preemption_notice: tells at each step whether this process is to be preempted. None: SIGTERM does, if the save policy
                 has `PreemptionCheckpointing` in it. In a job every process gives one, or none does.
+            exports: further checkpoints of steps in other layouts, such as weights for other programs, that are written from the same
+                copy once the step is committed.
 
         Raises:
             DirectoryInUseError: if another job owns the directory.
@@ -110,6 +114,7 @@ class Checkpointer(CheckpointReader):
         self._process = os.getpid()
         self._preservation_policy = preservation_policy or PreserveAll()
         self._layout = layout
+        self._exports = _check_exports(exports, directory)
         self._when_busy: WhenBusy = when_busy
         self._decider = SaveDecider(save_policy or EveryStep(), skips_when_busy=when_busy == "skip")
         self._owned: Hold | None = None
@@ -343,6 +348,7 @@ class Checkpointer(CheckpointReader):
             allowed=partial(self._allow, step, None if replaces else written),
             before_commit=self._owned.check if self._owned is not None else None,
             committed=partial(self._saved, step, name),
+            exports=[export.of_step(name) for export in self._exports if export.wants(step)],
         )
 
     def _warn_of_newer(self, step: int) -> None:
@@ -538,3 +544,16 @@ class Checkpointer(CheckpointReader):
 def _expect(given: object, kind: type, argument: str, wanted: str) -> None:
     if given is not None and (isinstance(given, type) or not isinstance(given, kind)):
         raise TypeError(f"Checkpointer({argument}={given!r}): expected {wanted}")
+
+
+def _check_exports(exports: Sequence[StepExport], directory: LocationLike) -> tuple[StepExport, ...]:
+    for number, export in enumerate(exports):
+        if not isinstance(export, StepExport):
+            raise TypeError(
+                f"Checkpointer(exports=...): number {number} is {export!r}; expected a StepExport(directory=...)"
+            )
+        if absolute_location(export.directory) == absolute_location(directory):
+            raise ValueError(
+                f"Checkpointer(exports=...): number {number} goes into {directory}, where the steps are; give it a directory of its own"
+            )
+    return tuple(exports)

@@ -22,7 +22,7 @@ from ckptcore.builtin.safetensors import SafetensorsLayout
 from ckptcore.errors import CheckpointExistsError, SaveLostError
 from tests.crashes.states import LARGE, SMALL, make_composite, make_state
 
-__all__ = ["LOST", "NEW", "OLD", "TASKS"]
+__all__ = ["LOST", "NEW", "OLD", "TASKS", "exported"]
 
 OLD: Final = 1
 """The state that is there before a task."""
@@ -72,6 +72,17 @@ def _save_in_background(location: str, number: int) -> None:
 def _save_in_bounded_memory(location: str, number: int) -> None:
     context = ckptcore.Context(threads=1, memory=ckptcore.MemoryOptions(save_bytes=300))
     ckptcore.save_async(location, make_state(number), overwrite=True, context=context).result()
+
+
+def _save_with_export(location: str, number: int) -> None:
+    exports = [ckptcore.Export(location=exported(location), layout=OcdbtLayout())]
+    ckptcore.save_async(location, make_state(number), overwrite=True, exports=exports, context=_context()).result()
+
+
+def exported(location: str) -> str:
+    """Where the task that exports does so: beside the directory of the checkpoint."""
+    directory, name = os.path.split(location)
+    return os.path.join(os.path.dirname(directory), "exported", name)
 
 
 def _save_non_atomic(location: str, number: int) -> None:
@@ -146,6 +157,7 @@ TASKS: Final[Mapping[str, Callable[[str, int], None]]] = {
     "save-with-threads": _save_with_threads,
     "save-in-background": _save_in_background,
     "save-in-bounded-memory": _save_in_bounded_memory,
+    "save-with-export": _save_with_export,
     "save-non-atomic": _save_non_atomic,
     "save-ocdbt": _save_ocdbt,
     "save-ocdbt-compressed": _save_ocdbt_compressed,

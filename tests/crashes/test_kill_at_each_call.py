@@ -12,7 +12,7 @@ import pytest
 
 import ckptcore
 from ckptcore.commit import is_hidden_name
-from tests.crashes.saver import NEW, OLD
+from tests.crashes.saver import NEW, OLD, exported
 from tests.crashes.states import LARGE, SMALL, make_composite, make_state, version_at
 from tests.crashes.tracing import KillPoint, Saver, needs_strace
 
@@ -33,6 +33,11 @@ def _old(location: Path, elements: int = SMALL) -> None:
 
 def _large_old(location: Path) -> None:
     _old(location, LARGE)
+
+
+def _old_and_export(location: Path) -> None:
+    _old(location)
+    _old(Path(exported(str(location))))
 
 
 def _old_composite(location: Path) -> None:
@@ -81,6 +86,7 @@ SCENARIOS: Final = {
     "overwrite, large, by several threads": Scenario("save-with-threads", _large_old, reached=0.7),
     "overwrite in the background": Scenario("save-in-background", _old),
     "overwrite in bounded memory": Scenario("save-in-bounded-memory", _old),
+    "overwrite with its export, in the background": Scenario("save-with-export", _old_and_export),
     "overwrite, allowed not to be atomic": Scenario("save-non-atomic", _old),
     "overwrite by a database": Scenario("save-ocdbt", _old),
     "overwrite a database by a database": Scenario("save-ocdbt", _old_database),
@@ -110,6 +116,11 @@ def _try(scenario: Scenario, point: KillPoint, warm: Saver, directory: Path) -> 
     assert found in scenario.allowed, f"found {found}"
     if status == 0:
         assert found in (NEW, None), "a task that ended is not done"
+    export = Path(exported(str(location)))
+    if export.parent.exists():
+        found_there = version_at(str(export))
+        assert found_there in ((OLD, NEW) if found == NEW else (OLD,)), f"found {found_there} exported of {found}"
+        assert status or found_there == NEW, "a task that ended has not exported"
     siblings = list(location.parent.iterdir()) if location.parent.exists() else []
     for sibling in siblings:
         assert sibling == location or is_hidden_name(sibling.name), f"{sibling} would be listed"

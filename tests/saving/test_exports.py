@@ -1,0 +1,357 @@
+"""Exports: further checkpoints of one save, in other layouts, of the copy that it makes anyway."""
+
+from __future__ import annotations
+
+import gc
+import json
+import threading
+import weakref
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import ckptcore
+from ckptcore import Export
+from ckptcore.builtin.host_leaves import HostArrayHandler
+from ckptcore.errors import (
+    CheckpointExistsError,
+    InvalidLocationError,
+    NameCollisionError,
+    RankFailedError,
+    TreeMismatchError,
+    UnsupportedLeafError,
+)
+from ckptcore.events import Event
+from ckptcore.model import Box, HostArray, Pending
+from ckptcore.protocols import Coordinator, HostMemory
+from ckptcore.testing import ThreadJob
+from tests.composites.objects import Files
+from tests.saving.test_failures import job_context
+
+
+def _save_in_background(location: object, state: Any, **options: Any) -> None:
+    ckptcore.save_async(location, state, **options).result()  # type: ignore[arg-type]  # as `save` takes it
+
+
+def _save_in_bounded_memory(location: object, state: Any, **options: Any) -> None:
+    handlers = options.pop("context").handlers if "context" in options else {}
+    context = ckptcore.Context(memory=ckptcore.MemoryOptions(save_bytes=1 << 17), handlers=handlers)
+    ckptcore.save_async(location, state, context=context, **options).result()  # type: ignore[arg-type]  # as `save` takes it
+
+
+SAVES = [ckptcore.save, _save_in_background, _save_in_bounded_memory]
+
+
+def _state(value: float = 1) -> dict[str, Any]:
+    layers = [{"w": np.full((4, 6), value + number, np.float32)} for number in range(3)]
+    return {"model": {"layers": layers, "step": 7}, "optimizer": {"m": np.full(50_000, value)}, "rate": 0.5}
+
+
+def _same(left: Any, right: Any) -> bool:
+    if isinstance(left, dict):
+        return left.keys() == right.keys() and all(_same(left[key], right[key]) for key in left)
+    if isinstance(left, list):
+        return len(left) == len(right) and all(map(_same, left, right))
+    return bool(np.array_equal(left, right)) and type(left) is type(right)
+
+
+class Counting(HostArrayHandler):
+    """Counts how often each box is copied or viewed."""
+
+    def __init__(self) -> None:
+        self.taken: Counter[tuple[int, Box]] = Counter()
+
+    def copy_to_host(self, leaf: Any, boxes: Sequence[Box], memory: HostMemory) -> Sequence[Pending[HostArray]]:
+        self.taken.update((id(leaf), box) for box in boxes)
+        return super().copy_to_host(leaf, boxes, memory)
+
+    def view_on_host(self, leaf: Any, boxes: Sequence[Box]) -> Sequence[Pending[HostArray]]:
+        self.taken.update((id(leaf), box) for box in boxes)
+        return super().view_on_host(leaf, boxes)
+
+
+@pytest.mark.parametrize("save", SAVES)
+def test_a_save_writes_a_part_of_it_in_another_place_too(save: Callable[..., None], tmp_path: Path) -> None:
+    state = _state()
+    exports = [Export(location=tmp_path / "weights", subtree="model"), Export(location=tmp_path / "all")]
+    save(tmp_path / "c", state, metadata={"run": "a"}, exports=exports)
+    assert _same(ckptcore.load(tmp_path / "c"), state) and _same(ckptcore.load(tmp_path / "all"), state)
+    assert _same(ckptcore.load(tmp_path / "weights"), state["model"])
+    assert ckptcore.metadata(tmp_path / "weights").custom == {"run": "a"}
+    for name in ("c", "weights", "all"):
+        assert ckptcore.verify(tmp_path / name).ok
+    head = (tmp_path / "weights" / "model.safetensors").read_bytes()
+    names = json.loads(head[8 : 8 + int.from_bytes(head[:8], "little")])
+    assert set(names) == {"__metadata__", "layers.0.w", "layers.1.w", "layers.2.w"}
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["all", "c", "weights"]
+
+
+@pytest.mark.parametrize(
+    ("save", "times"), [(ckptcore.save, 1), (_save_in_background, 1), (_save_in_bounded_memory, 2)]
+)
+def test_arrays_are_taken_from_the_device_once(save: Callable[..., None], times: int, tmp_path: Path) -> None:
+    counting = Counting()
+    context = ckptcore.Context(handlers={np.ndarray: counting})
+    state = _state()
+    exports = [
+        Export(location=tmp_path / "weights", subtree="model"),
+        Export(location=tmp_path / "w", subtree="model/layers"),
+    ]
+    save(tmp_path / "c", state, exports=exports, context=context)
+    taken = {key: count for (key, _), count in counting.taken.items()}
+    assert taken[id(state["optimizer"]["m"])] == 1
+    assert {taken[id(layer["w"])] for layer in state["model"]["layers"]} == {times if times == 1 else 3}
+
+
+def test_what_changes_afterwards_is_in_no_export(tmp_path: Path) -> None:
+    state = _state()
+    handle = ckptcore.save_async(tmp_path / "c", state, exports=[Export(location=tmp_path / "e", subtree="optimizer")])
+    state["optimizer"]["m"][:] = 99
+    handle.result()
+    assert _same(ckptcore.load(tmp_path / "e"), _state()["optimizer"])
+
+
+def test_shared_arrays_are_shared_in_the_part_that_has_them(tmp_path: Path) -> None:
+    shared = np.arange(1000.0)
+    state = {"a": {"first": shared}, "b": {"x": np.ones(3), "second": shared, "third": shared}}
+    exports = [Export(location=tmp_path / "b", subtree=("b",)), Export(location=tmp_path / "leaf", subtree="b/second")]
+    ckptcore.save_async(tmp_path / "c", state, exports=exports).result()
+    assert _same(ckptcore.load(tmp_path / "b"), state["b"]) and _same(ckptcore.load(tmp_path / "leaf"), shared)
+    assert (tmp_path / "b" / "model.safetensors").stat().st_size < 2 * shared.nbytes
+    for name in ("c", "b", "leaf"):
+        assert ckptcore.verify(tmp_path / name).ok
+
+
+def test_subtrees_are_named_by_keys_or_text(tmp_path: Path) -> None:
+    state = {"1": {"a/b": np.ones(2)}, "layers": [np.zeros(1), {2: np.full(3, 2.0)}]}
+    found = {
+        "keys": (("1", "a/b"), np.ones(2)),
+        "text": ("layers/1/2", np.full(3, 2.0)),
+        "numbers": (("layers", 1, 2), np.full(3, 2.0)),
+    }
+    exports = [Export(location=tmp_path / name, subtree=path) for name, (path, _) in found.items()]
+    ckptcore.save(tmp_path / "c", state, exports=exports)
+    for name, (_, expected) in found.items():
+        assert _same(ckptcore.load(tmp_path / name), expected)
+
+
+@pytest.mark.parametrize("subtree", ["modle", ("model", 3), "model/step/x", ("model", "layers", "0", "w", "x")])
+@pytest.mark.parametrize("begin", [ckptcore.save, ckptcore.save_async])
+def test_a_part_that_is_not_there_is_refused_before_anything_is_written(
+    begin: Any, subtree: Any, tmp_path: Path
+) -> None:
+    with pytest.raises(TreeMismatchError, match=r"exports\[0\].*is not in the tree.*Nothing was written"):
+        begin(tmp_path / "c", _state(), exports=[Export(location=tmp_path / "e", subtree=subtree)])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_a_layout_cannot_store_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    class Refusing(ckptcore.SafetensorsLayout):
+        def check(self, tree: Any, size: int) -> None:
+            raise NameCollisionError("these would collide. Nothing was written")
+
+    with pytest.raises(NameCollisionError):
+        ckptcore.save(tmp_path / "c", _state(), exports=[Export(location=tmp_path / "e", layout=Refusing())])
+    with pytest.raises(TypeError, match=r"exports\[0\] is 'weights'"):
+        ckptcore.save(tmp_path / "c", _state(), exports=["weights"])  # type: ignore[list-item]  # refused
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_each_checkpoint_has_a_place_of_its_own(tmp_path: Path) -> None:
+    state = _state()
+    for exports in (
+        [Export(location=tmp_path / "x" / ".." / "c")],
+        [Export(location=tmp_path / "e"), Export(location=tmp_path / "e")],
+        [Export(location=tmp_path)],
+    ):
+        with pytest.raises(InvalidLocationError, match="Nothing was written"):
+            ckptcore.save(tmp_path / "c", state, exports=exports)
+    assert list(tmp_path.iterdir()) == []
+    inside = [Export(location=tmp_path / "c" / "weights", subtree="model")]
+    for value in (1, 2):
+        ckptcore.save(tmp_path / "c", _state(value), overwrite=True, exports=inside)
+        assert _same(ckptcore.load(tmp_path / "c" / "weights"), _state(value)["model"])
+        assert _same(ckptcore.load(tmp_path / "c"), _state(value))
+    ckptcore.delete(tmp_path / "c")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("begin", [ckptcore.save, ckptcore.save_async])
+def test_what_is_there_is_replaced_only_when_asked(begin: Any, tmp_path: Path) -> None:
+    ckptcore.save(tmp_path / "e", {"mine": 1})
+    exports = [Export(location=tmp_path / "e", subtree="model")]
+    with pytest.raises(CheckpointExistsError):
+        begin(tmp_path / "c", _state(), exports=exports)
+    assert ckptcore.load(tmp_path / "e") == {"mine": 1} and not (tmp_path / "c").exists()
+    ckptcore.save(tmp_path / "c", _state(), exports=exports, overwrite=True)
+    assert _same(ckptcore.load(tmp_path / "e"), _state()["model"])
+
+
+class FailingWrites(ckptcore.SafetensorsLayout):
+    """A layout whose disk is on fire once it has taken an array."""
+
+    def write(self, snapshot: Any, store: Any) -> Any:
+        snapshot.take(0)
+        raise OSError("the disk is on fire")
+
+
+@pytest.mark.parametrize("save", SAVES)
+def test_an_export_that_fails_leaves_the_save_and_the_others(save: Callable[..., None], tmp_path: Path) -> None:
+    exports = [
+        Export(location=tmp_path / "bad", layout=FailingWrites(), subtree="model"),
+        Export(location=tmp_path / "good", subtree="model"),
+        Export(location=tmp_path / "worse", layout=FailingWrites()),
+    ]
+    with pytest.raises(OSError, match="on fire") as caught:
+        save(tmp_path / "c", _state(), exports=exports)
+    notes = "\n".join(caught.value.__notes__)
+    assert (
+        f"{tmp_path / 'c'} is committed; its export to {tmp_path / 'bad'} is not" in notes
+        and "and then: OSError" in notes
+    )
+    assert _same(ckptcore.load(tmp_path / "c"), _state()) and _same(ckptcore.load(tmp_path / "good"), _state()["model"])
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["c", "good"]
+    save(tmp_path / "c", _state(2), exports=exports[1:2], overwrite=True)
+    assert _same(ckptcore.load(tmp_path / "good"), _state(2)["model"])
+
+
+@pytest.mark.parametrize("save", SAVES)
+def test_a_save_that_fails_exports_nothing(save: Callable[..., None], tmp_path: Path) -> None:
+    with pytest.raises(OSError, match="on fire"):
+        save(tmp_path / "c", _state(), layout=FailingWrites(), exports=[Export(location=tmp_path / "e")])
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("limit", [None, 1 << 17])
+@pytest.mark.parametrize("layout", ["safetensors", FailingWrites()], ids=["well", "failing"])
+def test_nothing_holds_the_state_and_all_memory_is_given_back(limit: int | None, layout: Any, tmp_path: Path) -> None:
+    context = ckptcore.Context(memory=ckptcore.MemoryOptions(save_bytes=limit))
+    gc.disable()
+    try:
+        array = np.ones(100_000)
+        known = weakref.ref(array)
+        exports = [Export(location=tmp_path / "e", layout=layout), Export(location=tmp_path / "f", subtree="w")]
+        handle = ckptcore.save_async(tmp_path / "c", {"w": array}, exports=exports, context=context)
+        del array
+        handle.exception()
+        assert known() is None
+        held = context.staging.held_bytes
+        context.staging.release_unused()
+        assert held and context.staging.held_bytes == 0
+    finally:
+        gc.enable()
+
+
+def test_memory_is_given_back_with_the_last_writer(tmp_path: Path) -> None:
+    """What is only in the save is given back while its export is still to come."""
+    context = ckptcore.Context(memory=ckptcore.MemoryOptions(keep_staging=False))
+    seen: list[int] = []
+
+    class Looking(ckptcore.SafetensorsLayout):
+        def write(self, snapshot: Any, store: Any) -> Any:
+            context.staging.release_unused()
+            seen.append(context.staging.held_bytes)
+            return super().write(snapshot, store)
+
+    state = {"model": np.ones(1 << 20), "optimizer": np.ones(4 << 20)}
+    exports = [Export(location=tmp_path / "e", layout=Looking(), subtree="model")]
+    ckptcore.save_async(tmp_path / "c", state, layout=Looking(), exports=exports, context=context).result()
+    assert seen == [40 << 20, 8 << 20] and context.staging.held_bytes == 0
+
+
+def test_exports_are_operations_of_their_own(tmp_path: Path) -> None:
+    events: list[Event] = []
+    context = ckptcore.Context(observers=(events.append,))
+    ckptcore.save_async(tmp_path / "c", _state(), exports=[Export(location=tmp_path / "e")], context=context).result()
+    whole = [event.location for event in events if event.phase == "save"]
+    assert whole == [str(tmp_path / "c"), str(tmp_path / "e")]
+    assert {event.phase for event in events if event.location == str(tmp_path / "e")} == {
+        "save",
+        "claim",
+        "write",
+        "commit",
+    }
+
+
+def test_progress_counts_exports(tmp_path: Path) -> None:
+    handle = ckptcore.save_async(
+        tmp_path / "c", _state(), exports=[Export(location=tmp_path / "e", subtree="optimizer")]
+    )
+    handle.result()
+    assert handle.progress.written >= handle.progress.total >= 800_000
+
+
+def test_one_of_several_checkpointables_is_exported(tmp_path: Path) -> None:
+    values = {"model": _state()["model"], "files": Files({"a": b"1"}), "each": ckptcore.PerProcess({"r": np.ones(2)})}
+    exports = [
+        Export(location=tmp_path / "m", subtree="model"),
+        Export(location=tmp_path / "w", subtree=("model", "layers", 0)),
+    ]
+    ckptcore.save_checkpointables(tmp_path / "c", values, exports=exports)
+    assert _same(ckptcore.load(tmp_path / "m"), values["model"])
+    assert _same(ckptcore.load(tmp_path / "w"), _state()["model"]["layers"][0])
+    with pytest.raises(TreeMismatchError, match="names none of the checkpointables 'model', 'files', 'each'"):
+        ckptcore.save_checkpointables(tmp_path / "d", values, exports=[Export(location=tmp_path / "e")])
+    with pytest.raises(UnsupportedLeafError, match="'files' has files of its own"):
+        ckptcore.save_checkpointables(
+            tmp_path / "d", values, exports=[Export(location=tmp_path / "e", subtree="files")]
+        )
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["c", "m", "w"]
+
+
+@pytest.mark.parametrize("begin", [ckptcore.save, ckptcore.save_async])
+def test_several_processes_export_together(begin: Any, tmp_path: Path) -> None:
+    def job(coordinator: Coordinator) -> None:
+        handle = begin(
+            tmp_path / "c",
+            _state(),
+            exports=[Export(location=tmp_path / "e", subtree="model"), Export(location=tmp_path / "f")],
+            context=job_context(coordinator),
+        )
+        if handle is not None:
+            handle.result()
+
+    ThreadJob(3, timeout_seconds=30).run(job)
+    assert _same(ckptcore.load(tmp_path / "e"), _state()["model"]) and _same(ckptcore.load(tmp_path / "f"), _state())
+
+
+def test_a_rank_whose_export_fails_fails_it_for_all_and_no_other(tmp_path: Path) -> None:
+    together = threading.Barrier(2)
+
+    class OnlyHere(ckptcore.SafetensorsLayout):
+        def write(self, snapshot: Any, store: Any) -> Any:
+            if snapshot.plan.rank == 1:
+                raise OSError("only here")
+            return super().write(snapshot, store)
+
+    def job(coordinator: Coordinator) -> BaseException | None:
+        exports = [Export(location=tmp_path / "e", layout=OnlyHere()), Export(location=tmp_path / "f", subtree="model")]
+        handle = ckptcore.save_async(tmp_path / "c", _state(), exports=exports, context=job_context(coordinator))
+        together.wait()
+        return handle.exception()
+
+    first, second = ThreadJob(2, timeout_seconds=30).run(job)
+    assert isinstance(first, RankFailedError) and "only here" in str(first) and isinstance(second, OSError)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["c", "f"]
+
+
+def test_ranks_that_export_different_parts_are_refused(tmp_path: Path) -> None:
+    def job(coordinator: Coordinator) -> str:
+        subtree = "model" if coordinator.rank else "optimizer"
+        try:
+            ckptcore.save(
+                tmp_path / "c",
+                _state(),
+                exports=[Export(location=tmp_path / "e", subtree=subtree)],
+                context=job_context(coordinator),
+            )
+        except ckptcore.CheckpointError as error:
+            return str(error)
+        return ""
+
+    assert all("exports" in told for told in ThreadJob(2, timeout_seconds=30).run(job))
+    assert list(tmp_path.iterdir()) == []
