@@ -443,8 +443,8 @@ def _of_steps(location: Location, steps: Mapping[int, str]) -> str:
     told = ", ".join(names if len(names) <= _STEPS_TOLD else [names[0], "...", *names[1 - _STEPS_TOLD :]])
     within = location.display.rstrip("/")
     return (
-        f"{location.display} is a directory of steps ({told}) and no checkpoint itself: load one by its own location, such as "
-        f"{within}/{names[-1]}, or the newest with CheckpointReader({within!r}).load()"
+        f"{location.display} is no checkpoint but, by the names in it, a directory of steps ({told}): load one by its own location, "
+        f"such as {within}/{names[-1]}, or the newest with CheckpointReader({within!r}).load()"
     )
 
 

@@ -20,6 +20,7 @@ from ckptcore.errors import (
     CheckpointExistsError,
     CheckpointNotFoundError,
     ChecksumError,
+    CompositeCheckpointError,
     CorruptCheckpointError,
     NameCollisionError,
     TreeMismatchError,
@@ -265,6 +266,15 @@ def test_the_layout_serves_other_saves(tmp_path: Path) -> None:
         checkpointer.save(3, adapter_state(Model()), metadata={"adapter_config": CONFIG})
     assert load_adapter(tmp_path / "run" / "3").config == CONFIG
     assert json.loads((tmp_path / "run" / "3" / "adapter_config.json").read_bytes()) == CONFIG
+
+
+def test_several_adapters_are_several_checkpoints(tmp_path: Path) -> None:
+    states = {name: adapter_state(Model(), name) for name in ("default", "other")}
+    with pytest.raises(
+        CompositeCheckpointError, match=r"default, other were to be saved together: save each by itself"
+    ):
+        ckptcore.save_checkpointables(tmp_path / "c", states, layout=AdapterLayout(config=CONFIG))
+    assert not (tmp_path / "c").exists()
 
 
 class _Kind(str, enum.Enum):

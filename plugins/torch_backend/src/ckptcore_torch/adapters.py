@@ -17,7 +17,12 @@ from typing import Any, Final, Literal
 import torch
 
 import ckptcore
-from ckptcore.errors import CheckpointNotFoundError, CorruptCheckpointError, TreeMismatchError
+from ckptcore.errors import (
+    CheckpointNotFoundError,
+    CompositeCheckpointError,
+    CorruptCheckpointError,
+    TreeMismatchError,
+)
 from ckptcore.model import JSON
 from ckptcore.protocols import About, WriteStore
 from ckptcore_torch.adapter_configs import AdapterConfig, SupportsToDict, config_json, stored_config
@@ -67,7 +72,17 @@ class AdapterLayout(ckptcore.SafetensorsLayout):
         object.__setattr__(self, "config", config_json(self.config))
 
     def mark(self, about: About, store: WriteStore) -> None:
-        """Write the config."""
+        """Write the config.
+
+        Raises:
+            CompositeCheckpointError: for a checkpoint of several checkpointables: its config would stand beside the wrong directory.
+        """
+        if about.members:
+            raise CompositeCheckpointError(
+                f"an adapter is one tree, and {', '.join(about.members)} were to be saved together: save each by itself, at a location of "
+                "its own. Nothing was committed",
+                list(about.members),
+            )
         store.put(_CONFIG_FILE, json.dumps(self.config, indent=2, sort_keys=True).encode())
 
 
