@@ -9,6 +9,7 @@
     stateful           checkpointables: modules, optimizers, schedulers, gradient scalers, random generators
     sizes              the container torch.Size
     store_coordinator  the coordinator of a torch.distributed job
+    adapters           LoRA adapters as PEFT keeps them, saved and loaded by name
     testing            the sample for the matrix of ckptcore.testing
 """
 
