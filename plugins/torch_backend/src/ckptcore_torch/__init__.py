@@ -5,8 +5,15 @@
     dtypes             every torch dtype and how it is carried as a NumPy one, or why not
     conversions        from tensors to NumPy arrays over the same memory and back, casts
     tensors            leaf handlers: plain tensors and Parameters; subclasses of them
+    dtensors           the leaf handler of DTensors; placements says where their elements are
+    sharded_tensors    the leaf handler of ShardedTensors
     transfers          from device memory to host memory through pinned staging buffers
-    stateful           checkpointables: modules, optimizers, schedulers, gradient scalers, random generators
+    stateful           checkpointables: schedulers, gradient scalers, random generators; who handles which type
+    modules            the checkpointable handler of modules, under the names of the plain one, which names finds
+    optimizers         the checkpointable handler of optimizers, by the numbers of their parameters
+    named_optimizers   NamedOptimizer: optimizers by the names of parameters, in the forms that optimizer_names (of one optimizer),
+                       fsdp_optimizers (the same under FSDP1) and flattened_states (the flat form of torch) know
+    abstracts          abstract tensors for what is stored
     sizes              the container torch.Size
     store_coordinator  the coordinator of a torch.distributed job
     adapters           LoRA adapters as PEFT keeps them, saved and loaded by name

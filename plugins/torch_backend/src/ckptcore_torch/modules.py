@@ -12,7 +12,7 @@ from ckptcore.errors import TreeMismatchError
 from ckptcore.model import AbstractArray
 from ckptcore.protocols import Priority
 from ckptcore_torch.abstracts import abstract_tensor
-from ckptcore_torch.names import names_in_wrappers, plain_names, wrapper_parts
+from ckptcore_torch.names import has_wrappers, plain_names, wrapper_parts
 from ckptcore_torch.tensors import is_sharded, is_uninitialized, same_memory
 
 __all__ = ["ModuleHandler"]
@@ -34,8 +34,7 @@ class ModuleHandler:
         Raises:
             NameCollisionError: if two entries would have one plain name.
         """
-        state = value.state_dict()
-        return _renamed(state, names_in_wrappers(value, state))
+        return _with_plain_names(value, value.state_dict())
 
     def flatten_to_load(self, value: torch.nn.Module, stored: object) -> object:
         """The state dict; a parameter of a lazy module, which has no shape yet, is asked for as it is stored.
@@ -46,11 +45,10 @@ class ModuleHandler:
             TreeMismatchError: if what is stored has names of wrappers that `value` has not.
         """
         state = value.state_dict()
-        names = names_in_wrappers(value, state)
         if not isinstance(stored, Mapping):
-            return _renamed(state, names)
-        if names is not None and stored.keys() != state.keys():
-            state = _renamed(state, names)
+            return _with_plain_names(value, state)
+        if stored.keys() != state.keys():
+            state = _with_plain_names(value, state)
         _refuse_other_wrappers(value, state, stored)
         for name, held in state.items():
             if is_uninitialized(held) and isinstance(stored.get(name), AbstractArray):
@@ -59,8 +57,7 @@ class ModuleHandler:
 
     def unflatten(self, like: torch.nn.Module, state: Any) -> object:
         """The state dict, with the names that ``like.load_state_dict`` takes."""
-        names = names_in_wrappers(like, like.state_dict())
-        return state if names is None else _own_names(names, state)
+        return _with_own_names(like, like.state_dict(), state) if has_wrappers(like) else state
 
     def restore(self, target: torch.nn.Module, state: Any) -> None:
         """Load what was not filled in place already. Parameters stay the same objects, but for those on the meta device:
@@ -71,9 +68,7 @@ class ModuleHandler:
             TreeMismatchError: if a name is missing, or one too many.
         """
         own = target.state_dict()
-        names = names_in_wrappers(target, own)
-        if names is not None:
-            state = _own_names(names, state)
+        state = _with_own_names(target, own, state)
         if own.keys() != state.keys():
             differences = [
                 *(f"{name} is missing" for name in own.keys() - state.keys()),
@@ -95,23 +90,26 @@ class ModuleHandler:
             target.load_state_dict(state)
 
 
-def _renamed(state: Any, names: Mapping[str, str] | None) -> Any:
-    """A state dict under other names, in the same order."""
-    if names is None:
+def _with_plain_names(module: torch.nn.Module, state: Any) -> Any:
+    """The state dict of a module under the names of the plain one."""
+    return _renamed(state, plain_names(module, state)) if has_wrappers(module) else state
+
+
+def _with_own_names(module: torch.nn.Module, own: Any, state: Any) -> Any:
+    """A state dict under the names that a module has in its `own`, for plain ones; a name that is neither stays."""
+    if state.keys() == own.keys() or not has_wrappers(module):
         return state
+    own_name = {plain: name for name, plain in plain_names(module, own).items()}
+    return _renamed(state, {name: own_name.get(name, name) for name in state})
+
+
+def _renamed(state: Any, names: Mapping[str, str]) -> Any:
+    """A state dict under other names, in the same order."""
     renamed = OrderedDict((names[name], held) for name, held in state.items())
     versions = getattr(state, "_metadata", None)
     if versions is not None:
         renamed._metadata = versions  # type: ignore[attr-defined]  # as PyTorch itself hangs it there
     return renamed
-
-
-def _own_names(names: Mapping[str, str], state: Any) -> Any:
-    """A state dict with a module's own names for plain ones; a name that is neither stays."""
-    if state.keys() == names.keys():
-        return state
-    of_plain = {plain: name for name, plain in names.items()}
-    return _renamed(state, {name: of_plain.get(name, name) for name in state})
 
 
 def _refuse_other_wrappers(module: torch.nn.Module, state: Mapping[str, Any], stored: Mapping[Any, Any]) -> None:

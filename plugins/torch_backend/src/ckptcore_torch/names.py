@@ -16,7 +16,7 @@ import torch
 
 from ckptcore.errors import NameCollisionError
 
-__all__ = ["names_in_wrappers", "plain_names", "wrapper_parts"]
+__all__ = ["has_wrappers", "plain_names", "wrapper_parts"]
 
 _WRAPPERS: Final[tuple[tuple[str, str, str], ...]] = (
     ("torch.nn.parallel.distributed", "DistributedDataParallel", "module"),
@@ -53,9 +53,9 @@ def plain_names(module: torch.nn.Module, names: Iterable[str]) -> Mapping[str, s
     return found
 
 
-def names_in_wrappers(module: torch.nn.Module, names: Iterable[str]) -> Mapping[str, str] | None:
-    """As `plain_names`; None where no module is wrapped, so that every name is a plain one."""
-    return plain_names(module, names) if _wrappers_in(module) else None
+def has_wrappers(module: torch.nn.Module) -> bool:
+    """Whether a module, or one in it, is a wrapper; where not, every name is a plain one."""
+    return bool(_wrappers_in(module))
 
 
 def wrapper_parts(name: str) -> tuple[tuple[str, ...], str]:
