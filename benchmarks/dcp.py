@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +16,12 @@ from torch.distributed.checkpoint.state_dict_saver import save
 import ckptcore
 from benchmarks.alternating import Contender
 from benchmarks.cases import Case, Clearing, write_raw
+from benchmarks.dcp_metadata import dcp_metadata_cases
 
 __all__ = ["dcp_large_cases", "dcp_small_cases"]
 
+_CHUNKS = 100_000
+"""Of the metadata that is merged, written and read: as many tensors as a large model has on a few hundred accelerators."""
 _FULL = ckptcore.Context()
 _FAST = ckptcore.Context(durability="none")
 
@@ -93,14 +96,13 @@ def dcp_large_cases(directory: Path, state: dict[str, torch.Tensor]) -> Sequence
     ]
 
 
-def dcp_small_cases(directory: Path, state: Mapping[str, torch.Tensor]) -> Sequence[Case]:
-    """1000 tensors of 16 floats, and as many Python integers."""
+def dcp_small_cases(directory: Path, state: Mapping[str, torch.Tensor]) -> Iterator[Case]:
+    """1000 tensors of 16 floats, and as many Python integers; then metadata of very many chunks, made when it is its turn."""
     peer = _Torch()
     integers: dict[str, Any] = {f"count.{number}": number for number in range(len(state))}
-    cases: list[Case] = []
     for name, part in (("tensors", dict(state)), ("integers", integers)):
-        cases.extend(_small(directory, name, part, peer))
-    return cases
+        yield from _small(directory, name, part, peer)
+    yield from dcp_metadata_cases(_CHUNKS)
 
 
 def _small(directory: Path, name: str, state: dict[str, Any], peer: _Torch) -> Sequence[Case]:

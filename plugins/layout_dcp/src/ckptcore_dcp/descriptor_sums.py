@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from isal import isal_zlib
 
@@ -15,19 +15,19 @@ class DescriptorSum:
 
     Attributes:
         parts: the bytes between which the checksum stands, little endian; it stands there once less than there are parts.
+        nbytes: of all of it.
     """
 
     parts: tuple[bytes, ...]
+    nbytes: int = field(init=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "nbytes", sum(map(len, self.parts)) + 4 * (len(self.parts) - 1))
 
     @property
     def name(self) -> str:
         """CRC-32"""
         return "CRC-32"
-
-    @property
-    def nbytes(self) -> int:
-        """Of all of it."""
-        return sum(map(len, self.parts)) + 4 * (len(self.parts) - 1)
 
     def of(self, data: memoryview) -> int:
         """The CRC-32 of zip and zlib."""

@@ -196,7 +196,7 @@ def _text(found: Any) -> str:
 def _numbers(found: Any, below: int) -> HostArray:
     """Whole numbers from 0 on, as an array."""
     column = _list(found)
-    if not all(type(number) is int for number in column):
+    if not {int}.issuperset(map(type, column)):
         raise TypeError("a whole number is expected")
     numbers: HostArray = np.array(column, np.int64)
     if len(numbers) and not (0 <= numbers.min() and numbers.max() < below):

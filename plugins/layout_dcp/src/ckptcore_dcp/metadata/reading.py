@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final, NoReturn, TypeAlias
 
 from ckptcore.errors import CorruptCheckpointError, UnsupportedLeafError
@@ -23,6 +23,7 @@ _PATH_DEPTH: Final = 48
 """In keys. A value may have 150 containers more, and the core stops at 200."""
 
 _METADATA: Final = "torch.distributed.checkpoint.metadata"
+_SIZE: Final = Global("torch", "Size")
 _FILES: Final = "torch.distributed.checkpoint.filesystem"
 _CLASS_MODULES: Final[Mapping[str, Collection[str]]] = {
     **dict.fromkeys(
@@ -71,10 +72,14 @@ class _Reader:
         key: the file.
         left: how many chunks and transforms may still come: a pickle can name one list of them any number of times, and one
             that torch wrote has many bytes for each.
+        classes: by ``id()`` of a `Global` of the pickle, the name of the class of torch that it is, or nothing.
+        size_class: the `Global` of the pickle that is ``torch.Size``, once one was seen.
     """
 
     key: str
     left: int
+    classes: dict[int, str] = field(default_factory=dict)
+    size_class: Value = None
 
     def metadata(self, value: Value) -> DcpMetadata:
         state = self.state_of(value, "Metadata")
@@ -133,8 +138,8 @@ class _Reader:
         for chunk in listed:
             box = self.state_of(chunk, "ChunkStorageMetadata")
             offsets, sizes = self.size(box.get("offsets")), self.size(box.get("sizes"))
-            if not len(offsets) == len(sizes) == len(shape) or any(
-                start + extent > whole for start, extent, whole in zip(offsets, sizes, shape, strict=True)
+            if not len(offsets) == len(sizes) == len(shape) or not all(
+                map(int.__le__, map(int.__add__, offsets, sizes), shape)
             ):
                 self.refuse(f"a chunk of {sizes} at {offsets} lies outside of the tensor {name!r} of {shape}")
             place = places.get((name, offsets))
@@ -202,12 +207,13 @@ class _Reader:
     def size(self, found: Value) -> tuple[int, ...]:
         """A ``torch.Size``, or another sequence of counts."""
         numbers: Any = found
-        if isinstance(found, Call) and found.function == Global("torch", "Size"):
+        if isinstance(found, Call) and (found.function is self.size_class or found.function == _SIZE):
+            self.size_class = found.function
             numbers = found.arguments[0] if len(found.arguments) == 1 else () if not found.arguments else None
         if type(numbers) not in (tuple, list) or len(numbers) > _MOST_AXES:
             self.refuse(f"expected a torch.Size, found {brief(found)}")
         for number in numbers:
-            if type(number) is not int or not 0 <= number < _MOST:
+            if number.__class__ is not int or not 0 <= number < _MOST:
                 self.refuse(f"a torch.Size has {brief(number)} elements along an axis")
         return tuple(numbers)
 
@@ -229,9 +235,17 @@ class _Reader:
 
     def is_a(self, found: Value, name: str) -> bool:
         """Whether a value is an object of the class of torch with this name."""
-        if not isinstance(found, Call) or not isinstance(found.function, Global):
+        if found.__class__ is not Call:
             return False
-        return found.function.name == name and found.function.module in _CLASS_MODULES[name]
+        function = found.function
+        known = self.classes.get(id(function))
+        if known is None:
+            if not isinstance(function, Global):
+                return False
+            plain = function.module in _CLASS_MODULES.get(function.name, ())
+            # The pickle names a class once and refers to it for each object. What it holds stays, and so does its id.
+            known = self.classes[id(function)] = function.name if plain else ""
+        return known == name
 
     def state_of(self, found: Value, name: str) -> Mapping[Any, Value]:
         """The attributes of an object of a class of torch."""

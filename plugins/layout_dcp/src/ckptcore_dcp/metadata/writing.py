@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Mapping
+from collections.abc import Sequence
 from typing import Final
 
 import numpy as np
 
+from ckptcore.model import HostArray
 from ckptcore_dcp.metadata.chunk_rows import ChunkRows, ChunkTableColumns
 from ckptcore_dcp.metadata.entries import DcpChunk, DcpMetadata, DcpTensor, DcpValue
 from ckptcore_dcp.metadata.opcode_rows import (
@@ -43,9 +44,11 @@ def write_metadata(metadata: DcpMetadata) -> bytes:
     out += [pickle[_METADATA, "Metadata"], _BEGIN, pickle["state_dict_metadata"], b"}("]
     names = metadata.names
     tensors = {name: metadata.tensors[name] for name in names if name in metadata.tensors}
-    columns = _columns(tensors.values())
+    counts = [len(tensor.chunks) for tensor in tensors.values()]
+    columns = _columns([tensor.chunks for tensor, count in zip(tensors.values(), counts, strict=True) if count])
     rows, begins, start = b"", [0], 0
     heads: dict[tuple[str, bool], bytes] = {}
+    counted = iter(counts)
     for name in names:
         out.append(pickle[name])
         tensor = tensors.get(name)
@@ -60,7 +63,7 @@ def write_metadata(metadata: DcpMetadata) -> bytes:
         else:
             out.append(head)
         out += (pickle.sizes[tensor.shape], pickle["chunks"], b"](")
-        stop = start + len(tensor.chunks)
+        stop = start + next(counted)
         if start < stop and not rows:
             # The first one names the classes and attributes that all others refer to.
             first = columns.chunk(0)
@@ -78,7 +81,7 @@ def write_metadata(metadata: DcpMetadata) -> bytes:
     for name, value in metadata.values.items():
         out += (pickle[_INDEX], _BEGIN, pickle["fqn"], pickle[name], pickle["index"], b"Nub")
         _write_place(value, pickle)
-    _write_places(tensors, columns, pickle)
+    _write_places([pickle.number(name) for name in tensors], np.array(counts, np.int64), columns, pickle)
     out += [b"u", pickle["storage_meta"], pickle[_METADATA, "StorageMeta"], _BEGIN]
     out += [pickle["checkpoint_id"], pickle.optional(metadata.checkpoint_id)]
     out += [pickle["save_id"], pickle.optional(metadata.save_id), pickle["load_id"], b"N", pickle["modules"], b"]ub"]
@@ -96,9 +99,8 @@ def _head(tensor: DcpTensor, pickle: _Pickle) -> bytes:
     return b"".join([*parts, b"\x89tb", pickle["size"]])
 
 
-def _columns(tensors: Iterable[DcpTensor]) -> ChunkTableColumns:
+def _columns(lists: Sequence[Sequence[DcpChunk]]) -> ChunkTableColumns:
     """The chunks of all tensors, in the order of their entries."""
-    lists = [tensor.chunks for tensor in tensors if tensor.chunks]
     shared = {id(chunks.columns): chunks.columns for chunks in lists if isinstance(chunks, ChunkRows)}
     ranges = [chunks for chunks in lists if isinstance(chunks, ChunkRows)]
     if len(shared) != 1 or len(ranges) != len(lists):
@@ -123,14 +125,13 @@ def _chunk_rows(columns: ChunkTableColumns, pickle: _Pickle) -> tuple[bytes, lis
     return rows, begins.tolist()
 
 
-def _write_places(tensors: Mapping[str, DcpTensor], columns: ChunkTableColumns, pickle: _Pickle) -> None:
+def _write_places(names: Sequence[int], counts: HostArray, columns: ChunkTableColumns, pickle: _Pickle) -> None:
     """Where each chunk is. Those that name a file first, or have transforms, are written one by one; all between them at once."""
     out = pickle.out
-    counts = np.array([len(tensor.chunks) for tensor in tensors.values()], np.int64)
     count = int(counts.sum())
     if not count:
         return
-    references = np.repeat(np.array([pickle.number(name) for name in tensors], np.int64), counts)
+    references = np.repeat(np.array(names, np.int64), counts)
     numbers = np.arange(count) - np.repeat(np.cumsum(counts) - counts, counts)
     alone = set(np.unique(columns.file, return_index=True)[1].tolist()) | set(columns.transforms) | {0}
     files = np.zeros(len(columns.files), np.int64)
@@ -169,9 +170,11 @@ def _write_paths(metadata: DcpMetadata, pickle: _Pickle) -> None:
         pickle.out.append(b"N")
         return
     pickle.out.append(b"}(")
+    out = pickle.out
     for name, path in metadata.paths.items():
-        steps = [_number(step) if isinstance(step, int) else pickle[step] for step in (name, *path)]
-        pickle.out += [steps[0], b"(", *steps[1:], b"t"]
+        out += (pickle[name], b"(")
+        out += [_number(step) if isinstance(step, int) else pickle[step] for step in path]
+        out.append(b"t")
     pickle.out.append(b"u")
 
 
@@ -203,10 +206,14 @@ class _Pickle(dict[str | tuple[str, str], bytes]):
 
     def __missing__(self, item: str | tuple[str, str]) -> bytes:
         if isinstance(item, tuple):
-            return self[item[0]] + self[item[1]] + b"\x93" + self._number_of(item)
+            module, name = item
+            made = self[module] + self[name] + b"\x93\x94"
+            self[item] = self._next()
+            return made
         data = item.encode("utf-8", "surrogatepass")
-        length = b"\x8c" + bytes([len(data)]) if len(data) < 256 else b"X" + len(data).to_bytes(4, "little")
-        return length + data + self._number_of(item)
+        nbytes = len(data)
+        self[item] = self._next()
+        return b"\x8c%c%b\x94" % (nbytes, data) if nbytes < 256 else b"X%b%b\x94" % (nbytes.to_bytes(4, "little"), data)
 
     def called(self, function: tuple[str, str], argument: str | int) -> bytes:
         """The opcodes of what a function makes of a text or a number."""
@@ -224,10 +231,6 @@ class _Pickle(dict[str | tuple[str, str], bytes]):
     def number(self, text: str) -> int:
         """The number of a text that was written already."""
         return int.from_bytes(self[text][1:], "little")
-
-    def _number_of(self, item: str | tuple[str, str]) -> bytes:
-        self[item] = self._next()
-        return b"\x94"
 
     def _next(self) -> bytes:
         number = self._numbered
