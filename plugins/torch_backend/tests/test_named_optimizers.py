@@ -85,7 +85,7 @@ OPTIMIZERS: dict[str, Make] = {
     "AdamW": lambda model: torch.optim.AdamW(model.parameters(), lr=0.1),
     "groups": lambda model: torch.optim.AdamW(groups_of(model), lr=0.1),
     "amsgrad": lambda model: torch.optim.Adam(model.parameters(), lr=0.1, amsgrad=True),
-    "capturable": lambda model: torch.optim.Adam(model.parameters(), lr=torch.tensor(0.1), foreach=False),
+    "tensor rate": lambda model: torch.optim.Adam(model.parameters(), lr=torch.tensor(0.1), foreach=False),
     "foreach": lambda model: torch.optim.AdamW(model.parameters(), lr=0.1, foreach=True),
     "fused": lambda model: torch.optim.AdamW(model.parameters(), lr=0.1, fused=True),
     "SGD": lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
@@ -117,8 +117,7 @@ class TestNamedOptimizersConform(CheckpointableHandlerTests):
             lambda name=name, used=used: example(name, 1, used),  # type: ignore[misc]
             lambda value: bits(HANDLER.flatten(value)),
         )
-        for name in ("groups", "momentum", "LBFGS")
-        for used in (0, 1)
+        for name, used in (("groups", 0), ("momentum", 1), ("LBFGS", 1))
     )
 
 
@@ -151,7 +150,7 @@ def quiet_dcp(call: Callable[[], object]) -> None:
         call()
 
 
-@pytest.mark.parametrize("name", ["groups", "amsgrad", "momentum", "fused"])
+@pytest.mark.parametrize("name", ["groups", "momentum"])
 def test_torch_loads_what_is_saved(name: str, tmp_path: Path) -> None:
     value, other = example(name, 0, 2), example(name, 1, 1)
     ckptcore.save(tmp_path / "c", {"optimizer": value}, layout="dcp")
@@ -167,7 +166,7 @@ def test_torch_loads_what_is_saved(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("flat", [False, True], ids=["nested", "flat"])
 @pytest.mark.parametrize("used", [0, 1], ids=["new", "used"])
-@pytest.mark.parametrize("name", ["groups", "amsgrad", "momentum", "fused"])
+@pytest.mark.parametrize("name", ["groups", "momentum"])
 def test_what_torch_saved_is_loaded(name: str, used: int, flat: bool, tmp_path: Path) -> None:
     value, other = example(name, 0, 2), example(name, 1, used)
     options = StateDictOptions(flatten_optimizer_state_dict=flat)
@@ -339,13 +338,15 @@ def test_state_that_is_of_no_parameter_goes_along() -> None:
         {"state.first.weight.a": 1, "state.first.weight.a.b": 2, "param_groups.first.weight.lr": 0.1},
         {"state.first.weight.a.b": 1, "state.first.weight.a": 2},
         {"state.": 1},
+        {"state.first.weight" + ".a" * 5000: 1},
         {5: 3},
     ],
 )
 def test_what_is_no_state_of_an_optimizer_is_refused(stored: Any, tmp_path: Path) -> None:
     ckptcore.save(tmp_path / "c", {"o": stored})
-    with pytest.raises(TreeMismatchError):
-        ckptcore.load_into(tmp_path / "c", {"o": example("AdamW", 0, 0)})
+    for target in (example("AdamW", 0, 0), example("AdamW", 0, 0).optimizers[0]):
+        with pytest.raises(TreeMismatchError):
+            ckptcore.load_into(tmp_path / "c", {"o": target})
 
 
 def test_rates_that_are_tensors_are_compared_once_they_are_read(tmp_path: Path) -> None:

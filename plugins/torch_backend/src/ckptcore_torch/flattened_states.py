@@ -16,6 +16,8 @@ __all__ = ["FlatPlaces", "flat_places"]
 
 _STATE: Final = "state"
 _GROUPS: Final = "param_groups"
+_DEEPEST: Final = 100
+"""How deep a slot may be, in dicts within each other."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,14 +70,17 @@ def flat_places(keys: Collection[object], names: Collection[str]) -> FlatPlaces 
         TreeMismatchError: if an entry is of a parameter that the optimizer has not.
     """
     places: dict[str, tuple[str, str, tuple[str, ...]]] = {}
+    longest = max((name.count(".") + 1 for name in names), default=0)
     for key in keys:
         section, dot, rest = key.partition(".") if isinstance(key, str) else ("", "", "")
         if not dot or section not in (_STATE, _GROUPS):
             return None
         assert isinstance(key, str)  # else it has no section
         parts = rest.split(".")
-        # The longest name: one may be the beginning of another.
-        for length in range(len(parts) - 1, 0, -1):
+        # The longest name: one may be the beginning of another. No longer than any is, for the key may be of any length.
+        if len(parts) > longest + _DEEPEST:
+            raise _misfit(f"{key[:80]}...", "has too many parts")
+        for length in range(min(len(parts) - 1, longest), 0, -1):
             name = ".".join(parts[:length])
             if name in names:
                 places[key] = (section, name, tuple(parts[length:]))

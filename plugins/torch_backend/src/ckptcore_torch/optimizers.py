@@ -41,7 +41,9 @@ class OptimizerHandler:
         state = value.state_dict()
         if not isinstance(stored, Mapping):
             return state
-        stored_groups = stored.get("param_groups") or ()
+        stored_groups = stored.get("param_groups")
+        if not isinstance(stored_groups, list | tuple):
+            stored_groups = ()  # of no optimizer; the core says what is missing
         _refuse_names(value, stored_groups)
         parameters = {number: parameter for parameter, number in numbered_parameters(value, state).items()}
         stored_state = stored.get("state")
@@ -53,7 +55,8 @@ class OptimizerHandler:
                 if number in parameters or not isinstance(number, int)  # what is no parameter's has a name
             }
         for group, stored_group in zip(state["param_groups"], stored_groups, strict=False):
-            group.update(options_to_load(group, stored_group))
+            if isinstance(stored_group, Mapping):
+                group.update(options_to_load(group, stored_group))
         return state
 
     def unflatten(self, like: torch.optim.Optimizer, state: object) -> object:
