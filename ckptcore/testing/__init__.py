@@ -18,7 +18,7 @@ pytest.register_assert_rewrite(
         f"{__name__}.{module}"
         for module in (
             "arrays", "checkpointable_handlers", "container_handlers", "coordinators", "coverage", "files_handlers",
-            "layout_crashes", "layout_stores", "layout_trials", "layouts", "leaf_handlers", "matrix", "plugins", "storage",
+            "layout_crashes", "layout_pieces", "layout_stores", "layout_trials", "layouts", "leaf_handlers", "matrix", "plugins", "storage",
             "storage_directories", "storage_model", "trees",
         )
     )
@@ -44,6 +44,7 @@ from ckptcore.testing.faulty_storage import FaultyStorage, with_faults
 from ckptcore.testing.files_handlers import FilesExample, FilesHandlerTests
 from ckptcore.testing.host_memory import LateHostMemory
 from ckptcore.testing.layout_crashes import LayoutCrashTests
+from ckptcore.testing.layout_pieces import LayoutPiecesTests
 from ckptcore.testing.layouts import LayoutTests
 from ckptcore.testing.leaf_handlers import LeafExample, LeafHandlerTests
 from ckptcore.testing.matrix import SaveLoadMatrixTests
@@ -86,6 +87,7 @@ __all__ = [
     "FullAfter",
     "LateHostMemory",
     "LayoutCrashTests",
+    "LayoutPiecesTests",
     "LayoutSample",
     "LayoutTests",
     "LeafExample",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ckptcore.builtin.safetensors import SafetensorsLayout
 from ckptcore.protocols import Layout
-from ckptcore.testing import LayoutCrashTests, LayoutTests
+from ckptcore.testing import LayoutCrashTests, LayoutPiecesTests, LayoutTests
 from tests.composites.shelf import ShelfLayout
 
 
@@ -18,6 +18,11 @@ class TestSafetensors(LayoutTests):
 class TestSafetensorsInSeveralFiles(TestSafetensors):
     def layout(self) -> Layout:
         return SafetensorsLayout(max_file_bytes=40)
+
+
+class TestSafetensorsInPieces(LayoutPiecesTests):
+    def layout(self) -> Layout:
+        return SafetensorsLayout(max_file_bytes=400)
 
 
 class TestSafetensorsDying(LayoutCrashTests):
