@@ -47,10 +47,11 @@ class StreamSizes:
     @classmethod
     def of(cls, context: Context) -> StreamSizes:
         """As the options of a Context say."""
-        most = context.memory.load_bytes
-        if most is None or most >= cls().held:
-            return cls()
-        return cls(max(most // 3, _LEAST_BYTES), most, most)
+        usual, most = cls(), context.memory.load_bytes
+        if most is None:
+            return usual
+        piece = min(usual.piece, max(most // 3, _LEAST_BYTES))
+        return cls(piece, min(usual.item, most), min(usual.held, most))
 
 
 def reading_context(context: Context) -> Context:

@@ -166,11 +166,13 @@ def test_what_nobody_takes_is_not_read(opened: Opened) -> None:
     assert not layout_of(opened).batches
 
 
-@pytest.mark.parametrize("load_bytes", [None, 1 << 40, 3 << 20, 1])
+@pytest.mark.parametrize("load_bytes", [None, 1 << 40, 300 << 20, 3 << 20, 1])
 def test_sizes_follow_the_options(load_bytes: int | None) -> None:
     sizes = StreamSizes.of(ckptcore.Context(memory=ckptcore.MemoryOptions(load_bytes=load_bytes)))
-    if load_bytes is None or load_bytes > sizes.held:
+    if load_bytes is None or load_bytes == 1 << 40:
         assert sizes == StreamSizes()
+    elif load_bytes == 300 << 20:
+        assert sizes == StreamSizes(item=load_bytes)
     else:
         assert sizes.held == sizes.item == load_bytes and sizes.piece == max(load_bytes // 3, 4096)
 

@@ -69,6 +69,26 @@ def test_the_checksum_of_an_item_is_compared_where_it_is_in_memory_whole(tmp_pat
     assert not (tmp_path / "hf").exists()
 
 
+def test_a_file_of_torch(tmp_path: Path) -> None:
+    """Tensors that are parts of one storage, in another order, tied, or tiny."""
+    storage = torch.arange(20_000, dtype=torch.float32)
+    state = {
+        "row": storage[:9000].reshape(90, 100),
+        "transposed": storage[9000:15_000].reshape(60, 100).T,
+        "tied": storage[:9000].reshape(90, 100),
+        "scalar": torch.tensor(3, dtype=torch.int64),
+        "half": torch.ones(7000, dtype=torch.bfloat16),
+    }
+    torch.save({"model": state, "epoch": 2}, tmp_path / "weights.pt")
+    ckptcore.consolidate(tmp_path / "weights.pt", tmp_path / "hf", subtree="model", max_file_bytes=40_000, context=FAST)
+    found = read_as_transformers(tmp_path / "hf")
+    loaded = ckptcore.load(tmp_path / "hf")
+    assert set(found) | {"tied"} == set(state)
+    for name, tensor in state.items():
+        assert torch.equal(found.get(name, tensor), tensor)
+        assert loaded[name].astype("float64").tolist() == tensor.double().tolist()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("saver", ["torch", "ckptcore"])
 def test_jobs_share_the_files(saver: str, tmp_path: Path) -> None:
