@@ -141,9 +141,10 @@ class ChunkTable:
         order = np.argsort(self._leaf, kind="stable")
         bounds = np.searchsorted(self._leaf[order], np.arange(len(tree.leaves) + 1))
         self._rows = (order, bounds.tolist())
-        # As Python's own numbers for single chunks, and as an array to look for boxes among many.
-        self._columns = (self._file.tolist(), self._offset.tolist(), self._nbytes.tolist(), self._begin.tolist())
-        self._bounds: list[int] = self._box.tolist()
+        # As Python's own numbers, as the state has them, for single chunks; and as an array to look for boxes among many.
+        sizes: Sequence[int] = columns["nbytes"] if self.content == "items" else [-1] * count
+        self._columns = (columns["file"], columns["offset"], sizes, self._begin.tolist())
+        self._bounds: Sequence[int] = columns["box"]
 
     def chunks(self, leaf: int, within: Box | None = None) -> Sequence[Chunk]:
         """The chunks of a leaf; with a box, those that have elements of it."""
