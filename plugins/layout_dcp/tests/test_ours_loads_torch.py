@@ -15,7 +15,7 @@ from torch.distributed.checkpoint._extension import ZStandard
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict, set_state_dict
 
 import ckptcore
-from ckptcore.errors import TreeMismatchError, UnsupportedLeafError
+from ckptcore.errors import ChecksumError, TreeMismatchError, UnsupportedLeafError
 from ckptcore.model import ArraySpec, Box
 from ckptcore.testing import SHAPES, FaultPlan
 from plugins.layout_dcp.tests.counted_places import Part, counted, place
@@ -302,9 +302,47 @@ def test_an_optimizer_takes_the_state_that_torch_numbered_by_text(tmp_path: Path
             assert all(torch.equal(found["state"][number][name], held) for name, held in slots.items())
 
 
-def test_tensors_in_a_tuple_are_refused_by_name(tmp_path: Path) -> None:
-    saved({"pair": (torch.ones(2), 5), "w": torch.ones(3)}, tmp_path / "theirs")
-    with pytest.raises(UnsupportedLeafError, match=r"pair\[0\].*in a tuple.*PLACEHOLDER"):
+def _in_tuples() -> dict[str, Any]:
+    tied = torch.arange(6.0).reshape(2, 3)
+    return {
+        "pair": (tied, 5, {"deep": [tied.t(), torch.ones(4, dtype=torch.bfloat16)[1:]]}),
+        "moments": (torch.zeros(0), tied, torch.tensor(3)),
+        "w": torch.ones(3),
+    }
+
+
+@pytest.mark.parametrize("writer", ["plain", "file for each tensor"])
+def test_tensors_in_tuples(tmp_path: Path, writer: str) -> None:
+    state = _in_tuples()
+    saved(state, tmp_path / "theirs", **WRITERS[writer])
+    found = ckptcore.load(tmp_path / "theirs")
+    pair, moments = found["pair"], found["moments"]
+    assert isinstance(pair, tuple) and pair[1] == 5 and np.array_equal(pair[0], state["pair"][0].numpy())
+    assert np.array_equal(pair[2]["deep"][0], pair[0].T) and pair[2]["deep"][1].tolist() == [1, 1, 1]
+    assert moments[0].shape == (0,) and np.array_equal(moments[1], pair[0]) and moments[2] == 3
+    assert ckptcore.verify(tmp_path / "theirs").ok
+    into = {"pair": (torch.zeros(2, 3), 0, {"deep": [torch.zeros(3, 2), torch.zeros(3, dtype=torch.bfloat16)]})}
+    into |= {"moments": ckptcore.PLACEHOLDER, "w": torch.zeros(3)}
+    ckptcore.load_into(tmp_path / "theirs", into)
+    assert torch.equal(into["pair"][0], state["pair"][0]) and torch.equal(into["w"], state["w"])
+    ckptcore.convert(tmp_path / "theirs", tmp_path / "ours", layout="dcp")
+    again = ckptcore.load(tmp_path / "ours")
+    assert np.array_equal(again["pair"][0], pair[0]) and np.array_equal(again["moments"][1], pair[0])
+
+
+def test_a_damaged_tensor_in_a_tuple_is_noticed(tmp_path: Path) -> None:
+    saved({"pair": (torch.arange(1000.0), 1)}, tmp_path / "theirs")
+    (file,) = (tmp_path / "theirs").glob("*.distcp")
+    data = bytearray(file.read_bytes())
+    data[data.index(torch.arange(1000.0).numpy().tobytes()) + 1000] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(ChecksumError, match="pair"):
+        ckptcore.load(tmp_path / "theirs")
+
+
+def test_tensors_in_compressed_tuples_are_refused_by_name(tmp_path: Path) -> None:
+    saved({"pair": (torch.ones(2), 5), "w": torch.ones(3)}, tmp_path / "theirs", **WRITERS["zstd"])
+    with pytest.raises(UnsupportedLeafError, match=r"pair\[0\].*in a tuple.*compressed.*PLACEHOLDER"):
         ckptcore.load(tmp_path / "theirs")
     asked = {"pair": (ckptcore.PLACEHOLDER, 0), "w": torch.zeros(3)}
     assert torch.equal(ckptcore.load(tmp_path / "theirs", asked)["w"], torch.ones(3))

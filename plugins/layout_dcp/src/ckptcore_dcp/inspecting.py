@@ -25,7 +25,10 @@ from ckptcore_dcp.directories import WRITER, names_of_dcp
 from ckptcore_dcp.hf_shards import inspect_shards
 from ckptcore_dcp.metadata import DcpChunk, DcpMetadata, DcpPath, DcpTensor, DcpValue, read_metadata
 from ckptcore_dcp.names import tree_of_names
+from ckptcore_dcp.places_in_values import state_with_places
 from ckptcore_dcp.state import Chunk, ChunkColumns
+from ckptcore_dcp.storages import PlaceColumns, storage_of
+from ckptcore_dcp.stored_tensors import StoredTensor
 from ckptcore_dcp.tensors import leaf_record
 from ckptcore_dcp.values import ReadValue, read_values
 
@@ -105,12 +108,17 @@ def _inspection(metadata: DcpMetadata, values: Mapping[str, ReadValue]) -> Inspe
     }
     skeleton, order = tree_of_names(entries, metadata.paths)
     columns = ChunkColumns("items")
+    places = PlaceColumns()
     leaves: list[LeafRecord] = []
     for name in order:
         tensor = metadata.tensors.get(name)
         if tensor is None:
-            # A tensor within a value gets no chunk: it is listed, and refused by name when it is loaded.
-            leaves.extend(leaf_record(leaf) for leaf in values[name].leaves)
+            value = values[name]
+            for leaf in value.leaves:
+                if isinstance(leaf, StoredTensor) and value.storages is not None:
+                    storage = storage_of(leaf, value.storages, key=value.key, path=name)
+                    places.add(len(leaves), leaf, storage)
+                leaves.append(leaf_record(leaf))
             continue
         boxes: list[Box] = []
         for chunk in tensor.chunks:
@@ -123,4 +131,5 @@ def _inspection(metadata: DcpMetadata, values: Mapping[str, ReadValue]) -> Inspe
             )
         cuts = cuts_of(tensor.shape, boxes) if len(boxes) > 1 else None
         leaves.append(ArrayRecord(ArraySpec(tensor.shape, tensor.dtype), cuts=cuts))
-    return Inspection(TreeMetadata(skeleton, tuple(leaves)), columns.to_json(), WRITER)
+    tree = TreeMetadata(skeleton, tuple(leaves), places.aliases)
+    return Inspection(tree, state_with_places(columns, places), WRITER)

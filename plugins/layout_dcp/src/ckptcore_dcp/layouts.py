@@ -13,8 +13,9 @@ from ckptcore_dcp.dtypes import physical_spec
 from ckptcore_dcp.inspecting import inspect_dcp
 from ckptcore_dcp.metadata import ChunkRows, DcpMetadata, DcpTensor, DcpValue, write_metadata
 from ckptcore_dcp.names import KnownNames, StoredNames
-from ckptcore_dcp.reading import read_boxes
+from ckptcore_dcp.places_in_values import places_of_state, read_boxes_and_places
 from ckptcore_dcp.state import KnownTables
+from ckptcore_dcp.storages import KnownPlaces
 from ckptcore_dcp.writing import file_of, write_items
 from ckptcore_dcp.written_columns import WrittenColumns
 
@@ -33,6 +34,7 @@ class DcpLayout:
     """
 
     _known: KnownTables = field(default_factory=KnownTables, init=False, repr=False, compare=False)
+    _places: KnownPlaces = field(default_factory=KnownPlaces, init=False, repr=False, compare=False)
     _names: KnownNames = field(default_factory=KnownNames, init=False, repr=False, compare=False)
 
     @property
@@ -68,7 +70,9 @@ class DcpLayout:
 
     def read(self, plan: ReadPlan, buffers: Sequence[HostArray], store: ReadStore) -> Iterator[int]:
         """Read every box out of the chunks that have elements of it, and no more of them than that."""
-        yield from read_boxes(plan, buffers, store, self._known.table(plan.tree, plan.state))
+        table = self._known.table(plan.tree, plan.state)
+        places = places_of_state(self._places, plan.tree, plan.state)
+        yield from read_boxes_and_places(plan, buffers, store, table, places)
 
     def extents(self, tree: TreeMetadata, state: JSON) -> Iterator[tuple[int, str, int, int]]:
         """Where the elements of each array lie; the items of other software for elements and what is around them."""
@@ -79,6 +83,8 @@ class DcpLayout:
             for chunk in table.chunks(leaf):
                 nbytes = chunk.nbytes if table.content == "items" else chunk.box.size * record.spec.numpy_dtype.itemsize
                 yield leaf, chunk.key, chunk.offset, chunk.offset + nbytes
+        for leaf, place in places_of_state(self._places, tree, state).items():
+            yield leaf, place.key, *place.extent
 
     def inspect(self, store: ReadStore, entry: str | None) -> Inspection | None:
         """A directory with a ``.metadata``, or one of safetensors that torch.distributed.checkpoint wrote in parts."""

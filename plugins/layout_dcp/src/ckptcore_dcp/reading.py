@@ -20,7 +20,7 @@ def read_boxes(plan: ReadPlan, buffers: Sequence[HostArray], store: ReadStore, t
 
     Raises:
         CorruptCheckpointError: chunks do not make up an array, or bytes are missing or wrong.
-        UnsupportedLeafError: an array is within a value that was stored as one item.
+        UnsupportedLeafError: an array is within a value that was stored compressed.
     """
     wanted: dict[tuple[int, str, int], ChunkTargets] = {}
     checked: dict[int, Sequence[Chunk]] = {}
@@ -55,9 +55,9 @@ def _whole(plan: ReadPlan, leaf: int, table: ChunkTable) -> Sequence[Chunk]:
     chunks = table.chunks(leaf)
     if not chunks and record.spec.size and table.content == "items":
         raise UnsupportedLeafError(
-            f"{format_path(plan.tree.paths[leaf])} ({record.spec}) has no item of its own: it is in a tuple, or another value that "
-            "torch.distributed.checkpoint stored whole, or the metadata names no file for it; give a PLACEHOLDER in its place, or "
-            "load it with torch"
+            f"{format_path(plan.tree.paths[leaf])} ({record.spec}) has no place: it is in a tuple, or another value that "
+            "torch.distributed.checkpoint stored whole and compressed, or the metadata names no file for it; give a PLACEHOLDER in its "
+            "place, or load it with torch"
         )
     reason = uncovered(record.spec, [chunk.box for chunk in chunks])
     if reason is not None:

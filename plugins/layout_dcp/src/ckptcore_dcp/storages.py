@@ -19,7 +19,17 @@ from ckptcore_dcp.zip_directories import Fetch
 from ckptcore_dcp.zip_records import STORED
 from ckptcore_dcp.zips import ZipMember, read_member
 
-__all__ = ["KnownPlaces", "Place", "PlaceColumns", "StoredBytes", "gathered_box", "inflated", "read_places"]
+__all__ = [
+    "KnownPlaces",
+    "Place",
+    "PlaceColumns",
+    "StoredBytes",
+    "gathered_box",
+    "inflated",
+    "read_places",
+    "storage_of",
+    "storages_of",
+]
 
 _SLAB_BYTES: Final = 1 << 26
 """Elements that do not lie in C order are gathered from so many bytes at a time."""
@@ -73,6 +83,53 @@ class StoredBytes:
             return None
         sizes = struct.pack("<2I" if self.descriptor == 16 else "<2Q", self.nbytes, self.size)
         return DescriptorSum((b"PK\x07\x08", sizes))
+
+
+def storages_of(members: Mapping[str, ZipMember], fetch: Fetch, *, key: str) -> Mapping[str, StoredBytes]:
+    """The storages in a zip of torch.save, by key.
+
+    Args:
+        members: of it, by the names that torch knows them by.
+        fetch: reads bytes of the object.
+        key: the object.
+
+    Raises:
+        CorruptCheckpointError: it states no byte order that can be.
+    """
+    order = read_member(fetch, members["byteorder"], key=key, limit=64) if "byteorder" in members else b"little"
+    if order not in (b"little", b"big"):
+        raise CorruptCheckpointError(f"the byte order of {key!r} is {order!r}; expected little or big", key=key)
+    return {
+        name.removeprefix("data/"): StoredBytes.of_member(key, member, big_endian=order == b"big")
+        for name, member in members.items()
+        if name.startswith("data/")
+    }
+
+
+def storage_of(tensor: StoredTensor, storages: Mapping[str, StoredBytes], *, key: str, path: str) -> StoredBytes:
+    """The storage that the elements of a tensor are in.
+
+    Args:
+        tensor: what a pickle says of it.
+        storages: those beside the pickle.
+        key: the object, for errors.
+        path: where in the tree it is, for errors.
+
+    Raises:
+        CorruptCheckpointError: it is not there, or has not all of them.
+        UnsupportedLeafError: the tensor repeats a few bytes far too often.
+    """
+    storage = storages.get(tensor.storage)
+    if storage is None:
+        if 0 not in tensor.shape:
+            raise CorruptCheckpointError(
+                f"{path} in {key!r} has no elements: the storage {tensor.storage[:80]!r} is not there; restore the file from a copy, or "
+                "load another checkpoint",
+                key=key,
+            )
+        storage = StoredBytes(key, 0, 0)
+    check_bounds(tensor, storage.size, key=key, path=path)
+    return storage
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,8 +18,8 @@ from ckptcore.protocols import Inspection, ReadStore, Snapshot, WriteStore
 from ckptcore_dcp.directories import files_of_ranks
 from ckptcore_dcp.legacy_files import is_legacy, read_legacy
 from ckptcore_dcp.pickles import read_pickle
-from ckptcore_dcp.storages import KnownPlaces, PlaceColumns, StoredBytes, read_places
-from ckptcore_dcp.stored_tensors import StoredTensor, check_bounds
+from ckptcore_dcp.storages import KnownPlaces, PlaceColumns, StoredBytes, read_places, storage_of, storages_of
+from ckptcore_dcp.stored_tensors import StoredTensor
 from ckptcore_dcp.tensors import Leaf, leaf_record, tree_of
 from ckptcore_dcp.zips import read_member, read_zip, torch_members
 
@@ -142,22 +142,8 @@ def _inspection(skeleton: Skeleton, files: Sequence[tuple[str, _Content]]) -> In
     tree = TreeMetadata(skeleton, tuple([leaf_record(leaf) for leaf in leaves]))
     for number, (path, leaf, (key, content)) in enumerate(zip(tree.paths, leaves, sources, strict=True)):
         if isinstance(leaf, StoredTensor):
-            columns.add(number, leaf, _storage_of(leaf, content, key, format_path(path)))
+            columns.add(number, leaf, storage_of(leaf, content.storages, key=key, path=format_path(path)))
     return Inspection(replace(tree, aliases=columns.aliases), columns.to_json(), "torch.save")
-
-
-def _storage_of(leaf: StoredTensor, content: _Content, key: str, path: str) -> StoredBytes:
-    storage = content.storages.get(leaf.storage)
-    if storage is None:
-        if 0 not in leaf.shape:
-            raise CorruptCheckpointError(
-                f"{path} in {key!r} has no elements: the storage {leaf.storage[:80]!r} is not there; restore the file from a copy, or "
-                "load another checkpoint",
-                key=key,
-            )
-        storage = StoredBytes(key, 0, 0)
-    check_bounds(leaf, storage.size, key=key, path=path)
-    return storage
 
 
 def _read_file(store: ReadStore, key: str) -> _Content | None:
@@ -174,15 +160,7 @@ def _read_file(store: ReadStore, key: str) -> _Content | None:
         pickle = read_member(fetch, members["data.pkl"], key=key)
         value, _ = read_pickle(pickle, key=key)
         skeleton, leaves = tree_of(value, key=key, limit=len(pickle) + (1 << 16))
-        order = read_member(fetch, members["byteorder"], key=key, limit=64) if "byteorder" in members else b"little"
-        if order not in (b"little", b"big"):
-            raise CorruptCheckpointError(f"the byte order of {key!r} is {order!r}; expected little or big", key=key)
-        storages = {
-            name.removeprefix("data/"): StoredBytes.of_member(key, member, big_endian=order == b"big")
-            for name, member in members.items()
-            if name.startswith("data/")
-        }
-        return _Content(skeleton, leaves, storages)
+        return _Content(skeleton, leaves, storages_of(members, fetch, key=key))
     if is_legacy(head):
         value, legacy, pickle_bytes = read_legacy(fetch, store.size(key), key=key)
         skeleton, leaves = tree_of(value, key=key, limit=pickle_bytes + (1 << 16))
@@ -211,7 +189,7 @@ def _inspect_index(store: ReadStore, key: str) -> Inspection:
             what = "is no file of torch.save" if content is None else f"has no tensor {missing[0]!r}"
             raise CorruptCheckpointError(f"{file} {what}, and {key} lists it", key=file)
         for name in listed:
-            columns.add(len(leaves), tensors[name], _storage_of(tensors[name], content, file, name))
+            columns.add(len(leaves), tensors[name], storage_of(tensors[name], content.storages, key=file, path=name))
             names.append(name)
             leaves.append(tensors[name])
     skeleton = Node("dict", tuple(names), (LEAF,) * len(names))

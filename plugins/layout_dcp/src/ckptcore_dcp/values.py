@@ -12,8 +12,11 @@ from ckptcore.protocols import ReadStore
 from ckptcore_dcp.item_templates import KnownTemplates
 from ckptcore_dcp.metadata import DcpValue
 from ckptcore_dcp.pickles import read_pickle
+from ckptcore_dcp.storages import StoredBytes, storages_of
+from ckptcore_dcp.stored_tensors import StoredTensor
 from ckptcore_dcp.tensors import Leaf, tree_of
 from ckptcore_dcp.transforms import undone
+from ckptcore_dcp.zip_directories import Fetch
 from ckptcore_dcp.zips import read_member, read_zip, torch_members
 
 __all__ = ["ReadValue", "read_values"]
@@ -37,10 +40,14 @@ class ReadValue:
     Attributes:
         skeleton: its containers; a leaf, where it is none.
         leaves: in the order of the skeleton.
+        key: the object that it is in.
+        storages: those of the tensors in it, by key; None where they went through a transform, and have no places.
     """
 
     skeleton: Skeleton
     leaves: Sequence[Leaf]
+    key: str
+    storages: Mapping[str, StoredBytes] | None
 
 
 def read_values(values: Mapping[str, DcpValue], store: ReadStore) -> Mapping[str, ReadValue]:
@@ -117,15 +124,22 @@ def _value(name: str, value: DcpValue, item: bytes, templates: _Templates) -> Re
     pickle = _pickle(name, key, item, start, templates) if known is None else bytes(known[0])
     read, _ = read_pickle(pickle, key=key)
     skeleton, leaves = tree_of(read, key=key, limit=len(pickle) + 1024)
-    return ReadValue(skeleton, leaves)
+    storages: Mapping[str, StoredBytes] | None = None
+    if not value.transforms and any(isinstance(leaf, StoredTensor) for leaf in leaves):
+        fetch = _fetching(item, start)
+        storages = storages_of(torch_members(read_zip(fetch, start, start + len(item), key=key)), fetch, key=key)
+    return ReadValue(skeleton, leaves, key, storages)
+
+
+def _fetching(item: bytes, start: int) -> Fetch:
+    """Reads an item that lies at `start`."""
+    return lambda first, last: item[max(first - start, 0) : max(last - start, 0)]
 
 
 def _pickle(name: str, key: str, item: bytes, start: int, templates: _Templates) -> bytes:
     """The pickle of an item that lies at `start`, verified."""
 
-    def fetch(first: int, last: int) -> bytes:
-        return item[max(first - start, 0) : max(last - start, 0)]
-
+    fetch = _fetching(item, start)
     members = torch_members(read_zip(fetch, start, start + len(item), key=key))
     if "data.pkl" not in members:
         raise CorruptCheckpointError(
