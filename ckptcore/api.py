@@ -345,7 +345,8 @@ def consolidate(
 
     Raises:
         TreeMismatchError: if the subtree is not there.
-        NameCollisionError, InvalidLocationError: for files that cannot go along.
+        NameCollisionError, InvalidLocationError: for files that cannot go along, and for a destination that is the source, is around it, or
+            is one of its checkpointables.
         CorruptCheckpointError: also if the source was replaced meanwhile.
         RankFailedError: if another process failed. Nothing was committed.
         What `load` and `save` do; the source is never changed.

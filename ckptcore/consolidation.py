@@ -19,6 +19,7 @@ from ckptcore.agreement import Agreement
 from ckptcore.builtin.safetensors import SafetensorsLayout
 from ckptcore.commit import Overwrite, refuse_to_replace
 from ckptcore.context import Context
+from ckptcore.destinations import refuse_destination
 from ckptcore.errors import (
     CheckpointError,
     CorruptCheckpointError,
@@ -107,11 +108,9 @@ def _consolidate(
     with recording.phase("describe"), agreement.stage("describe", meaning=NOTHING_COMMITTED) as stage:
         durable = context.durability == "full"
         location = resolve_location(destination, context.registry, durable=durable, config=context.storage)
+        read_from = resolve_location(source, context.registry, durable=False, config=context.storage)
+        refuse_destination(read_from, location)
         found = _open(source, path, context)
-        if found.opened.location.identity == location.identity:
-            raise InvalidLocationError(
-                f"{source} cannot be consolidated into itself; give another location, and delete the source then"
-            )
         tree = found.subtree.tree
         layout.check(tree, agreement.size)
         check_sizes(found.opened, set(found.subtree.sources))
@@ -121,7 +120,7 @@ def _consolidate(
             refuse_to_replace(location, overwrite)
             beside = _files_by_name(files)
         if agreement.size > 1:
-            stage.payload = _digest(found, objects)
+            stage.payload = _digest(found, objects, layout.file_names(tree))
     payloads = stage.payloads
     decided = agreement.lead("save", lambda: _same_source(payloads, str(source)))
     recording.save_id = decided["save_id"]
@@ -189,12 +188,12 @@ def _files_by_name(files: Sequence[FilePath]) -> Mapping[str, FilePath]:
     return found
 
 
-def _digest(source: _Source, objects: Sequence[Sequence[WriteItem]]) -> JSON:
-    """Equal on two ranks exactly if they read the same save and cut it in the same way."""
+def _digest(source: _Source, objects: Sequence[Sequence[WriteItem]], files: Sequence[str]) -> JSON:
+    """Equal on two ranks exactly if they read the same save, cut it in the same way, and call files the same."""
     opened = source.opened
     saved: JSON = opened.root.save_id if opened.root is not None else [opened.tree.to_json(), opened.state]
     items = [[[item.leaf, [[box.start, box.stop] for box in item.boxes]] for item in of_one] for of_one in objects]
-    document = json.dumps([saved, list(source.subtree.sources), items], sort_keys=True)
+    document = json.dumps([saved, list(source.subtree.sources), items, list(files)], sort_keys=True)
     return xxhash.xxh3_128_hexdigest(document.encode())
 
 

@@ -18,7 +18,8 @@ from ckptcore.builtin.single_process import SingleProcess
 from ckptcore.commit import Overwrite, read_root, refuse_to_replace, remove_checkpoint
 from ckptcore.composites import is_deleted, open_member, present_members, while_composite_unchanged
 from ckptcore.context import Context
-from ckptcore.errors import CheckpointNotFoundError, CorruptCheckpointError, InvalidLocationError, NameCollisionError
+from ckptcore.destinations import refuse_destination
+from ckptcore.errors import CheckpointNotFoundError, CorruptCheckpointError, NameCollisionError
 from ckptcore.events import Recording
 from ckptcore.loading import check_sizes
 from ckptcore.locations import Location, LocationLike, resolve_location
@@ -55,10 +56,7 @@ def convert_checkpoint(
     durable = context.durability == "full"
     resolved = resolve_location(destination, context.registry, durable=durable, config=context.storage)
     read_from = resolve_location(source, context.registry, durable=False, config=context.storage)
-    if read_from.identity == resolved.identity:
-        raise InvalidLocationError(
-            f"{source} cannot be converted into itself; convert it to another location, then delete it"
-        )
+    refuse_destination(read_from, resolved)
     refuse_to_replace(resolved, overwrite)
 
     job = _Conversion(resolved, chosen, overwrite, progress, context)

@@ -90,6 +90,10 @@ class Location:
         """The name of the directory that it is in; empty where that is not known."""
         return self.identity.rpartition("/")[0].rpartition("/")[2]
 
+    def lies_in(self, other: Location) -> bool:
+        """Whether it is another location, or one inside that, as far as they can be told to be."""
+        return f"{self.identity}/".startswith(f"{other.identity}/")
+
     @property
     def is_object(self) -> bool:
         """Whether the location is one object (file), not a directory of them."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -168,6 +169,33 @@ def test_what_is_refused(source: Path, tmp_path: Path) -> None:
     with pytest.raises(CheckpointExistsError):
         ckptcore.consolidate(source, tmp_path / "hf", context=FAST)
     assert [path.name for path in (tmp_path / "hf").iterdir()] == ["mine"]
+
+
+@pytest.mark.parametrize("make", [ckptcore.consolidate, ckptcore.convert])
+@pytest.mark.parametrize("scheme", ["file", "memory"])
+def test_the_source_is_not_lost_with_what_is_replaced(make: Callable[..., None], scheme: str, tmp_path: Path) -> None:
+    """Neither where the destination is around the source, nor where it is one of its checkpointables."""
+    steps = str(tmp_path) if scheme == "file" else f"memory://consolidation/{make.__name__}"
+    ckptcore.save_checkpointables(f"{steps}/c", {"model": {"w": np.ones(3)}, "rest": {"m": np.zeros(3)}}, context=FAST)
+    options: dict[str, Any] = {"overwrite": "non-atomic", "context": FAST}
+    for source, destination in (("c/model", "c"), ("c/model", ""), ("c", "c/rest"), ("c/rest", "c/rest")):
+        with pytest.raises(InvalidLocationError, match=r"around the source|one of the checkpointables|into itself"):
+            make(f"{steps}/{source}", f"{steps}/{destination}".rstrip("/"), **options)
+    for _ in range(2):
+        make(f"{steps}/c/model", f"{steps}/c/plain", **options)
+        make(f"{steps}/c/model", f"{steps}/c/model/plain", **options)
+    loaded = ckptcore.load_checkpointables(f"{steps}/c")
+    assert loaded["model"]["w"].tolist() == [1, 1, 1] and loaded["rest"]["m"].tolist() == [0, 0, 0]
+    assert ckptcore.verify(f"{steps}/c").ok and ckptcore.load(f"{steps}/c/plain")["w"].tolist() == [1, 1, 1]
+
+
+def test_a_checkpointable_is_not_consolidated_over_what_it_is_of(tmp_path: Path) -> None:
+    ckptcore.save_checkpointables(
+        tmp_path / "c", {"model": {"w": np.ones(3)}, "rest": {"m": np.zeros(3)}}, context=FAST
+    )
+    with pytest.raises(InvalidLocationError, match="into itself"):
+        ckptcore.consolidate(tmp_path / "c", tmp_path / "c", subtree="model", overwrite=True, context=FAST)
+    assert set(ckptcore.load_checkpointables(tmp_path / "c")) == {"model", "rest"}
 
 
 def test_damage_is_named_and_not_copied(tmp_path: Path) -> None:
