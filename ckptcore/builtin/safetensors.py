@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from ckptcore.builtin.safetensors_header import FORMAT_DTYPES, TensorEntry, inspect_files
-from ckptcore.errors import AtomicityError, CorruptCheckpointError, PluginError
+from ckptcore.errors import AtomicityError, CheckpointError, CorruptCheckpointError, PluginError
 from ckptcore.model.arrays import ArraySpec, Box, HostArray
 from ckptcore.model.metadata import ArrayRecord, TreeMetadata
 from ckptcore.model.transfer import ArraySegment, BytesSegment, ReadPlan, Receipt, Segment, TileRead, WritePlan
@@ -166,10 +166,15 @@ class SafetensorsLayout:
         return {"leaf": leaf_column, "file": file_column, "offset": offsets} if own else None
 
     def finish(self, tree: TreeMetadata, receipts: Sequence[Receipt], store: WriteStore) -> JSON:
-        """Put together where the processes wrote arrays, and write the index where there are several files."""
+        """Put together where the processes wrote arrays, and write the index where there are several files.
+
+        Raises:
+            CheckpointError: if a process wrote other files than these, because its layout has other options.
+        """
         files = self.arrays_by_object(tree)
         file_names = _file_names(self.stem, len(files))
         states: list[Any] = [receipt.state for receipt in receipts if receipt.state is not None]
+        _expect_files(file_names, files, receipts)
         offsets = {
             leaf: offset for state in states for leaf, offset in zip(state["leaf"], state["offset"], strict=True)
         }
@@ -337,6 +342,20 @@ def _shared_tiles(reads: Sequence[TileRead]) -> list[TileRead]:
         else:
             tiles[place] = TileRead(read.key, read.offset, read.box, read.itemsize, (*first.targets, *read.targets))
     return list(tiles.values())
+
+
+def _expect_files(names: Sequence[str], files: Sequence[Sequence[int]], receipts: Sequence[Receipt]) -> None:
+    """Make sure that all processes mean the same files: the options of a layout are no part of what they agree on."""
+    file_of = {leaf: number for number, leaves in enumerate(files) for leaf in leaves}
+    for receipt in receipts:
+        state: Any = receipt.state or {"leaf": (), "file": ()}
+        written = {record.key for record in receipt.objects}
+        for leaf, number in zip(state["leaf"], state["file"], strict=True):
+            if number != file_of[leaf] or names[number] not in written:
+                raise CheckpointError(
+                    f"process {receipt.rank} wrote {', '.join(sorted(written))}, where the leader expects its arrays in "
+                    f"{names[file_of[leaf]]}: give SafetensorsLayout the same options in every process"
+                )
 
 
 def _inspection(entries: Sequence[TensorEntry], metadata: Mapping[str, JSON]) -> Inspection:

@@ -157,3 +157,30 @@ def test_files_of_one_save_may_come_from_several_processes(max_file_bytes: int, 
     assert ckptcore.verify(tmp_path / "c").ok and len(list((tmp_path / "c").glob("*.safetensors"))) == 4
     loaded = ckptcore.load(tmp_path / "c")
     assert all(np.array_equal(loaded[name], array) for name, array in state.items())
+
+
+def test_processes_that_call_files_otherwise(source: Path, tmp_path: Path) -> None:
+    def work(rank: Coordinator) -> None:
+        stem = "model" if rank.rank == 0 else "weights"
+        ckptcore.consolidate(source, tmp_path / "hf", stem=stem, max_file_bytes=ARRAY_BYTES, context=context_of(rank))
+
+    assert run_ranks(work) == [CheckpointError, RankFailedError, RankFailedError]
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
+@pytest.mark.parametrize(
+    "other", [ckptcore.SafetensorsLayout(1, "weights"), ckptcore.SafetensorsLayout(64), ckptcore.SafetensorsLayout()]
+)
+def test_a_save_whose_processes_have_other_options_is_not_committed(
+    other: ckptcore.SafetensorsLayout, tmp_path: Path
+) -> None:
+    """Each array would be where the leader does not look for it."""
+    state = {name: np.full(4, float(number % 2)) for number, name in enumerate("abcd")}
+
+    def work(rank: Coordinator) -> None:
+        layout = other if rank.rank else ckptcore.SafetensorsLayout(1)
+        context = context_of(rank, handlers={np.ndarray: OneRankEach()})
+        ckptcore.save(tmp_path / "c", state, layout=layout, context=context)
+
+    assert None not in run_ranks(work, 2)
+    assert list(tmp_path.iterdir()) == []
