@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ckptcore.agreement import Agreement
@@ -14,8 +14,9 @@ from ckptcore.exports import Export
 from ckptcore.locations import Location, resolve_location
 from ckptcore.model.transfer import WritePlan
 from ckptcore.parts import Captured, Part, PartDescription, TreeDescription
-from ckptcore.persisting import Described, persist
+from ckptcore.persisting import Described, fail_everywhere, persist
 from ckptcore.protocols import Layout
+from ckptcore.root import Member
 from ckptcore.subtrees import Subtree, find_subtree, path_keys
 
 __all__ = ["PlannedExport", "PreparedExport", "plan_exports", "write_exports"]
@@ -117,6 +118,9 @@ def plan_exports(
         except TreeMismatchError as error:
             raise TreeMismatchError(f"exports[{number}]: {error}. Nothing was written", error.differences) from error
     _refuse_one_place([location, *(export.location for export in planned)])
+    if names != [""]:
+        members = {name: description.member(size) for name, description in zip(names, descriptions, strict=True)}
+        _refuse_places_of_members(location, members, planned)
     return planned
 
 
@@ -158,10 +162,26 @@ def _refuse_one_place(locations: Sequence[Location]) -> None:
                     f"{location.display} is to hold two checkpoints of one save; give each a location of its own. Nothing was "
                     "written"
                 )
-            if other.identity.startswith(location.identity + "/"):
+            if other.lies_in(location):
                 raise InvalidLocationError(
                     f"the export to {location.display} would lie around {other.display}, which is written before it; give it "
                     "another location, or one inside. Nothing was written"
+                )
+
+
+def _refuse_places_of_members(
+    location: Location, members: Mapping[str, Member], exports: Sequence[PlannedExport]
+) -> None:
+    """Refuse exports into the directory of a checkpointable, which the save has just written when they begin."""
+    for export in exports:
+        if not export.location.lies_in(location):
+            continue
+        directory = export.location.identity[len(location.identity) + 1 :].partition("/")[0]
+        for name, member in members.items():
+            if directory in [member.directory(name, rank) for rank in range(member.processes or 1)]:
+                raise InvalidLocationError(
+                    f"the export to {export.location.display} would lie where {location.display} keeps its {name!r}; give it "
+                    "another location. Nothing was written"
                 )
 
 
@@ -185,7 +205,7 @@ def write_exports(
         CheckpointError: the first error; it says that the save is committed.
     """
     failed: list[Exception] = []
-    for export, held in zip(exports, captured, strict=True):
+    for number, (export, held) in enumerate(zip(exports, captured, strict=True)):
         described = export.described
         recording = Recording(
             "save",
@@ -202,6 +222,7 @@ def write_exports(
             recording.finish(error=error)
             error.add_note(f"{saved} is committed; its export to {described.location.display} is not")
             if not isinstance(error, Exception):
+                _give_up(exports[number + 1 :], error)
                 raise
             failed.append(error)
         else:
@@ -212,3 +233,13 @@ def write_exports(
         for other in failed[1:]:
             failed[0].add_note(f"and then: {type(other).__name__}: {other}")
         raise failed[0]
+
+
+def _give_up(exports: Sequence[PreparedExport], interruption: BaseException) -> None:
+    """Fail the exports that this process will not come to: the others begin each and would wait for it."""
+    for export in exports:
+        try:
+            fail_everywhere(export.described.agreement, "claim", interruption)
+        except BaseException as error:
+            if error is not interruption:
+                raise

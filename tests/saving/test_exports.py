@@ -180,6 +180,21 @@ def test_each_checkpoint_has_a_place_of_its_own(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("inside", ["optimizer", "optimizer/weights"])
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_an_export_replaces_nothing_that_its_save_has_just_written(
+    overwrite: bool, inside: str, tmp_path: Path
+) -> None:
+    parts = {"model": {"w": np.ones(3)}, "optimizer": {"m": np.zeros(3)}}
+    exports = [Export(location=tmp_path / "c" / inside, subtree="model")]
+    with pytest.raises(InvalidLocationError, match="keeps its 'optimizer'.*Nothing was written"):
+        ckptcore.save_checkpointables(tmp_path / "c", parts, exports=exports, overwrite=overwrite)
+    assert list(tmp_path.iterdir()) == []
+    exports = [Export(location=tmp_path / "c" / "weights", subtree="model")]
+    ckptcore.save_checkpointables(tmp_path / "c", parts, exports=exports, overwrite=overwrite)
+    assert set(ckptcore.load_checkpointables(tmp_path / "c")) == {"model", "optimizer"}
+
+
 @pytest.mark.parametrize("begin", [ckptcore.save, ckptcore.save_async])
 def test_what_is_there_is_replaced_only_when_asked(begin: Any, tmp_path: Path) -> None:
     ckptcore.save(tmp_path / "e", {"mine": 1})
@@ -355,3 +370,30 @@ def test_ranks_that_export_different_parts_are_refused(tmp_path: Path) -> None:
 
     assert all("exports" in told for told in ThreadJob(2, timeout_seconds=30).run(job))
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_rank_that_is_interrupted_keeps_nobody_waiting(tmp_path: Path) -> None:
+    """It does not come to the exports after the one that it wrote then."""
+
+    class Interrupted(ckptcore.SafetensorsLayout):
+        def write(self, snapshot: Any, store: Any) -> Any:
+            if snapshot.plan.rank:
+                raise KeyboardInterrupt
+            return super().write(snapshot, store)
+
+    def job(coordinator: Coordinator) -> str:
+        exports = [
+            Export(location=tmp_path / name, layout=layout)
+            for name, layout in (("a", Interrupted()), ("b", "safetensors"), ("d", "safetensors"))
+        ]
+        try:
+            ckptcore.save(tmp_path / "c", _state(), exports=exports, context=job_context(coordinator))
+        except (RankFailedError, KeyboardInterrupt) as error:
+            return f"{type(error).__name__}: {error} {error.__notes__}"
+        return "saved"
+
+    told = ThreadJob(2, timeout_seconds=10).run(job)
+    assert "RankFailedError: the stage 'write' failed on rank 1: KeyboardInterrupt" in told[0]
+    assert "CoordinationTimeoutError" not in told[0] and told[0].count("RankFailedError") == 3
+    assert told[1].startswith("KeyboardInterrupt")
+    assert [path.name for path in tmp_path.iterdir()] == ["c"]
