@@ -155,6 +155,7 @@ class StreamedSnapshot:
         self._thread: threading.Thread | None = None
         self._arrays: dict[int, Sequence[HostArray]] = {}
         self._unread = set(range(len(plan.items)))
+        self._released: set[int] = set()
         self._position = 0
         self._asked: deque[int] = deque()
         self._held = 0
@@ -165,11 +166,17 @@ class StreamedSnapshot:
 
         Raises:
             CheckpointError: what reading raised.
+            PluginError: it was released before.
         """
         with self._changed:
             if self._thread is None and self._error is None:
                 self._thread = threading.Thread(target=self._read_all, name="ckptcore-read-ahead", daemon=True)
                 self._thread.start()
+            if item in self._released:
+                raise PluginError(
+                    f"{format_path(self.plan.tree.paths[self.plan.items[item].leaf])} was asked for again after it was given back; a "
+                    "layout releases an array once it needs it no more"
+                )
             if item not in self._arrays:
                 self._asked.append(item)
                 self._changed.notify_all()
@@ -183,6 +190,7 @@ class StreamedSnapshot:
         """See `Snapshot`."""
         with self._changed:
             if self._arrays.pop(item, None) is not None:
+                self._released.add(item)
                 self._held -= _nbytes(self.plan.items[item])
                 self._changed.notify_all()
 

@@ -42,7 +42,7 @@ class Snapshot(Protocol):
         ...
 
     def release(self, item: int) -> None:
-        """Say that the arrays of an item are written and their memory can be given back."""
+        """Say that the arrays of an item are written and their memory can be given back; it is not taken again."""
         ...
 
 

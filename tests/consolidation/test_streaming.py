@@ -161,6 +161,16 @@ def test_whoever_waits_is_told_of_the_end(opened: Opened) -> None:
         snapshot.take(1)
 
 
+def test_what_was_given_back_is_not_waited_for(opened: Opened) -> None:
+    snapshot = snapshot_of(opened)
+    snapshot.take(0)
+    snapshot.release(0)
+    with pytest.raises(PluginError, match="w0 was asked for again"):
+        snapshot.take(0)
+    assert snapshot.take(1)[0][0] == 1
+    snapshot.close()
+
+
 def test_what_nobody_takes_is_not_read(opened: Opened) -> None:
     snapshot_of(opened).close()
     assert not layout_of(opened).batches
