@@ -9,8 +9,6 @@ from tests.composites.shelf import ShelfLayout
 
 
 class TestSafetensors(LayoutTests):
-    several_processes = False
-
     def layout(self) -> Layout:
         return SafetensorsLayout()
 

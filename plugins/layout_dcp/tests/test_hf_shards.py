@@ -10,11 +10,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from ckptcore_dcp.inspecting import inspect_dcp
 from ckptcore_dcp.state import ChunkTable
 
+import ckptcore
+from ckptcore.builtin.host_leaves import HostArrayHandler
 from ckptcore.errors import CorruptCheckpointError, UnsupportedLeafError
-from ckptcore.model import ArrayRecord
+from ckptcore.model import ArrayRecord, Box, Shard
+from ckptcore.protocols import Coordinator
+from ckptcore.testing import ThreadJob
 from plugins.layout_dcp.tests.directories import Directory
 
 
@@ -81,3 +86,34 @@ def test_parts_that_cannot_be_are_refused(tmp_path: Path, header: Mapping[str, A
 def test_safetensors_that_do_not_say_where_they_begin_are_left_to_their_layout(tmp_path: Path) -> None:
     _shard(tmp_path, 1, {"w": {"dtype": "F32", "shape": [3], "data_offsets": [0, 12]}}, bytes(12))
     assert inspect_dcp(Directory(tmp_path), None) is None
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable):UserWarning")
+def test_slices_of_ckptcore_are_what_torch_loads(tmp_path: Path) -> None:
+    """What the layout safetensors writes of arrays that no process holds whole is safetensors in parts."""
+    state = {
+        "w": np.arange(60, dtype=np.float32).reshape(10, 6),
+        "b": np.arange(7, dtype=np.float64),
+        "whole": np.ones(3, np.int32),
+    }
+
+    class Rows(HostArrayHandler):
+        def shards(self, leaf: Any, rank: int, size: int) -> list[Shard]:
+            edges = [leaf.shape[0] * number // (2 * size) for number in range(2 * size + 1)]
+            rest = leaf.shape[1:]
+            return [
+                Shard(Box((edges[number], *[0] * len(rest)), (edges[number + 1], *rest)))
+                for number in (rank, rank + size)
+            ]
+
+    def job(coordinator: Coordinator) -> None:
+        context = ckptcore.Context(coordinator=coordinator, handlers={np.ndarray: Rows()})
+        ckptcore.save(tmp_path / "ours", state, context=context)
+
+    ThreadJob(2, timeout_seconds=60).run(job)
+    found = {name: torch.zeros(array.shape, dtype=torch.from_numpy(array).dtype) for name, array in state.items()}
+    dcp.load(found, storage_reader=dcp.HuggingFaceStorageReader(str(tmp_path / "ours")), no_dist=True)
+    for name, array in state.items():
+        assert np.array_equal(found[name].numpy(), array)
+    (tmp_path / "ours" / "checkpoint.json").unlink()
+    expect_shards(tmp_path / "ours", {name: torch.from_numpy(array) for name, array in state.items()})

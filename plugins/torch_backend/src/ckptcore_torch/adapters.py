@@ -18,13 +18,14 @@ import torch
 
 import ckptcore
 from ckptcore.errors import (
+    AtomicityError,
     CheckpointNotFoundError,
     CompositeCheckpointError,
     CorruptCheckpointError,
     TreeMismatchError,
 )
 from ckptcore.model import JSON
-from ckptcore.protocols import About, WriteStore
+from ckptcore.protocols import About, Snapshot, WriteStore
 from ckptcore_torch.adapter_configs import AdapterConfig, SupportsToDict, config_json, stored_config
 from ckptcore_torch.adapter_names import AdapterNames, Biases, check_stored_name, names_of_adapter, plain_name
 
@@ -70,6 +71,22 @@ class AdapterLayout(ckptcore.SafetensorsLayout):
     def __post_init__(self) -> None:
         ckptcore.SafetensorsLayout.__post_init__(self)  # a class with slots is made anew: super() would not know it
         object.__setattr__(self, "config", config_json(self.config))
+
+    def write(self, snapshot: Snapshot, store: WriteStore) -> JSON:
+        """Write the one file; PEFT knows no slices.
+
+        Raises:
+            AtomicityError: if this process holds a part of the adapter only.
+        """
+        plan = snapshot.plan
+        arrays = sum(len(leaves) for leaves in self.arrays_by_object(plan.tree))
+        for item in plan.items:
+            if sum(box.size for box in item.boxes) != item.spec.size or len(plan.items) != arrays:
+                raise AtomicityError(
+                    f"process {plan.rank} holds a part of the adapter only, and PEFT reads it out of one file; gather it first, as "
+                    "DTensor.full_tensor does, in every process"
+                )
+        return ckptcore.SafetensorsLayout.write(self, snapshot, store)
 
     def mark(self, about: About, store: WriteStore) -> None:
         """Write the config.
