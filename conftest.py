@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import os
+from collections.abc import Iterator
 
+import pytest
 from hypothesis import settings
 
 # JAX reads these when it first makes a backend: 8 virtual devices, so that sharded arrays exist without an accelerator.
@@ -16,3 +19,20 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 settings.register_profile("ci", derandomize=True, database=None, deadline=None, print_blob=True)
 settings.register_profile("explore", max_examples=1000, deadline=None, print_blob=True)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Keep what is imported and collected out of every later garbage collection.
+
+    Each process that runs tests imports every framework and holds every test: millions of objects that never go away,
+    which each `gc.collect` of a test would look at again. With them set aside a full collection takes a millisecond
+    instead of half a second, and the whole run a fraction of the time.
+    """
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.collect()
+        gc.freeze()
+        gc.enable()
