@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+import os
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 
 __all__ = ["ROOT", "Source", "core_sources", "plugin_sources", "project_files"]
@@ -64,27 +65,33 @@ class Source:
         return self.name
 
 
-def core_sources() -> list[Source]:
-    """The modules of the distribution `ckptcore`."""
-    return _sources(ROOT, ROOT / "ckptcore")
+@cache
+def core_sources() -> Sequence[Source]:
+    """The modules of the distribution `ckptcore`; the same objects each time, so that each is parsed once."""
+    return tuple(_sources(ROOT, ROOT / "ckptcore"))
 
 
-def plugin_sources() -> list[Source]:
-    """The modules of the distributions below ``plugins/``."""
-    found: list[Source] = []
-    for directory in sorted((ROOT / "plugins").glob("*/src")):
-        found += _sources(directory, directory)
-    return found
+@cache
+def plugin_sources() -> Sequence[Source]:
+    """The modules of the distributions below ``plugins/``; the same objects each time."""
+    directories = sorted((ROOT / "plugins").glob("*/src"))
+    return tuple(source for directory in directories for source in _sources(directory, directory))
 
 
-def project_files(suffix: str) -> list[Path]:
-    """The project's files with this suffix, without those of environments and builds."""
+def project_files(suffix: str) -> Sequence[Path]:
+    """The project's files with this suffix, in order, without those of environments and builds."""
+    return tuple(path for path in _files() if path.name.endswith(suffix))
+
+
+@cache
+def _files() -> Sequence[Path]:
     skipped = {"build", "dist", "_build", "node_modules", "__pycache__"}
-    return sorted(
-        path
-        for path in ROOT.rglob(f"*{suffix}")
-        if not any(part in skipped or part.startswith(".") for part in path.relative_to(ROOT).parts[:-1])
-    )
+    found: list[Path] = []
+    for directory, subdirectories, names in os.walk(ROOT):
+        # Not entered at all: an environment holds a hundred thousand files.
+        subdirectories[:] = [name for name in subdirectories if name not in skipped and not name.startswith(".")]
+        found += [Path(directory, name) for name in names]
+    return tuple(sorted(found))
 
 
 def _sources(root: Path, directory: Path) -> list[Source]:

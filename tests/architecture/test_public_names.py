@@ -8,8 +8,6 @@ import inspect
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-
 from tests.architecture.sources import Source, core_sources, plugin_sources
 
 PUBLIC_MODULES = {
@@ -27,7 +25,7 @@ PUBLIC_MODULES = {
 }
 """Modules whose every name is for users or authors of plugins; the modules of `ckptcore.model` are too."""
 
-PUBLIC_SOURCES = [source for source in core_sources() + plugin_sources() if source.public]
+PUBLIC_SOURCES = [source for source in (*core_sources(), *plugin_sources()) if source.public]
 
 
 def isort_key(name: str) -> tuple[int, str]:
@@ -97,32 +95,41 @@ def _undocumented_methods(owner: ast.ClassDef) -> Iterator[str]:
             yield f"{owner.name}.{node.name}"
 
 
-@pytest.mark.parametrize("source", PUBLIC_SOURCES, ids=str)
-def test_all_is_sorted_and_complete(source: Source) -> None:
+def wrong_exports(source: Source) -> Iterator[str]:
+    """What is wrong with the `__all__` of a module."""
     exported, defined = exported_names(source.tree), defined_names(source.tree)
     if exported is None:
-        assert not defined, f"{source.path} defines {sorted(defined)} and has no __all__"
+        if defined:
+            yield f"{source.path} defines {sorted(defined)} and has no __all__"
         return
-    assert exported == sorted(exported, key=isort_key)
-    assert len(set(exported)) == len(exported)
+    if exported != sorted(set(exported), key=isort_key):
+        yield f"{source.path}: __all__ is not sorted, or names something twice: {exported}"
     # An internal module may keep constants and aliases to itself without an underscore.
     everything = source.name in PUBLIC_MODULES or source.name.startswith("ckptcore.model")
     expected = defined if everything else defined_functions_and_classes(source.tree)
-    assert expected <= set(exported), f"not in __all__: {sorted(expected - set(exported))}"
-    if source.path.name != "__init__.py":
-        assert set(exported) <= defined, f"in __all__ and not defined here: {sorted(set(exported) - defined)}"
+    if not expected <= set(exported):
+        yield f"{source.path}: not in __all__: {sorted(expected - set(exported))}"
+    if source.path.name != "__init__.py" and not set(exported) <= defined:
+        yield f"{source.path}: in __all__ and not defined here: {sorted(set(exported) - defined)}"
 
 
-@pytest.mark.parametrize("source", [source for source in core_sources() if source.public], ids=str)
-def test_all_names_what_exists(source: Source) -> None:
-    module = importlib.import_module(source.name)
-    for name in exported_names(source.tree) or []:
-        assert hasattr(module, name), f"{source.name}.__all__ names {name}, which is not there"
+def test_all_is_sorted_and_complete() -> None:
+    assert [wrong for source in PUBLIC_SOURCES for wrong in wrong_exports(source)] == []
 
 
-@pytest.mark.parametrize("source", PUBLIC_SOURCES, ids=str)
-def test_every_public_name_has_a_docstring(source: Source) -> None:
-    assert list(undocumented(source.tree)) == []
+def test_all_names_what_exists() -> None:
+    missing = [
+        f"{source.name}.{name}"
+        for source in core_sources()
+        if source.public
+        for name in exported_names(source.tree) or []
+        if not hasattr(importlib.import_module(source.name), name)
+    ]
+    assert missing == []
+
+
+def test_every_public_name_has_a_docstring() -> None:
+    assert [f"{source.path}: {name}" for source in PUBLIC_SOURCES for name in undocumented(source.tree)] == []
 
 
 def test_the_front_page_exports_every_function_of_the_api() -> None:
@@ -144,3 +151,10 @@ def test_gaps_are_noticed(tmp_path: Path) -> None:
     assert exported_names(tree) == ["b", "a"]
     assert defined_names(tree) == {"LIMIT", "A", "b"}
     assert list(undocumented(tree)) == ["the module", "A", "A.f", "b"]
+    assert list(wrong_exports(Source(path, "gaps"))) == [
+        f"{path}: __all__ is not sorted, or names something twice: ['b', 'a']",
+        f"{path}: not in __all__: ['A']",
+        f"{path}: in __all__ and not defined here: ['a']",
+    ]
+    path.write_text("class A: ...\n", encoding="utf-8")
+    assert list(wrong_exports(Source(path, "gaps"))) == [f"{path} defines ['A'] and has no __all__"]
