@@ -65,7 +65,8 @@ def main(task: str, directory: Path) -> None:
         if by == "torch":
             dcp.save(state, checkpoint_id=str(directory / "torch"))
         else:
-            ckptcore.save(directory / "ckptcore", state, layout="dcp")
+            weights = ckptcore.Export(location=directory / "weights", subtree="model")
+            ckptcore.save(directory / "ckptcore", state, layout="dcp", exports=[weights])
     else:
         model = _model(99)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.9)

@@ -8,7 +8,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
+from safetensors.numpy import load_file
+
+import ckptcore
 
 HERE = Path(__file__).parent
 
@@ -51,6 +55,16 @@ def resumed(directory: Path, saver: str, sizes: tuple[int, ...]) -> None:
 
 def test_torch_goes_on_in_fewer_processes(tmp_path: Path) -> None:
     resumed(tmp_path, "ckptcore", (2,))
+    _expect_weights_beside(tmp_path)
+
+
+def _expect_weights_beside(directory: Path) -> None:
+    """The same save has written weights in another layout, in slices of which one process makes a file for others."""
+    ckptcore.consolidate(directory / "weights", directory / "published")
+    found = load_file(directory / "published" / "model.safetensors")
+    expected = ckptcore.load(directory / "ckptcore")["model"]
+    assert list(found) == list(expected) == ["0.weight", "0.bias", "2.weight"]
+    assert all(np.array_equal(found[name], expected[name]) for name in expected)
 
 
 def test_ckptcore_goes_on_in_fewer_processes(tmp_path: Path) -> None:
