@@ -358,3 +358,19 @@ def test_rates_that_are_tensors_are_compared_once_they_are_read(tmp_path: Path) 
     with pytest.raises(TargetUndefinedError, match=r"weight and bias were saved with different options \(lr\)"):
         ckptcore.load_into(tmp_path / "c", NamedOptimizer(model, target))
     assert rate == torch.tensor(0.3), "nothing was read into the one tensor that it has for both"
+
+
+class Scaled(torch.optim.SGD):
+    """Keeps something of its own in its state dict, as optimizers with scaled losses do."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "loss_scale": 1024.0}
+
+
+def test_what_has_no_place_by_names_is_not_left_out(tmp_path: Path) -> None:
+    model = torch.nn.Linear(2, 2)
+    named = NamedOptimizer(model, Scaled(model.parameters(), lr=0.1))
+    with pytest.raises(UnsupportedLeafError, match="the Scaled keeps loss_scale beside"):
+        ckptcore.save(tmp_path / "c", named)
+    ckptcore.save(tmp_path / "c", named.optimizers[0])
+    assert ckptcore.load(tmp_path / "c")["loss_scale"] == 1024

@@ -42,7 +42,7 @@ def named_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Nam
     """The state of an optimizer of some of the parameters of a model.
 
     Raises:
-        UnsupportedLeafError: if it has a parameter that is not the model's.
+        UnsupportedLeafError: if it has a parameter that is not the model's, or a state dict with more than states and groups.
         NameCollisionError: if a state that is no parameter's has the name of one.
     """
     names_of: dict[torch.Tensor, list[str]] = {}
@@ -51,6 +51,11 @@ def named_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Nam
     for name, parameter in named:
         names_of.setdefault(parameter, []).append(plain[name])
     state = optimizer.state_dict()
+    if others := sorted(map(str, state.keys() - {"state", "param_groups"})):
+        raise UnsupportedLeafError(
+            f"the {type(optimizer).__name__} keeps {', '.join(others)} beside the state of its parameters and their groups, and what is "
+            "saved by names has no place for that; save the optimizer itself, by numbers"
+        )
     numbers = numbered_parameters(optimizer, state)
     _expect_names(model, optimizer, names_of)
     parameters = {names_of[parameter][0]: parameter for parameter in numbers}
