@@ -10,10 +10,12 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import ckptcore_torch
+import numpy as np
 import pytest
 import torch.distributed as dist
 from ckptcore_torch.store_coordinator import StoreCoordinator
 
+import ckptcore
 from ckptcore import Context
 from ckptcore.errors import PluginError
 
@@ -42,10 +44,16 @@ def test_a_group_of_one_process_is_none() -> None:
         assert ckptcore_torch.ckpt_coordinator() is None
 
 
-def test_a_group_without_a_store_is_told_what_to_do() -> None:
-    """The fake backend stands for mpi, of which torch seldom comes with a working one."""
-    with in_group("fake", 4), pytest.raises(PluginError, match=r"4 processes.*'fake'.*Context\(coordinator="):
-        Context().job()
+def test_a_group_without_a_store_is_told_what_to_do_where_it_has_to_agree(tmp_path: Path) -> None:
+    """The fake backend stands for mpi, of which torch seldom comes with a working one. A load asks nobody."""
+    ckptcore.save(tmp_path / "c", {"w": np.ones(3)})
+    with in_group("fake", 4):
+        assert Context().job().size == 4
+        assert ckptcore.load(tmp_path / "c")["w"].tolist() == [1, 1, 1]
+        for save in (ckptcore.save, ckptcore.save_async):
+            with pytest.raises(PluginError, match=r"4 processes.*'fake'.*Context\(coordinator="):
+                save(tmp_path / "d", {"w": np.ones(3)})
+    assert [path.name for path in tmp_path.iterdir()] == ["c"]
 
 
 def test_the_coordinator_of_a_context_comes_first() -> None:

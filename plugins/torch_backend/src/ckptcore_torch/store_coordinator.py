@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from ckptcore.errors import CoordinationTimeoutError, PluginError
 
-__all__ = ["StoreCoordinator", "coordinator_of_job"]
+__all__ = ["StoreCoordinator", "StorelessCoordinator", "coordinator_of_job"]
 
 _WITHOUT_STORE: Final = ("fake", "mpi")
 """Backends whose process groups have a store that keeps nothing (torch 2.13.0, ``distributed_c10d.py``: ``init_process_group``)."""
@@ -96,25 +96,61 @@ class StoreCoordinator:
             pause = min(pause * 2, _LONGEST_PAUSE_SECONDS)
 
 
-def coordinator_of_job() -> StoreCoordinator | None:
+class StorelessCoordinator:
+    """Knows its rank, and cannot agree: of a process group without a store. A load of one process needs no more than that."""
+
+    def __init__(self, backend: str, rank: int, size: int) -> None:
+        """`backend` is that of the group, for errors."""
+        self._backend: Final = backend
+        self._rank: Final = rank
+        self._size: Final = size
+
+    @property
+    def rank(self) -> int:
+        """Which process this is."""
+        return self._rank
+
+    @property
+    def size(self) -> int:
+        """How many processes there are."""
+        return self._size
+
+    def gather(self, key: str, payload: bytes) -> Sequence[bytes] | None:
+        """Refuse.
+
+        Raises:
+            PluginError
+        """
+        raise self._refusal()
+
+    def broadcast(self, key: str, payload: bytes | None) -> bytes:
+        """Refuse.
+
+        Raises:
+            PluginError
+        """
+        raise self._refusal()
+
+    def _refusal(self) -> PluginError:
+        return PluginError(
+            f"the process group of this job of {self._size} processes has the backend {self._backend!r}, which has no key-value "
+            "store: expected another backend, or Context(coordinator=StoreCoordinator(store, rank, size)) with a store that all "
+            "processes reach"
+        )
+
+
+def coordinator_of_job() -> StoreCoordinator | StorelessCoordinator | None:
     """The coordinator of the job whose process group was initialized; None where none was, or one of one process.
 
     It is over the store through which the processes of the group met, whatever the backend of the group: nothing is sent
     by its collectives. Any thread.
-
-    Raises:
-        PluginError: the group has no store that processes could agree through.
     """
     world = dist.group.WORLD
     if world is None or world.size() == 1:
         return None
     backend = dist.get_backend(world)
     if backend in _WITHOUT_STORE:
-        raise PluginError(
-            f"the process group of this job of {world.size()} processes has the backend {backend!r}, which has no key-value store: "
-            "expected another backend, or Context(coordinator=StoreCoordinator(store, rank, size)) with a store that all "
-            "processes reach"
-        )
+        return StorelessCoordinator(backend, world.rank(), world.size())
     return StoreCoordinator(_store_of(world), world.rank(), world.size())
 
 
