@@ -10,6 +10,7 @@ import tracemalloc
 import zipfile
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
@@ -482,3 +483,18 @@ def test_hostile_states(tmp_path: Path) -> None:
     for state in _NONSENSE:
         with pytest.raises(CorruptCheckpointError):
             _read(store, Inspection(found.tree, state, ""), boxes)
+
+
+def test_a_state_that_promises_more_than_there_can_be_makes_no_memory(tmp_path: Path) -> None:
+    """A root that nobody inspected may say anything: of a compressed storage, that a terabyte comes of its bytes."""
+    _save({"w": torch.zeros(1 << 16)}, tmp_path / "m.pt")
+    found = _inspect(tmp_path / "m.pt")
+    extent = 1 << 38
+    tree = replace(found.tree, leaves=(ArrayRecord(ArraySpec((extent,), "float32")),))
+    state: Any = json.loads(json.dumps(found.state))
+    for compression, error in ((8, CorruptCheckpointError), (99, CorruptCheckpointError), (0, UnsupportedLeafError)):
+        storage = state["storages"][0]
+        storage[3], storage[6] = storage[2] if compression == 0 else extent * 4, compression
+        state["arrays"][0][3] = [0] if compression == 0 else None
+        with pytest.raises(error):
+            list(TorchLayout().extents(tree, state))

@@ -9,14 +9,14 @@ from typing import Any, Final
 
 import numpy as np
 
-from ckptcore.errors import CorruptCheckpointError
+from ckptcore.errors import CheckpointError, CorruptCheckpointError
 from ckptcore.model import JSON, ArrayRecord, Box, HostArray, ReadPlan, TileRead, TreeMetadata, format_path
 from ckptcore.protocols import ReadStore
 from ckptcore_dcp.descriptor_sums import DescriptorSum
 from ckptcore_dcp.stored_tensors import StoredTensor, check_bounds
 from ckptcore_dcp.whole_reads import is_read_whole
 from ckptcore_dcp.zip_directories import Fetch
-from ckptcore_dcp.zip_records import STORED
+from ckptcore_dcp.zip_records import DEFLATED, MOST_INFLATED, STORED
 from ckptcore_dcp.zips import ZipMember, read_member
 
 __all__ = [
@@ -242,7 +242,9 @@ def _places(tree: TreeMetadata, state: JSON) -> Mapping[int, Place]:
             if not isinstance(key, str):
                 raise TypeError("a file name is expected")
             storages.append(StoredBytes(key, start, nbytes, size, crc, descriptor, compression, big == 1))
-            if compression == STORED and nbytes != size:
+            if compression not in (STORED, DEFLATED):
+                raise ValueError("a compression is not known")
+            if size > nbytes * MOST_INFLATED or (compression == STORED and size != nbytes):
                 raise ValueError("a storage has two sizes")
         found: dict[int, Place] = {}
         for leaf, number, offset, strides in columns["arrays"]:
@@ -257,10 +259,10 @@ def _places(tree: TreeMetadata, state: JSON) -> Mapping[int, Place]:
             check_bounds(tensor, storage.size, key=storage.key, path=format_path(tree.paths[leaf]))
             found[leaf] = Place(tensor, storage)
         return found
-    except CorruptCheckpointError:
+    except CheckpointError:
         raise
     except (TypeError, KeyError, IndexError, ValueError, OverflowError) as error:
-        raise CorruptCheckpointError(f"the layout torch cannot read where arrays are: {error!r}") from error
+        raise CorruptCheckpointError(f"the state does not say where arrays are: {error!r}") from error
 
 
 def _natural(found: Any) -> int:

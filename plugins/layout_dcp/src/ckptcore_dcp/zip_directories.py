@@ -16,6 +16,7 @@ from ckptcore_dcp.zip_records import (
     FULL32,
     LOCAL_HEADER,
     LOCATOR,
+    MOST_INFLATED,
     STORED,
 )
 
@@ -42,8 +43,6 @@ _TAIL_BYTES: Final = 1 << 14
 """What is read of the end of a longer one at first."""
 _MOST_DIRECTORY_BYTES: Final = 1 << 28
 """The longest directory that is read: of two million members or more."""
-_MOST_INFLATED: Final = 1100
-"""Deflate makes at most 1032 times as many bytes (https://zlib.net/zlib_tech.html)."""
 
 
 class Entry(NamedTuple):
@@ -208,7 +207,7 @@ def read_entries(data: bytes, count: int, window: Window, directory: int) -> lis
                 header,
                 f"{name!r} is encrypted, in another part, or of compression {compression}; unpack it first",
             )
-        if compression == STORED and nbytes != size or size > nbytes * _MOST_INFLATED:
+        if compression == STORED and nbytes != size or size > nbytes * MOST_INFLATED:
             raise corrupt_zip(key, header, header, f"{name!r} cannot have {size} bytes, stored in {nbytes}")
         if header + LOCAL_HEADER.size + name_n + nbytes > directory:
             raise corrupt_zip(key, header, header, f"{name!r} reaches beyond the members of the zip")

@@ -15,6 +15,7 @@ __all__ = [
     "FULL32",
     "LOCAL_HEADER",
     "LOCATOR",
+    "MOST_INFLATED",
     "STORED",
 ]
 
@@ -31,6 +32,8 @@ END: Final = struct.Struct("<4s4H2IH")
 
 STORED: Final = 0
 DEFLATED: Final = 8
+MOST_INFLATED: Final = 1100
+"""Deflate makes at most 1032 times as many bytes (https://zlib.net/zlib_tech.html)."""
 DESCRIPTOR_FOLLOWS: Final = 1 << 3
 """The flag that says that sizes and checksum stand behind the bytes of a member (4.4.4)."""
 FULL16: Final = 0xFFFF
