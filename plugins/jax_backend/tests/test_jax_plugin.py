@@ -52,7 +52,7 @@ def test_numpy_is_still_numpys():
 def test_the_examples_of_the_readme_run(tmp_path, monkeypatch):
     readme = Path(__file__).parents[1].joinpath("README.md").read_text(encoding="utf-8")
     blocks = re.findall(r"^```python\n(.*?)^```", readme, re.DOTALL | re.MULTILINE)
-    assert len(blocks) == 3
+    assert len(blocks) == 4
     monkeypatch.chdir(tmp_path)
     names = {}
     for block in blocks:

@@ -5,6 +5,7 @@ this package does not import JAX; asking it for one of these names does:
 
     JaxLeafHandler         the leaf handler; ``JaxLeafHandler(copy=True)`` for arrays that alias memory you change
     RegisteredContainer    the handler of registered containers
+    KeyValueCoordinator    the coordinator of a jax.distributed job; ``KeyValueCoordinator.of_job(timeout_seconds=...)``
     abstract_arrays        what a checkpoint holds as abstract arrays, to load it sharded as it was saved
     sharding_from_notes    the sharding that the notes of one array tell, on the devices there are now
 """
@@ -16,10 +17,17 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from ckptcore_jax.abstracts import abstract_arrays
     from ckptcore_jax.containers import RegisteredContainer
+    from ckptcore_jax.key_value_coordinator import KeyValueCoordinator
     from ckptcore_jax.leaves import JaxLeafHandler
     from ckptcore_jax.shardings import sharding_from_notes
 
-__all__ = ["JaxLeafHandler", "RegisteredContainer", "abstract_arrays", "sharding_from_notes"]
+__all__ = [
+    "JaxLeafHandler",
+    "KeyValueCoordinator",
+    "RegisteredContainer",
+    "abstract_arrays",
+    "sharding_from_notes",
+]
 
 
 def __getattr__(name: str) -> object:
@@ -27,6 +35,10 @@ def __getattr__(name: str) -> object:
         from ckptcore_jax.leaves import JaxLeafHandler
 
         return JaxLeafHandler
+    if name == "KeyValueCoordinator":
+        from ckptcore_jax.key_value_coordinator import KeyValueCoordinator
+
+        return KeyValueCoordinator
     if name == "RegisteredContainer":
         from ckptcore_jax.containers import RegisteredContainer
 

@@ -134,7 +134,9 @@ class JaxLeafHandler:
         """
         random_keys.check(abstract.dtype, stored)
         sharding = abstract.sharding
-        if sharding is None or isinstance(sharding, SingleDeviceSharding) or random_keys.is_key(abstract.dtype):
+        if random_keys.is_key(abstract.dtype):
+            sharding = random_keys.data_sharding(sharding)
+        if sharding is None or isinstance(sharding, SingleDeviceSharding):
             return (Box.whole(stored.spec.shape),)
         return tuple(placement_of(sharding, stored.spec.shape).boxes)
 
@@ -158,7 +160,7 @@ class JaxLeafHandler:
         sharding = abstract.sharding if _is_committed(abstract) else None
         if random_keys.is_key(abstract.dtype):
             random_keys.check(abstract.dtype, stored)
-            return random_keys.built(abstract.dtype, sharding, boxes)
+            return random_keys.built(abstract.dtype, sharding, boxes, stored.spec.shape)
         return placed(
             stored.spec.shape, abstract.dtype, sharding, boxes, weak_type=getattr(abstract, "weak_type", False)
         )

@@ -5,9 +5,9 @@ from __future__ import annotations
 import sys
 
 from ckptcore.hookspecs import hookimpl
-from ckptcore.protocols import ContainerHandler, LeafHandler
+from ckptcore.protocols import ContainerHandler, Coordinator, LeafHandler
 
-__all__ = ["ckpt_container_handler", "ckpt_leaf_handler"]
+__all__ = ["ckpt_container_handler", "ckpt_coordinator", "ckpt_leaf_handler"]
 
 
 @hookimpl
@@ -28,6 +28,16 @@ def ckpt_container_handler(value_type: type, example: object) -> ContainerHandle
     from ckptcore_jax.containers import container_handler
 
     return container_handler(value_type, example)
+
+
+@hookimpl
+def ckpt_coordinator() -> Coordinator | None:
+    """The coordinator of the job for which `jax.distributed.initialize` was called, if it has several processes."""
+    if not _has_jax():
+        return None
+    from ckptcore_jax.key_value_coordinator import coordinator_of_job
+
+    return coordinator_of_job()
 
 
 def _has_jax() -> bool:

@@ -8,13 +8,13 @@ from typing import Any, Final
 
 import jax
 import numpy as np
-from jax.sharding import Sharding, SingleDeviceSharding
+from jax.sharding import NamedSharding, Sharding, SingleDeviceSharding
 
 from ckptcore.errors import UnsupportedLeafError
 from ckptcore.model import ArrayRecord, Box, HostArray
 from ckptcore_jax.placing import placed
 
-__all__ = ["KIND", "built", "check", "data_of", "data_shape", "dtype_of", "impl_name", "is_key"]
+__all__ = ["KIND", "built", "check", "data_of", "data_shape", "data_sharding", "dtype_of", "impl_name", "is_key"]
 
 KIND: Final = "jax.key"
 """The kind of a record whose elements are the data of random keys."""
@@ -90,12 +90,27 @@ def check(dtype: Any, stored: ArrayRecord) -> None:
         )
 
 
-def built(dtype: Any, sharding: Sharding | None, boxes: Sequence[tuple[Box, HostArray]]) -> jax.Array:
-    """Keys of this dtype with this sharding, from their data, whole."""
-    ((box, data),) = boxes
-    # On one device the data has the sharding of the keys; otherwise the data has one axis more.
-    at_once = sharding if isinstance(sharding, SingleDeviceSharding) else None
-    placed_data = placed(box.shape, np.dtype(np.uint32), at_once, [(box, data)])
+def data_sharding(sharding: Sharding | None) -> Sharding | None:
+    """The sharding by which the data of keys with this one is read and placed; None for whole, on the default device.
+
+    Data has an axis or more behind those of its keys, along which it is not cut. Only a mesh, or one device, lets that be said by
+    the same sharding.
+    """
+    return sharding if isinstance(sharding, SingleDeviceSharding | NamedSharding) else None
+
+
+def built(
+    dtype: Any, sharding: Sharding | None, boxes: Sequence[tuple[Box, HostArray]], shape: tuple[int, ...]
+) -> jax.Array:
+    """Keys of this dtype with this sharding.
+
+    Args:
+        dtype, sharding: of the keys.
+        boxes: of the data, those of `data_sharding` in this process.
+        shape: of the data.
+    """
+    at_once = data_sharding(sharding)
+    placed_data = placed(shape, np.dtype(np.uint32), at_once, boxes)
     keys: jax.Array = jax.random.wrap_key_data(placed_data, impl=_impl(dtype))
     if sharding is not at_once:
         keys = jax.device_put(keys, sharding)
