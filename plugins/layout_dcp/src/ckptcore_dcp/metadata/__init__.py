@@ -15,7 +15,10 @@ Classes are known by their names, and those that moved between versions of torch
 - `entries`: what it says, as data
 - `chunk_rows`: the chunks of all tensors as columns
 - `opcode_rows`: columns to opcodes, all rows at once
+- `classes`: what the classes of torch are called
 - `reading`: out of a pickle that may be hostile
+- `pickled`: from the values of the pickle to entries
+- `row_reading`, `row_metadata`, `chunk_places`: the same where most of its values are rows: from columns to columns
 - `writing`: as torch would
 """
 

@@ -1,50 +1,24 @@
-"""Reading a ``.metadata``: from the inert values of its pickle to entries."""
+"""Reading a ``.metadata``, by rows where it is large and as torch writes it, else value by value."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Final, NoReturn, TypeAlias
+from typing import Final
 
-from ckptcore.errors import CorruptCheckpointError, UnsupportedLeafError
-from ckptcore.model import ArraySpec
-from ckptcore_dcp.dtypes import TORCH_DTYPES
-from ckptcore_dcp.metadata.entries import DcpChunk, DcpMetadata, DcpPath, DcpTensor, DcpValue
-from ckptcore_dcp.pickles import Call, Global, Value, brief, read_pickle
+from ckptcore.errors import CheckpointError, CorruptCheckpointError
+from ckptcore_dcp.metadata.entries import DcpMetadata
+from ckptcore_dcp.metadata.pickled import PickledMetadata
+from ckptcore_dcp.metadata.row_metadata import metadata_with_rows
+from ckptcore_dcp.metadata.row_reading import MetadataRows
+from ckptcore_dcp.pickles import Value, read_pickle
+from ckptcore_dcp.pickles.rows import RowReader
 
 __all__ = ["read_metadata"]
 
-_Places: TypeAlias = dict[tuple[str, tuple[int, ...] | None], tuple[str, int, int, tuple[str, ...]]]
-"""By name and offsets of a part: the arguments of a `DcpValue`."""
-
-_MOST: Final = 1 << 62
-_MOST_AXES: Final = 64
-_PATH_DEPTH: Final = 48
-"""In keys. A value may have 150 containers more, and the core stops at 200."""
-
-_METADATA: Final = "torch.distributed.checkpoint.metadata"
-_SIZE: Final = Global("torch", "Size")
-_FILES: Final = "torch.distributed.checkpoint.filesystem"
-_CLASS_MODULES: Final[Mapping[str, Collection[str]]] = {
-    **dict.fromkeys(
-        ("Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "MetadataIndex", "StorageMeta"),
-        (_METADATA, "torch.distributed._shard.checkpoint.metadata"),
-    ),
-    **dict.fromkeys(
-        ("ChunkStorageMetadata", "TensorProperties"),
-        (
-            _METADATA,
-            "torch.distributed._shard.checkpoint.metadata",
-            "torch.distributed._shard.sharded_tensor.metadata",
-            "torch.distributed._shard.metadata",
-        ),
-    ),
-    "_StorageInfo": (_FILES, "torch.distributed._shard.checkpoint.filesystem"),
-}
-"""By name of a class: the modules that it was in, from torch 1.13 on."""
+_LEAST_BYTES: Final = 1 << 18
+"""In a shorter file looking for rows takes longer than reading them."""
 
 
-def read_metadata(data: bytes, *, key: str) -> DcpMetadata:
+def read_metadata(data: bytes, *, key: str, rows_from: int = _LEAST_BYTES) -> DcpMetadata:
     """What a ``.metadata`` says; every byte of it may be hostile.
 
     A chunk of which nothing says where it lies is left out: a save whose writer failed leaves such (pytorch issue 191391), and
@@ -53,214 +27,25 @@ def read_metadata(data: bytes, *, key: str) -> DcpMetadata:
     Args:
         data: the file.
         key: its name, for errors.
+        rows_from: how long a file is that is read by rows, in bytes. It makes no difference to what is found.
 
     Raises:
         CorruptCheckpointError: if it is not one, a part lies outside of its tensor, or a file outside of the checkpoint.
         UnsupportedLeafError: if a tensor has a dtype that no array has.
     """
-    value, stop = read_pickle(data, key=key)
+    if len(data) >= rows_from:
+        rows = MetadataRows(data, key)
+        try:
+            value = _value(data, key, rows)
+            return metadata_with_rows(value, rows, PickledMetadata(key, len(data)))
+        except CheckpointError:
+            # What is wrong, or only not as torch writes it, is told by the reader of values.
+            pass
+    return PickledMetadata(key, len(data)).metadata(_value(data, key, None))
+
+
+def _value(data: bytes, key: str, rows: RowReader | None) -> Value:
+    value, stop = read_pickle(data, key=key, rows=rows)
     if stop != len(data):
         raise CorruptCheckpointError(f"{key} has {len(data)} bytes, and its pickle ends at byte {stop}", key=key)
-    return _Reader(key, len(data)).metadata(value)
-
-
-@dataclass(slots=True)
-class _Reader:
-    """One pass over the pickle of a file.
-
-    Attributes:
-        key: the file.
-        left: how many chunks and transforms may still come: a pickle can name one list of them any number of times, and one
-            that torch wrote has many bytes for each.
-        classes: by ``id()`` of a `Global` of the pickle, the name of the class of torch that it is, or nothing.
-        size_class: the `Global` of the pickle that is ``torch.Size``, once one was seen.
-    """
-
-    key: str
-    left: int
-    classes: dict[int, str] = field(default_factory=dict)
-    size_class: Value = None
-
-    def metadata(self, value: Value) -> DcpMetadata:
-        state = self.state_of(value, "Metadata")
-        places = self.places(state.get("storage_data"))
-        tensors: dict[str, DcpTensor] = {}
-        values: dict[str, DcpValue] = {}
-        for name, entry in self.mapping(state.get("state_dict_metadata"), "state_dict_metadata").items():
-            if type(name) is not str:
-                self.refuse(f"the name of an entry is {brief(name)}")
-            if self.is_a(entry, "BytesStorageMetadata"):
-                place = places.get((name, None))
-                if place is None:
-                    self.refuse(
-                        f"nothing says where the value {name!r} is stored; its save was not finished. Load another checkpoint"
-                    )
-                values[name] = DcpValue(*place)
-            else:
-                tensors[name] = self.tensor(name, entry, places)
-        save_id, checkpoint_id = self.storage_meta(state.get("storage_meta"))
-        paths = self.paths(state.get("planner_data"))
-        return DcpMetadata(tensors, values, paths, save_id, checkpoint_id)
-
-    def places(self, found: Value) -> _Places:
-        """Where each part lies."""
-        places: _Places = {}
-        paths: dict[str, str] = {}
-        for index, info in self.mapping(found, "storage_data").items():
-            at = self.state_of(index, "MetadataIndex")
-            name, offset = at.get("fqn"), at.get("offset")
-            if type(name) is not str:
-                self.refuse(f"a part of {brief(name)} is listed, which is no name")
-            state = self.state_of(info, "_StorageInfo")
-            path = state.get("relative_path")
-            if type(path) is not str:
-                self.refuse(f"the file of {name!r} is {brief(path)}")
-            transforms = state.get("transform_descriptors")
-            places[name, None if offset is None else self.size(offset)] = (
-                paths.get(path) or paths.setdefault(path, self.plain_path(path)),
-                self.count(state.get("offset"), "the offset of an item"),
-                self.count(state.get("length"), "the length of an item"),
-                () if transforms is None else self.texts(transforms),
-            )
-        return places
-
-    def tensor(self, name: str, entry: Value, places: _Places) -> DcpTensor:
-        state = self.state_of(entry, "TensorStorageMetadata")
-        dtype, requires_grad = self.properties(name, state.get("properties"))
-        shape = self.size(state.get("size"))
-        if not ArraySpec(shape, dtype).is_possible:
-            self.refuse(f"the tensor {name!r} is {ArraySpec(shape, dtype)}, for which no memory has addresses")
-        listed = state.get("chunks")
-        if type(listed) is not list:
-            self.refuse(f"the chunks of {name!r} are {brief(listed)}")
-        self.take(len(listed))
-        chunks: dict[tuple[tuple[int, ...], tuple[int, ...]], DcpChunk] = {}
-        for chunk in listed:
-            box = self.state_of(chunk, "ChunkStorageMetadata")
-            offsets, sizes = self.size(box.get("offsets")), self.size(box.get("sizes"))
-            if not len(offsets) == len(sizes) == len(shape) or not all(
-                map(int.__le__, map(int.__add__, offsets, sizes), shape)
-            ):
-                self.refuse(f"a chunk of {sizes} at {offsets} lies outside of the tensor {name!r} of {shape}")
-            place = places.get((name, offsets))
-            if place is None and len(listed) == 1:
-                place = places.get((name, None))
-            if place is not None:
-                chunks[offsets, sizes] = DcpChunk(offsets, sizes, *place)
-        return DcpTensor(dtype, shape, tuple(chunks.values()), requires_grad)
-
-    def properties(self, name: str, found: Value) -> tuple[str, bool]:
-        """The dtype of a tensor and whether it was trained."""
-        if not self.is_a(found, "TensorProperties"):
-            self.refuse(f"the properties of {name!r} are {brief(found)}")
-        state = found.state  # type: ignore[union-attr]  # a call, as just seen
-        match state:
-            case (dtype, _, bool() as requires_grad, *_):
-                pass
-            case {"dtype": dtype, **rest}:
-                requires_grad = rest.get("requires_grad") is True
-            case _:
-                self.refuse(f"the properties of {name!r} are {brief(state)}")
-        if not isinstance(dtype, Global) or dtype.module != "torch":
-            self.refuse(f"the dtype of {name!r} is {brief(dtype)}")
-        ours = TORCH_DTYPES.get(dtype.name)
-        if ours is None:
-            raise UnsupportedLeafError(
-                f"the tensor {name!r} has the dtype torch.{dtype.name[:40]}, which no array of NumPy has; "
-                "load it with torch, and save it as another dtype"
-            )
-        return ours, requires_grad
-
-    def storage_meta(self, found: Value) -> tuple[str | None, str | None]:
-        """The save id and the location; what is written of either in a form that is not known counts as nothing."""
-        if not self.is_a(found, "StorageMeta"):
-            return None, None
-        state = self.state_of(found, "StorageMeta")
-        save_id, location = state.get("save_id"), state.get("checkpoint_id")
-        if isinstance(location, Call) and isinstance(location.function, Global):
-            parts = location.arguments
-            known = location.function.module.partition(".")[0] == "pathlib"
-            location = "/".join(parts).replace("//", "/", 1) if known and _are_texts(parts) else None  # type: ignore[arg-type]  # texts, as just seen
-        return save_id if type(save_id) is str else None, location if type(location) is str else None
-
-    def paths(self, found: Value) -> dict[str, DcpPath] | None:
-        """The paths of a planner that keeps such; another planner keeps what it likes."""
-        if type(found) is not dict:
-            return None
-        paths: dict[str, DcpPath] = {}
-        for name, path in found.items():
-            if type(name) is not str or type(path) is not tuple or not 0 < len(path) <= _PATH_DEPTH:
-                return None
-            if not all(type(step) is str or (type(step) is int and 0 <= step < _MOST) for step in path):
-                return None
-            paths[name] = path  # type: ignore[assignment]  # as just seen
-        return paths
-
-    def plain_path(self, path: str) -> str:
-        """A path that leads nowhere but below the directory of the checkpoint."""
-        parts = path.split("/")
-        plain = all(part not in ("", ".", "..") for part in parts) and not any(letter in path for letter in "\\\0")
-        if not plain or path[1:2] == ":" or not path.isprintable():
-            self.refuse(f"the file {path[:200]!r} is not one below the directory of the checkpoint")
-        return path
-
-    def size(self, found: Value) -> tuple[int, ...]:
-        """A ``torch.Size``, or another sequence of counts."""
-        numbers: Any = found
-        if isinstance(found, Call) and (found.function is self.size_class or found.function == _SIZE):
-            self.size_class = found.function
-            numbers = found.arguments[0] if len(found.arguments) == 1 else () if not found.arguments else None
-        if type(numbers) not in (tuple, list) or len(numbers) > _MOST_AXES:
-            self.refuse(f"expected a torch.Size, found {brief(found)}")
-        for number in numbers:
-            if number.__class__ is not int or not 0 <= number < _MOST:
-                self.refuse(f"a torch.Size has {brief(number)} elements along an axis")
-        return tuple(numbers)
-
-    def count(self, found: Value, what: str) -> int:
-        if type(found) is not int or not 0 <= found < _MOST:
-            self.refuse(f"{what} is {brief(found)}; expected a number of bytes")
-        return found
-
-    def texts(self, found: Value) -> tuple[str, ...]:
-        if type(found) not in (list, tuple) or not _are_texts(found):  # type: ignore[arg-type]  # a sequence, as just seen
-            self.refuse(f"the transforms of an item are {brief(found)}")
-        self.take(len(found))  # type: ignore[arg-type]  # as above
-        return tuple(found)  # type: ignore[arg-type]  # texts, as just seen
-
-    def mapping(self, found: Value, what: str) -> dict[Any, Value]:
-        if type(found) is not dict:
-            self.refuse(f"{what} is {brief(found)}; expected a dict")
-        return found
-
-    def is_a(self, found: Value, name: str) -> bool:
-        """Whether a value is an object of the class of torch with this name."""
-        if found.__class__ is not Call:
-            return False
-        function = found.function
-        known = self.classes.get(id(function))
-        if known is None:
-            if not isinstance(function, Global):
-                return False
-            plain = function.module in _CLASS_MODULES.get(function.name, ())
-            # The pickle names a class once and refers to it for each object. What it holds stays, and so does its id.
-            known = self.classes[id(function)] = function.name if plain else ""
-        return known == name
-
-    def state_of(self, found: Value, name: str) -> Mapping[Any, Value]:
-        """The attributes of an object of a class of torch."""
-        if not self.is_a(found, name) or type(found.state) is not dict:  # type: ignore[union-attr]  # a call, as just seen
-            self.refuse(f"expected a {name} of torch.distributed.checkpoint, found {brief(found)}")
-        return found.state  # type: ignore[union-attr]  # as just seen
-
-    def take(self, count: int) -> None:
-        self.left -= count
-        if self.left < 0:
-            self.refuse("it lists more parts than it has bytes")
-
-    def refuse(self, reason: str) -> NoReturn:
-        raise CorruptCheckpointError(f"{self.key} cannot be read: {reason}", key=self.key)
-
-
-def _are_texts(found: Sequence[Value]) -> bool:
-    return all(type(text) is str for text in found)
+    return value

@@ -12,12 +12,13 @@ from collections.abc import Iterable
 from typing import Any, Final
 
 from ckptcore_dcp.pickles.refusals import malformed
+from ckptcore_dcp.pickles.rows import Row
 from ckptcore_dcp.pickles.values import Call, Global, Persistent, brief
 
 __all__ = ["PLAIN_KEYS", "KeyCheck"]
 
-PLAIN_KEYS: Final = frozenset({str, bytes, bool, type(None), Call, Global})
-"""Types whose hashes a file cannot choose; a `Call` is hashed by what object it is."""
+PLAIN_KEYS: Final = frozenset({str, bytes, bool, type(None), Call, Global, Row})
+"""Types whose hashes a file cannot choose; a `Call` or a `Row` is hashed by what object it is."""
 
 _ALIKE: Final = 64
 """How many keys of one dict may have one hash."""

@@ -15,6 +15,7 @@ from typing import Any, Final
 from ckptcore_dcp.pickles.keys import PLAIN_KEYS, KeyCheck
 from ckptcore_dcp.pickles.literals import LITERALS, line
 from ckptcore_dcp.pickles.refusals import cut_short, malformed
+from ckptcore_dcp.pickles.rows import UNSET, RowReader
 from ckptcore_dcp.pickles.values import Call, Global, Persistent, Value, brief
 
 __all__ = ["read_pickle"]
@@ -40,14 +41,9 @@ _INT4: Final = struct.Struct("<i")
 _UINT8: Final = struct.Struct("<Q")
 
 
-class _Unset:
-    """What stands in the memo where nothing was put."""
-
-
-_UNSET: Final = _Unset()
-
-
-def read_pickle(data: bytes | memoryview, *, key: str, start: int = 0) -> tuple[Value, int]:
+def read_pickle(
+    data: bytes | memoryview, *, key: str, start: int = 0, rows: RowReader | None = None
+) -> tuple[Value, int]:
     """The value of the pickle that begins at byte ``start``, and where the pickle ends, in bytes.
 
     Several may follow one another. Values that the pickle shares are shared, and may stand inside themselves (`check_walk`).
@@ -56,6 +52,7 @@ def read_pickle(data: bytes | memoryview, *, key: str, start: int = 0) -> tuple[
     Args:
         data: what the pickle lies in; a memoryview is copied from ``start`` on.
         key: the object that the bytes are of, for errors.
+        rows: reads objects of ``data`` that are alike; what it reads stands as `Row` in the value.
 
     Raises:
         CorruptCheckpointError: if it is not a pickle of data, or is larger in some number than any is that torch writes. Its
@@ -64,12 +61,12 @@ def read_pickle(data: bytes | memoryview, *, key: str, start: int = 0) -> tuple[
     if not 0 <= start <= len(data):
         raise cut_short(key, len(data), start)
     if isinstance(data, memoryview):
-        value, end = _run(bytes(data[start:]), 0, key)
+        value, end = _run(bytes(data[start:]), 0, key, None)
         return value, start + end
-    return _run(data, start, key)
+    return _run(data, start, key, rows)
 
 
-def _run(data: bytes, position: int, key: str) -> tuple[Value, int]:
+def _run(data: bytes, position: int, key: str, rows: RowReader | None) -> tuple[Value, int]:
     # One loop with local variables only, and the opcodes that are frequent in a `.metadata` first: it has some 65 per chunk.
     # Values are Any here: what is on the stack is known only once it is looked at.
     begin = position
@@ -78,7 +75,7 @@ def _run(data: bytes, position: int, key: str) -> tuple[Value, int]:
     memo: list[Any] = []
     keys = KeyCheck(key)
     literals = _LITERALS
-    unset = _UNSET
+    unset = UNSET
     starts_with = data.startswith
     plain_keys = PLAIN_KEYS
     uint2, uint4, int4 = _UINT2.unpack_from, _UINT4.unpack_from, _INT4.unpack_from
@@ -110,6 +107,12 @@ def _run(data: bytes, position: int, key: str) -> tuple[Value, int]:
                     position += 4
                 elif code == 0x29:  # ): EMPTY_TUPLE
                     if starts_with(_NEW_WITH_DICT, position) and stack and stack[-1].__class__ is Global:
+                        run = None if rows is None else rows.run(stack[-1], position - 1, memo)
+                        if run is not None:
+                            stack.pop()
+                            stack += run.values
+                            position = run.stop
+                            continue
                         position += 5
                         item = stack[-1] = Call(stack[-1])
                         item.new = True
@@ -195,9 +198,11 @@ def _run(data: bytes, position: int, key: str) -> tuple[Value, int]:
                 elif code == 0x71:  # q: BINPUT
                     _put(memo, data[position], stack[-1], position - begin, key)
                     position += 1
+                    rows = None  # they count on a memo that only grows
                 elif code == 0x72:  # r: LONG_BINPUT
                     _put(memo, uint4(data, position)[0], stack[-1], position - begin, key)
                     position += 4
+                    rows = None
                 elif code == 0x74:  # t: TUPLE
                     item = tuple(stack)
                     stack = outer.pop()
@@ -242,6 +247,7 @@ def _run(data: bytes, position: int, key: str) -> tuple[Value, int]:
                 elif code == 0x70:  # p: PUT
                     text, position = line(data, position, key)
                     _put(memo, _index(text, key, position), stack[-1], position - begin, key)
+                    rows = None
                 else:
                     raise _refusal(key, position - 1, code)
             elif code == 0x94:  # MEMOIZE
@@ -271,7 +277,11 @@ def _run(data: bytes, position: int, key: str) -> tuple[Value, int]:
                 position = begins + data[position]
                 if position > len(data):
                     raise cut_short(key, begins, position)
-                stack.append(data[begins:position].decode("utf-8", "surrogatepass"))
+                item = data[begins:position].decode("utf-8", "surrogatepass")
+                stack.append(item)
+                if data[position] == 0x94:  # MEMOIZE
+                    position += 1
+                    memo.append(item)
             elif code == 0x87:  # TUPLE3
                 item = stack.pop()
                 second = stack.pop()
@@ -341,7 +351,7 @@ def _put(memo: list[Any], index: int, value: Any, read: int, key: str) -> None:
     elif index < len(memo):
         memo[index] = value
     elif index <= read:
-        memo.extend([_UNSET] * (index - len(memo)))
+        memo.extend([UNSET] * (index - len(memo)))
         memo.append(value)
     else:
         raise malformed(key, read, f"memo entry {index} is put after {read} bytes")

@@ -1,0 +1,239 @@
+"""Rows of a ``.metadata``: what is read by them is what the reader of values reads, whatever the bytes are."""
+
+from __future__ import annotations
+
+import pickle
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from ckptcore_dcp.metadata import DcpMetadata, read_metadata
+from ckptcore_dcp.metadata.pickled import PickledMetadata
+from ckptcore_dcp.metadata.row_metadata import metadata_with_rows
+from ckptcore_dcp.metadata.row_reading import MetadataRows
+from ckptcore_dcp.pickles import read_pickle
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.distributed.checkpoint import metadata as theirs
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+
+from ckptcore.errors import CheckpointError
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.int64)
+
+
+def _copied(text: str) -> str:
+    """The same text as another object, which a pickle names again."""
+    return "".join(list(text))
+
+
+def _tensors(
+    count: int, chunks: int, axes: int, *, shared: bool, step: int = 1000, seed: int = 0
+) -> tuple[theirs.Metadata, int]:
+    """Tensors in as many chunks each along their first axis; and how many chunks there are."""
+    chance = random.Random(seed)
+    entries: dict[str, Any] = {}
+    places: list[tuple[theirs.MetadataIndex, _StorageInfo]] = []
+    properties = theirs.TensorProperties(dtype=torch.float32)
+    position = 0
+    for number in range(count):
+        name = f"model.layers.{number}.weight"
+        shape = torch.Size((chunks * step, *range(2, 1 + axes))) if axes else torch.Size(())
+        listed = []
+        for chunk in range(chunks):
+            offsets = torch.Size((chunk * step, *[0] * (axes - 1))) if axes else torch.Size(())
+            listed.append(
+                theirs.ChunkStorageMetadata(offsets, torch.Size((step, *shape[1:])) if axes else torch.Size(()))
+            )
+            text = name if shared else _copied(name)
+            path = f"__{chunk % 3}_0.distcp"
+            length = chance.choice((100, 3000, 70_000, 1 << 33))
+            places.append((theirs.MetadataIndex(text, offsets, chunk), _StorageInfo(path, position, length)))
+            position += length
+        own = properties if shared else theirs.TensorProperties(dtype=_DTYPES[number * 3 // count])
+        entries[name] = theirs.TensorStorageMetadata(own, shape, listed)
+    chance.shuffle(places)
+    for number in range(count):
+        entries[f"value.{number}"] = theirs.BytesStorageMetadata()
+        places.append((theirs.MetadataIndex(f"value.{number}"), _StorageInfo("__0_0.distcp", number, 12)))
+    paths: dict[str, tuple[str, ...]] = {name: tuple(name.split(".")) for name in entries}
+    return theirs.Metadata(entries, paths, dict(places), theirs.StorageMeta("here", "id"), "1.0.0"), count * chunks
+
+
+def _by_values(data: bytes) -> DcpMetadata:
+    return read_metadata(data, key=".metadata", rows_from=1 << 60)
+
+
+def _by_rows(data: bytes) -> tuple[DcpMetadata, int]:
+    """What is read by rows alone; and how many there are."""
+    rows = MetadataRows(data, ".metadata")
+    value, _ = read_pickle(data, key=".metadata", rows=rows)
+    found = metadata_with_rows(value, rows, PickledMetadata(".metadata", len(data)))
+    return found, sum(int((table.table.layout_of >= 0).sum()) for table in rows.tables)
+
+
+def _outcome(read: Callable[[], DcpMetadata]) -> DcpMetadata | tuple[type, str]:
+    try:
+        return read()
+    except CheckpointError as error:
+        return type(error), str(error)
+
+
+@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize(("count", "chunks", "axes"), [(3, 300, 2), (300, 1, 2), (60, 8, 1), (100, 1, 0), (20, 20, 5)])
+def test_rows_of_torch(count: int, chunks: int, axes: int, shared: bool) -> None:
+    metadata, total = _tensors(count, chunks, axes, shared=shared)
+    data = pickle.dumps(metadata, protocol=4)
+    found, rows = _by_rows(data)
+    assert found == _by_values(data)
+    assert list(found.tensors) == list(_by_values(data).tensors) and found.names == _by_values(data).names
+    assert rows > 1.7 * total, "most of the chunks and of their places are rows"
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    st.integers(1, 30),
+    st.integers(1, 20),
+    st.integers(0, 6),
+    st.booleans(),
+    st.sampled_from((1, 100, 70_000)),
+    st.integers(0, 99),
+)
+def test_any_tensors(count: int, chunks: int, axes: int, shared: bool, step: int, seed: int) -> None:
+    metadata, _ = _tensors(count, chunks if axes else 1, axes, shared=shared, step=step, seed=seed)
+    data = pickle.dumps(metadata, protocol=4)
+    assert _by_rows(data)[0] == _by_values(data)
+
+
+def test_no_flipped_bit_makes_a_difference() -> None:
+    chance = random.Random(7)
+    outcomes = set()
+    for count, chunks in ((2, 20), (25, 1)):
+        metadata, _ = _tensors(count, chunks, 2, shared=False)
+        good = pickle.dumps(metadata, protocol=4)
+        expected = _by_values(good)
+        for _ in range(120):
+            data = bytearray(good)
+            data[chance.randrange(len(data))] ^= 1 << chance.randrange(8)
+            found = _outcome(lambda data=data: read_metadata(bytes(data), key=".metadata", rows_from=0))  # type: ignore[misc]
+            assert found == _outcome(lambda data=data: _by_values(bytes(data)))  # type: ignore[misc]
+            outcomes.add("error" if isinstance(found, tuple) else "same" if found == expected else "other")
+    assert outcomes == {"error", "same", "other"}
+
+
+def test_no_opcode_that_is_put_in_or_left_out_makes_a_difference() -> None:
+    chance = random.Random(8)
+    metadata, _ = _tensors(12, 5, 2, shared=True)
+    good = pickle.dumps(metadata, protocol=4).replace(b"\x95" + b"\0" * 8, b"")
+    marks = [place for place in range(len(good)) if good[place] in b"ubae)(\x94"]
+    for _ in range(220):
+        place = chance.choice(marks)
+        opcode = bytes([chance.choice(b"012N)]}(tuae\x85\x86\x94R.")])
+        data = good[:place] + opcode + good[place + chance.choice((0, 1)) :]
+        found = _outcome(lambda data=data: read_metadata(data, key=".metadata", rows_from=0))  # type: ignore[misc]
+        assert found == _outcome(lambda data=data: _by_values(data))  # type: ignore[misc]
+
+
+def _twice(metadata: theirs.Metadata) -> None:
+    """Chunks that are listed twice, and places that are."""
+    for entry in metadata.state_dict_metadata.values():
+        if isinstance(entry, theirs.TensorStorageMetadata):
+            entry.chunks += [theirs.ChunkStorageMetadata(each.offsets, each.sizes) for each in entry.chunks]
+
+
+def _empty_ones(metadata: theirs.Metadata) -> None:
+    """Chunks without elements that begin where others do."""
+    for entry in metadata.state_dict_metadata.values():
+        if isinstance(entry, theirs.TensorStorageMetadata):
+            entry.chunks += [
+                theirs.ChunkStorageMetadata(each.offsets, torch.Size((0, each.sizes[1]))) for each in entry.chunks
+            ]
+
+
+def _left_out(metadata: theirs.Metadata) -> None:
+    """Places that are missing."""
+    for index in list(metadata.storage_data)[::3]:
+        if index.offset is not None:
+            del metadata.storage_data[index]
+
+
+def _without_offsets(metadata: theirs.Metadata) -> None:
+    """Tensors whose place has no offsets."""
+    metadata.storage_data = {theirs.MetadataIndex(index.fqn): info for index, info in metadata.storage_data.items()}
+
+
+def _of_no_directory(metadata: theirs.Metadata) -> None:
+    """A file outside of the checkpoint."""
+    for number, info in enumerate(metadata.storage_data.values()):
+        if number == 40:
+            info.relative_path = "../x"
+
+
+def _outside(metadata: theirs.Metadata) -> None:
+    """A chunk outside of its tensor."""
+    entry = list(metadata.state_dict_metadata.values())[1]
+    entry.chunks[-1].sizes = torch.Size((1 << 20, 1 << 20))
+
+
+def _transformed(metadata: theirs.Metadata) -> None:
+    """Items that went through something."""
+    for number, info in enumerate(metadata.storage_data.values()):
+        if number % 5 == 2:
+            info.transform_descriptors = ["stream.zstd/1"]
+
+
+def _of_many_axes(metadata: theirs.Metadata) -> None:
+    """A tensor of more axes than any row has."""
+    shape = torch.Size([1] * 20)
+    chunk = theirs.ChunkStorageMetadata(torch.Size([0] * 20), shape)
+    properties = theirs.TensorProperties(dtype=torch.int16)
+    metadata.state_dict_metadata["deep"] = theirs.TensorStorageMetadata(properties, shape, [chunk])
+    metadata.storage_data[theirs.MetadataIndex("deep", chunk.offsets, 0)] = _StorageInfo("__0_0.distcp", 0, 9)
+
+
+def _shared_list(metadata: theirs.Metadata) -> None:
+    """Two tensors with one list of chunks."""
+    first, second, *_ = metadata.state_dict_metadata.values()
+    second.chunks = first.chunks
+
+
+@pytest.mark.parametrize("chunks", [1, 9])
+@pytest.mark.parametrize(
+    "change",
+    [
+        _twice,
+        _empty_ones,
+        _left_out,
+        _without_offsets,
+        _of_no_directory,
+        _outside,
+        _transformed,
+        _of_many_axes,
+        _shared_list,
+    ],
+)
+def test_what_is_not_as_usual(change: Callable[[theirs.Metadata], None], chunks: int) -> None:
+    metadata, _ = _tensors(40, chunks, 2, shared=False)
+    change(metadata)
+    data = pickle.dumps(metadata, protocol=4)
+    found = _outcome(lambda: read_metadata(data, key=".metadata", rows_from=0))
+    assert found == _outcome(lambda: _by_values(data))
+
+
+def test_memo_entries_that_are_put_by_number() -> None:
+    metadata, _ = _tensors(30, 4, 2, shared=True)
+    data = pickle.dumps(metadata, protocol=3)
+    assert read_metadata(data, key=".metadata", rows_from=0) == _by_values(data)
+
+
+def test_an_object_within_a_row_that_is_used_again() -> None:
+    metadata, _ = _tensors(30, 6, 2, shared=True)
+    for entry in metadata.state_dict_metadata.values():
+        if isinstance(entry, theirs.TensorStorageMetadata):
+            entry.size = entry.chunks[-1].sizes = torch.Size(entry.chunks[-1].sizes)
+            entry.chunks = entry.chunks[-1:]
+            entry.chunks[0].offsets = torch.Size((0, 0))
+    data = pickle.dumps(metadata, protocol=4)
+    assert read_metadata(data, key=".metadata", rows_from=0) == _by_values(data)
