@@ -8,6 +8,7 @@ A map of the package:
 - `ckptcore.policies`, `ckptcore.step_names`: when to save, which steps to keep, how they are named
 - `Context`, `MemoryOptions`: options (`ckptcore.context`)
 - `Export`, `StepExport`: further checkpoints of one save in other layouts (`ckptcore.exports`)
+- `ShardedArray`, `ArrayShard`: NumPy arrays of which each process holds a part
 - `AbstractArray`, `PLACEHOLDER`: what a load asks for; `PerProcess`: what differs from process to process
 - `SafetensorsLayout`: the built-in layout with its options
 - `ckptcore.errors`: every error
@@ -36,6 +37,7 @@ from ckptcore.api import (
 )
 from ckptcore.background import LoadHandle, Progress, SaveHandle
 from ckptcore.builtin.safetensors import SafetensorsLayout
+from ckptcore.builtin.sharded_arrays import ArrayShard, ShardedArray
 from ckptcore.context import Context, MemoryOptions
 from ckptcore.describing import CheckpointablesMetadata, CheckpointMetadata
 from ckptcore.errors import CheckpointError
@@ -57,6 +59,7 @@ if TYPE_CHECKING:
 __all__ = [
     "PLACEHOLDER",
     "AbstractArray",
+    "ArrayShard",
     "CheckpointError",
     "CheckpointMetadata",
     "CheckpointReader",
@@ -71,6 +74,7 @@ __all__ = [
     "Progress",
     "SafetensorsLayout",
     "SaveHandle",
+    "ShardedArray",
     "SkippedStep",
     "StatefulCheckpointable",
     "StepExport",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Final
 
 from ckptcore.builtin.containers import container_handler
 from ckptcore.builtin.files import files_handler
@@ -11,6 +12,7 @@ from ckptcore.builtin.local import open_local
 from ckptcore.builtin.memory import MemoryStorages
 from ckptcore.builtin.random_states import random_state_handler
 from ckptcore.builtin.safetensors import SafetensorsLayout
+from ckptcore.builtin.sharded_arrays import ShardedArray, ShardedArrayHandler
 from ckptcore.builtin.single_process import SingleProcess
 from ckptcore.builtin.stateful import state_handler
 from ckptcore.hookspecs import hookimpl
@@ -26,6 +28,8 @@ from ckptcore.protocols import (
 
 __all__ = ["BuiltinPlugin"]
 
+_SHARDED: Final = ShardedArrayHandler()
+
 
 class BuiltinPlugin:
     """Containers, host leaves, objects that save themselves, the safetensors layout, local and memory storage, one process."""
@@ -36,8 +40,8 @@ class BuiltinPlugin:
 
     @hookimpl
     def ckpt_leaf_handler(self, leaf_type: type) -> LeafHandler | None:
-        """NumPy arrays and scalars, Python scalars, strings, bytes, None."""
-        return leaf_handler(leaf_type)
+        """NumPy arrays and scalars, Python scalars, strings, bytes, None; arrays of which each process holds a part."""
+        return _SHARDED if issubclass(leaf_type, ShardedArray) else leaf_handler(leaf_type)
 
     @hookimpl
     def ckpt_container_handler(self, value_type: type) -> ContainerHandler | None:
