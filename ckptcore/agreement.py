@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import secrets
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from ckptcore.errors import CommitUnknownError, PluginError, RankFailedError
+from ckptcore.errors import CommitUnknownError, CoordinationTimeoutError, PluginError, RankFailedError
 from ckptcore.events import Recording
 from ckptcore.model.tree import JSON
 from ckptcore.protocols import Coordinator
@@ -36,7 +37,11 @@ class Stage:
 
 
 class Agreement:
-    """The exchanges of one save. In a job of one process nothing is exchanged."""
+    """The exchanges of one save. In a job of one process nothing is exchanged.
+
+    Every rank says a random token in the first stage. The leader tells all tokens back, and a rank that does not find its own
+    was told what an earlier operation left behind. What follows has keys that hold a token of the leader, which no other operation has.
+    """
 
     def __init__(self, coordinator: Coordinator, key: str, recording: Recording | None = None) -> None:
         """Agree through a coordinator.
@@ -49,16 +54,22 @@ class Agreement:
         self._coordinator = coordinator
         self._key = key
         self._recording = recording
+        self._met = False
         self.rank = coordinator.rank
         self.size = coordinator.size
 
     def part(self, name: str) -> Agreement:
         """The exchanges of a part of the operation, which has stages of its own under the same names."""
-        return Agreement(self._coordinator, f"{self._key}/{name}", self._recording)
+        return self._like(f"{self._key}/{name}", self._recording)
 
     def recorded(self, recording: Recording) -> Agreement:
         """The same exchanges; another recording is told how long they take."""
-        return Agreement(self._coordinator, self._key, recording)
+        return self._like(self._key, recording)
+
+    def _like(self, key: str, recording: Recording | None) -> Agreement:
+        made = Agreement(self._coordinator, key, recording)
+        made._met = self._met
+        return made
 
     @contextmanager
     def stage(self, name: str, *, meaning: str = "") -> Iterator[Stage]:
@@ -81,9 +92,10 @@ class Agreement:
             return
         error: BaseException | None = None
         outcome = b""
+        token = None if self._met else secrets.token_hex(8)
         try:
             yield stage
-            outcome = _encode({"error": None, "payload": stage.payload})
+            outcome = _encode({"error": None, "payload": stage.payload, "token": token})
             stage.done = True
         except BaseException as caught:  # noqa: BLE001  # told to the others first, then raised below
             error = caught
@@ -92,11 +104,12 @@ class Agreement:
                     "error": f"{type(error).__name__}: {error}",
                     "unknown": isinstance(error, CommitUnknownError),
                     "payload": None,
+                    "token": token,
                 }
             )
         failures: Sequence[tuple[int, str, bool]] = ()
         try:
-            failures = self._exchange(name, outcome, stage)
+            failures = self._exchange(name, outcome, token, stage)
         except Exception as failure:
             if error is None:
                 raise
@@ -112,11 +125,16 @@ class Agreement:
             kind = CommitUnknownError if any(unknown for _, _, unknown in failures) else RankFailedError
             raise kind(f"the stage {name!r} failed on {told}" + (f"; {meaning}" if meaning else ""))
 
-    def _exchange(self, name: str, outcome: bytes, stage: Stage) -> Sequence[tuple[int, str, bool]]:
+    def _exchange(self, name: str, outcome: bytes, token: str | None, stage: Stage) -> Sequence[tuple[int, str, bool]]:
         """What failed, told to all by the leader: the rank, its error, and whether that leaves the commit unknown."""
+        key = f"{self._key}/{name}"
         with self._recording.phase("exchange") if self._recording is not None else nullcontext():
-            gathered = self._coordinator.gather(f"{self._key}/{name}", outcome)
-            failed: JSON = None
+            try:
+                gathered = self._coordinator.gather(key, outcome)
+            except CoordinationTimeoutError as error:
+                self._tell_who_is_missing(key, error)
+                raise
+            told: JSON = None
             if gathered is not None:
                 outcomes = [json.loads(data) for data in gathered]
                 stage.payloads = [outcome["payload"] for outcome in outcomes]
@@ -125,11 +143,36 @@ class Agreement:
                     for rank, outcome in enumerate(outcomes)
                     if outcome["error"] is not None
                 ]
-            verdict = self._coordinator.broadcast(
-                f"{self._key}/{name}/verdict", _encode(failed) if self.rank == 0 else None
+                told = {"failed": failed, "tokens": [outcome["token"] for outcome in outcomes]}
+            verdict = json.loads(
+                self._coordinator.broadcast(f"{key}/verdict", _encode(told) if self.rank == 0 else None)
             )
-        failures: Sequence[tuple[int, str, bool]] = json.loads(verdict)
+        self._meet(key, token, verdict["tokens"])
+        failures: Sequence[tuple[int, str, bool]] = verdict["failed"]
         return failures
+
+    def _tell_who_is_missing(self, key: str, error: CoordinationTimeoutError) -> None:
+        """Let the ranks that came know at once, and those that come late when they do: else each would wait in vain."""
+        failed: JSON = [[rank, f"CoordinationTimeoutError: {error}", False] for rank in error.missing]
+        if self.rank != 0 or not failed:
+            return
+        try:
+            self._coordinator.broadcast(f"{key}/verdict", _encode({"failed": failed, "tokens": None}))
+        except Exception as failure:  # noqa: BLE001  # the error that stopped the stage says more
+            error.add_note(f"telling the other ranks failed too: {type(failure).__name__}: {failure}")
+
+    def _meet(self, key: str, token: str | None, tokens: Any) -> None:
+        """Make sure that the leader answered this rank, and take up keys that are of this operation alone."""
+        if token is None or tokens is None:
+            return
+        if tokens[self.rank] != token:
+            raise RankFailedError(
+                f"the answer to the exchange {key!r} is not one to rank {self.rank}: it was left behind by an operation that "
+                "failed, or that a process which was restarted alone took part in; expected the ranks to begin the same operations. "
+                "Start all processes of the job again, or give them a Context with a new coordinator"
+            )
+        self._met = True
+        self._key = f"{self._key}/{tokens[0]}"
 
     def lead(self, name: str, decide: Callable[[], T]) -> T:
         """Let the leader decide; every rank gets the decision.

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import functools
-import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal
@@ -13,6 +12,7 @@ from ckptcore.background import BackgroundSaves
 from ckptcore.engine.memory import StagingPool
 from ckptcore.engine.threads import IOThreads
 from ckptcore.events import Observer
+from ckptcore.exchanges import exchange_counts
 from ckptcore.model.tree import JSON
 from ckptcore.plugins import Handler, Plugins, installed_plugins
 from ckptcore.protocols import Coordinator
@@ -75,7 +75,6 @@ class Context:
     coordinator: Coordinator | None = None
     observers: Sequence[Observer] = ()
     saves: BackgroundSaves = field(init=False, repr=False)
-    _counter: Iterator[int] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         for name, allowed in (("durability", ("full", "none")), ("when_busy", ("wait", "queue"))):
@@ -85,9 +84,8 @@ class Context:
                 )
         if self.threads is not None and self.threads < 1:
             raise ValueError(f"Context(threads={self.threads}): give at least 1, or None")
-        # Made now, because two threads that ask for them first must get the same.
+        # Made now, because two threads that ask for it first must get the same.
         object.__setattr__(self, "saves", BackgroundSaves())
-        object.__setattr__(self, "_counter", itertools.count())
 
     @cached_property
     def registry(self) -> Plugins:
@@ -105,8 +103,8 @@ class Context:
         return StagingPool()
 
     def exchange_key(self, location: object) -> str:
-        """A key for the exchanges of one save: the same on every rank that saves in the same order."""
-        return f"{location}#{next(self._counter)}"
+        """A key for the exchanges of an operation: the same on every rank that began as many at this location in this job."""
+        return exchange_counts().key(self.coordinator, str(location))
 
     def job(self) -> Coordinator:
         """The coordinator to agree through."""

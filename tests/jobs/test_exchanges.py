@@ -1,0 +1,137 @@
+"""Keys of exchanges: no answer to one operation is taken for that to another."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import ckptcore
+from ckptcore.agreement import Agreement
+from ckptcore.errors import CheckpointError, CoordinationTimeoutError, RankFailedError
+from ckptcore.exchanges import ExchangeCounts
+from ckptcore.protocols import Coordinator
+from ckptcore.testing import ThreadJob
+
+
+class _Slots:
+    """A coordinator that nothing can refer to weakly."""
+
+    __slots__ = ()
+    rank, size = 0, 1
+
+    def gather(self, key: str, payload: bytes) -> list[bytes]:
+        return [payload]
+
+    def broadcast(self, key: str, payload: bytes | None) -> bytes:
+        assert payload is not None
+        return payload
+
+
+def test_two_contexts_of_one_job_share_no_key() -> None:
+    coordinator = ThreadJob(2).coordinator(1)
+    keys = [ckptcore.Context(coordinator=coordinator).exchange_key("run/1") for _ in range(3)]
+    assert keys == ["run/1#0", "run/1#1", "run/1#2"]
+    found = [ckptcore.Context().exchange_key("an odd place: \ud800") for _ in range(2)]
+    assert len(set(found)) == 2
+
+
+def test_every_job_and_every_name_has_its_own_count() -> None:
+    counts, job, slots = ExchangeCounts(), ThreadJob(2), _Slots()
+    first, second = job.coordinator(0), job.coordinator(1)
+    assert [counts.key(first, "a"), counts.key(first, "b"), counts.key(second, "a")] == ["a#0", "b#0", "a#0"]
+    assert [counts.key(slots, "a"), counts.key(slots, "a"), counts.key(None, "a")] == ["a#0", "a#1", "a#0"]
+    del first
+    gc.collect()
+    assert counts.key(second, "a") == "a#1" and len(counts._given) == 2, "what ended is forgotten"
+
+
+def test_a_rank_that_missed_one_save_takes_part_in_the_next(tmp_path: Path) -> None:
+    def of_rank(coordinator: Coordinator) -> list[str]:
+        context = ckptcore.Context(coordinator=coordinator, threads=1, durability="none")
+        told = []
+        for step in range(3):
+            if step == 1 and coordinator.rank == 1:
+                assert gave_up.wait(20)
+                continue  # its program failed before
+            try:
+                ckptcore.save(tmp_path / str(step), {"w": np.ones(2)}, context=context)
+            except CheckpointError as error:
+                told.append(type(error).__name__)
+                gave_up.set()
+            else:
+                told.append("saved")
+        return told
+
+    gave_up = threading.Event()
+    expected = [
+        ["saved", "CoordinationTimeoutError", "saved"],
+        ["saved", "saved"],
+        ["saved", "RankFailedError", "saved"],
+    ]
+    assert ThreadJob(3, timeout_seconds=2).run(of_rank) == expected
+
+
+def test_who_comes_and_who_comes_late_are_told_who_was_missing() -> None:
+    def of_rank(coordinator: Coordinator) -> str:
+        if coordinator.rank == 2:
+            time.sleep(1)
+        agreement = Agreement(coordinator, "save")
+        try:
+            with agreement.stage("describe"):
+                pass
+        except CheckpointError as error:
+            return f"{type(error).__name__}: {error}"
+        return "agreed"
+
+    leader, came, late = ThreadJob(3, timeout_seconds=0.3).run(of_rank)
+    assert leader.startswith("CoordinationTimeoutError")
+    assert came.startswith("RankFailedError") and late == came and "rank 2" in came
+
+
+def test_what_an_earlier_operation_left_behind_is_no_answer() -> None:
+    """The leader was answered by a process that has been started again since."""
+    job = ThreadJob(2, timeout_seconds=0.5)
+    before = Agreement(job.coordinator(1), "save")
+    with pytest.raises(CoordinationTimeoutError), before.stage("describe"):
+        pass
+    with Agreement(job.coordinator(0), "save").stage("describe"):
+        pass
+
+    class Again:
+        """Started again: what it says in place of what it said is kept, as a store keeps it."""
+
+        rank, size = 1, 2
+
+        def gather(self, key: str, payload: bytes) -> None:
+            job._exchanges[key][1] = payload
+
+        def broadcast(self, key: str, payload: bytes | None) -> bytes:
+            return job.coordinator(1).broadcast(key, payload)
+
+    with pytest.raises(RankFailedError, match="left behind"), Agreement(Again(), "save").stage("describe"):
+        pass
+
+
+def test_keys_after_the_first_exchange_are_of_one_operation() -> None:
+    job = ThreadJob(2, timeout_seconds=5)
+
+    def of_rank(coordinator: Coordinator) -> None:
+        agreement = Agreement(coordinator, "save")
+        with agreement.stage("describe"):
+            pass
+        with agreement.part("export").stage("claim"):
+            pass
+        assert agreement.lead("end", lambda: 7) == 7
+
+    job.run(of_rank)
+    first, *later = [key for key in job._exchanges if not key.endswith("/verdict")]
+    assert first == "save/describe" and [len(key) for key in later] == [
+        len("save/export/claim") + 17,
+        len("save/end") + 17,
+    ]
+    assert len({key.split("/")[1] for key in later}) == 1
