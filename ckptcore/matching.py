@@ -24,6 +24,8 @@ def match_leaves(flat: Flat, tree: TreeMetadata, display: str, *, by_name: bool)
     Keys match as they are. Where nothing matches so, an attribute also matches a str key of its name, because an object
     that is loaded without its type is a dict.
 
+    What not every process had that saved need not be asked for.
+
     What other software wrote may lack what tells keys and empty things apart, so there:
 
     - Any key matches one of the same text: Orbax stores the keys of dicts and the names of attributes as text, so that
@@ -168,6 +170,7 @@ def _differences(
             path
             for number, path in enumerate(tree.paths)
             if number not in loaded
+            and number not in tree.held_by
             and not _is_skipped(form(path), skips, dotted)
             and not (_is_none(tree.leaves[number]) and _text(path) in leafless)
         ]

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Generic, NoReturn, Protocol, TypeAlias, TypeVar
-
-import numpy as np
+from dataclasses import dataclass, replace
+from typing import Generic, Protocol, TypeAlias, TypeVar
 
 from ckptcore.builtin.files_layout import FilesLayout, state_of_files
 from ckptcore.builtin.staging import StagingDirectory
-from ckptcore.errors import NameCollisionError, UnsupportedKeyError, UnsupportedLeafError
+from ckptcore.errors import NameCollisionError, TreeMismatchError, UnsupportedKeyError, UnsupportedLeafError
 from ckptcore.flattening import Flat, flatten
-from ckptcore.model.arrays import ArraySpec, Box, HostArray, Shard
+from ckptcore.model.arrays import ArraySpec, HostArray, Shard
 from ckptcore.model.metadata import ArrayRecord, LeafRecord, TreeMetadata
-from ckptcore.model.transfer import ArraySegment, BytesSegment, Pending, Segment, WritePlan
+from ckptcore.model.transfer import Pending, WritePlan
 from ckptcore.model.tree import JSON, Node, format_path
+from ckptcore.own_files import files_below, segment_of
 from ckptcore.planning import plan_write
 from ckptcore.plugins import Plugins
 from ckptcore.protocols import (
@@ -25,6 +23,7 @@ from ckptcore.protocols import (
     FilesHandler,
     HostMemory,
     Layout,
+    LeafHandler,
     PerProcessHandler,
     Snapshot,
     WriteStore,
@@ -41,6 +40,7 @@ __all__ = [
     "TreeCaptured",
     "TreeDescription",
     "describe_part",
+    "naming",
 ]
 
 T = TypeVar("T")
@@ -102,6 +102,7 @@ class TreeDescription:
         shards: by leaf, the boxes that this process holds.
         flat: its leaves; let go of once they are captured.
         own: whether every process saves one of its own.
+        places: by leaf of the tree, its place in `flat`; None where they are the same.
     """
 
     name: str
@@ -110,6 +111,45 @@ class TreeDescription:
     shards: Mapping[int, Sequence[Shard]]
     flat: Flat
     own: bool
+    places: Mapping[int, int] | None = None
+
+    def within(self, union: TreeMetadata, *, rank: int, size: int) -> TreeDescription:
+        """The same leaves as a part of what all processes save together.
+
+        A leaf that some of the processes have is shared by these alone: its handler is told how many they are, and which of
+        them this one is.
+
+        Args:
+            union: has every leaf of this tree.
+            rank, size: which process of how many this is.
+
+        Raises:
+            UnsupportedLeafError: if a handler refuses that.
+        """
+        numbers = {path: number for number, path in enumerate(union.paths)}
+        places = {numbers[path]: place for place, path in enumerate(self.tree.paths)}
+        shards: dict[int, Sequence[Shard]] = {}
+        for leaf, place in places.items():
+            if leaf in union.aliases or not isinstance(union.leaves[leaf], ArrayRecord):
+                continue
+            holders = union.held_by.get(leaf)
+            if holders is None and place in self.shards:
+                shards[leaf] = self.shards[place]
+                continue
+            position, count = (rank, size) if holders is None else (holders.index(rank), len(holders))
+            handler = self.flat.handlers[place]
+            assert handler is not None  # placeholders are for loading only
+            try:
+                shards[leaf] = handler.shards(self.flat.leaves[place], position, count)
+            except UnsupportedLeafError as error:
+                raise UnsupportedLeafError(f"{format_path(union.paths[leaf])}: {error}. Nothing was written") from error
+        return replace(self, tree=union, shards=shards, places=places)
+
+    def _leaf(self, number: int) -> tuple[object, LeafHandler]:
+        place = number if self.places is None else self.places[number]
+        handler = self.flat.handlers[place]
+        assert handler is not None  # placeholders are for loading only
+        return self.flat.leaves[place], handler
 
     def member(self, size: int) -> Member:
         """What the root of a composite says of it."""
@@ -122,25 +162,21 @@ class TreeDescription:
 
     def start_copy(self, plan: WritePlan, memory: HostMemory) -> StartTransfer:
         """Begins the transfer of an item for an asynchronous save: into memory that nobody can change."""
-        leaves, handlers = self.flat.leaves, self.flat.handlers
 
         def start(number: int) -> Sequence[Pending[HostArray]]:
             item = plan.items[number]
-            handler = handlers[item.leaf]
-            assert handler is not None  # placeholders are for loading only
-            return handler.copy_to_host(leaves[item.leaf], item.boxes, memory)
+            leaf, handler = self._leaf(item.leaf)
+            return handler.copy_to_host(leaf, item.boxes, memory)
 
         return start
 
     def start_view(self, plan: WritePlan) -> StartTransfer:
         """Begins the transfer of an item for a blocking save: the arrays as they are."""
-        leaves, handlers = self.flat.leaves, self.flat.handlers
 
         def start(number: int) -> Sequence[Pending[HostArray]]:
             item = plan.items[number]
-            handler = handlers[item.leaf]
-            assert handler is not None  # placeholders are for loading only
-            return handler.view_on_host(leaves[item.leaf], item.boxes)
+            leaf, handler = self._leaf(item.leaf)
+            return handler.view_on_host(leaf, item.boxes)
 
         return start
 
@@ -173,7 +209,7 @@ class FilesDescription:
         """Let the object capture what must not change, into a directory of the local disk."""
         directory = StagingDirectory()
         try:
-            with _naming(self.name):
+            with naming(self.name):
                 return FilesCaptured(self.name, directory, self.handler.save(self.value, directory.path))
         except BaseException:
             directory.close()
@@ -212,13 +248,13 @@ class FilesCaptured:
     def write(self, part: Part, store: WriteStore) -> JSON:
         """Let the object write the rest, and store every file; the receipt tells of empty directories."""
         if self._continuation is not None:
-            with _naming(self._name):
+            with naming(self._name):
                 self._continuation()
-        with _naming(self._name):
-            found, empty = _files_below(str(self._directory.path))
+        with naming(self._name):
+            found, empty = files_below(str(self._directory.path))
             state = state_of_files(empty)
         for path, key in found:
-            store.write(key, [_segment(path)])
+            store.write(key, [segment_of(path)])
         return state
 
     def close(self) -> None:
@@ -227,65 +263,20 @@ class FilesCaptured:
 
 
 @contextmanager
-def _naming(name: str) -> Iterator[None]:
-    """Let an error say which checkpointable it is about."""
+def naming(name: str) -> Iterator[None]:
+    """Let an error say which checkpointable it is about; nothing where the whole checkpoint has no name."""
+    if not name:
+        yield
+        return
     try:
         yield
+    except TreeMismatchError as error:
+        raise TreeMismatchError(f"in {name!r}: {error}", error.differences) from error
     except (UnsupportedLeafError, UnsupportedKeyError, NameCollisionError) as error:
         raise type(error)(f"in {name!r}: {error}") from error
     except Exception as error:
         error.add_note(f"This was raised as {name!r} was saved. Nothing was committed")
         raise
-
-
-def _segment(path: str) -> Segment:
-    """The bytes of a file, mapped when they are wanted."""
-    size = os.path.getsize(path)
-    if not size:
-        return BytesSegment(b"")
-    box = Box((0,), (size,))
-
-    def map_bytes() -> Sequence[tuple[Box, HostArray]]:
-        return ((box, np.memmap(path, np.uint8, "r", shape=(size,))),)
-
-    return ArraySegment(box, 1, map_bytes, lambda: None)
-
-
-def _files_below(directory: str) -> tuple[Sequence[tuple[str, str]], Sequence[str]]:
-    """The path and the key of every file, and the keys of empty directories.
-
-    Raises:
-        UnsupportedLeafError: if there is something that is neither a file nor a directory.
-        NameCollisionError: if something has the name of one of ckptcore's own files.
-        OSError: if a directory cannot be read.
-    """
-    found = []
-    empty = []
-    for parent, directories, names in os.walk(directory, onerror=_raise):
-        if not directories and not names and parent != directory:
-            empty.append(_own_key(parent, directory))
-        for name in [*names, *(name for name in directories if os.path.islink(os.path.join(parent, name)))]:
-            path = os.path.join(parent, name)
-            key = _own_key(path, directory)
-            if os.path.islink(path) or not os.path.isfile(path):
-                raise UnsupportedLeafError(
-                    f"the object wrote {key!r}, which is no plain file; only files can be stored"
-                )
-            found.append((path, key))
-    return sorted(found), sorted(empty)
-
-
-def _own_key(path: str, directory: str) -> str:
-    key = os.path.relpath(path, directory).replace(os.sep, "/")
-    if key.startswith("checkpoint."):
-        raise NameCollisionError(
-            f"the object wrote {key!r}; names that begin with 'checkpoint.' are those of ckptcore's own files"
-        )
-    return key
-
-
-def _raise(error: OSError) -> NoReturn:
-    raise error
 
 
 def describe_part(
@@ -312,7 +303,7 @@ def describe_part(
     own = isinstance(value, PerProcess)
     if isinstance(value, PerProcess):
         value = value.value
-    with _naming(name):
+    with naming(name):
         handled = plugins.dispatch_named(value)
         if handled.files is not None:
             return FilesDescription(name, FilesLayout(), value, handled.files)

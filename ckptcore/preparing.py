@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -13,16 +13,20 @@ import xxhash
 from ckptcore.agreement import Agreement
 from ckptcore.commit import refuse_to_replace
 from ckptcore.context import Context
-from ckptcore.errors import CheckpointError, UnsupportedLeafError
+from ckptcore.errors import CheckpointError, TreeMismatchError, UnsupportedLeafError
 from ckptcore.events import Recording
 from ckptcore.exporting import PlannedExport, PreparedExport, plan_exports
+from ckptcore.exports import Export
 from ckptcore.flattening import of_each_process
 from ckptcore.locations import resolve_location
+from ckptcore.model.metadata import TreeMetadata
 from ckptcore.model.tree import JSON, format_path
-from ckptcore.parts import Part, PartDescription, TreeDescription, describe_part
+from ckptcore.parts import Part, PartDescription, TreeDescription, describe_part, naming
 from ckptcore.persisting import NOTHING_COMMITTED, Described, fail_everywhere
 from ckptcore.root import Member, check_name, new_save_id
 from ckptcore.save_requests import OneTree, SaveRequest, check_custom, check_metrics, check_progress
+from ckptcore.subtrees import path_keys
+from ckptcore.unions import unite_trees
 
 __all__ = ["PreparedSave", "prepare_save", "save_created"]
 
@@ -81,7 +85,7 @@ def prepare_save(request: SaveRequest, context: Context, recording: Recording, a
         if composite:
             for name in values:
                 check_name(name)
-        descriptions = [
+        descriptions: _Descriptions = [
             describe_part(name, value, chosen, context.registry, rank=rank, size=size) for name, value in values.items()
         ]
         if size > 1:
@@ -93,16 +97,32 @@ def prepare_save(request: SaveRequest, context: Context, recording: Recording, a
             if request.allowed is not None:
                 request.allowed()
             refuse_to_replace(location, request.overwrite)
-        planned = plan_exports(request.exports, location, list(values), descriptions, context, size=size)
-        if rank == 0:
-            for export in planned:
-                refuse_to_replace(export.location, request.overwrite)
+
+        def plan_all() -> Sequence[PlannedExport]:  # of the descriptions there are when it is called
+            found = plan_exports(request.exports, location, list(values), descriptions, context, size=size)
+            if rank == 0:
+                for export in found:
+                    refuse_to_replace(export.location, request.overwrite)
+            return found
+
+        planned: Sequence[PlannedExport] = ()
+        unplanned = None
+        try:
+            planned = plan_all()
+        except TreeMismatchError as error:
+            if size == 1:
+                raise
+            unplanned = str(error)  # another rank may have what is to be exported
         if size > 1:
-            stage.payload = _digest(members, descriptions, planned)
+            stage.payload = _told(members, descriptions, request.exports, unplanned, context)
     payloads = stage.payloads
-    decided = agreement.lead("save", lambda: _same_trees(payloads, exports=len(planned)))
+    decided = agreement.lead("save", lambda: _decide(payloads, exports=len(request.exports)))
     save_id, created = decided["save_id"], decided["created"]
     recording.save_id = save_id
+    if decided["different"]:
+        descriptions = _unite(agreement, descriptions, decided["different"], payloads)
+        with agreement.stage("exports", meaning=NOTHING_COMMITTED):
+            planned = plan_all()
     parts = []
     try:
         for name, description in zip(values, descriptions, strict=True):
@@ -159,21 +179,36 @@ def _refuse_what_differs(values: Mapping[str, object], descriptions: _Descriptio
             )
 
 
-def _digest(
-    members: Mapping[str, Member] | None, descriptions: _Descriptions, exports: Sequence[PlannedExport]
+def _told(
+    members: Mapping[str, Member] | None,
+    descriptions: _Descriptions,
+    exports: Sequence[Export],
+    unplanned: str | None,
+    context: Context,
 ) -> JSON:
-    """Equal on two ranks exactly if they save the same names, and the same trees and exports where they save them together.
+    """What a rank tells of what it saves: digests that are equal exactly where two ranks save the same.
 
     Notes may differ: on which device an array of one device was is said by each rank in its own way.
     """
-    common = [
-        _without_notes(description.tree.to_json())
-        for description in descriptions
-        if isinstance(description, TreeDescription) and not description.own
-    ]
     names = None if members is None else [[name, member.kind, member.processes] for name, member in members.items()]
-    exported = [[export.layout.name, export.part, list(export.subtree.sources)] for export in exports]
-    return xxhash.xxh3_128_hexdigest(json.dumps([names, common, exported], sort_keys=True).encode())
+    exported = [
+        [context.registry.layout(export.layout).name, repr(path_keys(export.subtree))]
+        for export in exports
+        if isinstance(export, Export)
+    ]
+    trees = {str(number): _digest(_without_notes(tree.to_json())) for number, tree in _common_trees(descriptions)}
+    return {"names": _digest([names, exported]), "trees": trees, "unplanned": unplanned}
+
+
+def _common_trees(descriptions: _Descriptions) -> Iterator[tuple[int, TreeMetadata]]:
+    """The trees that all ranks save together, with the numbers of their parts."""
+    for number, description in enumerate(descriptions):
+        if isinstance(description, TreeDescription) and not description.own:
+            yield number, description.tree
+
+
+def _digest(document: JSON) -> str:
+    return xxhash.xxh3_128_hexdigest(json.dumps(document, sort_keys=True).encode())
 
 
 def _without_notes(tree: dict[str, JSON]) -> JSON:
@@ -183,13 +218,77 @@ def _without_notes(tree: dict[str, JSON]) -> JSON:
     return {**columns, "extras": kept}
 
 
-def _same_trees(digests: Sequence[JSON], *, exports: int) -> dict[str, Any]:
-    different = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
-    if different:
-        raise CheckpointError(
-            f"the ranks {different} describe another tree than rank 0 (other keys, shapes, dtypes, values or exports); every rank "
-            "must save the same tree; what differs from process to process goes under a name of its own, in PerProcess(...). "
-            "Nothing was written"
-        )
+def _decide(payloads: Sequence[Any], *, exports: int) -> dict[str, Any]:
+    """On the leader: what is the save, and which ranks are to tell it their trees, by number of the part.
+
+    Raises:
+        CheckpointError: if the ranks save other things.
+        TreeMismatchError: if the trees are the same and an export is of what they do not have.
+    """
     ids = [new_save_id() for _ in range(1 + exports)]
-    return {"save_id": ids[0], "created": save_created(), "exports": ids[1:]}
+    decision = {"save_id": ids[0], "created": save_created(), "exports": ids[1:], "different": {}}
+    if len(payloads) < 2:
+        return decision
+    others = [rank for rank, payload in enumerate(payloads) if payload["names"] != payloads[0]["names"]]
+    if others:
+        raise CheckpointError(
+            f"the ranks {others} save other checkpointables or exports than rank 0 (names, order, kinds); every rank must give the "
+            "same, and may give other trees under them. Nothing was written"
+        )
+    groups = {number: _groups(number, payloads) for number in payloads[0]["trees"]}
+    decision["different"] = {
+        number: [ranks[0] for ranks in by_tree] for number, by_tree in groups.items() if len(by_tree) > 1
+    }
+    unplanned = next((payload["unplanned"] for payload in payloads if payload["unplanned"] is not None), None)
+    if unplanned is not None and not decision["different"]:
+        raise TreeMismatchError(unplanned, [unplanned])
+    return decision
+
+
+def _groups(number: str, payloads: Sequence[Any]) -> list[list[int]]:
+    """The ranks that save the same tree of a part, by tree."""
+    ranks: dict[str, list[int]] = {}
+    for rank, payload in enumerate(payloads):
+        ranks.setdefault(payload["trees"][number], []).append(rank)
+    return list(ranks.values())
+
+
+def _unite(
+    agreement: Agreement, descriptions: _Descriptions, senders: Mapping[str, Sequence[int]], payloads: Sequence[Any]
+) -> _Descriptions:
+    """Let every rank have the union of all trees of each part of which they have different ones.
+
+    Of the ranks that have the same tree one tells it to the leader, so that what is told does not grow with the job.
+
+    Raises:
+        TreeMismatchError: on the leader, if trees cannot be united; RankFailedError with its text on the others.
+    """
+    own = dict(_common_trees(descriptions))
+    with agreement.stage("trees", meaning=NOTHING_COMMITTED) as stage:
+        stage.payload = {
+            number: own[int(number)].to_json() for number, ranks in senders.items() if agreement.rank in ranks
+        }
+    trees: Sequence[Any] = stage.payloads
+
+    def unite() -> dict[str, str]:
+        united = {}
+        for number, ranks in senders.items():
+            found = [TreeMetadata.from_json(trees[rank][number]) for rank in ranks]
+            description = descriptions[int(number)]
+            assert isinstance(description, TreeDescription)  # only trees are told
+            with naming(description.name):
+                tree = unite_trees(found, _groups(number, payloads), size=agreement.size)
+                description.layout.check(tree, agreement.size)
+            united[number] = json.dumps(tree.to_json())
+        return united
+
+    told = agreement.lead("union", unite)
+    made = list(descriptions)
+    with agreement.stage("united", meaning=NOTHING_COMMITTED):
+        for number, encoded in told.items():
+            description = made[int(number)]
+            assert isinstance(description, TreeDescription)
+            union = TreeMetadata.from_json(json.loads(encoded))
+            with naming(description.name):
+                made[int(number)] = description.within(union, rank=agreement.rank, size=agreement.size)
+    return made

@@ -55,7 +55,8 @@ def find_subtree(tree: TreeMetadata, path: SubtreePath) -> Subtree:
         original = seen.setdefault(source, leaf)
         if original != leaf:
             aliases[leaf] = original
-    return Subtree(TreeMetadata(part, tree.leaves[first : first + len(sources)], aliases), sources)
+    held_by = {leaf: tree.held_by[first + leaf] for leaf in range(len(sources)) if first + leaf in tree.held_by}
+    return Subtree(TreeMetadata(part, tree.leaves[first : first + len(sources)], aliases, held_by), sources)
 
 
 def _descend(skeleton: Skeleton, keys: Sequence[Key]) -> tuple[Skeleton, int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -66,11 +67,14 @@ class TreeMetadata:
         skeleton: the containers.
         leaves: a record per leaf, in the order of the skeleton.
         aliases: for a leaf that shares its bytes with an earlier one: its number -> the number of the earlier one.
+        held_by: for a leaf that not every process of the job had which saved: its number -> the ranks that had it, ascending.
+            A process may load the tree without it. Several leaves may have one object.
     """
 
     skeleton: Skeleton
     leaves: tuple[LeafRecord, ...]
     aliases: Mapping[int, int] = field(default_factory=dict)
+    held_by: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
 
     @cached_property
     def paths(self) -> tuple[TreePath, ...]:
@@ -132,6 +136,11 @@ class TreeMetadata:
         if notes.table:
             encoded["notes"] = notes.table
             encoded["note"] = note_column
+        if self.held_by:
+            leaves: dict[tuple[int, ...], list[int]] = {}
+            for number, ranks in self.held_by.items():
+                leaves.setdefault(ranks, []).append(number)
+            encoded["held_by"] = [[ranks, numbers] for ranks, numbers in leaves.items()]
         return encoded
 
     @classmethod
@@ -221,7 +230,21 @@ def _decode(encoded: JSON) -> TreeMetadata:
         if not shared or target >= alias or target in aliases or record.spec != original.spec:  # type: ignore[union-attr]  # both are arrays here
             raise CorruptCheckpointError(f"the saved tree cannot be read: leaf {alias} cannot share leaf {target}")
         aliases[alias] = target
-    return TreeMetadata(skeleton, tuple([leaf for leaf in leaves if leaf is not None]), aliases)
+    held_by = _held_by(table.get("held_by", []), count)
+    return TreeMetadata(skeleton, tuple([leaf for leaf in leaves if leaf is not None]), aliases, held_by)
+
+
+def _held_by(encoded: JSON, count: int) -> dict[int, tuple[int, ...]]:
+    held: dict[int, tuple[int, ...]] = {}
+    for ranks_json, numbers in _expect(encoded, list):
+        ranks = tuple([_natural(rank) for rank in _expect(ranks_json, list)])
+        if not ranks or any(first >= second for first, second in itertools.pairwise(ranks)):
+            raise CorruptCheckpointError("the saved tree cannot be read: the ranks that held a leaf are not in order")
+        for number in _expect(numbers, list):
+            if _natural(number) >= count or number in held:
+                raise CorruptCheckpointError(f"the saved tree cannot be read: leaf {number} has no ranks that held it")
+            held[number] = ranks
+    return held
 
 
 def _record_with_extra(spec: ArraySpec, notes: Mapping[str, JSON], extra: Mapping[str, JSON]) -> ArrayRecord:

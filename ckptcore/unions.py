@@ -1,0 +1,179 @@
+"""The union of trees: what the ranks of a job save together, where pipeline or expert parallelism gives them different parts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+from ckptcore.errors import TreeMismatchError
+from ckptcore.model.metadata import ArrayRecord, LeafRecord, TreeMetadata
+from ckptcore.model.tree import LEAF, Node, Skeleton, TreePath, format_path
+
+__all__ = ["unite_trees"]
+
+_MAPPINGS: Final = ("dict", "OrderedDict")
+_SHOWN: Final = 20
+"""How many differences an error's text lists; its attribute has all."""
+
+
+def unite_trees(trees: Sequence[TreeMetadata], ranks: Sequence[Sequence[int]], *, size: int) -> TreeMetadata:
+    """One tree with every leaf of all of them.
+
+    Mappings are united by key: first the keys of the first tree, in its order, then those that the second adds, and so on. All other
+    containers must have the same children in each tree that has them. A leaf must be the same in each: an array of the same
+    shape, dtype, kind and cuts, or the same value. Notes are those of the first tree that has a leaf.
+
+    Leaves stay tied where no rank has any two of those that are tied, directly or through a third, apart; else all of them come
+    apart: each is stored then, which is larger and never wrong.
+
+    Args:
+        trees: all that are different.
+        ranks: by tree, the ranks that have it; of all trees together, every rank of the job once.
+        size: processes of the job.
+
+    Raises:
+        TreeMismatchError: lists what cannot be united, with the ranks.
+    """
+    uniting = _Uniting(trees, ranks, size)
+    skeleton = uniting.node((), list(enumerate(tree.skeleton for tree in trees)))
+    if uniting.differences:
+        lines = uniting.differences
+        shown = "".join(f"\n  {line}" for line in lines[:_SHOWN])
+        more = f"\n  and {len(lines) - _SHOWN} more" if len(lines) > _SHOWN else ""
+        raise TreeMismatchError(
+            f"the ranks save different trees, and they cannot be united:{shown}{more}\n"
+            "Ranks may have different keys, and a leaf must be the same on every rank that has it. What differs from process to "
+            "process goes under a name of its own, in PerProcess(...); what is not the same thing, under keys of its own. Nothing "
+            "was written",
+            lines,
+        )
+    return TreeMetadata(skeleton, tuple(uniting.records), uniting.aliases(), uniting.held_by())
+
+
+class _Uniting:
+    """A union as it is made; leaves are numbered as they are come upon."""
+
+    def __init__(self, trees: Sequence[TreeMetadata], ranks: Sequence[Sequence[int]], size: int) -> None:
+        self.trees = trees
+        self.ranks = ranks
+        self.size = size
+        self.differences: list[str] = []
+        self.records: list[LeafRecord] = []
+        self.sources: list[Mapping[int, int]] = []
+        """By leaf, for each tree that has it its number there."""
+        self._numbers = [{path: number for number, path in enumerate(tree.paths)} for tree in trees]
+
+    def node(self, path: TreePath, found: Sequence[tuple[int, Skeleton]]) -> Skeleton:
+        """Unite what some trees have at a path."""
+        nodes = [(tree, node) for tree, node in found if isinstance(node, Node)]
+        if not nodes:
+            self._leaf(path, [tree for tree, _ in found])
+            return LEAF
+        first = nodes[0][1]
+        kinds = {tree: node.kind if isinstance(node, Node) else "a leaf" for tree, node in found}
+        if len(set(kinds.values())) > 1:
+            self._differ(path, kinds)
+            return LEAF
+        keys = tuple(dict.fromkeys([key for _, node in nodes for key in node.keys]))
+        if first.kind not in _MAPPINGS and any(node.keys != first.keys for _, node in nodes):
+            self._differ(path, {tree: f"{node.kind} of {len(node.keys)}" for tree, node in nodes}, _keys_of(nodes))
+            return LEAF
+        children = [(tree, dict(zip(node.keys, node.children, strict=True))) for tree, node in nodes]
+        united = [self.node((*path, key), [(tree, of[key]) for tree, of in children if key in of]) for key in keys]
+        return Node(first.kind, keys, tuple(united), first.type)
+
+    def aliases(self) -> dict[int, int]:
+        """Leaves that share their bytes with an earlier one, where all ranks that have both agree."""
+        classes = list(range(len(self.records)))
+
+        def first_of(leaf: int) -> int:
+            while classes[leaf] != leaf:
+                classes[leaf] = leaf = classes[classes[leaf]]
+            return leaf
+
+        united = [{number: leaf for leaf, of in enumerate(self.sources) if (number := of.get(tree)) is not None}
+                  for tree in range(len(self.trees))]  # fmt: skip
+        for leaves, tree in zip(united, self.trees, strict=True):
+            for alias, target in tree.aliases.items():
+                first, second = sorted((first_of(leaves[alias]), first_of(leaves[target])))
+                classes[second] = first
+        members: dict[int, list[int]] = {}
+        for leaf in range(len(classes)):
+            members.setdefault(first_of(leaf), []).append(leaf)
+        return {
+            leaf: first
+            for first, tied in members.items()
+            if len(tied) > 1 and self._are_nowhere_apart(tied)
+            for leaf in tied[1:]
+        }
+
+    def _are_nowhere_apart(self, leaves: Sequence[int]) -> bool:
+        for number, tree in enumerate(self.trees):
+            own = [self.sources[leaf][number] for leaf in leaves if number in self.sources[leaf]]
+            if len({tree.aliases.get(leaf, leaf) for leaf in own}) > 1:
+                return False
+        return True
+
+    def held_by(self) -> dict[int, tuple[int, ...]]:
+        """The ranks that have a leaf, of those that not every rank has."""
+        known: dict[tuple[int, ...], tuple[int, ...]] = {}
+        held = {}
+        for leaf, of in enumerate(self.sources):
+            trees = tuple(of)
+            if trees not in known:
+                known[trees] = tuple(sorted([rank for tree in trees for rank in self.ranks[tree]]))
+            if len(known[trees]) < self.size:
+                held[leaf] = known[trees]
+        return held
+
+    def _leaf(self, path: TreePath, trees: Sequence[int]) -> None:
+        sources = {tree: self._numbers[tree][path] for tree in trees}
+        records = {tree: self.trees[tree].leaves[number] for tree, number in sources.items()}
+        texts = {tree: _compared(record) for tree, record in records.items()}
+        if len(set(texts.values())) > 1:
+            self._differ(path, {tree: _shown(record) for tree, record in records.items()}, texts)
+        self.records.append(records[trees[0]])
+        self.sources.append(sources)
+
+    def _differ(self, path: TreePath, shown: Mapping[int, str], apart: Mapping[int, object] | None = None) -> None:
+        """Note who has what at a path; `apart` tells what is different where the text of it is the same."""
+        ranks: dict[object, list[int]] = {}
+        texts: dict[object, str] = {}
+        for tree, text in shown.items():
+            different = apart[tree] if apart is not None else text
+            ranks.setdefault(different, []).extend(self.ranks[tree])
+            texts.setdefault(different, text)
+        self.differences.append(
+            f"{format_path(path)}: " + "; ".join(f"{texts[key]} on {_ranks(ranks[key])}" for key in ranks)
+        )
+
+
+def _keys_of(nodes: Sequence[tuple[int, Node]]) -> Mapping[int, object]:
+    return {tree: node.keys for tree, node in nodes}
+
+
+def _compared(record: LeafRecord) -> str:
+    """Equal for two records exactly if they are of the same array, or the same value: -0.0 and 0.0 are two."""
+    if isinstance(record, ArrayRecord):
+        return json.dumps([record.kind, str(record.spec), record.cuts])
+    return json.dumps([record.kind, record.value], sort_keys=True)
+
+
+def _shown(record: LeafRecord) -> str:
+    if isinstance(record, ArrayRecord):
+        kind = "" if record.kind == "array" else f" ({record.kind})"
+        return f"{record.spec}{kind}" + ("" if record.cuts is None else f" cut at {record.cuts}"[:200])
+    return record.kind if record.value is None else f"{record.kind} {json.dumps(record.value)[:60]}"
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    """Ranks as a person reads them: ``ranks 0-3, 8``."""
+    runs: list[list[int]] = []
+    for rank in sorted(ranks):
+        if runs and runs[-1][1] == rank - 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    shown = ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs[:12])
+    return f"rank{'s' if len(ranks) > 1 else ''} {shown}" + (", ..." if len(runs) > 12 else "")
