@@ -16,7 +16,7 @@ from typing import Any, Final, Literal, TypeAlias, TypeVar
 from ckptcore.agreement import Agreement
 from ckptcore.background import SaveHandle
 from ckptcore.commit import Overwrite
-from ckptcore.context import Context
+from ckptcore.context import Context, default_context
 from ckptcore.deciding import Past, SaveDecider
 from ckptcore.directories import write_directory_metadata
 from ckptcore.errors import CheckpointError, CheckpointExistsError, CorruptCheckpointError, UnsupportedVersionError
@@ -101,7 +101,8 @@ class Checkpointer(CheckpointReader):
         Raises:
             DirectoryInUseError: if another job owns the directory.
             StorageError: if it cannot be written.
-            ValueError: if an argument is none of its values; if SIGTERM is to be listened to, and this is not the main thread.
+            UnknownPluginError: if an export has a layout that is not there.
+            ValueError: if an argument is none of its values; if two exports go into one directory; if SIGTERM is to be listened to, and this is not the main thread.
         """
         if when_busy not in ("wait", "skip", "queue"):
             raise ValueError(f"Checkpointer(when_busy={when_busy!r}): expected 'wait', 'skip' or 'queue'")
@@ -114,7 +115,7 @@ class Checkpointer(CheckpointReader):
         self._process = os.getpid()
         self._preservation_policy = preservation_policy or PreserveAll()
         self._layout = layout
-        self._exports = _check_exports(exports, directory)
+        self._exports = _check_exports(exports, directory, context or default_context())
         self._when_busy: WhenBusy = when_busy
         self._decider = SaveDecider(save_policy or EveryStep(), skips_when_busy=when_busy == "skip")
         self._owned: Hold | None = None
@@ -546,14 +547,19 @@ def _expect(given: object, kind: type, argument: str, wanted: str) -> None:
         raise TypeError(f"Checkpointer({argument}={given!r}): expected {wanted}")
 
 
-def _check_exports(exports: Sequence[StepExport], directory: LocationLike) -> tuple[StepExport, ...]:
+def _check_exports(exports: Sequence[StepExport], directory: LocationLike, context: Context) -> tuple[StepExport, ...]:
+    """Refuse what would fail the run at the first step that all of it is for."""
+    taken = {absolute_location(directory): "where the steps are"}
     for number, export in enumerate(exports):
         if not isinstance(export, StepExport):
             raise TypeError(
                 f"Checkpointer(exports=...): number {number} is {export!r}; expected a StepExport(directory=...)"
             )
-        if absolute_location(export.directory) == absolute_location(directory):
+        place = absolute_location(export.directory)
+        if place in taken:
             raise ValueError(
-                f"Checkpointer(exports=...): number {number} goes into {directory}, where the steps are; give it a directory of its own"
+                f"Checkpointer(exports=...): number {number} goes into {export.directory}, {taken[place]}; give it a directory of its own"
             )
+        taken[place] = f"where number {number} goes"
+        context.registry.layout(export.layout)
     return tuple(exports)

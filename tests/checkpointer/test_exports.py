@@ -10,7 +10,7 @@ import pytest
 
 import ckptcore
 from ckptcore import Checkpointer, CheckpointReader, StepExport
-from ckptcore.errors import CheckpointExistsError
+from ckptcore.errors import CheckpointExistsError, UnknownPluginError
 from ckptcore.policies import FixedInterval, LatestN
 
 
@@ -85,5 +85,11 @@ def test_arguments_that_cannot_be(tmp_path: Path) -> None:
         StepExport(directory=tmp_path, every=0)
     with pytest.raises(ValueError, match="where the steps are"):
         Checkpointer(tmp_path / "run", exports=[StepExport(directory=tmp_path / "x" / ".." / "run")])
+    twice = [StepExport(directory=tmp_path / "w", every=2), StepExport(directory=f"{tmp_path}/w/", every=3)]
+    with pytest.raises(ValueError, match="number 1 goes into .*, where number 0 goes"):
+        Checkpointer(tmp_path / "run", exports=twice)
+    with pytest.raises(UnknownPluginError, match="'safetensor'"):
+        Checkpointer(tmp_path / "run", exports=[StepExport(directory=tmp_path / "w", layout="safetensor", every=1000)])
+    assert list(tmp_path.iterdir()) == []
     with pytest.raises(TypeError, match="number 0"):
         Checkpointer(tmp_path / "run", exports=["weights"])  # type: ignore[list-item]  # refused
