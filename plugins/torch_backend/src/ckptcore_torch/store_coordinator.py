@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Final
 
 import torch.distributed as dist
@@ -96,24 +97,18 @@ class StoreCoordinator:
             pause = min(pause * 2, _LONGEST_PAUSE_SECONDS)
 
 
+@dataclass(frozen=True, slots=True)
 class StorelessCoordinator:
-    """Knows its rank, and cannot agree: of a process group without a store. A load of one process needs no more than that."""
+    """Knows its rank, and cannot agree: of a process group without a store. A load of one process needs no more than that.
 
-    def __init__(self, backend: str, rank: int, size: int) -> None:
-        """`backend` is that of the group, for errors."""
-        self._backend: Final = backend
-        self._rank: Final = rank
-        self._size: Final = size
+    Attributes:
+        backend: of the group.
+        rank, size: which process of how many this is.
+    """
 
-    @property
-    def rank(self) -> int:
-        """Which process this is."""
-        return self._rank
-
-    @property
-    def size(self) -> int:
-        """How many processes there are."""
-        return self._size
+    backend: str
+    rank: int
+    size: int
 
     def gather(self, key: str, payload: bytes) -> Sequence[bytes] | None:
         """Refuse.
@@ -133,7 +128,7 @@ class StorelessCoordinator:
 
     def _refusal(self) -> PluginError:
         return PluginError(
-            f"the process group of this job of {self._size} processes has the backend {self._backend!r}, which has no key-value "
+            f"the process group of this job of {self.size} processes has the backend {self.backend!r}, which has no key-value "
             "store: expected another backend, or Context(coordinator=StoreCoordinator(store, rank, size)) with a store that all "
             "processes reach"
         )
