@@ -221,6 +221,35 @@ def test_biases_that_were_saved_go_where_they_are(tmp_path: Path) -> None:
     assert bits(loaded.base_layer.weight) != bits(saved.base_layer.weight)
 
 
+@pytest.mark.parametrize("into", [False, True])
+def test_arrays_and_config_are_of_one_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, into: bool) -> None:
+    """An adapter that is trained further is replaced while a server loads it."""
+    state = {f"{PREFIX}q.lora_A.weight": torch.zeros(2, 4), f"{PREFIX}q.lora_B.weight": torch.zeros(4, 2)}
+    model = torch.nn.Module()
+    model.q = lora(4, 4, "default")
+    save_adapter(tmp_path / "a", state, CONFIG)
+
+    def replaced_before(load: Any) -> Any:
+        def loading(*arguments: Any, **options: Any) -> Any:
+            if times:
+                scale = times.pop()
+                trained = {name: torch.full_like(array, scale) for name, array in state.items()}
+                save_adapter(tmp_path / "a", trained, {**CONFIG, "lora_alpha": scale}, overwrite=True)
+            return load(*arguments, **options)
+
+        return loading
+
+    times = [8, 6]
+    for name in ("load", "load_into"):
+        monkeypatch.setattr(ckptcore, name, replaced_before(getattr(ckptcore, name)))
+    if into:
+        config = load_adapter_into(tmp_path / "a", model)
+        assert model.q.lora_B["default"].weight.flatten()[0] == config["lora_alpha"] == 8
+        return
+    adapter = load_adapter(tmp_path / "a")
+    assert adapter.arrays[f"{PREFIX}q.lora_B.weight"].flat[0] == adapter.config["lora_alpha"] == 8
+
+
 def test_what_does_not_fit_changes_nothing(tmp_path: Path) -> None:
     save_adapter(tmp_path / "a", Model(), CONFIG)
     loaded = lora(4, 4, "default")

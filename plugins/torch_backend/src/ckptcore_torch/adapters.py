@@ -10,9 +10,9 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, TypeVar
 
 import torch
 
@@ -35,6 +35,8 @@ _CONFIG_FILE: Final = "adapter_config.json"
 _CONFIG: Final = "adapter_config"
 """The name of the config in the metadata of a checkpoint: that of a directory of PEFT has it there as well."""
 _ATTEMPTS: Final = 20
+
+Loaded = TypeVar("Loaded")
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,15 +184,11 @@ def load_adapter(location: str | os.PathLike[str], *, context: ckptcore.Context 
         CheckpointNotFoundError: if there is none; also if its config is not there.
         CorruptCheckpointError: if its arrays or its config cannot be read.
     """
-    for _ in range(_ATTEMPTS):
-        found = ckptcore.metadata(location, context=context)
-        config = _stored_config(found, location)
-        arrays = ckptcore.load(location, context=context)
-        if ckptcore.metadata(location, context=context).save_id == found.save_id:
-            return Adapter(arrays, config)
-    raise CorruptCheckpointError(
-        f"{location} was replaced {_ATTEMPTS} times while it was read; load it when it is saved less often"
-    )
+
+    def load(found: ckptcore.CheckpointMetadata, config: AdapterConfig) -> Adapter:
+        return Adapter(ckptcore.load(location, context=context), config)
+
+    return _while_unchanged(location, context, load)
 
 
 def load_adapter_into(
@@ -217,20 +215,38 @@ def load_adapter_into(
         What `load_adapter` does.
     """
     model = _unwrapped(model)
-    own = model.state_dict()
-    found = ckptcore.metadata(location, context=context)
-    config = _stored_config(found, location)
-    names = dict(_names(model, own, adapter_name, "none").by_stored)
-    plain = {plain_name(name): name for name in own}
-    for stored in found.abstract if isinstance(found.abstract, Mapping) else ():
-        if stored not in names and stored in plain:
-            names[stored] = plain[stored]
-    target = {stored: own[name] for stored, name in names.items()}
-    ckptcore.load_into(location, target, context=context)
-    lacking = {name: target[stored] for stored, name in names.items() if own[name].is_meta}
-    if lacking:
-        model.load_state_dict(lacking, strict=False, assign=True)
-    return config
+
+    def load(found: ckptcore.CheckpointMetadata, config: AdapterConfig) -> AdapterConfig:
+        own = model.state_dict()
+        names = dict(_names(model, own, adapter_name, "none").by_stored)
+        plain = {plain_name(name): name for name in own}
+        for stored in found.abstract if isinstance(found.abstract, Mapping) else ():
+            if stored not in names and stored in plain:
+                names[stored] = plain[stored]
+        target = {stored: own[name] for stored, name in names.items()}
+        ckptcore.load_into(location, target, context=context)
+        lacking = {name: target[stored] for stored, name in names.items() if own[name].is_meta}
+        if lacking:
+            model.load_state_dict(lacking, strict=False, assign=True)
+        return config
+
+    return _while_unchanged(location, context, load)
+
+
+def _while_unchanged(
+    location: str | os.PathLike[str],
+    context: ckptcore.Context | None,
+    load: Callable[[ckptcore.CheckpointMetadata, AdapterConfig], Loaded],
+) -> Loaded:
+    """What `load` makes of an adapter whose arrays and config are of one save; again if it was replaced meanwhile."""
+    for _ in range(_ATTEMPTS):
+        found = ckptcore.metadata(location, context=context)
+        loaded = load(found, _stored_config(found, location))
+        if ckptcore.metadata(location, context=context).save_id == found.save_id:
+            return loaded
+    raise CorruptCheckpointError(
+        f"{location} was replaced {_ATTEMPTS} times while it was read; load it when it is saved less often"
+    )
 
 
 def _unwrapped(model: torch.nn.Module) -> torch.nn.Module:
