@@ -1,0 +1,63 @@
+"""Two processes of jax.distributed with two devices each: arrays over a mesh of 2 x 2."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=2"
+os.environ["JAX_PLATFORMS"] = "cpu"
+
+import jax  # after the flags that it reads
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+import ckptcore
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+from tests.launchers.states import ARRAYS, STEP, assert_box, run_job  # the program is run by its path
+
+SPECS = {"w": PartitionSpec("x", "y"), "e": PartitionSpec(None, "y"), "b": PartitionSpec(), "i": PartitionSpec("x")}
+
+
+def _shardings() -> dict[str, NamedSharding]:
+    mesh = Mesh(np.array(jax.devices()).reshape(2, 2), ("x", "y"))
+    return {name: NamedSharding(mesh, spec) for name, spec in SPECS.items()}
+
+
+def _state(leaf: Any) -> dict[str, Any]:
+    made = {name: leaf(name, sharding) for name, sharding in _shardings().items()}
+    return {"params": {name: made[name] for name in "web"}, "i": made["i"], "step": STEP}
+
+
+def save(location: Path, layout: str) -> None:
+    """Save arrays of every sharding."""
+    state = _state(
+        lambda name, sharding: jax.make_array_from_callback(
+            ARRAYS[name].shape, sharding, lambda index: ARRAYS[name][index]
+        )
+    )
+    ckptcore.save(location, state, layout=layout)
+
+
+def load(location: Path) -> None:
+    """Load with these shardings."""
+    wanted = _state(
+        lambda name, sharding: jax.ShapeDtypeStruct(ARRAYS[name].shape, ARRAYS[name].dtype, sharding=sharding)
+    )
+    loaded = ckptcore.load(location, wanted)
+    assert loaded["step"] == STEP
+    for name, array in {**loaded["params"], "i": loaded["i"]}.items():
+        assert array.sharding == _shardings()[name]
+        for shard in array.addressable_shards:
+            assert_box(name, shard.data, shard.index)
+
+
+if __name__ == "__main__":
+    rank, port = int(sys.argv[3]), sys.argv[4]
+    jax.config.update("jax_enable_x64", True)
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.distributed.initialize(f"127.0.0.1:{port}", num_processes=2, process_id=rank)
+    run_job("jax_mesh", rank == 0, save, load, jax.distributed.shutdown)

@@ -1,0 +1,79 @@
+"""What every job of the matrix saves, and what it has to find in what the others saved."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final
+
+import ml_dtypes
+import numpy as np
+
+__all__ = ["ARRAYS", "LAYOUTS", "STEP", "assert_box", "run_job"]
+
+LAYOUTS: Final = ("safetensors", "ocdbt", "zarr3", "dcp")
+STEP: Final = 7
+_PATIENCE_SECONDS: Final = 300
+
+ARRAYS: Final = {
+    "w": np.arange(16 * 12, dtype=np.float32).reshape(16, 12),
+    "e": (np.arange(8 * 6) % 128).reshape(8, 6).astype(ml_dtypes.bfloat16),
+    "b": np.arange(7, dtype=np.float32) - 3,  # no number of processes divides it
+    "i": np.arange(4, dtype=np.int64) << 40,
+}
+"""By name, the whole arrays."""
+
+
+def assert_box(name: str, found: Any, box: tuple[slice, ...]) -> None:
+    """Whether what was loaded of an array is that box of it."""
+    expected = ARRAYS[name][box]
+    found = np.asarray(found)
+    assert found.dtype == expected.dtype and np.array_equal(found, expected), f"{name}{box}: {found} is not {expected}"
+
+
+def run_job(
+    name: str, leads: bool, save: Callable[[Path, str], None], load: Callable[[Path], None], end: Callable[[], None]
+) -> None:
+    """Save in every layout, wait until all jobs have, and load what each saved in each.
+
+    ``sys.argv`` has the directory and the names of all jobs. What goes wrong is in ``NAME.failed`` there, and ends all jobs.
+
+    Args:
+        name: of this job.
+        leads: whether this is its first process.
+        save: saves into a directory in a layout.
+        load: loads from a directory and compares.
+        end: lets go of the job.
+    """
+    directory, names = Path(sys.argv[1]), sys.argv[2].split(",")
+    try:
+        for layout in LAYOUTS:
+            save(directory / f"{name}-{layout}", layout)
+        if leads:
+            (directory / f"{name}.saved").write_text("")
+        _wait(directory, names)
+        problems = {}
+        for saver in names:
+            for layout in LAYOUTS:
+                try:
+                    load(directory / f"{saver}-{layout}")
+                except Exception:  # noqa: BLE001  # every combination is told
+                    problems[f"{saver}-{layout}"] = traceback.format_exc()
+        assert not problems, json.dumps(problems, indent=1).replace("\\n", "\n")
+        end()
+    except BaseException:
+        (directory / f"{name}.failed").write_text(traceback.format_exc())
+        raise
+
+
+def _wait(directory: Path, names: list[str]) -> None:
+    deadline = time.monotonic() + _PATIENCE_SECONDS
+    while not all((directory / f"{name}.saved").exists() for name in names):
+        failed = [name for name in names if (directory / f"{name}.failed").exists()]
+        assert not failed, f"{failed} did not save"
+        assert time.monotonic() < deadline, "the other jobs did not save in time"
+        time.sleep(0.1)

@@ -1,0 +1,26 @@
+"""Arrays of the matrix as tensors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import torch
+
+from tests.launchers.states import ARRAYS
+
+__all__ = ["assert_is", "tensor_of"]
+
+
+def tensor_of(array: np.ndarray[Any, Any]) -> torch.Tensor:
+    """The same elements."""
+    if array.dtype == ml_dtypes.bfloat16:
+        return torch.from_numpy(array.view(np.uint16).copy()).view(torch.bfloat16)
+    return torch.from_numpy(array.copy())
+
+
+def assert_is(name: str, found: torch.Tensor) -> None:
+    """Whether a whole tensor is the array of this name, bit for bit."""
+    expected = tensor_of(ARRAYS[name])
+    assert found.dtype == expected.dtype and torch.equal(found, expected), f"{name}: {found} is not {expected}"
