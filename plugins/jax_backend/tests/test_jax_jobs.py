@@ -1,0 +1,91 @@
+"""Jobs of several real processes, each with devices of its own, that save and load together."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import runpy
+import signal
+import socket
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import ckptcore
+
+PROGRAM = Path(__file__).with_name("coordinated_jax_job.py")
+
+
+def _process(arguments: Sequence[str], errors: str) -> None:
+    """The program, in a process that has imported JAX already and started nothing of it."""
+    with open(errors, "wb") as file:
+        os.dup2(file.fileno(), 2)
+    sys.argv = [str(PROGRAM), *arguments]
+    runpy.run_path(str(PROGRAM), run_name="__main__")
+
+
+def run(size: int, devices: int, task: str, directory: Path) -> tuple[Sequence[int | None], str]:
+    """Run a task in a job of so many processes with so many devices each; how each ended, and what they said."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(
+        ["ckptcore_jax.key_value_coordinator", "ckptcore.testing", "ckptcore_tensorstore", "jax"]
+    )
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+    with tempfile.TemporaryDirectory() as place:
+        files = [f"{place}/{rank}" for rank in range(size)]
+        processes = [
+            context.Process(
+                target=_process, args=([address, str(rank), str(size), str(devices), task, str(directory)], file)
+            )
+            for rank, file in enumerate(files)
+        ]
+        try:
+            for process in processes:
+                process.start()
+            for process in processes:
+                process.join(timeout=180)
+            said = [Path(file).read_text(encoding="utf-8", errors="replace")[-6000:] for file in files]
+            return [process.exitcode for process in processes], "\n".join(said)
+        finally:
+            for process in processes:
+                process.kill()
+
+
+def succeed(size: int, devices: int, task: str, directory: Path) -> None:
+    codes, said = run(size, devices, task, directory)
+    assert codes == [0] * size, said
+
+
+def test_two_processes_save_what_any_mesh_loads(tmp_path: Path) -> None:
+    succeed(2, 2, "small", tmp_path)
+
+
+@pytest.mark.slow
+def test_a_checkpoint_moves_from_two_processes_to_four_to_one(tmp_path: Path) -> None:
+    succeed(2, 2, "layouts", tmp_path)
+    succeed(4, 1, "reshard", tmp_path)
+    succeed(1, 1, "reshard", tmp_path)
+    for name in ("zarr3", "zarr3-4", "ocdbt-4", "dcp-4", "ocdbt-1"):
+        found = ckptcore.load(tmp_path / name)
+        assert np.array_equal(found["both"], np.arange(96, dtype=np.float32).reshape(12, 8) + 3)
+        assert ckptcore.verify(tmp_path / name).ok
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("task", ["once", "run"])
+def test_a_job(task: str, tmp_path: Path) -> None:
+    succeed(2, 2, task, tmp_path)
+
+
+@pytest.mark.slow
+def test_a_process_that_dies_in_a_save_is_named_and_nothing_is_committed(tmp_path: Path) -> None:
+    codes, said = run(2, 2, "killed", tmp_path)
+    assert codes == [0, -signal.SIGKILL], said
+    assert (tmp_path / "told").exists() and not (tmp_path / "killed").exists()
+    succeed(2, 2, "again", tmp_path)
