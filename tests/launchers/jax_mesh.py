@@ -19,12 +19,15 @@ import ckptcore
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from tests.launchers.states import ARRAYS, STEP, assert_box, run_job  # the program is run by its path
 
-SPECS = {"w": PartitionSpec("x", "y"), "e": PartitionSpec(None, "y"), "b": PartitionSpec(), "i": PartitionSpec("x")}
+SPECS: dict[str, tuple[str | None, ...]] = {"w": ("x", "y"), "e": (None, "y"), "b": (), "i": ("x",)}
 
 
 def _shardings() -> dict[str, NamedSharding]:
     mesh = Mesh(np.array(jax.devices()).reshape(2, 2), ("x", "y"))
-    return {name: NamedSharding(mesh, spec) for name, spec in SPECS.items()}
+    return {
+        name: NamedSharding(mesh, PartitionSpec(*spec))  # type: ignore[no-untyped-call]  # JAX says no types here
+        for name, spec in SPECS.items()
+    }
 
 
 def _state(leaf: Any) -> dict[str, Any]:
@@ -45,7 +48,9 @@ def save(location: Path, layout: str) -> None:
 def load(location: Path) -> None:
     """Load with these shardings."""
     wanted = _state(
-        lambda name, sharding: jax.ShapeDtypeStruct(ARRAYS[name].shape, ARRAYS[name].dtype, sharding=sharding)
+        lambda name, sharding: jax.ShapeDtypeStruct(  # type: ignore[no-untyped-call]  # JAX says no types here
+            ARRAYS[name].shape, ARRAYS[name].dtype, sharding=sharding
+        )
     )
     loaded = ckptcore.load(location, wanted)
     assert loaded["step"] == STEP
@@ -57,7 +62,7 @@ def load(location: Path) -> None:
 
 if __name__ == "__main__":
     rank, port = int(sys.argv[3]), sys.argv[4]
-    jax.config.update("jax_enable_x64", True)
-    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.config.update("jax_enable_x64", True)  # type: ignore[no-untyped-call]  # JAX says no types here
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")  # type: ignore[no-untyped-call]  # JAX says no types here
     jax.distributed.initialize(f"127.0.0.1:{port}", num_processes=2, process_id=rank)
     run_job("jax_mesh", rank == 0, save, load, jax.distributed.shutdown)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import warnings
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -36,7 +37,11 @@ def save(location: Path, layout: str) -> None:
 
 def load(location: Path) -> None:
     """Load into another one."""
-    state = {"params": dict(_module(False).state_dict()), "i": torch.zeros(4, dtype=torch.int64), "step": 0}
+    state: dict[str, Any] = {
+        "params": dict(_module(False).state_dict()),
+        "i": torch.zeros(4, dtype=torch.int64),
+        "step": 0,
+    }
     ckptcore.load_into(location, state)
     assert state["step"] == STEP
     assert_is("i", state["i"])
