@@ -102,7 +102,7 @@ def dcp_small_cases(directory: Path, state: Mapping[str, torch.Tensor]) -> Itera
     integers: dict[str, Any] = {f"count.{number}": number for number in range(len(state))}
     for name, part in (("tensors", dict(state)), ("integers", integers)):
         yield from _small(directory, name, part, peer)
-    yield from dcp_metadata_cases(_CHUNKS)
+    yield from dcp_metadata_cases(directory, _CHUNKS)
 
 
 def _small(directory: Path, name: str, state: dict[str, Any], peer: _Torch) -> Sequence[Case]:

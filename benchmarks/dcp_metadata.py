@@ -6,6 +6,7 @@ import dataclasses
 import pickle
 from collections import ChainMap
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from ckptcore_dcp.layouts import DcpLayout
 from ckptcore_dcp.metadata import read_metadata
 from ckptcore_dcp.state import ChunkTable
 from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
-from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -23,6 +24,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
+import ckptcore
 from benchmarks.alternating import Contender
 from benchmarks.cases import Case
 from ckptcore.model import LEAF, ArrayRecord, ArraySpec, Node, Receipt, TreeMetadata
@@ -46,13 +48,13 @@ class _Kept:
         self.data = data
 
 
-def dcp_metadata_cases(chunks: int) -> Iterator[Case]:
+def dcp_metadata_cases(directory: Path, chunks: int) -> Iterator[Case]:
     """Of so many chunks, once of tensors in a thousand chunks each, and once of as many tensors."""
-    yield from _cases(chunks // 1000, 1000)
-    yield from _cases(chunks, 1)
+    yield from _cases(directory / "thousands", chunks // 1000, 1000)
+    yield from _cases(directory / "single", chunks, 1)
 
 
-def _cases(tensors: int, chunks: int) -> Sequence[Case]:
+def _cases(directory: Path, tensors: int, chunks: int) -> Sequence[Case]:
     names = [f"model.layers.{tensor}.weight" for tensor in range(tensors)]
     plans = [_plan(names, chunks, rank) for rank in range(_RANKS)]
     spec = ArraySpec((chunks * _ROWS, _COLUMNS), "float32")
@@ -62,6 +64,8 @@ def _cases(tensors: int, chunks: int) -> Sequence[Case]:
     layout.check(tree, _RANKS)  # a save does so before it writes
     theirs = _written(plans)
     state = layout.finish(tree, receipts, store)  # type: ignore[arg-type]  # it puts one object and asks for nothing else
+    directory.mkdir()
+    (directory / ".metadata").write_bytes(theirs)
     count = f"{tensors} x {chunks}"
     per_chunk = tensors * chunks
     return [
@@ -84,6 +88,14 @@ def _cases(tensors: int, chunks: int) -> Sequence[Case]:
                 Contender("ckptcore, torch's .metadata", lambda: read_metadata(theirs, key=".metadata")),
             ],
             10.0,
+        ),
+        Case(
+            f"dcp: inspect what torch wrote, {count}",
+            [
+                Contender("FileSystemReader.read_metadata", lambda: FileSystemReader(directory).read_metadata()),
+                Contender("ckptcore.metadata, a tree", lambda: ckptcore.metadata(directory)),
+            ],
+            1.0,
         ),
     ]
 

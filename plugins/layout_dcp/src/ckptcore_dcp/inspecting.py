@@ -18,15 +18,14 @@ from collections.abc import Mapping, Sequence
 from typing import Final
 
 from ckptcore.errors import CorruptCheckpointError, UncommittedCheckpointError
-from ckptcore.model import LEAF, ArrayRecord, ArraySpec, Box, LeafRecord, Skeleton, TreeMetadata
-from ckptcore.planning import cuts_of
+from ckptcore.model import LEAF, ArrayRecord, ArraySpec, LeafRecord, Skeleton, TreeMetadata
 from ckptcore.protocols import Inspection, ReadStore
 from ckptcore_dcp.directories import WRITER, names_of_dcp
 from ckptcore_dcp.hf_shards import inspect_shards
+from ckptcore_dcp.inspected_chunks import InspectedChunks
 from ckptcore_dcp.metadata import DcpChunk, DcpMetadata, DcpPath, DcpTensor, DcpValue, read_metadata
 from ckptcore_dcp.names import tree_of_names
 from ckptcore_dcp.places_in_values import state_with_places
-from ckptcore_dcp.state import Chunk, ChunkColumns
 from ckptcore_dcp.storages import PlaceColumns, storage_of
 from ckptcore_dcp.stored_tensors import StoredTensor
 from ckptcore_dcp.tensors import leaf_record
@@ -107,29 +106,25 @@ def _inspection(metadata: DcpMetadata, values: Mapping[str, ReadValue]) -> Inspe
         name: LEAF if name in metadata.tensors else values[name].skeleton for name in metadata.names
     }
     skeleton, order = tree_of_names(entries, metadata.paths)
-    columns = ChunkColumns("items")
     places = PlaceColumns()
     leaves: list[LeafRecord] = []
+    tensors: dict[int, DcpTensor] = {}
     for name in order:
         tensor = metadata.tensors.get(name)
-        if tensor is None:
-            value = values[name]
-            for leaf in value.leaves:
-                if isinstance(leaf, StoredTensor) and value.storages is not None:
-                    storage = storage_of(leaf, value.storages, key=value.key, path=name)
-                    places.add(len(leaves), leaf, storage)
-                leaves.append(leaf_record(leaf))
+        if tensor is not None:
+            tensors[len(leaves)] = tensor
+            leaves.append(ArrayRecord(ArraySpec(tensor.shape, tensor.dtype)))
             continue
-        boxes: list[Box] = []
-        for chunk in tensor.chunks:
-            if 0 in chunk.sizes:
-                continue  # a process without a part of it
-            stop = tuple([start + size for start, size in zip(chunk.offsets, chunk.sizes, strict=True)])
-            boxes.append(Box(chunk.offsets, stop))
-            columns.add(
-                len(leaves), Chunk(boxes[-1], chunk.relative_path, chunk.offset, chunk.length, chunk.transforms)
-            )
-        cuts = cuts_of(tensor.shape, boxes) if len(boxes) > 1 else None
-        leaves.append(ArrayRecord(ArraySpec(tensor.shape, tensor.dtype), cuts=cuts))
+        value = values[name]
+        for leaf in value.leaves:
+            if isinstance(leaf, StoredTensor) and value.storages is not None:
+                storage = storage_of(leaf, value.storages, key=value.key, path=name)
+                places.add(len(leaves), leaf, storage)
+            leaves.append(leaf_record(leaf))
+    chunks = InspectedChunks(list(tensors), list(tensors.values()))
+    for number, (leaf_number, tensor) in enumerate(tensors.items()):
+        cuts = chunks.cuts(number, tensor.shape)
+        if cuts is not None:
+            leaves[leaf_number] = ArrayRecord(ArraySpec(tensor.shape, tensor.dtype), cuts=cuts)
     tree = TreeMetadata(skeleton, tuple(leaves), places.aliases)
-    return Inspection(tree, state_with_places(columns, places), WRITER)
+    return Inspection(tree, state_with_places(chunks.to_json(), places), WRITER)

@@ -310,13 +310,15 @@ class _Branch:
         """Put an entry in its place; False if something else has it, or the keys of a container are of two types."""
         branch = self
         for step in path[:-1]:
-            if not branch._fits(step):
+            child = branch._children.get(step)
+            if child is None:
+                if not branch._fits(step):
+                    return False
+                child = branch._children[step] = _Branch()
+            elif child.__class__ is not _Branch:
                 return False
-            child = branch._children.setdefault(step, _Branch())
-            if not isinstance(child, _Branch):
-                return False
-            branch = child
-        if not branch._fits(path[-1]) or path[-1] in branch._children:
+            branch = child  # type: ignore[assignment]  # no name, as just seen
+        if path[-1] in branch._children or not branch._fits(path[-1]):
             return False
         branch._children[path[-1]] = name
         return True
@@ -337,5 +339,5 @@ class _Branch:
             else:
                 order.append(child)
                 children.append(entries[child])
-        kind: Final = "list" if keys and _are_indices(keys) else "dict"
+        kind: Final = "list" if keys and keys[0] == 0 and _are_indices(keys) else "dict"
         return Node(kind, tuple(keys), tuple(children))

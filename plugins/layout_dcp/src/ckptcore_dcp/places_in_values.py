@@ -9,7 +9,7 @@ from ckptcore.errors import CorruptCheckpointError
 from ckptcore.model import JSON, HostArray, ReadPlan, TreeMetadata
 from ckptcore.protocols import ReadStore
 from ckptcore_dcp.reading import read_boxes
-from ckptcore_dcp.state import ChunkColumns, ChunkTable
+from ckptcore_dcp.state import ChunkTable
 from ckptcore_dcp.storages import KnownPlaces, Place, PlaceColumns, read_places
 
 __all__ = ["places_of_state", "read_boxes_and_places", "state_with_places"]
@@ -17,9 +17,9 @@ __all__ = ["places_of_state", "read_boxes_and_places", "state_with_places"]
 _KEY: Final = "places"
 
 
-def state_with_places(columns: ChunkColumns, places: PlaceColumns) -> JSON:
+def state_with_places(chunks: JSON, places: PlaceColumns) -> JSON:
     """The state of chunks, with the places of arrays that have none; for `places_of_state`."""
-    state: Any = columns.to_json()
+    state: Any = chunks
     encoded: Any = places.to_json()
     return {**state, _KEY: encoded} if encoded["arrays"] else state
 

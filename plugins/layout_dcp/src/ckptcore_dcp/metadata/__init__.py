@@ -22,7 +22,7 @@ Classes are known by their names, and those that moved between versions of torch
 - `writing`: as torch would
 """
 
-from ckptcore_dcp.metadata.chunk_rows import ChunkRows, ChunkTableColumns
+from ckptcore_dcp.metadata.chunk_rows import ChunkRows, ChunkTableColumns, joined_chunks
 from ckptcore_dcp.metadata.entries import DcpChunk, DcpMetadata, DcpPath, DcpTensor, DcpValue
 from ckptcore_dcp.metadata.reading import read_metadata
 from ckptcore_dcp.metadata.writing import write_metadata
@@ -35,6 +35,7 @@ __all__ = [
     "DcpPath",
     "DcpTensor",
     "DcpValue",
+    "joined_chunks",
     "read_metadata",
     "write_metadata",
 ]

@@ -11,7 +11,7 @@ import numpy as np
 from ckptcore.model import HostArray
 from ckptcore_dcp.metadata.entries import DcpChunk
 
-__all__ = ["ChunkRows", "ChunkTableColumns"]
+__all__ = ["ChunkRows", "ChunkTableColumns", "joined_chunks"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -122,6 +122,18 @@ class ChunkRows(Sequence[DcpChunk]):
 
     def __hash__(self) -> int:
         return hash(tuple(self))
+
+
+def joined_chunks(lists: Sequence[Sequence[DcpChunk]]) -> ChunkTableColumns:
+    """The columns of several lists of chunks, one after the other."""
+    ranges = [chunks for chunks in lists if isinstance(chunks, ChunkRows)]
+    shared = {id(chunks.columns): chunks.columns for chunks in ranges}
+    if len(shared) != 1 or len(ranges) != len(lists):
+        return ChunkTableColumns.of([chunk for chunks in lists for chunk in chunks])
+    starts = np.array([rows.start for rows in ranges], np.int64)
+    counts = np.array([rows.stop - rows.start for rows in ranges], np.int64)
+    within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+    return next(iter(shared.values())).take(np.repeat(starts, counts) + within)
 
 
 def _column(numbers: Sequence[object]) -> HostArray:

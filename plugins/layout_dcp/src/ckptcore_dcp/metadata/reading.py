@@ -14,7 +14,7 @@ from ckptcore_dcp.pickles.rows import RowReader
 
 __all__ = ["read_metadata"]
 
-_LEAST_BYTES: Final = 1 << 18
+_LEAST_BYTES: Final = 5 << 14
 """In a shorter file looking for rows takes longer than reading them."""
 
 
@@ -33,15 +33,17 @@ def read_metadata(data: bytes, *, key: str, rows_from: int = _LEAST_BYTES) -> Dc
         CorruptCheckpointError: if it is not one, a part lies outside of its tensor, or a file outside of the checkpoint.
         UnsupportedLeafError: if a tensor has a dtype that no array has.
     """
-    if len(data) >= rows_from:
-        rows = MetadataRows(data, key)
-        try:
-            value = _value(data, key, rows)
-            return metadata_with_rows(value, rows, PickledMetadata(key, len(data)))
-        except CheckpointError:
-            # What is wrong, or only not as torch writes it, is told by the reader of values.
-            pass
-    return PickledMetadata(key, len(data)).metadata(_value(data, key, None))
+    found = _by_rows(data, key) if len(data) >= rows_from else None
+    return PickledMetadata(key, len(data)).metadata(_value(data, key, None)) if found is None else found
+
+
+def _by_rows(data: bytes, key: str) -> DcpMetadata | None:
+    """What it says; None where it is not as torch writes it, or wrong: the reader of values tells which."""
+    rows = MetadataRows(data, key)
+    try:
+        return metadata_with_rows(_value(data, key, rows), rows, PickledMetadata(key, len(data)))
+    except CheckpointError:
+        return None
 
 
 def _value(data: bytes, key: str, rows: RowReader | None) -> Value:

@@ -90,6 +90,8 @@ class MetadataRows:
         rows = self._rows(content, function, position, memo)
         found = None if rows is None else rows.table.rows_at(position, memo)
         if rows is None or found is None:
+            if rows is not None and rows.table.is_hopeless:
+                self._of_class[id(function)] = (function, None)
             return None
         put = len(memo)
         memo += [UNSET] * int(found.memo[-1])

@@ -9,7 +9,7 @@ from typing import Final
 import numpy as np
 
 from ckptcore.model import HostArray
-from ckptcore_dcp.metadata.chunk_rows import ChunkRows, ChunkTableColumns
+from ckptcore_dcp.metadata.chunk_rows import ChunkTableColumns, joined_chunks
 from ckptcore_dcp.metadata.entries import DcpChunk, DcpMetadata, DcpTensor, DcpValue
 from ckptcore_dcp.metadata.opcode_rows import (
     bytes_field,
@@ -45,7 +45,7 @@ def write_metadata(metadata: DcpMetadata) -> bytes:
     names = metadata.names
     tensors = {name: metadata.tensors[name] for name in names if name in metadata.tensors}
     counts = [len(tensor.chunks) for tensor in tensors.values()]
-    columns = _columns([tensor.chunks for tensor, count in zip(tensors.values(), counts, strict=True) if count])
+    columns = joined_chunks([tensor.chunks for tensor, count in zip(tensors.values(), counts, strict=True) if count])
     rows, begins, start = b"", [0], 0
     heads: dict[tuple[str, bool], bytes] = {}
     counted = iter(counts)
@@ -97,18 +97,6 @@ def _head(tensor: DcpTensor, pickle: _Pickle) -> bytes:
     parts += [pickle.called(("torch.serialization", "_get_layout"), "torch.strided")]
     parts += [b"\x88" if tensor.requires_grad else b"\x89", pickle.called((_METADATA, "_MEM_FORMAT_ENCODING"), 0)]
     return b"".join([*parts, b"\x89tb", pickle["size"]])
-
-
-def _columns(lists: Sequence[Sequence[DcpChunk]]) -> ChunkTableColumns:
-    """The chunks of all tensors, in the order of their entries."""
-    shared = {id(chunks.columns): chunks.columns for chunks in lists if isinstance(chunks, ChunkRows)}
-    ranges = [chunks for chunks in lists if isinstance(chunks, ChunkRows)]
-    if len(shared) != 1 or len(ranges) != len(lists):
-        return ChunkTableColumns.of([chunk for chunks in lists for chunk in chunks])
-    starts = np.array([rows.start for rows in ranges], np.int64)
-    counts = np.array([rows.stop - rows.start for rows in ranges], np.int64)
-    within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
-    return next(iter(shared.values())).take(np.repeat(starts, counts) + within)
 
 
 def _chunk_rows(columns: ChunkTableColumns, pickle: _Pickle) -> tuple[bytes, list[int]]:

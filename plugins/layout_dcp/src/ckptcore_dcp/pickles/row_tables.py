@@ -32,7 +32,7 @@ _PASSES: Final = 96
 """How often all bytes of the pickle may be compared with layouts; a pickle whose rows have more is read as any other."""
 _TRIES: Final = 12
 """How many rows of one length are looked at in search of layouts, before any is asked for."""
-_MOST_FAILED: Final = 64
+_MOST_FAILED: Final = 24
 """After so many objects one after the other that are no rows no other is looked at."""
 _ALONE: Final = 4
 """Fewer rows of one length are not looked at before they are asked for."""
@@ -98,6 +98,11 @@ class RowTable:
 
     def __len__(self) -> int:
         return len(self._numbers)
+
+    @property
+    def is_hopeless(self) -> bool:
+        """Whether no row was found, and none will be."""
+        return not self.layouts and self._failed > _MOST_FAILED
 
     def rows_at(self, position: int, memo: list[Any]) -> RowsOfTable | None:
         """As many rows as follow each other from a position on, where an object begins; None if it is no row."""
