@@ -168,20 +168,50 @@ def run(directory: Path) -> None:
     assert RANK or not [name for name, _ in left if "/gather/" in name], left
 
 
+def orbax(directory: Path) -> None:
+    """What the job saved by ckptcore Orbax loads in the job, and the other way round, onto the mesh it was saved from and another."""
+    from orbax.checkpoint import v1 as ocp
+
+    mesh, other = over_all(2, 2), over_all(1, 4)
+    # Orbax refuses arrays that each process has for itself.
+    saved, wanted = (
+        {name: leaf for name, leaf in state(over, 3).items() if name not in ("own", "key")} for over in (mesh, other)
+    )
+    ckptcore.save(directory / "ours", saved, layout="ocdbt")
+    ocp.save((directory / "theirs").absolute(), saved)
+    for expected in (saved, wanted):
+        same(ocp.load((directory / "ours").absolute(), expected), expected)
+        same(ckptcore.load(directory / "theirs", blank(expected)), expected)
+    same(ckptcore.load(directory / "theirs", abstract_arrays(ckptcore.metadata(directory / "theirs"))), saved)
+
+
 def part(directory: Path) -> None:
-    """Arrays over the devices of one process alone, which the others have no part of."""
-    held = {}
-    for owner in range(SIZE):
+    """Arrays over the devices of one process alone, which the others leave out of their trees."""
+
+    def over_one(owner: int) -> jax.Array:
         theirs = [device for device in jax.devices() if device.process_index == owner]
         sharding = NamedSharding(Mesh(np.array(theirs), ("x",)), P("x"))
-        parts = [jax.device_put(ROWS[index] + owner, device) for device, index in
-                 sharding.addressable_devices_indices_map(ROWS.shape).items()]  # fmt: skip
-        held[f"of {owner}"] = jax.make_array_from_single_device_arrays(ROWS.shape, sharding, parts, dtype=ROWS.dtype)
+        places = sharding.addressable_devices_indices_map(ROWS.shape)
+        parts = [jax.device_put(ROWS[index] + owner, device) for device, index in places.items()]
+        return jax.make_array_from_single_device_arrays(ROWS.shape, sharding, parts, dtype=ROWS.dtype)
+
+    mesh = over_all(2, 2)
+    held = {f"of {RANK}": over_one(RANK), "both": sharded(ROWS, NamedSharding(mesh, P("x")))}
     for layout in ("zarr3", "ocdbt", "dcp"):
         ckptcore.save(directory / layout, held, layout=layout)
         same(ckptcore.load(directory / layout, blank(held)), held)
         found = ckptcore.load(directory / layout)
         assert all(np.array_equal(found[f"of {owner}"], ROWS + owner) for owner in range(SIZE))
+    try:
+        ckptcore.save(directory / "refused", {"w": over_one(1)}, layout="zarr3")
+    except CheckpointError as error:
+        assert "on devices of process 1 only" in str(error), error
+    else:
+        raise AssertionError("an array that only the other process has was saved")
+    alone = Context(coordinator=KeyValueCoordinator(KeyValueCoordinator.of_job()._client, 0, 1))
+    everywhere = {"w": sharded(ROWS, NamedSharding(mesh, P()))}
+    ckptcore.save(directory / f"alone {RANK}", everywhere, layout="zarr3", context=alone)
+    same(ckptcore.load(directory / f"alone {RANK}", blank(everywhere), context=alone), everywhere)
 
 
 def killed(directory: Path) -> None:
@@ -225,7 +255,7 @@ def again(directory: Path) -> None:
 
 
 TASKS: Final[Mapping[str, Callable[[Path], None]]] = {
-    task.__name__: task for task in (small, layouts, reshard, once, run, part, killed, again)
+    task.__name__: task for task in (small, layouts, reshard, once, run, part, orbax, killed, again)
 }
 
 if __name__ == "__main__":

@@ -78,9 +78,17 @@ def test_a_checkpoint_moves_from_two_processes_to_four_to_one(tmp_path: Path) ->
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("task", ["once", "run"])
+@pytest.mark.parametrize("task", ["once", "run", "part"])
 def test_a_job(task: str, tmp_path: Path) -> None:
     succeed(2, 2, task, tmp_path)
+
+
+@pytest.mark.slow
+def test_orbax_and_ckptcore_load_what_the_other_saved_in_a_job(tmp_path: Path) -> None:
+    succeed(2, 2, "orbax", tmp_path)
+    ours, theirs = (ckptcore.load(tmp_path / name) for name in ("ours", "theirs"))
+    for name in ("both", "across", "everywhere"):
+        assert ours[name].tobytes() == theirs[name].tobytes()
 
 
 @pytest.mark.slow

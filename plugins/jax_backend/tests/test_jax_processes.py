@@ -5,7 +5,8 @@ from dataclasses import dataclass
 import pytest
 from ckptcore_jax.placements import placement_of, shards_of
 
-from ckptcore.model import ArraySpec, Box
+from ckptcore.errors import UnsupportedLeafError
+from ckptcore.model import ArraySpec, Box, Shard
 from ckptcore.planning import uncovered
 
 
@@ -79,3 +80,15 @@ def test_an_array_of_one_process_is_taken_to_be_held_by_all_alike():
 def test_a_process_without_devices_of_an_array_holds_nothing():
     away = Layout((Device(0, 0), Device(1, 1)), 2, 1)
     assert shards_of(away, (2, 3), 2, 4) == ()
+
+
+def test_what_one_other_process_has_is_refused_with_a_remedy():
+    away = Layout((Device(4, 2), Device(5, 2)), 0, 1)
+    with pytest.raises(UnsupportedLeafError, match="process 2 only.*leave it out"):
+        shards_of(away, (2, 3), 0, 4)
+
+
+def test_a_process_that_saves_alone_has_to_have_all():
+    with pytest.raises(UnsupportedLeafError, match="2 of 8 boxes and saves alone"):
+        shards_of(seen_by(1, 1), (8, 3), 0, 1)
+    assert shards_of(seen_by(1, 8), (1, 3), 0, 1) == (Shard(Box((0, 0), (1, 3)), 0, 1),)

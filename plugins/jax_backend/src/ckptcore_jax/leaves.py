@@ -88,7 +88,8 @@ class JaxLeafHandler:
         """The boxes on the devices of this process, each once.
 
         Raises:
-            UnsupportedLeafError: if the array was deleted or donated, or has no elements: it is abstract.
+            UnsupportedLeafError: if the array was deleted or donated, or has no elements: it is abstract. Or if this process saves
+                alone and others have a part of it, or if one other process has all of it.
         """
         leaf = _plain(_alive(leaf))
         return shards_of(leaf.sharding, leaf.shape, rank, size)

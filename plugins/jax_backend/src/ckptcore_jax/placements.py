@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -95,11 +96,30 @@ def shards_of(sharding: Sharding, shape: tuple[int, ...], rank: int, size: int) 
 
     Args:
         sharding, shape: of the array.
-        rank, size: which process of how many this is.
+        rank, size: which process of how many this is; of one, it saves alone.
+
+    Raises:
+        UnsupportedLeafError: if this process saves alone and does not hold all of the array, or if one other process does.
     """
     placement = placement_of(sharding, shape)
     if placement.local:
         return tuple([Shard(box, rank, size) for box in placement.boxes])
+    if size == 1:
+        if len(placement.boxes) < len(placement.holders):
+            raise UnsupportedLeafError(
+                f"of an array of shape {shape} with {sharding} this process has {len(placement.boxes)} of {len(placement.holders)} "
+                "boxes and saves alone: expected to save together with the processes that have the others; call "
+                "jax.distributed.initialize() in each, or give Context(coordinator=...); in PerProcess(...) have arrays on "
+                "devices of one process only"
+            )
+        return tuple([Shard(box) for box in placement.boxes])
+    owners = set(itertools.chain.from_iterable(placement.holders.values()))
+    if not placement.boxes and len(owners) == 1:
+        # Where it is, it looks like an array that every process has for itself, of which that of rank 0 is stored.
+        raise UnsupportedLeafError(
+            f"an array of shape {shape} with {sharding} is on devices of process {owners.pop()} only, and not of this one: leave it "
+            "out of the tree of the processes that have nothing of it; those that have it save it"
+        )
     some_device: Any = next(iter(sharding.addressable_devices), None)
     this_process = None if some_device is None else some_device.process_index
     return tuple(
