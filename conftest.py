@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import secrets
 from collections.abc import Iterator
 
 import pytest
@@ -14,6 +15,11 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
 # Nothing in the tests may reach for a model hub.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+# Ray sends no statistics of its use. The token of its clusters is in the environment, or Ray would write one into the home directory.
+os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+os.environ.setdefault("RAY_AUTH_MODE", "token")
+os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
 
 # "ci" tries the same examples in every run; "explore" looks for new ones (HYPOTHESIS_PROFILE=explore).
 settings.register_profile("ci", derandomize=True, database=None, deadline=None, print_blob=True)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 HEAVY = (
-    "click", "equinox", "flax", "fsspec", "hypothesis", "jax", "jaxlib", "keras", "opentelemetry", "optax", "orbax", "pandas", "pytest", "rich",
+    "click", "equinox", "flax", "fsspec", "hypothesis", "jax", "jaxlib", "keras", "opentelemetry", "optax", "orbax", "pandas", "pytest", "ray", "rich",
     "safetensors", "scipy", "tensorflow", "tensorstore", "torch", "transformers",
 )  # fmt: skip
 """Packages that no program gets for importing ckptcore."""

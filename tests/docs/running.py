@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import linecache
+import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 
 from tests.docs.pages import CodeBlock
 
-__all__ = ["page_module", "run_python"]
+__all__ = ["page_module", "run_program", "run_python"]
 
 
 def page_module(page: Path) -> ModuleType:
@@ -24,3 +26,23 @@ def run_python(block: CodeBlock, page: Path, module: ModuleType) -> None:
     name = f"{page}:{block.line}"
     linecache.cache[name] = (len(block.code), None, block.code.splitlines(keepends=True), name)
     exec(compile(block.code, name, "exec", dont_inherit=True), vars(module))  # noqa: S102  # what this file is for
+
+
+def run_program(blocks: Sequence[CodeBlock], directory: Path) -> None:
+    """Execute the blocks of a page as one program, each on the lines on which it stands in the page.
+
+    For pages whose code starts processes that are to get classes of the page, which those of a program are sent by value.
+
+    Raises:
+        AssertionError: if the program fails, with what it printed.
+    """
+    lines: list[str] = []
+    for block in blocks:
+        lines += [""] * (block.line - 1 - len(lines)) + block.code.splitlines()
+    program = directory / "page.py"
+    program.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    finished = subprocess.run(
+        [sys.executable, str(program)], cwd=directory, capture_output=True, text=True, check=False, timeout=300
+    )
+    program.unlink()
+    assert finished.returncode == 0, finished.stdout + finished.stderr

@@ -1,0 +1,124 @@
+"""The story: a driver trains by its workers, loses one in the middle of a save, and ends as if nothing had been."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import ray
+from ckptcore_ray.jobs import RayJob, make_job
+
+import ckptcore
+from ckptcore.errors import RankFailedError
+from examples.minilm.report import Report
+from examples.with_ray.worker import Worker
+
+__all__ = ["main"]
+
+SIZE = 2
+SAVE_EVERY = 2
+
+
+def main(steps: int) -> int:
+    """Tell the story; the exit code is 1 if a claim in it does not hold.
+
+    Args:
+        steps: how long to train.
+    """
+    report = Report()
+    ray.init(num_cpus=SIZE, include_dashboard=False, log_to_driver=False)
+    try:
+        with tempfile.TemporaryDirectory(prefix="ckptcore-demo-") as scratch:
+            tell(report, Path(scratch), steps)
+    finally:
+        ray.shutdown()
+    return report.finish()
+
+
+def tell(report: Report, scratch: Path, steps: int) -> None:
+    """All of it, writing into a scratch directory."""
+    middle = steps // 2 // SAVE_EVERY * SAVE_EVERY
+
+    report.step("Train without an accident")
+    workers = [start(rank, scratch / f"disk {rank}") for rank in range(SIZE)]
+    with make_job("undisturbed", SIZE) as job:
+        join(job, workers, scratch / "undisturbed")
+        expected = train(workers, 0, steps)
+        ray.get([worker.close.remote() for worker in workers])
+    report.say(
+        f"{SIZE} workers, {steps} steps, saved every {SAVE_EVERY}; the loss fell from {expected[0]:.1f} to {expected[-1]:.1f}"
+    )
+    for worker in workers:
+        ray.kill(worker)
+
+    report.step("Train again, and kill a worker in the middle of a save")
+    workers = [start(rank, scratch / f"another disk {rank}") for rank in range(SIZE)]
+    with make_job("disturbed", SIZE) as job:
+        join(job, workers, scratch / "run")
+        losses = train(workers, 0, middle)
+        train(workers, middle, middle + SAVE_EVERY - 1)  # what the accident undoes
+        saves = [worker.save.remote(middle + SAVE_EVERY - 1) for worker in workers[:-1]]
+        report.say(f"the driver sees: {waiting(job)}")
+        workers[-1].die.remote()
+        began = time.monotonic()
+        report.claim(
+            "the other worker is told, long before the deadline of 600 s", told(saves) and time.monotonic() - began < 60
+        )
+        report.claim("the driver knows which rank is dead", job.progress().ranks[-1].state == "dead")
+        latest = ckptcore.CheckpointReader(scratch / "run").latest
+        report.claim(f"the newest checkpoint is the one before: {latest}", latest == middle)
+
+        report.step("Start it again with an empty disk, and go on")
+        workers[-1] = start(SIZE - 1, scratch / "an empty disk")
+        resumed = join(job, workers, scratch / "run")
+        report.claim(f"every worker goes on from step {middle}", resumed == [middle] * SIZE)
+        report.say(f"it is incarnation {job.progress().incarnation} of the job; the old worker could not speak in it")
+        losses += train(workers, middle, steps)
+        report.claim(f"all {steps} losses are those of the run without an accident, to the bit", losses == expected)
+        ray.get([worker.close.remote() for worker in workers])
+    report.say(f"checkpoints at the end: {', '.join(map(str, ckptcore.CheckpointReader(scratch / 'run').steps))}")
+
+
+def start(rank: int, disk: Path) -> Any:
+    """A worker as an actor."""
+    actor_class: Any = ray.remote(num_cpus=1)(Worker)
+    return actor_class.remote(rank, disk)
+
+
+def join(job: RayJob, workers: Sequence[Any], directory: Path) -> list[int]:
+    """Let all workers join the job; the steps from which they go on."""
+    steps: list[int] = ray.get([worker.join.remote(job.name, job.size, directory) for worker in workers])
+    return steps
+
+
+def train(workers: Sequence[Any], begin: int, end: int) -> list[float]:
+    """Train from after one step up to another, saving on the way; the loss of each step."""
+    losses = []
+    for step in range(begin + 1, end + 1):
+        parts = ray.get([worker.gradient.remote() for worker in workers])
+        losses.append(sum(loss for loss, _ in parts) / len(parts))
+        mean = sum(gradient for _, gradient in parts) / len(parts)
+        ray.get([worker.update.remote(mean) for worker in workers])
+        if step % SAVE_EVERY == 0:
+            ray.get([worker.save.remote(step) for worker in workers])  # committed on return
+    return losses
+
+
+def waiting(job: RayJob) -> str:
+    """Wait until the leader waits for others; what it waits for."""
+    while not (exchanges := job.progress().ranks[0].waiting):
+        time.sleep(0.01)
+    save, _, stage = exchanges[0].key.rpartition("/")
+    return f"rank 0 is in the stage {stage!r} of saving {Path(save.partition('#')[0]).name}, and waits for {list(exchanges[0].for_ranks)}"
+
+
+def told(saves: Sequence[Any]) -> bool:
+    """Whether the saves fail for the worker that died."""
+    try:
+        ray.get(list(saves))
+    except RankFailedError as error:
+        return "is dead" in str(error)
+    return False

@@ -1,0 +1,48 @@
+"""Ray for the tests, started once for all of them in a process, with actors that stand for ranks."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+import ray
+
+from plugins.ray_coordinator.tests.ranks import Ranks
+
+CLUSTER = """
+import sys
+import ray
+context = ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, object_store_memory=128 << 20)
+print("address", context.address_info["gcs_address"], flush=True)
+sys.stdin.read()
+"""
+"""Starts Ray, and ends it when its standard input does: in the process of the tests, which may have JAX, nothing should fork."""
+
+
+@pytest.fixture(scope="session")
+def ray_session() -> Iterator[None]:
+    """Ray on this machine."""
+    with subprocess.Popen(
+        [sys.executable, "-c", CLUSTER],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    ) as cluster:
+        assert cluster.stdin is not None and cluster.stdout is not None
+        address = next(line.split()[1] for line in cluster.stdout if line.startswith("address "))
+        ray.init(address, log_to_driver=False, configure_logging=False)
+        try:
+            yield
+        finally:
+            ray.shutdown()
+            cluster.stdin.close()
+            cluster.wait(60)
+
+
+@pytest.fixture(scope="session")
+def ranks(ray_session: None) -> Ranks:
+    """Actors that live for all tests."""
+    return Ranks()

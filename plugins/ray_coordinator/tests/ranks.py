@@ -1,0 +1,108 @@
+"""Ray actors that stand for the ranks of a job in the tests."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import ray
+from ckptcore_ray.coordinator import RayCoordinator
+from ckptcore_ray.jobs import RayJob, make_job
+
+import ckptcore
+from ckptcore.protocols import Coordinator
+
+__all__ = ["Rank", "Ranks", "new_name"]
+
+T = TypeVar("T")
+
+
+def new_name() -> str:
+    """A name that no job has."""
+    return f"job {uuid.uuid4().hex[:8]}"
+
+
+class Rank:
+    """A process that is a rank of any job; one call of a method at a time."""
+
+    def __init__(self) -> None:
+        self._coordinator: RayCoordinator | None = None
+
+    def run(self, job: str, rank: int, size: int, timeout_seconds: float, work: Callable[[Coordinator], T]) -> T:
+        """Join a job and work."""
+        return work(RayCoordinator(job, rank, size, timeout_seconds=timeout_seconds))
+
+    def join(self, job: str, rank: int, size: int, timeout_seconds: float = 60.0) -> int:
+        """Join a job, and be in it with the methods below; its incarnation."""
+        self._coordinator = RayCoordinator(job, rank, size, timeout_seconds=timeout_seconds)
+        return self._coordinator.incarnation
+
+    def gather(self, key: str, payload: bytes) -> Sequence[bytes] | None:
+        """A gather."""
+        return self._joined().gather(key, payload)
+
+    def broadcast(self, key: str, payload: bytes | None) -> bytes:
+        """A broadcast."""
+        return self._joined().broadcast(key, payload)
+
+    def save(self, location: Path, step: int) -> None:
+        """Save a state together."""
+        context = ckptcore.Context(coordinator=self._joined())
+        ckptcore.save(location, state(step), context=context)
+
+    def sleep(self, seconds: float) -> None:
+        """Be busy."""
+        time.sleep(seconds)
+
+    def process(self) -> int:
+        """The number of the process."""
+        return os.getpid()
+
+    def die(self) -> None:
+        """End without a word."""
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def _joined(self) -> RayCoordinator:
+        assert self._coordinator is not None, "this actor has joined no job"
+        return self._coordinator
+
+
+def state(step: int) -> dict[str, Any]:
+    """What ranks save."""
+    return {"weights": np.arange(12.0) + step, "step": step}
+
+
+class Ranks:
+    """Actors by number, made when they are first asked for."""
+
+    def __init__(self) -> None:
+        self._actors: list[Any] = []
+        self._jobs: dict[int, RayJob] = {}
+        self._class: Any = ray.remote(num_cpus=0)(Rank)
+
+    def new(self, **options: object) -> Any:
+        """An actor of a test's own."""
+        return self._class.options(**options).remote()
+
+    def first(self, count: int) -> list[Any]:
+        """So many actors, which go on to live after the test."""
+        while len(self._actors) < count:
+            self._actors.append(self.new())
+        return self._actors[:count]
+
+    def run(self, size: int, work: Callable[[Coordinator], T], *, timeout_seconds: float) -> list[T]:
+        """Do the work on every rank of a job. One job of each size is kept: ranks that join again begin anew."""
+        if size not in self._jobs:
+            self._jobs[size] = make_job(new_name(), size)
+        name = self._jobs[size].name
+        actors = self.first(size)
+        done = [actor.run.remote(name, rank, size, timeout_seconds, work) for rank, actor in enumerate(actors)]
+        ray.wait(done, num_returns=size)
+        results: list[T] = ray.get(done)
+        return results

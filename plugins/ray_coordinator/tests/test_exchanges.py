@@ -1,0 +1,151 @@
+"""The exchanges of an incarnation: who waits, who is told what, and that nothing stays behind."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine
+
+import pytest
+from ckptcore_ray.exchanges import Exchanges
+from ckptcore_ray.outcomes import Delivered, Lost, Missing, Over
+from ckptcore_ray.progress import JobProgress
+
+LONG = 60.0
+
+
+def progress(exchanges: Exchanges) -> JobProgress:
+    return exchanges.progress("job", 1, frozenset())
+
+
+async def begun(*exchanges: Coroutine[object, object, object]) -> list[asyncio.Task[object]]:
+    """Tasks of these, each gone on until it waits."""
+    tasks = [asyncio.create_task(exchange) for exchange in exchanges]
+    for _ in range(5):
+        await asyncio.sleep(0)
+    return tasks
+
+
+def in_loop(test: Callable[[], Awaitable[None]]) -> Callable[[], None]:
+    """Run a test on an event loop of its own."""
+
+    def run() -> None:
+        asyncio.run(asyncio.wait_for(test(), LONG))  # type: ignore[arg-type]  # it is a coroutine
+
+    run.__name__ = test.__name__
+    run.__doc__ = test.__doc__
+    return run
+
+
+@in_loop
+async def test_a_gather_gives_the_leader_all_of_it_in_order() -> None:
+    exchanges = Exchanges(3)
+    (leader,) = await begun(exchanges.gather(0, "key", b"", LONG))
+    assert await exchanges.gather(2, "key", b"two", LONG) == Delivered()
+    assert not leader.done() and progress(exchanges).held_bytes == 3
+    assert await exchanges.gather(1, "key", b"one", LONG) == Delivered()
+    assert await leader == Delivered((b"one", b"two"))
+    assert progress(exchanges).held_bytes == 0 and exchanges._open == {}
+
+
+@in_loop
+async def test_a_broadcast_is_kept_until_the_last_rank_has_it() -> None:
+    exchanges = Exchanges(3)
+    (early,) = await begun(exchanges.broadcast(1, "key", None, LONG))
+    assert await exchanges.broadcast(0, "key", b"told", LONG) == Delivered()
+    assert await early == Delivered((b"told",))
+    assert progress(exchanges).held_bytes == 4
+    assert await exchanges.broadcast(2, "key", None, LONG) == Delivered((b"told",))
+    assert progress(exchanges).held_bytes == 0 and exchanges._open == {}
+
+
+@in_loop
+async def test_a_key_that_comes_again_is_another_exchange() -> None:
+    exchanges = Exchanges(3)
+    for payload in (b"first", b"second"):
+        await exchanges.broadcast(0, "key", payload, LONG)
+    for rank in (1, 2):
+        assert await exchanges.broadcast(rank, "key", None, LONG) == Delivered((b"first",))
+    assert await exchanges.broadcast(2, "key", None, LONG) == Delivered((b"second",))
+    assert await exchanges.broadcast(1, "key", None, LONG) == Delivered((b"second",))
+    assert exchanges._open == {}
+
+
+@in_loop
+async def test_who_comes_after_the_leader_gave_up_is_told_and_spoils_nothing() -> None:
+    exchanges = Exchanges(3)
+    assert await exchanges.gather(1, "key", b"old 1", LONG) == Delivered()
+    assert await exchanges.gather(0, "key", b"", 0.01) == Missing((2,))
+    assert progress(exchanges).held_bytes == 0
+    assert await exchanges.gather(2, "key", b"old 2", LONG) == Missing((2,))
+    assert exchanges._open == {}
+    (leader,) = await begun(exchanges.gather(0, "key", b"", LONG))
+    for rank in (1, 2):
+        await exchanges.gather(rank, "key", b"new %d" % rank, LONG)
+    assert await leader == Delivered((b"new 1", b"new 2"))
+
+
+@in_loop
+async def test_a_leader_who_does_not_come_is_named() -> None:
+    exchanges = Exchanges(2)
+    assert await exchanges.broadcast(1, "key", None, 0.01) == Missing((0,))
+    assert await exchanges.broadcast(0, "key", b"late", LONG) == Delivered()
+    assert exchanges._open == {}
+
+
+@in_loop
+async def test_a_dead_rank_fails_what_needs_it_and_all_who_wait() -> None:
+    """The other ranks need the verdict of a leader who needs the dead rank."""
+    exchanges = Exchanges(3)
+    waiting = await begun(exchanges.gather(0, "key", b"", LONG), exchanges.broadcast(1, "verdict", None, LONG))
+    assert exchanges.awaited() == {0, 1, 2}
+    exchanges.lose(2, "killed")
+    assert [await task for task in waiting] == [Lost(2, "killed")] * 2
+    assert exchanges.is_over
+    assert await exchanges.gather(1, "later", b"", LONG) == Lost(2, "killed")
+
+
+@in_loop
+async def test_a_rank_that_died_after_it_gave_fails_nothing_yet() -> None:
+    exchanges = Exchanges(3)
+    await exchanges.gather(2, "key", b"two", LONG)
+    exchanges.lose(2, "killed")
+    (leader,) = await begun(exchanges.gather(0, "key", b"", LONG))
+    await exchanges.gather(1, "key", b"one", LONG)
+    assert await leader == Delivered((b"one", b"two"))
+    await exchanges.broadcast(0, "verdict", b"committed", LONG)
+    assert await exchanges.broadcast(1, "verdict", None, LONG) == Delivered((b"committed",))
+    assert await exchanges.gather(0, "next", b"", LONG) == Lost(2, "killed")
+
+
+@in_loop
+async def test_what_was_told_before_the_end_is_still_handed_out() -> None:
+    exchanges = Exchanges(2)
+    await exchanges.broadcast(0, "verdict", b"committed", LONG)
+    exchanges.end(Over(2, "rank 0 joined again"))
+    assert await exchanges.broadcast(1, "verdict", None, LONG) == Delivered((b"committed",))
+    assert await exchanges.broadcast(1, "next", None, LONG) == Over(2, "rank 0 joined again")
+
+
+@in_loop
+async def test_progress_tells_who_waits_for_whom() -> None:
+    exchanges = Exchanges(3)
+    tasks = await begun(
+        exchanges.gather(0, "save/persisted", b"", LONG), exchanges.gather(1, "save/persisted", b"1", LONG)
+    )
+    told = exchanges.progress("job", 7, frozenset({0, 1}))
+    assert (told.name, told.incarnation, told.held_bytes) == ("job", 7, 1)
+    leader, one, two = told.ranks
+    assert [(waiting.key, waiting.for_ranks) for waiting in leader.waiting] == [("save/persisted", (2,))]
+    assert (one.state, one.exchanges, one.last, one.waiting) == ("joined", 1, "save/persisted", ())
+    assert (two.state, two.exchanges, two.last) == ("absent", 0, None)
+    exchanges.lose(2, "killed")
+    assert (progress(exchanges).ranks[2].state, progress(exchanges).ranks[2].reason) == ("dead", "killed")
+    await asyncio.gather(*tasks)
+
+
+def test_a_test_on_a_loop_can_fail() -> None:
+    async def fails() -> None:
+        raise AssertionError("on the loop")
+
+    with pytest.raises(AssertionError, match="on the loop"):
+        in_loop(fails)()

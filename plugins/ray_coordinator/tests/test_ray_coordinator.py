@@ -1,0 +1,28 @@
+"""The coordinator of Ray actors: as the protocol asks, with real actors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import pytest
+
+from ckptcore.protocols import Coordinator
+from ckptcore.testing import CoordinatorTests
+from plugins.ray_coordinator.tests.ranks import Ranks
+
+T = TypeVar("T")
+
+
+class TestRayCoordinator(CoordinatorTests):
+    """Each rank is an actor, and so a process."""
+
+    sizes = (1, 3)
+
+    @pytest.fixture(autouse=True)
+    def _ranks(self, ranks: Ranks) -> None:
+        self.ranks = ranks
+
+    def run(self, size: int, job: Callable[[Coordinator], T], *, timeout_seconds: float) -> Sequence[T]:
+        """In a job of its own, on actors that are kept."""
+        return self.ranks.run(size, job, timeout_seconds=timeout_seconds)

@@ -1,0 +1,208 @@
+"""Jobs of Ray actors: they save together, one that dies is noticed, one that is started again spoils nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import ray
+from ckptcore_ray.coordinator import RayCoordinator
+from ckptcore_ray.jobs import RayJob, find_job, make_job
+
+import ckptcore
+from ckptcore.errors import CoordinationTimeoutError, PluginError, RankFailedError
+from plugins.ray_coordinator.tests.ranks import Ranks, new_name, state
+
+
+@pytest.fixture
+def job(ranks: Ranks) -> Iterator[RayJob]:
+    """A job of two ranks of the test's own, which nobody has joined."""
+    with make_job(new_name(), 2) as made:
+        yield made
+
+
+def join(job: RayJob, *actors: Any) -> list[int]:
+    """Let actors join as rank 0 and up; their incarnations."""
+    found: list[int] = ray.get([actor.join.remote(job.name, rank, job.size) for rank, actor in enumerate(actors)])
+    return found
+
+
+def until_waiting(job: RayJob, rank: int) -> str:
+    """Wait until a rank waits in an exchange; its key."""
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline:
+        if waiting := job.progress().ranks[rank].waiting:
+            return waiting[0].key
+        time.sleep(0.01)
+    raise AssertionError(f"rank {rank} never waited")
+
+
+def test_actors_save_together_and_the_driver_follows(ranks: Ranks, job: RayJob, tmp_path: Path) -> None:
+    first, second = ranks.first(2)
+    assert join(job, first, second) == [1, 1]
+    saved = first.save.remote(tmp_path / "step", 3)
+    assert until_waiting(job, 0).startswith(str(tmp_path / "step"))
+    assert job.progress().ranks[0].waiting[0].for_ranks == (1,)
+    assert not (tmp_path / "step").exists()
+    ray.get([saved, second.save.remote(tmp_path / "step", 3)])
+    loaded = ckptcore.load(tmp_path / "step")
+    assert loaded["step"] == 3 and np.array_equal(loaded["weights"], state(3)["weights"])
+    told = find_job(job.name).progress()
+    assert [(rank.state, rank.waiting) for rank in told.ranks] == [("joined", ()), ("joined", ())]
+    assert told.ranks[1].exchanges > 2
+    assert told.held_bytes == 0
+
+
+def test_a_dead_actor_is_noticed_before_the_deadline_and_replaced(ranks: Ranks, job: RayJob, tmp_path: Path) -> None:
+    (first,) = ranks.first(1)
+    second = ranks.new()
+    assert join(job, first, second) == [1, 1]
+    saved = first.save.remote(tmp_path / "step", 1)
+    until_waiting(job, 0)
+    second.die.remote()
+    with pytest.raises(
+        RankFailedError, match=r"(?s)rank 1 of the job .* is dead: its actor died: .*start an actor for it again"
+    ):
+        ray.get(saved, timeout=30)
+    assert not (tmp_path / "step").exists()
+    assert job.progress().ranks[1].state == "dead"
+    third = ranks.new()
+    assert join(job, first, third) == [2, 2]
+    ray.get([actor.save.remote(tmp_path / "step", 2) for actor in (first, third)])
+    assert ckptcore.load(tmp_path / "step")["step"] == 2
+    ray.kill(third)
+
+
+@pytest.mark.slow
+def test_an_actor_that_ray_restarts_is_another(ranks: Ranks, job: RayJob) -> None:
+    """The new process answers for the old one, which had joined; it has not."""
+    (first,) = ranks.first(1)
+    second = ranks.new(max_restarts=-1)
+    join(job, first, second)
+    gathered = first.gather.remote("key", b"")
+    until_waiting(job, 0)
+    ray.kill(second, no_restart=False)
+    with pytest.raises(RankFailedError, match=r"rank 1 .* restarted by Ray"):
+        ray.get(gathered, timeout=60)
+    ray.kill(second)
+
+
+def test_a_rank_that_joins_again_ends_what_the_others_were_at(ranks: Ranks, job: RayJob) -> None:
+    first, second = ranks.first(2)
+    join(job, first, second)
+    ray.get(second.gather.remote("ahead", b"old"))
+    waiting = first.gather.remote("key", b"")
+    until_waiting(job, 0)
+    assert ray.get(second.join.remote(job.name, 1, 2)) == 2
+    with pytest.raises(
+        RankFailedError, match=r"incarnation 1 .* is over: rank 1 joined the job again, and incarnation 2 began"
+    ):
+        ray.get(waiting, timeout=30)
+    with pytest.raises(RankFailedError, match="is over"):  # its coordinator stays the one that it had
+        ray.get(first.broadcast.remote("verdict", b"old"))
+    assert ray.get(first.join.remote(job.name, 0, 2)) == 2
+    ray.get(second.gather.remote("ahead", b"new"))
+    assert ray.get(first.gather.remote("ahead", b"0")) == [b"0", b"new"]
+
+
+def test_a_late_rank_is_told_and_the_next_exchange_is_whole(ranks: Ranks, job: RayJob) -> None:
+    first, second = ranks.first(2)
+    ray.get([first.join.remote(job.name, 0, 2, 0.3), second.join.remote(job.name, 1, 2, 30.0)])
+    with pytest.raises(CoordinationTimeoutError, match=r"1 of 2 ranks of the job .* had not come: \[1\]"):
+        ray.get(first.gather.remote("key", b"0"))
+    with pytest.raises(CoordinationTimeoutError, match=r"after the leader had given up on it"):
+        ray.get(second.gather.remote("key", b"late"))
+    ray.get(second.gather.remote("key", b"next"))
+    assert ray.get(first.gather.remote("key", b"0")) == [b"0", b"next"]
+
+
+def test_a_busy_actor_is_not_dead(ranks: Ranks, job: RayJob) -> None:
+    first, second = ranks.first(2)
+    join(job, first, second)
+    gathered = first.gather.remote("key", b"0")
+    second.sleep.remote(1.5)
+    given = second.gather.remote("key", b"1")
+    assert ray.get(gathered, timeout=30) == [b"0", b"1"]
+    ray.get(given)
+
+
+class Asynchronous:
+    """A rank whose methods run on an event loop."""
+
+    def __init__(self, job: str, rank: int) -> None:
+        from ckptcore_ray.membership import join_job
+
+        join_job(job, rank, 2)  # on the loop, too: it waits for nobody
+        self.beats = 0
+
+    async def beat(self) -> int:
+        """What an actor does beside a save."""
+        self.beats += 1
+        return self.beats
+
+    async def save(self, location: Path) -> None:
+        """Without a Context: the actor has joined a job."""
+        handle = await asyncio.to_thread(ckptcore.save_async, location, state(5))
+        await asyncio.to_thread(handle.result)
+
+    async def save_on_the_loop(self, location: Path) -> None:
+        """What is refused."""
+        ckptcore.save(location, state(5))
+
+    async def leave(self, job: str) -> int:
+        """How many processes save together after this one joined again, which older Contexts must not miss, and left."""
+        from ckptcore_ray.membership import join_job, leave_job
+
+        coordinator = join_job(job, 0, 2)
+        assert ckptcore.Context(coordinator=coordinator).job() is coordinator
+        with pytest.raises(PluginError, match=r"2 times.*Context\(coordinator=join_job"):
+            ckptcore.Context().job()
+
+        leave_job()
+        return ckptcore.Context().job().size
+
+
+def test_asynchronous_actors_go_on_while_they_save(ranks: Ranks, job: RayJob, tmp_path: Path) -> None:
+    actor_class: Any = ray.remote(num_cpus=0)(Asynchronous)
+    actors = [actor_class.remote(job.name, rank) for rank in range(2)]
+    for actor in actors:
+        with pytest.raises(PluginError, match=r"event loop of an asynchronous actor.*await asyncio\.to_thread"):
+            ray.get(actor.save_on_the_loop.remote(tmp_path / "refused"))
+    saves = [actors[0].save.remote(tmp_path / "step")]
+    until_waiting(job, 0)
+    assert ray.get(actors[0].beat.remote(), timeout=30) == 1
+    saves.append(actors[1].save.remote(tmp_path / "step"))
+    ray.get(saves, timeout=30)
+    assert ckptcore.load(tmp_path / "step")["step"] == 5
+    assert ray.get(actors[0].leave.remote(job.name)) == 1
+    for actor in actors:
+        ray.kill(actor)
+
+
+def test_ranks_that_a_job_does_not_have_are_refused(job: RayJob) -> None:
+    for rank, size in ((2, 2), (-1, 2), (0, 3)):
+        with pytest.raises(PluginError, match=r"the ranks 0 to 1, size 2"):
+            RayCoordinator(job.name, rank, size)
+    with pytest.raises(PluginError, match=r"there is no job 'unmade' in .* make it in the driver first"):
+        RayCoordinator("unmade", 0, 2)
+    with pytest.raises(PluginError, match=r"stop it by find_job"):
+        make_job(job.name, 3)
+    with pytest.raises(ValueError, match="at least 1 rank"):
+        make_job(new_name(), 0)
+
+
+def test_the_end_of_a_job_is_told(ranks: Ranks) -> None:
+    first, second = ranks.first(2)
+    with make_job(new_name(), 2) as job:
+        join(job, first, second)
+        waiting = first.gather.remote("key", b"")
+        until_waiting(job, 0)
+    with pytest.raises(RankFailedError, match=r"its actor cannot be reached.*make_job"):
+        ray.get(waiting, timeout=30)
+    with pytest.raises(RankFailedError, match="cannot be reached"):
+        job.progress()

@@ -1,0 +1,28 @@
+"""What the plugin offers, and what importing it costs."""
+
+from __future__ import annotations
+
+import importlib.metadata
+
+import ckptcore_ray
+from ckptcore_ray.membership import joined_coordinator
+
+from ckptcore import Context
+from ckptcore.testing import PluginTests
+
+
+class TestPluginConforms(PluginTests):
+    """The plugin as a whole."""
+
+    entry_point = "ray"
+
+
+def test_the_entry_point_is_the_plugin() -> None:
+    (entry_point,) = importlib.metadata.entry_points(group="ckptcore", name="ray")
+    assert entry_point.load() is ckptcore_ray
+
+
+def test_a_process_that_joined_no_job_is_alone() -> None:
+    assert joined_coordinator() is None
+    assert ckptcore_ray.ckpt_coordinator() is None
+    assert Context().job().size == 1
