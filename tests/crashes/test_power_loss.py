@@ -94,10 +94,8 @@ def _assert_next_save_cleans_up(disk: SimulatedDisk) -> None:
     assert list(storage.list()) == ["step_1/checkpoint.json", "step_1/model.safetensors"]
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] if "database" in name else []) for name in _TASKS]
-)
-def test_the_power_fails_at_each_step(name: str) -> None:
+def _lose_power_at_each_step(name: str, survivors: int) -> None:
+    """Of each loss: what keeps nothing, all or the names of what was not synced, and `survivors` that keep a part."""
     task, old, allowed = _TASKS[name]
     chance = random.Random(0)
     whole = _disk(old)
@@ -105,20 +103,31 @@ def test_the_power_fails_at_each_step(name: str) -> None:
     task(simulated_context(whole))
     assert len(whole.steps) - before > 5
     done = None if name == "delete" else _NEW
-    for survivor in whole.after_power_loss(chance):
+    for survivor in whole.after_power_loss(chance, survivors):
         assert _version_on(survivor) == done, "what returned is not durable"
     found = set()
     for crash_at in range(before + 1, len(whole.steps)):
         disk = _disk(old, crash_at)
         with pytest.raises(SimulatedCrash):
             task(simulated_context(disk))
-        for survivor in disk.after_power_loss(chance):
+        for survivor in disk.after_power_loss(chance, survivors):
             where = f"before step {crash_at}: {whole.steps[crash_at]}"
             version = _version_on(survivor)
             assert version in allowed, where
             found.add(version)
             _assert_next_save_cleans_up(survivor)
     assert found == allowed
+
+
+@pytest.mark.parametrize("name", [name for name in _TASKS if "database" not in name])
+def test_the_power_fails_at_each_step(name: str) -> None:
+    _lose_power_at_each_step(name, 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", _TASKS)
+def test_the_power_fails_at_each_step_and_any_part_survives(name: str) -> None:
+    _lose_power_at_each_step(name, 8)
 
 
 def test_without_durability_a_loss_may_be_found_out() -> None:
