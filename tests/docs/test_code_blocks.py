@@ -8,16 +8,15 @@ it prints, where ``...`` stands for anything.
 from __future__ import annotations
 
 import doctest
-import os
 import re
 import shlex
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
+from ckptcore.cli.application import application
 from tests.architecture.sources import ROOT
 from tests.docs.pages import CodeBlock, code_blocks, documentation_pages
 from tests.docs.running import page_module, run_program, run_python
@@ -55,18 +54,16 @@ def commands(block: CodeBlock) -> Iterator[tuple[str, str]]:
 
 
 def run_console(block: CodeBlock, page: Path) -> None:
-    """Run the commands of ours in a block, and compare what they print."""
+    """Run the commands of ours in a block, and compare what they print.
+
+    They run in this process: each of its own would take half a second to start (`tests/cli/test_process.py` starts some).
+    """
     for command, shown in commands(block):
         if command.startswith(NOT_RUN):
             continue
         assert command.startswith("ckptcore "), f"{page}:{block.line}: nothing is known of the command {command!r}"
-        result = subprocess.run(
-            [sys.executable, "-m", "ckptcore.cli", *shlex.split(command, comments=True)[1:]],
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=300,
-            env={**os.environ, "COLUMNS": "120", "NO_COLOR": "1", "TERM": "dumb"},
+        result = CliRunner(env={"COLUMNS": "120", "NO_COLOR": "1", "TERM": "dumb"}).invoke(
+            application, shlex.split(command, comments=True)[1:], prog_name="ckptcore", catch_exceptions=False
         )
         printed = "\n".join(line.rstrip() for line in (result.stdout + result.stderr).splitlines()) + "\n"
         if shown:
@@ -74,7 +71,7 @@ def run_console(block: CodeBlock, page: Path) -> None:
             same = doctest.OutputChecker().check_output(shown, printed, options)
             assert same, f"{page}:{block.line}: $ {command}\nshown:\n{shown}\nprinted:\n{printed}"
         else:
-            assert result.returncode == 0, f"{page}:{block.line}: $ {command}\nprinted:\n{printed}"
+            assert result.exit_code == 0, f"{page}:{block.line}: $ {command}\nprinted:\n{printed}"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=page_name)
