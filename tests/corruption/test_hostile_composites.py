@@ -128,7 +128,7 @@ def _tamper(forgery: _Forgery, key: str, count: int) -> None:
 
 @pytest.mark.parametrize("key", ["checkpoint.json", "files/checkpoint.json", "model/checkpoint.json"])
 def test_tampered_roots(key: str, forgery: _Forgery) -> None:
-    _tamper(forgery, key, 25)
+    _tamper(forgery, key, 12)
 
 
 @pytest.mark.slow

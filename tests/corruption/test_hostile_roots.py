@@ -117,7 +117,7 @@ def _tamper(directory: Path, count: int) -> None:
 
 
 def test_tampered_roots(tmp_path: Path) -> None:
-    _tamper(tmp_path, 300)
+    _tamper(tmp_path, 150)
 
 
 @pytest.mark.slow

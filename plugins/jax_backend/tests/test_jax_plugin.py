@@ -15,6 +15,7 @@ class TestPlugin(PluginTests):
     entry_point = "jax"
 
 
+@pytest.mark.slow  # for whoever works on this plugin alone: `tests/matrix` of the repository has all of it
 class TestMatrix(SaveLoadMatrixTests):
     """The matrix once more where JAX has several devices, with arrays that are sharded over them."""
 
