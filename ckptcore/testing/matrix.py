@@ -53,7 +53,11 @@ class SaveLoadMatrixTests:
         return _samples().storages
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
-        """One test per combination of the members that a test takes."""
+        """One test per combination of the members that a test takes.
+
+        A storage sees no framework: where a test takes two of these, one framework to another goes through the first
+        storage only, and through the others in the slow tests.
+        """
         frameworks, layouts, storages = self.frameworks(), self.layouts(), self.storages()
         containers = {
             f"{framework.name} {container.name}": container
@@ -68,9 +72,21 @@ class SaveLoadMatrixTests:
             "container": containers,
             "dtype": {name: name for name in DTYPE_NAMES},
         }
-        for name, choices in members.items():
-            if name in metafunc.fixturenames:
-                metafunc.parametrize(name, list(choices.values()), ids=list(choices))
+        taken = [name for name in members if name in metafunc.fixturenames]
+        if not taken:
+            return
+        first_storage = next(iter(storages), None)
+        combinations = []
+        for names in itertools.product(*(members[name] for name in taken)):
+            chosen = dict(zip(taken, names, strict=True))
+            repeats = (
+                {"saver", "loader", "storage"} <= set(taken)
+                and chosen["saver"] != chosen["loader"]
+                and chosen["storage"] != first_storage
+            )
+            values = [members[name][choice] for name, choice in chosen.items()]
+            combinations.append(pytest.param(*values, id="-".join(names), marks=[pytest.mark.slow] if repeats else []))
+        metafunc.parametrize(taken, combinations)
 
     @pytest.fixture(autouse=True)
     def _sessions(self) -> Iterator[None]:
