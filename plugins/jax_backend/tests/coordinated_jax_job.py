@@ -25,7 +25,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import ckptcore
 from ckptcore import Context
-from ckptcore.errors import CheckpointError, CoordinationTimeoutError, RankFailedError
+from ckptcore.errors import CheckpointError, CoordinationTimeoutError, PluginConflictError, RankFailedError
 
 P: Final[Any] = PartitionSpec
 ROWS: Final = np.arange(12 * 8, dtype=np.float32).reshape(12, 8)
@@ -163,6 +163,7 @@ def run(directory: Path) -> None:
     parts = ckptcore.load_checkpointables(directory / "parts", blanks)
     assert parts["data"]["position"].tolist() == [RANK, RANK + 1, RANK + 2]
     same(parts["model"], state(mesh, 5))
+    _save_in_two_jobs(directory, job)
     left = job._client.key_value_dir_get_bytes("ckptcore")
     job.gather("over", b"")
     assert RANK or not [name for name, _ in left if "/gather/" in name], left
@@ -183,6 +184,21 @@ def orbax(directory: Path) -> None:
         same(ocp.load((directory / "ours").absolute(), expected), expected)
         same(ckptcore.load(directory / "theirs", blank(expected)), expected)
     same(ckptcore.load(directory / "theirs", abstract_arrays(ckptcore.metadata(directory / "theirs"))), saved)
+
+
+def _save_in_two_jobs(directory: Path, job: KeyValueCoordinator) -> None:
+    """The processes are a job of torch.distributed, too: which of them saves has to be said."""
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", init_method=f"file://{directory}/rendezvous", rank=RANK, world_size=SIZE)
+    try:
+        ckptcore.save(directory / "two jobs", {"own": jnp.arange(3)}, layout="zarr3")
+    except PluginConflictError as error:
+        assert "jax and torch" in str(error) or "torch and jax" in str(error), error
+    else:
+        raise AssertionError("one of two jobs was chosen")
+    ckptcore.save(directory / "two jobs", {"own": jnp.arange(3)}, layout="zarr3", context=Context(coordinator=job))
+    dist.destroy_process_group()
 
 
 def part(directory: Path) -> None:
@@ -216,10 +232,19 @@ def part(directory: Path) -> None:
 
 def killed(directory: Path) -> None:
     """The last rank dies in the middle of a save; the others are told within the deadline, and save without it."""
+    _die(directory, SIZE - 1)
+
+
+def leader_killed(directory: Path) -> None:
+    """The leader dies in the middle of a save, and with it JAX's service: JAX ends the other processes."""
+    _die(directory, 0)
+
+
+def _die(directory: Path, rank: int) -> None:
     mesh = over_all(2, 2)
     job = KeyValueCoordinator.of_job(timeout_seconds=3)
     ckptcore.save(directory / "before", state(mesh, 1), layout="ocdbt", context=Context(coordinator=job))
-    if RANK == SIZE - 1:
+    if RANK == rank:
 
         class Dying(KeyValueCoordinator):
             def gather(self, key: str, payload: bytes) -> Any:
@@ -232,8 +257,7 @@ def killed(directory: Path) -> None:
     try:
         ckptcore.save(directory / "killed", state(mesh, 2), layout="ocdbt", context=Context(coordinator=job))
     except CoordinationTimeoutError as error:
-        assert list(error.missing) == [SIZE - 1], error
-        print(error)
+        assert list(error.missing) == [rank], error
     else:
         raise AssertionError("a save without one of its processes committed")
     assert time.monotonic() - started < 12
@@ -255,7 +279,7 @@ def again(directory: Path) -> None:
 
 
 TASKS: Final[Mapping[str, Callable[[Path], None]]] = {
-    task.__name__: task for task in (small, layouts, reshard, once, run, part, orbax, killed, again)
+    task.__name__: task for task in (small, layouts, reshard, once, run, part, orbax, killed, leader_killed, again)
 }
 
 if __name__ == "__main__":

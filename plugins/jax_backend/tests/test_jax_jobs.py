@@ -97,3 +97,11 @@ def test_a_process_that_dies_in_a_save_is_named_and_nothing_is_committed(tmp_pat
     assert codes == [0, -signal.SIGKILL], said
     assert (tmp_path / "told").exists() and not (tmp_path / "killed").exists()
     succeed(2, 2, "again", tmp_path)
+
+
+@pytest.mark.slow
+def test_a_leader_that_dies_in_a_save_ends_the_job_and_nothing_is_committed(tmp_path: Path) -> None:
+    codes, said = run(2, 2, "leader_killed", tmp_path)
+    assert codes == [-signal.SIGKILL, -signal.SIGABRT], said
+    assert not (tmp_path / "killed").exists()
+    succeed(2, 2, "again", tmp_path)

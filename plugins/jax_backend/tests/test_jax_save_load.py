@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from ckptcore_jax import JaxLeafHandler
+from ckptcore_jax import JaxLeafHandler, abstract_arrays
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
@@ -110,6 +110,18 @@ def test_the_metadata_says_how_arrays_were_sharded(tmp_path):
     (record,) = ckptcore.metadata(tmp_path / "checkpoint").tree.leaves
     assert isinstance(record, ArrayRecord) and record.cuts == ((4,), ())
     assert record.notes == {"sharding": {"type": "NamedSharding", "mesh": {"x": 2, "y": 2}, "spec": ["y", None]}}
+
+
+def test_arrays_that_were_offloaded_to_the_host_come_back_there(tmp_path):
+    sharding = NamedSharding(mesh(a=4), P("a"), memory_kind="pinned_host")
+    state = {
+        "w": jax.device_put(np.arange(12, dtype=np.float32).reshape(4, 3), sharding),
+        "keys": jax.device_put(jax.random.split(jax.random.key(0), 4), sharding),
+        "one": jax.device_put(np.arange(3), SingleDeviceSharding(jax.devices()[2], memory_kind="pinned_host")),
+    }
+    ckptcore.save_async(tmp_path / "checkpoint", state, context=CONTEXT).result()
+    for abstract in (state, abstract_of(state), abstract_arrays(ckptcore.metadata(tmp_path / "checkpoint"))):
+        assert_same(ckptcore.load(tmp_path / "checkpoint", abstract, context=CONTEXT), state)
 
 
 # --- other frameworks
