@@ -18,7 +18,7 @@ _STEPS: Final = 60
 _SAVE_EVERY: Final = 3
 _KILLS: Final = 3
 _RUNS: Final = 20
-_SAMPLE: Final = 3
+_SAMPLE: Final = 1
 
 _LATE: Final = {"examples.train_torch": ["torch._dynamo"], "examples.train_jax": []}
 """What the examples import when they run."""
