@@ -12,6 +12,7 @@ from pathlib import Path
 from benchmarks.cases import Case, async_cases, large_cases, measure, small_cases
 from benchmarks.dcp import dcp_large_cases, dcp_small_cases
 from benchmarks.dcp_reshard import rows as dcp_reshard_rows
+from benchmarks.jobs import rows as job_rows
 from benchmarks.orbax import jax_state, orbax_blocking_rows, orbax_large_cases, orbax_peak_rows, orbax_small_cases
 from benchmarks.processes import process_cases
 from benchmarks.resharding import rows as resharding_rows
@@ -43,6 +44,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 return 1 if missed else 0
         if options.only in "reshard":
             for line, ok in dcp_reshard_rows(scratch):
+                missed += not ok
+                print(line, flush=True)
+            if options.only:
+                return 1 if missed else 0
+        if options.only in "jobs":
+            for line, ok in job_rows(scratch):
                 missed += not ok
                 print(line, flush=True)
             if options.only:
