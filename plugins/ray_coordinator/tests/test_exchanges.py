@@ -10,7 +10,7 @@ from ckptcore_ray.exchanges import Exchanges
 from ckptcore_ray.outcomes import Delivered, Lost, Missing, Over
 from ckptcore_ray.progress import JobProgress
 
-LONG = 60.0
+LONG = 20.0
 
 
 def progress(exchanges: Exchanges) -> JobProgress:

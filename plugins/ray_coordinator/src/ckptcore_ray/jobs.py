@@ -14,7 +14,7 @@ from ckptcore.errors import PluginError, RankFailedError
 from ckptcore_ray.job_actor import JobActor
 from ckptcore_ray.progress import JobProgress
 
-__all__ = ["RayJob", "find_job", "make_job"]
+__all__ = ["RayJob", "find_job", "gone", "make_job"]
 
 _WAITS_PER_RANK: Final = 64
 """How many exchanges of one rank can be open at once: each thread that saves has one."""
@@ -81,7 +81,7 @@ def make_job(name: str, size: int, *, namespace: str | None = None) -> RayJob:
         raise ValueError(f"make_job({name!r}, size={size}): expected at least 1 rank")
     actor_class: Any = ray.remote(JobActor)
     options = actor_class.options(
-        name=actor_name(name),
+        name=_actor_name(name),
         namespace=namespace,
         num_cpus=0,
         max_concurrency=1000 + _WAITS_PER_RANK * size,
@@ -115,7 +115,7 @@ def find_job(name: str, *, namespace: str | None = None) -> RayJob:
         RankFailedError: if its actor is gone.
     """
     try:
-        actor: Any = ray.get_actor(actor_name(name), namespace)
+        actor: Any = ray.get_actor(_actor_name(name), namespace)
     except ValueError as error:
         where = "this process's namespace" if namespace is None else f"the namespace {namespace!r}"
         raise PluginError(
@@ -129,13 +129,13 @@ def find_job(name: str, *, namespace: str | None = None) -> RayJob:
     return RayJob(name, size, namespace, actor)
 
 
-def actor_name(job: str) -> str:
+def _actor_name(job: str) -> str:
     """The name of a job's actor in Ray."""
     return f"ckptcore job {job}"
 
 
 def gone(job: str, size: int | None, error: Exception) -> str:
-    """What to say where a job's actor is gone."""
+    """What to say where the actor of a job is gone: the text of an error."""
     return (
         f"the job {job!r} is over, as its actor cannot be reached: {' '.join(str(error).split())}; let the driver make it again, "
         f"make_job({job!r}, {'size' if size is None else size}), and every rank join it again"
