@@ -317,7 +317,7 @@ class _Branch:
                 child = branch._children[step] = _Branch()
             elif child.__class__ is not _Branch:
                 return False
-            branch = child  # type: ignore[assignment]  # no name, as just seen
+            branch = child
         if path[-1] in branch._children or not branch._fits(path[-1]):
             return False
         branch._children[path[-1]] = name

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 
@@ -22,6 +22,8 @@ from ckptcore_dcp.pickles.row_layouts import MOST_AXES
 from ckptcore_dcp.pickles.rows import Row
 
 __all__ = ["metadata_with_rows"]
+
+_ROWS: Final = frozenset({Row})
 
 
 def metadata_with_rows(value: Value, rows: MetadataRows, reader: PickledMetadata) -> DcpMetadata:
@@ -173,6 +175,9 @@ class _Tensors:
         self.kinds.append((dtype, requires_grad))
         self.shapes.append(shape)
         self.counts.append(len(listed))
+        if _ROWS.issuperset(map(type, listed)):
+            self.chunks += listed  # type: ignore[arg-type]  # numbers, as just seen
+            return
         for chunk in listed:
             if chunk.__class__ is Row:
                 self.chunks.append(chunk)

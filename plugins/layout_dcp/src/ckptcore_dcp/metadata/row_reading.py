@@ -154,12 +154,12 @@ class MetadataRows:
         (named,) = np.nonzero(starts >= 0)
         places = found.memo[:-1] + columns[f"{name}.memo"][run] + put
         data = self._data
-        texts: list[str] = []
-        for start, stop, place in zip(
-            starts[named].tolist(), stops[named].tolist(), places[named].tolist(), strict=True
-        ):
-            text = data[start:stop].decode("utf-8", "surrogatepass")  # the machine says what is wrong if it is none
-            texts.append(text)
+        # What is no text, the machine says.
+        texts = [
+            data[start:stop].decode("utf-8", "surrogatepass")
+            for start, stop in zip(starts[named].tolist(), stops[named].tolist(), strict=True)
+        ]
+        for place, text in zip(places[named].tolist(), texts, strict=True):
             memo[place] = text
         if rows.content == "places":
             columns.setdefault(name, np.full(len(rows.table), -1, np.int64))[run][named] = places[named]
@@ -173,7 +173,7 @@ class MetadataRows:
         referred = places if starts is None else np.where(starts[run] < 0, places, 0)
         if not (referred < put + found.memo[:-1]).all():
             raise malformed(self._key, found.end, "a row uses a memo entry that is not there")
-        used = np.unique(places).tolist()
+        used = set(places.tolist())
         texts = [memo[place] for place in used]
         if not _TEXT.issuperset(map(type, texts)):
             raise malformed(self._key, found.end, "a row is of what has no name")
@@ -282,12 +282,11 @@ def _only_chunk(scan: RowScan) -> None:
 
 def _properties(scan: RowScan) -> None:
     """What is referred to, or has the same references in all rows of a layout."""
-    before = scan.position
-    found = scan.constant()
-    if isinstance(found, Call):
-        scan.position = before
+    behind = scan.position + (2 if scan.code == _BINGET else 5)
+    if scan.data[behind : behind + 1] != b")":  # EMPTY_TUPLE: a new object
         scan.reference("properties")
         return
+    found = scan.constant()
     if not isinstance(found, Global) or class_of_torch(found) != "TensorProperties":
         raise NotARow
     number = scan.memoized

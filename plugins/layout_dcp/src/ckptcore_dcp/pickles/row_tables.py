@@ -95,6 +95,9 @@ class RowTable:
         self.layout_of: HostArray = np.full(count, -1, np.int32)
         self.columns: dict[str, HostArray] = {}
         self._learn_frequent(memo)
+        # What they refer to may be named later: rows that were none yet may be looked at again.
+        self._tried.clear()
+        self._failed = 0
 
     def __len__(self) -> int:
         return len(self._numbers)
