@@ -46,6 +46,12 @@ class PickledMetadata:
     size_class: Value = None
 
     def metadata(self, value: Value) -> DcpMetadata:
+        """What the pickle of a ``.metadata`` says.
+
+        Raises:
+            CorruptCheckpointError: it is not what torch.distributed.checkpoint writes.
+            UnsupportedLeafError: a tensor has a dtype that no array has.
+        """
         state = self.state_of(value, "Metadata")
         places = self.places(state.get("storage_data"))
         tensors: dict[str, DcpTensor] = {}
@@ -201,17 +207,20 @@ class PickledMetadata:
         return tuple(numbers)
 
     def count(self, found: Value, what: str) -> int:
+        """A number of bytes."""
         if type(found) is not int or not 0 <= found < _MOST:
             self.refuse(f"{what} is {brief(found)}; expected a number of bytes")
         return found
 
     def texts(self, found: Value) -> tuple[str, ...]:
+        """The names of transforms."""
         if type(found) not in (list, tuple) or not _are_texts(found):  # type: ignore[arg-type]  # a sequence, as just seen
             self.refuse(f"the transforms of an item are {brief(found)}")
         self.take(len(found))  # type: ignore[arg-type]  # as above
         return tuple(found)  # type: ignore[arg-type]  # texts, as just seen
 
     def mapping(self, found: Value, what: str) -> dict[Any, Value]:
+        """A dict, and nothing else."""
         if type(found) is not dict:
             self.refuse(f"{what} is {brief(found)}; expected a dict")
         return found
@@ -236,11 +245,17 @@ class PickledMetadata:
         return found.state  # type: ignore[union-attr]  # as just seen
 
     def take(self, count: int) -> None:
+        """Count parts against those that the file has bytes for."""
         self.left -= count
         if self.left < 0:
             self.refuse("it lists more parts than it has bytes")
 
     def refuse(self, reason: str) -> NoReturn:
+        """Say that the file cannot be read.
+
+        Raises:
+            CorruptCheckpointError: always.
+        """
         raise CorruptCheckpointError(f"{self.key} cannot be read: {reason}", key=self.key)
 
 
