@@ -6,7 +6,7 @@ A map of the package:
 - `save_checkpointables`, `save_checkpointables_async`, `load_checkpointables`, `checkpointables_metadata`: several objects in one checkpoint
 - `Checkpointer`: a run's steps; `CheckpointReader`: the same for who only reads (`ckptcore.checkpointer`, `ckptcore.reader`)
 - `ckptcore.policies`, `ckptcore.step_names`: when to save, which steps to keep, how they are named
-- `Context`, `MemoryOptions`: options (`ckptcore.context`)
+- `Context`, `MemoryOptions`, `ReplicaOptions`: options (`ckptcore.context`, `ckptcore.sharing`)
 - `Export`, `StepExport`: further checkpoints of one save in other layouts (`ckptcore.exports`)
 - `ShardedArray`, `ArrayShard`: NumPy arrays of which each process holds a part
 - `AbstractArray`, `PLACEHOLDER`: what a load asks for; `PerProcess`: what differs from process to process
@@ -47,6 +47,7 @@ from ckptcore.hookspecs import hookimpl
 from ckptcore.model import AbstractArray
 from ckptcore.parts import PerProcess
 from ckptcore.protocols import StatefulCheckpointable
+from ckptcore.sharing import ReplicaOptions
 from ckptcore.verification import Problem, VerifyReport
 
 if TYPE_CHECKING:
@@ -72,6 +73,7 @@ __all__ = [
     "PerProcess",
     "Problem",
     "Progress",
+    "ReplicaOptions",
     "SafetensorsLayout",
     "SaveHandle",
     "ShardedArray",

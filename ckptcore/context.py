@@ -16,6 +16,7 @@ from ckptcore.exchanges import exchange_counts
 from ckptcore.model.tree import JSON
 from ckptcore.plugins import Handler, Plugins, installed_plugins
 from ckptcore.protocols import Coordinator
+from ckptcore.sharing import ReplicaOptions
 
 __all__ = ["Context", "MemoryOptions", "default_context"]
 
@@ -53,6 +54,7 @@ class Context:
         verify: whether loads check them.
         threads: how many threads move bytes; None: as many as suit the machine.
         memory: bounds on host memory.
+        replicas: how processes of a job that hold the same elements share the work of writing them.
         when_busy: what `save_async` does while another save runs: ``"wait"`` for it, or copy at once and ``"queue"`` behind it;
             one waits so at most, and a third waits for the first.
         handlers: by type, handlers that come before those of all plugins.
@@ -68,6 +70,7 @@ class Context:
     verify: bool = True
     threads: int | None = None
     memory: MemoryOptions = field(default_factory=MemoryOptions)
+    replicas: ReplicaOptions = field(default_factory=ReplicaOptions)
     when_busy: Literal["wait", "queue"] = "wait"
     handlers: Mapping[type, Handler] = field(default_factory=dict)
     plugins: Sequence[object] = ()

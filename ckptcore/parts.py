@@ -29,6 +29,7 @@ from ckptcore.protocols import (
     WriteStore,
 )
 from ckptcore.root import Member
+from ckptcore.sharing import ReplicaOptions, Shares, cut_for_replicas, owners_of
 
 __all__ = [
     "Captured",
@@ -103,6 +104,7 @@ class TreeDescription:
         flat: its leaves; let go of once they are captured.
         own: whether every process saves one of its own.
         places: by leaf of the tree, its place in `flat`; None where they are the same.
+        pieces: by array whose boxes are cut for their replicas, into how many pieces; None where replica 0 writes all.
     """
 
     name: str
@@ -112,6 +114,7 @@ class TreeDescription:
     flat: Flat
     own: bool
     places: Mapping[int, int] | None = None
+    pieces: Mapping[int, int] | None = None
 
     def within(self, union: TreeMetadata, *, rank: int, size: int) -> TreeDescription:
         """The same leaves as a part of what all processes save together.
@@ -143,7 +146,9 @@ class TreeDescription:
                 shards[leaf] = handler.shards(self.flat.leaves[place], position, count)
             except UnsupportedLeafError as error:
                 raise UnsupportedLeafError(f"{format_path(union.paths[leaf])}: {error}. Nothing was written") from error
-        return replace(self, tree=union, shards=shards, places=places)
+        cut = self.pieces
+        pieces = None if cut is None else {leaf: cut[place] for leaf, place in places.items() if place in cut}
+        return replace(self, tree=union, shards=shards, places=places, pieces=pieces)
 
     def _leaf(self, number: int) -> tuple[object, LeafHandler]:
         place = number if self.places is None else self.places[number]
@@ -158,7 +163,8 @@ class TreeDescription:
     def plan(self, rank: int, size: int, save_id: str) -> WritePlan:
         """What this process writes."""
         rank, size = (0, 1) if self.own else (rank, size)
-        return plan_write(self.tree, self.shards, rank=rank, size=size, save_id=save_id, name=self.name)
+        owners = None if self.pieces is None else owners_of(Shares(self.tree, self.pieces), rank=rank, size=size)
+        return plan_write(self.tree, self.shards, rank=rank, size=size, save_id=save_id, name=self.name, owners=owners)
 
     def start_copy(self, plan: WritePlan, memory: HostMemory) -> StartTransfer:
         """Begins the transfer of an item for an asynchronous save: into memory that nobody can change."""
@@ -280,7 +286,14 @@ def naming(name: str) -> Iterator[None]:
 
 
 def describe_part(
-    name: str, value: object, layout: Layout, plugins: Plugins, *, rank: int, size: int
+    name: str,
+    value: object,
+    layout: Layout,
+    plugins: Plugins,
+    *,
+    rank: int,
+    size: int,
+    replicas: ReplicaOptions | None = None,
 ) -> PartDescription:
     """Look at what is to be saved under a name, and refuse what cannot be. Writes nothing.
 
@@ -290,6 +303,7 @@ def describe_part(
         layout: how trees are to be laid out.
         plugins: to find who handles it.
         rank, size: which process of how many this is.
+        replicas: how those that hold the same elements share them; None: they do not.
 
     Raises:
         UnsupportedLeafError, UnsupportedKeyError, NameCollisionError: say the name, too.
@@ -299,7 +313,7 @@ def describe_part(
             raise UnsupportedLeafError(
                 "PerProcess(...) is for what has a name of its own: use save_checkpointables. Nothing was written"
             )
-        return _describe_tree("", value, layout, plugins, rank, size, own=False)
+        return _describe_tree("", value, layout, plugins, rank, size, replicas, own=False)
     own = isinstance(value, PerProcess)
     if isinstance(value, PerProcess):
         value = value.value
@@ -308,17 +322,29 @@ def describe_part(
         if handled.files is not None:
             return FilesDescription(name, FilesLayout(), value, handled.files)
         own = own or (isinstance(handled.checkpointable, PerProcessHandler) and handled.checkpointable.per_process)
-        return _describe_tree(name, value, layout, plugins, rank, size, own=own)
+        return _describe_tree(name, value, layout, plugins, rank, size, replicas, own=own)
 
 
 def _describe_tree(
-    name: str, value: object, layout: Layout, plugins: Plugins, rank: int, size: int, *, own: bool
+    name: str,
+    value: object,
+    layout: Layout,
+    plugins: Plugins,
+    rank: int,
+    size: int,
+    replicas: ReplicaOptions | None,
+    *,
+    own: bool,
 ) -> TreeDescription:
     rank, size = (0, 1) if own else (rank, size)
     flat = flatten(value, plugins)
     tree, shards = _describe_leaves(flat, rank, size)
+    pieces = None
+    if replicas is not None and size > 1:
+        shares = cut_for_replicas(tree, replicas, size=size)
+        tree, pieces = shares.tree, shares.pieces
     layout.check(tree, size)
-    return TreeDescription(name, layout, tree, shards, flat, own)
+    return TreeDescription(name, layout, tree, shards, flat, own, pieces=pieces)
 
 
 def _describe_leaves(flat: Flat, rank: int, size: int) -> tuple[TreeMetadata, dict[int, Sequence[Shard]]]:

@@ -11,14 +11,22 @@ from ckptcore.model.arrays import ArraySpec, Box, Shard
 from ckptcore.model.metadata import ArrayRecord, TreeMetadata
 from ckptcore.model.transfer import ReadItem, ReadPlan, Receipt, WriteItem, WritePlan
 from ckptcore.model.tree import JSON, Attribute, Key, TreePath, format_path
+from ckptcore.sharing import written_boxes
 
 __all__ = ["check_coverage", "cuts_of", "leaf_names", "plan_read", "plan_write", "uncovered"]
 
 
 def plan_write(
-    tree: TreeMetadata, shards: Mapping[int, Sequence[Shard]], *, rank: int, size: int, save_id: str, name: str = ""
+    tree: TreeMetadata,
+    shards: Mapping[int, Sequence[Shard]],
+    *,
+    rank: int,
+    size: int,
+    save_id: str,
+    name: str = "",
+    owners: Mapping[int, Sequence[int]] | None = None,
 ) -> WritePlan:
-    """What one process writes: of every array the boxes of which it holds replica 0.
+    """What one process writes: of every array the boxes of which it holds replica 0, or those that it owns.
 
     Args:
         tree: the tree of the whole job.
@@ -26,12 +34,13 @@ def plan_write(
         rank, size: which process of how many this is.
         save_id: the save.
         name: of the checkpointable; empty where the tree is the whole checkpoint.
+        owners: where replicas share, by leaf and cell the replica that writes it, as `ckptcore.sharing` gives them.
     """
     items = []
     for leaf, record in enumerate(tree.leaves):
         if not isinstance(record, ArrayRecord) or leaf in tree.aliases:
             continue
-        boxes = tuple([shard.box for shard in shards.get(leaf, ()) if shard.replica == 0])
+        boxes = written_boxes(record, shards.get(leaf, ()), None if owners is None else owners.get(leaf))
         if boxes:
             items.append(WriteItem(leaf, record.spec, boxes))
     return WritePlan(tree, tuple(items), rank, size, save_id, name)

@@ -23,6 +23,7 @@ from ckptcore.model.metadata import TreeMetadata
 from ckptcore.model.tree import JSON, format_path
 from ckptcore.parts import Part, PartDescription, TreeDescription, describe_part, naming
 from ckptcore.persisting import NOTHING_COMMITTED, Described, fail_everywhere
+from ckptcore.protocols import Layout, SharesReplicas
 from ckptcore.root import Member, check_name, new_save_id
 from ckptcore.save_requests import OneTree, SaveRequest, check_custom, check_metrics, check_progress
 from ckptcore.subtrees import path_keys
@@ -85,8 +86,10 @@ def prepare_save(request: SaveRequest, context: Context, recording: Recording, a
         if composite:
             for name in values:
                 check_name(name)
+        replicas = context.replicas if _share_replicas(chosen, request.exports, context) else None
         descriptions: _Descriptions = [
-            describe_part(name, value, chosen, context.registry, rank=rank, size=size) for name, value in values.items()
+            describe_part(name, value, chosen, context.registry, rank=rank, size=size, replicas=replicas)
+            for name, value in values.items()
         ]
         if size > 1:
             _refuse_what_differs(values, descriptions, size)
@@ -177,6 +180,12 @@ def _refuse_what_differs(values: Mapping[str, object], descriptions: _Descriptio
                 "save together only one would be stored; it goes under a name of its own in save_checkpointables. "
                 "Nothing was written"
             )
+
+
+def _share_replicas(layout: Layout, exports: Sequence[Export], context: Context) -> bool:
+    """Whether processes may share what they all hold: each writes for the exports the boxes that it writes for the save."""
+    layouts = [layout, *(context.registry.layout(export.layout) for export in exports if isinstance(export, Export))]
+    return all(isinstance(one, SharesReplicas) and one.shares_replicas for one in layouts)
 
 
 def _told(

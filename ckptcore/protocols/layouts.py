@@ -23,6 +23,7 @@ __all__ = [
     "MemberKind",
     "ReadStore",
     "ReadsChunks",
+    "SharesReplicas",
     "Snapshot",
     "WriteStore",
     "WritesRuns",
@@ -276,6 +277,20 @@ class WritesRuns(Protocol):
         Told of the tree alone, so that processes agree without asking each other. All of an object is to be written by one
         process, and different ones by any. An object that has no array in it is written by the leader.
         """
+        ...
+
+
+@runtime_checkable
+class SharesReplicas(Protocol):
+    """A layout that is as good whichever of the processes that hold the same elements writes them, each of them a part.
+
+    Boxes of one array then come from several processes, between the cuts that its record has. In a layout that is not one, replica 0
+    writes all of what several hold, as software expects that reads arrays whole.
+    """
+
+    @property
+    def shares_replicas(self) -> bool:
+        """Whether it is, with the options that it has."""
         ...
 
 

@@ -118,7 +118,7 @@ def _as_json(tree: TreeMetadata) -> list[Any]:
     return [[list(ranks), [leaf]] for leaf, ranks in tree.held_by.items()]
 
 
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(st.lists(st.dictionaries(st.sampled_from("abcde"), st.dictionaries(st.integers(0, 3), st.just(1))), min_size=1))
 def test_a_union_has_the_leaves_of_all_trees_and_knows_who_has_them(values: list[dict[str, dict[int, int]]]) -> None:
     tree = _unite(*values)

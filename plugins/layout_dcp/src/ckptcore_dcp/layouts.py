@@ -42,6 +42,11 @@ class DcpLayout:
         """dcp"""
         return "dcp"
 
+    @property
+    def shares_replicas(self) -> bool:
+        """True: chunks of a tensor come from any process."""
+        return True
+
     def check(self, tree: TreeMetadata, size: int) -> None:
         """Refuse names that collide.
 

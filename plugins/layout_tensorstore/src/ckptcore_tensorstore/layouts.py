@@ -83,6 +83,11 @@ class _OrbaxLayout:
             item=self.item,
         )
 
+    @property
+    def shares_replicas(self) -> bool:
+        """True: the chunks of an array come from any process."""
+        return True
+
     def check(self, tree: TreeMetadata, size: int) -> None:
         """Refuse names that collide and arrays that cannot be stored.
 

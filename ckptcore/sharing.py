@@ -1,0 +1,194 @@
+"""Sharing: which of the processes that hold the same elements write which of them. Pure, and decided alike by every process."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TypeAlias
+
+from ckptcore.model.arrays import Box, Shard
+from ckptcore.model.metadata import ArrayRecord, TreeMetadata
+
+__all__ = ["ReplicaOptions", "Shares", "cells_of", "cut_for_replicas", "owners_of", "written_boxes"]
+
+_Cuts: TypeAlias = tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaOptions:
+    """How processes that hold the same elements share the work of writing them, in layouts that take them from any.
+
+    Every process of a job gives the same.
+
+    Attributes:
+        piece_bytes: a box is cut for its replicas into pieces of at least so many bytes.
+        most: how many replicas share one box at most; 1: none is cut. More requests at once are not always faster.
+    """
+
+    piece_bytes: int = 1 << 24
+    most: int = 32
+
+    def __post_init__(self) -> None:
+        for name in ("piece_bytes", "most"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"ReplicaOptions({name}={getattr(self, name)}): give at least 1")
+
+
+@dataclass(frozen=True, slots=True)
+class Shares:
+    """A tree whose large boxes are cut for their replicas.
+
+    Attributes:
+        tree: with the further cuts.
+        pieces: by array that was cut, into how many pieces each of its boxes is.
+    """
+
+    tree: TreeMetadata
+    pieces: Mapping[int, int] = field(default_factory=dict)
+
+
+def cut_for_replicas(tree: TreeMetadata, options: ReplicaOptions, *, size: int) -> Shares:
+    """Cut large boxes that several processes hold, so that each can write a piece.
+
+    All that is known here of replicas is the tree, which is the same on every process: the boxes between the cuts of an array are
+    taken to be held by equally many processes, if their number divides that of all. Where that is not so an array has a few more
+    chunks, and the elements that are written are the same.
+
+    Args:
+        tree: as leaf handlers describe it.
+        options: how to share.
+        size: processes of the job.
+    """
+    leaves = list(tree.leaves)
+    pieces = {}
+    for number, record in enumerate(tree.leaves):
+        if isinstance(record, ArrayRecord) and number not in tree.aliases:
+            cuts, count = _cut(record, options, size)
+            if count > 1:
+                leaves[number], pieces[number] = replace(record, cuts=cuts), count
+    for alias, target in tree.aliases.items():
+        record = tree.leaves[alias]
+        if target in pieces and isinstance(record, ArrayRecord):
+            cuts, _ = _cut(record, options, size)  # as its own, for a rank that has it without the other
+            leaves[alias], pieces[alias] = replace(record, cuts=cuts), pieces[target]
+    return Shares(replace(tree, leaves=tuple(leaves)), pieces)
+
+
+def owners_of(shares: Shares, *, rank: int, size: int) -> Mapping[int, Sequence[int]]:
+    """By array, for each of the cells between its cuts the number of the replica that writes it.
+
+    The largest cells come first, and each goes to the replica that has the fewest bytes so far. Arrays that the same processes
+    hold, in as many replicas, are shared by themselves: every process that holds one of them holds all, and knows as much.
+
+    Args:
+        shares: the tree of the job, and the pieces of the arrays that this process holds.
+        rank, size: which process of how many this is.
+
+    Returns:
+        Of what this process has. A number is to be taken modulo how many replicas there are.
+    """
+    tree = shares.tree
+    groups: dict[tuple[tuple[int, ...] | None, int], list[tuple[int, int, int]]] = {}
+    owners: dict[int, list[int]] = {}
+    for leaf, record in enumerate(tree.leaves):
+        held_by = tree.held_by.get(leaf)
+        if not isinstance(record, ArrayRecord) or leaf in tree.aliases or (held_by is not None and rank not in held_by):
+            continue
+        boxes = _count(record) // shares.pieces.get(leaf, 1)
+        replicas = _replicas(boxes, size if held_by is None else len(held_by))
+        if replicas > 1:
+            itemsize = record.spec.numpy_dtype.itemsize
+            entries = [(-cell.size * itemsize, leaf, number) for number, cell in enumerate(cells_of(record))]
+            owners[leaf] = [0] * len(entries)
+            groups.setdefault((held_by, replicas), []).extend(entries)
+    for (_, replicas), entries in groups.items():
+        loads = [(0, replica) for replica in range(replicas)]
+        for nbytes, leaf, cell in sorted(entries):
+            load, replica = loads[0]
+            owners[leaf][cell] = replica
+            heapq.heapreplace(loads, (load - nbytes, replica))
+    return owners
+
+
+def cells_of(record: ArrayRecord) -> Sequence[Box]:
+    """The boxes between the cuts of an array, in C order."""
+    axes = record.cuts or ((),) * len(record.spec.shape)
+    ranges = [
+        list(itertools.pairwise([0, *boundaries, extent]))
+        for boundaries, extent in zip(axes, record.spec.shape, strict=True)
+    ]
+    return [
+        Box(tuple([low for low, _ in cell]), tuple([high for _, high in cell])) for cell in itertools.product(*ranges)
+    ]
+
+
+def written_boxes(record: ArrayRecord, shards: Sequence[Shard], owners: Sequence[int] | None) -> tuple[Box, ...]:
+    """The boxes that a process writes of those that it holds.
+
+    A box that nobody else holds is written whole, and so is one that the cuts go around: its handler has not said where it lies. Of any
+    other, each replica writes the cells that it owns.
+
+    Args:
+        record: the array.
+        shards: the boxes that this process holds.
+        owners: of the cells of the array, as `owners_of` gives them; None where replica 0 owns all.
+    """
+    if owners is None:
+        return tuple([shard.box for shard in shards if shard.replica == 0])
+    cells: Sequence[Box] = ()
+    written: list[Box] = []
+    for shard in shards:
+        if shard.replicas == 1:
+            written.append(shard.box)
+            continue
+        cells = cells or cells_of(record)
+        inside = [(cell, owner) for cell, owner in zip(cells, owners, strict=True) if shard.box.contains(cell)]
+        if sum(cell.size for cell, _ in inside) != shard.box.size:
+            written.extend([shard.box] if shard.replica == 0 else [])
+            continue
+        written.extend([cell for cell, owner in inside if owner % shard.replicas == shard.replica])
+    return tuple(written)
+
+
+def _count(record: ArrayRecord) -> int:
+    """How many cells an array has between its cuts."""
+    return math.prod([len(boundaries) + 1 for boundaries in record.cuts or ()])
+
+
+def _replicas(cells: int, holders: int) -> int:
+    """How many processes hold each cell, as far as the number of cells tells."""
+    return holders // cells if cells and holders % cells == 0 else 1
+
+
+def _cut(record: ArrayRecord, options: ReplicaOptions, size: int) -> tuple[_Cuts | None, int]:
+    """The cuts of an array with the further ones, and into how many pieces these cut each box."""
+    axes = record.cuts or ((),) * len(record.spec.shape)
+    cells = _count(record)
+    wanted = min(_replicas(cells, size), options.most, record.spec.nbytes // cells // options.piece_bytes)
+    found: tuple[int, tuple[int, ...], int] | None = None
+    for axis, (boundaries, extent) in enumerate(zip(axes, record.spec.shape, strict=True)):
+        if wanted > 1:
+            count, finer = _finer(boundaries, extent, wanted)
+            if count > 1 and (
+                found is None or count > found[0]
+            ):  # the leading axis where others give no more: runs stay long
+                found = count, finer, axis
+    if found is None:
+        return record.cuts, 1
+    count, finer, axis = found
+    return (*axes[:axis], finer, *axes[axis + 1 :]), count
+
+
+def _finer(boundaries: Sequence[int], extent: int, wanted: int) -> tuple[int, tuple[int, ...]]:
+    """Cut an axis into up to `wanted` times as many pieces, all as long but the last: layouts of regular grids take these as they are."""
+    if not boundaries:
+        step = -(-extent // wanted)
+        return -(-extent // step), tuple(range(step, extent, step))
+    shard = boundaries[0]
+    if list(boundaries) != list(range(shard, extent, shard)):
+        return 1, ()
+    count = next((count for count in range(wanted, 1, -1) if shard % count == 0 and extent % shard == 0), 1)
+    return count, tuple(range(shard // count, extent, shard // count))

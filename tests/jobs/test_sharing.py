@@ -1,0 +1,214 @@
+"""Processes that hold the same elements share the work of writing them: each element once, and as much for each process."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import ckptcore
+from ckptcore.builtin.host_leaves import HostArrayHandler
+from ckptcore.model import LEAF, ArrayRecord, ArraySpec, Box, HostArray, Node, Pending, Receipt, Shard, TreeMetadata
+from ckptcore.planning import check_coverage, plan_write
+from ckptcore.protocols import Coordinator
+from ckptcore.sharing import ReplicaOptions, Shares, cells_of, cut_for_replicas, owners_of, written_boxes
+from ckptcore.testing import ThreadJob
+
+_Cuts = tuple[tuple[int, ...], ...] | None
+
+
+def _tree(arrays: Sequence[tuple[tuple[int, ...], _Cuts]], aliases: dict[int, int] | None = None) -> TreeMetadata:
+    records = tuple([ArrayRecord(ArraySpec(shape, "int8"), cuts=cuts) for shape, cuts in arrays])
+    keys = tuple([str(number) for number in range(len(records))])
+    return TreeMetadata(Node("dict", keys, (LEAF,) * len(keys)), records, aliases or {})
+
+
+def _receipts(shares: Shares, held: Sequence[Any], size: int) -> list[Receipt]:
+    """What each rank writes; `held` gives the shards of a rank by leaf."""
+    receipts = []
+    for rank in range(size):
+        owners = owners_of(shares, rank=rank, size=size)
+        plan = plan_write(shares.tree, held[rank], rank=rank, size=size, save_id="0" * 16, owners=owners)
+        receipts.append(Receipt(rank, plan.items, None, ()))
+    return receipts
+
+
+def _bytes(receipt: Receipt) -> int:
+    return sum(box.size for item in receipt.items for box in item.boxes)
+
+
+_SHAPES = st.lists(st.integers(0, 40), max_size=3).map(tuple)
+
+
+@settings(max_examples=30)
+@given(st.lists(_SHAPES, max_size=6), st.integers(2, 5), st.integers(1, 64), st.integers(1, 4))
+def test_what_all_hold_is_written_once(shapes: list[tuple[int, ...]], size: int, piece: int, most: int) -> None:
+    tree = _tree([(shape, None) for shape in shapes])
+    shares = cut_for_replicas(tree, ReplicaOptions(piece_bytes=piece, most=most), size=size)
+    held = [{leaf: (Shard(Box.whole(shape), rank, size),) for leaf, shape in enumerate(shapes)} for rank in range(size)]
+    check_coverage(shares.tree, _receipts(shares, held, size))
+    for leaf, count in shares.pieces.items():
+        record = shares.tree.leaves[leaf]
+        assert isinstance(record, ArrayRecord) and 1 < count == len(cells_of(record)) <= min(size, most)
+
+
+@pytest.mark.parametrize("rows", [8, 9, 12])
+@pytest.mark.parametrize(("shards", "replicas"), [(2, 2), (2, 3), (4, 2)])
+def test_shards_that_are_replicated(rows: int, shards: int, replicas: int) -> None:
+    """A mesh of replicas and shards, as in hybrid sharding; rows that do not divide leave the last shard shorter."""
+    size, each = shards * replicas, -(-rows // shards)
+    cuts = (tuple(range(each, rows, each)), ())
+    shares = cut_for_replicas(_tree([((rows, 6), cuts)] * 3), ReplicaOptions(piece_bytes=1), size=size)
+    held = []
+    for rank in range(size):
+        first = each * (rank % shards)
+        box = Box((first, 0), (max(first, min(rows, first + each)), 6))
+        held.append({leaf: (Shard(box, rank // shards, replicas),) for leaf in range(3)})
+    check_coverage(shares.tree, _receipts(shares, held, size))
+
+
+def test_what_handlers_do_not_say_costs_no_element() -> None:
+    """The cuts say that four hold it, and one does; or a box that no cuts are around."""
+    shares = cut_for_replicas(_tree([((8,), None), ((8,), None)]), ReplicaOptions(piece_bytes=1), size=4)
+    halves = [Box((0,), (3,)), Box((3,), (8,))]
+    held: list[dict[int, Sequence[Shard]]] = [
+        {1: (Shard(halves[rank % 2], rank // 2, 2),), **({0: (Shard(Box((0,), (8,))),)} if rank == 3 else {})}
+        for rank in range(4)
+    ]
+    check_coverage(shares.tree, _receipts(shares, held, 4))
+
+
+def test_leaves_that_some_ranks_hold_are_shared_by_these() -> None:
+    cut = cut_for_replicas(_tree([((64,), None)] * 6), ReplicaOptions(piece_bytes=4), size=4)
+    held_by = {2: (1, 3), 3: (1, 3), 4: (0, 1, 2), 5: (2,)}
+    shares = Shares(TreeMetadata(cut.tree.skeleton, cut.tree.leaves, {}, held_by), cut.pieces)
+    held: list[dict[int, Sequence[Shard]]] = [{} for _ in range(4)]
+    for leaf in range(6):
+        holders = held_by.get(leaf, (0, 1, 2, 3))
+        for position, rank in enumerate(holders):
+            held[rank][leaf] = (Shard(Box((0,), (64,)), position, len(holders)),)
+    receipts = _receipts(shares, held, 4)
+    check_coverage(shares.tree, receipts)
+    assert all(_bytes(receipt) for receipt in receipts)
+
+
+@pytest.mark.parametrize("size", [2, 8, 32])
+def test_every_process_writes_about_the_same(size: int) -> None:
+    """A transformer with its optimizer: matrices of several sizes, many vectors, an embedding that is larger than all else."""
+    shapes: list[tuple[int, ...]] = [(50_000, 1024)]
+    for _ in range(24):
+        shapes += [(1024, 3072), (1024, 1024), (1024, 4096), (4096, 1024), (1024,), (1024,), (4096,), (3072,)]
+    tree = _tree([(shape, None) for shape in shapes])
+    shares = cut_for_replicas(tree, ReplicaOptions(piece_bytes=1 << 18, most=64), size=size)
+    held = [{leaf: (Shard(Box.whole(shape), rank, size),) for leaf, shape in enumerate(shapes)} for rank in range(size)]
+    receipts = _receipts(shares, held, size)
+    check_coverage(shares.tree, receipts)
+    written = [_bytes(receipt) for receipt in receipts]
+    assert max(written) <= 1.1 * sum(written) / size and min(written) >= 0.9 * sum(written) / size
+
+
+def test_cuts_are_those_of_a_regular_grid() -> None:
+    def cuts_of(shape: tuple[int, ...], cuts: _Cuts, size: int = 4, **options: int) -> tuple[_Cuts, int]:
+        shares = cut_for_replicas(_tree([(shape, cuts)]), ReplicaOptions(**{"piece_bytes": 1, **options}), size=size)
+        record = shares.tree.leaves[0]
+        assert isinstance(record, ArrayRecord)
+        return record.cuts, shares.pieces.get(0, 1)
+
+    assert cuts_of((10, 3), None) == (((3, 6, 9), ()), 4)
+    assert cuts_of((2, 30), None) == (((), (8, 16, 24)), 4), "the axis that gives more"
+    assert cuts_of((10, 3), None, most=2) == (((5,), ()), 2)
+    assert cuts_of((10, 3), None, most=1) == (None, 1)
+    assert cuts_of((10, 3), None, piece_bytes=15) == (((5,), ()), 2)
+    assert cuts_of((10, 3), None, piece_bytes=16) == (None, 1)
+    assert cuts_of((8, 3), ((4,), ())) == (((2, 4, 6), ()), 2), "each of two shards is held twice"
+    assert cuts_of((10, 3), ((3, 6, 9), ())) == (((3, 6, 9), ()), 1), "nobody else has them"
+    assert cuts_of((10, 4), ((3,), ())) == (((3,), (2,)), 2), "an axis that is cut unevenly stays"
+    assert cuts_of((7,), ((5,),)) == (((5,),), 1)
+    assert cuts_of((), None) == (None, 1)
+
+
+def test_without_owners_replica_0_writes_all() -> None:
+    record = ArrayRecord(ArraySpec((4,), "int8"))
+    whole = Box((0,), (4,))
+    assert written_boxes(record, (Shard(whole, 0, 2),), None) == (whole,)
+    assert written_boxes(record, (Shard(whole, 1, 2),), None) == ()
+
+
+def test_options_that_cannot_be() -> None:
+    for wrong in ({"piece_bytes": 0}, {"most": 0}):
+        with pytest.raises(ValueError, match="at least 1"):
+            ReplicaOptions(**wrong)
+
+
+class _Counting(HostArrayHandler):
+    """Counts the bytes that a rank writes."""
+
+    def __init__(self) -> None:
+        self.nbytes = 0
+
+    def view_on_host(self, leaf: Any, boxes: Sequence[Box]) -> Sequence[Pending[HostArray]]:
+        self.nbytes += sum(box.size for box in boxes) * leaf.dtype.itemsize
+        return super().view_on_host(leaf, boxes)
+
+
+def _state() -> dict[str, Any]:
+    shared = np.arange(3000.0).reshape(50, 60)
+    return {
+        "large": np.arange(40_000, dtype=np.float32).reshape(100, 400),
+        "odd": np.arange(7 * 331, dtype=np.int16).reshape(7, 331),
+        "tied": [shared, shared],
+        "bfloat16": np.ones((33, 5), "bfloat16"),
+        "text": "x" * 30_000,
+        **{f"small {number}": np.full(number + 1, number) for number in range(20)},
+        "empty": np.zeros((0, 3)),
+        "number": np.array(3),
+    }
+
+
+def _saved(location: Path, layout: str, size: int = 3, **options: Any) -> Sequence[int]:
+    """Save on ranks that all hold the same; the bytes of NumPy arrays that each wrote."""
+
+    def of_rank(coordinator: Coordinator) -> int:
+        handler = _Counting()
+        context = ckptcore.Context(
+            coordinator=coordinator,
+            threads=1,
+            durability="none",
+            handlers={np.ndarray: handler},
+            replicas=ckptcore.ReplicaOptions(piece_bytes=1 << 10),
+        )
+        ckptcore.save(location, _state(), layout=layout, context=context, **options)
+        return handler.nbytes
+
+    return ThreadJob(size, timeout_seconds=30).run(of_rank)
+
+
+def _same(left: Any, right: Any) -> bool:
+    if isinstance(left, dict):
+        return left.keys() == right.keys() and all(_same(left[key], right[key]) for key in left)
+    if isinstance(left, list):
+        return all(map(_same, left, right))
+    return bool(np.array_equal(left, right))
+
+
+@pytest.mark.parametrize("layout", ["ocdbt", "zarr3", "zarr", "dcp"])
+def test_ranks_share_in_every_layout_that_takes_pieces(layout: str, tmp_path: Path) -> None:
+    written = _saved(tmp_path / "c", layout)
+    assert max(written) < 1.1 * sum(written) / 3
+    assert _same(ckptcore.load(tmp_path / "c"), _state()) and ckptcore.verify(tmp_path / "c").ok
+    loaded = ckptcore.load(tmp_path / "c")
+    assert loaded["tied"][0] is loaded["tied"][1]
+
+
+def test_safetensors_stays_whole_and_so_does_what_is_exported_to_it(tmp_path: Path) -> None:
+    assert _saved(tmp_path / "c", "safetensors")[1:] == [0, 0]
+    export = ckptcore.Export(location=tmp_path / "export", layout="safetensors")
+    assert _saved(tmp_path / "d", "ocdbt", exports=[export])[1:] == [0, 0]
+    assert [path.name for path in sorted((tmp_path / "export").glob("*.safetensors"))] == ["model.safetensors"]
+    assert _saved(tmp_path / "e", "ocdbt", exports=[ckptcore.Export(location=tmp_path / "f", layout="dcp")])[1] > 0
+    assert _same(ckptcore.load(tmp_path / "f"), _state())
