@@ -79,7 +79,7 @@ class TensorEntry:
 def inspect_files(store: ReadStore, entry: str | None) -> tuple[Sequence[TensorEntry], Mapping[str, JSON]] | None:
     """All tensors at a location with the metadata of their files; None if there is nothing of safetensors.
 
-    The metadata of an adapter in a directory has its ``adapter_config.json`` as ``adapter_config``.
+    The metadata of an adapter has the ``adapter_config.json`` that stands beside it as ``adapter_config``.
 
     Args:
         store: where to look.
@@ -90,6 +90,12 @@ def inspect_files(store: ReadStore, entry: str | None) -> tuple[Sequence[TensorE
         CheckpointNotFoundError: if there are several files and no index says how they belong together.
     """
     if entry is not None:
+        if entry == f"{_ADAPTER}{_FILE}":
+            found = _read_header(store, entry)
+            try:
+                return _with_config(store, *found)
+            except CorruptCheckpointError:
+                return found  # who names the file can have its tensors whatever stands beside it
         if entry.endswith(_FILE):
             return _read_header(store, entry)
         return _read_index(store, entry) if entry.endswith(_INDEX) else None
@@ -105,9 +111,18 @@ def inspect_files(store: ReadStore, entry: str | None) -> tuple[Sequence[TensorE
             "name one of them as the location"
         )
     entries, metadata = _read_stem(store, stem, indexes, files)
-    if stem == _ADAPTER and _ADAPTER_CONFIG in names:
-        return entries, {**metadata, "adapter_config": _read_config(store, _ADAPTER_CONFIG)}
-    return entries, metadata
+    return _with_config(store, entries, metadata) if stem == _ADAPTER else (entries, metadata)
+
+
+def _with_config(
+    store: ReadStore, entries: Sequence[TensorEntry], metadata: Mapping[str, JSON]
+) -> tuple[Sequence[TensorEntry], Mapping[str, JSON]]:
+    """An adapter with the config that stands beside it, where one does."""
+    try:
+        config = _read_config(store, _ADAPTER_CONFIG)
+    except ObjectNotFoundError:
+        return entries, metadata
+    return entries, {**metadata, "adapter_config": config}
 
 
 def _read_stem(

@@ -385,8 +385,21 @@ def test_arrays_without_a_config_are_told(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="'adapter_config', which is the config's own"):
         save_adapter(tmp_path / "a", Model(), CONFIG, metadata={"adapter_config": 1})
     ckptcore.save(tmp_path / "a", adapter_state(Model()), layout=ckptcore.SafetensorsLayout(stem="adapter_model"))
-    with pytest.raises(CheckpointNotFoundError, match=r"no adapter_config.json that says"):
+    with pytest.raises(CheckpointNotFoundError, match=r"no adapter_config.json that can be read"):
         load_adapter(tmp_path / "a")
+
+
+def test_an_adapter_beside_the_model_that_it_is_of(tmp_path: Path) -> None:
+    """As a trainer of Hugging Face leaves them: other files of the directory are the model's."""
+    model = Model()
+    save_adapter(tmp_path / "a", model, CONFIG)
+    (tmp_path / "a" / "checkpoint.json").unlink()
+    safetensors.torch.save_file({"base": torch.ones(2)}, tmp_path / "a" / "model.safetensors")
+    assert list(ckptcore.load(tmp_path / "a")) == ["base"]
+    for location in (tmp_path / "a", str(tmp_path / "a") + "/", tmp_path / "a" / "adapter_model.safetensors"):
+        adapter = load_adapter(location)
+        assert adapter.config["peft_type"] == "LORA" and set(adapter.arrays) == set(adapter_state(model))
+        assert load_adapter_into(location, Model()) == adapter.config
 
 
 def _peft_models(tmp_path: Path, name: str) -> Any:

@@ -185,8 +185,8 @@ def load_adapter(location: str | os.PathLike[str], *, context: ckptcore.Context 
         CorruptCheckpointError: if its arrays or its config cannot be read.
     """
 
-    def load(found: ckptcore.CheckpointMetadata, config: AdapterConfig) -> Adapter:
-        return Adapter(ckptcore.load(location, context=context), config)
+    def load(source: str, found: ckptcore.CheckpointMetadata, config: AdapterConfig) -> Adapter:
+        return Adapter(ckptcore.load(source, context=context), config)
 
     return _while_unchanged(location, context, load)
 
@@ -216,7 +216,7 @@ def load_adapter_into(
     """
     model = _unwrapped(model)
 
-    def load(found: ckptcore.CheckpointMetadata, config: AdapterConfig) -> AdapterConfig:
+    def load(source: str, found: ckptcore.CheckpointMetadata, config: AdapterConfig) -> AdapterConfig:
         own = model.state_dict()
         names = dict(_names(model, own, adapter_name, "none").by_stored)
         plain = {plain_name(name): name for name in own}
@@ -224,7 +224,7 @@ def load_adapter_into(
             if stored not in names and stored in plain:
                 names[stored] = plain[stored]
         target = {stored: own[name] for stored, name in names.items()}
-        ckptcore.load_into(location, target, context=context)
+        ckptcore.load_into(source, target, context=context)
         lacking = {name: target[stored] for stored, name in names.items() if own[name].is_meta}
         if lacking:
             model.load_state_dict(lacking, strict=False, assign=True)
@@ -236,17 +236,29 @@ def load_adapter_into(
 def _while_unchanged(
     location: str | os.PathLike[str],
     context: ckptcore.Context | None,
-    load: Callable[[ckptcore.CheckpointMetadata, AdapterConfig], Loaded],
+    load: Callable[[str, ckptcore.CheckpointMetadata, AdapterConfig], Loaded],
 ) -> Loaded:
     """What `load` makes of an adapter whose arrays and config are of one save; again if it was replaced meanwhile."""
     for _ in range(_ATTEMPTS):
-        found = ckptcore.metadata(location, context=context)
-        loaded = load(found, _stored_config(found, location))
-        if ckptcore.metadata(location, context=context).save_id == found.save_id:
+        source, found = _found(os.fspath(location), context)
+        loaded = load(source, found, _stored_config(found, location))
+        if ckptcore.metadata(source, context=context).save_id == found.save_id:
             return loaded
     raise CorruptCheckpointError(
         f"{location} was replaced {_ATTEMPTS} times while it was read; load it when it is saved less often"
     )
+
+
+def _found(location: str, context: ckptcore.Context | None) -> tuple[str, ckptcore.CheckpointMetadata]:
+    """Where the adapter is, and what its checkpoint says: in a directory with the model that it is of, it is named by its file."""
+    found = ckptcore.metadata(location, context=context)
+    if _CONFIG not in found.custom:
+        file = f"{location.rstrip('/')}/adapter_model.safetensors"
+        try:
+            return file, ckptcore.metadata(file, context=context)
+        except CheckpointNotFoundError:
+            return location, found
+    return location, found
 
 
 def _unwrapped(model: torch.nn.Module) -> torch.nn.Module:
@@ -324,7 +336,7 @@ def _peft_config(model: torch.nn.Module, adapter_name: str) -> object:
 def _stored_config(found: ckptcore.CheckpointMetadata, location: object) -> AdapterConfig:
     if _CONFIG not in found.custom:
         raise CheckpointNotFoundError(
-            f"{location} has arrays of an adapter and no {_CONFIG_FILE} that says what they are for: give the directory that PEFT or "
+            f"{location} has arrays of an adapter and no {_CONFIG_FILE} that can be read and says what they are for: give the directory that PEFT or "
             "save_adapter made, or load the arrays alone with ckptcore.load"
         )
     return stored_config(found.custom[_CONFIG], location)
