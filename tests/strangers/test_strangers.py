@@ -66,11 +66,13 @@ def test_strangers_take_part_in_the_matrix(installed: Path) -> None:
     outcomes = run_tests(installed, str(MATRIX), "-m", "not slow", "-k", CUT)
     passed = [name for name, outcome in outcomes.items() if outcome == "passed"]
     for pair in (
-        "toyframe-numpy-scroll-toy",
+        "toyframe-numpy-scroll-file",
         "numpy-toyframe-safetensors-file",
         "toyframe-toyframe-scroll-memory",
-        "torch-toyframe-scroll-toy",
-        "toyframe-jax-safetensors-toy",
+        "toyframe-toyframe-scroll-toy",
+        "toyframe-toyframe-safetensors-toy",
+        "torch-toyframe-scroll-file",
+        "toyframe-jax-safetensors-file",
     ):
         assert any(name.endswith(f"[{pair}]") for name in passed), f"the matrix has no {pair}: {sorted(outcomes)[:40]}"
     assert any("crate" in name for name in passed), "the toy's container takes no part"
