@@ -144,12 +144,22 @@ class Agreement:
                     if outcome["error"] is not None
                 ]
                 told = {"failed": failed, "tokens": [outcome["token"] for outcome in outcomes]}
-            verdict = json.loads(
-                self._coordinator.broadcast(f"{key}/verdict", _encode(told) if self.rank == 0 else None)
-            )
+            verdict = json.loads(self._verdict(f"{key}/verdict", told))
         self._meet(key, token, verdict["tokens"])
         failures: Sequence[tuple[int, str, bool]] = verdict["failed"]
         return failures
+
+    def _verdict(self, key: str, told: JSON) -> bytes:
+        """What the leader tells; waits for up to two deadlines.
+
+        The leader may come up to a deadline later than this rank, and says who is missing when its own is over.
+        """
+        if self.rank == 0:
+            return self._coordinator.broadcast(key, _encode(told))
+        try:
+            return self._coordinator.broadcast(key, None)
+        except CoordinationTimeoutError:
+            return self._coordinator.broadcast(key, None)
 
     def _tell_who_is_missing(self, key: str, error: CoordinationTimeoutError) -> None:
         """Let the ranks that came know at once, and those that come late when they do: else each would wait in vain."""

@@ -75,7 +75,7 @@ def test_a_rank_that_missed_one_save_takes_part_in_the_next(tmp_path: Path) -> N
 
 def test_who_comes_and_who_comes_late_are_told_who_was_missing() -> None:
     def of_rank(coordinator: Coordinator) -> str:
-        time.sleep((0, 0.5, 2)[coordinator.rank])  # the deadline of who came is some time after that of the leader
+        time.sleep((0.3, 0, 3)[coordinator.rank])  # the deadline of who came first is over before the leader's
         agreement = Agreement(coordinator, "save")
         try:
             with agreement.stage("describe"):
