@@ -18,6 +18,8 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable):UserWarning"),
 ]
 
+GOLDEN = Path(__file__).parent / "golden"
+
 _REFUSE: Final = """
 import json, sys
 
@@ -79,6 +81,32 @@ report = ckptcore.verify(sys.argv[1])
 assert report.ok, report
 ckptcore.convert(sys.argv[1], sys.argv[2], layout="safetensors")
 ckptcore.convert(sys.argv[2], sys.argv[3], layout="dcp")
+end()
+"""
+
+_LOAD_JAX: Final = """
+import jax
+jax.config.update("jax_enable_x64", True)
+mesh = jax.sharding.Mesh(np.array(jax.devices()[:6]).reshape(2, 3), ("x", "y"))
+
+
+def wanted(leaf):
+    if not isinstance(leaf, np.ndarray):
+        return leaf
+    axes = [name if extent % size == 0 and extent else None for extent, (name, size) in zip(leaf.shape, (("x", 2), ("y", 3)))]
+    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*axes))
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+
+whole = ckptcore.load(sys.argv[1])
+abstract = jax.tree.map(wanted, whole)
+leaves = zip(jax.tree.leaves(ckptcore.load(sys.argv[1], abstract)), jax.tree.leaves(abstract), jax.tree.leaves(whole), strict=True)
+split = 0
+for found, asked, expected in leaves:
+    if isinstance(found, jax.Array):
+        assert found.sharding == asked.sharding and np.asarray(found).tobytes() == expected.tobytes()
+        split += not found.is_fully_replicated
+print(json.dumps(split))
 end()
 """
 
@@ -145,6 +173,12 @@ def test_a_checkpoint_of_torch(tmp_path: Path, writer: dict[str, Any]) -> None:
     }
     again = loaded(tmp_path / "back", {"model": {name: torch.zeros_like(t) for name, t in state["model"].items()}})
     assert_same(again["model"], state["model"])
+
+
+@pytest.mark.parametrize("name", ["two_processes", "plain", "hugging_face_shards"])
+def test_what_torch_sharded_goes_into_shardings_of_jax(name: str) -> None:
+    """DTensors that two processes of torch saved, and others."""
+    assert run(_LOAD_JAX, GOLDEN / name) > 0
 
 
 def test_a_file_of_torch(tmp_path: Path) -> None:
