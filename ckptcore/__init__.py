@@ -41,7 +41,7 @@ from ckptcore.builtin.sharded_arrays import ArrayShard, ShardedArray
 from ckptcore.context import Context, MemoryOptions
 from ckptcore.describing import CheckpointablesMetadata, CheckpointMetadata
 from ckptcore.errors import CheckpointError
-from ckptcore.exports import Export
+from ckptcore.exports import Export, StepExport
 from ckptcore.flattening import PLACEHOLDER
 from ckptcore.hookspecs import hookimpl
 from ckptcore.model import AbstractArray
@@ -52,7 +52,6 @@ from ckptcore.verification import Problem, VerifyReport
 
 if TYPE_CHECKING:
     from ckptcore.checkpointer import Checkpointer
-    from ckptcore.exports import StepExport
     from ckptcore.reader import CheckpointReader
     from ckptcore.restoring import SkippedStep
     from ckptcore.step_names import StepNameFormat, StepNames
@@ -107,7 +106,6 @@ _ON_DEMAND = {
     "CheckpointReader": "ckptcore.reader",
     "Checkpointer": "ckptcore.checkpointer",
     "SkippedStep": "ckptcore.restoring",
-    "StepExport": "ckptcore.exports",
     "StepNameFormat": "ckptcore.step_names",
     "StepNames": "ckptcore.step_names",
 }

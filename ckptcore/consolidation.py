@@ -126,7 +126,7 @@ def _consolidate(
     recording.save_id = decided["save_id"]
     items = [item for number in _shares(objects, agreement.size)[agreement.rank] for item in objects[number]]
     plan = WritePlan(tree, tuple(items), agreement.rank, agreement.size, decided["save_id"])
-    nbytes = sum(_nbytes(item) for item in items)
+    nbytes = sum(item.nbytes for item in items)
     described = Described(
         location=location,
         overwrite=overwrite,
@@ -217,7 +217,7 @@ def _shares(objects: Sequence[Sequence[WriteItem]], size: int) -> list[list[int]
     Returns:
         By rank, the numbers of its objects, ascending. The same on every process.
     """
-    amounts = [sum(map(_nbytes, items)) for items in objects]
+    amounts = [sum(item.nbytes for item in items) for items in objects]
     taken = [0] * size
     found: list[list[int]] = [[] for _ in range(size)]
     for number in sorted(range(len(objects)), key=lambda number: -amounts[number]):
@@ -225,10 +225,6 @@ def _shares(objects: Sequence[Sequence[WriteItem]], size: int) -> list[list[int]
         taken[rank] += amounts[number]
         found[rank].append(number)
     return [sorted(numbers) for numbers in found]
-
-
-def _nbytes(item: WriteItem) -> int:
-    return sum(box.size for box in item.boxes) * item.spec.numpy_dtype.itemsize
 
 
 class _Consolidated:

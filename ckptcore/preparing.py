@@ -57,9 +57,7 @@ class PreparedSave:
     def nbytes(self) -> int:
         """Bytes of arrays that this process writes."""
         all_described = [self.described, *(export.described for export in self.exports)]
-        return sum(
-            item.spec.nbytes for described in all_described for part in described.parts for item in part.plan.items
-        )
+        return sum(item.nbytes for described in all_described for part in described.parts for item in part.plan.items)
 
 
 def prepare_save(request: SaveRequest, context: Context, recording: Recording, agreement: Agreement) -> PreparedSave:

@@ -43,7 +43,7 @@ class ViewedSnapshot:
     def _begin(self, item: int) -> None:
         if item not in self._pending:
             self._pending[item] = self._start(item)
-            self._outstanding += self.plan.items[item].spec.nbytes
+            self._outstanding += self.plan.items[item].nbytes
 
     def release(self, item: int) -> None:
         """See `Snapshot`."""
@@ -51,7 +51,7 @@ class ViewedSnapshot:
             if item not in self._pending:
                 return  # the writer gave up before it asked for it
             self._pending[item] = ()
-            self._outstanding -= self.plan.items[item].spec.nbytes
+            self._outstanding -= self.plan.items[item].nbytes
 
 
 class CopiedSnapshot:
@@ -139,7 +139,7 @@ class BoundedSnapshot:
                 while self._asked and self._asked[0] not in waiting:
                     self._asked.popleft()
                 number = self._asked[0] if self._asked else next(iter(waiting))
-                nbytes = self.plan.items[number].spec.nbytes
+                nbytes = self.plan.items[number].nbytes
                 # What the writer waits for is copied whatever is held: it would wait for ever otherwise.
                 if self._asked or self._held == 0 or self._held + nbytes <= self._limit:
                     self._held += nbytes
@@ -185,7 +185,7 @@ class BoundedSnapshot:
             if item not in self._pending:
                 return  # the writer gave up before it asked for it
             arrays, self._pending[item] = self._pending[item], ()
-            self._held -= self.plan.items[item].spec.nbytes
+            self._held -= self.plan.items[item].nbytes
             self._changed.notify_all()
         for array in arrays:
             self._give_back(array.result())

@@ -191,7 +191,7 @@ class StreamedSnapshot:
         with self._changed:
             if self._arrays.pop(item, None) is not None:
                 self._released.add(item)
-                self._held -= _nbytes(self.plan.items[item])
+                self._held -= self.plan.items[item].nbytes
                 self._changed.notify_all()
 
     def close(self) -> None:
@@ -224,7 +224,7 @@ class StreamedSnapshot:
                 first = self._asked[0] if self._asked else self._position
                 # What the writer waits for is read whatever is held: it would wait for ever otherwise.
                 room = self._sizes.held - self._held
-                if self._asked or self._held == 0 or _nbytes(self.plan.items[first]) <= room:
+                if self._asked or self._held == 0 or self.plan.items[first].nbytes <= room:
                     return self._batch_from(first, min(self._sizes.piece, room))
                 self._changed.wait()
             return ()
@@ -234,7 +234,7 @@ class StreamedSnapshot:
         batch: list[int] = []
         nbytes = 0
         for number in range(first, len(self.plan.items)):
-            size = _nbytes(self.plan.items[number])
+            size = self.plan.items[number].nbytes
             if number not in self._unread or (batch and nbytes + size > most_bytes):
                 break
             batch.append(number)
@@ -267,7 +267,3 @@ class StreamedSnapshot:
                 f"the layout {self._opened.layout.name} did not read {format_path(self.plan.tree.paths[missing])}; it is to yield "
                 "the number of every box that it was given"
             )
-
-
-def _nbytes(item: WriteItem) -> int:
-    return sum(box.size for box in item.boxes) * item.spec.numpy_dtype.itemsize

@@ -64,6 +64,11 @@ class WriteItem:
     spec: ArraySpec
     boxes: tuple[Box, ...]
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the boxes in host memory."""
+        return sum([box.size for box in self.boxes]) * self.spec.numpy_dtype.itemsize
+
 
 @dataclass(frozen=True, slots=True)
 class WritePlan:

@@ -106,3 +106,15 @@ def test_what_changes_after_a_save_in_the_background_is_not_in_it(tmp_path: Path
     elements[:] = 7
     handle.result()
     assert np.array_equal(ckptcore.load(tmp_path / "c")["w"], np.ones((10, 6), np.float32))
+
+
+def test_progress_counts_what_this_process_writes(tmp_path: Path) -> None:
+    def job(coordinator: Coordinator) -> int:
+        rank = coordinator.rank
+        part = ShardedArray.part(_rows(rank), (ROWS[rank], 0), WHOLE.shape)
+        handle = ckptcore.save_async(tmp_path / "c", {"w": part}, context=job_context(coordinator))
+        handle.result()
+        assert handle.progress.written >= handle.progress.total
+        return handle.progress.total
+
+    assert ThreadJob(3, timeout_seconds=60).run(job) == [_rows(rank).nbytes for rank in range(3)]
