@@ -6,7 +6,7 @@ import argparse
 import shutil
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from benchmarks.cases import Case, async_cases, large_cases, measure, small_cases
@@ -36,24 +36,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
             state = small_state()
             for case in small_cases(scratch, state):
                 missed += report(case, options.rounds * 3, 0.0)
-        if options.only in "stall":
-            for line, ok in stall_rows(scratch, options.rounds):
-                missed += not ok
-                print(line, flush=True)
-            if options.only:
-                return 1 if missed else 0
-        if options.only in "reshard":
-            for line, ok in dcp_reshard_rows(scratch):
-                missed += not ok
-                print(line, flush=True)
-            if options.only:
-                return 1 if missed else 0
-        if options.only in "jobs":
-            for line, ok in job_rows(scratch):
-                missed += not ok
-                print(line, flush=True)
-            if options.only:
-                return 1 if missed else 0
+        alone: dict[str, Callable[[], Iterator[tuple[str, bool]]]] = {
+            "stall": lambda: stall_rows(scratch, options.rounds),
+            "reshard": lambda: dcp_reshard_rows(scratch),
+            "jobs": lambda: job_rows(scratch),
+        }
+        for name, rows in alone.items():
+            if options.only in name:
+                for line, ok in rows():
+                    missed += not ok
+                    print(line, flush=True)
+                if options.only:
+                    return 1 if missed else 0
         if options.only in "orbax":
             missed += orbax(scratch, options.rounds, options.gigabytes)
             if options.only:
