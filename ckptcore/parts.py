@@ -29,7 +29,7 @@ from ckptcore.protocols import (
     WriteStore,
 )
 from ckptcore.root import Member
-from ckptcore.sharing import ReplicaOptions, Shares, cut_for_replicas, owners_of
+from ckptcore.sharing import Pieces, ReplicaOptions, Shares, cut_for_replicas, owners_of
 
 __all__ = [
     "Captured",
@@ -104,7 +104,7 @@ class TreeDescription:
         flat: its leaves; let go of once they are captured.
         own: whether every process saves one of its own.
         places: by leaf of the tree, its place in `flat`; None where they are the same.
-        pieces: by array whose boxes are cut for their replicas, into how many pieces; None where replica 0 writes all.
+        pieces: by array whose boxes are cut for their replicas, how; None where replica 0 writes all.
     """
 
     name: str
@@ -114,7 +114,7 @@ class TreeDescription:
     flat: Flat
     own: bool
     places: Mapping[int, int] | None = None
-    pieces: Mapping[int, int] | None = None
+    pieces: Mapping[int, Pieces] | None = None
 
     def within(self, union: TreeMetadata, *, rank: int, size: int) -> TreeDescription:
         """The same leaves as a part of what all processes save together.

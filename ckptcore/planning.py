@@ -11,7 +11,7 @@ from ckptcore.model.arrays import ArraySpec, Box, Shard
 from ckptcore.model.metadata import ArrayRecord, TreeMetadata
 from ckptcore.model.transfer import ReadItem, ReadPlan, Receipt, WriteItem, WritePlan
 from ckptcore.model.tree import JSON, Attribute, Key, TreePath, format_path
-from ckptcore.sharing import written_boxes
+from ckptcore.sharing import Owners, written_boxes
 
 __all__ = ["check_coverage", "cuts_of", "leaf_names", "plan_read", "plan_write", "uncovered"]
 
@@ -24,7 +24,7 @@ def plan_write(
     size: int,
     save_id: str,
     name: str = "",
-    owners: Mapping[int, Sequence[int]] | None = None,
+    owners: Mapping[int, Owners] | None = None,
 ) -> WritePlan:
     """What one process writes: of every array the boxes of which it holds replica 0, or those that it owns.
 
@@ -34,7 +34,7 @@ def plan_write(
         rank, size: which process of how many this is.
         save_id: the save.
         name: of the checkpointable; empty where the tree is the whole checkpoint.
-        owners: where replicas share, by leaf and cell the replica that writes it, as `ckptcore.sharing` gives them.
+        owners: where replicas share, by leaf the rule which of them writes which cells, as `ckptcore.sharing` gives them.
     """
     items = []
     for leaf, record in enumerate(tree.leaves):

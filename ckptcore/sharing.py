@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import heapq
 import itertools
 import math
@@ -12,7 +13,7 @@ from typing import TypeAlias
 from ckptcore.model.arrays import Box, Shard
 from ckptcore.model.metadata import ArrayRecord, TreeMetadata
 
-__all__ = ["ReplicaOptions", "Shares", "cells_of", "cut_for_replicas", "owners_of", "written_boxes"]
+__all__ = ["Owners", "Pieces", "ReplicaOptions", "Shares", "cells_of", "cut_for_replicas", "owners_of", "written_boxes"]
 
 _Cuts: TypeAlias = tuple[tuple[int, ...], ...]
 
@@ -38,16 +39,54 @@ class ReplicaOptions:
 
 
 @dataclass(frozen=True, slots=True)
+class Pieces:
+    """How each box of an array is cut for its replicas.
+
+    Attributes:
+        axis: which axis is cut.
+        count: into how many pieces, each a cell.
+    """
+
+    axis: int
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
 class Shares:
     """A tree whose large boxes are cut for their replicas.
 
     Attributes:
         tree: with the further cuts.
-        pieces: by array that was cut, into how many pieces each of its boxes is.
+        pieces: by array that was cut, how each of its boxes is.
     """
 
     tree: TreeMetadata
-    pieces: Mapping[int, int] = field(default_factory=dict)
+    pieces: Mapping[int, Pieces] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Owners:
+    """Which replicas write the cells of an array: a rule, so that nothing is listed that other processes hold.
+
+    Attributes:
+        numbers: by piece of a box, the number of the replica that writes it of the first box; of each following box, the next one. A
+            number is to be taken modulo how many replicas there are.
+        axis: the axis along which the pieces of a box follow each other.
+    """
+
+    numbers: tuple[int, ...]
+    axis: int = 0
+
+    def of(self, cell: Sequence[int]) -> int:
+        """The number of the replica that writes a cell; of an array without axes, that of the only one.
+
+        Args:
+            cell: the place of the cell among those of the array, along each axis.
+        """
+        if not cell:
+            return self.numbers[0]
+        box, piece = divmod(cell[self.axis], len(self.numbers))
+        return self.numbers[piece] + sum(cell) - cell[self.axis] + box
 
 
 def cut_for_replicas(tree: TreeMetadata, options: ReplicaOptions, *, size: int) -> Shares:
@@ -66,51 +105,67 @@ def cut_for_replicas(tree: TreeMetadata, options: ReplicaOptions, *, size: int) 
     pieces = {}
     for number, record in enumerate(tree.leaves):
         if isinstance(record, ArrayRecord) and number not in tree.aliases:
-            cuts, count = _cut(record, options, size)
-            if count > 1:
-                leaves[number], pieces[number] = replace(record, cuts=cuts), count
+            cuts, found = _cut(record, options, size)
+            if found is not None:
+                leaves[number], pieces[number] = replace(record, cuts=cuts), found
     for alias, target in tree.aliases.items():
         record = tree.leaves[alias]
         if target in pieces and isinstance(record, ArrayRecord):
-            cuts, _ = _cut(record, options, size)  # as its own, for a rank that has it without the other
-            leaves[alias], pieces[alias] = replace(record, cuts=cuts), pieces[target]
+            cuts, found = _cut(record, options, size)  # as its own, for a rank that has it without the other
+            if found is not None:
+                leaves[alias], pieces[alias] = replace(record, cuts=cuts), found
     return Shares(replace(tree, leaves=tuple(leaves)), pieces)
 
 
-def owners_of(shares: Shares, *, rank: int, size: int) -> Mapping[int, Sequence[int]]:
-    """By array, for each of the cells between its cuts the number of the replica that writes it.
+def owners_of(shares: Shares, *, rank: int, size: int) -> Mapping[int, Owners]:
+    """By array, which replica writes each of the cells between its cuts.
 
-    The largest cells come first, and each goes to the replica that has the fewest bytes so far. Arrays that the same processes
-    hold, in as many replicas, are shared by themselves: every process that holds one of them holds all, and knows as much.
+    The largest pieces come first, and each goes to the replica that has the fewest bytes so far, as if there were one box of each
+    array: processes that hold one box of each of several arrays share these evenly, whichever boxes they are. What every process
+    works out is the same and grows with the number of arrays, neither with that of their cells nor with that of processes.
 
     Args:
         shares: the tree of the job, and the pieces of the arrays that this process holds.
         rank, size: which process of how many this is.
 
     Returns:
-        Of what this process has. A number is to be taken modulo how many replicas there are.
+        Of what this process has.
     """
     tree = shares.tree
     groups: dict[tuple[tuple[int, ...] | None, int], list[tuple[int, int, int]]] = {}
-    owners: dict[int, list[int]] = {}
+    numbers: dict[int, list[int]] = {}
     for leaf, record in enumerate(tree.leaves):
         held_by = tree.held_by.get(leaf)
         if not isinstance(record, ArrayRecord) or leaf in tree.aliases or (held_by is not None and rank not in held_by):
             continue
-        boxes = _count(record) // shares.pieces.get(leaf, 1)
-        replicas = _replicas(boxes, size if held_by is None else len(held_by))
+        pieces = shares.pieces.get(leaf, Pieces(0, 1))
+        replicas = _replicas(_count(record) // pieces.count, size if held_by is None else len(held_by))
         if replicas > 1:
-            itemsize = record.spec.numpy_dtype.itemsize
-            entries = [(-cell.size * itemsize, leaf, number) for number, cell in enumerate(cells_of(record))]
-            owners[leaf] = [0] * len(entries)
+            numbers[leaf] = [0] * pieces.count
+            entries = [(-nbytes, leaf, piece) for piece, nbytes in enumerate(_first_box_bytes(record, pieces))]
             groups.setdefault((held_by, replicas), []).extend(entries)
     for (_, replicas), entries in groups.items():
-        loads = [(0, replica) for replica in range(replicas)]
-        for nbytes, leaf, cell in sorted(entries):
+        loads = [(0, replica) for replica in range(min(replicas, len(entries)))]  # no others come to have any
+        for nbytes, leaf, piece in sorted(entries):
             load, replica = loads[0]
-            owners[leaf][cell] = replica
+            numbers[leaf][piece] = replica
             heapq.heapreplace(loads, (load - nbytes, replica))
-    return owners
+    return {leaf: Owners(tuple(of_pieces), shares.pieces.get(leaf, Pieces(0, 1)).axis)
+            for leaf, of_pieces in numbers.items()}  # fmt: skip
+
+
+def _first_box_bytes(record: ArrayRecord, pieces: Pieces) -> list[int]:
+    """The bytes of each piece of the first box of an array; the other boxes are about the same."""
+    axes = record.cuts or ((),) * len(record.spec.shape)
+    rest = record.spec.numpy_dtype.itemsize
+    extents = [1]
+    for axis, (boundaries, extent) in enumerate(zip(axes, record.spec.shape, strict=True)):
+        if axis == pieces.axis:
+            bounds = [0, *boundaries[: pieces.count], extent][: pieces.count + 1]
+            extents = [stop - start for start, stop in itertools.pairwise(bounds)]
+        else:
+            rest *= boundaries[0] if boundaries else extent
+    return [rest * extent for extent in extents]
 
 
 def cells_of(record: ArrayRecord) -> Sequence[Box]:
@@ -125,7 +180,7 @@ def cells_of(record: ArrayRecord) -> Sequence[Box]:
     ]
 
 
-def written_boxes(record: ArrayRecord, shards: Sequence[Shard], owners: Sequence[int] | None) -> tuple[Box, ...]:
+def written_boxes(record: ArrayRecord, shards: Sequence[Shard], owners: Owners | None) -> tuple[Box, ...]:
     """The boxes that a process writes of those that it holds.
 
     A box that nobody else holds is written whole, and so is one that the cuts go around: its handler has not said where it lies. Of any
@@ -138,19 +193,38 @@ def written_boxes(record: ArrayRecord, shards: Sequence[Shard], owners: Sequence
     """
     if owners is None:
         return tuple([shard.box for shard in shards if shard.replica == 0])
-    cells: Sequence[Box] = ()
     written: list[Box] = []
     for shard in shards:
         if shard.replicas == 1:
             written.append(shard.box)
             continue
-        cells = cells or cells_of(record)
-        inside = [(cell, owner) for cell, owner in zip(cells, owners, strict=True) if shard.box.contains(cell)]
-        if sum(cell.size for cell, _ in inside) != shard.box.size:
+        ranges = _cells_within(record, shard.box)
+        if ranges is None:
             written.extend([shard.box] if shard.replica == 0 else [])
             continue
-        written.extend([cell for cell, owner in inside if owner % shard.replicas == shard.replica])
+        for cell in itertools.product(*[range(len(axis)) for _, axis in ranges]):
+            place = [first + number for (first, _), number in zip(ranges, cell, strict=True)]
+            if owners.of(place) % shard.replicas == shard.replica:
+                bounds = [axis[number] for (_, axis), number in zip(ranges, cell, strict=True)]
+                written.append(Box(tuple([low for low, _ in bounds]), tuple([high for _, high in bounds])))
     return tuple(written)
+
+
+def _cells_within(record: ArrayRecord, box: Box) -> list[tuple[int, list[tuple[int, int]]]] | None:
+    """Along each axis the number of the first cell in a box and the bounds of those in it; None if they do not make it up."""
+    axes = record.cuts or ((),) * len(record.spec.shape)
+    ranges = []
+    for boundaries, extent, start, stop in zip(axes, record.spec.shape, box.start, box.stop, strict=True):
+        first = bisect.bisect_right(
+            boundaries, start
+        )  # boundaries up to the start, each the end of a cell before the box
+        last = bisect.bisect_left(boundaries, stop)
+        begins = start == (boundaries[first - 1] if first else 0)
+        ends = stop == (boundaries[last] if last < len(boundaries) else extent)
+        if not (begins and ends):
+            return None
+        ranges.append((first, list(itertools.pairwise([start, *boundaries[first:last], stop]))))
+    return ranges
 
 
 def _count(record: ArrayRecord) -> int:
@@ -163,8 +237,8 @@ def _replicas(cells: int, holders: int) -> int:
     return holders // cells if cells and holders % cells == 0 else 1
 
 
-def _cut(record: ArrayRecord, options: ReplicaOptions, size: int) -> tuple[_Cuts | None, int]:
-    """The cuts of an array with the further ones, and into how many pieces these cut each box."""
+def _cut(record: ArrayRecord, options: ReplicaOptions, size: int) -> tuple[_Cuts | None, Pieces | None]:
+    """The cuts of an array with the further ones, and how these cut each box; None if there are none."""
     axes = record.cuts or ((),) * len(record.spec.shape)
     cells = _count(record)
     wanted = min(_replicas(cells, size), options.most, record.spec.nbytes // cells // options.piece_bytes)
@@ -177,9 +251,9 @@ def _cut(record: ArrayRecord, options: ReplicaOptions, size: int) -> tuple[_Cuts
             ):  # the leading axis where others give no more: runs stay long
                 found = count, finer, axis
     if found is None:
-        return record.cuts, 1
+        return record.cuts, None
     count, finer, axis = found
-    return (*axes[:axis], finer, *axes[axis + 1 :]), count
+    return (*axes[:axis], finer, *axes[axis + 1 :]), Pieces(axis, count)
 
 
 def _finer(boundaries: Sequence[int], extent: int, wanted: int) -> tuple[int, tuple[int, ...]]:

@@ -52,9 +52,9 @@ def test_what_all_hold_is_written_once(shapes: list[tuple[int, ...]], size: int,
     shares = cut_for_replicas(tree, ReplicaOptions(piece_bytes=piece, most=most), size=size)
     held = [{leaf: (Shard(Box.whole(shape), rank, size),) for leaf, shape in enumerate(shapes)} for rank in range(size)]
     check_coverage(shares.tree, _receipts(shares, held, size))
-    for leaf, count in shares.pieces.items():
+    for leaf, pieces in shares.pieces.items():
         record = shares.tree.leaves[leaf]
-        assert isinstance(record, ArrayRecord) and 1 < count == len(cells_of(record)) <= min(size, most)
+        assert isinstance(record, ArrayRecord) and 1 < pieces.count == len(cells_of(record)) <= min(size, most)
 
 
 @pytest.mark.parametrize("rows", [8, 9, 12])
@@ -112,12 +112,40 @@ def test_every_process_writes_about_the_same(size: int) -> None:
     assert max(written) <= 1.1 * sum(written) / size and min(written) >= 0.9 * sum(written) / size
 
 
+@pytest.mark.parametrize(("shards", "replicas"), [(2, 2), (4, 4), (8, 3)])
+def test_replicas_of_small_shards_write_about_the_same(shards: int, replicas: int) -> None:
+    """Boxes that are too small to be cut: one process of those that hold them writes each, and not the same one all of them."""
+    size, rows, arrays = shards * replicas, 8 * shards, 12 * replicas
+    cuts = (tuple(range(8, rows, 8)), ())
+    shares = cut_for_replicas(_tree([((rows, 6), cuts)] * arrays), ReplicaOptions(), size=size)
+    assert not shares.pieces
+    held = []
+    for rank in range(size):
+        first = 8 * (rank % shards)
+        shard = Shard(Box((first, 0), (first + 8, 6)), rank // shards, replicas)
+        held.append({leaf: (shard,) for leaf in range(arrays)})
+    receipts = _receipts(shares, held, size)
+    check_coverage(shares.tree, receipts)
+    assert {_bytes(receipt) for receipt in receipts} == {12 * 48}
+
+
+def test_owners_do_not_grow_with_cells() -> None:
+    """A process of a job of any size works out as much: a rule for each array, not what becomes of each cell."""
+    found = []
+    for size in (64, 1 << 20):
+        arrays: list[tuple[tuple[int, ...], _Cuts]] = [((1 << 24,), (tuple(range(64, 1 << 12, 64)),))] * 3
+        shares = cut_for_replicas(_tree(arrays), ReplicaOptions(), size=size)
+        found.append(owners_of(shares, rank=5, size=size))
+    assert [len(owners) for owners in found] == [0, 3]
+    assert all(len(rule.numbers) == 1 for rule in found[1].values())
+
+
 def test_cuts_are_those_of_a_regular_grid() -> None:
     def cuts_of(shape: tuple[int, ...], cuts: _Cuts, size: int = 4, **options: int) -> tuple[_Cuts, int]:
         shares = cut_for_replicas(_tree([(shape, cuts)]), ReplicaOptions(**{"piece_bytes": 1, **options}), size=size)
         record = shares.tree.leaves[0]
         assert isinstance(record, ArrayRecord)
-        return record.cuts, shares.pieces.get(0, 1)
+        return record.cuts, shares.pieces[0].count if shares.pieces else 1
 
     assert cuts_of((10, 3), None) == (((3, 6, 9), ()), 4)
     assert cuts_of((2, 30), None) == (((), (8, 16, 24)), 4), "the axis that gives more"
