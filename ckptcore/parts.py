@@ -100,7 +100,8 @@ class TreeDescription:
         name: of the checkpointable; empty where it is the whole checkpoint.
         layout: that will write it.
         tree: what is in it.
-        shards: by leaf, the boxes that this process holds.
+        shards: by leaf, the boxes that this process holds; not of aliases.
+        elsewhere: the leaves that this process only knows of, with those that are tied to them: others hold them.
         flat: its leaves; let go of once they are captured.
         own: whether every process saves one of its own.
         places: by leaf of the tree, its place in `flat`; None where they are the same.
@@ -111,6 +112,7 @@ class TreeDescription:
     layout: Layout
     tree: TreeMetadata
     shards: Mapping[int, Sequence[Shard]]
+    elsewhere: frozenset[int]
     flat: Flat
     own: bool
     places: Mapping[int, int] | None = None
@@ -135,6 +137,8 @@ class TreeDescription:
         for leaf, place in places.items():
             if leaf in union.aliases or not isinstance(union.leaves[leaf], ArrayRecord):
                 continue
+            if place in self.elsewhere:
+                continue
             holders = union.held_by.get(leaf)
             if holders is None and place in self.shards:
                 shards[leaf] = self.shards[place]
@@ -143,9 +147,10 @@ class TreeDescription:
             handler = self.flat.handlers[place]
             assert handler is not None  # placeholders are for loading only
             try:
-                shards[leaf] = handler.shards(self.flat.leaves[place], position, count)
+                found = handler.shards(self.flat.leaves[place], position, count)
             except UnsupportedLeafError as error:
                 raise UnsupportedLeafError(f"{format_path(union.paths[leaf])}: {error}. Nothing was written") from error
+            shards[leaf] = found or ()
         cut = self.pieces
         pieces = None if cut is None else {leaf: cut[place] for leaf, place in places.items() if place in cut}
         return replace(self, tree=union, shards=shards, places=places, pieces=pieces)
@@ -338,21 +343,24 @@ def _describe_tree(
 ) -> TreeDescription:
     rank, size = (0, 1) if own else (rank, size)
     flat = flatten(value, plugins)
-    tree, shards = _describe_leaves(flat, rank, size)
+    tree, shards, elsewhere = _describe_leaves(flat, rank, size)
     pieces = None
     if replicas is not None and size > 1:
         shares = cut_for_replicas(tree, replicas, size=size)
         tree, pieces = shares.tree, shares.pieces
     layout.check(tree, size)
-    return TreeDescription(name, layout, tree, shards, flat, own, pieces=pieces)
+    return TreeDescription(name, layout, tree, shards, elsewhere, flat, own, pieces=pieces)
 
 
-def _describe_leaves(flat: Flat, rank: int, size: int) -> tuple[TreeMetadata, dict[int, Sequence[Shard]]]:
+def _describe_leaves(
+    flat: Flat, rank: int, size: int
+) -> tuple[TreeMetadata, dict[int, Sequence[Shard]], frozenset[int]]:
     records: list[LeafRecord] = []
     refused: dict[int, UnsupportedLeafError] = {}
     aliases: dict[int, int] = {}
     first: dict[tuple[int, Hashable], int] = {}
     shards: dict[int, Sequence[Shard]] = {}
+    elsewhere: set[int] = set()
     for number, (leaf, handler) in enumerate(zip(flat.leaves, flat.handlers, strict=True)):
         assert handler is not None  # placeholders are for loading only
         try:
@@ -364,8 +372,19 @@ def _describe_leaves(flat: Flat, rank: int, size: int) -> tuple[TreeMetadata, di
                     original = first.setdefault((id(handler), identity), number)
                     if original != number and _same_array(records[original], record):
                         aliases[number] = original
+                        if original in elsewhere:
+                            elsewhere.add(number)
                         continue
-                shards[number] = handler.shards(leaf, rank, size)
+                held = handler.shards(leaf, rank, size)
+                if held is not None:
+                    shards[number] = held
+                    continue
+                elsewhere.add(number)
+                if size == 1:
+                    raise UnsupportedLeafError(
+                        "the array is spread over other processes only, and this process saves alone: expected elements of it here; "
+                        "save together with the processes that hold it, or leave it out"
+                    )
         except UnsupportedLeafError as error:
             refused[number] = error
             if len(records) == number:
@@ -377,7 +396,7 @@ def _describe_leaves(flat: Flat, rank: int, size: int) -> tuple[TreeMetadata, di
         raise UnsupportedLeafError("; ".join(lines[:20]) + more + ". Nothing was written") from next(
             iter(refused.values())
         )
-    return TreeMetadata(flat.skeleton, tuple(records), aliases), shards
+    return TreeMetadata(flat.skeleton, tuple(records), aliases), shards, frozenset(elsewhere)
 
 
 def _same_array(first: LeafRecord, second: ArrayRecord) -> bool:

@@ -117,7 +117,7 @@ def prepare_save(request: SaveRequest, context: Context, recording: Recording, a
         if size > 1:
             stage.payload = _told(members, descriptions, request.exports, unplanned, context)
     payloads = stage.payloads
-    decided = agreement.lead("save", lambda: _decide(payloads, exports=len(request.exports)))
+    decided = agreement.lead("save", lambda: _decide(payloads, descriptions, exports=len(request.exports)))
     save_id, created = decided["save_id"], decided["created"]
     recording.save_id = save_id
     if decided["different"]:
@@ -203,15 +203,18 @@ def _told(
         for export in exports
         if isinstance(export, Export)
     ]
-    trees = {str(number): _digest(_without_notes(tree.to_json())) for number, tree in _common_trees(descriptions)}
+    trees = {
+        str(number): _digest([_without_notes(description.tree.to_json()), sorted(description.elsewhere)])
+        for number, description in _common_trees(descriptions)
+    }
     return {"names": _digest([names, exported]), "trees": trees, "unplanned": unplanned}
 
 
-def _common_trees(descriptions: _Descriptions) -> Iterator[tuple[int, TreeMetadata]]:
+def _common_trees(descriptions: _Descriptions) -> Iterator[tuple[int, TreeDescription]]:
     """The trees that all ranks save together, with the numbers of their parts."""
     for number, description in enumerate(descriptions):
         if isinstance(description, TreeDescription) and not description.own:
-            yield number, description.tree
+            yield number, description
 
 
 def _digest(document: JSON) -> str:
@@ -225,12 +228,13 @@ def _without_notes(tree: dict[str, JSON]) -> JSON:
     return {**columns, "extras": kept}
 
 
-def _decide(payloads: Sequence[Any], *, exports: int) -> dict[str, Any]:
+def _decide(payloads: Sequence[Any], descriptions: _Descriptions, *, exports: int) -> dict[str, Any]:
     """On the leader: what is the save, and which ranks are to tell it their trees, by number of the part.
 
     Raises:
         CheckpointError: if the ranks save other things.
         TreeMismatchError: if the trees are the same and an export is of what they do not have.
+        UnsupportedLeafError: if no rank holds an array that all know of.
     """
     ids = [new_save_id() for _ in range(1 + exports)]
     decision = {"save_id": ids[0], "created": save_created(), "exports": ids[1:], "different": {}}
@@ -246,10 +250,24 @@ def _decide(payloads: Sequence[Any], *, exports: int) -> dict[str, Any]:
     decision["different"] = {
         number: [ranks[0] for ranks in by_tree] for number, by_tree in groups.items() if len(by_tree) > 1
     }
+    for number, description in _common_trees(descriptions):
+        if str(number) not in decision["different"]:
+            _refuse_what_nobody_holds(description)
     unplanned = next((payload["unplanned"] for payload in payloads if payload["unplanned"] is not None), None)
     if unplanned is not None and not decision["different"]:
         raise TreeMismatchError(unplanned, [unplanned])
     return decision
+
+
+def _refuse_what_nobody_holds(description: TreeDescription) -> None:
+    """Refuse arrays that the leader only knows of; the other ranks have told the same."""
+    if description.elsewhere:
+        paths = [format_path(description.tree.paths[leaf]) for leaf in sorted(description.elsewhere)]
+        more = f" and {len(paths) - 20} more" if len(paths) > 20 else ""
+        raise UnsupportedLeafError(
+            f"no rank holds any of {', '.join(paths[:20])}{more}: expected some of its devices, or processes of its mesh, to be in the "
+            "job that saves; let the processes that hold it take part, or leave it out. Nothing was written"
+        )
 
 
 def _groups(number: str, payloads: Sequence[Any]) -> list[list[int]]:
@@ -273,18 +291,21 @@ def _unite(
     own = dict(_common_trees(descriptions))
     with agreement.stage("trees", meaning=NOTHING_COMMITTED) as stage:
         stage.payload = {
-            number: own[int(number)].to_json() for number, ranks in senders.items() if agreement.rank in ranks
+            number: [own[int(number)].tree.to_json(), sorted(own[int(number)].elsewhere)]
+            for number, ranks in senders.items()
+            if agreement.rank in ranks
         }
-    trees: Sequence[Any] = stage.payloads
+    told_trees: Sequence[Any] = stage.payloads
 
     def unite() -> dict[str, str]:
         united = {}
         for number, ranks in senders.items():
-            found = [TreeMetadata.from_json(trees[rank][number]) for rank in ranks]
+            trees, elsewhere = zip(*[told_trees[rank][number] for rank in ranks], strict=True)
+            found = [TreeMetadata.from_json(tree) for tree in trees]
             description = descriptions[int(number)]
             assert isinstance(description, TreeDescription)  # only trees are told
             with naming(description.name):
-                tree = unite_trees(found, _groups(number, payloads), size=agreement.size)
+                tree = unite_trees(found, _groups(number, payloads), size=agreement.size, elsewhere=elsewhere)
                 description.layout.check(tree, agreement.size)
             united[number] = json.dumps(tree.to_json())
         return united

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Final
 
 from ckptcore.errors import TreeMismatchError
 from ckptcore.model.metadata import ArrayRecord, LeafRecord, TreeMetadata
-from ckptcore.model.tree import LEAF, Node, Skeleton, TreePath, format_path
+from ckptcore.model.tree import LEAF, Node, Skeleton, TreePath, format_path, leaf_paths
 
 __all__ = ["unite_trees"]
 
@@ -17,7 +18,13 @@ _SHOWN: Final = 20
 """How many differences an error's text lists; its attribute has all."""
 
 
-def unite_trees(trees: Sequence[TreeMetadata], ranks: Sequence[Sequence[int]], *, size: int) -> TreeMetadata:
+def unite_trees(
+    trees: Sequence[TreeMetadata],
+    ranks: Sequence[Sequence[int]],
+    *,
+    size: int,
+    elsewhere: Sequence[Collection[int]] | None = None,
+) -> TreeMetadata:
     """One tree with every leaf of all of them.
 
     Mappings are united by key: first the keys of the first tree, in its order, then those that the second adds, and so on. All other
@@ -25,18 +32,21 @@ def unite_trees(trees: Sequence[TreeMetadata], ranks: Sequence[Sequence[int]], *
     shape, dtype, kind and cuts, or the same value. Notes are those of the first tree that has a leaf.
 
     Leaves stay tied where no rank has any two of those that are tied, directly or through a third, apart; else all of them come
-    apart: each is stored then, which is larger and never wrong.
+    apart: each is stored then, which is larger and never wrong. A rank that only knows of arrays does not say whether they are tied.
 
     Args:
         trees: all that are different.
         ranks: by tree, the ranks that have it; of all trees together, every rank of the job once.
         size: processes of the job.
+        elsewhere: by tree, the numbers of the arrays that its ranks only know of: others hold them.
 
     Raises:
         TreeMismatchError: lists what cannot be united, with the ranks.
     """
-    uniting = _Uniting(trees, ranks, size)
+    uniting = _Uniting(trees, ranks, size, elsewhere or [()] * len(trees))
     skeleton = uniting.node((), list(enumerate(tree.skeleton for tree in trees)))
+    aliases = uniting.aliases()
+    held_by = uniting.held_by(skeleton, aliases)
     if uniting.differences:
         lines = uniting.differences
         shown = "".join(f"\n  {line}" for line in lines[:_SHOWN])
@@ -48,16 +58,23 @@ def unite_trees(trees: Sequence[TreeMetadata], ranks: Sequence[Sequence[int]], *
             "was written",
             lines,
         )
-    return TreeMetadata(skeleton, tuple(uniting.records), uniting.aliases(), uniting.held_by())
+    return TreeMetadata(skeleton, tuple(uniting.records), aliases, held_by)
 
 
 class _Uniting:
     """A union as it is made; leaves are numbered as they are come upon."""
 
-    def __init__(self, trees: Sequence[TreeMetadata], ranks: Sequence[Sequence[int]], size: int) -> None:
+    def __init__(
+        self,
+        trees: Sequence[TreeMetadata],
+        ranks: Sequence[Sequence[int]],
+        size: int,
+        elsewhere: Sequence[Collection[int]],
+    ) -> None:
         self.trees = trees
         self.ranks = ranks
         self.size = size
+        self.elsewhere = [frozenset(numbers) for numbers in elsewhere]
         self.differences: list[str] = []
         self.records: list[LeafRecord] = []
         self.sources: list[Mapping[int, int]] = []
@@ -110,22 +127,31 @@ class _Uniting:
 
     def _are_nowhere_apart(self, leaves: Sequence[int]) -> bool:
         for number, tree in enumerate(self.trees):
-            own = [self.sources[leaf][number] for leaf in leaves if number in self.sources[leaf]]
+            own = [self.sources[leaf][number] for leaf in leaves if number in self._holding(leaf)]
             if len({tree.aliases.get(leaf, leaf) for leaf in own}) > 1:
                 return False
         return True
 
-    def held_by(self) -> dict[int, tuple[int, ...]]:
-        """The ranks that have a leaf, of those that not every rank has."""
+    def held_by(self, skeleton: Skeleton, aliases: Mapping[int, int]) -> dict[int, tuple[int, ...]]:
+        """The ranks that hold a leaf, of those that not every rank does."""
         known: dict[tuple[int, ...], tuple[int, ...]] = {}
         held = {}
         for leaf, of in enumerate(self.sources):
-            trees = tuple(of)
+            trees = self._holding(leaf)
+            if not trees:
+                trees = tuple(of)
+                if leaf not in aliases:
+                    path = next(itertools.islice(leaf_paths(skeleton), leaf, None))
+                    self._differ(path, dict.fromkeys(of, "an array that is on other processes only"))
             if trees not in known:
                 known[trees] = tuple(sorted([rank for tree in trees for rank in self.ranks[tree]]))
             if len(known[trees]) < self.size:
                 held[leaf] = known[trees]
         return held
+
+    def _holding(self, leaf: int) -> tuple[int, ...]:
+        """The trees whose ranks hold a leaf, and do not only know of it."""
+        return tuple([tree for tree, number in self.sources[leaf].items() if number not in self.elsewhere[tree]])
 
     def _leaf(self, path: TreePath, trees: Sequence[int]) -> None:
         sources = {tree: self._numbers[tree][path] for tree in trees}

@@ -213,8 +213,13 @@ class LeafHandler(Protocol):
         """Equal for two leaves exactly if they are the same elements in memory (tied); None if not known."""
         ...
 
-    def shards(self, leaf: Any, rank: int, size: int) -> Sequence[Shard]:
-        """The boxes of the array that this process holds, of `size` processes."""
+    def shards(self, leaf: Any, rank: int, size: int) -> Sequence[Shard] | None:
+        """The boxes of the array that this process holds, of `size` processes; None where it only knows of the array.
+
+        None is for an array that is spread over other processes alone, as those of another stage of a pipeline may be: these share
+        it as if the job were theirs, and `rank` and `size` are the place among them and their number when they are asked again.
+        A process that is one of them and has nothing, because there were fewer rows than processes, gives no boxes.
+        """
         ...
 
     def copy_to_host(self, leaf: Any, boxes: Sequence[Box], memory: HostMemory) -> Sequence[Pending[HostArray]]:

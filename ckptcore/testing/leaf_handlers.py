@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from ckptcore.errors import UnsupportedLeafError
-from ckptcore.model import PLAIN_ARRAY, ArrayRecord, Box, HostArray, LeafRecord, Pending, ValueRecord
+from ckptcore.model import PLAIN_ARRAY, ArrayRecord, Box, HostArray, LeafRecord, Pending, Shard, ValueRecord
 from ckptcore.protocols import LeafHandler
 from ckptcore.testing.arrays import assert_same_bits, dtype_name, same_bits
 from ckptcore.testing.coverage import assert_inside, assert_makes_up
@@ -131,7 +131,7 @@ class LeafHandlerTests:
         owned: list[Box] = []
         seen: set[tuple[Box, int]] = set()
         for rank in range(size):
-            for shard in self.handler.shards(leaf, rank, size):
+            for shard in self._shards(leaf, rank, size):
                 assert_inside(shard.box, shape, "shards")
                 assert 0 <= shard.replica < shard.replicas, f"{shard} is none of its own replicas"
                 assert (shard.box, shard.replica) not in seen, f"{shard} comes twice over {size} processes"
@@ -185,10 +185,15 @@ class LeafHandlerTests:
         assert list(self.handler.view_on_host(leaf, ())) == []
         assert list(self.handler.copy_to_host(leaf, (), LateHostMemory())) == []
 
+    def _shards(self, leaf: object, rank: int, size: int) -> Sequence[Shard]:
+        shards = self.handler.shards(leaf, rank, size)
+        assert shards is not None, "shards: None is for arrays of which other processes hold everything"
+        return shards
+
     def _boxes(self, leaf: object) -> list[Box]:
         """The boxes held here, and parts of them: a box can be split over its replicas."""
         boxes: list[Box] = []
-        for shard in self.handler.shards(leaf, 0, 1):
+        for shard in self._shards(leaf, 0, 1):
             boxes.append(shard.box)
             for axis, extent in enumerate(shard.box.shape):
                 if extent > 1:

@@ -154,7 +154,9 @@ class _RowsHandler(HostArrayHandler):
     def identity(self, leaf: Any) -> None:
         return None
 
-    def shards(self, leaf: Any, rank: int, size: int) -> Sequence[Shard]:
+    def shards(self, leaf: Any, rank: int, size: int) -> Any:  # None too, which arrays of NumPy never give
+        if leaf.rank not in leaf.mesh:
+            return None
         each, place = leaf.shape[0] // len(leaf.mesh), leaf.mesh.index(leaf.rank)
         return (Shard(Box((each * place, 0), (each * (place + 1), leaf.shape[1]))),)
 
@@ -175,6 +177,43 @@ def test_arrays_over_a_part_of_the_ranks_are_whole(layout: str, tmp_path: Path) 
     _run(job, handlers={_Rows: _RowsHandler()})
     experts = ckptcore.load(tmp_path / "c")["experts"]
     assert list(experts) == ["0", "1"] and all(np.array_equal(expert["w"], whole) for expert in experts.values())
+
+
+@pytest.mark.parametrize("layout", _LAYOUTS)
+def test_arrays_that_others_only_know_of_are_whole(layout: str, tmp_path: Path) -> None:
+    """Every rank has all names, and some ranks hold what is under them."""
+    whole = np.arange(24.0).reshape(6, 4)
+
+    def state(rank: int) -> dict[str, Any]:
+        meshes = {"one": (2,), "three": (0, 1, 3), "two": (0, 1)}
+        found: dict[str, Any] = {"same": np.ones(3)}
+        for name, mesh in meshes.items():
+            rows = np.array_split(whole, len(mesh))[mesh.index(rank)] if rank in mesh else np.empty((0, 4))
+            found[name] = _Rows((6, 4), mesh, rank, rows)
+        return found
+
+    _run(
+        lambda rank, context: ckptcore.save(tmp_path / "c", state(rank), layout=layout, context=context),
+        handlers={_Rows: _RowsHandler()},
+    )
+    loaded = ckptcore.load(tmp_path / "c")
+    assert all(np.array_equal(loaded[name], whole) for name in ("one", "three", "two"))
+    held_by = json.loads((tmp_path / "c" / "checkpoint.json").read_bytes())["tables"]["tree"]["held_by"]
+    assert [[2], [1]] in held_by and [[0, 1, 3], [2]] in held_by and [[0, 1], [3]] in held_by
+
+
+def test_an_array_that_all_ranks_only_know_of_is_refused(tmp_path: Path) -> None:
+    def job(rank: int, context: ckptcore.Context) -> str:
+        known = _Rows((6, 4), (7,), rank, np.empty((0, 4)))
+        states: list[dict[str, Any]] = [{"x": known}, {"x": known, str(rank): np.ones(2)}]
+        for state in states:
+            with pytest.raises(CheckpointError, match="(?s)no rank holds any of x|x: an array that is on other proc"):
+                ckptcore.save(tmp_path / "c", state, layout="zarr3", context=context)
+        with pytest.raises(CheckpointError, match="x: the array is spread over other processes only.*saves alone"):
+            ckptcore.save_checkpointables(tmp_path / "c", {"own": ckptcore.PerProcess(states[0])}, context=context)
+        return "refused"
+
+    assert _run(job, handlers={_Rows: _RowsHandler()}) == ["refused"] * 4 and list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("layout", _LAYOUTS)

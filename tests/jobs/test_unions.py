@@ -114,6 +114,32 @@ def test_ties_stay_where_no_rank_has_them_apart(trees: list[TreeMetadata], expec
     assert TreeMetadata.from_json(tree.to_json() | {"held_by": _as_json(tree)}).aliases == expected
 
 
+def _knowing(size: int, *known: tuple[TreeMetadata, list[int]]) -> TreeMetadata:
+    trees, elsewhere = zip(*known, strict=True)
+    return unite_trees(trees, [[rank] for rank in range(size)], size=size, elsewhere=elsewhere)
+
+
+def test_those_that_only_know_of_an_array_do_not_hold_it() -> None:
+    tree = _tree(_arrays("a", "b", "c"))
+    united = _knowing(3, (tree, [1]), (tree, [0, 1]), (tree, []))
+    assert united.held_by == {0: (0, 2), 1: (2,)}
+
+
+def test_those_that_only_know_of_arrays_do_not_say_that_they_are_apart() -> None:
+    tied, apart = _tree(_arrays("a", "b"), {1: 0}), _tree(_arrays("a", "b"))
+    assert _knowing(2, (apart, [0, 1]), (tied, [])).aliases == {1: 0}
+    assert _knowing(2, (apart, [1]), (tied, [])).aliases == {1: 0}
+    assert _knowing(2, (apart, []), (tied, [])).aliases == {}
+    assert _knowing(2, (tied, [0, 1]), (apart, [])).aliases == {}
+
+
+def test_an_array_that_nobody_holds_is_told() -> None:
+    tree = _tree(_arrays("a", "b"))
+    with pytest.raises(TreeMismatchError) as caught:
+        _knowing(2, (tree, [0, 1]), (tree, [1]))
+    assert caught.value.differences == ("b: an array that is on other processes only on ranks 0-1",)
+
+
 def _as_json(tree: TreeMetadata) -> list[Any]:
     return [[list(ranks), [leaf]] for leaf, ranks in tree.held_by.items()]
 

@@ -77,15 +77,17 @@ def test_an_array_of_one_process_is_taken_to_be_held_by_all_alike():
     ]
 
 
-def test_a_process_without_devices_of_an_array_holds_nothing():
-    away = Layout((Device(0, 0), Device(1, 1)), 2, 1)
-    assert shards_of(away, (2, 3), 2, 4) == ()
+@pytest.mark.parametrize("owners", [(0, 1), (1, 1)])
+def test_a_process_without_devices_of_an_array_only_knows_of_it(owners):
+    away = Layout((Device(0, owners[0]), Device(1, owners[1])), 2, 1)
+    assert shards_of(away, (2, 3), 2, 4) is None
 
 
-def test_what_one_other_process_has_is_refused_with_a_remedy():
-    away = Layout((Device(4, 2), Device(5, 2)), 0, 1)
-    with pytest.raises(UnsupportedLeafError, match="process 2 only.*leave it out"):
-        shards_of(away, (2, 3), 0, 4)
+def test_those_that_hold_an_array_share_it_by_themselves():
+    """Asked with their place among the holders, and the number of these."""
+    for place, process in enumerate((1, 3)):
+        sharding = Layout((Device(2, 1), Device(6, 3)), process, 2)
+        assert shards_of(sharding, (1, 3), place, 2) == (Shard(Box((0, 0), (1, 3)), place, 2),)
 
 
 def test_a_process_that_saves_alone_has_to_have_all():

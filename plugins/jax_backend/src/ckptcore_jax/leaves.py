@@ -84,12 +84,12 @@ class JaxLeafHandler:
         pointers = [leaf.addressable_data(position).unsafe_buffer_pointer() for position in placement.boxes.values()]
         return ("jax", tuple(pointers), shape, leaf.dtype)
 
-    def shards(self, leaf: Any, rank: int, size: int) -> Sequence[Shard]:
-        """The boxes on the devices of this process, each once.
+    def shards(self, leaf: Any, rank: int, size: int) -> Sequence[Shard] | None:
+        """The boxes on the devices of this process, each once; None where all its devices are in other processes.
 
         Raises:
             UnsupportedLeafError: if the array was deleted or donated, or has no elements: it is abstract. Or if this process saves
-                alone and others have a part of it, or if one other process has all of it.
+                alone and others have a part of it.
         """
         leaf = _plain(_alive(leaf))
         return shards_of(leaf.sharding, leaf.shape, rank, size)
@@ -137,7 +137,7 @@ class JaxLeafHandler:
         sharding = abstract.sharding
         if random_keys.is_key(abstract.dtype):
             sharding = random_keys.data_sharding(sharding)
-        if sharding is None or isinstance(sharding, SingleDeviceSharding):
+        if sharding is None or (isinstance(sharding, SingleDeviceSharding) and sharding.is_fully_addressable):
             return (Box.whole(stored.spec.shape),)
         return tuple(placement_of(sharding, stored.spec.shape).boxes)
 

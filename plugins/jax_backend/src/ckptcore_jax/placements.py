@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -88,8 +87,8 @@ def placement_of(sharding: Sharding, shape: tuple[int, ...]) -> Placement:
 
 
 @functools.lru_cache(maxsize=_CACHED)
-def shards_of(sharding: Sharding, shape: tuple[int, ...], rank: int, size: int) -> tuple[Shard, ...]:
-    """The boxes held in this process, each once.
+def shards_of(sharding: Sharding, shape: tuple[int, ...], rank: int, size: int) -> tuple[Shard, ...] | None:
+    """The boxes held in this process, each once; None where all devices of the array are in other processes.
 
     The replicas of a box are processes: of several devices of one process that hold a box, only one counts. An array
     that is on devices of this process only is taken to be held by every process alike.
@@ -99,7 +98,7 @@ def shards_of(sharding: Sharding, shape: tuple[int, ...], rank: int, size: int) 
         rank, size: which process of how many this is; of one, it saves alone.
 
     Raises:
-        UnsupportedLeafError: if this process saves alone and does not hold all of the array, or if one other process does.
+        UnsupportedLeafError: if this process saves alone and does not hold all of the array.
     """
     placement = placement_of(sharding, shape)
     if placement.local:
@@ -113,15 +112,10 @@ def shards_of(sharding: Sharding, shape: tuple[int, ...], rank: int, size: int) 
                 "devices of one process only"
             )
         return tuple([Shard(box) for box in placement.boxes])
-    owners = set(itertools.chain.from_iterable(placement.holders.values()))
-    if not placement.boxes and len(owners) == 1:
-        # Where it is, it looks like an array that every process has for itself, of which that of rank 0 is stored.
-        raise UnsupportedLeafError(
-            f"an array of shape {shape} with {sharding} is on devices of process {owners.pop()} only, and not of this one: leave it "
-            "out of the tree of the processes that have nothing of it; those that have it save it"
-        )
-    some_device: Any = next(iter(sharding.addressable_devices), None)
-    this_process = None if some_device is None else some_device.process_index
+    if not placement.boxes:
+        return None
+    some_device: Any = next(iter(sharding.addressable_devices))
+    this_process = some_device.process_index
     return tuple(
         [Shard(box, placement.holders[box].index(this_process), len(placement.holders[box])) for box in placement.boxes]
     )

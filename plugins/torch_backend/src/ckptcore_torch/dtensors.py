@@ -50,15 +50,15 @@ class DTensorHandler:
         storage = local.untyped_storage()._cdata
         return ("dtensor", storage, local.storage_offset(), local.shape, local.stride(), local.dtype, placed)
 
-    def shards(self, leaf: Any, rank: int, size: int) -> Sequence[Shard]:
-        """The boxes this process holds; none where it is not in the mesh.
+    def shards(self, leaf: Any, rank: int, size: int) -> Sequence[Shard] | None:
+        """The boxes this process holds; None where it is not in the mesh.
 
         Raises:
             UnsupportedLeafError: if the tensor has no elements in memory.
         """
         pieces = _pieces(leaf)
         if pieces is None:
-            return ()
+            return None
         local = _local(leaf)
         if tuple(local.shape) != pieces.shape:
             raise UnsupportedLeafError(

@@ -1,0 +1,95 @@
+"""Jobs of real processes: each runs a task of a program, and says what it found."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import multiprocessing
+import os
+import socket
+import tempfile
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, Protocol
+
+__all__ = ["Place", "Program", "run_job"]
+
+_PATIENCE_SECONDS: Final = 240
+_PRELOADED: Final = ["ckptcore.testing", "ckptcore_tensorstore", "jax", "torch.distributed.tensor"]
+
+
+@dataclass(frozen=True)
+class Place:
+    """Which process of a job this is.
+
+    Attributes:
+        rank, size: which of how many.
+        devices: how many devices it is to have.
+        port: of 127.0.0.1, where the job meets.
+        directory: of the test.
+    """
+
+    rank: int
+    size: int
+    devices: int
+    port: int
+    directory: Path
+
+
+class Program(Protocol):
+    """What a module has that is run in each process of a job."""
+
+    TASKS: Mapping[str, Callable[[Place], Any]]
+    """By name; each gives JSON."""
+
+    def run(self, task: Callable[[Place], Any], place: Place) -> Any:
+        """Begin the job, do the task, and end the job."""
+        ...
+
+
+def run_job(program: str, task: str, directory: Path, *, size: int, devices: int = 1) -> list[Any]:
+    """Run a task of a program in a job of so many processes; what each found, by rank.
+
+    The processes come from a server that has imported the frameworks, and started nothing of them.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_PRELOADED)
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+    with tempfile.TemporaryDirectory() as found:
+        processes = []
+        for rank in range(size):
+            place = Place(rank, size, devices, port, directory)
+            processes.append(context.Process(target=_process, args=(program, task, place, f"{found}/{rank}")))
+        try:
+            for process in processes:
+                process.start()
+            for process in processes:
+                process.join(timeout=_PATIENCE_SECONDS)
+            said = [_last_words(Path(f"{found}/{rank}.errors")) for rank in range(size)]
+            codes = [process.exitcode for process in processes]
+            assert codes == [0] * size, f"{program}.{task} ended with {codes}:\n" + "\n".join(said)
+            return [json.loads(Path(f"{found}/{rank}.json").read_text()) for rank in range(size)]
+        finally:
+            for process in processes:
+                process.kill()
+
+
+def _process(program: str, task: str, place: Place, found: str) -> None:
+    with open(f"{found}.errors", "wb") as file:
+        os.dup2(file.fileno(), 2)
+    os.environ["OMP_NUM_THREADS"] = "1"
+    module: Any = importlib.import_module(program)
+    try:
+        answer = module.run(module.TASKS[task], place)
+    except BaseException:  # noqa: BLE001  # said by the parent
+        traceback.print_exc()
+        os._exit(1)  # a framework may wait for the others before it ends
+    Path(f"{found}.json").write_text(json.dumps(answer))
+
+
+def _last_words(file: Path) -> str:
+    return file.read_text(encoding="utf-8", errors="replace")[-5000:] if file.exists() else ""
