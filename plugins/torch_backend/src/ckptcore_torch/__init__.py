@@ -15,7 +15,8 @@
                        fsdp_optimizers (the same under FSDP1) and flattened_states (the flat form of torch) know
     abstracts          abstract tensors for what is stored
     sizes              the container torch.Size
-    store_coordinator  the coordinator of a torch.distributed job
+    store_coordinator  the coordinator of a torch.distributed job: store_meetings keeps former lives of the job apart, watched_stores
+                       ends what a store does not answer
     adapters           LoRA adapters as PEFT keeps them, saved and loaded by name
     testing            the sample for the matrix of ckptcore.testing
 """

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import torch.distributed as dist
 
 from ckptcore.errors import CoordinationTimeoutError, PluginError
+from ckptcore_torch.store_meetings import StoreMeeting, meetings
+from ckptcore_torch.watched_stores import WatchedStore, watched
 
 __all__ = ["StoreCoordinator", "StorelessCoordinator", "coordinator_of_job"]
+
+T = TypeVar("T")
 
 _WITHOUT_STORE: Final = ("fake", "mpi")
 """Backends whose process groups have a store that keeps nothing (torch 2.13.0, ``distributed_c10d.py``: ``init_process_group``)."""
@@ -23,22 +27,48 @@ class StoreCoordinator:
     """Agrees through a `torch.distributed.Store` that every process of the job can reach.
 
     The store may be that of the job: ``torch.distributed.TCPStore`` lets one thread of a process wait at a time, so this
-    never waits in the store and asks again instead.
+    never waits in the store and asks again instead. It may hold what a former life of the job left, which is not read; and it may
+    fail or hang, which is told within the deadline.
     """
 
-    def __init__(self, store: Any, rank: int, size: int, *, timeout_seconds: float = 600.0) -> None:
+    def __init__(
+        self, store: Any, rank: int, size: int, *, timeout_seconds: float = 600.0, meeting: StoreMeeting | None = None
+    ) -> None:
         """Touch nothing yet.
 
         Args:
             store: a `torch.distributed.Store`: that of the job, or one of its own.
             rank, size: which process of how many this is.
             timeout_seconds: how long an exchange waits for the others.
+            meeting: of this process with the leader; None: the one that all coordinators over this store have.
         """
         # Untyped, because torch says of its stores that they take and give text; they take and give bytes.
-        self._store: Final[Any] = dist.PrefixStore("ckptcore", store)  # type: ignore[attr-defined]  # it is exported at run time
+        self._store: Final[Any] = _own_part(store)
         self._rank: Final = rank
         self._size: Final = size
         self._timeout_seconds: Final = timeout_seconds
+        self._meeting: Final = meeting or meetings().of(store, self._store, rank, size)
+
+    @classmethod
+    def of_job(cls, *, timeout_seconds: float = 600.0) -> StoreCoordinator:
+        """The coordinator of the job whose process group was initialized, with a deadline of your choice.
+
+        Raises:
+            PluginError: if there is no process group, or its backend has no store.
+        """
+        world = dist.group.WORLD
+        if world is None:
+            raise PluginError(
+                "this process is part of no job of torch.distributed: expected a call of init_process_group() before, found none"
+            )
+        backend = dist.get_backend(world)
+        if backend in _WITHOUT_STORE:
+            raise _without_store(backend, world.size())
+        store = _store_of(world)
+        rank, size = world.rank(), world.size()
+        # The group stands for the life of the job: its store may be another object each time that it is asked for.
+        meeting = meetings().of(world, _own_part(store), rank, size)
+        return cls(store, rank, size, timeout_seconds=timeout_seconds, meeting=meeting)
 
     @property
     def rank(self) -> int:
@@ -52,39 +82,64 @@ class StoreCoordinator:
 
     def gather(self, key: str, payload: bytes) -> Sequence[bytes] | None:
         """See `ckptcore.protocols.Coordinator`; only the leader waits, and removes what it got."""
-        if self._rank:
-            self._store.set(f"{key}/{self._rank}", payload)
-            return None
-        keys = {rank: f"{key}/{rank}" for rank in range(1, self._size)}
-        self._wait(key, keys)
-        gathered = [payload, *[bytes(self._store.get(name)) for name in keys.values()]]
-        for name in keys.values():
-            self._store.delete_key(name)
-        return gathered
+        if self._size == 1:
+            return [payload]
+        return self._exchange(key, lambda store, place: self._gather(store, key, place, payload))
 
     def broadcast(self, key: str, payload: bytes | None) -> bytes:
         """See `ckptcore.protocols.Coordinator`; the leader does not wait, and the last to come removes the payload."""
         if (payload is None) == (self._rank == 0):
             raise PluginError(f"broadcast {key!r}: the leader, and nobody else, gives the payload")
-        told, came = f"{key}/told", f"{key}/came"
-        if payload is not None:
-            if self._size > 1:
-                self._store.set(told, payload)
-            return payload
-        self._wait(key, {0: told})
-        received = bytes(self._store.get(told))
-        if self._store.add(came, 1) == self._size - 1:
-            self._store.delete_key(told)
-            self._store.delete_key(came)
+        if payload is None:
+            return self._exchange(key, lambda store, place: self._receive(store, key, place))
+        if self._size > 1:
+            told = payload
+            self._exchange(key, lambda store, place: self._tell(store, place, told))
+        return payload
+
+    def _exchange(self, key: str, exchange: Callable[[WatchedStore, str], T]) -> T:
+        """Run an exchange under keys of this life of the job."""
+        timeout = self._timeout_seconds
+
+        def run(store: WatchedStore) -> T:
+            return exchange(store, f"{self._meeting.life(store, key, timeout)}/{key}")
+
+        return watched(self._store, key, self._rank, timeout, run)
+
+    def _gather(self, store: WatchedStore, key: str, place: str, payload: bytes) -> Sequence[bytes] | None:
+        if self._rank:
+            store.set(f"{place}/{self._rank}", payload)
+            return None
+        names = {rank: f"{place}/{rank}" for rank in range(1, self._size)}
+        try:
+            self._wait(store, key, names)
+        finally:
+            self._meeting.waited()
+        gathered = [payload, *[store.get(name) for name in names.values()]]
+        for name in names.values():
+            store.remove(name)
+        return gathered
+
+    def _tell(self, store: WatchedStore, place: str, payload: bytes) -> None:
+        store.set(f"{place}/told", payload)
+        self._meeting.wait_for_all(store, self._timeout_seconds)
+
+    def _receive(self, store: WatchedStore, key: str, place: str) -> bytes:
+        told, came = f"{place}/told", f"{place}/came"
+        self._wait(store, key, {0: told})
+        received = store.get(told)
+        if store.add(came, 1) == self._size - 1:
+            store.remove(told)
+            store.remove(came)
         return received
 
-    def _wait(self, key: str, names: dict[int, str]) -> None:
+    def _wait(self, store: WatchedStore, key: str, names: Mapping[int, str]) -> None:
         """Wait until the ranks have set their names."""
         deadline = time.monotonic() + self._timeout_seconds
         pause = _FIRST_PAUSE_SECONDS
         missing = dict(names)
         while True:
-            missing = {rank: name for rank, name in missing.items() if not self._store.check([name])}
+            missing = {rank: name for rank, name in missing.items() if not store.has(name)}
             if not missing:
                 return
             if time.monotonic() >= deadline:
@@ -93,7 +148,7 @@ class StoreCoordinator:
                     f"{list(missing)}; look at what they were doing",
                     list(missing),
                 )
-            time.sleep(pause)
+            store.pause(pause)
             pause = min(pause * 2, _LONGEST_PAUSE_SECONDS)
 
 
@@ -116,7 +171,7 @@ class StorelessCoordinator:
         Raises:
             PluginError
         """
-        raise self._refusal()
+        raise _without_store(self.backend, self.size)
 
     def broadcast(self, key: str, payload: bytes | None) -> bytes:
         """Refuse.
@@ -124,14 +179,7 @@ class StorelessCoordinator:
         Raises:
             PluginError
         """
-        raise self._refusal()
-
-    def _refusal(self) -> PluginError:
-        return PluginError(
-            f"the process group of this job of {self.size} processes has the backend {self.backend!r}, which has no key-value "
-            "store: expected another backend, or Context(coordinator=StoreCoordinator(store, rank, size)) with a store that all "
-            "processes reach"
-        )
+        raise _without_store(self.backend, self.size)
 
 
 def coordinator_of_job() -> StoreCoordinator | StorelessCoordinator | None:
@@ -146,7 +194,18 @@ def coordinator_of_job() -> StoreCoordinator | StorelessCoordinator | None:
     backend = dist.get_backend(world)
     if backend in _WITHOUT_STORE:
         return StorelessCoordinator(backend, world.rank(), world.size())
-    return StoreCoordinator(_store_of(world), world.rank(), world.size())
+    return StoreCoordinator.of_job()
+
+
+def _without_store(backend: str, size: int) -> PluginError:
+    return PluginError(
+        f"the process group of this job of {size} processes has the backend {backend!r}, which has no key-value store: expected "
+        "another backend, or Context(coordinator=StoreCoordinator(store, rank, size)) with a store that all processes reach"
+    )
+
+
+def _own_part(store: Any) -> Any:
+    return dist.PrefixStore("ckptcore", store)  # type: ignore[attr-defined]  # it is exported at run time
 
 
 def _store_of(group: Any) -> Any:

@@ -1,0 +1,149 @@
+"""Keys of a store that outlives a job: what a former life left is no answer, and a store that hangs or fails is told of."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from ckptcore_torch.store_coordinator import StoreCoordinator
+
+from ckptcore.errors import CoordinationTimeoutError, PluginError, RankFailedError
+
+
+def life(store: dist.HashStore, size: int, *, timeout_seconds: float = 30.0) -> list[StoreCoordinator]:
+    """Processes that were started together and given a store that may have been used before."""
+    make: Any = dist.PrefixStore  # type: ignore[attr-defined]  # it is exported at run time
+    return [StoreCoordinator(make("job", store), rank, size, timeout_seconds=timeout_seconds) for rank in range(size)]
+
+
+def together(*work: Callable[[], Any]) -> list[Any]:
+    with ThreadPoolExecutor(len(work)) as threads:
+        return [future.result() for future in [threads.submit(one) for one in work]]
+
+
+def meet(job: list[StoreCoordinator]) -> None:
+    leader, *others = job
+    together(lambda: leader.gather("met", b""), *[lambda rank=rank: rank.gather("met", b"") for rank in others])
+
+
+def test_what_a_former_life_told_is_not_heard() -> None:
+    store = dist.HashStore()
+    former = life(store, 2)
+    meet(former)
+    former[0].broadcast("choose", b"step 10")  # rank 1 dies before it hears that
+    former[1].gather("describe", b"old")  # and had told what the leader died before it read
+    leader, other = life(store, 2)
+    heard = threading.Event()
+
+    def lead() -> Any:
+        heard.wait(0.2)  # the other asks first, and would find what is there
+        leader.broadcast("choose", b"step 20")
+        return leader.gather("describe", b"leader")
+
+    def follow() -> bytes:
+        chosen = other.broadcast("choose", None)
+        other.gather("describe", b"new")
+        return chosen
+
+    gathered, chosen = together(lead, follow)
+    assert chosen == b"step 20" and gathered == [b"leader", b"new"]
+
+
+def test_a_life_that_ended_as_it_met_is_none() -> None:
+    """The leader finds the hello of a dead process, answers it, and then that of the living one."""
+    store = dist.HashStore()
+    dead = life(store, 3, timeout_seconds=0.1)
+    for rank in (1, 2):
+        with pytest.raises(CoordinationTimeoutError) as caught:
+            dead[rank].gather("describe", b"old")
+        assert caught.value.missing == (0,)
+    leader, *others = life(store, 3)
+    begun = threading.Event()
+
+    def lead() -> Any:
+        begun.set()
+        return leader.gather("describe", b"0")
+
+    def follow(rank: StoreCoordinator) -> None:
+        begun.wait()
+        time.sleep(0.2)
+        rank.gather("describe", b"%d" % rank.rank)
+
+    gathered, *_ = together(lead, lambda: follow(others[0]), lambda: follow(others[1]))
+    assert gathered == [b"0", b"1", b"2"]
+
+
+def test_a_process_that_is_started_again_alone_is_told_so_and_its_job_who_is_missing() -> None:
+    store = dist.HashStore()
+    job = life(store, 2, timeout_seconds=0.5)
+    meet(job)
+    again = life(store, 2, timeout_seconds=0.5)[1]
+    with pytest.raises(CoordinationTimeoutError, match=r"rank 1.*started again alone") as late:
+        again.gather("met", b"")
+    assert late.value.missing == (0,)
+    with pytest.raises(CoordinationTimeoutError) as left:
+        job[0].gather("next", b"")
+    assert left.value.missing == (1,)
+
+
+def test_coordinators_over_one_store_are_of_one_life() -> None:
+    store = dist.HashStore()
+    meet([StoreCoordinator(store, rank, 2) for rank in range(2)])
+    leader, other = (StoreCoordinator(store, rank, 2) for rank in range(2))
+    leader.broadcast("later", b"told")
+    assert other.broadcast("later", None) == b"told"
+
+
+def test_nothing_is_left_where_all_came() -> None:
+    store = dist.HashStore()
+    job = life(store, 3)
+    meet(job)
+    job[0].broadcast("told", b"x")
+    assert [rank.broadcast("told", None) for rank in job[1:]] == [b"x", b"x"]
+    deadline = time.monotonic() + 30
+    while store.num_keys() and time.monotonic() < deadline:  # the leader forgets hellos on a thread of its own
+        time.sleep(0.01)
+    assert store.num_keys() == 0
+
+
+class _Broken:
+    """A store that does something else than to answer."""
+
+    def __init__(self, instead: Callable[[], Any]) -> None:
+        self._instead = instead
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *arguments: self._instead()
+
+
+@pytest.mark.parametrize(("rank", "missing"), [(0, ()), (1, (0,))])
+def test_a_store_that_does_not_answer_is_left_at_the_deadline(
+    rank: int, missing: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ckptcore_torch.store_coordinator._own_part", lambda store: store)
+    goes_on = threading.Event()
+    coordinator = StoreCoordinator(_Broken(goes_on.wait), rank, 2, timeout_seconds=0.3)
+    with pytest.raises(CoordinationTimeoutError, match="store of the job has not answered for 0.3 s") as caught:
+        coordinator.gather("describe", b"")
+    goes_on.set()
+    assert caught.value.missing == missing
+
+
+def test_a_store_that_fails_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ckptcore_torch.store_coordinator._own_part", lambda store: store)
+
+    def fail() -> None:
+        raise dist.DistNetworkError("Connection reset by peer")  # type: ignore[attr-defined]  # it is exported at run time
+
+    with pytest.raises(RankFailedError, match=r"'describe'.*Connection reset by peer.*rank 0"):
+        StoreCoordinator(_Broken(fail), 1, 2).gather("describe", b"")
+
+
+def test_without_a_group_there_is_no_job() -> None:
+    with pytest.raises(PluginError, match="init_process_group"):
+        StoreCoordinator.of_job()
