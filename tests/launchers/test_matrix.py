@@ -16,7 +16,7 @@ from tests.launchers.states import ARRAYS, LAYOUTS, STEP
 
 HERE = Path(__file__).parent
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
-JOBS = ("torch_fsdp", "torch_mesh", "jax_mesh")
+JOBS = ("torch_fsdp", "torch_mesh", "jax_mesh", "ray_actors")
 
 
 def _commands(job: str) -> list[list[str]]:
@@ -24,7 +24,7 @@ def _commands(job: str) -> list[list[str]]:
     program = str(HERE / f"{job}.py")
     if job.startswith("torch"):
         return [[*TORCHRUN, program]]
-    return [[sys.executable, program]] * 2
+    return [[sys.executable, program]] * (2 if job == "jax_mesh" else 1)  # Ray starts its actors
 
 
 def _free_port() -> int:
