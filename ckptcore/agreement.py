@@ -107,6 +107,8 @@ class Agreement:
                     "token": token,
                 }
             )
+        if isinstance(error, CoordinationTimeoutError) and 0 in error.missing:
+            raise error  # there is no leader to tell it to
         failures: Sequence[tuple[int, str, bool]] = ()
         try:
             failures = self._exchange(name, outcome, token, stage)
@@ -115,15 +117,17 @@ class Agreement:
                 raise
             error.add_note(f"telling the other ranks failed too: {type(failure).__name__}: {failure}")
         if error is not None:
+            elsewhere = [failure for failure in failures if failure[0] != self.rank]
+            if elsewhere:
+                error.add_note(f"the stage {name!r} failed also on {_told(elsewhere)}")
             try:
                 raise error
             finally:
                 del error  # else it and this frame held each other, and the state that is saved
         if failures:
             stage.failed = [rank for rank, _, _ in failures]
-            told = "; ".join(f"rank {rank}: {reason}" for rank, reason, _ in failures)
             kind = CommitUnknownError if any(unknown for _, _, unknown in failures) else RankFailedError
-            raise kind(f"the stage {name!r} failed on {told}" + (f"; {meaning}" if meaning else ""))
+            raise kind(f"the stage {name!r} failed on {_told(failures)}" + (f"; {meaning}" if meaning else ""))
 
     def _exchange(self, name: str, outcome: bytes, token: str | None, stage: Stage) -> Sequence[tuple[int, str, bool]]:
         """What failed, told to all by the leader: the rank, its error, and whether that leaves the commit unknown."""
@@ -207,6 +211,17 @@ class Agreement:
             raise
         self._coordinator.broadcast(key, told)
         return decision
+
+
+def _told(failures: Sequence[tuple[int, str, bool]]) -> str:
+    """Which ranks failed, and why. Ranks of one host often fail alike, and are told together."""
+    ranks: dict[str, list[int]] = {}
+    for rank, reason, _ in failures:
+        ranks.setdefault(reason, []).append(rank)
+    return "; ".join(
+        f"rank {alike[0]}: {reason}" if len(alike) == 1 else f"the ranks {alike}: {reason}"
+        for reason, alike in ranks.items()
+    )
 
 
 def _encode(document: JSON) -> bytes:

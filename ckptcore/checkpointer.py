@@ -33,6 +33,7 @@ from ckptcore.restoring import Loading
 from ckptcore.save_requests import OneTree, SaveRequest
 from ckptcore.saving import begin_save, perform_save
 from ckptcore.step_names import StepNames, step_number, whole_number
+from ckptcore.visibility import expect_one_directory
 
 __all__ = ["Checkpointer", "IfInUse", "WhenBusy"]
 
@@ -100,6 +101,7 @@ class Checkpointer(CheckpointReader):
 
         Raises:
             DirectoryInUseError: if another job owns the directory.
+            NotSharedError: if this process of a job does not see the directory of the leader; where others do not, it is RankFailedError.
             StorageError: if it cannot be written.
             UnknownPluginError: if an export has a layout that is not there.
             ValueError: if an argument is none of its values; if two exports go into one directory; if SIGTERM is to be listened to, and this is not the main thread.
@@ -128,9 +130,11 @@ class Checkpointer(CheckpointReader):
         self._last_saved: int | None = None
         self._begin_reading(directory, step_names, context)
         try:
-            with self._agreement("own").stage("own"):
+            agreement = self._agreement("own")
+            with agreement.stage("own"):
                 if self._job.rank == 0:
                     self._own(if_in_use, metadata)
+            expect_one_directory(agreement, self._steps.store, self._steps.directory)
             self.reload()  # only now: another job may have written until this one owned the directory
             self._look_back(self._steps.latest)
             self._decider.heed(preemption_notice)
@@ -337,6 +341,7 @@ class Checkpointer(CheckpointReader):
             self._deleter.spare(step)
         return SaveRequest(
             location=Within(self._steps.directory, name),
+            name=f"{self.directory}/{name}",  # hosts may find one directory by different paths
             values=values,
             layout=self._layout,
             # What is known to be damaged is worth nothing, so that replacing it need not be atomic.

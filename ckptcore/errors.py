@@ -24,6 +24,7 @@
     │   ├── StorageFullError                                ... because it is full or over quota
     │   ├── ObjectNotFoundError        (FileNotFoundError)  ... because the object is not there
     │   └── ConditionFailedError                            ... because a conditional put lost
+    ├── NotSharedError                 (RuntimeError)       processes of a job do not see the same directory
     ├── SaveLostError                  (RuntimeError)       another save took over or removed this one's claim
     ├── AtomicityError                 (RuntimeError)       the storage cannot do atomically what was asked
     ├── BackgroundSaveError            (RuntimeError)       an earlier asynchronous save failed unnoticed
@@ -56,6 +57,7 @@ __all__ = [
     "DirectoryInUseError",
     "InvalidLocationError",
     "NameCollisionError",
+    "NotSharedError",
     "ObjectNotFoundError",
     "OnlyStepError",
     "PluginConflictError",
@@ -200,6 +202,10 @@ class ObjectNotFoundError(StorageError, FileNotFoundError):
 
 class ConditionFailedError(StorageError):
     """A conditional put found the object in another state than its condition asks."""
+
+
+class NotSharedError(CheckpointError, RuntimeError):
+    """This process does not see in a directory what the leader of its job made there. Nothing was saved."""
 
 
 class SaveLostError(CheckpointError, RuntimeError):

@@ -14,7 +14,7 @@ from ckptcore.exports import Export
 from ckptcore.locations import Location, resolve_location
 from ckptcore.model.transfer import WritePlan
 from ckptcore.parts import Captured, Part, PartDescription, TreeDescription
-from ckptcore.persisting import Described, fail_everywhere, persist
+from ckptcore.persisting import Described, fail_before_claim, persist
 from ckptcore.protocols import Layout
 from ckptcore.root import Member
 from ckptcore.subtrees import Subtree, find_subtree, path_keys
@@ -239,7 +239,7 @@ def _give_up(exports: Sequence[PreparedExport], interruption: BaseException) -> 
     """Fail the exports that this process will not come to: the others begin each and would wait for it."""
     for export in exports:
         try:
-            fail_everywhere(export.described.agreement, "claim", interruption)
+            fail_before_claim(export.described.agreement, interruption)
         except BaseException as error:
             if error is not interruption:
                 raise

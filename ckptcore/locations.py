@@ -86,6 +86,11 @@ class Location:
         return subdirectory(self.parent, self.name)
 
     @property
+    def absolute(self) -> str:
+        """How it is found from any working directory: a local path without links, or a URL."""
+        return self.identity.partition(":")[2] or self.display
+
+    @property
     def parent_name(self) -> str:
         """The name of the directory that it is in; empty where that is not known."""
         return self.identity.rpartition("/")[0].rpartition("/")[2]

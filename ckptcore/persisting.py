@@ -39,8 +39,9 @@ from ckptcore.protocols import About, Layout, MarksCheckpoints, MemberKind, Stor
 from ckptcore.root import ROOT_KEY, Claimed, Composite, Member, Root
 from ckptcore.root_json import encode_composite, encode_root
 from ckptcore.timelines import timeline_to_json
+from ckptcore.visibility import seen_by_all, sees_claim, show_claim
 
-__all__ = ["NOTHING_COMMITTED", "Described", "fail_everywhere", "persist"]
+__all__ = ["NOTHING_COMMITTED", "Described", "fail_before_claim", "fail_everywhere", "persist"]
 
 NOTHING_COMMITTED: Final = "nothing was committed"
 """What it means if a stage before the commit fails on any rank."""
@@ -82,6 +83,13 @@ def fail_everywhere(agreement: Agreement, stage: str, error: BaseException) -> N
     raise error  # the stage has raised it
 
 
+def fail_before_claim(agreement: Agreement, error: BaseException) -> NoReturn:
+    """Raise why this process cannot go on with a save that it has described; the other ranks hear it where they claim."""
+    with agreement.stage("claim"), seen_by_all(agreement, "claimed", "", bool):
+        raise error
+    raise error  # the stage has raised it
+
+
 def persist(
     described: Described,
     captured: Sequence[Captured],
@@ -103,15 +111,22 @@ def persist(
         CommitUnknownError: if that cannot be told.
     """
     agreement = described.agreement
+    claimed = Claimed(described.save_id, described.created)
+    look = functools.partial(sees_claim, claimed, described.location)
     claim = None
     may_write = False
     try:
-        with agreement.stage("claim", meaning=NOTHING_COMMITTED):
+        with (
+            agreement.stage("claim", meaning=NOTHING_COMMITTED),
+            seen_by_all(agreement, "claimed", described.location.absolute, look),
+        ):
             if agreement.rank == 0:
                 with recording.phase("claim"):
                     claim = claim_location(
                         described.location, described.save_id, described.created, described.overwrite
                     )
+                    if agreement.size > 1:
+                        show_claim(claim, claimed, described.location)
         store = claim.store if claim is not None else claimed_store(described.location, described.save_id)
         may_write = True
         try:

@@ -22,7 +22,7 @@ from ckptcore.locations import resolve_location
 from ckptcore.model.metadata import TreeMetadata
 from ckptcore.model.tree import JSON, format_path
 from ckptcore.parts import Part, PartDescription, TreeDescription, describe_part, naming
-from ckptcore.persisting import NOTHING_COMMITTED, Described, fail_everywhere
+from ckptcore.persisting import NOTHING_COMMITTED, Described, fail_before_claim
 from ckptcore.protocols import Layout, SharesReplicas
 from ckptcore.root import Member, check_name, new_save_id
 from ckptcore.save_requests import OneTree, SaveRequest, check_custom, check_metrics, check_progress
@@ -132,7 +132,7 @@ def prepare_save(request: SaveRequest, context: Context, recording: Recording, a
             own = member.processes is not None
             parts.append(Part(directory, description.layout, description.plan(rank, size, save_id), own))
     except BaseException as error:  # noqa: BLE001  # told to the other ranks, then raised
-        fail_everywhere(agreement, "claim", error)
+        fail_before_claim(agreement, error)
     described = Described(
         location=location,
         overwrite=request.overwrite,

@@ -47,6 +47,7 @@ class SaveRequest:
         before_commit: called on the leader right before the commit; an error of it stops the save.
         committed: called on every rank once the checkpoint is there, on the thread that waited for it. Exports come after it.
         exports: further checkpoints in other layouts, of the same copy.
+        name: what every rank of a job calls the location, whatever its path is on each; None: as it is given.
     """
 
     location: Place
@@ -62,6 +63,12 @@ class SaveRequest:
     before_commit: Callable[[], None] | None = None
     committed: Callable[[], None] | None = None
     exports: Sequence[Export] = ()
+    name: str | None = None
+
+    @property
+    def agreed(self) -> object:
+        """What the exchanges of the save are called by."""
+        return self.location if self.name is None else self.name
 
 
 def check_custom(custom: Mapping[str, JSON] | None) -> Mapping[str, JSON]:

@@ -12,7 +12,7 @@ from ckptcore.context import Context
 from ckptcore.engine.memory import StagingMemory
 from ckptcore.events import Recording
 from ckptcore.exporting import PreparedExport, write_exports
-from ckptcore.persisting import Described, fail_everywhere, persist
+from ckptcore.persisting import Described, fail_before_claim, fail_everywhere, persist
 from ckptcore.preparing import prepare_save
 from ckptcore.save_requests import SaveRequest
 from ckptcore.snapshots import BoundedSnapshot
@@ -26,7 +26,7 @@ def perform_save(request: SaveRequest, context: Context) -> None:
     Raises:
         CheckpointError: why it is not.
     """
-    key = context.exchange_key(request.location)  # before anything can fail: every rank counts every save
+    key = context.exchange_key(request.agreed)  # before anything can fail: every rank counts every save
     with _recorded(request, context) as recording, recording.phase("blocking"):
         agreement = Agreement(context.job(), key, recording)
         with recording.phase("describe"):
@@ -38,7 +38,7 @@ def perform_save(request: SaveRequest, context: Context) -> None:
                     context.saves.wait()
                 holding.view(save)
             except BaseException as error:  # noqa: BLE001  # told to the other ranks, then raised
-                fail_everywhere(agreement, "claim", error)
+                fail_before_claim(agreement, error)
             _write(request.committed, save.described, save.exports, holding, context, recording)
         finally:
             holding.close()
@@ -50,7 +50,7 @@ def begin_save(request: SaveRequest, context: Context) -> SaveHandle:
     Raises:
         CheckpointError: why it cannot begin; what comes later is told by the handle.
     """
-    key = context.exchange_key(request.location)  # before anything can fail: every rank counts every save
+    key = context.exchange_key(request.agreed)  # before anything can fail: every rank counts every save
     with _recorded(request, context, goes_on=True) as recording, recording.phase("blocking"):
         agreement = Agreement(context.job(), key, recording)
         try:
@@ -77,7 +77,7 @@ def begin_save(request: SaveRequest, context: Context) -> SaveHandle:
         except BaseException as error:  # noqa: BLE001  # told to the other ranks, then raised
             holding.close()
             memory.close()
-            fail_everywhere(agreement, "claim", error)
+            fail_before_claim(agreement, error)
         _go_on(request.committed, save.described, save.exports, holding, memory, handle, context, recording)
         if to_copy:
             _copy_while_written(to_copy, memory, handle, recording)
@@ -145,7 +145,7 @@ def _go_on(
     except RuntimeError as error:  # the program is ending, and nothing can be begun
         holding.close()
         memory.close()
-        fail_everywhere(described.agreement, "claim", error)
+        fail_before_claim(described.agreement, error)
 
 
 def _copy_while_written(

@@ -1,0 +1,55 @@
+"""Actors on hosts with disks of their own: what they take for one directory is found to be several."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import ckptcore
+from ckptcore import visibility
+from ckptcore.errors import NotSharedError, RankFailedError
+from ckptcore.protocols import Coordinator
+from plugins.ray_coordinator.tests.ranks import Ranks
+
+
+def save_step(context: ckptcore.Context) -> None:
+    """A save of its own."""
+    ckptcore.save("run/step", {"w": np.ones(4)}, context=context)
+
+
+def open_run(context: ckptcore.Context) -> None:
+    """A run."""
+    ckptcore.Checkpointer("run", context=context).close()
+
+
+@pytest.mark.parametrize("work", [save_step, open_run])
+def test_actors_with_other_working_directories(
+    work: Callable[[ckptcore.Context], None], ranks: Ranks, tmp_path: Path
+) -> None:
+    for host in range(2):
+        (tmp_path / f"host {host}" / "run").mkdir(parents=True)
+
+    def of_rank(coordinator: Coordinator) -> Any:
+        before, patience = os.getcwd(), visibility._PATIENCE_SECONDS
+        os.chdir(tmp_path / f"host {min(coordinator.rank, 1)}")
+        visibility._PATIENCE_SECONDS = 0.3  # type: ignore[misc]  # nothing will come
+        try:
+            work(ckptcore.Context(coordinator=coordinator))
+        except Exception as error:  # noqa: BLE001  # compared by the test
+            return type(error), str(error), getattr(error, "__notes__", [])
+        finally:
+            os.chdir(before)
+            visibility._PATIENCE_SECONDS = patience  # type: ignore[misc]  # as it was
+
+    (kind, message, _), *blind = ranks.run(3, of_rank, timeout_seconds=30.0)
+    assert kind is RankFailedError and f"the ranks [1, 2]: NotSharedError: {tmp_path}/host 1/run" in message
+    for kind, message, notes in blind:
+        assert kind is NotSharedError and "the URL of an object store" in message
+        assert f"what rank 0 has in {tmp_path}/host 0/run" in message and "NotSharedError" in notes[0]
+    left = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert all("owner" in path.parts for path in left), left  # the run was let go, and its record stays

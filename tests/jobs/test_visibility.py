@@ -1,0 +1,199 @@
+"""Processes of a job that do not see one directory: found out before arrays are written, and told with hosts and paths."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import ckptcore
+from ckptcore import visibility
+from ckptcore.agreement import Agreement
+from ckptcore.errors import CheckpointExistsError, NotSharedError, RankFailedError
+from ckptcore.locations import open_directory
+from ckptcore.protocols import Coordinator
+from ckptcore.testing import ThreadJob
+from ckptcore.visibility import expect_one_directory
+
+SIZE = 3
+
+
+class Mounted(os.PathLike[str]):
+    """A path that all ranks call the same, and that is another one on each."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def __fspath__(self) -> str:
+        return str(self._path)
+
+    def __str__(self) -> str:
+        return "/shared/run"
+
+
+@pytest.fixture(autouse=True)
+def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(visibility, "_PATIENCE_SECONDS", 0.2)
+
+
+def outcomes(work: Callable[[Coordinator], Any]) -> Sequence[Any]:
+    """What each rank raised, or gave."""
+
+    def of_rank(coordinator: Coordinator) -> Any:
+        try:
+            return work(coordinator)
+        except Exception as error:  # noqa: BLE001  # compared by the test
+            return error
+
+    return ThreadJob(SIZE, timeout_seconds=30).run(of_rank)
+
+
+def directory_of(tmp_path: Path, rank: int, *, apart: Sequence[int]) -> Path:
+    """The directory that a rank sees, made; those that are apart have one of their own."""
+    directory = tmp_path / (f"disk {rank}" if rank in apart else "shared")
+    directory.mkdir(exist_ok=True)
+    return directory
+
+
+def files(directory: Path) -> list[str]:
+    return sorted(str(path.relative_to(directory)) for path in directory.rglob("*") if path.is_file())
+
+
+@pytest.mark.parametrize("apart", [[1], [1, 2], [0]])
+@pytest.mark.parametrize("begin", ["save", "save_async"])
+def test_a_save_that_not_all_see_writes_no_array(begin: str, apart: list[int], tmp_path: Path) -> None:
+    def work(coordinator: Coordinator) -> None:
+        location = Mounted(directory_of(tmp_path, coordinator.rank, apart=apart) / "step")
+        context = ckptcore.Context(coordinator=coordinator)
+        if begin == "save":
+            ckptcore.save(location, {"w": np.ones(4)}, context=context)
+        else:
+            ckptcore.save_async(location, {"w": np.ones(4)}, context=context).result()
+
+    found = outcomes(work)
+    blind = [1, 2] if apart == [0] else apart
+    for rank, error in enumerate(found):
+        assert isinstance(error, NotSharedError if rank in blind else RankFailedError), error
+        path = directory_of(tmp_path, blind[0], apart=apart)
+        assert f"{path}/step on host {os.uname().nodename} is not what rank 0 has" in str(found[0]) or apart == [0]
+    assert not files(tmp_path)
+
+
+def test_every_rank_is_told_of_all_that_do_not_see_it(tmp_path: Path) -> None:
+    def work(coordinator: Coordinator) -> None:
+        location = Mounted(directory_of(tmp_path, coordinator.rank, apart=[1, 2]) / "step")
+        ckptcore.save(location, {"w": np.ones(4)}, context=ckptcore.Context(coordinator=coordinator))
+
+    leader, first, second = outcomes(work)
+    assert "rank 1: NotSharedError" in str(leader) and "rank 2: NotSharedError" in str(leader)
+    assert "file system that all hosts mount" in str(leader)
+    for error, own, other in ((first, 1, 2), (second, 2, 1)):
+        assert str(tmp_path / f"disk {own}" / "step") in str(error)
+        assert any(f"rank {other}: NotSharedError" in note for note in error.__notes__)
+
+
+def test_a_storage_without_directories_is_looked_at_too(tmp_path: Path) -> None:
+    class Place(Mounted):
+        def __fspath__(self) -> str:
+            return f"memory://{tmp_path.name}-{self._path}/step"
+
+    def work(coordinator: Coordinator) -> None:
+        location = Place(Path(f"disk{coordinator.rank // 2}"))
+        ckptcore.save(location, {"w": np.ones(4)}, context=ckptcore.Context(coordinator=coordinator))
+
+    found = outcomes(work)
+    assert [type(error) for error in found] == [RankFailedError, RankFailedError, NotSharedError]
+    assert f"memory://{tmp_path.name}-disk1/step on host" in str(found[0])
+
+
+def test_a_claim_that_another_save_left_is_not_that_of_the_leader(tmp_path: Path) -> None:
+    def work(coordinator: Coordinator) -> None:
+        directory = directory_of(tmp_path, coordinator.rank, apart=[2])
+        if coordinator.rank == 2:  # what an earlier job had here, on the disk that this host has now
+            ckptcore.save(directory / "step", {"w": np.zeros(4)}, context=ckptcore.Context())
+        context = ckptcore.Context(coordinator=coordinator)
+        ckptcore.save(Mounted(directory / "step"), {"w": np.ones(4)}, overwrite=True, context=context)
+
+    assert [type(error) for error in outcomes(work)] == [RankFailedError, RankFailedError, NotSharedError]
+    assert not np.any(ckptcore.load(tmp_path / "disk 2" / "step")["w"])
+
+
+def test_a_directory_of_steps_is_looked_at_before_there_is_one(tmp_path: Path) -> None:
+    def work(coordinator: Coordinator) -> None:
+        directory = directory_of(tmp_path, coordinator.rank, apart=[2])
+        store = open_directory(directory, ckptcore.Context().registry, durable=False, config={})
+        expect_one_directory(Agreement(coordinator, "key"), store, str(directory))
+
+    found = outcomes(work)
+    assert [type(error) for error in found] == [RankFailedError, RankFailedError, NotSharedError]
+    assert f"{tmp_path}/disk 2 on host" in str(found[0])
+    assert files(tmp_path) == []
+
+
+def test_a_checkpointer_agrees_by_the_name_that_the_user_gave(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Links and mounts may lead each host to one directory by another path."""
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "run").symlink_to(tmp_path / "elsewhere")
+    monkeypatch.chdir(tmp_path)
+    keys: list[str] = []
+    exchange = Agreement._exchange
+
+    def spied(self: Agreement, name: str, *arguments: Any) -> Any:
+        keys.append(self._key)
+        return exchange(self, name, *arguments)
+
+    monkeypatch.setattr(Agreement, "_exchange", spied)
+
+    def work(coordinator: Coordinator) -> None:
+        with ckptcore.Checkpointer("run", context=ckptcore.Context(coordinator=coordinator)) as run:
+            run.save(1, {"w": np.ones(4)})
+
+    assert outcomes(work) == [None] * SIZE
+    assert len(keys) > SIZE and all(key.startswith("run/") for key in keys)
+
+
+def test_what_is_seen_late_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As by a client of a network file system, which remembers for a while that nothing was there."""
+    monkeypatch.setattr(visibility, "_PATIENCE_SECONDS", 30.0)
+    looked: list[int] = []
+    sees = visibility.sees_claim
+
+    def late(*arguments: Any) -> bool:
+        looked.append(1)
+        return len(looked) > 5 and sees(*arguments)
+
+    monkeypatch.setattr("ckptcore.persisting.sees_claim", late)
+
+    def work(coordinator: Coordinator) -> None:
+        ckptcore.save(tmp_path / "step", {"w": np.ones(4)}, context=ckptcore.Context(coordinator=coordinator))
+
+    assert outcomes(work) == [None] * SIZE
+    assert ckptcore.verify(tmp_path / "step").ok
+
+
+def test_a_leader_that_cannot_claim_keeps_nobody_looking(tmp_path: Path) -> None:
+    (tmp_path / "step").mkdir()
+    (tmp_path / "step" / "theirs").write_text("")
+
+    def work(coordinator: Coordinator) -> None:
+        context = ckptcore.Context(coordinator=coordinator)
+        ckptcore.save(tmp_path / "step", {"w": np.ones(4)}, context=context)
+
+    found = outcomes(work)
+    assert [type(error) for error in found] == [CheckpointExistsError, RankFailedError, RankFailedError]
+    assert not any(isinstance(error.__context__, NotSharedError) for error in found)
+
+
+def test_probes_of_leaders_that_were_killed_are_removed(tmp_path: Path) -> None:
+    (tmp_path / ".ckptcore").mkdir()
+    (tmp_path / ".ckptcore" / "probe-0011223344556677").write_bytes(b"")
+
+    def work(coordinator: Coordinator) -> None:
+        ckptcore.Checkpointer(tmp_path, context=ckptcore.Context(coordinator=coordinator)).close()
+
+    assert outcomes(work) == [None] * SIZE
+    assert not [name for name in files(tmp_path) if "probe" in name]
