@@ -9,8 +9,9 @@ from ckptcore.model.arrays import HostArray
 from ckptcore.model.transfer import Pending, WritePlan
 from ckptcore.parts import Captured, FilesDescription, Part, StartTransfer, TreeCaptured, TreeDescription
 from ckptcore.preparing import PreparedSave
-from ckptcore.protocols import Snapshot
+from ckptcore.protocols import Executor, Held, LeafBoxes, Snapshot
 from ckptcore.snapshots import BoundedSnapshot, CopiedSnapshot, SharedSnapshot, ViewedSnapshot
+from ckptcore.worker_writes import HeldByWorkers, boxes_at_workers
 
 __all__ = ["Holding"]
 
@@ -21,18 +22,26 @@ class Holding:
     Attributes:
         parts: by part of the save.
         exports: by export of the save.
+        at_workers: what workers of this controller hold; None where none does.
     """
 
     def __init__(self) -> None:
         self.parts: list[Captured] = []
         self.exports: list[Captured] = []
+        self.at_workers: HeldByWorkers | None = None
+        self._held: list[Held] = []
 
     def view(self, save: PreparedSave) -> None:
         """Hold arrays as they are, for a save that blocks until it is committed."""
+        if save.executor is not None:
+            self._hold(save, save.executor, save.executor.view)
         self._capture(save, lambda part, tree: ViewedSnapshot(part.plan, tree.start_view(part.plan)))
+        self._wait_for_workers()
 
     def copy(self, save: PreparedSave, memory: StagingMemory) -> None:
         """Copy every array once; returns when nothing of the state is needed any more."""
+        if save.executor is not None:
+            self._hold(save, save.executor, save.executor.copy)
         snapshots: list[CopiedSnapshot] = []
 
         def copied(part: Part, tree: TreeDescription) -> Snapshot:
@@ -42,15 +51,19 @@ class Holding:
         self._capture(save, copied)
         for snapshot in snapshots:
             snapshot.wait()
+        self._wait_for_workers()
 
     def copy_bounded(self, save: PreparedSave, memory: StagingMemory, limit: int) -> Sequence[BoundedSnapshot]:
         """Get ready to copy while it is written, so that at most `limit` bytes are held at a time.
 
-        What is exported is copied again then: the first copy is gone.
+        What is exported is copied again then: the first copy is gone. Workers copy all that they hold at once: the bound is on the
+        memory of this process.
 
         Returns:
             What is to be copied, in the order in which it is written.
         """
+        if save.executor is not None:
+            self._hold(save, save.executor, save.executor.copy)
         snapshots: list[BoundedSnapshot] = []
 
         def bounded(plan: WritePlan, start: StartTransfer) -> Captured:
@@ -66,14 +79,33 @@ class Holding:
                 self.parts.append(bounded(part.plan, starts[number]))
         for export in save.exports:
             self.exports.append(bounded(export.plan, _renumbered(starts[export.part], export.items)))
+        self._wait_for_workers()
         return snapshots
 
     def close(self) -> None:
         """Let go of everything: the functions in the traceback of an error hold the lists for as long as that is kept."""
         for captured in (*self.parts, *self.exports):
             captured.close()
+        for held in self._held:
+            held.close()
+        self._held.clear()
+        self.at_workers = None
         self.parts.clear()
         self.exports.clear()
+
+    def _hold(self, save: PreparedSave, executor: Executor, take: Callable[[int, Sequence[LeafBoxes]], Held]) -> None:
+        """Let every worker begin to hold what it is to write."""
+        trees = [(part, one) for part, one in save.described_parts if isinstance(one, TreeDescription)]
+        held: list[Held | None] = [None] * len(executor.workers)
+        for worker in range(len(held)):
+            if boxes := boxes_at_workers(trees, worker):
+                held[worker] = taken = take(worker, boxes)
+                self._held.append(taken)
+        self.at_workers = HeldByWorkers.of_parts(executor, held, save.described.parts)
+
+    def _wait_for_workers(self) -> None:
+        for held in self._held:
+            held.wait()
 
     def _capture(self, save: PreparedSave, snapshot_of: Callable[[Part, TreeDescription], Snapshot]) -> None:
         shared: dict[int, SharedSnapshot] = {}

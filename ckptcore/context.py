@@ -15,7 +15,7 @@ from ckptcore.events import Observer
 from ckptcore.exchanges import exchange_counts
 from ckptcore.model.tree import JSON
 from ckptcore.plugins import Handler, Plugins, installed_plugins
-from ckptcore.protocols import Coordinator
+from ckptcore.protocols import Coordinator, Executor
 from ckptcore.sharing import ReplicaOptions
 
 __all__ = ["Context", "MemoryOptions", "default_context"]
@@ -61,6 +61,8 @@ class Context:
         plugins: plugins beside the installed ones.
         storage: options of storages, by URL scheme.
         coordinator: the job that saves and loads together; None: the one that this process is part of.
+        executor: the workers that hold the elements of leaves, where this process is their single controller; None: those that a
+            plugin knows of, or else everything is done here. Not in a job of several processes.
         observers: are told the phases of saves and loads; see `ckptcore.events`.
         saves: the asynchronous saves under way; not to be given.
     """
@@ -76,6 +78,7 @@ class Context:
     plugins: Sequence[object] = ()
     storage: Mapping[str, Mapping[str, JSON]] = field(default_factory=dict)
     coordinator: Coordinator | None = None
+    executor: Executor | None = None
     observers: Sequence[Observer] = ()
     saves: BackgroundSaves = field(init=False, repr=False)
 
@@ -112,6 +115,22 @@ class Context:
     def job(self) -> Coordinator:
         """The coordinator to agree through."""
         return self.coordinator or self.registry.coordinator()
+
+    def workers(self) -> Executor | None:
+        """The workers that hold the elements of leaves; None where this process controls none.
+
+        Raises:
+            ValueError: if an executor was given, and this process is one of several of a job.
+        """
+        size = self.job().size
+        if self.executor is None:
+            return self.registry.executor() if size == 1 else None
+        if size > 1:
+            raise ValueError(
+                f"Context(executor={type(self.executor).__name__}(...)) is for a single controller, and this process is one of {size} "
+                "of a job: leave the executor out, or give the Context of the controller a coordinator of one process"
+            )
+        return self.executor
 
 
 @functools.cache

@@ -18,6 +18,7 @@ from ckptcore.persisting import Described, fail_before_claim, persist
 from ckptcore.protocols import Layout
 from ckptcore.root import Member
 from ckptcore.subtrees import Subtree, find_subtree, path_keys
+from ckptcore.worker_writes import HeldByWorkers
 
 __all__ = ["PlannedExport", "PreparedExport", "plan_exports", "write_exports"]
 
@@ -30,11 +31,13 @@ class PreparedExport:
         described: the checkpoint; it has one part.
         part: the number of the part of the save that its arrays are of.
         items: by item of its plan, the number of the item in the plan of that part.
+        worker_items: the same for each worker of this controller that writes of it.
     """
 
     described: Described
     part: int
     items: tuple[int, ...]
+    worker_items: tuple[tuple[int, ...], ...] = ()
 
     @property
     def plan(self) -> WritePlan:
@@ -66,22 +69,29 @@ class PlannedExport:
             save_id: of the export.
             agreement: of the processes on the export.
         """
-        whole = save.parts[self.part].plan
         leaves: dict[int, int] = {}  # by leaf of the whole tree, the first that it is in the part
         for leaf, source in enumerate(self.subtree.sources):
             leaves.setdefault(source, leaf)
-        numbered = sorted((leaves[item.leaf], number) for number, item in enumerate(whole.items) if item.leaf in leaves)
-        items = tuple([replace(whole.items[number], leaf=leaf) for leaf, number in numbered])
-        plan = WritePlan(self.subtree.tree, items, whole.rank, whole.size, save_id)
+
+        def planned(whole: WritePlan) -> tuple[WritePlan, tuple[int, ...]]:
+            found = sorted(
+                (leaves[item.leaf], number) for number, item in enumerate(whole.items) if item.leaf in leaves
+            )
+            items = tuple([replace(whole.items[number], leaf=leaf) for leaf, number in found])
+            plan = WritePlan(self.subtree.tree, items, whole.rank, whole.size, save_id)
+            return plan, tuple([number for _, number in found])
+
+        plan, numbers = planned(save.parts[self.part].plan)
+        at_workers = [planned(whole) for whole in save.parts[self.part].worker_plans]
         described = replace(
             save,
             location=self.location,
             save_id=save_id,
-            parts=[Part("", self.layout, plan, own=False)],
+            parts=[Part("", self.layout, plan, own=False, worker_plans=tuple([found for found, _ in at_workers]))],
             members=None,
             agreement=agreement,
         )
-        return PreparedExport(described, self.part, tuple([number for _, number in numbered]))
+        return PreparedExport(described, self.part, numbers, tuple([items for _, items in at_workers]))
 
 
 def plan_exports(
@@ -146,7 +156,7 @@ def _plan_export(
         )
     subtree = find_subtree(description.tree, keys)
     layout = context.registry.layout(export.layout)
-    layout.check(subtree.tree, size)
+    layout.check(subtree.tree, size + len(description.at_workers))
     location = resolve_location(
         export.location, context.registry, durable=context.durability == "full", config=context.storage
     )
@@ -191,6 +201,7 @@ def write_exports(
     context: Context,
     saved: str,
     handle: SaveHandle | None = None,
+    at_workers: HeldByWorkers | None = None,
 ) -> None:
     """Write and commit the exports of a save that is committed, one after the other; one that fails leaves the others be.
 
@@ -200,6 +211,7 @@ def write_exports(
         context: options.
         saved: the checkpoint of the save, for a person.
         handle: counts the bytes written.
+        at_workers: what workers hold of the save.
 
     Raises:
         CheckpointError: the first error; it says that the save is committed.
@@ -217,7 +229,8 @@ def write_exports(
         )
         try:
             recorded = replace(described, agreement=described.agreement.recorded(recording))
-            persist(recorded, [held], context, recording, handle)
+            share = None if at_workers is None else at_workers.share(export.part, export.worker_items)
+            persist(recorded, [held], context, recording, handle, share)
         except BaseException as error:
             recording.finish(error=error)
             error.add_note(f"{saved} is committed; its export to {described.location.display} is not")

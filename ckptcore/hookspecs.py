@@ -11,6 +11,7 @@ from ckptcore.protocols import (
     CheckpointableHandler,
     ContainerHandler,
     Coordinator,
+    Executor,
     FilesHandler,
     LayoutFactory,
     LeafHandler,
@@ -74,3 +75,10 @@ class HookSpecs:
     @_hookspec
     def ckpt_coordinator(self) -> Coordinator | None:
         """The coordinator of the job this process is part of, if this plugin knows of one."""
+
+    @_hookspec
+    def ckpt_executor(self) -> Executor | None:
+        """The workers of the single controller that this process is, if this plugin knows of some.
+
+        Asked at the first save or load of a Context that was given none, and not in a job of several processes.
+        """

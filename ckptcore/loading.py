@@ -21,6 +21,7 @@ from ckptcore.errors import (
     UnsupportedLeafError,
 )
 from ckptcore.events import Recording
+from ckptcore.fetching import WantedAtWorkers, fetch_leaves
 from ckptcore.flattening import PLACEHOLDER, Flat, first_stuck, flatten, rebuild, restore, unflatten
 from ckptcore.locations import Place
 from ckptcore.matching import match_leaves
@@ -30,7 +31,7 @@ from ckptcore.model.tree import MAX_DEPTH, Attribute, TreePath, format_path
 from ckptcore.opening import Opened, Source, file_pieces, while_unchanged
 from ckptcore.planning import plan_read
 from ckptcore.plugins import Plugins
-from ckptcore.protocols import LeafHandler
+from ckptcore.protocols import Executor, LeafHandler, WantedLeaf
 from ckptcore.scalars import are_interchangeable, array_of, value_of
 
 __all__ = [
@@ -60,6 +61,7 @@ class _Unit:
         kind: the kind of number that is built of the array; None where an array is.
         buffers: the memory they are read into.
         waiting: how many boxes are still to come.
+        at_workers: by worker of this controller, the boxes that it reads; None where the array is read here.
     """
 
     leaf: int
@@ -72,11 +74,21 @@ class _Unit:
     kind: str | None = None
     buffers: list[HostArray] = field(default_factory=list)
     waiting: int = 0
+    at_workers: tuple[tuple[Box, ...], ...] | None = None
+
+    @property
+    def fetched(self) -> WantedAtWorkers | None:
+        """What workers are asked for; None where the array is read here."""
+        if self.at_workers is None:
+            return None
+        return WantedAtWorkers(self.leaf, WantedLeaf(self.abstract, self.record), self.at_workers)
 
     @property
     def nbytes(self) -> int:
         if self.number is not None:
             return 0
+        if (fetched := self.fetched) is not None:
+            return fetched.nbytes
         return sum(box.size for box in self.boxes) * self.record.spec.numpy_dtype.itemsize
 
 
@@ -115,7 +127,7 @@ def load_value(location: Source, abstract: object, context: Context, recording: 
                 abstract, context.registry, placeholders=True, stored_at=_stored_at(opened, context.registry)
             )
             numbers = match_leaves(flat, tree, opened.location.display, by_name=opened.root is None)
-        units, leaves = _plan_units(opened, numbers, flat.handlers, flat.leaves, into=False)
+        units, leaves = _plan_units(opened, numbers, flat.handlers, flat.leaves, context.workers(), into=False)
         with recording.phase("read", sum(unit.nbytes for unit in units)):
             _perform(opened, units, leaves, context, None)
         return unflatten(flat.shape, leaves)
@@ -218,7 +230,7 @@ def load_into_target(location: Source, target: object, context: Context, recordi
         with recording.phase("open"):
             flat = flatten(target, context.registry, placeholders=True, stored_at=_stored_at(opened, context.registry))
             numbers = _match_target(opened, flat)
-        units, leaves = _plan_units(opened, numbers, flat.handlers, flat.leaves, into=True)
+        units, leaves = _plan_units(opened, numbers, flat.handlers, flat.leaves, context.workers(), into=True)
         began = True
         filled = [number is None for number in numbers]  # these stay as they are
         with recording.phase("read", sum(unit.nbytes for unit in units)):
@@ -296,7 +308,7 @@ def read_leaves(
         handlers, abstracts: for each, who builds it and as what.
         context: its bound on memory is kept.
     """
-    units, leaves = _plan_units(opened, numbers, handlers, abstracts, into=False)
+    units, leaves = _plan_units(opened, numbers, handlers, abstracts, context.workers(), into=False)
     _perform(opened, units, leaves, context, None)
     return leaves
 
@@ -306,6 +318,7 @@ def _plan_units(
     numbers: Sequence[int | None],
     handlers: Sequence[LeafHandler | None],
     abstracts: Sequence[object],
+    executor: Executor | None,
     *,
     into: bool,
 ) -> tuple[Sequence[_Unit], list[object]]:
@@ -335,12 +348,21 @@ def _plan_units(
                 continue
             array = array_of(record, asked.spec)
             record = ArrayRecord(asked.spec)
+        there = executor if executor is not None and executor.makes(abstract) and array is None else None
+        at_workers: tuple[tuple[Box, ...], ...] | None = None
+        boxes: Sequence[Box] = ()
         with _naming(tree, number):
-            boxes = handler.wanted(abstract, record) if kind is None else (Box.whole(record.spec.shape),)
+            if kind is not None:
+                boxes = (Box.whole(record.spec.shape),)
+            elif there is not None:
+                workers = range(len(there.workers))
+                at_workers = tuple([tuple(there.wanted(abstract, record, worker)) for worker in workers])
+            else:
+                boxes = handler.wanted(abstract, record)
         original = tree.aliases.get(number, number)
         memory: object = None
         if into:
-            memory = handler.identity(abstract) or position
+            memory = (handler if there is None else there).identity(abstract) or position
             if in_memory.setdefault((id(handler), memory), original) != original:
                 other = format_path(tree.paths[in_memory[id(handler), memory]])
                 own = format_path(tree.paths[number])
@@ -350,14 +372,16 @@ def _plan_units(
                     [f"{own}: tied to {other} in the target, not in the checkpoint"],
                 )
         if not tree.aliases:
-            units.append(_Unit(number, record, handler, abstract, [position], boxes, array, kind))
+            units.append(
+                _Unit(number, record, handler, abstract, [position], boxes, array, kind, at_workers=at_workers)
+            )
             continue
         # Leaves that were tied are built once and tied again. What is filled in place is one only if its memory is.
-        key = (original, id(handler), tuple(boxes), _request(handler, abstract), memory)
+        key = (original, id(handler), tuple(boxes), _request(handler if there is None else there, abstract), memory)
         if key in tied:
             tied[key].positions.append(position)
             continue
-        tied[key] = _Unit(original, record, handler, abstract, [position], boxes, array, kind)
+        tied[key] = _Unit(original, record, handler, abstract, [position], boxes, array, kind, at_workers=at_workers)
         units.append(tied[key])
     return units, leaves
 
@@ -374,7 +398,7 @@ def _other_form(opened: Opened, number: int, handler: LeafHandler, abstract: obj
     return asked if are_interchangeable(asked, stored) else None
 
 
-def _request(handler: LeafHandler, abstract: object) -> object:
+def _request(handler: LeafHandler | Executor, abstract: object) -> object:
     """Equal for two abstract leaves only if one leaf can be built for both: placement and all else included."""
     if abstract is None:
         return None
@@ -393,9 +417,23 @@ def _perform(
 ) -> None:
     """Read and build units into leaves; with `filled`, fill what can be filled in place and mark it."""
     for batch in _batches(units, context.memory.load_bytes):
-        for unit in _read(opened, batch, into=filled is not None):
+        for unit in _read(opened, [unit for unit in batch if unit.at_workers is None], into=filled is not None):
             with _naming(opened.tree, unit.leaf):
                 _finish(unit, leaves, filled)
+        _fetch(opened, batch, leaves, context)
+
+
+def _fetch(opened: Opened, units: Sequence[_Unit], leaves: list[object], context: Context) -> None:
+    """Let workers read and make those of the units that are theirs."""
+    wanted = [(unit, fetched) for unit in units if (fetched := unit.fetched) is not None]
+    executor = context.workers() if wanted else None
+    if executor is None:
+        return
+    check_sizes(opened, {unit.leaf for unit, _ in wanted})
+    made = fetch_leaves(opened, executor, [fetched for _, fetched in wanted], context)
+    for (unit, _), leaf in zip(wanted, made, strict=True):
+        for position in unit.positions:
+            leaves[position] = leaf
 
 
 class _naming:  # a context manager, written as a class because it is entered for every leaf

@@ -27,11 +27,13 @@ from ckptcore.protocols import (
 __all__ = [
     "AtomicSubdirectories",
     "Location",
+    "LocationAddress",
     "LocationLike",
     "Place",
     "Subdirectory",
     "Within",
     "absolute_location",
+    "open_address",
     "open_directory",
     "resolve_location",
     "subdirectory",
@@ -62,6 +64,23 @@ class Within:
 
 Place: TypeAlias = LocationLike | Within
 """What can be resolved: what a user names, or a directory within it."""
+
+
+@dataclass(frozen=True, slots=True)
+class LocationAddress:
+    """Where a checkpoint is or will be, to be opened by another process: a `Location` has its storage open and does not travel.
+
+    Attributes:
+        display: as the user knows it.
+        scheme: of the storage.
+        parent: what the storage opens: an absolute path, or the URL without its scheme.
+        name: the checkpoint's name in it.
+    """
+
+    display: str
+    scheme: str
+    parent: str
+    name: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +117,12 @@ class Location:
     def lies_in(self, other: Location) -> bool:
         """Whether it is another location, or one inside that, as far as they can be told to be."""
         return f"{self.identity}/".startswith(f"{other.identity}/")
+
+    @property
+    def to_open(self) -> LocationAddress:
+        """Where it is, for another process."""
+        scheme, _, within = self.identity.partition(":")
+        return LocationAddress(self.display, scheme, within.removesuffix(f"/{self.name}"), self.name)
 
     @property
     def is_object(self) -> bool:
@@ -146,6 +171,23 @@ def _within(place: Within, plugins: Plugins, durable: bool, config: Mapping[str,
     options = StorageOptions(durable=durable, config=config.get(scheme, {}))
     store = plugins.storage(scheme)(address, options)
     return Location(str(place), store, place.directory, f"{scheme}:{address}/{place.directory}")
+
+
+def open_address(
+    address: LocationAddress, plugins: Plugins, *, durable: bool, config: Mapping[str, Mapping[str, JSON]]
+) -> Location:
+    """Open a location that another process resolved.
+
+    Args:
+        address: of the location.
+        plugins, durable, config: as for `resolve_location`.
+
+    Raises:
+        UnknownPluginError: if nothing here opens such a URL.
+    """
+    options = StorageOptions(durable=durable, config=config.get(address.scheme, {}))
+    store = plugins.storage(address.scheme)(address.parent, options)
+    return Location(address.display, store, address.name, f"{address.scheme}:{address.parent}/{address.name}")
 
 
 def absolute_location(location: LocationLike) -> str:

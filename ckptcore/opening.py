@@ -41,6 +41,7 @@ __all__ = [
     "naming_arrays",
     "open_checkpoint",
     "open_files",
+    "open_resolved",
     "root_mark",
     "while_unchanged",
 ]
@@ -238,8 +239,16 @@ def open_checkpoint(location: Place, context: Context) -> Opened:
         UncommittedCheckpointError: if a save began there and never committed.
         CorruptCheckpointError: if it cannot be read.
     """
-    resolved = _resolve(location, context)
-    return _open(resolved, root_bytes(resolved.store), context)
+    return open_resolved(_resolve(location, context), context)
+
+
+def open_resolved(location: Location, context: Context) -> Opened:
+    """Open the checkpoint at a location whose storage is open.
+
+    Raises:
+        What `open_checkpoint` does.
+    """
+    return _open(location, root_bytes(location.store), context)
 
 
 def open_files(location: Place, context: Context) -> Opened:

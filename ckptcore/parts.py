@@ -20,9 +20,11 @@ from ckptcore.planning import plan_write
 from ckptcore.plugins import Plugins
 from ckptcore.protocols import (
     Continuation,
+    Executor,
     FilesHandler,
     HostMemory,
     Layout,
+    LeafBoxes,
     LeafHandler,
     PerProcessHandler,
     Snapshot,
@@ -72,12 +74,19 @@ class Part:
         layout: how it is laid out.
         plan: what this process writes of it.
         own: whether this process writes it alone, and every process one of its own.
+        worker_plans: what each worker of this controller writes of it; empty where none holds anything of it.
     """
 
     directory: str
     layout: Layout
     plan: WritePlan
     own: bool
+    worker_plans: tuple[WritePlan, ...] = ()
+
+    @property
+    def plans(self) -> tuple[WritePlan, ...]:
+        """What this process and its workers write of it."""
+        return (self.plan, *self.worker_plans)
 
 
 class Captured(Protocol):
@@ -106,6 +115,7 @@ class TreeDescription:
         own: whether every process saves one of its own.
         places: by leaf of the tree, its place in `flat`; None where they are the same.
         pieces: by array whose boxes are cut for their replicas, how; None where replica 0 writes all.
+        at_workers: by worker of this controller and by leaf, the boxes that the worker holds; empty where none holds anything.
     """
 
     name: str
@@ -117,6 +127,7 @@ class TreeDescription:
     own: bool
     places: Mapping[int, int] | None = None
     pieces: Mapping[int, Pieces] | None = None
+    at_workers: Sequence[Mapping[int, Sequence[Shard]]] = ()
 
     def within(self, union: TreeMetadata, *, rank: int, size: int) -> TreeDescription:
         """The same leaves as a part of what all processes save together.
@@ -166,10 +177,33 @@ class TreeDescription:
         return Member("tree", size if self.own else None)
 
     def plan(self, rank: int, size: int, save_id: str) -> WritePlan:
-        """What this process writes."""
+        """What this process writes; the controller of workers is rank 0, and its workers follow."""
         rank, size = (0, 1) if self.own else (rank, size)
+        if self.at_workers:
+            return plan_write(
+                self.tree, self.shards, rank=0, size=1 + len(self.at_workers), save_id=save_id, name=self.name
+            )
         owners = None if self.pieces is None else owners_of(Shares(self.tree, self.pieces), rank=rank, size=size)
         return plan_write(self.tree, self.shards, rank=rank, size=size, save_id=save_id, name=self.name, owners=owners)
+
+    def worker_plans(self, save_id: str) -> tuple[WritePlan, ...]:
+        """What each worker of this controller writes."""
+        workers = len(self.at_workers)
+        plans = []
+        for worker, shards in enumerate(self.at_workers):
+            owners = (
+                None if self.pieces is None else owners_of(Shares(self.tree, self.pieces), rank=worker, size=workers)
+            )
+            plans.append(
+                plan_write(
+                    self.tree, shards, rank=1 + worker, size=1 + workers, save_id=save_id, name=self.name, owners=owners
+                )
+            )
+        return tuple(plans)
+
+    def boxes_of(self, plan: WritePlan) -> Sequence[LeafBoxes]:
+        """The leaves and boxes of the items of a worker's plan."""
+        return [LeafBoxes(self._leaf(item.leaf)[0], item.boxes) for item in plan.items]
 
     def start_copy(self, plan: WritePlan, memory: HostMemory) -> StartTransfer:
         """Begins the transfer of an item for an asynchronous save: into memory that nobody can change."""
@@ -215,6 +249,10 @@ class FilesDescription:
     def plan(self, rank: int, size: int, save_id: str) -> WritePlan:
         """No arrays."""
         return WritePlan(TreeMetadata(Node("dict", (), ()), ()), (), 0, 1, save_id, self.name)
+
+    def worker_plans(self, save_id: str) -> tuple[WritePlan, ...]:
+        """None: the object is here."""
+        return ()
 
     def capture(self) -> FilesCaptured:
         """Let the object capture what must not change, into a directory of the local disk."""
@@ -299,6 +337,7 @@ def describe_part(
     rank: int,
     size: int,
     replicas: ReplicaOptions | None = None,
+    executor: Executor | None = None,
 ) -> PartDescription:
     """Look at what is to be saved under a name, and refuse what cannot be. Writes nothing.
 
@@ -309,6 +348,7 @@ def describe_part(
         plugins: to find who handles it.
         rank, size: which process of how many this is.
         replicas: how those that hold the same elements share them; None: they do not.
+        executor: the workers that hold the elements of leaves, where this process is their controller.
 
     Raises:
         UnsupportedLeafError, UnsupportedKeyError, NameCollisionError: say the name, too.
@@ -318,7 +358,7 @@ def describe_part(
             raise UnsupportedLeafError(
                 "PerProcess(...) is for what has a name of its own: use save_checkpointables. Nothing was written"
             )
-        return _describe_tree("", value, layout, plugins, rank, size, replicas, own=False)
+        return _describe_tree("", value, layout, plugins, rank, size, replicas, executor, own=False)
     own = isinstance(value, PerProcess)
     if isinstance(value, PerProcess):
         value = value.value
@@ -327,7 +367,7 @@ def describe_part(
         if handled.files is not None:
             return FilesDescription(name, FilesLayout(), value, handled.files)
         own = own or (isinstance(handled.checkpointable, PerProcessHandler) and handled.checkpointable.per_process)
-        return _describe_tree(name, value, layout, plugins, rank, size, replicas, own=own)
+        return _describe_tree(name, value, layout, plugins, rank, size, replicas, executor, own=own)
 
 
 def _describe_tree(
@@ -338,23 +378,33 @@ def _describe_tree(
     rank: int,
     size: int,
     replicas: ReplicaOptions | None,
+    executor: Executor | None,
     *,
     own: bool,
 ) -> TreeDescription:
     rank, size = (0, 1) if own else (rank, size)
     flat = flatten(value, plugins)
-    tree, shards, elsewhere = _describe_leaves(flat, rank, size)
+    at_workers: Sequence[dict[int, Sequence[Shard]]] = [{} for _ in executor.workers] if executor is not None else ()
+    tree, shards, elsewhere = _describe_leaves(flat, rank, size, executor, at_workers)
+    if not any(at_workers):
+        at_workers = ()  # all of it is here
+    sharing = len(at_workers) or size
     pieces = None
-    if replicas is not None and size > 1:
-        shares = cut_for_replicas(tree, replicas, size=size)
+    if replicas is not None and sharing > 1:
+        shares = cut_for_replicas(tree, replicas, size=sharing)
         tree, pieces = shares.tree, shares.pieces
-    layout.check(tree, size)
-    return TreeDescription(name, layout, tree, shards, elsewhere, flat, own, pieces=pieces)
+    layout.check(tree, size + len(at_workers))
+    return TreeDescription(name, layout, tree, shards, elsewhere, flat, own, pieces=pieces, at_workers=at_workers)
 
 
 def _describe_leaves(
-    flat: Flat, rank: int, size: int
+    flat: Flat,
+    rank: int,
+    size: int,
+    executor: Executor | None,
+    at_workers: Sequence[dict[int, Sequence[Shard]]],
 ) -> tuple[TreeMetadata, dict[int, Sequence[Shard]], frozenset[int]]:
+    """The tree, the boxes that are here, and the leaves that are elsewhere; into `at_workers` go the boxes that workers hold."""
     records: list[LeafRecord] = []
     refused: dict[int, UnsupportedLeafError] = {}
     aliases: dict[int, int] = {}
@@ -367,7 +417,8 @@ def _describe_leaves(
             record = handler.describe(leaf)
             records.append(record)
             if isinstance(record, ArrayRecord):
-                identity = handler.identity(leaf)
+                there = executor if executor is not None and executor.takes(leaf) else None
+                identity = handler.identity(leaf) if there is None else there.identity(leaf)
                 if identity is not None:
                     original = first.setdefault((id(handler), identity), number)
                     if original != number and _same_array(records[original], record):
@@ -375,6 +426,10 @@ def _describe_leaves(
                         if original in elsewhere:
                             elsewhere.add(number)
                         continue
+                if there is not None:
+                    for worker, at_worker in enumerate(at_workers):
+                        at_worker[number] = there.shards(leaf, worker)
+                    continue
                 held = handler.shards(leaf, rank, size)
                 if held is not None:
                     shards[number] = held

@@ -38,8 +38,10 @@ from ckptcore.planning import check_coverage
 from ckptcore.protocols import About, Layout, MarksCheckpoints, MemberKind, StorageAddress, StorageBackend
 from ckptcore.root import ROOT_KEY, Claimed, Composite, Member, Root
 from ckptcore.root_json import encode_composite, encode_root
+from ckptcore.stages import WorkerOptions
 from ckptcore.timelines import timeline_to_json
 from ckptcore.visibility import seen_by_all, sees_claim, show_claim
+from ckptcore.worker_writes import HeldByWorkers
 
 __all__ = ["NOTHING_COMMITTED", "Described", "fail_before_claim", "fail_everywhere", "persist"]
 
@@ -96,6 +98,7 @@ def persist(
     context: Context,
     recording: Recording,
     handle: SaveHandle | None = None,
+    at_workers: HeldByWorkers | None = None,
 ) -> None:
     """Claim the location, write, and commit. On every rank; returns once the checkpoint is committed.
 
@@ -105,6 +108,7 @@ def persist(
         context: options.
         recording: is told the phases.
         handle: counts the bytes written.
+        at_workers: what workers of this controller hold, and write.
 
     Raises:
         CheckpointError: why it is not committed; then nothing of it is left, and what was there before still is.
@@ -125,18 +129,20 @@ def persist(
                     claim = claim_location(
                         described.location, described.save_id, described.created, described.overwrite
                     )
-                    if agreement.size > 1:
+                    if agreement.size > 1 or at_workers is not None:
                         show_claim(claim, claimed, described.location)
         store = claim.store if claim is not None else claimed_store(described.location, described.save_id)
         may_write = True
         try:
             with agreement.stage("write", meaning=NOTHING_COMMITTED) as stage:
                 with recording.phase("write") as phase:
-                    written = _write(described, captured, store, context, handle)
-                    phase.nbytes = sum(record.size for receipt in written for record in receipt.objects)
-                common = [receipt for part, receipt in zip(described.parts, written, strict=True) if not part.own]
+                    written = _write(described, captured, store, context, handle, at_workers)
+                    phase.nbytes = sum(
+                        record.size for part in written for receipt in part for record in receipt.objects
+                    )
+                common = [receipts for part, receipts in zip(described.parts, written, strict=True) if not part.own]
                 if agreement.size > 1:
-                    stage.payload = [_encode_receipt(receipt) for receipt in common]
+                    stage.payload = [_encode_receipt(receipt) for (receipt,) in common]  # a job has no workers
         except Exception as error:
             if agreement.rank == 0 or not stage.done or stage.failed:
                 raise
@@ -147,7 +153,7 @@ def persist(
             with agreement.stage("commit") as end:
                 if claim is not None:
                     parts = [part for part in described.parts if not part.own]
-                    receipts = [common] if agreement.size == 1 else _decode_receipts(parts, stage.payloads)
+                    receipts = common if agreement.size == 1 else _decode_receipts(parts, stage.payloads)
                     _commit(described, claim, parts, receipts, context, recording)
         except Exception as error:
             if not end.done or 0 in end.failed:
@@ -203,8 +209,38 @@ def _write(
     store: StorageBackend,
     context: Context,
     handle: SaveHandle | None,
-) -> list[Receipt]:
-    """Write what this process writes of every part; those that are its own it makes whole."""
+    at_workers: HeldByWorkers | None,
+) -> list[Sequence[Receipt]]:
+    """Write what this process and its workers write of every part; those that are its own it makes whole. Receipts by part."""
+    if at_workers is None:
+        receipts: list[Sequence[Receipt]] = [[one] for one in _write_here(described, captured, store, context, handle)]
+    else:
+        claimed = Claimed(described.save_id, described.created)
+        writes = at_workers.begin_writing(described.location, claimed, described.parts, WorkerOptions.of(context))
+        try:
+            here = _write_here(described, captured, store, context, handle)
+        except BaseException:
+            writes.settle()  # what is aborted is removed, and nobody may write any more by then
+            raise
+        there = writes.receipts()
+        if handle is not None:
+            handle.count(sum(record.size for part in there for receipt in part for record in receipt.objects))
+        receipts = [[own, *others] for own, others in zip(here, there, strict=True)]
+    for part, of_part in zip(described.parts, receipts, strict=True):
+        if part.own:
+            inside = _inside(store, part)
+            _put_root(inside, _finish(described, part, of_part, inside, context))
+    return receipts
+
+
+def _write_here(
+    described: Described,
+    captured: Sequence[Captured],
+    store: StorageBackend,
+    context: Context,
+    handle: SaveHandle | None,
+) -> Sequence[Receipt]:
+    """Write what this process writes of every part."""
     progress = handle.count if handle is not None else None
     receipts = []
     for part, held in zip(described.parts, captured, strict=True):
@@ -212,10 +248,7 @@ def _write(
         recorder = ObjectRecorder(inside, context.io_threads, checksums=context.checksums, progress=progress)
         state = held.write(part, recorder)
         held.close()
-        receipt = Receipt(part.plan.rank, part.plan.items, state, recorder.objects)
-        receipts.append(receipt)
-        if part.own:
-            _put_root(inside, _finish(described, part, [receipt], inside, context))
+        receipts.append(Receipt(part.plan.rank, part.plan.items, state, recorder.objects))
     return receipts
 
 
@@ -265,12 +298,12 @@ def _commit(
     context: Context,
     recording: Recording,
 ) -> None:
-    """On the leader: make the parts that all wrote whole, and the checkpoint there. Receipts are by rank, then by part."""
+    """On the leader: make the parts that all wrote whole, and the checkpoint there. Receipts are by part, then by rank."""
     with recording.phase("commit"):
         whole: Root | None = None
         for number, part in enumerate(parts):
             inside = _inside(claim.store, part)
-            root = _finish(described, part, [of_rank[number] for of_rank in receipts], inside, context)
+            root = _finish(described, part, receipts[number], inside, context)
             if described.members is None:
                 whole = root
             else:
@@ -384,10 +417,9 @@ def _encode_receipt(receipt: Receipt) -> JSON:
 
 
 def _decode_receipts(parts: Sequence[Part], payloads: Sequence[Any]) -> list[list[Receipt]]:
-    """By rank and part, what the processes of this job wrote."""
+    """By part and rank, what the processes of this job wrote."""
     return [
-        [_decode_receipt(encoded, part.plan.tree) for part, encoded in zip(parts, of_rank, strict=True)]
-        for of_rank in payloads
+        [_decode_receipt(of_rank[number], part.plan.tree) for of_rank in payloads] for number, part in enumerate(parts)
     ]
 
 

@@ -17,6 +17,7 @@ from ckptcore.protocols import (
     CheckpointableHandler,
     ContainerHandler,
     Coordinator,
+    Executor,
     FilesHandler,
     Layout,
     LayoutFactory,
@@ -256,6 +257,20 @@ class Plugins:
                 f"this process is part of several jobs: of {names}; give Context(coordinator=...) the one that saves"
             )
         return cast(Coordinator, (several or found)[0][1])
+
+    def executor(self) -> Executor | None:
+        """The workers of the single controller that this process is; None where it is none.
+
+        Raises:
+            PluginConflictError: if two plugins know of some.
+        """
+        found = _answers(self._manager.hook.ckpt_executor, {})
+        if len(found) > 1:
+            names = " and ".join(name for name, _ in found)
+            raise PluginConflictError(
+                f"this process is the controller of the workers of several plugins: of {names}; give Context(executor=...) the one to use"
+            )
+        return cast(Executor, found[0][1]) if found else None
 
     def describe(self) -> Sequence[PluginInfo]:
         """What is installed, sorted by name; the distribution of a plugin that a Context added is not known."""

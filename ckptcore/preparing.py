@@ -23,7 +23,7 @@ from ckptcore.model.metadata import TreeMetadata
 from ckptcore.model.tree import JSON, format_path
 from ckptcore.parts import Part, PartDescription, TreeDescription, describe_part, naming
 from ckptcore.persisting import NOTHING_COMMITTED, Described, fail_before_claim
-from ckptcore.protocols import Layout, SharesReplicas
+from ckptcore.protocols import Executor, Layout, SharesReplicas
 from ckptcore.root import Member, check_name, new_save_id
 from ckptcore.save_requests import OneTree, SaveRequest, check_custom, check_metrics, check_progress
 from ckptcore.subtrees import path_keys
@@ -42,11 +42,13 @@ class PreparedSave:
         described: the checkpoint.
         descriptions: what each of its parts is. They hold the state: to be let go of once it is captured.
         exports: the further checkpoints of the same arrays.
+        executor: the workers that write of it what its parts say; None where this process writes all.
     """
 
     described: Described
     descriptions: _Descriptions
     exports: Sequence[PreparedExport]
+    executor: Executor | None = None
 
     @property
     def described_parts(self) -> Sequence[tuple[Part, PartDescription]]:
@@ -55,9 +57,15 @@ class PreparedSave:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of arrays that this process writes."""
+        """Bytes of arrays that this process and its workers write."""
         all_described = [self.described, *(export.described for export in self.exports)]
-        return sum(item.nbytes for described in all_described for part in described.parts for item in part.plan.items)
+        return sum(
+            item.nbytes
+            for described in all_described
+            for part in described.parts
+            for plan in part.plans
+            for item in plan.items
+        )
 
 
 def prepare_save(request: SaveRequest, context: Context, recording: Recording, agreement: Agreement) -> PreparedSave:
@@ -72,6 +80,7 @@ def prepare_save(request: SaveRequest, context: Context, recording: Recording, a
     composite = not isinstance(request.values, OneTree)
     with agreement.stage("describe", meaning=NOTHING_COMMITTED) as stage:
         context.saves.raise_unnoticed()
+        executor = context.workers()
         chosen = context.registry.layout(request.layout)
         custom = check_custom(request.custom)
         metrics = check_metrics(request.metrics)
@@ -86,7 +95,9 @@ def prepare_save(request: SaveRequest, context: Context, recording: Recording, a
                 check_name(name)
         replicas = context.replicas if _share_replicas(chosen, request.exports, context) else None
         descriptions: _Descriptions = [
-            describe_part(name, value, chosen, context.registry, rank=rank, size=size, replicas=replicas)
+            describe_part(
+                name, value, chosen, context.registry, rank=rank, size=size, replicas=replicas, executor=executor
+            )
             for name, value in values.items()
         ]
         if size > 1:
@@ -130,7 +141,8 @@ def prepare_save(request: SaveRequest, context: Context, recording: Recording, a
             member = description.member(size)
             directory = member.directory(name, rank) if composite else ""
             own = member.processes is not None
-            parts.append(Part(directory, description.layout, description.plan(rank, size, save_id), own))
+            plan, worker_plans = description.plan(rank, size, save_id), description.worker_plans(save_id)
+            parts.append(Part(directory, description.layout, plan, own, worker_plans))
     except BaseException as error:  # noqa: BLE001  # told to the other ranks, then raised
         fail_before_claim(agreement, error)
     described = Described(
@@ -150,7 +162,8 @@ def prepare_save(request: SaveRequest, context: Context, recording: Recording, a
         export.prepare(described, export_id, agreement.part(f"export-{number}"))
         for number, (export, export_id) in enumerate(zip(planned, decided["exports"], strict=True))
     ]
-    return PreparedSave(described, descriptions, exports)
+    used = executor if any(part.worker_plans for part in parts) else None
+    return PreparedSave(described, descriptions, exports, used)
 
 
 def save_created() -> str:

@@ -108,7 +108,7 @@ def _write(
 ) -> None:
     """Write and commit the checkpoint, let it be known, then write its exports."""
     try:
-        persist(described, holding.parts, context, recording, handle)
+        persist(described, holding.parts, context, recording, handle, holding.at_workers)
     except BaseException as error:
         recording.finish(error=error)
         raise
@@ -116,7 +116,7 @@ def _write(
         recording.finish(None if handle is None else handle.progress.written)
     if committed is not None:
         committed()
-    write_exports(exports, holding.exports, context, described.location.display, handle)
+    write_exports(exports, holding.exports, context, described.location.display, handle, holding.at_workers)
 
 
 def _go_on(

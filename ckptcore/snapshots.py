@@ -12,7 +12,7 @@ from ckptcore.model.arrays import HostArray
 from ckptcore.model.transfer import Pending, WritePlan
 from ckptcore.protocols import Snapshot
 
-__all__ = ["BoundedSnapshot", "CopiedSnapshot", "SharedSnapshot", "SnapshotShare", "ViewedSnapshot"]
+__all__ = ["BoundedSnapshot", "CopiedSnapshot", "HeldSnapshot", "SharedSnapshot", "SnapshotShare", "ViewedSnapshot"]
 
 _AHEAD_BYTES: Final = 64 << 20
 """How far ahead of the writer transfers from a device are started, in bytes."""
@@ -193,6 +193,23 @@ class BoundedSnapshot:
 
 def _start_no_more(item: int) -> NoReturn:
     raise SaveLostError(f"the array {item} was to be copied after the copying ended")
+
+
+class HeldSnapshot:
+    """On a worker: arrays that somebody else holds, and lets go of when all is written."""
+
+    def __init__(self, plan: WritePlan, arrays: Sequence[Sequence[HostArray]]) -> None:
+        """`arrays` are those of each item."""
+        self.plan = plan
+        self._arrays = list(arrays)
+
+    def take(self, item: int) -> Sequence[HostArray]:
+        """See `Snapshot`."""
+        return self._arrays[item]
+
+    def release(self, item: int) -> None:
+        """See `Snapshot`."""
+        self._arrays[item] = ()
 
 
 class SharedSnapshot:

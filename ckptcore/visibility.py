@@ -22,7 +22,7 @@ from ckptcore.protocols import AtomicDirectories, StorageBackend
 from ckptcore.root import ROOT_KEY, Claimed
 from ckptcore.root_json import encode_claim
 
-__all__ = ["expect_one_directory", "seen_by_all", "sees_claim", "show_claim"]
+__all__ = ["expect_claim", "expect_one_directory", "seen_by_all", "sees_claim", "show_claim"]
 
 _PATIENCE_SECONDS: Final = 10.0
 """How long a process looks for what the leader made: clients of a network file system remember for seconds what was not there."""
@@ -82,6 +82,15 @@ def sees_claim(claimed: Claimed, location: Location) -> bool:
     """
     expected = encode_claim(claimed)
     return claimed_store(location, claimed.save_id).get(ROOT_KEY, 0, len(expected) + 1) == expected
+
+
+def expect_claim(claimed: Claimed, location: Location) -> None:
+    """On a worker: make sure that it sees the claim of its controller, which is rank 0, before it writes.
+
+    Raises:
+        NotSharedError
+    """
+    _look_for(lambda: sees_claim(claimed, location), location.absolute, location.display)
 
 
 def expect_one_directory(agreement: Agreement, store: StorageBackend, place: str) -> None:

@@ -146,6 +146,10 @@ class KnownPlaces:
     def __init__(self) -> None:
         self._last: tuple[TreeMetadata, JSON, Places] | None = None
 
+    def __reduce__(self) -> tuple[type[KnownPlaces], tuple[()]]:
+        """None: a layout that goes to another process takes along what it is, and not what it has read."""
+        return KnownPlaces, ()
+
     def places(self, tree: TreeMetadata, state: JSON) -> Places:
         """See `Places.from_json`."""
         last = self._last

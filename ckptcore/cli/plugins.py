@@ -20,6 +20,7 @@ _OFFERS = {
     "ckpt_container_handler": "containers",
     "ckpt_checkpointable_handler": "checkpointables",
     "ckpt_coordinator": "a coordinator",
+    "ckpt_executor": "an executor",
 }
 
 

@@ -1,4 +1,4 @@
-"""The protocols: what a leaf handler, container, checkpointable, layout, storage and coordinator is.
+"""The protocols: what a leaf handler, container, checkpointable, layout, storage, coordinator and executor is.
 
 ::
 
@@ -6,10 +6,20 @@
     layouts       layouts, and the stores they write and read
     storage       storages and what some can do on top
     coordination  the processes of a job
+    execution     the workers of a single controller
 """
 
 from ckptcore.protocols.coordination import (
     Coordinator,
+)
+from ckptcore.protocols.execution import (
+    Executor,
+    Fetched,
+    Held,
+    LeafBoxes,
+    ReadStage,
+    WantedLeaf,
+    WriteStage,
 )
 from ckptcore.protocols.layouts import (
     About,
@@ -65,8 +75,11 @@ __all__ = [
     "ContainerHandler",
     "Continuation",
     "Coordinator",
+    "Executor",
+    "Fetched",
     "FilesHandler",
     "Flattened",
+    "Held",
     "HostMemory",
     "IfAbsent",
     "IfTag",
@@ -76,6 +89,7 @@ __all__ = [
     "Layout",
     "LayoutFactory",
     "LazyCheckpointableHandler",
+    "LeafBoxes",
     "LeafHandler",
     "MarksCheckpoints",
     "MemberKind",
@@ -85,6 +99,7 @@ __all__ = [
     "Priority",
     "PutCondition",
     "RangeReader",
+    "ReadStage",
     "ReadStore",
     "ReadsChunks",
     "SharesReplicas",
@@ -94,6 +109,8 @@ __all__ = [
     "StorageBackend",
     "StorageOpener",
     "StorageOptions",
+    "WantedLeaf",
+    "WriteStage",
     "WriteStore",
     "WritesRuns",
 ]

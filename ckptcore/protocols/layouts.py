@@ -174,7 +174,10 @@ class About:
 
 
 class Layout(Protocol):
-    """How the arrays of a tree lie in objects. Knows no framework; keeps no state between calls; thread-safe."""
+    """How the arrays of a tree lie in objects. Knows no framework; keeps no state between calls; thread-safe.
+
+    It can be pickled, with its options: the workers of a single controller write by it.
+    """
 
     @property
     def name(self) -> str:

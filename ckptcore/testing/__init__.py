@@ -17,7 +17,7 @@ pytest.register_assert_rewrite(
     *(
         f"{__name__}.{module}"
         for module in (
-            "arrays", "checkpointable_handlers", "container_handlers", "coordinators", "coverage", "files_handlers",
+            "arrays", "checkpointable_handlers", "container_handlers", "coordinators", "coverage", "executors", "files_handlers",
             "layout_crashes", "layout_pieces", "layout_stores", "layout_trials", "layouts", "leaf_handlers", "matrix", "plugins", "storage",
             "storage_directories", "storage_model", "trees",
         )
@@ -29,6 +29,7 @@ from ckptcore.testing.arrays import DTYPE_NAMES, PORTABLE_DTYPES, SHAPES, assert
 from ckptcore.testing.checkpointable_handlers import CheckpointableExample, CheckpointableHandlerTests
 from ckptcore.testing.container_handlers import ContainerExample, ContainerHandlerTests
 from ckptcore.testing.coordinators import CoordinatorTests
+from ckptcore.testing.executors import ExecutorTests
 from ckptcore.testing.faults import (
     CrashAt,
     FailAt,
@@ -49,6 +50,7 @@ from ckptcore.testing.layouts import LayoutTests
 from ckptcore.testing.leaf_handlers import LeafExample, LeafHandlerTests
 from ckptcore.testing.matrix import SaveLoadMatrixTests
 from ckptcore.testing.plugins import PluginTests
+from ckptcore.testing.remote_arrays import RemoteArray, RemoteArrayHandler
 from ckptcore.testing.samples import (
     ContainerSample,
     FrameworkSample,
@@ -63,6 +65,7 @@ from ckptcore.testing.storage import StorageBackendTests
 from ckptcore.testing.storage_directories import AtomicDirectoriesTests
 from ckptcore.testing.thread_coordinator import ThreadCoordinator, ThreadJob
 from ckptcore.testing.trees import assert_same_tree, assert_same_value
+from ckptcore.testing.worker_processes import Crossing, Elements, WorkerProcesses
 
 __all__ = [
     "DTYPE_NAMES",
@@ -76,6 +79,9 @@ __all__ = [
     "ContainerSample",
     "CoordinatorTests",
     "CrashAt",
+    "Crossing",
+    "Elements",
+    "ExecutorTests",
     "FailAt",
     "Fault",
     "FaultPlan",
@@ -94,6 +100,8 @@ __all__ = [
     "LeafHandlerTests",
     "Operation",
     "PluginTests",
+    "RemoteArray",
+    "RemoteArrayHandler",
     "Samples",
     "SaveLoadMatrixTests",
     "ShortReadAt",
@@ -103,6 +111,7 @@ __all__ = [
     "StorageSample",
     "ThreadCoordinator",
     "ThreadJob",
+    "WorkerProcesses",
     "assert_same_bits",
     "assert_same_tree",
     "assert_same_value",

@@ -113,6 +113,7 @@ class PluginTests:
             "answers += manager.hook.ckpt_container_handler(value_type=Strange, example=example)\n"
             "answers += manager.hook.ckpt_checkpointable_handler(value_type=Strange, example=example)\n"
             "manager.hook.ckpt_coordinator()\n"
+            "manager.hook.ckpt_executor()\n"
             "print(json.dumps([len(answers), sorted(sys.modules)]))\n"
         )
         output = subprocess.run([sys.executable, "-c", program], capture_output=True, check=True).stdout

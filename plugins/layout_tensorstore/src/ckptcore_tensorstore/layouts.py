@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from typing import Final, Literal
 from weakref import WeakKeyDictionary
 
@@ -57,6 +58,11 @@ class _OrbaxLayout:
         parse_compression(self.compression)
         if self.item and not self.item.isidentifier():
             raise ValueError(f"item={self.item!r}: expected the name of a directory, such as 'state', or nothing")
+
+    def __reduce__(self) -> tuple[Callable[[], _OrbaxLayout], tuple[()]]:
+        """Its options; what it remembers of checkpoints that it read stays here."""
+        options = {one.name: getattr(self, one.name) for one in fields(self) if one.init}
+        return functools.partial(type(self), **options), ()
 
     @property
     def name(self) -> str:

@@ -1,0 +1,34 @@
+"""Arrays of worker processes, and the layouts and states of the tests."""
+
+from __future__ import annotations
+
+from ckptcore.model import ArraySpec, Box
+from ckptcore.testing import RemoteArray, WorkerProcesses
+from tests.controller.elements import counted
+
+SPEC = ArraySpec((64, 1024), "float32")
+"""256 KiB."""
+
+ROWS = tuple((Box((start, 0), (start + 32, 1024)),) for start in (0, 32))
+"""Each of two workers has half of the rows."""
+
+COLUMNS = tuple((Box((0, start), (64, start + 512)),) for start in (0, 512))
+"""Each has half of the columns."""
+
+WHOLE = ((Box.whole(SPEC.shape),),) * 2
+"""Each has all of it."""
+
+
+def make_rows(workers: WorkerProcesses) -> RemoteArray:
+    """An array of which each worker has half of the rows."""
+    return workers.make(SPEC, ROWS, counted)
+
+
+def make_whole(workers: WorkerProcesses) -> RemoteArray:
+    """An array that both workers have."""
+    return workers.make(SPEC, WHOLE, counted)
+
+
+def digests_of(boxes: tuple[tuple[Box, ...], ...]) -> list[dict[Box, str]]:
+    """By worker and box, the digest of what an array of `counted` has there."""
+    return [{box: WorkerProcesses.digest(counted(SPEC, box)) for box in held} for held in boxes]

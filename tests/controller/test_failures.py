@@ -1,0 +1,98 @@
+"""Workers that fail or die: the error names them, nothing is half there, and the next save works."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import ckptcore
+from ckptcore.errors import CorruptCheckpointError, NotSharedError, RankFailedError, UnsupportedLeafError
+from ckptcore.testing import RemoteArray, ThreadJob, WorkerProcesses
+from tests.controller.arrays import ROWS, SPEC, WHOLE, digests_of, make_rows
+from tests.controller.conftest import controlling
+from tests.controller.failing_layouts import EndingLayout, RaisingLayout, SlowRaisingLayout
+
+
+def assert_next_save_works(directory: Path, workers: WorkerProcesses, context: ckptcore.Context) -> None:
+    """Also at the same place."""
+    rows = make_rows(workers)
+    ckptcore.save(directory / "it", {"rows": rows}, context=context)
+    loaded = ckptcore.load(directory / "it", {"rows": rows}, context=context)
+    assert workers.digests(loaded["rows"]) == digests_of(ROWS)
+
+
+@pytest.mark.parametrize("layout", [RaisingLayout(failing=1), RaisingLayout(failing=2), SlowRaisingLayout(failing=2)])
+def test_a_worker_that_fails_fails_the_save(
+    layout: RaisingLayout, workers: WorkerProcesses, context: ckptcore.Context, tmp_path: Path
+) -> None:
+    failing = f"worker-{layout.failing - 1}"
+    with pytest.raises(RankFailedError, match=f"{failing} failed: ValueError: this rank is unwell"):
+        ckptcore.save(tmp_path / "it", {"rows": make_rows(workers)}, layout=layout, context=context)
+    assert list(tmp_path.iterdir()) == []
+    handle = ckptcore.save_async(tmp_path / "it", {"rows": make_rows(workers)}, layout=layout, context=context)
+    with pytest.raises(RankFailedError, match=failing):
+        handle.result()
+    assert list(tmp_path.iterdir()) == []
+    assert_next_save_works(tmp_path, workers, context)
+
+
+def test_a_controller_that_fails_waits_for_its_workers(
+    workers: WorkerProcesses, context: ckptcore.Context, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match="this rank is unwell"):
+        ckptcore.save(
+            tmp_path / "it", {"rows": make_rows(workers)}, layout=SlowRaisingLayout(failing=0), context=context
+        )
+    assert list(tmp_path.iterdir()) == []
+    assert_next_save_works(tmp_path, workers, context)
+
+
+def test_a_worker_that_dies_is_named(tmp_path: Path) -> None:
+    with WorkerProcesses(2) as workers:
+        context = controlling(workers)
+        rows = make_rows(workers)
+        ckptcore.save(tmp_path / "before", {"rows": rows}, context=context)
+        with pytest.raises(RankFailedError, match="worker-1 is gone"):
+            ckptcore.save(tmp_path / "it", {"rows": rows}, layout=EndingLayout(failing=2), context=context)
+        assert [path.name for path in tmp_path.iterdir()] == ["before"]
+        with pytest.raises(RankFailedError, match="worker-1 is gone"):
+            ckptcore.save_async(tmp_path / "it", {"rows": rows}, context=context)
+        with pytest.raises(RankFailedError, match="worker-1 is gone"):
+            ckptcore.load(tmp_path / "before", {"rows": rows}, context=context)
+        assert [path.name for path in tmp_path.iterdir()] == ["before"]
+
+
+def test_a_worker_finds_damage(workers: WorkerProcesses, context: ckptcore.Context, tmp_path: Path) -> None:
+    ckptcore.save(tmp_path / "it", {"rows": make_rows(workers)}, context=context)
+    damaged = sorted((tmp_path / "it").glob("*.safetensors"))[1]
+    data = bytearray(damaged.read_bytes())
+    data[-5] ^= 1
+    damaged.write_bytes(data)
+    with pytest.raises(CorruptCheckpointError, match=r"rows") as caught:
+        ckptcore.load(tmp_path / "it", {"rows": RemoteArray(SPEC, ROWS)}, context=context)
+    assert caught.value.__cause__ is not None
+    assert caught.value.__cause__.__notes__ == ["This was raised on the worker worker-1"]
+
+
+@pytest.mark.slow  # a worker looks for the claim of its controller for ten seconds
+def test_a_storage_of_the_process_alone_is_refused(
+    workers: WorkerProcesses, context: ckptcore.Context, request: pytest.FixtureRequest
+) -> None:
+    """What is in the memory of a worker is not where the controller commits."""
+    location = f"memory://{request.node.name}/it"
+    with pytest.raises(NotSharedError):
+        ckptcore.save(location, {"rows": make_rows(workers)}, context=context)
+    with pytest.raises(ckptcore.CheckpointError):
+        ckptcore.load(location)
+
+
+def test_what_has_no_elements_is_named(context: ckptcore.Context, tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedLeafError, match="rows: this RemoteArray has no elements"):
+        ckptcore.save(tmp_path / "other", {"rows": RemoteArray(SPEC, WHOLE)}, context=context)
+
+
+def test_an_executor_in_a_job_is_refused(workers: WorkerProcesses, tmp_path: Path) -> None:
+    context = ckptcore.Context(executor=workers, coordinator=ThreadJob(2).coordinator(0))
+    with pytest.raises(ValueError, match="one of 2"):
+        context.workers()

@@ -1,0 +1,186 @@
+"""A controller saves and loads what its workers hold; no elements come to it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import ckptcore
+from ckptcore.model import Box
+from ckptcore.testing import RemoteArray, WorkerProcesses
+from tests.controller.arrays import COLUMNS, ROWS, SPEC, WHOLE, digests_of, make_rows, make_whole
+from tests.controller.elements import counted
+
+LAYOUTS = ("safetensors", "ocdbt", "zarr3", "dcp")
+MOST_BYTES = 16_384
+"""More than any message needs, and less than a fifteenth of an array."""
+
+
+def state_of(workers: WorkerProcesses) -> dict[str, Any]:
+    return {"rows": make_rows(workers), "whole": make_whole(workers), "here": np.arange(5), "step": 3}
+
+
+def assert_saved(location: Path) -> None:
+    """What is stored is what the workers had, for anybody."""
+    loaded = ckptcore.load(location)
+    expected = counted(SPEC, Box.whole(SPEC.shape))
+    np.testing.assert_array_equal(loaded["rows"], expected)
+    np.testing.assert_array_equal(loaded["whole"], expected)
+    np.testing.assert_array_equal(loaded["here"], np.arange(5))
+    assert loaded["step"] == 3
+
+
+def crossings(workers: WorkerProcesses, work: Callable[[], object]) -> list[str]:
+    """The requests of some work, each of which is small."""
+    before = len(workers.crossings)
+    work()
+    made = workers.crossings[before:]
+    assert all(one.sent + one.received < MOST_BYTES for one in made), made
+    return sorted(f"{one.request} {one.worker}" for one in made)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_what_is_saved_is_loaded_where_it_is_asked_for(
+    layout: str, workers: WorkerProcesses, context: ckptcore.Context, tmp_path: Path
+) -> None:
+    state = state_of(workers)
+    asked = crossings(workers, lambda: ckptcore.save(tmp_path / "it", state, layout=layout, context=context))
+    assert asked == ["drop 0", "drop 1", "hold 0", "hold 1", "write 0", "write 1"]
+    assert_saved(tmp_path / "it")
+    assert ckptcore.verify(tmp_path / "it").ok
+
+    loaded: dict[str, Any] = {}
+    abstract = {
+        "rows": RemoteArray(SPEC, COLUMNS),
+        "whole": RemoteArray(SPEC, ROWS),
+        "here": np.zeros(5, int),
+        "step": 0,
+    }
+    asked = crossings(workers, lambda: loaded.update(ckptcore.load(tmp_path / "it", abstract, context=context)))
+    assert asked == ["read 0", "read 1"]
+    assert workers.digests(loaded["rows"]) == digests_of(COLUMNS)
+    assert workers.digests(loaded["whole"]) == digests_of(ROWS)
+    np.testing.assert_array_equal(loaded["here"], np.arange(5))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_what_changes_after_an_asynchronous_save_is_not_in_it(
+    layout: str, workers: WorkerProcesses, context: ckptcore.Context, tmp_path: Path
+) -> None:
+    state = state_of(workers)
+    handle = ckptcore.save_async(tmp_path / "it", state, layout=layout, context=context)
+    workers.change(state["rows"])
+    workers.change(state["whole"])
+    state["here"][:] = 0
+    handle.result()
+    assert_saved(tmp_path / "it")
+    assert handle.progress.written >= 2 * SPEC.nbytes
+
+
+def test_only_the_workers_write_what_only_they_hold(
+    workers: WorkerProcesses, context: ckptcore.Context, tmp_path: Path
+) -> None:
+    ckptcore.save(tmp_path / "it", {"rows": make_rows(workers)}, context=context)
+    files = sorted(path.name for path in (tmp_path / "it").iterdir())
+    assert [name for name in files if "00001-model" in name] == []  # rank 0 is the controller
+    assert len([name for name in files if name.endswith(".safetensors")]) == 2
+
+
+def test_workers_share_what_both_hold(workers: WorkerProcesses, context: ckptcore.Context, tmp_path: Path) -> None:
+    ckptcore.save(tmp_path / "it", {"whole": make_whole(workers)}, layout="ocdbt", context=context)
+    root = ckptcore.metadata(tmp_path / "it")
+    assert root.layout == "ocdbt"
+    sizes = [path.stat().st_size for path in (tmp_path / "it").rglob("d/*")]
+    large = [size for size in sizes if size > SPEC.nbytes // 4]
+    assert len(large) == 2
+    assert abs(large[0] - large[1]) < SPEC.nbytes // 10
+
+
+def test_tied_arrays_are_stored_once(workers: WorkerProcesses, context: ckptcore.Context, tmp_path: Path) -> None:
+    rows = make_rows(workers)
+    ckptcore.save(tmp_path / "it", {"a": rows, "b": rows}, context=context)
+    stored = sum(path.stat().st_size for path in (tmp_path / "it").glob("*.safetensors"))
+    assert SPEC.nbytes <= stored < 2 * SPEC.nbytes
+    wanted = RemoteArray(SPEC, ROWS)
+    loaded = ckptcore.load(tmp_path / "it", {"a": wanted, "b": wanted}, context=context)
+    assert loaded["a"] is loaded["b"]
+    assert workers.digests(loaded["a"]) == digests_of(ROWS)
+
+
+def test_a_target_gets_new_arrays(workers: WorkerProcesses, context: ckptcore.Context, tmp_path: Path) -> None:
+    state = state_of(workers)
+    ckptcore.save(tmp_path / "it", state, context=context)
+    old = dict(state)
+    state["here"] = np.zeros(5, int)
+    assert ckptcore.load_into(tmp_path / "it", state, context=context) is state
+    assert state["rows"] != old["rows"]
+    assert workers.digests(state["rows"]) == digests_of(ROWS)
+
+
+def test_several_checkpointables_each_have_their_part(
+    workers: WorkerProcesses, context: ckptcore.Context, tmp_path: Path
+) -> None:
+    named = {
+        "model": {"rows": make_rows(workers)},
+        "own": ckptcore.PerProcess({"whole": make_whole(workers)}),
+        "here": {"numbers": np.arange(3)},
+    }
+    ckptcore.save_checkpointables(tmp_path / "it", named, context=context)
+    wanted = {
+        "model": {"rows": RemoteArray(SPEC, WHOLE)},
+        "own": ckptcore.PerProcess({"whole": RemoteArray(SPEC, ROWS)}),
+        "here": None,
+    }
+    loaded = ckptcore.load_checkpointables(tmp_path / "it", wanted, context=context)
+    assert workers.digests(loaded["model"]["rows"]) == digests_of(WHOLE)
+    assert workers.digests(loaded["own"]["whole"]) == digests_of(ROWS)
+    np.testing.assert_array_equal(loaded["here"]["numbers"], np.arange(3))
+
+
+def test_exports_are_written_of_the_same_copy(
+    workers: WorkerProcesses, context: ckptcore.Context, tmp_path: Path
+) -> None:
+    state = {"model": state_of(workers), "other": make_rows(workers)}
+    export = ckptcore.Export(location=tmp_path / "export", subtree="model", layout="dcp")
+
+    def save() -> None:
+        handle = ckptcore.save_async(tmp_path / "it", state, layout="ocdbt", exports=[export], context=context)
+        handle.result()
+
+    asked = crossings(workers, save)
+    assert asked == ["drop 0", "drop 1", "hold 0", "hold 1", "write 0", "write 0", "write 1", "write 1"]
+    assert_saved(tmp_path / "export")
+
+
+def test_a_bound_on_memory_reads_in_turns(workers: WorkerProcesses, tmp_path: Path, context: ckptcore.Context) -> None:
+    state = state_of(workers)
+    ckptcore.save(tmp_path / "it", state, context=context)
+    bounded = ckptcore.Context(
+        executor=workers, handlers=context.handlers, memory=ckptcore.MemoryOptions(load_bytes=SPEC.nbytes)
+    )
+    asked = crossings(workers, lambda: ckptcore.load(tmp_path / "it", state, context=bounded))
+    assert asked == ["read 0", "read 0", "read 1", "read 1"]
+
+
+def test_a_bound_on_copies_is_one_on_the_controller(
+    workers: WorkerProcesses, tmp_path: Path, context: ckptcore.Context
+) -> None:
+    bounded = ckptcore.Context(
+        executor=workers, handlers=context.handlers, memory=ckptcore.MemoryOptions(save_bytes=1000)
+    )
+    ckptcore.save_async(tmp_path / "it", state_of(workers), context=bounded).result()
+    assert_saved(tmp_path / "it")
+
+
+def test_steps_are_saved_and_restored(workers: WorkerProcesses, context: ckptcore.Context, tmp_path: Path) -> None:
+    state = state_of(workers)
+    with ckptcore.Checkpointer(tmp_path, context=context) as checkpointer:
+        checkpointer.save(1, state)
+        checkpointer.save(2, state)
+        checkpointer.wait()
+        loaded = checkpointer.load(abstract=state)
+    assert workers.digests(loaded["rows"]) == digests_of(ROWS)

@@ -1,0 +1,55 @@
+"""The worker processes of the testing kit are an executor as the protocol asks for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from ckptcore.model import ArraySpec, Box, HostArray
+from ckptcore.protocols import Executor
+from ckptcore.testing import ExecutorTests, RemoteArray, WorkerProcesses
+from tests.controller.elements import Given
+
+COUNT = 2
+
+
+class TestWorkerProcesses(ExecutorTests):
+    @pytest.fixture
+    def executor(self, workers: WorkerProcesses, request: pytest.FixtureRequest) -> Iterator[Executor]:
+        if "lost" not in request.node.name:
+            yield workers
+            return
+        with WorkerProcesses(COUNT) as own:
+            yield own
+
+    def split(self, executor: Executor, elements: HostArray) -> RemoteArray:
+        return self._made(executor, elements, self.abstract(executor, _spec(elements)).boxes)
+
+    def replicated(self, executor: Executor, elements: HostArray) -> RemoteArray:
+        return self._made(executor, elements, ((Box.whole(elements.shape),),) * COUNT)
+
+    def _made(self, executor: Executor, elements: HostArray, boxes: tuple[tuple[Box, ...], ...]) -> RemoteArray:
+        assert isinstance(executor, WorkerProcesses)
+        return executor.make(_spec(elements), boxes, Given(elements))
+
+    def elements(self, executor: Executor, leaf: RemoteArray) -> HostArray:
+        assert isinstance(executor, WorkerProcesses)
+        return executor.elements(leaf)
+
+    def disturb(self, executor: Executor, leaf: RemoteArray) -> None:
+        assert isinstance(executor, WorkerProcesses)
+        executor.change(leaf)
+
+    def lose(self, executor: Executor, worker: int) -> None:
+        assert isinstance(executor, WorkerProcesses)
+        executor.kill(worker)
+
+    def abstract(self, executor: Executor, spec: ArraySpec) -> RemoteArray:
+        rows = spec.shape[0] // COUNT
+        boxes = [(Box((rows * one, 0), (rows * one + rows, spec.shape[1])),) for one in range(COUNT)]
+        return RemoteArray(spec, tuple(boxes))
+
+
+def _spec(elements: HostArray) -> ArraySpec:
+    return ArraySpec(elements.shape, elements.dtype.name)
