@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Mapping
-from typing import Any, Final
+from typing import Any, Final, Self
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from ckptcore_jax import abstract_arrays
+from jax._src.interpreters import pxla
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 import ckptcore
 from ckptcore import Context
+from tests.jobs.counting import Counting
 from tests.jobs.processes import Place
+from tests.jobs.topologies import WHOLE, assert_part
 
 __all__ = ["TASKS", "run"]
 
 P: Final[Any] = PartitionSpec
 ROWS: Final = np.arange(12 * 8, dtype=np.float32).reshape(12, 8)
-LAYOUTS: Final = ("safetensors", "zarr3", "ocdbt", "dcp")
 QUICK: Final = Context(durability="none")
 
 
@@ -115,15 +118,163 @@ def submeshes(place: Place) -> Any:
         state[name] = jax.make_array_from_single_device_arrays(
             ROWS.shape, NamedSharding(of_process(1), P("x")), parts, dtype=ROWS.dtype
         )
-    for layout in LAYOUTS:
+    for layout in place.layouts:
+        location = place.directory / f"submeshes-{layout}"
         for save in (ckptcore.save, lambda *given, **named: ckptcore.save_async(*given, **named).result()):
-            save(place.directory / layout, state, layout=layout, overwrite=True, context=QUICK)
-            same(ckptcore.load(place.directory / layout, blank(state), context=QUICK), state)
-        same(ckptcore.load(place.directory / layout, state, context=QUICK), state)
-        noted = ckptcore.load(place.directory / layout, abstract_arrays(ckptcore.metadata(place.directory / layout)))
+            save(location, state, layout=layout, overwrite=True, context=QUICK)
+            same(ckptcore.load(location, blank(state), context=QUICK), state)
+        same(ckptcore.load(location, state, context=QUICK), state)
+        noted = ckptcore.load(location, abstract_arrays(ckptcore.metadata(location)))
         assert all(noted[f"of {owner}"].is_fully_addressable for owner in range(place.size)), "each has one of its own"
         assert np.array_equal(noted["of 1"], ROWS + 1)
     return "done"
 
 
-TASKS: Final[Mapping[str, Callable[[Place], Any]]] = {"submeshes": submeshes}
+class Placements:
+    """Notes where arrays are put, and whether anything is computed, while it is entered.
+
+    Every array that JAX makes of elements on the host goes through `batched_device_put` (jax 0.10.2), whoever asks for it.
+    """
+
+    def __init__(self) -> None:
+        self.kinds: set[str] = set()
+        self.compiled = 0
+
+    def __enter__(self) -> Self:
+        self._put: Any = pxla.batched_device_put
+        clear: Any = jax.clear_caches
+        clear()  # what is computed again is compiled again
+        jax.monitoring.register_event_duration_secs_listener(self._heard)
+        for module in self._users():
+            module.batched_device_put = self._noted
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        jax.monitoring.unregister_event_duration_listener(self._heard)
+        for module in self._users():
+            module.batched_device_put = self._put
+
+    def _users(self) -> list[Any]:
+        modules = [module for name, module in sys.modules.items() if name.startswith("jax._src")]
+        return [module for module in modules if getattr(module, "batched_device_put", None) in (self._put, self._noted)]
+
+    def _noted(self, aval: Any, sharding: Any, *rest: Any, **named: Any) -> Any:
+        self.kinds.add(sharding.memory_kind)
+        return self._put(aval, sharding, *rest, **named)
+
+    def _heard(self, event: str, duration_secs: float, **_: str | int) -> None:
+        self.compiled += event.endswith("backend_compile_duration")
+
+
+def offloaded(place: Place) -> Any:
+    """Arrays in memory of the host are saved from there, and loaded to there, and no device is asked for memory."""
+    mesh, other = over_all(2, 2), over_all(1, 4)
+
+    def state(over: Mesh, kind: str) -> dict[str, Any]:
+        one = SingleDeviceSharding(of_process(place.rank).devices[1], memory_kind=kind)
+        data = jax.random.key_data(jax.random.split(jax.random.key(7), 4))
+        return {
+            "both": sharded(ROWS, NamedSharding(over, P("x", "y"), memory_kind=kind)),
+            "across": sharded(ROWS.T.copy(), NamedSharding(over, P("y"), memory_kind=kind)),
+            "all": sharded(ROWS[0], NamedSharding(over, P(), memory_kind=kind)),
+            "away": sharded(ROWS, NamedSharding(of_process(1), P("x"), memory_kind=kind)),
+            "own": jax.device_put(ROWS, one),
+            "weak": jax.device_put(2.5, one),
+            "keys": jax.random.wrap_key_data(sharded(data, NamedSharding(over, P("x"), memory_kind=kind))),
+        }
+
+    with Placements() as detour:
+        device = jax.devices()[place.rank * place.devices]
+        jnp.sin(jax.device_put(ROWS, device)).block_until_ready()
+    assert detour.kinds == {"device"} and detour.compiled, "what is to be noticed is not noticed"
+    for kind in ("pinned_host", "unpinned_host"):
+        saved = state(mesh, kind)
+        for layout in place.layouts:
+            location = place.directory / f"{kind}-{layout}"
+            with Placements() as while_saving:
+                ckptcore.save(location, saved, layout=layout, context=QUICK)
+                ckptcore.save_async(location, saved, layout=layout, overwrite=True, context=QUICK).result()
+            assert not while_saving.kinds and not while_saving.compiled, (kind, layout, while_saving.kinds)
+            for expected in (saved, state(other, kind)):
+                like = blank(expected)
+                with Placements() as while_loading:
+                    loaded = ckptcore.load(location, like, context=QUICK)
+                assert while_loading.kinds == {kind} and not while_loading.compiled, (layout, while_loading.kinds)
+                same(loaded, expected)
+            noted = ckptcore.load(location, abstract_arrays(ckptcore.metadata(location)), context=QUICK)
+            assert {leaf.sharding.memory_kind for leaf in jax.tree.leaves(noted)} == {kind}
+            same({name: noted[name] for name in ("both", "keys")}, {name: saved[name] for name in ("both", "keys")})
+            on_devices = state(other, "device")
+            same(ckptcore.load(location, blank(on_devices), context=QUICK), on_devices)
+    return "done"
+
+
+def counted(place: Place) -> Any:
+    """Bytes that each process writes and reads: of what is cut over all devices, over those of each process, and over none."""
+    mesh = over_all(2, 2)
+    elements = np.random.default_rng(0).integers(0, 1 << 30, (4096, 512), np.int32)
+    specs = {"cut": P("x", "y"), "by process": P("x"), "by device": P("y"), "everywhere": P()}
+    saved: dict[str, Any] = {name: sharded(elements, NamedSharding(mesh, spec)) for name, spec in specs.items()}
+    saved["own"] = jnp.asarray(elements)
+    saved["small"] = [jnp.arange(4096) + number for number in range(40)]
+    by_process = NamedSharding(mesh, P("x"))
+    rows = {**saved, **{name: sharded(elements, by_process) for name in ("by device", "everywhere")}}
+
+    def needed(tree: Any) -> list[int]:
+        boxes = [
+            {str(shard.index): shard.data.nbytes for shard in leaf.addressable_shards} for leaf in jax.tree.leaves(tree)
+        ]
+        return [nbytes for of_array in boxes for nbytes in of_array.values()]
+
+    answers = {}
+    for layout in place.layouts:
+        counting = Counting(replicas=ckptcore.ReplicaOptions(piece_bytes=1 << 16))
+        location = counting.url(place.directory / f"counted-{layout}")
+        ckptcore.save(location, saved, layout=layout, context=counting.context)
+        written = counting.counted().written
+        reads = []
+        for like in (saved, rows):
+            before = counting.counted().read
+            same(ckptcore.load(location, blank(like), context=counting.context), like)
+            reads.append({"needed": needed(like), "read": counting.counted().read - before})
+        answers[layout] = {"written": written, "reads": reads}
+    return {"whole": elements.nbytes * 5 + 40 * 4096 * 4, "layouts": answers}
+
+
+def topology(*, filled: bool) -> dict[str, Any]:
+    """The arrays of all topologies: over both axes of a mesh, over one of them, and over none."""
+    mesh = over_all(jax.process_count(), len(jax.local_devices()))
+    specs = {"even": P("x", "y"), "uneven": P("y"), "few": P(), "count": P()}
+    arrays = {name: array if filled else np.zeros_like(array) for name, array in WHOLE.items()}
+    return {name: sharded(arrays[name], NamedSharding(mesh, spec)) for name, spec in specs.items()}
+
+
+def save(place: Place) -> Any:
+    """Save arrays over all devices."""
+    for layout in place.layouts:
+        ckptcore.save(
+            place.directory / f"jax{place.size}-{layout}", topology(filled=True), layout=layout, context=QUICK
+        )
+
+
+def load(place: Place) -> Any:
+    """Load all that is there into arrays over all devices."""
+    found = sorted(path.name for path in place.directory.iterdir())
+    for name in found:
+        loaded = ckptcore.load(place.directory / name, blank(topology(filled=False)), context=QUICK)
+        for key, array in loaded.items():
+            for shard in array.addressable_shards:
+                assert_part(key, shard.data, shard.index)
+    return found
+
+
+def quick(place: Place) -> Any:
+    """A sample of all."""
+    submeshes(place)
+    offloaded(place)
+    return counted(place)
+
+
+TASKS: Final[Mapping[str, Callable[[Place], Any]]] = {
+    task.__name__: task for task in (submeshes, offloaded, counted, save, load, quick)
+}

@@ -9,7 +9,7 @@ import os
 import socket
 import tempfile
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Protocol
@@ -29,6 +29,7 @@ class Place:
         devices: how many devices it is to have.
         port: of 127.0.0.1, where the job meets.
         directory: of the test.
+        layouts: to save in.
     """
 
     rank: int
@@ -36,6 +37,7 @@ class Place:
     devices: int
     port: int
     directory: Path
+    layouts: Sequence[str]
 
 
 class Program(Protocol):
@@ -49,7 +51,9 @@ class Program(Protocol):
         ...
 
 
-def run_job(program: str, task: str, directory: Path, *, size: int, devices: int = 1) -> list[Any]:
+def run_job(
+    program: str, task: str, directory: Path, *, size: int, devices: int = 1, layouts: Sequence[str] = ()
+) -> list[Any]:
     """Run a task of a program in a job of so many processes; what each found, by rank.
 
     The processes come from a server that has imported the frameworks, and started nothing of them.
@@ -62,7 +66,7 @@ def run_job(program: str, task: str, directory: Path, *, size: int, devices: int
     with tempfile.TemporaryDirectory() as found:
         processes = []
         for rank in range(size):
-            place = Place(rank, size, devices, port, directory)
+            place = Place(rank, size, devices, port, directory, layouts)
             processes.append(context.Process(target=_process, args=(program, task, place, f"{found}/{rank}")))
         try:
             for process in processes:
@@ -82,8 +86,8 @@ def _process(program: str, task: str, place: Place, found: str) -> None:
     with open(f"{found}.errors", "wb") as file:
         os.dup2(file.fileno(), 2)
     os.environ["OMP_NUM_THREADS"] = "1"
-    module: Any = importlib.import_module(program)
     try:
+        module: Any = importlib.import_module(program)
         answer = module.run(module.TASKS[task], place)
     except BaseException:  # noqa: BLE001  # said by the parent
         traceback.print_exc()

@@ -44,6 +44,10 @@ def placed(
     """
     _check_dtype(dtype)
     parts = [(box, part if part.dtype == dtype else _cast(part, dtype)) for box, part in boxes]
+    if weak_type and shape == () and sharding is not None and sharding.is_fully_addressable:
+        scalar = _weak_scalar(parts[0][1], sharding)
+        if scalar is not None:
+            return scalar
     if sharding is None:
         ((_, whole),) = parts
         array = jnp.asarray(whole) if whole.nbytes <= _SMALL_BYTES else jax.device_put(whole)
@@ -75,6 +79,14 @@ def _cast(part: HostArray, dtype: np.dtype[Any]) -> HostArray:
             "give an abstract array that can: ckptcore.AbstractArray takes any dtype"
         )
     return part.astype(dtype)
+
+
+def _weak_scalar(element: HostArray, sharding: Sharding) -> jax.Array | None:
+    """A scalar that JAX makes of one of Python's, in the memory that is asked for and nowhere else; None if that would change it."""
+    if element.dtype.kind in "fc" and np.isnan(element):  # of which NaN it is, Python keeps not all
+        return None
+    scalar: jax.Array = jax.device_put(element.item(), sharding)
+    return scalar if scalar.dtype == element.dtype and scalar.weak_type else None
 
 
 def _with_weak_type(array: jax.Array, sharding: Sharding | None) -> jax.Array:

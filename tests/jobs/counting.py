@@ -1,0 +1,102 @@
+"""A storage that counts the bytes that a process writes and reads, as a plugin under a URL scheme of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import ckptcore
+from ckptcore.builtin.local import open_local
+from ckptcore.hookspecs import hookimpl
+from ckptcore.protocols import StorageBackend, StorageOpener, StorageOptions
+from ckptcore.testing import FaultPlan, with_faults
+
+__all__ = ["Counted", "Counting", "CountingPlugin", "assert_frugal"]
+
+_BLOCK_BYTES: Final = 1 << 20
+"""What one checksum covers, and is read whole."""
+
+_DESCRIPTION_BYTES: Final = 256 << 10
+"""More than a layout says of the few arrays of a test, in headers and indices; less than one of their replicas."""
+
+
+class CountingPlugin:
+    """Local directories as ``counted://`` URLs."""
+
+    def __init__(self) -> None:
+        self.plan = FaultPlan()
+
+    @hookimpl
+    def ckpt_storages(self) -> Mapping[str, StorageOpener]:
+        """The scheme."""
+        return {"counted": self.open}
+
+    def open(self, url: str, options: StorageOptions) -> StorageBackend:
+        """Open a directory."""
+        return with_faults(open_local(url.replace("counted://", "file://", 1), options), self.plan)
+
+
+@dataclass(frozen=True)
+class Counted:
+    """What a process did so far, in bytes.
+
+    Attributes:
+        written: into objects of arrays and of what a layout says of them; not into the root and its tables.
+        read: of all objects.
+    """
+
+    written: int
+    read: int
+
+
+class Counting:
+    """A Context that counts, its URLs, and what was counted."""
+
+    def __init__(self, **options: Any) -> None:
+        self._plugin = CountingPlugin()
+        self.context = ckptcore.Context(plugins=[self._plugin], durability="none", **options)
+
+    def url(self, path: Path) -> str:
+        """The URL of a directory."""
+        return f"counted://{path}"
+
+    def counted(self) -> Counted:
+        """What was counted so far."""
+        plan = self._plugin.plan
+        written = sum(
+            operation.nbytes
+            for operation in plan.operations
+            if operation.name in ("put", "write_at")
+            and not operation.keys[0].rpartition("/")[2].startswith("checkpoint.")
+        )
+        return Counted(written, plan.bytes_read)
+
+
+def assert_frugal(found: Sequence[Any], layout: str, *, shared: bool) -> None:
+    """Assert of what the processes of a job counted that every byte was written once, and read where it is needed.
+
+    A box that is read may begin and end within blocks of which the rest is read too: two blocks for each box that has one or more;
+    smaller ones lie side by side.
+
+    Args:
+        found: by rank, ``whole``, the bytes of all arrays, and by layout ``written`` and ``reads``, each with the sizes of the boxes
+            that are ``needed``, and what was ``read``.
+        layout: which.
+        shared: whether replicas shared the work, so that each process writes as much.
+    """
+    whole = found[0]["whole"]
+    counts = [of_rank["layouts"][layout] for of_rank in found]
+    written = [count["written"] for count in counts]
+    assert whole <= sum(written) <= whole + _DESCRIPTION_BYTES, f"{layout}: {written} of {whole}"
+    if shared:
+        mean = sum(written) / len(written)
+        assert 0.9 * mean <= min(written) and max(written) <= 1.1 * mean, f"{layout}: {written}"
+    for rank, count in enumerate(counts):
+        for number, read in enumerate(count["reads"]):
+            blocks = 2 * sum(nbytes >= _BLOCK_BYTES for nbytes in read["needed"])
+            needed = sum(read["needed"])
+            most = needed + blocks * _BLOCK_BYTES + _DESCRIPTION_BYTES
+            assert needed <= read["read"] <= most, f"{layout}: load {number} on rank {rank}: {read}, at most {most}"
+            assert number == 0 or most < whole, "a load of everything would pass"

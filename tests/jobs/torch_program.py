@@ -1,0 +1,258 @@
+"""What processes of torch.distributed do in the tests of jobs: stages on meshes of their own, strided shards, other topologies."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+import ml_dtypes
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import ckptcore
+from ckptcore.model import ArrayRecord
+from tests.jobs.counting import Counting
+from tests.jobs.processes import Place
+from tests.jobs.topologies import WHOLE, assert_part
+
+__all__ = ["TASKS", "run"]
+
+QUICK: Final = ckptcore.Context(durability="none")
+
+
+def run(task: Callable[[Place], Any], place: Place) -> Any:
+    """Do a task in a job of torch.distributed."""
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{place.port}", rank=place.rank, world_size=place.size)
+    answer = task(place)
+    dist.barrier()
+    dist.destroy_process_group()
+    return answer
+
+
+class Stage(torch.nn.Module):
+    """Two layers of a model, under their names in the whole of it."""
+
+    def __init__(self, number: int, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.layers = torch.nn.ModuleDict({str(2 * number + own): torch.nn.Linear(6, 6 + own) for own in range(2)})
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        """Through both."""
+        for layer in self.layers.values():
+            inputs = layer(inputs)
+        return inputs
+
+
+def whole_of(state: Any) -> dict[str, Any]:
+    """By dotted name, the arrays of a tree of dicts, whole: of a DTensor those of all processes of its mesh."""
+    found: dict[str, Any] = {}
+    for key, value in state.items():
+        if isinstance(value, dict):
+            found.update({f"{key}.{name}": array for name, array in whole_of(value).items()})
+        elif isinstance(value, torch.Tensor):
+            found[key] = (value.full_tensor() if isinstance(value, DTensor) else value).detach().numpy()
+    return found
+
+
+def stages(place: Place) -> Any:
+    """Two stages on two processes each, under FSDP2 or tensor parallelism, whose ranks have the keys of their own stage."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("stage", "within"))
+    number, within = mesh.get_local_rank("stage"), mesh["within"]
+
+    def make(seed: int) -> Any:
+        stage: Any = Stage(number, seed)
+        if number:
+            parallelize_module(stage, within, {"layers.2": ColwiseParallel(), "layers.3": RowwiseParallel()})
+        else:
+            fully_shard(stage, mesh=within)
+        optimizer = torch.optim.AdamW(stage.parameters(), lr=0.1)
+        stage(torch.ones(3, 6)).square().mean().backward()
+        optimizer.step()
+        slots = {name: optimizer.state[parameter] for name, parameter in stage.named_parameters()}
+        return {"model": stage, "optimizer": slots, "step": seed}
+
+    def whole(state: Any) -> dict[str, Any]:
+        return whole_of({**state, "model": state["model"].state_dict()})
+
+    state = make(3)
+    expected = whole(state)
+    if within.get_local_rank() == 0:
+        np.savez(place.directory / f"stage-{number}.npz", **expected)
+    for layout in place.layouts:
+        location = place.directory / f"stages-{layout}"
+        ckptcore.save(location, state, layout=layout, context=QUICK)
+        target = make(9)
+        ckptcore.load_into(location, target, context=QUICK)
+        found = whole(target)
+        assert target["step"] == 3 and found.keys() == expected.keys()
+        assert all(np.array_equal(found[name], expected[name]) for name in expected), layout
+    return sorted(expected)
+
+
+def submeshes(place: Place) -> Any:
+    """DTensors over meshes of two of the four processes, which all ranks have in their trees."""
+    meshes = {name: DeviceMesh("cpu", ranks) for name, ranks in {"first": [0, 1], "last": [2, 3], "one": [3]}.items()}
+    kinds: dict[str, Placement] = {"rows": Shard(0), "columns": Shard(1), "all": Replicate()}
+    rows = torch.arange(30, dtype=torch.float32).reshape(5, 6)
+
+    def state(value: float) -> dict[str, Any]:
+        found: dict[str, Any] = {
+            name: {
+                kind: distribute_tensor(rows * value + number, mesh, [placement]) for kind, placement in kinds.items()
+            }
+            for number, (name, mesh) in enumerate(meshes.items())
+        }
+        found["last"]["tied"] = found["last"]["rows"]
+        found["whole"] = torch.arange(4.0) * value
+        return found
+
+    def same(found: Any, expected: Any) -> bool:
+        if isinstance(expected, dict):
+            return all(same(found[key], expected[key]) for key in expected)
+        if isinstance(expected, DTensor):
+            assert isinstance(found, DTensor) and found.placements == expected.placements
+            return torch.equal(found.to_local(), expected.to_local())
+        return torch.equal(found, expected)
+
+    for layout in place.layouts:
+        location = place.directory / f"submeshes-{layout}"
+        ckptcore.save_async(location, state(2), layout=layout, context=QUICK).result()
+        assert same(ckptcore.load(location, state(0), context=QUICK), state(2))
+        target = state(0)
+        ckptcore.load_into(location, target, context=QUICK)
+        assert same(target, state(2))
+    return "done"
+
+
+def strided(place: Place) -> Any:
+    """FSDP2 over tensor parallelism: ten rows in four processes, of which none has a run of equal length."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+
+    def make(seed: int) -> Any:
+        torch.manual_seed(seed)
+        model: Any = torch.nn.Sequential(torch.nn.Linear(4, 10), torch.nn.Linear(10, 7))
+        parallelize_module(model, mesh["tensor"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
+        return fully_shard(model, mesh=mesh["data"])
+
+    model = make(1)
+    weight = model.get_parameter("0.weight")
+    assert [type(placement).__name__ for placement in weight.placements] == ["_StridedShard", "Shard"]
+    expected = whole_of(model.state_dict())
+    if place.rank == 0:
+        np.savez(place.directory / "strided.npz", **expected)
+    for layout in place.layouts:
+        location = place.directory / f"strided-{layout}"
+        ckptcore.save(location, {"model": model}, layout=layout, context=QUICK)
+        tree = ckptcore.metadata(location).tree
+        (record,) = [tree.leaves[leaf] for leaf, path in enumerate(tree.paths) if path[-1] == "0.weight"]
+        assert isinstance(record, ArrayRecord)
+        assert record.cuts == ((3, 5, 8), ())
+        other = make(2)
+        ckptcore.load_into(location, {"model": other}, context=QUICK)
+        found = whole_of(other.state_dict())
+        assert all(np.array_equal(found[name], expected[name]) for name in expected), layout
+    return "done"
+
+
+def tensor_of(array: np.ndarray[Any, Any]) -> torch.Tensor:
+    """The same elements."""
+    if array.dtype == ml_dtypes.bfloat16:
+        return torch.from_numpy(array.view(np.uint16).copy()).view(torch.bfloat16)
+    return torch.from_numpy(array.copy())
+
+
+def array_of(tensor: torch.Tensor) -> Any:
+    """The same elements."""
+    tensor = tensor.detach()
+    return (
+        tensor.view(torch.uint16).numpy().view(ml_dtypes.bfloat16) if tensor.dtype == torch.bfloat16 else tensor.numpy()
+    )
+
+
+def fsdp(*, filled: bool) -> dict[str, Any]:
+    """The arrays of all topologies under FSDP2, but for those without axes."""
+    module: Any = torch.nn.Module()
+    for name, array in WHOLE.items():
+        if array.ndim:
+            tensor = tensor_of(array)
+            module.register_parameter(name, torch.nn.Parameter(tensor if filled else torch.zeros_like(tensor)))
+    fully_shard(module, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    count = tensor_of(WHOLE["count"])
+    return {**module.state_dict(), "count": count if filled else torch.zeros_like(count)}
+
+
+def save(place: Place) -> Any:
+    """Save what FSDP2 sharded."""
+    for layout in place.layouts:
+        ckptcore.save(place.directory / f"torch{place.size}-{layout}", fsdp(filled=True), layout=layout, context=QUICK)
+
+
+def load(place: Place) -> Any:
+    """Load all that is there into what FSDP2 sharded."""
+    found = sorted(path.name for path in place.directory.iterdir())
+    for name in found:
+        loaded = ckptcore.load(place.directory / name, fsdp(filled=False), context=QUICK)
+        for key, tensor in loaded.items():
+            whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+            assert_part(key, array_of(whole), ())
+    return found
+
+
+def counted(place: Place) -> Any:
+    """Bytes that each process writes and reads: of shards, of replicas of shards, and of what all hold."""
+    pairs = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    line = init_device_mesh("cpu", (4,))
+    other = init_device_mesh("cpu", (2, 2))
+    kinds: dict[str, tuple[Any, list[Placement]]] = {
+        "sharded": (line, [Shard(0)]),
+        "hybrid": (pairs, [Replicate(), Shard(0)]),
+        "replicated": (line, [Replicate()]),
+    }
+    elements = torch.from_numpy(np.random.default_rng(0).integers(0, 1 << 30, (4096, 512), np.int32))
+
+    def state() -> dict[str, Any]:
+        made: dict[str, Any] = {name: distribute_tensor(elements, *kind) for name, kind in kinds.items()}
+        return {**made, "same": elements.clone(), "small": [torch.arange(2048) + number for number in range(40)]}
+
+    def needed(tree: Any) -> list[int]:
+        tensors = [*(value for value in tree.values() if isinstance(value, torch.Tensor)), *tree.get("small", ())]
+        return [(one.to_local() if isinstance(one, DTensor) else one).nbytes for one in tensors]
+
+    answers = {}
+    saved = state()
+    for layout in place.layouts:
+        counting = Counting(replicas=ckptcore.ReplicaOptions(piece_bytes=1 << 16))
+        location = counting.url(place.directory / f"counted-{layout}")
+        ckptcore.save(location, saved, layout=layout, context=counting.context)
+        written = counting.counted().written
+        reads = []
+        rows = {name: distribute_tensor(torch.zeros_like(elements), other, [Shard(0), Shard(0)]) for name in kinds}
+        for like in (state(), {**state(), **rows}):
+            before = counting.counted().read
+            ckptcore.load(location, like, context=counting.context)
+            reads.append({"needed": needed(like), "read": counting.counted().read - before})
+        answers[layout] = {"written": written, "reads": reads}
+    whole = elements.nbytes * 4 + 40 * 2048 * 8
+    return {"whole": whole, "layouts": answers}
+
+
+def quick(place: Place) -> Any:
+    """A sample of all."""
+    submeshes(place)
+    strided(place)
+    stages(place)
+    return counted(place)
+
+
+TASKS: Final[Mapping[str, Callable[[Place], Any]]] = {
+    task.__name__: task for task in (stages, submeshes, strided, save, load, counted, quick)
+}
