@@ -334,7 +334,7 @@ class Checkpointer(CheckpointReader):
         if replaces:
             # Processes may have listed at different moments; the leader's name is everybody's.
             name = self._agreement("name").lead("name", partial(self._steps.name, step))
-        self._warn_of_newer(step)
+        last = self._decider.past.step
         self._beginning = step
         self._decider.begin(step, epoch)
         if self._deleter is not None:
@@ -351,15 +351,14 @@ class Checkpointer(CheckpointReader):
             step=step,
             epoch=epoch,
             when_busy="wait" if self._when_busy == "wait" else "queue",
-            allowed=partial(self._allow, step, None if replaces else written),
+            allowed=partial(self._allow, step, last, None if replaces else written),
             before_commit=self._owned.check if self._owned is not None else None,
             committed=partial(self._saved, step, name),
             exports=[export.of_step(name) for export in self._exports if export.wants(step)],
         )
 
-    def _warn_of_newer(self, step: int) -> None:
-        last = self._decider.past.step
-        if self._job.rank == 0 and not self._warned and (last is None or last < step):
+    def _warn_of_newer(self, step: int, last: int | None) -> None:
+        if not self._warned and (last is None or last < step):
             newest = self._steps.latest()
             if newest is not None and newest > step and newest not in self._loader.broken:
                 self._warned = True
@@ -369,8 +368,9 @@ class Checkpointer(CheckpointReader):
                     step, newest, self.directory,
                 )  # fmt: skip
 
-    def _allow(self, step: int, new: str | None) -> None:
-        """On the leader: wait for a deletion of the step; if it is to be a new one, refuse where it is there."""
+    def _allow(self, step: int, last: int | None, new: str | None) -> None:
+        """On the leader, where an error is told to all: wait for a deletion of the step; if it is to be a new one, refuse where it is there."""
+        self._warn_of_newer(step, last)
         if self._deleter is not None:
             self._deleter.wait_until_gone(step)
         if new is None or not self._steps.is_committed(step):

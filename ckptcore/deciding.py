@@ -99,9 +99,27 @@ class SaveDecider:
 
         Raises:
             ValueError: if the policy cannot answer.
+            RankFailedError: if the policy or the notice of another rank cannot.
         """
-        preempted = self.preempted or (self._notice is not None and bool(self._notice(step)))
-        moment = Moment(
+        self.was_skipped = False
+        wants = _always if force else self._wants
+        # One rank's notice is everybody's; and who leads decides by its own clock and its own saves.
+        differs = not force and (self._policy.needs_agreement or self._skips_when_busy)
+        if job_size == 1 or not (differs or self._notice is not None):
+            moment = self._moment(step, epoch, saving=saving)
+            self.preempted = moment.preempted
+            return wants(moment)
+        agreement = agree()
+        with agreement.stage("decide") as stage:
+            moment = self._moment(step, epoch, saving=saving)  # asks the notice, which may fail
+            stage.payload = [moment.preempted, moment.saving]
+        decided: Any = agreement.lead("decision", partial(_decide_for_all, moment, wants, stage.payloads))
+        wanted, self.preempted = decided
+        return bool(wanted)
+
+    def _moment(self, step: int, epoch: int | None, *, saving: bool) -> Moment:
+        """What this process knows of a step."""
+        return Moment(
             step=step,
             now=time.time(),
             epoch=epoch,
@@ -110,21 +128,8 @@ class SaveDecider:
             last_save_began=self.past.began,
             last_save_ended=self.last_save_ended,
             saving=saving,
-            preempted=preempted,
+            preempted=self.preempted or (self._notice is not None and bool(self._notice(step))),
         )
-        self.was_skipped = False
-        wants = _always if force else self._wants
-        # One rank's notice is everybody's; and who leads decides by its own clock and its own saves.
-        differs = not force and (self._policy.needs_agreement or self._skips_when_busy)
-        if job_size == 1 or not (differs or self._notice is not None):
-            self.preempted = preempted
-            return wants(moment)
-        agreement = agree()
-        with agreement.stage("decide") as stage:
-            stage.payload = [preempted, moment.saving]
-        decided: Any = agreement.lead("decision", partial(_decide_for_all, moment, wants, stage.payloads))
-        wanted, self.preempted = decided
-        return bool(wanted)
 
     def _wants(self, moment: Moment) -> bool:
         wanted = self._policy.should_save(moment)

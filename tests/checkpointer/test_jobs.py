@@ -194,6 +194,47 @@ def test_the_notice_of_one_is_that_of_all(directory: str) -> None:
     assert CheckpointReader(f"{directory}-AnySave").latest == 4
 
 
+def test_a_notice_that_fails_on_one_is_told_to_all_at_once(directory: str) -> None:
+    """And not first after the deadline, as a rank that did not come."""
+
+    def broken(step: int) -> bool:
+        if step == 2:
+            raise OSError("the metadata server does not answer")
+        return False
+
+    notices = [lambda step: False, broken, lambda step: False]
+
+    def work(run: Checkpointer, rank: int) -> tuple[int, ...]:
+        save_steps(run, [1])
+        with pytest.raises(OSError if rank == 1 else RankFailedError, match="metadata server"):
+            run.save(2, tree(2))
+        save_steps(run, [3])
+        return run.steps
+
+    found, _ = job(directory, work, preemption_notice=notices)
+    assert found == [(1, 3)] * SIZE
+
+
+def test_the_leader_that_cannot_look_for_newer_steps_tells_all(directory: str) -> None:
+    with Checkpointer(directory) as run:
+        save_steps(run, [1, 5])
+
+    def work(run: Checkpointer, rank: int) -> None:
+        run.load(1)
+
+        def unplug(name: str, keys: Sequence[str]) -> None:
+            if rank == 0:
+                raise StorageError("unplugged")
+
+        watch_of(run).before = unplug
+        with pytest.raises(StorageError if rank == 0 else RankFailedError, match="unplugged"):
+            run.save(2, tree(2))
+        watch_of(run).before = lambda name, keys: None
+        save_steps(run, [3])
+
+    job(directory, work)
+
+
 def test_the_notice_of_one_is_heard_by_all_who_force(directory: str) -> None:
     notices = [lambda step: False, lambda step: False, lambda step: True]
 

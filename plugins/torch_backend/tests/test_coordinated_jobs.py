@@ -20,6 +20,7 @@ from ckptcore import Context
 from ckptcore.errors import PluginError
 
 PROGRAM = Path(__file__).with_name("coordinated_job.py")
+RESTARTED = Path(__file__).with_name("restarted_job.py")
 
 
 @contextmanager
@@ -64,6 +65,7 @@ def test_the_coordinator_of_a_context_comes_first() -> None:
 
 def _run(size: int, *arguments: str | Path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size)]
+    command += ["--max-restarts", "1"] if RESTARTED in arguments else []
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [*command, *map(str, arguments)], env=environment, capture_output=True, text=True, timeout=180, check=False
@@ -76,3 +78,10 @@ def _run(size: int, *arguments: str | Path) -> None:
 def test_a_job_saves_and_loads_without_a_context(tmp_path: Path, size: int) -> None:
     _run(size, PROGRAM, tmp_path)
     assert {str(rank) for rank in range(size)} <= {path.name for path in tmp_path.iterdir()}
+
+
+@pytest.mark.slow
+def test_a_job_that_is_started_again_with_the_store_of_its_former_life_goes_on(tmp_path: Path) -> None:
+    _run(3, RESTARTED, tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {"run", "heard", "1-0", "1-1", "1-2"}
+    assert ckptcore.CheckpointReader(tmp_path / "run").steps == (1, 2, 3, 4)

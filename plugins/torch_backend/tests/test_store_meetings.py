@@ -17,7 +17,7 @@ from ckptcore.errors import CoordinationTimeoutError, PluginError, RankFailedErr
 
 def life(store: dist.HashStore, size: int, *, timeout_seconds: float = 30.0) -> list[StoreCoordinator]:
     """Processes that were started together and given a store that may have been used before."""
-    make: Any = dist.PrefixStore  # type: ignore[attr-defined]  # it is exported at run time
+    make: Any = dist.PrefixStore
     return [StoreCoordinator(make("job", store), rank, size, timeout_seconds=timeout_seconds) for rank in range(size)]
 
 
@@ -138,7 +138,7 @@ def test_a_store_that_fails_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ckptcore_torch.store_coordinator._own_part", lambda store: store)
 
     def fail() -> None:
-        raise dist.DistNetworkError("Connection reset by peer")  # type: ignore[attr-defined]  # it is exported at run time
+        raise dist.DistNetworkError("Connection reset by peer")
 
     with pytest.raises(RankFailedError, match=r"'describe'.*Connection reset by peer.*rank 0"):
         StoreCoordinator(_Broken(fail), 1, 2).gather("describe", b"")

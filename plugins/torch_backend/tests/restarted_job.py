@@ -1,0 +1,77 @@
+"""A run under ``torchrun --max-restarts 1``, of which a process dies in a save: ``restarted_job.py DIRECTORY``.
+
+The second life has the store of the first, and goes on from the last step that was committed. Gloo takes the addresses of the dead from
+there for those of the living (torch 2.13.0) and fails now and then, so that the process group has a part of its own of the store.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from ckptcore_torch.store_coordinator import StoreCoordinator
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+import ckptcore
+from ckptcore.builtin.host_leaves import HostArrayHandler
+from ckptcore.protocols import LeafHandler
+
+
+class Deadly:
+    """A leaf that ends the process that saves it."""
+
+
+class DeadlyLeaves(HostArrayHandler):
+    def describe(self, leaf: Any) -> Any:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def main(directory: Path, store: Any, life: int) -> None:
+    rank = dist.get_rank()
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+
+    def state(step: int) -> dict[str, object]:
+        return {"rows": distribute_tensor(torch.full((6, 2), float(step)), mesh, [Shard(0)]), "step": step}
+
+    dying: LeafHandler = DeadlyLeaves()
+    coordinator = StoreCoordinator(store, rank, dist.get_world_size(), timeout_seconds=120)
+    context = ckptcore.Context(coordinator=coordinator, durability="none", handlers={Deadly: dying})
+    with ckptcore.Checkpointer(directory / "run", context=context, if_in_use="take over") as run:
+        assert run.latest == (2 if life else None)
+        if life:
+            loaded: Any = run.load(None, state(0))
+            assert isinstance(loaded["rows"], DTensor) and bool((loaded["rows"].to_local() == 2).all())
+            if rank == 0:
+                time.sleep(1)  # the others look for what is there
+            assert coordinator.broadcast("chosen", b"1" if rank == 0 else None) == b"1"
+        else:
+            run.save(1, state(1))
+            run.save(2, state(2))
+            run.wait()
+            if rank == 1:
+                while not (directory / "heard").exists():
+                    time.sleep(0.01)
+                run.save(3, {**state(3), "deadly": Deadly()})
+            coordinator.broadcast("chosen", b"0" if rank == 0 else None)  # which the one that dies does not hear
+            if rank == 2:
+                (directory / "heard").touch()
+        run.save(3, state(3))
+        run.wait()
+        assert run.latest == 3
+        run.save(4, state(4))
+    (directory / f"{life}-{rank}").touch()
+
+
+if __name__ == "__main__":
+    number, size, life = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT"))
+    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+    dist.init_process_group("gloo", store=dist.PrefixStore(f"life {life}", store), rank=number, world_size=size)
+    main(Path(sys.argv[1]), store, life)
+    dist.destroy_process_group()

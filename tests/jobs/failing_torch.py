@@ -1,0 +1,56 @@
+"""One process of a torch.distributed job in which something fails."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from ckptcore_torch.store_coordinator import StoreCoordinator
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+from ckptcore.protocols import Coordinator
+from tests.jobs.failing_job import Cell, take_part
+
+__all__ = ["run"]
+
+
+class _TorchJob:
+    """See `Job`."""
+
+    def __init__(self) -> None:
+        self.rank = dist.get_rank()
+        self._mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+
+    def coordinator(self, timeout_seconds: float) -> Coordinator:
+        return StoreCoordinator.of_job(timeout_seconds=timeout_seconds)
+
+    def state(self, number: int) -> dict[str, Any]:
+        rows = distribute_tensor(torch.full((13, 4), float(number)), self._mesh, [Shard(0)])
+        return {"rows": rows, "here": {str(self.rank): np.full(5, number)}, "step": number}
+
+    def expect(self, found: Mapping[str, Any], number: int) -> None:
+        rows = found["rows"]
+        assert isinstance(rows, DTensor) and rows.shape == (13, 4)
+        assert bool((rows.to_local() == number).all())
+        assert (found["here"][str(self.rank)] == number).all() and found["step"] == number
+
+
+def run(cell: Cell, rank: int, size: int, port: int, leader_serves: bool, place: Path, errors: str) -> None:
+    """Be that process, and end without waiting for anybody."""
+    with open(errors, "wb") as file:
+        os.dup2(file.fileno(), 2)
+    torch.set_num_threads(1)
+    serves = leader_serves and rank == 0
+    store = dist.TCPStore(  # type: ignore[attr-defined]  # it is exported at run time
+        "127.0.0.1", port, is_master=serves, wait_for_workers=False, timeout=timedelta(seconds=120)
+    )
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
+    take_part(cell, _TorchJob(), place)
+    os._exit(0)

@@ -1,0 +1,150 @@
+"""Points of saves, loads and runs at which a process fails, dies or stands still: reached by what any program can pass in."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, Literal, TypeAlias
+
+import numpy as np
+
+import ckptcore
+from ckptcore.builtin.host_leaves import HostArrayHandler
+from ckptcore.builtin.local import open_local
+from ckptcore.builtin.safetensors import SafetensorsLayout
+from ckptcore.events import Event
+from ckptcore.hookspecs import hookimpl
+from ckptcore.model import JSON, Box, HostArray, LeafRecord, Pending, Receipt, TreeMetadata
+from ckptcore.protocols import Coordinator, Snapshot, StorageBackend, StorageOpener, StorageOptions, WriteStore
+from ckptcore.testing.faults import FaultPlan, Step
+from ckptcore.testing.faulty_storage import with_faults
+
+__all__ = ["SCHEME", "Action", "Trap", "TrappedError", "TrappedLayout", "trapped_context"]
+
+SCHEME: Final = "trapped"
+"""The scheme of directories whose storage has traps."""
+
+Action: TypeAlias = Literal["raise", "kill", "hang"]
+"""What a process does in a trap."""
+
+
+class TrappedError(RuntimeError):
+    """What a process raises in a trap."""
+
+
+class Trap:
+    """Lets this process raise, die or stand still when it comes to a point, once.
+
+    Points: ``describe``, ``copy``, ``build`` of a NumPy leaf; ``write``, ``written`` and ``finish`` of the layout; ``export``, which is
+    ``write`` of that of an export; the methods of storage; ``notice``; and ``after PHASE NUMBER``, which cannot raise.
+    """
+
+    def __init__(self, point: str, action: Action) -> None:
+        """Not armed yet."""
+        self._point = point
+        self._action = action
+        self._armed = False
+        self._phases: dict[str, int] = {}
+
+    def arm(self) -> None:
+        """Do it the next time."""
+        self._armed = True
+        self._phases.clear()
+
+    def reach(self, point: str) -> None:
+        """Come to a point."""
+        if not self._armed or point != self._point:
+            return
+        self._armed = False
+        if self._action == "raise":
+            raise TrappedError(f"trapped at {point!r}")
+        os.kill(os.getpid(), signal.SIGKILL if self._action == "kill" else signal.SIGSTOP)
+
+    def observe(self, event: Event) -> None:
+        """A phase is over."""
+        number = self._phases[event.phase] = self._phases.get(event.phase, 0) + 1
+        self.reach(f"after {event.phase} {number}")
+
+    def notice(self, step: int) -> bool:
+        """No notice of preemption."""
+        self.reach("notice")
+        return False
+
+
+class _Leaves(HostArrayHandler):
+    def __init__(self, trap: Trap) -> None:
+        self._trap = trap
+
+    def describe(self, leaf: Any) -> LeafRecord:
+        self._trap.reach("describe")
+        return super().describe(leaf)
+
+    def copy_to_host(self, leaf: Any, boxes: Sequence[Box], memory: Any) -> Sequence[Pending[HostArray]]:
+        self._trap.reach("copy")
+        return super().copy_to_host(leaf, boxes, memory)
+
+    def build(self, *arguments: Any) -> Any:
+        self._trap.reach("build")
+        return super().build(*arguments)
+
+
+class TrappedLayout(SafetensorsLayout):
+    """Safetensors with traps."""
+
+    def __init__(self, trap: Trap, *points: str) -> None:
+        """With a trap at each of the points `write`, `written` and `finish`, under these names."""
+        super().__init__()
+        object.__setattr__(self, "_trap", trap)
+        object.__setattr__(self, "_points", points)
+
+    def _reach(self, number: int) -> None:
+        points: Sequence[str] = getattr(self, "_points", ())
+        if number < len(points):
+            getattr(self, "_trap").reach(points[number])  # noqa: B009  # the class it inherits from is frozen
+
+    def write(self, snapshot: Snapshot, store: WriteStore) -> JSON:
+        """See `Layout`."""
+        self._reach(0)
+        state = super().write(snapshot, store)
+        self._reach(1)
+        return state
+
+    def finish(self, tree: TreeMetadata, receipts: Sequence[Receipt], store: WriteStore) -> JSON:
+        """See `Layout`."""
+        self._reach(2)
+        return super().finish(tree, receipts, store)
+
+
+class _Plan(FaultPlan):
+    def __init__(self, trap: Trap) -> None:
+        super().__init__()
+        self._trap = trap
+
+    def begin(self, name: str, keys: Sequence[str], offset: int = 0, nbytes: int = 0) -> Step:
+        self._trap.reach(name)
+        return super().begin(name, keys, offset, nbytes)
+
+
+class _Storages:
+    def __init__(self, trap: Trap) -> None:
+        self._plan = _Plan(trap)
+
+    def _open(self, url: str, options: StorageOptions) -> StorageBackend:
+        return with_faults(open_local(url.replace(SCHEME, "file", 1), options), self._plan)
+
+    @hookimpl
+    def ckpt_storages(self) -> Mapping[str, StorageOpener]:
+        return {SCHEME: self._open}
+
+
+def trapped_context(trap: Trap, coordinator: Coordinator) -> ckptcore.Context:
+    """A Context with a trap at every point but those of layouts; its storage has the scheme `SCHEME`."""
+    return ckptcore.Context(
+        coordinator=coordinator,
+        durability="none",
+        threads=1,
+        handlers={np.ndarray: _Leaves(trap)},
+        plugins=(_Storages(trap),),
+        observers=(trap.observe,),
+    )
