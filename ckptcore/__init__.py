@@ -3,6 +3,7 @@
 A map of the package:
 
 - `save`, `save_async`, `load`, `load_async`, `load_into`, `metadata`, `delete`, `verify`, `convert`, `consolidate`: what users call (`ckptcore.api`)
+- `plan`, `plan_job`: what a save would write, ask and hold, without doing it (`ckptcore.save_plans`)
 - `save_checkpointables`, `save_checkpointables_async`, `load_checkpointables`, `checkpointables_metadata`: several objects in one checkpoint
 - `Checkpointer`: a run's steps; `CheckpointReader`: the same for who only reads (`ckptcore.checkpointer`, `ckptcore.reader`)
 - `ckptcore.policies`, `ckptcore.step_names`: when to save, which steps to keep, how they are named
@@ -29,6 +30,8 @@ from ckptcore.api import (
     load_checkpointables,
     load_into,
     metadata,
+    plan,
+    plan_job,
     save,
     save_async,
     save_checkpointables,
@@ -47,6 +50,7 @@ from ckptcore.hookspecs import hookimpl
 from ckptcore.model import AbstractArray
 from ckptcore.parts import PerProcess
 from ckptcore.protocols import StatefulCheckpointable
+from ckptcore.save_plans import ExportPlan, MemoryPlan, ObjectPlan, ProcessPlan, RequestCounts, SavePlan
 from ckptcore.sharing import ReplicaOptions
 from ckptcore.verification import Problem, VerifyReport
 
@@ -67,14 +71,20 @@ __all__ = [
     "Checkpointer",
     "Context",
     "Export",
+    "ExportPlan",
     "LoadHandle",
     "MemoryOptions",
+    "MemoryPlan",
+    "ObjectPlan",
     "PerProcess",
     "Problem",
+    "ProcessPlan",
     "Progress",
     "ReplicaOptions",
+    "RequestCounts",
     "SafetensorsLayout",
     "SaveHandle",
+    "SavePlan",
     "ShardedArray",
     "SkippedStep",
     "StatefulCheckpointable",
@@ -92,6 +102,8 @@ __all__ = [
     "load_checkpointables",
     "load_into",
     "metadata",
+    "plan",
+    "plan_job",
     "save",
     "save_async",
     "save_checkpointables",

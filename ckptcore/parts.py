@@ -13,7 +13,7 @@ from ckptcore.errors import NameCollisionError, TreeMismatchError, UnsupportedKe
 from ckptcore.flattening import Flat, flatten
 from ckptcore.model.arrays import ArraySpec, HostArray, Shard
 from ckptcore.model.metadata import ArrayRecord, LeafRecord, TreeMetadata
-from ckptcore.model.transfer import Pending, WritePlan
+from ckptcore.model.transfer import Pending, WriteItem, WritePlan
 from ckptcore.model.tree import JSON, Node, format_path
 from ckptcore.own_files import files_below, segment_of
 from ckptcore.planning import plan_write
@@ -22,6 +22,8 @@ from ckptcore.protocols import (
     Continuation,
     Executor,
     FilesHandler,
+    ForecastsLeaves,
+    HostBytes,
     HostMemory,
     Layout,
     LeafBoxes,
@@ -204,6 +206,13 @@ class TreeDescription:
     def boxes_of(self, plan: WritePlan) -> Sequence[LeafBoxes]:
         """The leaves and boxes of the items of a worker's plan."""
         return [LeafBoxes(self._leaf(item.leaf)[0], item.boxes) for item in plan.items]
+
+    def host_bytes(self, item: WriteItem) -> HostBytes:
+        """The host memory that an item takes in a save; the most, where its handler does not say."""
+        leaf, handler = self._leaf(item.leaf)
+        if isinstance(handler, ForecastsLeaves):
+            return handler.host_bytes(leaf, item.boxes)
+        return HostBytes(item.nbytes, item.nbytes)
 
     def start_copy(self, plan: WritePlan, memory: HostMemory) -> StartTransfer:
         """Begins the transfer of an item for an asynchronous save: into memory that nobody can change."""

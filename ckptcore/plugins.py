@@ -101,11 +101,13 @@ class Plugins:
         failed: Sequence[FailedPlugin] = (),
         handlers: Mapping[type, Handler] | None = None,
         distributions: Mapping[str, str] | None = None,
+        wrap_leaf: Callable[[LeafHandler], LeafHandler] | None = None,
     ) -> None:
         self._distributions = dict(distributions or {})
         self._manager = manager
         self._handlers = dict(handlers or {})
         self._dispatch: dict[type, Dispatch] = {}
+        self._wrap_leaf = wrap_leaf
         self.failed = tuple(failed)
 
     def having(self, plugins: Sequence[object], handlers: Mapping[type, Handler]) -> Plugins:
@@ -126,6 +128,16 @@ class Plugins:
             distributions=self._distributions,
         )
 
+    def wrapping(self, wrap_leaf: Callable[[LeafHandler], LeafHandler]) -> Plugins:
+        """These plugins, with what `wrap_leaf` makes of a handler in the place of every handler of leaves."""
+        return Plugins(
+            self._manager,
+            failed=self.failed,
+            handlers=self._handlers,
+            distributions=self._distributions,
+            wrap_leaf=wrap_leaf,
+        )
+
     def dispatch(self, value: object) -> Dispatch:
         """Who handles values of this one's type within a tree: never as files. Cached by type.
 
@@ -136,6 +148,8 @@ class Plugins:
         found = self._dispatch.get(value_type)
         if found is None:
             found = self._find(value_type, value, _IN_TREES)
+            if found.leaf is not None and self._wrap_leaf is not None:
+                found = Dispatch(leaf=self._wrap_leaf(found.leaf))
             if found != Dispatch():  # a type that nobody handles may be registered with a framework later
                 self._dispatch[value_type] = found
         return found

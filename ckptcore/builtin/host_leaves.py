@@ -15,7 +15,7 @@ from ckptcore.model.arrays import AbstractArray, ArraySpec, Box, HostArray, Shar
 from ckptcore.model.metadata import ArrayRecord, LeafRecord, ValueRecord
 from ckptcore.model.transfer import Pending, Ready
 from ckptcore.model.tree import JSON, text_from_json, text_to_json
-from ckptcore.protocols import HostMemory, LeafHandler, Priority
+from ckptcore.protocols import HostBytes, HostMemory, LeafHandler, Priority
 
 __all__ = ["HostArrayHandler", "HostValueHandler", "leaf_handler"]
 
@@ -53,6 +53,14 @@ class HostArrayHandler:
         if isinstance(leaf, AbstractArray):
             raise UnsupportedLeafError("an AbstractArray has no elements to save; give the array itself")
         return (Shard(Box.whole(leaf.shape), rank, size),)
+
+    def shards_of(self, leaf: Any, process: int | None, rank: int, size: int) -> Sequence[Shard]:
+        """All of it, also of an `AbstractArray`."""
+        return (Shard(Box.whole(leaf.shape), rank, size),)
+
+    def host_bytes(self, leaf: Any, boxes: Sequence[Box]) -> HostBytes:
+        """None for views, also of an `AbstractArray`, which stands for an array in host memory."""
+        return HostBytes(0, sum([box.size for box in boxes]) * leaf.dtype.itemsize)
 
     def copy_to_host(self, leaf: Any, boxes: Sequence[Box], memory: HostMemory) -> Sequence[Pending[HostArray]]:
         """Copies: the caller may change an array at any time."""
@@ -120,6 +128,15 @@ class HostValueHandler:
     def shards(self, leaf: Any, rank: int, size: int) -> Sequence[Shard]:
         """All of it, which every process holds alike."""
         return (Shard(Box.whole(_encode_text(leaf).shape), rank, size),)
+
+    def shards_of(self, leaf: Any, process: int | None, rank: int, size: int) -> Sequence[Shard]:
+        """All of it, which every process holds alike."""
+        return self.shards(leaf, rank, size)
+
+    def host_bytes(self, leaf: Any, boxes: Sequence[Box]) -> HostBytes:
+        """A str is encoded; the bytes of bytes are where they are."""
+        encoded = sum([box.size for box in boxes]) if isinstance(leaf, str) else 0
+        return HostBytes(encoded, encoded)
 
     def copy_to_host(self, leaf: Any, boxes: Sequence[Box], memory: HostMemory) -> Sequence[Pending[HostArray]]:
         """The bytes of an immutable str or bytes."""

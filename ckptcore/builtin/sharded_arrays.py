@@ -13,7 +13,7 @@ from ckptcore.errors import PluginError, UnsupportedLeafError
 from ckptcore.model.arrays import ArraySpec, Box, HostArray, Shard, dtype_from_name, name_of_dtype
 from ckptcore.model.metadata import ArrayRecord, LeafRecord, ValueRecord
 from ckptcore.model.transfer import Pending, Ready
-from ckptcore.protocols import HostMemory, Priority
+from ckptcore.protocols import HostBytes, HostMemory, Priority
 
 __all__ = ["ArrayShard", "ShardedArray", "ShardedArrayHandler"]
 
@@ -157,6 +157,14 @@ class ShardedArrayHandler:
         if any(shard.elements is None for shard in leaf.shards):
             raise UnsupportedLeafError("a ShardedArray without elements asks for some, and has none to save")
         return [Shard(shard.box, shard.replica, shard.replicas) for shard in leaf.shards]
+
+    def shards_of(self, leaf: ShardedArray, process: int | None, rank: int, size: int) -> Sequence[Shard]:
+        """As the array says, also without elements. It tells of one process: each gives one of its own."""
+        return [Shard(shard.box, shard.replica, shard.replicas) for shard in leaf.shards]
+
+    def host_bytes(self, leaf: ShardedArray, boxes: Sequence[Box]) -> HostBytes:
+        """None for views: elements are in host memory, or would be."""
+        return HostBytes(0, sum([box.size for box in boxes]) * leaf.dtype.itemsize)
 
     def copy_to_host(
         self, leaf: ShardedArray, boxes: Sequence[Box], memory: HostMemory

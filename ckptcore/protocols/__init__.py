@@ -23,6 +23,7 @@ from ckptcore.protocols.execution import (
 )
 from ckptcore.protocols.layouts import (
     About,
+    ForecastsWrites,
     InspectedComposite,
     Inspection,
     InspectsComposites,
@@ -34,6 +35,7 @@ from ckptcore.protocols.layouts import (
     ReadStore,
     SharesReplicas,
     Snapshot,
+    WriteForecast,
     WritesRuns,
     WriteStore,
 )
@@ -58,6 +60,8 @@ from ckptcore.protocols.values import (
     Continuation,
     FilesHandler,
     Flattened,
+    ForecastsLeaves,
+    HostBytes,
     HostMemory,
     LazyCheckpointableHandler,
     LeafHandler,
@@ -79,7 +83,10 @@ __all__ = [
     "Fetched",
     "FilesHandler",
     "Flattened",
+    "ForecastsLeaves",
+    "ForecastsWrites",
     "Held",
+    "HostBytes",
     "HostMemory",
     "IfAbsent",
     "IfTag",
@@ -110,6 +117,7 @@ __all__ = [
     "StorageOpener",
     "StorageOptions",
     "WantedLeaf",
+    "WriteForecast",
     "WriteStage",
     "WriteStore",
     "WritesRuns",

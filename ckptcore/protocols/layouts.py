@@ -14,6 +14,7 @@ from ckptcore.protocols.storage import StorageAddress
 
 __all__ = [
     "About",
+    "ForecastsWrites",
     "InspectedComposite",
     "Inspection",
     "InspectsComposites",
@@ -25,6 +26,7 @@ __all__ = [
     "ReadsChunks",
     "SharesReplicas",
     "Snapshot",
+    "WriteForecast",
     "WriteStore",
     "WritesRuns",
 ]
@@ -306,6 +308,38 @@ class ReadsChunks(Protocol):
 
         A conversion that cuts arrays does it between chunks: else it would decode each of them several times. At least 1 each;
         `state` may be hostile.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class WriteForecast:
+    """What a layout says of a write that did not happen.
+
+    Attributes:
+        state: as `Layout.write` gives it, as large as that of the write can become.
+        at_most: the keys of the objects of which only the largest possible size is known, or which perhaps are not written.
+        buffer_bytes: the most host memory that the write takes beside the arrays of its snapshot, in bytes.
+    """
+
+    state: JSON
+    at_most: frozenset[str] = frozenset()
+    buffer_bytes: int = 0
+
+
+@runtime_checkable
+class ForecastsWrites(Protocol):
+    """A layout whose `Layout.write` asks for elements before it hands objects over, because it encodes them.
+
+    Of any other layout a dry run calls `Layout.write` itself: segments tell how long they are before they are opened.
+    """
+
+    def forecast(self, snapshot: Snapshot, store: WriteStore) -> WriteForecast:
+        """Hand over the objects that `Layout.write` would, with the sizes that they have at most, and ask for no elements.
+
+        Args:
+            snapshot: has a plan. What is taken from it fails.
+            store: takes lengths. It opens segments, which fail because nothing is there, and closes them.
         """
         ...
 

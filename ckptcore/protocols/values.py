@@ -18,6 +18,8 @@ __all__ = [
     "Continuation",
     "FilesHandler",
     "Flattened",
+    "ForecastsLeaves",
+    "HostBytes",
     "HostMemory",
     "LazyCheckpointableHandler",
     "LeafHandler",
@@ -256,4 +258,41 @@ class LeafHandler(Protocol):
 
         Only asked by ``load_into``. A box that `destination` gave memory for comes with that memory, filled.
         """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class HostBytes:
+    """Host memory that boxes of a leaf take in a save, beside the leaf itself, in bytes.
+
+    Attributes:
+        viewed: in one that blocks, as `LeafHandler.view_on_host` gives them: zero where that gives the memory of the leaf.
+        copied: in an asynchronous one, as `LeafHandler.copy_to_host` gives them.
+    """
+
+    viewed: int
+    copied: int
+
+
+@runtime_checkable
+class ForecastsLeaves(Protocol):
+    """A `LeafHandler` that can say what a save of a leaf would take, also where the leaf has no elements: it is abstract."""
+
+    def shards_of(self, leaf: Any, process: int | None, rank: int, size: int) -> Sequence[Shard] | None:
+        """The boxes that a process of a job would hold, as `LeafHandler.shards` tells them in that process.
+
+        Touches no elements and waits for nothing.
+
+        Args:
+            leaf: an array, also an abstract one, or one that was deleted.
+            process: which process of the job, by its rank; the job need not run. None: this one.
+            rank, size: as for `LeafHandler.shards`: the place of that process among those that share the leaf.
+
+        Raises:
+            UnsupportedLeafError: if the leaf does not tell; says what would.
+        """
+        ...
+
+    def host_bytes(self, leaf: Any, boxes: Sequence[Box]) -> HostBytes:
+        """The host memory that these boxes would take; the most, where it is not known where the elements are."""
         ...

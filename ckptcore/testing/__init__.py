@@ -45,6 +45,7 @@ from ckptcore.testing.faulty_storage import FaultyStorage, with_faults
 from ckptcore.testing.files_handlers import FilesExample, FilesHandlerTests
 from ckptcore.testing.host_memory import LateHostMemory
 from ckptcore.testing.layout_crashes import LayoutCrashTests
+from ckptcore.testing.layout_forecasts import LayoutForecastTests
 from ckptcore.testing.layout_pieces import LayoutPiecesTests
 from ckptcore.testing.layouts import LayoutTests
 from ckptcore.testing.leaf_handlers import LeafExample, LeafHandlerTests
@@ -93,6 +94,7 @@ __all__ = [
     "FullAfter",
     "LateHostMemory",
     "LayoutCrashTests",
+    "LayoutForecastTests",
     "LayoutPiecesTests",
     "LayoutSample",
     "LayoutTests",

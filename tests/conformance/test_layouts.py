@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ckptcore.builtin.safetensors import SafetensorsLayout
 from ckptcore.protocols import Layout
-from ckptcore.testing import LayoutCrashTests, LayoutPiecesTests, LayoutTests
+from ckptcore.testing import LayoutCrashTests, LayoutForecastTests, LayoutPiecesTests, LayoutTests
 from tests.composites.shelf import ShelfLayout
 
 
@@ -21,6 +21,16 @@ class TestSafetensorsInSeveralFiles(TestSafetensors):
 class TestSafetensorsInPieces(LayoutPiecesTests):
     def layout(self) -> Layout:
         return SafetensorsLayout(max_file_bytes=400)
+
+
+class TestSafetensorsForetold(LayoutForecastTests):
+    def layout(self) -> Layout:
+        return SafetensorsLayout()
+
+
+class TestSafetensorsInSeveralFilesForetold(LayoutForecastTests):
+    def layout(self) -> Layout:
+        return SafetensorsLayout(max_file_bytes=100_000)
 
 
 class TestSafetensorsDying(LayoutCrashTests):

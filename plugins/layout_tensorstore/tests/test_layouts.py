@@ -11,7 +11,7 @@ from ckptcore_tensorstore import ArrayRule, OcdbtLayout, Zarr3Layout, ZarrLayout
 
 from ckptcore.model import ArraySpec, Box
 from ckptcore.protocols import Layout
-from ckptcore.testing import LayoutCrashTests, LayoutTests
+from ckptcore.testing import LayoutCrashTests, LayoutForecastTests, LayoutTests
 from ckptcore.testing.layout_trials import flat_trial, write_trial
 
 _FEWER_CHUNKS: Final[Sequence[ArrayRule]] = (
@@ -138,3 +138,25 @@ def test_read_chunks_that_lie_wholly_beyond_an_array(layout: Layout, tmp_path: P
     boxes = [Box((0, 0, 0), (1, 1, 6)), Box((0, 1, 0), (1, 4, 6)), Box((1, 0, 0), (5, 4, 6))]
     trial = flat_trial({"odd": ArraySpec((5, 4, 6), "bool")}, parts={0: [boxes]})
     write_trial(layout, trial, tmp_path).assert_reads_back()
+
+
+class TestOcdbtForetold(LayoutForecastTests):
+    def layout(self) -> Layout:
+        return OcdbtLayout(data_file_bytes=300_000)
+
+
+class TestZarr3Foretold(LayoutForecastTests):
+    """Some arrays compressed, and some not."""
+
+    def layout(self) -> Layout:
+        return Zarr3Layout(chunk_bytes=65536, rules=[ArrayRule(pattern="shared", compression="zstd")])
+
+
+class TestZarrForetold(LayoutForecastTests):
+    def layout(self) -> Layout:
+        return ZarrLayout(compression="blosc")
+
+
+class TestCompressedOcdbtForetold(LayoutForecastTests):
+    def layout(self) -> Layout:
+        return OcdbtLayout(compression="zstd", data_file_bytes=100_000)

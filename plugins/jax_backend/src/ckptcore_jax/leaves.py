@@ -27,9 +27,9 @@ from ckptcore.model import (
     ValueRecord,
     name_of_dtype,
 )
-from ckptcore.protocols import HostMemory, LeafHandler, Priority
+from ckptcore.protocols import HostBytes, HostMemory, LeafHandler, Priority
 from ckptcore_jax import random_keys
-from ckptcore_jax.placements import placement_of, shards_of
+from ckptcore_jax.placements import placement_of, shards_in_process, shards_of
 from ckptcore_jax.placing import placed
 
 __all__ = ["LACKING", "JaxLeafHandler", "leaf_handler"]
@@ -93,6 +93,32 @@ class JaxLeafHandler:
         """
         leaf = _plain(_alive(leaf))
         return shards_of(leaf.sharding, leaf.shape, rank, size)
+
+    def shards_of(self, leaf: Any, process: int | None, rank: int, size: int) -> Sequence[Shard] | None:
+        """The boxes on the devices of a process, each once; all of it where an abstract array has no sharding.
+
+        A process of the job is the process of JAX with the same number.
+
+        Raises:
+            UnsupportedLeafError: as `shards`, but for arrays without elements.
+        """
+        shape, sharding = _data_shape(leaf), _data_sharding(leaf)
+        if sharding is None:
+            return (Shard(Box.whole(shape), rank, size),)
+        if process is None:
+            return shards_of(sharding, shape, rank, size)
+        return shards_in_process(sharding, shape, process, rank, size)
+
+    def host_bytes(self, leaf: Any, boxes: Sequence[Box]) -> HostBytes:
+        """None where the elements are in host memory and NumPy can see them there, or copies if this handler makes them."""
+        record = self.describe(leaf)
+        assert isinstance(record, ArrayRecord)  # what JAX has are arrays
+        dtype = record.spec.numpy_dtype
+        nbytes = sum([box.size for box in boxes]) * dtype.itemsize
+        sharding = _data_sharding(leaf)
+        if sharding is None or dtype in _PACKED or not placement_of(sharding, record.spec.shape).on_cpu:
+            return HostBytes(nbytes, nbytes)
+        return HostBytes(0, nbytes if self.copy else 0)
 
     def copy_to_host(self, leaf: Any, boxes: Sequence[Box], memory: HostMemory) -> Sequence[Pending[HostArray]]:
         """Views that keep the memory, or copies if this handler makes them; from other devices starts all transfers."""
@@ -252,6 +278,20 @@ def _is_committed(abstract: Any) -> bool:
 def _plain(leaf: Any) -> Any:
     """The array that holds the elements of a leaf: itself, or the data of a random key."""
     return leaf if isinstance(leaf.dtype, np.dtype) else random_keys.data_of(leaf)
+
+
+def _data_shape(leaf: Any) -> tuple[int, ...]:
+    """The shape of the array that holds the elements of a leaf, which may have none."""
+    shape: tuple[int, ...] = leaf.shape
+    return shape + random_keys.data_shape(leaf.dtype) if random_keys.is_key(leaf.dtype) else shape
+
+
+def _data_sharding(leaf: Any) -> Sharding | None:
+    """The sharding of that array; None where none is said."""
+    sharding: Sharding | None = leaf.sharding
+    if sharding is not None and random_keys.is_key(leaf.dtype):
+        return random_keys.data_sharding(sharding)
+    return sharding
 
 
 def _alive(leaf: Any) -> Any:

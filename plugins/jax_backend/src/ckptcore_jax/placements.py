@@ -14,7 +14,7 @@ from ckptcore.model import JSON, Box, Shard
 from ckptcore.planning import cuts_of
 from ckptcore_jax.shardings import notes_of
 
-__all__ = ["Placement", "box_of", "placement_of", "shards_of"]
+__all__ = ["Placement", "box_of", "placement_of", "shards_in_process", "shards_of"]
 
 _CACHED = 1 << 14
 """Pairs of a sharding and a shape for which the boxes are kept; a model has far fewer."""
@@ -119,6 +119,26 @@ def shards_of(sharding: Sharding, shape: tuple[int, ...], rank: int, size: int) 
     return tuple(
         [Shard(box, placement.holders[box].index(this_process), len(placement.holders[box])) for box in placement.boxes]
     )
+
+
+def shards_in_process(
+    sharding: Sharding, shape: tuple[int, ...], process: int, rank: int, size: int
+) -> tuple[Shard, ...] | None:
+    """The boxes that a process of JAX holds, each once, also where that is not this one; None where it has none of the devices.
+
+    Args:
+        sharding, shape, rank, size: as for `shards_of`.
+        process: which process.
+    """
+    placement = placement_of(sharding, shape)
+    if placement.local:
+        return shards_of(sharding, shape, rank, size)
+    held = [
+        Shard(box, held_by.index(process), len(held_by))
+        for box, held_by in placement.holders.items()
+        if process in held_by
+    ]
+    return tuple(held) or None
 
 
 def box_of(index: tuple[slice, ...] | None, shape: tuple[int, ...]) -> Box:

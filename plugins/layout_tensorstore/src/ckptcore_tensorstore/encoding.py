@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from math import prod
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
 import xxhash
 
-from ckptcore.model import Box
+from ckptcore.model import ArraySegment, Box, BytesSegment, Segment
 from ckptcore_tensorstore.chunk_sources import ChunkSource
 from ckptcore_tensorstore.using import using_tensorstore
-from ckptcore_tensorstore.zarr import ShardIndex, encode_index
+from ckptcore_tensorstore.zarr import ArrayFormat, ShardIndex, encode_index
 
 if TYPE_CHECKING:
     from ckptcore_tensorstore.codec import EncodingChunk
 
-__all__ = ["EncodedChunk", "encode_chunks"]
+__all__ = ["BoundedChunk", "EncodedChunk", "bound_chunks", "encode_buffer_bytes", "encode_chunks"]
+
+ENCODED_FILE_BYTES: Final = 64 << 20
+"""Encoded bytes that wait to be written, about; a data file of chunks whose sizes are not known before has no more."""
 
 _STARTED_BYTES: Final = 64 << 20
 """Elements that are encoded at a time, in bytes."""
@@ -43,6 +47,40 @@ class EncodedChunk:
     data: bytes
     digests: bytes
 
+    @property
+    def nbytes(self) -> int:
+        """How many bytes it takes."""
+        return len(self.data)
+
+    @property
+    def segment(self) -> Segment:
+        """Its bytes as they are handed over."""
+        return BytesSegment(self.data)
+
+
+@dataclass(frozen=True, slots=True)
+class BoundedChunk:
+    """A chunk as large as it can become, where there are no elements to encode.
+
+    Attributes:
+        source, index: as of an `EncodedChunk`.
+        nbytes: the most bytes that it takes.
+        digests: as many as there would be, of nothing.
+        release: to be called once it is handed over.
+    """
+
+    source: ChunkSource
+    index: tuple[int, ...]
+    nbytes: int
+    digests: bytes
+    release: Callable[[], None]
+
+    @property
+    def segment(self) -> Segment:
+        """As many bytes, which nobody has: opened it asks for the elements."""
+        box = Box((0,), (self.nbytes,))
+        return ArraySegment(box, 1, self.source.opener(box), self.release)
+
 
 @dataclass(slots=True)
 class _Assembly:
@@ -61,6 +99,47 @@ def encode_chunks(sources: Sequence[ChunkSource]) -> Iterator[EncodedChunk]:
         return
     with using_tensorstore():
         yield from _encode(sources)
+
+
+def bound_chunks(sources: Sequence[ChunkSource]) -> Iterator[BoundedChunk]:
+    """The chunks that `encode_chunks` would give, as large as they can become; nothing is encoded and no element is asked for."""
+    for source in sources:
+        form = source.form
+        source.expect(len(source.chunks))
+        cells = prod(form.inner_grid)
+        nbytes = cells * _most_bytes(form) + form.index_bytes
+        for index, _ in source.chunks:
+            yield BoundedChunk(source, index, nbytes, bytes(8 * cells), _once(source.close))
+
+
+def encode_buffer_bytes(sources: Sequence[ChunkSource]) -> int:
+    """The most memory that `encode_chunks` takes beside the arrays, with what it gave and its caller has not written, in bytes."""
+    if not sources:
+        return 0
+    largest = max(prod(source.form.inner_grid) * _most_bytes(source.form) for source in sources)
+    total = sum([len(source.chunks) * prod(source.form.inner_grid) * _most_bytes(source.form) for source in sources])
+    inner = max(source.form.inner_bytes for source in sources)
+    return min(2 * total, _STARTED_BYTES + _LEAST_STARTED * inner + 3 * (ENCODED_FILE_BYTES + largest))
+
+
+def _most_bytes(form: ArrayFormat) -> int:
+    """The most bytes of an encoded read chunk.
+
+    zstd grows what it cannot compress by a 256th, and small inputs by up to 64 bytes (``ZSTD_COMPRESSBOUND``), and blosc by 16
+    (``BLOSC_MAX_OVERHEAD``); a frame has a header of up to 18 bytes and each block of 128 KiB one of 3. A checksum behind it has 4.
+    """
+    return form.inner_bytes + form.inner_bytes // 256 + 128
+
+
+def _once(close: Callable[[], None]) -> Callable[[], None]:
+    """A chunk is handed over once for each name of its array, and given back with the first."""
+    calls = iter([close])
+
+    def release() -> None:
+        for call in calls:
+            call()
+
+    return release
 
 
 def _encode(sources: Sequence[ChunkSource]) -> Iterator[EncodedChunk]:

@@ -9,7 +9,7 @@ from typing import Final, Literal
 from weakref import WeakKeyDictionary
 
 from ckptcore.model import JSON, ArrayRecord, HostArray, ReadPlan, Receipt, TreeMetadata
-from ckptcore.protocols import About, InspectedComposite, Inspection, ReadStore, Snapshot, WriteStore
+from ckptcore.protocols import About, InspectedComposite, Inspection, ReadStore, Snapshot, WriteForecast, WriteStore
 from ckptcore_tensorstore.finishing import finish_arrays
 from ckptcore_tensorstore.inspecting import inspect_composite, inspect_tree
 from ckptcore_tensorstore.marking import mark_checkpoint
@@ -17,7 +17,7 @@ from ckptcore_tensorstore.options import ArrayOptions, ArrayRule, check_chunk_by
 from ckptcore_tensorstore.reading import Databases, read_arrays
 from ckptcore_tensorstore.state import DecodedStates
 from ckptcore_tensorstore.stored_arrays import Form, array_names, stored_format
-from ckptcore_tensorstore.writing import write_arrays
+from ckptcore_tensorstore.writing import forecast_arrays, write_arrays
 
 __all__ = ["OcdbtLayout", "Zarr3Layout", "ZarrLayout"]
 
@@ -113,6 +113,14 @@ class _OrbaxLayout:
             AtomicityError: if this process holds a part of a chunk only.
         """
         return write_arrays(snapshot, self._form(), store)
+
+    def forecast(self, snapshot: Snapshot, store: WriteStore) -> WriteForecast:
+        """What `write` would hand over; of chunks that are compressed their largest size.
+
+        Raises:
+            AtomicityError: as `write`.
+        """
+        return forecast_arrays(snapshot, self._form(), store)
 
     def finish(self, tree: TreeMetadata, receipts: Sequence[Receipt], store: WriteStore) -> JSON:
         """Write what is said of all arrays: their keys and formats, and what Orbax reads beside them."""

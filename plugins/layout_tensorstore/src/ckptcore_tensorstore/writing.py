@@ -4,25 +4,32 @@ from __future__ import annotations
 
 import base64
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from math import prod
-from typing import Final
+from typing import Final, TypeAlias
 
 from ckptcore.model import JSON, ArrayRecord, ArraySegment, Box, BytesSegment, ChecksumSegment, Segment, TreeMetadata
-from ckptcore.protocols import Snapshot, WriteStore
+from ckptcore.protocols import Snapshot, WriteForecast, WriteStore
 from ckptcore_tensorstore.chunk_sources import ChunkSource
 from ckptcore_tensorstore.crc32c import CRC32C
-from ckptcore_tensorstore.encoding import EncodedChunk, encode_chunks
+from ckptcore_tensorstore.encoding import (
+    ENCODED_FILE_BYTES,
+    BoundedChunk,
+    EncodedChunk,
+    bound_chunks,
+    encode_buffer_bytes,
+    encode_chunks,
+)
 from ckptcore_tensorstore.grids import flat_index
 from ckptcore_tensorstore.small_objects import SmallObjects
 from ckptcore_tensorstore.state import array_prefix
 from ckptcore_tensorstore.stored_arrays import Form, array_names, stored_format
 from ckptcore_tensorstore.zarr import dense_index, encode_index
 
-__all__ = ["data_directory", "write_arrays"]
+__all__ = ["data_directory", "forecast_arrays", "write_arrays"]
 
 _SMALL_BYTES: Final = 64 << 10
 _ALIGNMENT: Final = 8
@@ -31,15 +38,17 @@ _ALIGNMENT: Final = 8
 _LARGE_ALIGNMENT: Final = 4096
 """The same for values that are large: a page."""
 
-_ENCODED_FILE_BYTES: Final = 64 << 20
-"""Encoded bytes that wait to be written, about; a data file of chunks whose sizes are not known before has no more."""
-
 _SMALL_OBJECT_BYTES: Final = 1 << 20
 
 
 def data_directory(rank: int) -> str:
     """The directory of the data files of a process, where Orbax has them."""
     return f"ocdbt.process_{rank}/d"
+
+
+_StoredChunk: TypeAlias = EncodedChunk | BoundedChunk
+_Encode: TypeAlias = Callable[[Sequence[ChunkSource]], Iterator[_StoredChunk]]
+"""What makes chunks of arrays that are not stored as they are."""
 
 
 @dataclass(slots=True)
@@ -55,7 +64,7 @@ class _Columns:
     digested_chunk: list[int] = field(default_factory=list)
     digest: bytearray = field(default_factory=bytearray)
 
-    def add_digests(self, chunk: EncodedChunk) -> None:
+    def add_digests(self, chunk: _StoredChunk) -> None:
         """Say what an encoded chunk is decoded to."""
         self.digested_leaf.append(chunk.source.leaf)
         self.digested_chunk.append(flat_index(chunk.index, chunk.source.form.grid))
@@ -80,6 +89,19 @@ def write_arrays(snapshot: Snapshot, form: Form, store: WriteStore) -> JSON:
     Raises:
         AtomicityError: if this process holds a part of a chunk only.
     """
+    return _write(snapshot, form, store, encode_chunks).state
+
+
+def forecast_arrays(snapshot: Snapshot, form: Form, store: WriteStore) -> WriteForecast:
+    """Hand over what `write_arrays` would, with encoded chunks as large as they can become. Larger ones make more data files.
+
+    Raises:
+        AtomicityError: as `write_arrays`.
+    """
+    return _write(snapshot, form, store, bound_chunks)
+
+
+def _write(snapshot: Snapshot, form: Form, store: WriteStore, encode: _Encode) -> WriteForecast:
     plan = snapshot.plan
     names = array_names(plan.tree, form)
     directory = "" if plan.name else form.item
@@ -97,11 +119,13 @@ def write_arrays(snapshot: Snapshot, form: Form, store: WriteStore) -> JSON:
     if form.storage == "ocdbt":
         writer = _DataFiles(store, prefix, plan.rank, plan.save_id, form.data_file_bytes, files, columns)
         writer.write_direct(direct)
-        writer.write_encoded(encoded)
+        exact = len(files)
+        writer.write_encoded(encode(encoded))
+        bounded: Sequence[str] = [f"{prefix}{file}" for file in files[exact:]]
     else:
         copies = _copies(plan.tree, names)
-        _write_objects(store, prefix, direct, encoded, copies, columns)
-    return {
+        bounded = _write_objects(store, prefix, direct, encode(encoded), copies, columns)
+    state: JSON = {
         "directory": directory,
         "save_id": plan.save_id,
         "name": plan.name,
@@ -109,6 +133,7 @@ def write_arrays(snapshot: Snapshot, form: Form, store: WriteStore) -> JSON:
         "files": files,
         **columns.to_json(),
     }
+    return WriteForecast(state, frozenset(bounded), encode_buffer_bytes(encoded))
 
 
 class _DataFiles:
@@ -147,18 +172,18 @@ class _DataFiles:
         if segments:
             self._store.write(self._next_file(), segments)
 
-    def write_encoded(self, sources: Sequence[ChunkSource]) -> None:
-        """Encode chunks, and write those of one file while the next are encoded."""
+    def write_encoded(self, chunks: Iterator[_StoredChunk]) -> None:
+        """Take chunks as they are encoded, and write those of one file while the next are encoded."""
         with ThreadPoolExecutor(1, "ckptcore-encoded") as pool:
             writing: Future[None] | None = None
             segments: list[Segment] = []
             position = 0
-            for chunk in encode_chunks(sources):
-                self._note(chunk.source, chunk.index, len(self._files), position, len(chunk.data))
+            for chunk in chunks:
+                self._note(chunk.source, chunk.index, len(self._files), position, chunk.nbytes)
                 self._columns.add_digests(chunk)
-                segments.append(BytesSegment(chunk.data))
-                position += len(chunk.data)
-                if position >= min(self._most, _ENCODED_FILE_BYTES):
+                segments.append(chunk.segment)
+                position += chunk.nbytes
+                if position >= min(self._most, ENCODED_FILE_BYTES):
                     if writing is not None:
                         writing.result()
                     writing = pool.submit(self._store.write, self._next_file(), segments)
@@ -187,11 +212,16 @@ def _write_objects(
     store: WriteStore,
     prefix: str,
     direct: Sequence[ChunkSource],
-    encoded: Sequence[ChunkSource],
+    encoded: Iterator[_StoredChunk],
     copies: Mapping[int, Sequence[str]],
     columns: _Columns,
-) -> None:
-    """Write every chunk as an object, under each name that its array has; small ones several at a time."""
+) -> Sequence[str]:
+    """Write every chunk as an object, under each name that its array has; small ones several at a time.
+
+    Returns:
+        The keys of those that were encoded.
+    """
+    keys: list[str] = []
 
     def places(source: ChunkSource, index: tuple[int, ...]) -> list[str]:
         columns.leaf.append(source.leaf)
@@ -211,14 +241,16 @@ def _write_objects(
                     else:
                         store.write(key, segments)
         waiting = 0
-        for chunk in encode_chunks(encoded):
+        for chunk in encoded:
             columns.add_digests(chunk)
             for key in places(chunk.source, chunk.index):
-                small.start(partial(store.write, key, [BytesSegment(chunk.data)]))
-            waiting += len(chunk.data)
-            if waiting >= _ENCODED_FILE_BYTES:
+                keys.append(key)
+                small.start(partial(store.write, key, [chunk.segment]))
+            waiting += chunk.nbytes
+            if waiting >= ENCODED_FILE_BYTES:
                 small.wait()
                 waiting = 0
+    return keys
 
 
 def _copies(tree: TreeMetadata, names: Mapping[int, str]) -> Mapping[int, Sequence[str]]:

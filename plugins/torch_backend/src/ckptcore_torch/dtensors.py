@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from ckptcore.errors import PluginError, TreeMismatchError, UnsupportedLeafError
 from ckptcore.model import ArrayRecord, ArraySpec, Box, HostArray, LeafRecord, Pending, Shard, ValueRecord
-from ckptcore.protocols import HostMemory, Priority
+from ckptcore.protocols import HostBytes, HostMemory, Priority
 from ckptcore_torch.conversions import elements_as
 from ckptcore_torch.dtypes import encoding_of
 from ckptcore_torch.placements import Pieces, Placed, placed_pieces, sharding_cuts, sharding_notes
@@ -68,6 +68,19 @@ class DTensorHandler:
             )
         _LOCAL.shards(local, rank, size)  # refuses what has no memory, and orders copies after what runs on the device
         return tuple([Shard(box, pieces.replica, pieces.replicas) for box in pieces.boxes])
+
+    def shards_of(self, leaf: Any, process: int | None, rank: int, size: int) -> Sequence[Shard] | None:
+        """The boxes that a process holds, from the mesh and placements alone; a process of the job has the rank that torch gives it."""
+        if process is None:
+            pieces = _pieces(leaf)
+        else:
+            coordinate = _coordinate(leaf.device_mesh.mesh.tolist(), process)
+            pieces = None if coordinate is None else placed_pieces(_placed(leaf), coordinate)
+        return None if pieces is None else tuple([Shard(box, pieces.replica, pieces.replicas) for box in pieces.boxes])
+
+    def host_bytes(self, leaf: Any, boxes: Sequence[Box]) -> HostBytes:
+        """As of a plain tensor, from the local one."""
+        return _LOCAL.host_bytes(_local(leaf), boxes)
 
     def copy_to_host(self, leaf: Any, boxes: Sequence[Box], memory: HostMemory) -> Sequence[Pending[HostArray]]:
         """As of a plain tensor, from the local one."""
@@ -139,6 +152,17 @@ def _pieces(leaf: Any) -> Pieces | None:
     """What this process holds; None where it is not in the mesh."""
     coordinate = leaf.device_mesh.get_coordinate()
     return None if coordinate is None else placed_pieces(_placed(leaf), tuple(coordinate))
+
+
+def _coordinate(ranks: Any, rank: int) -> tuple[int, ...] | None:
+    """Where in a mesh a rank stands; None if it does not."""
+    if isinstance(ranks, int):
+        return () if ranks == rank else None
+    for position, below in enumerate(ranks):
+        found = _coordinate(below, rank)
+        if found is not None:
+            return (position, *found)
+    return None
 
 
 def _local(leaf: Any) -> torch.Tensor:

@@ -22,7 +22,7 @@ from ckptcore.model import (
     Shard,
     ValueRecord,
 )
-from ckptcore.protocols import HostMemory, LeafHandler, Priority
+from ckptcore.protocols import HostBytes, HostMemory, LeafHandler, Priority
 from ckptcore_torch.conversions import copy_elements, elements_as, host_view, lies_in
 from ckptcore_torch.dtypes import encoding_of
 from ckptcore_torch.transfers import finish_work_on, start_copy
@@ -74,6 +74,16 @@ class TensorHandler:
             # Asked of the thread that saves. `view_on_host` is not, and another thread has another current stream.
             finish_work_on(leaf)
         return _whole(leaf.shape, rank, size)
+
+    def shards_of(self, leaf: Any, process: int | None, rank: int, size: int) -> Sequence[Shard]:
+        """All of it, also of a meta tensor."""
+        return _whole(leaf.shape, rank, size)
+
+    def host_bytes(self, leaf: Any, boxes: Sequence[Box]) -> HostBytes:
+        """None for views of CPU memory. A meta tensor is taken to stand for one on a device."""
+        nbytes = sum([box.size for box in boxes]) * encoding_of(leaf.dtype).host.itemsize
+        in_memory = leaf.device.type == "cpu" and not leaf.is_conj() and not leaf.is_neg()
+        return HostBytes(0 if in_memory else nbytes, nbytes)
 
     def copy_to_host(self, leaf: Any, boxes: Sequence[Box], memory: HostMemory) -> Sequence[Pending[HostArray]]:
         """Copies: every tensor can be changed. From CUDA on a side stream, ordered after the current one."""
@@ -167,6 +177,14 @@ class SubclassHandler:
     def identity(self, leaf: Any) -> Hashable | None:
         """As of a plain tensor; a FakeTensor is only itself."""
         return ("fake", id(leaf)) if _is_fake(leaf) else _PLAIN.identity(_plain(leaf))
+
+    def shards_of(self, leaf: Any, process: int | None, rank: int, size: int) -> Sequence[Shard]:
+        """All of it, also of a FakeTensor."""
+        return _whole(leaf.shape, rank, size)
+
+    def host_bytes(self, leaf: Any, boxes: Sequence[Box]) -> HostBytes:
+        """As of a plain tensor on the same device."""
+        return _PLAIN.host_bytes(leaf if _is_fake(leaf) else _plain(leaf), boxes)
 
     def shards(self, leaf: Any, rank: int, size: int) -> Sequence[Shard]:
         """As of a plain tensor."""

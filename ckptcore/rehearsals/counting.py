@@ -1,0 +1,169 @@
+"""Storages that keep the names and sizes of objects, and count what they are asked."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+
+from ckptcore.errors import ConditionFailedError, ObjectNotFoundError
+from ckptcore.protocols import Buffer, IfTag, ObjectWriter, PutCondition, StorageAddress
+from ckptcore.root import ROOT_KEY
+from ckptcore.save_plans import RequestCounts
+
+__all__ = ["CountingDirectories", "CountingObjects"]
+
+
+class CountingObjects:
+    """A `ckptcore.protocols.StorageBackend` of objects. Only of roots does it keep the bytes: a save reads its claim. Any thread.
+
+    Attributes:
+        sizes: by key, the bytes of an object.
+    """
+
+    request_bytes = 1 << 20
+
+    def __init__(self) -> None:
+        """Begin empty."""
+        self.sizes: dict[str, int] = {}
+        self._roots: dict[str, bytes] = {}
+        self._counts: Counter[str] = Counter()
+        self._lock = threading.Lock()
+
+    @property
+    def requests(self) -> RequestCounts:
+        """What it was asked."""
+        return RequestCounts(**self._counts)
+
+    def forget(self) -> None:
+        """Begin to count anew: what there is so far is another process's. Roots stay."""
+        self.sizes.clear()
+        self._counts.clear()
+
+    def _count(self, kind: str) -> None:
+        with self._lock:
+            self._counts[kind] += 1
+
+    @property
+    def address(self) -> StorageAddress | None:
+        """None: there is nothing for native I/O."""
+        return None
+
+    def get(self, key: str, start: int = 0, stop: int | None = None) -> bytes:
+        """See `StorageBackend`; of roots only."""
+        self._count("looks")
+        return self._root(key)[start:stop]
+
+    def _root(self, key: str) -> bytes:
+        if key not in self._roots:
+            raise ObjectNotFoundError(f"{key} is not in this rehearsal")
+        return self._roots[key]
+
+    def get_with_tag(self, key: str) -> tuple[bytes, str]:
+        """See `StorageBackend`; of roots only."""
+        self._count("looks")
+        data = self._root(key)
+        return data, data.hex()
+
+    def get_into(self, key: str, ranges: Sequence[tuple[int, memoryview]]) -> None:
+        """See `StorageBackend`; of roots only."""
+        self._count("looks")
+        data = self._root(key)
+        for start, buffer in ranges:
+            buffer[:] = data[start : start + len(buffer)]
+
+    def size(self, key: str) -> int:
+        """See `StorageBackend`."""
+        self._count("looks")
+        if key not in self.sizes:
+            raise ObjectNotFoundError(f"{key} is not in this rehearsal")
+        return self.sizes[key]
+
+    def put(self, key: str, data: bytes, *, condition: PutCondition | None = None) -> str:
+        """See `StorageBackend`."""
+        self._count("puts")
+        with self._lock:
+            there = self._roots.get(key)
+            if condition is not None and (there is None) == isinstance(condition, IfTag):
+                raise ConditionFailedError(f"{key} is not what the rehearsal expects")
+            self.sizes[key] = len(data)
+            if key.rpartition("/")[2] == ROOT_KEY:
+                self._roots[key] = data
+                return data.hex()
+        return ""
+
+    def open_writer(self, key: str, size: int | None = None) -> ObjectWriter:
+        """See `StorageBackend`; what is written is as large as is said here."""
+        self._count("writes")
+        with self._lock:
+            self.sizes[key] = size or 0
+        return _NoWriter()
+
+    def list(self, prefix: str = "") -> Iterator[str]:
+        """See `StorageBackend`."""
+        self._count("lists")
+        below = f"{prefix.rstrip('/')}/" if prefix else ""
+        return iter(sorted([key for key in self.sizes if key.startswith(below)]))
+
+    def list_names(self, prefix: str = "") -> Sequence[str]:
+        """See `StorageBackend`."""
+        self._count("lists")
+        below = f"{prefix.rstrip('/')}/" if prefix else ""
+        rests = [key.removeprefix(below).partition("/") for key in self.sizes if key.startswith(below)]
+        return sorted({name + slash for name, slash, _ in rests})
+
+    def delete(self, keys: Sequence[str]) -> None:
+        """See `StorageBackend`."""
+        self._count("deletes")
+        for key in keys:
+            self.sizes.pop(key, None)
+
+    def sync(self, keys: Sequence[str]) -> None:
+        """See `StorageBackend`; nothing but native I/O needs it."""
+
+
+class CountingDirectories(CountingObjects):
+    """The same with real directories: `ckptcore.protocols.AtomicDirectories` too."""
+
+    def lock_directory(self, key: str) -> AbstractContextManager[None] | None:
+        """See `AtomicDirectories`; nobody else is here."""
+        self._count("directories")
+        return nullcontext()
+
+    def rename(self, source: str, destination: str) -> None:
+        """See `AtomicDirectories`."""
+        self._count("directories")
+        for key in [key for key in self._roots if key.startswith(f"{source}/")]:
+            self._roots[destination + key.removeprefix(source)] = self._roots.pop(key)
+        moved = {key: size for key, size in self.sizes.items() if key.startswith(f"{source}/")}
+        for key, size in moved.items():
+            del self.sizes[key]
+            self.sizes[destination + key.removeprefix(source)] = size
+
+    def exchange(self, first: str, second: str) -> None:
+        """See `AtomicDirectories`; nothing is ever replaced here."""
+        self._count("directories")
+
+    def sync_directory(self, key: str) -> None:
+        """See `AtomicDirectories`."""
+        self._count("directories")
+
+    def delete_directory(self, key: str) -> None:
+        """See `AtomicDirectories`."""
+        self._count("directories")
+        for name in [name for name in self.sizes if name.startswith(f"{key}/")]:
+            del self.sizes[name]
+
+
+class _NoWriter:
+    """Writes nothing, nowhere."""
+
+    def write_at(self, offset: int, data: Buffer) -> None:
+        pass
+
+    def finish(self) -> None:
+        pass
+
+    def abort(self) -> None:
+        pass

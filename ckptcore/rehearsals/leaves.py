@@ -1,0 +1,132 @@
+"""Leaves of a rehearsal: their handlers describe them and say who holds what, and are asked for nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, fields
+from functools import cached_property
+from typing import Any, NoReturn
+
+from ckptcore.context import Context
+from ckptcore.errors import PluginError, UnsupportedLeafError
+from ckptcore.model.arrays import Box, HostArray, Shard
+from ckptcore.model.metadata import ArrayRecord, LeafRecord
+from ckptcore.model.transfer import Pending
+from ckptcore.plugins import Plugins, installed_plugins
+from ckptcore.protocols import ForecastsLeaves, HostBytes, HostMemory, LeafHandler
+
+__all__ = ["RehearsalContext", "imagined_leaves", "rehearsal_context", "running_leaves"]
+
+WrapLeaf = Callable[[LeafHandler], LeafHandler]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class RehearsalContext(Context):
+    """A Context of which only options are used: its handlers of leaves touch no elements."""
+
+    wrap_leaf: WrapLeaf
+
+    @cached_property
+    def registry(self) -> Plugins:
+        """The plugins in force, with other handlers of leaves."""
+        return installed_plugins().having(self.plugins, self.handlers).wrapping(self.wrap_leaf)
+
+
+def rehearsal_context(context: Context, wrap_leaf: WrapLeaf) -> RehearsalContext:
+    """The options of a Context. Its observers are told nothing, and its saves under way are not looked at."""
+    options = {field.name: getattr(context, field.name) for field in fields(context) if field.init}
+    return RehearsalContext(**{**options, "observers": ()}, wrap_leaf=wrap_leaf)
+
+
+def running_leaves() -> WrapLeaf:
+    """For a process of a job that runs: a handler that tells nothing of abstract leaves is asked as in a save."""
+    return _Wrapping(_RunningLeaves)
+
+
+def imagined_leaves(process: int) -> WrapLeaf:
+    """For a process of a job that does not run.
+
+    Its handlers raise UnsupportedLeafError for what only that process knows.
+    """
+    return _Wrapping(lambda handler: _ImaginedLeaves(handler, process))
+
+
+class _Wrapping:
+    """Wraps each handler once: leaves of one handler may be tied."""
+
+    def __init__(self, kind: Callable[[LeafHandler], LeafHandler]) -> None:
+        self._kind = kind
+        self._wrapped: dict[int, tuple[LeafHandler, LeafHandler]] = {}
+
+    def __call__(self, handler: LeafHandler) -> LeafHandler:
+        known = self._wrapped.setdefault(id(handler), (handler, self._kind(handler)))
+        return known[1]
+
+
+class _RunningLeaves:
+    def __init__(self, handler: LeafHandler) -> None:
+        self._handler = handler
+        # Asked once: a protocol is slow to ask about, and a state has thousands of leaves.
+        self._telling = handler if isinstance(handler, ForecastsLeaves) else None
+
+    @property
+    def priority(self) -> int:
+        return self._handler.priority
+
+    def describe(self, leaf: Any) -> LeafRecord:
+        return self._handler.describe(leaf)
+
+    def identity(self, leaf: Any) -> Hashable | None:
+        return self._handler.identity(leaf)
+
+    def shards(self, leaf: Any, rank: int, size: int) -> Sequence[Shard] | None:
+        if self._telling is not None:
+            return self._telling.shards_of(leaf, None, rank, size)
+        return self._handler.shards(leaf, rank, size)
+
+    def shards_of(self, leaf: Any, process: int | None, rank: int, size: int) -> Sequence[Shard] | None:
+        return self.shards(leaf, rank, size)
+
+    def host_bytes(self, leaf: Any, boxes: Sequence[Box]) -> HostBytes:
+        if self._telling is not None:
+            return self._telling.host_bytes(leaf, boxes)
+        record = self._handler.describe(leaf)
+        assert isinstance(record, ArrayRecord)  # a value has no boxes
+        nbytes = sum([box.size for box in boxes]) * record.spec.numpy_dtype.itemsize
+        return HostBytes(nbytes, nbytes)
+
+    def copy_to_host(self, leaf: Any, boxes: Sequence[Box], memory: HostMemory) -> Sequence[Pending[HostArray]]:
+        _refuse()
+
+    def view_on_host(self, leaf: Any, boxes: Sequence[Box]) -> Sequence[Pending[HostArray]]:
+        _refuse()
+
+    def wanted(self, abstract: Any, stored: ArrayRecord) -> Sequence[Box]:
+        _refuse()
+
+    def destination(self, abstract: Any, stored: ArrayRecord, box: Box) -> HostArray | None:
+        _refuse()
+
+    def build(self, abstract: Any, stored: LeafRecord, boxes: Sequence[tuple[Box, HostArray]]) -> object:
+        _refuse()
+
+    def fill(self, target: Any, stored: LeafRecord, boxes: Sequence[tuple[Box, HostArray]]) -> bool:
+        _refuse()
+
+
+class _ImaginedLeaves(_RunningLeaves):
+    def __init__(self, handler: LeafHandler, process: int) -> None:
+        super().__init__(handler)
+        self._process = process
+
+    def shards(self, leaf: Any, rank: int, size: int) -> Sequence[Shard] | None:
+        if self._telling is None:
+            raise UnsupportedLeafError(
+                f"{type(self._handler).__name__} does not tell what another process holds of a {type(leaf).__name__}; "
+                "call plan in the processes of the job"
+            )
+        return self._telling.shards_of(leaf, self._process, rank, size)
+
+
+def _refuse() -> NoReturn:
+    raise PluginError("a rehearsal of a save touches no elements, and was asked for some: this is a bug of ckptcore")

@@ -1,0 +1,241 @@
+"""What one process writes in a rehearsal: the layouts' own code, on a plan without elements."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final, Literal, TypeAlias
+
+from ckptcore.commit import Claim, claim_location, claimed_store, refuse_to_replace
+from ckptcore.context import Context
+from ckptcore.engine.sizes import SIZES
+from ckptcore.errors import PluginError, UnsupportedLeafError
+from ckptcore.locations import Location, subdirectory
+from ckptcore.model.transfer import Receipt
+from ckptcore.parts import FilesDescription, Part
+from ckptcore.persisting import Described
+from ckptcore.preparing import PreparedSave
+from ckptcore.protocols import ForecastsWrites, HostBytes, StorageBackend, WriteForecast
+from ckptcore.rehearsals.commits import finish_part, put_root
+from ckptcore.rehearsals.counting import CountingDirectories, CountingObjects
+from ckptcore.rehearsals.emptiness import EmptySnapshot, NothingThereError
+from ckptcore.rehearsals.sizes import SizeRecorder
+from ckptcore.root import Claimed
+from ckptcore.save_plans import MemoryPlan, RequestCounts
+from ckptcore.visibility import sees_claim, show_claim
+
+__all__ = ["Leading", "StorageKind", "WrittenCheckpoint", "WrittenProcess", "rehearse_writes"]
+
+StorageKind: TypeAlias = Literal["directories", "objects"]
+"""Whether the storage that is played has real directories."""
+
+_NAME: Final = "checkpoint"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WrittenCheckpoint:
+    """What a process wrote of one checkpoint.
+
+    Attributes:
+        receipts: of the parts that the processes write together.
+        sizes: by key within the checkpoint, the bytes of its objects.
+        at_most: the keys of those that may be smaller.
+        about: the keys of those that make what it alone wrote a whole.
+        array_bytes, boxes: of arrays.
+        requests: what it asked.
+    """
+
+    receipts: Sequence[Receipt]
+    sizes: Mapping[str, int]
+    at_most: frozenset[str]
+    about: frozenset[str]
+    array_bytes: int
+    boxes: int
+    requests: RequestCounts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WrittenProcess:
+    """What a process wrote of a save: its checkpoint, then its exports.
+
+    Attributes:
+        checkpoints: of each.
+        memory: that it took.
+        untold: checkpointables whose files nobody knows yet.
+    """
+
+    checkpoints: Sequence[WrittenCheckpoint]
+    memory: MemoryPlan
+    untold: Sequence[str]
+
+
+@dataclass(frozen=True, slots=True)
+class Leading:
+    """What the leader goes on with, of one checkpoint.
+
+    Attributes:
+        described: the checkpoint.
+        storage: with what the leader wrote.
+        claim: of the leader.
+    """
+
+    described: Described
+    storage: CountingObjects
+    claim: Claim
+
+
+@dataclass(frozen=True, slots=True)
+class _Written:
+    checkpoint: WrittenCheckpoint
+    leading: Leading | None
+    buffer_bytes: int
+
+
+def rehearse_writes(
+    save: PreparedSave, kind: StorageKind, context: Context
+) -> tuple[WrittenProcess, Sequence[Leading]]:
+    """Play what this process writes of a save and of its exports.
+
+    Args:
+        save: what was asked for, with leaves of `ckptcore.rehearsals.leaves`.
+        kind: of storage.
+        context: options.
+
+    Returns:
+        What it wrote; and on the leader what it goes on with, for each checkpoint.
+
+    Raises:
+        UnsupportedLeafError: if workers of a single controller hold arrays.
+        PluginError: if a layout cannot do without elements and does not say what it would write.
+    """
+    if save.executor is not None:
+        raise UnsupportedLeafError(
+            "arrays are at workers of this single controller, and what those write is not planned; plan abstract arrays instead, with "
+            "plan_job and as many processes as there are workers"
+        )
+    host_bytes: list[Sequence[HostBytes]] = []
+    untold = []
+    for part, description in save.described_parts:
+        if isinstance(description, FilesDescription):
+            untold.append(description.name)
+            host_bytes.append(())
+        else:
+            host_bytes.append([description.host_bytes(item) for item in part.plan.items])
+    snapshots = [EmptySnapshot(part.plan, taken) for part, taken in zip(save.described.parts, host_bytes, strict=True)]
+    exported = [[host_bytes[export.part][number] for number in export.items] for export in save.exports]
+    shares = [EmptySnapshot(export.plan, taken) for export, taken in zip(save.exports, exported, strict=True)]
+    written = [_rehearse(save.described, snapshots, kind, context)]
+    written += [
+        _rehearse(export.described, [share], kind, context) for export, share in zip(save.exports, shares, strict=True)
+    ]
+    memory = _memory(
+        save.described.agreement.rank,
+        [taken for of_part in host_bytes for taken in of_part],
+        [taken for of_export in exported for taken in of_export],
+        [*snapshots, *shares],
+        max(one.buffer_bytes for one in written),
+        context,
+    )
+    process = WrittenProcess(checkpoints=[one.checkpoint for one in written], memory=memory, untold=untold)
+    return process, [one.leading for one in written if one.leading is not None]
+
+
+def _rehearse(
+    described: Described, snapshots: Sequence[EmptySnapshot], kind: StorageKind, context: Context
+) -> _Written:
+    rank = described.agreement.rank
+    storage = CountingDirectories() if kind == "directories" else CountingObjects()
+    location = Location(described.location.display, storage, _NAME)
+    claimed = Claimed(described.save_id, described.created)
+    refuse_to_replace(location, False)  # as the save looks before it claims
+    claim = claim_location(location, described.save_id, described.created, False)
+    if described.agreement.size > 1:
+        show_claim(claim, claimed, location)
+    store = claim.store
+    if rank:  # the leader has done that
+        storage.forget()
+        sees_claim(claimed, location)
+        store = claimed_store(location, described.save_id)
+    receipts = []
+    at_most: set[str] = set()
+    exact: set[str] = set()
+    buffer_bytes = 0
+    for part, snapshot in zip(described.parts, snapshots, strict=True):
+        if part.layout.name == "files":
+            continue
+        inside = subdirectory(store, part.directory) if part.directory else store
+        receipt, forecast = _write(part, snapshot, inside, context)
+        prefix = f"{part.directory}/" if part.directory else ""
+        at_most.update([f"{prefix}{key}" for key in forecast.at_most])
+        exact.update([f"{prefix}{record.key}" for record in receipt.objects])
+        buffer_bytes = max(buffer_bytes, forecast.buffer_bytes)
+        if part.own:
+            put_root(inside, finish_part(described, part, [receipt], inside, context))
+        else:
+            receipts.append(receipt)
+    items = [item for part in described.parts for item in part.plan.items]
+    sizes = {key.partition("/")[2]: size for key, size in storage.sizes.items()}
+    checkpoint = WrittenCheckpoint(
+        receipts=receipts,
+        sizes=sizes,
+        about=frozenset(sizes.keys() - exact),
+        at_most=frozenset(at_most),
+        array_bytes=sum([item.nbytes for item in items]),
+        boxes=sum([len(item.boxes) for item in items]),
+        requests=storage.requests,
+    )
+    return _Written(checkpoint, None if rank else Leading(described, storage, claim), buffer_bytes)
+
+
+def _write(
+    part: Part, snapshot: EmptySnapshot, store: StorageBackend, context: Context
+) -> tuple[Receipt, WriteForecast]:
+    recorder = SizeRecorder(store, checksums=context.checksums)
+    if isinstance(part.layout, ForecastsWrites):
+        forecast = part.layout.forecast(snapshot, recorder)
+    else:
+        try:
+            forecast = WriteForecast(part.layout.write(snapshot, recorder))
+        except NothingThereError as error:
+            raise PluginError(
+                f"the layout {part.layout.name} asks for elements before it says what it writes, and cannot be planned: it is to be a "
+                "ckptcore.protocols.ForecastsWrites"
+            ) from error
+    return Receipt(part.plan.rank, part.plan.items, forecast.state, recorder.objects), forecast
+
+
+def _memory(
+    rank: int,
+    saved: Sequence[HostBytes],
+    exported: Sequence[HostBytes],
+    snapshots: Sequence[EmptySnapshot],
+    buffer_bytes: int,
+    context: Context,
+) -> MemoryPlan:
+    """What a process holds.
+
+    Snapshots tell what one thread would hold that writes; several may hold one more array, which is taken to be the largest. Each thread
+    may gather what it writes in memory of its own.
+    """
+    viewed = sum([taken.viewed for taken in saved])
+    copied = sum([taken.copied for taken in saved])
+    array_bytes = sum([item.nbytes for snapshot in snapshots for item in snapshot.plan.items])
+    pieces = -(-array_bytes // SIZES.task) if array_bytes >= SIZES.inline else 0
+    buffers = buffer_bytes + min(pieces, context.io_threads.count) * SIZES.task
+    ahead = max([snapshot.viewed_peak for snapshot in snapshots], default=0)
+    kept = sum([taken.viewed for taken in exported])  # until the exports are written
+    blocking = min(viewed, ahead + max([taken.viewed for taken in saved], default=0) + kept)
+    limit = context.memory.save_bytes
+    asynchronous = copied
+    if limit is not None:
+        largest = max([taken.copied for taken in saved], default=0)
+        held = max([snapshot.held_by_writer for snapshot in snapshots], default=0)
+        asynchronous = min(copied, max(limit, largest) + held)
+        copied += sum([taken.copied for taken in exported])  # their first copy is gone by then
+    return MemoryPlan(
+        rank=rank,
+        viewed=viewed,
+        copied=copied,
+        blocking_peak=blocking + buffers,
+        async_peak=asynchronous + buffers,
+    )
