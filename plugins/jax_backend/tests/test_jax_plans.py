@@ -1,0 +1,70 @@
+"""Plans of saves of JAX states: no transfer, no elements, shardings of devices that are there."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from ckptcore_jax.leaves import JaxLeafHandler
+from ckptcore_jax.placements import Placement, placement_of, shards_in_process
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+import ckptcore
+from ckptcore.errors import UnsupportedLeafError
+from ckptcore.model import Box, Shard
+from ckptcore.protocols import ForecastsLeaves
+
+
+def _mesh() -> Mesh:
+    devices = np.array(jax.devices())
+    return Mesh(devices.reshape(len(devices)), ("x",))
+
+
+def test_deleted_and_abstract_arrays_are_planned_as_live_ones() -> None:
+    sharding = NamedSharding(_mesh(), PartitionSpec("x"))
+    rows = 8 * len(jax.devices())
+    live = {"w": jax.device_put(jnp.ones((rows, 16)), sharding), "key": jax.random.key(0)}
+    deleted = {"w": jax.device_put(jnp.ones((rows, 16)), sharding), "key": jax.random.key(0)}
+    deleted["w"].delete()
+    deleted["key"].delete()
+    abstract = {
+        "w": jax.ShapeDtypeStruct((rows, 16), jnp.float32, sharding=sharding),
+        "key": jax.ShapeDtypeStruct((), live["key"].dtype, sharding=live["key"].sharding),
+    }
+    plan = ckptcore.plan(live, layout="dcp")
+    assert plan.array_bytes == rows * 16 * 4 + 8
+    assert plan.memory[0].copied == plan.memory[0].viewed == 0  # immutable, and in host memory
+    assert ckptcore.plan(deleted, layout="dcp") == plan
+    assert ckptcore.plan(abstract, layout="dcp") == plan
+
+
+def test_what_has_no_device_counts_as_copied() -> None:
+    state = {"w": jax.ShapeDtypeStruct((10, 16), jnp.bfloat16)}
+    memory = ckptcore.plan(state).memory[0]
+    assert memory.copied == memory.viewed == 320
+    packed = ckptcore.plan({"w": jnp.ones(8, jnp.int4)}).memory[0]
+    assert packed.viewed == packed.copied == 8
+    copying = ckptcore.Context(handlers={jax.Array: JaxLeafHandler(copy=True)})
+    assert ckptcore.plan({"w": jnp.ones(8)}, context=copying).memory[0].copied == 32
+
+
+def test_handlers_tell_of_leaves() -> None:
+    assert isinstance(JaxLeafHandler(), ForecastsLeaves)
+
+
+def test_an_abstract_mesh_does_not_say_who_holds_what() -> None:
+    mesh = jax.sharding.AbstractMesh((4,), ("x",))
+    leaf = jax.ShapeDtypeStruct((8, 8), jnp.float32, sharding=NamedSharding(mesh, PartitionSpec("x")))
+    with pytest.raises(UnsupportedLeafError):
+        ckptcore.plan_job(lambda rank: {"w": leaf}, 4)
+
+
+def test_boxes_of_other_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    top, bottom = Box((0, 0), (4, 8)), Box((4, 0), (8, 8))
+    placement = Placement({top: 0}, {top: (0, 1), bottom: (2, 3)}, ((4,), ()), 4, False, True, {})
+    monkeypatch.setattr("ckptcore_jax.placements.placement_of", lambda sharding, shape: placement)
+    sharding = NamedSharding(_mesh(), PartitionSpec("x"))
+    found = [shards_in_process(sharding, (8, 8), process, process, 5) for process in range(5)]
+    assert found == [(Shard(top, 0, 2),), (Shard(top, 1, 2),), (Shard(bottom, 0, 2),), (Shard(bottom, 1, 2),), None]
+    assert placement_of(sharding, (8, 8)) is not placement

@@ -1,0 +1,63 @@
+"""Plans of saves of PyTorch states: on the meta device, and of DTensors over processes that do not run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from ckptcore_torch.dtensors import DTensorHandler
+from ckptcore_torch.tensors import TensorHandler
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import ckptcore
+from ckptcore.protocols import ForecastsLeaves
+
+PROCESSES = 8
+
+
+@pytest.fixture
+def imagined_group() -> Iterator[None]:
+    """A process group of ranks of which only this one is there."""
+    dist.init_process_group("fake", store=FakeStore(), rank=3, world_size=PROCESSES)
+    yield
+    dist.destroy_process_group()
+
+
+def test_handlers_tell_of_leaves() -> None:
+    assert isinstance(TensorHandler(), ForecastsLeaves)
+    assert isinstance(DTensorHandler(), ForecastsLeaves)
+
+
+def test_a_module_on_the_meta_device_is_planned() -> None:
+    with torch.device("meta"):
+        meta = torch.nn.Sequential(torch.nn.Linear(1 << 14, 1 << 14), torch.nn.Linear(1 << 14, 7))
+        meta[0].weight = torch.nn.Parameter(torch.empty(1 << 14, 1 << 14, dtype=torch.bfloat16))
+    plan = ckptcore.plan(meta, layout="dcp")
+    assert plan.array_bytes == (1 << 29) + 4 * ((1 << 14) + 7 * (1 << 14) + 7)
+    assert plan.memory[0].viewed == plan.array_bytes  # it may be on a device
+    small = torch.nn.Linear(3, 4)
+    assert ckptcore.plan(small).memory[0].viewed == 0
+    assert ckptcore.plan(small).processes == ckptcore.plan(small.to("meta")).processes
+
+
+def test_tied_tensors_on_the_meta_device_count_once() -> None:
+    weight = torch.empty(10, 10, device="meta")
+    assert ckptcore.plan({"a": weight, "b": weight}).arrays == 1
+
+
+def test_dtensors_of_other_processes_are_planned(imagined_group: None) -> None:
+    mesh = init_device_mesh("cpu", (2, PROCESSES // 2), mesh_dim_names=("replicate", "shard"))
+    rows = 4096
+    local = torch.empty(rows * 2 // PROCESSES, 512, device="meta")
+    weight = DTensor.from_local(local, mesh, [Replicate(), Shard(0)], run_check=False)
+    bias = DTensor.from_local(torch.empty(3, device="meta"), mesh, [Replicate(), Replicate()], run_check=False)
+    plan = ckptcore.plan_job(lambda rank: {"w": weight, "b": bias}, PROCESSES, layout="dcp")
+    assert plan.array_bytes == rows * 512 * 4 + 12
+    written = [process.array_bytes for process in plan.processes]
+    assert sum(written) == plan.array_bytes
+    shared = ckptcore.Context(replicas=ckptcore.ReplicaOptions(piece_bytes=1 << 16))
+    assert ckptcore.plan_job(lambda rank: {"w": weight}, PROCESSES, layout="dcp", context=shared).imbalance == 1.0
