@@ -30,7 +30,6 @@ from ckptcore.loading import load_into_target, load_value, recorded_load
 from ckptcore.locations import LocationLike, resolve_location
 from ckptcore.model.tree import JSON
 from ckptcore.protocols import Layout
-from ckptcore.rehearsals.jobs import Asked, plan_imagined_job, plan_running_job
 from ckptcore.root import new_save_id
 from ckptcore.save_plans import SavePlan
 from ckptcore.save_requests import OneTree, SaveRequest
@@ -142,6 +141,8 @@ def plan(
         CorruptCheckpointError: if what the processes hold does not make up the arrays.
         PluginError: if a layout cannot tell what it writes.
     """
+    from ckptcore.rehearsals.jobs import Asked, plan_running_job  # who only saves or loads need not wait for it
+
     asked = Asked(location=location, layout=layout, overwrite=overwrite, exports=exports)
     return plan_running_job(asked, state, context or default_context())
 
@@ -171,6 +172,8 @@ def plan_job(
     """
     if processes < 1:
         raise ValueError(f"plan_job(processes={processes}): give at least 1")
+    from ckptcore.rehearsals.jobs import Asked, plan_imagined_job  # who only saves or loads need not wait for it
+
     asked = Asked(location=location, layout=layout, overwrite=overwrite, exports=exports)
     return plan_imagined_job(asked, state_of, processes, context or default_context())
 
