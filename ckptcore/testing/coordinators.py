@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -91,6 +93,27 @@ class CoordinatorTests:
     def test_a_rank_is_told_that_the_leader_did_not_come(self, several: int) -> None:
         outcomes = self.run(several, _absent_leader, timeout_seconds=self.short_seconds)
         assert outcomes[1:] == [[0]] * (several - 1), "CoordinationTimeoutError.missing names the leader"
+
+    def test_who_waited_in_vain_for_the_leader_may_wait_again(self, several: int) -> None:
+        """The leader may come a deadline later than the others: it waits for whoever is missing, and then says who that was."""
+        told = self.run(several, _LateLeader(1.5 * self.short_seconds), timeout_seconds=self.short_seconds)
+        assert told == [b"late"] * several
+
+
+@dataclass(frozen=True, slots=True)
+class _LateLeader:
+    """A broadcast for which the leader comes so many seconds later than the others, who wait for it again and again."""
+
+    seconds: float
+
+    def __call__(self, coordinator: Coordinator) -> bytes:
+        if coordinator.rank == 0:
+            time.sleep(self.seconds)
+            return coordinator.broadcast("late", b"late")
+        for _ in range(30):
+            with suppress(CoordinationTimeoutError):
+                return coordinator.broadcast("late", None)
+        return b""
 
 
 def _rank_and_size(coordinator: Coordinator) -> tuple[int, int]:

@@ -89,6 +89,17 @@ async def test_a_leader_who_does_not_come_is_named() -> None:
     exchanges = Exchanges(2)
     assert await exchanges.broadcast(1, "key", None, 0.01) == Missing((0,))
     assert await exchanges.broadcast(0, "key", b"late", LONG) == Delivered()
+    assert progress(exchanges).held_bytes == 4, "it may come again"
+
+
+@in_loop
+async def test_who_waited_in_vain_for_the_leader_may_wait_again() -> None:
+    exchanges = Exchanges(3)
+    for _ in range(2):
+        assert await exchanges.broadcast(1, "key", None, 0.01) == Missing((0,))
+    (waiting,) = await begun(exchanges.broadcast(1, "key", None, LONG))
+    assert await exchanges.broadcast(0, "key", b"late", LONG) == Delivered()
+    assert await waiting == Delivered((b"late",)) == await exchanges.broadcast(2, "key", None, LONG)
     assert exchanges._open == {}
 
 

@@ -59,7 +59,8 @@ class Exchanges:
     """Gathers and broadcasts among the ranks of one incarnation. Rank 0 leads.
 
     A key may come again: the ranks' first uses of it are one exchange, their second ones the next. What a rank gives to an
-    exchange on which the leader has given up reaches no later one.
+    exchange on which the leader has given up reaches no later one. A rank that waited in vain for a broadcast and comes again waits
+    for the same; if it does not come, what the leader gave is held until the incarnation ends.
 
     Not thread-safe: everything is called on one event loop.
     """
@@ -116,14 +117,18 @@ class Exchanges:
         exchange = self._come("broadcast", rank, key, frozenset({0}))
         try:
             if payload is None:
-                return await self._wait(exchange, rank, seconds)
+                outcome = await self._wait(exchange, rank, seconds)
+                if isinstance(outcome, Missing):
+                    exchange.came.remove(rank)  # it may wait once more: the leader can be a deadline later than it
+                return outcome
             if self._over is not None:
                 return self._over
             exchange.payloads[0] = payload
             exchange.tell(Delivered())
             return Delivered()
         finally:
-            self._leave("broadcast", exchange, rank)
+            if rank in exchange.came:
+                self._leave("broadcast", exchange, rank)
 
     def lose(self, rank: int, reason: str) -> None:
         """A rank is dead: who waits for it is told so, and with them all who wait.

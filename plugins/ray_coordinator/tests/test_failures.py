@@ -1,0 +1,182 @@
+"""Actors that fail, die or hang in the middle of a save: the others are told who, nothing is half committed, and what comes next works."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Final, Literal, TypeAlias
+
+import numpy as np
+import pytest
+import ray
+from ckptcore_ray.coordinator import RayCoordinator
+from ckptcore_ray.jobs import RayJob, make_job
+from ray.exceptions import GetTimeoutError, RayActorError
+
+import ckptcore
+from ckptcore import persisting
+from ckptcore.errors import CheckpointError
+from ckptcore.model import Box
+from plugins.ray_coordinator.tests.ranks import new_name
+
+End: TypeAlias = Literal["works", "raises", "dies", "hangs"]
+
+BOUNDS = {3: (0, 1, 5, 7), 2: (0, 4, 7)}
+"""By the size of the job, between which rows the ranks hold their parts."""
+
+
+class Worker:
+    """A rank of a job, with a part of an array."""
+
+    def join(self, job: str, rank: int, size: int, timeout_seconds: float) -> None:
+        """Be a rank from now on."""
+        self.rank, self.size = rank, size
+        self.context = ckptcore.Context(coordinator=RayCoordinator(job, rank, size, timeout_seconds=timeout_seconds))
+
+    def save(self, location: Path, value: float, end: End) -> str | None:
+        """Save; why it failed. The end comes after this rank wrote its part, and before the others know."""
+        write = persisting._write
+
+        def written(*arguments: Any) -> Any:
+            result = write(*arguments)
+            if end == "raises":
+                raise MemoryError("only here")
+            if end == "dies":
+                os.kill(os.getpid(), signal.SIGKILL)
+            if end == "hangs":
+                time.sleep(600)
+            return result
+
+        persisting._write = written
+        try:
+            ckptcore.save(location, {"w": self._part(value), "value": value}, context=self.context)
+        except (CheckpointError, MemoryError) as error:
+            return f"{type(error).__name__}: {error}"
+        finally:
+            persisting._write = write
+        return None
+
+    def load(self, location: Path, value: float) -> None:
+        """Load the part of this rank, and compare."""
+        loaded = ckptcore.load(location, {"w": self._part(None), "value": 0.0}, context=self.context)
+        assert loaded["value"] == value
+        expected = self._part(value).shards[0].elements
+        assert np.array_equal(loaded["w"].shards[0].elements, expected)
+
+    def _part(self, value: float | None) -> ckptcore.ShardedArray:
+        start, stop = BOUNDS[self.size][self.rank : self.rank + 2]
+        elements = None if value is None else value + np.arange(start, stop, dtype=np.float64)
+        return ckptcore.ShardedArray((7,), np.float64, [ckptcore.ArrayShard(Box((start,), (stop,)), elements)])
+
+
+def join(job: RayJob, workers: Sequence[Any], timeout_seconds: float = 60.0) -> None:
+    """Let workers join as rank 0 and up."""
+    ray.get([worker.join.remote(job.name, rank, job.size, timeout_seconds) for rank, worker in enumerate(workers)])
+
+
+def outcomes(workers: Sequence[Any], location: Path, value: float, ends: Sequence[End]) -> list[str]:
+    """What the ranks say that live and do not hang; the others are killed."""
+    saves = [worker.save.remote(location, value, end) for worker, end in zip(workers, ends, strict=True)]
+    told = [save for save, end in zip(saves, ends, strict=True) if end in ("works", "raises")]
+    found: list[str] = ray.get(told, timeout=60)
+    for worker, end in zip(workers, ends, strict=True):
+        if end == "hangs":
+            ray.kill(worker)
+    return found
+
+
+def _answers(worker: Any) -> bool:
+    try:
+        ray.get(worker.__ray_ready__.remote(), timeout=30)
+    except (RayActorError, GetTimeoutError):
+        return False
+    return True
+
+
+class Pool:
+    """Workers that go on to live after a test, so that only those that died in it are started anew."""
+
+    def __init__(self) -> None:
+        self._class: Any = ray.remote(num_cpus=0)(Worker)
+        self._living: list[Any] = []
+
+    def take(self, count: int) -> list[Any]:
+        """So many, each in a process that answers."""
+        self._living = [worker for worker in self._living if _answers(worker)]
+        while len(self._living) < count:
+            self._living.append(self._class.remote())
+        return self._living[:count]
+
+    def end(self) -> None:
+        """Let all go."""
+        for worker in self._living:
+            ray.kill(worker)
+
+
+@pytest.fixture(scope="module")
+def pool(ray_session: None) -> Iterator[Pool]:
+    """Workers for all tests here."""
+    made = Pool()
+    yield made
+    made.end()
+
+
+WORKS: Final[tuple[End, ...]] = ("works", "works", "works")
+
+
+@pytest.mark.parametrize(
+    ("ends", "expected"),
+    [
+        pytest.param(("works", "works", "raises"), "rank 2: MemoryError: only here", marks=pytest.mark.slow),
+        pytest.param(
+            ("works", "works", "hangs"),
+            r"rank 2: CoordinationTimeoutError|had not come: \[2\]",
+            marks=pytest.mark.slow,
+        ),
+        (("dies", "works", "works"), "rank 0 of the job .* is dead"),
+        pytest.param(("works", "works", "dies"), "rank 2 of the job .* is dead", marks=pytest.mark.slow),
+        pytest.param(("raises", "works", "works"), "rank 0: MemoryError: only here", marks=pytest.mark.slow),
+        pytest.param(("hangs", "works", "works"), r"had not come: \[0\]", marks=pytest.mark.slow),
+        pytest.param(("works", "dies", "dies"), "rank [12] of the job .* is dead", marks=pytest.mark.slow),
+        pytest.param(("dies", "dies", "works"), "rank 0 of the job .* is dead", marks=pytest.mark.slow),
+    ],
+)
+def test_a_rank_ends_in_the_middle_of_a_save(ends: tuple[End, ...], expected: str, pool: Pool, tmp_path: Path) -> None:
+    workers = pool.take(3)
+    with make_job(new_name(), 3) as job:
+        join(job, workers, 10.0 if "hangs" in ends else 60.0)
+        assert outcomes(workers, tmp_path / "1", 1.0, WORKS) == [None] * 3
+        told = outcomes(workers, tmp_path / "2", 2.0, ends)
+        for text, end in zip(told, (end for end in ends if end in ("works", "raises")), strict=True):
+            assert text is not None and re.search("MemoryError: only here" if end == "raises" else expected, text)
+        assert not (tmp_path / "2").exists()
+        # Others take the places of those that are gone, and all join again: what failed is made up for where it failed.
+        workers = pool.take(3)
+        join(job, workers)
+        ray.get([worker.load.remote(tmp_path / "1", 1.0) for worker in workers])
+        assert outcomes(workers, tmp_path / "2", 2.0, WORKS) == [None] * 3
+        ray.get([worker.load.remote(tmp_path / "2", 2.0) for worker in workers])
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["1", "2"]
+    assert ckptcore.verify(tmp_path / "2").ok
+
+
+def test_two_go_on_over_what_three_left(pool: Pool, tmp_path: Path) -> None:
+    workers = pool.take(3)
+    with make_job(new_name(), 3) as job:
+        join(job, workers)
+        assert outcomes(workers, tmp_path / "1", 1.0, WORKS) == [None] * 3
+        saves = [worker.save.remote(tmp_path / "2", 2.0, "dies") for worker in workers]
+        ray.wait(saves, num_returns=3, timeout=60)
+    left = sorted(path.name for path in tmp_path.iterdir())
+    assert len(left) == 2 and left[0].startswith(".2."), left  # nobody was there to remove it
+    fewer = pool.take(2)
+    with make_job(new_name(), 2) as job:
+        join(job, fewer)
+        ray.get([worker.load.remote(tmp_path / "1", 1.0) for worker in fewer])
+        assert outcomes(fewer, tmp_path / "2", 3.0, WORKS[:2]) == [None] * 2
+        ray.get([worker.load.remote(tmp_path / "2", 3.0) for worker in fewer])
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["1", "2"]
