@@ -27,7 +27,7 @@ from ckptcore.locations import LocationLike, Within, absolute_location, open_dir
 from ckptcore.model.tree import JSON
 from ckptcore.policies import EveryStep, PreservationPolicy, PreserveAll, SavePolicy
 from ckptcore.preemption import PreemptionNotice
-from ckptcore.protocols import Layout
+from ckptcore.protocols import Layout, Rejoinable
 from ckptcore.reader import CheckpointReader
 from ckptcore.restoring import Loading
 from ckptcore.save_requests import OneTree, SaveRequest
@@ -542,6 +542,12 @@ class Checkpointer(CheckpointReader):
             )
         if self._closed:
             raise CheckpointError(f"the Checkpointer of {self.directory} is closed; make a new one")
+        job = self._context.job()
+        if isinstance(job, Rejoinable) and job is not self._job:
+            raise CheckpointError(
+                f"the Checkpointer of {self.directory} belongs to a job that this process has joined again since; close it, and make a "
+                "new one, as every other process of the job does"
+            )
 
     def _agreement(self, what: str) -> Agreement:
         return Agreement(self._job, self._context.exchange_key(f"{self.directory}/checkpointer/{what}"))

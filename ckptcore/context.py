@@ -15,7 +15,7 @@ from ckptcore.events import Observer
 from ckptcore.exchanges import exchange_counts
 from ckptcore.model.tree import JSON
 from ckptcore.plugins import Handler, Plugins, installed_plugins
-from ckptcore.protocols import Coordinator, Executor
+from ckptcore.protocols import Coordinator, Executor, Rejoinable
 from ckptcore.sharing import ReplicaOptions
 
 __all__ = ["Context", "MemoryOptions", "default_context"]
@@ -110,7 +110,10 @@ class Context:
 
     def exchange_key(self, location: object) -> str:
         """A key for the exchanges of an operation: the same on every rank that began as many at this location in this job."""
-        return exchange_counts().key(self.coordinator, str(location))
+        found = self.coordinator
+        if found is None and isinstance(job := self.registry.coordinator(), Rejoinable):
+            found = job
+        return exchange_counts().key(found, str(location))
 
     def job(self) -> Coordinator:
         """The coordinator to agree through."""

@@ -34,8 +34,8 @@ class ExchangeCounts:
         """A key for the exchanges of an operation that begins now.
 
         Args:
-            coordinator: the job that a Context was given; None for the one that this process is part of, which is told by a new
-                coordinator each time.
+            coordinator: the job that a Context was given, or that this process has joined and may join again; None for any other that
+                this process is part of, which is told by a new coordinator each time.
             name: of the operation: where it goes.
         """
         hashed = xxhash.xxh3_64_intdigest(name.encode("utf-8", "surrogatepass"))

@@ -11,6 +11,7 @@
 
 from ckptcore.protocols.coordination import (
     Coordinator,
+    Rejoinable,
 )
 from ckptcore.protocols.execution import (
     Executor,
@@ -109,6 +110,7 @@ __all__ = [
     "ReadStage",
     "ReadStore",
     "ReadsChunks",
+    "Rejoinable",
     "SharesReplicas",
     "Snapshot",
     "StatefulCheckpointable",

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 __all__ = [
     "Coordinator",
+    "Rejoinable",
 ]
 
 
@@ -31,5 +32,19 @@ class Coordinator(Protocol):
         ...
 
     def broadcast(self, key: str, payload: bytes | None) -> bytes:
-        """Get the leader's payload; the others pass None."""
+        """Get the leader's payload; the others pass None. Who waited in vain, until the deadline, may wait again under the same key."""
+        ...
+
+
+@runtime_checkable
+class Rejoinable(Protocol):
+    """What a `Coordinator` is too that belongs to one incarnation of its job: when a rank was started anew, all join again.
+
+    The hook `ckpt_coordinator` gives the same object as long as the process is in that incarnation, and another one after it
+    joined again. Operations are counted for each such object from 0 on, so that a process that went on and one that is new count alike.
+    """
+
+    @property
+    def incarnation(self) -> int:
+        """Which one of the job's it belongs to."""
         ...

@@ -14,7 +14,8 @@ import ckptcore
 from ckptcore.agreement import Agreement
 from ckptcore.errors import CheckpointError, CoordinationTimeoutError, RankFailedError
 from ckptcore.exchanges import ExchangeCounts
-from ckptcore.protocols import Coordinator
+from ckptcore.hookspecs import hookimpl
+from ckptcore.protocols import Coordinator, Rejoinable
 from ckptcore.testing import ThreadJob
 
 
@@ -38,6 +39,47 @@ def test_two_contexts_of_one_job_share_no_key() -> None:
     assert keys == ["run/1#0", "run/1#1", "run/1#2"]
     found = [ckptcore.Context().exchange_key("an odd place: \ud800") for _ in range(2)]
     assert len(set(found)) == 2
+
+
+class _Incarnation(_Slots):
+    """One incarnation of a job that processes join again; the other rank says what this one says."""
+
+    __slots__ = ("__weakref__", "incarnation")
+    size = 2
+
+    def __init__(self, incarnation: int) -> None:
+        self.incarnation = incarnation
+
+    def gather(self, key: str, payload: bytes) -> list[bytes]:
+        return [payload, payload]
+
+
+class _Launcher:
+    """The plugin of a launcher whose job has had an accident."""
+
+    def __init__(self) -> None:
+        self.joined = _Incarnation(1)
+
+    @hookimpl
+    def ckpt_coordinator(self) -> Coordinator | None:
+        return self.joined
+
+
+def test_who_joined_again_counts_as_who_is_new(tmp_path: Path) -> None:
+    launcher = _Launcher()
+    context = ckptcore.Context(plugins=[launcher])
+    assert isinstance(context.job(), Rejoinable) and not isinstance(_Slots(), Rejoinable)
+    assert [context.exchange_key("run"), context.exchange_key("run")] == ["run#0", "run#1"]
+    assert ckptcore.Context(coordinator=launcher.joined).exchange_key("run") == "run#2"
+    run = ckptcore.Checkpointer(tmp_path, context=context)
+    assert run.should_save(1)
+    launcher.joined = _Incarnation(2)
+    assert context.exchange_key("run") == "run#0"
+    with pytest.raises(CheckpointError, match="joined again since; close it, and make a new one"):
+        run.should_save(1)
+    run.close()
+    with ckptcore.Checkpointer(tmp_path, context=context) as run:
+        assert run.should_save(1)
 
 
 def test_every_job_and_every_name_has_its_own_count() -> None:

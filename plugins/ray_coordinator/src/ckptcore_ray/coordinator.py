@@ -24,8 +24,8 @@ class RayCoordinator:
     """A rank of a job. Making one joins the job. Any thread; not the event loop of an asynchronous actor.
 
     A rank that joins twice, being started again or beginning again, begins the next incarnation of the job: whoever joined
-    before is told so at its next exchange, and joins again by a new coordinator. Give each a new Context and
-    Checkpointer, too: theirs count the exchanges of one incarnation.
+    before is told so at its next exchange, and joins again by a new coordinator: that goes into a new Context, which goes to a
+    new Checkpointer. `ckptcore_ray.membership.join_job` is for Contexts that need not be new.
     """
 
     def __init__(

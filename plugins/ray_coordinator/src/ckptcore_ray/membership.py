@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import functools
 
-from ckptcore.errors import PluginError
 from ckptcore_ray.coordinator import RayCoordinator
 
 __all__ = ["join_job", "joined_coordinator", "leave_job"]
 
 
 class _Membership:
-    """The coordinator that this process joined with, and how often it has joined; any thread."""
+    """The coordinator that this process joined with last; any thread."""
 
     def __init__(self) -> None:
         self.coordinator: RayCoordinator | None = None
-        self.joins = 0
 
 
 @functools.cache
@@ -28,9 +26,8 @@ def join_job(
 ) -> RayCoordinator:
     """Be a rank of a job from now on: what this process saves and loads without a coordinator, the job does together.
 
-    Joining again takes the place of the former time: after the rank that died was started anew, every rank joins again. A process
-    that did gives what it is given to a new Context: Contexts count exchanges, and those that it had count on, where those of
-    the rank that is new begin.
+    Joining again takes the place of the former time: after the rank that died was started anew, every rank joins again. Contexts without a
+    coordinator go on in the new incarnation of the job; a Checkpointer belongs to the former one, and a new one takes its place.
 
     Args:
         job, rank, size, timeout_seconds, namespace: those of `RayCoordinator`.
@@ -42,7 +39,6 @@ def join_job(
     membership.coordinator = None
     coordinator = RayCoordinator(job, rank, size, timeout_seconds=timeout_seconds, namespace=namespace)
     membership.coordinator = coordinator
-    membership.joins += 1
     return coordinator
 
 
@@ -52,16 +48,5 @@ def leave_job() -> None:
 
 
 def joined_coordinator() -> RayCoordinator | None:
-    """The coordinator of the job that this process joined; None where it joined none.
-
-    Raises:
-        PluginError: if the process joined more than once, and its Contexts may be older than the incarnation that it is in.
-    """
-    membership = _membership()
-    if membership.coordinator is not None and membership.joins > 1:
-        raise PluginError(
-            f"this process joined jobs of Ray {membership.joins} times, and a Context that is older than the last time counts other "
-            "exchanges than the ranks that are new: give a new one what join_job gave, Context(coordinator=join_job(...)), and that "
-            "to what saves and loads"
-        )
-    return membership.coordinator
+    """The coordinator of the job that this process joined, the same until it joins again; None where it joined none."""
+    return _membership().coordinator
