@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import tempfile
 import time
 from collections.abc import Sequence
@@ -72,6 +73,7 @@ def tell(report: Report, scratch: Path, steps: int) -> None:
         report.claim(f"the newest checkpoint is the one before: {latest}", latest == middle)
 
         report.step("Start it again with an empty disk, and go on")
+        shutil.rmtree(scratch / f"another disk {SIZE - 1}")  # the machine is gone, and all that was on it
         workers[-1] = start(SIZE - 1, scratch / "an empty disk")
         resumed = join(job, workers, scratch / "run")
         report.claim(f"every worker goes on from step {middle}", resumed == [middle] * SIZE)
