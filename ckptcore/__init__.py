@@ -7,7 +7,7 @@ A map of the package:
 - `save_checkpointables`, `save_checkpointables_async`, `load_checkpointables`, `checkpointables_metadata`: several objects in one checkpoint
 - `Checkpointer`: a run's steps; `CheckpointReader`: the same for who only reads (`ckptcore.checkpointer`, `ckptcore.reader`)
 - `ckptcore.policies`, `ckptcore.step_names`: when to save, which steps to keep, how they are named
-- `Context`, `MemoryOptions`, `ReplicaOptions`: options (`ckptcore.context`, `ckptcore.sharing`)
+- `Context`, `MemoryOptions`, `ReplicaOptions`, `ReadGroups`: options (`ckptcore.context`, `ckptcore.sharing`, `ckptcore.read_groups`)
 - `Export`, `StepExport`: further checkpoints of one save in other layouts (`ckptcore.exports`)
 - `ShardedArray`, `ArrayShard`: NumPy arrays of which each process holds a part
 - `AbstractArray`, `PLACEHOLDER`: what a load asks for; `PerProcess`: what differs from process to process
@@ -50,6 +50,7 @@ from ckptcore.hookspecs import hookimpl
 from ckptcore.model import AbstractArray
 from ckptcore.parts import PerProcess
 from ckptcore.protocols import StatefulCheckpointable
+from ckptcore.read_groups import ReadGroups
 from ckptcore.save_plans import ExportPlan, MemoryPlan, ObjectPlan, ProcessPlan, RequestCounts, SavePlan
 from ckptcore.sharing import ReplicaOptions
 from ckptcore.verification import Problem, VerifyReport
@@ -80,6 +81,7 @@ __all__ = [
     "Problem",
     "ProcessPlan",
     "Progress",
+    "ReadGroups",
     "ReplicaOptions",
     "RequestCounts",
     "SafetensorsLayout",

@@ -28,7 +28,6 @@ from ckptcore.errors import (
     StorageError,
 )
 from ckptcore.events import Recording
-from ckptcore.loading import check_sizes
 from ckptcore.locations import LocationLike, Place, Within, resolve_location
 from ckptcore.model.arrays import Box, HostArray
 from ckptcore.model.transfer import ArraySegment, WriteItem, WritePlan
@@ -38,6 +37,7 @@ from ckptcore.parts import Part
 from ckptcore.persisting import NOTHING_COMMITTED, Described, persist
 from ckptcore.preparing import save_created
 from ckptcore.protocols import WriteStore
+from ckptcore.reading import check_sizes
 from ckptcore.reporting import ReportedSave
 from ckptcore.root import new_save_id
 from ckptcore.streaming import StreamedSnapshot, StreamSizes, items_by_object, reading_context

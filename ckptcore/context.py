@@ -15,7 +15,8 @@ from ckptcore.events import Observer
 from ckptcore.exchanges import exchange_counts
 from ckptcore.model.tree import JSON
 from ckptcore.plugins import Handler, Plugins, installed_plugins
-from ckptcore.protocols import Coordinator, Executor, Rejoinable
+from ckptcore.protocols import Collectives, Coordinator, Executor, Rejoinable
+from ckptcore.read_groups import READS, ReadGroups, Reads
 from ckptcore.sharing import ReplicaOptions
 
 __all__ = ["Context", "MemoryOptions", "default_context"]
@@ -29,15 +30,17 @@ class MemoryOptions:
         save_bytes: the most that an asynchronous save holds copied and not yet written; None: the whole state. With a
             bound, `save_async` blocks while it writes all but the last such part. One array may exceed it, alone.
         load_bytes: the most that a load reads ahead of the arrays it has built; None: all of it. One array may exceed it.
+        exchange_bytes: the most that a load which is shared holds of what is on its way between processes; one element may exceed it.
         keep_staging: whether the memory that an asynchronous save copied into is kept for the next one.
     """
 
     save_bytes: int | None = None
     load_bytes: int | None = None
+    exchange_bytes: int = 256 << 20
     keep_staging: bool = True
 
     def __post_init__(self) -> None:
-        for name in ("save_bytes", "load_bytes"):
+        for name in ("save_bytes", "load_bytes", "exchange_bytes"):
             value = getattr(self, name)
             if value is not None and value <= 0:
                 raise ValueError(f"MemoryOptions({name}={value}): give a number of bytes above 0, or None for no bound")
@@ -55,6 +58,9 @@ class Context:
         threads: how many threads move bytes; None: as many as suit the machine.
         memory: bounds on host memory.
         replicas: how processes of a job that hold the same elements share the work of writing them.
+        reads: who reads what several processes of a job want of a checkpoint that they load. ``"all"``: each for itself.
+            ``"broadcast"``: one of them, and sends it to the others. ``"per_node"``: one on each host, for those there.
+            `ReadGroups`: one of each group. With all but the first, every process of the job loads the same checkpoints in the same order.
         when_busy: what `save_async` does while another save runs: ``"wait"`` for it, or copy at once and ``"queue"`` behind it;
             one waits so at most, and a third waits for the first.
         handlers: by type, handlers that come before those of all plugins.
@@ -63,6 +69,7 @@ class Context:
         coordinator: the job that saves and loads together; None: the one that this process is part of.
         executor: the workers that hold the elements of leaves, where this process is their single controller; None: those that a
             plugin knows of, or else everything is done here. Not in a job of several processes.
+        collectives: over which processes send each other what one has read; None: those of the framework that runs the job.
         observers: are told the phases of saves and loads; see `ckptcore.events`.
         saves: the asynchronous saves under way; not to be given.
     """
@@ -73,12 +80,14 @@ class Context:
     threads: int | None = None
     memory: MemoryOptions = field(default_factory=MemoryOptions)
     replicas: ReplicaOptions = field(default_factory=ReplicaOptions)
+    reads: Reads = "all"
     when_busy: Literal["wait", "queue"] = "wait"
     handlers: Mapping[type, Handler] = field(default_factory=dict)
     plugins: Sequence[object] = ()
     storage: Mapping[str, Mapping[str, JSON]] = field(default_factory=dict)
     coordinator: Coordinator | None = None
     executor: Executor | None = None
+    collectives: Collectives | None = None
     observers: Sequence[Observer] = ()
     saves: BackgroundSaves = field(init=False, repr=False)
 
@@ -88,6 +97,10 @@ class Context:
                 raise ValueError(
                     f"Context({name}={getattr(self, name)!r}): expected one of {', '.join(map(repr, allowed))}"
                 )
+        if not isinstance(self.reads, ReadGroups) and self.reads not in READS:
+            raise ValueError(
+                f"Context(reads={self.reads!r}): expected one of {', '.join(map(repr, READS))}, or ReadGroups"
+            )
         if self.threads is not None and self.threads < 1:
             raise ValueError(f"Context(threads={self.threads}): give at least 1, or None")
         # Made now, because two threads that ask for it first must get the same.

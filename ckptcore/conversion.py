@@ -21,7 +21,6 @@ from ckptcore.context import Context
 from ckptcore.destinations import refuse_destination
 from ckptcore.errors import CheckpointNotFoundError, CorruptCheckpointError, NameCollisionError
 from ckptcore.events import Recording
-from ckptcore.loading import check_sizes
 from ckptcore.locations import Location, LocationLike, resolve_location
 from ckptcore.model.arrays import Box, HostArray
 from ckptcore.model.objects import ObjectRecord
@@ -33,6 +32,7 @@ from ckptcore.persisting import Described, persist
 from ckptcore.planning import plan_write
 from ckptcore.preparing import save_created
 from ckptcore.protocols import AtomicDirectories, Layout, WriteStore
+from ckptcore.reading import check_sizes
 from ckptcore.reporting import ReportedSave
 from ckptcore.root import Member, check_name, new_save_id
 from ckptcore.streaming import StreamedSnapshot, StreamSizes, items_by_object, reading_context

@@ -9,6 +9,7 @@ import pluggy
 
 from ckptcore.protocols import (
     CheckpointableHandler,
+    Collectives,
     ContainerHandler,
     Coordinator,
     Executor,
@@ -82,3 +83,7 @@ class HookSpecs:
 
         Asked at the first save or load of a Context that was given none, and not in a job of several processes.
         """
+
+    @_hookspec
+    def ckpt_collectives(self) -> Collectives | None:
+        """The collectives of the job this process is part of, over which elements are sent, if this plugin has some."""

@@ -33,6 +33,7 @@ __all__ = [
     "Opened",
     "OpenedComposite",
     "Source",
+    "Tries",
     "arrays_at",
     "check_file",
     "file_pieces",
@@ -278,33 +279,75 @@ def while_unchanged(location: Source, context: Context, attempt: Callable[[Opene
     Raises:
         What `open_checkpoint` and `attempt` do, with errors about bytes naming the arrays that lie there.
     """
-    if isinstance(location, Opened):
-        with naming_arrays(location):
-            return attempt(location)
-    failed_at: tuple[object, object] | None = None
-    for _ in range(_ATTEMPTS):
-        # Opened anew each time: a storage may keep objects open by name.
-        resolved = _resolve(location, context)
-        try:
-            before = root_bytes(resolved.store)
-            opened = _open(resolved, before, context)
-        except (CorruptCheckpointError, CheckpointNotFoundError, InvalidLocationError, ObjectNotFoundError):
-            # A member is not of the composite around it while that is exchanged: who finds the same twice has found it.
-            now = root_mark(resolved.store), root_mark(resolved.parent)
-            if now in ((None, None), failed_at):
-                raise
-            failed_at = now
+    tries = Tries(location, context)
+    while True:
+        opened = tries.open()
+        if opened is None:
             continue
         try:
             with naming_arrays(opened):
                 made = attempt(opened)
         except CheckpointError:
-            if _still_stands(opened, before):
+            if tries.stands():
                 raise
             continue
-        if root_mark(resolved.store) == before:
+        if tries.is_unchanged():
             return made
-    raise _replaced_too_often(location)
+
+
+class Tries:
+    """Tries to read a checkpoint, each of which opens it, until it was not replaced from its opening to its end.
+
+    What is open already is opened once, as it is, and taken to stand.
+    """
+
+    def __init__(self, location: Source, context: Context) -> None:
+        """Open nothing yet."""
+        self._location = location
+        self._context = context
+        self._left = _ATTEMPTS
+        self._failed_at: tuple[object, object] | None = None
+        self._now: tuple[Opened, bytes | None] | None = None
+
+    def open(self) -> Opened | None:
+        """Begin a try; None where it was exchanged as it was opened, so that another one is to begin.
+
+        Raises:
+            CorruptCheckpointError: also if it was replaced too often.
+            What `open_checkpoint` does.
+        """
+        if isinstance(self._location, Opened):
+            return self._location
+        if not self._left:
+            raise _replaced_too_often(self._location)
+        self._left -= 1
+        # Opened anew each time: a storage may keep objects open by name.
+        resolved = _resolve(self._location, self._context)
+        self._now = None
+        try:
+            before = root_bytes(resolved.store)
+            self._now = _open(resolved, before, self._context), before
+        except (CorruptCheckpointError, CheckpointNotFoundError, InvalidLocationError, ObjectNotFoundError):
+            # A member is not of the composite around it while that is exchanged: who finds the same twice has found it.
+            now = root_mark(resolved.store), root_mark(resolved.parent)
+            if now in ((None, None), self._failed_at):
+                raise
+            self._failed_at = now
+            return None
+        return self._now[0]
+
+    def stands(self) -> bool:
+        """Whether what was opened last is there still, so that an error about it is one of the checkpoint."""
+        return self._now is None or _still_stands(*self._now)
+
+    def is_unchanged(self) -> bool:
+        """Whether what was opened last is there still, so that what was read is of one save."""
+        return self._now is None or root_mark(self._now[0].location.store) == self._now[1]
+
+    @property
+    def root(self) -> bytes | None:
+        """The bytes of the root of what was opened last; None where it has none, or was open already."""
+        return None if self._now is None else self._now[1]
 
 
 def root_mark(store: StorageBackend) -> bytes | str | None:

@@ -15,6 +15,7 @@ from ckptcore.errors import PluginConflictError, PluginError, UnknownPluginError
 from ckptcore.hookspecs import PROJECT_NAME, HookSpecs
 from ckptcore.protocols import (
     CheckpointableHandler,
+    Collectives,
     ContainerHandler,
     Coordinator,
     Executor,
@@ -285,6 +286,20 @@ class Plugins:
                 f"this process is the controller of the workers of several plugins: of {names}; give Context(executor=...) the one to use"
             )
         return cast(Executor, found[0][1]) if found else None
+
+    def collectives(self) -> Collectives | None:
+        """The collectives of the job this process is part of; None where no plugin has some.
+
+        Raises:
+            PluginConflictError: if several have.
+        """
+        found = _answers(self._manager.hook.ckpt_collectives, {})
+        if len(found) > 1:
+            names = " and ".join(name for name, _ in found)
+            raise PluginConflictError(
+                f"this process is part of several jobs: of {names}; give Context(collectives=...) those to send over"
+            )
+        return cast(Collectives, found[0][1]) if found else None
 
     def describe(self) -> Sequence[PluginInfo]:
         """What is installed, sorted by name; the distribution of a plugin that a Context added is not known."""

@@ -13,7 +13,7 @@ from ckptcore.composites import is_deleted, open_member, present_members, while_
 from ckptcore.context import Context
 from ckptcore.engine.reader import ObjectReader
 from ckptcore.errors import CheckpointError, CorruptCheckpointError, ObjectNotFoundError
-from ckptcore.loading import abstract_leaves, read_leaves
+from ckptcore.loading import abstract_leaves
 from ckptcore.locations import LocationLike, Place, Within
 from ckptcore.model.metadata import ArrayRecord
 from ckptcore.model.objects import BLOCK_BYTES, ObjectRecord
@@ -27,6 +27,7 @@ from ckptcore.opening import (
     open_checkpoint,
     while_unchanged,
 )
+from ckptcore.reading import read_leaves
 from ckptcore.root import ROOT_KEY
 
 __all__ = ["Problem", "ProgressCallback", "VerifyReport", "has_its_sizes", "verify_checkpoint"]

@@ -7,8 +7,13 @@
     storage       storages and what some can do on top
     coordination  the processes of a job
     execution     the workers of a single controller
+    collectives   how they send each other elements
 """
 
+from ckptcore.protocols.collectives import (
+    Channels,
+    Collectives,
+)
 from ckptcore.protocols.coordination import (
     Coordinator,
     Rejoinable,
@@ -76,7 +81,9 @@ __all__ = [
     "About",
     "AtomicDirectories",
     "Buffer",
+    "Channels",
     "CheckpointableHandler",
+    "Collectives",
     "ContainerHandler",
     "Continuation",
     "Coordinator",

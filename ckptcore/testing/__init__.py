@@ -17,7 +17,8 @@ pytest.register_assert_rewrite(
     *(
         f"{__name__}.{module}"
         for module in (
-            "arrays", "checkpointable_handlers", "container_handlers", "coordinators", "coverage", "executors", "files_handlers",
+            "arrays", "checkpointable_handlers", "collectives", "container_handlers", "coordinators", "coverage", "executors",
+            "files_handlers",
             "layout_crashes", "layout_pieces", "layout_stores", "layout_trials", "layouts", "leaf_handlers", "matrix", "plugins", "storage",
             "storage_directories", "storage_model", "trees",
         )
@@ -27,6 +28,7 @@ pytest.register_assert_rewrite(
 from ckptcore.testing import strategies
 from ckptcore.testing.arrays import DTYPE_NAMES, PORTABLE_DTYPES, SHAPES, assert_same_bits, bit_patterns
 from ckptcore.testing.checkpointable_handlers import CheckpointableExample, CheckpointableHandlerTests
+from ckptcore.testing.collectives import CollectivesTests
 from ckptcore.testing.container_handlers import ContainerExample, ContainerHandlerTests
 from ckptcore.testing.coordinators import CoordinatorTests
 from ckptcore.testing.executors import ExecutorTests
@@ -64,6 +66,7 @@ from ckptcore.testing.simulated_disk import SimulatedDisk
 from ckptcore.testing.simulated_storage import open_simulated
 from ckptcore.testing.storage import StorageBackendTests
 from ckptcore.testing.storage_directories import AtomicDirectoriesTests
+from ckptcore.testing.thread_collectives import ThreadCollectives, ThreadNetwork
 from ckptcore.testing.thread_coordinator import ThreadCoordinator, ThreadJob
 from ckptcore.testing.trees import assert_same_tree, assert_same_value
 from ckptcore.testing.worker_processes import Crossing, Elements, WorkerProcesses
@@ -75,6 +78,7 @@ __all__ = [
     "AtomicDirectoriesTests",
     "CheckpointableExample",
     "CheckpointableHandlerTests",
+    "CollectivesTests",
     "ContainerExample",
     "ContainerHandlerTests",
     "ContainerSample",
@@ -111,8 +115,10 @@ __all__ = [
     "SimulatedDisk",
     "StorageBackendTests",
     "StorageSample",
+    "ThreadCollectives",
     "ThreadCoordinator",
     "ThreadJob",
+    "ThreadNetwork",
     "WorkerProcesses",
     "assert_same_bits",
     "assert_same_tree",

@@ -17,6 +17,7 @@
     sizes              the container torch.Size
     store_coordinator  the coordinator of a torch.distributed job: store_meetings keeps former lives of the job apart, watched_stores
                        ends what a store does not answer
+    collectives        how processes of such a job send each other what one has read, over group_channels
     adapters           LoRA adapters as PEFT keeps them, saved and loaded by name
     testing            the sample for the matrix of ckptcore.testing
 """
@@ -26,9 +27,15 @@ from __future__ import annotations
 import sys
 
 from ckptcore.hookspecs import hookimpl
-from ckptcore.protocols import CheckpointableHandler, ContainerHandler, Coordinator, LeafHandler
+from ckptcore.protocols import CheckpointableHandler, Collectives, ContainerHandler, Coordinator, LeafHandler
 
-__all__ = ["ckpt_checkpointable_handler", "ckpt_container_handler", "ckpt_coordinator", "ckpt_leaf_handler"]
+__all__ = [
+    "ckpt_checkpointable_handler",
+    "ckpt_collectives",
+    "ckpt_container_handler",
+    "ckpt_coordinator",
+    "ckpt_leaf_handler",
+]
 
 
 def _is_torch_imported() -> bool:
@@ -75,3 +82,13 @@ def ckpt_coordinator() -> Coordinator | None:
     from ckptcore_torch.store_coordinator import coordinator_of_job
 
     return coordinator_of_job()
+
+
+@hookimpl
+def ckpt_collectives() -> Collectives | None:
+    """Process groups of their own between the processes of the job whose process group was initialized, if it has several."""
+    if not hasattr(sys.modules.get("torch.distributed"), "init_process_group"):
+        return None
+    from ckptcore_torch.collectives import collectives_of_job
+
+    return collectives_of_job()

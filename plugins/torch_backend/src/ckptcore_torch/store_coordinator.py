@@ -13,7 +13,7 @@ from ckptcore.errors import CoordinationTimeoutError, PluginError
 from ckptcore_torch.store_meetings import StoreMeeting, meetings
 from ckptcore_torch.watched_stores import WatchedStore, watched
 
-__all__ = ["StoreCoordinator", "StorelessCoordinator", "coordinator_of_job"]
+__all__ = ["StoreCoordinator", "StorelessCoordinator", "coordinator_of_job", "store_of_job"]
 
 T = TypeVar("T")
 
@@ -206,6 +206,14 @@ def _without_store(backend: str, size: int) -> PluginError:
 
 def _own_part(store: Any) -> Any:
     return dist.PrefixStore("ckptcore", store)  # type: ignore[attr-defined]  # it is exported at run time
+
+
+def store_of_job() -> Any:
+    """The store through which the processes of the job met; None where there is no job of several, or its store keeps nothing."""
+    world = dist.group.WORLD
+    if world is None or world.size() == 1 or dist.get_backend(world) in _WITHOUT_STORE:
+        return None
+    return _store_of(world)
 
 
 def _store_of(group: Any) -> Any:

@@ -1,0 +1,194 @@
+"""What the collectives of a framework must do, as tests to inherit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+import pytest
+
+from ckptcore.errors import RankFailedError
+from ckptcore.model import HostArray
+from ckptcore.protocols import Channels, Collectives
+
+__all__ = ["CollectivesTests"]
+
+T = TypeVar("T")
+
+
+class CollectivesTests:
+    """Inherit, give `run`, and pytest collects the tests.
+
+    Attributes:
+        size: how many ranks to test with; 3 at least.
+        short_seconds: a deadline that the test of a rank that does not come waits for.
+        long_seconds: a deadline that ranks that come do not reach.
+    """
+
+    size: int = 3
+    short_seconds: float = 1.0
+    long_seconds: float = 60.0
+
+    def run(self, job: Callable[[Collectives], T], *, timeout_seconds: float) -> Sequence[T]:
+        """Run `job` once on each of `size` ranks with its collectives; what each returned, in order of rank.
+
+        `job` and what it returns can be pickled, so that ranks can be processes. All calls of one test are one job.
+
+        Args:
+            job: what a rank does.
+            timeout_seconds: how long a rank waits for another.
+        """
+        raise NotImplementedError("give the class the method `run`")
+
+    def test_ranks_are_numbered_from_zero(self) -> None:
+        found = self.run(_rank_and_size, timeout_seconds=self.long_seconds)
+        assert list(found) == [(rank, self.size) for rank in range(self.size)]
+
+    @pytest.mark.parametrize("nbytes", [1, 64, 1000, 3_000_001])
+    @pytest.mark.parametrize("sender", [0, 1])
+    def test_everyone_gets_what_one_sends(self, nbytes: int, sender: int) -> None:
+        found = self.run(_Send(nbytes, sender), timeout_seconds=self.long_seconds)
+        assert [np.array_equal(data, _elements(nbytes, sender)) for data in found] == [True] * self.size
+
+    def test_memory_is_what_was_asked_for(self) -> None:
+        assert list(self.run(_memory, timeout_seconds=self.long_seconds)) == [("uint8", (100,), True, True)] * self.size
+
+    def test_senders_take_turns_with_as_many_under_way_as_there_may_be(self) -> None:
+        for received in self.run(_turns, timeout_seconds=self.long_seconds):
+            assert [int(data[0]) for data in received] == [turn % self.size for turn in range(20)]
+            assert all(np.array_equal(data, _elements(5000, int(data[0]))) for data in received)
+
+    def test_members_of_several_groups_send_in_all_of_them(self) -> None:
+        for rank, found in enumerate(self.run(_groups, timeout_seconds=self.long_seconds)):
+            assert found == {members: members[-1] for members in _groups_of(rank, self.size)}
+
+    def test_one_connection_after_the_other(self) -> None:
+        for found in self.run(_again, timeout_seconds=self.long_seconds):
+            assert found == [0, 1, 2]
+
+    def test_two_connections_do_not_mix(self) -> None:
+        for found in self.run(_two, timeout_seconds=self.long_seconds):
+            assert found == [1, 0]
+
+    def test_who_does_not_come_is_an_error_for_the_others(self) -> None:
+        found = self.run(_absent, timeout_seconds=self.short_seconds)
+        assert list(found[:-1]) == ["RankFailedError"] * (self.size - 1)
+
+
+def _elements(nbytes: int, sender: int) -> HostArray:
+    """Bytes that begin with the sender."""
+    made: HostArray = np.random.default_rng(sender).integers(0, 256, nbytes, np.uint8)
+    made[0] = sender
+    return made
+
+
+def _send(channels: Channels, group: int, rank: int, sender: int, nbytes: int) -> HostArray:
+    """One broadcast; what arrives."""
+    data = channels.memory(nbytes)
+    data[:] = _elements(nbytes, sender) if rank == sender else 0
+    channels.broadcast(group, sender, data).result()
+    return data.copy()
+
+
+def _everyone(collectives: Collectives) -> tuple[int, ...]:
+    return tuple(range(collectives.size))
+
+
+def _rank_and_size(collectives: Collectives) -> tuple[int, int]:
+    assert collectives.name
+    return collectives.rank, collectives.size
+
+
+@dataclass(frozen=True, slots=True)
+class _Send:
+    """A broadcast of so many bytes."""
+
+    nbytes: int
+    sender: int
+
+    def __call__(self, collectives: Collectives) -> HostArray:
+        channels = collectives.connect("send", [_everyone(collectives)])
+        data = _send(channels, 0, collectives.rank, self.sender, self.nbytes)
+        channels.close()
+        return data
+
+
+def _memory(collectives: Collectives) -> tuple[str, tuple[int, ...], bool, bool]:
+    channels = collectives.connect("memory", [_everyone(collectives)])
+    data = channels.memory(100)
+    found = data.dtype.name, data.shape, bool(data.flags.c_contiguous), bool(data.flags.writeable)
+    channels.close()
+    return found
+
+
+def _turns(collectives: Collectives) -> list[HostArray]:
+    """Twenty broadcasts; only so many are waited for that there are as many under way as there may be."""
+    channels = collectives.connect("turns", [_everyone(collectives)])
+    assert channels.depth >= 1
+    begun, received = [], []
+    for turn in range(20):
+        sender = turn % collectives.size
+        data = channels.memory(5000)
+        data[:] = _elements(5000, sender) if collectives.rank == sender else 0
+        begun.append((data, channels.broadcast(0, sender, data)))
+        if len(begun) == channels.depth:
+            data, work = begun.pop(0)
+            work.result()
+            received.append(data.copy())
+    for data, work in begun:
+        work.result()
+        received.append(data.copy())
+    channels.close()
+    return received
+
+
+def _groups_of(rank: int, size: int) -> list[tuple[int, ...]]:
+    """Everyone, all without the first, and the first two: those of a rank, in one order."""
+    groups = [tuple(range(size)), tuple(range(1, size)), (0, 1)]
+    return [members for members in groups if rank in members]
+
+
+def _groups(collectives: Collectives) -> dict[tuple[int, ...], int]:
+    groups = _groups_of(collectives.rank, collectives.size)
+    channels = collectives.connect("groups", groups)
+    found = {
+        members: int(_send(channels, number, collectives.rank, members[-1], 100)[0])
+        for number, members in enumerate(groups)
+    }
+    channels.close()
+    return found
+
+
+def _again(collectives: Collectives) -> list[int]:
+    found = []
+    for sender in range(3):
+        channels = collectives.connect(f"again {sender}", [_everyone(collectives)])
+        found.append(int(_send(channels, 0, collectives.rank, sender, 10)[0]))
+        channels.close()
+    return found
+
+
+def _two(collectives: Collectives) -> list[int]:
+    """What is sent over the second connection is asked for first."""
+    first, second = [collectives.connect(key, [_everyone(collectives)]) for key in ("first", "second")]
+    found = [int(_send(channels, 0, collectives.rank, sender, 10)[0]) for channels, sender in ((second, 1), (first, 0))]
+    first.close()
+    second.close()
+    return found
+
+
+def _absent(collectives: Collectives) -> str | None:
+    """The last rank stays away; the error of the others."""
+    if collectives.rank == collectives.size - 1:
+        return None
+    try:
+        channels = collectives.connect("absent", [_everyone(collectives)])
+        try:
+            _send(channels, 0, collectives.rank, collectives.size - 1, 10)
+        finally:
+            channels.close()
+    except RankFailedError as error:
+        return type(error).__name__
+    return None

@@ -1,0 +1,59 @@
+"""A job of four real processes that reads each byte once, and gets the rest over gloo."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import ckptcore
+
+sys.path.insert(0, str(Path(__file__).parent))
+import broadcast_job  # the module that the processes run
+
+pytestmark = pytest.mark.slow
+
+PROGRAM = Path(__file__).with_name("broadcast_job.py")
+
+
+@pytest.fixture(scope="module")
+def read(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict[str, int]]]:
+    """By rank, way to read and kind of tensors, the bytes that were read."""
+    directory = tmp_path_factory.mktemp("broadcast")
+    ckptcore.save(directory / "saved", broadcast_job.state())
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
+    done = subprocess.run(
+        [*command, str(PROGRAM), str(directory)],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-6000:]
+    return [json.loads((directory / f"{rank}.json").read_text()) for rank in range(4)]
+
+
+STORED = sum(tensor.nbytes for tensor in broadcast_job.state().values())
+ONE_INDEX = broadcast_job.state()["i"].nbytes
+
+
+@pytest.mark.parametrize(("reads", "times"), [("all", 4), ("broadcast", 1), ("per_node", 1), ("pairs", 2)])
+def test_what_all_want_is_read_once_by_a_group(read: list[dict[str, dict[str, int]]], reads: str, times: int) -> None:
+    assert sum(rank[reads]["plain"] for rank in read) == times * STORED
+
+
+@pytest.mark.parametrize(("reads", "times"), [("all", 4), ("broadcast", 1), ("pairs", 2)])
+def test_shards_are_read_by_who_holds_them(read: list[dict[str, dict[str, int]]], reads: str, times: int) -> None:
+    """One tensor is not sharded: that is what is sent."""
+    assert sum(rank[reads]["fsdp2"] for rank in read) == STORED - ONE_INDEX + times * ONE_INDEX
+
+
+@pytest.mark.parametrize(("reads", "times"), [("all", 2), ("broadcast", 1)])
+def test_replicas_of_shards_are_read_once(read: list[dict[str, dict[str, int]]], reads: str, times: int) -> None:
+    sharded = STORED - ONE_INDEX
+    assert sum(rank[reads]["hsdp"] for rank in read) == times * sharded + (4 if reads == "all" else 1) * ONE_INDEX

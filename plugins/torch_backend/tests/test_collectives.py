@@ -1,0 +1,127 @@
+"""The collectives of torch.distributed are what the protocol asks for: over gloo, and in two lanes through a device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TypeVar
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from ckptcore_torch.collectives import GlooCollectives, collectives_of_job
+from ckptcore_torch.group_channels import DeviceChannels, Member
+
+from ckptcore.errors import RankFailedError
+from ckptcore.protocols import Channels, Collectives
+from ckptcore.testing import CollectivesTests, ThreadJob
+
+T = TypeVar("T")
+
+
+class TestGloo(CollectivesTests):
+    """Ranks are threads here: each has groups of its own."""
+
+    def run(self, job: Callable[[Collectives], T], *, timeout_seconds: float) -> Sequence[T]:
+        store = dist.HashStore()
+        return ThreadJob(self.size).run(
+            lambda coordinator: job(
+                GlooCollectives(store, coordinator.rank, self.size, timeout_seconds=timeout_seconds)
+            )
+        )
+
+
+class _Lane:
+    """A lane of a device that does everything at once, and notes what it is asked."""
+
+    def __init__(self, name: str, log: list[str]) -> None:
+        self._name = name
+        self._log = log
+
+    def now(self) -> _Lane:
+        return self
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        self._log.append(f"enter {self._name}")
+        yield
+        self._log.append(f"leave {self._name}")
+
+    def wait_for(self, moment: object) -> None:
+        self._log.append(f"{self._name} waits")
+
+    def mark(self) -> _Lane:
+        self._log.append(f"mark {self._name}")
+        return self
+
+    def staging(self, size: int) -> torch.Tensor:
+        return torch.empty(size, dtype=torch.uint8)
+
+    def synchronize(self) -> None:
+        self._log.append(f"synchronize {self._name}")
+
+
+class _ThroughDevice(GlooCollectives):
+    """As over NCCL, but on the CPU: gloo takes what is meant for the device."""
+
+    log: list[str]
+
+    def connect(self, key: str, groups: Sequence[Sequence[int]]) -> Channels:
+        self.log = []
+        lanes = _Lane("up", self.log), _Lane("down", self.log)
+        return DeviceChannels(self._members(key, groups), self.rank, torch.device("cpu"), *lanes)
+
+
+class TestThroughDevice(CollectivesTests):
+    def run(self, job: Callable[[Collectives], T], *, timeout_seconds: float) -> Sequence[T]:
+        store = dist.HashStore()
+        return ThreadJob(self.size).run(
+            lambda coordinator: job(_ThroughDevice(store, coordinator.rank, self.size, timeout_seconds=timeout_seconds))
+        )
+
+
+def test_a_message_goes_up_while_the_one_before_is_sent() -> None:
+    """Only the sending itself waits for the one before; and nothing is waited for on the calling thread."""
+
+    class Sent:
+        def wait(self) -> bool:
+            log.append("lane waits for the group")
+            return True
+
+    class Group:
+        def broadcast(self, tensor: torch.Tensor, root: int) -> Sent:
+            log.append(f"send from {root}")
+            return Sent()
+
+    log: list[str] = []
+    channels = DeviceChannels(
+        [Member(Group(), (2, 5))], 5, torch.device("cpu"), _Lane("up", log), _Lane("down", log)
+    )  # fmt: skip
+    works = [channels.broadcast(0, sender, channels.memory(8)) for sender in (5, 2)]
+    one = ["enter up", "send from 1", "leave up", "enter down", "lane waits for the group", "mark down", "leave down"]
+    two = ["enter up", "up waits", "send from 0", *one[2:]]
+    assert log == [*one, "mark down", *two, "mark down"]
+    works[0].result()
+    assert log[-1] == "synchronize down"
+
+
+def test_a_peer_that_ends_is_an_error_that_names_the_ranks() -> None:
+    store = dist.HashStore()
+
+    def send(rank: int) -> str:
+        channels = GlooCollectives(store, rank, 2, timeout_seconds=30).connect("ends", [(0, 1)])
+        if rank:
+            channels.close()
+            return ""
+        with pytest.raises(RankFailedError) as caught:
+            for _ in range(100):  # what is sent may wait in the network
+                channels.broadcast(0, 0, np.zeros(1 << 20, np.uint8)).result()
+        return str(caught.value)
+
+    told, _ = ThreadJob(2).run(lambda coordinator: send(coordinator.rank))
+    assert "between the ranks [0, 1]" in told
+
+
+def test_no_job_has_no_collectives() -> None:
+    assert collectives_of_job() is None

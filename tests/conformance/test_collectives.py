@@ -1,0 +1,17 @@
+"""The collectives of the testing kit are what the protocol asks for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+from ckptcore.protocols import Collectives
+from ckptcore.testing import CollectivesTests, ThreadJob, ThreadNetwork
+
+T = TypeVar("T")
+
+
+class TestThreadCollectives(CollectivesTests):
+    def run(self, job: Callable[[Collectives], T], *, timeout_seconds: float) -> Sequence[T]:
+        network = ThreadNetwork(self.size, timeout_seconds=timeout_seconds)
+        return ThreadJob(self.size).run(lambda coordinator: job(network.collectives(coordinator.rank)))

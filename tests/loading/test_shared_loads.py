@@ -1,0 +1,237 @@
+"""Loads that the ranks of a job share: all get what is stored, and of each stored byte one rank reads."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import ckptcore
+from ckptcore import AbstractArray, ArrayShard, Context, MemoryOptions, ReadGroups, ShardedArray
+from ckptcore.errors import CheckpointNotFoundError, CorruptCheckpointError, PluginError, RankFailedError
+from ckptcore.model import Box
+from ckptcore.protocols import Coordinator
+from ckptcore.testing import ThreadJob, ThreadNetwork, assert_same_tree
+
+STATE: Mapping[str, Any] = {
+    "w": np.arange(64 * 48, dtype=np.float32).reshape(64, 48),
+    "e": (np.arange(96) % 128).reshape(8, 12).astype(ml_dtypes.bfloat16),
+    "empty": np.zeros((0, 3), np.int8),
+    "scalar": np.array(7, np.int64),
+    "names": np.array(["one", "three"]),
+    "step": 3,
+}
+
+
+def _of_rank(job: ThreadJob, network: ThreadNetwork, **options: Any) -> Callable[[Coordinator], Context]:
+    return lambda coordinator: Context(
+        coordinator=coordinator, collectives=network.collectives(coordinator.rank), **options
+    )
+
+
+def _run(size: int, work: Callable[[Context], Any], **options: Any) -> tuple[Sequence[Any], ThreadNetwork]:
+    network, job = ThreadNetwork(size, timeout_seconds=20), ThreadJob(size, timeout_seconds=20)
+    options = {"reads": "broadcast", **options}
+    return job.run(lambda coordinator: work(_of_rank(job, network, **options)(coordinator))), network
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    ckptcore.save(tmp_path / "saved", STATE)
+    return tmp_path / "saved"
+
+
+@pytest.mark.parametrize("memory", [MemoryOptions(), MemoryOptions(load_bytes=1000, exchange_bytes=800)])
+@pytest.mark.parametrize("layout", ["safetensors", "ocdbt", "dcp"])
+def test_every_rank_gets_the_whole(tmp_path: Path, layout: str, memory: MemoryOptions) -> None:
+    ckptcore.save(tmp_path / "saved", STATE, layout=layout)
+    loaded, network = _run(3, lambda context: ckptcore.load(tmp_path / "saved", context=context), memory=memory)
+    for found in loaded:
+        assert_same_tree(found, STATE)
+    assert {members for _, members, _ in network.sent} == {(0, 1, 2)}
+    if memory.load_bytes is not None:
+        assert {rank for rank, _, _ in network.sent} == {0, 1, 2}
+        assert max(nbytes for _, _, nbytes in network.sent) <= 128 + 64, (
+            "elements of 100 bytes, aligned, after 64 of its own"
+        )
+
+
+def test_in_place_as_anew(saved: Path) -> None:
+    """Memory of the target is read and received into."""
+
+    def into(context: Context) -> dict[str, Any]:
+        target = {name: np.zeros_like(leaf) if isinstance(leaf, np.ndarray) else 0 for name, leaf in STATE.items()}
+        target["names"] = np.empty_like(STATE["names"])
+        kept = target["w"]
+        ckptcore.load_into(saved, target, context=context)
+        assert target["w"] is kept
+        return target
+
+    for found in _run(2, into)[0]:
+        assert_same_tree(found, STATE)
+
+
+def test_overlapping_parts_are_cut_at_each_other(saved: Path) -> None:
+    """Of 64 rows each of three ranks wants 32 that begin 16 after those of the one before."""
+
+    def load(context: Context) -> None:
+        rank = context.job().rank
+        box = Box((16 * rank, 0), (16 * rank + 32, 48))
+        wanted: dict[str, Any] = dict.fromkeys(STATE, ckptcore.PLACEHOLDER)
+        wanted["w"] = ShardedArray((64, 48), np.dtype(np.float32), [ArrayShard(box)])
+        (found,) = ckptcore.load(saved, wanted, context=context)["w"].shards
+        assert found.box == box and np.array_equal(found.elements, STATE["w"][box.slices])
+
+    _, network = _run(3, load)
+    assert {members for _, members, _ in network.sent} == {(0, 1), (1, 2)}
+
+
+@pytest.mark.parametrize(
+    ("reads", "expected"),
+    [
+        ("broadcast", {(0, 1, 2, 3)}),
+        ("per_node", {(0, 1, 2, 3)}),
+        (ReadGroups([(3, 1), (0,)]), {(1, 3)}),
+        ("all", set()),
+    ],
+)
+def test_who_reads_for_whom(saved: Path, reads: Any, expected: set[tuple[int, ...]]) -> None:
+    loaded, network = _run(4, lambda context: ckptcore.load(saved, context=context), reads=reads)
+    for found in loaded:
+        assert_same_tree(found, STATE)
+    assert {members for _, members, _ in network.sent} == expected
+
+
+def test_hosts_are_groups(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("socket.gethostname", lambda: "odd" if int(threading.current_thread().name[-1]) % 2 else "even")
+    _, network = _run(4, lambda context: ckptcore.load(saved, context=context), reads="per_node")
+    assert {members for _, members, _ in network.sent} == {(0, 2), (1, 3)}
+
+
+def _errors(size: int, work: Callable[[Context], Any], **options: Any) -> list[Exception]:
+    """By rank what each raised."""
+
+    def run(context: Context) -> Exception:
+        with pytest.raises(Exception) as caught:  # the tests look at it
+            work(context)
+        return caught.value
+
+    return list(_run(size, run, **options)[0])
+
+
+def test_a_rank_that_wants_what_is_not_there_fails_all(saved: Path) -> None:
+    def load(context: Context) -> None:
+        wanted: dict[str, Any] = {name: None if name == "step" else ckptcore.PLACEHOLDER for name in STATE}
+        wanted |= {"step": 0, "w": AbstractArray((64, 48 + context.job().rank), "float32")}
+        ckptcore.load(saved, wanted, context=context)
+
+    errors = _errors(2, load)
+    assert isinstance(errors[0], RankFailedError) and "rank 1" in str(errors[0])
+    assert not isinstance(errors[1], RankFailedError)
+
+
+def test_damage_is_found_by_who_reads_and_is_damage_for_all(saved: Path) -> None:
+    (file,) = saved.glob("*.safetensors")
+    data = bytearray(file.read_bytes())
+    data[-1000] ^= 1
+    file.write_bytes(data)
+    errors = _errors(3, lambda context: ckptcore.load(saved, context=context))
+    assert all(isinstance(error, CorruptCheckpointError) for error in errors)
+    assert sum("which reads for others" in str(error) for error in errors) == 2
+
+
+def test_nothing_there_is_the_same_for_all(tmp_path: Path) -> None:
+    errors = _errors(2, lambda context: ckptcore.load(tmp_path / "nothing", context=context))
+    assert [type(error) for error in errors] == [CheckpointNotFoundError] * 2
+
+
+def test_a_rank_that_cannot_build_fails_all(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has taken part to the end, so that nobody waits for it."""
+    from ckptcore.reading import Reading
+
+    place = Reading.place
+
+    def fail(reading: Reading, unit: Any) -> None:
+        if threading.current_thread().name == "rank 1":
+            raise MemoryError("no room")
+        place(reading, unit)
+
+    monkeypatch.setattr(Reading, "place", fail)
+    small = MemoryOptions(exchange_bytes=800)
+    errors = _errors(3, lambda context: ckptcore.load(saved, context=context), memory=small)
+    assert isinstance(errors[1], MemoryError)
+    for rank in (0, 2):
+        assert isinstance(errors[rank], RankFailedError) and "rank 1: MemoryError: no room" in str(errors[rank])
+
+
+def test_options_that_differ_are_an_error_for_all(saved: Path) -> None:
+    network = ThreadNetwork(2)
+
+    def load(coordinator: Coordinator) -> str:
+        memory = MemoryOptions(exchange_bytes=1000 + coordinator.rank)
+        context = Context(
+            coordinator=coordinator,
+            collectives=network.collectives(coordinator.rank),
+            reads="broadcast",
+            memory=memory,
+        )
+        with pytest.raises(ValueError, match="different options") as caught:
+            ckptcore.load(saved, context=context)
+        return str(caught.value)
+
+    assert "1000" in ThreadJob(2).run(load)[0]
+
+
+def test_without_collectives_it_says_what_is_expected(saved: Path) -> None:
+    def load(coordinator: Coordinator) -> None:
+        with pytest.raises(PluginError, match=r"torch.distributed.*jax.distributed"):
+            ckptcore.load(saved, context=Context(coordinator=coordinator, reads="broadcast"))
+        with pytest.raises(PluginError, match="says 2 and"):
+            context = Context(
+                coordinator=coordinator, reads="broadcast", collectives=ThreadNetwork(3).collectives(coordinator.rank)
+            )
+            ckptcore.load(saved, context=context)
+
+    ThreadJob(2).run(load)
+
+
+def test_a_job_of_one_reads_for_itself(saved: Path) -> None:
+    assert_same_tree(ckptcore.load(saved, context=Context(reads="broadcast")), STATE)
+
+
+def test_a_checkpoint_that_is_replaced_meanwhile_is_loaded_anew_by_all(
+    saved: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from ckptcore.broadcasts import Broadcasts
+
+    run = Broadcasts.run
+    newer = dict(STATE) | {"w": STATE["w"] + 1}
+    replaced = threading.Event()
+
+    def replace_before(broadcasts: Broadcasts) -> None:
+        if threading.current_thread().name == "rank 1" and not replaced.is_set():
+            replaced.set()
+            ckptcore.save(saved, newer, overwrite=True, context=Context(coordinator=ThreadJob(1).coordinator(0)))
+        run(broadcasts)
+
+    monkeypatch.setattr(Broadcasts, "run", replace_before)
+    for found in _run(3, lambda context: ckptcore.load(saved, context=context))[0]:
+        assert_same_tree(found, newer)
+    assert replaced.is_set()
+
+
+@pytest.mark.parametrize("reads", ["one", "", None])
+def test_what_cannot_be_meant_is_refused(reads: Any) -> None:
+    with pytest.raises(ValueError, match="broadcast"):
+        Context(reads=reads)
+
+
+@pytest.mark.parametrize("groups", [[(0, 1), (1, 2)], [(0, -1)], [("0",)]])
+def test_groups_have_each_rank_once(groups: Any) -> None:
+    with pytest.raises(ValueError, match="each rank once"):
+        ReadGroups(groups)

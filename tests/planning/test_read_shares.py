@@ -1,0 +1,207 @@
+"""Shares of a read are planned alike by every rank: each element comes once to whoever wants it, and is read once."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ckptcore.cells import cells_of_wants, cut_box
+from ckptcore.model.arrays import ArraySpec, Box
+from ckptcore.read_shares import Message, MessageSizes, Request, SharedPlan, message_offsets, plan_shares
+from ckptcore.testing import strategies
+
+SHAPES = ((7, 5), (6,), (), (3, 0), (4, 3, 2))
+SPECS = {
+    leaf: ArraySpec(shape, dtype) for leaf, (shape, dtype) in enumerate(zip(SHAPES, ("float32", "int8") * 3))
+}  # as many as there are shapes
+
+
+@st.composite
+def requests(draw: st.DrawFn) -> list[Request]:
+    """What some ranks want: some boxes of some arrays, often the same as others want."""
+    known = {
+        leaf: draw(st.lists(strategies.boxes(spec.shape, allow_empty=True), min_size=1, max_size=4))
+        for leaf, spec in SPECS.items()
+    }
+    wanted = st.fixed_dictionaries(
+        {}, optional={leaf: st.lists(st.sampled_from(boxes), unique=True) for leaf, boxes in known.items()}
+    )
+    return draw(st.lists(wanted, min_size=1, max_size=4))
+
+
+def _plans(
+    wanted: Sequence[Request], of: Sequence[int], sizes: MessageSizes, rows: Mapping[int, int] | None = None
+) -> list[SharedPlan]:
+    request_of = dict(enumerate(of))
+    return [plan_shares(SPECS, wanted, request_of, rank, sizes, rows) for rank in request_of]
+
+
+@given(requests(), st.data(), st.sampled_from([1, 8, 64, 1 << 20]), st.sampled_from([None, 30, 200]))
+def test_each_element_comes_once_to_who_wants_it_and_is_read_once(
+    wanted: list[Request], data: st.DataObject, message: int, round_bytes: int | None
+) -> None:
+    of = data.draw(st.lists(st.integers(0, len(wanted) - 1), min_size=1, max_size=6))
+    plans = _plans(wanted, of, MessageSizes(message=message, round=round_bytes))
+    read = {leaf: np.zeros(spec.shape, int) for leaf, spec in SPECS.items()}
+    everyone = {leaf: np.zeros(spec.shape, bool) for leaf, spec in SPECS.items()}
+    for rank, plan in enumerate(plans):
+        got = {leaf: np.zeros(spec.shape, int) for leaf, spec in SPECS.items()}
+        for part in plan.rounds:
+            for item in part.direct:
+                got[item.leaf][item.box.slices] += 1
+                read[item.leaf][item.box.slices] += 1
+            for sent in part.messages:
+                assert rank in sent.members and sent.reader in sent.members
+                for item in sent.pieces:
+                    got[item.leaf][item.box.slices] += 1
+                    if sent.reader == rank:
+                        read[item.leaf][item.box.slices] += 1
+        for leaf, spec in SPECS.items():
+            mine = np.zeros(spec.shape, bool)
+            for box in wanted[of[rank]].get(leaf, ()):
+                mine[box.slices] = True
+            assert np.array_equal(got[leaf], mine)
+            everyone[leaf] |= mine
+    for leaf in SPECS:
+        assert np.array_equal(read[leaf], everyone[leaf])
+
+
+@given(requests(), st.data(), st.sampled_from([8, 1 << 20]))
+def test_members_find_the_same_messages_in_the_same_order(
+    wanted: list[Request], data: st.DataObject, message: int
+) -> None:
+    of = data.draw(st.lists(st.integers(0, len(wanted) - 1), min_size=2, max_size=5))
+    plans = _plans(wanted, of, MessageSizes(message=message, round=60))
+    sent = [_sent(plan) for plan in plans]
+    for first, second in itertools.combinations(range(len(of)), 2):
+        common = [
+            [message for message in sent[rank] if first in message.members and second in message.members]
+            for rank in (first, second)
+        ]
+        assert common[0] == common[1]
+        groups = [
+            [group for group in plans[rank].groups if first in group and second in group] for rank in (first, second)
+        ]
+        assert groups[0] == groups[1]
+    for rank, plan in enumerate(plans):
+        assert set(plan.groups) == {message.members for message in sent[rank]}
+
+
+def _sent(plan: SharedPlan) -> list[Message]:
+    return [message for part in plan.rounds for message in part.messages if len(message.members) > 1]
+
+
+def test_what_all_want_is_read_in_equal_shares() -> None:
+    """Of 40 arrays of different sizes every one of 8 ranks reads an eighth, to within one message."""
+    specs = {leaf: ArraySpec((64 + leaf, 100), "float32") for leaf in range(40)}
+    request = {leaf: (Box.whole(spec.shape),) for leaf, spec in specs.items()}
+    sizes = MessageSizes(message=1 << 14)
+    plans = [plan_shares(specs, [request], dict.fromkeys(range(8), 0), rank, sizes) for rank in range(8)]
+    reads = [_read_bytes(plan, rank, specs) for rank, plan in enumerate(plans)]
+    total = sum(spec.nbytes for spec in specs.values())
+    assert sum(reads) == total
+    assert max(reads) - min(reads) <= sizes.message
+    first = [message.reader for message in plans[0].rounds[0].messages[:8]]
+    assert sorted(first) == list(range(8)), "all read from the beginning"
+
+
+def test_who_reads_much_alone_reads_less_for_others() -> None:
+    specs = {0: ArraySpec((1280,), "int8"), **{leaf: ArraySpec((128,), "int8") for leaf in range(1, 11)}}
+    shared = {leaf: (Box.whole((128,)),) for leaf in range(1, 11)}
+    wanted = [{0: (Box.whole((1280,)),), **shared}, shared]
+    plans = [plan_shares(specs, wanted, {0: 0, 1: 1}, rank, MessageSizes(message=128)) for rank in (0, 1)]
+    assert _read_bytes(plans[0], 0, specs) == 1280 and _read_bytes(plans[1], 1, specs) == 1280
+
+
+def _read_bytes(plan: SharedPlan, rank: int, specs: Mapping[int, ArraySpec]) -> int:
+    items = [item for part in plan.rounds for item in part.direct]
+    items += [
+        item for part in plan.rounds for message in part.messages if message.reader == rank for item in message.pieces
+    ]
+    return sum(item.box.size * specs[item.leaf].numpy_dtype.itemsize for item in items)
+
+
+def test_what_nobody_else_wants_is_read_in_place_and_not_sent() -> None:
+    """As in a load of sharded arrays: no message at all."""
+    specs = {0: ArraySpec((8, 8), "float32")}
+    wanted: list[Request] = [{0: (Box((2 * rank, 0), (2 * rank + 2, 8)),)} for rank in range(4)]
+    for rank in range(4):
+        plan = plan_shares(specs, wanted, {rank: rank for rank in range(4)}, rank, MessageSizes())
+        ((part,), groups) = plan.rounds, plan.groups
+        assert not groups and not part.messages
+        assert [item.box for item in part.direct] == list(wanted[rank][0])
+
+
+def test_replicas_of_shards_get_them_from_each_other_only() -> None:
+    """2 x 2: ranks 0 and 2 have the first half, 1 and 3 the second."""
+    specs = {0: ArraySpec((8, 8), "float32")}
+    halves: list[Request] = [{0: (Box((0, 0), (4, 8)),)}, {0: (Box((4, 0), (8, 8)),)}]
+    plans = [plan_shares(specs, halves, {0: 0, 1: 1, 2: 0, 3: 1}, rank, MessageSizes(message=64)) for rank in range(4)]
+    assert [plan.groups for plan in plans] == [((0, 2),), ((1, 3),), ((0, 2),), ((1, 3),)]
+    readers = Counter(message.reader for message in plans[0].rounds[0].messages)
+    assert readers == {0: 1, 2: 1}
+
+
+def test_a_round_has_no_more_than_it_may() -> None:
+    specs = {leaf: ArraySpec((10,), "int8") for leaf in range(7)}
+    request = {leaf: (Box.whole((10,)),) for leaf in specs}
+    plan = plan_shares(specs, [request], {0: 0, 1: 0}, 0, MessageSizes(round=25))
+    assert [sorted(part.leaves) for part in plan.rounds] == [[0, 1], [2, 3], [4, 5], [6]]
+
+
+@given(st.data())
+def test_boxes_that_do_not_overlap_are_not_cut(data: st.DataObject) -> None:
+    parts = data.draw(strategies.partitions((9, 8)))
+    wants = {box: frozenset([number]) for number, box in enumerate(parts)}
+    assert sorted(cells_of_wants(wants), key=str) == sorted(
+        [(box, number) for box, number in wants.items() if box.size], key=str
+    )
+
+
+def test_many_shards_are_planned_quickly() -> None:
+    """Not each is compared with each: 4000 would be 16 million pairs of every array."""
+    boxes = {Box((0, 2 * number), (9, 2 * number + 2)): frozenset([number]) for number in range(4000)}
+    compared = 0
+
+    class Counting(frozenset[int]):
+        def __or__(self, other: object) -> Counting:
+            nonlocal compared
+            compared += 1
+            return self
+
+    cells = cells_of_wants({box: Counting(wanting) for box, wanting in boxes.items()})
+    assert len(cells) == 4000 and compared == 0
+
+
+@given(strategies.boxes((9, 7, 5)), st.integers(1, 400), st.integers(1, 4))
+def test_pieces_of_a_box_make_it_up(box: Box, most: int, rows: int) -> None:
+    pieces = list(cut_box(box, 4, most, rows))
+    counts = np.zeros((9, 7, 5), int)
+    for piece in pieces:
+        assert piece.size and (piece.size * 4 <= most or piece.size == 1 or rows > 1)
+        counts[piece.slices] += 1
+    assert counts.sum() == box.size and (counts[box.slices] == 1).all()
+
+
+def test_pieces_end_where_chunks_do() -> None:
+    pieces = list(cut_box(Box((2, 0), (30, 4)), 1, 32, rows=4))
+    assert [piece.stop[0] for piece in pieces] == [4, 8, 12, 16, 20, 24, 28, 30]
+
+
+@pytest.mark.parametrize("dtype", ["int8", "float64", "S7"])
+def test_pieces_of_a_message_are_aligned(dtype: str) -> None:
+    spec = ArraySpec((5, 3), dtype)
+    request = {0: (Box.whole(spec.shape),), 1: (Box.whole(spec.shape),)}
+    plan = plan_shares({0: spec, 1: spec}, [request], {0: 0, 1: 0}, 0, MessageSizes(message=1 << 10))
+    itemsize = spec.numpy_dtype.itemsize
+    for message in plan.rounds[0].messages:
+        offsets, end = message_offsets(message.pieces, lambda leaf: itemsize)
+        assert end == message.nbytes and all(offset % 64 == 0 for offset in offsets)
+        assert end >= sum(math.prod(item.box.shape) * itemsize for item in message.pieces)
