@@ -23,7 +23,6 @@ from ckptcore.opening import Opened, Source, file_pieces, while_unchanged
 from ckptcore.plugins import Plugins
 from ckptcore.protocols import LeafHandler
 from ckptcore.reading import Planned, Reading, other_form, perform, plan_reading
-from ckptcore.shared_loading import load_together, sharing_of
 
 __all__ = [
     "abstract_leaves",
@@ -81,9 +80,11 @@ def load_value(location: Source, abstract: object, context: Context, recording: 
 
 def _load(location: Source, context: Context, recording: Recording, plan: Callable[[Opened], Planned[T]]) -> T:
     """Open a checkpoint and load what is planned of it: here, or together with the other processes of the job."""
-    sharing = sharing_of(context)
-    if sharing is not None:
-        return load_together(location, context, recording, sharing, plan)
+    job = context.job() if context.reads != "all" else None
+    if job is not None and job.size > 1:
+        from ckptcore.shared_loading import load_together  # costs as much to import as a tenth of the rest
+
+        return load_together(location, context, recording, job, plan)
 
     def attempt(opened: Opened) -> T:
         planned = plan(opened)

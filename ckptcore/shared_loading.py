@@ -8,7 +8,6 @@ import secrets
 import socket
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import dataclass
 from typing import Any, Final, Generic, TypeVar
 
 import numpy as np
@@ -25,12 +24,12 @@ from ckptcore.model.metadata import ArrayRecord
 from ckptcore.model.transfer import Pending
 from ckptcore.model.tree import JSON
 from ckptcore.opening import Opened, Source, Tries, naming_arrays
-from ckptcore.protocols import Channels, Collectives, Coordinator, ReadsChunks
-from ckptcore.read_groups import Reads, group_of
+from ckptcore.protocols import Channels, Coordinator, ReadsChunks
+from ckptcore.read_groups import group_of
 from ckptcore.read_shares import MessageSizes, Request, SharedPlan, plan_shares
 from ckptcore.reading import Planned, Reading
 
-__all__ = ["Sharing", "load_together", "sharing_of"]
+__all__ = ["load_together"]
 
 T = TypeVar("T")
 
@@ -39,36 +38,11 @@ _MOST_AT_ONCE: Final = 2 * AHEAD
 """Messages in memory, at most."""
 
 
-@dataclass(frozen=True, slots=True)
-class Sharing:
-    """How the processes of a job read for each other.
-
-    Attributes:
-        job: the processes.
-        reads: who reads.
-        collectives: over which they send; found when they are needed.
-    """
-
-    job: Coordinator
-    reads: Reads
-    collectives: Callable[[], Collectives | None]
-
-
-def sharing_of(context: Context) -> Sharing | None:
-    """How loads of a Context are shared; None where every process reads for itself."""
-    if context.reads == "all":
-        return None
-    job = context.job()
-    if job.size == 1:
-        return None
-    return Sharing(job, context.reads, lambda: context.collectives or context.registry.collectives())
-
-
 def load_together(
     location: Source,
     context: Context,
     recording: Recording,
-    sharing: Sharing,
+    job: Coordinator,
     plan: Callable[[Opened], Planned[T]],
 ) -> T:
     """Load on all ranks of a job: each says what it wants, and what several want one of them reads and sends to the others.
@@ -79,7 +53,7 @@ def load_together(
         location: where it is.
         context: options.
         recording: is told the phases.
-        sharing: with whom.
+        job: the processes, several.
         plan: plans what this process wants.
 
     Raises:
@@ -88,10 +62,10 @@ def load_together(
         RankFailedError: if another rank failed.
         What opening, planning and reading do.
     """
-    agreement = Agreement(sharing.job, context.exchange_key(f"{location}/load"), recording)
+    agreement = Agreement(job, context.exchange_key(f"{location}/load"), recording)
     tries = Tries(location, context)
     for number in itertools.count():  # `tries` says when it is enough
-        attempt: _Attempt[T] = _Attempt(tries, context, sharing, agreement, number, str(location))
+        attempt: _Attempt[T] = _Attempt(tries, context, job, agreement, number, str(location))
         planned = attempt.plan(plan)
         if planned is not None and attempt.read(planned, recording):
             return planned.finish(planned.reading.leaves)
@@ -102,11 +76,11 @@ class _Attempt(Generic[T]):
     """One try to load together. Each method is called on every rank, or on none."""
 
     def __init__(
-        self, tries: Tries, context: Context, sharing: Sharing, agreement: Agreement, number: int, location: str
+        self, tries: Tries, context: Context, job: Coordinator, agreement: Agreement, number: int, location: str
     ) -> None:
         self._tries = tries
         self._context = context
-        self._sharing = sharing
+        self._job = job
         self._agreement = agreement
         self._number = number
         self._location = location
@@ -125,7 +99,7 @@ class _Attempt(Generic[T]):
             with naming_arrays(opened):
                 found.append(plan(opened))
             told.append(_told(_request_of(found[0].reading)))
-            options = [str(self._sharing.reads), self._context.memory.load_bytes, self._context.memory.exchange_bytes]
+            options = [str(self._context.reads), self._context.memory.load_bytes, self._context.memory.exchange_bytes]
             return [_digest(told[0]), self._mark(opened), options, socket.gethostname()]
 
         joint = take_step(self._agreement, f"plan-{self._number}", work, stands=self._tries.stands)
@@ -189,7 +163,7 @@ class _Attempt(Generic[T]):
 
     def _shares(self, reading: Reading) -> SharedPlan:
         opened, rank = reading.opened, self._agreement.rank
-        group = group_of(rank, self._sharing.reads, self._decided["hosts"])
+        group = group_of(rank, self._context.reads, self._decided["hosts"])
         request_of = {member: self._decided["of"][member] for member in group if member < self._agreement.size}
         leaves = {leaf for number in set(request_of.values()) for leaf in self._requests[number]}
         specs = {leaf: record.spec for leaf in leaves if isinstance(record := opened.tree.leaves[leaf], ArrayRecord)}
@@ -208,10 +182,11 @@ class _Attempt(Generic[T]):
         """
         if not shares.groups:
             return _NoChannels()
-        collectives, job = self._sharing.collectives(), self._sharing.job
+        context, job = self._context, self._job
+        collectives = context.collectives or context.registry.collectives()
         if collectives is None:
             raise PluginError(
-                f"Context(reads={self._sharing.reads!r}) sends what one process reads of {self._location} to others, and no plugin "
+                f"Context(reads={self._context.reads!r}) sends what one process reads of {self._location} to others, and no plugin "
                 "knows how: expected a framework whose collectives connect the job (ckptcore-torch after torch.distributed."
                 "init_process_group, ckptcore-jax after jax.distributed.initialize), or Context(collectives=...). Else give "
                 'reads="all"'
