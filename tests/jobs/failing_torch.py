@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from ckptcore.protocols import Coordinator
 from tests.jobs.failing_job import Cell, take_part
 
-__all__ = ["run"]
+__all__ = ["run", "serve"]
 
 
 class _TorchJob:
@@ -40,6 +40,11 @@ class _TorchJob:
         assert isinstance(rows, DTensor) and rows.shape == (13, 4)
         assert bool((rows.to_local() == number).all())
         assert (found["here"][str(self.rank)] == number).all() and found["step"] == number
+
+
+def serve(port: int) -> object:
+    """The store of a job, served as a launcher does, for as long as the result lives."""
+    return dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]  # it is exported at run time
 
 
 def run(cell: Cell, rank: int, size: int, port: int, leader_serves: bool, place: Path, errors: str) -> None:
