@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Generic, Protocol, TypeAlias, TypeVar
 
 from ckptcore.builtin.files_layout import FilesLayout, state_of_files
@@ -20,6 +20,7 @@ from ckptcore.planning import plan_write
 from ckptcore.plugins import Plugins
 from ckptcore.protocols import (
     Continuation,
+    CountsReplicas,
     Executor,
     FilesHandler,
     ForecastsLeaves,
@@ -117,6 +118,7 @@ class TreeDescription:
         own: whether every process saves one of its own.
         places: by leaf of the tree, its place in `flat`; None where they are the same.
         pieces: by array whose boxes are cut for their replicas, how; None where replica 0 writes all.
+        replicas: by array, how many processes hold each box, of those that say so.
         at_workers: by worker of this controller and by leaf, the boxes that the worker holds; empty where none holds anything.
     """
 
@@ -130,6 +132,7 @@ class TreeDescription:
     places: Mapping[int, int] | None = None
     pieces: Mapping[int, Pieces] | None = None
     at_workers: Sequence[Mapping[int, Sequence[Shard]]] = ()
+    replicas: Mapping[int, int] = field(default_factory=dict)
 
     def within(self, union: TreeMetadata, *, rank: int, size: int) -> TreeDescription:
         """The same leaves as a part of what all processes save together.
@@ -147,6 +150,7 @@ class TreeDescription:
         numbers = {path: number for number, path in enumerate(union.paths)}
         places = {numbers[path]: place for place, path in enumerate(self.tree.paths)}
         shards: dict[int, Sequence[Shard]] = {}
+        replicas = {leaf: self.replicas[place] for leaf, place in places.items() if place in self.replicas}
         for leaf, place in places.items():
             if leaf in union.aliases or not isinstance(union.leaves[leaf], ArrayRecord):
                 continue
@@ -164,9 +168,11 @@ class TreeDescription:
             except UnsupportedLeafError as error:
                 raise UnsupportedLeafError(f"{format_path(union.paths[leaf])}: {error}. Nothing was written") from error
             shards[leaf] = found or ()
+            if leaf in replicas and isinstance(handler, CountsReplicas):
+                replicas[leaf] = handler.replicas(self.flat.leaves[place], count) or 1
         cut = self.pieces
         pieces = None if cut is None else {leaf: cut[place] for leaf, place in places.items() if place in cut}
-        return replace(self, tree=union, shards=shards, places=places, pieces=pieces)
+        return replace(self, tree=union, shards=shards, places=places, pieces=pieces, replicas=replicas)
 
     def _leaf(self, number: int) -> tuple[object, LeafHandler]:
         place = number if self.places is None else self.places[number]
@@ -185,7 +191,8 @@ class TreeDescription:
             return plan_write(
                 self.tree, self.shards, rank=0, size=1 + len(self.at_workers), save_id=save_id, name=self.name
             )
-        owners = None if self.pieces is None else owners_of(Shares(self.tree, self.pieces), rank=rank, size=size)
+        shares = None if self.pieces is None else Shares(self.tree, self.pieces, self.replicas)
+        owners = None if shares is None else owners_of(shares, rank=rank, size=size)
         return plan_write(self.tree, self.shards, rank=rank, size=size, save_id=save_id, name=self.name, owners=owners)
 
     def worker_plans(self, save_id: str) -> tuple[WritePlan, ...]:
@@ -398,12 +405,30 @@ def _describe_tree(
     if not any(at_workers):
         at_workers = ()  # all of it is here
     sharing = len(at_workers) or size
-    pieces = None
+    pieces, counts = None, dict[int, int]()
     if replicas is not None and sharing > 1:
-        shares = cut_for_replicas(tree, replicas, size=sharing)
+        counts = {} if at_workers else _count_replicas(flat, tree, size)  # of workers their handlers do not know
+        shares = cut_for_replicas(tree, replicas, size=sharing, replicas=counts)
         tree, pieces = shares.tree, shares.pieces
     layout.check(tree, size + len(at_workers))
-    return TreeDescription(name, layout, tree, shards, elsewhere, flat, own, pieces=pieces, at_workers=at_workers)
+    return TreeDescription(
+        name, layout, tree, shards, elsewhere, flat, own, pieces=pieces, at_workers=at_workers, replicas=counts
+    )
+
+
+def _count_replicas(flat: Flat, tree: TreeMetadata, size: int) -> dict[int, int]:
+    """By array, how many processes hold each box, of those whose handlers say so."""
+    counting: dict[int, CountsReplicas | None] = {}  # by handler: a protocol is slow to ask about
+    counts = {}
+    for number, (leaf, handler) in enumerate(zip(flat.leaves, flat.handlers, strict=True)):
+        if id(handler) not in counting:
+            counting[id(handler)] = handler if isinstance(handler, CountsReplicas) else None
+        known = counting[id(handler)]
+        if known is not None and isinstance(tree.leaves[number], ArrayRecord):
+            found = known.replicas(leaf, size)
+            if found is not None:
+                counts[number] = found
+    return counts
 
 
 def _describe_leaves(

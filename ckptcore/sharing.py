@@ -58,10 +58,12 @@ class Shares:
     Attributes:
         tree: with the further cuts.
         pieces: by array that was cut, how each of its boxes is.
+        replicas: by array, how many processes hold each box, where that is known.
     """
 
     tree: TreeMetadata
     pieces: Mapping[int, Pieces] = field(default_factory=dict)
+    replicas: Mapping[int, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,32 +91,41 @@ class Owners:
         return self.numbers[piece] + sum(cell) - cell[self.axis] + box
 
 
-def cut_for_replicas(tree: TreeMetadata, options: ReplicaOptions, *, size: int) -> Shares:
+def cut_for_replicas(
+    tree: TreeMetadata, options: ReplicaOptions, *, size: int, replicas: Mapping[int, int] | None = None
+) -> Shares:
     """Cut large boxes that several processes hold, so that each can write a piece.
 
-    All that is known here of replicas is the tree, which is the same on every process: the boxes between the cuts of an array are
-    taken to be held by equally many processes, if their number divides that of all. Where that is not so an array has a few more
-    chunks, and the elements that are written are the same.
+    Every process cuts alike, and so goes by what is the same on each. Of an array that does not say how many processes hold its boxes, those
+    between its cuts are taken to be held by equally many, if their number divides that of all processes. Where that is not so an array
+    has a few more chunks, and the elements that are written are the same.
 
     Args:
         tree: as leaf handlers describe it.
         options: how to share.
         size: processes of the job.
+        replicas: by array, how many processes hold each box, of those that say so.
     """
+    known = replicas or {}
+
+    def cut(leaf: int, record: ArrayRecord) -> tuple[_Cuts | None, Pieces | None]:
+        count = known.get(leaf)
+        return _cut(record, options, _replicas(_count(record), size) if count is None else count)
+
     leaves = list(tree.leaves)
     pieces = {}
     for number, record in enumerate(tree.leaves):
         if isinstance(record, ArrayRecord) and number not in tree.aliases:
-            cuts, found = _cut(record, options, size)
+            cuts, found = cut(number, record)
             if found is not None:
                 leaves[number], pieces[number] = replace(record, cuts=cuts), found
     for alias, target in tree.aliases.items():
         record = tree.leaves[alias]
         if target in pieces and isinstance(record, ArrayRecord):
-            cuts, found = _cut(record, options, size)  # as its own, for a rank that has it without the other
+            cuts, found = cut(alias, record)  # as its own, for a rank that has it without the other
             if found is not None:
                 leaves[alias], pieces[alias] = replace(record, cuts=cuts), found
-    return Shares(replace(tree, leaves=tuple(leaves)), pieces)
+    return Shares(replace(tree, leaves=tuple(leaves)), pieces, known)
 
 
 def owners_of(shares: Shares, *, rank: int, size: int) -> Mapping[int, Owners]:
@@ -139,7 +150,9 @@ def owners_of(shares: Shares, *, rank: int, size: int) -> Mapping[int, Owners]:
         if not isinstance(record, ArrayRecord) or leaf in tree.aliases or (held_by is not None and rank not in held_by):
             continue
         pieces = shares.pieces.get(leaf, Pieces(0, 1))
-        replicas = _replicas(_count(record) // pieces.count, size if held_by is None else len(held_by))
+        replicas = shares.replicas.get(leaf)
+        if replicas is None:
+            replicas = _replicas(_count(record) // pieces.count, size if held_by is None else len(held_by))
         if replicas > 1:
             numbers[leaf] = [0] * pieces.count
             entries = [(-nbytes, leaf, piece) for piece, nbytes in enumerate(_first_box_bytes(record, pieces))]
@@ -237,11 +250,11 @@ def _replicas(cells: int, holders: int) -> int:
     return holders // cells if cells and holders % cells == 0 else 1
 
 
-def _cut(record: ArrayRecord, options: ReplicaOptions, size: int) -> tuple[_Cuts | None, Pieces | None]:
+def _cut(record: ArrayRecord, options: ReplicaOptions, replicas: int) -> tuple[_Cuts | None, Pieces | None]:
     """The cuts of an array with the further ones, and how these cut each box; None if there are none."""
     axes = record.cuts or ((),) * len(record.spec.shape)
     cells = _count(record)
-    wanted = min(_replicas(cells, size), options.most, record.spec.nbytes // cells // options.piece_bytes)
+    wanted = min(replicas, options.most, record.spec.nbytes // cells // options.piece_bytes) if cells else 1
     found: tuple[int, tuple[int, ...], int] | None = None
     for axis, (boundaries, extent) in enumerate(zip(axes, record.spec.shape, strict=True)):
         if wanted > 1:

@@ -16,6 +16,7 @@ __all__ = [
     "CheckpointableHandler",
     "ContainerHandler",
     "Continuation",
+    "CountsReplicas",
     "FilesHandler",
     "Flattened",
     "ForecastsLeaves",
@@ -295,4 +296,19 @@ class ForecastsLeaves(Protocol):
 
     def host_bytes(self, leaf: Any, boxes: Sequence[Box]) -> HostBytes:
         """The host memory that these boxes would take; the most, where it is not known where the elements are."""
+        ...
+
+
+@runtime_checkable
+class CountsReplicas(LeafHandler, Protocol):
+    """A `LeafHandler` of arrays that know how many processes hold the same elements of them.
+
+    It is what the processes share their work by: for other handlers it is estimated from where their arrays are cut.
+    """
+
+    def replicas(self, leaf: Any, size: int) -> int | None:
+        """How many of `size` processes hold each box of the array; 1 where that differs from box to box, None where it is not known.
+
+        The same on every process that has the array in its tree, also on those that only know of it. `size` is as in `shards`.
+        """
         ...

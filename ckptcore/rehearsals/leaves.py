@@ -13,7 +13,7 @@ from ckptcore.model.arrays import Box, HostArray, Shard
 from ckptcore.model.metadata import ArrayRecord, LeafRecord
 from ckptcore.model.transfer import Pending
 from ckptcore.plugins import Plugins, installed_plugins
-from ckptcore.protocols import ForecastsLeaves, HostBytes, HostMemory, LeafHandler
+from ckptcore.protocols import CountsReplicas, ForecastsLeaves, HostBytes, HostMemory, LeafHandler
 
 __all__ = ["RehearsalContext", "imagined_leaves", "rehearsal_context", "running_leaves"]
 
@@ -68,6 +68,7 @@ class _RunningLeaves:
         self._handler = handler
         # Asked once: a protocol is slow to ask about, and a state has thousands of leaves.
         self._telling = handler if isinstance(handler, ForecastsLeaves) else None
+        self._counting = handler if isinstance(handler, CountsReplicas) else None
 
     @property
     def priority(self) -> int:
@@ -86,6 +87,9 @@ class _RunningLeaves:
 
     def shards_of(self, leaf: Any, process: int | None, rank: int, size: int) -> Sequence[Shard] | None:
         return self.shards(leaf, rank, size)
+
+    def replicas(self, leaf: Any, size: int) -> int | None:
+        return None if self._counting is None else self._counting.replicas(leaf, size)
 
     def host_bytes(self, leaf: Any, boxes: Sequence[Box]) -> HostBytes:
         if self._telling is not None:

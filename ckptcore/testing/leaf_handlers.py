@@ -13,7 +13,7 @@ import pytest
 
 from ckptcore.errors import UnsupportedLeafError
 from ckptcore.model import PLAIN_ARRAY, ArrayRecord, Box, HostArray, LeafRecord, Pending, Shard, ValueRecord
-from ckptcore.protocols import LeafHandler
+from ckptcore.protocols import CountsReplicas, LeafHandler
 from ckptcore.testing.arrays import assert_same_bits, dtype_name, same_bits
 from ckptcore.testing.coverage import assert_inside, assert_makes_up
 from ckptcore.testing.host_memory import LateHostMemory
@@ -139,6 +139,16 @@ class LeafHandlerTests:
                 if shard.replica == 0:
                     owned.append(shard.box)
         assert_makes_up(owned, shape, f"replica 0 of the shards over {size} processes")
+
+    @pytest.mark.parametrize("size", [1, 2, 3])
+    def test_the_number_of_replicas_is_that_of_the_shards(self, array_example: LeafExample, size: int) -> None:
+        if not isinstance(self.handler, CountsReplicas):
+            return
+        leaf = array_example.make()
+        found = self.handler.replicas(leaf, size)
+        for rank in range(size):
+            for shard in self._shards(leaf, rank, size):
+                assert found in (shard.replicas, 1, None), f"{shard}, and replicas says {found}"
 
     def test_view_on_host_is_the_elements(self, array_example: LeafExample) -> None:
         leaf = array_example.make()

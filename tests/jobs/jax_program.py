@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, Self
 
 import jax
@@ -166,7 +166,7 @@ class Placements:
         self.compiled += event.endswith("backend_compile_duration")
 
 
-def offloaded(place: Place) -> Any:
+def offloaded(place: Place, kinds: Sequence[str] = ("pinned_host", "unpinned_host")) -> Any:
     """Arrays in memory of the host are saved from there, and loaded to there, and no device is asked for memory."""
     mesh, other = over_all(2, 2), over_all(1, 4)
 
@@ -187,7 +187,7 @@ def offloaded(place: Place) -> Any:
         device = jax.devices()[place.rank * place.devices]
         jnp.sin(jax.device_put(ROWS, device)).block_until_ready()
     assert detour.kinds == {"device"} and detour.compiled, "what is to be noticed is not noticed"
-    for kind in ("pinned_host", "unpinned_host"):
+    for kind in kinds:
         saved = state(mesh, kind)
         for layout in place.layouts:
             location = place.directory / f"{kind}-{layout}"
@@ -271,7 +271,7 @@ def load(place: Place) -> Any:
 def quick(place: Place) -> Any:
     """A sample of all."""
     submeshes(place)
-    offloaded(place)
+    offloaded(place, ["pinned_host"])
     return counted(place)
 
 

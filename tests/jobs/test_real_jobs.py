@@ -80,7 +80,7 @@ def _flat(state: Any, prefix: str = "") -> dict[str, Any]:
 def test_a_sample_of_jax(tmp_path: Path) -> None:
     found = _of_jax("quick", tmp_path, ["ocdbt"])
     _expect_submeshes_of_jax(tmp_path, "ocdbt")
-    assert_frugal(found, "ocdbt", shared=False)
+    assert_frugal(found, "ocdbt", shared=True)
 
 
 def test_a_sample_of_torch(tmp_path: Path) -> None:
@@ -127,7 +127,7 @@ def test_arrays_in_memory_of_the_host(tmp_path: Path) -> None:
 def test_bytes(job: Any, tmp_path: Path) -> None:
     found = job("counted", tmp_path)
     for layout in LAYOUTS:
-        assert_frugal(found, layout, shared=layout in SHARING and job is _of_torch)
+        assert_frugal(found, layout, shared=layout in SHARING)
 
 
 @pytest.mark.slow

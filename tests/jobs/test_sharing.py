@@ -140,6 +140,20 @@ def test_owners_do_not_grow_with_cells() -> None:
     assert all(len(rule.numbers) == 1 for rule in found[1].values())
 
 
+@pytest.mark.parametrize("piece", [1, 1 << 20])
+def test_boxes_on_several_devices_of_each_process_are_shared_where_their_replicas_are_known(piece: int) -> None:
+    """Eight boxes that each of two processes holds: their number alone does not tell."""
+    tree = _tree([((64, 8), (tuple(range(8, 64, 8)), ()))] * 3)
+    boxes = [Box((8 * number, 0), (8 * number + 8, 8)) for number in range(8)]
+    held = [{leaf: tuple([Shard(box, rank, 2) for box in boxes]) for leaf in range(3)} for rank in range(2)]
+    options = ReplicaOptions(piece_bytes=piece)
+    for known, expected in ({}, [3 * 512, 0]), ({0: 2, 1: 2, 2: 2}, [3 * 256, 3 * 256]):
+        shares = cut_for_replicas(tree, options, size=2, replicas=known)
+        receipts = _receipts(shares, held, 2)
+        check_coverage(shares.tree, receipts)
+        assert [_bytes(receipt) for receipt in receipts] == expected
+
+
 def test_cuts_are_those_of_a_regular_grid() -> None:
     def cuts_of(shape: tuple[int, ...], cuts: _Cuts, size: int = 4, **options: int) -> tuple[_Cuts, int]:
         shares = cut_for_replicas(_tree([(shape, cuts)]), ReplicaOptions(**{"piece_bytes": 1, **options}), size=size)

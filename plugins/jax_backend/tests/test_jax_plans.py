@@ -62,7 +62,7 @@ def test_an_abstract_mesh_does_not_say_who_holds_what() -> None:
 
 def test_boxes_of_other_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     top, bottom = Box((0, 0), (4, 8)), Box((4, 0), (8, 8))
-    placement = Placement({top: 0}, {top: (0, 1), bottom: (2, 3)}, ((4,), ()), 4, False, True, {})
+    placement = Placement({top: 0}, {top: (0, 1), bottom: (2, 3)}, 2, ((4,), ()), 4, False, True, {})
     monkeypatch.setattr("ckptcore_jax.placements.placement_of", lambda sharding, shape: placement)
     sharding = NamedSharding(_mesh(), PartitionSpec("x"))
     found = [shards_in_process(sharding, (8, 8), process, process, 5) for process in range(5)]

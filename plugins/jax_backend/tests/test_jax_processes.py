@@ -90,6 +90,23 @@ def test_those_that_hold_an_array_share_it_by_themselves():
         assert shards_of(sharding, (1, 3), place, 2) == (Shard(Box((0, 0), (1, 3)), place, 2),)
 
 
+@pytest.mark.parametrize(("copies", "replicas"), [(1, 1), (2, 1), (4, 2), (8, 4)])
+def test_replicas_are_counted_in_processes_alike_on_each(copies, replicas):
+    for process in range(5):  # the last holds nothing
+        assert placement_of(seen_by(process, copies), (8 // copies, 3)).replicas == replicas
+
+
+def test_what_one_process_has_alone_looks_alike_from_all():
+    assert {
+        placement_of(Layout((Device(4, 2), Device(5, 2)), process, 1), (2, 3)).replicas for process in range(3)
+    } == {None}
+
+
+def test_boxes_that_unequally_many_processes_hold_are_not_shared():
+    uneven = Layout((Device(0, 0), Device(1, 0), Device(2, 1), Device(4, 2)), 0, 2)
+    assert placement_of(uneven, (2, 3)).replicas == 1
+
+
 def test_a_process_that_saves_alone_has_to_have_all():
     with pytest.raises(UnsupportedLeafError, match="2 of 8 boxes and saves alone"):
         shards_of(seen_by(1, 1), (8, 3), 0, 1)

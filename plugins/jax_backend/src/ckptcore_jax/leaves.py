@@ -120,6 +120,11 @@ class JaxLeafHandler:
             return HostBytes(nbytes, nbytes)
         return HostBytes(0, nbytes if self.copy else 0)
 
+    def replicas(self, leaf: Any, size: int) -> int:
+        """How many processes have devices that hold each box; all of them, of an array on devices of one process alone."""
+        replicas = None if leaf.sharding is None else placement_of(leaf.sharding, leaf.shape).replicas
+        return size if replicas is None else replicas
+
     def copy_to_host(self, leaf: Any, boxes: Sequence[Box], memory: HostMemory) -> Sequence[Pending[HostArray]]:
         """Views that keep the memory, or copies if this handler makes them; from other devices starts all transfers."""
         if not self.copy:

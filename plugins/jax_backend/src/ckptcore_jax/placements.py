@@ -28,6 +28,8 @@ class Placement:
         boxes: each box held in this process, once, and the position among this process's devices of the first
             device that holds it.
         holders: each box of the array, and the processes that hold it, in the order of the devices.
+        replicas: how many processes hold each box, and 1 where that differs; None of an array in one process alone, be it another: it
+            cannot be told from one that every process has for itself.
         cuts: per axis the inner boundaries of all boxes; None where nothing is cut.
         devices: how many devices hold the array, over all processes.
         local: whether all of them are in this process.
@@ -37,6 +39,7 @@ class Placement:
 
     boxes: Mapping[Box, int]
     holders: Mapping[Box, tuple[int, ...]]
+    replicas: int | None
     cuts: tuple[tuple[int, ...], ...] | None
     devices: int
     local: bool
@@ -75,9 +78,12 @@ def placement_of(sharding: Sharding, shape: tuple[int, ...]) -> Placement:
             boxes.setdefault(box, position)
             position += 1
     some_device: Any = next(iter(indices))
+    counts = {len(processes) for processes in holders.values()}
+    alone = len({device.process_index for device in indices}) == 1
     return Placement(
         boxes=boxes,
         holders={box: tuple(processes) for box, processes in holders.items()},
+        replicas=None if alone else counts.pop() if len(counts) == 1 else 1,
         cuts=cuts_of(shape, holders) if len(holders) > 1 else None,
         devices=len(indices),
         local=position == len(indices),

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Sequence
 from typing import Any, Final
 
 import numpy as np
 import torch
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 
 from ckptcore.errors import PluginError, TreeMismatchError, UnsupportedLeafError
 from ckptcore.model import ArrayRecord, ArraySpec, Box, HostArray, LeafRecord, Pending, Shard, ValueRecord
@@ -81,6 +82,11 @@ class DTensorHandler:
     def host_bytes(self, leaf: Any, boxes: Sequence[Box]) -> HostBytes:
         """As of a plain tensor, from the local one."""
         return _LOCAL.host_bytes(_local(leaf), boxes)
+
+    def replicas(self, leaf: Any, size: int) -> int:
+        """How many processes hold each part: those along the axes of the mesh that replicate."""
+        extents = zip(leaf.device_mesh.shape, leaf.placements, strict=True)
+        return math.prod([int(extent) for extent, placement in extents if isinstance(placement, Replicate)])
 
     def copy_to_host(self, leaf: Any, boxes: Sequence[Box], memory: HostMemory) -> Sequence[Pending[HostArray]]:
         """As of a plain tensor, from the local one."""
