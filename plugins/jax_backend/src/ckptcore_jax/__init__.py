@@ -3,6 +3,7 @@
 Nothing here has to be imported to save and load: ckptcore finds `ckptcore_jax.plugin` by its entry point. Importing
 this package does not import JAX; asking it for one of these names does:
 
+    ColocatedExecutor      the workers of a single controller, reached by JAX's colocated Python
     JaxLeafHandler         the leaf handler; ``JaxLeafHandler(copy=True)`` for arrays that alias memory you change
     RegisteredContainer    the handler of registered containers
     KeyValueCoordinator    the coordinator of a jax.distributed job; ``KeyValueCoordinator.of_job(timeout_seconds=...)``
@@ -16,12 +17,14 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from ckptcore_jax.abstracts import abstract_arrays
+    from ckptcore_jax.colocated import ColocatedExecutor
     from ckptcore_jax.containers import RegisteredContainer
     from ckptcore_jax.key_value_coordinator import KeyValueCoordinator
     from ckptcore_jax.leaves import JaxLeafHandler
     from ckptcore_jax.shardings import sharding_from_notes
 
 __all__ = [
+    "ColocatedExecutor",
     "JaxLeafHandler",
     "KeyValueCoordinator",
     "RegisteredContainer",
@@ -31,6 +34,10 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
+    if name == "ColocatedExecutor":
+        from ckptcore_jax.colocated import ColocatedExecutor
+
+        return ColocatedExecutor
     if name == "JaxLeafHandler":
         from ckptcore_jax.leaves import JaxLeafHandler
 

@@ -32,7 +32,7 @@ from ckptcore_jax import random_keys
 from ckptcore_jax.placements import placement_of, shards_in_process, shards_of
 from ckptcore_jax.placing import placed
 
-__all__ = ["LACKING", "JaxLeafHandler", "leaf_handler"]
+__all__ = ["LACKING", "JaxLeafHandler", "alive", "is_committed", "leaf_handler", "plain"]
 
 _PACKED: Final = frozenset(
     np.dtype(getattr(jnp, name)) for name in ("int2", "int4", "uint2", "uint4", "float4_e2m1fn") if hasattr(jnp, name)
@@ -74,7 +74,7 @@ class JaxLeafHandler:
         """The addresses of the elements in host memory, elsewhere the array object."""
         if isinstance(leaf, jax.ShapeDtypeStruct) or leaf.is_deleted() or leaf.size == 0:
             return None
-        leaf = _plain(leaf)
+        leaf = plain(leaf)
         shape, sharding = leaf.shape, leaf.sharding
         placement = placement_of(sharding, shape)
         if not placement.on_cpu or not placement.boxes:  # nothing of it is here to have an address
@@ -91,7 +91,7 @@ class JaxLeafHandler:
             UnsupportedLeafError: if the array was deleted or donated, or has no elements: it is abstract. Or if this process saves
                 alone and others have a part of it.
         """
-        leaf = _plain(_alive(leaf))
+        leaf = plain(alive(leaf))
         return shards_of(leaf.sharding, leaf.shape, rank, size)
 
     def shards_of(self, leaf: Any, process: int | None, rank: int, size: int) -> Sequence[Shard] | None:
@@ -129,7 +129,7 @@ class JaxLeafHandler:
         """Views that keep the memory, or copies if this handler makes them; from other devices starts all transfers."""
         if not self.copy:
             return self.view_on_host(leaf, boxes)
-        leaf = _plain(_alive(leaf))
+        leaf = plain(alive(leaf))
         if not placement_of(leaf.sharding, leaf.shape).on_cpu or leaf.dtype in _PACKED:
             return self.view_on_host(leaf, boxes)
         return [memory.copy(pending.result()) for pending in self.view_on_host(leaf, boxes)]
@@ -139,7 +139,7 @@ class JaxLeafHandler:
 
         Waits for the computation of an array in host memory, since a view is what keeps its memory.
         """
-        leaf = _plain(_alive(leaf))
+        leaf = plain(alive(leaf))
         shape, sharding = leaf.shape, leaf.sharding
         placement = placement_of(sharding, shape)
         if placement.on_cpu and leaf.dtype not in _PACKED:
@@ -189,7 +189,7 @@ class JaxLeafHandler:
                 f"a {stored.kind} of Python was saved and a jax.Array is asked for; give a {stored.kind} in the "
                 "abstract tree and convert what is loaded with jnp.asarray"
             )
-        sharding = abstract.sharding if _is_committed(abstract) else None
+        sharding = abstract.sharding if is_committed(abstract) else None
         if random_keys.is_key(abstract.dtype):
             random_keys.check(abstract.dtype, stored)
             return random_keys.built(abstract.dtype, sharding, boxes, stored.spec.shape)
@@ -274,13 +274,13 @@ def _record_of(shape: tuple[int, ...], dtype: Any, sharding: Sharding | None, we
     return ArrayRecord(ArraySpec(data_shape, name_of_dtype(dtype)), kind, cuts, notes)
 
 
-def _is_committed(abstract: Any) -> bool:
+def is_committed(abstract: Any) -> bool:
     """Whether a concrete array was placed on its devices on purpose. An abstract one with a sharding always is."""
     committed = getattr(abstract, "committed", None)
     return bool(getattr(abstract, "_committed", True) if committed is None else committed)  # its name before 0.5
 
 
-def _plain(leaf: Any) -> Any:
+def plain(leaf: Any) -> Any:
     """The array that holds the elements of a leaf: itself, or the data of a random key."""
     return leaf if isinstance(leaf.dtype, np.dtype) else random_keys.data_of(leaf)
 
@@ -299,7 +299,12 @@ def _data_sharding(leaf: Any) -> Sharding | None:
     return sharding
 
 
-def _alive(leaf: Any) -> Any:
+def alive(leaf: Any) -> Any:
+    """The leaf itself.
+
+    Raises:
+        UnsupportedLeafError: if it has no elements: it is abstract, deleted or donated.
+    """
     if isinstance(leaf, jax.ShapeDtypeStruct):
         raise UnsupportedLeafError(f"{leaf} has no elements to save; give the array itself")
     if leaf.is_deleted():

@@ -14,7 +14,7 @@ from ckptcore.errors import PluginError, UnsupportedLeafError
 from ckptcore.model import Box, HostArray
 from ckptcore_jax.placements import box_of
 
-__all__ = ["placed"]
+__all__ = ["cast_elements", "check_dtype", "placed", "with_weak_type"]
 
 _SMALL_BYTES: Final = 1 << 14
 """Up to this size a copy costs less than what `jax.device_put` does to avoid it."""
@@ -42,8 +42,8 @@ def placed(
     Raises:
         UnsupportedLeafError: if the elements cannot be cast, or JAX has no such dtype now.
     """
-    _check_dtype(dtype)
-    parts = [(box, part if part.dtype == dtype else _cast(part, dtype)) for box, part in boxes]
+    check_dtype(dtype)
+    parts = [(box, part if part.dtype == dtype else cast_elements(part, dtype)) for box, part in boxes]
     if weak_type and shape == () and sharding is not None and sharding.is_fully_addressable:
         scalar = _weak_scalar(parts[0][1], sharding)
         if scalar is not None:
@@ -61,10 +61,15 @@ def placed(
         array = jax.make_array_from_single_device_arrays(shape, sharding, [], dtype=dtype)
     if array.dtype != dtype:
         raise PluginError(f"JAX made an array of {array.dtype} where one of {dtype} was asked for; please report this")
-    return _with_weak_type(array, sharding) if weak_type else array
+    return with_weak_type(array, sharding) if weak_type else array
 
 
-def _check_dtype(dtype: np.dtype[Any]) -> None:
+def check_dtype(dtype: np.dtype[Any]) -> None:
+    """Refuse a dtype that JAX would silently narrow.
+
+    Raises:
+        UnsupportedLeafError
+    """
     if dtype.itemsize >= 8 and jax.dtypes.canonicalize_dtype(dtype) != dtype:
         raise UnsupportedLeafError(
             f"an array of {dtype} is asked for, and JAX has no such dtype while jax_enable_x64 is off; "
@@ -72,7 +77,12 @@ def _check_dtype(dtype: np.dtype[Any]) -> None:
         )
 
 
-def _cast(part: HostArray, dtype: np.dtype[Any]) -> HostArray:
+def cast_elements(part: HostArray, dtype: np.dtype[Any]) -> HostArray:
+    """Elements as another dtype.
+
+    Raises:
+        UnsupportedLeafError: if it cannot hold them.
+    """
     if part.dtype.kind in "SUmM" or (part.dtype.kind == "c" and dtype.kind != "c"):
         raise UnsupportedLeafError(
             f"an array of {part.dtype} was saved and a jax.Array of {dtype} is asked for, which cannot hold it; "
@@ -89,7 +99,8 @@ def _weak_scalar(element: HostArray, sharding: Sharding) -> jax.Array | None:
     return scalar if scalar.dtype == element.dtype and scalar.weak_type else None
 
 
-def _with_weak_type(array: jax.Array, sharding: Sharding | None) -> jax.Array:
+def with_weak_type(array: jax.Array, sharding: Sharding | None) -> jax.Array:
+    """The same elements as an array whose dtype gives way to others, where such a dtype can."""
     # An update keeps the weak type of what it updates. That costs a copy, of what is nearly always a scalar; without it,
     # jitted functions would be compiled again for the loaded array and could give other dtypes.
     kind = {"b": False, "i": 0, "u": 0, "f": 0.0, "c": 0j}.get(array.dtype.kind)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import sys
 
 from ckptcore.hookspecs import hookimpl
-from ckptcore.protocols import ContainerHandler, Coordinator, LeafHandler
+from ckptcore.protocols import ContainerHandler, Coordinator, Executor, LeafHandler
 
-__all__ = ["ckpt_container_handler", "ckpt_coordinator", "ckpt_leaf_handler"]
+__all__ = ["ckpt_container_handler", "ckpt_coordinator", "ckpt_executor", "ckpt_leaf_handler"]
 
 
 @hookimpl
@@ -38,6 +38,16 @@ def ckpt_coordinator() -> Coordinator | None:
     from ckptcore_jax.key_value_coordinator import coordinator_of_job
 
     return coordinator_of_job()
+
+
+@hookimpl
+def ckpt_executor() -> Executor | None:
+    """The workers of the Pathways backend, where JAX runs on it: this process is its only controller then."""
+    if not _has_jax():
+        return None
+    from ckptcore_jax.pathways import executor_of_pathways
+
+    return executor_of_pathways()
 
 
 def _has_jax() -> bool:

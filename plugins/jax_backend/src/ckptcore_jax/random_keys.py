@@ -14,7 +14,18 @@ from ckptcore.errors import UnsupportedLeafError
 from ckptcore.model import ArrayRecord, Box, HostArray
 from ckptcore_jax.placing import placed
 
-__all__ = ["KIND", "built", "check", "data_of", "data_shape", "data_sharding", "dtype_of", "impl_name", "is_key"]
+__all__ = [
+    "KIND",
+    "built",
+    "check",
+    "data_of",
+    "data_shape",
+    "data_sharding",
+    "dtype_of",
+    "impl_name",
+    "is_key",
+    "wrapped",
+]
 
 KIND: Final = "jax.key"
 """The kind of a record whose elements are the data of random keys."""
@@ -111,9 +122,13 @@ def built(
     """
     at_once = data_sharding(sharding)
     placed_data = placed(shape, np.dtype(np.uint32), at_once, boxes)
-    keys: jax.Array = jax.random.wrap_key_data(placed_data, impl=_impl(dtype))
-    if sharding is not at_once:
-        keys = jax.device_put(keys, sharding)
+    keys = wrapped(dtype, placed_data)
+    return keys if sharding is at_once else jax.device_put(keys, sharding)
+
+
+def wrapped(dtype: Any, data: jax.Array) -> jax.Array:
+    """Keys of this dtype that have this data; on the same devices."""
+    keys: jax.Array = jax.random.wrap_key_data(data, impl=_impl(dtype))
     return keys
 
 

@@ -1,0 +1,276 @@
+"""The executor of a single controller of JAX: its workers are the hosts of devices, reached by colocated Python."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any, Final, TypeVar
+
+import jax
+import numpy as np
+from jax.sharding import Sharding, SingleDeviceSharding
+
+from ckptcore.errors import PluginError, RankFailedError, UnsupportedLeafError
+from ckptcore.model import ArrayRecord, Box, Pending, Shard, name_of_dtype
+from ckptcore.protocols import Fetched, Held, LeafBoxes, ReadStage, WantedLeaf, WriteStage
+from ckptcore_jax import random_keys
+from ckptcore_jax.leaves import alive, is_committed, plain
+from ckptcore_jax.pathways import devices_by_host
+from ckptcore_jax.placements import box_of
+from ckptcore_jax.placing import cast_elements, check_dtype, with_weak_type
+from ckptcore_jax.worker_links import Cuts, ReadSpecs, WorkerLink
+
+__all__ = ["ColocatedExecutor"]
+
+T = TypeVar("T")
+
+_CACHED: Final = 1 << 14
+"""Pairs of a sharding and a shape of which it is kept which worker holds what; a model has far fewer."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Spread:
+    """Which worker holds what of an array with a sharding.
+
+    Attributes:
+        boxes: by worker, each box that it holds, and the place of the first of its devices with it among all devices.
+        holders: each box, and the workers that hold it.
+        devices: all devices in order, each with its box and its worker.
+    """
+
+    boxes: Sequence[Mapping[Box, int]]
+    holders: Mapping[Box, Sequence[int]]
+    devices: Sequence[tuple[Any, Box, int]]
+
+
+class _HeldArrays:
+    """Arrays in the memory of a worker's host, and what of them is to be written."""
+
+    def __init__(self, link: WorkerLink, arrays: Sequence[jax.Array], cuts: Cuts) -> None:
+        self.arrays = arrays
+        self.cuts = cuts
+        self._link = link
+
+    def wait(self) -> None:
+        """See `Held`."""
+        try:
+            for array in self.arrays:
+                array.block_until_ready()
+        except Exception as error:
+            raise RankFailedError(
+                f"the worker {self._link.name} is gone, or could not copy what it holds: {type(error).__name__}: {error}"
+            ) from error
+
+    def close(self) -> None:
+        """See `Held`."""
+        self.arrays = ()
+
+
+class ColocatedExecutor:
+    """A `ckptcore.protocols.Executor` for `jax.Array`: a worker is a host, and does its work by `jax.experimental.colocated_python`.
+
+    What is held is copied to the CPU device of the host, and what is read comes from there. Elements do not come to the controller,
+    except those of arrays without axes that JAX itself moves. Workers need the same installation as the controller.
+
+    Arrays that are not committed to devices are saved by the workers, and loaded by the controller: JAX makes such arrays only there.
+    """
+
+    def __init__(self, workers: Sequence[Sequence[jax.Device]] | None = None) -> None:
+        """Reach the workers; nothing is sent yet.
+
+        Args:
+            workers: the devices of each; None: those of each host, of all devices.
+
+        Raises:
+            PluginError: if colocated Python cannot be used here, or a device has two workers.
+        """
+        found = devices_by_host(jax.devices()) if workers is None else workers
+        self._worker_of = {device: number for number, devices in enumerate(found) for device in devices}
+        if len(self._worker_of) != sum(map(len, found)) or not all(found):
+            raise PluginError("each worker needs devices of its own: a device has two workers, or a worker has none")
+        leads = _cpu_devices([devices[0] for devices in found])
+        self._links = tuple(
+            [
+                WorkerLink(f"{number} ({len(devices)} devices from {devices[0]})", lead)
+                for number, (devices, lead) in enumerate(zip(found, leads, strict=True))
+            ]
+        )
+        self._spread = functools.lru_cache(maxsize=_CACHED)(self._find_spread)
+
+    @property
+    def workers(self) -> Sequence[str]:
+        """See `Executor`."""
+        return [link.name for link in self._links]
+
+    def takes(self, leaf: Any) -> bool:
+        """See `Executor`."""
+        return (
+            isinstance(leaf, jax.Array)
+            and not isinstance(leaf, jax.core.Tracer)
+            and self._has(leaf.sharding.device_set)
+        )
+
+    def makes(self, abstract: Any) -> bool:
+        """See `Executor`."""
+        if not isinstance(abstract, jax.Array | jax.ShapeDtypeStruct) or isinstance(abstract, jax.core.Tracer):
+            return False
+        sharding = abstract.sharding
+        if sharding is None or not is_committed(abstract) or not self._has(sharding.device_set):
+            return False
+        return not random_keys.is_key(abstract.dtype) or random_keys.data_sharding(sharding) is not None
+
+    def _has(self, devices: set[jax.Device]) -> bool:
+        return all(device in self._worker_of for device in devices)
+
+    def identity(self, leaf: Any) -> Hashable | None:
+        """The array object: where its elements are, only the workers know."""
+        return ("jax", id(leaf)) if isinstance(leaf, jax.Array) else None
+
+    def shards(self, leaf: Any, worker: int) -> Sequence[Shard]:
+        """See `Executor`."""
+        whole = plain(alive(leaf))
+        spread = self._spread(whole.sharding, whole.shape)
+        return [Shard(box, spread.holders[box].index(worker), len(spread.holders[box])) for box in spread.boxes[worker]]
+
+    def copy(self, worker: int, leaves: Sequence[LeafBoxes]) -> Held:
+        """See `Executor`."""
+        return self._hold(worker, leaves, may_alias=False)
+
+    def view(self, worker: int, leaves: Sequence[LeafBoxes]) -> Held:
+        """See `Executor`."""
+        return self._hold(worker, leaves, may_alias=True)
+
+    def _hold(self, worker: int, leaves: Sequence[LeafBoxes], *, may_alias: bool) -> Held:
+        parts: list[jax.Array] = []
+        cuts = []
+        for one in leaves:
+            whole = plain(alive(one.leaf))
+            held = self._spread(whole.sharding, whole.shape).boxes[worker]
+            numbers: dict[int, int] = {}
+            of_leaf = []
+            for box in one.boxes:
+                outer, place = next((outer, place) for outer, place in held.items() if outer.contains(box))
+                if place not in numbers:
+                    numbers[place] = len(parts)
+                    parts.append(whole.addressable_data(place))  # a handle: nothing is moved
+                of_leaf.append((numbers[place], box.within(outer)))
+            cuts.append(of_leaf)
+        link = self._links[worker]
+        return _HeldArrays(link, link.take(parts, may_alias=may_alias), cuts)
+
+    def write(self, worker: int, stage: WriteStage, held: Held) -> Pending[bytes]:
+        """See `Executor`."""
+        assert isinstance(held, _HeldArrays)  # given by this executor
+        return _begin(functools.partial(self._links[worker].write, stage, held.arrays, held.cuts))
+
+    def wanted(self, abstract: Any, stored: ArrayRecord, worker: int) -> Sequence[Box]:
+        """See `Executor`."""
+        random_keys.check(abstract.dtype, stored)
+        if not random_keys.is_key(abstract.dtype):
+            check_dtype(abstract.dtype)
+            cast_elements(np.empty(0, stored.spec.numpy_dtype), abstract.dtype)  # refuses what no worker could
+        return tuple(self._spread(_plain_sharding(abstract), stored.spec.shape).boxes[worker])
+
+    def read(self, stages: Mapping[int, ReadStage], leaves: Sequence[WantedLeaf]) -> Fetched:
+        """See `Executor`."""
+        begun = {}
+        for worker, stage in stages.items():
+            specs: ReadSpecs = [
+                ([box.shape for box in self.wanted(leaf.abstract, leaf.stored, worker)], _dtype_name(leaf.abstract))
+                for leaf in leaves
+            ]
+            begun[worker] = _begin(functools.partial(self._links[worker].read, stage, specs))
+        reports, read = {}, {}
+        failed: list[Exception] = []
+        for worker, pending in begun.items():
+            try:
+                reports[worker], arrays = pending.result()
+                read[worker] = iter(arrays)
+            except RankFailedError as error:
+                failed.append(error)  # the others are waited for
+        if failed:
+            raise failed[0]
+        made = []
+        for leaf in leaves:
+            parts = {
+                (worker, box): next(arrays)
+                for worker, arrays in read.items()
+                for box in self.wanted(leaf.abstract, leaf.stored, worker)
+            }
+            made.append(self._made(leaf, parts))
+        return Fetched(reports, made)
+
+    def _made(self, leaf: WantedLeaf, parts: Mapping[tuple[int, Box], jax.Array]) -> jax.Array:
+        """A leaf of its boxes in the memory of the hosts; each goes to the devices of its host that are to have it."""
+        sharding, shape = _plain_sharding(leaf.abstract), leaf.stored.spec.shape
+        spread = self._spread(sharding, shape)
+        places = [SingleDeviceSharding(device, memory_kind=sharding.memory_kind) for device, _, _ in spread.devices]
+        on_devices = jax.device_put([parts[worker, box] for _, box, worker in spread.devices], places)
+        array = jax.make_array_from_single_device_arrays(shape, sharding, on_devices)
+        if random_keys.is_key(leaf.abstract.dtype):
+            return random_keys.wrapped(leaf.abstract.dtype, array)
+        weak = getattr(leaf.abstract, "weak_type", False)
+        return with_weak_type(array, sharding) if weak else array
+
+    def _find_spread(self, sharding: Sharding, shape: tuple[int, ...]) -> _Spread:
+        boxes: list[dict[Box, int]] = [{} for _ in self._links]
+        holders: dict[Box, list[int]] = {}
+        devices = []
+        for place, (device, index) in enumerate(sharding.devices_indices_map(shape).items()):
+            box, worker = box_of(index, shape), self._worker_of[device]
+            # `jax.Array.addressable_data` counts devices in this order; a single controller addresses all of them.
+            boxes[worker].setdefault(box, place)
+            found = holders.setdefault(box, [])
+            if worker not in found:
+                found.append(worker)
+            devices.append((device, box, worker))
+        return _Spread(boxes, holders, devices)
+
+
+def _plain_sharding(abstract: Any) -> Sharding:
+    """That of the array which holds the elements of a leaf."""
+    if not random_keys.is_key(abstract.dtype):
+        sharding: Sharding = abstract.sharding
+        return sharding
+    of_data = random_keys.data_sharding(abstract.sharding)
+    if of_data is None:
+        raise UnsupportedLeafError(f"random keys with {abstract.sharding} are made by the controller")
+    return of_data
+
+
+def _dtype_name(abstract: Any) -> str:
+    return "uint32" if random_keys.is_key(abstract.dtype) else name_of_dtype(abstract.dtype)
+
+
+def _cpu_devices(devices: Sequence[Any]) -> Sequence[Any]:
+    """The CPU device beside each of some devices; of a CPU device itself.
+
+    JAX pairs them in the order in which they are given, if a backend does not tell which are together: so it is asked about all.
+    """
+    if all(device.platform == "cpu" for device in devices):
+        return devices
+    from jax.experimental import colocated_python
+
+    everything = tuple(jax.devices())
+    beside = dict(zip(everything, colocated_python.colocated_cpu_devices(everything), strict=True))
+    return [beside[device] for device in devices]
+
+
+def _begin(work: Callable[[], T]) -> Future[T]:
+    """Do something on a thread of its own: a call to a worker may wait for the worker until it returns."""
+    future: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(work())
+        except BaseException as error:  # noqa: BLE001  # raised by whoever waits for the result
+            future.set_exception(error)
+
+    try:
+        threading.Thread(target=run, name="ckptcore-worker-call", daemon=True).start()
+    except RuntimeError:  # the program is ending, and no thread can be started
+        run()
+    return future

@@ -1,0 +1,163 @@
+"""The link to one worker of a single controller: all that passes to it and back goes through here, by colocated Python.
+
+Messages are the elements of arrays without axes: strings of any length, as JAX itself sends the specifications of what a
+colocated function returns. They hold base64, because a string of NumPy is text.
+"""
+
+from __future__ import annotations
+
+import base64
+import pickle
+from collections.abc import Sequence
+from typing import Any, Final, TypeAlias
+
+import jax
+import numpy as np
+from jax.sharding import SingleDeviceSharding
+
+from ckptcore.errors import PluginError, RankFailedError
+from ckptcore.model import HostArray, dtype_from_name
+from ckptcore_jax.placing import cast_elements
+
+__all__ = ["Cuts", "ReadSpecs", "WorkerLink"]
+
+Cuts: TypeAlias = Sequence[Sequence[tuple[int, tuple[slice, ...]]]]
+"""For each leaf the boxes that a stage is to get: the number of an array that was sent to it, and where in that."""
+
+ReadSpecs: TypeAlias = Sequence[tuple[Sequence[tuple[int, ...]], str]]
+"""For each leaf that a stage reads the shapes of its boxes, and the name of the dtype that they are to have."""
+
+_KEPT: Final = 64
+"""Of so many different loads the compiled calls are kept."""
+
+
+class WorkerLink:
+    """Calls functions where the devices of a worker are. Any thread.
+
+    Attributes:
+        name: of the worker.
+        lead: the CPU device of the worker's host that takes messages and arrays, and gives them.
+    """
+
+    def __init__(self, name: str, lead: Any) -> None:
+        """Compile nothing yet.
+
+        Raises:
+            PluginError: if JAX has no colocated Python here.
+        """
+        self.name = name
+        self.lead = lead
+        self._place = SingleDeviceSharding(lead)
+        if not hasattr(np.dtypes, "StringDType"):
+            raise PluginError(
+                f"colocated Python needs NumPy 2, and this is {np.__version__}: install 'ckptcore-jax[colocated]'"
+            )
+        try:
+            # JAX imports it in the first call, and says less where it is not there.
+            import cloudpickle  # type: ignore[import-untyped]  # noqa: F401  # it has no types
+            from jax.experimental import colocated_python
+        except ImportError as error:
+            raise PluginError(
+                f"colocated Python cannot be used here: {error}; install 'ckptcore-jax[colocated]'"
+            ) from error
+        self._text = jax.ShapeDtypeStruct((), np.dtypes.StringDType(), sharding=self._place)  # type: ignore[no-untyped-call]
+        text = self._text
+        self._write: Any = colocated_python.colocated_python(_write).specialize(
+            out_specs_fn=lambda message, *arrays: text
+        )
+        self._python = colocated_python
+        self._reads: dict[tuple[Any, ...], Any] = {}
+
+    def take(self, arrays: Sequence[jax.Array], *, may_alias: bool) -> Sequence[jax.Array]:
+        """Begin to copy arrays of one device of the worker each into the memory of its host.
+
+        Args:
+            arrays: which.
+            may_alias: whether they may stay where they are, if that is the memory of the host.
+        """
+        taken: Sequence[jax.Array] = jax.device_put(list(arrays), self._place, may_alias=may_alias)
+        return taken
+
+    def write(self, stage: object, arrays: Sequence[jax.Array], cuts: Cuts) -> bytes:
+        """Run a stage on arrays that were taken; returns its report.
+
+        Raises:
+            RankFailedError: if the worker is gone, or could not.
+        """
+        message = pickle.dumps((stage, cuts))
+        try:
+            return _decoded(self._write(_encoded(message, self.lead), *arrays))
+        except Exception as error:
+            raise self._failed(error) from error
+
+    def read(self, stage: object, specs: ReadSpecs) -> tuple[bytes, Sequence[jax.Array]]:
+        """Run a stage that reads; returns its report, and the boxes that it read in the memory of the worker's host.
+
+        Raises:
+            RankFailedError: if the worker is gone, or could not.
+        """
+        message = pickle.dumps((stage, specs))
+        try:
+            report, *arrays = self._read_call(specs)(_encoded(message, self.lead))
+            return _decoded(report), arrays
+        except Exception as error:
+            raise self._failed(error) from error
+
+    def _read_call(self, specs: ReadSpecs) -> Any:
+        # JAX keeps what it compiled of a function for good, so one load after the other must not make new ones.
+        key = tuple([(tuple(shapes), dtype) for shapes, dtype in specs])
+        found = self._reads.get(key)
+        if found is None:
+            boxes = [(shape, dtype_from_name(dtype)) for shapes, dtype in specs for shape in shapes]
+            abstract: Any = jax.ShapeDtypeStruct
+            gives = [self._text, *[abstract(shape, dtype, sharding=self._place) for shape, dtype in boxes]]
+            found = self._python.colocated_python(_read).specialize(out_specs_fn=lambda message: gives)
+            if len(self._reads) >= _KEPT:
+                self._reads.pop(next(iter(self._reads)), None)
+            self._reads[key] = found
+        return found
+
+    def _failed(self, error: Exception) -> RankFailedError:
+        return RankFailedError(
+            f"the worker {self.name} is gone, or did not do what it was asked: {type(error).__name__}: {error}"
+        )
+
+
+def _write(message: jax.Array, *arrays: jax.Array) -> jax.Array:
+    """At a worker: run a stage on the elements of arrays."""
+    stage, cuts = pickle.loads(_decoded(message))
+    elements = [np.asarray(array) for array in arrays]
+    report = stage([[elements[number][slices] for number, slices in boxes] for boxes in cuts])
+    return _encoded(report, _device_of(message))
+
+
+def _read(message: jax.Array) -> list[jax.Array]:
+    """At a worker: run a stage, and give what it read as arrays; zeros where it failed."""
+    stage, specs = pickle.loads(_decoded(message))
+    report, read = stage()
+    elements: list[HostArray] = []
+    for number, (shapes, name) in enumerate(specs):
+        dtype = dtype_from_name(name)
+        if number < len(read):
+            elements += [part if part.dtype == dtype else cast_elements(part, dtype) for part in read[number]]
+        else:
+            elements += [np.zeros(shape, dtype) for shape in shapes]
+    device = _device_of(message)
+    with jax.enable_x64(True):  # the controller has asked for these dtypes, whatever this process is set to
+        arrays = jax.device_put(elements, device)
+    return [_encoded(report, device), *arrays]
+
+
+def _device_of(message: jax.Array) -> Any:
+    (device,) = message.sharding.device_set
+    return device
+
+
+def _encoded(data: bytes, device: Any) -> jax.Array:
+    text = np.array(base64.b64encode(data).decode("ascii"), dtype=np.dtypes.StringDType())
+    sent: jax.Array = jax.device_put(text, device)
+    return sent
+
+
+def _decoded(message: jax.Array) -> bytes:
+    return base64.b64decode(np.asarray(message).item())

@@ -1,0 +1,52 @@
+"""The workers that JAX's colocated Python reaches are an executor as the protocol asks for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from ckptcore_jax import ColocatedExecutor
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from ckptcore.model import ArraySpec, HostArray
+from ckptcore.protocols import Executor
+from ckptcore.testing import ExecutorTests
+
+
+def two_workers() -> ColocatedExecutor:
+    """The devices of this process as those of two hosts."""
+    devices = jax.devices()
+    return ColocatedExecutor([devices[:4], devices[4:]])
+
+
+@pytest.fixture(scope="module")
+def reached() -> ColocatedExecutor:
+    return two_workers()
+
+
+class TestColocatedExecutor(ExecutorTests):
+    @pytest.fixture
+    def executor(self, reached: ColocatedExecutor) -> Executor:
+        return reached
+
+    def split(self, executor: Executor, elements: HostArray) -> Any:
+        return jax.device_put(elements, self.sharding("host", "device"))
+
+    def replicated(self, executor: Executor, elements: HostArray) -> Any:
+        return jax.device_put(elements, self.sharding())
+
+    def elements(self, executor: Executor, leaf: Any) -> HostArray:
+        return np.asarray(leaf)
+
+    def disturb(self, executor: Executor, leaf: Any) -> None:
+        leaf.delete()
+
+    def abstract(self, executor: Executor, spec: ArraySpec) -> Any:
+        return jax.ShapeDtypeStruct(spec.shape, spec.numpy_dtype, sharding=self.sharding("host", "device"))
+
+    @staticmethod
+    def sharding(*axes: str | None) -> NamedSharding:
+        mesh = Mesh(np.array(jax.devices()).reshape(2, 2, 2), ("host", "device", "other"))
+        return NamedSharding(mesh, PartitionSpec(*axes))

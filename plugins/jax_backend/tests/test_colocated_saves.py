@@ -1,0 +1,355 @@
+"""A controller of JAX saves and loads through its workers: messages are small, and no elements are touched outside of a worker."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType, SimpleNamespace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from ckptcore_jax import ColocatedExecutor, JaxLeafHandler, pathways, worker_links
+from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
+from jax.sharding import PartitionSpec as P
+
+import ckptcore
+from ckptcore import hookimpl
+from ckptcore.errors import PluginError, RankFailedError, UnsupportedLeafError
+from ckptcore.model import JSON, ArrayRecord, ArraySpec
+from ckptcore.protocols import Snapshot, WantedLeaf, WriteStore
+
+LAYOUTS = ("safetensors", "ocdbt", "zarr3", "dcp")
+
+FEW = 1000
+"""So many elements may be touched by the controller: those of its own leaves, and of arrays that are not committed."""
+
+MOST_BYTES = 40_000
+"""More than any message needs, and less than a sixth of one array."""
+
+
+@pytest.fixture(scope="module")
+def executor() -> ColocatedExecutor:
+    """The devices of this process as those of two hosts."""
+    devices = jax.devices()
+    return ColocatedExecutor([devices[:4], devices[4:]])
+
+
+@pytest.fixture(scope="module")
+def context(executor: ColocatedExecutor) -> ckptcore.Context:
+    return ckptcore.Context(executor=executor, durability="none")
+
+
+def grid() -> Mesh:
+    return Mesh(np.array(jax.devices()).reshape(4, 2), ("a", "b"))
+
+
+def state() -> dict[str, Any]:
+    """Arrays in every place that the workers have."""
+    mesh, second = grid(), Mesh(np.array(jax.devices()[4:]), ("c",))
+    numbers = np.arange(256 * 256, dtype=np.float32).reshape(256, 256)
+    return {
+        "split": jax.device_put(numbers, NamedSharding(mesh, P("a", "b"))),
+        "rows": jax.device_put(numbers.astype(jnp.bfloat16), NamedSharding(mesh, P(("b", "a")))),
+        "replicated": jax.device_put(numbers + 1, NamedSharding(mesh, P())),
+        "second": jax.device_put(numbers + 2, NamedSharding(second, P("c"))),
+        "one": jax.device_put(numbers + 3, SingleDeviceSharding(jax.devices()[5])),
+        "offloaded": jax.device_put(numbers + 4, NamedSharding(mesh, P("a"), memory_kind="pinned_host")),
+        "keys": jax.device_put(jax.random.split(jax.random.key(7), 8), NamedSharding(mesh, P("a"))),
+        "uncommitted": jnp.arange(1000),
+        "here": np.arange(7),
+        "step": 3,
+    }
+
+
+def other_places(tree: dict[str, Any]) -> dict[str, Any]:
+    """What asks for the same arrays elsewhere."""
+    mesh = grid()
+    places = {
+        "split": NamedSharding(mesh, P(None, "a")),
+        "rows": NamedSharding(mesh, P()),
+        "replicated": NamedSharding(mesh, P("b", "a")),
+        "second": SingleDeviceSharding(jax.devices()[0]),
+        "one": NamedSharding(mesh, P("a"), memory_kind="pinned_host"),
+        "offloaded": NamedSharding(mesh, P("b")),
+        "keys": NamedSharding(mesh, P("b")),
+    }
+    asked = {name: jax.ShapeDtypeStruct(tree[name].shape, tree[name].dtype, sharding=at) for name, at in places.items()}
+    return {**tree, **asked}
+
+
+def bits(leaf: Any) -> bytes:
+    if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        leaf = jax.random.key_data(leaf)
+    return np.asarray(leaf).tobytes()
+
+
+def assert_same(found: dict[str, Any], expected: dict[str, bytes]) -> None:
+    assert {name: bits(leaf) for name, leaf in found.items()} == expected
+
+
+@contextmanager
+def watched() -> Iterator[list[int]]:
+    """Gives the bytes of each message and report; meanwhile whoever touches elements outside of a worker fails."""
+    messages: list[int] = []
+    encode = worker_links._encoded
+
+    def counted(data: bytes, device: Any) -> jax.Array:
+        messages.append(len(data))
+        return encode(data, device)
+
+    with pytest.MonkeyPatch.context() as patches:
+        patches.setattr(worker_links, "_encoded", counted)
+        for name in ("copy_to_host", "view_on_host", "shards"):
+            patches.setattr(JaxLeafHandler, name, _guarded(getattr(JaxLeafHandler, name), jax.Array))
+        for name in ("asarray", "array", "ascontiguousarray"):
+            patches.setattr(np, name, _guarded(getattr(np, name), jax.Array))
+        patches.setattr(jax, "device_get", _guarded(jax.device_get, jax.Array))
+        patches.setattr(jax, "device_put", _guarded(jax.device_put, np.ndarray))
+        yield messages
+
+
+def _guarded(function: Callable[..., Any], refused: type) -> Callable[..., Any]:
+    def guarded(*arguments: Any, **options: Any) -> Any:
+        for leaf in jax.tree.leaves(arguments):
+            if isinstance(leaf, refused) and _size(leaf) > FEW and not _in_worker():
+                raise AssertionError(f"{function.__name__} touched elements outside of a worker")
+        return function(*arguments, **options)
+
+    return guarded
+
+
+def _size(leaf: Any) -> int:
+    return math.prod(leaf.shape)
+
+
+def _in_worker() -> bool:
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        if frame.f_code.co_filename == worker_links.__file__ and frame.f_code.co_name in ("_write", "_read"):
+            return True
+        frame = frame.f_back
+    return False
+
+
+def test_who_touches_elements_is_noticed() -> None:
+    array = jnp.ones(2000)
+    with watched():
+        with pytest.raises(AssertionError, match="asarray touched"):
+            np.asarray(array)
+        with pytest.raises(AssertionError, match="device_put touched"):
+            jax.device_put(np.ones(2000))
+        with pytest.raises(AssertionError, match="shards touched"):
+            ckptcore.save("memory://watched/it", {"array": array})
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_what_is_saved_is_loaded_elsewhere(layout: str, context: ckptcore.Context, tmp_path: Path) -> None:
+    tree = state()
+    expected = {name: bits(leaf) for name, leaf in tree.items()}
+    asked = other_places(tree)
+    with watched() as messages:
+        ckptcore.save(tmp_path / "it", tree, layout=layout, context=context)
+    assert len(messages) == 4, "a request and a report for each worker"
+    assert max(messages) < MOST_BYTES
+    assert_same(ckptcore.load(tmp_path / "it", tree, context=ckptcore.Context()), expected)
+    with watched() as messages:
+        loaded = ckptcore.load(tmp_path / "it", asked, context=context)
+    assert len(messages) == 4
+    assert max(messages) < MOST_BYTES
+    assert_same(loaded, expected)
+    for name, leaf in asked.items():
+        if isinstance(leaf, jax.ShapeDtypeStruct):
+            assert loaded[name].sharding == leaf.sharding, name
+            assert loaded[name].dtype == leaf.dtype
+    assert not loaded["uncommitted"].committed
+
+
+def test_arrays_may_be_deleted_once_an_asynchronous_save_began(context: ckptcore.Context, tmp_path: Path) -> None:
+    tree = state()
+    expected = {name: bits(leaf) for name, leaf in tree.items()}
+    asked = other_places(tree)
+    with watched() as messages:
+        handle = ckptcore.save_async(tmp_path / "it", tree, layout="zarr3", context=context)
+        for name, leaf in tree.items():
+            if isinstance(leaf, jax.Array) and name != "uncommitted":  # which asks for its like below
+                leaf.delete()
+        handle.result()
+    assert len(messages) == 4
+    assert_same(ckptcore.load(tmp_path / "it", asked, context=context), expected)
+
+
+def test_each_worker_writes_its_own_objects(context: ckptcore.Context, tmp_path: Path) -> None:
+    tree = {name: leaf for name, leaf in state().items() if name in ("split", "second")}
+    ckptcore.save(tmp_path / "it", tree, context=context)
+    files = {path.name: path.stat().st_size for path in (tmp_path / "it").glob("*.safetensors")}
+    assert len(files) == 2
+    first, second = (files[name] for name in sorted(files))
+    nbytes = 256 * 256 * 4
+    assert first // 1000 == nbytes // 2 // 1000  # half of what is split
+    assert second // 1000 == (nbytes + nbytes // 2) // 1000  # the other half, and what only this worker has
+
+
+@pytest.mark.parametrize("shape", [(), (0, 4), (8, 0), (1,)])
+def test_arrays_of_few_elements(shape: tuple[int, ...], context: ckptcore.Context, tmp_path: Path) -> None:
+    tree = {"few": jax.device_put(np.ones(shape, np.float32), NamedSharding(grid(), P()))}
+    if shape == (8, 0):
+        tree["cut"] = jax.device_put(np.ones(shape, np.float32), NamedSharding(grid(), P("a")))
+    ckptcore.save(tmp_path / "it", tree, layout="zarr3", context=context)
+    loaded = ckptcore.load(tmp_path / "it", tree, context=context)
+    for name, leaf in tree.items():
+        assert (loaded[name].shape, loaded[name].dtype, loaded[name].sharding) == (shape, leaf.dtype, leaf.sharding)
+        assert bits(loaded[name]) == bits(leaf)
+
+
+@dataclass(frozen=True)
+class Reads:
+    """Has read these arrays."""
+
+    arrays: list[list[np.ndarray[Any, Any]]]
+
+    def __call__(self) -> tuple[bytes, list[list[np.ndarray[Any, Any]]]]:
+        return b"", self.arrays
+
+
+def test_elements_are_cast_by_the_workers(executor: ColocatedExecutor) -> None:
+    numbers = np.linspace(0, 1, 64, dtype=np.float32).reshape(8, 8)
+    stored = ArrayRecord(ArraySpec((8, 8), "float32"))
+    wanted = WantedLeaf(jax.ShapeDtypeStruct((8, 8), jnp.bfloat16, sharding=NamedSharding(grid(), P("a"))), stored)
+    stages = {
+        worker: Reads([[numbers[box.slices].copy() for box in executor.wanted(wanted.abstract, stored, worker)]])
+        for worker in range(2)
+    }
+    (loaded,) = executor.read(stages, [wanted]).leaves
+    np.testing.assert_array_equal(np.asarray(loaded), numbers.astype(jnp.bfloat16))
+    complex_numbers = ArrayRecord(ArraySpec((8, 8), "complex64"))
+    with pytest.raises(UnsupportedLeafError, match="cannot hold it"):
+        executor.wanted(wanted.abstract, complex_numbers, 0)
+
+
+def test_weak_types_are_kept(context: ckptcore.Context, tmp_path: Path) -> None:
+    weak = jax.device_put(jnp.asarray(2.5), NamedSharding(grid(), P()))
+    assert weak.weak_type
+    ckptcore.save(tmp_path / "it", {"weak": weak}, context=context)
+    loaded = ckptcore.load(tmp_path / "it", {"weak": weak}, context=context)["weak"]
+    assert (loaded.weak_type, float(loaded), loaded.sharding) == (True, 2.5, weak.sharding)
+
+
+@dataclass(frozen=True)
+class FailingLayout(ckptcore.SafetensorsLayout):
+    """Safetensors, that the second worker cannot write."""
+
+    def write(self, snapshot: Snapshot, store: WriteStore) -> JSON:
+        if snapshot.plan.rank == 2:
+            raise ValueError("this worker is unwell")
+        return super().write(snapshot, store)
+
+
+def test_a_worker_that_fails_is_named(context: ckptcore.Context, tmp_path: Path) -> None:
+    tree = state()
+    with pytest.raises(RankFailedError, match="worker 1 .4 devices from .* failed: ValueError: this worker is unwell"):
+        ckptcore.save(tmp_path / "it", tree, layout=FailingLayout(), context=context)
+    assert list(tmp_path.iterdir()) == []
+    ckptcore.save(tmp_path / "it", tree, context=context)
+    assert ckptcore.verify(tmp_path / "it").ok
+
+
+def test_a_worker_that_is_gone_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Colocated Python raises then; here the call to one worker does."""
+    devices = jax.devices()
+    executor = ColocatedExecutor([devices[:4], devices[4:]])
+    context = ckptcore.Context(executor=executor)
+    tree = state()
+    ckptcore.save(tmp_path / "before", tree, context=context)
+
+    def gone(*arguments: Any) -> Any:
+        raise jax.errors.JaxRuntimeError("UNAVAILABLE: connection refused")
+
+    with monkeypatch.context() as lost:
+        lost.setattr(executor._links[1], "_write", gone)
+        lost.setattr(executor._links[1], "_read_call", lambda specs: gone)
+        with pytest.raises(RankFailedError, match=r"worker 1 .* is gone.*connection refused"):
+            ckptcore.save(tmp_path / "it", tree, context=context)
+        with pytest.raises(RankFailedError, match="worker 1"):
+            ckptcore.save_async(tmp_path / "it", tree, context=context).result()
+        with pytest.raises(RankFailedError, match="worker 1"):
+            ckptcore.load(tmp_path / "before", tree, context=context)
+    assert [path.name for path in tmp_path.iterdir()] == ["before"]
+    ckptcore.save(tmp_path / "it", tree, context=context)
+    assert ckptcore.verify(tmp_path / "it").ok
+
+
+def test_loads_of_one_kind_are_compiled_once(executor: ColocatedExecutor, tmp_path: Path) -> None:
+    context = ckptcore.Context(executor=executor)
+    tree = {"split": state()["split"]}
+    ckptcore.save(tmp_path / "it", tree, context=context)
+    ckptcore.load(tmp_path / "it", tree, context=context)
+    before = [dict(link._reads) for link in executor._links]
+    ckptcore.load(tmp_path / "it", tree, context=context)
+    assert [link._reads for link in executor._links] == before
+
+
+def test_deleted_arrays_are_refused_by_name(context: ckptcore.Context, tmp_path: Path) -> None:
+    tree = {"split": state()["split"]}
+    tree["split"].delete()
+    with pytest.raises(UnsupportedLeafError, match="split: .* was deleted"):
+        ckptcore.save(tmp_path / "it", tree, context=context)
+
+
+def test_arrays_on_devices_of_no_worker_are_saved_here(tmp_path: Path) -> None:
+    devices = jax.devices()
+    executor = ColocatedExecutor([devices[:2], devices[2:4]])
+    array = jax.device_put(np.arange(8), devices[7])
+    assert not executor.takes(array)
+    ckptcore.save(tmp_path / "it", {"array": array}, context=ckptcore.Context(executor=executor))
+    np.testing.assert_array_equal(ckptcore.load(tmp_path / "it")["array"], np.arange(8))
+
+
+def test_a_device_has_one_worker() -> None:
+    devices = jax.devices()
+    for workers in ([devices[:4], devices[3:]], [devices, []]):
+        with pytest.raises(PluginError, match="devices of its own"):
+            ColocatedExecutor(workers)
+
+
+def test_pathways_is_told_by_the_platform(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert pathways.executor_of_pathways() is None
+    monkeypatch.setattr(pathways, "jax", SimpleNamespace(
+        config=SimpleNamespace(jax_platforms="proxy,cpu"), process_count=lambda: 1, devices=jax.devices
+    ))  # fmt: skip
+    found = pathways.executor_of_pathways()
+    assert isinstance(found, ColocatedExecutor)
+    assert found is pathways.executor_of_pathways()
+    assert ckptcore.Context().workers() is found
+    assert len(found.workers) == 1  # the devices of the test are of one host
+
+
+def test_hosts_of_pathways_are_tasks_of_slices() -> None:
+    def device(number: int, **of: int) -> SimpleNamespace:
+        return SimpleNamespace(id=number, process_index=0, **of)
+
+    two_slices = [
+        device(number, slice_index=number // 4, virtual_task_index=number // 2 % 2) for number in (0, 1, 4, 2, 3, 5, 6)
+    ]
+    assert [[one.id for one in host] for host in pathways.devices_by_host(two_slices)] == [[0, 1], [4, 5], [2, 3], [6]]
+    assert [len(host) for host in pathways.devices_by_host([device(0), device(1)])] == [2]
+
+
+def test_a_plugin_can_tell_the_executor(executor: ColocatedExecutor, tmp_path: Path) -> None:
+    class Telling:
+        @hookimpl
+        def ckpt_executor(self) -> ColocatedExecutor:
+            return executor
+
+    context, tree = ckptcore.Context(plugins=[Telling()]), {"split": state()["split"]}
+    with watched() as messages:
+        ckptcore.save(tmp_path / "it", tree, context=context)
+    assert len(messages) == 4
+    with pytest.raises(ckptcore.errors.PluginConflictError, match="Context.executor"):
+        ckptcore.Context(plugins=[Telling(), Telling()]).workers()
