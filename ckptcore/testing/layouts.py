@@ -8,7 +8,7 @@ import pickle
 import random
 import tempfile
 import tracemalloc
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -24,9 +24,10 @@ from ckptcore.errors import (
     UnsupportedKeyError,
     UnsupportedLeafError,
 )
-from ckptcore.model import JSON, LEAF, ArraySpec, Attribute, Box, Node, Skeleton, ValueRecord
+from ckptcore.model import JSON, LEAF, ArrayRecord, ArraySpec, Attribute, Box, Node, Skeleton, ValueRecord
 from ckptcore.model.tree import Key
-from ckptcore.protocols import About, InspectsComposites, Layout
+from ckptcore.protocols import About, InspectsComposites, Layout, SharesReplicas
+from ckptcore.sharing import cells_of
 from ckptcore.testing import strategies
 from ckptcore.testing.arrays import DTYPE_NAMES, PORTABLE_DTYPES, SHAPES, assert_same_bits
 from ckptcore.testing.hostile_json import tampered
@@ -178,6 +179,26 @@ class LayoutTests:
         written = write_trial(self.layout(), trial, tmp_path)
         written.assert_reads_back()
         written.assert_reads_back([(0, Box((2, 3), (5, 5))), (0, Box((0, 0), (1, 1))), (1, Box((1,), (2,)))])
+
+    @pytest.mark.parametrize("cells", [(3, 1), (1, 4), (2, 3)], ids=["rows", "columns", "both"])
+    def test_replicas_share_an_array(self, cells: tuple[int, int], tmp_path: Path) -> None:
+        """What several processes hold comes from them in turn, cell by cell between the cuts, and is stored once: not three times."""
+        layout = self.layout()
+        if not (isinstance(layout, SharesReplicas) and layout.shares_replicas):
+            return
+        assert self.several_processes, f"{layout.name} says that replicas share, and takes no parts of arrays"
+        specs: dict[Key, ArraySpec] = {"shared": ArraySpec((96, 160), "float32"), "uneven": ArraySpec((7, 9), "int16")}
+        cut = [_cut(spec, cells) for spec in specs.values()]
+        boxes = [cells_of(record) for record in cut]
+        parts = {leaf: [of_leaf[rank::3] for rank in range(3)] for leaf, of_leaf in enumerate(boxes)}
+        trial = flat_trial(specs, parts=parts, size=3)
+        written = write_trial(
+            layout, dataclasses.replace(trial, tree=dataclasses.replace(trial.tree, leaves=tuple(cut))), tmp_path
+        )
+        written.assert_reads_back()
+        written.assert_reads_back([(0, Box((31, 39), (65, 121))), (1, Box((2, 2), (5, 8))), (0, boxes[0][-1])])
+        stored = sum(path.stat().st_size for path in written.objects().values())
+        assert stored < 2.5 * specs["shared"].nbytes, f"{stored} bytes were written for {specs['shared'].nbytes}"
 
     def test_two_checkpoints_do_not_mix(self, tmp_path: Path) -> None:
         layout = self.layout()
@@ -437,6 +458,13 @@ def _skeleton(paths: tuple[tuple[Key, ...], ...]) -> tuple[Skeleton, list[int]]:
 def _read_unverified(written: Written) -> None:
     for store in written.stores(verified=False):
         written.read(verified=False, store=store)
+
+
+def _cut(spec: ArraySpec, cells: Sequence[int]) -> ArrayRecord:
+    """An array cut into so many cells along each axis, the last of them shorter."""
+    steps = [-(-extent // count) for extent, count in zip(spec.shape, cells, strict=True)]
+    cuts = tuple([tuple(range(step, extent, step)) for step, extent in zip(steps, spec.shape, strict=True)])
+    return ArrayRecord(spec, cuts=cuts)
 
 
 def _comes_back(written: Written, leaf: int) -> bool:
