@@ -5,9 +5,9 @@ from __future__ import annotations
 import sys
 
 from ckptcore.hookspecs import hookimpl
-from ckptcore.protocols import ContainerHandler, Coordinator, Executor, LeafHandler
+from ckptcore.protocols import Collectives, ContainerHandler, Coordinator, Executor, LeafHandler
 
-__all__ = ["ckpt_container_handler", "ckpt_coordinator", "ckpt_executor", "ckpt_leaf_handler"]
+__all__ = ["ckpt_collectives", "ckpt_container_handler", "ckpt_coordinator", "ckpt_executor", "ckpt_leaf_handler"]
 
 
 @hookimpl
@@ -48,6 +48,16 @@ def ckpt_executor() -> Executor | None:
     from ckptcore_jax.pathways import executor_of_pathways
 
     return executor_of_pathways()
+
+
+@hookimpl
+def ckpt_collectives() -> Collectives | None:
+    """The devices of the job for which `jax.distributed.initialize` was called, if it has several processes."""
+    if not _has_jax():
+        return None
+    from ckptcore_jax.collectives import collectives_of_job
+
+    return collectives_of_job()
 
 
 def _has_jax() -> bool:
