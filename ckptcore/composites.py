@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import difflib
 import enum
+import functools
 import itertools
 import logging
 import os
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Final, TypeAlias, TypeVar
+from typing import Any, Final, TypeAlias, TypeVar
 
+from ckptcore.agreement import Agreement
 from ckptcore.builtin.files_layout import FilesLayout, empty_directories
 from ckptcore.builtin.staging import StagingDirectory
 from ckptcore.commit import root_bytes
@@ -30,8 +32,16 @@ from ckptcore.errors import (
 )
 from ckptcore.events import Recording
 from ckptcore.flattening import PLACEHOLDER
-from ckptcore.loading import check_target, check_tree_of_objects, holds_objects, load_into_target, load_value
+from ckptcore.loading import (
+    check_target,
+    check_tree_of_objects,
+    holds_objects,
+    load_into_target,
+    load_nothing,
+    load_value,
+)
 from ckptcore.locations import Location, Place, Within, subdirectory
+from ckptcore.model.tree import JSON
 from ckptcore.opening import (
     Opened,
     OpenedComposite,
@@ -44,7 +54,7 @@ from ckptcore.opening import (
     while_unchanged,
 )
 from ckptcore.parts import PerProcess
-from ckptcore.protocols import FilesHandler
+from ckptcore.protocols import Coordinator, FilesHandler
 from ckptcore.root import Member
 from ckptcore.root_json import is_claim
 
@@ -212,7 +222,10 @@ def load_composite(
         raise TypeError(f"what is wanted is a list of names, or a mapping; write [{wanted!r}]")
     changed: list[str] = []
     """The names of what was restored in place, also by an attempt that was overtaken."""
+    job = context.job() if context.reads != "all" else None
     try:
+        if job is not None and job.size > 1:
+            return _load_together(location, wanted, context, recording, job, changed)
         return while_composite_unchanged(
             open_composite(location, context),
             location,
@@ -246,7 +259,11 @@ def while_composite_unchanged(
             if root_mark(composite.location.store) == composite.data:
                 return made
         composite = open_composite(location, context)
-    raise CorruptCheckpointError(
+    raise _replaced_too_often(location)
+
+
+def _replaced_too_often(location: Place) -> CorruptCheckpointError:
+    return CorruptCheckpointError(
         f"{location} was replaced {_ATTEMPTS} times while it was read; load it when it is saved less often"
     )
 
@@ -262,24 +279,134 @@ def _load_once(
     """Load from a composite; adds the names of what was restored in place to `changed`, also where it fails."""
     with recording.phase("open"):
         requests = list(_requests(composite, location, wanted, context))
-    loaded: dict[str, object] = {}
     # What is built anew comes first: if it cannot be read, nothing was changed yet.
-    for request in sorted(requests, key=lambda request: request.in_place):
-        try:
-            loaded[request.name] = _load(request, context, recording)
-        except TargetUndefinedError:
-            _add(changed, request.name)
-            raise
-        except Exception as error:
-            if not changed:
-                raise
-            raise TargetUndefinedError(
-                f"loading {request.name!r} failed, after {', '.join(changed)} had been restored: they belong to different "
-                f"moments now; load again before using them: {error}"
-            ) from error
-        if request.in_place:
-            _add(changed, request.name)
+    loaded = {
+        request.name: _load_request(request, context, recording, changed)
+        for request in sorted(requests, key=lambda request: request.in_place)
+    }
     return {request.name: loaded[request.name] for request in requests}
+
+
+def _load_request(request: _Request, context: Context, recording: Recording, changed: list[str]) -> object:
+    """Load one checkpointable; adds its name to `changed` if it was restored in place, also where that fails."""
+    try:
+        loaded = _load(request, context, recording)
+    except TargetUndefinedError:
+        _add(changed, request.name)
+        raise
+    except Exception as error:
+        if not changed:
+            raise
+        raise TargetUndefinedError(
+            f"loading {request.name!r} failed, after {', '.join(changed)} had been restored: they belong to different "
+            f"moments now; load again before using them: {error}"
+        ) from error
+    if request.in_place:
+        _add(changed, request.name)
+    return loaded
+
+
+def _load_together(
+    location: Place,
+    wanted: Wanted | Everything,
+    context: Context,
+    recording: Recording,
+    job: Coordinator,
+    changed: list[str],
+) -> dict[str, object]:
+    """Load from a composite on all ranks of a job, name by name: who wants nothing of one is there for the others.
+
+    Adds the names of what was restored in place to `changed`, also where it fails.
+    """
+    from ckptcore.joint_steps import take_step  # only who shares needs it
+
+    agreement = Agreement(job, context.exchange_key(f"{location}/names"), recording)
+    for number in range(_ATTEMPTS):
+        attempt = _JointAttempt(location, wanted, context, recording, changed)
+        joint = take_step(agreement, f"begin-{number}", attempt.begin, stands=attempt.stands)
+        if joint.again:
+            continue
+        told = joint.payloads
+        names: Any = agreement.lead(f"names-{number}", functools.partial(_united, told))
+        steps: list[tuple[str, Callable[[], JSON]]] = [
+            (f"load-{number}/{name}", functools.partial(attempt.load, name)) for name in names
+        ]
+        if not any(
+            take_step(agreement, name, work, stands=attempt.stands).again
+            for name, work in [*steps, (f"end-{number}", attempt.end)]
+        ):
+            return attempt.loaded()
+    raise _replaced_too_often(location)
+
+
+def _united(told: Sequence[Any]) -> JSON:
+    """The names that any rank wants, first those that none restores in place, each with whether one does."""
+    in_place: dict[str, bool] = {}
+    for requests in told:
+        for name, is_in_place in requests:
+            in_place[name] = in_place.get(name, False) or is_in_place
+    return sorted(in_place, key=lambda name: in_place[name])
+
+
+class _JointAttempt:
+    """What one rank does in one try to load from a composite together with others; its methods are steps, and return what is told."""
+
+    def __init__(
+        self,
+        location: Place,
+        wanted: Wanted | Everything,
+        context: Context,
+        recording: Recording,
+        changed: list[str],
+    ) -> None:
+        self._location = location
+        self._wanted = wanted
+        self._context = context
+        self._recording = recording
+        self._changed = changed
+        self._composite: OpenedComposite | None = None
+        self._requests: dict[str, _Request] = {}
+        self._loaded: dict[str, object] = {}
+
+    def stands(self) -> bool:
+        """Whether what was opened is there still."""
+        return self._composite is None or root_mark(self._composite.location.store) == self._composite.data
+
+    def begin(self) -> JSON:
+        """Open the composite, and look whether what is wanted is there."""
+        self._composite = open_composite(self._location, self._context)
+        with self._recording.phase("open"):
+            requests = _requests(self._composite, self._location, self._wanted, self._context)
+            self._requests = {request.name: request for request in requests}
+        return [[request.name, request.in_place] for request in self._requests.values()]
+
+    def load(self, name: str) -> JSON:
+        """Load what has a name; where this rank does not want it, be there for those that do."""
+        composite, request = self._composite, self._requests.get(name)
+        assert composite is not None  # the step before has opened it
+        member = composite.members[name]
+        is_shared = member.processes is None and member.kind == "tree"
+        if request is not None:
+            # What a process saved for itself it reads for itself.
+            context = self._context if is_shared else replace(self._context, reads="all")
+            self._loaded[name] = _load_request(request, context, self._recording, self._changed)
+        elif is_shared:
+            opened = open_member(composite, name, name, self._location, self._context)
+            source = opened if opened.root is None else Within(self._location, name)
+            load_nothing(source, self._context, self._recording)
+        return None
+
+    def end(self) -> JSON:
+        """Make sure that all was read of one save."""
+        from ckptcore.joint_steps import Replaced  # only who shares needs it
+
+        if not self.stands():
+            raise Replaced
+        return None
+
+    def loaded(self) -> dict[str, object]:
+        """By name, in the order in which it was asked for."""
+        return {name: self._loaded[name] for name in self._requests}
 
 
 def _add(names: list[str], name: str) -> None:

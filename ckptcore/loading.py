@@ -31,6 +31,7 @@ __all__ = [
     "check_tree_of_objects",
     "holds_objects",
     "load_into_target",
+    "load_nothing",
     "load_value",
     "recorded_load",
 ]
@@ -76,6 +77,11 @@ def load_value(location: Source, abstract: object, context: Context, recording: 
         return Planned(reading, functools.partial(unflatten, flat.shape))
 
     return _load(location, context, recording, plan)
+
+
+def load_nothing(location: Source, context: Context, recording: Recording) -> None:
+    """Be there while the other processes of a job load together something that this one wants nothing of."""
+    _load(location, context, recording, lambda opened: Planned(Reading(opened, (), []), lambda leaves: None))
 
 
 def _load(location: Source, context: Context, recording: Recording, plan: Callable[[Opened], Planned[T]]) -> T:

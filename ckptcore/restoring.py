@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Final, Generic, TypeVar
 
@@ -159,10 +159,9 @@ class StepLoader:
         """
         if step is not None:
             step = step_number(step, hint="; what is to be loaded is given as abstract= or wanted=")
-            with self._agree(f"load-{step}").stage("load"):
-                if not self._steps.is_committed(step):
-                    raise CheckpointNotFoundError(self._steps.missing(step))
-                loaded = self._attempt(step, loading)
+            agreement = self._agree(f"load-{step}")
+            with agreement.stage("load"):
+                loaded = self._attempt(step, loading, agreement.part("begin"))
             self.restored_step, self.skipped_steps = step, ()
             self.broken.discard(step)
             return loaded
@@ -208,7 +207,7 @@ class StepLoader:
         try:
             with agreement.stage("load") as stage:
                 try:
-                    loaded = (self._attempt(step, loading),)
+                    loaded = (self._attempt(step, loading, agreement.part("begin")),)
                 except (CorruptCheckpointError, CheckpointNotFoundError, TargetUndefinedError) as error:
                     if not _is_damage(error):
                         raise
@@ -238,10 +237,25 @@ class StepLoader:
             self.broken.add(step)
         return None
 
-    def _attempt(self, step: int, loading: Loading[T]) -> T:
+    def _attempt(self, step: int, loading: Loading[T], agreement: Agreement) -> T:
+        """Load a step. Where processes read for each other, all begin or none does: `agreement` is for that."""
         place = self._steps.place(step)
-        with self._pinned_to_load(step), recorded_load(place, self._context, step=step) as recording:
-            return loading.run(place, recording)
+        with ExitStack() as held:
+
+            def begin() -> JSON:
+                if not self._steps.is_committed(step):
+                    raise CheckpointNotFoundError(self._steps.missing(step))
+                held.enter_context(self._pinned_to_load(step))
+                return None
+
+            if self._context.reads == "all":
+                begin()
+            else:
+                from ckptcore.joint_steps import take_step  # only who shares needs it
+
+                take_step(agreement, "pin", begin, stands=lambda: True)
+            with recorded_load(place, self._context, step=step) as recording:
+                return loading.run(place, recording)
 
     def _pinned_to_load(self, step: int) -> Hold | nullcontext[None]:
         """A pin for the time of a load; none where nothing can be written."""

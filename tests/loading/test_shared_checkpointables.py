@@ -1,0 +1,144 @@
+"""Several checkpointables, and steps, that the ranks of a job load together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import ckptcore
+from ckptcore import Checkpointer, Context, PerProcess
+from ckptcore.errors import CheckpointNotFoundError, RankFailedError
+from ckptcore.protocols import Coordinator
+from ckptcore.testing import ThreadJob, ThreadNetwork, assert_same_tree
+
+MODEL = {"w": np.arange(600.0).reshape(20, 30), "step": 4}
+EXTRA = {"e": np.arange(200)}
+
+
+class Counter:
+    """An object with a state of its own."""
+
+    def __init__(self) -> None:
+        self.state = np.zeros(50)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"state": self.state}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.state = state["state"]
+
+
+def _run(size: int, work: Callable[[Context], Any]) -> tuple[list[Any], ThreadNetwork]:
+    network = ThreadNetwork(size, timeout_seconds=20)
+
+    def run(coordinator: Coordinator) -> Any:
+        collectives = network.collectives(coordinator.rank)
+        return work(Context(coordinator=coordinator, collectives=collectives, reads="broadcast"))
+
+    return list(ThreadJob(size, timeout_seconds=20).run(run)), network
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    def save(context: Context) -> None:
+        counter = Counter()
+        counter.state = np.arange(50.0)
+        own = PerProcess({"rank": context.job().rank})
+        ckptcore.save_checkpointables(
+            tmp_path / "saved", {"model": MODEL, "extra": EXTRA, "counter": counter, "own": own}, context=context
+        )
+
+    _run(2, save)
+    return tmp_path / "saved"
+
+
+def test_all_of_it(saved: Path) -> None:
+    def load(context: Context) -> None:
+        counter = Counter()
+        wanted = {"counter": counter, "extra": None, "own": PerProcess(None), "model": None}
+        loaded = ckptcore.load_checkpointables(saved, wanted, context=context)
+        assert list(loaded) == list(wanted)
+        assert_same_tree(loaded["model"], MODEL)
+        assert_same_tree(loaded["extra"], EXTRA)
+        assert np.array_equal(counter.state, np.arange(50.0))
+
+    _, network = _run(2, load)
+    assert {members for _, members, _ in network.sent} == {(0, 1)}
+
+
+def test_ranks_that_want_different_names(saved: Path) -> None:
+    """Each has one that the other does not want, in another order."""
+
+    def load(context: Context) -> dict[str, Any]:
+        names = ["extra", "model"] if context.job().rank else ["model"]
+        return ckptcore.load_checkpointables(saved, names, context=context)
+
+    (first, second), network = _run(2, load)
+    assert list(first) == ["model"] and list(second) == ["extra", "model"]
+    assert_same_tree(second["extra"], EXTRA)
+    assert_same_tree(first["model"], second["model"])
+    assert len(network.sent) == 1, "nobody wants what is in extra but one"
+
+
+def test_a_name_that_one_rank_has_wrong_fails_all(saved: Path) -> None:
+    def load(context: Context) -> Exception:
+        with pytest.raises((CheckpointNotFoundError, RankFailedError)) as caught:
+            ckptcore.load_checkpointables(saved, ["model" if context.job().rank else "modell"], context=context)
+        return caught.value
+
+    first, second = _run(2, load)[0]
+    assert "modell" in str(first) and "modell" in str(second)
+
+
+def test_an_object_that_refuses_its_state_fails_all_after_its_name(saved: Path) -> None:
+    """Nobody waits for what would come next."""
+
+    class Refusing(Counter):
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            raise ValueError("not like this")
+
+    def load(context: Context) -> str:
+        counter = Refusing() if context.job().rank == 1 else Counter()
+        with pytest.raises(Exception, match="not like this") as caught:
+            ckptcore.load_checkpointables(saved, {"counter": counter, "model": None}, context=context)
+        return type(caught.value).__name__
+
+    assert _run(2, load)[0][1] == "TargetUndefinedError"
+
+
+def test_steps(tmp_path: Path) -> None:
+    """The newest is damaged where one rank reads it: all go to the one before."""
+
+    def save(context: Context) -> None:
+        with Checkpointer(tmp_path, context=context) as checkpointer:
+            for step in (1, 2):
+                checkpointer.save(step, {"w": np.full(1000, float(step))})
+
+    _run(2, save)
+    (file,) = next(path for path in tmp_path.iterdir() if path.is_dir() and "2" in path.name).glob("*.safetensors")
+    data = bytearray(file.read_bytes())
+    data[-100] ^= 1
+    file.write_bytes(data)
+
+    def load(context: Context) -> tuple[float, int | None]:
+        with Checkpointer(tmp_path, context=context) as checkpointer:
+            loaded = checkpointer.load()
+            return float(loaded["w"][0]), checkpointer.restored_step
+
+    assert _run(2, load)[0] == [(1.0, 1), (1.0, 1)]
+
+
+def test_a_step_that_is_not_there_for_one_is_not_there_for_all(tmp_path: Path) -> None:
+    def load(context: Context) -> None:
+        with Checkpointer(tmp_path, context=context) as checkpointer:
+            checkpointer.save(1, {"w": np.ones(10)})
+            checkpointer.wait()
+            with pytest.raises(CheckpointNotFoundError):
+                checkpointer.load(7)
+            assert float(checkpointer.load(1)["w"][0]) == 1
+
+    _run(2, load)
