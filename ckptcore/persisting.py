@@ -9,7 +9,7 @@ import functools
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Final, NoReturn
+from typing import Final, NoReturn
 
 from ckptcore.agreement import Agreement
 from ckptcore.background import SaveHandle
@@ -28,14 +28,14 @@ from ckptcore.engine.recorder import ObjectRecorder
 from ckptcore.errors import CheckpointError, CommitUnknownError, PluginError
 from ckptcore.events import Recording
 from ckptcore.locations import Location, subdirectory
-from ckptcore.model.arrays import Box
-from ckptcore.model.metadata import ArrayRecord, TreeMetadata
+from ckptcore.model.metadata import TreeMetadata
 from ckptcore.model.objects import ObjectRecord
-from ckptcore.model.transfer import Receipt, Segment, WriteItem
+from ckptcore.model.transfer import Receipt, Segment
 from ckptcore.model.tree import JSON
 from ckptcore.parts import Captured, Part
 from ckptcore.planning import check_coverage
 from ckptcore.protocols import About, Layout, MarksCheckpoints, MemberKind, StorageAddress, StorageBackend
+from ckptcore.receipts import decode_receipts, encode_receipts
 from ckptcore.root import ROOT_KEY, Claimed, Composite, Member, Root
 from ckptcore.root_json import encode_composite, encode_root
 from ckptcore.stages import WorkerOptions
@@ -142,7 +142,8 @@ def persist(
                     )
                 common = [receipts for part, receipts in zip(described.parts, written, strict=True) if not part.own]
                 if agreement.size > 1:
-                    stage.payload = [_encode_receipt(receipt) for (receipt,) in common]  # a job has no workers
+                    told = [receipt for (receipt,) in common]  # a job has no workers
+                    stage.payload = encode_receipts(_common_trees(described), told)
         except Exception as error:
             if agreement.rank == 0 or not stage.done or stage.failed:
                 raise
@@ -153,7 +154,7 @@ def persist(
             with agreement.stage("commit") as end:
                 if claim is not None:
                     parts = [part for part in described.parts if not part.own]
-                    receipts = common if agreement.size == 1 else _decode_receipts(parts, stage.payloads)
+                    receipts = common if agreement.size == 1 else _decoded(described, stage.payloads)
                     _commit(described, claim, parts, receipts, context, recording)
         except Exception as error:
             if not end.done or 0 in end.failed:
@@ -407,28 +408,13 @@ def _writer() -> Mapping[str, str]:
     return {"ckptcore": importlib.metadata.version("ckptcore")}
 
 
-def _encode_receipt(receipt: Receipt) -> JSON:
-    return {
-        "rank": receipt.rank,
-        "items": [[item.leaf, [[box.start, box.stop] for box in item.boxes]] for item in receipt.items],
-        "state": receipt.state,
-        "objects": [[record.key, record.size, record.checksums.hex()] for record in receipt.objects],
-    }
+def _common_trees(described: Described) -> list[TreeMetadata]:
+    """The trees that all processes write together."""
+    return [part.plan.tree for part in described.parts if not part.own]
 
 
-def _decode_receipts(parts: Sequence[Part], payloads: Sequence[Any]) -> list[list[Receipt]]:
+def _decoded(described: Described, payloads: Sequence[object]) -> list[list[Receipt]]:
     """By part and rank, what the processes of this job wrote."""
-    return [
-        [_decode_receipt(of_rank[number], part.plan.tree) for of_rank in payloads] for number, part in enumerate(parts)
-    ]
-
-
-def _decode_receipt(payload: Any, tree: TreeMetadata) -> Receipt:
-    """A receipt of another process of this job."""
-    items = []
-    for leaf, boxes in payload["items"]:
-        record = tree.leaves[leaf]
-        assert isinstance(record, ArrayRecord)  # plans have no other items
-        items.append(WriteItem(leaf, record.spec, tuple([Box(tuple(start), tuple(stop)) for start, stop in boxes])))
-    objects = tuple([ObjectRecord(key, size, bytes.fromhex(checksums)) for key, size, checksums in payload["objects"]])
-    return Receipt(payload["rank"], tuple(items), payload["state"], objects)
+    trees = _common_trees(described)
+    by_rank = [decode_receipts(trees, data) for data in payloads if isinstance(data, bytes)]
+    return [[of_rank[number] for of_rank in by_rank] for number in range(len(trees))]

@@ -132,8 +132,10 @@ def owners_of(shares: Shares, *, rank: int, size: int) -> Mapping[int, Owners]:
     """By array, which replica writes each of the cells between its cuts.
 
     The largest pieces come first, and each goes to the replica that has the fewest bytes so far, as if there were one box of each
-    array: processes that hold one box of each of several arrays share these evenly, whichever boxes they are. What every process
-    works out is the same and grows with the number of arrays, neither with that of their cells nor with that of processes.
+    array: processes that hold one box of each of several arrays share these evenly, whichever boxes they are. That is done for
+    arrays by themselves that are cut into equally many boxes along each axis: the boxes of a process stand in one place then, and from
+    place to place the replicas take turns. What every process works out is the same and grows with the number of arrays, neither with
+    that of their cells nor with that of processes.
 
     Args:
         shares: the tree of the job, and the pieces of the arrays that this process holds.
@@ -143,7 +145,7 @@ def owners_of(shares: Shares, *, rank: int, size: int) -> Mapping[int, Owners]:
         Of what this process has.
     """
     tree = shares.tree
-    groups: dict[tuple[tuple[int, ...] | None, int], list[tuple[int, int, int]]] = {}
+    groups: dict[tuple[tuple[int, ...] | None, int, tuple[int, ...]], list[tuple[int, int, int]]] = {}
     numbers: dict[int, list[int]] = {}
     for leaf, record in enumerate(tree.leaves):
         held_by = tree.held_by.get(leaf)
@@ -156,8 +158,8 @@ def owners_of(shares: Shares, *, rank: int, size: int) -> Mapping[int, Owners]:
         if replicas > 1:
             numbers[leaf] = [0] * pieces.count
             entries = [(-nbytes, leaf, piece) for piece, nbytes in enumerate(_first_box_bytes(record, pieces))]
-            groups.setdefault((held_by, replicas), []).extend(entries)
-    for (_, replicas), entries in groups.items():
+            groups.setdefault((held_by, replicas, _boxes(record, pieces)), []).extend(entries)
+    for (_, replicas, _), entries in groups.items():
         loads = [(0, replica) for replica in range(min(replicas, len(entries)))]  # no others come to have any
         for nbytes, leaf, piece in sorted(entries):
             load, replica = loads[0]
@@ -243,6 +245,13 @@ def _cells_within(record: ArrayRecord, box: Box) -> list[tuple[int, list[tuple[i
 def _count(record: ArrayRecord) -> int:
     """How many cells an array has between its cuts."""
     return math.prod([len(boundaries) + 1 for boundaries in record.cuts or ()])
+
+
+def _boxes(record: ArrayRecord, pieces: Pieces) -> tuple[int, ...]:
+    """Into how many boxes an array is cut along each axis; nothing where it is not cut."""
+    cells = [len(boundaries) + 1 for boundaries in record.cuts or ()]
+    boxes = [count // pieces.count if axis == pieces.axis else count for axis, count in enumerate(cells)]
+    return tuple(boxes) if any(count > 1 for count in boxes) else ()
 
 
 def _replicas(cells: int, holders: int) -> int:

@@ -1,6 +1,7 @@
 """Frozen data that the stages hand to each other; no I/O, no plugin."""
 
 from ckptcore.model.arrays import AbstractArray, ArraySpec, Box, HostArray, Shard, dtype_from_name, name_of_dtype
+from ckptcore.model.columns import IntegerColumn, ItemColumns
 from ckptcore.model.metadata import PLAIN_ARRAY, ArrayRecord, LeafRecord, TreeMetadata, ValueRecord
 from ckptcore.model.objects import BLOCK_BYTES, ObjectRecord
 from ckptcore.model.transfer import (
@@ -35,6 +36,8 @@ __all__ = [
     "Checksum",
     "ChecksumSegment",
     "HostArray",
+    "IntegerColumn",
+    "ItemColumns",
     "Key",
     "LeafRecord",
     "Node",

@@ -96,13 +96,14 @@ class Receipt:
 
     Attributes:
         rank: the process.
-        items: what it wrote, as its plan said.
-        state: JSON that the layout owns: where things went.
+        items: what it wrote, as its plan said. Of another process they may be an `ItemColumns`.
+        state: JSON that the layout owns: where things went. Where it comes from another process, lists of whole numbers in it may be of
+            another type: an `IntegerColumn`, over which one iterates as over a list, and which NumPy takes as it is.
         objects: every object written, with its checksums.
     """
 
     rank: int
-    items: tuple[WriteItem, ...]
+    items: Sequence[WriteItem]
     state: JSON
     objects: tuple[ObjectRecord, ...]
 

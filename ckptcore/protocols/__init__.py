@@ -16,6 +16,7 @@ from ckptcore.protocols.collectives import (
 )
 from ckptcore.protocols.coordination import (
     Coordinator,
+    GathersInGroups,
     Rejoinable,
 )
 from ckptcore.protocols.execution import (
@@ -95,6 +96,7 @@ __all__ = [
     "Flattened",
     "ForecastsLeaves",
     "ForecastsWrites",
+    "GathersInGroups",
     "Held",
     "HostBytes",
     "HostMemory",

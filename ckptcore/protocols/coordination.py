@@ -7,6 +7,7 @@ from typing import Protocol, runtime_checkable
 
 __all__ = [
     "Coordinator",
+    "GathersInGroups",
     "Rejoinable",
 ]
 
@@ -47,4 +48,23 @@ class Rejoinable(Protocol):
     @property
     def incarnation(self) -> int:
         """Which one of the job's it belongs to."""
+        ...
+
+
+@runtime_checkable
+class GathersInGroups(Protocol):
+    """A coordinator through which some of the processes can agree among themselves, so that a large job need not tell the leader all
+    at once.
+    """
+
+    def within(self, ranks: Sequence[int], *, deadlines: int = 1) -> Coordinator:
+        """The coordinator of a group of processes, in one of them; touches nothing yet, and waits for nobody.
+
+        In the group, processes have the ranks 0, 1, ... in the order given: the first one leads, and the ranks of an error are those
+        of the group. Keys are unique among all exchanges of the job, whatever group they are of.
+
+        Args:
+            ranks: those of the group in this one, each once, this process among them.
+            deadlines: how many deadlines of this coordinator an exchange of the group waits.
+        """
         ...

@@ -12,7 +12,7 @@ from typing import TypeVar
 import pytest
 
 from ckptcore.errors import CoordinationTimeoutError
-from ckptcore.protocols import Coordinator
+from ckptcore.protocols import Coordinator, GathersInGroups
 
 __all__ = ["CoordinatorTests"]
 
@@ -98,6 +98,22 @@ class CoordinatorTests:
         """The leader may come a deadline later than the others: it waits for whoever is missing, and then says who that was."""
         told = self.run(several, _LateLeader(1.5 * self.short_seconds), timeout_seconds=self.short_seconds)
         assert told == [b"late"] * several
+
+    def test_groups_agree_among_themselves(self, several: int) -> None:
+        """Of a coordinator that has groups, if it has: a pair of ranks, and the others, at the same time."""
+        results = self.run(several, _groups, timeout_seconds=self.long_seconds)
+        if results[0] is None:
+            return
+        last = several - 1
+        assert results[last] == (0, 2, [b"rank %d" % last, b"rank 0"], b"of %d" % last), "the first of a group leads"
+        assert results[0] == (1, 2, None, b"of %d" % last)
+        for rank in range(1, last):
+            names = [b"rank %d" % other for other in range(1, last)] if rank == 1 else None
+            assert results[rank] == (rank - 1, several - 2, names, b"of 1")
+
+    def test_the_leader_of_a_group_is_told_who_of_it_did_not_come(self, several: int) -> None:
+        outcomes = self.run(several, _absent_from_group, timeout_seconds=self.short_seconds)
+        assert outcomes[-1] in (None, [1]), "CoordinationTimeoutError.missing has the ranks of the group"
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,3 +224,27 @@ def _absent_leader(coordinator: Coordinator) -> list[int] | None:
     except CoordinationTimeoutError as error:
         return list(error.missing)
     return None
+
+
+def _groups(coordinator: Coordinator) -> tuple[int, int, list[bytes] | None, bytes] | None:
+    """An exchange in two groups, the last and the first rank and all others; None where there are no groups."""
+    if not isinstance(coordinator, GathersInGroups):
+        return None
+    last = coordinator.size - 1
+    ranks = (last, 0) if coordinator.rank in (0, last) else tuple(range(1, last))
+    group = coordinator.within(ranks)
+    gathered = group.gather(f"names of {ranks[0]}", b"rank %d" % coordinator.rank)
+    told = group.broadcast(f"told by {ranks[0]}", b"of %d" % ranks[0] if group.rank == 0 else None)
+    return group.rank, group.size, None if gathered is None else list(gathered), told
+
+
+def _absent_from_group(coordinator: Coordinator) -> list[int] | None:
+    """The last rank leads a group with the first, which does not come; gives the missing ranks as it was told them."""
+    last = coordinator.size - 1
+    if coordinator.rank != last or not isinstance(coordinator, GathersInGroups):
+        return None
+    try:
+        coordinator.within((last, 0), deadlines=2).gather("incomplete", b"here")
+    except CoordinationTimeoutError as error:
+        return list(error.missing)
+    return []

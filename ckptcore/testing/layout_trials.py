@@ -39,6 +39,7 @@ from ckptcore.model import (
 from ckptcore.planning import cuts_of
 from ckptcore.plugins import installed_plugins
 from ckptcore.protocols import About, Layout, MarksCheckpoints, ReadStore, StorageOptions
+from ckptcore.receipts import decode_receipts, encode_receipts
 from ckptcore.testing.arrays import assert_same_bits, bit_patterns
 from ckptcore.testing.layout_stores import DirectoryReadStore, DirectoryWriteStore, HeldSnapshot, files_below
 
@@ -214,7 +215,8 @@ def write_trial(layout: Layout, trial: Trial, directory: Path) -> Written:
         state = layout.write(snapshot, store)
         snapshot.assert_released()
         receipt = Receipt(rank, plan.items, _through_json(state), tuple(store.objects.values()))
-        receipts.append(pickle.loads(pickle.dumps(receipt)))
+        (told,) = decode_receipts([trial.tree], encode_receipts([trial.tree], [receipt]))
+        receipts.append(pickle.loads(pickle.dumps(told)))
     receipts.sort(key=lambda receipt: receipt.rank)
     state = _through_json(layout.finish(trial.tree, receipts, DirectoryWriteStore(directory)))
     if not trial.name:

@@ -65,9 +65,9 @@ class ThreadJob:
             exchange[rank] = payload
             self._changed.notify_all()
 
-    def _take(self, key: str, ranks: Sequence[int]) -> Sequence[bytes]:
-        """The payloads of these ranks, once all are there."""
-        deadline = time.monotonic() + self.timeout_seconds
+    def _take(self, key: str, ranks: Sequence[int], size: int, timeout_seconds: float) -> Sequence[bytes]:
+        """The payloads of these ranks of so many, once all are there."""
+        deadline = time.monotonic() + timeout_seconds
         with self._changed:
             while True:
                 exchange = self._exchanges.setdefault(key, {})
@@ -77,18 +77,20 @@ class ThreadJob:
                 remaining = deadline - time.monotonic()
                 if remaining <= 0 or not self._changed.wait(remaining):
                     raise CoordinationTimeoutError(
-                        f"after {self.timeout_seconds:g} s of the exchange {key!r}, {len(missing)} of {self.size} ranks "
+                        f"after {timeout_seconds:g} s of the exchange {key!r}, {len(missing)} of {size} ranks "
                         f"had not come: {missing}; look at what they were doing",
                         missing,
                     )
 
 
 class ThreadCoordinator:
-    """One rank of a `ThreadJob`. Any thread."""
+    """One rank of a `ThreadJob`, or of a group of its ranks. Any thread."""
 
-    def __init__(self, job: ThreadJob, rank: int) -> None:
+    def __init__(self, job: ThreadJob, rank: int, size: int | None = None, deadlines: int = 1) -> None:
         self._job = job
         self._rank = rank
+        self._size = job.size if size is None else size
+        self._timeout_seconds = job.timeout_seconds * deadlines
 
     @property
     def rank(self) -> int:
@@ -98,12 +100,16 @@ class ThreadCoordinator:
     @property
     def size(self) -> int:
         """How many ranks."""
-        return self._job.size
+        return self._size
+
+    def within(self, ranks: Sequence[int], *, deadlines: int = 1) -> ThreadCoordinator:
+        """See `ckptcore.protocols.GathersInGroups`."""
+        return ThreadCoordinator(self._job, list(ranks).index(self._rank), len(ranks), deadlines)
 
     def gather(self, key: str, payload: bytes) -> Sequence[bytes] | None:
         """See `ckptcore.protocols.Coordinator`; only the leader waits."""
         self._job._give(key, self._rank, payload)
-        return self._job._take(key, range(self.size)) if self._rank == 0 else None
+        return self._take(key, range(self.size)) if self._rank == 0 else None
 
     def broadcast(self, key: str, payload: bytes | None) -> bytes:
         """See `ckptcore.protocols.Coordinator`; the leader does not wait."""
@@ -112,4 +118,7 @@ class ThreadCoordinator:
         if payload is not None:
             self._job._give(key, self._rank, payload)
             return payload
-        return self._job._take(key, (0,))[0]
+        return self._take(key, (0,))[0]
+
+    def _take(self, key: str, ranks: Sequence[int]) -> Sequence[bytes]:
+        return self._job._take(key, ranks, self._size, self._timeout_seconds)

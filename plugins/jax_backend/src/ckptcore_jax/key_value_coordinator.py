@@ -68,6 +68,11 @@ class KeyValueCoordinator:
         """How many processes there are."""
         return self._size
 
+    def within(self, ranks: Sequence[int], *, deadlines: int = 1) -> KeyValueCoordinator:
+        """See `ckptcore.protocols.GathersInGroups`."""
+        place, seconds = ranks.index(self._rank), self._timeout_seconds * deadlines
+        return KeyValueCoordinator(self._client, place, len(ranks), timeout_seconds=seconds)
+
     def gather(self, key: str, payload: bytes) -> Sequence[bytes] | None:
         """See `ckptcore.protocols.Coordinator`; only the leader waits, and removes what came."""
         place = f"ckptcore/gather/{quote(key, safe='')}"

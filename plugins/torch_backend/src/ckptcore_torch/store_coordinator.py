@@ -43,6 +43,7 @@ class StoreCoordinator:
             meeting: of this process with the leader; None: the one that all coordinators over this store have.
         """
         # Untyped, because torch says of its stores that they take and give text; they take and give bytes.
+        self._given: Final[Any] = store
         self._store: Final[Any] = _own_part(store)
         self._rank: Final = rank
         self._size: Final = size
@@ -80,6 +81,11 @@ class StoreCoordinator:
         """How many processes there are."""
         return self._size
 
+    def within(self, ranks: Sequence[int], *, deadlines: int = 1) -> StoreCoordinator:
+        """See `ckptcore.protocols.GathersInGroups`."""
+        place, seconds = ranks.index(self._rank), self._timeout_seconds * deadlines
+        return StoreCoordinator(self._given, place, len(ranks), timeout_seconds=seconds, meeting=self._meeting)
+
     def gather(self, key: str, payload: bytes) -> Sequence[bytes] | None:
         """See `ckptcore.protocols.Coordinator`; only the leader waits, and removes what it got."""
         if self._size == 1:
@@ -114,7 +120,8 @@ class StoreCoordinator:
         try:
             self._wait(store, key, names)
         finally:
-            self._meeting.waited()
+            if self._size == self._meeting.size:  # else it was a group of the job, and others may be to come
+                self._meeting.waited()
         gathered = [payload, *[store.get(name) for name in names.values()]]
         for name in names.values():
             store.remove(name)

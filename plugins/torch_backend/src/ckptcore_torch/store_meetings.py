@@ -48,6 +48,11 @@ class StoreMeeting:
         self._all_met: Final = threading.Event()
         self._waited = False
 
+    @property
+    def size(self) -> int:
+        """How many processes the job has."""
+        return self._size
+
     def life(self, store: WatchedStore, key: str, timeout_seconds: float) -> str:
         """What begins the keys of this life of the job; the first call waits until the leader has come.
 
@@ -75,9 +80,9 @@ class StoreMeeting:
     def wait_for_all(self, store: WatchedStore, timeout_seconds: float) -> None:
         """On the leader, before it goes on without having waited for anybody: it may end, and then answers nobody.
 
-        Only the first call waits, and not after `waited`. Past the deadline it goes on: who is missing finds what it was told.
+        Only the first call waits, and not after `waited`; of a rank that leads a group only, none does. Past the deadline it goes on: who is missing finds what it was told.
         """
-        if self._waited:
+        if self._waited or self._rank:
             return
         self._waited = True
         deadline = time.monotonic() + timeout_seconds
