@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Final
 
-from ckptcore.errors import CoordinationTimeoutError, UnsupportedVersionError
+from ckptcore.errors import CoordinationTimeoutError, ObjectNotFoundError, UnsupportedVersionError
 from ckptcore.model import BLOCK_BYTES, HostArray, ObjectRecord, Segment, WritePlan
-from ckptcore.protocols import StorageAddress
+from ckptcore.protocols import Buffer, ObjectWriter, PutCondition, StorageAddress
 
-__all__ = ["CountingStore", "PlannedSnapshot", "SimulatedCoordinator", "Wire"]
+__all__ = ["CountingStore", "DiscardingStorage", "PlannedSnapshot", "SimulatedCoordinator", "Wire"]
 
 _CHECKSUM_BYTES: Final = 8
 
@@ -142,3 +142,71 @@ class CountingStore:
         seed = b"%d %s" % (self._seed, key.encode())
         checksums = hashlib.shake_128(seed).digest(blocks * _CHECKSUM_BYTES)
         self.objects.append(ObjectRecord(key, nbytes, checksums))
+
+
+class _DiscardingWriter:
+    def __init__(self, storage: DiscardingStorage) -> None:
+        self._storage = storage
+
+    def write_at(self, offset: int, data: Buffer) -> None:
+        self._storage.nbytes += len(data)
+
+    def finish(self) -> None:
+        pass
+
+    def abort(self) -> None:
+        pass
+
+
+class DiscardingStorage:
+    """A storage that counts the bytes that are put, and keeps none.
+
+    Attributes:
+        nbytes: that were put.
+    """
+
+    request_bytes = 1 << 20
+    address: StorageAddress | None = None
+
+    def __init__(self) -> None:
+        """Nothing was put."""
+        self.nbytes = 0
+
+    def put(self, key: str, data: bytes, *, condition: PutCondition | None = None) -> str:
+        """See `ckptcore.protocols.StorageBackend`."""
+        self.nbytes += len(data)
+        return ""
+
+    def open_writer(self, key: str, size: int | None = None) -> ObjectWriter:
+        """See `ckptcore.protocols.StorageBackend`."""
+        return _DiscardingWriter(self)
+
+    def get(self, key: str, start: int = 0, stop: int | None = None) -> bytes:
+        """Nothing is there."""
+        raise ObjectNotFoundError(key)
+
+    def get_with_tag(self, key: str) -> tuple[bytes, str]:
+        """Nothing is there."""
+        raise ObjectNotFoundError(key)
+
+    def get_into(self, key: str, ranges: Sequence[tuple[int, memoryview]]) -> None:
+        """Nothing is there."""
+        raise ObjectNotFoundError(key)
+
+    def size(self, key: str) -> int:
+        """Nothing is there."""
+        raise ObjectNotFoundError(key)
+
+    def list(self, prefix: str = "") -> Iterator[str]:
+        """Nothing is there."""
+        return iter(())
+
+    def list_names(self, prefix: str = "") -> Sequence[str]:
+        """Nothing is there."""
+        return ()
+
+    def delete(self, keys: Sequence[str]) -> None:
+        """Nothing is there."""
+
+    def sync(self, keys: Sequence[str]) -> None:
+        """Nothing is there."""

@@ -15,7 +15,7 @@ from ckptcore.gathering import BLOCK_RANKS, Gathering
 from ckptcore.model.tree import JSON
 from ckptcore.protocols import Coordinator
 
-__all__ = ["Agreement", "Stage"]
+__all__ = ["Agreement", "Stage", "encode_outcome"]
 
 T = TypeVar("T", bound=JSON)
 
@@ -113,7 +113,7 @@ class Agreement:
         token = None if self._met else secrets.token_hex(8)
         try:
             yield stage
-            outcome = _encode_outcome(token, stage.payload)
+            outcome = encode_outcome(token, stage.payload)
             stage.done = True
         except BaseException as caught:  # noqa: BLE001  # told to the others first, then raised below
             error = caught
@@ -239,7 +239,7 @@ class _Verdict:
     unknown: bool = False
 
 
-def _encode_outcome(token: str | None, payload: JSON | bytes) -> bytes:
+def encode_outcome(token: str | None, payload: JSON | bytes) -> bytes:
     """What a rank says: a line of JSON, and bytes behind it where those are its payload."""
     head: dict[str, JSON] = {"error": None, "unknown": False, "token": token}
     if isinstance(payload, bytes):

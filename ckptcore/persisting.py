@@ -43,7 +43,11 @@ from ckptcore.timelines import timeline_to_json
 from ckptcore.visibility import seen_by_all, sees_claim, show_claim
 from ckptcore.worker_writes import HeldByWorkers
 
+<<<<<<< HEAD
 __all__ = ["NOTHING_COMMITTED", "Described", "fail_before_claim", "fail_everywhere", "persist"]
+=======
+__all__ = ["NOTHING_COMMITTED", "Described", "fail_everywhere", "merge_objects", "persist"]
+>>>>>>> 59df9df (Simulate a save by 16,384 processes, and show that no process but the leader does more in a larger job)
 
 NOTHING_COMMITTED: Final = "nothing was committed"
 """What it means if a stage before the commit fails on any rank."""
@@ -272,13 +276,7 @@ def _finish(
     check_coverage(tree, receipts)
     recorder = ObjectRecorder(store, context.io_threads, checksums=context.checksums)
     state = part.layout.finish(tree, receipts, recorder)
-    objects: dict[str, ObjectRecord] = {}
-    for record in [*(record for receipt in receipts for record in receipt.objects), *recorder.objects]:
-        if objects.setdefault(record.key, record) is not record:
-            raise PluginError(
-                f"the layout {part.layout.name} wrote {record.key} twice, perhaps from several processes; "
-                "the save is not committed"
-            )
+    objects = merge_objects(part.layout.name, receipts, recorder.objects)
     return Root(
         save_id=described.save_id,
         created=described.created,
@@ -289,6 +287,29 @@ def _finish(
         objects=objects,
         member=described.members is not None,
     )
+
+
+def merge_objects(
+    layout: str, receipts: Sequence[Receipt], finished: Sequence[ObjectRecord]
+) -> dict[str, ObjectRecord]:
+    """By key, all objects of a tree.
+
+    Args:
+        layout: the name of the layout that wrote them.
+        receipts: of the processes.
+        finished: what the leader wrote when all had written.
+
+    Raises:
+        PluginError: two are one object.
+    """
+    objects: dict[str, ObjectRecord] = {}
+    for records in (*[receipt.objects for receipt in receipts], finished):
+        for record in records:
+            if objects.setdefault(record.key, record) is not record:
+                raise PluginError(
+                    f"the layout {layout} wrote {record.key} twice, perhaps from several processes; the save is not committed"
+                )
+    return objects
 
 
 def _commit(

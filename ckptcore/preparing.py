@@ -29,7 +29,7 @@ from ckptcore.save_requests import OneTree, SaveRequest, check_custom, check_met
 from ckptcore.subtrees import path_keys
 from ckptcore.unions import unite_trees
 
-__all__ = ["PreparedSave", "prepare_save", "save_created"]
+__all__ = ["PreparedSave", "prepare_save", "save_created", "tree_digest"]
 
 _Descriptions: TypeAlias = Sequence[PartDescription]
 
@@ -216,10 +216,7 @@ def _told(
         for export in exports
         if isinstance(export, Export)
     ]
-    trees = {
-        str(number): _digest([_without_notes(description.tree.to_json()), sorted(description.elsewhere)])
-        for number, description in _common_trees(descriptions)
-    }
+    trees = {str(number): tree_digest(description) for number, description in _common_trees(descriptions)}
     return {"names": _digest([names, exported]), "trees": trees, "unplanned": unplanned}
 
 
@@ -228,6 +225,11 @@ def _common_trees(descriptions: _Descriptions) -> Iterator[tuple[int, TreeDescri
     for number, description in enumerate(descriptions):
         if isinstance(description, TreeDescription) and not description.own:
             yield number, description
+
+
+def tree_digest(description: TreeDescription) -> str:
+    """Equal for two ranks exactly where they save the same tree, and hold the same of its arrays; notes may differ."""
+    return _digest([_without_notes(description.tree.to_json()), sorted(description.elsewhere)])
 
 
 def _digest(document: JSON) -> str:

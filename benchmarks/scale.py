@@ -1,0 +1,342 @@
+"""A save of 405 billion parameters by up to 16,384 processes, in one process: what each of them does, and what the leader does.
+
+Real: describing and planning, what the layouts tell of what they write, the encoding of receipts, the exchanges of an agreement, the
+check that what was written makes up the arrays, the layouts' merge, the root. Simulated: the arrays have no elements, the wire between
+processes is a dictionary, the storage counts what is put. See `benchmarks.scale_receipts` for which processes the layouts run.
+
+``python -m benchmarks --only scale`` prints a table; ``python -m benchmarks.scale_report FILE...`` makes the table and the plot of the
+documentation from rows that ``python -m benchmarks.scale SIZE LAYOUT FILE`` wrote.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+import tracemalloc
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, Final, TypeVar
+
+import ckptcore
+from benchmarks.scale_job import SimulatedJob
+from benchmarks.scale_receipts import JobReceipts, expect_alike
+from benchmarks.scale_transport import CountingStore, DiscardingStorage, PlannedSnapshot, SimulatedCoordinator, Wire
+from ckptcore.agreement import Agreement, encode_outcome
+from ckptcore.engine.recorder import ObjectRecorder
+from ckptcore.gathering import Gathering
+from ckptcore.model import Receipt, TreeMetadata
+from ckptcore.parts import TreeDescription, describe_part
+from ckptcore.persisting import merge_objects
+from ckptcore.planning import check_coverage, plan_write
+from ckptcore.preparing import tree_digest
+from ckptcore.protocols import Layout
+from ckptcore.receipts import decode_receipts, encode_receipts
+from ckptcore.root import Root
+from ckptcore.root_json import encode_root
+from ckptcore.sharing import Owners, Shares, owners_of
+
+__all__ = ["LAYOUTS", "Measured", "Simulation", "rows"]
+
+LAYOUTS: Final = ("safetensors", "ocdbt", "zarr3", "dcp")
+
+_SAVE_ID: Final = "0" * 16
+_SECONDS: Final = 60.0
+"""What the leader may take in all."""
+
+T = TypeVar("T")
+
+
+@dataclass(slots=True)
+class Measured:
+    """What a save took.
+
+    Attributes:
+        size, layout: of how many processes, in which layout.
+        chunks: boxes that were written, by all processes together.
+        process: CPU seconds of one that is not the first of a block, by what it did.
+        relay: CPU seconds of the first of a block, for the others of it.
+        leader: CPU seconds of the leader, by what it did.
+        sent, received: bytes, by role: ``process``, ``relay``, ``leader``.
+        messages: sent and received, by role.
+        process_memory: bytes that Python and NumPy had allocated at once in a process that plans, writes and tells.
+        leader_memory: bytes that the leader came to take on top of what it had before.
+        root_bytes: of the root and its parts.
+        finished_bytes: of what the layout wrote on the leader.
+    """
+
+    size: int
+    layout: str
+    chunks: int = 0
+    process: dict[str, float] = field(default_factory=dict)
+    relay: dict[str, float] = field(default_factory=dict)
+    leader: dict[str, float] = field(default_factory=dict)
+    sent: dict[str, int] = field(default_factory=dict)
+    received: dict[str, int] = field(default_factory=dict)
+    messages: dict[str, int] = field(default_factory=dict)
+    process_memory: int = 0
+    leader_memory: int = 0
+    root_bytes: int = 0
+    finished_bytes: int = 0
+
+
+class Simulation:
+    """One save."""
+
+    def __init__(self, job: SimulatedJob, layout: str) -> None:
+        """Do nothing yet.
+
+        Args:
+            job: who saves what.
+            layout: the name of the layout.
+        """
+        self._job = job
+        self._context = ckptcore.Context(durability="none")
+        self._layout: Layout = self._context.registry.layout(layout)
+        self._wire = Wire()
+        self.measured = Measured(job.size, layout)
+
+    def run(self) -> Measured:
+        """Save.
+
+        Raises:
+            CheckpointError: the save failed.
+            AssertionError: what was put together for a process is not what the real code comes to.
+        """
+        sample = min(1, self._job.size - 1)
+        description, digest = self._prepare(sample)
+        tree = description.tree
+        owners = self._owners(description, sample)
+        receipts = JobReceipts(
+            self._job, self._layout.name, tree, owners, *_chunks_of(self._layout, tree, self._job.size)
+        )
+        self._write_really(receipts, tree, owners, sample)
+        key = self._exchange("save/describe", lambda rank: digest, first=True)
+        self._exchange(f"{key}/claim", lambda rank: None)
+        self._leader_decides(f"{key}/write", receipts, tree)
+        self._exchange(f"{key}/commit", lambda rank: None)
+        self._count_messages()
+        return self.measured
+
+    def _prepare(self, rank: int) -> tuple[TreeDescription, str]:
+        """What a process does before it writes, in CPU seconds; and in memory, another time, because counting it takes longer."""
+        value = self._job.value(rank)
+        shares = getattr(self._layout, "shares_replicas", False)
+        replicas = self._context.replicas if shares else None
+
+        def describe() -> TreeDescription:
+            found = describe_part(
+                "", value, self._layout, self._context.registry, rank=rank, size=self._job.size, replicas=replicas
+            )
+            assert isinstance(found, TreeDescription)
+            return found
+
+        def prepare() -> None:
+            description = describe()
+            tree_digest(description)
+            plan = description.plan(rank, self._job.size, _SAVE_ID)
+            store = CountingStore(rank)
+            state = self._layout.write(PlannedSnapshot(plan), store)
+            encode_receipts([description.tree], [Receipt(rank, plan.items, state, tuple(store.objects))])
+
+        prepare()  # modules are read, and formats that all saves of a process share are made
+        tracemalloc.start()
+        prepare()
+        self.measured.process_memory = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        seconds = self.measured.process
+        description = _timed(seconds, "describe", describe)
+        digest = _timed(seconds, "digest", lambda: tree_digest(description))
+        _timed(seconds, "plan", lambda: description.plan(rank, self._job.size, _SAVE_ID))
+        return description, digest
+
+    def _owners(self, description: TreeDescription, rank: int) -> Mapping[int, Owners] | None:
+        if description.pieces is None:
+            return None
+        return owners_of(Shares(description.tree, description.pieces), rank=rank, size=self._job.size)
+
+    def _write_really(
+        self, receipts: JobReceipts, tree: TreeMetadata, owners: Mapping[int, Owners] | None, sample: int
+    ) -> None:
+        """Let the layout run for some processes, and compare what was put together for them."""
+        size = self._job.size
+        for rank in sorted({0, sample, size // 3, size // 2, size - 1}):
+            plan = plan_write(tree, self._job.shards(rank), rank=rank, size=size, save_id=_SAVE_ID, owners=owners)
+            store = CountingStore(rank)
+            seconds = self.measured.process if rank == sample else {}
+            state = _timed(seconds, "layout", partial(self._layout.write, PlannedSnapshot(plan), store))
+            receipt = Receipt(rank, plan.items, state, tuple(store.objects))
+            expect_alike(receipts.receipt(rank), receipt)
+            _timed(seconds, "encode", partial(encode_receipts, [tree], [receipt]))
+
+    def _coordinator(self, rank: int) -> SimulatedCoordinator:
+        return SimulatedCoordinator(self._wire, range(self._job.size), rank)
+
+    def _say(self, key: str, payload: Callable[[int], Any], *, tokens: bool) -> None:
+        """Let all but the leader say something: block by block, the first of a block last, because it waits for the others."""
+        for block in Gathering(self._coordinator(0)).blocks:
+            for rank in reversed(block):
+                if rank == 0:
+                    continue
+                outcome = encode_outcome(_token(rank) if tokens else None, payload(rank))
+                gathering = Gathering(self._coordinator(rank))
+                start = time.process_time()
+                gathering.gather(key, outcome)
+                if rank == self._relay:
+                    self.measured.relay[key.rpartition("/")[2]] = time.process_time() - start
+
+    def _hear(self, key: str, *, tokens: bool) -> bytes:
+        """Let all but the leader hear the answer."""
+        told = b""
+        for rank in range(1, self._job.size):
+            gathering = Gathering(self._coordinator(rank))
+            told = gathering.tell_blocks(key, None) if tokens else gathering.tell(key, None)
+        return told
+
+    def _exchange(self, key: str, payload: Callable[[int], Any], *, first: bool = False) -> str:
+        """A stage in which little is said; the prefix of what follows."""
+        prefix, _, name = key.rpartition("/")
+        self._say(key, payload, tokens=first)
+        if first:
+            self._agreement = Agreement(self._coordinator(0), prefix)
+
+        def lead() -> None:
+            with self._agreement.stage(name) as stage:
+                stage.payload = payload(0)
+
+        _timed(self.measured.leader, "exchange", lead)
+        told = json.loads(self._hear(f"{key}/verdict", tokens=first))
+        return f"{prefix}/{told['leader']}" if first else prefix
+
+    def _leader_decides(self, key: str, receipts: JobReceipts, tree: TreeMetadata) -> None:
+        """The stage in which everyone tells what it wrote, and what the leader makes of it."""
+
+        def encoded(rank: int) -> bytes:
+            receipt = receipts.receipt(rank)
+            self.measured.chunks += sum(receipt.items.counts.tolist())  # type: ignore[attr-defined]  # it has columns
+            return encode_receipts([tree], [receipt])
+
+        self._say(key, encoded, tokens=False)
+        own = encoded(0)
+        seconds = self.measured.leader
+        before = _resident()
+
+        def gather() -> Sequence[bytes]:
+            with self._agreement.stage("write") as stage:
+                stage.payload = own
+            return [data for data in stage.payloads if isinstance(data, bytes)]
+
+        told = _timed(seconds, "exchange", gather)
+        self._hear(f"{key}/verdict", tokens=False)
+        decoded = _timed(seconds, "decode", lambda: [decode_receipts([tree], data)[0] for data in told])
+        _timed(seconds, "cover", lambda: check_coverage(tree, decoded))
+        storage = DiscardingStorage()
+        recorder = ObjectRecorder(storage, self._context.io_threads)
+        state = _timed(seconds, "finish", lambda: self._layout.finish(tree, decoded, recorder))
+        self.measured.finished_bytes = storage.nbytes
+
+        def root() -> int:
+            made = Root(
+                save_id=_SAVE_ID,
+                created="2026-01-01T00:00:00.000+00:00",
+                writer={},
+                layout=self._layout.name,
+                state=state,
+                tree=tree,
+                objects=merge_objects(self._layout.name, decoded, recorder.objects),
+            )
+            data, parts = encode_root(made)
+            return len(data) + sum(map(len, parts.values()))
+
+        self.measured.root_bytes = _timed(seconds, "root", root)
+        self.measured.leader_memory = _peak() - before
+
+    @property
+    def _relay(self) -> int:
+        """The first of the second block."""
+        blocks = Gathering(self._coordinator(0)).blocks
+        return blocks[1][0] if len(blocks) > 1 else -1
+
+    def _count_messages(self) -> None:
+        """What each role sent and received: the one of its kind that did most."""
+        firsts = {block[0] for block in Gathering(self._coordinator(0)).blocks}
+        roles = {
+            "leader": [0],
+            "relay": sorted(firsts - {0}),
+            "process": [rank for rank in range(1, self._job.size) if rank not in firsts],
+        }
+        for role, ranks in roles.items():
+            self.measured.sent[role] = max((self._wire.sent[rank] for rank in ranks), default=0)
+            self.measured.received[role] = max((self._wire.received[rank] for rank in ranks), default=0)
+            self.measured.messages[role] = max((self._wire.messages[rank] for rank in ranks), default=0)
+
+
+def _token(rank: int) -> str:
+    return f"{rank:016x}"
+
+
+def _timed(seconds: dict[str, float], name: str, work: Callable[[], T]) -> T:
+    start = time.process_time()
+    done = work()
+    seconds[name] = seconds.get(name, 0.0) + time.process_time() - start
+    return done
+
+
+def _chunks_of(
+    layout: Layout, tree: TreeMetadata, size: int
+) -> tuple[str | None, Mapping[int, str], Mapping[int, tuple[int, ...]]]:
+    """What the receipts of layouts with chunks need: the form that all agree on, names, and the shapes of chunks."""
+    if layout.name not in ("ocdbt", "zarr3"):
+        return None, {}, {}
+    from ckptcore_tensorstore.stored_arrays import array_names, stored_format
+
+    form = layout._form()  # type: ignore[attr-defined]  # of the layouts of this plugin
+    names = array_names(tree, form)
+    records: Sequence[Any] = tree.leaves
+    chunks = {leaf: stored_format(record, names[leaf], form, size).chunk for leaf, record in enumerate(records)}
+    return form.agreed, names, chunks
+
+
+def _resident() -> int:
+    """Bytes of memory that this process has now; from here on `_peak` counts anew."""
+    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+    return _status("VmRSS")
+
+
+def _peak() -> int:
+    return _status("VmHWM")
+
+
+def _status(name: str) -> int:
+    for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines():
+        if line.startswith(f"{name}:"):
+            return int(line.split()[1]) * 1024
+    raise RuntimeError(f"/proc/self/status has no {name}")
+
+
+def rows(scratch: Path, sizes: Sequence[int] = (64, 16384)) -> Iterator[tuple[str, bool]]:
+    """Rows to print, and whether the leader needs no more than a minute."""
+    for size in sizes:
+        for layout in LAYOUTS:
+            found = scratch / f"scale-{size}-{layout}.json"
+            subprocess.run([sys.executable, "-m", "benchmarks.scale", str(size), layout, str(found)], check=True)
+            measured: dict[str, Any] = json.loads(found.read_text(encoding="utf-8"))
+            seconds, own = sum(measured["leader"].values()), sum(measured["process"].values())
+            ok = seconds < _SECONDS
+            case = f"scale: {size} processes, {measured['chunks']} chunks"
+            yield f"{case:42} {f'{layout}, the leader':36} {seconds:8.1f} s  {'' if ok else '60 s MISSED'}", ok
+            yield f"{case:42} {f'{layout}, another process':36} {own:8.2f} s", True
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Simulate one save and write what it took."""
+    size, layout, found = arguments
+    measured = Simulation(SimulatedJob.of_size(int(size)), layout).run()
+    Path(found).write_text(json.dumps(asdict(measured)), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,251 @@
+"""In large jobs ranks are heard in blocks: the leader takes a message for each, and no rank hears more because the job is larger."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import ckptcore
+from ckptcore import agreement as agreements
+from ckptcore.agreement import Agreement
+from ckptcore.errors import CheckpointError, CoordinationTimeoutError, RankFailedError
+from ckptcore.gathering import Gathering
+from ckptcore.model import JSON, HostArray
+from ckptcore.protocols import Coordinator, GathersInGroups
+from ckptcore.testing import ThreadJob
+
+_LONG_SECONDS = 60.0
+
+
+class _Counts:
+    """What ranks sent and received, in messages and bytes; a rank's own to itself is not counted."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.messages: Counter[int] = Counter()
+        self.received: Counter[int] = Counter()
+
+    def note(self, rank: int, payloads: Sequence[bytes]) -> None:
+        with self.lock:
+            self.messages[rank] += len(payloads)
+            self.received[rank] += sum(map(len, payloads))
+
+
+class _Counting:
+    """A coordinator that counts for its rank in the job."""
+
+    def __init__(self, coordinator: Coordinator, rank: int, counts: _Counts) -> None:
+        self._coordinator = coordinator
+        self._of_job = rank
+        self._counts = counts
+        self.rank, self.size = coordinator.rank, coordinator.size
+
+    def within(self, ranks: Sequence[int], *, deadlines: int = 1) -> _Counting:
+        assert isinstance(self._coordinator, GathersInGroups)
+        return _Counting(self._coordinator.within(ranks, deadlines=deadlines), self._of_job, self._counts)
+
+    def gather(self, key: str, payload: bytes) -> Sequence[bytes] | None:
+        gathered = self._coordinator.gather(key, payload)
+        self._counts.note(self._of_job, [payload] if gathered is None else gathered[1:])
+        return gathered
+
+    def broadcast(self, key: str, payload: bytes | None) -> bytes:
+        told = self._coordinator.broadcast(key, payload)
+        self._counts.note(self._of_job, [told])
+        return told
+
+
+class _Alone:
+    """A coordinator that knows no groups."""
+
+    def __init__(self, coordinator: Coordinator) -> None:
+        self.rank, self.size = coordinator.rank, coordinator.size
+        self.gather, self.broadcast = coordinator.gather, coordinator.broadcast
+
+
+@pytest.mark.parametrize(("size", "block_ranks"), [(2, 1), (3, 2), (7, 3), (9, 3), (13, 4), (5, 8)])
+def test_the_leader_gets_all_in_order(size: int, block_ranks: int) -> None:
+    def of_rank(coordinator: Coordinator) -> tuple[Sequence[bytes] | None, bytes, bytes]:
+        gathering = Gathering(coordinator, block_ranks=block_ranks)
+        gathered = gathering.gather("here", b"%d" % coordinator.rank * coordinator.rank)
+        leads = coordinator.rank == 0
+        told = gathering.tell("all", b"to all" if leads else None)
+        return gathered, told, gathering.tell_blocks("block", (lambda block: b"%d" % block[-1]) if leads else None)
+
+    results = ThreadJob(size, timeout_seconds=_LONG_SECONDS).run(of_rank)
+    assert results[0][0] == [b"%d" % rank * rank for rank in range(size)]
+    last = [min(rank // block_ranks * block_ranks + block_ranks, size) - 1 for rank in range(size)]
+    if size <= block_ranks:
+        last = [size - 1] * size
+    for rank, (gathered, told, of_block) in enumerate(results):
+        assert (gathered is None) == (rank > 0) and told == b"to all" and of_block == b"%d" % last[rank]
+
+
+def test_a_coordinator_without_groups_gathers_at_once() -> None:
+    def of_rank(coordinator: Coordinator) -> Sequence[bytes] | None:
+        return Gathering(_Alone(coordinator), block_ranks=2).gather("here", b"%d" % coordinator.rank)
+
+    assert ThreadJob(5, timeout_seconds=_LONG_SECONDS).run(of_rank)[0] == [b"0", b"1", b"2", b"3", b"4"]
+
+
+def _stages(size: int, *, absent: Sequence[int] = (), fails: Sequence[int] = (), seconds: float = _LONG_SECONDS,
+            counts: _Counts | None = None) -> list[str]:  # fmt: skip
+    """What two stages end in on each rank, in blocks of 4."""
+    counts = counts or _Counts()
+
+    def of_rank(coordinator: Coordinator) -> str:
+        if coordinator.rank in absent:
+            return "absent"
+        agreement = Agreement(_Counting(coordinator, coordinator.rank, counts), "save", block_ranks=4)
+        try:
+            with agreement.stage("describe") as stage:
+                stage.payload = {"rank": coordinator.rank}
+            if coordinator.rank == 0:
+                assert stage.payloads == [{"rank": rank} for rank in range(size)]
+            with agreement.stage("write") as stage:
+                stage.payload = b"\n%d\n" % coordinator.rank
+                if coordinator.rank in fails:
+                    raise OSError("the disk is full")
+            if coordinator.rank == 0:
+                assert stage.payloads == [b"\n%d\n" % rank for rank in range(size)]
+        except (CheckpointError, OSError) as error:
+            return f"{type(error).__name__}: {error}"
+        return "agreed"
+
+    return list(ThreadJob(size, timeout_seconds=seconds).run(of_rank))
+
+
+def test_nothing_told_to_a_rank_grows_with_the_job() -> None:
+    found = {}
+    for size in (16, 64):
+        counts = _Counts()
+        assert set(_stages(size, counts=counts)) == {"agreed"}
+        found[size] = counts
+    small, large = found[16], found[64]
+    for rank in (1, 4, 5, 15):
+        assert large.messages[rank] == small.messages[rank]
+        assert large.received[rank] <= small.received[rank] + 8, "but for a digit of a rank"
+    # Of each stage: the others of its block, and the first of every other block; tokens to each block, and one verdict to all.
+    assert large.messages[0] == 2 * (3 + 15) + 16 + 1
+    assert small.messages[0] == 2 * (3 + 3) + 4 + 1
+
+
+def test_an_error_is_told_to_all_with_its_rank() -> None:
+    ended = _stages(11, fails=[6])
+    assert ended.pop(6) == "OSError: the disk is full"
+    assert set(ended) == {"RankFailedError: the stage 'write' failed on rank 6: OSError: the disk is full"}
+
+
+def test_of_many_errors_the_first_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(agreements, "_TOLD", 2)
+    ended = _stages(9, fails=[1, 2, 5, 8])
+    told = "RankFailedError: the stage 'write' failed on rank 1: OSError: the disk is full; rank 2: OSError: the disk is full; and 2 more ranks"
+    assert {ended[rank] for rank in (0, 3, 4, 6, 7)} == {told}
+
+
+@pytest.mark.parametrize(
+    ("absent", "named"),
+    [([6], [6]), ([2, 9], [2, 9]), ([4], [4]), ([4, 6], [4]), ([1, 8], [1, 8])],
+    ids=["one", "in two blocks", "first of a block", "first and another", "of the leader's block and first of another"],
+)
+def test_the_ranks_that_did_not_come_are_named_to_all(absent: list[int], named: list[int]) -> None:
+    """Of a block whose first rank did not come nothing is known."""
+    ended = _stages(11, absent=absent, seconds=0.7)
+    came = [rank for rank in range(11) if rank not in absent]
+    assert ended[0].startswith("CoordinationTimeoutError") and f"{named}" in ended[0]
+    for rank in came[1:]:
+        if rank // 4 * 4 in absent or rank in absent:
+            continue
+        assert ended[rank].startswith("RankFailedError"), (rank, ended[rank])
+        assert all(f"rank {other}: CoordinationTimeoutError" in ended[rank] for other in named)
+
+
+def test_the_leader_of_a_job_names_them_in_the_error() -> None:
+    def of_rank(coordinator: Coordinator) -> Sequence[int]:
+        if coordinator.rank in (3, 7):
+            return ()
+        try:
+            Gathering(coordinator, block_ranks=4).gather("here", b"")
+        except CoordinationTimeoutError as error:
+            return error.missing
+        return ()
+
+    assert ThreadJob(10, timeout_seconds=0.5).run(of_rank)[0] == (3, 7)
+
+
+def test_an_answer_to_an_earlier_operation_is_none_in_a_block() -> None:
+    """Rank 5 was started again, and finds what was told to the process that it was."""
+    job = ThreadJob(6, timeout_seconds=_LONG_SECONDS)
+
+    def stage(rank: int) -> None:
+        with Agreement(job.coordinator(rank), "save", block_ranks=2).stage("describe"):
+            pass
+
+    threads = [threading.Thread(target=stage, args=(rank,)) for rank in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+    class Again:
+        """What it says in place of what it said is kept, as a store keeps it."""
+
+        rank, size = 5, 6
+
+        def __init__(self, coordinator: Coordinator) -> None:
+            self._coordinator = coordinator
+            self.broadcast: Callable[[str, bytes | None], bytes] = coordinator.broadcast
+
+        def within(self, ranks: Sequence[int], *, deadlines: int = 1) -> Again:
+            assert isinstance(self._coordinator, GathersInGroups)
+            return Again(self._coordinator.within(ranks, deadlines=deadlines))
+
+        def gather(self, key: str, payload: bytes) -> None:
+            pass
+
+    with (
+        pytest.raises(RankFailedError, match="left behind"),
+        Agreement(Again(job.coordinator(5)), "save", block_ranks=2).stage("describe"),
+    ):
+        pass
+
+
+def test_a_large_job_saves_and_loads(tmp_path: Path) -> None:
+    """72 ranks, more than a block has: rows of one array, and one that all hold."""
+    size, rows = 72, 144
+
+    def of_rank(coordinator: Coordinator) -> None:
+        first = 2 * coordinator.rank
+        elements: HostArray = np.arange(first * 3, first * 3 + 6, dtype=np.int32).reshape(2, 3)
+        state: dict[str, object] = {
+            "rows": ckptcore.ShardedArray.part(elements, (first, 0), (rows, 3), cuts=(range(2, rows, 2), ())),
+            "same": np.arange(7),
+            "name": "large",
+        }
+        context = ckptcore.Context(coordinator=coordinator, threads=1, durability="none")
+        ckptcore.save(tmp_path / "saved", state, context=context)
+
+    ThreadJob(size, timeout_seconds=_LONG_SECONDS).run(of_rank)
+    loaded = ckptcore.load(tmp_path / "saved")
+    np.testing.assert_array_equal(loaded["rows"], np.arange(rows * 3).reshape(rows, 3))
+    np.testing.assert_array_equal(loaded["same"], np.arange(7))
+    assert loaded["name"] == "large"
+
+
+def test_what_is_told_can_be_any_json() -> None:
+    told: list[JSON] = [None, 3, "a\nb", [1, {"b": None}]]
+
+    def of_rank(coordinator: Coordinator) -> None:
+        agreement = Agreement(coordinator, "save", block_ranks=2)
+        for number, payload in enumerate(told):
+            with agreement.stage(f"stage {number}") as stage:
+                stage.payload = payload
+            if coordinator.rank == 0:
+                assert list(stage.payloads) == [payload] * coordinator.size
+
+    ThreadJob(5, timeout_seconds=_LONG_SECONDS).run(of_rank)
