@@ -35,7 +35,6 @@ from ckptcore.model.tree import JSON
 from ckptcore.parts import Captured, Part
 from ckptcore.planning import check_coverage
 from ckptcore.protocols import About, Layout, MarksCheckpoints, MemberKind, StorageAddress, StorageBackend
-from ckptcore.receipts import decode_receipts, encode_receipts
 from ckptcore.root import ROOT_KEY, Claimed, Composite, Member, Root
 from ckptcore.root_json import encode_composite, encode_root
 from ckptcore.stages import WorkerOptions
@@ -43,11 +42,7 @@ from ckptcore.timelines import timeline_to_json
 from ckptcore.visibility import seen_by_all, sees_claim, show_claim
 from ckptcore.worker_writes import HeldByWorkers
 
-<<<<<<< HEAD
-__all__ = ["NOTHING_COMMITTED", "Described", "fail_before_claim", "fail_everywhere", "persist"]
-=======
-__all__ = ["NOTHING_COMMITTED", "Described", "fail_everywhere", "merge_objects", "persist"]
->>>>>>> 59df9df (Simulate a save by 16,384 processes, and show that no process but the leader does more in a larger job)
+__all__ = ["NOTHING_COMMITTED", "Described", "fail_before_claim", "fail_everywhere", "merge_objects", "persist"]
 
 NOTHING_COMMITTED: Final = "nothing was committed"
 """What it means if a stage before the commit fails on any rank."""
@@ -147,7 +142,7 @@ def persist(
                 common = [receipts for part, receipts in zip(described.parts, written, strict=True) if not part.own]
                 if agreement.size > 1:
                     told = [receipt for (receipt,) in common]  # a job has no workers
-                    stage.payload = encode_receipts(_common_trees(described), told)
+                    stage.payload = _encoded(described, told)
         except Exception as error:
             if agreement.rank == 0 or not stage.done or stage.failed:
                 raise
@@ -434,8 +429,16 @@ def _common_trees(described: Described) -> list[TreeMetadata]:
     return [part.plan.tree for part in described.parts if not part.own]
 
 
+def _encoded(described: Described, receipts: Sequence[Receipt]) -> bytes:
+    from ckptcore.receipts import encode_receipts  # only a job needs it
+
+    return encode_receipts(_common_trees(described), receipts)
+
+
 def _decoded(described: Described, payloads: Sequence[object]) -> list[list[Receipt]]:
     """By part and rank, what the processes of this job wrote."""
+    from ckptcore.receipts import decode_receipts  # only a job needs it
+
     trees = _common_trees(described)
     by_rank = [decode_receipts(trees, data) for data in payloads if isinstance(data, bytes)]
     return [[of_rank[number] for of_rank in by_rank] for number in range(len(trees))]

@@ -9,7 +9,6 @@ from typing import Final
 
 import numpy as np
 
-from ckptcore.coverage import WrittenBoxes, makes_up
 from ckptcore.errors import CorruptCheckpointError, NameCollisionError
 from ckptcore.model.arrays import ArraySpec, Box, Shard
 from ckptcore.model.columns import ItemColumns
@@ -84,6 +83,8 @@ def uncovered(spec: ArraySpec, boxes: Sequence[Box]) -> str | None:
     if len(boxes) == 1 and boxes[0] == whole:
         return None
     if len(boxes) > _COLUMNS_PAY and all(len(box.start) == len(spec.shape) for box in boxes):
+        from ckptcore.coverage import makes_up  # only a job needs it
+
         bounds = np.array([(*box.start, *box.stop) for box in boxes], np.int64).reshape(len(boxes), -1)
         if makes_up(spec.shape, bounds[:, : len(spec.shape)], bounds[:, len(spec.shape) :]):
             return None
@@ -117,6 +118,8 @@ def check_coverage(tree: TreeMetadata, receipts: Sequence[Receipt]) -> None:
         if isinstance(record, ArrayRecord) and leaf not in tree.aliases
     ]
     if any(isinstance(receipt.items, ItemColumns) for receipt in receipts):
+        from ckptcore.coverage import WrittenBoxes, makes_up  # only a job needs it
+
         columns = WrittenBoxes(tree.leaves, [ItemColumns.of(tree.leaves, receipt.items) for receipt in receipts])
         for leaf, record in arrays:
             if not makes_up(record.spec.shape, *columns.bounds(leaf)):
