@@ -9,6 +9,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+from benchmarks.broadcast import rows as broadcast_rows
 from benchmarks.cases import Case, async_cases, large_cases, measure, small_cases
 from benchmarks.dcp import dcp_large_cases, dcp_small_cases
 from benchmarks.dcp_reshard import rows as dcp_reshard_rows
@@ -40,6 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "stall": lambda: stall_rows(scratch, options.rounds),
             "reshard": lambda: dcp_reshard_rows(scratch),
             "jobs": lambda: job_rows(scratch),
+            "broadcast": lambda: broadcast_rows(scratch),
         }
         for name, rows in alone.items():
             if options.only in name:

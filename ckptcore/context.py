@@ -44,6 +44,8 @@ class MemoryOptions:
             value = getattr(self, name)
             if value is not None and value <= 0:
                 raise ValueError(f"MemoryOptions({name}={value}): give a number of bytes above 0, or None for no bound")
+        if self.exchange_bytes is None:
+            raise ValueError("MemoryOptions(exchange_bytes=None): give a number of bytes above 0")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
