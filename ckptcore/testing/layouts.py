@@ -90,6 +90,19 @@ class LayoutTests:
         name = self.layout().name
         assert type(name) is str and name
 
+    def test_it_can_be_sent_to_a_worker(self, tmp_path: Path) -> None:
+        """With its options, and without what it remembers of a checkpoint that it read."""
+        layout = self.layout()
+        sent = len(pickle.dumps(layout))
+        trial = flat_trial({f"array {number}": ArraySpec((3, 2), "float32") for number in range(100)})
+        write_trial(layout, trial, tmp_path / "before").assert_reads_back()
+        there = pickle.loads(pickle.dumps(layout))
+        assert type(there) is type(layout)
+        assert len(pickle.dumps(layout)) <= sent + 100
+        if dataclasses.is_dataclass(layout):
+            assert there == layout
+        write_trial(there, trial, tmp_path / "after").assert_reads_back()
+
     @pytest.mark.parametrize("dtype", DTYPE_NAMES)
     def test_every_dtype_comes_back(self, dtype: str, tmp_path: Path) -> None:
         trial = flat_trial({f"array {number}": ArraySpec(shape, dtype) for number, shape in enumerate(SHAPES)})

@@ -107,23 +107,20 @@ class ColocatedExecutor:
 
     def takes(self, leaf: Any) -> bool:
         """See `Executor`."""
-        return (
-            isinstance(leaf, jax.Array)
-            and not isinstance(leaf, jax.core.Tracer)
-            and self._has(leaf.sharding.device_set)
-        )
+        return isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer) and self._has(leaf.sharding)
 
     def makes(self, abstract: Any) -> bool:
         """See `Executor`."""
         if not isinstance(abstract, jax.Array | jax.ShapeDtypeStruct) or isinstance(abstract, jax.core.Tracer):
             return False
         sharding = abstract.sharding
-        if sharding is None or not is_committed(abstract) or not self._has(sharding.device_set):
+        if sharding is None or not is_committed(abstract) or not self._has(sharding):
             return False
         return not random_keys.is_key(abstract.dtype) or random_keys.data_sharding(sharding) is not None
 
-    def _has(self, devices: set[jax.Device]) -> bool:
-        return all(device in self._worker_of for device in devices)
+    def _has(self, sharding: Sharding) -> bool:
+        # Of what is spread over several processes each of them has its own part, and none controls the others.
+        return sharding.is_fully_addressable and all(device in self._worker_of for device in sharding.device_set)
 
     def identity(self, leaf: Any) -> Hashable | None:
         """The array object: where its elements are, only the workers know."""

@@ -37,6 +37,10 @@ class DcpLayout:
     _places: KnownPlaces = field(default_factory=KnownPlaces, init=False, repr=False, compare=False)
     _names: KnownNames = field(default_factory=KnownNames, init=False, repr=False, compare=False)
 
+    def __reduce__(self) -> tuple[type[DcpLayout], tuple[()]]:
+        """It has no options; what it remembers of checkpoints that it read or wrote stays here."""
+        return DcpLayout, ()
+
     @property
     def name(self) -> str:
         """dcp"""
