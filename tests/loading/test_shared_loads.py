@@ -13,7 +13,13 @@ import pytest
 
 import ckptcore
 from ckptcore import AbstractArray, ArrayShard, Context, MemoryOptions, ReadGroups, ShardedArray
-from ckptcore.errors import CheckpointNotFoundError, CorruptCheckpointError, PluginError, RankFailedError
+from ckptcore.errors import (
+    CheckpointError,
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    PluginError,
+    RankFailedError,
+)
 from ckptcore.model import Box
 from ckptcore.protocols import Coordinator
 from ckptcore.testing import ThreadJob, ThreadNetwork, assert_same_tree
@@ -235,3 +241,20 @@ def test_what_cannot_be_meant_is_refused(reads: Any) -> None:
 def test_groups_have_each_rank_once(groups: Any) -> None:
     with pytest.raises(ValueError, match="each rank once"):
         ReadGroups(groups)
+
+
+def test_what_a_reader_could_not_read_is_not_taken_by_others(tmp_path: Path) -> None:
+    """The message says so; what else is in it is whatever was in memory."""
+    ckptcore.save(tmp_path / "saved", {"w": np.ones(1000)})
+    (file,) = (tmp_path / "saved").glob("*.safetensors")
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+
+    def load(context: Context) -> bool:
+        target = {"w": np.zeros(1000)}
+        with pytest.raises(CheckpointError):
+            ckptcore.load_into(tmp_path / "saved", target, context=context)
+        return not target["w"].any()
+
+    assert _run(3, load)[0] == [True] * 3
