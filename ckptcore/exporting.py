@@ -229,7 +229,8 @@ def write_exports(
         )
         try:
             recorded = replace(described, agreement=described.agreement.recorded(recording))
-            share = None if at_workers is None else at_workers.share(export.part, export.worker_items)
+            # Of a part that workers hold nothing of there is nothing to share.
+            share = at_workers.share(export.part, export.worker_items) if at_workers and export.worker_items else None
             persist(recorded, [held], context, recording, handle, share)
         except BaseException as error:
             recording.finish(error=error)

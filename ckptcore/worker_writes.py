@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
-from ckptcore.errors import CheckpointError
 from ckptcore.locations import Location
 from ckptcore.model.transfer import Pending, Receipt
 from ckptcore.parts import Part, TreeDescription
@@ -110,10 +110,8 @@ class WorkerWrites:
     def settle(self) -> None:
         """Wait until no worker writes any more, whatever became of it: another error stopped the save."""
         for _, _, report in self._begun:
-            try:
+            with suppress(Exception):  # the one that stopped the save is raised; all workers are waited for
                 report.result()
-            except CheckpointError:
-                continue  # the error that stopped the save says why there is none
 
     def receipts(self) -> Sequence[Sequence[Receipt]]:
         """By part, what workers wrote; waits for all of them, also if one failed.

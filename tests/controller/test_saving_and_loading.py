@@ -156,6 +156,18 @@ def test_exports_are_written_of_the_same_copy(
     assert_saved(tmp_path / "export")
 
 
+def test_an_export_of_what_is_here_asks_no_worker(
+    workers: WorkerProcesses, context: ckptcore.Context, tmp_path: Path
+) -> None:
+    named = {"model": {"rows": make_rows(workers)}, "here": {"numbers": np.arange(3)}}
+    export = ckptcore.Export(location=tmp_path / "export", subtree="here")
+    asked = crossings(
+        workers, lambda: ckptcore.save_checkpointables(tmp_path / "it", named, exports=[export], context=context)
+    )
+    assert asked == ["drop 0", "drop 1", "hold 0", "hold 1", "write 0", "write 1"]
+    np.testing.assert_array_equal(ckptcore.load(tmp_path / "export")["numbers"], np.arange(3))
+
+
 def test_a_bound_on_memory_reads_in_turns(workers: WorkerProcesses, tmp_path: Path, context: ckptcore.Context) -> None:
     state = state_of(workers)
     ckptcore.save(tmp_path / "it", state, context=context)
