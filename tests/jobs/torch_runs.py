@@ -1,0 +1,273 @@
+"""What processes of torch.distributed do in the tests of a run of steps: each has a storage and a clock that the others do not have."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+import time
+import warnings
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+import ckptcore
+from ckptcore import Checkpointer
+from ckptcore.builtin.local import open_local
+from ckptcore.hookspecs import hookimpl
+from ckptcore.policies import AnySave, FixedInterval, LatestN, PreemptionCheckpointing, TimeInterval
+from ckptcore.protocols import StorageBackend, StorageOpener, StorageOptions
+from ckptcore.testing.faults import FaultPlan, FlipBitAt, Step
+from ckptcore.testing.faulty_storage import with_faults
+from tests.jobs.processes import Place
+
+__all__ = ["TASKS", "run"]
+
+LAYOUT: Final = "dcp"
+"""In which each process has a file of its own."""
+
+
+def run(task: Callable[[Place], Any], place: Place) -> Any:
+    """Do a task in a job of torch.distributed."""
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{place.port}", rank=place.rank, world_size=place.size)
+    answer = task(place)
+    dist.barrier()
+    dist.destroy_process_group()
+    return answer
+
+
+class Sight(FaultPlan):
+    """What this process sees of the storage that all share: it may see damage where there is none, and all that it asks for is kept.
+
+    Attributes:
+        flipped: keys that begin like one of these are read with a bit flipped.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.flipped: tuple[str, ...] = ()
+
+    def begin(self, name: str, keys: Sequence[str], offset: int = 0, nbytes: int = 0) -> Step:
+        """See `FaultPlan`."""
+        step = super().begin(name, keys, offset, nbytes)
+        faults = [FlipBitAt(step.operation.number)] if any(key.startswith(self.flipped) for key in keys) else []
+        return Step(self, step.operation, faults)
+
+    @hookimpl
+    def ckpt_storages(self) -> Mapping[str, StorageOpener]:
+        """Local directories as ``seen://`` URLs."""
+        return {"seen": self._open}
+
+    def _open(self, url: str, options: StorageOptions) -> StorageBackend:
+        return with_faults(open_local(url.replace("seen://", "file://", 1), options), self)
+
+
+class Rank:
+    """One process of the job: its state, its sight, and the directories that all share."""
+
+    def __init__(self, place: Place) -> None:
+        self.number = place.rank
+        self.directory = place.directory
+        self.sight = Sight()
+        self.context = ckptcore.Context(plugins=(self.sight,), durability="none", threads=2)
+        self._mesh = init_device_mesh("cpu", (place.size,))
+
+    def open(self, name: str, **options: Any) -> Checkpointer:
+        """A run in a directory of this name."""
+        return Checkpointer(f"seen://{self.directory}/{name}", layout=LAYOUT, context=self.context, **options)
+
+    def state(self, step: int) -> dict[str, Any]:
+        """A state that says its step everywhere."""
+        return {
+            "rows": distribute_tensor(torch.full((13, 4), float(step)), self._mesh, [Shard(0)]),
+            "copied": torch.full((3,), step),
+            "step": step,
+        }
+
+    def parts(self, step: int) -> dict[str, Any]:
+        """The same with what this process has alone."""
+        return {
+            "model": self.state(step),
+            "mine": ckptcore.PerProcess({"step": np.full(3, step), "rank": self.number}),
+        }
+
+    def expect(self, found: Mapping[str, Any], step: int) -> None:
+        """That a state is that of a step."""
+        rows = found["rows"]
+        assert isinstance(rows, DTensor) and rows.shape == (13, 4)
+        assert bool((rows.to_local() == step).all()) and bool((found["copied"] == step).all()), step
+        assert found["step"] == step
+
+    def expect_parts(self, found: Mapping[str, Any], step: int) -> None:
+        """That parts are those of a step, and of this process."""
+        self.expect(found["model"], step)
+        assert (found["mine"]["step"] == step).all() and found["mine"]["rank"] == self.number
+
+    def together(self) -> None:
+        """Wait for all."""
+        dist.barrier()
+
+
+def fall_back(rank: Rank) -> Any:
+    """Four of five steps are damaged: a root, a file that one process reads alone, one that all wrote, and one as one sees it."""
+    with rank.open("damaged") as run:
+        for step in range(1, 6):
+            run.save_checkpointables(step, rank.parts(step))
+    rank.together()
+    if rank.number == 0:
+        for key in ("5/checkpoint.json", "4/mine.rank_1/__0_0.distcp", "3/model/__2_0.distcp"):
+            _overwrite(rank.directory / "damaged" / key)
+    rank.together()
+    rank.sight.flipped = ("2/",) if rank.number == 2 else ()
+    told: dict[str, Any] = {}
+    with rank.open("damaged") as run:
+        found = run.load_checkpointables(wanted=rank.parts(0))
+        assert run.restored_step is not None
+        rank.expect_parts(found, run.restored_step)
+        told["restored"] = run.restored_step
+        told["skipped"] = [[skip.step, skip.reason] for skip in run.skipped_steps]
+        rank.sight.flipped = ()
+        for step in (2, 4):  # what one found to be damaged, all replace
+            run.save_checkpointables(step, rank.parts(step))
+        run.wait()
+        rank.expect_parts(run.load_checkpointables(wanted=rank.parts(0)), 4)
+        told["again"] = [run.restored_step, [skip.step for skip in run.skipped_steps]]
+    return told
+
+
+def _overwrite(file: Path) -> None:
+    file.write_bytes(bytes(file.stat().st_size))
+
+
+class Clock:
+    """A clock of this process, that goes on only where it is told to."""
+
+    def __init__(self, now: float) -> None:
+        self.now = now
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def decide_by_clocks(rank: Rank) -> Any:
+    """The clock of rank 1 stands, that of rank 2 is years ahead and fast; then that of rank 0, which is right, is set back by a day."""
+    true_time = time.time
+    clock = Clock(true_time() + [0.0, -1e7, 1e8][rank.number])
+    pace = [1.0, 0.0, 1000.0][rank.number]
+    is_leader = rank.number == 0
+
+    def decisions(run: Checkpointer, steps: Sequence[int]) -> list[int]:
+        saved = []
+        for step in steps:
+            clock.now += pace
+            if run.save(step, rank.state(step)) is not None:
+                saved.append(step)
+        return saved
+
+    time.time = clock
+    try:
+        with rank.open("timed", save_policy=TimeInterval(3)) as run:
+            told = [decisions(run, range(1, 11))]
+        with rank.open("timed", save_policy=TimeInterval(7200)) as run:
+            told.append(decisions(run, range(11, 14)))
+            clock.now += 7200 if is_leader else 0
+            told.append(decisions(run, range(14, 17)))
+        clock.now -= 86400 if is_leader else 0
+        with rank.open("timed", save_policy=TimeInterval(7200)) as run:
+            told.append(decisions(run, range(17, 20)))
+            run.wait()
+            told.append(list(run.steps))
+    finally:
+        time.time = true_time
+    return told
+
+
+def be_preempted(rank: Rank) -> Any:
+    """Rank 1 gets SIGTERM from rank 2, at any moment and while a step is being saved."""
+    heard: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, frame: heard.append(number))
+    processes: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(processes, os.getpid())
+    policy = AnySave([FixedInterval(2), PreemptionCheckpointing()])
+    try:
+        ours = signal.getsignal(signal.SIGTERM)
+        with rank.open("preempted", save_policy=policy) as run:
+            for step in itertools.count(1):
+                saved = run.save(step, rank.state(step)) is not None
+                if run.preempted:
+                    break
+                if step == 3 and rank.number == 2:
+                    os.kill(processes[1], signal.SIGTERM)
+            told = {
+                "end": step,
+                "saved": saved,
+                "heard": len(heard),
+                "listens": signal.getsignal(signal.SIGTERM) != ours,
+            }
+        assert signal.getsignal(signal.SIGTERM) == ours
+        with rank.open("preempted", save_policy=policy) as run:  # the job that comes after
+            rank.expect(run.load(None, rank.state(0)), step)
+            assert not run.preempted
+            told["steps"] = list(run.steps)
+        return told
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def count_requests(rank: Rank) -> Any:
+    """What each asks of the storage: where it opens a run, saves and has old steps deleted, and where it lists and deletes itself."""
+    operations = rank.sight.operations
+    with rank.open("counted") as run:
+        for step in range(1, 4):
+            run.save(step, rank.state(step))
+    told: dict[str, Any] = {}
+
+    def count(what: str, work: Callable[[], object]) -> None:
+        rank.together()
+        begin = len(operations)
+        work()
+        rank.together()
+        told[what] = Counter(operation.name for operation in operations[begin:])
+
+    run = rank.open("counted", preservation_policy=LatestN(2))
+
+    def save() -> None:
+        for step in range(4, 8):
+            run.save(step, rank.state(step))
+        run.wait()
+
+    def list_again() -> None:
+        run.reload()
+        told["steps"] = [list(run.steps), run.latest]
+
+    def delete() -> None:
+        run.delete(7)
+        run.wait()
+        told["left"] = [list(run.steps), run.latest]
+
+    with run:
+        for work in (save, list_again, delete, list_again):
+            count(work.__name__, work)
+    return told
+
+
+_CASES: Final[Sequence[Callable[[Rank], Any]]] = (fall_back, decide_by_clocks, be_preempted, count_requests)
+
+
+def run_steps(place: Place) -> Any:
+    """Every case, one after the other; what each told, by name."""
+    rank = Rank(place)
+    return {case.__name__: case(rank) for case in _CASES}
+
+
+TASKS: Final[Mapping[str, Callable[[Place], Any]]] = {"run_steps": run_steps}
+"""By name."""
