@@ -17,6 +17,7 @@ from benchmarks.jobs import rows as job_rows
 from benchmarks.orbax import jax_state, orbax_blocking_rows, orbax_large_cases, orbax_peak_rows, orbax_small_cases
 from benchmarks.processes import process_cases
 from benchmarks.resharding import rows as resharding_rows
+from benchmarks.scale import rows as scale_rows
 from benchmarks.stall import stall_rows
 from benchmarks.states import large_state, small_state
 
@@ -42,6 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "reshard": lambda: dcp_reshard_rows(scratch),
             "jobs": lambda: job_rows(scratch),
             "broadcast": lambda: broadcast_rows(scratch),
+            "scale": lambda: scale_rows(scratch),
         }
         for name, rows in alone.items():
             if options.only in name:

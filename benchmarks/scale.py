@@ -37,7 +37,7 @@ from ckptcore.protocols import Layout
 from ckptcore.receipts import decode_receipts, encode_receipts
 from ckptcore.root import Root
 from ckptcore.root_json import encode_root
-from ckptcore.sharing import Owners, Shares, owners_of
+from ckptcore.sharing import Owners, ReplicaOptions, Shares, owners_of
 
 __all__ = ["LAYOUTS", "Measured", "Simulation", "rows"]
 
@@ -86,14 +86,16 @@ class Measured:
 class Simulation:
     """One save."""
 
-    def __init__(self, job: SimulatedJob, layout: str) -> None:
+    def __init__(self, job: SimulatedJob, layout: str, *, replicas: ReplicaOptions | None = None) -> None:
         """Do nothing yet.
 
         Args:
             job: who saves what.
             layout: the name of the layout.
+            replicas: how replicas share; None: as by default. No box may be so large that it is cut for them.
         """
         self._job = job
+        self._replicas = replicas or ReplicaOptions()
         self._context = ckptcore.Context(durability="none")
         self._layout: Layout = self._context.registry.layout(layout)
         self._wire = Wire()
@@ -125,7 +127,7 @@ class Simulation:
         """What a process does before it writes, in CPU seconds; and in memory, another time, because counting it takes longer."""
         value = self._job.value(rank)
         shares = getattr(self._layout, "shares_replicas", False)
-        replicas = self._context.replicas if shares else None
+        replicas = self._replicas if shares else None
 
         def describe() -> TreeDescription:
             found = describe_part(

@@ -237,10 +237,16 @@ def _digest(document: JSON) -> str:
 
 
 def _without_notes(tree: dict[str, JSON]) -> JSON:
+    """A tree without its notes, and with each way of cutting arrays once: there are few, of as many boundaries as a job has shards."""
     extras: Any = tree["extras"]
-    kept = {leaf: {name: value for name, value in extra.items() if name != "notes"} for leaf, extra in extras.items()}
+    cuts: dict[Any, int] = {}
+    kept = {}
+    for leaf, extra in extras.items():
+        kept[leaf] = {name: value for name, value in extra.items() if name != "notes"}
+        if "cuts" in extra:
+            kept[leaf]["cuts"] = cuts.setdefault(extra["cuts"], len(cuts))
     columns = {name: column for name, column in tree.items() if name not in ("notes", "note")}
-    return {**columns, "extras": kept}
+    return {**columns, "extras": kept, "cuts": list(cuts)}
 
 
 def _decide(payloads: Sequence[Any], descriptions: _Descriptions, *, exports: int) -> dict[str, Any]:

@@ -13,6 +13,7 @@ import xxhash
 
 from ckptcore.builtin.keys import check_key
 from ckptcore.errors import CheckpointError, CorruptCheckpointError, InvalidLocationError, UnsupportedVersionError
+from ckptcore.model.columns import list_of_column
 from ckptcore.model.metadata import TreeMetadata
 from ckptcore.model.objects import BLOCK_BYTES, CHECKSUM_ALGORITHM, CHECKSUM_BYTES, ObjectRecord
 from ckptcore.model.tree import JSON
@@ -345,7 +346,8 @@ def _unseal(data: bytes) -> dict[str, Any]:
 
 def _dump(document: JSON) -> bytes:
     # ASCII, so that any text comes back, and no NaN, so that any reader of JSON reads it.
-    return json.dumps(document, separators=(",", ":"), allow_nan=False).encode("ascii")
+    # A layout may hand on columns that it was told.
+    return json.dumps(document, separators=(",", ":"), allow_nan=False, default=list_of_column).encode("ascii")
 
 
 def _parse(data: bytes, key: str) -> Any:

@@ -11,7 +11,7 @@ from ckptcore.model.arrays import ArraySpec, Box, HostArray
 from ckptcore.model.metadata import ArrayRecord, LeafRecord
 from ckptcore.model.transfer import WriteItem
 
-__all__ = ["IntegerColumn", "ItemColumns"]
+__all__ = ["IntegerColumn", "ItemColumns", "list_of_column"]
 
 
 class IntegerColumn(Sequence[int]):
@@ -62,6 +62,17 @@ class IntegerColumn(Sequence[int]):
 
     def __reduce__(self) -> tuple[type[IntegerColumn], tuple[HostArray]]:
         return IntegerColumn, (self.array,)
+
+
+def list_of_column(found: object) -> list[int]:
+    """A column as the list that JSON has for it: for the argument `default` of `json.dumps`.
+
+    Raises:
+        TypeError: it is none.
+    """
+    if isinstance(found, IntegerColumn):
+        return list(found)
+    raise TypeError(f"{type(found).__qualname__} is not JSON")
 
 
 class ItemColumns(Sequence[WriteItem]):

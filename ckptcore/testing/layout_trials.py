@@ -36,6 +36,7 @@ from ckptcore.model import (
     WriteItem,
     WritePlan,
 )
+from ckptcore.model.columns import list_of_column
 from ckptcore.planning import cuts_of
 from ckptcore.plugins import installed_plugins
 from ckptcore.protocols import About, Layout, MarksCheckpoints, ReadStore, StorageOptions
@@ -250,7 +251,7 @@ def _threads() -> IOThreads:
 
 
 def _through_json(state: JSON) -> JSON:
-    decoded: JSON = json.loads(json.dumps(state, allow_nan=False))
+    decoded: JSON = json.loads(json.dumps(state, allow_nan=False, default=list_of_column))
     return decoded
 
 

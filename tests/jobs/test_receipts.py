@@ -25,6 +25,8 @@ from ckptcore.model import (
     WriteItem,
 )
 from ckptcore.receipts import decode_receipts, encode_receipts
+from ckptcore.root import Root
+from ckptcore.root_json import decode_root, encode_root
 
 _SHAPES = ((), (1 << 40,), (300, 70_000), (5, 0, 3))
 _TREE = TreeMetadata(
@@ -130,3 +132,11 @@ def test_another_version_is_refused() -> None:
 def test_a_state_that_is_no_json_is_refused() -> None:
     with pytest.raises(PluginError, match="not JSON"):
         encode_receipts([_TREE], [Receipt(0, (), {"set": object()}, ())])  # type: ignore[dict-item]  # the point of it
+
+
+def test_a_layout_may_hand_on_the_columns_that_it_was_told() -> None:
+    (found,) = decode_receipts([_TREE], encode_receipts([_TREE], [Receipt(0, (), [list(range(20))], ())]))
+    root = Root(save_id="0" * 16, created="", writer={}, layout="rows", state=found.state, tree=_TREE, objects={})
+    data, parts = encode_root(root)
+    decoded = decode_root(data, lambda key, size: parts[key])
+    assert isinstance(decoded, Root) and decoded.state == [list(range(20))]

@@ -176,14 +176,24 @@ def _entries(
     for stored, data in small.values():
         if data:
             yield f"{stored.prefix}{stored.form.chunk_key((0,) * len(stored.form.chunk))}".encode(), _inline(data)
+    # Of millions of chunks most are of a few formats: what a key ends in is made once for each of these.
+    prefixes = {
+        leaf: [arrays[name].prefix.encode() for name in (leaf, *shared.get(leaf, ()))]
+        for leaf in arrays
+        if leaf not in tree.aliases
+    }
+    endings: dict[int, dict[int, bytes]] = {}
+    endings_of = {leaf: endings.setdefault(id(stored.form), {}) for leaf, stored in arrays.items()}
     for part in chunks:
         columns = zip(part.leaf, part.chunk, part.file, part.offset, part.length, strict=True)
         for leaf, chunk, file, offset, length in columns:
             value = Value(None, part.files[file], offset, length)
-            form = arrays[leaf].form
-            key = form.chunk_key(unflat_index(chunk, form.grid))
-            for name in (leaf, *shared.get(leaf, ())):
-                yield f"{arrays[name].prefix}{key}".encode(), value
+            ending = endings_of[leaf].get(chunk)
+            if ending is None:
+                form = arrays[leaf].form
+                ending = endings_of[leaf][chunk] = form.chunk_key(unflat_index(chunk, form.grid)).encode()
+            for prefix in prefixes[leaf]:
+                yield prefix + ending, value
 
 
 def _inline(data: bytes) -> Value:
@@ -211,11 +221,12 @@ def _extents(arrays: Mapping[int, StoredName], chunks: Sequence[_Chunks]) -> Ext
     """Where each array lies in each data file, from its first chunk there to its last."""
     files: list[str] = []
     spans: dict[tuple[int, int], tuple[int, int]] = {}
+    direct = {leaf for leaf, stored in arrays.items() if stored.form.direct}
     for part in chunks:
         first = len(files)
         files.extend(part.files)
         for leaf, file, offset, length in zip(part.leaf, part.file, part.offset, part.length, strict=False):
-            if arrays[leaf].form.direct:
+            if leaf in direct:
                 start, stop = spans.get((leaf, first + file), (offset, offset))
                 spans[leaf, first + file] = (min(start, offset), max(stop, offset + length))
     return Extents(
