@@ -207,7 +207,7 @@ def be_preempted(rank: Rank) -> Any:
                     break
                 if step == 3 and rank.number == 2:
                     os.kill(processes[1], signal.SIGTERM)
-            told = {
+            told: dict[str, Any] = {
                 "end": step,
                 "saved": saved,
                 "heard": len(heard),

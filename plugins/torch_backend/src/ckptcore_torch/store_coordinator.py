@@ -223,7 +223,7 @@ def store_of_job() -> Any:
     return _store_of(world)
 
 
-def _store_of(group: Any) -> Any:
-    if hasattr(group, "get_group_store"):
-        return group.get_group_store()
-    return dist.distributed_c10d._get_default_store()  # older versions have no public way
+def _store_of(world: Any) -> Any:
+    """The store of the default group; a group that is written in Python has none of its own (torch 2.13.0, ``get_group_store``)."""
+    found = world.get_group_store() if hasattr(world, "get_group_store") else None  # older versions have no public way
+    return dist.distributed_c10d._get_default_store() if found is None else found

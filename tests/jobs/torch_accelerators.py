@@ -1,0 +1,186 @@
+"""What two processes do whose default group can send nothing from host memory, as one of NCCL alone: they save and load."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, Final
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Placement, Shard
+
+import ckptcore
+from ckptcore import PerProcess
+from ckptcore.errors import CheckpointError, RankFailedError
+from tests.jobs.processes import Place
+
+__all__ = ["TASKS", "run"]
+
+ROWS: Final = torch.arange(44.0).reshape(11, 4)
+_COLLECTIVES: Final = (
+    "_allgather_base", "_reduce_scatter_base", "allgather", "allgather_coalesced", "allgather_into_tensor_coalesced", "allreduce",
+    "allreduce_coalesced", "alltoall", "alltoall_base", "barrier", "broadcast", "gather", "recv", "recv_anysource", "reduce",
+    "reduce_scatter", "reduce_scatter_tensor_coalesced", "scatter", "send",
+)  # fmt: skip
+
+
+class RefusingGroup(dist.ProcessGroup):
+    """A group that is written in Python, and refuses every collective."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        super().__init__(rank, size)  # type: ignore[call-arg]  # who inherits from it has no store to give
+        self.refused: list[str] = []
+
+    def getBackendName(self) -> str:
+        """Its backend."""
+        return "refusing"
+
+    @property
+    def group_name(self) -> Any:
+        """As torch knows it."""
+        return dist.distributed_c10d._world.pg_names[self]
+
+
+def _refusal(name: str) -> Callable[..., Any]:
+    def refuse(self: RefusingGroup, *_: Any) -> Any:
+        self.refused.append(name)
+        raise RuntimeError(f"{name} was called")
+
+    return refuse
+
+
+def run(task: Callable[[Place], Any], place: Place) -> Any:
+    """Do a task beside a store that this job has, in groups that the task makes over it."""
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    for name in _COLLECTIVES:
+        setattr(RefusingGroup, name, _refusal(name))
+    dist.Backend.register_backend(
+        "refusing", lambda store, rank, size, timeout: RefusingGroup(rank, size), devices=["cpu", "cuda"]
+    )
+    # A backend as NCCL is: for one kind of device, and none for host memory.
+    dist.Backend.register_backend(
+        "accelerated",
+        lambda store, rank, size, timeout: dist.ProcessGroupGloo(store, rank, size, timeout),
+        devices=["cuda"],
+    )
+    return task(place)
+
+
+@contextmanager
+def in_group(backend: str, store: Any, place: Place) -> Iterator[None]:
+    """A default group of a backend, in which no tensor in host memory can be sent."""
+    prefixed: Any = dist.PrefixStore(backend, store)  # type: ignore[attr-defined]  # it is exported at run time
+    dist.init_process_group(backend, store=prefixed, rank=place.rank, world_size=place.size)
+    try:
+        collectives: list[Callable[..., Any]] = [partial(dist.broadcast, src=0), dist.all_reduce]
+        for collective in collectives:
+            try:
+                collective(torch.ones(1))
+            except RuntimeError:
+                continue
+            raise AssertionError(f"the backend {backend} has a collective for host memory")
+        if isinstance(dist.group.WORLD, RefusingGroup):
+            assert dist.group.WORLD.refused
+            dist.group.WORLD.refused.clear()
+        yield
+        if isinstance(dist.group.WORLD, RefusingGroup):
+            assert not dist.group.WORLD.refused, dist.group.WORLD.refused
+    finally:
+        dist.destroy_process_group()
+
+
+def sharded(value: torch.Tensor, mesh: DeviceMesh, placement: Placement, rank: int) -> DTensor:
+    """A DTensor of a whole tensor, without a word between processes."""
+    assert isinstance(placement, Shard)
+    part = value.chunk(2, placement.dim)[rank].contiguous()
+    return DTensor.from_local(part, mesh, [placement], run_check=False, shape=value.shape, stride=value.stride())
+
+
+def train(mesh: DeviceMesh, value: float) -> dict[str, Any]:
+    """A model under FSDP2 and its optimizer, all of whose numbers come of one."""
+    model: Any = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.Linear(6, 5))
+    fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.to_local().fill_(value)
+            parameter.grad = parameter.detach() * 0.5
+    optimizer.step()
+    return {"model": model, "optimizer": optimizer, "step": value}
+
+
+def numbers(state: Mapping[str, Any]) -> list[float]:
+    """What this process has of a model and its optimizer."""
+    model, optimizer = state["model"], state["optimizer"]
+    found = [parameter.to_local() for parameter in model.parameters()]
+    found += [slots[name].to_local() for slots in optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")]
+    return [float(number) for tensor in found for number in tensor.detach().flatten()]
+
+
+def save_and_load(place: Place, backend: str) -> Any:
+    """In every way."""
+    directory, rank = place.directory / backend, place.rank
+    mesh = init_device_mesh("cpu", (place.size,))
+
+    def state(value: float, dimension: int) -> dict[str, Any]:
+        rows = sharded(ROWS * value, mesh, Shard(dimension), rank)
+        return {"rows": rows, "copied": torch.full((3,), value), "host": np.full(4, value), "step": value}
+
+    def expect(found: Mapping[str, Any], value: float) -> None:
+        expected = state(value, 1)
+        assert torch.equal(found["rows"].to_local(), expected["rows"].to_local())
+        assert torch.equal(found["copied"], expected["copied"]) and (found["host"] == value).all()
+        assert found["step"] == value
+
+    quick = ckptcore.Context(durability="none", threads=2)
+    ckptcore.save(directory / "blocking", state(2, 0), context=quick)
+    ckptcore.save_async(directory / "async", state(3, 0), layout="dcp", context=quick).result()
+    expect(ckptcore.load(directory / "blocking", state(0, 1), context=quick), 2)
+    together = ckptcore.Context(durability="none", threads=2, reads="broadcast")  # over groups of its own
+    expect(ckptcore.load_into(directory / "async", state(0, 1), context=together), 3)
+
+    trained, blank = train(mesh, 1.0), train(mesh, 9.0)
+    expected = numbers(trained)
+    ckptcore.save(directory / "trained", trained, context=quick)
+    ckptcore.load_into(directory / "trained", blank, context=quick)
+    assert numbers(blank) == expected
+
+    with ckptcore.Checkpointer(directory / "run", context=quick) as steps:
+        for step in (1, 2):
+            steps.save_checkpointables(step, {"model": state(step, 0), "mine": PerProcess({"rank": rank})})
+        steps.wait()
+        try:
+            steps.save_blocking(3, {"wrong": object() if rank else 1})
+        except CheckpointError as error:
+            assert isinstance(error, RankFailedError) == (rank == 0), error
+        else:
+            raise AssertionError("a state that cannot be saved was saved")
+        found = steps.load_checkpointables(wanted={"model": state(0, 1), "mine": PerProcess(None)})
+        expect(found["model"], 2)
+        assert found["mine"] == {"rank": rank}
+        return list(steps.steps)
+
+
+def accelerators(place: Place) -> Any:
+    """One job after the other, of each kind of group; the steps that each has."""
+    store: Any = dist.TCPStore("127.0.0.1", place.port, is_master=place.rank == 0, wait_for_workers=False)  # type: ignore[attr-defined]  # it is exported at run time
+    told = {}
+    for backend in ("refusing", "accelerated"):
+        with in_group(backend, store, place):
+            told[backend] = save_and_load(place, backend)
+    store.add("ended", 1)
+    while place.rank == 0 and store.add("ended", 0) < place.size:  # it serves the store
+        time.sleep(0.01)
+    return told
+
+
+TASKS: Final[Mapping[str, Callable[[Place], Any]]] = {"accelerators": accelerators}
+"""By name."""
