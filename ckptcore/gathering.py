@@ -69,7 +69,8 @@ class Gathering:
         except CoordinationTimeoutError as error:
             if self.rank != block[0]:
                 raise  # this rank could not even say it
-            missing = [block[place] for place in error.missing]
+            # Where it names nobody, the store or the like did not answer: then nothing of the others is known here either.
+            missing = [block[place] for place in error.missing] or list(block[1:])
         if self.rank != block[0]:
             return None
         relays = range(0, self.size, self._block_ranks)

@@ -68,6 +68,45 @@ class _Alone:
         self.gather, self.broadcast = coordinator.gather, coordinator.broadcast
 
 
+class _Unanswered:
+    """A coordinator over something that does not answer rank 2 where it waits for its block: nobody is named as missing then."""
+
+    def __init__(self, coordinator: Coordinator, rank: int) -> None:
+        self._coordinator = coordinator
+        self._of_job = rank
+        self.rank, self.size = coordinator.rank, coordinator.size
+        self.broadcast = coordinator.broadcast
+
+    def within(self, ranks: Sequence[int], *, deadlines: int = 1) -> _Unanswered:
+        assert isinstance(self._coordinator, GathersInGroups)
+        return _Unanswered(self._coordinator.within(ranks, deadlines=deadlines), self._of_job)
+
+    def gather(self, key: str, payload: bytes) -> Sequence[bytes] | None:
+        if self._of_job == 2 and key.endswith("write/block-1"):
+            raise CoordinationTimeoutError("the store has not answered", [])
+        return self._coordinator.gather(key, payload)
+
+
+def test_ranks_whose_first_heard_nothing_are_missing() -> None:
+    """What they said would be lost: that one failed, too."""
+
+    def of_rank(coordinator: Coordinator) -> str:
+        agreement = Agreement(_Unanswered(coordinator, coordinator.rank), "save", block_ranks=2)
+        try:
+            with agreement.stage("describe"):
+                pass
+            with agreement.stage("write"):
+                if coordinator.rank == 3:
+                    raise OSError("the disk is full")
+        except (CheckpointError, OSError) as error:
+            return f"{type(error).__name__}: {error}"
+        return "agreed"
+
+    leader, *others = ThreadJob(6, timeout_seconds=_LONG_SECONDS).run(of_rank)
+    assert leader.startswith("CoordinationTimeoutError") and "[3]" in leader
+    assert "agreed" not in others and all("rank 3" in one or "disk" in one for one in others)
+
+
 @pytest.mark.parametrize(("size", "block_ranks"), [(2, 1), (3, 2), (7, 3), (9, 3), (13, 4), (5, 8)])
 def test_the_leader_gets_all_in_order(size: int, block_ranks: int) -> None:
     def of_rank(coordinator: Coordinator) -> tuple[Sequence[bytes] | None, bytes, bytes]:
