@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import gc
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, Final
 
 import pytest
 import torch.distributed as dist
@@ -97,6 +100,41 @@ def test_coordinators_over_one_store_are_of_one_life() -> None:
     leader, other = (StoreCoordinator(store, rank, 2) for rank in range(2))
     leader.broadcast("later", b"told")
     assert other.broadcast("later", None) == b"told"
+
+
+_ENDS: Final = """
+import atexit, threading
+
+@atexit.register  # the first, so it is the last to be called
+def tell():
+    print([thread.name for thread in threading.enumerate() if thread.name.startswith("ckptcore")])
+
+import torch.distributed as dist
+from ckptcore_torch.store_coordinator import StoreCoordinator
+
+store = dist.HashStore()
+StoreCoordinator(store, 0, 2, timeout_seconds=0.05).broadcast("told", b"to one that does not come")
+assert any(thread.name == "ckptcore-meeting" for thread in threading.enumerate())
+"""
+
+
+def test_the_leader_that_ends_leaves_no_thread_in_the_store() -> None:
+    """A thread that is in it when the interpreter ends aborts the process, now and then."""
+    ended = subprocess.run([sys.executable, "-c", _ENDS], capture_output=True, text=True, timeout=300, check=False)
+    assert (ended.returncode, ended.stdout.strip()) == (0, "[]"), ended.stderr
+
+
+def test_a_group_that_was_ended_does_not_answer_for_the_next() -> None:
+    """Rank 1 never met the first, whose leader was still waiting to answer it."""
+    store: Any = dist.HashStore()
+    make: Any = dist.PrefixStore
+    first = make("job", store)
+    before = set(threading.enumerate())
+    StoreCoordinator(first, 0, 2, timeout_seconds=0.05).broadcast("told", b"")
+    (answering,) = [thread for thread in set(threading.enumerate()) - before if thread.name == "ckptcore-meeting"]
+    del first
+    gc.collect()
+    assert not answering.is_alive()
 
 
 def test_nothing_is_left_where_all_came() -> None:

@@ -23,13 +23,17 @@ __all__ = ["StoreMeeting", "StoreMeetings", "meetings"]
 _FIRST_PAUSE_SECONDS: Final = 0.0005
 _LONGEST_PAUSE_SECONDS: Final = 0.05
 
+_ENDING_SECONDS: Final = 5.0
+"""How long the end of a program waits for the store to answer."""
+
 
 class StoreMeeting:
     """How one process met the leader. Any thread.
 
     A rank sets a random word, ``hello``, and the leader answers it with the name of this life of the job, which begins every
     further key. The leader answers on a thread of its own, once to each rank: so a rank may come late to its first
-    exchange, and a process that is started again alone gets no answer.
+    exchange, and a process that is started again alone gets no answer. The thread ends with the program, or before it with
+    the group or store that the meeting is of.
     """
 
     def __init__(self, store: Any, rank: int, size: int) -> None:
@@ -46,6 +50,8 @@ class StoreMeeting:
         self._lock: Final = threading.Lock()
         self._life: str | None = None
         self._all_met: Final = threading.Event()
+        self._ended: Final = threading.Event()
+        self._answering: threading.Thread | None = None
         self._waited = False
 
     @property
@@ -66,7 +72,8 @@ class StoreMeeting:
                 if self._life is None:
                     self._life = self._word
                     if self._size > 1:
-                        threading.Thread(target=self._answer, name="ckptcore-meeting", daemon=True).start()
+                        self._answering = threading.Thread(target=self._answer, name="ckptcore-meeting", daemon=True)
+                        self._answering.start()
             return self._life
         if not self._lock.acquire(timeout=timeout_seconds):
             raise self._unanswered(key, timeout_seconds)  # nor was the thread answered that has the lock
@@ -92,6 +99,17 @@ class StoreMeeting:
     def waited(self) -> None:
         """Say that the leader has waited for everybody."""
         self._waited = True
+
+    def end(self) -> None:
+        """Answer nobody any more. Waits shortly, until the store is let alone.
+
+        A thread that is in the store as the interpreter ends takes the process down with it: ``terminate called without an active
+        exception``, SIGABRT (seen with torch 2.13.0 and Python 3.11). And where a group was ended and one of the same processes is made
+        over the same store, two lives would answer.
+        """
+        self._ended.set()
+        if self._answering is not None and self._answering is not threading.current_thread():
+            self._answering.join(_ENDING_SECONDS)
 
     def _ask(self, store: WatchedStore, key: str, timeout_seconds: float) -> str:
         """Say hello, and wait for the answer to it."""
@@ -124,7 +142,7 @@ class StoreMeeting:
         unmet = set(range(1, self._size))
         pause = _FIRST_PAUSE_SECONDS
         try:
-            while unmet:
+            while unmet and not self._ended.is_set():
                 for rank in sorted(unmet):
                     if not store.has(self._hello(rank)):
                         continue
@@ -139,7 +157,7 @@ class StoreMeeting:
                             store.remove(name)
                         unmet.discard(rank)
                 if unmet:
-                    time.sleep(pause)
+                    self._ended.wait(pause)
                     pause = min(pause * 2, _LONGEST_PAUSE_SECONDS)
         except CheckpointError:
             return  # the store is gone: every exchange of any process says so itself
@@ -174,7 +192,11 @@ class StoreMeetings:
         """
         with self._lock:
             known = self._known.setdefault(anchor, {})
-            return known.setdefault((rank, size), StoreMeeting(store, rank, size))
+            meeting = known.get((rank, size))
+            if meeting is None:
+                meeting = known[rank, size] = StoreMeeting(store, rank, size)
+                weakref.finalize(anchor, meeting.end)  # at the end of the program too
+            return meeting
 
 
 @functools.cache
