@@ -11,6 +11,7 @@ import pytest
 
 import ckptcore
 from tests.jobs.counting import assert_frugal
+from tests.jobs.optimizer_stages import load_whole, load_whole_by_torch
 from tests.jobs.processes import run_job
 from tests.jobs.topologies import LAYOUTS, WHOLE
 
@@ -87,6 +88,8 @@ def test_a_sample_of_torch(tmp_path: Path) -> None:
     found = _of_torch("quick", tmp_path, ["zarr3"])
     for expect in (_expect_submeshes_of_torch, _expect_stages, _expect_strided):
         expect(tmp_path, "zarr3")
+    load_whole(tmp_path, "dcp")
+    load_whole_by_torch(tmp_path)
     assert_frugal(found, "zarr3", shared=True)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, Final
 
 import ml_dtypes
@@ -18,6 +19,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import ckptcore
 from ckptcore.model import ArrayRecord
 from tests.jobs.counting import Counting
+from tests.jobs.optimizer_stages import optimizers
 from tests.jobs.processes import Place
 from tests.jobs.topologies import WHOLE, assert_part
 
@@ -250,9 +252,10 @@ def quick(place: Place) -> Any:
     submeshes(place)
     strided(place)
     stages(place)
+    optimizers(replace(place, layouts=["dcp"]))
     return counted(place)
 
 
 TASKS: Final[Mapping[str, Callable[[Place], Any]]] = {
-    task.__name__: task for task in (stages, submeshes, strided, save, load, counted, quick)
+    task.__name__: task for task in (stages, submeshes, strided, save, load, counted, quick, optimizers)
 }

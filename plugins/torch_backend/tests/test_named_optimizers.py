@@ -203,7 +203,9 @@ def test_groups_that_were_saved_with_other_options_are_not_put_together(tmp_path
     value, other = example("groups", 0, 2), Network(1)
     its = torch.optim.AdamW(other.parameters(), lr=0.7)
     ckptcore.save(tmp_path / "c", value)
-    with pytest.raises(TreeMismatchError, match=r"frozen and first.weight .*different options \(betas, lr\)"):
+    with pytest.raises(
+        TreeMismatchError, match=r"frozen and first.weight .*different options \(betas .*, lr 0.1 and 0.05\)"
+    ):
         ckptcore.load_into(tmp_path / "c", NamedOptimizer(other, its))
     assert not its.state and its.param_groups[0]["lr"] == 0.7
 
@@ -355,7 +357,7 @@ def test_rates_that_are_tensors_are_compared_once_they_are_read(tmp_path: Path) 
     ckptcore.save(tmp_path / "c", NamedOptimizer(model, torch.optim.AdamW(groups)))
     target = torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.3))
     rate: Any = target.param_groups[0]["lr"]
-    with pytest.raises(TargetUndefinedError, match=r"weight and bias were saved with different options \(lr\)"):
+    with pytest.raises(TargetUndefinedError, match=r"weight and bias were .* \(lr 0.1\d* and 0.2\d*\)"):
         ckptcore.load_into(tmp_path / "c", NamedOptimizer(model, target))
     assert rate == torch.tensor(0.3), "nothing was read into the one tensor that it has for both"
 

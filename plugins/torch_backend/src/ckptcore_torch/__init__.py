@@ -11,8 +11,9 @@
     stateful           checkpointables: schedulers, gradient scalers, random generators; who handles which type
     modules            the checkpointable handler of modules, under the names of the plain one, which names finds
     optimizers         the checkpointable handler of optimizers, by the numbers of their parameters
-    named_optimizers   NamedOptimizer: optimizers by the names of parameters, in the forms that optimizer_names (of one optimizer),
-                       fsdp_optimizers (the same under FSDP1) and flattened_states (the flat form of torch) know
+    named_optimizers   NamedOptimizer: optimizers by the names of parameters, and NamedOptimizerPart, of those that one process has;
+                       optimizer_names finds the names in one optimizer, fsdp_optimizers under FSDP1; stored_groups and
+                       flattened_states know the forms in which groups are stored
     abstracts          abstract tensors for what is stored
     sizes              the container torch.Size
     store_coordinator  the coordinator of a torch.distributed job: store_meetings keeps former lives of the job apart, watched_stores

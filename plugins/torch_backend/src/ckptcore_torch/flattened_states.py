@@ -6,13 +6,13 @@ slot that is a dict again by further dots (torch 2.13.0, ``checkpoint/state_dict
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 from ckptcore.errors import TreeMismatchError
 
-__all__ = ["FlatPlaces", "flat_places"]
+__all__ = ["FlatPlaces", "flat_places", "of_others"]
 
 _STATE: Final = "state"
 _GROUPS: Final = "param_groups"
@@ -47,7 +47,7 @@ class FlatPlaces:
         groups = [{**options, "params": [name]} for name, options in parts[_GROUPS].items()]
         return {_STATE: parts[_STATE], _GROUPS: groups}
 
-    def flat(self, nested: Mapping[str, Any]) -> dict[str, Any]:
+    def as_stored(self, nested: Mapping[str, Any]) -> dict[str, Any]:
         """The flat form of what is like a result of `nested`."""
         groups = {group["params"][0]: group for group in nested[_GROUPS]}
         found: dict[str, Any] = {}
@@ -70,24 +70,51 @@ def flat_places(keys: Collection[object], names: Collection[str]) -> FlatPlaces 
         TreeMismatchError: if an entry is of a parameter that the optimizer has not.
     """
     places: dict[str, tuple[str, str, tuple[str, ...]]] = {}
-    longest = max((name.count(".") + 1 for name in names), default=0)
+    longest = _most_parts(names)
     for key in keys:
-        section, dot, rest = key.partition(".") if isinstance(key, str) else ("", "", "")
-        if not dot or section not in (_STATE, _GROUPS):
+        section, rest = _section_of(key)
+        if not section:
             return None
         assert isinstance(key, str)  # else it has no section
         parts = rest.split(".")
-        # The longest name: one may be the beginning of another. No longer than any is, for the key may be of any length.
         if len(parts) > longest + _DEEPEST:
             raise _misfit(f"{key[:80]}...", "has too many parts")
-        for length in range(min(len(parts) - 1, longest), 0, -1):
-            name = ".".join(parts[:length])
-            if name in names:
-                places[key] = (section, name, tuple(parts[length:]))
-                break
-        else:
+        name = _name_in(parts, names, longest)
+        if name is None:
             raise _misfit(key, "is of no parameter of the optimizer")
+        places[key] = (section, name, tuple(parts[name.count(".") + 1 :]))
     return FlatPlaces(places) if places else None
+
+
+def of_others(keys: Collection[object], names: Collection[str]) -> list[str]:
+    """The keys of entries of a flat state dict that are of parameters of other names."""
+    longest = _most_parts(names)
+    found: list[str] = []
+    for key in keys:
+        section, rest = _section_of(key)
+        if isinstance(key, str) and section and _name_in(rest.split("."), names, longest) is None:
+            found.append(key)
+    return found
+
+
+def _most_parts(names: Collection[str]) -> int:
+    return max((name.count(".") + 1 for name in names), default=0)
+
+
+def _section_of(key: object) -> tuple[str, str]:
+    """The section of an entry and the rest of its key; no section if it is none of a flat state dict."""
+    section, dot, rest = key.partition(".") if isinstance(key, str) else ("", "", "")
+    return (section, rest) if dot and section in (_STATE, _GROUPS) else ("", "")
+
+
+def _name_in(parts: Sequence[str], names: Collection[str], longest: int) -> str | None:
+    """The longest name of a parameter that an entry begins with: one may be the beginning of another."""
+    # No longer than any name is, for the key may be of any length.
+    for length in range(min(len(parts) - 1, longest), 0, -1):
+        name = ".".join(parts[:length])
+        if name in names:
+            return name
+    return None
 
 
 def _misfit(key: str, reason: str) -> TreeMismatchError:

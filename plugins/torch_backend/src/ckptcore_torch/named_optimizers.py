@@ -6,7 +6,7 @@ import copy
 import functools
 import sys
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Final
 
 import torch
@@ -14,11 +14,18 @@ import torch
 from ckptcore.errors import NameCollisionError, TreeMismatchError, UnsupportedLeafError
 from ckptcore.protocols import Priority
 from ckptcore_torch.abstracts import abstract_tensor
-from ckptcore_torch.flattened_states import FlatPlaces, flat_places
 from ckptcore_torch.optimizer_names import NamedState, named_state
 from ckptcore_torch.optimizers import OptimizerHandler, options_to_load, parameter_keys, slots_to_load
+from ckptcore_torch.stored_groups import (
+    OptionsByName,
+    form_of,
+    group_options,
+    with_others,
+    without_others,
+    without_placeholders,
+)
 
-__all__ = ["NamedOptimizer", "NamedOptimizerHandler"]
+__all__ = ["NamedOptimizer", "NamedOptimizerHandler", "NamedOptimizerPart", "NamedOptimizerPartHandler"]
 
 _NUMBERED: Final = OptimizerHandler()
 
@@ -52,6 +59,20 @@ class NamedOptimizer:
         self.optimizers = optimizers
 
 
+class NamedOptimizerPart(NamedOptimizer):
+    """`NamedOptimizer` where every process has other parameters of one model: stages of a pipeline, groups of experts.
+
+    The options of a group are saved under the name of each parameter in it, as torch does with ``flatten_optimizer_state_dict=True``,
+    so that what the processes save is united to the state of the optimizer of the whole model, whatever groups each of them has. It loads
+    into a `NamedOptimizer` of the whole model, and into parts of it of any size. A part takes from a checkpoint what is of
+    its parameters, and leaves the rest.
+
+    Names must be those that the parameters have in the whole model, in every process.
+    """
+
+    __slots__ = ()
+
+
 class NamedOptimizerHandler:
     """`NamedOptimizer`: ``{"state": {name: slots}, "param_groups": [{option: value, "params": names}]}``.
 
@@ -59,7 +80,8 @@ class NamedOptimizerHandler:
     state and their group's options by name. A tied parameter is saved under its first name and found under any. A parameter
     that was saved without a state, because it is frozen or was not reached, has none afterwards.
 
-    Stored may also be the flat form (see `flattened_states`), or, for one optimizer, its own state dict by numbers.
+    Stored may also be options by the names of parameters or the flat form (see `stored_groups`), or, for one optimizer, its own
+    state dict by numbers.
     """
 
     priority = Priority.FRAMEWORK
@@ -71,7 +93,7 @@ class NamedOptimizerHandler:
             UnsupportedLeafError: if a parameter has no name, or a state belongs to none and there are several optimizers.
             NameCollisionError: if two optimizers have one parameter.
         """
-        return _merged(_members(value))
+        return self._saved(_members(value))
 
     def flatten_to_load(self, value: NamedOptimizer, stored: object) -> object:
         """The state as it is stored, into tensors of the optimizers where these can be filled.
@@ -83,12 +105,14 @@ class NamedOptimizerHandler:
         if _are_numbered(stored) and len(value.optimizers) == 1:
             return _NUMBERED.flatten_to_load(value.optimizers[0], stored)
         members = _members(value)
+        known = _aliases(members)
         if not isinstance(stored, Mapping):
-            return _merged(members)
-        places = flat_places(stored.keys(), _aliases(members))
-        nested = stored if places is None else places.nested(stored)
+            return self._saved(members)
+        own = self._own(stored, known)
+        form = form_of(own, known)
+        nested = form.nested(own)
         if not _is_by_name(nested):
-            return _merged(members)
+            return self._asked(self._saved(members), stored, known)
         _expect_same_parameters(members, nested)
         for member in members:
             _sources(member, nested["param_groups"])  # refuses what would be refused once it is read
@@ -96,7 +120,7 @@ class NamedOptimizerHandler:
             "state": _slots_to_load(members, nested),
             "param_groups": _groups_to_load(members, nested["param_groups"]),
         }
-        return asked if places is None else places.flat(asked)
+        return self._asked(form.as_stored(asked), stored, known)
 
     def unflatten(self, like: NamedOptimizer, state: object) -> object:
         """The state itself, for ``set_optimizer_state_dict``."""
@@ -112,14 +136,46 @@ class NamedOptimizerHandler:
             _NUMBERED.restore(target.optimizers[0], state)
             return
         members = _members(target)
-        places: FlatPlaces | None = flat_places(state.keys(), _aliases(members))
-        nested = state if places is None else places.nested(state)
+        known = _aliases(members)
+        own = self._own(state, known)
+        nested = form_of(own, known).nested(own)
         _expect_same_parameters(members, nested)
         taken: set[int] = set()
         prepared = [_part(member, nested, taken, others=len(members) == 1) for member in members]
         # Only now: an error above leaves every optimizer as it was.
         for member, (slots, groups) in zip(members, prepared, strict=True):
             member.restore(slots, groups)
+
+    def _saved(self, members: Sequence[NamedState]) -> Mapping[str, Any]:
+        return _merged(members)
+
+    def _own(self, stored: Mapping[str, Any], known: Collection[str]) -> Mapping[str, Any]:
+        """Of what is stored, what is to be for parameters of these names."""
+        return stored
+
+    def _asked(self, asked: Mapping[str, Any], stored: Mapping[str, Any], known: Collection[str]) -> Mapping[str, Any]:
+        """What to ask for, of all that is stored, to have of `_own` what is asked for."""
+        return asked
+
+
+class NamedOptimizerPartHandler(NamedOptimizerHandler):
+    """`NamedOptimizerPart`: ``{"state": {name: slots}, "param_groups": {name: {option: value}}}``.
+
+    It loads what `NamedOptimizerHandler` does, and leaves what is stored for other parameters than it has.
+    """
+
+    def unflatten(self, like: NamedOptimizer, state: Any) -> object:
+        """The part itself, in the form that was stored."""
+        return without_placeholders(state) if isinstance(state, dict) else state
+
+    def _saved(self, members: Sequence[NamedState]) -> Mapping[str, Any]:
+        return OptionsByName().as_stored(_merged(members))
+
+    def _own(self, stored: Mapping[str, Any], known: Collection[str]) -> Mapping[str, Any]:
+        return without_others(stored, known)
+
+    def _asked(self, asked: Mapping[str, Any], stored: Mapping[str, Any], known: Collection[str]) -> Mapping[str, Any]:
+        return with_others(asked, stored, known)
 
 
 def _members(value: NamedOptimizer) -> Sequence[NamedState]:
@@ -247,7 +303,7 @@ def _part(
         if not sources:
             groups.append(own)  # a group without parameters
             continue
-        options = _options(stored_groups[sources[0]])
+        options = group_options(stored_groups[sources[0]])
         if sources[0] in taken:
             options = copy.deepcopy(options)
         taken.add(sources[0])
@@ -272,9 +328,13 @@ def _sources(member: NamedState, stored_groups: Sequence[Mapping[str, Any]]) -> 
     for own in member.groups:
         sources = list(dict.fromkeys(place[name] for name in own["params"]))
         for source in sources[1:]:
-            options, others = _options(stored_groups[sources[0]]), _options(stored_groups[source])
+            options, others = group_options(stored_groups[sources[0]]), group_options(stored_groups[source])
             names = sorted(options.keys() | others.keys())
-            differing = [name for name in names if not _same(options.get(name), others.get(name))]
+            differing = [
+                f"{name} {_shown(options, name)} and {_shown(others, name)}"
+                for name in names
+                if not _same(options.get(name), others.get(name))
+            ]
             if differing:
                 one, other = (next(name for name in own["params"] if place[name] == at) for at in (sources[0], source))
                 difference = f"{one} and {other} were saved with different options ({', '.join(differing)})"
@@ -286,12 +346,15 @@ def _sources(member: NamedState, stored_groups: Sequence[Mapping[str, Any]]) -> 
     return found
 
 
-def _options(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: option for name, option in group.items() if name not in ("params", "param_names")}
-
-
 def _same(one: Any, other: Any) -> bool:
     if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
         both = isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor)
         return both and one.dtype == other.dtype and torch.equal(one, other)
     return bool(one == other)
+
+
+def _shown(options: Mapping[str, Any], name: str) -> str:
+    option = options.get(name)
+    if isinstance(option, torch.Tensor) and option.numel() == 1:
+        option = option.item()
+    return repr(option)[:80] if name in options else "nothing"

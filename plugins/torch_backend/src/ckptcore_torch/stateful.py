@@ -10,7 +10,12 @@ from ckptcore.handlers import state_to_load
 from ckptcore.protocols import CheckpointableHandler, Priority
 from ckptcore_torch.abstracts import abstract_tensor
 from ckptcore_torch.modules import ModuleHandler
-from ckptcore_torch.named_optimizers import NamedOptimizer, NamedOptimizerHandler
+from ckptcore_torch.named_optimizers import (
+    NamedOptimizer,
+    NamedOptimizerHandler,
+    NamedOptimizerPart,
+    NamedOptimizerPartHandler,
+)
 from ckptcore_torch.optimizers import OptimizerHandler
 
 __all__ = ["GeneratorHandler", "StateDictHandler", "handler_of_type"]
@@ -63,6 +68,7 @@ class GeneratorHandler:
 _MODULES: Final = ModuleHandler()
 _OPTIMIZERS: Final = OptimizerHandler()
 _NAMED_OPTIMIZERS: Final = NamedOptimizerHandler()
+_NAMED_OPTIMIZER_PARTS: Final = NamedOptimizerPartHandler()
 _STATE_DICTS: Final = StateDictHandler()
 _GENERATORS: Final = GeneratorHandler()
 
@@ -74,6 +80,8 @@ def handler_of_type(value_type: type) -> CheckpointableHandler | None:
         return None if hasattr(value_type, "set_state_tree") and hasattr(value_type, "get_state_tree") else _MODULES
     if issubclass(value_type, torch.optim.Optimizer):
         return _OPTIMIZERS
+    if issubclass(value_type, NamedOptimizerPart):
+        return _NAMED_OPTIMIZER_PARTS
     if issubclass(value_type, NamedOptimizer):
         return _NAMED_OPTIMIZERS
     if issubclass(value_type, torch.optim.lr_scheduler.LRScheduler | torch.amp.GradScaler):
