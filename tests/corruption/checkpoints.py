@@ -96,7 +96,7 @@ def bounded_memory(location: Path) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         # Twice, for one loads twice in the block.
         held *= 2
-        patch.setattr("ckptcore.loading.allocate", bounded)
+        patch.setattr("ckptcore.reading.allocate", bounded)
         yield
 
 
