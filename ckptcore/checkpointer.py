@@ -543,10 +543,10 @@ class Checkpointer(CheckpointReader):
         if self._closed:
             raise CheckpointError(f"the Checkpointer of {self.directory} is closed; make a new one")
         job = self._context.job()
-        if isinstance(job, Rejoinable) and job is not self._job:
+        if job is not self._job and (isinstance(job, Rejoinable) or isinstance(self._job, Rejoinable)):
             raise CheckpointError(
-                f"the Checkpointer of {self.directory} belongs to a job that this process has joined again since; close it, and make a "
-                "new one, as every other process of the job does"
+                f"the Checkpointer of {self.directory} belongs to a job that this process has left or joined again since; close it, and "
+                "make a new one, as every other process of the job does"
             )
 
     def _agreement(self, what: str) -> Agreement:

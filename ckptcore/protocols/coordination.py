@@ -47,7 +47,7 @@ class Rejoinable(Protocol):
 
     @property
     def incarnation(self) -> int:
-        """Which one of the job's it belongs to."""
+        """Which one it belongs to: of the job's, or where nobody counts those, of the ones that this process was in. For a person."""
         ...
 
 

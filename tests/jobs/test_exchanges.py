@@ -58,7 +58,7 @@ class _Launcher:
     """The plugin of a launcher whose job has had an accident."""
 
     def __init__(self) -> None:
-        self.joined = _Incarnation(1)
+        self.joined: _Incarnation | None = _Incarnation(1)
 
     @hookimpl
     def ckpt_coordinator(self) -> Coordinator | None:
@@ -80,6 +80,9 @@ def test_who_joined_again_counts_as_who_is_new(tmp_path: Path) -> None:
     run.close()
     with ckptcore.Checkpointer(tmp_path, context=context) as run:
         assert run.should_save(1)
+        launcher.joined = None
+        with pytest.raises(CheckpointError, match="has left or joined again since"):
+            run.should_save(2)  # else each of the processes would go on alone in one directory
 
 
 def test_every_job_and_every_name_has_its_own_count() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,14 +14,17 @@ import ckptcore_torch
 import numpy as np
 import pytest
 import torch.distributed as dist
-from ckptcore_torch.store_coordinator import StoreCoordinator
+from ckptcore_torch.store_coordinator import StoreCoordinator, _GroupCoordinators
 
 import ckptcore
 from ckptcore import Context
 from ckptcore.errors import PluginError
+from ckptcore.exchanges import ExchangeCounts
+from ckptcore.protocols import Rejoinable
 
 PROGRAM = Path(__file__).with_name("coordinated_job.py")
 RESTARTED = Path(__file__).with_name("restarted_job.py")
+REJOINED = Path(__file__).with_name("rejoined_job.py")
 
 
 @contextmanager
@@ -61,6 +65,38 @@ def test_the_coordinator_of_a_context_comes_first() -> None:
     mine = StoreCoordinator(dist.HashStore(), 0, 1)
     with in_group("fake", 4):
         assert Context(coordinator=mine).job() is mine
+
+
+def test_a_group_has_one_coordinator_and_the_next_one_another() -> None:
+    """So that who goes on in the next counts the operations of that alone, as a process that is new does."""
+    counts, coordinators = ExchangeCounts(), _GroupCoordinators()
+    counted = []
+    for _ in range(2):
+        with in_group("gloo", 1):
+            found = coordinators.of(dist.group.WORLD)
+            assert isinstance(found, Rejoinable) and coordinators.of(dist.group.WORLD) is found
+            counted.append([counts.key(found, "run"), counts.key(found, "run")])
+    assert counted == [["run#0", "run#1"]] * 2
+
+
+@pytest.mark.slow
+def test_a_process_that_goes_on_saves_with_one_that_is_new(tmp_path: Path) -> None:
+    with socket.socket() as first, socket.socket() as second:
+        first.bind(("127.0.0.1", 0))
+        second.bind(("127.0.0.1", 0))
+        ports = [str(found.getsockname()[1]) for found in (first, second)]
+    begun = [
+        subprocess.Popen([sys.executable, str(REJOINED), who, str(tmp_path), *ports], stderr=subprocess.PIPE, text=True)
+        for who in ("stays", "leaves", "comes")
+    ]
+    try:
+        told = [process.communicate(timeout=300)[1] for process in begun]
+    finally:
+        for process in begun:
+            process.kill()
+    assert [process.returncode for process in begun] == [0, 0, 0], "\n".join(told)[-6000:]
+    loaded = ckptcore.load(tmp_path / "run")
+    assert loaded["life"].tolist() == [1, 1, 1] and loaded["step"] == 1
 
 
 def _run(size: int, *arguments: str | Path) -> None:

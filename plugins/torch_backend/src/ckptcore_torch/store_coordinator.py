@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
@@ -13,7 +16,7 @@ from ckptcore.errors import CoordinationTimeoutError, PluginError
 from ckptcore_torch.store_meetings import StoreMeeting, meetings
 from ckptcore_torch.watched_stores import WatchedStore, watched
 
-__all__ = ["StoreCoordinator", "StorelessCoordinator", "coordinator_of_job", "store_of_job"]
+__all__ = ["GroupCoordinator", "StoreCoordinator", "StorelessCoordinator", "coordinator_of_job", "store_of_job"]
 
 T = TypeVar("T")
 
@@ -189,7 +192,7 @@ class StorelessCoordinator:
         raise _without_store(self.backend, self.size)
 
 
-def coordinator_of_job() -> StoreCoordinator | StorelessCoordinator | None:
+def coordinator_of_job() -> GroupCoordinator | StorelessCoordinator | None:
     """The coordinator of the job whose process group was initialized; None where none was, or one of one process.
 
     It is over the store through which the processes of the group met, whatever the backend of the group: nothing is sent
@@ -201,7 +204,54 @@ def coordinator_of_job() -> StoreCoordinator | StorelessCoordinator | None:
     backend = dist.get_backend(world)
     if backend in _WITHOUT_STORE:
         return StorelessCoordinator(backend, world.rank(), world.size())
-    return StoreCoordinator.of_job()
+    return _job_coordinators().of(world)
+
+
+class GroupCoordinator(StoreCoordinator):
+    """The coordinator of a process group, the same for as long as the group is: a `ckptcore.protocols.Rejoinable`.
+
+    A program that ends its group and makes another one, with processes that it had before and others, goes on in that one.
+    """
+
+    def __init__(self, store: Any, rank: int, size: int, *, meeting: StoreMeeting, incarnation: int) -> None:
+        """Touch nothing yet.
+
+        Args:
+            store, rank, size, meeting: as of `StoreCoordinator`.
+            incarnation: see there.
+        """
+        super().__init__(store, rank, size, meeting=meeting)
+        self._incarnation: Final = incarnation
+
+    @property
+    def incarnation(self) -> int:
+        """Which one of the groups that this process was in and saved or loaded with, one after the other, from 1."""
+        return self._incarnation
+
+
+class _GroupCoordinators:
+    """The coordinators of the groups of this process; any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._known: MutableMapping[Any, GroupCoordinator] = weakref.WeakKeyDictionary()
+        self._made = 0
+
+    def of(self, group: Any) -> GroupCoordinator:
+        with self._lock:
+            found = self._known.get(group)
+            if found is None:
+                self._made += 1
+                store, rank, size = _store_of(group), group.rank(), group.size()
+                meeting = meetings().of(group, _own_part(store), rank, size)
+                found = GroupCoordinator(store, rank, size, meeting=meeting, incarnation=self._made)
+                self._known[group] = found
+            return found
+
+
+@functools.cache
+def _job_coordinators() -> _GroupCoordinators:
+    return _GroupCoordinators()
 
 
 def _without_store(backend: str, size: int) -> PluginError:

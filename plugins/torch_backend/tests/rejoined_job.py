@@ -1,0 +1,31 @@
+"""A process of a job whose group is ended and made again, with another process: ``rejoined_job.py WHO DIRECTORY PORT PORT``.
+
+``stays`` is rank 0 of both groups, ``leaves`` is rank 1 of the first only, and ``comes`` of the second.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+import torch.distributed as dist
+
+import ckptcore
+
+_LIVES: Final = {"stays": (0, 1), "leaves": (0,), "comes": (1,)}
+
+
+def main(who: str, directory: Path, ports: list[str]) -> None:
+    for life in _LIVES[who]:
+        rank = 0 if who == "stays" else 1
+        dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{ports[life]}", rank=rank, world_size=2)
+        for step in range(2):  # the same location, so that whoever counted differently would wait in vain
+            ckptcore.save(directory / "run", {"life": np.full(3, life), "step": step}, overwrite=True)
+        dist.barrier()
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]), sys.argv[3:])
