@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from ckptcore_torch.named_optimizers import NamedOptimizer
+from ckptcore_torch.named_optimizers import NamedOptimizer, NamedOptimizerPart
 from torch.distributed._shard.metadata import ShardMetadata
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed._shard.sharded_tensor.metadata import ShardedTensorMetadata, TensorProperties
@@ -66,21 +66,23 @@ def both_ways(make: Callable[[int], Job], directory: Path, *, torch_can: bool = 
         directory: for the checkpoints.
         torch_can: whether set_state_dict can set the state of such a model at all.
     """
-    ours, theirs = directory / "ours", directory / "theirs"
+    ours, parts, theirs = directory / "ours", directory / "parts", directory / "theirs"
     job = make(0)
     losses(job, 1)
     model, optimizer = job
     ckptcore.save(ours, {"model": model, "optimizer": NamedOptimizer(model, optimizer)}, layout="dcp")
+    ckptcore.save(parts, {"model": model, "optimizer": NamedOptimizerPart(model, optimizer)}, layout="dcp")
     model_state, optimizer_state = get_state_dict(model, optimizer)
     dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=str(theirs))
     expected = losses(job, 2)
-    for source, used in itertools.product((ours, theirs), (False, True)):
+    kinds = (NamedOptimizer, NamedOptimizerPart)
+    for source, used, kind in itertools.product((ours, parts, theirs), (False, True), kinds):
         job = make(9)
         if used:
             losses(job, 4)
         model, optimizer = job
-        ckptcore.load_into(source, {"model": model, "optimizer": NamedOptimizer(model, optimizer)})
-        assert losses(job, 2) == expected, (source, used)
+        ckptcore.load_into(source, {"model": model, "optimizer": kind(model, optimizer)})
+        assert losses(job, 2) == expected, (source, used, kind)
     if torch_can:
         job = model, optimizer = make(9)
         losses(job, 4)
