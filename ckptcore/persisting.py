@@ -13,7 +13,6 @@ from typing import Final, NoReturn
 
 from ckptcore.agreement import Agreement
 from ckptcore.background import SaveHandle
-from ckptcore.builtin.files_layout import FilesLayout
 from ckptcore.commit import (
     Claim,
     Overwrite,
@@ -28,14 +27,15 @@ from ckptcore.engine.recorder import ObjectRecorder
 from ckptcore.errors import CheckpointError, CommitUnknownError, PluginError
 from ckptcore.events import Recording
 from ckptcore.locations import Location, subdirectory
+from ckptcore.marking import mark_composite, mark_tree
 from ckptcore.model.metadata import TreeMetadata
 from ckptcore.model.objects import ObjectRecord
-from ckptcore.model.transfer import Receipt, Segment
+from ckptcore.model.transfer import Receipt
 from ckptcore.model.tree import JSON
 from ckptcore.parts import Captured, Part
 from ckptcore.planning import check_coverage
-from ckptcore.protocols import About, Layout, MarksCheckpoints, MemberKind, StorageAddress, StorageBackend
-from ckptcore.root import ROOT_KEY, Claimed, Composite, Member, Root
+from ckptcore.protocols import About, MemberKind, StorageBackend
+from ckptcore.root import ROOT_KEY, Claimed, Composite, Member, Root, this_writer
 from ckptcore.root_json import encode_composite, encode_root
 from ckptcore.stages import WorkerOptions
 from ckptcore.timelines import timeline_to_json
@@ -75,6 +75,16 @@ class Described:
     members: Mapping[str, Member] | None
     before_commit: Callable[[], None] | None
     agreement: Agreement
+
+    @property
+    def about(self) -> About:
+        """What its layouts are told of it."""
+        members: dict[str, MemberKind] = {
+            member.directory(name, rank): member.kind
+            for name, member in (self.members or {}).items()
+            for rank in range(member.processes or 1)
+        }
+        return About(self.created, self.custom, self.metrics, members)
 
 
 def fail_everywhere(agreement: Agreement, stage: str, error: BaseException) -> NoReturn:
@@ -275,7 +285,7 @@ def _finish(
     return Root(
         save_id=described.save_id,
         created=described.created,
-        writer=_writer(),
+        writer=this_writer(),
         layout=part.layout.name,
         state=state,
         tree=tree,
@@ -326,9 +336,9 @@ def _commit(
             else:
                 _put_root(inside, root)
         if whole is not None:
-            whole = _marked(described, parts[0].layout, whole, claim.store, context)
+            whole = mark_tree(parts[0].layout, whole, described.about, claim.store, context)
         else:
-            _mark_composite(described, claim.store, context)
+            mark_composite([part.layout for part in described.parts], described.about, claim.store, context)
         timeline = timeline_to_json(recording.events)
         if described.before_commit is not None:
             described.before_commit()
@@ -345,7 +355,7 @@ def _commit(
         composite = Composite(
             save_id=described.save_id,
             created=described.created,
-            writer=_writer(),
+            writer=this_writer(),
             members=described.members or {},
             custom=described.custom,
             metrics=described.metrics,
@@ -353,75 +363,6 @@ def _commit(
             progress=described.progress,
         )
         claim.commit(*encode_composite(composite))
-
-
-class _MarkStore:
-    """A `WriteStore` that refuses what marks of a layout may not be, before it is written."""
-
-    def __init__(self, layout: str, recorder: ObjectRecorder, taken: Mapping[str, object]) -> None:
-        self._layout = layout
-        self._recorder = recorder
-        self._taken = taken
-
-    @property
-    def address(self) -> StorageAddress | None:
-        """See `WriteStore`."""
-        return self._recorder.address
-
-    def put(self, key: str, data: bytes) -> None:
-        """See `WriteStore`."""
-        self._recorder.put(self._checked(key), data)
-
-    def write(self, key: str, segments: Sequence[Segment]) -> None:
-        """See `WriteStore`."""
-        self._recorder.write(self._checked(key), segments)
-
-    def _checked(self, key: str) -> str:
-        above = key.partition("/")[0]
-        if above.startswith("checkpoint.") or key in self._taken or above in self._taken:
-            raise PluginError(
-                f"the layout {self._layout} marks the checkpoint with {key}, and may not: a mark is a new object beside the arrays "
-                "or the directories of several checkpointables, and names that begin with 'checkpoint.' are the core's. The save "
-                "is not committed"
-            )
-        return key
-
-
-def _marked(described: Described, layout: Layout, whole: Root, store: StorageBackend, context: Context) -> Root:
-    """Let the layout of a checkpoint that is one tree write what foreign readers look for; the root with that."""
-    if not isinstance(layout, MarksCheckpoints):
-        return whole
-    recorder = ObjectRecorder(store, context.io_threads, checksums=context.checksums)
-    about = About(described.created, described.custom, described.metrics)
-    layout.mark(about, _MarkStore(layout.name, recorder, whole.objects))
-    return replace(whole, objects={**whole.objects, **{record.key: record for record in recorder.objects}})
-
-
-def _mark_composite(described: Described, store: StorageBackend, context: Context) -> None:
-    """Let each layout that has trees in the checkpoint write what foreign readers look for beside their directories.
-
-    The root of several checkpointables lists no objects: what is written here can be lost without harm to what ckptcore reads.
-    """
-    members: dict[str, MemberKind] = {
-        member.directory(name, rank): member.kind
-        for name, member in (described.members or {}).items()
-        for rank in range(member.processes or 1)
-    }
-    layouts = {part.layout.name: part.layout for part in described.parts if part.layout.name != FilesLayout.name}
-    taken: dict[str, object] = dict(members)
-    for name, layout in layouts.items():
-        if isinstance(layout, MarksCheckpoints):
-            recorder = ObjectRecorder(store, context.io_threads, checksums=context.checksums)
-            about = About(described.created, described.custom, described.metrics, members)
-            layout.mark(about, _MarkStore(name, recorder, taken))
-            taken.update({record.key: record for record in recorder.objects})
-
-
-@functools.cache
-def _writer() -> Mapping[str, str]:
-    import importlib.metadata  # costs more to import than the rest of this module
-
-    return {"ckptcore": importlib.metadata.version("ckptcore")}
 
 
 def _common_trees(described: Described) -> list[TreeMetadata]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 from collections.abc import Mapping
@@ -24,6 +25,7 @@ __all__ = [
     "check_name",
     "is_save_id",
     "new_save_id",
+    "this_writer",
 ]
 
 ROOT_KEY: Final = "checkpoint.json"
@@ -170,3 +172,11 @@ def check_name(name: str) -> str:
     if reason is not None:
         raise InvalidLocationError(f"{name!r} cannot be the name of a checkpointable: {reason}")
     return check_key(name)
+
+
+@functools.cache
+def this_writer() -> Mapping[str, str]:
+    """What a root says of the software that wrote it: names of distributions, and their versions."""
+    import importlib.metadata  # costs more to import than the rest of this module
+
+    return {"ckptcore": importlib.metadata.version("ckptcore")}

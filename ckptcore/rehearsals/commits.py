@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from ckptcore.builtin.files_layout import FilesLayout
 from ckptcore.commit import Claim
@@ -13,9 +12,9 @@ from ckptcore.model.transfer import Receipt
 from ckptcore.parts import Part
 from ckptcore.persisting import Described
 from ckptcore.planning import check_coverage
-from ckptcore.protocols import About, Layout, MarksCheckpoints, MemberKind, StorageBackend
+from ckptcore.protocols import About, Layout, MarksCheckpoints, StorageBackend
 from ckptcore.rehearsals.sizes import SizeRecorder
-from ckptcore.root import ROOT_KEY, Composite, Root
+from ckptcore.root import ROOT_KEY, Composite, Root, this_writer
 from ckptcore.root_json import encode_composite, encode_root
 
 __all__ = ["finish_part", "put_root", "rehearse_commit"]
@@ -37,7 +36,7 @@ def finish_part(
     return Root(
         save_id=described.save_id,
         created=described.created,
-        writer=_writer(),
+        writer=this_writer(),
         layout=part.layout.name,
         state=state,
         tree=tree,
@@ -76,22 +75,16 @@ def rehearse_commit(
         else:
             put_root(inside, root)
     if whole is not None:
-        _mark(parts[0].layout, About(described.created, described.custom, described.metrics), claim, context)
+        _mark(parts[0].layout, described.about, claim, context)
         data, tables = encode_root(whole)
     else:
-        members: dict[str, MemberKind] = {
-            member.directory(name, rank): member.kind
-            for name, member in (described.members or {}).items()
-            for rank in range(member.processes or 1)
-        }
-        about = About(described.created, described.custom, described.metrics, members)
         layouts = {part.layout.name: part.layout for part in described.parts if part.layout.name != FilesLayout.name}
         for layout in layouts.values():
-            _mark(layout, about, claim, context)
+            _mark(layout, described.about, claim, context)
         composite = Composite(
             save_id=described.save_id,
             created=described.created,
-            writer=_writer(),
+            writer=this_writer(),
             members=described.members or {},
             custom=described.custom,
         )
@@ -102,10 +95,3 @@ def rehearse_commit(
 def _mark(layout: Layout, about: About, claim: Claim, context: Context) -> None:
     if isinstance(layout, MarksCheckpoints):
         layout.mark(about, SizeRecorder(claim.store, checksums=context.checksums))
-
-
-@functools.cache
-def _writer() -> Mapping[str, str]:
-    import importlib.metadata  # costs more to import than the rest of this module
-
-    return {"ckptcore": importlib.metadata.version("ckptcore")}
