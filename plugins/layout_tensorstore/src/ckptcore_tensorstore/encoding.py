@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import TYPE_CHECKING, Final
@@ -93,15 +93,18 @@ class _Assembly:
     digests: list[bytes] = field(default_factory=list)
 
 
-def encode_chunks(sources: Sequence[ChunkSource]) -> Iterator[EncodedChunk]:
-    """The chunks of arrays, in order. What is encoded at a time has so many bytes as `_STARTED_BYTES` says, and a chunk."""
+def encode_chunks(sources: Sequence[ChunkSource]) -> Generator[EncodedChunk, None, None]:
+    """The chunks of arrays, in order. What is encoded at a time has so many bytes as `_STARTED_BYTES` says, and a chunk.
+
+    To be closed before the memory of the arrays is let go: chunks that nobody asked for are read from it until then.
+    """
     if not sources:
         return
     with using_tensorstore():
         yield from _encode(sources)
 
 
-def bound_chunks(sources: Sequence[ChunkSource]) -> Iterator[BoundedChunk]:
+def bound_chunks(sources: Sequence[ChunkSource]) -> Generator[BoundedChunk, None, None]:
     """The chunks that `encode_chunks` would give, as large as they can become; nothing is encoded and no element is asked for."""
     for source in sources:
         form = source.form

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import base64
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
 from math import prod
@@ -47,7 +48,7 @@ def data_directory(rank: int) -> str:
 
 
 _StoredChunk: TypeAlias = EncodedChunk | BoundedChunk
-_Encode: TypeAlias = Callable[[Sequence[ChunkSource]], Iterator[_StoredChunk]]
+_Encode: TypeAlias = Callable[[Sequence[ChunkSource]], Generator[_StoredChunk, None, None]]
 """What makes chunks of arrays that are not stored as they are."""
 
 
@@ -120,11 +121,13 @@ def _write(snapshot: Snapshot, form: Form, store: WriteStore, encode: _Encode) -
         writer = _DataFiles(store, prefix, plan.rank, plan.save_id, form.data_file_bytes, files, columns)
         writer.write_direct(direct)
         exact = len(files)
-        writer.write_encoded(encode(encoded))
+        with closing(encode(encoded)) as chunks:
+            writer.write_encoded(chunks)
         bounded: Sequence[str] = [f"{prefix}{file}" for file in files[exact:]]
     else:
         copies = _copies(plan.tree, names)
-        bounded = _write_objects(store, prefix, direct, encode(encoded), copies, columns)
+        with closing(encode(encoded)) as chunks:
+            bounded = _write_objects(store, prefix, direct, chunks, copies, columns)
     state: JSON = {
         "directory": directory,
         "save_id": plan.save_id,
@@ -172,7 +175,7 @@ class _DataFiles:
         if segments:
             self._store.write(self._next_file(), segments)
 
-    def write_encoded(self, chunks: Iterator[_StoredChunk]) -> None:
+    def write_encoded(self, chunks: Iterable[_StoredChunk]) -> None:
         """Take chunks as they are encoded, and write those of one file while the next are encoded."""
         with ThreadPoolExecutor(1, "ckptcore-encoded") as pool:
             writing: Future[None] | None = None
@@ -212,7 +215,7 @@ def _write_objects(
     store: WriteStore,
     prefix: str,
     direct: Sequence[ChunkSource],
-    encoded: Iterator[_StoredChunk],
+    encoded: Iterable[_StoredChunk],
     copies: Mapping[int, Sequence[str]],
     columns: _Columns,
 ) -> Sequence[str]:
