@@ -38,7 +38,7 @@ def cells_of_wants(wants: Mapping[Box, Wanting]) -> list[tuple[Box, Wanting]]:
     return sorted([*done, *active], key=lambda cell: cell[0].start)
 
 
-def cut_box(box: Box, itemsize: int, most_bytes: int, rows: int = 1) -> Iterator[Box]:
+def cut_box(box: Box, itemsize: int, most_bytes: int) -> Iterator[Box]:
     """Pieces of a box in C order, each of at most so many bytes and at least one element.
 
     They are cut along the first axis that is long enough, so that the bytes of a piece follow each other as far as they do in the
@@ -48,8 +48,6 @@ def cut_box(box: Box, itemsize: int, most_bytes: int, rows: int = 1) -> Iterator
         box: what to cut.
         itemsize: bytes per element.
         most_bytes: of a piece.
-        rows: along the first axis of the array, cut at multiples of so many indices where that is fine enough: in formats of
-            chunks, a chunk of which two pieces have a part is read twice.
     """
     nbytes = box.size * itemsize
     if nbytes <= most_bytes or box.size <= 1:
@@ -59,14 +57,10 @@ def cut_box(box: Box, itemsize: int, most_bytes: int, rows: int = 1) -> Iterator
     start, stop = box.start[axis], box.stop[axis]
     count = min(-(-nbytes // most_bytes), stop - start)
     step = -(-(stop - start) // count)
-    unit = rows if axis == 0 and step >= rows else 1
-    step -= step % unit
-    low = start
-    while low < stop:
-        high = min(stop, low + step - (low + step) % unit) if low + step < stop else stop
+    for low in range(start, stop, step):
+        high = min(stop, low + step)
         piece = Box((*box.start[:axis], low, *box.start[axis + 1 :]), (*box.stop[:axis], high, *box.stop[axis + 1 :]))
-        yield from cut_box(piece, itemsize, most_bytes, rows)
-        low = high
+        yield from cut_box(piece, itemsize, most_bytes)
 
 
 def _sweep_axis(boxes: Sequence[Box]) -> int:

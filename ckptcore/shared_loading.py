@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import secrets
@@ -24,7 +25,7 @@ from ckptcore.model.metadata import ArrayRecord
 from ckptcore.model.transfer import Pending
 from ckptcore.model.tree import JSON
 from ckptcore.opening import Opened, Source, Tries, naming_arrays
-from ckptcore.protocols import Channels, Coordinator, ReadsChunks
+from ckptcore.protocols import Channels, Coordinator, PlacesTiles
 from ckptcore.read_groups import group_of
 from ckptcore.read_shares import MessageSizes, Request, SharedPlan, plan_shares
 from ckptcore.reading import Planned, Reading
@@ -120,7 +121,11 @@ class _Attempt(Generic[T]):
     def _mark(self, opened: Opened) -> str:
         """Equal on ranks that opened the same save."""
         root = self._tries.root
-        return "tree " + _digest(opened.tree.to_json()) if root is None else xxhash.xxh3_128_hexdigest(root)
+        return (
+            "tree " + _digest([opened.tree.to_json(), opened.state])
+            if root is None
+            else xxhash.xxh3_128_hexdigest(root)
+        )
 
     def _exchange_requests(self, own: Sequence[JSON]) -> list[Request]:
         """What is wanted, each once; told by the first rank that wants it."""
@@ -168,11 +173,13 @@ class _Attempt(Generic[T]):
         leaves = {leaf for number in set(request_of.values()) for leaf in self._requests[number]}
         specs = {leaf: record.spec for leaf in leaves if isinstance(record := opened.tree.leaves[leaf], ArrayRecord)}
         layout, memory = opened.layout, self._context.memory
-        rows = layout.chunk_rows(opened.tree, opened.state) if isinstance(layout, ReadsChunks) else {}
         sizes = MessageSizes(
             message=max(1, min(_MESSAGE_BYTES, memory.exchange_bytes // _MOST_AT_ONCE)), round=memory.load_bytes
         )
-        return plan_shares(specs, self._requests, request_of, rank, sizes, rows)
+        if not isinstance(layout, PlacesTiles):
+            return plan_shares(specs, self._requests, request_of, rank, sizes)
+        places = functools.partial(layout.tiles, opened.tree, opened.state)
+        return plan_shares(specs, self._requests, request_of, rank, sizes, places)
 
     def _channels(self, shares: SharedPlan) -> Channels:
         """A way to those that this process shares with.

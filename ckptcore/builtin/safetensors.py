@@ -22,7 +22,16 @@ from ckptcore.builtin.safetensors_slices import write_slices
 from ckptcore.errors import CheckpointError, PluginError
 from ckptcore.model.arrays import ArraySpec, Box, HostArray
 from ckptcore.model.metadata import ArrayRecord, TreeMetadata
-from ckptcore.model.transfer import ArraySegment, BytesSegment, ReadPlan, Receipt, Segment, TileRead, WritePlan
+from ckptcore.model.transfer import (
+    ArraySegment,
+    BytesSegment,
+    ReadPlan,
+    Receipt,
+    Segment,
+    StoredTile,
+    TileRead,
+    WritePlan,
+)
 from ckptcore.model.tree import JSON, LEAF, Node, format_path
 from ckptcore.planning import leaf_names
 from ckptcore.protocols import Inspection, ReadStore, Snapshot, WriteStore
@@ -195,6 +204,11 @@ class SafetensorsLayout:
     def extents(self, tree: TreeMetadata, state: JSON) -> Iterator[tuple[int, str, int, int]]:
         """Where each array lies, or its slices."""
         yield from self._known.places(tree, state).extents(tree)
+
+    def tiles(self, tree: TreeMetadata, state: JSON, leaf: int) -> Iterator[StoredTile]:
+        """An array, or its slices: as they are."""
+        for part in self._known.places(tree, state).of(tree, leaf):
+            yield StoredTile(part.key, part.offset, part.box, True)
 
     def inspect(self, store: ReadStore, entry: str | None) -> Inspection | None:
         """A file ``*.safetensors``, an index, or a directory that has one of them."""

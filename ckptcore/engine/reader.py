@@ -7,19 +7,23 @@ import queue
 import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from typing import Final
 
 from ckptcore.engine.checked_tiles import TileShape, plan_checked
 from ckptcore.engine.checksums import RecordedChecksums
 from ckptcore.engine.pages import map_pages
 from ckptcore.engine.read_tasks import ObjectShape, ReadPart, ReadTask, group_reads, plan_object, takers_of
 from ckptcore.engine.sizes import SIZES, Sizes
-from ckptcore.engine.sources import open_reader
+from ckptcore.engine.sources import EdgeBlocks, open_reader
 from ckptcore.engine.threads import IOThreads
 from ckptcore.errors import CorruptCheckpointError
 from ckptcore.model import ObjectRecord, TileRead
 from ckptcore.protocols import StorageAddress, StorageBackend
 
 __all__ = ["ObjectReader"]
+
+_EDGE_BLOCKS: Final = 16
+"""Blocks that are kept for who asks for the rest of them: encoded chunks lie beside each other, and are asked for one by one."""
 
 
 class ObjectReader:
@@ -62,6 +66,7 @@ class ObjectReader:
         self._progress = progress
         self._sizes = sizes
         self._sums: dict[str, RecordedChecksums] = {}
+        self._edges = EdgeBlocks(_EDGE_BLOCKS)
         self.counting = threading.Lock()
         self.bytes_read = 0
         self.requests = 0
@@ -120,8 +125,23 @@ class ObjectReader:
         stop = size if stop is None else min(stop, size)
         if start >= stop:
             return b""
-        begin = start // self._sizes.block * self._sizes.block
-        end = min(-(-stop // self._sizes.block) * self._sizes.block, size)
+        block = self._sizes.block
+        begin, end = start // block * block, min(-(-stop // block) * block, size)
+        # Blocks at the ends, of which a part is wanted, may have been read for what lies beside this.
+        head = self._edges.find(key, begin) if begin < start or stop < min(begin + block, size) else None
+        low = begin if head is None else min(begin + block, size)
+        foot = self._edges.find(key, (end - 1) // block * block) if stop < end and low < end else None
+        high = end if foot is None else (end - 1) // block * block
+        read = self._read_blocks(key, low, high, sums) if low < high else b""
+        for edge in {begin, (end - 1) // block * block}:
+            edge_stop = min(edge + block, size)
+            if low <= edge < high and (edge < start or stop < edge_stop):
+                self._edges.keep(key, edge, read[edge - low : edge_stop - low])
+        data = read if head is None and foot is None else b"".join((head or b"", read, foot or b""))
+        return data if begin == start and end == stop else data[start - begin : stop - begin]
+
+    def _read_blocks(self, key: str, begin: int, end: int, sums: RecordedChecksums) -> bytes:
+        """Whole blocks of an object, verified."""
         data = self._storage.get(key, begin, end)
         if len(data) != end - begin:
             raise CorruptCheckpointError(
@@ -132,7 +152,7 @@ class ObjectReader:
                 stop=end,
             )
         sums.verify(begin, memoryview(data))
-        return data if begin == start and end == stop else data[start - begin : stop - begin]
+        return data
 
     def read_tiles(self, reads: Sequence[TileRead]) -> Generator[int, None, None]:
         """Fill targets; yields the number of a target once all its tiles here are read and verified.

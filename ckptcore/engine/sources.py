@@ -1,12 +1,14 @@
-"""Objects that are read many times by one load: found once where the storage can."""
+"""Objects that are read many times by one load: found once where the storage can, and no block read for each part of it."""
 
 from __future__ import annotations
 
+import threading
+from collections import OrderedDict
 from collections.abc import Sequence
 
 from ckptcore.protocols import OpensObjects, RangeReader, StorageBackend
 
-__all__ = ["open_reader"]
+__all__ = ["EdgeBlocks", "open_reader"]
 
 
 class _ByKey:
@@ -28,3 +30,29 @@ def open_reader(storage: StorageBackend, key: str) -> RangeReader:
         ObjectNotFoundError: now, or by the first read.
     """
     return storage.open_reader(key) if isinstance(storage, OpensObjects) else _ByKey(storage, key)
+
+
+class EdgeBlocks:
+    """Verified blocks of which only a part was asked for: who asks for what lies beside that finds the rest here. Any thread."""
+
+    def __init__(self, most: int) -> None:
+        """Keep at most so many."""
+        self._most = most
+        self._lock = threading.Lock()
+        self._kept: OrderedDict[tuple[str, int], bytes] = OrderedDict()
+
+    def find(self, key: str, start: int) -> bytes | None:
+        """The block of an object that begins at a byte, if it is kept."""
+        with self._lock:
+            found = self._kept.get((key, start))
+            if found is not None:
+                self._kept.move_to_end((key, start))
+            return found
+
+    def keep(self, key: str, start: int, data: bytes) -> None:
+        """Keep a block, in the place of the one that nobody has asked for longest."""
+        with self._lock:
+            self._kept[key, start] = data
+            self._kept.move_to_end((key, start))
+            while len(self._kept) > self._most:
+                self._kept.popitem(last=False)

@@ -8,7 +8,7 @@ from typing import Literal, Protocol, TypeAlias, runtime_checkable
 
 from ckptcore.model.arrays import HostArray
 from ckptcore.model.metadata import TreeMetadata
-from ckptcore.model.transfer import ReadPlan, Receipt, Segment, TileRead, WritePlan
+from ckptcore.model.transfer import ReadPlan, Receipt, Segment, StoredTile, TileRead, WritePlan
 from ckptcore.model.tree import JSON
 from ckptcore.protocols.storage import StorageAddress
 
@@ -22,6 +22,7 @@ __all__ = [
     "LayoutFactory",
     "MarksCheckpoints",
     "MemberKind",
+    "PlacesTiles",
     "ReadStore",
     "ReadsChunks",
     "SharesReplicas",
@@ -308,6 +309,27 @@ class ReadsChunks(Protocol):
 
         A conversion that cuts arrays does it between chunks: else it would decode each of them several times. At least 1 each;
         `state` may be hostile.
+        """
+        ...
+
+
+@runtime_checkable
+class PlacesTiles(Protocol):
+    """A layout that can tell where arrays are without asking the storage, so that processes can divide what they read."""
+
+    def tiles(self, tree: TreeMetadata, state: JSON, leaf: int) -> Iterator[StoredTile]:
+        """The tiles that an array is stored in, in any order; they do not overlap. Nothing where that is not known.
+
+        Processes of one job get equal ones for equal arguments. What is said of places need only be true most times: a plan made of it
+        reads too much where it is not, and never the wrong thing.
+
+        Args:
+            tree: that was saved.
+            state: may be hostile.
+            leaf: the number of an array in the tree; never an alias.
+
+        Raises:
+            CorruptCheckpointError: if the state makes no sense.
         """
         ...
 

@@ -26,7 +26,8 @@ from ckptcore.errors import (
 )
 from ckptcore.model import JSON, LEAF, ArrayRecord, ArraySpec, Attribute, Box, Node, Skeleton, ValueRecord
 from ckptcore.model.tree import Key
-from ckptcore.protocols import About, InspectsComposites, Layout, SharesReplicas
+from ckptcore.planning import uncovered
+from ckptcore.protocols import About, InspectsComposites, Layout, PlacesTiles, SharesReplicas
 from ckptcore.sharing import cells_of
 from ckptcore.testing import strategies
 from ckptcore.testing.arrays import DTYPE_NAMES, PORTABLE_DTYPES, SHAPES, assert_same_bits
@@ -246,6 +247,19 @@ class LayoutTests:
             differing = [number for number in written.trial.arrays if not _comes_back(written, number)]
             objects[key].write_bytes(content)
             assert differing == [leaf], f"byte {start} of {key} is said to be of leaf {leaf}"
+
+    def test_tiles_make_up_arrays(self, tmp_path: Path) -> None:
+        written = write_trial(self.layout(), _small_trial(), tmp_path)
+        if not isinstance(written.layout, PlacesTiles):
+            return
+        for leaf in written.trial.arrays:
+            record = written.trial.tree.leaves[leaf]
+            assert isinstance(record, ArrayRecord)
+            tiles = list(written.layout.tiles(written.trial.tree, written.state, leaf))
+            boxes = [tile.box.intersect(Box.whole(record.spec.shape)) for tile in tiles]
+            if tiles:
+                assert uncovered(record.spec, [box for box in boxes if box is not None]) is None
+            assert len({tile.is_plain for tile in tiles}) <= 1
 
     # --- what is damaged or hostile
 
@@ -493,6 +507,9 @@ def _comes_back(written: Written, leaf: int) -> bool:
 def _all_extents(written: Written, state: JSON) -> None:
     for _ in written.layout.extents(written.trial.tree, state):
         pass
+    if isinstance(written.layout, PlacesTiles):
+        for leaf in written.trial.arrays:
+            list(written.layout.tiles(written.trial.tree, state, leaf))
 
 
 def _lengths(length: int) -> list[int]:

@@ -7,10 +7,13 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from ckptcore.engine.reader import ObjectReader
 from ckptcore.engine.recorder import ObjectRecorder
 from ckptcore.engine.sizes import SIZES, Sizes
+from ckptcore.engine.sources import EdgeBlocks
 from ckptcore.engine.threads import IOThreads
 from ckptcore.errors import ChecksumError, CorruptCheckpointError, ObjectNotFoundError, StorageError
 from ckptcore.model import Box, BytesSegment, HostArray, ObjectRecord, TileRead
@@ -323,3 +326,39 @@ def test_names_come_from_the_storage() -> None:
     assert list(reader.list_names()) == ["d/", "x"]
     assert reader.address is None
     assert reader.size("x") == 1
+
+
+def test_what_is_asked_for_one_by_one_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Encoded chunks lie beside each other, and are verified by blocks that hold several."""
+    stored = Stored(noise(5 * MIB + 100))
+    reader = stored.reader()
+    get, read = stored.storage.get, 0
+
+    def counting(key: str, start: int = 0, stop: int | None = None) -> bytes:
+        nonlocal read
+        data = get(key, start, stop)
+        read += len(data)
+        return data
+
+    monkeypatch.setattr(stored.storage, "get", counting)
+    positions = range(10, 5 * MIB + 100, 300_000)
+    for start in positions:
+        assert reader.get("x", start, start + 300_000) == stored.data[start : start + 300_000]
+    assert read == 5 * MIB + 100
+    assert reader.get("x", 10) == stored.data[10:]
+
+
+@given(st.lists(st.tuples(st.integers(0, 70), st.integers(0, 70)), max_size=12))
+def test_whatever_is_kept_what_is_asked_for_is_what_comes(asked: list[tuple[int, int]]) -> None:
+    stored = Stored(noise(67), sizes=TINY)
+    reader = stored.reader()
+    for start, stop in asked:
+        assert reader.get("x", start, stop) == stored.data[start:stop]
+
+
+def test_only_so_many_blocks_are_kept() -> None:
+    blocks = EdgeBlocks(2)
+    for start in (0, 1, 2):
+        blocks.keep("x", start, bytes([start]))
+        blocks.find("x", 0)
+    assert [blocks.find("x", start) for start in (0, 1, 2)] == [bytes([0]), None, bytes([2])]

@@ -13,8 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptcore.cells import cells_of_wants, cut_box
+from ckptcore.model import ReadItem, StoredTile
 from ckptcore.model.arrays import ArraySpec, Box
-from ckptcore.read_shares import Message, MessageSizes, Request, SharedPlan, message_offsets, plan_shares
+from ckptcore.read_shares import Message, MessageSizes, Request, SharedPlan, Tiles, message_offsets, plan_shares
 from ckptcore.testing import strategies
 
 SHAPES = ((7, 5), (6,), (), (3, 0), (4, 3, 2))
@@ -37,10 +38,10 @@ def requests(draw: st.DrawFn) -> list[Request]:
 
 
 def _plans(
-    wanted: Sequence[Request], of: Sequence[int], sizes: MessageSizes, rows: Mapping[int, int] | None = None
+    wanted: Sequence[Request], of: Sequence[int], sizes: MessageSizes, tiles: Tiles = lambda _: ()
 ) -> list[SharedPlan]:
     request_of = dict(enumerate(of))
-    return [plan_shares(SPECS, wanted, request_of, rank, sizes, rows) for rank in request_of]
+    return [plan_shares(SPECS, wanted, request_of, rank, sizes, tiles) for rank in request_of]
 
 
 @given(requests(), st.data(), st.sampled_from([1, 8, 64, 1 << 20]), st.sampled_from([None, 30, 200]))
@@ -180,19 +181,95 @@ def test_many_shards_are_planned_quickly() -> None:
     assert len(cells) == 4000 and compared == 0
 
 
-@given(strategies.boxes((9, 7, 5)), st.integers(1, 400), st.integers(1, 4))
-def test_pieces_of_a_box_make_it_up(box: Box, most: int, rows: int) -> None:
-    pieces = list(cut_box(box, 4, most, rows))
+@given(strategies.boxes((9, 7, 5)), st.integers(1, 400))
+def test_pieces_of_a_box_make_it_up(box: Box, most: int) -> None:
+    pieces = list(cut_box(box, 4, most))
     counts = np.zeros((9, 7, 5), int)
     for piece in pieces:
-        assert piece.size and (piece.size * 4 <= most or piece.size == 1 or rows > 1)
+        assert piece.size and (piece.size * 4 <= most or piece.size == 1)
         counts[piece.slices] += 1
     assert counts.sum() == box.size and (counts[box.slices] == 1).all()
 
 
-def test_pieces_end_where_chunks_do() -> None:
-    pieces = list(cut_box(Box((2, 0), (30, 4)), 1, 32, rows=4))
-    assert [piece.stop[0] for piece in pieces] == [4, 8, 12, 16, 20, 24, 28, 30]
+@st.composite
+def stored(draw: st.DrawFn, is_plain: bool) -> dict[int, list[StoredTile]]:
+    """Tiles of all arrays, one behind the other in one object."""
+    offset = draw(st.integers(0, 40))
+    found: dict[int, list[StoredTile]] = {}
+    for leaf, spec in SPECS.items():
+        boxes = [box for box in draw(strategies.partitions(spec.shape)) if box.size]
+        found[leaf] = []
+        for box in boxes:
+            found[leaf].append(StoredTile("file", offset, box, is_plain))
+            offset += box.size * spec.numpy_dtype.itemsize + draw(st.sampled_from([0, 4]))
+    return found
+
+
+@given(requests(), st.data(), st.sampled_from([1, 8, 200]), st.booleans())
+def test_where_arrays_lie_changes_only_who_reads_and_sends(
+    wanted: list[Request], data: st.DataObject, message: int, is_plain: bool
+) -> None:
+    """Each wanted element still comes once to who wants it, and is read once by one."""
+    of = data.draw(st.lists(st.integers(0, len(wanted) - 1), min_size=1, max_size=5))
+    tiles = data.draw(stored(is_plain))
+    sizes = MessageSizes(message=message, block=16)
+    plans = _plans(wanted, of, sizes, lambda leaf: tiles[leaf])
+    read = {leaf: np.zeros(spec.shape, int) for leaf, spec in SPECS.items()}
+    for rank, plan in enumerate(plans):
+        got = {leaf: np.zeros(spec.shape, int) for leaf, spec in SPECS.items()}
+        for part in plan.rounds:
+            pieces = [item for sent in part.messages for item in sent.pieces]
+            own = [item for sent in part.messages if sent.reader == rank for item in sent.pieces]
+            for item in [*part.direct, *pieces]:
+                got[item.leaf][item.box.slices] += 1
+            for item in [*part.direct, *own]:
+                read[item.leaf][item.box.slices] += 1
+        for leaf, spec in SPECS.items():
+            mine = np.zeros(spec.shape, bool)
+            for box in wanted[of[rank]].get(leaf, ()):
+                mine[box.slices] = True
+            assert (got[leaf][mine] == 1).all() and (got[leaf] <= 1).all()
+            assert is_plain <= (not got[leaf][~mine].any()), "nobody is sent what it does not want"
+    for leaf, spec in SPECS.items():
+        everyone = np.zeros(spec.shape, int)
+        for number in set(of):
+            for box in wanted[number].get(leaf, ()):
+                everyone[box.slices] = 1
+        assert np.array_equal(read[leaf], everyone)
+
+
+@given(requests(), st.data())
+def test_what_is_only_read_whole_is_read_by_one(wanted: list[Request], data: st.DataObject) -> None:
+    of = data.draw(st.lists(st.integers(0, len(wanted) - 1), min_size=1, max_size=5))
+    tiles = data.draw(stored(is_plain=False))
+    plans = _plans(wanted, of, MessageSizes(), lambda leaf: tiles[leaf])
+    readers: dict[tuple[int, Box], set[object]] = {}
+    for rank, plan in enumerate(plans):
+        for part in plan.rounds:
+            reads: list[tuple[object, ReadItem]] = [((rank, "direct"), item) for item in part.direct]
+            reads += [
+                ((rank, message.place), item)
+                for message in part.messages
+                if message.reader == rank
+                for item in message.pieces
+            ]
+            for reader, item in reads:
+                for tile in tiles[item.leaf]:
+                    if tile.box.intersect(item.box) is not None:
+                        readers.setdefault((item.leaf, tile.box), set()).add(reader)
+    assert all(len(reader) == 1 for reader in readers.values())
+
+
+def test_who_wants_a_part_of_what_is_only_read_whole_is_sent_all_that_anybody_wants_of_it() -> None:
+    """Two ranks want halves of three tiles: that in the middle is read by one, and the others into place or alone."""
+    specs = {0: ArraySpec((12,), "int8")}
+    wanted: list[Request] = [{0: (Box((0,), (6,)),)}, {0: (Box((6,), (12,)),)}]
+    tiles = [StoredTile("file", 9 * number, Box((4 * number,), (4 * number + 4,)), False) for number in range(3)]
+    plans = [plan_shares(specs, wanted, {0: 0, 1: 1}, rank, MessageSizes(), lambda _: tiles) for rank in (0, 1)]
+    (sent,) = [message for message in plans[0].rounds[0].messages if len(message.members) > 1]
+    assert [item.box for item in sent.pieces] == [Box((4,), (6,)), Box((6,), (8,))]
+    assert sent in plans[1].rounds[0].messages and sent.members == (0, 1)
+    assert plans[0].groups == plans[1].groups == ((0, 1),)
 
 
 @pytest.mark.parametrize("dtype", ["int8", "float64", "S7"])

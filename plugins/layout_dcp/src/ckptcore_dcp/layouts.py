@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ckptcore.errors import PluginError
-from ckptcore.model import JSON, ArrayRecord, ArraySpec, HostArray, ReadPlan, Receipt, TreeMetadata
+from ckptcore.model import JSON, ArrayRecord, ArraySpec, HostArray, ReadPlan, Receipt, StoredTile, TreeMetadata
 from ckptcore.protocols import InspectedComposite, Inspection, ReadStore, Snapshot, WriteStore
 from ckptcore_dcp.directories import inspect_step_directory
 from ckptcore_dcp.dtypes import physical_spec
@@ -94,6 +94,14 @@ class DcpLayout:
                 yield leaf, chunk.key, chunk.offset, chunk.offset + nbytes
         for leaf, place in places_of_state(self._places, tree, state).items():
             yield leaf, place.key, *place.extent
+
+    def tiles(self, tree: TreeMetadata, state: JSON, leaf: int) -> Iterator[StoredTile]:
+        """The chunks that this layout wrote; where those of other software are, their items tell."""
+        table = self._known.table(tree, state)
+        if table.content == "items":
+            return
+        for chunk in table.chunks(leaf):
+            yield StoredTile(chunk.key, chunk.offset, chunk.box, True)
 
     def inspect(self, store: ReadStore, entry: str | None) -> Inspection | None:
         """A directory with a ``.metadata``, or one of safetensors that torch.distributed.checkpoint wrote in parts."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields
 from typing import Final, Literal
 from weakref import WeakKeyDictionary
 
-from ckptcore.model import JSON, ArrayRecord, HostArray, ReadPlan, Receipt, TreeMetadata
+from ckptcore.model import JSON, ArrayRecord, HostArray, ReadPlan, Receipt, StoredTile, TreeMetadata
 from ckptcore.protocols import About, InspectedComposite, Inspection, ReadStore, Snapshot, WriteForecast, WriteStore
 from ckptcore_tensorstore.finishing import finish_arrays
 from ckptcore_tensorstore.inspecting import inspect_composite, inspect_tree
@@ -17,6 +17,7 @@ from ckptcore_tensorstore.options import ArrayOptions, ArrayRule, check_chunk_by
 from ckptcore_tensorstore.reading import Databases, read_arrays
 from ckptcore_tensorstore.state import DecodedStates
 from ckptcore_tensorstore.stored_arrays import Form, array_names, stored_format
+from ckptcore_tensorstore.stored_tiles import KnownTiles
 from ckptcore_tensorstore.writing import forecast_arrays, write_arrays
 
 __all__ = ["OcdbtLayout", "Zarr3Layout", "ZarrLayout"]
@@ -46,6 +47,7 @@ class _OrbaxLayout:
     rules: Sequence[ArrayRule] = ()
     item: str = "state"
     _states: DecodedStates = field(default_factory=DecodedStates, init=False, repr=False, compare=False)
+    _tiles: KnownTiles = field(default_factory=KnownTiles, init=False, repr=False, compare=False)
     _databases: Databases = field(default_factory=WeakKeyDictionary, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -142,6 +144,14 @@ class _OrbaxLayout:
         """Those of read chunks: each is decoded, or compared with its checksum, as a whole."""
         arrays = self._states.decoded(state, tree).arrays
         return {leaf: stored.form.inner[0] for leaf, stored in arrays.items() if stored.form.inner}
+
+    def tiles(self, tree: TreeMetadata, state: JSON, leaf: int) -> Iterator[StoredTile]:
+        """The read chunks of an array; nothing of one that is stored with an axis more than it has, as text is."""
+        decoded, record = self._states.decoded(state, tree), tree.leaves[leaf]
+        stored = decoded.arrays.get(leaf)
+        if stored is None or not isinstance(record, ArrayRecord) or stored.form.spec.shape != record.spec.shape:
+            return iter(())
+        return self._tiles.tiles(decoded, leaf)
 
     def inspect(self, store: ReadStore, entry: str | None) -> Inspection | None:
         """A checkpoint of Orbax's, or AXLearn's, with arrays in this layout.

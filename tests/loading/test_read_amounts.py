@@ -1,0 +1,141 @@
+"""Bytes that a job reads which loads together: of each stored byte once, checksums verified."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from ckptcore_tensorstore import OcdbtLayout, Zarr3Layout
+
+import ckptcore
+from ckptcore import ArrayShard, Context, ShardedArray
+from ckptcore.builtin.local import LocalStorage
+from ckptcore.model import Box
+from ckptcore.protocols import Coordinator, Layout, StorageBackend, StorageOpener, StorageOptions
+from ckptcore.testing import FaultPlan, FaultyStorage, ThreadJob, ThreadNetwork
+
+RANKS = 4
+
+
+class CountedFiles:
+    """A plugin: ``counted:///PATH`` is a local directory, of which all that is read but the root is counted."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.nbytes = 0
+
+    @ckptcore.hookimpl
+    def ckpt_storages(self) -> Mapping[str, StorageOpener]:
+        return {"counted": self.open}
+
+    def open(self, url: str, options: StorageOptions) -> StorageBackend:
+        return _Counting(LocalStorage(url.removeprefix("counted://"), options), self)
+
+    def add(self, key: str, nbytes: int) -> None:
+        """Say that bytes were read."""
+        if not key.startswith("checkpoint."):
+            with self.lock:
+                self.nbytes += nbytes
+
+
+class _Counting(FaultyStorage):
+    def __init__(self, inner: StorageBackend, files: CountedFiles) -> None:
+        super().__init__(inner, FaultPlan())
+        self._files = files
+
+    def get(self, key: str, start: int = 0, stop: int | None = None) -> bytes:
+        data = super().get(key, start, stop)
+        self._files.add(key, len(data))
+        return data
+
+    def get_into(self, key: str, ranges: Sequence[tuple[int, memoryview]]) -> None:
+        self._files.add(key, sum([len(buffer) for _, buffer in ranges]))
+        super().get_into(key, ranges)
+
+
+def _many() -> dict[str, Any]:
+    """A hundred arrays of 64 kB to 4 MB."""
+    rng = np.random.default_rng(0)
+    sizes = np.exp(rng.uniform(np.log(64e3), np.log(4e6), 100)).astype(int)
+    return {f"a{number}": rng.integers(0, 7, size // 4, np.int32) for number, size in enumerate(sizes)}
+
+
+def _few() -> dict[str, Any]:
+    """Five large ones, whose rows end in no good place."""
+    rng = np.random.default_rng(1)
+    return {f"w{number}": rng.integers(0, 7, (1300 + 37 * number, 4099), np.int32) for number in range(5)}
+
+
+def _read(directory: Path, wanted: Sequence[Any], expected: Mapping[str, Any]) -> tuple[int, list[int]]:
+    """Bytes that were read for a load by all ranks, and how many each sent."""
+    files = CountedFiles()
+    network, job = ThreadNetwork(RANKS, timeout_seconds=120), ThreadJob(RANKS, timeout_seconds=120)
+
+    def load(coordinator: Coordinator) -> None:
+        context = Context(
+            coordinator=coordinator,
+            collectives=network.collectives(coordinator.rank),
+            reads="broadcast",
+            plugins=[files],
+        )
+        found = ckptcore.load(f"counted://{directory}", wanted[coordinator.rank], context=context)
+        for name, array in found.items():
+            if isinstance(array, ShardedArray):
+                (shard,) = array.shards
+                assert shard.elements is not None and np.array_equal(shard.elements, expected[name][shard.box.slices])
+            else:
+                assert np.array_equal(array, expected[name])
+
+    job.run(load)
+    return files.nbytes, [sum(nbytes for rank, _, nbytes in network.sent if rank == one) for one in range(RANKS)]
+
+
+def _check(directory: Path, state: Mapping[str, Any], layout: str | Layout) -> None:
+    ckptcore.save(directory, dict(state), layout=layout, context=Context(durability="none"))
+    nbytes, sent = _read(directory, [None] * RANKS, state)
+    stored = sum(array.nbytes for array in state.values())
+    assert stored >= 100e6
+    assert stored <= nbytes <= 1.02 * stored, nbytes / stored
+    assert max(sent) <= 1.1 * sum(sent) / RANKS
+
+
+def test_many_arrays_are_read_once(tmp_path: Path) -> None:
+    _check(tmp_path / "saved", _many(), "safetensors")
+
+
+def test_large_chunks_are_read_once(tmp_path: Path) -> None:
+    _check(tmp_path / "saved", _few(), OcdbtLayout(chunk_bytes=8 << 20))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["safetensors", "ocdbt", "zarr3", "dcp", Zarr3Layout(chunk_bytes=8 << 20)], ids=str)
+@pytest.mark.parametrize("make", [_many, _few])
+def test_each_layout_is_read_once(make: Any, layout: str | Layout, tmp_path: Path) -> None:
+    _check(tmp_path / "saved", make(), layout)
+
+
+@pytest.mark.parametrize("layout", [Zarr3Layout, OcdbtLayout])
+def test_a_compressed_chunk_that_two_ranks_cut_is_read_once(layout: Any, tmp_path: Path) -> None:
+    """Each rank wants rows that end in the middle of a chunk."""
+    rng = np.random.default_rng(2)
+    # Bytes that cannot be compressed, in chunks of 250 rows: a MiB is next to nothing beside them.
+    state = {"w": rng.integers(0, 1 << 32, (1000, 4000), np.uint32)}
+    ckptcore.save(
+        tmp_path / "saved",
+        state,
+        layout=layout(chunk_bytes=4_000_000, compression="zstd:1"),
+        context=Context(durability="none"),
+    )
+    bounds = [0, 300, 510, 700, 1000]
+    wanted = [
+        {"w": ShardedArray((1000, 4000), np.dtype(np.uint32), [ArrayShard(Box((low, 0), (high, 4000)))])}
+        for low, high in itertools.pairwise(bounds)
+    ]
+    nbytes, sent = _read(tmp_path / "saved", wanted, state)
+    assert nbytes <= state["w"].nbytes + (RANKS * 3 << 20), "a few blocks for each rank, and no chunk twice"
+    assert sum(sent) > 0
