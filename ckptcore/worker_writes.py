@@ -92,7 +92,11 @@ class HeldByWorkers:
                 ),
                 options,
             )
-            begun.append((worker, chosen, self.executor.write(worker, stage, held)))
+            try:
+                begun.append((worker, chosen, self.executor.write(worker, stage, held)))
+            except BaseException:
+                WorkerWrites(self.executor, parts, begun).settle()  # what they write would be removed meanwhile
+                raise
         return WorkerWrites(self.executor, parts, begun)
 
 

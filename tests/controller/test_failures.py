@@ -8,6 +8,8 @@ import pytest
 
 import ckptcore
 from ckptcore.errors import CorruptCheckpointError, NotSharedError, RankFailedError, UnsupportedLeafError
+from ckptcore.model import Pending
+from ckptcore.protocols import Held, WriteStage
 from ckptcore.testing import RemoteArray, ThreadJob, WorkerProcesses
 from tests.controller.arrays import ROWS, SPEC, WHOLE, digests_of, make_rows
 from tests.controller.conftest import controlling
@@ -45,6 +47,38 @@ def test_a_controller_that_fails_waits_for_its_workers(
             tmp_path / "it", {"rows": make_rows(workers)}, layout=SlowRaisingLayout(failing=0), context=context
         )
     assert list(tmp_path.iterdir()) == []
+    assert_next_save_works(tmp_path, workers, context)
+
+
+class _Awaited:
+    """A report to come that says when it was waited for."""
+
+    def __init__(self, report: Pending[bytes], awaited: list[int], worker: int) -> None:
+        self._report, self._awaited, self._worker = report, awaited, worker
+
+    def result(self) -> bytes:
+        self._awaited.append(self._worker)
+        return self._report.result()
+
+
+def test_a_worker_that_cannot_begin_lets_those_end_that_have_begun(
+    workers: WorkerProcesses, context: ckptcore.Context, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the first went on to write into what is removed."""
+    write = WorkerProcesses.write
+    awaited: list[int] = []
+
+    def refused(self: WorkerProcesses, worker: int, stage: WriteStage, held: Held) -> Pending[bytes]:
+        if worker == 1:
+            raise RankFailedError("the worker worker-1 is gone")
+        return _Awaited(write(self, worker, stage, held), awaited, worker)
+
+    rows = make_rows(workers)
+    with monkeypatch.context() as patched:
+        patched.setattr(WorkerProcesses, "write", refused)
+        with pytest.raises(RankFailedError, match="worker-1 is gone"):
+            ckptcore.save(tmp_path / "it", {"rows": rows}, context=context)
+    assert awaited == [0] and list(tmp_path.iterdir()) == []
     assert_next_save_works(tmp_path, workers, context)
 
 
