@@ -9,7 +9,7 @@ from typing import Any
 from ckptcore.background import LoadHandle, SaveHandle
 from ckptcore.builtin.safetensors import SafetensorsLayout
 from ckptcore.commit import Overwrite, read_root, remove_checkpoint, sweep_location
-from ckptcore.composites import Wanted, load_composite
+from ckptcore.composites import load_composite
 from ckptcore.consolidation import FilePath, consolidate_checkpoint
 from ckptcore.context import Context, default_context
 from ckptcore.conversion import convert_checkpoint
@@ -36,6 +36,7 @@ from ckptcore.save_requests import OneTree, SaveRequest
 from ckptcore.saving import begin_save, perform_save
 from ckptcore.subtrees import SubtreePath
 from ckptcore.verification import ProgressCallback, VerifyReport, verify_checkpoint
+from ckptcore.wanted import Wanted
 
 __all__ = [
     "checkpointables_metadata",

@@ -16,12 +16,12 @@ from ckptcore.agreement import Agreement
 from ckptcore.builtin.files_layout import FilesLayout, empty_directories, state_of_files
 from ckptcore.builtin.single_process import SingleProcess
 from ckptcore.commit import Overwrite, read_root, refuse_to_replace, remove_checkpoint
-from ckptcore.composites import is_deleted, open_member, present_members, while_composite_unchanged
 from ckptcore.context import Context
 from ckptcore.destinations import refuse_destination
 from ckptcore.errors import CheckpointNotFoundError, CorruptCheckpointError, NameCollisionError
 from ckptcore.events import Recording
 from ckptcore.locations import Location, LocationLike, resolve_location
+from ckptcore.members import is_deleted, open_member, present_members, while_composite_unchanged
 from ckptcore.model.arrays import Box, HostArray
 from ckptcore.model.objects import ObjectRecord
 from ckptcore.model.transfer import ArraySegment, WritePlan

@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ckptcore.composites import is_deleted, open_composite, open_member, present_members, while_composite_unchanged
 from ckptcore.context import Context
 from ckptcore.errors import (
     CheckpointError,
@@ -19,6 +18,7 @@ from ckptcore.errors import (
 from ckptcore.events import Event
 from ckptcore.loading import abstract_tree
 from ckptcore.locations import Place
+from ckptcore.members import is_deleted, open_composite, open_member, present_members, while_composite_unchanged
 from ckptcore.model.metadata import TreeMetadata
 from ckptcore.model.objects import ObjectRecord
 from ckptcore.model.tree import JSON

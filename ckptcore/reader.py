@@ -11,7 +11,7 @@ from types import TracebackType
 from typing import Any, Final, Self, TypeVar
 
 from ckptcore.agreement import Agreement
-from ckptcore.composites import Everything, Wanted, load_composite
+from ckptcore.composites import load_composite
 from ckptcore.context import Context, default_context
 from ckptcore.describing import (
     CheckpointablesMetadata,
@@ -30,6 +30,7 @@ from ckptcore.policies import StepInfo
 from ckptcore.restoring import Loading, SkippedStep, StepLoader
 from ckptcore.step_names import StepNames, step_number
 from ckptcore.steps import StepDirectory
+from ckptcore.wanted import Everything, Wanted
 
 __all__ = ["CheckpointReader"]
 

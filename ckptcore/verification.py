@@ -9,12 +9,12 @@ from dataclasses import dataclass, replace
 from typing import Final, TypeAlias, TypeVar
 
 from ckptcore.builtin.files_layout import FilesLayout
-from ckptcore.composites import is_deleted, open_member, present_members, while_composite_unchanged
 from ckptcore.context import Context
 from ckptcore.engine.reader import ObjectReader
 from ckptcore.errors import CheckpointError, CorruptCheckpointError, ObjectNotFoundError
 from ckptcore.loading import abstract_leaves
 from ckptcore.locations import LocationLike, Place, Within
+from ckptcore.members import is_deleted, open_member, present_members, while_composite_unchanged
 from ckptcore.model.metadata import ArrayRecord
 from ckptcore.model.objects import BLOCK_BYTES, ObjectRecord
 from ckptcore.opening import (

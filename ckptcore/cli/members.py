@@ -6,10 +6,10 @@ from collections.abc import Mapping
 
 from ckptcore import CheckpointablesMetadata, CheckpointMetadata
 from ckptcore.cli.locating import child_location
-from ckptcore.composites import is_deleted, present_members
 from ckptcore.context import default_context
 from ckptcore.describing import describe_checkpoint, describe_checkpointables, describe_either
 from ckptcore.errors import CheckpointNotFoundError
+from ckptcore.members import is_deleted, present_members
 from ckptcore.opening import find_composite
 
 __all__ = ["describe", "describe_directories"]

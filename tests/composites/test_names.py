@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import ckptcore
-from ckptcore.composites import Everything, load_composite
+from ckptcore.composites import load_composite
 from ckptcore.errors import (
     CheckpointNotFoundError,
     CompositeCheckpointError,
@@ -23,6 +23,7 @@ from ckptcore.errors import (
 )
 from ckptcore.loading import recorded_load
 from ckptcore.root import check_name
+from ckptcore.wanted import Everything
 from tests.composites.objects import Counter, Files, Linear
 from tests.crashes.states import same_value
 
