@@ -550,7 +550,7 @@ class Checkpointer(CheckpointReader):
             )
 
     def _agreement(self, what: str) -> Agreement:
-        return Agreement(self._job, self._context.exchange_key(f"{self.directory}/checkpointer/{what}"))
+        return Agreement(self._job, self._context.exchange_key(f"{self.directory}/checkpointer/{what}", job=self._job))
 
 
 def _expect(given: object, kind: type, argument: str, wanted: str) -> None:

@@ -123,11 +123,17 @@ class Context:
         """The memory that asynchronous saves copy into."""
         return StagingPool()
 
-    def exchange_key(self, location: object) -> str:
-        """A key for the exchanges of an operation: the same on every rank that began as many at this location in this job."""
+    def exchange_key(self, location: object, *, job: Coordinator | None = None) -> str:
+        """A key for the exchanges of an operation: the same on every rank that began as many at this location in this job.
+
+        Args:
+            location: where, with what is done there.
+            job: whose exchanges they are, where that is not this process's job of now; None: it is.
+        """
         found = self.coordinator
-        if found is None and isinstance(job := self.registry.coordinator(), Rejoinable):
-            found = job
+        if found is None:
+            joined = self.registry.coordinator() if job is None else job
+            found = joined if isinstance(joined, Rejoinable) else None
         return exchange_counts().key(found, str(location))
 
     def job(self) -> Coordinator:

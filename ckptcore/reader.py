@@ -284,4 +284,4 @@ class CheckpointReader:
         return self._loader.load(step, loading)
 
     def _agreement(self, what: str) -> Agreement:
-        return Agreement(self._job, self._context.exchange_key(f"{self.directory}/{what}"))
+        return Agreement(self._job, self._context.exchange_key(f"{self.directory}/{what}", job=self._job))

@@ -85,6 +85,16 @@ def test_who_joined_again_counts_as_who_is_new(tmp_path: Path) -> None:
             run.should_save(2)  # else each of the processes would go on alone in one directory
 
 
+def test_a_reader_of_a_former_incarnation_counts_for_that(tmp_path: Path) -> None:
+    launcher = _Launcher()
+    context = ckptcore.Context(plugins=[launcher])
+    with ckptcore.Checkpointer(tmp_path, context=context):
+        reader = ckptcore.CheckpointReader(tmp_path, context=context)
+    launcher.joined = _Incarnation(2)
+    reader.reload()
+    assert context.exchange_key(f"{reader.directory}/list").endswith("#0"), "as in a process that is new"
+
+
 def test_every_job_and_every_name_has_its_own_count() -> None:
     counts, job, slots = ExchangeCounts(), ThreadJob(2), _Slots()
     first, second = job.coordinator(0), job.coordinator(1)
