@@ -17,7 +17,7 @@ import xxhash
 from ckptcore.agreement import Agreement
 from ckptcore.broadcasts import AHEAD, Broadcasts
 from ckptcore.context import Context
-from ckptcore.errors import PluginError
+from ckptcore.errors import PluginError, RankFailedError
 from ckptcore.events import Recording
 from ckptcore.joint_steps import Replaced, take_step
 from ckptcore.model.arrays import Box, HostArray
@@ -155,7 +155,10 @@ class _Attempt(Generic[T]):
             def read() -> JSON:
                 planned.begin()
                 with naming_arrays(reading.opened), recording.phase("read", reading.nbytes):
-                    made[0].run()
+                    try:
+                        made[0].run()
+                    except RankFailedError as error:
+                        raise RankFailedError(f"loading {self._location} together: {error}") from error
                 if not self._tries.is_unchanged():
                     raise Replaced
                 return None

@@ -56,4 +56,6 @@ def test_shards_are_read_by_who_holds_them(read: list[dict[str, dict[str, int]]]
 @pytest.mark.parametrize(("reads", "times"), [("all", 2), ("broadcast", 1)])
 def test_replicas_of_shards_are_read_once(read: list[dict[str, dict[str, int]]], reads: str, times: int) -> None:
     sharded = STORED - ONE_INDEX
-    assert sum(rank[reads]["hsdp"] for rank in read) == times * sharded + (4 if reads == "all" else 1) * ONE_INDEX
+    expected = times * sharded + (4 if reads == "all" else 1) * ONE_INDEX
+    nbytes = sum(rank[reads]["hsdp"] for rank in read)
+    assert expected <= nbytes < expected + 64, "bytes that align arrays are read with what is on both sides of them"
