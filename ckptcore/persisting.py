@@ -9,7 +9,7 @@ import functools
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Final, NoReturn
+from typing import Final, NoReturn, Protocol
 
 from ckptcore.agreement import Agreement
 from ckptcore.background import SaveHandle
@@ -34,7 +34,7 @@ from ckptcore.model.transfer import Receipt
 from ckptcore.model.tree import JSON
 from ckptcore.parts import Captured, Part
 from ckptcore.planning import check_coverage
-from ckptcore.protocols import About, MemberKind, StorageBackend
+from ckptcore.protocols import About, MemberKind, StorageBackend, WriteStore
 from ckptcore.root import ROOT_KEY, Claimed, Composite, Member, Root, this_writer
 from ckptcore.root_json import encode_composite, encode_root
 from ckptcore.stages import WorkerOptions
@@ -42,7 +42,18 @@ from ckptcore.timelines import timeline_to_json
 from ckptcore.visibility import seen_by_all, sees_claim, show_claim
 from ckptcore.worker_writes import HeldByWorkers
 
-__all__ = ["NOTHING_COMMITTED", "Described", "fail_before_claim", "fail_everywhere", "merge_objects", "persist"]
+__all__ = [
+    "NOTHING_COMMITTED",
+    "Described",
+    "Recorder",
+    "fail_before_claim",
+    "fail_everywhere",
+    "finish_part",
+    "inside_of",
+    "merge_objects",
+    "persist",
+    "put_root",
+]
 
 NOTHING_COMMITTED: Final = "nothing was committed"
 """What it means if a stage before the commit fails on any rank."""
@@ -238,8 +249,8 @@ def _write(
         receipts = [[own, *others] for own, others in zip(here, there, strict=True)]
     for part, of_part in zip(described.parts, receipts, strict=True):
         if part.own:
-            inside = _inside(store, part)
-            _put_root(inside, _finish(described, part, of_part, inside, context))
+            inside = inside_of(part, store)
+            put_root(inside, finish_part(described, part, of_part, _recorder(inside, context)))
     return receipts
 
 
@@ -254,7 +265,7 @@ def _write_here(
     progress = handle.count if handle is not None else None
     receipts = []
     for part, held in zip(described.parts, captured, strict=True):
-        inside = _inside(store, part)
+        inside = inside_of(part, store)
         recorder = ObjectRecorder(inside, context.io_threads, checksums=context.checksums, progress=progress)
         state = held.write(part, recorder)
         held.close()
@@ -262,26 +273,38 @@ def _write_here(
     return receipts
 
 
-def _inside(store: StorageBackend, part: Part) -> StorageBackend:
+def inside_of(part: Part, store: StorageBackend) -> StorageBackend:
+    """The storage as it looks from the directory of a part."""
     return subdirectory(store, part.directory) if part.directory else store
 
 
-def _put_root(store: StorageBackend, root: Root) -> None:
+def put_root(store: StorageBackend, root: Root) -> None:
+    """Put the root of a part that is one of several checkpointables."""
     data, tables = encode_root(root)
     for key, table in tables.items():
         store.put(key, table)
     store.put(ROOT_KEY, data)
 
 
-def _finish(
-    described: Described, part: Part, receipts: Sequence[Receipt], store: StorageBackend, context: Context
-) -> Root:
-    """Make what processes wrote of a part one whole; its root."""
+class Recorder(WriteStore, Protocol):
+    """What a layout writes through, that knows what it wrote."""
+
+    @property
+    def objects(self) -> Sequence[ObjectRecord]:
+        """The objects that are complete."""
+        ...
+
+
+def finish_part(described: Described, part: Part, receipts: Sequence[Receipt], recorder: Recorder) -> Root:
+    """Make what processes wrote of a part one whole; its root.
+
+    Raises:
+        CorruptCheckpointError: if what the processes wrote does not make up the arrays.
+        PluginError: if two wrote one object.
+    """
     tree = part.plan.tree
     check_coverage(tree, receipts)
-    recorder = ObjectRecorder(store, context.io_threads, checksums=context.checksums)
     state = part.layout.finish(tree, receipts, recorder)
-    objects = merge_objects(part.layout.name, receipts, recorder.objects)
     return Root(
         save_id=described.save_id,
         created=described.created,
@@ -289,9 +312,13 @@ def _finish(
         layout=part.layout.name,
         state=state,
         tree=tree,
-        objects=objects,
+        objects=merge_objects(part.layout.name, receipts, recorder.objects),
         member=described.members is not None,
     )
+
+
+def _recorder(store: StorageBackend, context: Context) -> ObjectRecorder:
+    return ObjectRecorder(store, context.io_threads, checksums=context.checksums)
 
 
 def merge_objects(
@@ -329,12 +356,12 @@ def _commit(
     with recording.phase("commit"):
         whole: Root | None = None
         for number, part in enumerate(parts):
-            inside = _inside(claim.store, part)
-            root = _finish(described, part, receipts[number], inside, context)
+            inside = inside_of(part, claim.store)
+            root = finish_part(described, part, receipts[number], _recorder(inside, context))
             if described.members is None:
                 whole = root
             else:
-                _put_root(inside, root)
+                put_root(inside, root)
         if whole is not None:
             whole = mark_tree(parts[0].layout, whole, described.about, claim.store, context)
         else:

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, Literal, TypeAlias
 
+from ckptcore.amounts import size
+
 __all__ = ["Certainty", "ExportPlan", "MemoryPlan", "ObjectPlan", "ProcessPlan", "RequestCounts", "SavePlan"]
 
 Certainty: TypeAlias = Literal["exact", "at most", "about"]
@@ -178,8 +180,8 @@ class SavePlan:
     def __str__(self) -> str:
         """A table: a line for each process, up to 16 of them, the largest among these."""
         summary = (
-            f"{self.layout}: {self.arrays} arrays of {_amount(self.array_bytes)}, {self.values} values; {len(self.processes)} "
-            f"processes write {self.objects} objects of {_amount(self.stored_bytes)} in {self.requests} requests to a storage of "
+            f"{self.layout}: {self.arrays} arrays of {size(self.array_bytes)}, {self.values} values; {len(self.processes)} "
+            f"processes write {self.objects} objects of {size(self.stored_bytes)} in {self.requests} requests to a storage of "
             f"{self.storage}; the largest writes {self.imbalance:.2f} times the average"
         )
         lines = [summary, *_table([_row(process, memory) for process, memory in self._shown()])]
@@ -189,7 +191,7 @@ class SavePlan:
         for export in self.exports:
             stored = sum([process.stored_bytes for process in export.processes])
             count = sum([len(process.objects) for process in export.processes])
-            lines.append(f"export to {export.location}: {export.layout}, {count} objects of {_amount(stored)}")
+            lines.append(f"export to {export.location}: {export.layout}, {count} objects of {size(stored)}")
         if self.untold:
             lines.append(f"not counted, because they write files of their own: {', '.join(self.untold)}")
         return "\n".join(lines)
@@ -212,13 +214,13 @@ def _row(process: ProcessPlan, memory: MemoryPlan) -> tuple[str, ...]:
     bound = "<=" if "at most" in certainties else ""
     return (
         str(process.rank),
-        _amount(process.array_bytes),
+        size(process.array_bytes),
         str(len(process.objects)),
-        bound + _amount(process.stored_bytes),
+        bound + size(process.stored_bytes),
         str(process.requests.total),
-        _amount(memory.copied),
-        _amount(memory.blocking_peak),
-        _amount(memory.async_peak),
+        size(memory.copied),
+        size(memory.blocking_peak),
+        size(memory.async_peak),
     )
 
 
@@ -227,16 +229,3 @@ def _table(rows: Sequence[Sequence[str]]) -> list[str]:
     return [
         "  ".join([text.rjust(width) for text, width in zip(row, widths, strict=True)]) for row in (_HEADINGS, *rows)
     ]
-
-
-def _amount(nbytes: int) -> str:
-    """Bytes in decimal units with three digits: ``1.02 kB``."""
-    if nbytes < 1000:
-        return f"{nbytes} B"
-    amount = float(nbytes)
-    for unit in ("kB", "MB", "GB", "TB", "PB"):
-        amount /= 1000
-        if amount < 999.5:
-            break
-    digits = 2 if amount < 9.995 else 1 if amount < 99.95 else 0
-    return f"{amount:.{digits}f} {unit}"

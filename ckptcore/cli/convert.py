@@ -6,7 +6,7 @@ from typing import Literal
 
 import click
 
-from ckptcore.cli.amounts import count, size
+from ckptcore.amounts import count, size
 from ckptcore.cli.command import checkpoint_command
 from ckptcore.cli.console import print_document, print_line, printable
 from ckptcore.cli.documents import ConvertDocument

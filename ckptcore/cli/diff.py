@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final, Literal, cast
 
 import click
 
-from ckptcore.cli.amounts import count, size
+from ckptcore.amounts import count, size
 from ckptcore.cli.command import checkpoint_command
 from ckptcore.cli.console import print_document, print_line, printable
 from ckptcore.cli.documents import DiffDocument, DifferenceDocument

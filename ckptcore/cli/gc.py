@@ -8,7 +8,7 @@ from collections.abc import Collection, Sequence
 
 import click
 
-from ckptcore.cli.amounts import age, count, metrics_text, size
+from ckptcore.amounts import age, count, metrics_text, size
 from ckptcore.cli.collection import Fate, Plan, plan_collection
 from ckptcore.cli.command import checkpoint_command
 from ckptcore.cli.console import json_number, print_document, print_line, printable

@@ -9,8 +9,8 @@ import click
 
 import ckptcore
 from ckptcore import CheckpointablesMetadata, CheckpointMetadata
+from ckptcore.amounts import count, metrics_text, size
 from ckptcore.builtin.files_layout import FilesLayout
-from ckptcore.cli.amounts import count, metrics_text, size
 from ckptcore.cli.command import checkpoint_command
 from ckptcore.cli.console import json_number, print_document, print_line, printable
 from ckptcore.cli.documents import (

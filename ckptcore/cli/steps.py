@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import click
 
 import ckptcore
-from ckptcore.cli.amounts import age, count, metrics_text, size
+from ckptcore.amounts import age, count, metrics_text, size
 from ckptcore.cli.command import checkpoint_command
 from ckptcore.cli.console import json_number, print_document, print_line, printable
 from ckptcore.cli.documents import OwnerDocument, StepDocument, StepsDocument

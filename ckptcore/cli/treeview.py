@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from ckptcore.cli.amounts import count, size
+from ckptcore.amounts import count, size
 from ckptcore.cli.console import printable
 from ckptcore.model import JSON, ArrayRecord, Attribute, Key, LeafRecord, Node, Skeleton, TreeMetadata, format_path
 

@@ -10,13 +10,12 @@ from ckptcore.commit import Claim, claim_location, claimed_store, refuse_to_repl
 from ckptcore.context import Context
 from ckptcore.engine.sizes import SIZES
 from ckptcore.errors import PluginError, UnsupportedLeafError
-from ckptcore.locations import Location, subdirectory
+from ckptcore.locations import Location
 from ckptcore.model.transfer import Receipt
 from ckptcore.parts import FilesDescription, Part
-from ckptcore.persisting import Described
+from ckptcore.persisting import Described, finish_part, inside_of, put_root
 from ckptcore.preparing import PreparedSave
 from ckptcore.protocols import ForecastsWrites, HostBytes, StorageBackend, WriteForecast
-from ckptcore.rehearsals.commits import finish_part, put_root
 from ckptcore.rehearsals.counting import CountingDirectories, CountingObjects
 from ckptcore.rehearsals.emptiness import EmptySnapshot, NothingThereError
 from ckptcore.rehearsals.sizes import SizeRecorder
@@ -163,14 +162,15 @@ def _rehearse(
     for part, snapshot in zip(described.parts, snapshots, strict=True):
         if part.layout.name == "files":
             continue
-        inside = subdirectory(store, part.directory) if part.directory else store
+        inside = inside_of(part, store)
         receipt, forecast = _write(part, snapshot, inside, context)
         prefix = f"{part.directory}/" if part.directory else ""
         at_most.update([f"{prefix}{key}" for key in forecast.at_most])
         exact.update([f"{prefix}{record.key}" for record in receipt.objects])
         buffer_bytes = max(buffer_bytes, forecast.buffer_bytes)
         if part.own:
-            put_root(inside, finish_part(described, part, [receipt], inside, context))
+            recorder = SizeRecorder(inside, checksums=context.checksums)
+            put_root(inside, finish_part(described, part, [receipt], recorder))
         else:
             receipts.append(receipt)
     items = [item for part in described.parts for item in part.plan.items]

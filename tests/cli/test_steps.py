@@ -14,7 +14,7 @@ from safetensors.numpy import save_file
 
 import ckptcore
 from ckptcore.cli import survey
-from ckptcore.cli.amounts import age
+from ckptcore.amounts import age
 from ckptcore.cli.documents import ErrorDocument, StepsDocument
 from ckptcore.commit import root_bytes
 from ckptcore.protocols import StorageBackend
