@@ -13,8 +13,8 @@ import pytest
 from safetensors.numpy import save_file
 
 import ckptcore
-from ckptcore.cli import survey
 from ckptcore.amounts import age
+from ckptcore.cli import survey
 from ckptcore.cli.documents import ErrorDocument, StepsDocument
 from ckptcore.commit import root_bytes
 from ckptcore.protocols import StorageBackend
