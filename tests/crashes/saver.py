@@ -7,6 +7,7 @@ a signal, `LOST` where another save was faster.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -186,7 +187,8 @@ def _serve() -> None:
         os.close(begin)
         print(child, flush=True)
         sys.stdin.readline()
-        os.write(released, b"!")
+        with contextlib.suppress(BrokenPipeError):  # it may have been killed before it came to wait
+            os.write(released, b"!")
         os.close(released)
         _, status = os.waitpid(child, 0)
         print(os.waitstatus_to_exitcode(status), flush=True)

@@ -14,9 +14,12 @@ from tests.docs.pages import CodeBlock
 __all__ = ["page_module", "run_program", "run_python"]
 
 
-def page_module(page: Path) -> ModuleType:
-    """A module for the names of a page; dataclasses and pickle find it in `sys.modules`."""
-    module = ModuleType("page_" + page.stem.replace("-", "_").replace(".", "_"))
+def page_module(page: Path, purpose: str) -> ModuleType:
+    """A module for the names of a page; dataclasses and pickle find it in `sys.modules`.
+
+    Two purposes of one page have modules of their own: pickle refuses a class that is not the one which is found there.
+    """
+    module = ModuleType(f"page_{page.stem.replace('-', '_').replace('.', '_')}_{purpose}")
     sys.modules[module.__name__] = module
     return module
 

@@ -81,7 +81,7 @@ def test_code_blocks_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyP
     if any("\nimport ray\n" in block.code for block in blocks):
         run_program([block for block in blocks if block.language == "python"], tmp_path)
         return
-    module = page_module(page)
+    module = page_module(page, "blocks")
     for block in blocks:
         if block.language == "python":
             run_python(block, page, module)
@@ -113,7 +113,7 @@ def test_a_broken_block_is_noticed(tmp_path: Path) -> None:
     blocks = code_blocks(text)
     assert [(block.language, block.line) for block in blocks] == [("python", 6), ("python", 10)]
     page = tmp_path / "page.md"
-    module = page_module(page)
+    module = page_module(page, "blocks")
     run_python(blocks[0], page, module)
     with pytest.raises(AssertionError):
         run_python(blocks[1], page, module)

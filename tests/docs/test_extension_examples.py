@@ -17,7 +17,7 @@ PAGES = ("write-a-coordinator", "write-a-layout", "write-a-leaf-handler", "write
 def classes_of(page_name: str) -> dict[str, object]:
     """The test classes that a page defines; its code runs once, in a directory of its own."""
     page = ROOT / "docs" / "how-to" / f"{page_name}.md"
-    module = page_module(page)
+    module = page_module(page, "examples")
     with tempfile.TemporaryDirectory() as directory, contextlib.chdir(directory):
         for block in code_blocks(page.read_text(encoding="utf-8")):
             if block.language == "python":
