@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import functools
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from typing import Final
 from urllib.parse import quote
 
 from ckptcore.errors import CoordinationTimeoutError, PluginError, RankFailedError
-from ckptcore_jax.job_service import KeyValueClient, service_of_job
+from ckptcore_jax.job_service import JobService, KeyValueClient, service_of_job
 
-__all__ = ["KeyValueCoordinator", "coordinator_of_job"]
+__all__ = ["JobCoordinator", "KeyValueCoordinator", "coordinator_of_job"]
 
 _PIECE_BYTES: Final = 1 << 20
 """The most that is set at once. A message of the service is at most 4 MiB, value and key together (measured with jaxlib 0.4.34: a
@@ -187,16 +189,64 @@ class KeyValueCoordinator:
         )
 
 
-def coordinator_of_job() -> KeyValueCoordinator | None:
+def coordinator_of_job() -> JobCoordinator | None:
     """The coordinator of the job that this process is part of; None where it is part of none, or of one of one process.
+
+    The same until `jax.distributed.shutdown`, and another one after `jax.distributed.initialize` was called again.
 
     Raises:
         PluginError: this version of JAX keeps its service where this does not look.
     """
-    service = service_of_job()
-    if service is None or service.size == 1:
-        return None
-    return KeyValueCoordinator(service.client, service.rank, service.size)
+    return _job_coordinators().of(service_of_job())
+
+
+class JobCoordinator(KeyValueCoordinator):
+    """The coordinator of a job from `jax.distributed.initialize` to `jax.distributed.shutdown`: a `ckptcore.protocols.Rejoinable`.
+
+    A program that ends its job and begins another one, with processes that it had before and others, goes on in that one.
+    """
+
+    def __init__(self, client: KeyValueClient, rank: int, size: int, *, incarnation: int) -> None:
+        """Touch nothing yet.
+
+        Args:
+            client, rank, size: as of `KeyValueCoordinator`.
+            incarnation: see there.
+        """
+        super().__init__(client, rank, size)
+        self._incarnation: Final = incarnation
+
+    @property
+    def incarnation(self) -> int:
+        """Which one of the jobs that this process was in and saved or loaded with, one after the other, from 1."""
+        return self._incarnation
+
+
+class _JobCoordinators:
+    """The coordinator of the job that this process is in; any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._client: KeyValueClient | None = None
+        self._coordinator: JobCoordinator | None = None
+        self._made = 0
+
+    def of(self, service: JobService | None) -> JobCoordinator | None:
+        """That of a service, of which the last one only is known: JAX has one at a time, and a client that lives has an identity."""
+        with self._lock:
+            client = None if service is None else service.client
+            if client is not self._client:
+                self._client, self._coordinator = client, None
+            if self._coordinator is None and service is not None and service.size > 1:
+                self._made += 1
+                found = JobCoordinator(service.client, service.rank, service.size, incarnation=self._made)
+                self._coordinator = found
+            return self._coordinator
+
+
+@functools.cache
+def _job_coordinators() -> _JobCoordinators:
+    return _JobCoordinators()
 
 
 def _head(place: str, rank: int) -> str:

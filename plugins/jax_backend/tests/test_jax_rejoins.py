@@ -1,0 +1,88 @@
+"""Processes that end a job of JAX and begin another one: each counts its exchanges from 0, as a process that is new does."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from ckptcore_jax.job_service import JobService
+from ckptcore_jax.key_value_coordinator import _JobCoordinators
+from ckptcore_jax.plugin import ckpt_coordinator
+from jax._src import distributed
+
+import ckptcore
+from ckptcore import Context
+from ckptcore.exchanges import ExchangeCounts
+from ckptcore.protocols import Rejoinable
+
+REJOINED = Path(__file__).with_name("rejoined_jax_job.py")
+
+
+class _Client:
+    """Of a service that nobody asks."""
+
+    def key_value_set_bytes(self, key: str, value: bytes, allow_overwrite: bool = False) -> None:
+        raise NotImplementedError
+
+    def blocking_key_value_get_bytes(self, key: str, timeout_in_ms: int) -> bytes:
+        raise NotImplementedError
+
+    def key_value_dir_get_bytes(self, key: str) -> Sequence[tuple[str, bytes]]:
+        raise NotImplementedError
+
+    def key_value_delete(self, key: str) -> None:
+        raise NotImplementedError
+
+
+def test_a_job_has_one_coordinator_and_the_next_one_another() -> None:
+    counts, coordinators = ExchangeCounts(), _JobCoordinators()
+    counted, incarnations = [], []
+    for _ in range(2):
+        client = _Client()
+        found = coordinators.of(JobService(client, 1, 2))
+        assert isinstance(found, Rejoinable) and coordinators.of(JobService(client, 1, 2)) is found
+        counted.append([counts.key(found, "run"), counts.key(found, "run")])
+        incarnations.append(found.incarnation)
+    assert counted == [["run#0", "run#1"]] * 2 and incarnations == [1, 2]
+
+
+def test_a_job_that_was_shut_down_is_let_go() -> None:
+    coordinators = _JobCoordinators()
+    assert coordinators.of(JobService(_Client(), 0, 2)) is not None
+    assert coordinators.of(None) is None
+    assert coordinators._client is None and coordinators._coordinator is None
+    assert coordinators.of(JobService(_Client(), 0, 1)) is None, "one process is no job"
+
+
+def test_the_coordinator_that_is_found_goes_with_the_client_of_jax(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(distributed.global_state, "client", _Client())
+    monkeypatch.setattr(distributed.global_state, "num_processes", 2)
+    job = ckpt_coordinator()
+    assert Context().job() is job and ckpt_coordinator() is job
+    monkeypatch.setattr(distributed.global_state, "client", _Client())
+    assert ckpt_coordinator() is not job
+    monkeypatch.setattr(distributed.global_state, "client", None)
+    assert ckpt_coordinator() is None and Context().job().size == 1
+
+
+@pytest.mark.slow
+def test_a_process_that_goes_on_saves_with_one_that_is_new(tmp_path: Path) -> None:
+    with socket.socket() as first, socket.socket() as second:
+        first.bind(("127.0.0.1", 0))
+        second.bind(("127.0.0.1", 0))
+        ports = [str(found.getsockname()[1]) for found in (first, second)]
+    begun = [
+        subprocess.Popen([sys.executable, str(REJOINED), who, str(tmp_path), *ports], stderr=subprocess.PIPE, text=True)
+        for who in ("stays", "leaves", "comes")
+    ]
+    try:
+        told = [process.communicate(timeout=300)[1] for process in begun]
+    finally:
+        for process in begun:
+            process.kill()
+    assert [process.returncode for process in begun] == [0, 0, 0], "\n".join(told)[-6000:]
+    assert ckptcore.load(tmp_path / "run")["life"] == 1
