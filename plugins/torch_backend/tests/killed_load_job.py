@@ -1,0 +1,84 @@
+"""A process of a job that loads together, the last of which sends itself a signal amid messages: ``RANK SIZE PORT SIGNAL DIRECTORY``.
+
+``DIRECTORY/saved`` is a checkpoint of several messages. A process that was told leaves what in ``DIRECTORY/RANK.told``.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import torch.distributed as dist
+from ckptcore_torch.collectives import GlooCollectives
+from ckptcore_torch.store_coordinator import StoreCoordinator, store_of_job
+
+import ckptcore
+from ckptcore import Context
+from ckptcore.broadcasts import Broadcasts
+from ckptcore.errors import CheckpointError
+
+_PATIENT_SECONDS: Final = 120
+_MESSAGE_SECONDS: Final = 5
+_BRIEF_SECONDS: Final = 2
+
+
+class BriefAfterMessages:
+    """Waits long for processes that begin late on a busy machine, and not for the one that is gone when messages were sent."""
+
+    def __init__(self) -> None:
+        self._patient = StoreCoordinator.of_job(timeout_seconds=_PATIENT_SECONDS)
+        self._brief = StoreCoordinator.of_job(timeout_seconds=_BRIEF_SECONDS)
+        self.rank, self.size = self._patient.rank, self._patient.size
+
+    def gather(self, key: str, payload: bytes) -> Sequence[bytes] | None:
+        return self._of(key).gather(key, payload)
+
+    def broadcast(self, key: str, payload: bytes | None) -> bytes:
+        return self._of(key).broadcast(key, payload)
+
+    def _of(self, key: str) -> StoreCoordinator:
+        return self._brief if "/read-" in key else self._patient
+
+
+def vanish_at_third_message(which: int) -> None:
+    """Send this process a signal when it has taken two messages, and others are under way."""
+    land, taken = Broadcasts._land, 0
+
+    def vanishing(self: Broadcasts, *message: Any) -> None:
+        nonlocal taken
+        taken += 1
+        if taken == 3:
+            os.kill(os.getpid(), which)
+        land(self, *message)
+
+    Broadcasts._land = vanishing  # type: ignore[method-assign]  # there is no other way between two messages
+
+
+def main(rank: int, size: int, port: int, which: int, directory: Path) -> None:
+    """Load together; write down the error."""
+    store = dist.TCPStore("127.0.0.1", port, is_master=rank == 0, wait_for_workers=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
+    if rank == size - 1:
+        vanish_at_third_message(which)
+    # Who was killed is noticed at once by those that it sends to, and late by those that wait for somebody who noticed.
+    collectives = GlooCollectives(store_of_job(), rank, size, timeout_seconds=_MESSAGE_SECONDS)
+    try:
+        context = Context(reads="broadcast", coordinator=BriefAfterMessages(), collectives=collectives)
+        ckptcore.load(directory / "saved", context=context)
+    except CheckpointError as error:
+        (directory / f"{rank}.told").write_text(f"{type(error).__name__}: {error}")
+    else:
+        raise AssertionError("a load was whole without one of its processes")
+    while rank == 0 and not all((directory / f"{other}.told").exists() for other in range(size - 1)):
+        time.sleep(0.05)  # the store is in this process
+    os._exit(0)  # the group would wait for who is gone
+
+
+if __name__ == "__main__":
+    warnings.simplefilter("ignore")
+    main(int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]), Path(sys.argv[5]))

@@ -1,0 +1,52 @@
+"""A process that vanishes in the middle of a load that is shared: the others are told, and which load it was."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import ckptcore
+
+PROGRAM = Path(__file__).with_name("killed_load_job.py")
+SIZE = 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("which", [signal.SIGKILL, signal.SIGSTOP])
+def test_survivors_are_told_which_load_failed(tmp_path: Path, which: signal.Signals) -> None:
+    ckptcore.save(tmp_path / "saved", {f"w{number}": np.full((256, 256), number) for number in range(24)})
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+    command = [sys.executable, str(PROGRAM)]
+    job = [
+        subprocess.Popen(
+            [*command, str(rank), str(SIZE), str(port), str(int(which)), str(tmp_path)],
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(SIZE)
+    ]
+    try:
+        errors = [process.communicate(timeout=240)[1] for process in job[:-1]]
+        assert [process.returncode for process in job[:-1]] == [0, 0], "\n".join(errors)[-6000:]
+        assert job[-1].poll() == (-signal.SIGKILL if which == signal.SIGKILL else None), (
+            "it had to vanish, and not to end"
+        )
+    finally:
+        for process in job:
+            process.kill()
+            process.communicate()
+    told = [(tmp_path / f"{rank}.told").read_text() for rank in range(SIZE - 1)]
+    for error in told:  # the connection's, or that of the agreement that did not come about: which comes first differs
+        assert error.startswith(("RankFailedError", "CoordinationTimeoutError")) and str(tmp_path / "saved") in error, (
+            told
+        )
