@@ -405,7 +405,7 @@ class Checkpointer(CheckpointReader):
     # --- deleting -----------------------------------------------------------------------------------------------------
 
     def delete(self, step: int) -> None:
-        """Delete a step, in the background; `wait` waits for it. Only who leads deletes.
+        """Delete a step, in the background; `wait` waits for it. Only who leads deletes; the others of a job hear how it ended.
 
         Raises:
             CheckpointNotFoundError: if it is not there, or other software wrote it.
@@ -414,13 +414,30 @@ class Checkpointer(CheckpointReader):
         """
         self._expect_open()
         step = step_number(step)
-        with self._agreement("delete").stage("delete"):
+        agreement = self._agreement("delete")
+        told = agreement.part("deleted")  # a rank that has come through the stage counts as the leader does
+        with agreement.stage("delete"):
             if self._deleter is not None:
-                self._clean(self._deleter.begin(step, broken=self._loader.broken, under_way=self._under_way))
+                delete = self._deleter.begin(step, broken=self._loader.broken, under_way=self._under_way)
+                self._clean(partial(told.lead, "deleted", delete))
         if self._deleter is None:
+            name = self._steps.name(step)
             self._steps.forget([step])
+            self._clean(partial(self._hear_of_deletion, step, name, told))
         if step == self._decider.past.step:
             self._look_back(self._steps.latest)
+
+    def _hear_of_deletion(self, step: int, name: str, told: Agreement) -> None:
+        """Where another process leads: wait until it has deleted a step, which is there again if it could not.
+
+        Processes of which some went on and some had an error would not meet again.
+        """
+        try:
+            told.lead("deleted", _nothing)
+        except BaseException:
+            self._steps.add(step, name)
+            self._steps.distrust(step)  # it may be gone all the same
+            raise
 
     def _collect(self) -> None:
         assert self._deleter is not None  # only who deletes comes here
@@ -551,6 +568,10 @@ class Checkpointer(CheckpointReader):
 
     def _agreement(self, what: str) -> Agreement:
         return Agreement(self._job, self._context.exchange_key(f"{self.directory}/checkpointer/{what}", job=self._job))
+
+
+def _nothing() -> None:
+    """What who does not lead brings to a decision."""
 
 
 def _expect(given: object, kind: type, argument: str, wanted: str) -> None:

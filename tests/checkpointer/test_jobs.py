@@ -296,6 +296,59 @@ def test_what_the_leader_refuses_fails_on_all(directory: str) -> None:
     job(directory, work)
 
 
+def _at_removal(then: Callable[[], None]) -> Callable[[str, Sequence[str]], None]:
+    """Do something where a checkpoint is to vanish: where it is renamed, or where a claim replaces its root."""
+
+    def look(name: str, keys: Sequence[str]) -> None:
+        if name == "rename" or (name == "put" and keys[0].endswith("checkpoint.json")):
+            then()
+
+    return look
+
+
+def test_a_deletion_that_fails_on_the_leader_fails_on_all(directory: str) -> None:
+    def unplug() -> None:
+        raise StorageError("unplugged")
+
+    def work(run: Checkpointer, rank: int) -> None:
+        save_steps(run, [1, 2, 3])
+        watch_of(run).before = _at_removal(unplug)
+        run.delete(1)
+        with pytest.raises(StorageError if rank == 0 else RankFailedError, match="unplugged"):
+            run.wait()
+        watch_of(run).before = lambda name, keys: None
+        assert list(run.steps) == [1, 2, 3]
+        assert_is_step(run.load(1), 1)
+        save_steps(run, [4])
+        run.delete(1)
+        run.wait()
+        assert list(run.steps) == [2, 3, 4]
+
+    job(directory, work)
+
+
+def test_all_wait_until_the_leader_has_deleted(directory: str) -> None:
+    waiting = threading.Barrier(SIZE)
+    gone = threading.Event()
+
+    def hesitate() -> None:
+        waiting.wait(60)
+        threading.Event().wait(0.2)  # the others are to come to their `wait` first
+        gone.set()
+
+    def work(run: Checkpointer, rank: int) -> bool:
+        save_steps(run, [1, 2])
+        if rank == 0:
+            watch_of(run).before = _at_removal(hesitate)
+        run.delete(1)
+        if rank:
+            waiting.wait(60)
+        run.wait()
+        return gone.is_set()
+
+    assert job(directory, work)[0] == [True] * SIZE
+
+
 def test_a_save_that_fails_on_one_fails_on_all(directory: str) -> None:
     def work(run: Checkpointer, rank: int) -> None:
         def full(name: str, keys: Sequence[str]) -> None:
