@@ -158,6 +158,7 @@ class _Attempt(Generic[T]):
                     try:
                         made[0].run()
                     except RankFailedError as error:
+                        open_channels.close()  # who waits for this process notices now, and not at a deadline
                         raise RankFailedError(f"loading {self._location} together: {error}") from error
                 if not self._tries.is_unchanged():
                     raise Replaced

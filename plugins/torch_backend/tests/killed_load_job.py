@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import time
 import warnings
@@ -23,7 +24,8 @@ from ckptcore.broadcasts import Broadcasts
 from ckptcore.errors import CheckpointError
 
 _PATIENT_SECONDS: Final = 120
-_MESSAGE_SECONDS: Final = 5
+_MESSAGE_SECONDS: Final = {signal.SIGKILL: 600, signal.SIGSTOP: 5}
+"""Who is gone is noticed at once, also by those that wait for somebody who noticed; of who hangs only the deadline tells."""
 _BRIEF_SECONDS: Final = 2
 
 
@@ -65,8 +67,7 @@ def main(rank: int, size: int, port: int, which: int, directory: Path) -> None:
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
     if rank == size - 1:
         vanish_at_third_message(which)
-    # Who was killed is noticed at once by those that it sends to, and late by those that wait for somebody who noticed.
-    collectives = GlooCollectives(store_of_job(), rank, size, timeout_seconds=_MESSAGE_SECONDS)
+    collectives = GlooCollectives(store_of_job(), rank, size, timeout_seconds=_MESSAGE_SECONDS[signal.Signals(which)])
     try:
         context = Context(reads="broadcast", coordinator=BriefAfterMessages(), collectives=collectives)
         ckptcore.load(directory / "saved", context=context)

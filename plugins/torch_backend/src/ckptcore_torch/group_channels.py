@@ -31,6 +31,10 @@ class Group(Protocol):
         """Begin to send a tensor from a member, by its number in the group, to all others."""
         ...
 
+    def abort(self) -> None:
+        """Close its connections, also where something is under way: the other members notice."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class Member:
@@ -71,7 +75,9 @@ class HostChannels:
             return _HostWork(member, member.broadcast(torch.from_numpy(data), sender))
 
     def close(self) -> None:
-        """Let the groups go, with their connections."""
+        """Let the groups go, with their connections: what is under way may keep a group alive, which others wait for."""
+        for member in self._members:
+            member.group.abort()
         self._members.clear()
 
 
