@@ -235,6 +235,9 @@ def _groups(coordinator: Coordinator) -> tuple[int, int, list[bytes] | None, byt
     group = coordinator.within(ranks)
     gathered = group.gather(f"names of {ranks[0]}", b"rank %d" % coordinator.rank)
     told = group.broadcast(f"told by {ranks[0]}", b"of %d" % ranks[0] if group.rank == 0 else None)
+    coordinator.gather(
+        "all groups are done", b""
+    )  # as after every stage of a save: the leader of the job does not end before
     return group.rank, group.size, None if gathered is None else list(gathered), told
 
 

@@ -65,7 +65,7 @@ def test_a_context_goes_on_in_the_next_incarnation(ranks: Ranks, tmp_path: Path)
         assert all_join() == [2, 2]
         ray.get([member.save.remote(tmp_path / "one", 5) for member in members])
         assert ckptcore.load(tmp_path / "one")["step"] == 5
-        with pytest.raises(CheckpointError, match="belongs to a job that this process has joined again since"):
+        with pytest.raises(CheckpointError, match="belongs to a job that this process has left or joined again since"):
             ray.get(members[0].step.remote(2))
         assert ray.get([member.open.remote(tmp_path / "run") for member in members]) == [1, 1]
         ray.get([member.step.remote(2) for member in members])
