@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import gc
+import json
 import mmap
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
-__all__ = ["Contender", "Outcome", "compare", "huge", "touch"]
+__all__ = ["Contender", "Outcome", "compare", "huge", "outcomes_of_ranks", "touch"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +98,23 @@ def compare(contenders: Sequence[Contender], *, rounds: int, warm_up: int = 1, m
             del kept
             if number >= 0:
                 times[contender.name].append(seconds)
-    first = times[contenders[0].name]
+    return _outcomes(times)
+
+
+def outcomes_of_ranks(results: Path) -> Sequence[Outcome]:
+    """What the processes of a job measured: a round takes as long as the slowest of them.
+
+    Args:
+        results: a directory with a file of JSON for each rank: by contender, the reference first, the seconds of each round.
+    """
+    ranks = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(results.iterdir())]
+    return _outcomes({name: [max(of_round) for of_round in zip(*[rank[name] for rank in ranks], strict=True)]
+                      for name in ranks[0]})  # fmt: skip
+
+
+def _outcomes(times: Mapping[str, Sequence[float]]) -> Sequence[Outcome]:
+    """By contender, the reference first, with the seconds of each round."""
+    first, *_ = times.values()
     return [
         Outcome(name, tuple(own), tuple(reference / mine for reference, mine in zip(first, own, strict=True)))
         for name, own in times.items()

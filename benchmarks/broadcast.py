@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import statistics
 import subprocess
 import sys
 import time
@@ -23,6 +22,7 @@ from typing import Final
 import numpy as np
 
 import ckptcore
+from benchmarks.alternating import outcomes_of_ranks
 from ckptcore.protocols import Coordinator
 
 __all__ = ["rows"]
@@ -47,15 +47,11 @@ def rows(scratch: Path) -> Iterator[tuple[str, bool]]:
     )
     if done.returncode:
         raise RuntimeError(done.stderr.decode(errors="replace")[-4000:])
-    ranks = [json.loads(path.read_text(encoding="utf-8")) for path in sorted((directory / "results").iterdir())]
-    slowest = {name: [max(rank[name][number] for rank in ranks) for number in range(_ROUNDS)] for name in ranks[0]}
-    reference, *_ = slowest.values()
     nbytes = _MATRICES * _SIDE * _SIDE * 2
-    for name, seconds in slowest.items():
-        median = statistics.median(seconds)
-        ratio = statistics.median([first / this for first, this in zip(reference, seconds, strict=True)])
-        case = f"broadcast: {_PROCESSES} processes load the whole"
-        yield f"{case:42} {name:36} {median * 1e3:7.0f} ms {ratio:7.2f}  {nbytes / median / 1e9:.2f} GB/s", True
+    case = f"broadcast: {_PROCESSES} processes load the whole"
+    for found in outcomes_of_ranks(directory / "results"):
+        row = f"{case:42} {found.name:36} {found.median * 1e3:7.0f} ms {found.ratio:7.2f}"
+        yield f"{row}  {nbytes / found.median / 1e9:.2f} GB/s", True
     shutil.rmtree(directory)
 
 

@@ -10,7 +10,6 @@ import json
 import os
 import shutil
 import socket
-import statistics
 import subprocess
 import sys
 import time
@@ -22,6 +21,7 @@ from typing import Any, Final
 import numpy as np
 
 import ckptcore
+from benchmarks.alternating import outcomes_of_ranks
 from ckptcore.model import HostArray
 
 __all__ = ["rows"]
@@ -38,18 +38,12 @@ def rows(scratch: Path) -> Iterator[tuple[str, bool]]:
         directory = scratch / f"jobs-{launcher}"
         (directory / "results").mkdir(parents=True)
         _end(start(directory))
-        ranks = [json.loads(path.read_text(encoding="utf-8")) for path in sorted((directory / "results").iterdir())]
-        slowest = {name: [max(rank[name][number] for rank in ranks) for number in range(_ROUNDS)] for name in ranks[0]}
-        reference, *_ = slowest.values()
         nbytes = _MATRICES * _SIDE * _SIDE * 2
-        for name, seconds in slowest.items():
-            median = statistics.median(seconds)
-            ratio = statistics.median([first / this for first, this in zip(reference, seconds, strict=True)])
-            row = (
-                f"{f'jobs: {_PROCESSES} processes of {launcher} save':42} {name:36} {median * 1e3:7.0f} ms {ratio:7.2f}"
-            )
-            ok = seconds is reference or ratio >= 1
-            yield f"{row}  {nbytes / median / 1e9:.2f} GB/s{'' if ok else ', 1 MISSED'}", ok
+        case = f"jobs: {_PROCESSES} processes of {launcher} save"
+        for found in outcomes_of_ranks(directory / "results"):
+            ok = found.ratio >= 1  # that of the reference is 1
+            row = f"{case:42} {found.name:36} {found.median * 1e3:7.0f} ms {found.ratio:7.2f}"
+            yield f"{row}  {nbytes / found.median / 1e9:.2f} GB/s{'' if ok else ', 1 MISSED'}", ok
         shutil.rmtree(directory)
 
 

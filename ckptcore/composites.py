@@ -17,16 +17,17 @@ from ckptcore.errors import CheckpointError, CorruptCheckpointError, StorageErro
 from ckptcore.events import Recording
 from ckptcore.loading import load_into_target, load_nothing, load_value
 from ckptcore.locations import Place, Within
-from ckptcore.members import (
-    ATTEMPTS,
-    open_composite,
-    open_member,
-    replaced_too_often,
-    told_names,
-    while_composite_unchanged,
-)
+from ckptcore.members import open_composite, open_member, told_names, while_composite_unchanged
 from ckptcore.model.tree import JSON
-from ckptcore.opening import Opened, OpenedComposite, file_pieces, root_mark, while_unchanged
+from ckptcore.opening import (
+    ATTEMPTS,
+    Opened,
+    OpenedComposite,
+    file_pieces,
+    replaced_too_often,
+    root_mark,
+    while_unchanged,
+)
 from ckptcore.protocols import Coordinator
 from ckptcore.wanted import Everything, Request, Wanted, plan_requests
 

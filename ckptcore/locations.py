@@ -340,7 +340,9 @@ class AtomicSubdirectories(Subdirectory):
 
 
 def subdirectory(parent: StorageBackend, name: str) -> StorageBackend:
-    """A directory of a storage as a storage of its own, with real directories where the parent has them."""
+    """A directory of a storage as a storage of its own, with real directories where the parent has them; the storage itself without a name."""
+    if not name:
+        return parent
     if isinstance(parent, AtomicDirectories):
         return AtomicSubdirectories(parent, name, parent)
     return Subdirectory(parent, name)

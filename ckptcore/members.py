@@ -18,24 +18,28 @@ from ckptcore.errors import (
     ObjectNotFoundError,
 )
 from ckptcore.locations import Location, Place, Within, subdirectory
-from ckptcore.opening import Opened, OpenedComposite, find_names, open_checkpoint, open_files, root_mark
+from ckptcore.opening import (
+    ATTEMPTS,
+    Opened,
+    OpenedComposite,
+    find_names,
+    open_checkpoint,
+    open_files,
+    replaced_too_often,
+    root_mark,
+)
 from ckptcore.root_json import is_claim
 
 __all__ = [
-    "ATTEMPTS",
     "is_deleted",
     "open_composite",
     "open_member",
     "present_members",
-    "replaced_too_often",
     "told_names",
     "while_composite_unchanged",
 ]
 
 T = TypeVar("T")
-
-ATTEMPTS: Final = 20
-"""How often a checkpoint that is replaced while it is read is read again."""
 
 _NAMES_TOLD: Final = 20
 _OF_RANK: Final = re.compile(r"(.+)\.rank_(0|[1-9][0-9]{0,8})", re.DOTALL)
@@ -156,13 +160,6 @@ def while_composite_unchanged(
                 return made
         composite = open_composite(location, context)
     raise replaced_too_often(location)
-
-
-def replaced_too_often(location: Place) -> CorruptCheckpointError:
-    """What is raised where every one of `ATTEMPTS` was overtaken."""
-    return CorruptCheckpointError(
-        f"{location} was replaced {ATTEMPTS} times while it was read; load it when it is saved less often"
-    )
 
 
 def told_names(names: Collection[str]) -> str:

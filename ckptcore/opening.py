@@ -30,6 +30,7 @@ from ckptcore.root import ROOT_KEY, Claimed, Composite, Member, Root
 from ckptcore.step_names import StepNames
 
 __all__ = [
+    "ATTEMPTS",
     "Opened",
     "OpenedComposite",
     "Source",
@@ -43,13 +44,15 @@ __all__ = [
     "open_checkpoint",
     "open_files",
     "open_resolved",
+    "replaced_too_often",
     "root_mark",
     "while_unchanged",
 ]
 
 T = TypeVar("T")
 
-_ATTEMPTS: Final = 20
+ATTEMPTS: Final = 20
+"""How often a checkpoint that is replaced while it is read is read again."""
 """How often a load begins again because the checkpoint was replaced under it."""
 _PIECE_BYTES: Final = 1 << 24
 
@@ -148,7 +151,7 @@ def find_names(location: Place, context: Context) -> OpenedComposite | None:
         What `find_composite` does.
     """
     refused = None
-    for attempt in range(_ATTEMPTS):
+    for attempt in range(ATTEMPTS):
         resolved = _resolve(location, context)
         try:
             data = root_bytes(resolved.store)
@@ -164,7 +167,7 @@ def find_names(location: Place, context: Context) -> OpenedComposite | None:
             try:
                 found = _find_foreign_names(resolved, context)
             except CheckpointError:
-                if attempt + 1 == _ATTEMPTS or root_mark(resolved.store) is None:
+                if attempt + 1 == ATTEMPTS or root_mark(resolved.store) is None:
                     raise
                 continue
             if found is not None or root_mark(resolved.store) is None:
@@ -174,11 +177,11 @@ def find_names(location: Place, context: Context) -> OpenedComposite | None:
             root = parse_root(resolved.store, data)
         except CheckpointError:
             # A part of the root is gone with a checkpoint that was replaced since.
-            if attempt + 1 < _ATTEMPTS and root_mark(resolved.store) != data:
+            if attempt + 1 < ATTEMPTS and root_mark(resolved.store) != data:
                 continue
             raise
         return OpenedComposite.of_root(resolved, data, root) if isinstance(root, Composite) else None
-    raise _replaced_too_often(location)
+    raise replaced_too_often(location)
 
 
 def _find_foreign_names(location: Location, context: Context) -> OpenedComposite | None:
@@ -305,7 +308,7 @@ class Tries:
         """Open nothing yet."""
         self._location = location
         self._context = context
-        self._left = _ATTEMPTS
+        self._left = ATTEMPTS
         self._failed_at: tuple[object, object] | None = None
         self._now: tuple[Opened, bytes | None] | None = None
 
@@ -319,7 +322,7 @@ class Tries:
         if isinstance(self._location, Opened):
             return self._location
         if not self._left:
-            raise _replaced_too_often(self._location)
+            raise replaced_too_often(self._location)
         self._left -= 1
         # Opened anew each time: a storage may keep objects open by name.
         resolved = _resolve(self._location, self._context)
@@ -370,9 +373,10 @@ def _still_stands(opened: Opened, before: bytes | None) -> bool:
     return True
 
 
-def _replaced_too_often(location: Place) -> CorruptCheckpointError:
+def replaced_too_often(location: Place) -> CorruptCheckpointError:
+    """What is raised where every one of `ATTEMPTS` was overtaken."""
     return CorruptCheckpointError(
-        f"{location} was replaced {_ATTEMPTS} times while it was read; load it when it is saved less often"
+        f"{location} was replaced {ATTEMPTS} times while it was read; load it when it is saved less often"
     )
 
 

@@ -49,7 +49,6 @@ __all__ = [
     "fail_before_claim",
     "fail_everywhere",
     "finish_part",
-    "inside_of",
     "merge_objects",
     "persist",
     "put_root",
@@ -249,7 +248,7 @@ def _write(
         receipts = [[own, *others] for own, others in zip(here, there, strict=True)]
     for part, of_part in zip(described.parts, receipts, strict=True):
         if part.own:
-            inside = inside_of(part, store)
+            inside = subdirectory(store, part.directory)
             put_root(inside, finish_part(described, part, of_part, _recorder(inside, context)))
     return receipts
 
@@ -265,17 +264,12 @@ def _write_here(
     progress = handle.count if handle is not None else None
     receipts = []
     for part, held in zip(described.parts, captured, strict=True):
-        inside = inside_of(part, store)
+        inside = subdirectory(store, part.directory)
         recorder = ObjectRecorder(inside, context.io_threads, checksums=context.checksums, progress=progress)
         state = held.write(part, recorder)
         held.close()
         receipts.append(Receipt(part.plan.rank, part.plan.items, state, recorder.objects))
     return receipts
-
-
-def inside_of(part: Part, store: StorageBackend) -> StorageBackend:
-    """The storage as it looks from the directory of a part."""
-    return subdirectory(store, part.directory) if part.directory else store
 
 
 def put_root(store: StorageBackend, root: Root) -> None:
@@ -356,7 +350,7 @@ def _commit(
     with recording.phase("commit"):
         whole: Root | None = None
         for number, part in enumerate(parts):
-            inside = inside_of(part, claim.store)
+            inside = subdirectory(claim.store, part.directory)
             root = finish_part(described, part, receipts[number], _recorder(inside, context))
             if described.members is None:
                 whole = root

@@ -230,9 +230,7 @@ def _cells_within(record: ArrayRecord, box: Box) -> list[tuple[int, list[tuple[i
     axes = record.cuts or ((),) * len(record.spec.shape)
     ranges = []
     for boundaries, extent, start, stop in zip(axes, record.spec.shape, box.start, box.stop, strict=True):
-        first = bisect.bisect_right(
-            boundaries, start
-        )  # boundaries up to the start, each the end of a cell before the box
+        first = bisect.bisect_right(boundaries, start)  # each boundary up to the start ends a cell before the box
         last = bisect.bisect_left(boundaries, stop)
         begins = start == (boundaries[first - 1] if first else 0)
         ends = stop == (boundaries[last] if last < len(boundaries) else extent)
@@ -268,9 +266,8 @@ def _cut(record: ArrayRecord, options: ReplicaOptions, replicas: int) -> tuple[_
     for axis, (boundaries, extent) in enumerate(zip(axes, record.spec.shape, strict=True)):
         if wanted > 1:
             count, finer = _finer(boundaries, extent, wanted)
-            if count > 1 and (
-                found is None or count > found[0]
-            ):  # the leading axis where others give no more: runs stay long
+            # The leading axis where others give no more: runs stay long.
+            if count > 1 and (found is None or count > found[0]):
                 found = count, finer, axis
     if found is None:
         return record.cuts, None

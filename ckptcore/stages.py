@@ -119,7 +119,7 @@ class WriteParts:
         store = claimed_store(location, self.claimed.save_id)
         receipts = []
         for part in self.parts:
-            inside = subdirectory(store, part.directory) if part.directory else store
+            inside = subdirectory(store, part.directory)
             recorder = ObjectRecorder(inside, context.io_threads, checksums=self.options.checksums)
             state = part.layout.write(HeldSnapshot(part.plan, [arrays[number] for number in part.held]), recorder)
             # What was written is told by the plan, which the controller has.

@@ -57,7 +57,7 @@ def seen_by_all(agreement: Agreement, name: str, place: str, look: Callable[[], 
         if agreement.rank == 0:
             agreement.lead(
                 name, lambda: None
-            )  # the others wait for it; why there is nothing, the end of the stage tells
+            )  # the others wait for it; the end of the stage tells why there is nothing
         raise
     told: str | None = agreement.lead(name, lambda: f"{place} on {_host()}")
     if agreement.rank != 0 and told is not None:
@@ -110,9 +110,8 @@ def expect_one_directory(agreement: Agreement, store: StorageBackend, place: str
     try:
         with agreement.stage("shared"), seen_by_all(agreement, "probed", place, lambda: store.size(key) == 0):
             if agreement.rank == 0:
-                store.delete(
-                    [name for name in store.list(ADMINISTRATION) if name.startswith(_PROBES)]
-                )  # of killed leaders
+                of_killed_leaders = [name for name in store.list(ADMINISTRATION) if name.startswith(_PROBES)]
+                store.delete(of_killed_leaders)
                 store.put(key, b"")
     finally:
         if agreement.rank == 0:

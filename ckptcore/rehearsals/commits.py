@@ -8,8 +8,9 @@ from dataclasses import replace
 from ckptcore.builtin.files_layout import FilesLayout
 from ckptcore.commit import Claim
 from ckptcore.context import Context
+from ckptcore.locations import subdirectory
 from ckptcore.model.transfer import Receipt
-from ckptcore.persisting import Described, finish_part, inside_of, put_root
+from ckptcore.persisting import Described, finish_part, put_root
 from ckptcore.protocols import About, Layout, MarksCheckpoints
 from ckptcore.rehearsals.sizes import SizeRecorder
 from ckptcore.root import Composite, Root, this_writer
@@ -32,7 +33,7 @@ def rehearse_commit(
     parts = [part for part in described.parts if not part.own]
     whole: Root | None = None
     for number, part in enumerate(parts):
-        inside = inside_of(part, claim.store)
+        inside = subdirectory(claim.store, part.directory)
         recorder = SizeRecorder(inside, checksums=context.checksums)
         root = finish_part(described, part, [of_rank[number] for of_rank in receipts], recorder)
         if described.members is None:

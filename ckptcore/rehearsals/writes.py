@@ -10,10 +10,10 @@ from ckptcore.commit import Claim, claim_location, claimed_store, refuse_to_repl
 from ckptcore.context import Context
 from ckptcore.engine.sizes import SIZES
 from ckptcore.errors import PluginError, UnsupportedLeafError
-from ckptcore.locations import Location
+from ckptcore.locations import Location, subdirectory
 from ckptcore.model.transfer import Receipt
 from ckptcore.parts import FilesDescription, Part
-from ckptcore.persisting import Described, finish_part, inside_of, put_root
+from ckptcore.persisting import Described, finish_part, put_root
 from ckptcore.preparing import PreparedSave
 from ckptcore.protocols import ForecastsWrites, HostBytes, StorageBackend, WriteForecast
 from ckptcore.rehearsals.counting import CountingDirectories, CountingObjects
@@ -162,7 +162,7 @@ def _rehearse(
     for part, snapshot in zip(described.parts, snapshots, strict=True):
         if part.layout.name == "files":
             continue
-        inside = inside_of(part, store)
+        inside = subdirectory(store, part.directory)
         receipt, forecast = _write(part, snapshot, inside, context)
         prefix = f"{part.directory}/" if part.directory else ""
         at_most.update([f"{prefix}{key}" for key in forecast.at_most])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, Final
@@ -17,7 +18,7 @@ from ckptcore_torch.transfers import CudaLane
 __all__ = ["GlooCollectives", "NCCLCollectives", "collectives_of_job"]
 
 
-class _StoreCollectives:
+class _StoreCollectives(ABC):
     """Collectives of the processes that share a store.
 
     Groups are made for each load, below a key of the store that no other has, and not registered with `torch.distributed`: nothing
@@ -57,9 +58,9 @@ class _StoreCollectives:
                 members.append(Member(self._group(store, ranks.index(self._rank), len(ranks)), tuple(ranks)))
         return members
 
+    @abstractmethod
     def _group(self, store: Any, number: int, size: int) -> Any:
         """A group of so many processes, of which this one has that number."""
-        raise NotImplementedError
 
 
 class GlooCollectives(_StoreCollectives):
