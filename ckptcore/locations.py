@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Final, TypeAlias
 
+from ckptcore.engine.requests import requests_of
 from ckptcore.engine.sources import open_reader
 from ckptcore.errors import InvalidLocationError, ObjectNotFoundError
 from ckptcore.model.tree import JSON
@@ -257,6 +258,16 @@ class Subdirectory:
     def request_bytes(self) -> int:
         """As its parent's."""
         return self._parent.request_bytes
+
+    @property
+    def concurrency(self) -> int:
+        """As its parent's; 1 where it does not matter there."""
+        return requests_of(self._parent).concurrency
+
+    @property
+    def part_bytes(self) -> int:
+        """As its parent's; 1 where it does not matter there."""
+        return requests_of(self._parent).part_bytes
 
     @property
     def address(self) -> StorageAddress | None:

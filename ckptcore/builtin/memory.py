@@ -55,6 +55,8 @@ class MemoryStorage:
     """The objects below a prefix of one store. Any thread."""
 
     request_bytes: ClassVar[int] = 1 << 20
+    concurrency: ClassVar[int] = 1
+    part_bytes: ClassVar[int] = 1
 
     def __init__(self, store: _Store, prefix: str, url: str) -> None:
         self._store = store

@@ -4,6 +4,7 @@
 - `pages`, `memory`: memory to read into, and staging memory that one save leaves to the next
 - `elements`: elements of arrays as bytes
 - `sizes`: how many bytes it moves at a time
+- `requests`: how many requests suit a storage
 - `checksums`: a checksum per block
 - `segments`, `recorder`: objects as they are written
 - `tiles`, `takers`, `read_tasks`, `sources`, `reader`: objects as they are read

@@ -15,6 +15,7 @@ __all__ = [
     "Buffer",
     "IfAbsent",
     "IfTag",
+    "ManyRequests",
     "ObjectWriter",
     "OpensObjects",
     "PutCondition",
@@ -190,6 +191,28 @@ class OpensObjects(Protocol):
 
         Raises:
             ObjectNotFoundError
+        """
+        ...
+
+
+@runtime_checkable
+class ManyRequests(Protocol):
+    """What a storage says on top for which each request takes long, and many at once take no longer: an object store."""
+
+    @property
+    def concurrency(self) -> int:
+        """Requests worth having under way at once, at least 1; a class attribute will do.
+
+        The core has that many threads for it, within its own bounds. 1: a thread for each processor is as good.
+        """
+        ...
+
+    @property
+    def part_bytes(self) -> int:
+        """Bytes that one request carries to an object that is written in pieces; a class attribute will do.
+
+        A multiple of 1 MiB, or 1 where any piece is as good as another. What `ObjectWriter.write_at` is given in multiples of it, at
+        multiples of it, is sent as it is, before the call returns, and is not copied.
         """
         ...
 

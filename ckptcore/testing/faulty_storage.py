@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 
+from ckptcore.engine.requests import requests_of
 from ckptcore.errors import CorruptCheckpointError
 from ckptcore.protocols import (
     AtomicDirectories,
@@ -38,6 +39,16 @@ class FaultyStorage:
     def request_bytes(self) -> int:
         """As the storage's."""
         return self.inner.request_bytes
+
+    @property
+    def concurrency(self) -> int:
+        """As the storage's; 1 where it does not matter there."""
+        return requests_of(self.inner).concurrency
+
+    @property
+    def part_bytes(self) -> int:
+        """As the storage's; 1 where it does not matter there."""
+        return requests_of(self.inner).part_bytes
 
     @property
     def address(self) -> StorageAddress | None:

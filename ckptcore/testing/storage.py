@@ -18,7 +18,7 @@ from ckptcore.errors import (
     InvalidLocationError,
     ObjectNotFoundError,
 )
-from ckptcore.protocols import IF_ABSENT, IfTag, OpensObjects, StorageBackend
+from ckptcore.protocols import IF_ABSENT, IfTag, ManyRequests, OpensObjects, StorageBackend
 from ckptcore.testing.storage_model import storage_machine
 
 __all__ = ["HOSTILE_KEYS", "UNUSUAL_KEYS", "StorageBackendTests"]
@@ -65,6 +65,14 @@ class StorageBackendTests:
     def storage(self, name: str) -> StorageBackend:
         """An empty directory."""
         return self.open(name)
+
+    def test_it_says_how_many_requests_suit_it(self, storage: StorageBackend) -> None:
+        if not isinstance(storage, ManyRequests):
+            pytest.skip("this storage says nothing of requests")
+        assert isinstance(storage.concurrency, int)
+        assert storage.concurrency >= 1
+        assert isinstance(storage.part_bytes, int)
+        assert storage.part_bytes == 1 or (storage.part_bytes > 0 and storage.part_bytes % (1 << 20) == 0)
 
     # --- reading ------------------------------------------------------------------------------------------------------
 
@@ -315,6 +323,25 @@ class StorageBackendTests:
 
         self._at_once(write_part)
         writer.finish()
+        assert storage.get("data") == data
+
+    @pytest.mark.parametrize("known", [True, False])
+    def test_a_writer_takes_what_one_request_carries(self, storage: StorageBackend, known: bool) -> None:
+        if not isinstance(storage, ManyRequests):
+            pytest.skip("this storage says nothing of requests")
+        part = max(storage.part_bytes, 1 << 20)
+        data = _pattern(3 * part + part // 2 + 1)
+        writer = storage.open_writer("data", len(data) if known else None)
+        with ThreadPoolExecutor(4) as pool:
+
+            def write_part(number: int) -> None:
+                memory = bytearray(data[number * part : (number + 1) * part])
+                writer.write_at(number * part, memoryview(memory))
+                memory[:] = bytes(len(memory))  # it was sent, or copied, by now
+
+            list(pool.map(write_part, (3, 1, 0, 2)))
+        writer.finish()
+        assert storage.size("data") == len(data)
         assert storage.get("data") == data
 
     def test_a_writer_replaces(self, storage: StorageBackend) -> None:
