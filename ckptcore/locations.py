@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Final, TypeAlias
 
+from ckptcore.engine.new_objects import abort_uploads, open_new
 from ckptcore.engine.requests import requests_of
 from ckptcore.engine.sources import open_reader
 from ckptcore.errors import InvalidLocationError, ObjectNotFoundError
@@ -303,6 +304,14 @@ class Subdirectory:
     def open_writer(self, key: str, size: int | None = None) -> ObjectWriter:
         """See `StorageBackend`."""
         return self._parent.open_writer(self._prefix + key, size)
+
+    def open_new(self, key: str, size: int | None = None) -> ObjectWriter:
+        """See `CreatesObjects`."""
+        return open_new(self._parent, self._prefix + key, size)
+
+    def abort_uploads(self, prefix: str = "") -> int:
+        """See `HoldsUploads`."""
+        return abort_uploads(self._parent, self._prefix + prefix)
 
     def list(self, prefix: str = "") -> Iterator[str]:
         """See `StorageBackend`."""

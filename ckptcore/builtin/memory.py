@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Final
@@ -20,7 +21,7 @@ from ckptcore.errors import (
     ObjectNotFoundError,
     StorageError,
 )
-from ckptcore.protocols import Buffer, IfAbsent, ObjectWriter, PutCondition, StorageAddress, StorageOptions
+from ckptcore.protocols import IF_ABSENT, Buffer, IfAbsent, ObjectWriter, PutCondition, StorageAddress, StorageOptions
 
 __all__ = ["MemoryStorage", "MemoryStorages"]
 
@@ -106,7 +107,16 @@ class MemoryStorage:
 
     def open_writer(self, key: str, size: int | None = None) -> ObjectWriter:
         """Begin an object that is written in pieces; it is there from `finish` on."""
-        return _MemoryWriter(self._store, self._prefix + check_key(key), size)
+        return _MemoryWriter(self._store, self._prefix + check_key(key), size, None)
+
+    def open_new(self, key: str, size: int | None = None) -> ObjectWriter:
+        """Begin an object that replaces none: `finish` fails where there is one by then."""
+        return _MemoryWriter(self._store, self._prefix + check_key(key), size, IF_ABSENT)
+
+    def abort_uploads(self, prefix: str = "") -> int:
+        """Give up every unfinished object below a directory whose writer there still is; how many there were."""
+        directory = check_directory_key(prefix)
+        return self._store.abort_uploads(self._prefix + (directory + "/" if directory else ""))
 
     def list(self, prefix: str = "") -> Iterator[str]:
         """Keys of all objects below a directory, sorted."""
@@ -150,22 +160,52 @@ class _Store:
     def __init__(self) -> None:
         self.objects: dict[str, _Object] = {}
         self.lock = threading.Lock()
+        # A writer that nobody holds can do no harm, and its memory is free.
+        self._writers: weakref.WeakSet[_MemoryWriter] = weakref.WeakSet()
         self._generations = itertools.count(1)
+
+    def begin(self, writer: _MemoryWriter) -> None:
+        with self.lock:
+            self._writers.add(writer)
+
+    def finish(self, writer: _MemoryWriter, data: memoryview, condition: PutCondition | None) -> None:
+        with self.lock:
+            if writer not in self._writers:
+                raise StorageError(
+                    f"cannot complete {writer.key!r}: what was written of it was given up from elsewhere, as what dead saves "
+                    "left is; save again"
+                )
+            self._replace(writer.key, data, condition)
+            self._writers.discard(writer)
+
+    def forget(self, writer: _MemoryWriter) -> None:
+        with self.lock:
+            self._writers.discard(writer)
+
+    def abort_uploads(self, below: str) -> int:
+        with self.lock:
+            found = [writer for writer in self._writers if writer.key.startswith(below)]
+            for writer in found:
+                self._writers.discard(writer)
+            return len(found)
 
     def replace(self, key: str, data: memoryview, condition: PutCondition | None) -> str:
         with self.lock:
-            current = self.objects.get(key)
-            if isinstance(condition, IfAbsent):
-                if current is not None:
-                    raise ConditionFailedError(f"cannot create the object {key!r}: expected none there, found one")
-            elif condition is not None and (current is None or current.tag != condition.tag):
-                found = "no object" if current is None else f"tag {current.tag}"
-                raise ConditionFailedError(
-                    f"cannot replace the object {key!r}: expected tag {condition.tag}, found {found}; someone changed it"
-                )
-            tag = str(next(self._generations))
-            self.objects[key] = _Object(data.toreadonly(), tag)
-            return tag
+            return self._replace(key, data, condition)
+
+    def _replace(self, key: str, data: memoryview, condition: PutCondition | None) -> str:
+        current = self.objects.get(key)
+        if isinstance(condition, IfAbsent):
+            if current is not None:
+                raise ConditionFailedError(f"cannot create the object {key!r}: expected none there, found one")
+        elif condition is not None and (current is None or current.tag != condition.tag):
+            found = "no object" if current is None else f"tag {current.tag}"
+            raise ConditionFailedError(
+                f"cannot replace the object {key!r}: expected tag {condition.tag}, found {found}; someone changed it"
+            )
+        tag = str(next(self._generations))
+        self.objects[key] = _Object(data.toreadonly(), tag)
+        return tag
 
 
 class _MemoryReader:
@@ -196,14 +236,16 @@ class _MemoryReader:
 class _MemoryWriter:
     """Collects the pieces of an object."""
 
-    def __init__(self, store: _Store, key: str, size: int | None) -> None:
+    def __init__(self, store: _Store, key: str, size: int | None, condition: PutCondition | None) -> None:
+        self.key: Final = key
         self._store = store
-        self._key = key
         self._size = size
+        self._condition = condition
         self._lock = threading.Lock()
         self._data: npt.NDArray[np.uint8] | None = np.empty(size or 0, np.uint8)
         self._pieces: dict[int, bytes] = {}
         self._written = 0
+        store.begin(self)
 
     def write_at(self, offset: int, data: Buffer) -> None:
         """Write bytes at an offset.
@@ -213,9 +255,9 @@ class _MemoryWriter:
         """
         stop = offset + len(data)
         if offset < 0 or (self._size is not None and stop > self._size):
-            raise ValueError(f"cannot write bytes {offset} to {stop} of {self._key!r}: it has {self._size}")
+            raise ValueError(f"cannot write bytes {offset} to {stop} of {self.key!r}: it has {self._size}")
         if (whole := self._data) is None:
-            raise ValueError(f"{self._key!r} is complete or given up; nothing more can be written")
+            raise ValueError(f"{self.key!r} is complete or given up; nothing more can be written")
         if self._size is not None:
             np.copyto(whole[offset:stop], np.frombuffer(data, np.uint8))
         elif data:
@@ -227,22 +269,24 @@ class _MemoryWriter:
         """Make the object visible.
 
         Raises:
-            StorageError: bytes are missing.
+            StorageError: bytes are missing, or it was given up from elsewhere.
+            ConditionFailedError: it replaces none, and there is one.
             ValueError: after `finish` or `abort`.
         """
         if (whole := self._data) is None:
-            raise ValueError(f"{self._key!r} is complete or given up already")
+            raise ValueError(f"{self.key!r} is complete or given up already")
         size = self._size
         if size is None:
             whole = np.frombuffer(b"".join([piece for _, piece in sorted(self._pieces.items())]), np.uint8)
             size = max((offset + len(piece) for offset, piece in self._pieces.items()), default=0)
         if self._written != size:
-            raise StorageError(f"cannot complete {self._key!r}: expected {size} bytes, found {self._written} written")
-        self._store.replace(self._key, whole.data, None)
+            raise StorageError(f"cannot complete {self.key!r}: expected {size} bytes, found {self._written} written")
+        self._store.finish(self, whole.data, self._condition)
         self._data = None
         self._pieces = {}
 
     def abort(self) -> None:
         """Forget what was written."""
+        self._store.forget(self)
         self._data = None
         self._pieces = {}

@@ -13,6 +13,8 @@ __all__ = [
     "IF_ABSENT",
     "AtomicDirectories",
     "Buffer",
+    "CreatesObjects",
+    "HoldsUploads",
     "IfAbsent",
     "IfTag",
     "ManyRequests",
@@ -213,6 +215,32 @@ class ManyRequests(Protocol):
 
         A multiple of 1 MiB, or 1 where any piece is as good as another. What `ObjectWriter.write_at` is given in multiples of it, at
         multiples of it, is sent as it is, before the call returns, and is not copied.
+        """
+        ...
+
+
+@runtime_checkable
+class CreatesObjects(Protocol):
+    """What a storage can do on top whose conditions also hold for objects that are written in pieces."""
+
+    def open_new(self, key: str, size: int | None = None) -> ObjectWriter:
+        """As `StorageBackend.open_writer`, but nothing is replaced.
+
+        The writer's `finish` raises `ConditionFailedError` where the object is there by then, and leaves that as it is. Where
+        the service cannot make the look and the change one step, the writer looks right before. A `finish` that the writer
+        repeats because its answer was lost finds what it wrote itself: it raises then too, and who has it looks.
+        """
+        ...
+
+
+@runtime_checkable
+class HoldsUploads(Protocol):
+    """What a storage can do on top that keeps the pieces of objects which nobody has finished."""
+
+    def abort_uploads(self, prefix: str = "") -> int:
+        """Give up every unfinished object below a directory, whoever writes it; how many there were.
+
+        A writer of one cannot finish it any more: its `finish` raises `StorageError`. Objects that are finished stay.
         """
         ...
 

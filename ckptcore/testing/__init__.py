@@ -66,6 +66,7 @@ from ckptcore.testing.simulated_disk import SimulatedDisk
 from ckptcore.testing.simulated_storage import open_simulated
 from ckptcore.testing.storage import StorageBackendTests
 from ckptcore.testing.storage_directories import AtomicDirectoriesTests
+from ckptcore.testing.storage_writers import CreatesObjectsTests, HoldsUploadsTests
 from ckptcore.testing.thread_collectives import ThreadCollectives, ThreadNetwork
 from ckptcore.testing.thread_coordinator import ThreadCoordinator, ThreadJob
 from ckptcore.testing.trees import assert_same_tree, assert_same_value
@@ -84,6 +85,7 @@ __all__ = [
     "ContainerSample",
     "CoordinatorTests",
     "CrashAt",
+    "CreatesObjectsTests",
     "Crossing",
     "Elements",
     "ExecutorTests",
@@ -96,6 +98,7 @@ __all__ = [
     "FlipBitAt",
     "FrameworkSample",
     "FullAfter",
+    "HoldsUploadsTests",
     "LateHostMemory",
     "LayoutCrashTests",
     "LayoutForecastTests",

@@ -28,8 +28,8 @@ __all__ = [
 T = TypeVar("T")
 
 _CHANGES: Final = frozenset(
-    {"put", "open_writer", "write_at", "finish", "abort", "delete", "sync", "lock_directory", "rename", "exchange",
-     "sync_directory", "delete_directory"}
+    {"put", "open_writer", "open_new", "write_at", "finish", "abort", "abort_uploads", "delete", "sync", "lock_directory",
+     "rename", "exchange", "sync_directory", "delete_directory"}
 )  # fmt: skip
 
 

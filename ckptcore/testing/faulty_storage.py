@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 
+from ckptcore.engine.new_objects import abort_uploads, open_new
 from ckptcore.engine.requests import requests_of
 from ckptcore.errors import CorruptCheckpointError
 from ckptcore.protocols import (
@@ -109,6 +110,15 @@ class FaultyStorage:
         """See `StorageBackend`."""
         step = self.plan.begin("open_writer", [key])
         return step.run(lambda: _FaultyWriter(key, self.inner.open_writer(key, size), self.plan))
+
+    def open_new(self, key: str, size: int | None = None) -> ObjectWriter:
+        """See `CreatesObjects`."""
+        step = self.plan.begin("open_new", [key])
+        return step.run(lambda: _FaultyWriter(key, open_new(self.inner, key, size), self.plan))
+
+    def abort_uploads(self, prefix: str = "") -> int:
+        """See `HoldsUploads`."""
+        return self.plan.begin("abort_uploads", [prefix]).run(lambda: abort_uploads(self.inner, prefix))
 
     def list(self, prefix: str = "") -> Iterator[str]:
         """See `StorageBackend`."""

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 
 from ckptcore.builtin.local import open_local
-from ckptcore.builtin.memory import MemoryStorages
-from ckptcore.protocols import AtomicDirectories, StorageBackend, StorageOptions
+from ckptcore.builtin.memory import MemoryStorage, MemoryStorages
+from ckptcore.locations import Subdirectory
+from ckptcore.protocols import AtomicDirectories, CreatesObjects, HoldsUploads, StorageBackend, StorageOptions
 from ckptcore.testing.faults import FaultPlan
-from ckptcore.testing.faulty_storage import FaultyDirectories, with_faults
+from ckptcore.testing.faulty_storage import FaultyDirectories, FaultyStorage, with_faults
 from ckptcore.testing.simulated_disk import SimulatedDisk
 from ckptcore.testing.simulated_storage import SimulatedStorage, open_simulated
 from ckptcore.testing.storage import StorageBackendTests
 from ckptcore.testing.storage_directories import AtomicDirectoriesTests, DirectoryStorage
+from ckptcore.testing.storage_writers import CreatesObjectsTests, HoldsUploadsTests
 
 
 class _OnDisk:
@@ -65,7 +68,7 @@ class _InMemory:
     def _give_storages(self) -> None:
         self.storages = MemoryStorages()
 
-    def open(self, directory: str) -> StorageBackend:
+    def open(self, directory: str) -> MemoryStorage:
         return self.storages.open(f"memory://bucket/{directory}", StorageOptions())
 
 
@@ -81,8 +84,60 @@ class TestMemoryWithoutFaults(_InMemory, StorageBackendTests):
 
     examples = 5
 
-    def open(self, directory: str) -> StorageBackend:
+    def open(self, directory: str) -> FaultyStorage:  # type: ignore[override]  # the other storage that has all of it
         return with_faults(super().open(directory), FaultPlan())
+
+
+class TestMemoryCreates(_InMemory, CreatesObjectsTests):
+    """Its writers that replace nothing."""
+
+
+class TestMemoryUploads(_InMemory, HoldsUploadsTests):
+    """What of its writers is not finished."""
+
+
+class _InDirectory(_InMemory):
+    def open(self, directory: str) -> Subdirectory:  # type: ignore[override]  # the other storage that has all of it
+        return Subdirectory(self.storages.open("memory://bucket", StorageOptions()), directory)
+
+
+class TestDirectoryCreates(_InDirectory, CreatesObjectsTests):
+    """A directory of a storage passes it on."""
+
+
+class TestDirectoryUploads(_InDirectory, HoldsUploadsTests):
+    """A directory of a storage passes it on."""
+
+
+class TestFaultyUploads(_InMemory, HoldsUploadsTests):
+    """The wrapper passes it on."""
+
+    def open(self, directory: str) -> FaultyStorage:  # type: ignore[override]  # the other storage that has all of it
+        return with_faults(super().open(directory), FaultPlan())
+
+
+class _Plain:
+    """A storage that has what every storage has, and no more."""
+
+    def __init__(self, inner: StorageBackend) -> None:
+        self._inner = inner
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("open_new", "abort_uploads"):
+            raise AttributeError(name)
+        return getattr(self._inner, name)
+
+
+class TestPlainCreates(_InMemory, CreatesObjectsTests):
+    """Of a storage that cannot, it is looked right before."""
+
+    def open(self, directory: str) -> Subdirectory:  # type: ignore[override]  # the other storage that has all of it
+        plain = cast(StorageBackend, _Plain(self.storages.open("memory://bucket", StorageOptions())))
+        assert not isinstance(plain, CreatesObjects | HoldsUploads)
+        return Subdirectory(plain, directory)
+
+    def test_it_keeps_nothing_unfinished(self) -> None:
+        assert self.open("directory").abort_uploads() == 0
 
 
 class _Simulated:
