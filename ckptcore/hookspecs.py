@@ -74,6 +74,14 @@ class HookSpecs:
         """Storages by URL scheme, without ``://``. A scheme that two plugins give is an error."""
 
     @_hookspec
+    def ckpt_storage_for(self, scheme: str) -> StorageOpener | None:
+        """What opens URLs of a scheme that no plugin names in `ckpt_storages`; None for schemes that this plugin cannot open.
+
+        For a plugin that opens what a library opens whose schemes it does not know before it imports it. Asked with the scheme
+        in lower case, without ``://``; answers of two plugins for one scheme are an error.
+        """
+
+    @_hookspec
     def ckpt_coordinator(self) -> Coordinator | None:
         """The coordinator of the job this process is part of, if this plugin knows of one."""
 

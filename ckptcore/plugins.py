@@ -251,12 +251,21 @@ class Plugins:
             PluginConflictError: if two do.
         """
         openers = self._named("ckpt_storages", "URL scheme")
-        if scheme not in openers:
+        if scheme in openers:
+            return cast(StorageOpener, openers[scheme][1])
+        found = _answers(self._manager.hook.ckpt_storage_for, {"scheme": scheme})
+        if len(found) > 1:
+            names = " and ".join(name for name, _ in found)
+            raise PluginConflictError(
+                f"the plugins {names} both open {scheme}:// locations, which no plugin names as its own; uninstall one"
+            )
+        if not found:
             raise UnknownPluginError(
                 f"no installed plugin opens {scheme}:// locations; there are "
-                f"{', '.join(f'{known}://' for known in sorted(openers))}{self._failures()}"
+                f"{', '.join(f'{known}://' for known in sorted(openers))}. `pip install 'ckptcore[fsspec]'` brings those that "
+                f"fsspec opens, such as az:// and https://{self._failures()}"
             )
-        return cast(StorageOpener, openers[scheme][1])
+        return cast(StorageOpener, found[0][1])
 
     def coordinator(self) -> Coordinator:
         """The coordinator of the job this process is part of.

@@ -21,6 +21,7 @@ _OFFERS = {
     "ckpt_checkpointable_handler": "checkpointables",
     "ckpt_coordinator": "a coordinator",
     "ckpt_executor": "an executor",
+    "ckpt_storage_for": "locations of schemes that no plugin names",
 }
 
 

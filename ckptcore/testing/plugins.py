@@ -172,6 +172,10 @@ class PluginTests:
             assert scheme not in others, f"the scheme {scheme!r} is also offered by {others[scheme]}"
             assert scheme in sampled, f"offer a StorageSample for {scheme}:// so that the matrix tests it"
 
+    def test_it_opens_no_scheme_that_nobody_knows(self) -> None:
+        answer = self._answer("ckpt_storage_for", scheme="no-such-scheme")
+        assert answer is None, "ckpt_storage_for answers for any scheme: who mistypes one is not told so"
+
     def test_leaves_have_a_sample_and_priorities(self) -> None:
         if "ckpt_leaf_handler" not in {caller.name for caller in self._callers()}:
             return

@@ -67,6 +67,12 @@ class Shouting:
         return {"S3://": print}
 
 
+class Overconfident:
+    @hookimpl
+    def ckpt_storage_for(self, scheme: str) -> object:
+        return print
+
+
 class Untested:
     @hookimpl
     def ckpt_storages(self) -> dict[str, object]:
@@ -83,6 +89,7 @@ class Untested:
         (Misnamed, "test_layouts_have_their_names", AssertionError),
         (Twice, "test_layouts_have_their_names", AssertionError),
         (Shouting, "test_storages_have_schemes_and_samples", AssertionError),
+        (Overconfident, "test_it_opens_no_scheme_that_nobody_knows", AssertionError),
         (Untested, "test_storages_have_schemes_and_samples", AssertionError),
     ],
 )

@@ -1,0 +1,73 @@
+"""Who opens a location of a scheme: the plugin that names it, or one that opens what nobody names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import pytest
+
+import ckptcore
+from ckptcore import Context, hookimpl
+from ckptcore.builtin.memory import MemoryStorages
+from ckptcore.errors import PluginConflictError, UnknownPluginError
+from ckptcore.plugins import installed_plugins
+from ckptcore.protocols import StorageBackend, StorageOpener, StorageOptions
+
+
+class Owner:
+    """Names one scheme."""
+
+    @hookimpl
+    def ckpt_storages(self) -> Mapping[str, StorageOpener]:
+        return {"owned": self.open}
+
+    def open(self, url: str, options: StorageOptions) -> StorageBackend:
+        raise NotImplementedError
+
+
+class Fallback:
+    """Opens what begins with ``any``, and would open ``owned`` and ``memory`` too; remembers what it was asked."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+        self.memory = MemoryStorages()
+
+    @hookimpl
+    def ckpt_storage_for(self, scheme: str) -> StorageOpener | None:
+        self.asked.append(scheme)
+        return self.open if scheme.startswith(("any", "owned", "memory")) else None
+
+    def open(self, url: str, options: StorageOptions) -> StorageBackend:
+        return self.memory.open(f"memory://{url.replace('://', '-')}", options)
+
+
+def test_a_scheme_that_nobody_names_is_asked_for() -> None:
+    fallback = Fallback()
+    context = Context(plugins=[fallback])
+    ckptcore.save("any+thing://store/step_1", {"w": np.arange(3)}, context=context)
+    assert ckptcore.load("any+thing://store/step_1", context=context)["w"].tolist() == [0, 1, 2]
+    assert set(fallback.asked) == {"any+thing"}
+
+
+@pytest.mark.parametrize("scheme", ["owned", "memory", "file"])
+def test_a_scheme_that_a_plugin_names_is_its_own(scheme: str) -> None:
+    fallback, owner = Fallback(), Owner()
+    plugins = installed_plugins().having([fallback, owner], {})
+    found = plugins.storage(scheme)
+    assert found != fallback.open
+    assert fallback.asked == []
+    if scheme == "owned":
+        assert found == owner.open
+
+
+def test_two_answers_are_a_conflict() -> None:
+    plugins = installed_plugins().having([Fallback(), Fallback()], {})
+    with pytest.raises(PluginConflictError, match=r"any:// .* uninstall one"):
+        plugins.storage("any")
+
+
+def test_a_scheme_that_nobody_opens_is_told_with_what_may_help() -> None:
+    plugins = installed_plugins().having([Fallback()], {})
+    with pytest.raises(UnknownPluginError, match=r"no-such-scheme:// .*file://, memory://.*ckptcore\[fsspec\]"):
+        plugins.storage("no-such-scheme")
