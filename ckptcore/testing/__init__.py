@@ -32,6 +32,7 @@ from ckptcore.testing.collectives import CollectivesTests
 from ckptcore.testing.container_handlers import ContainerExample, ContainerHandlerTests
 from ckptcore.testing.coordinators import CoordinatorTests
 from ckptcore.testing.executors import ExecutorTests
+from ckptcore.testing.fault_proxy import FaultProxy, LoggedRequest
 from ckptcore.testing.faults import (
     CrashAt,
     FailAt,
@@ -46,6 +47,7 @@ from ckptcore.testing.faults import (
 from ckptcore.testing.faulty_storage import FaultyStorage, with_faults
 from ckptcore.testing.files_handlers import FilesExample, FilesHandlerTests
 from ckptcore.testing.host_memory import LateHostMemory
+from ckptcore.testing.http_messages import HTTPAnswer, HTTPHead
 from ckptcore.testing.layout_crashes import LayoutCrashTests
 from ckptcore.testing.layout_forecasts import LayoutForecastTests
 from ckptcore.testing.layout_pieces import LayoutPiecesTests
@@ -54,6 +56,27 @@ from ckptcore.testing.leaf_handlers import LeafExample, LeafHandlerTests
 from ckptcore.testing.matrix import SaveLoadMatrixTests
 from ckptcore.testing.plugins import PluginTests
 from ckptcore.testing.remote_arrays import RemoteArray, RemoteArrayHandler
+from ckptcore.testing.request_faults import (
+    CutContent,
+    DeliverLater,
+    Duplicate,
+    InterruptAfter,
+    InterruptBefore,
+    LoseAnswer,
+    ProxiedRequest,
+    RepeatLater,
+    RequestFault,
+    RequestPlan,
+    RequestsFailing,
+    ResetAnswer,
+    ResetRequest,
+    SeededFaults,
+    StaleList,
+    StoreDialect,
+    Throttle,
+    TruncateAnswer,
+    Wait,
+)
 from ckptcore.testing.samples import (
     ContainerSample,
     FrameworkSample,
@@ -87,18 +110,26 @@ __all__ = [
     "CrashAt",
     "CreatesObjectsTests",
     "Crossing",
+    "CutContent",
+    "DeliverLater",
+    "Duplicate",
     "Elements",
     "ExecutorTests",
     "FailAt",
     "Fault",
     "FaultPlan",
+    "FaultProxy",
     "FaultyStorage",
     "FilesExample",
     "FilesHandlerTests",
     "FlipBitAt",
     "FrameworkSample",
     "FullAfter",
+    "HTTPAnswer",
+    "HTTPHead",
     "HoldsUploadsTests",
+    "InterruptAfter",
+    "InterruptBefore",
     "LateHostMemory",
     "LayoutCrashTests",
     "LayoutForecastTests",
@@ -107,21 +138,36 @@ __all__ = [
     "LayoutTests",
     "LeafExample",
     "LeafHandlerTests",
+    "LoggedRequest",
+    "LoseAnswer",
     "Operation",
     "PluginTests",
+    "ProxiedRequest",
     "RemoteArray",
     "RemoteArrayHandler",
+    "RepeatLater",
+    "RequestFault",
+    "RequestPlan",
+    "RequestsFailing",
+    "ResetAnswer",
+    "ResetRequest",
     "Samples",
     "SaveLoadMatrixTests",
+    "SeededFaults",
     "ShortReadAt",
     "SimulatedCrash",
     "SimulatedDisk",
+    "StaleList",
     "StorageBackendTests",
     "StorageSample",
+    "StoreDialect",
     "ThreadCollectives",
     "ThreadCoordinator",
     "ThreadJob",
     "ThreadNetwork",
+    "Throttle",
+    "TruncateAnswer",
+    "Wait",
     "WorkerProcesses",
     "assert_same_bits",
     "assert_same_tree",

@@ -1,0 +1,273 @@
+"""HTTP/1.1 messages as they are on a connection: read whole or in part, kept byte for byte, and sent on.
+
+Only what a proxy between a client and a store needs, from RFC 9112: nothing is decoded that is not needed to know where a message
+ends, and every header is passed on as it came, so that signatures over headers stay true. Bodies are held in memory.
+"""
+
+from __future__ import annotations
+
+import re
+import select
+import socket
+import struct
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Final
+
+__all__ = ["ConnectionLost", "HTTPAnswer", "HTTPHead", "HTTPStream"]
+
+_HEAD_BYTES: Final = 1 << 18
+"""No head is longer."""
+
+_RECEIVE_BYTES: Final = 1 << 18
+_CHUNK_SIZE: Final = re.compile(rb"([0-9a-fA-F]{1,16})[ \t]*(?:;.*)?")
+
+
+class ConnectionLost(OSError):
+    """The other end closed or reset the connection before a message was complete."""
+
+
+@dataclass(frozen=True, slots=True)
+class HTTPHead:
+    """What comes before a body.
+
+    Attributes:
+        first: the first line, without its end.
+        fields: the header lines in their order, without their ends.
+    """
+
+    first: bytes
+    fields: tuple[bytes, ...]
+
+    def field(self, name: str) -> str | None:
+        """The value of a header; of the first one where it is there twice."""
+        wanted = name.lower().encode("ascii")
+        for line in self.fields:
+            found, _, value = line.partition(b":")
+            if found.strip().lower() == wanted:
+                return value.strip().decode("latin-1")
+        return None
+
+    def having(self, name: str, value: str) -> HTTPHead:
+        """The same head with one header replaced, or added."""
+        wanted = name.lower().encode("ascii")
+        kept = tuple(line for line in self.fields if line.partition(b":")[0].strip().lower() != wanted)
+        return replace(self, fields=(*kept, f"{name}: {value}".encode("latin-1")))
+
+    def encoded(self) -> bytes:
+        """Its bytes, with the empty line that ends it."""
+        return b"\r\n".join((self.first, *self.fields, b"", b""))
+
+    @property
+    def length(self) -> int | None:
+        """Bytes of the body by Content-Length; None where that is not said.
+
+        Raises:
+            ConnectionLost: it is no number; nobody can go on with such a connection.
+        """
+        value = self.field("content-length")
+        if value is None:
+            return None
+        if not value.isascii() or not value.isdigit():
+            raise ConnectionLost(f"a message has Content-Length {value[:40]!r}, which is no number")
+        return int(value)
+
+    @property
+    def is_chunked(self) -> bool:
+        """Whether the body comes in chunks that say how long each is."""
+        return "chunked" in (self.field("transfer-encoding") or "").lower()
+
+    @property
+    def closes(self) -> bool:
+        """Whether the connection ends after this message."""
+        return "close" in (self.field("connection") or "").lower() or b"HTTP/1.0" in self.first
+
+
+@dataclass(frozen=True, slots=True)
+class HTTPAnswer:
+    """An answer, as it goes over the connection.
+
+    Attributes:
+        head: its head.
+        body: its body with the framing of chunks, where it has such.
+    """
+
+    head: HTTPHead
+    body: bytes
+
+    @property
+    def status(self) -> int:
+        """200, 404..."""
+        return _status(self.head)
+
+    @staticmethod
+    def make(status: int, reason: str, content_type: str, body: bytes) -> HTTPAnswer:
+        """An answer with these contents."""
+        fields = (f"Content-Type: {content_type}".encode("latin-1"), f"Content-Length: {len(body)}".encode("latin-1"))
+        return HTTPAnswer(HTTPHead(f"HTTP/1.1 {status} {reason}".encode("latin-1"), fields), body)
+
+
+class HTTPStream:
+    """One end of a connection."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        """Take a connection over, and close it with `close` or `reset`."""
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._connection = connection
+        self._left = b""
+
+    def send(self, *pieces: bytes | memoryview) -> None:
+        """Send bytes.
+
+        Raises:
+            ConnectionLost
+        """
+        try:
+            for piece in pieces:
+                if piece:
+                    self._connection.sendall(piece)
+        except OSError as error:
+            raise ConnectionLost(f"the other end is gone: {error}") from error
+
+    def read_head(self) -> HTTPHead | None:
+        """The next head; None where the connection ended orderly before its first byte.
+
+        Raises:
+            ConnectionLost
+        """
+        while (end := self._left.find(b"\r\n\r\n")) < 0:
+            if len(self._left) > _HEAD_BYTES:
+                raise ConnectionLost(f"a head is longer than {_HEAD_BYTES} bytes")
+            more = self._receive()
+            if not more and not self._left:
+                return None
+            if not more:
+                raise ConnectionLost("the connection ended in the middle of a head")
+            self._left += more
+        head, self._left = self._left[:end], self._left[end + 4 :]
+        first, *fields = head.split(b"\r\n")
+        return HTTPHead(first, tuple(fields))
+
+    def read_request_body(self, head: HTTPHead) -> bytes:
+        """The body of a request, chunks with their framing.
+
+        Raises:
+            ConnectionLost
+        """
+        return self._read_chunks() if head.is_chunked else self.read(head.length or 0)
+
+    def read_answer(self, method: str) -> HTTPAnswer:
+        """The answer to a request; interim ones (100 Continue) are passed over.
+
+        Raises:
+            ConnectionLost
+        """
+        while True:
+            head = self.read_head()
+            if head is None:
+                raise ConnectionLost("the connection ended before an answer")
+            if _status(head) >= 200:
+                break
+        if method == "HEAD" or _status(head) in (204, 304):
+            return HTTPAnswer(head, b"")
+        if head.is_chunked:
+            return HTTPAnswer(head, self._read_chunks())
+        length = head.length
+        if length is not None:
+            return HTTPAnswer(head, self.read(length))
+        # The end of the connection ends the body; whoever gets it on a connection that goes on needs its length.
+        body = b"".join(iter(self._receive_left, b""))
+        return HTTPAnswer(head.having("Content-Length", str(len(body))), body)
+
+    def read(self, nbytes: int) -> bytes:
+        """So many bytes.
+
+        Raises:
+            ConnectionLost
+        """
+        if nbytes <= len(self._left):
+            found, self._left = self._left[:nbytes], self._left[nbytes:]
+            return found
+        whole = bytearray(nbytes)
+        filled = len(self._left)
+        whole[:filled] = self._left
+        self._left = b""
+        with memoryview(whole) as view:
+            while filled < nbytes:
+                try:
+                    count = self._connection.recv_into(view[filled : filled + _RECEIVE_BYTES])
+                except OSError as error:
+                    raise ConnectionLost(f"the connection broke: {error}") from error
+                if not count:
+                    raise ConnectionLost(f"the connection ended after {filled} of {nbytes} bytes of a body")
+                filled += count
+        return bytes(whole)
+
+    def _read_chunks(self) -> bytes:
+        pieces: list[bytes] = []
+        while True:
+            line = self._read_line()
+            matched = _CHUNK_SIZE.fullmatch(line)
+            if matched is None:
+                raise ConnectionLost(f"{line[:40]!r} is no size of a chunk")
+            size = int(matched[1], 16)
+            pieces += (line, b"\r\n")
+            if not size:
+                break
+            pieces.append(self.read(size + 2))
+        while line := self._read_line():  # trailers
+            pieces += (line, b"\r\n")
+        pieces.append(b"\r\n")
+        return b"".join(pieces)
+
+    def _read_line(self) -> bytes:
+        while (end := self._left.find(b"\r\n")) < 0:
+            more = self._receive()
+            if not more or len(self._left) > _HEAD_BYTES:
+                raise ConnectionLost("the connection ended in the middle of a line")
+            self._left += more
+        line, self._left = self._left[:end], self._left[end + 2 :]
+        return line
+
+    def _receive_left(self) -> bytes:
+        if self._left:
+            found, self._left = self._left, b""
+            return found
+        return self._receive()
+
+    def _receive(self) -> bytes:
+        try:
+            return self._connection.recv(_RECEIVE_BYTES)
+        except OSError as error:
+            raise ConnectionLost(f"the connection broke: {error}") from error
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the other end has closed it, or sent what nobody asked for, while it was not in use."""
+        readable = select.poll()
+        readable.register(self._connection, select.POLLIN)
+        return bool(self._left or readable.poll(0))
+
+    def interrupt(self) -> None:
+        """Let whoever waits for this connection in another thread find its end. Never raises."""
+        try:
+            self._connection.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            return  # it is closed, or the other end is gone
+
+    def close(self) -> None:
+        """End it orderly: what was sent arrives."""
+        self._connection.close()
+
+    def reset(self) -> None:
+        """Break it: the other end sees a reset (RST), perhaps before what was sent last."""
+        self._connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        self._connection.close()
+
+
+def _status(head: HTTPHead) -> int:
+    parts: Iterable[bytes] = head.first.split(b" ", 2)[1:2]
+    for part in parts:
+        if part.isdigit():
+            return int(part)
+    raise ConnectionLost(f"an answer begins with {head.first[:80]!r}, which has no status")
