@@ -2,7 +2,7 @@
 
 A map of the package:
 
-- `save`, `save_async`, `load`, `load_async`, `load_into`, `metadata`, `delete`, `verify`, `convert`, `consolidate`: what users call (`ckptcore.api`)
+- `save`, `save_async`, `load`, `load_async`, `load_into`, `metadata`, `delete`, `verify`, `copy`, `convert`, `consolidate`: what users call (`ckptcore.api`)
 - `plan`, `plan_job`: what a save would write, ask and hold, without doing it (`ckptcore.save_plans`)
 - `save_checkpointables`, `save_checkpointables_async`, `load_checkpointables`, `checkpointables_metadata`: several objects in one checkpoint
 - `Checkpointer`: a run's steps; `CheckpointReader`: the same for who only reads (`ckptcore.checkpointer`, `ckptcore.reader`)
@@ -24,6 +24,7 @@ from ckptcore.api import (
     checkpointables_metadata,
     consolidate,
     convert,
+    copy,
     delete,
     load,
     load_async,
@@ -42,6 +43,7 @@ from ckptcore.background import LoadHandle, Progress, SaveHandle
 from ckptcore.builtin.safetensors import SafetensorsLayout
 from ckptcore.builtin.sharded_arrays import ArrayShard, ShardedArray
 from ckptcore.context import Context, MemoryOptions
+from ckptcore.copying import CopyReport
 from ckptcore.describing import CheckpointablesMetadata, CheckpointMetadata
 from ckptcore.errors import CheckpointError
 from ckptcore.exports import Export, StepExport
@@ -71,6 +73,7 @@ __all__ = [
     "CheckpointablesMetadata",
     "Checkpointer",
     "Context",
+    "CopyReport",
     "Export",
     "ExportPlan",
     "LoadHandle",
@@ -97,6 +100,7 @@ __all__ = [
     "checkpointables_metadata",
     "consolidate",
     "convert",
+    "copy",
     "delete",
     "hookimpl",
     "load",

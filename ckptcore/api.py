@@ -13,6 +13,7 @@ from ckptcore.composites import load_composite
 from ckptcore.consolidation import FilePath, consolidate_checkpoint
 from ckptcore.context import Context, default_context
 from ckptcore.conversion import convert_checkpoint
+from ckptcore.copying import CopyReport, CopyVerification, copy_checkpoint
 from ckptcore.describing import (
     CheckpointablesMetadata,
     CheckpointMetadata,
@@ -42,6 +43,7 @@ __all__ = [
     "checkpointables_metadata",
     "consolidate",
     "convert",
+    "copy",
     "delete",
     "load",
     "load_async",
@@ -379,6 +381,49 @@ def convert(
         What `load` and `save` do; the source is never changed.
     """
     convert_checkpoint(source, destination, layout, overwrite, progress, context or default_context())
+
+
+def copy(
+    source: LocationLike,
+    destination: LocationLike,
+    *,
+    overwrite: Overwrite = False,
+    verify: CopyVerification = "passing",
+    progress: ProgressCallback | None = None,
+    context: Context | None = None,
+) -> CopyReport:
+    """Copy a committed checkpoint to another place or storage, object by object, every byte as it is.
+
+    All that stands in its directory is copied, but hidden directories. The copy is the same save, with the same root, and counts once that is
+    there: it is committed as a save is. What other software wrote has no root: where directories are renamed it comes there as a
+    whole; elsewhere ckptcore does not load it before all is there, but other software sees its files as they come.
+
+    Blocks are compared with their checksums before they are written. A few pieces are in memory at a time, and nothing on disk.
+
+    A copy that died, failed or was interrupted leaves what it wrote: copying again goes on with it. Objects that are there with their
+    sizes are not sent again. Their bytes are compared first where a storage shows objects that are not complete, as a file system
+    does, and those of objects without checksums everywhere. A save to the destination, or `delete`, removes what was left. A
+    checkpoint that is at the destination already, as the same save, is left as it is.
+
+    Args:
+        source, destination: paths or URLs.
+        overwrite: as for `save`.
+        verify: ``"passing"``; or ``"read-back"``: everything is read at the destination, too, and compared.
+        progress: called with bytes at the destination and bytes in all, from any thread.
+        context: options.
+
+    Raises:
+        InvalidLocationError: for a destination that is the source, is around it, or is one of its checkpointables; for a source that is one
+            file; for one of several checkpointables that is to stand in another checkpoint.
+        CheckpointNotFoundError, UncommittedCheckpointError: if there is nothing to copy.
+        CheckpointExistsError, AtomicityError: as for `save`.
+        CorruptCheckpointError: if the source is damaged, was replaced too often meanwhile, or what is at the destination is not what was sent.
+        SaveLostError: if another process copies the same to there, or saved there meanwhile.
+        StorageError: if a storage fails. What was at the destination before is there still.
+    """
+    return copy_checkpoint(
+        source, destination, context or default_context(), overwrite=overwrite, verify=verify, progress=progress
+    )
 
 
 def consolidate(

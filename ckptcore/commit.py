@@ -27,14 +27,15 @@ from ckptcore.errors import (
 from ckptcore.fences import FencedStore
 from ckptcore.locations import Location
 from ckptcore.protocols import IF_ABSENT, AtomicDirectories, IfTag, PutCondition, StorageBackend
-from ckptcore.root import ROOT_KEY, Claimed, Composite, Root
-from ckptcore.root_json import decode_root, encode_claim, is_claim
+from ckptcore.root import ROOT_KEY, Claimed, Composite, Root, new_save_id
+from ckptcore.root_json import decode_root, encode_claim, is_claim, summarize_root
 
 __all__ = [
     "Claim",
     "Overwrite",
     "claim_location",
     "claimed_store",
+    "continue_claim",
     "holds_members",
     "is_committed",
     "is_hidden_name",
@@ -76,8 +77,12 @@ class Claim(Protocol):
         """Where its objects go."""
         ...
 
-    def commit(self, root: bytes, parts: Mapping[str, bytes]) -> None:
+    def commit(self, root: bytes | None, parts: Mapping[str, bytes]) -> None:
         """Make what was written the checkpoint at the location; durable where the storage was opened so.
+
+        Args:
+            root: its root; None of a checkpoint that other software wrote and that has none.
+            parts: by key, what the root names beside objects.
 
         Raises:
             CheckpointExistsError, SaveLostError: nothing was committed.
@@ -86,6 +91,10 @@ class Claim(Protocol):
 
     def abort(self) -> None:
         """Remove what was written. Does nothing after a commit."""
+        ...
+
+    def leave(self) -> None:
+        """Let go of the claim and leave what was written, for `continue_claim`. Does nothing after a commit."""
         ...
 
 
@@ -99,6 +108,21 @@ def claim_location(location: Location, save_id: str, created: str, overwrite: Ov
     if isinstance(location.parent, AtomicDirectories):
         return _DirectoryClaim(location, location.parent, save_id, overwrite)
     return _ObjectClaim(location, save_id, created, overwrite)
+
+
+def continue_claim(location: Location, save_id: str, created: str, overwrite: Overwrite) -> Claim:
+    """Claim a location as `claim_location` does; what a process that died or left had written under this save id stays.
+
+    Where there are no locks, nobody can tell that such a process is dead: while it lives, both write, so under one save id must
+    stand the same bytes, whoever writes them.
+
+    Raises:
+        SaveLostError: another process is at it; where there are locks.
+        What `claim_location` does.
+    """
+    if isinstance(location.parent, AtomicDirectories):
+        return _DirectoryClaim(location, location.parent, save_id, overwrite, continued=save_id)
+    return _ObjectClaim(location, save_id, created, overwrite, continued=save_id)
 
 
 def claimed_store(location: Location, save_id: str) -> StorageBackend:
@@ -248,11 +272,11 @@ def parse_root(store: StorageBackend, data: bytes) -> Root | Composite | Claimed
     return decode_root(data, read_part)
 
 
-def _sweep(location: Location, directories: AtomicDirectories) -> None:
-    """Delete the hidden directories of saves to this location that died."""
+def _sweep(location: Location, directories: AtomicDirectories, continued: str | None = None) -> None:
+    """Delete the hidden directories of saves to this location that died, but for one that is continued."""
     for entry in location.parent.list_names():
         matched = _HIDDEN.fullmatch(entry.removesuffix("/"))
-        if matched is None or matched[1] != location.name or not entry.endswith("/"):
+        if matched is None or matched[1] != location.name or not entry.endswith("/") or matched[2] == continued:
             continue
         _delete_if_dead(directories, matched[0])
 
@@ -269,14 +293,21 @@ def _delete_if_dead(directories: AtomicDirectories, name: str) -> None:
 class _DirectoryClaim:
     """A hidden sibling directory, held by a lock that dies with this process."""
 
-    def __init__(self, location: Location, directories: AtomicDirectories, save_id: str, overwrite: Overwrite) -> None:
+    def __init__(
+        self,
+        location: Location,
+        directories: AtomicDirectories,
+        save_id: str,
+        overwrite: Overwrite,
+        continued: str | None = None,
+    ) -> None:
         self._location = location
         self._directories = directories
         self._overwrite = overwrite
         self._hidden = _hidden_name(location, save_id)
         self._done = False
         replaces = refuse_to_replace(location, overwrite) == "checkpoint"
-        _sweep(location, directories)
+        _sweep(location, directories, continued)
         lock = directories.lock_directory(self._hidden)
         if lock is None:
             raise SaveLostError(f"another process holds {self._hidden} beside {location.display}; save again")
@@ -287,7 +318,10 @@ class _DirectoryClaim:
             try:
                 self._probe_exchange()
             except BaseException:
-                self.abort()
+                if continued is None:
+                    self.abort()
+                else:
+                    self.leave()
                 raise
 
     def _probe_exchange(self) -> None:
@@ -309,10 +343,11 @@ class _DirectoryClaim:
             self._directories.delete_directory(first)
             self._directories.delete_directory(second)
 
-    def commit(self, root: bytes, parts: Mapping[str, bytes]) -> None:
+    def commit(self, root: bytes | None, parts: Mapping[str, bytes]) -> None:
         for key, data in parts.items():
             self.store.put(key, data)
-        self.store.put(ROOT_KEY, root)
+        if root is not None:
+            self.store.put(ROOT_KEY, root)
         self._directories.sync_directory(self._hidden)
         try:
             replaced = self._publish()
@@ -378,29 +413,49 @@ class _DirectoryClaim:
         finally:
             self._lock.__exit__(None, None, None)
 
+    def leave(self) -> None:
+        if not self._done:
+            self._done = True
+            self._lock.__exit__(None, None, None)
+
 
 class _ObjectClaim:
     """A root that says that a save is under way, and the tag by which it is replaced."""
 
-    def __init__(self, location: Location, save_id: str, created: str, overwrite: Overwrite) -> None:
+    def __init__(
+        self, location: Location, save_id: str, created: str, overwrite: Overwrite, continued: str | None = None
+    ) -> None:
         self._location = location
         self._done = False
         self._roots = location.store
         self.store = FencedStore(location, save_id)
-        claim = encode_claim(Claimed(save_id, created))
         # The tag first: if what is there changes after it is looked at, the claim fails.
         unchanged = self._unchanged()
+        begun = continued is not None and _claims_for(self._roots, continued)
         replaces = refuse_to_replace(location, overwrite) == "checkpoint"
         if replaces and overwrite != "non-atomic":
             raise AtomicityError(
                 f"{location.display} holds a checkpoint, and this storage cannot replace it atomically; "
                 "save to another location, or pass overwrite='non-atomic'. Nothing was changed"
             )
+        if begun:
+            self._tag = self._claim(save_id, created, unchanged)
+            return
+        # What others left goes under a claim of its own where a save can be continued: under its save id stands nothing else, ever.
+        first = save_id if continued is None else new_save_id()
+        self._tag = self._claim(first, created, unchanged)
+        _delete_all_but_root(FencedStore(location, first))
+        if first != save_id:
+            self._tag = self._claim(save_id, created, IfTag(self._tag))
+
+    def _claim(self, save_id: str, created: str, condition: PutCondition) -> str:
+        """Put the root that says that a save is under way; its tag."""
         try:
-            self._tag = self._roots.put(ROOT_KEY, claim, condition=unchanged)
+            return self._roots.put(ROOT_KEY, encode_claim(Claimed(save_id, created)), condition=condition)
         except ConditionFailedError as error:
-            raise SaveLostError(f"another save claimed {location.display} at the same time; save again") from error
-        _delete_all_but_root(self.store)
+            raise SaveLostError(
+                f"another save claimed {self._location.display} at the same time; save again"
+            ) from error
 
     def _unchanged(self) -> PutCondition:
         """What is true of the root as long as nobody changes it."""
@@ -409,9 +464,14 @@ class _ObjectClaim:
         except ObjectNotFoundError:
             return IF_ABSENT
 
-    def commit(self, root: bytes, parts: Mapping[str, bytes]) -> None:
+    def commit(self, root: bytes | None, parts: Mapping[str, bytes]) -> None:
         for key, data in parts.items():
             self.store.put(key, data)
+        if root is None:
+            # Nothing makes the look at the claim and its end one step; what a format of others needs is there by now.
+            self.store.delete([ROOT_KEY])
+            self._done = True
+            return
         try:
             self._roots.put(ROOT_KEY, root, condition=IfTag(self._tag))
         except (ConditionFailedError, ObjectNotFoundError) as error:
@@ -447,10 +507,21 @@ class _ObjectClaim:
             _delete_all_but_root(self.store)
             self.store.delete([ROOT_KEY])
 
+    def leave(self) -> None:
+        self._done = True
 
-def _holds_other_root(location: Location, root: bytes) -> bool:
-    """Whether a location certainly does not hold this root; False where that cannot be read."""
+
+def _claims_for(store: StorageBackend, save_id: str) -> bool:
+    """Whether the root there is the claim of a save."""
+    data = root_bytes(store)
+    return data is not None and is_claim(data) and summarize_root(data).save_id == save_id
+
+
+def _holds_other_root(location: Location, root: bytes | None) -> bool:
+    """Whether a location certainly does not hold this root, or without one nothing; False where that cannot be read."""
     try:
+        if root is None:
+            return not location.store.list_names()
         return root_bytes(location.store) != root
     except StorageError:
         return False
