@@ -1,0 +1,128 @@
+"""Objects as the service keeps them: bytes that never change, with a generation and checksums."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from email.utils import format_datetime
+from typing import Any
+from urllib.parse import quote
+
+import google_crc32c
+
+__all__ = ["Properties", "StoredObject", "crc32c", "md5"]
+
+
+def md5(data: bytes) -> str:
+    """The MD5 of bytes in base64, as the service writes it."""
+    return base64.b64encode(hashlib.md5(data, usedforsecurity=False).digest()).decode()
+
+
+def crc32c(data: bytes) -> str:
+    """The CRC32C of bytes, big-endian, in base64, as the service writes it."""
+    return base64.b64encode(int(google_crc32c.value(data)).to_bytes(4, "big")).decode()
+
+
+@dataclass(frozen=True, slots=True)
+class Properties:
+    """What a client says of an object beside its bytes.
+
+    Attributes:
+        content_type: the media type.
+        metadata: the client's own names and values.
+        headers: further fixed fields by their names in the JSON API (``cacheControl``, ``contentEncoding``, ...).
+    """
+
+    content_type: str = "application/octet-stream"
+    metadata: Mapping[str, str] = field(default_factory=dict)
+    headers: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class StoredObject:
+    """One generation of an object.
+
+    Attributes:
+        bucket, name: where it is.
+        data: its bytes.
+        generation: unique in the bucket, and growing.
+        metageneration: counts the changes of its properties, from 1.
+        properties: what the client said of it.
+        created, updated: when it was written; when its properties changed.
+        crc32c: base64.
+        md5: base64; None for one that was put together out of several.
+        components: of how many it was composed, or None.
+    """
+
+    bucket: str
+    name: str
+    data: bytes
+    generation: int
+    properties: Properties
+    crc32c: str
+    md5: str | None
+    created: datetime
+    updated: datetime
+    metageneration: int = 1
+    components: int | None = None
+
+    @property
+    def etag(self) -> str:
+        """Changes whenever bytes or properties do; what it is made of is nobody's business."""
+        return base64.b64encode(b"%x/%x" % (self.generation, self.metageneration)).decode()
+
+    def resource(self, base: str) -> dict[str, Any]:
+        """The object's resource in the JSON API; `base` is the URL of the service."""
+        path = f"{quote(self.bucket, safe='')}/o/{quote(self.name, safe='')}"
+        resource: dict[str, Any] = {
+            "kind": "storage#object",
+            "id": f"{self.bucket}/{self.name}/{self.generation}",
+            "selfLink": f"{base}/storage/v1/b/{path}",
+            "mediaLink": f"{base}/download/storage/v1/b/{path}?generation={self.generation}&alt=media",
+            "name": self.name,
+            "bucket": self.bucket,
+            "generation": str(self.generation),
+            "metageneration": str(self.metageneration),
+            "contentType": self.properties.content_type,
+            "storageClass": "STANDARD",
+            "size": str(len(self.data)),
+            "crc32c": self.crc32c,
+            "etag": self.etag,
+            "timeCreated": _timestamp(self.created),
+            "updated": _timestamp(self.updated),
+            "timeStorageClassUpdated": _timestamp(self.created),
+            **self.properties.headers,
+        }
+        if self.md5 is not None:
+            resource["md5Hash"] = self.md5
+        if self.components is not None:
+            resource["componentCount"] = self.components
+        if self.properties.metadata:
+            resource["metadata"] = dict(self.properties.metadata)
+        return resource
+
+    def headers(self) -> dict[str, str]:
+        """The headers that go with the object's bytes in both APIs."""
+        hashes = [f"crc32c={self.crc32c}"] + ([] if self.md5 is None else [f"md5={self.md5}"])
+        headers = {
+            "Content-Type": self.properties.content_type,
+            "ETag": f'"{self.etag}"',
+            "Last-Modified": format_datetime(self.updated.astimezone(UTC), usegmt=True),
+            "Accept-Ranges": "bytes",
+            "x-goog-generation": str(self.generation),
+            "x-goog-metageneration": str(self.metageneration),
+            "x-goog-stored-content-length": str(len(self.data)),
+            "x-goog-stored-content-encoding": "identity",
+            "x-goog-storage-class": "STANDARD",
+            "x-goog-hash": ",".join(hashes),
+        }
+        if self.components is not None:
+            headers["x-goog-component-count"] = str(self.components)
+        return headers | {f"x-goog-meta-{name}": value for name, value in self.properties.metadata.items()}
+
+
+def _timestamp(moment: datetime) -> str:
+    return moment.astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%S.%f")[:-3] + "Z"
