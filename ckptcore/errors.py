@@ -23,7 +23,14 @@
     ├── StorageError                   (OSError)            the storage failed
     │   ├── StorageFullError                                ... because it is full or over quota
     │   ├── ObjectNotFoundError        (FileNotFoundError)  ... because the object is not there
-    │   └── ConditionFailedError                            ... because a conditional put lost
+    │   ├── BucketNotFoundError        (FileNotFoundError)  ... because the bucket is not there
+    │   ├── ConditionFailedError                            ... because a conditional put lost
+    │   ├── StorageCredentialsError                         ... because there are no credentials, or the service does not know them
+    │   ├── StoragePermissionError     (PermissionError)    ... because the credentials do not allow it
+    │   ├── StorageThrottledError                           ... because the service asked to come slower, again and again
+    │   ├── StorageTimeoutError        (TimeoutError)       ... because no answer came in time
+    │   ├── WrongRegionError                                ... because the bucket is in another region
+    │   └── ClockSkewError                                  ... because the clock of this machine is wrong
     ├── NotSharedError                 (RuntimeError)       processes of a job do not see the same directory
     ├── SaveLostError                  (RuntimeError)       another save took over or removed this one's claim
     ├── AtomicityError                 (RuntimeError)       the storage cannot do atomically what was asked
@@ -45,10 +52,12 @@ from collections.abc import Sequence
 __all__ = [
     "AtomicityError",
     "BackgroundSaveError",
+    "BucketNotFoundError",
     "CheckpointError",
     "CheckpointExistsError",
     "CheckpointNotFoundError",
     "ChecksumError",
+    "ClockSkewError",
     "CommitUnknownError",
     "CompositeCheckpointError",
     "ConditionFailedError",
@@ -65,8 +74,12 @@ __all__ = [
     "RankFailedError",
     "SaveLostError",
     "StepPinnedError",
+    "StorageCredentialsError",
     "StorageError",
     "StorageFullError",
+    "StoragePermissionError",
+    "StorageThrottledError",
+    "StorageTimeoutError",
     "TargetUndefinedError",
     "TreeMismatchError",
     "UncommittedCheckpointError",
@@ -75,6 +88,7 @@ __all__ = [
     "UnsupportedKeyError",
     "UnsupportedLeafError",
     "UnsupportedVersionError",
+    "WrongRegionError",
 ]
 
 
@@ -202,6 +216,34 @@ class ObjectNotFoundError(StorageError, FileNotFoundError):
 
 class ConditionFailedError(StorageError):
     """A conditional put found the object in another state than its condition asks."""
+
+
+class BucketNotFoundError(StorageError, FileNotFoundError):
+    """The bucket that a location names is not there."""
+
+
+class StorageCredentialsError(StorageError):
+    """There are no credentials for the storage, or it does not know or no longer takes those that there are."""
+
+
+class StoragePermissionError(StorageError, PermissionError):
+    """The storage knows the credentials, and they do not allow what was asked."""
+
+
+class StorageThrottledError(StorageError):
+    """The storage asked to come slower, again and again until the deadline."""
+
+
+class StorageTimeoutError(StorageError, TimeoutError):
+    """The storage gave no answer in time; whether it did what was asked is not known."""
+
+
+class WrongRegionError(StorageError):
+    """The bucket is in another region than the one that was asked."""
+
+
+class ClockSkewError(StorageError):
+    """The storage refuses requests because their time, from the clock of this machine, is too far from its own."""
 
 
 class NotSharedError(CheckpointError, RuntimeError):

@@ -1,16 +1,16 @@
-"""Keys of objects: the rules that every storage holds them to, because they may come from a hostile file."""
+"""Keys of objects that are files, or could be: the rules of all storages, and that a file can have the name."""
 
 from __future__ import annotations
 
 import os
 from typing import Final
 
+from ckptcore import model
 from ckptcore.errors import InvalidLocationError
 
 __all__ = ["check_directory_key", "check_key"]
 
-_NO_NAMES: Final = frozenset({"", ".", ".."})
-_FORBIDDEN: Final = "\0\\:" if os.name == "nt" else "\0"
+_FORBIDDEN: Final = "\\:" if os.name == "nt" else ""
 
 
 def check_key(key: str) -> str:
@@ -20,11 +20,7 @@ def check_key(key: str) -> str:
         InvalidLocationError: for an absolute or empty key, an empty, ``.`` or ``..`` part, a NUL character, a character
             no file name can have, and on Windows a backslash or colon.
     """
-    if not _NO_NAMES.isdisjoint(key.split("/")):
-        raise InvalidLocationError(
-            f"the key {key[:200]!r} has an empty, '.' or '..' part; expected a relative key such as 'directory/name'. "
-            "If it comes from a checkpoint, that checkpoint is damaged or hostile"
-        )
+    model.check_key(key)
     for character in _FORBIDDEN:
         if character in key:
             raise InvalidLocationError(

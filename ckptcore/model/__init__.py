@@ -2,6 +2,7 @@
 
 from ckptcore.model.arrays import AbstractArray, ArraySpec, Box, HostArray, Shard, dtype_from_name, name_of_dtype
 from ckptcore.model.columns import IntegerColumn, ItemColumns
+from ckptcore.model.keys import check_directory_key, check_key
 from ckptcore.model.metadata import PLAIN_ARRAY, ArrayRecord, LeafRecord, TreeMetadata, ValueRecord
 from ckptcore.model.objects import BLOCK_BYTES, ObjectRecord
 from ckptcore.model.transfer import (
@@ -58,6 +59,8 @@ __all__ = [
     "ValueRecord",
     "WriteItem",
     "WritePlan",
+    "check_directory_key",
+    "check_key",
     "dtype_from_name",
     "format_path",
     "name_of_dtype",

@@ -56,7 +56,7 @@ class SaveLoadMatrixTests:
         """One test per combination of the members that a test takes.
 
         A storage sees no framework: where a test takes two of these, one framework to another goes through the first
-        storage only, and through the others in the slow tests.
+        storage only, and through the others in the slow tests. Through one that is costly only the first framework is quick.
         """
         frameworks, layouts, storages = self.frameworks(), self.layouts(), self.storages()
         containers = {
@@ -84,6 +84,8 @@ class SaveLoadMatrixTests:
                 and chosen["saver"] != chosen["loader"]
                 and chosen["storage"] != first_storage
             )
+            if "storage" in chosen and storages[chosen["storage"]].costly:
+                repeats = "loader" not in chosen or {chosen["saver"], chosen["loader"]} != {next(iter(frameworks))}
             values = [members[name][choice] for name, choice in chosen.items()]
             combinations.append(pytest.param(*values, id="-".join(names), marks=[pytest.mark.slow] if repeats else []))
         metafunc.parametrize(taken, combinations)

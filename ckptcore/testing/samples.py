@@ -85,10 +85,12 @@ class StorageSample:
         scheme: its URL scheme; unique.
         open: given an empty directory for what it needs, gives for a while a location at which nothing stands. It may
             start a server and stop it again.
+        costly: whether a request costs so much that of its combinations only those of the first framework are quick tests.
     """
 
     scheme: str
     open: Callable[[Path], AbstractContextManager[str]]
+    costly: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 
 HEAVY = (
-    "click", "equinox", "flax", "fsspec", "hypothesis", "jax", "jaxlib", "keras", "opentelemetry", "optax", "orbax", "pandas", "pytest", "ray", "rich",
-    "safetensors", "scipy", "tensorflow", "tensorstore", "torch", "transformers",
+    "boto3", "botocore", "click", "equinox", "flax", "fsspec", "hypothesis", "jax", "jaxlib", "keras", "obstore", "opentelemetry", "optax", "orbax",
+    "pandas", "pytest", "ray", "rich", "safetensors", "scipy", "tensorflow", "tensorstore", "torch", "transformers", "urllib3",
 )  # fmt: skip
 """Packages that no program gets for importing ckptcore."""
 
-MOST_MODULES = 182
+MOST_MODULES = 183
 """Modules that `import ckptcore` may load on top of NumPy, ml_dtypes, pluggy and xxhash: the core's own and the standard
 library's. It counts what a time limit would only guess at."""
 

@@ -1,0 +1,16 @@
+"""What the object stores of ckptcore share. No plugin by itself: ckptcore-s3 and ckptcore-gcs are built on it.
+
+::
+
+    storage         a directory of a bucket as a ckptcore storage
+    writer          objects in pieces, uploaded in parts
+    buckets         the requests of this process to one bucket
+    uploads         uploads in parts
+    listing         lists of keys
+    plain_requests  HTTP for what obstore has no call
+    retrying        retries, with backoff and jitter
+    limits          the adaptive limit of requests at once
+    failures        what a service answered, told apart
+    translating     the errors that users see
+    services        what a cloud tells the rest
+"""

@@ -1,0 +1,71 @@
+"""Lists of keys: what S3's ListObjectsV2 answers, which GCS answers too, page by page."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from urllib.parse import unquote
+from xml.etree import ElementTree
+
+from ckptcore_obstore.buckets import Bucket
+from ckptcore_obstore.failures import Failure, FailureKind, RequestFailed
+
+__all__ = ["Listed", "list_objects", "parse_answer", "text_of"]
+
+
+@dataclass(frozen=True, slots=True)
+class Listed:
+    """One page of a list.
+
+    Attributes:
+        keys: of objects, whole.
+        prefixes: up to the delimiter, where one was given.
+    """
+
+    keys: tuple[str, ...]
+    prefixes: tuple[str, ...]
+
+
+def list_objects(bucket: Bucket, prefix: str, delimiter: str = "") -> Iterator[Listed]:
+    """The objects whose keys begin with a prefix.
+
+    Keys come with escapes (``encoding-type=url``): XML has no way to write some of their characters.
+
+    Raises:
+        RequestFailed
+    """
+    query = {"list-type": "2", "encoding-type": "url", "prefix": prefix}
+    if delimiter:
+        query["delimiter"] = delimiter
+    while True:
+        answer = bucket.run(partial(bucket.plain.send, "GET", query=query))
+        root = parse_answer(answer.body)
+        spell = unquote if text_of(root, "EncodingType") == "url" else str
+        yield Listed(
+            tuple([spell(text_of(item, "Key")) for item in root.iterfind("{*}Contents")]),
+            tuple([spell(text_of(item, "Prefix")) for item in root.iterfind("{*}CommonPrefixes")]),
+        )
+        token = text_of(root, "NextContinuationToken")
+        if text_of(root, "IsTruncated").lower() != "true" or not token:
+            return
+        query = {**query, "continuation-token": token}
+
+
+def parse_answer(body: bytes) -> ElementTree.Element:
+    """The XML of an answer.
+
+    Raises:
+        RequestFailed: if it is none.
+    """
+    try:
+        return ElementTree.fromstring(body)
+    except ElementTree.ParseError as error:
+        raise RequestFailed(
+            Failure(FailureKind.OTHER, None, "", f"the answer is no XML ({error}): {body[:100]!r}")
+        ) from error
+
+
+def text_of(element: ElementTree.Element, name: str) -> str:
+    """The text of a child, in any namespace; empty where there is none."""
+    return element.findtext(f"{{*}}{name}") or ""

@@ -1,0 +1,126 @@
+"""Requests by HTTP of our own: for what obstore has no call: uploads in parts, lists of them, keys that it cannot name."""
+
+from __future__ import annotations
+
+import os
+import threading
+import urllib.request
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+from urllib.parse import quote, urlsplit
+
+from ckptcore.protocols import Buffer
+from ckptcore_obstore.failures import Failure, FailureKind, RequestFailed, failure_of_answer
+from ckptcore_obstore.services import Service
+
+if TYPE_CHECKING:
+    import urllib3
+
+__all__ = ["Answer", "PlainRequests"]
+
+_SEND_BYTES: Final = 1 << 20
+"""Sent in one step, so that the time limit is one for each of them, not for the whole body."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a service answered.
+
+    Attributes:
+        status: below 300.
+        headers: by names in small letters.
+        body: all of it.
+    """
+
+    status: int
+    headers: Mapping[str, str]
+    body: bytes
+
+
+class PlainRequests:
+    """Single requests to one bucket, without retries. Any thread, and after a fork too: connections belong to one process."""
+
+    def __init__(self, service: Service) -> None:
+        """Make no request."""
+        self._service = service
+        self._lock = threading.Lock()
+        self._pools: tuple[int, urllib3.PoolManager] | None = None
+
+    def send(
+        self,
+        method: str,
+        key: str = "",
+        *,
+        query: Mapping[str, str] | None = None,
+        headers: Mapping[str, str] | None = None,
+        body: Buffer = b"",
+    ) -> Answer:
+        """Send one request, and wait for the whole answer.
+
+        Args:
+            method: in capitals.
+            key: of an object; empty for the bucket.
+            query, headers: of the request; names of headers in small letters.
+            body: contiguous bytes; not copied.
+
+        Raises:
+            RequestFailed: also for answers that are none of success.
+        """
+        import urllib3
+
+        url = f"{self._service.bucket_url}/{quote(key, safe='/-_.~')}"
+        if query:
+            pairs = sorted((quote(name, safe="-_.~"), quote(value, safe="-_.~")) for name, value in query.items())
+            url += "?" + "&".join([f"{name}={value}" for name, value in pairs])
+        sent = dict(self._service.sign(method, url, headers or {}))
+        if body or method in ("PUT", "POST"):
+            sent["content-length"] = str(len(body))
+        try:
+            pieces: Any = _pieces(body) if body else None  # urllib3's annotations know no memoryview
+            response = self._connections().request(
+                method, url, body=pieces, headers=sent, redirect=False, retries=False
+            )
+        except urllib3.exceptions.TimeoutError as error:
+            raise RequestFailed(Failure(FailureKind.TIMEOUT, None, "", _words(error))) from error
+        except (urllib3.exceptions.HTTPError, OSError) as error:
+            raise RequestFailed(Failure(FailureKind.CONNECTION, None, "", _words(error))) from error
+        data = response.data
+        if response.status >= 300:
+            raise RequestFailed(failure_of_answer(response.status, data))
+        return Answer(response.status, {name.lower(): value for name, value in response.headers.items()}, data)
+
+    def _connections(self) -> urllib3.PoolManager:
+        with self._lock:
+            if self._pools is None or self._pools[0] != os.getpid():
+                self._pools = os.getpid(), self._open()
+            return self._pools[1]
+
+    def _open(self) -> urllib3.PoolManager:
+        import urllib3
+
+        tuning = self._service.tuning
+        host = urlsplit(self._service.bucket_url)
+        timeout = urllib3.Timeout(connect=tuning.connect_timeout_seconds, read=tuning.timeout_seconds)
+        proxy = urllib.request.getproxies().get(host.scheme)
+        if proxy and not urllib.request.proxy_bypass(host.hostname or ""):
+            return urllib3.ProxyManager(
+                proxy, maxsize=tuning.concurrency, timeout=timeout, retries=False, ca_certs=tuning.ca_bundle
+            )
+        return urllib3.PoolManager(
+            maxsize=tuning.concurrency, timeout=timeout, retries=False, ca_certs=tuning.ca_bundle
+        )
+
+
+def _pieces(body: Buffer) -> Iterator[memoryview]:
+    view = memoryview(body)
+    for start in range(0, len(view), _SEND_BYTES):
+        yield view[start : start + _SEND_BYTES]
+
+
+def _words(error: BaseException) -> str:
+    """What a connection met, without the objects of the library that it is worded with."""
+    reason = getattr(error, "reason", None)
+    cause = reason if isinstance(reason, BaseException) else error
+    text = " ".join(str(cause).split())
+    return text.rpartition(">: ")[2] or type(cause).__name__

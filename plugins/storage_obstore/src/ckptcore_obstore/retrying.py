@@ -1,0 +1,65 @@
+"""Retries: the same request again after a failure that may pass, later each time, until a deadline."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+from ckptcore_obstore.failures import FailureKind, RequestFailed, Tried
+from ckptcore_obstore.limits import AdaptiveLimit
+
+__all__ = ["RetryPolicy", "try_request"]
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class RetryPolicy:
+    """How often and how long a request is tried.
+
+    Attributes:
+        retries: tries after the first one.
+        deadline_seconds: from the first try on, after which no other one begins.
+        first_wait_seconds: the most that is waited before the second try; doubled for each one after it.
+        most_wait_seconds: the most that is waited before any.
+    """
+
+    retries: int = 10
+    deadline_seconds: float = 180.0
+    first_wait_seconds: float = 0.1
+    most_wait_seconds: float = 15.0
+
+
+def try_request(request: Callable[[], T], policy: RetryPolicy, limit: AdaptiveLimit) -> T:
+    """Send a request, again where its failure may pass, each time with a place of the limit.
+
+    Waits between tries are random up to a bound that doubles ("full jitter": what failed together does not come back together).
+
+    Raises:
+        RequestFailed: the last failure; its `tried` says what was done.
+    """
+    begun = time.monotonic()
+    tries = 0
+    while True:
+        tries += 1
+        with limit.place():
+            try:
+                answer = request()
+            except RequestFailed as error:
+                failed = error
+            else:
+                limit.succeeded()
+                return answer
+        if failed.failure.kind is FailureKind.THROTTLED:
+            limit.throttled()
+        elif failed.failure.status is not None and not failed.failure.kind.may_pass:
+            limit.succeeded()
+        elapsed = time.monotonic() - begun
+        wait = random.uniform(0, min(policy.most_wait_seconds, policy.first_wait_seconds * 2 ** min(tries - 1, 30)))
+        if not failed.failure.kind.may_pass or tries > policy.retries or elapsed + wait > policy.deadline_seconds:
+            failed.tried = Tried(tries, elapsed)
+            raise failed
+        time.sleep(wait)

@@ -1,0 +1,117 @@
+"""Uploads in parts: the multipart protocol of S3, which the XML API of GCS speaks too."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator, Mapping
+from functools import partial
+from typing import Final
+from urllib.parse import unquote
+from xml.sax.saxutils import escape
+
+from ckptcore.protocols import IF_ABSENT, Buffer
+from ckptcore_obstore.buckets import MARK, Bucket
+from ckptcore_obstore.failures import FailureKind, RequestFailed, failure_of_answer
+from ckptcore_obstore.listing import parse_answer, text_of
+
+__all__ = ["LEAST_PART_BYTES", "MOST_PARTS", "Upload", "list_uploads"]
+
+MOST_PARTS: Final = 10_000
+LEAST_PART_BYTES: Final = 5 << 20
+"""https://docs.aws.amazon.com/AmazonS3/latest/userguide/qfacts.html; the last part may be smaller."""
+
+
+class Upload:
+    """An object whose parts are on their way. Any thread; every method raises `RequestFailed`."""
+
+    def __init__(self, bucket: Bucket, key: str, identifier: str, mark: str = "") -> None:
+        """Name an upload that has begun."""
+        self._bucket = bucket
+        self._key = key
+        self._identifier = identifier
+        self._mark = mark
+
+    @classmethod
+    def begin(cls, bucket: Bucket, key: str) -> Upload:
+        """Begin an upload. An answer that is lost leaves one behind, that nobody completes; `list_uploads` finds it."""
+        mark = uuid.uuid4().hex
+        headers = {**bucket.service.upload_headers, bucket.service.metadata_prefix + MARK: mark}
+        answer = bucket.run(lambda: bucket.plain.send("POST", key, query={"uploads": ""}, headers=headers))
+        identifier = text_of(parse_answer(answer.body), "UploadId")
+        return cls(bucket, key, identifier, mark)
+
+    def put_part(self, number: int, data: Buffer) -> str:
+        """Upload a part, counted from 1; returns its tag. The same part can be put again."""
+        query = {"partNumber": str(number), "uploadId": self._identifier}
+        answer = self._bucket.run(lambda: self._bucket.plain.send("PUT", self._key, query=query, body=data))
+        return answer.headers.get("etag", "")
+
+    def complete(self, tags: Mapping[int, str], *, if_absent: bool) -> None:
+        """Make the object of its parts.
+
+        Args:
+            tags: of all parts, by number.
+            if_absent: fail where there is an object by then, as far as the service looks.
+
+        Raises:
+            RequestFailed: of kind CONDITION where one is there.
+        """
+        parts = "".join(
+            [
+                f"<Part><PartNumber>{number}</PartNumber><ETag>{escape(tag)}</ETag></Part>"
+                for number, tag in sorted(tags.items())
+            ]
+        )
+        body = f"<CompleteMultipartUpload>{parts}</CompleteMultipartUpload>".encode()
+        headers = {"content-type": "application/xml"}
+        if if_absent:
+            headers |= self._bucket.service.condition_headers(IF_ABSENT)
+        query = {"uploadId": self._identifier}
+
+        def request() -> None:
+            answer = self._bucket.plain.send("POST", self._key, query=query, headers=headers, body=body)
+            # The service may begin to answer before it knows whether it can: the body tells.
+            if b"<Error>" in answer.body or text_of(parse_answer(answer.body), "Code"):
+                raise RequestFailed(failure_of_answer(500, answer.body))
+
+        try:
+            self._bucket.run(request)
+        except RequestFailed as error:
+            # An earlier try may have completed it though its answer was lost; then the upload is gone and the object there.
+            if error.failure.kind not in (FailureKind.NO_UPLOAD, FailureKind.CONDITION, FailureKind.MISSING):
+                raise
+            if self._bucket.mine(self._key, self._mark) is None:
+                raise
+
+    def abort(self) -> None:
+        """Give it up; what was uploaded is deleted. One that is gone is no error."""
+        query = {"uploadId": self._identifier}
+        try:
+            self._bucket.run(lambda: self._bucket.plain.send("DELETE", self._key, query=query))
+        except RequestFailed as error:
+            if error.failure.kind not in (FailureKind.NO_UPLOAD, FailureKind.MISSING):
+                raise
+
+
+def list_uploads(bucket: Bucket, prefix: str) -> Iterator[Upload]:
+    """The uploads under way to keys that begin with a prefix, whoever began them.
+
+    Raises:
+        RequestFailed
+    """
+    query = {"uploads": "", "encoding-type": "url", "prefix": prefix}
+    while True:
+        answer = bucket.run(partial(bucket.plain.send, "GET", query=query))
+        root = parse_answer(answer.body)
+        spell = unquote if text_of(root, "EncodingType") == "url" else str
+        for item in root.iterfind("{*}Upload"):
+            key = spell(text_of(item, "Key"))
+            if key.startswith(prefix):
+                yield Upload(bucket, key, text_of(item, "UploadId"))
+        if text_of(root, "IsTruncated").lower() != "true":
+            return
+        query = {
+            **query,
+            "key-marker": spell(text_of(root, "NextKeyMarker")),
+            "upload-id-marker": text_of(root, "NextUploadIdMarker"),
+        }

@@ -1,0 +1,46 @@
+"""Opening: from a URL and options to a directory of a bucket; what is open is shared by all that name the same bucket so."""
+
+from __future__ import annotations
+
+import threading
+from typing import Final
+
+from ckptcore_obstore.buckets import Bucket
+from ckptcore_obstore.storage import ObjectStoreDirectory
+
+from ckptcore.errors import InvalidLocationError
+from ckptcore.protocols import StorageOptions
+from ckptcore_s3.service import S3Service
+from ckptcore_s3.settings import Settings, settings_of
+
+__all__ = ["S3Buckets"]
+
+_SCHEME: Final = "s3://"
+
+
+class S3Buckets:
+    """The buckets that this process uses, by their settings. Any thread."""
+
+    def __init__(self) -> None:
+        """Open nothing."""
+        self._lock = threading.Lock()
+        self._buckets: dict[Settings, Bucket] = {}
+
+    def open(self, url: str, options: StorageOptions) -> ObjectStoreDirectory:
+        """Open ``s3://BUCKET`` or ``s3://BUCKET/DIRECTORY``; creates nothing and makes no request.
+
+        Raises:
+            InvalidLocationError
+            ValueError: for an option that is not known or of another type.
+        """
+        if url[: len(_SCHEME)].lower() != _SCHEME:
+            raise InvalidLocationError(f"expected a URL such as s3://bucket/directory, found {url!r}")
+        name, _, directory = url[len(_SCHEME) :].partition("/")
+        if not name or not name.isascii() or not all(one.isalnum() or one in ".-_" for one in name):
+            raise InvalidLocationError(f"the URL {url!r} names no bucket; expected one such as s3://bucket/directory")
+        settings = settings_of(name, options.config)
+        with self._lock:
+            bucket = self._buckets.get(settings)
+            if bucket is None:
+                bucket = self._buckets[settings] = Bucket(S3Service(settings))
+        return ObjectStoreDirectory(bucket, directory.rstrip("/"))

@@ -1,0 +1,163 @@
+"""The service: a bucket of S3, or of what speaks its protocol, as the shared code asks for it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import UTC, datetime, timedelta
+from typing import TYPE_CHECKING, Any, Final
+
+from ckptcore_obstore.failures import Failure, FailureKind
+from ckptcore_obstore.services import Tuning
+
+from ckptcore.protocols import IfAbsent, PutCondition, StorageAddress
+from ckptcore_s3.credentials import ChainCredentials, CredentialSource, GivenCredentials
+from ckptcore_s3.settings import Settings
+from ckptcore_s3.signing import signed_headers
+
+if TYPE_CHECKING:
+    from obstore.store import ObjectStore
+
+__all__ = ["S3Service"]
+
+_REMEDIES: Final = {
+    FailureKind.MISSING: "Check the path",
+    FailureKind.NO_BUCKET: "Check the name of the bucket and the endpoint, or create it",
+    FailureKind.CONDITION: "Someone changed it meanwhile",
+    FailureKind.CREDENTIALS: "Check AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, the profile, or sign in again",
+    FailureKind.PERMISSION: "Allow it in the policies of the user or role and of the bucket: s3:GetObject, s3:PutObject, "
+    "s3:DeleteObject, s3:ListBucket, s3:AbortMultipartUpload, s3:ListBucketMultipartUploads",
+    FailureKind.CLOCK: "Set the clock of this machine (NTP)",
+    FailureKind.FULL: "Delete something, or raise the quota",
+    FailureKind.THROTTLED: "Use fewer processes or a lower 'concurrency', or spread the names over more prefixes",
+    FailureKind.SERVER: "Try again later",
+    FailureKind.TIMEOUT: "Look at the network and the endpoint, or raise the option 'timeout'",
+    FailureKind.CONNECTION: "Look at the network, the endpoint and the option 'region'; http:// must be written out in the endpoint",
+    FailureKind.UNSUPPORTED: "Use a service that can, or another location",
+}
+
+
+class S3Service:
+    """A bucket. Any thread."""
+
+    metadata_prefix: Final = "x-amz-meta-"
+
+    def __init__(self, settings: Settings) -> None:
+        """Make no request and look for no credentials."""
+        self._settings = settings
+        self._source: CredentialSource = (
+            GivenCredentials(settings.credentials) if settings.credentials else ChainCredentials(settings.profile)
+        )
+
+    @property
+    def url(self) -> str:
+        """The bucket as users name it."""
+        return f"s3://{self._settings.bucket}"
+
+    @property
+    def bucket_url(self) -> str:
+        """Where HTTP finds the bucket."""
+        return self._settings.bucket_url
+
+    @property
+    def tuning(self) -> Tuning:
+        """How requests are made."""
+        return self._settings.tuning
+
+    @property
+    def upload_headers(self) -> Mapping[str, str]:
+        """Headers that ask for encryption."""
+        headers = {}
+        if self._settings.sse:
+            headers["x-amz-server-side-encryption"] = self._settings.sse
+        if self._settings.sse_kms_key_id:
+            headers["x-amz-server-side-encryption-aws-kms-key-id"] = self._settings.sse_kms_key_id
+        return headers
+
+    def open_store(self) -> ObjectStore:
+        """The bucket as obstore knows it; nothing of it is left to the environment."""
+        from obstore.store import S3Store
+
+        settings, tuning = self._settings, self.tuning
+        config: dict[str, Any] = {
+            "endpoint": settings.bucket_url if settings.virtual else settings.endpoint,
+            "region": settings.region,
+            "virtual_hosted_style_request": settings.virtual,
+            "skip_signature": settings.anonymous,
+            "unsigned_payload": True,
+            "request_payer": settings.requester_pays,
+        }
+        if settings.sse:
+            config["server_side_encryption"] = settings.sse
+        if settings.sse_kms_key_id:
+            config["sse_kms_key_id"] = settings.sse_kms_key_id
+        client: dict[str, Any] = {
+            "allow_http": settings.endpoint.startswith("http://"),
+            "connect_timeout": timedelta(seconds=tuning.connect_timeout_seconds),
+            "read_timeout": timedelta(seconds=tuning.timeout_seconds),
+            "timeout": timedelta(seconds=tuning.retries.deadline_seconds),
+        }
+        if tuning.ca_bundle:
+            with open(tuning.ca_bundle, "rb") as file:
+                client["root_certificate"] = file.read()
+        provider = None if settings.anonymous else self._for_obstore
+        return S3Store(
+            settings.bucket,
+            config=config,  # type: ignore[arg-type]  # obstore's TypedDict cannot be built step by step
+            client_options=client,  # type: ignore[arg-type]
+            retry_config={"max_retries": 0},
+            credential_provider=provider,  # type: ignore[arg-type]
+        )
+
+    def _for_obstore(self) -> dict[str, Any]:
+        """Credentials as obstore asks for them; it asks again when they have expired."""
+        found = self._source.get()
+        return {
+            "access_key_id": found.access_key_id,
+            "secret_access_key": found.secret_access_key,
+            "token": found.token or None,
+            "expires_at": None
+            if isinstance(self._source, GivenCredentials)
+            else datetime.now(UTC) + timedelta(minutes=1),
+        }
+
+    def sign(self, method: str, url: str, headers: Mapping[str, str]) -> Mapping[str, str]:
+        """All headers to send with a request."""
+        sent = dict(headers)
+        if self._settings.requester_pays:
+            sent["x-amz-request-payer"] = "requester"
+        if self._settings.anonymous:
+            return sent
+        return signed_headers(method, url, sent, self._source.get(), self._settings.region)
+
+    def address(self, directory: str) -> StorageAddress:
+        """Where tensorstore and others find a directory; without secrets."""
+        from urllib.parse import quote
+
+        settings = self._settings
+        kind = "anonymous" if settings.anonymous else "profile" if settings.profile else "environment"
+        return StorageAddress(
+            f"s3://{settings.bucket}/{quote(directory)}",
+            {"endpoint": settings.endpoint, "region": settings.region, "credentials": kind},
+        )
+
+    def tag(self, e_tag: str | None, version: str | None) -> str:
+        """The ETag."""
+        return e_tag or ""
+
+    def put_mode(self, condition: PutCondition) -> Any:
+        """``create``, or the tag that must be there."""
+        return "create" if isinstance(condition, IfAbsent) else {"e_tag": condition.tag}
+
+    def condition_headers(self, condition: PutCondition) -> Mapping[str, str]:
+        """https://docs.aws.amazon.com/AmazonS3/latest/userguide/conditional-writes.html."""
+        return {"if-none-match": "*"} if isinstance(condition, IfAbsent) else {"if-match": condition.tag}
+
+    def remedy(self, failure: Failure) -> str:
+        """What to do about a failure."""
+        if failure.kind is FailureKind.REGION:
+            region = dict(failure.hints).get("Region")
+            named = f"'{region}'" if region else "the region of the bucket"
+            return f"Set the option 'region' or AWS_REGION to {named}; {self._settings.region!r} was asked"
+        if failure.kind is FailureKind.OTHER:
+            return f"Look at the endpoint {self._settings.endpoint} and at what it says"
+        return _REMEDIES.get(failure.kind, "Try again")

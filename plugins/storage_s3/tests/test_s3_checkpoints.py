@@ -1,0 +1,49 @@
+"""Checkpoints in S3: saved, loaded, replaced, deleted, in steps."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from ckptcore_s3.testing import S3Server
+
+import ckptcore
+from ckptcore import policies
+
+
+@pytest.fixture
+def bucket(ministack: S3Server) -> str:
+    """An empty bucket."""
+    return ministack.create_bucket()
+
+
+@pytest.fixture
+def context(ministack: S3Server) -> ckptcore.Context:
+    """How it is found."""
+    return ckptcore.Context(storage={"s3": {**ministack.options, "part_bytes": 5 << 20}})
+
+
+@pytest.mark.parametrize("layout", ["safetensors", "ocdbt", "zarr3", "dcp"])
+def test_a_checkpoint_comes_back(bucket: str, context: ckptcore.Context, layout: str) -> None:
+    location = f"s3://{bucket}/run/step_1"
+    state = {"w": np.arange(4_000_000, dtype=np.float32).reshape(2000, 2000), "b": np.ones(3), "step": 7}
+    ckptcore.save(location, state, layout=layout, context=context)
+    loaded = ckptcore.load(location, context=context)
+    np.testing.assert_array_equal(loaded["w"], state["w"])
+    assert loaded["step"] == 7
+    with pytest.raises(ckptcore.errors.CheckpointExistsError):
+        ckptcore.save(location, state, layout=layout, context=context)
+    ckptcore.delete(location, context=context)
+    with pytest.raises(ckptcore.errors.CheckpointNotFoundError):
+        ckptcore.load(location, context=context)
+
+
+def test_steps_of_a_run(bucket: str, context: ckptcore.Context) -> None:
+    policy = policies.LatestN(2)
+    with ckptcore.Checkpointer(f"s3://{bucket}/run", preservation_policy=policy, context=context) as steps:
+        for number in range(4):
+            steps.save(number, {"w": np.full(10, number)})
+        steps.wait()
+        assert steps.latest == 3
+        np.testing.assert_array_equal(steps.load()["w"], np.full(10, 3))
+    with ckptcore.CheckpointReader(f"s3://{bucket}/run", context=context) as reader:
+        assert list(reader.steps) == [2, 3]
