@@ -6,6 +6,7 @@ A map of the package:
 - `plan`, `plan_job`: what a save would write, ask and hold, without doing it (`ckptcore.save_plans`)
 - `save_checkpointables`, `save_checkpointables_async`, `load_checkpointables`, `checkpointables_metadata`: several objects in one checkpoint
 - `Checkpointer`: a run's steps; `CheckpointReader`: the same for who only reads (`ckptcore.checkpointer`, `ckptcore.reader`)
+- `NearTier`: a fast directory that steps are saved to, and uploaded from (`ckptcore.tiers`)
 - `ckptcore.policies`, `ckptcore.step_names`: when to save, which steps to keep, how they are named
 - `Context`, `MemoryOptions`, `ReplicaOptions`, `ReadGroups`: options (`ckptcore.context`, `ckptcore.sharing`, `ckptcore.read_groups`)
 - `Export`, `StepExport`: further checkpoints of one save in other layouts (`ckptcore.exports`)
@@ -62,6 +63,8 @@ if TYPE_CHECKING:
     from ckptcore.reader import CheckpointReader
     from ckptcore.restoring import SkippedStep
     from ckptcore.step_names import StepNameFormat, StepNames
+    from ckptcore.tiers.near import NearTier
+    from ckptcore.tiers.status import UploadStatus
 
 __all__ = [
     "PLACEHOLDER",
@@ -79,6 +82,7 @@ __all__ = [
     "LoadHandle",
     "MemoryOptions",
     "MemoryPlan",
+    "NearTier",
     "ObjectPlan",
     "PerProcess",
     "Problem",
@@ -96,6 +100,7 @@ __all__ = [
     "StepExport",
     "StepNameFormat",
     "StepNames",
+    "UploadStatus",
     "VerifyReport",
     "checkpointables_metadata",
     "consolidate",
@@ -126,6 +131,8 @@ _ON_DEMAND = {
     "SkippedStep": "ckptcore.restoring",
     "StepNameFormat": "ckptcore.step_names",
     "StepNames": "ckptcore.step_names",
+    "NearTier": "ckptcore.tiers.near",
+    "UploadStatus": "ckptcore.tiers.status",
 }
 """Names whose modules are imported when they are asked for: who only saves or loads need not wait for the rest."""
 

@@ -19,9 +19,17 @@ from ckptcore.commit import Overwrite
 from ckptcore.context import Context, default_context
 from ckptcore.deciding import Past, SaveDecider
 from ckptcore.directories import write_directory_metadata
-from ckptcore.errors import CheckpointError, CheckpointExistsError, CorruptCheckpointError, UnsupportedVersionError
+from ckptcore.errors import (
+    CheckpointError,
+    CheckpointExistsError,
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    StorageError,
+    UnsupportedVersionError,
+    UploadError,
+)
 from ckptcore.exports import StepExport
-from ckptcore.garbage import StepDeleter
+from ckptcore.garbage import BegunDeletion, StepDeleter
 from ckptcore.holds import Hold, own_directory
 from ckptcore.locations import LocationLike, Within, absolute_location, open_directory
 from ckptcore.model.tree import JSON
@@ -33,6 +41,12 @@ from ckptcore.restoring import Loading
 from ckptcore.save_requests import OneTree, SaveRequest
 from ckptcore.saving import begin_save, perform_save
 from ckptcore.step_names import StepNames, step_number, whole_number
+from ckptcore.steps import StepDirectory
+from ckptcore.tiers.far import FarTier
+from ckptcore.tiers.near import NearTier
+from ckptcore.tiers.sending import CopiesSteps
+from ckptcore.tiers.status import UploadStatus
+from ckptcore.tiers.uploader import Uploader
 from ckptcore.visibility import expect_one_directory
 
 __all__ = ["Checkpointer", "IfInUse", "WhenBusy"]
@@ -81,6 +95,7 @@ class Checkpointer(CheckpointReader):
         if_in_use: IfInUse = "error",
         preemption_notice: PreemptionNotice | None = None,
         exports: Sequence[StepExport] = (),
+        near: NearTier | None = None,
     ) -> None:
         """Open a directory for a run, and make it where there is none.
 
@@ -98,12 +113,15 @@ class Checkpointer(CheckpointReader):
                 has `PreemptionCheckpointing` in it. In a job every process gives one, or none does.
             exports: further checkpoints of steps in other layouts, such as weights for other programs, that are written from the same
                 copy once the step is committed.
+            near: a fast directory that steps are saved to, and uploaded from in the background. Then `directory` is the far tier: it
+                gets the steps that the near tier's upload policy chooses, and keeps those that `preservation_policy` wants.
 
         Raises:
             DirectoryInUseError: if another job owns the directory.
             NotSharedError: if this process of a job does not see the directory of the leader; where others do not, it is RankFailedError.
             StorageError: if it cannot be written.
             UnknownPluginError: if an export has a layout that is not there.
+            InvalidLocationError: if the tiers lie in each other.
             ValueError: if an argument is none of its values; if two exports go into one directory; if SIGTERM is to be listened to, and this is not the main thread.
         """
         if when_busy not in ("wait", "skip", "queue"):
@@ -115,29 +133,41 @@ class Checkpointer(CheckpointReader):
         self._lock = Lock()
         self._closed = False
         self._process = os.getpid()
-        self._preservation_policy = preservation_policy or PreserveAll()
+        if near is not None and not isinstance(near, NearTier):
+            raise TypeError(f"Checkpointer(near={near!r}): expected NearTier(directory)")
+        self._near = near
+        self._far_policy = preservation_policy or PreserveAll()
+        self._preservation_policy = self._far_policy if near is None else near.preservation_policy
         self._layout = layout
         self._exports = _check_exports(exports, directory, context or default_context())
         self._when_busy: WhenBusy = when_busy
         self._decider = SaveDecider(save_policy or EveryStep(), skips_when_busy=when_busy == "skip")
         self._owned: Hold | None = None
         self._deleter: StepDeleter | None = None
+        self._far: FarTier | None = None
+        self._uploader: Uploader | None = None
         self._cleaner: ThreadPoolExecutor | None = None
         self._cleaning: list[Future[None]] = []
         self._saves: list[_Saving] = []
         self._beginning: int | None = None
         self._warned = False
+        self._is_listed = False
         self._last_saved: int | None = None
-        self._begin_reading(directory, step_names, context)
+        tiers = (directory,) if near is None else (near.locate(directory), directory)
+        self._begin_reading(tiers, step_names, context)
         try:
             agreement = self._agreement("own")
             with agreement.stage("own"):
                 if self._job.rank == 0:
                     self._own(if_in_use, metadata)
-            expect_one_directory(agreement, self._steps.store, self._steps.directory)
+            for number, tier in enumerate(self._copies.tiers):
+                expect_one_directory(agreement.part(f"tier-{number}"), tier.store, tier.directory)
             self.reload()  # only now: another job may have written until this one owned the directory
-            self._look_back(self._steps.latest)
+            self._is_listed = True
+            self._look_back(self._copies.latest)
             self._decider.heed(preemption_notice)
+            if self._uploader is not None:
+                self._uploader.resume()
             if self._deleter is not None:
                 self._clean(self._deleter.clean)
         except BaseException:
@@ -150,8 +180,21 @@ class Checkpointer(CheckpointReader):
         store = open_directory(
             self._steps.directory, context.registry, durable=context.durability == "full", config=context.storage
         )
-        self._owned = own_directory(store, self.directory, if_in_use=if_in_use)
+        self._owned = own_directory(store, self._steps.display, if_in_use=if_in_use)
         self._deleter = StepDeleter(self._steps, store, self._owned, context)
+        if self._near is not None:
+            self._far = FarTier(self._copies.tiers[-1], self._far_policy, context, if_in_use=if_in_use)
+            store = self._far.store
+            self._uploader = Uploader(
+                self._near,
+                self._steps,
+                self._far,
+                CopiesSteps(self._steps, self._far.steps, context),
+                broken_far=self._loader.broken_in[-1],
+                kept=self._last_steps,
+                uploaded=self._collect_later,
+                observers=context.observers,
+            )
         if metadata is not None:
             write_directory_metadata(store, metadata)
 
@@ -163,14 +206,25 @@ class Checkpointer(CheckpointReader):
             if step is None:
                 return [None, None, None]
             try:
-                summary = self._steps.summary(step)
-                began = self._steps.info(step).created if summary is not None else None
+                steps = self._copies.nearest(step)
+                summary = steps.summary(step)
+                began = steps.info(step).created if summary is not None else None
             except (CorruptCheckpointError, UnsupportedVersionError):
                 return [step, None, None]  # a load will find that it cannot be read
             return [step, summary.progress.get("epoch") if summary is not None else None, began]
 
         found: Any = self._agreement("look-back").lead("look-back", look)
         self._decider.past = Past(*found)
+
+    def _list_names(self, tier: StepDirectory) -> Mapping[int, str]:
+        """See `CheckpointReader`. Of a far tier that does not answer, what is known is what there is: nobody else writes there."""
+        try:
+            return super()._list_names(tier)
+        except StorageError as error:
+            if self._uploader is None or tier is self._steps or not self._is_listed:
+                raise
+            logger.warning("%s cannot be listed now, and is taken as it was: %s", tier.display, error)
+            return {step: tier.name(step) for step in tier.candidates()}
 
     def _load(self, step: int | None, loading: Loading[V]) -> V:
         loaded = self._loader.load(step, loading)
@@ -329,7 +383,7 @@ class Checkpointer(CheckpointReader):
         if not self._decide(step, epoch, force=force):
             return None
         is_damaged = step in self._loader.broken
-        replaces = bool(overwrite) or is_damaged
+        replaces = bool(overwrite) or any(step in broken for broken in self._loader.broken_in)
         name = written
         if replaces:
             # Processes may have listed at different moments; the leader's name is everybody's.
@@ -351,16 +405,16 @@ class Checkpointer(CheckpointReader):
             step=step,
             epoch=epoch,
             when_busy="wait" if self._when_busy == "wait" else "queue",
-            allowed=partial(self._allow, step, last, None if replaces else written),
+            allowed=partial(self._allow, step, last, is_new=not overwrite),
             before_commit=self._owned.check if self._owned is not None else None,
-            committed=partial(self._saved, step, name),
+            committed=partial(self._saved, step, name, epoch, self._decider.preempted),
             exports=[export.of_step(name) for export in self._exports if export.wants(step)],
         )
 
     def _warn_of_newer(self, step: int, last: int | None) -> None:
         if not self._warned and (last is None or last < step):
-            newest = self._steps.latest()
-            if newest is not None and newest > step and newest not in self._loader.broken:
+            newest = self._copies.latest()
+            if newest is not None and newest > step and not any(newest in broken for broken in self._loader.broken_in):
                 self._warned = True
                 logger.warning(
                     "step %d is saved below step %d, which %s has from before: the next resume loads that one; delete what comes "
@@ -368,17 +422,22 @@ class Checkpointer(CheckpointReader):
                     step, newest, self.directory,
                 )  # fmt: skip
 
-    def _allow(self, step: int, last: int | None, new: str | None) -> None:
-        """On the leader, where an error is told to all: wait for a deletion of the step; if it is to be a new one, refuse where it is there."""
+    def _allow(self, step: int, last: int | None, *, is_new: bool) -> None:
+        """On the leader, where an error is told to all: wait for a deletion of the step; if it is to be a new one, refuse where it is there.
+
+        One that is known to be damaged wherever it is counts as not there.
+        """
         self._warn_of_newer(step, last)
-        if self._deleter is not None:
-            self._deleter.wait_until_gone(step)
-        if new is None or not self._steps.is_committed(step):
+        for deleter in self._deleters():
+            deleter.wait_until_gone(step)
+        if not is_new:
             return
-        raise CheckpointExistsError(
-            f"step {step} is in {self.directory} already, as {self._steps.name(step)}; pass overwrite=True to replace it. If the "
-            "run was set back, delete it and all that comes after it, or the next resume goes on from there"
-        )
+        for tier, broken in zip(self._copies.tiers, self._loader.broken_in, strict=True):
+            if step not in broken and tier.is_committed(step):
+                raise CheckpointExistsError(
+                    f"step {step} is in {tier.display} already, as {tier.name(step)}; pass overwrite=True to replace it. If the "
+                    "run was set back, delete it and all that comes after it, or the next resume goes on from there"
+                )
 
     def _decide(self, step: int, epoch: int | None, *, force: bool) -> bool:
         agree = partial(self._agreement, "decide")
@@ -393,12 +452,17 @@ class Checkpointer(CheckpointReader):
         with self._lock:
             return any(not save.handle.done() for save in self._saves)
 
-    def _saved(self, step: int, name: str) -> None:
+    def _saved(self, step: int, name: str, epoch: int | None, preempted: bool) -> None:
         """A step is committed. On the thread of the save, before anybody hears of it."""
         self._decider.end()
         self._loader.broken.discard(step)
         self._steps.add(step, name)
         self._last_saved = step
+        if self._uploader is not None:
+            self._uploader.committed(step, epoch, preempted=preempted)
+        self._collect_later()
+
+    def _collect_later(self) -> None:
         if self._deleter is not None and not isinstance(self._preservation_policy, PreserveAll):
             self._clean(self._collect)
 
@@ -418,16 +482,53 @@ class Checkpointer(CheckpointReader):
         told = agreement.part("deleted")  # a rank that has come through the stage counts as the leader does
         with agreement.stage("delete"):
             if self._deleter is not None:
-                delete = self._deleter.begin(step, broken=self._loader.broken, under_way=self._under_way)
-                self._clean(partial(told.lead, "deleted", delete))
+                self._clean(partial(told.lead, "deleted", self._begin_deletion(step)))
         if self._deleter is None:
-            name = self._steps.name(step)
-            self._steps.forget([step])
-            self._clean(partial(self._hear_of_deletion, step, name, told))
+            names = [tier.name(step) if step in tier.candidates() else None for tier in self._copies.tiers]
+            for tier in self._copies.tiers:
+                tier.forget([step])
+            self._clean(partial(self._hear_of_deletion, step, names, told))
         if step == self._decider.past.step:
-            self._look_back(self._steps.latest)
+            self._look_back(self._copies.latest)
 
-    def _hear_of_deletion(self, step: int, name: str, told: Agreement) -> None:
+    def _deleters(self) -> Sequence[StepDeleter]:
+        """On the leader: what deletes in each tier. Elsewhere none."""
+        return [one for one in (self._deleter, None if self._far is None else self._far.deleter) if one is not None]
+
+    def _begin_deletion(self, step: int) -> Callable[[], None]:
+        """On the leader: let a step be gone for this process from every tier; what removes its files."""
+        deleters = [*self._deleters()]
+        there = [deleter for deleter, tier in zip(deleters, self._copies.tiers, strict=True) if tier.is_committed(step)]
+        if not there:
+            raise CheckpointNotFoundError(self._copies.tiers[-1].missing(step))
+        begun: list[BegunDeletion] = []
+        try:
+            for deleter in there:
+                begun.append(self._begin_deletion_from(deleter, step))
+        except BaseException:
+            for deletion in begun:
+                deletion.cancel()
+            raise
+        return partial(self._delete_files, step, begun)
+
+    def _begin_deletion_from(self, deleter: StepDeleter, step: int) -> BegunDeletion:
+        broken = dict(zip(self._deleters(), self._loader.broken_in, strict=True))
+
+        def is_another_elsewhere() -> bool:
+            return any(other is not deleter and other.has_another(step, broken[other]) for other in broken)
+
+        return deleter.begin(step, broken=broken[deleter], under_way=self._under_way, elsewhere=is_another_elsewhere)
+
+    def _delete_files(self, step: int, begun: Sequence[BegunDeletion]) -> None:
+        """Remove a step from the tiers, the nearest first: one that is only near would be uploaded by the next run."""
+        if self._uploader is not None and self._far is not None:
+            self._uploader.cancel(step)
+            if self._far.steps.is_committed(step):  # it was uploaded meanwhile
+                begun = [*begun, self._begin_deletion_from(self._far.deleter, step)]
+        for deletion in begun:
+            deletion.perform()
+
+    def _hear_of_deletion(self, step: int, names: Sequence[str | None], told: Agreement) -> None:
         """Where another process leads: wait until it has deleted a step, which is there again if it could not.
 
         Processes of which some went on and some had an error would not meet again.
@@ -435,8 +536,10 @@ class Checkpointer(CheckpointReader):
         try:
             told.lead("deleted", _nothing)
         except BaseException:
-            self._steps.add(step, name)
-            self._steps.distrust(step)  # it may be gone all the same
+            for tier, name in zip(self._copies.tiers, names, strict=True):
+                if name is not None:
+                    tier.add(step, name)
+                    tier.distrust(step)  # it may be gone all the same
             raise
 
     def _collect(self) -> None:
@@ -444,8 +547,12 @@ class Checkpointer(CheckpointReader):
         self._deleter.collect(self._preservation_policy, keep=self._kept, broken=frozenset(self._loader.broken))
 
     def _kept(self) -> set[int]:
-        # The newest by number may be older than the run: it was set back.
-        return {step for step in (self._last_saved, self._decider.past.step) if step is not None} | self._under_way()
+        kept = self._last_steps() | self._under_way()
+        return kept if self._uploader is None else kept | self._uploader.pending()
+
+    def _last_steps(self) -> set[int]:
+        """The steps that this run has saved or loaded last: the newest by number may be older, because it was set back."""
+        return {step for step in (self._last_saved, self._decider.past.step) if step is not None}
 
     def _under_way(self) -> set[int]:
         """The steps that are being saved."""
@@ -481,10 +588,11 @@ class Checkpointer(CheckpointReader):
     # --- ending -------------------------------------------------------------------------------------------------------
 
     def wait(self) -> None:
-        """Wait until every save and deletion is over.
+        """Wait until every save and deletion is over; not until steps are uploaded, for which there is `wait_for_uploads`.
 
         Raises:
             CheckpointError: the first error of a save that nobody asked for, or of a deletion; it is told once.
+            UploadError: if a step of the near tier cannot be uploaded because it is damaged; it is told once.
         """
         if self._is_inherited():
             return
@@ -503,23 +611,57 @@ class Checkpointer(CheckpointReader):
         with self._lock:
             self._saves = [save for save in self._saves if save not in saves]
             self._cleaning = [future for future in self._cleaning if future not in cleaning]
+        if self._uploader is not None:
+            try:
+                self._uploader.raise_unheard()
+            except UploadError as error:
+                errors.append(error)
         if errors:
             for other in errors[1:]:
                 errors[0].add_note(f"and then: {type(other).__name__}: {other}")
             raise errors[0]
+
+    @property
+    def uploads(self) -> UploadStatus:
+        """How far the uploads from the near tier are; empty without one, and in a job where this process does not lead."""
+        return UploadStatus() if self._uploader is None else self._uploader.status
+
+    def wait_for_uploads(self, timeout: float | None = None) -> None:
+        """Wait until every save is over, and every step that is to be uploaded is in the far tier.
+
+        In a job only who leads waits for uploads. Without a near tier it waits for saves.
+
+        Args:
+            timeout: how long to wait for uploads at most, in seconds; None: for ever.
+
+        Raises:
+            UploadError: if steps wait still, or cannot be uploaded.
+            What `wait` does.
+        """
+        self.wait()
+        if self._uploader is not None and not self._is_inherited():
+            self._uploader.wait(timeout)
+            self.wait()  # what is uploaded may be deleted near
 
     def close(self) -> None:
         """Wait, and let the directory go; again is no error. What is there can still be read.
 
         In a forked child it does nothing: there is nothing to wait for there, and the directory is the parent's.
 
+        With a near tier it also waits for uploads, as long as that says.
+
         Raises:
             CheckpointError: as `wait`; the directory is let go in any case.
+            UploadError: if steps are not uploaded by then; they stay near, and the next run uploads them.
         """
         if self._closed or self._is_inherited():
             return
         try:
-            self.wait()
+            try:
+                self.wait()
+            finally:
+                if self._uploader is not None:
+                    self._uploader.close()
         finally:
             self._release()
 
@@ -540,10 +682,14 @@ class Checkpointer(CheckpointReader):
             self._closed = True
             cleaner, self._cleaner = self._cleaner, None
         try:
+            if self._uploader is not None:
+                self._uploader.stop()
             if cleaner is not None:
                 cleaner.shutdown(wait=True)
         finally:
             self._decider.close()
+            if self._far is not None:
+                self._far.close()
             if self._owned is not None:
                 self._owned.close()
 

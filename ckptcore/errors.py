@@ -35,6 +35,7 @@
     ├── SaveLostError                  (RuntimeError)       another save took over or removed this one's claim
     ├── AtomicityError                 (RuntimeError)       the storage cannot do atomically what was asked
     ├── BackgroundSaveError            (RuntimeError)       an earlier asynchronous save failed unnoticed
+    ├── UploadError                    (RuntimeError)       committed steps of the near tier are not in the far one
     ├── OnlyStepError                  (ValueError)         a deletion would leave a directory without a valid step
     ├── StepPinnedError                (RuntimeError)       a reader has pinned the step that is to be deleted
     ├── TargetUndefinedError           (RuntimeError)       ``load_into`` failed after it began to fill its target
@@ -88,6 +89,7 @@ __all__ = [
     "UnsupportedKeyError",
     "UnsupportedLeafError",
     "UnsupportedVersionError",
+    "UploadError",
     "WrongRegionError",
 ]
 
@@ -260,6 +262,18 @@ class AtomicityError(CheckpointError, RuntimeError):
 
 class BackgroundSaveError(CheckpointError, RuntimeError):
     """An earlier asynchronous save failed and nobody asked for its result; its error is the cause."""
+
+
+class UploadError(CheckpointError, RuntimeError):
+    """Steps that are committed in the near tier of a run are not in the far one.
+
+    Attributes:
+        steps: which.
+    """
+
+    def __init__(self, message: str, steps: Sequence[int] = ()) -> None:
+        super().__init__(message)
+        self.steps = tuple(steps)
 
 
 class OnlyStepError(CheckpointError, ValueError):

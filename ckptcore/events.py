@@ -26,10 +26,12 @@ thread that it ends on. Phases may contain others, may overlap where threads wor
 - ``blocking`` is all the time that the caller of a save could not train. In an asynchronous save it contains
   ``wait_for_previous``, ``describe`` and ``copy``; with a bound on memory the copying goes on while earlier parts are
   written. A save that blocks until its commit has it too: it does all on the caller's thread, and the caller waits for all.
-- ``save``, ``load`` and ``delete`` stand for the whole operation. Their phases may come in another order than
+- ``save``, ``load``, ``delete`` and ``upload`` stand for the whole operation. Their phases may come in another order than
   here.
 - A ``Checkpointer`` deletes, and cleans: when it is opened it removes what the dead left, and after each save what its policy
   gives up. A ``clean`` is about the directory as a whole. It is an operation by itself, and so is each ``delete`` in it.
+- A ``Checkpointer`` with a near tier uploads steps from it. Each ``upload`` is an operation by itself, also one of a step that is not
+  uploaded after all: its error says why.
 - ``exchange`` is in ``describe``, and after ``claim``, ``write`` and ``commit`` it stands beside them: a long one means that
   this rank waited for a slower one. A process alone has none. The caller waits where it waits for that stage.
 - ``load_async`` has the phases of ``load``, on a background thread.
@@ -52,13 +54,14 @@ from typing import Final, Literal, Self, TypeAlias
 
 __all__ = ["ERROR_CHARACTERS", "Event", "Observer", "Operation", "Phase", "Recording", "RunningPhase"]
 
-Operation: TypeAlias = Literal["save", "load", "delete"]
+Operation: TypeAlias = Literal["save", "load", "delete", "upload"]
 """What is being done as a whole; also the name of the phase that spans it."""
 
 Phase: TypeAlias = Literal[
     "save", "blocking", "wait_for_previous", "describe", "copy", "claim", "write", "exchange", "commit",
     "load", "open", "read", "restore",
     "delete", "clean",
+    "upload",
 ]  # fmt: skip
 """A stretch of an operation; the table of the module says when each begins and ends."""
 

@@ -21,7 +21,7 @@ from ckptcore.root import new_save_id
 from ckptcore.steps import StepDirectory
 from ckptcore.verification import has_its_sizes
 
-__all__ = ["StepDeleter", "policy_infos"]
+__all__ = ["BegunDeletion", "StepDeleter", "policy_infos"]
 
 logger = logging.getLogger("ckptcore.garbage")
 
@@ -49,6 +49,19 @@ def policy_infos(steps: StepDirectory, broken: Collection[int] = ()) -> Sequence
         except CheckpointError as error:
             logger.warning("step %d in %s is left alone: its root cannot be read: %s", step, steps.display, error)
     return infos
+
+
+@dataclass(frozen=True, slots=True)
+class BegunDeletion:
+    """A step that is gone for this process already. One of both is to be called, once.
+
+    Attributes:
+        perform: removes its files.
+        cancel: lets it stay.
+    """
+
+    perform: Callable[[], None]
+    cancel: Callable[[], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,14 +159,20 @@ class StepDeleter:
             return [step for step in doomed if self._delete(step, broken, _Plan(since, keep))]
 
     def begin(
-        self, step: int, *, broken: Collection[int], under_way: Callable[[], Collection[int]]
-    ) -> Callable[[], None]:
-        """Begin to delete one step that the user named; the result, to be called once, deletes it.
+        self,
+        step: int,
+        *,
+        broken: Collection[int],
+        under_way: Callable[[], Collection[int]],
+        elsewhere: Callable[[], bool] = bool,
+    ) -> BegunDeletion:
+        """Begin to delete one step that the user named; the result deletes it.
 
         Args:
             step: which.
             broken: steps that are damaged.
             under_way: gives the steps that this process is saving.
+            elsewhere: whether another directory of the same run has another step that is valid; asked where this one has none.
 
         Raises:
             CheckpointNotFoundError: if it is not there, is being deleted already, or other software wrote it.
@@ -173,7 +192,7 @@ class StepDeleter:
         try:
             if step in under_way():
                 raise StepPinnedError(f"step {step} in {self._steps.display} is being saved; delete it later")
-            going = self._doom(step, broken, _Plan(self._steps.changes(), under_way))
+            going = self._doom(step, broken, _Plan(self._steps.changes(), under_way), elsewhere)
             if going is None:
                 raise OnlyStepError(
                     f"step {step} is the only valid one in {self._steps.display}, and deleting it would lose the run; save "
@@ -182,7 +201,16 @@ class StepDeleter:
         except BaseException:
             intent.close()
             raise
-        return partial(self._vanish, step, intent, going)
+        return BegunDeletion(
+            perform=partial(self._vanish, step, intent, going), cancel=partial(self._relent, step, intent, going)
+        )
+
+    def _relent(self, step: int, intent: Hold, going: threading.Event) -> None:
+        """Let a step stay that was to be deleted."""
+        self._steps.show(step)
+        self._going.pop(step, None)
+        going.set()
+        intent.close()
 
     def wait_until_gone(self, step: int) -> None:
         """Wait while a step is being deleted, so that it can be saved again."""
@@ -202,7 +230,19 @@ class StepDeleter:
                 self._vanish(step, intent, going)
         return going is not None
 
-    def _doom(self, step: int, broken: Collection[int], plan: _Plan) -> threading.Event | None:
+    def has_another(self, step: int, broken: Collection[int]) -> bool:
+        """Whether another step than this one is valid, as far as the sizes of its files tell.
+
+        Args:
+            step: which.
+            broken: steps that are damaged.
+        """
+        others = (other for other in self._steps.newest_first() if other != step and other not in broken)
+        return any(self._is_whole(other) for other in others)
+
+    def _doom(
+        self, step: int, broken: Collection[int], plan: _Plan, elsewhere: Callable[[], bool] = bool
+    ) -> threading.Event | None:
         """Let a step be gone for this process; None if it must stay.
 
         It must where no other is valid, where it is being saved, and where it was saved since the plan was made.
@@ -210,8 +250,7 @@ class StepDeleter:
         with self._deciding:
             if step in plan.keep() or self._steps.changed_since(step, plan.since):
                 return None
-            others = (other for other in self._steps.newest_first() if other != step and other not in broken)
-            if step not in broken and not any(self._is_whole(other) for other in others):
+            if step not in broken and not self.has_another(step, broken) and not elsewhere():
                 return None
             self._steps.hide(step)
             going = self._going[step] = threading.Event()

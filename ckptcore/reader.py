@@ -6,7 +6,7 @@ import functools
 import itertools
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from types import TracebackType
 from typing import Any, Final, Self, TypeVar
 
@@ -19,9 +19,6 @@ from ckptcore.describing import (
     describe_either,
 )
 from ckptcore.directories import read_directory_metadata
-from ckptcore.errors import (
-    CheckpointNotFoundError,
-)
 from ckptcore.events import Recording
 from ckptcore.loading import load_into_target, load_value
 from ckptcore.locations import LocationLike, Within
@@ -30,6 +27,7 @@ from ckptcore.policies import StepInfo
 from ckptcore.restoring import Loading, SkippedStep, StepLoader
 from ckptcore.step_names import StepNames, step_number
 from ckptcore.steps import StepDirectory
+from ckptcore.tiered_steps import TieredSteps
 from ckptcore.wanted import Everything, Wanted
 
 __all__ = ["CheckpointReader"]
@@ -59,21 +57,26 @@ class CheckpointReader:
         Raises:
             StorageError: if it cannot be listed.
         """
-        self._begin_reading(directory, step_names, context)
+        self._begin_reading((directory,), step_names, context)
         self.reload()
 
-    def _begin_reading(self, directory: LocationLike, step_names: StepNames | None, context: Context | None) -> None:
+    def _begin_reading(
+        self, tiers: Sequence[LocationLike], step_names: StepNames | None, context: Context | None
+    ) -> None:
+        """Look at nothing yet. Of the tiers the nearest comes first, and the last is the directory of the run."""
         if step_names is not None and not isinstance(step_names, StepNames):
             raise TypeError(
                 f"step_names={step_names!r}: expected StepNames, such as StepNames.of('step_00000010') or "
                 "StepNames(StepNameFormat('step_', width=8))"
             )
         self._context = context or default_context()
-        self._steps = StepDirectory(directory, step_names or StepNames(), self._context)
+        names = step_names or StepNames()
+        self._copies = TieredSteps([StepDirectory(directory, names, self._context) for directory in tiers])
+        self._steps = self._copies.tiers[0]
         self._job = self._context.job()
         # Asked for each time: a subclass may agree and list in its own way.
         self._loader = StepLoader(
-            self._steps, self._context, agree=lambda what: self._agreement(what), reload=lambda: self.reload()
+            self._copies, self._context, agree=lambda what: self._agreement(what), reload=lambda: self.reload()
         )
 
     def __repr__(self) -> str:
@@ -95,12 +98,12 @@ class CheckpointReader:
     @property
     def directory(self) -> str:
         """The directory, as it was given."""
-        return self._steps.display
+        return self._copies.tiers[-1].display
 
     @property
     def latest(self) -> int | None:
         """The newest committed step; None if there is none. One small request, and no listing."""
-        return self._steps.latest()
+        return self._copies.latest()
 
     @property
     def steps(self) -> tuple[int, ...]:
@@ -108,7 +111,7 @@ class CheckpointReader:
 
         In a job of several processes the leader deletes, and others hear of that when they `reload`.
         """
-        return self._steps.steps()
+        return self._copies.steps()
 
     @property
     def restored_step(self) -> int | None:
@@ -127,18 +130,22 @@ class CheckpointReader:
         Raises:
             CorruptCheckpointError
         """
-        return read_directory_metadata(self._steps.store)
+        return read_directory_metadata(self._copies.tiers[-1].store)
 
     def reload(self) -> None:
         """List the directory again."""
 
         def find() -> JSON:
-            names = self._steps.list_names()
-            return {str(step): name for step, name in names.items() if not self._steps.is_hidden(step)}
+            return [{str(step): name for step, name in self._list_names(tier).items()} for tier in self._copies.tiers]
 
-        before = self._steps.changes()
+        before = [tier.changes() for tier in self._copies.tiers]
         found: Any = self._agreement("list").lead("list", find)
-        self._steps.replace({int(step): name for step, name in found.items()}, before)
+        for tier, names, since in zip(self._copies.tiers, found, before, strict=True):
+            tier.replace({int(step): name for step, name in names.items()}, since)
+
+    def _list_names(self, tier: StepDirectory) -> Mapping[int, str]:
+        """On the leader: the names in a tier, by step, without those that are being deleted."""
+        return {step: name for step, name in tier.list_names().items() if not tier.is_hidden(step)}
 
     def step_info(self, step: int) -> StepInfo:
         """When a step was saved, and its metrics.
@@ -146,7 +153,8 @@ class CheckpointReader:
         Raises:
             CheckpointNotFoundError, CorruptCheckpointError
         """
-        return self._steps.info(step_number(step))
+        step = step_number(step)
+        return self._copies.nearest(step).info(step)
 
     def metadata(self, step: int) -> CheckpointMetadata | CheckpointablesMetadata:
         """What a step says of itself; reads no array.
@@ -155,9 +163,7 @@ class CheckpointReader:
             CheckpointNotFoundError, CorruptCheckpointError
         """
         step = step_number(step)
-        if not self._steps.is_committed(step):
-            raise CheckpointNotFoundError(self._steps.missing(step))
-        return describe_either(self._steps.place(step), self._context)
+        return describe_either(self._copies.nearest(step).place(step), self._context)
 
     def load(self, step: int | None = None, abstract: Any = None) -> Any:
         """Load a step that was saved as one tree.
@@ -221,7 +227,10 @@ class CheckpointReader:
             CheckpointNotFoundError: if the step is not there.
             StorageError: if nothing can be written beside the steps.
         """
-        with self._loader.pin(step_number(step)):
+        step = step_number(step)
+        with ExitStack() as pins:
+            for tier in self._copies.tiers_of(step) or [0]:
+                pins.enter_context(self._loader.pin(step, tier))
             yield
 
     def wait_for_new_step(
@@ -240,10 +249,10 @@ class CheckpointReader:
         deadline = None if timeout is None else time.monotonic() + timeout
         known: int | None = after
         if after is None:
-            known = self._agreement("known").lead("known", self._steps.latest)
+            known = self._agreement("known").lead("known", self._copies.latest)
 
         def look() -> tuple[int | None, bool]:
-            latest = self._steps.latest()
+            latest = self._copies.latest()
             is_newer = latest is not None and (known is None or latest > known)
             return latest if is_newer else None, deadline is not None and time.monotonic() >= deadline
 
@@ -272,11 +281,11 @@ class CheckpointReader:
             newer = self._agreement("newer").lead("newer", functools.partial(self._newer, last))
             for step in newer:
                 last = step
-                if self._agreement("there").lead("there", functools.partial(self._steps.look_again, step)):
+                if self._agreement("there").lead("there", functools.partial(self._copies.look_again, step)):
                     yield step
 
     def _newer(self, last: int) -> Sequence[int]:
-        return sorted(itertools.takewhile(lambda step: step > last, self._steps.newest_first()))
+        return sorted(itertools.takewhile(lambda step: step > last, self._copies.newest_first()))
 
     def _load(self, step: int | None, loading: Loading[T]) -> T:
         if step is None:

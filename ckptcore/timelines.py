@@ -21,7 +21,7 @@ _NAME_CHARACTERS: Final = 22
 _ROUNDING_SECONDS: Final = 2e-6
 """How far apart equal times can be, once they were stored in whole microseconds."""
 
-_OPERATIONS: Final[tuple[Operation, ...]] = ("save", "load", "delete")
+_OPERATIONS: Final[tuple[Operation, ...]] = ("save", "load", "delete", "upload")
 _NAME: Final = re.compile(r"[a-z][a-z_]{0,39}")
 _SAVE_ID: Final = re.compile(r"[0-9a-f]{16}")
 _MOST_MICROSECONDS: Final = 1 << 52

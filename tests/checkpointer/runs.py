@@ -12,6 +12,7 @@ import numpy as np
 import ckptcore
 from ckptcore.builtin.local import open_local
 from ckptcore.context import default_context
+from ckptcore.events import Observer
 from ckptcore.hookspecs import hookimpl
 from ckptcore.locations import open_directory
 from ckptcore.plugins import installed_plugins
@@ -122,10 +123,12 @@ def _open(plan: FaultPlan, kind: str, url: str, options: StorageOptions) -> Stor
     return with_faults(inner, plan)
 
 
-def watched(plan: FaultPlan, coordinator: Coordinator | None = None) -> ckptcore.Context:
+def watched(
+    plan: FaultPlan, coordinator: Coordinator | None = None, observers: Sequence[Observer] = ()
+) -> ckptcore.Context:
     """A Context that reads and writes what `through` names through a plan."""
     openers = {f"seen-{kind}": functools.partial(_open, plan, kind) for kind in ("local", "memory")}
-    return ckptcore.Context(plugins=(_Plugin(openers),), threads=1, coordinator=coordinator)
+    return ckptcore.Context(plugins=(_Plugin(openers),), threads=1, coordinator=coordinator, observers=observers)
 
 
 def through(directory: str) -> str:

@@ -63,7 +63,8 @@ def test_the_table_says_what_is_told(tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")
     events: list[Event] = []
     context = ckptcore.Context(observers=(events.append,))
-    with Checkpointer(tmp_path / "run", context=context, preservation_policy=LatestN(1)) as run:
+    near = ckptcore.NearTier(tmp_path / "near")
+    with Checkpointer(tmp_path / "run", context=context, preservation_policy=LatestN(1), near=near) as run:
         save_steps(run, [1, 2])
         run.load_into(tree(0))
         run.load(abstract=run.metadata(2).abstract)  # type: ignore[union-attr]

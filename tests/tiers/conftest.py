@@ -1,0 +1,29 @@
+"""Two tiers: a local directory, and a far one that is local or in memory."""
+
+from __future__ import annotations
+
+import uuid
+from pathlib import Path
+
+import pytest
+
+from ckptcore.tiers import uploader
+
+
+@pytest.fixture
+def near(tmp_path: Path) -> str:
+    """A directory of the local disk that is not there yet."""
+    return str(tmp_path / "near" / "run")
+
+
+@pytest.fixture(params=["local", "memory"])
+def far(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """A directory that is not there yet: on a file system, which can rename, or in memory, which has conditional puts only."""
+    return str(tmp_path / "far" / "run") if request.param == "local" else f"memory://{uuid.uuid4().hex}/run"
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An uploader that tries again soon."""
+    monkeypatch.setattr(uploader, "_FIRST_PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr(uploader, "_LONGEST_PAUSE_SECONDS", 0.05)

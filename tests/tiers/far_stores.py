@@ -1,0 +1,59 @@
+"""Far tiers that stand still or fail when a test wants it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+
+from ckptcore.errors import StorageError
+from tests.checkpointer.runs import Watch
+
+__all__ = ["Outage", "Standstill"]
+
+
+class Standstill:
+    """Lets whatever would write arrays to the far tier wait, until it is opened.
+
+    Attributes:
+        arrived: set when something waits.
+    """
+
+    def __init__(self, watch: Watch) -> None:
+        self.arrived = threading.Event()
+        self._open = threading.Event()
+        watch.before = self._stop
+
+    def _stop(self, name: str, keys: Sequence[str]) -> None:
+        if name in ("open_writer", "open_new", "write_at"):
+            self.arrived.set()
+            assert self._open.wait(60)
+
+    def open(self) -> None:
+        """Let it go on."""
+        self._open.set()
+
+
+class Outage:
+    """A far tier of which every request for a step fails, until it is over. Who owns it can still be said.
+
+    Attributes:
+        met: set when a request has failed.
+    """
+
+    def __init__(self, watch: Watch) -> None:
+        self.met = threading.Event()
+        self._is_over = threading.Event()
+        self._watch = watch
+
+    def begin(self) -> None:
+        """Let requests fail from now on."""
+        self._watch.before = self._fail
+
+    def _fail(self, name: str, keys: Sequence[str]) -> None:
+        if not self._is_over.is_set() and not all(key.startswith(".ckptcore") for key in keys):
+            self.met.set()
+            raise StorageError("503: the far tier is away, as its test asked it to be")
+
+    def end(self) -> None:
+        """Let requests succeed again."""
+        self._is_over.set()
