@@ -28,6 +28,7 @@ from ckptcore.opening import (
     replaced_too_often,
     root_mark,
 )
+from ckptcore.root import ROOT_KEY
 from ckptcore.root_json import is_claim
 
 __all__ = [
@@ -67,6 +68,9 @@ def present_members(composite: OpenedComposite) -> dict[str, list[str]]:
     """
     names = composite.location.store.list_names()
     there = {entry.removesuffix("/") for entry in names if entry.endswith("/") or composite.root is None}
+    if composite.root is not None and ROOT_KEY not in names:
+        # What was just read is not listed: the storage lists nothing (a web server), or what it had before.
+        there |= _found_by_roots(composite)
     of_ranks: dict[str, list[int]] = {}
     for directory in there:
         if (matched := _OF_RANK.fullmatch(directory)) is not None:
@@ -79,6 +83,18 @@ def present_members(composite: OpenedComposite) -> dict[str, list[str]]:
         if found := [directory for directory in directories if directory in there]:
             present[name] = found
     return present
+
+
+def _found_by_roots(composite: OpenedComposite) -> set[str]:
+    """The directories in which roots of the composite's members stand, without a listing. A request for each, and one for each name."""
+    found = set()
+    for name, member in composite.members.items():
+        for rank in range(member.processes or 1):  # a hostile root may state any: only up to one that is not there
+            directory = member.directory(name, rank)
+            if root_bytes(subdirectory(composite.location.store, directory)) is None:
+                break
+            found.add(directory)
+    return found
 
 
 def is_deleted(composite: OpenedComposite, directory: str) -> bool:

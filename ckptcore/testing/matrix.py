@@ -115,9 +115,6 @@ class SaveLoadMatrixTests:
                 frameworks = [sample for sample in samples if isinstance(sample, FrameworkSample)]
                 assert frameworks, f"the plugin {plugin.name} handles leaves and offers no FrameworkSample"
             offered = {sample.scheme for sample in samples if isinstance(sample, StorageSample)}
-            assert offered or "ckpt_storage_for" not in plugin.hooks, (
-                f"the plugin {plugin.name} opens schemes that no plugin names and offers no StorageSample"
-            )
             missing = set(plugin.storages) - offered
             assert not missing, f"the plugin {plugin.name} offers {sorted(missing)} and no StorageSample of them"
 

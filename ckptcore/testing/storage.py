@@ -13,6 +13,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis.stateful import run_state_machine_as_test
 
 from ckptcore.errors import (
+    AtomicityError,
     ConditionFailedError,
     CorruptCheckpointError,
     InvalidLocationError,
@@ -42,10 +43,12 @@ class StorageBackendTests:
     Attributes:
         examples: how many sequences of operations Hypothesis tries.
         threads: how many threads use the storage at once.
+        conditional: whether `put` takes conditions; where it does not, it raises `AtomicityError` and changes nothing.
     """
 
     examples: int = 25
     threads: int = 8
+    conditional: bool = True
 
     def open(self, directory: str) -> StorageBackend:
         """Open a directory; within one test the same name opens the same one.
@@ -205,7 +208,22 @@ class StorageBackendTests:
             storage.get_into("counter", [(0, memoryview(memory))])
             assert memory == b"%04d" % number
 
+    def test_conditions_are_refused_where_there_are_none(self, storage: StorageBackend) -> None:
+        if self.conditional:
+            pytest.skip("this storage takes conditions")
+        for condition in (IF_ABSENT, IfTag(storage.put("a/b", b"first"))):
+            for key in ("a/b", "a/new"):
+                with pytest.raises(AtomicityError):
+                    storage.put(key, b"second", condition=condition)
+        assert storage.get("a/b") == b"first"
+        assert list(storage.list()) == ["a/b"]
+
+    def _needs_conditions(self) -> None:
+        if not self.conditional:
+            pytest.skip("this storage has no conditional puts")
+
     def test_if_absent(self, storage: StorageBackend) -> None:
+        self._needs_conditions()
         tag = storage.put("a/b", b"first", condition=IF_ABSENT)
         with pytest.raises(ConditionFailedError):
             storage.put("a/b", b"second", condition=IF_ABSENT)
@@ -216,6 +234,7 @@ class StorageBackendTests:
         assert storage.get("a/b") == b"third"
 
     def test_if_tag(self, storage: StorageBackend) -> None:
+        self._needs_conditions()
         first = storage.put("a/b", b"first")
         second = storage.put("a/b", b"second", condition=IfTag(first))
         with pytest.raises(ConditionFailedError):
@@ -225,6 +244,7 @@ class StorageBackendTests:
         assert storage.get("a/b") == b"fourth"
 
     def test_if_tag_fails_where_the_object_is_gone(self, storage: StorageBackend) -> None:
+        self._needs_conditions()
         tag = storage.put("a/b", b"first")
         storage.delete(["a/b"])
         with pytest.raises(ConditionFailedError):
@@ -232,6 +252,7 @@ class StorageBackendTests:
         assert list(storage.list()) == []
 
     def test_one_of_many_creates(self, storage: StorageBackend) -> None:
+        self._needs_conditions()
         for number in range(5):
             key = f"directory/{number}"
 
@@ -248,6 +269,7 @@ class StorageBackendTests:
 
     def test_conditional_puts_lose_nothing(self, storage: StorageBackend) -> None:
         """A counter that every thread raises, by compare and swap."""
+        self._needs_conditions()
         storage.put("counter", b"0")
 
         def count(worker: int) -> None:
@@ -467,7 +489,7 @@ class StorageBackendTests:
         other = self.open(name)
         tag = storage.put("a/b", b"1")
         assert other.get_with_tag("a/b") == (b"1", tag)
-        other.put("a/b", b"2", condition=IfTag(tag))
+        other.put("a/b", b"2", condition=IfTag(tag) if self.conditional else None)
         memory = bytearray(1)
         storage.get_into("a/b", [(0, memoryview(memory))])
         assert memory == b"2"
@@ -499,7 +521,7 @@ class StorageBackendTests:
     def test_it_behaves_like_a_dictionary(self) -> None:
         """Any sequence of operations does to the storage what it does to a dict of bytes."""
         run_state_machine_as_test(
-            storage_machine(lambda: self.open(f"conformance-{uuid.uuid4().hex}")),
+            storage_machine(lambda: self.open(f"conformance-{uuid.uuid4().hex}"), conditional=self.conditional),
             settings=settings(
                 max_examples=self.examples,
                 stateful_step_count=30,

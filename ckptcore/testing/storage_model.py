@@ -22,8 +22,10 @@ _DATA = st.one_of(
 _PLACES = st.integers(0, 50) | st.sampled_from([4095, 4096, 65_536, 299_999, 300_000, 400_000])
 
 
-def storage_machine(open_empty: Callable[[], StorageBackend]) -> type[RuleBasedStateMachine]:
-    """A Hypothesis state machine over storages that `open_empty` opens, each empty."""
+def storage_machine(
+    open_empty: Callable[[], StorageBackend], *, conditional: bool = True
+) -> type[RuleBasedStateMachine]:
+    """A Hypothesis state machine over storages that `open_empty` opens, each empty; `conditional`: whether puts take conditions."""
 
     class StorageMachine(RuleBasedStateMachine):
         def __init__(self) -> None:
@@ -37,6 +39,7 @@ def storage_machine(open_empty: Callable[[], StorageBackend]) -> type[RuleBasedS
             self.tags[key] = self.storage.put(key, data)
             self.model[key] = data
 
+        @precondition(lambda self: conditional)
         @rule(key=_KEYS, data=_DATA)
         def put_if_absent(self, key: str, data: bytes) -> None:
             try:
@@ -47,7 +50,7 @@ def storage_machine(open_empty: Callable[[], StorageBackend]) -> type[RuleBasedS
                 assert key not in self.model
                 self.model[key] = data
 
-        @precondition(lambda self: self.tags)
+        @precondition(lambda self: conditional and self.tags)
         @rule(data=_DATA, choose=st.data())
         def put_if_tag(self, data: bytes, choose: st.DataObject) -> None:
             key = choose.draw(st.sampled_from(sorted(self.tags)))

@@ -1,0 +1,163 @@
+"""``http://`` and ``https://``: what a web server has, also one that takes no ranges."""
+
+from __future__ import annotations
+
+import logging
+import os
+import tempfile
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import IO, Final
+from urllib.parse import quote, unquote
+
+from ckptcore.errors import InvalidLocationError, StorageError
+from ckptcore.model import check_directory_key, check_key
+from ckptcore.protocols import RangeReader
+from ckptcore_fsspec.failures import telling
+from ckptcore_fsspec.file_systems import Connection
+from ckptcore_fsspec.ranges import fill
+from ckptcore_fsspec.read_only import ReadOnlyStorage
+from ckptcore_fsspec.requests import Answer, fetch, fetch_to_file
+
+__all__ = ["WebStorage"]
+
+logger = logging.getLogger("ckptcore_fsspec.web")
+
+_MOST_DIRECTORIES: Final = 10_000
+"""A server can show directories in directories for ever."""
+
+
+class WebStorage(ReadOnlyStorage):
+    """What a web server has below a URL. Any thread.
+
+    Listing needs a server that shows an index of a directory as a page with links; loading a checkpoint of ckptcore does not list.
+    """
+
+    def __init__(self, connection: Connection, url: str) -> None:
+        """Read below a URL.
+
+        Raises:
+            InvalidLocationError: it has a query or a fragment, below which nothing lies.
+        """
+        super().__init__(connection, url)
+        if {"?", "#"} & set(self._root):
+            raise InvalidLocationError(
+                f"{url!r} has a query or a fragment, and nothing lies below those; write %3F and %23 for ? and # in names, and give "
+                f"what a query would as Context(storage={{{self._scheme!r}: {{'headers': {{...}}}}}})"
+            )
+
+    def get(self, key: str, start: int = 0, stop: int | None = None) -> bytes:
+        """Bytes `start` to `stop` of an object; fewer where it ends before."""
+        if stop is not None and start >= stop:
+            self.size(key)
+            return b""
+        return self._fetch(key, start, stop).data
+
+    def size(self, key: str) -> int:
+        """Bytes of an object."""
+        answer = self._fetch(key, 0, 1)
+        return len(self._fetch(key, 0, None).data) if answer.size is None else answer.size
+
+    def open_reader(self, key: str) -> RangeReader:
+        """Open an object; of a server that takes no ranges it is fetched whole, to a file on this machine that has no name."""
+        answer = self._fetch(key, 0, 1)
+        if answer.takes_ranges:
+            return _RangedObject(
+                key,
+                self._url,
+                lambda start, stop: self._fetch(key, start, stop, answer.version),
+                lambda: self.size(key),
+            )
+        file = tempfile.TemporaryFile(prefix="ckptcore-")  # noqa: SIM115  # it is closed with the reader
+        try:
+            with telling(f"cannot read {key!r} in {self._url}"):
+                fetch_to_file(self._connection.get(), self._path(key), file)
+                file.flush()
+        except BaseException:
+            file.close()
+            raise
+        logger.info("the server of %s takes no ranges: %s was fetched whole", self._url, key)
+        return _FetchedObject(key, self._url, file)
+
+    def get_into(self, key: str, ranges: Sequence[tuple[int, memoryview]]) -> None:
+        """Fill each buffer from its offset on."""
+        self.open_reader(key).get_into(ranges)
+
+    def list(self, prefix: str = "") -> Iterator[str]:
+        """Keys of all objects below a directory, sorted, of a server that shows them."""
+        left = [check_directory_key(prefix)]
+        found: list[str] = []
+        for looked_into in range(_MOST_DIRECTORIES + 1):
+            if not left:
+                return iter(sorted(found))
+            directory = left.pop()
+            for name in self.list_names(directory):
+                key = f"{directory}/{name}" if directory else name
+                (left if name.endswith("/") else found).append(key.removesuffix("/"))
+        raise StorageError(
+            f"the server of {self._url} shows more than {looked_into} directories; give the one to load from"
+        )
+
+    def list_names(self, prefix: str = "") -> Sequence[str]:
+        """Names one level below a directory, sorted, of a server that shows them."""
+        names = set()
+        for name in super().list_names(prefix):
+            plain = unquote(name, errors="surrogateescape")
+            try:
+                check_directory_key(plain)
+            except InvalidLocationError:
+                continue  # a link that is no name
+            if "/" not in plain.removesuffix("/") and not {"?", "#"} & set(name):
+                names.add(plain)
+        return sorted(names)
+
+    def _path(self, key: str) -> str:
+        return f"{self._root}/{_quoted(check_key(key))}"
+
+    def _directory(self, prefix: str) -> str:
+        directory = check_directory_key(prefix)
+        return f"{self._root}/{_quoted(directory)}" if directory else self._root
+
+    def _fetch(self, key: str, start: int, stop: int | None, version: str | None = None) -> Answer:
+        path = self._path(key)
+        with telling(f"cannot read {key!r} in {self._url}"):
+            return fetch(self._connection.get(), path, start, stop, version)
+
+
+class _RangedObject:
+    """An object of a server that takes ranges, of one version where the server tells them apart. Any thread."""
+
+    def __init__(self, key: str, url: str, read: Callable[[int, int], Answer], size: Callable[[], int]) -> None:
+        self._key = key
+        self._url = url
+        self._read = read
+        self._size = size
+
+    def get_into(self, ranges: Sequence[tuple[int, memoryview]]) -> None:
+        """Fill each buffer from its offset on."""
+        fill(self._key, self._url, ranges, lambda start, stop: self._read(start, stop).data, self._size)
+
+
+class _FetchedObject:
+    """An object in a file on this machine. Any thread."""
+
+    def __init__(self, key: str, url: str, file: IO[bytes]) -> None:
+        self._key = key
+        self._url = url
+        self._file = file
+        weakref.finalize(self, file.close)  # readers are not closed, they are forgotten
+
+    def get_into(self, ranges: Sequence[tuple[int, memoryview]]) -> None:
+        """Fill each buffer from its offset on."""
+        descriptor = self._file.fileno()
+        fill(
+            self._key,
+            self._url,
+            ranges,
+            lambda start, stop: os.pread(descriptor, stop - start, start),
+            lambda: os.fstat(descriptor).st_size,
+        )
+
+
+def _quoted(key: str) -> str:
+    return quote(key.encode("utf-8", "surrogateescape"))

@@ -1,0 +1,33 @@
+"""Storages of fsspec do what every storage must."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from ckptcore_fsspec.opening import open_url
+
+from ckptcore.protocols import StorageBackend, StorageOptions
+from ckptcore.testing import StorageBackendTests
+
+
+class TestMemory(StorageBackendTests):
+    """An object store whose objects are spooled."""
+
+    conditional = False
+
+    def open(self, directory: str) -> StorageBackend:
+        return open_url(f"fsspec+memory://{directory}", StorageOptions())
+
+
+class TestFile(StorageBackendTests):
+    """Files and directories: objects are renamed into place."""
+
+    conditional = False
+
+    @pytest.fixture(autouse=True)
+    def _directory(self, tmp_path: Path) -> None:
+        self.directory = tmp_path
+
+    def open(self, directory: str) -> StorageBackend:
+        return open_url(f"fsspec+file://{self.directory}/{directory}", StorageOptions())

@@ -1,0 +1,59 @@
+"""File systems are opened for each process, and for each thread where they must be; what others keep is not changed."""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+
+import fsspec
+import pytest
+from ckptcore_fsspec.file_systems import Connection
+
+from plugins.storage_fsspec.tests.web_servers import RangesHandler, serve_directory
+
+
+def test_an_asynchronous_one_is_shared_by_threads_and_others_are_not() -> None:
+    for protocol, shared in (("http", True), ("memory", False)):
+        connection = Connection(protocol, f"{protocol}://host/directory", {})
+        mine = connection.get()
+        assert connection.get() is mine
+        assert Connection(protocol, f"{protocol}://host/other", {}).get() is mine
+        others: list[object] = []
+        thread = threading.Thread(target=lambda of=connection, to=others: to.append(of.get()))
+        thread.start()
+        thread.join()
+        assert (others[0] is mine) is shared
+
+
+def test_other_options_are_another_one() -> None:
+    plain = Connection("http", "http://host/a", {}).get()
+    assert Connection("http", "http://host/a", {"headers": {"A": "1"}}).get() is not plain
+
+
+def test_listings_of_others_are_left_alone() -> None:
+    theirs = fsspec.filesystem("http")
+    ours = Connection("http", "http://host/a", {}).get()
+    assert ours is not theirs
+    assert theirs.dircache.use_listings_cache
+    assert not ours.dircache.use_listings_cache  # type: ignore[attr-defined]  # it is a DirCache
+
+
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")  # newer Pythons warn of what is tested here
+def test_a_process_that_was_forked_reads_too(tmp_path: Path) -> None:
+    """With a file system of its own: that of its parent waits for a thread that the fork did not copy."""
+    (tmp_path / "data").write_bytes(b"read me")
+    with serve_directory(tmp_path, RangesHandler) as (url, _):
+        from ckptcore_fsspec.opening import open_url
+
+        from ckptcore.protocols import StorageOptions
+
+        storage = open_url(url, StorageOptions())
+        assert storage.get("data") == b"read me"
+        child = os.fork()
+        if not child:
+            try:
+                os._exit(0 if storage.get("data") == b"read me" else 1)
+            finally:
+                os._exit(2)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
