@@ -2,7 +2,7 @@
 
 A map of the package:
 
-- `save`, `save_async`, `load`, `load_async`, `load_into`, `metadata`, `delete`, `verify`, `copy`, `convert`, `consolidate`: what users call (`ckptcore.api`)
+- `save`, `save_async`, `load`, `load_async`, `load_into`, `metadata`, `delete`, `verify`, `copy`, `copy_steps`, `convert`, `consolidate`: what users call (`ckptcore.api`)
 - `plan`, `plan_job`: what a save would write, ask and hold, without doing it (`ckptcore.save_plans`)
 - `save_checkpointables`, `save_checkpointables_async`, `load_checkpointables`, `checkpointables_metadata`: several objects in one checkpoint
 - `Checkpointer`: a run's steps; `CheckpointReader`: the same for who only reads (`ckptcore.checkpointer`, `ckptcore.reader`)
@@ -26,6 +26,7 @@ from ckptcore.api import (
     consolidate,
     convert,
     copy,
+    copy_steps,
     delete,
     load,
     load_async,
@@ -62,6 +63,7 @@ if TYPE_CHECKING:
     from ckptcore.checkpointer import Checkpointer
     from ckptcore.reader import CheckpointReader
     from ckptcore.restoring import SkippedStep
+    from ckptcore.step_copies import StepsCopyReport
     from ckptcore.step_names import StepNameFormat, StepNames
     from ckptcore.tiers.near import NearTier
     from ckptcore.tiers.status import UploadStatus
@@ -100,12 +102,14 @@ __all__ = [
     "StepExport",
     "StepNameFormat",
     "StepNames",
+    "StepsCopyReport",
     "UploadStatus",
     "VerifyReport",
     "checkpointables_metadata",
     "consolidate",
     "convert",
     "copy",
+    "copy_steps",
     "delete",
     "hookimpl",
     "load",
@@ -132,6 +136,7 @@ _ON_DEMAND = {
     "StepNameFormat": "ckptcore.step_names",
     "StepNames": "ckptcore.step_names",
     "NearTier": "ckptcore.tiers.near",
+    "StepsCopyReport": "ckptcore.step_copies",
     "UploadStatus": "ckptcore.tiers.status",
 }
 """Names whose modules are imported when they are asked for: who only saves or loads need not wait for the rest."""

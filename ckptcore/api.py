@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from ckptcore.background import LoadHandle, SaveHandle
 from ckptcore.builtin.safetensors import SafetensorsLayout
@@ -39,11 +39,17 @@ from ckptcore.subtrees import SubtreePath
 from ckptcore.verification import ProgressCallback, VerifyReport, verify_checkpoint
 from ckptcore.wanted import Wanted
 
+if TYPE_CHECKING:
+    from ckptcore.holds.ownership import IfInUse
+    from ckptcore.step_copies import StepProgressCallback, StepsCopyReport
+    from ckptcore.step_names import StepNames
+
 __all__ = [
     "checkpointables_metadata",
     "consolidate",
     "convert",
     "copy",
+    "copy_steps",
     "delete",
     "load",
     "load_async",
@@ -423,6 +429,53 @@ def copy(
     """
     return copy_checkpoint(
         source, destination, context or default_context(), overwrite=overwrite, verify=verify, progress=progress
+    )
+
+
+def copy_steps(
+    source: LocationLike,
+    destination: LocationLike,
+    *,
+    steps: Collection[int] | None = None,
+    names: StepNames | None = None,
+    overwrite: Overwrite = False,
+    verify: CopyVerification = "passing",
+    if_in_use: IfInUse = "error",
+    progress: StepProgressCallback | None = None,
+    context: Context | None = None,
+) -> StepsCopyReport:
+    """Copy the committed steps of a run to another directory, each as `copy` does, under the name that it has; and the run's metadata.
+
+    The oldest come first, so that a copy that died is the run as it was at some time. Copying again goes on, and also brings steps that
+    were saved since; what is at the destination already is left as it is. This process owns the destination meanwhile.
+
+    Args:
+        source, destination: the directories of steps, as paths or URLs.
+        steps: which ones; None: all that are committed.
+        names: how steps are named, if in no usual way.
+        overwrite, verify: as for `copy`; with `overwrite` the metadata of the destination is replaced, too.
+        if_in_use: as for `Checkpointer`, where another job owns the destination.
+        progress: called with a step, its bytes at the destination and its bytes in all, from any thread.
+        context: options.
+
+    Raises:
+        CheckpointNotFoundError: if a step is not there, or none is. One that is deleted meanwhile is in the report.
+        CheckpointExistsError: if another save of a step is at the destination. Steps before it are copied.
+        DirectoryInUseError: if another job writes steps to the destination.
+        What `copy` does; of a step that is damaged at the source the report tells.
+    """
+    from ckptcore.step_copies import copy_run  # who only saves or loads need not wait for it
+
+    return copy_run(
+        source,
+        destination,
+        context or default_context(),
+        steps=steps,
+        names=names,
+        overwrite=overwrite,
+        verify=verify,
+        if_in_use=if_in_use,
+        progress=progress,
     )
 
 

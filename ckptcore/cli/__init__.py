@@ -1,10 +1,10 @@
-"""The ``ckptcore`` command: look at checkpoints and runs, check, compare, convert, collect. Needs ``ckptcore[cli]``.
+"""The ``ckptcore`` command: look at checkpoints and runs, check, compare, copy, convert, collect. Needs ``ckptcore[cli]``.
 
 - `application`: the group of commands, which imports each one when it is used
-- `inspect`, `ls`, `steps`, `verify`, `diff`, `convert`, `gc`, `plugins`: one command each
+- `inspect`, `ls`, `steps`, `verify`, `diff`, `copy`, `convert`, `consolidate`, `gc`, `plugins`: one command each
 - `exits`: the exit codes and what leads to them
 - `documents`: what ``--json`` prints
-- `command`: what all commands share; `locating`, `survey`, `members`, `comparison`, `files_comparison`, `collection`, `treeview`, `table`,
+- `command`: what all commands share; `options`: of storages; `locating`, `survey`, `members`, `comparison`, `files_comparison`, `collection`, `treeview`, `table`,
   `amounts`, `console`, `progress`: their parts
 """
 

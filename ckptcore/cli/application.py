@@ -10,7 +10,7 @@ from ckptcore.cli.exits import EXIT_CODE_HELP
 
 __all__ = ["application"]
 
-_COMMANDS = ("inspect", "ls", "steps", "verify", "diff", "convert", "consolidate", "gc", "plugins")
+_COMMANDS = ("inspect", "ls", "steps", "verify", "diff", "copy", "convert", "consolidate", "gc", "plugins")
 
 
 class _LazyGroup(click.Group):
@@ -32,7 +32,7 @@ class _LazyGroup(click.Group):
 )
 @click.version_option(package_name="ckptcore")
 def application() -> None:
-    """Look at checkpoints and at the steps of runs; check, compare and convert them, and delete old steps.
+    """Look at checkpoints and at the steps of runs; check, compare, copy and convert them, and delete old steps.
 
     A LOCATION is a directory, a single file that a layout can read on its own (model.safetensors), or a URL. Every
     command reads any checkpoint that an installed layout can read, and prints JSON with --json.

@@ -1,4 +1,4 @@
-"""What every command shares: ``--json``, ``--debug``, and errors as one line and an exit code."""
+"""What every command shares: ``--json``, ``--debug``, ``--option``, and errors as one line and an exit code."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import click
 
 from ckptcore.cli.console import error_line, print_document
 from ckptcore.cli.exits import ExitCode, exit_code_of
+from ckptcore.cli.options import begin_context
 from ckptcore.errors import CheckpointError, DirectoryInUseError
 
 __all__ = ["checkpoint_command"]
@@ -33,8 +34,16 @@ def checkpoint_command(
         @click.command(name, epilog=epilog)
         @click.option("--json", "as_json", is_flag=True, help="Print one JSON document instead of text.")
         @click.option("--debug", is_flag=True, help="Show the traceback of an error.")
+        @click.option(
+            "--option",
+            "options",
+            multiple=True,
+            metavar="SCHEME.NAME=VALUE",
+            help="An option of a storage, such as s3.endpoint=URL; again for more. The environment is asked without it.",
+        )
         @functools.wraps(function)
-        def run(as_json: bool, debug: bool, *args: P.args, **kwargs: P.kwargs) -> None:
+        def run(as_json: bool, debug: bool, options: tuple[str, ...], *args: P.args, **kwargs: P.kwargs) -> None:
+            begin_context(options)
             code = _guarded(lambda: function(as_json, *args, **kwargs), as_json=as_json, debug=debug)
             click.get_current_context().exit(code)
 

@@ -12,6 +12,7 @@ from ckptcore.cli.command import checkpoint_command
 from ckptcore.cli.console import print_document, print_line, printable
 from ckptcore.cli.documents import ConsolidateDocument
 from ckptcore.cli.exits import ExitCode
+from ckptcore.cli.options import command_context
 from ckptcore.cli.progress import byte_progress
 from ckptcore.model import ArrayRecord
 
@@ -74,6 +75,7 @@ def command(
         layout = ckptcore.SafetensorsLayout(max_file_size, stem)
     except ValueError as error:
         raise click.BadParameter(str(error), param_hint="--stem") from error
+    context = command_context()
     with byte_progress("consolidating") as progress:
         ckptcore.consolidate(
             source,
@@ -84,8 +86,9 @@ def command(
             files=files,
             overwrite=replace,
             progress=progress,
+            context=context,
         )
-    tree = ckptcore.metadata(destination).tree
+    tree = ckptcore.metadata(destination, context=context).tree
     written = layout.file_names(tree)
     document: ConsolidateDocument = {
         "schema": "ckptcore.consolidate/1",

@@ -12,6 +12,7 @@ from ckptcore.cli.console import print_document, print_line, printable
 from ckptcore.cli.documents import ConvertDocument
 from ckptcore.cli.exits import ExitCode
 from ckptcore.cli.members import describe
+from ckptcore.cli.options import command_context
 from ckptcore.cli.progress import byte_progress
 from ckptcore.model import ArrayRecord
 
@@ -35,9 +36,10 @@ def command(
     import ckptcore
 
     replace: bool | Literal["non-atomic"] = "non-atomic" if overwrite_non_atomic else overwrite
+    context = command_context()
     with byte_progress("converting") as progress:
-        ckptcore.convert(source, destination, layout=layout, overwrite=replace, progress=progress)
-    written = describe(destination)
+        ckptcore.convert(source, destination, layout=layout, overwrite=replace, progress=progress, context=context)
+    written = describe(destination, context)
     one_tree = isinstance(written, ckptcore.CheckpointMetadata)
     trees = {"": written} if isinstance(written, ckptcore.CheckpointMetadata) else written.checkpointables
     leaves = [leaf for one in trees.values() for leaf in one.tree.leaves]

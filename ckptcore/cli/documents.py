@@ -18,6 +18,10 @@ __all__ = [
     "ConsolidateDocument",
     "ContainerDocument",
     "ConvertDocument",
+    "CopiedDocument",
+    "CopiedStepDocument",
+    "CopyDocument",
+    "CopyStepsDocument",
     "DiffDocument",
     "DifferenceDocument",
     "ErrorDocument",
@@ -235,6 +239,45 @@ class DiffDocument(TypedDict):
     nbytes_compared: int  #: read from both
     files_compared: NotRequired[int]  #: where both have files that objects wrote
     differences: list[DifferenceDocument]
+
+
+class CopiedDocument(TypedDict):
+    """What a copy did with a checkpoint."""
+
+    objects: int  #: how many it has, its root included
+    nbytes: int  #: bytes of all of them
+    sent: int  #: bytes that were written at the destination
+    kept: int  #: bytes that were there already
+    read_back: int  #: bytes that were read at the destination
+    requests: int  #: ranges read, pieces written, objects begun and completed
+    unverified: list[str]  #: objects of which no checksums are kept
+
+
+class CopyDocument(TypedDict):
+    """``ckptcore copy --json`` of a checkpoint."""
+
+    schema: Literal["ckptcore.copy/1"]
+    source: str
+    destination: str
+    copied: CopiedDocument
+
+
+class CopiedStepDocument(TypedDict):
+    """What a copy did with a step of a run."""
+
+    step: int
+    state: Literal["copied", "left", "gone", "damaged"]
+    copied: CopiedDocument | None  #: of one that is at the destination now
+    error: str | None  #: of one that is damaged at the source
+
+
+class CopyStepsDocument(TypedDict):
+    """``ckptcore copy --json`` of a directory of steps."""
+
+    schema: Literal["ckptcore.copy_steps/1"]
+    source: str
+    destination: str
+    steps: list[CopiedStepDocument]  #: ascending
 
 
 class ConvertDocument(TypedDict):

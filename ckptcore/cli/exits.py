@@ -5,12 +5,17 @@ from __future__ import annotations
 from enum import IntEnum
 
 from ckptcore.errors import (
+    BucketNotFoundError,
     CheckpointExistsError,
     CheckpointNotFoundError,
     CorruptCheckpointError,
     DirectoryInUseError,
     ObjectNotFoundError,
     PluginError,
+    StorageCredentialsError,
+    StoragePermissionError,
+    StorageThrottledError,
+    StorageTimeoutError,
     UnsupportedKeyError,
     UnsupportedLeafError,
     UnsupportedVersionError,
@@ -31,6 +36,10 @@ class ExitCode(IntEnum):
     FAILED = 6
     EXISTS = 7
     IN_USE = 8
+    CREDENTIALS = 9
+    PERMISSION = 10
+    THROTTLED = 11
+    TIMEOUT = 12
     BUG = 70
     INTERRUPTED = 130
     BROKEN_PIPE = 141
@@ -40,23 +49,32 @@ EXIT_CODE_HELP = """\
 \b
 Exit codes:
     0  done; nothing differs, nothing is wrong
-    1  diff found differences, verify or steps --verify found problems, a plugin failed to load
+    1  diff found differences; verify, steps --verify or copy found a damaged checkpoint; a plugin failed to load
     2  the command was not called correctly
-    3  there is no checkpoint at the location, or only one whose save never committed
+    3  there is no checkpoint at the location, or only one whose save never committed; there is no such bucket
     4  the checkpoint is corrupt
     5  a plugin that is needed is not installed, or the checkpoint holds what cannot be handled
     6  the storage or something else failed
     7  something stands at the destination already
     8  another job owns the directory of steps
+    9  there are no credentials for the storage, or it does not take them
+   10  the storage does not allow what was asked
+   11  the storage asked to come slower; try again later
+   12  the storage gave no answer in time; try again
    70  a bug in ckptcore or in a plugin
   130  interrupted, or not confirmed
 """
 
 _CODES: tuple[tuple[type[Exception], ExitCode], ...] = (
     (CheckpointNotFoundError, ExitCode.NOT_FOUND),
+    (BucketNotFoundError, ExitCode.NOT_FOUND),
     (CheckpointExistsError, ExitCode.EXISTS),
     (DirectoryInUseError, ExitCode.IN_USE),
     (CorruptCheckpointError, ExitCode.CORRUPT),
+    (StorageCredentialsError, ExitCode.CREDENTIALS),
+    (StoragePermissionError, ExitCode.PERMISSION),
+    (StorageThrottledError, ExitCode.THROTTLED),
+    (StorageTimeoutError, ExitCode.TIMEOUT),
     (ObjectNotFoundError, ExitCode.CORRUPT),  # the root was there and names what is not
     (UnsupportedVersionError, ExitCode.UNSUPPORTED),
     (UnsupportedLeafError, ExitCode.UNSUPPORTED),

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ckptcore.cli.documents import DifferenceDocument
-from ckptcore.context import default_context
+from ckptcore.cli.options import command_context
 from ckptcore.errors import CorruptCheckpointError
 from ckptcore.opening import Opened, open_files
 
@@ -30,8 +30,8 @@ class FilesComparison:
         Raises:
             What `ckptcore.metadata` does.
         """
-        self._a = open_files(a, default_context())
-        self._b = open_files(b, default_context())
+        self._a = open_files(a, command_context())
+        self._b = open_files(b, command_context())
 
     @property
     def files(self) -> int:

@@ -14,9 +14,10 @@ from ckptcore.cli.command import checkpoint_command
 from ckptcore.cli.console import json_number, print_document, print_line, printable
 from ckptcore.cli.documents import GcDocument, GcStepDocument
 from ckptcore.cli.exits import ExitCode
+from ckptcore.cli.options import command_context
 from ckptcore.cli.survey import find_steps, step_names
 from ckptcore.cli.table import Cell, Column, print_table
-from ckptcore.context import Context, default_context
+from ckptcore.context import Context
 from ckptcore.garbage import StepDeleter
 from ckptcore.holds import own_directory
 from ckptcore.holds.looking import look_at_owner
@@ -73,7 +74,7 @@ def command(
         raise click.UsageError(
             "nobody can be asked here; pass --yes to delete, or --dry-run to see what would be deleted"
         )
-    context = default_context()
+    context = command_context()
     steps = find_steps(directory, step_names(named), context)
     if_in_use: IfInUse = "take over" if take_over else "error"
     deleted: Sequence[int] = ()

@@ -25,6 +25,7 @@ from ckptcore.cli.documents import (
 from ckptcore.cli.exits import ExitCode
 from ckptcore.cli.keys import key_documents
 from ckptcore.cli.members import describe
+from ckptcore.cli.options import command_context
 from ckptcore.cli.treeview import tree_rows
 from ckptcore.events import Event
 from ckptcore.model import ArrayRecord, Node, Skeleton, TreeMetadata, TreePath, format_path
@@ -48,7 +49,7 @@ def command(as_json: bool, location: str, depth: int | None, show_objects: bool,
     Of several checkpointables each one is shown, with its tree or its files. No array is read. --depth, --objects and
     --timeline are for the text: JSON always has everything.
     """
-    found = describe(location)
+    found = describe(location, command_context())
     if as_json:
         print_document(_document(location, found))
         return ExitCode.OK

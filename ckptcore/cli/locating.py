@@ -6,10 +6,9 @@ import os
 import urllib.parse
 from collections.abc import Sequence
 
+from ckptcore.context import Context
 from ckptcore.errors import CheckpointNotFoundError, InvalidLocationError
-from ckptcore.locations import resolve_location
-from ckptcore.plugins import installed_plugins
-from ckptcore.protocols import StorageOptions
+from ckptcore.locations import open_directory, resolve_location
 
 __all__ = ["child_location", "names_in"]
 
@@ -22,19 +21,17 @@ def child_location(directory: str, name: str) -> str:
     return os.path.join(directory, name)
 
 
-def names_in(directory: str) -> Sequence[str]:
+def names_in(directory: str, context: Context) -> Sequence[str]:
     """The names in a directory; those of directories end in ``/``.
 
     Raises:
         CheckpointNotFoundError: if there is no such directory.
     """
-    scheme, separator, _ = directory.partition("://")
-    opener = installed_plugins().storage(scheme.lower() if separator else "file")
-    names = opener(directory, StorageOptions()).list_names()
+    names = open_directory(directory, context.registry, durable=False, config=context.storage).list_names()
     if names:
         return names
     try:
-        location = resolve_location(directory, installed_plugins(), durable=False, config={})
+        location = resolve_location(directory, context.registry, durable=False, config=context.storage)
     except InvalidLocationError:
         return names  # the root of a storage, which is always there
     if f"{location.name}/" not in location.parent.list_names():

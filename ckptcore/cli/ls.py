@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Final, Literal, TypeAlias
 
 import click
 
@@ -14,6 +15,8 @@ from ckptcore.cli.documents import ListDocument, ListedDocument
 from ckptcore.cli.exits import ExitCode
 from ckptcore.cli.locating import child_location, names_in
 from ckptcore.cli.members import describe
+from ckptcore.cli.options import command_context
+from ckptcore.context import Context
 from ckptcore.model import ArrayRecord
 
 if TYPE_CHECKING:
@@ -23,6 +26,7 @@ __all__ = ["command"]
 
 State: TypeAlias = Literal["committed", "foreign", "uncommitted", "leftover", "corrupt", "unreadable"]
 
+_THREADS: Final = 8
 _STYLES = {"committed": "green", "foreign": "cyan", "uncommitted": "yellow", "leftover": "yellow"}
 _STATES = """\
 \b
@@ -56,24 +60,27 @@ def command(as_json: bool, directory: str) -> ExitCode:
     return ExitCode.OK
 
 
-def _checkpoints(directory: str) -> Iterator[ListedDocument]:
+def _checkpoints(directory: str) -> Sequence[ListedDocument]:
     from ckptcore.commit import is_hidden_name
     from ckptcore.holds import ADMINISTRATION
     from ckptcore.root import ROOT_KEY
 
-    names = names_in(directory)
+    context = command_context()
+    names = names_in(directory, context)
     if ROOT_KEY in names:
         # It is a checkpoint itself: like `ls` of a file.
-        yield from _listed(directory, directory)
-        return
-    for entry in sorted(names, key=_in_order):
-        name = entry.rstrip("/")
-        if name == ADMINISTRATION:
-            continue
+        return _listed(directory, directory, context)
+
+    def look(name: str) -> Sequence[ListedDocument]:
         if is_hidden_name(name):
-            yield _document(name, "leftover")
-        else:
-            yield from _listed(child_location(directory, name), name)
+            return [_document(name, "leftover")]
+        return _listed(child_location(directory, name), name, context)
+
+    entries = [entry.rstrip("/") for entry in sorted(names, key=_in_order)]
+    # Each is some small requests, which a remote storage answers in tens of milliseconds.
+    with ThreadPoolExecutor(_THREADS) as threads:
+        found = list(threads.map(look, [name for name in entries if name != ADMINISTRATION]))
+    return [document for documents in found for document in documents]
 
 
 def _in_order(entry: str) -> tuple[str, int, str]:
@@ -84,21 +91,28 @@ def _in_order(entry: str) -> tuple[str, int, str]:
     return (prefix, int(name[len(prefix) :][:20] or -1), name)
 
 
-def _listed(location: str, name: str) -> Iterator[ListedDocument]:
+def _listed(location: str, name: str, context: Context) -> Sequence[ListedDocument]:
     """The checkpoint at a location, or nothing if it is none."""
     import ckptcore
-    from ckptcore.errors import CheckpointNotFoundError, CorruptCheckpointError, UncommittedCheckpointError
+    from ckptcore.errors import (
+        CheckpointNotFoundError,
+        CorruptCheckpointError,
+        StorageError,
+        UncommittedCheckpointError,
+    )
 
     try:
-        found = describe(location)
+        found = describe(location, context)
     except UncommittedCheckpointError:
-        yield _document(name, "uncommitted")
+        return [_document(name, "uncommitted")]
     except CheckpointNotFoundError:
-        return
+        return ()
     except CorruptCheckpointError as error:
-        yield _document(name, "corrupt", str(error))
+        return [_document(name, "corrupt", str(error))]
+    except StorageError:
+        raise  # says nothing of this one
     except ckptcore.CheckpointError as error:
-        yield _document(name, "unreadable", str(error))
+        return [_document(name, "unreadable", str(error))]
     else:
         document = _document(name, "foreign" if found.save_id is None else "committed")
         if isinstance(found, ckptcore.CheckpointMetadata):
@@ -111,7 +125,7 @@ def _listed(location: str, name: str) -> Iterator[ListedDocument]:
         document["writer"] = found.writer
         document["created"] = found.created
         document["nbytes"] = found.nbytes
-        yield document
+        return [document]
 
 
 def _arrays(found: CheckpointMetadata) -> int:

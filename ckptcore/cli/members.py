@@ -6,22 +6,24 @@ from collections.abc import Mapping
 
 from ckptcore import CheckpointablesMetadata, CheckpointMetadata
 from ckptcore.cli.locating import child_location
-from ckptcore.context import default_context
+from ckptcore.cli.options import command_context
+from ckptcore.context import Context
 from ckptcore.describing import describe_checkpoint, describe_checkpointables, describe_either
 from ckptcore.errors import CheckpointNotFoundError
+from ckptcore.locations import Place
 from ckptcore.members import is_deleted, present_members
 from ckptcore.opening import find_composite
 
 __all__ = ["describe", "describe_directories"]
 
 
-def describe(location: str) -> CheckpointMetadata | CheckpointablesMetadata:
-    """What a checkpoint of either sort says of itself.
+def describe(location: Place, context: Context) -> CheckpointMetadata | CheckpointablesMetadata:
+    """What a checkpoint of either sort says of itself. Any thread.
 
     Raises:
         What `ckptcore.metadata` does.
     """
-    return describe_either(location, default_context())
+    return describe_either(location, context)
 
 
 def describe_directories(location: str) -> Mapping[str, tuple[str, CheckpointMetadata]]:
@@ -34,7 +36,7 @@ def describe_directories(location: str) -> Mapping[str, tuple[str, CheckpointMet
         CheckpointNotFoundError: also if one of what other software wrote cannot be read.
         What `ckptcore.metadata` does.
     """
-    context = default_context()
+    context = command_context()
     composite = find_composite(location, context)
     if composite is None:
         return {"": (location, describe_checkpoint(location, context))}

@@ -14,11 +14,11 @@ from ckptcore.cli.console import json_number, print_document, print_line, printa
 from ckptcore.cli.documents import OwnerDocument, StepDocument, StepsDocument
 from ckptcore.cli.exits import ExitCode
 from ckptcore.cli.locating import child_location
+from ckptcore.cli.options import command_context
 from ckptcore.cli.progress import byte_progress
 from ckptcore.cli.survey import Found, find_pinned, find_steps, look_at_steps, step_names
 from ckptcore.cli.table import Cell, Column, print_table
 from ckptcore.cli.verify import problem_documents
-from ckptcore.context import default_context
 from ckptcore.errors import StorageError
 from ckptcore.holds.looking import look_at_owner
 from ckptcore.protocols import StorageBackend
@@ -61,7 +61,7 @@ def command(as_json: bool, directory: str, last: int | None, verify: bool, named
     DIRECTORY is a path or URL. No checkpoint in it is changed, and a job may go on saving there. The size is that of all files
     of a step but its root.
     """
-    context = default_context()
+    context = command_context()
     steps = find_steps(directory, step_names(named), context)
     candidates = steps.candidates()
     chosen = candidates if last is None else candidates[-last:]
@@ -107,7 +107,9 @@ def _verify(directory: str, document: StepDocument, title: str) -> None:
         return
     try:
         with byte_progress(title) as progress:
-            report = ckptcore.verify(child_location(directory, document["name"]), progress=progress)
+            report = ckptcore.verify(
+                child_location(directory, document["name"]), progress=progress, context=command_context()
+            )
     except ckptcore.CheckpointError as error:
         document["sound"] = False
         document["error"] = document["error"] or str(error)

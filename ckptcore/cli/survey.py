@@ -82,7 +82,7 @@ def find_steps(directory: str, names: StepNames, context: Context) -> StepDirect
         CheckpointNotFoundError: if there is no such directory.
         InvalidLocationError: if it is a checkpoint itself.
     """
-    if ROOT_KEY in names_in(directory):
+    if ROOT_KEY in names_in(directory, context):
         raise InvalidLocationError(
             f"{directory} is a checkpoint and no directory of steps; name the directory that it is in, or use inspect"
         )

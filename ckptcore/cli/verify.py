@@ -11,6 +11,7 @@ from ckptcore.cli.command import checkpoint_command
 from ckptcore.cli.console import print_document, print_line, printable
 from ckptcore.cli.documents import ProblemDocument, VerifyDocument
 from ckptcore.cli.exits import ExitCode
+from ckptcore.cli.options import command_context
 from ckptcore.cli.progress import byte_progress
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ def command(as_json: bool, location: str) -> ExitCode:
     import ckptcore
 
     with byte_progress("verifying") as progress:
-        report = ckptcore.verify(location, progress=progress)
+        report = ckptcore.verify(location, progress=progress, context=command_context())
     document: VerifyDocument = {
         "schema": "ckptcore.verify/1",
         "location": location,

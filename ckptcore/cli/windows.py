@@ -7,9 +7,10 @@ where a framework's leaf would ask for its shards, in `_Windows`, which has the 
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from ckptcore.cli.options import command_context
 from ckptcore.model import ArrayRecord, ArraySpec, Box, HostArray, LeafRecord, Node, Shard, Skeleton, TreeMetadata
 from ckptcore.protocols import Flattened, HostMemory, Priority
 
@@ -47,11 +48,9 @@ class BoxReader:
     """Reads boxes of the arrays of one checkpoint."""
 
     def __init__(self, location: str, tree: TreeMetadata) -> None:
-        from ckptcore import Context
-
         self._location = location
         self._tree = tree
-        self._context = Context(handlers={_Window: _WindowHandler(), _Windows: _WindowsHandler()})
+        self._context = replace(command_context(), handlers={_Window: _WindowHandler(), _Windows: _WindowsHandler()})
 
     def read(self, boxes: Mapping[int, Box]) -> dict[int, HostArray]:
         """The elements of one box each of some arrays, by number of the leaf."""

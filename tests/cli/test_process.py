@@ -128,7 +128,7 @@ def test_every_error_has_an_exit_code_of_failure() -> None:
 
 
 def test_a_bug_is_told_apart_from_differences(run: Run, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(location: object) -> None:
+    def broken(location: object, context: object) -> None:
         raise RuntimeError("oh dear")
 
     monkeypatch.setattr(inspect, "describe", broken)
@@ -138,7 +138,7 @@ def test_a_bug_is_told_apart_from_differences(run: Run, checkpoint: Path, monkey
 
 
 def test_an_interrupt_is_130(run: Run, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(location: object) -> None:
+    def interrupted(location: object, context: object) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(inspect, "describe", interrupted)
