@@ -1,0 +1,138 @@
+"""A program that does what is to be killed at a request: it is warm, and forks a child for each task.
+
+It reads lines of JSON, a `Task` each, and writes the process id of the child that does it. When that has ended its exit status is
+written: negative for a signal. No storage is opened before the fork: clients of object stores do not survive one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+import traceback
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Final, Literal
+
+import ckptcore
+from ckptcore.model import JSON
+from tests.crashes.states import make_state
+
+__all__ = ["Client", "Program", "Task", "client", "do"]
+
+_SECONDS: Final = 120
+
+Program = Literal["save", "overwrite", "step"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Task:
+    """What a child does.
+
+    Attributes:
+        program: save where no checkpoint is; replace one; save the next step of a directory.
+        location: of the checkpoint, or of the directory of steps.
+        number: the state that it saves; the step too.
+        layout: how arrays are laid out.
+        storage: options of storages by scheme.
+        elements: of an array of the state.
+    """
+
+    program: Program
+    location: str
+    number: int
+    layout: str
+    storage: Mapping[str, Mapping[str, JSON]]
+    elements: int
+
+
+def do(task: Task) -> None:
+    """Do it, in this process, on one thread, so that the requests of one run are those of the next."""
+    context = ckptcore.Context(threads=1, storage=task.storage)
+    state = make_state(task.number, task.elements)
+    if task.program == "step":
+        with ckptcore.Checkpointer(task.location, layout=task.layout, context=context) as checkpointer:
+            checkpointer.save_blocking(task.number, state)
+        return
+    overwrite: bool | Literal["non-atomic"] = "non-atomic" if task.program == "overwrite" else False
+    ckptcore.save(task.location, state, layout=task.layout, overwrite=overwrite, context=context)
+
+
+class Client:
+    """The warm program, as its parent knows it."""
+
+    def __init__(self) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tests.object_stores.clients"],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2],
+        )  # fmt: skip
+
+    def close(self) -> None:
+        """End it."""
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.close()
+        self._process.wait(_SECONDS)
+        self._process.stdout.close()
+
+    def start(self, task: Task) -> int:
+        """Let a child do a task; its process id. `end` must follow."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(dataclasses.asdict(task)) + "\n")
+        self._process.stdin.flush()
+        return self._hear()
+
+    def end(self) -> int:
+        """Wait for the child; its exit status, negative for a signal."""
+        return self._hear()
+
+    def _hear(self) -> int:
+        assert self._process.stdout is not None
+        return int(self._process.stdout.readline())
+
+
+@contextmanager
+def client() -> Iterator[Client]:
+    """The warm program, while the block runs."""
+    warm = Client()
+    try:
+        yield warm
+    finally:
+        warm.close()
+
+
+def _warm() -> None:
+    """Import what tasks import."""
+    for layout in ("safetensors", "dcp"):
+        ckptcore.save(f"memory://warm/{layout}", make_state(1), layout=layout, context=ckptcore.Context(threads=1))
+    import ckptcore_tensorstore.layouts  # noqa: F401  # it is not used before a fork, which its threads would not survive
+
+
+def _serve() -> None:
+    _warm()
+    for line in sys.stdin:
+        task = Task(**json.loads(line))
+        child = os.fork()
+        if child == 0:
+            _child(task)
+        print(child, flush=True)
+        _, status = os.waitpid(child, 0)
+        print(os.waitstatus_to_exitcode(status), flush=True)
+
+
+def _child(task: Task) -> None:
+    """Do a task and end without returning."""
+    try:
+        signal.alarm(_SECONDS)  # a task that hangs ends with a signal that no test expects
+        do(task)
+    except BaseException:  # noqa: BLE001  # the exit status tells the test, and the text a person
+        traceback.print_exc()
+        os._exit(1)
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    _serve()

@@ -1,0 +1,25 @@
+"""What the tests on object stores share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.object_stores.clients import Client, client
+from tests.object_stores.stores import STORES, ObjectStore
+
+
+@pytest.fixture(scope="session", params=sorted(STORES))
+def object_store(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ObjectStore]:
+    """Each object store, running."""
+    scheme: str = request.param
+    with STORES[scheme](tmp_path_factory.mktemp(scheme)) as store:
+        yield store
+
+
+@pytest.fixture(scope="session")
+def warm() -> Iterator[Client]:
+    """The program that is killed."""
+    with client() as running:
+        yield running

@@ -1,0 +1,254 @@
+"""Runs: a program drawn by a seed saves, replaces, loads and deletes through a proxy with faults, and is judged without it."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+import ckptcore
+from ckptcore.errors import (
+    CheckpointError,
+    CheckpointNotFoundError,
+    CommitUnknownError,
+    DirectoryInUseError,
+)
+from ckptcore.locations import open_directory
+from ckptcore.policies import LatestN
+from ckptcore.testing import FaultProxy, InterruptBefore, ProxiedRequest, RequestFault, SeededFaults, StoreDialect
+from tests.crashes.states import SMALL, make_state, version_at, version_of
+from tests.object_stores.histories import History
+from tests.object_stores.stores import LAYOUTS, ObjectStore, may_come_late
+
+__all__ = ["Outage", "Run", "expect_nothing_else", "release_directory", "run"]
+
+_PARTS: Final = 6 << 20
+"""Elements of an array that is uploaded in parts."""
+
+_OWNER: Final = ".ckptcore/owner.json"
+
+
+class Outage:
+    """From a request on the network is gone."""
+
+    def __init__(self, begins: int) -> None:
+        """Break every request from this number on."""
+        self._begins = begins
+
+    def faults(self, request: ProxiedRequest, dialect: StoreDialect) -> Sequence[RequestFault]:
+        """See `RequestPlan`."""
+        return (InterruptBefore(lambda: None),) if request.number >= self._begins else ()
+
+
+@dataclass
+class Run:
+    """A run that is under way.
+
+    Attributes:
+        seed: draws the program and the faults.
+        store: with the service.
+        proxy: between.
+        draw: draws the program.
+        context: goes through the proxy.
+        direct: does not.
+        place: the directory of the run.
+        next_version: the next state to save.
+        histories: by location.
+    """
+
+    seed: int
+    store: ObjectStore
+    proxy: FaultProxy
+    place: str
+    draw: random.Random
+    context: ckptcore.Context
+    direct: ckptcore.Context
+    next_version: int = 1
+    histories: dict[str, History] = field(default_factory=dict)
+
+    def version(self) -> int:
+        """A state that was not saved yet."""
+        version, self.next_version = self.next_version, self.next_version + 1
+        return version
+
+    def history(self, location: str) -> History:
+        """Of a location."""
+        return self.histories.setdefault(location, History(location))
+
+
+def run(seed: int, store: ObjectStore) -> Run:
+    """Do the run of a seed, and judge it; what was found, if it was found good.
+
+    Raises:
+        AssertionError: something was lost, torn or wrong, or an error was unclear. Its notes say what happened.
+    """
+    draw = random.Random(seed)
+    plan = SeededFaults(
+        seed,
+        rate=draw.choice((0.03, 0.1, 0.25)),
+        most=draw.choice((3, 15, 40)),
+        may_repeat=may_come_late,
+        latest=3,  # before a save that gives up has removed what it wrote
+    )
+    with FaultProxy(store.upstream, plan, dialect=store.dialect) as proxy:
+        going = Run(
+            seed, store, proxy, store.new_place(f"run-{seed}"), draw,
+            ckptcore.Context(threads=draw.choice((1, 4)), storage=store.options(proxy.url)), store.direct,
+        )  # fmt: skip
+        try:
+            _program(going)
+            proxy.settle()
+            _judge(going)
+        except BaseException as error:
+            error.add_note(f"seed {seed} on {store.scheme}, with faults:")
+            for logged in proxy.log:
+                if logged.faults or logged.request.changes:
+                    error.add_note(f"  {logged}")
+            for history in going.histories.values():
+                error.add_note(str(history))
+            raise
+    return going
+
+
+def _program(run: Run) -> None:
+    steps: Sequence[Callable[[Run, str], None]] = (_save, _replace, _replace, _load, _load, _delete, _die)
+    for _ in range(run.draw.randrange(3, 7)):
+        run.draw.choice(steps)(run, f"{run.place}/checkpoint_{run.draw.randrange(2)}")
+    if run.draw.random() < 0.4:
+        _train(run, f"{run.place}/steps")
+
+
+def _state(run: Run, version: int) -> Mapping[str, object]:
+    return make_state(version, _PARTS if run.draw.random() < 0.04 else SMALL)
+
+
+def _save(run: Run, location: str) -> None:
+    history, version = run.history(location), run.version()
+    state, layout = _state(run, version), run.draw.choice(LAYOUTS)
+    try:
+        ckptcore.save(location, state, layout=layout, context=run.context)
+    except CheckpointError as error:
+        history.not_saved(version, error, replacing=False)
+    else:
+        history.saved_first(version)
+
+
+def _replace(run: Run, location: str) -> None:
+    history, version = run.history(location), run.version()
+    state, layout = _state(run, version), run.draw.choice(LAYOUTS)
+    try:
+        ckptcore.save(location, state, layout=layout, overwrite="non-atomic", context=run.context)
+    except CheckpointError as error:
+        history.not_saved(version, error, replacing=True)
+    else:
+        history.saved(version)
+
+
+def _load(run: Run, location: str) -> None:
+    history = run.history(location)
+    try:
+        found = ckptcore.load(location, context=run.context)
+    except CheckpointError as error:
+        history.not_loaded(error)
+    else:
+        history.loaded(version_of(found))
+
+
+def _delete(run: Run, location: str) -> None:
+    history = run.history(location)
+    try:
+        ckptcore.delete(location, context=run.context)
+    except CheckpointError as error:
+        history.not_deleted(error)
+    else:
+        history.deleted()
+
+
+def _die(run: Run, location: str) -> None:
+    """A save whose network goes away in its middle and does not come back, so that it cannot tidy up."""
+    history, version = run.history(location), run.version()
+    proxy, plan = run.proxy, run.proxy.plan
+    number = proxy.log[-1].request.number + 1 if proxy.log else 0
+    proxy.plan = Outage(number + run.draw.randrange(12))
+    try:
+        ckptcore.save(
+            location, make_state(version), overwrite="non-atomic", layout=run.draw.choice(LAYOUTS), context=run.context
+        )
+    except CheckpointError as error:
+        history.not_saved(version, error, replacing=True)
+    else:
+        history.saved(version)
+    finally:
+        proxy.plan = plan
+
+
+def release_directory(store: ObjectStore, directory: str) -> None:
+    """Let the time pass in which a dead job's ownership of a directory of steps runs out."""
+    opened = open_directory(directory, store.direct.registry, durable=True, config=store.direct.storage)
+    opened.delete([_OWNER])
+
+
+def _train(run: Run, directory: str) -> None:
+    """Save steps, be cut off, and resume, each time through the proxy."""
+    saved: dict[int, set[int | None]] = {}
+    last = 0
+    layout = run.draw.choice(LAYOUTS)
+    for _ in range(2):
+        try:
+            with ckptcore.Checkpointer(
+                directory, preservation_policy=LatestN(2), layout=layout, context=run.context
+            ) as checkpointer:
+                newest = checkpointer.latest
+                assert (newest or 0) >= last, f"step {last} was saved, and the newest is said to be {newest}: {saved}"
+                if newest is not None:
+                    found = version_of(checkpointer.load(newest))
+                    assert found in saved[newest], f"step {newest} is {found}, of {saved}"
+                for step in range((newest or 0) + 1, (newest or 0) + 1 + run.draw.randrange(1, 4)):
+                    version = run.version()
+                    try:
+                        checkpointer.save_blocking(step, make_state(version))
+                    except CommitUnknownError:
+                        saved.setdefault(step, {None}).add(version)
+                    except CheckpointError:
+                        saved.setdefault(step, {None})
+                    else:
+                        saved[step] = {version}
+                        last = step
+        except DirectoryInUseError:
+            release_directory(run.store, directory)
+        except CheckpointError as error:
+            run.history(directory).not_loaded(error) if not isinstance(error, CheckpointNotFoundError) else None
+            release_directory(run.store, directory)
+    run.proxy.settle()
+    release_directory(run.store, directory)
+    with ckptcore.Checkpointer(directory, layout=layout, context=run.direct) as checkpointer:
+        newest = checkpointer.latest
+        assert (newest or 0) >= last, f"step {last} was saved, and the newest is {newest}: {saved}"
+        for step in checkpointer.steps:
+            found = version_of(checkpointer.load(step))
+            assert found in saved[step], f"step {step} is {found}, of {saved}"
+        version = run.version()
+        checkpointer.save_blocking((newest or 0) + 1, make_state(version))
+        assert version_of(checkpointer.load()) == version
+
+
+def _judge(run: Run) -> None:
+    """Look at every place without faults: what was committed is there, whole; and the next save succeeds and leaves nothing over."""
+    for location, history in run.histories.items():
+        if location.endswith("/steps"):
+            continue
+        history.found(version_at(location, context=run.direct))
+        version = run.version()
+        ckptcore.save(location, make_state(version), overwrite="non-atomic", context=run.direct)
+        history.saved(version)
+        history.found(version_at(location, context=run.direct))
+        expect_nothing_else(run.store, location)
+
+
+def expect_nothing_else(store: ObjectStore, location: str) -> None:
+    """Beside what a checkpoint lists there is nothing at its location."""
+    opened = open_directory(location, store.direct.registry, durable=True, config=store.direct.storage)
+    listed = set(ckptcore.metadata(location, context=store.direct).objects)
+    extra = {key for key in opened.list() if key not in listed and not key.startswith("checkpoint.")}
+    assert not extra, f"{location} holds objects that it does not list: {sorted(extra)}"

@@ -1,0 +1,24 @@
+"""Whatever networks and services do: nothing that was committed is lost, torn or wrong."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.object_stores.runs import run
+from tests.object_stores.stores import ObjectStore
+
+_SAMPLE = range(8)
+
+_BLOCK = 25
+
+
+@pytest.mark.parametrize("seed", _SAMPLE)
+def test_a_sample_of_runs(seed: int, object_store: ObjectStore) -> None:
+    run(seed, object_store)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("block", range(500 // _BLOCK))
+def test_every_run(block: int, object_store: ObjectStore) -> None:
+    for seed in range(block * _BLOCK, (block + 1) * _BLOCK):
+        run(seed, object_store)

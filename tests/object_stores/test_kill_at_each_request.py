@@ -1,0 +1,185 @@
+"""``kill -9`` of the client at each request of a save: the old checkpoint or the new one, and the next save succeeds.
+
+Replacing a checkpoint is not atomic on an object store, and has to be asked for as that by name. There what counts is that
+nothing wrong is ever loaded.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Final, Literal
+
+import pytest
+
+import ckptcore
+from ckptcore.locations import open_directory
+from ckptcore.root import ROOT_KEY, Claimed
+from ckptcore.root_json import encode_claim
+from ckptcore.testing import FaultProxy, InterruptAfter, InterruptBefore, RequestsFailing
+from tests.crashes.states import SMALL, make_state, version_at, version_of
+from tests.object_stores.clients import Client, Program, Task
+from tests.object_stores.runs import expect_nothing_else, release_directory
+from tests.object_stores.stores import LAYOUTS, ObjectStore
+
+_OLD: Final = 1
+_NEW: Final = 2
+_NEXT: Final = 3
+
+_SAMPLE: Final = 5
+
+_FIXED_NAMES: Final = ("model.safetensors", ".metadata", "__0_0.distcp", "manifest.ocdbt", "zarr.json", ".zgroup")
+"""Names that formats fix, which a dead save leaves and the next one needs."""
+
+Moment = Literal["before", "after"]
+
+
+def _nothing(store: ObjectStore, place: str) -> None:
+    """No checkpoint."""
+
+
+def _dead_claim(store: ObjectStore, place: str) -> None:
+    """What a save left that died early: a claim, and objects."""
+    opened = open_directory(place, store.direct.registry, durable=True, config=store.direct.storage)
+    opened.put(ROOT_KEY, encode_claim(Claimed("0123456789abcdef", "2026-01-01T00:00:00.000+00:00")))
+    for name in _FIXED_NAMES:
+        opened.put(name, b"of a dead save")
+
+
+def _old(store: ObjectStore, place: str) -> None:
+    ckptcore.save(place, make_state(_OLD), context=store.direct)
+
+
+def _first_step(store: ObjectStore, place: str) -> None:
+    with ckptcore.Checkpointer(place, context=store.direct) as checkpointer:
+        checkpointer.save_blocking(_OLD, make_state(_OLD))
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """What is killed, and what may be there afterwards.
+
+    Attributes:
+        program: what the client does.
+        prepare: makes what is there before.
+        allowed: the states that may be there afterwards; None for no checkpoint.
+        elements: of an array of the state.
+    """
+
+    program: Program
+    prepare: Callable[[ObjectStore, str], None]
+    allowed: frozenset[int | None]
+    elements: int = SMALL
+
+
+SCENARIOS: Final = {
+    "first save": Scenario("save", _nothing, frozenset({None, _NEW})),
+    "save over a dead claim": Scenario("save", _dead_claim, frozenset({None, _NEW})),
+    "non-atomic overwrite": Scenario("overwrite", _old, frozenset({_OLD, None, _NEW})),
+    "a step of a Checkpointer": Scenario("step", _first_step, frozenset({_OLD, _NEW})),
+}
+
+_IN_PARTS: Final = Scenario("save", _dead_claim, frozenset({None, _NEW}), 11 << 20)
+
+
+def _task(store: ObjectStore, scenario: Scenario, layout: str, place: str, url: str) -> Task:
+    return Task(scenario.program, place, _NEW, layout, store.options(url), scenario.elements)
+
+
+def _requests(store: ObjectStore, scenario: Scenario, layout: str, warm: Client) -> int:
+    """How many requests it takes."""
+    place = store.new_place("counted")
+    scenario.prepare(store, place)
+    with FaultProxy(store.upstream, dialect=store.dialect) as proxy:
+        warm.start(_task(store, scenario, layout, place, proxy.url))
+        assert warm.end() == 0, f"{layout}: the program failed"
+        return len(proxy.log)
+
+
+def _try(store: ObjectStore, scenario: Scenario, layout: str, warm: Client, number: int, moment: Moment) -> bool:
+    """Kill a program at a request, and look at what is there; whether it came to that request."""
+    place = store.new_place("killed")
+    scenario.prepare(store, place)
+    client: list[int] = []
+
+    def kill() -> None:
+        os.kill(client[0], signal.SIGKILL)
+
+    plan = RequestsFailing({number: InterruptBefore(kill) if moment == "before" else InterruptAfter(kill)})
+    with FaultProxy(store.upstream, plan, dialect=store.dialect) as proxy:
+        client.append(warm.start(_task(store, scenario, layout, place, proxy.url)))
+        status = warm.end()
+        proxy.settle()
+        log = proxy.log
+    assert status in (0, -signal.SIGKILL), f"the program ended with {status}"
+    try:
+        found = _found(store, scenario, place)
+        assert found in scenario.allowed, f"found {found}"
+        assert status != 0 or found == _NEW, "a program that ended is not done"
+        _save_next(store, scenario, layout, place)
+    except BaseException as error:
+        error.add_note(f"killed {moment} request {number} of:")
+        for logged in log:
+            error.add_note(f"  {logged}")
+        raise
+    return status != 0
+
+
+def _found(store: ObjectStore, scenario: Scenario, place: str) -> int | None:
+    if scenario.program != "step":
+        return version_at(place, context=store.direct)
+    reader = ckptcore.CheckpointReader(place, context=store.direct)
+    return None if reader.latest is None else version_of(reader.load())
+
+
+def _save_next(store: ObjectStore, scenario: Scenario, layout: str, place: str) -> None:
+    """The next save succeeds, and leaves nothing of the dead."""
+    state = make_state(_NEXT)
+    if scenario.program == "step":
+        release_directory(store, place)
+        with ckptcore.Checkpointer(place, layout=layout, context=store.direct) as checkpointer:
+            checkpointer.save_blocking(_NEXT, state)
+            assert version_of(checkpointer.load()) == _NEXT
+            steps = checkpointer.steps
+        assert set(steps) in ({_OLD, _NEXT}, {_OLD, _NEW, _NEXT})
+        opened = open_directory(place, store.direct.registry, durable=True, config=store.direct.storage)
+        directories = [name for name in opened.list_names() if not name.startswith(".")]
+        assert len(directories) == len(steps), f"of a dead save there is left: {directories}"
+        return
+    ckptcore.save(place, state, layout=layout, overwrite="non-atomic", context=store.direct)
+    assert version_at(place, context=store.direct) == _NEXT
+    expect_nothing_else(store, place)
+
+
+def _points(requests: int) -> Sequence[tuple[int, Moment]]:
+    return [(number, moment) for number in range(requests) for moment in ("before", "after")]
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_a_sample_of_kills(name: str, object_store: ObjectStore, warm: Client) -> None:
+    scenario = SCENARIOS[name]
+    layout = LAYOUTS[list(SCENARIOS).index(name)]
+    points = _points(_requests(object_store, scenario, layout, warm))
+    for number, moment in points[-1 :: -max(1, len(points) // _SAMPLE)]:
+        assert _try(object_store, scenario, layout, warm, number, moment), f"request {number} was not reached"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_every_kill(name: str, layout: str, object_store: ObjectStore, warm: Client) -> None:
+    _kill_at_each_request(SCENARIOS[name], layout, object_store, warm)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_kill_of_uploads_in_parts(layout: str, object_store: ObjectStore, warm: Client) -> None:
+    _kill_at_each_request(_IN_PARTS, layout, object_store, warm)
+
+
+def _kill_at_each_request(scenario: Scenario, layout: str, store: ObjectStore, warm: Client) -> None:
+    points = _points(_requests(store, scenario, layout, warm))
+    reached = sum(_try(store, scenario, layout, warm, number, moment) for number, moment in points)
+    assert reached >= 0.8 * len(points), f"only {reached} of {len(points)} points were reached"
