@@ -200,8 +200,8 @@ class RequestsFailing:
         return () if found is None else (found,)
 
 
-_UNIQUE: Final = re.compile(r"[0-9a-f]{16,}")
-"""What is another one each time in the name of a request: a save id, the id of a holder."""
+_UNIQUE: Final = re.compile(r"[0-9a-f]{8,}")
+"""What is another one each time in the name of a request: a save id, the id of a holder, a bucket for a test."""
 
 _OF_ALL: Final = (Wait, Throttle, ResetAnswer, LoseAnswer, DeliverLater, RepeatLater, Duplicate)
 _OF_READS: Final = (Wait, Throttle, ResetAnswer, LoseAnswer, TruncateAnswer, CutContent)
@@ -225,6 +225,7 @@ class SeededFaults:
         may_repeat: Callable[[ProxiedRequest], bool] = lambda request: True,
         wait_seconds: float = 0.02,
         burst: int = 4,
+        latest: int = 12,
     ) -> None:
         """Draw faults.
 
@@ -236,6 +237,7 @@ class SeededFaults:
             may_repeat: which requests may arrive at the store later (`RepeatLater`, `DeliverLater`).
             wait_seconds: the longest latency.
             burst: the most requests that are throttled in a row.
+            latest: the most requests that are done before one that comes late.
         """
         self._seed = seed
         self._rate = rate
@@ -244,6 +246,7 @@ class SeededFaults:
         self._may_repeat = may_repeat
         self._wait_seconds = wait_seconds
         self._burst = burst
+        self._latest = latest
         self._throttled = 0
         self._asked: Counter[str] = Counter()
         self._lock = threading.Lock()
@@ -284,8 +287,8 @@ class SeededFaults:
             CutContent: lambda: CutContent(draw.choice((1, 2, 17, 1000))),
             StaleList: StaleList,
             Duplicate: lambda: Duplicate(draw.choice(("first", "second"))),
-            RepeatLater: lambda: RepeatLater(draw.randrange(12)),
-            DeliverLater: lambda: DeliverLater(draw.randrange(12)),
+            RepeatLater: lambda: RepeatLater(draw.randint(0, self._latest)),
+            DeliverLater: lambda: DeliverLater(draw.randint(0, self._latest)),
             LoseAnswer: LoseAnswer,
         }
         return makers[kind]()

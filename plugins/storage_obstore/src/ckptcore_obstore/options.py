@@ -93,6 +93,9 @@ def tuning_options() -> Mapping[str, Option]:
         "part_bytes": _count("bytes that one part of an upload carries, at least 5 MiB", 5 * _MIB),
         "gap_bytes": _count("bytes between two ranges up to which one request reads both", 0),
         "retries": _count("tries of a request after the first one", 0),
+        "first_wait": number(
+            "seconds that are waited before the second try, at most; twice as long before each after it", 0
+        ),
         "deadline": number("seconds after which a request is not tried again", 0),
         "timeout": number("seconds without a byte from the service, after which a request is tried again", 0.001),
         "connect_timeout": number("seconds for a connection, and for the service to take each MiB", 0.001),
@@ -109,7 +112,9 @@ def tuning_of(given: Mapping[str, Any], *, ca_bundle: str | None = None) -> Tuni
     """
     default = Tuning()
     retries = RetryPolicy(
-        given.get("retries", default.retries.retries), given.get("deadline", default.retries.deadline_seconds)
+        retries=given.get("retries", default.retries.retries),
+        deadline_seconds=given.get("deadline", default.retries.deadline_seconds),
+        first_wait_seconds=given.get("first_wait", default.retries.first_wait_seconds),
     )
     return Tuning(
         concurrency=given.get("concurrency", default.concurrency),

@@ -17,16 +17,28 @@ from typing import Final, Literal
 from ckptcore_obstore.plain_requests import PlainRequests
 
 from ckptcore.model import JSON
-from ckptcore.testing import StorageSample
+from ckptcore.testing import HTTPAnswer, StorageSample, StoreDialect
 from ckptcore.testing.servers import Server, ServerCommand, serve
 from ckptcore_s3.service import S3Service
 from ckptcore_s3.settings import settings_of
 
-__all__ = ["ACCESS_KEY_ID", "SAMPLE", "SECRET_ACCESS_KEY", "S3Server", "s3_server"]
+__all__ = ["ACCESS_KEY_ID", "DIALECT", "SAMPLE", "SECRET_ACCESS_KEY", "S3Server", "s3_server"]
 
 ACCESS_KEY_ID: Final = "testing"
 SECRET_ACCESS_KEY: Final = "testing-secret"
 """What the servers take; they look at no signature."""
+
+DIALECT: Final = StoreDialect(
+    is_list=lambda request: request.method == "GET" and "list-type" in request.query,
+    throttled=HTTPAnswer.make(
+        503,
+        "Slow Down",
+        "application/xml",
+        b'<?xml version="1.0" encoding="UTF-8"?>\n'
+        b"<Error><Code>SlowDown</Code><Message>Please reduce your request rate.</Message></Error>",
+    ),
+)
+"""How S3 lists, and says that it has too much to do: https://docs.aws.amazon.com/AmazonS3/latest/API/ErrorResponses.html"""
 
 
 @dataclass(frozen=True, slots=True)
