@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Final
 
 from ckptcore.errors import CoordinationTimeoutError, ObjectNotFoundError, UnsupportedVersionError
@@ -136,6 +136,11 @@ class CountingStore:
     def write(self, key: str, segments: Sequence[Segment]) -> None:
         """See `ckptcore.protocols.WriteStore`."""
         self._note(key, sum(segment.nbytes for segment in segments))
+
+    def write_many(self, objects: Iterable[tuple[str, Sequence[Segment]]]) -> None:
+        """See `ckptcore.protocols.WriteStore`."""
+        for key, segments in objects:
+            self.write(key, segments)
 
     def _note(self, key: str, nbytes: int) -> None:
         blocks = -(-nbytes // BLOCK_BYTES)

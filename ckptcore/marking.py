@@ -37,6 +37,10 @@ class _MarkStore:
         """See `WriteStore`."""
         self._recorder.write(self._checked(key), segments)
 
+    def write_many(self, objects: Iterable[tuple[str, Sequence[Segment]]]) -> None:
+        """See `WriteStore`."""
+        self._recorder.write_many((self._checked(key), segments) for key, segments in objects)
+
     def _checked(self, key: str) -> str:
         above = key.partition("/")[0]
         if above.startswith("checkpoint.") or key in self._taken or above in self._taken:

@@ -120,27 +120,31 @@ class SafetensorsLayout:
         leaf_column: list[int] = []
         file_column: list[int] = []
         offsets: list[int] = []
-        for number in own:
-            header: dict[str, JSON] = {METADATA: file_metadata(plan.tree, names, files[number])}
-            position = 0
-            segments: list[Segment] = []
-            positions: list[int] = []
-            for leaf in files[number]:
-                spec = _spec(plan.tree, leaf)
-                dtype, shape = physical(spec)
-                header[names[leaf]] = {
-                    "dtype": dtype,
-                    "shape": shape,
-                    "data_offsets": [position, position + spec.nbytes],
-                }
-                positions.append(position)
-                segments.extend(_segments(snapshot, items.pop(leaf, ())))
-                position += spec.nbytes
-            head = encode_header(header, position)
-            leaf_column.extend(files[number])
-            file_column.extend([number] * len(positions))
-            offsets.extend([len(head) + start for start in positions])
-            store.write(keys[number], [BytesSegment(head), *segments])
+
+        def objects() -> Iterator[tuple[str, Sequence[Segment]]]:
+            for number in own:
+                header: dict[str, JSON] = {METADATA: file_metadata(plan.tree, names, files[number])}
+                position = 0
+                segments: list[Segment] = []
+                positions: list[int] = []
+                for leaf in files[number]:
+                    spec = _spec(plan.tree, leaf)
+                    dtype, shape = physical(spec)
+                    header[names[leaf]] = {
+                        "dtype": dtype,
+                        "shape": shape,
+                        "data_offsets": [position, position + spec.nbytes],
+                    }
+                    positions.append(position)
+                    segments.extend(_segments(snapshot, items.pop(leaf, ())))
+                    position += spec.nbytes
+                head = encode_header(header, position)
+                leaf_column.extend(files[number])
+                file_column.extend([number] * len(positions))
+                offsets.extend([len(head) + start for start in positions])
+                yield keys[number], [BytesSegment(head), *segments]
+
+        store.write_many(objects())
         left = [number for numbers in items.values() for number in numbers]
         if not own and not left:
             return None

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -66,29 +66,33 @@ def write_slices(
     files = _files(plan, items, max_file_bytes)
     users = _Users(snapshot, files)
     columns = SliceColumns()
-    for number, slices in enumerate(files, start=1):
-        key = f"shard-{plan.rank + 1:05d}-{stem}-{number:05d}-of-{len(files):05d}.safetensors"
-        header: dict[str, JSON] = {}
-        begins: dict[str, JSON] = {}
-        segments: list[Segment] = []
-        positions: list[int] = []
-        position = 0
-        for part in slices:
-            item = plan.items[part.item]
-            spec = ArraySpec(part.box.shape, item.spec.dtype)
-            dtype, shape = physical(spec)
-            name = names[item.leaf]
-            header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [position, position + spec.nbytes]}
-            begins[name] = {"saved_offsets": [*part.box.start, *[0] * (len(shape) - len(part.box.start))]}
-            positions.append(position)
-            segments.append(users.segment(part))
-            position += spec.nbytes
-        metadata = file_metadata(plan.tree, names, [plan.items[part.item].leaf for part in slices])
-        metadata[_SHARDING] = json.dumps(begins, separators=(",", ":"))
-        head = encode_header({METADATA: metadata, **header}, position)
-        for part, start in zip(slices, positions, strict=True):
-            columns.add(plan.items[part.item].leaf, StoredSlice(key, len(head) + start, part.box))
-        store.write(key, [BytesSegment(head), *segments])
+
+    def objects() -> Iterator[tuple[str, Sequence[Segment]]]:
+        for number, slices in enumerate(files, start=1):
+            key = f"shard-{plan.rank + 1:05d}-{stem}-{number:05d}-of-{len(files):05d}.safetensors"
+            header: dict[str, JSON] = {}
+            begins: dict[str, JSON] = {}
+            segments: list[Segment] = []
+            positions: list[int] = []
+            position = 0
+            for part in slices:
+                item = plan.items[part.item]
+                spec = ArraySpec(part.box.shape, item.spec.dtype)
+                dtype, shape = physical(spec)
+                name = names[item.leaf]
+                header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [position, position + spec.nbytes]}
+                begins[name] = {"saved_offsets": [*part.box.start, *[0] * (len(shape) - len(part.box.start))]}
+                positions.append(position)
+                segments.append(users.segment(part))
+                position += spec.nbytes
+            metadata = file_metadata(plan.tree, names, [plan.items[part.item].leaf for part in slices])
+            metadata[_SHARDING] = json.dumps(begins, separators=(",", ":"))
+            head = encode_header({METADATA: metadata, **header}, position)
+            for part, start in zip(slices, positions, strict=True):
+                columns.add(plan.items[part.item].leaf, StoredSlice(key, len(head) + start, part.box))
+            yield key, [BytesSegment(head), *segments]
+
+    store.write_many(objects())
     return columns
 
 

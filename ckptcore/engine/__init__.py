@@ -7,7 +7,7 @@
 - `requests`: how many requests suit a storage
 - `checksums`: a checksum per block
 - `errands`: one thing to do for each of many
-- `segments`, `recorder`: objects as they are written
-- `tiles`, `takers`, `read_tasks`, `sources`, `reader`: objects as they are read
+- `segments`, `object_writes`, `recorder`: objects as they are written
+- `tiles`, `takers`, `read_tasks`, `near_ranges`, `sources`, `reader`: objects as they are read
 - `transfers`: objects as they are copied from one storage to another
 """

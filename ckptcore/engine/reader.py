@@ -6,17 +6,19 @@ import itertools
 import queue
 import threading
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from typing import Final
 
 from ckptcore.engine.checked_tiles import TileShape, plan_checked
 from ckptcore.engine.checksums import RecordedChecksums
+from ckptcore.engine.near_ranges import NearRanges, near_ranges
 from ckptcore.engine.pages import map_pages
 from ckptcore.engine.read_tasks import ObjectShape, ReadPart, ReadTask, group_reads, plan_object, takers_of
+from ckptcore.engine.requests import requests_of
 from ckptcore.engine.sizes import SIZES, Sizes
 from ckptcore.engine.sources import EdgeBlocks, open_reader
 from ckptcore.engine.threads import IOThreads
-from ckptcore.errors import CorruptCheckpointError
+from ckptcore.errors import CorruptCheckpointError, ObjectNotFoundError
 from ckptcore.model import ObjectRecord, TileRead
 from ckptcore.protocols import StorageAddress, StorageBackend
 
@@ -64,7 +66,11 @@ class ObjectReader:
         self._verify = verify
         self._strict = strict
         self._progress = progress
-        self._sizes = sizes
+        self._concurrency = requests_of(storage).concurrency
+        self._far = threads.at_once(self._concurrency) > threads.count
+        self._sizes = sizes.for_requests(storage.request_bytes) if self._far else sizes
+        # In the time that a request waits for its first byte, a good part of one comes from a storage that is far.
+        self._gap_bytes = storage.request_bytes // (4 if self._far else 16)
         self._sums: dict[str, RecordedChecksums] = {}
         self._edges = EdgeBlocks(_EDGE_BLOCKS)
         self.counting = threading.Lock()
@@ -85,6 +91,17 @@ class ObjectReader:
         """
         record = self._record(key)
         return self._storage.size(key) if record is None else record.size
+
+    def _sizes_of(self, keys: Iterable[str]) -> dict[str, int]:
+        """Bytes of objects, by key; those that are not known are asked for at once where that is worth it."""
+        records = {key: self._record(key) for key in keys}
+        known = {key: record.size for key, record in records.items() if record is not None}
+        unknown = [key for key in records if key not in known]
+        if self._far and len(unknown) > 1:
+            sizes = self._threads.map(self._storage.size, unknown, self._concurrency)
+        else:
+            sizes = [self._storage.size(key) for key in unknown]
+        return {**known, **dict(zip(unknown, sizes, strict=True))}
 
     def list_names(self, prefix: str = "") -> Sequence[str]:
         """Names one level below a directory, sorted; those of directories end in ``/``."""
@@ -140,6 +157,34 @@ class ObjectReader:
         data = read if head is None and foot is None else b"".join((head or b"", read, foot or b""))
         return data if begin == start and end == stop else data[start - begin : stop - begin]
 
+    def get_many(self, ranges: Sequence[tuple[str, int, int | None]]) -> Sequence[bytes | None]:
+        """What `get` gives of each range, None where there is no such object; near ranges together, and many at once.
+
+        Raises:
+            ChecksumError
+            CorruptCheckpointError: an object is shorter than was recorded, or refused.
+        """
+        groups = list(near_ranges(ranges, self._gap_bytes, self._storage.request_bytes))
+        asked = (
+            self._threads.map(self._get_if_there, groups, self._concurrency)
+            if self._far
+            else map(self._get_if_there, groups)
+        )
+        found: list[bytes | None] = [None] * len(ranges)
+        for group, data in zip(groups, asked, strict=True):
+            if data is None:
+                continue
+            for number in group.numbers:
+                _, start, stop = ranges[number]
+                found[number] = data[start - group.start : None if stop is None else stop - group.start]
+        return found
+
+    def _get_if_there(self, group: NearRanges) -> bytes | None:
+        try:
+            return self.get(group.key, group.start, group.stop)
+        except ObjectNotFoundError:
+            return None
+
     def _read_blocks(self, key: str, begin: int, end: int, sums: RecordedChecksums) -> bytes:
         """Whole blocks of an object, verified."""
         data = self._storage.get(key, begin, end)
@@ -169,9 +214,11 @@ class ObjectReader:
         """
         tasks: deque[ReadTask] = deque()
         sums: dict[str, RecordedChecksums | None] = {}
-        for key, of_key in group_reads(reads).items():
+        by_key = group_reads(reads)
+        nbytes_of = self._sizes_of(by_key)
+        for key, of_key in by_key.items():
             sums[key] = self._checksums(key)
-            tasks.extend(self._plan(key, of_key, sums[key] is not None))
+            tasks.extend(self._plan(key, nbytes_of[key], of_key, sums[key] is not None))
         waiting: dict[int, int] = {number: 0 for read in reads for number, _, _ in read.targets}
         for task in tasks:
             for number in task.numbers:
@@ -184,19 +231,20 @@ class ObjectReader:
             return
         reading = _Reading(self, self._storage, tasks, sums, waiting, self._progress)
         nbytes = sum([task.nbytes for task in tasks])
-        helpers = min(self._threads.count, len(tasks)) - 1 if nbytes >= self._sizes.inline else 0
-        crew = self._threads.start(reading.work, helpers)
+        worth_it = self._far or nbytes >= self._sizes.inline
+        helpers = min(self._threads.at_once(self._concurrency), len(tasks)) - 1 if worth_it else 0
+        crew = self._threads.start(reading.work, helpers, self._concurrency)
         try:
             yield from reading.results(len(waiting) - len(complete))
         finally:
             reading.stopped = True
             crew.join()
 
-    def _plan(self, key: str, reads: Sequence[TileRead], recorded: bool) -> list[ReadTask]:
-        """Tasks that read tiles of one object, of whose blocks checksums were recorded or not."""
+    def _plan(self, key: str, size: int, reads: Sequence[TileRead], recorded: bool) -> list[ReadTask]:
+        """Tasks that read tiles of one object of so many bytes, of whose blocks checksums were recorded or not."""
         sizes = self._sizes
-        size, request = self.size(key), self._storage.request_bytes
-        gap = request // 16
+        request = self._storage.request_bytes
+        gap = self._gap_bytes
         plain = ObjectShape(key, size, 1, max(sizes.task, request), gap, sizes)
         # Blocks that are hashed right after they are read are still in cache.
         blocks = ObjectShape(key, size, sizes.block, max(sizes.block, request // sizes.block * sizes.block), gap, sizes)

@@ -89,6 +89,7 @@ class ObjectSegments:
         self._size = sum(segment_sizes)
         self._block_bytes = sizes.block
         self._task_bytes = sizes.task
+        self._whole_tasks = sizes.whole_tasks
         self._opened = 0
         self._outstanding: dict[int, int] = {}
         self._position = 0
@@ -106,7 +107,7 @@ class ObjectSegments:
         task = WriteTask(position)
         limit = min((position // self._task_bytes + 1) * self._task_bytes, self._size)
         stop = self._whole_blocks(run, position, limit)
-        if stop > position and isinstance(run.source, memoryview):
+        if stop > position and isinstance(run.source, memoryview) and (stop == limit or not self._whole_tasks):
             task.add(run, position, stop)
             task.data = run.source[position - run.start : stop - run.start]
             self._position = stop
@@ -114,7 +115,8 @@ class ObjectSegments:
             while (position := self._position) < limit:
                 run = self._run_here()
                 if (
-                    position > task.start
+                    not self._whole_tasks
+                    and position > task.start
                     and position % self._block_bytes == 0
                     and isinstance(run.source, memoryview)
                     and self._whole_blocks(run, position, limit) > position

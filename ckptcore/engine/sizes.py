@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from ckptcore.model import BLOCK_BYTES
@@ -20,6 +20,8 @@ class Sizes:
         inline: objects and reads of fewer bytes are left to the calling thread alone.
         direct: from here on bytes that only one array wants, as they are, are read straight into it.
         run: from here on each run of elements of a box is read straight into its array, block by block.
+        whole_tasks: whether a task of writing is put together where its bytes lie apart, so that it is one request of the storage;
+            else each piece that is large enough is written from where it lies.
     """
 
     block: int = BLOCK_BYTES
@@ -27,6 +29,17 @@ class Sizes:
     inline: int = 1 << 20
     direct: int = 64 << 10
     run: int = 4 << 20
+    whole_tasks: bool = False
+
+    def for_parts(self, part_bytes: int) -> Sizes:
+        """The sizes that suit a storage of which a request carries so many bytes; 1: as they are."""
+        if part_bytes == 1:
+            return self
+        return replace(self, task=-(-part_bytes // self.block) * self.block, whole_tasks=True)
+
+    def for_requests(self, request_bytes: int) -> Sizes:
+        """The sizes that suit a storage of which many requests of so many bytes are under way: each is a task."""
+        return replace(self, task=max(self.block, request_bytes // self.block * self.block))
 
 
 SIZES: Final = Sizes()

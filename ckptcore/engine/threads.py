@@ -6,18 +6,26 @@ import os
 import queue
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Final, Protocol, TypeVar
 
 __all__ = ["Crew", "IOThreads", "renew_in_children"]
 
 _MOST_THREADS: Final = 8
+_IDLE_SECONDS: Final = 10.0
+"""So long threads stay that waited for a storage which is far."""
+
+S = TypeVar("S")
 T = TypeVar("T")
 
 
 class IOThreads:
     """Worker threads that start when there is work. Any thread may give them some.
+
+    There are two groups: as many as suit the processors, for copies and storages that are near, and more that wait for storages
+    which are far (`ckptcore.protocols.ManyRequests`), as many as those ask for. Neither keeps the other from its work, and the
+    second end when there was nothing to do for a while.
 
     The threads are daemons: at exit the interpreter waits for whoever waits for their work, never for the threads
     themselves, so a save that runs in a thread of its own still completes. After a fork the child starts its own.
@@ -25,19 +33,22 @@ class IOThreads:
     """
 
     def __init__(self, count: int | None = None) -> None:
-        """Plan for `count` threads; by default one for each processor, from 2 to 8."""
-        self.renew()
+        """Plan for `count` threads, whatever storages ask for; by default one for each processor, from 2 to 8, and more for those."""
         if count is not None and count < 1:
             raise ValueError(f"expected at least one thread, found {count}")
         self.count: Final = count if count is not None else min(_MOST_THREADS, max(2, os.cpu_count() or 2))
+        self._most: Final = count
+        self.renew()
         renew_in_children(self)
 
     def renew(self) -> None:
         """Forget threads and work: in a forked child, where there are none."""
-        self._lock = threading.Lock()
-        self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._started = 0
-        self._waiting = 0
+        self._near = _Group(None)
+        self._far = _Group(_IDLE_SECONDS)
+
+    def at_once(self, concurrency: int) -> int:
+        """How many calls run at once for a storage that is worth so many; `count` for one that it does not matter to."""
+        return self.count if self._most is not None or concurrency <= self.count else concurrency
 
     def submit(self, function: Callable[[], T]) -> Future[T]:
         """Call `function` on one of the threads; here and now where there can be none."""
@@ -53,40 +64,97 @@ class IOThreads:
             else:
                 future.set_result(result)
 
-        if not self._give(work):
+        if not self._near.give(work, self.count):
             work()
         return future
 
-    def start(self, worker: Callable[[], None], parallelism: int) -> Crew:
+    def start(self, worker: Callable[[], None], parallelism: int, concurrency: int = 1) -> Crew:
         """Let up to `parallelism` threads call `worker` once each; it must not raise. `Crew.join` must follow.
 
         Fewer do where there are fewer threads, or they are busy until the crew is joined: what must be done, the
         caller has to be ready to do itself.
+
+        Args:
+            worker: what to call.
+            parallelism: how often, at most.
+            concurrency: what the storage that `worker` waits for is worth, see `at_once`.
         """
         crew = Crew(worker)
-        for _ in range(min(parallelism, self.count)):
-            if not self._give(crew.work):
+        most = self.at_once(concurrency)
+        group = self._far if most > self.count else self._near
+        for _ in range(min(parallelism, most)):
+            if not group.give(crew.work, most):
                 break
         return crew
 
-    def run(self, worker: Callable[[], None], parallelism: int) -> None:
+    def run(self, worker: Callable[[], None], parallelism: int, concurrency: int = 1) -> None:
         """Call `worker` on this thread and on up to ``parallelism - 1`` others at once; returns when all have returned.
 
         `worker` must not raise, and return when nothing is left to do. Never waits for a thread that has not begun,
-        so it can be nested.
+        so it can be nested. Arguments as of `start`.
         """
-        crew = self.start(worker, min(parallelism, self.count) - 1)
+        crew = self.start(worker, min(parallelism, self.at_once(concurrency)) - 1, concurrency)
         try:
             worker()
         finally:
             crew.join()
 
-    def _give(self, work: Callable[[], None]) -> bool:
-        """Queue work; False where there is no thread to do it."""
+    def map(self, function: Callable[[S], T], items: Sequence[S], concurrency: int = 1) -> list[T]:
+        """What `function` returns of each item, several of them at once, in order.
+
+        Raises:
+            BaseException: the first error of a call; no other call is begun then.
+        """
+        left = iter(range(len(items)))
+        taking = threading.Lock()
+        found: dict[int, T] = {}
+        errors: list[BaseException] = []
+
+        def work() -> None:
+            while not errors:
+                with taking:
+                    number = next(left, None)
+                if number is None:
+                    return
+                try:
+                    found[number] = function(items[number])
+                except BaseException as error:  # noqa: BLE001  # raised below
+                    errors.append(error)
+
+        self.run(work, len(items), concurrency)
+        if errors:
+            try:
+                raise errors[0]
+            finally:
+                errors.clear()  # they hold frames that hold them
+        return [found[number] for number in range(len(items))]
+
+    def __del__(self) -> None:
+        for group in (getattr(self, "_near", None), getattr(self, "_far", None)):
+            if group is not None:
+                group.end()
+
+
+class _Group:
+    """Threads that take work from one queue."""
+
+    def __init__(self, idle_seconds: float | None) -> None:
+        """Threads end after so many seconds without work; None: never."""
+        self._idle_seconds = idle_seconds
+        self._lock = threading.Lock()
+        self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._started = 0
+        self._waiting = 0  # threads without work, less the work in the queue
+
+    def give(self, work: Callable[[], None], most: int) -> bool:
+        """Queue work for `most` threads; False where there is no thread to do it."""
         with self._lock:
-            if self._waiting <= 0 and self._started < self.count:
+            if self._waiting <= 0 and self._started < most:
                 thread = threading.Thread(
-                    target=_serve, args=(self._work, weakref.ref(self)), name="ckptcore-io", daemon=True
+                    target=_serve,
+                    args=(self._work, weakref.ref(self), self._idle_seconds),
+                    name="ckptcore-io",
+                    daemon=True,
                 )
                 try:
                     thread.start()
@@ -100,22 +168,45 @@ class IOThreads:
             self._work.put(work)
             return True
 
-    def _is_free(self) -> None:
+    def is_free(self) -> None:
+        """Count a thread that has done its work."""
         with self._lock:
             self._waiting += 1
 
-    def __del__(self) -> None:
+    def may_leave(self) -> bool:
+        """Whether a thread that found no work may end; else some is on its way to it."""
+        with self._lock:
+            if self._waiting <= 0:
+                return False
+            self._waiting -= 1
+            self._started -= 1
+            return True
+
+    def end(self) -> None:
+        """Let all threads end."""
         for _ in range(self._started):
             self._work.put(None)
 
 
-def _serve(work: queue.SimpleQueue[Callable[[], None] | None], owner: weakref.ref[IOThreads]) -> None:
-    while (function := work.get()) is not None:
+def _serve(
+    work: queue.SimpleQueue[Callable[[], None] | None], owner: weakref.ref[_Group], idle_seconds: float | None
+) -> None:
+    while True:
+        try:
+            function = work.get(timeout=idle_seconds)
+        except queue.Empty:
+            group = owner()
+            if group is None or group.may_leave():
+                return
+            del group
+            continue
+        if function is None:
+            return
         function()
         del function  # what it holds must not live until the next work comes
-        if (threads := owner()) is not None:
-            threads._is_free()
-        del threads
+        if (group := owner()) is not None:
+            group.is_free()
+        del group
 
 
 class Crew:

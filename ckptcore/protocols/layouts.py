@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol, TypeAlias, runtime_checkable
 
@@ -73,6 +73,14 @@ class WriteStore(Protocol):
         """
         ...
 
+    def write_many(self, objects: Iterable[tuple[str, Sequence[Segment]]]) -> None:
+        """Write objects, each as `write` does; several at once where the storage gains by it. Returns when all are complete.
+
+        They are asked for one by one, by one thread at a time, which need not be this one, and begun in that order; which is
+        complete first is not told. After the first error no other is asked for.
+        """
+        ...
+
 
 class ReadStore(Protocol):
     """The objects of a checkpoint while it is read: a storage that verifies checksums. Any thread."""
@@ -87,6 +95,17 @@ class ReadStore(Protocol):
 
         Raises:
             ObjectNotFoundError, ChecksumError
+        """
+        ...
+
+    def get_many(self, ranges: Sequence[tuple[str, int, int | None]]) -> Sequence[bytes | None]:
+        """What `get` gives of each (key, start, stop), in order; None where there is no such object.
+
+        Ranges that are near each other are asked for together, and many at once where the storage gains by it: the way to read what
+        is small and in many places. All of it is in memory at once.
+
+        Raises:
+            ChecksumError
         """
         ...
 

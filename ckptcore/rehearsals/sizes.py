@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 
 from ckptcore.model.objects import CHECKSUM_BYTES, ObjectRecord
@@ -50,6 +50,11 @@ class SizeRecorder:
                 segment.close()
         writer.finish()
         self._record(key, nbytes)
+
+    def write_many(self, objects: Iterable[tuple[str, Sequence[Segment]]]) -> None:
+        """See `WriteStore`; one after the other."""
+        for key, segments in objects:
+            self.write(key, segments)
 
     def _record(self, key: str, nbytes: int) -> None:
         record = ObjectRecord(key, nbytes)

@@ -32,6 +32,7 @@ from ckptcore.testing.collectives import CollectivesTests
 from ckptcore.testing.container_handlers import ContainerExample, ContainerHandlerTests
 from ckptcore.testing.coordinators import CoordinatorTests
 from ckptcore.testing.executors import ExecutorTests
+from ckptcore.testing.far_storage import FarRequest, FarStorage
 from ckptcore.testing.fault_proxy import FaultProxy, LoggedRequest
 from ckptcore.testing.faults import (
     CrashAt,
@@ -116,6 +117,8 @@ __all__ = [
     "Elements",
     "ExecutorTests",
     "FailAt",
+    "FarRequest",
+    "FarStorage",
     "Fault",
     "FaultPlan",
     "FaultProxy",

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -115,6 +116,15 @@ class DirectoryWriteStore:
             parts.append(data)
         self._add(key, b"".join(parts))
 
+    def write_many(self, objects: Iterable[tuple[str, Sequence[Segment]]]) -> None:
+        """Write files, one after the other, on another thread: a layout may not rely on its own."""
+        with ThreadPoolExecutor(1) as other:
+            other.submit(self._write_each, iter(objects)).result()
+
+    def _write_each(self, objects: Iterator[tuple[str, Sequence[Segment]]]) -> None:
+        for key, segments in objects:
+            self.write(key, segments)
+
     def _add(self, key: str, data: bytes) -> None:
         assert key not in self.objects, f"the object {key} is written twice"
         assert key != "checkpoint.json", "the root is not the layout's to write"
@@ -168,6 +178,16 @@ class DirectoryReadStore:
         assert type(start) is int and start >= 0, f"get of {key} from {start!r}"
         assert stop is None or (type(stop) is int and stop >= start), f"get of {key} from {start} to {stop!r}"
         return self._verified(key)[start:stop]
+
+    def get_many(self, ranges: Sequence[tuple[str, int, int | None]]) -> Sequence[bytes | None]:
+        """Bytes of files; the last are read first."""
+        found: list[bytes | None] = []
+        for key, start, stop in reversed(ranges):
+            try:
+                found.append(self.get(key, start, stop))
+            except ObjectNotFoundError:
+                found.append(None)
+        return found[::-1]
 
     def size(self, key: str) -> int:
         """Bytes of a file."""

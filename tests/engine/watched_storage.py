@@ -25,6 +25,7 @@ class WatchedStorage:
         reads: every range that was read: (key, start, stop).
         read_calls: how often `get_into` was called.
         writes: every range that was written.
+        opened: keys of objects that were begun in pieces.
         aborted: keys of objects that were given up.
         fail_read_at, fail_write_at: the number of the call that fails, counted from zero.
         jitter: the most seconds that a call takes longer, at random.
@@ -37,6 +38,7 @@ class WatchedStorage:
         self.reads: list[tuple[str, int, int]] = []
         self.read_calls = 0
         self.writes: list[tuple[str, int, int]] = []
+        self.opened: list[str] = []
         self.aborted: list[str] = []
         self.fail_read_at: int | None = None
         self.fail_write_at: int | None = None
@@ -82,6 +84,7 @@ class WatchedStorage:
         return self._inner.put(key, data, condition=condition)
 
     def open_writer(self, key: str, size: int | None = None) -> ObjectWriter:
+        self.opened.append(key)
         return _WatchedWriter(self, key, self._inner.open_writer(key, size))
 
     def begin_write(self, key: str, start: int, stop: int) -> None:

@@ -11,6 +11,7 @@ from ckptcore.builtin.local import open_local
 from ckptcore.builtin.memory import MemoryStorage, MemoryStorages
 from ckptcore.locations import Subdirectory
 from ckptcore.protocols import AtomicDirectories, CreatesObjects, HoldsUploads, StorageBackend, StorageOptions
+from ckptcore.testing.far_storage import FarStorage
 from ckptcore.testing.faults import FaultPlan
 from ckptcore.testing.faulty_storage import FaultyDirectories, FaultyStorage, with_faults
 from ckptcore.testing.simulated_disk import SimulatedDisk
@@ -77,6 +78,22 @@ class TestMemory(_InMemory, StorageBackendTests):
 
     def test_it_is_an_object_store(self, storage: StorageBackend) -> None:
         assert not isinstance(storage, AtomicDirectories)
+
+
+class TestFar(_InMemory, StorageBackendTests):
+    """A storage that is far away."""
+
+    def open(self, directory: str) -> StorageBackend:
+        return FarStorage(super().open(directory))
+
+
+class TestFarAndThrottled(_InMemory, StorageBackendTests):
+    """The same, where everything takes a while and few requests are answered at once."""
+
+    examples = 2
+
+    def open(self, directory: str) -> StorageBackend:
+        return FarStorage(super().open(directory), latency=0.0002, bytes_per_second=500e6, most_at_once=3)
 
 
 class TestMemoryWithoutFaults(_InMemory, StorageBackendTests):

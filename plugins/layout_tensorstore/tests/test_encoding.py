@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -27,6 +27,10 @@ class _FullStore:
 
     def write(self, key: str, segments: Sequence[Segment]) -> None:
         raise OSError("the disk is full")
+
+    def write_many(self, objects: Iterable[tuple[str, Sequence[Segment]]]) -> None:
+        for key, segments in objects:
+            self.write(key, segments)
 
 
 @pytest.mark.parametrize("layout", [OcdbtLayout(compression="zstd"), Zarr3Layout(compression="zstd")], ids=str)

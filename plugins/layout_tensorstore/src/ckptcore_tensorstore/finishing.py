@@ -8,7 +8,6 @@ import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from math import prod
 from typing import Any
 
@@ -29,7 +28,6 @@ from ckptcore_tensorstore.crc32c import CRC32C
 from ckptcore_tensorstore.grids import unflat_index
 from ckptcore_tensorstore.ocdbt import Value, encode_database
 from ckptcore_tensorstore.orbax import item_files, value_array
-from ckptcore_tensorstore.small_objects import SmallObjects
 from ckptcore_tensorstore.state import DIGEST_BYTES, ArraysState, Extents, StoredName
 from ckptcore_tensorstore.stored_arrays import Form, array_names, stored_format
 from ckptcore_tensorstore.zarr import encode_metadata, zarr2_array, zarr3_array
@@ -97,8 +95,8 @@ def finish_arrays(tree: TreeMetadata, receipts: Sequence[Receipt], form: Form, s
         _write_documents(arrays, small, prefix, store)
     shapes = {leaf: (stored.form.chunk, stored.form.inner) for leaf, stored in arrays.items()}
     database, zarr3 = form.storage == "ocdbt", form.zarr_format == 3
-    for key, data in item_files(tree, shapes, use_ocdbt=database, use_zarr3=zarr3).items():
-        store.put(f"{prefix}{key}", data)
+    files = item_files(tree, shapes, use_ocdbt=database, use_zarr3=zarr3)
+    store.write_many((f"{prefix}{key}", [BytesSegment(data)]) for key, data in files.items())
     state = ArraysState(
         directory=directory,
         storage=form.storage,
@@ -212,9 +210,7 @@ def _write_documents(
             if data:
                 yield f"{stored.prefix}{stored.form.chunk_key((0,) * len(stored.form.chunk))}", data
 
-    with SmallObjects() as small_objects:
-        for key, data in objects():
-            small_objects.start(partial(store.put, f"{prefix}{key}", data))
+    store.write_many((f"{prefix}{key}", [BytesSegment(data)]) for key, data in objects())
 
 
 def _extents(arrays: Mapping[int, StoredName], chunks: Sequence[_Chunks]) -> Extents:

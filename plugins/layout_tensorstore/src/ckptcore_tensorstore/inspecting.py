@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Final, Literal
 
 import numpy as np
 
-from ckptcore.errors import CompositeCheckpointError, CorruptCheckpointError, ObjectNotFoundError
+from ckptcore.errors import CompositeCheckpointError, CorruptCheckpointError
 from ckptcore.model import (
     JSON,
     ArrayRecord,
@@ -23,7 +22,7 @@ from ckptcore.model import (
 from ckptcore.planning import plan_read
 from ckptcore.protocols import InspectedComposite, Inspection, MemberKind, ReadStore
 from ckptcore_tensorstore.axlearn import find_axlearn
-from ckptcore_tensorstore.ocdbt import Database
+from ckptcore_tensorstore.ocdbt import Database, Value
 from ckptcore_tensorstore.orbax import (
     Composite,
     Item,
@@ -41,9 +40,6 @@ from ckptcore_tensorstore.zarr import ArrayFormat, parse_zarr2, parse_zarr3, zar
 __all__ = ["inspect_composite", "inspect_tree"]
 
 _MANIFEST: Final = "manifest.ocdbt"
-_THREADS: Final = 16
-"""Threads that wait for the storage while the metadata of arrays are read."""
-
 _MOST_CUTS: Final = 4096
 """Boundaries of chunks along an axis that are told as those of shards; more are those of small read chunks."""
 
@@ -209,11 +205,9 @@ def _stored_arrays(found: _Found, store: ReadStore, databases: Databases) -> Map
     prefix = f"{item.directory}/" if item.directory else ""
     forms: Sequence[ArrayFormat | None]
     if item.database:
-        database = open_database(item.directory, store, databases)
-        forms = [_in_database(name, documents, database, store) for name in names]
+        forms = _in_database(names, documents, open_database(item.directory, store, databases), store)
     else:
-        with ThreadPoolExecutor(_THREADS, "ckptcore-inspect") as pool:
-            forms = list(pool.map(lambda name: _in_objects(f"{prefix}{array_prefix(name)}", documents, store), names))
+        forms = _in_objects([f"{prefix}{array_prefix(name)}" for name in names], documents, store)
     made: dict[int, StoredName] = {}
     paths: Sequence[object] = ()
     for number, name, form in zip(numbers, names, forms, strict=True):
@@ -227,25 +221,48 @@ def _stored_arrays(found: _Found, store: ReadStore, databases: Databases) -> Map
     return made
 
 
-def _in_database(name: str, documents: Sequence[str], database: Database, store: ReadStore) -> ArrayFormat | None:
-    for document in documents:
-        value = database.get(f"{array_prefix(name)}{document}".encode("utf-8", "replace"))
-        if value is not None:
-            data = value.inline
-            if data is None:
-                data = store.get(value.file, value.offset, value.offset + value.length)
-            return _PARSERS[document](data, f"{name}/{document}")
-    return None
-
-
-def _in_objects(directory: str, documents: Sequence[str], store: ReadStore) -> ArrayFormat | None:
-    for document in documents:
-        try:
-            data = store.get(f"{directory}{document}")
-        except ObjectNotFoundError:
+def _in_database(
+    names: Sequence[str], documents: Sequence[str], database: Database, store: ReadStore
+) -> Sequence[ArrayFormat | None]:
+    """The formats of arrays by the first of the documents that is a key of each; all are read at once."""
+    found: list[tuple[str, Value] | None] = []
+    for name in names:
+        keys = [(document, f"{array_prefix(name)}{document}".encode("utf-8", "replace")) for document in documents]
+        values = ((document, database.get(key)) for document, key in keys)
+        found.append(next(((document, value) for document, value in values if value is not None), None))
+    apart = [
+        (value.file, value.offset, value.offset + value.length)
+        for _, value in filter(None, found)
+        if value.inline is None
+    ]
+    read = iter(store.get_many(apart))
+    forms: list[ArrayFormat | None] = []
+    for name, entry in zip(names, found, strict=True):
+        if entry is None:
+            forms.append(None)
             continue
-        return _PARSERS[document](data, f"{directory}{document}")
-    return None
+        document, value = entry
+        data = next(read) if value.inline is None else value.inline
+        if data is None:
+            raise CorruptCheckpointError(
+                f"the description of {name!r} is missing: there is no object {value.file!r}; restore the checkpoint from a copy, or "
+                "load another one",
+                key=value.file,
+            )
+        forms.append(_PARSERS[document](data, f"{name}/{document}"))
+    return forms
+
+
+def _in_objects(directories: Sequence[str], documents: Sequence[str], store: ReadStore) -> Sequence[ArrayFormat | None]:
+    """The formats of arrays by the first of the documents that is an object in the directory of each."""
+    forms: list[ArrayFormat | None] = [None] * len(directories)
+    for document in documents:
+        left = [number for number, form in enumerate(forms) if form is None]
+        found = store.get_many([(f"{directories[number]}{document}", 0, None) for number in left])
+        for number, data in zip(left, found, strict=True):
+            if data is not None:
+                forms[number] = _PARSERS[document](data, f"{directories[number]}{document}")
+    return forms
 
 
 def _scalars(

@@ -39,8 +39,6 @@ _ALIGNMENT: Final = 8
 _LARGE_ALIGNMENT: Final = 4096
 """The same for values that are large: a page."""
 
-_SMALL_OBJECT_BYTES: Final = 1 << 20
-
 
 def data_directory(rank: int) -> str:
     """The directory of the data files of a process, where Orbax has them."""
@@ -155,6 +153,9 @@ class _DataFiles:
 
     def write_direct(self, sources: Sequence[ChunkSource]) -> None:
         """Write chunks as they are; a file is begun where the one before is as large as it should be."""
+        self._store.write_many(self._direct_files(sources))
+
+    def _direct_files(self, sources: Sequence[ChunkSource]) -> Iterator[tuple[str, Sequence[Segment]]]:
         segments: list[Segment] = []
         position = 0
         for source in sources:
@@ -164,7 +165,7 @@ class _DataFiles:
             alignment = _ALIGNMENT if nbytes < _SMALL_BYTES else _LARGE_ALIGNMENT
             for index, outer in source.chunks:
                 if position and position + nbytes > self._most:
-                    self._store.write(self._next_file(), segments)
+                    yield self._next_file(), segments
                     segments, position = [], 0
                 if gap := -position % alignment:
                     segments.append(BytesSegment(bytes(gap)))
@@ -173,7 +174,7 @@ class _DataFiles:
                 segments.extend(_chunk_segments(source, outer))
                 position += nbytes
         if segments:
-            self._store.write(self._next_file(), segments)
+            yield self._next_file(), segments
 
     def write_encoded(self, chunks: Iterable[_StoredChunk]) -> None:
         """Take chunks as they are encoded, and write those of one file while the next are encoded."""
@@ -219,7 +220,7 @@ def _write_objects(
     copies: Mapping[int, Sequence[str]],
     columns: _Columns,
 ) -> Sequence[str]:
-    """Write every chunk as an object, under each name that its array has; small ones several at a time.
+    """Write every chunk as an object, under each name that its array has; encoded ones several at a time.
 
     Returns:
         The keys of those that were encoded.
@@ -232,17 +233,16 @@ def _write_objects(
         key = source.form.chunk_key(index)
         return [f"{prefix}{array_prefix(name)}{key}" for name in (source.name, *copies.get(source.leaf, ()))]
 
-    with SmallObjects() as small:
+    def direct_objects() -> Iterator[tuple[str, Sequence[Segment]]]:
         for source in direct:
             names = 1 + len(copies.get(source.leaf, ()))
             source.expect(len(source.chunks) * prod(source.form.inner_grid) * names)
             for index, outer in source.chunks:
                 for key in places(source, index):
-                    segments = list(_chunk_segments(source, outer))
-                    if source.form.chunk_bytes < _SMALL_OBJECT_BYTES:
-                        small.start(partial(store.write, key, segments))
-                    else:
-                        store.write(key, segments)
+                    yield key, list(_chunk_segments(source, outer))
+
+    store.write_many(direct_objects())
+    with SmallObjects() as small:
         waiting = 0
         for chunk in encoded:
             columns.add_digests(chunk)

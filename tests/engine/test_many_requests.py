@@ -1,0 +1,293 @@
+"""On a storage that is far, many requests are under way: parts of one object and of the next, and reads of many."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ckptcore.engine import object_writes, threads
+from ckptcore.engine.near_ranges import near_ranges
+from ckptcore.engine.pages import map_pages
+from ckptcore.engine.reader import ObjectReader
+from ckptcore.engine.recorder import ObjectRecorder
+from ckptcore.engine.threads import IOThreads
+from ckptcore.errors import CorruptCheckpointError, ObjectNotFoundError, StorageError
+from ckptcore.model import ArraySegment, Box, BytesSegment, HostArray, Segment, TileRead
+from ckptcore.protocols import ObjectWriter
+from ckptcore.testing import FarStorage
+from ckptcore.testing.arrays import same_bits
+from tests.engine.objects import TINY, Opened, stored, stored_bytes, tiles
+
+MIB = 1 << 20
+
+
+def noise(nbytes: int) -> HostArray:
+    return np.random.default_rng(nbytes).integers(0, 256, nbytes, np.uint8)
+
+
+def whole(opened: Opened, number: int, array: HostArray) -> ArraySegment:
+    box = Box.whole(array.shape)
+    return opened.segment(number, box, [(box, array)])
+
+
+def read_whole(key: str, number: int, offset: int, array: HostArray) -> TileRead:
+    box = Box.whole(array.shape)
+    return TileRead(key, offset, box, array.itemsize, ((number, box, array),))
+
+
+def test_parts_are_whole_many_at_once_and_not_copied_by_the_writer() -> None:
+    storage = FarStorage(concurrency=12, part_bytes=MIB, latency=0.03)
+    array = noise(24 * MIB)
+    small = [noise(3000 + number) for number in range(50)]
+    opened = Opened()
+    segments: list[Segment] = [BytesSegment(b"head"), *[whole(opened, n, one) for n, one in enumerate([*small, array])]]
+    recorder = ObjectRecorder(storage, IOThreads())
+    recorder.write("x", segments)
+    expected = b"head" + b"".join([one.tobytes() for one in [*small, array]])
+    assert storage.get("x") == expected
+    assert recorder.objects[0].size == len(expected)
+    parts = sorted([(request.start, request.stop) for request in storage.requests if request.kind == "part"])
+    assert parts == [(start, min(start + MIB, len(expected))) for start in range(0, len(expected), MIB)]
+    assert storage.peak_held_bytes == 0
+    assert storage.count("begin", "complete") == 2
+    assert 8 < storage.peak_at_once <= 12
+    assert sorted(opened.closed) == list(range(51))
+
+
+def test_a_number_of_threads_that_was_asked_for_is_kept() -> None:
+    storage = FarStorage(concurrency=12, part_bytes=MIB, latency=0.005)
+    recorder = ObjectRecorder(storage, IOThreads(2))
+    recorder.write_many([(f"{number}", [BytesSegment(bytes(3 * MIB))]) for number in range(4)])
+    assert storage.peak_at_once == 2
+
+
+def test_memory_is_a_part_for_each_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: list[int] = []
+
+    def counted(nbytes: int) -> object:
+        taken.append(nbytes)
+        return map_pages(nbytes)
+
+    monkeypatch.setattr(object_writes, "map_pages", counted)
+    storage = FarStorage(concurrency=6, part_bytes=2 * MIB, latency=0.002)
+    strided = noise(2 * 40 * MIB)[::2]
+    ObjectRecorder(storage, IOThreads()).write("x", [whole(Opened(), 0, strided)])
+    assert storage.get("x") == strided.tobytes()
+    assert 1 <= len(taken) <= 6
+    assert set(taken) == {2 * MIB}
+    assert storage.peak_held_bytes == 0
+
+
+def test_objects_that_follow_are_begun_while_the_last_parts_are_under_way() -> None:
+    storage = FarStorage(concurrency=8, part_bytes=MIB, latency=0.02)
+    recorder = ObjectRecorder(storage, IOThreads())
+    data = {f"{number:02}": noise((1 + number % 3) * MIB + 5).tobytes() for number in range(12)}
+    data |= {f"small {number:02}": bytes([number]) * 100 for number in range(12)}
+    recorder.write_many([(key, [BytesSegment(found)]) for key, found in data.items()])
+    assert [record.key for record in recorder.objects] == list(data)
+    assert {key: storage.get(key) for key in data} == data
+    assert storage.peak_at_once > 5
+    kinds = [(request.kind, request.key) for request in storage.requests]
+    assert kinds.index(("begin", "03")) < kinds.index(("complete", "02"))
+
+
+def test_objects_are_asked_for_by_one_thread_at_a_time_and_none_after_an_error() -> None:
+    class Full(FarStorage):
+        def open_writer(self, key: str, size: int | None = None) -> ObjectWriter:
+            if key == "5":
+                raise StorageError("there is no room because the test said so")
+            return super().open_writer(key, size)
+
+    storage = Full(concurrency=4, part_bytes=MIB, latency=0.005)
+    opened = Opened()
+    asking = threading.Lock()
+    asked: list[int] = []
+
+    def objects() -> Iterator[tuple[str, Sequence[Segment]]]:
+        for number in range(100):
+            assert asking.acquire(blocking=False)
+            asked.append(number)
+            asking.release()
+            yield f"{number}", [whole(opened, number, np.zeros(2 * MIB + 1, np.uint8))]
+
+    recorder = ObjectRecorder(storage, IOThreads())
+    with pytest.raises(StorageError, match="no room"):
+        recorder.write_many(objects())
+    assert len(asked) < 20
+    assert sorted(opened.closed) == asked
+    there = set(storage.list())
+    aborted = {request.key for request in storage.requests if request.kind == "abort"}
+    begun = {request.key for request in storage.requests if request.kind == "begin"}
+    assert begun == there | aborted and not there & aborted
+
+
+@given(st.data())
+def test_what_is_written_in_parts_is_what_slicing_gives(data: st.DataObject) -> None:
+    sources, segments, offsets, opened = data.draw(stored())
+    reads, targets = data.draw(tiles("x", sources, offsets))
+    storage = FarStorage(
+        concurrency=4, part_bytes=data.draw(st.sampled_from([64, 256, 1024])), request_bytes=data.draw(st.sampled_from([1, 64, 300, 4096]))
+    )  # fmt: skip
+    io_threads = IOThreads(data.draw(st.sampled_from([1, None])))
+    recorder = ObjectRecorder(storage, io_threads, sizes=TINY)
+    recorder.write_many([("x", segments)])
+    found = storage.get("x")
+    for source, offset in zip(sources, offsets, strict=True):
+        assert found[offset : offset + source.nbytes] == stored_bytes(source)
+    assert sorted(opened.closed) == opened.opened == list(range(len(sources)))
+    assert storage.peak_held_bytes <= (storage.part_bytes if len(found) <= storage.part_bytes else 0)
+    records = {record.key: record for record in recorder.objects}
+    reader = ObjectReader(storage, records, io_threads, verify=data.draw(st.booleans()), sizes=TINY)
+    assert sorted(reader.read_tiles(reads)) == sorted({number for read in reads for number, _, _ in read.targets})
+    for array, expected in targets:
+        assert same_bits(array, expected)
+
+
+def written(storage: FarStorage, objects: dict[str, bytes]) -> ObjectRecorder:
+    recorder = ObjectRecorder(storage, IOThreads())
+    recorder.write_many([(key, [BytesSegment(data)]) for key, data in objects.items()])
+    storage.forget()
+    return recorder
+
+
+@pytest.mark.parametrize("recorded", [True, False])
+def test_reads_of_many_objects_are_under_way_together(recorded: bool) -> None:
+    storage = FarStorage(concurrency=12, part_bytes=MIB, request_bytes=MIB, latency=0.03)
+    objects = {f"{number:02}": noise(1000 + number).tobytes() for number in range(24)}
+    recorder = written(storage, objects)
+    records = {record.key: record for record in recorder.objects} if recorded else {}
+    arrays = [np.zeros(len(data), np.uint8) for data in objects.values()]
+    reader = ObjectReader(storage, records, IOThreads())
+    reads = [read_whole(key, number, 0, arrays[number]) for number, key in enumerate(objects)]
+    assert sorted(reader.read_tiles(reads)) == list(range(24))
+    assert [array.tobytes() for array in arrays] == list(objects.values())
+    assert storage.count("get") == 24
+    assert storage.count("head") == (0 if recorded else 24)
+    assert 8 < storage.peak_at_once <= 12
+
+
+@pytest.mark.parametrize("verify", [True, False])
+def test_a_large_array_is_read_by_requests_of_the_size_that_suits_the_storage(verify: bool) -> None:
+    storage = FarStorage(concurrency=8, part_bytes=MIB, request_bytes=2 * MIB, latency=0.02)
+    data = noise(16 * MIB)
+    recorder = written(storage, {"x": data.tobytes()})
+    array = np.zeros(16 * MIB, np.uint8)
+    reader = ObjectReader(storage, {record.key: record for record in recorder.objects}, IOThreads(), verify=verify)
+    assert list(reader.read_tiles([read_whole("x", 0, 0, array)])) == [0]
+    assert np.array_equal(array, data)
+    asked = sorted([(request.start, request.stop) for request in storage.requests])
+    assert asked == [(start, start + 2 * MIB) for start in range(0, 16 * MIB, 2 * MIB)]
+    assert 4 < storage.peak_at_once <= 8
+
+
+def test_what_is_near_is_read_together_and_what_is_far_apart_is_not() -> None:
+    storage = FarStorage(concurrency=8, part_bytes=MIB, request_bytes=4 * MIB)
+    data = noise(16 * MIB).tobytes()
+    written(storage, {"x": data})
+    reader = ObjectReader(storage, {}, IOThreads())
+    places = [0, 900_000, 1_700_000, 10 * MIB]
+    arrays = [np.zeros(100, np.uint8) for _ in places]
+    reads = [read_whole("x", number, start, arrays[number]) for number, start in enumerate(places)]
+    assert sorted(reader.read_tiles(reads)) == [0, 1, 2, 3]
+    assert [array.tobytes() for array in arrays] == [data[start : start + 100] for start in places]
+    assert storage.count("get") == 2
+
+
+def test_get_many_gives_what_get_does_by_few_requests() -> None:
+    storage = FarStorage(concurrency=8, part_bytes=MIB, request_bytes=MIB, latency=0.02)
+    objects = {"a": noise(3 * MIB).tobytes(), "b": b"short", "c": b""}
+    recorder = written(storage, objects)
+    ranges: list[tuple[str, int, int | None]] = [
+        ("b", 1, None), ("a", 5, 10), ("absent", 0, 4), ("a", 0, 3), ("a", 2 * MIB, 2 * MIB + 7), ("b", 3, 100), ("c", 0, 9),
+        ("a", 5, 10), ("b", 7, 9), ("a", 200, 200), ("absent too", 0, None),
+    ]  # fmt: skip
+    expected = [None if "absent" in key else objects[key][start:stop] for key, start, stop in ranges]
+    assert ObjectReader(storage, {}, IOThreads()).get_many(ranges) == expected
+    assert storage.count("get") == 7
+    assert storage.peak_at_once > 2
+    assert ObjectReader(storage, {}, IOThreads(1)).get_many(ranges) == expected
+    records = {record.key: record for record in recorder.objects}
+    assert ObjectReader(storage, records, IOThreads()).get_many(ranges) == expected
+    with pytest.raises(CorruptCheckpointError, match="absent"):
+        ObjectReader(storage, records, IOThreads(), strict=True).get_many(ranges)
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from("ab"), st.integers(0, 99), st.none() | st.integers(0, 50)), max_size=12),
+    st.integers(0, 20),
+    st.integers(1, 60),
+)
+def test_groups_hold_every_range_once_and_are_no_larger_than_allowed(
+    given_ranges: list[tuple[str, int, int | None]], gap: int, most: int
+) -> None:
+    ranges = [(key, start, None if length is None else start + length) for key, start, length in given_ranges]
+    groups = list(near_ranges(ranges, gap, most))
+    assert sorted([number for group in groups for number in group.numbers]) == list(range(len(ranges)))
+    for group in groups:
+        for key, start, stop in [ranges[number] for number in group.numbers]:
+            assert key == group.key and start >= group.start
+            assert (stop is None) == (group.stop is None)
+            assert stop is None or group.stop is None or stop <= group.stop
+        assert len(group.numbers) == 1 or (group.stop is not None and group.stop - group.start <= most)
+
+
+def test_an_error_of_a_size_is_raised() -> None:
+    storage = FarStorage(concurrency=4)
+    written(storage, {"a": b"1"})
+    arrays = [np.zeros(1, np.uint8) for _ in range(2)]
+    with pytest.raises(ObjectNotFoundError):
+        list(
+            ObjectReader(storage, {}, IOThreads()).read_tiles(
+                [read_whole(key, number, 0, arrays[number]) for number, key in enumerate(["a", "b"])]
+            )
+        )
+
+
+def test_more_threads_come_for_storages_that_are_far_and_leave_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(threads, "_IDLE_SECONDS", 0.05)
+    io_threads = IOThreads()
+    together = threading.Barrier(20)
+    seen: set[threading.Thread] = set()
+
+    def work() -> None:
+        together.wait(30)  # twenty at once, or this breaks
+        seen.add(threading.current_thread())
+
+    for _ in range(2):
+        io_threads.run(work, 20, 20)
+        for thread in seen - {threading.current_thread()}:
+            thread.join(30)
+            assert not thread.is_alive()
+
+
+def test_whoever_waits_for_a_storage_that_is_far_keeps_no_thread_from_one_that_is_near() -> None:
+    io_threads = IOThreads()
+    release = threading.Event()
+    together = threading.Barrier(2)
+
+    def wait() -> None:
+        release.wait(30)
+
+    def meet() -> None:
+        together.wait(30)
+
+    crew = io_threads.start(wait, 30, 30)
+    try:
+        io_threads.run(meet, 2)
+    finally:
+        release.set()
+        crew.join()
+
+
+@pytest.mark.parametrize("concurrency", [1, 20])
+def test_map_keeps_the_order_and_raises_the_first_error(concurrency: int) -> None:
+    io_threads = IOThreads()
+    assert io_threads.map(lambda number: number * number, range(50), concurrency) == [n * n for n in range(50)]
+    assert io_threads.map(str, [], concurrency) == []
+    with pytest.raises(ZeroDivisionError):
+        io_threads.map(lambda number: 1 // (number - 7), range(50), concurrency)
