@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Generic, TypeVar
 
 from ckptcore.engine.threads import IOThreads
 
-__all__ = ["run_each"]
+__all__ = ["ask_each", "run_each"]
 
+S = TypeVar("S")
 T = TypeVar("T")
 
 
@@ -26,10 +27,21 @@ def run_each(threads: IOThreads, items: Iterable[T], do: Callable[[T], None], *,
         The first error of a call. No item is taken after it, and no call goes on when it is raised.
     """
     errands = _Errands(iter(items), do)
-    threads.run(errands.work, max(threads.count, parallelism))
+    threads.run(errands.work, max(threads.count, parallelism), parallelism)
     error, errands.error = errands.error, None  # it holds the frames that hold it
     if error is not None:
         raise error
+
+
+def ask_each(threads: IOThreads, items: Sequence[T], ask: Callable[[T], S], *, parallelism: int = 1) -> Sequence[S]:
+    """What `ask` returns of each of the items, in their order, several calls at once; the rest as of `run_each`."""
+    found: dict[int, S] = {}
+
+    def note(number: int) -> None:
+        found[number] = ask(items[number])
+
+    run_each(threads, range(len(items)), note, parallelism=parallelism)
+    return [found[number] for number in range(len(items))]
 
 
 class _Errands(Generic[T]):

@@ -11,6 +11,7 @@ from typing import Final
 
 from ckptcore.engine.checked_tiles import TileShape, plan_checked
 from ckptcore.engine.checksums import RecordedChecksums
+from ckptcore.engine.errands import ask_each
 from ckptcore.engine.near_ranges import NearRanges, near_ranges
 from ckptcore.engine.pages import map_pages
 from ckptcore.engine.read_tasks import ObjectShape, ReadPart, ReadTask, group_reads, plan_object, takers_of
@@ -98,7 +99,7 @@ class ObjectReader:
         known = {key: record.size for key, record in records.items() if record is not None}
         unknown = [key for key in records if key not in known]
         if self._far and len(unknown) > 1:
-            sizes = self._threads.map(self._storage.size, unknown, self._concurrency)
+            sizes = ask_each(self._threads, unknown, self._storage.size, parallelism=self._concurrency)
         else:
             sizes = [self._storage.size(key) for key in unknown]
         return {**known, **dict(zip(unknown, sizes, strict=True))}
@@ -165,11 +166,10 @@ class ObjectReader:
             CorruptCheckpointError: an object is shorter than was recorded, or refused.
         """
         groups = list(near_ranges(ranges, self._gap_bytes, self._storage.request_bytes))
-        asked = (
-            self._threads.map(self._get_if_there, groups, self._concurrency)
-            if self._far
-            else map(self._get_if_there, groups)
-        )
+        if self._far and len(groups) > 1:
+            asked = ask_each(self._threads, groups, self._get_if_there, parallelism=self._concurrency)
+        else:
+            asked = [self._get_if_there(group) for group in groups]
         found: list[bytes | None] = [None] * len(ranges)
         for group, data in zip(groups, asked, strict=True):
             if data is None:

@@ -6,7 +6,7 @@ import os
 import queue
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Final, Protocol, TypeVar
 
@@ -16,7 +16,6 @@ _MOST_THREADS: Final = 8
 _IDLE_SECONDS: Final = 10.0
 """So long threads stay that waited for a storage which is far."""
 
-S = TypeVar("S")
 T = TypeVar("T")
 
 
@@ -98,36 +97,6 @@ class IOThreads:
             worker()
         finally:
             crew.join()
-
-    def map(self, function: Callable[[S], T], items: Sequence[S], concurrency: int = 1) -> list[T]:
-        """What `function` returns of each item, several of them at once, in order.
-
-        Raises:
-            BaseException: the first error of a call; no other call is begun then.
-        """
-        left = iter(range(len(items)))
-        taking = threading.Lock()
-        found: dict[int, T] = {}
-        errors: list[BaseException] = []
-
-        def work() -> None:
-            while not errors:
-                with taking:
-                    number = next(left, None)
-                if number is None:
-                    return
-                try:
-                    found[number] = function(items[number])
-                except BaseException as error:  # noqa: BLE001  # raised below
-                    errors.append(error)
-
-        self.run(work, len(items), concurrency)
-        if errors:
-            try:
-                raise errors[0]
-            finally:
-                errors.clear()  # they hold frames that hold them
-        return [found[number] for number in range(len(items))]
 
     def __del__(self) -> None:
         for group in (getattr(self, "_near", None), getattr(self, "_far", None)):

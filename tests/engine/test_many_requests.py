@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptcore.engine import object_writes, threads
+from ckptcore.engine.errands import ask_each, run_each
 from ckptcore.engine.near_ranges import near_ranges
 from ckptcore.engine.pages import map_pages
 from ckptcore.engine.reader import ObjectReader
@@ -284,10 +285,20 @@ def test_whoever_waits_for_a_storage_that_is_far_keeps_no_thread_from_one_that_i
         crew.join()
 
 
-@pytest.mark.parametrize("concurrency", [1, 20])
-def test_map_keeps_the_order_and_raises_the_first_error(concurrency: int) -> None:
+@pytest.mark.parametrize("parallelism", [1, 20])
+def test_asking_keeps_the_order_and_raises_the_first_error(parallelism: int) -> None:
     io_threads = IOThreads()
-    assert io_threads.map(lambda number: number * number, range(50), concurrency) == [n * n for n in range(50)]
-    assert io_threads.map(str, [], concurrency) == []
+    squares = ask_each(io_threads, range(50), lambda number: number * number, parallelism=parallelism)
+    assert squares == [number * number for number in range(50)]
+    assert ask_each(io_threads, [], str, parallelism=parallelism) == []
     with pytest.raises(ZeroDivisionError):
-        io_threads.map(lambda number: 1 // (number - 7), range(50), concurrency)
+        ask_each(io_threads, range(50), lambda number: 1 // (number - 7), parallelism=parallelism)
+
+
+def test_errands_for_a_storage_that_is_far_are_under_way_together() -> None:
+    together = threading.Barrier(20)
+
+    def meet(_: int) -> None:
+        together.wait(30)  # twenty at once, or this breaks
+
+    run_each(IOThreads(), range(20), meet, parallelism=20)

@@ -80,20 +80,25 @@ class TestMemory(_InMemory, StorageBackendTests):
         assert not isinstance(storage, AtomicDirectories)
 
 
-class TestFar(_InMemory, StorageBackendTests):
+class TestFar(StorageBackendTests):
     """A storage that is far away."""
 
+    @pytest.fixture(autouse=True)
+    def _give_storages(self) -> None:
+        self.storages = MemoryStorages()
+
     def open(self, directory: str) -> StorageBackend:
-        return FarStorage(super().open(directory))
+        return FarStorage(self.storages.open(f"memory://bucket/{directory}", StorageOptions()))
 
 
-class TestFarAndThrottled(_InMemory, StorageBackendTests):
+class TestFarAndThrottled(TestFar):
     """The same, where everything takes a while and few requests are answered at once."""
 
     examples = 2
 
     def open(self, directory: str) -> StorageBackend:
-        return FarStorage(super().open(directory), latency=0.0002, bytes_per_second=500e6, most_at_once=3)
+        inner = self.storages.open(f"memory://bucket/{directory}", StorageOptions())
+        return FarStorage(inner, latency=0.0002, bytes_per_second=500e6, most_at_once=3)
 
 
 class TestMemoryWithoutFaults(_InMemory, StorageBackendTests):
