@@ -1,0 +1,90 @@
+"""A run with two tiers in a process of its own, which is killed at some request to the far tier or some change near."""
+
+from __future__ import annotations
+
+import functools
+import json
+import multiprocessing
+import os
+import signal
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Final
+
+import ckptcore
+from ckptcore.builtin.local import open_local
+from ckptcore.hookspecs import hookimpl
+from ckptcore.policies import LatestN
+from ckptcore.protocols import StorageBackend, StorageOpener, StorageOptions
+from ckptcore.testing.faults import FaultPlan, Step
+from ckptcore.testing.faulty_storage import with_faults
+from tests.checkpointer.runs import tree
+
+__all__ = ["STEPS", "count_requests", "kill_at", "open_far"]
+
+STEPS: Final = (3, 4)
+"""What the process saves, after steps 1 and 2 were."""
+
+_SECONDS: Final = 120
+
+
+class _Killing(FaultPlan):
+    """Counts what changes something or reads it, and kills this process before one of them."""
+
+    def __init__(self, at: int) -> None:
+        super().__init__()
+        self._at = at
+
+    def begin(self, name: str, keys: Sequence[str], offset: int = 0, nbytes: int = 0) -> Step:
+        step = super().begin(name, keys, offset, nbytes)
+        if step.operation.number == self._at:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return step
+
+
+class _Storages:
+    def __init__(self, plan: FaultPlan) -> None:
+        self._plan = plan
+
+    @hookimpl
+    def ckpt_storages(self) -> Mapping[str, StorageOpener]:
+        return {"watched": functools.partial(_open, self._plan)}
+
+
+def _open(plan: FaultPlan, url: str, options: StorageOptions) -> StorageBackend:
+    return with_faults(open_local("/" + url.partition("://")[2], options), plan)
+
+
+def open_far(near: Path, far: Path, plan: FaultPlan) -> ckptcore.Checkpointer:
+    """A run of which one thread moves bytes, so that requests come in the same order each time, as far as threads can."""
+    context = ckptcore.Context(plugins=(_Storages(plan),), threads=1, durability="none")
+    tier = ckptcore.NearTier(f"watched:/{near}", preservation_policy=LatestN(1))
+    return ckptcore.Checkpointer(f"watched:/{far}", near=tier, preservation_policy=LatestN(2), context=context)
+
+
+def _run(near: Path, far: Path, at: int, told: Path) -> None:
+    plan = _Killing(at)
+    with open_far(near, far, plan) as run:
+        for step in STEPS:
+            run.save(step, tree(step))
+            run.wait_for_uploads(_SECONDS)
+    told.write_text(json.dumps(len(plan.operations)))
+
+
+def kill_at(near: Path, far: Path, at: int, told: Path) -> int | None:
+    """Run it, and kill it before its request of that number; its exit status."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])
+    process = context.Process(target=_run, args=(near, far, at, told))
+    process.start()
+    process.join(_SECONDS)
+    if process.is_alive():
+        process.kill()
+    return process.exitcode
+
+
+def count_requests(near: Path, far: Path, told: Path) -> int:
+    """Run it to its end; how many requests it made."""
+    assert kill_at(near, far, -1, told) == 0
+    found: int = json.loads(told.read_text())
+    return found
