@@ -1,15 +1,30 @@
-"""What the tests of this plugin have in common."""
+"""The GCS servers of the tests, each started once for all of them in a process."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 import pytest
-from ckptcore_gcs.testing.strict import StrictGcs
+from ckptcore_gcs.testing import StrictGcs
+from ckptcore_gcs.testing.servers import GcsServer, gcs_server
 
 
 @pytest.fixture
 def gcs() -> Iterator[StrictGcs]:
-    """A strict GCS with one bucket, ``bucket``."""
+    """A strict GCS in this process with one bucket, ``bucket``, for tests that look inside."""
     with StrictGcs(["bucket"]) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def strict(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GcsServer]:
+    """The strict GCS as a process of its own."""
+    with gcs_server(tmp_path_factory.mktemp("strict")) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def fake_gcs_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GcsServer]:
+    """The server of others, of which the tests want a second opinion."""
+    with gcs_server(tmp_path_factory.mktemp("fake-gcs-server"), "fake-gcs-server") as server:
         yield server

@@ -1,5 +1,5 @@
-"""Google Cloud Storage for ckptcore. Importing it imports no library of a cloud."""
+"""Checkpoints in Google Cloud Storage: locations such as ``gs://bucket/runs/step_1``.
 
-from __future__ import annotations
-
-__all__: list[str] = []
+Nothing here has to be imported: ckptcore finds `ckptcore_gcs.plugin` by its entry point. Options are those of
+``Context(storage={"gs": {...}})``; `ckptcore_gcs.settings` lists them.
+"""

@@ -16,16 +16,14 @@ from ckptcore_obstore.limits import AdaptiveLimit
 from ckptcore_obstore.plain_requests import PlainRequests
 from ckptcore_obstore.retrying import try_request
 from ckptcore_obstore.services import Service
+from ckptcore_obstore.uploads import MARK, PartUpload, Upload, list_uploads
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
 
-__all__ = ["MARK", "Bucket", "Found"]
+__all__ = ["Bucket", "Found"]
 
 T = TypeVar("T")
-
-MARK: Final = "ckptcore-put"
-"""Metadata of an object: which put wrote it. Tells who asks again after a lost answer that the object is its own."""
 
 _DELETED_AT_ONCE: Final = 1000
 """Keys that one request deletes: https://docs.aws.amazon.com/AmazonS3/latest/API/API_DeleteObjects.html"""
@@ -155,6 +153,22 @@ class Bucket:
         if answer.headers.get(self.service.metadata_prefix + MARK) != mark:
             return None
         return self.service.tag(answer.headers.get("etag"), answer.headers.get("x-goog-generation"))
+
+    def begin_upload(self, key: str, *, if_absent: bool) -> PartUpload:
+        """Begin an object that comes in parts; `if_absent`: what its `complete` will be asked for."""
+        return Upload.begin(self, key)
+
+    def abort_uploads(self, prefix: str) -> int:
+        """Give up every upload in parts to a key that begins with a prefix, so that its end fails; how many there were."""
+        count = 0
+        for upload in list(list_uploads(self, prefix)):
+            upload.abort()
+            count += 1
+        return count
+
+    def is_temporary(self, key: str) -> bool:
+        """Whether an object is only a piece of one that is being written, which lists leave out."""
+        return False
 
     def delete(self, keys: Sequence[str]) -> None:
         """Delete objects; one that is not there is no error."""

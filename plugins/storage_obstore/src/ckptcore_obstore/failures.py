@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import json
 import re
 from dataclasses import dataclass
 from typing import Final
@@ -88,6 +89,21 @@ _KINDS_BY_CODE: Final = {
     "MethodNotAllowed": FailureKind.UNSUPPORTED,
 }
 
+_KINDS_BY_REASON: Final = {
+    # https://cloud.google.com/storage/docs/json_api/v1/status-codes
+    "conditionNotMet": FailureKind.CONDITION,
+    "authError": FailureKind.CREDENTIALS,
+    "required": FailureKind.CREDENTIALS,
+    "forbidden": FailureKind.PERMISSION,
+    "insufficientPermissions": FailureKind.PERMISSION,
+    "rateLimitExceeded": FailureKind.THROTTLED,
+    "userRateLimitExceeded": FailureKind.THROTTLED,
+    "quotaExceeded": FailureKind.THROTTLED,
+    "backendError": FailureKind.SERVER,
+    "internalError": FailureKind.SERVER,
+    "notImplemented": FailureKind.UNSUPPORTED,
+}
+
 _KINDS_BY_STATUS: Final = {
     301: FailureKind.REGION,
     307: FailureKind.REGION,
@@ -164,12 +180,13 @@ class RequestFailed(Exception):
 
 def failure_of_answer(status: int, body: bytes) -> Failure:
     """The failure that an answer with such a status and body, XML or JSON, tells."""
-    code, message, hints = _read_xml(body)
+    code, message, hints = _read_json(body) or _read_xml(body)
     return Failure(_kind(status, code), status, code, _one_line(message), hints)
 
 
 _STATUS: Final = re.compile(r"status code: (\d{3})")
 _XML: Final = re.compile(r"<(\w+:)?Error\b.*</(\w+:)?Error>", re.DOTALL)
+_JSON: Final = re.compile(r"\{\s*\"error\".*\}", re.DOTALL)
 _DEBUG: Final = re.compile(r"\n+Debug source:.*", re.DOTALL)
 
 
@@ -182,7 +199,7 @@ def failure_of_text(text: str) -> Failure:
     told = _DEBUG.sub("", text)
     status = _STATUS.search(told)
     if status is not None:
-        body = _XML.search(told)
+        body = _XML.search(told) or _JSON.search(told)
         return failure_of_answer(int(status[1]), body[0].encode() if body else b"")
     kind = FailureKind.OTHER
     if "kind: Timeout" in text or "operation timed out" in text or "TimedOut" in text:
@@ -197,12 +214,28 @@ def failure_of_text(text: str) -> Failure:
 
 
 def _kind(status: int, code: str) -> FailureKind:
-    kind = _KINDS_BY_CODE.get(code)
+    kind = _KINDS_BY_CODE.get(code) or _KINDS_BY_REASON.get(code)
     if kind is None:
         kind = _KINDS_BY_STATUS.get(status)
     if kind is None:
         kind = FailureKind.SERVER if status >= 500 else FailureKind.OTHER
     return kind
+
+
+def _read_json(body: bytes) -> tuple[str, str, tuple[tuple[str, str], ...]] | None:
+    """The reason and message of an error in JSON as Google words it; None where the body is none."""
+    if not body.startswith(b"{"):
+        return None
+    try:
+        error = json.loads(body)["error"]
+        reasons = [str(found["reason"]) for found in error.get("errors") or [] if "reason" in found]
+        reason, message = (reasons or [""])[0], str(error.get("message", ""))
+        # One reason for whatever is missing; the words tell which: "The specified bucket does not exist."
+        if reason == "notFound" and "specified bucket" in message:
+            reason = "NoSuchBucket"
+        return reason, message, ()
+    except (ValueError, LookupError, TypeError, AttributeError):
+        return None
 
 
 def _read_xml(body: bytes) -> tuple[str, str, tuple[tuple[str, str], ...]]:

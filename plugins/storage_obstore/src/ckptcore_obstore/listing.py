@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
+from typing import TYPE_CHECKING
 from urllib.parse import unquote
 from xml.etree import ElementTree
 
-from ckptcore_obstore.buckets import Bucket
 from ckptcore_obstore.failures import Failure, FailureKind, RequestFailed
+
+if TYPE_CHECKING:
+    from ckptcore_obstore.buckets import Bucket
 
 __all__ = ["Listed", "list_objects", "parse_answer", "text_of"]
 

@@ -67,9 +67,22 @@ class PlainRequests:
         Raises:
             RequestFailed: also for answers that are none of success.
         """
+        return self.send_to(
+            method, f"{self._service.bucket_url}/{quote(key, safe='/-_.~')}", query=query, headers=headers, body=body
+        )
+
+    def send_to(
+        self,
+        method: str,
+        url: str,
+        *,
+        query: Mapping[str, str] | None = None,
+        headers: Mapping[str, str] | None = None,
+        body: Buffer = b"",
+    ) -> Answer:
+        """As `send`, to a URL of the service that is not below the bucket's; it has its escapes and no query."""
         import urllib3
 
-        url = f"{self._service.bucket_url}/{quote(key, safe='/-_.~')}"
         if query:
             pairs = sorted((quote(name, safe="-_.~"), quote(value, safe="-_.~")) for name, value in query.items())
             url += "?" + "&".join([f"{name}={value}" for name, value in pairs])

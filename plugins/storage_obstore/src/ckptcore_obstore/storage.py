@@ -13,7 +13,6 @@ from ckptcore_obstore.buckets import Bucket
 from ckptcore_obstore.failures import FailureKind, RequestFailed
 from ckptcore_obstore.listing import list_objects
 from ckptcore_obstore.translating import error_of, telling
-from ckptcore_obstore.uploads import list_uploads
 from ckptcore_obstore.writer import PartWriter
 
 __all__ = ["ObjectStoreDirectory"]
@@ -156,7 +155,7 @@ class ObjectStoreDirectory:
         with telling(self._service, f"list {self._service.url}/{below}"):
             for page in list_objects(self._bucket, below):
                 keys += [key[len(self._prefix) :] for key in page.keys]
-        return iter(sorted([key for key in keys if _is_ours(key)]))
+        return iter(sorted([key for key in keys if self._is_shown(key)]))
 
     def list_names(self, prefix: str = "") -> Sequence[str]:
         """Names one level below a directory, sorted; those of directories end in ``/``."""
@@ -166,7 +165,7 @@ class ObjectStoreDirectory:
             for page in list_objects(self._bucket, below, "/"):
                 names.update([key[len(below) :] for key in page.keys])
                 names.update([key[len(below) :] for key in page.prefixes])
-        return sorted([name for name in names if _is_ours(name.removesuffix("/"))])
+        return sorted([name for name in names if self._is_shown(name.removesuffix("/"))])
 
     def delete(self, keys: Sequence[str]) -> None:
         """Delete objects, a thousand by one request; one that is not there is no error."""
@@ -178,17 +177,16 @@ class ObjectStoreDirectory:
     def abort_uploads(self, prefix: str = "") -> int:
         """Give up every unfinished upload in parts below a directory, so that its end fails; returns how many there were."""
         below = self._below(prefix)
-        count = 0
         with telling(self._service, f"give up uploads to {self._service.url}/{below}"):
-            for upload in list(list_uploads(self._bucket, below)):
-                upload.abort()
-                count += 1
-        return count
+            return self._bucket.abort_uploads(below)
 
     def sync(self, keys: Sequence[str]) -> None:
         """Look that the objects are there: a service is as durable as it will be once it has answered."""
         for key in keys:
             self.size(key)
+
+    def _is_shown(self, key: str) -> bool:
+        return _is_ours(key) and not self._bucket.is_temporary(key)
 
     def _below(self, prefix: str) -> str:
         directory = _spelled(check_directory_key(prefix))

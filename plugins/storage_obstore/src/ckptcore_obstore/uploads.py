@@ -5,20 +5,49 @@ from __future__ import annotations
 import uuid
 from collections.abc import Iterator, Mapping
 from functools import partial
-from typing import Final
+from typing import TYPE_CHECKING, Final, Protocol
 from urllib.parse import unquote
 from xml.sax.saxutils import escape
 
 from ckptcore.protocols import IF_ABSENT, Buffer
-from ckptcore_obstore.buckets import MARK, Bucket
 from ckptcore_obstore.failures import FailureKind, RequestFailed, failure_of_answer
 from ckptcore_obstore.listing import parse_answer, text_of
 
-__all__ = ["LEAST_PART_BYTES", "MOST_PARTS", "Upload", "list_uploads"]
+if TYPE_CHECKING:
+    from ckptcore_obstore.buckets import Bucket
+
+__all__ = ["LEAST_PART_BYTES", "MARK", "MOST_PARTS", "PartUpload", "Upload", "list_uploads"]
+
+MARK: Final = "ckptcore-put"
+"""Metadata of an object: which put wrote it. Tells who asks again after a lost answer that the object is its own."""
 
 MOST_PARTS: Final = 10_000
 LEAST_PART_BYTES: Final = 5 << 20
 """https://docs.aws.amazon.com/AmazonS3/latest/userguide/qfacts.html; the last part may be smaller."""
+
+
+class PartUpload(Protocol):
+    """An object whose parts are on their way, however the service takes them. Any thread; methods raise `RequestFailed`."""
+
+    def put_part(self, number: int, data: Buffer) -> str:
+        """Upload a part, counted from 1; returns its tag. The same part can be put again."""
+        ...
+
+    def complete(self, tags: Mapping[int, str], *, if_absent: bool) -> None:
+        """Make the object of its parts.
+
+        Args:
+            tags: of all parts, by number.
+            if_absent: fail where there is an object by then, as far as the service looks.
+
+        Raises:
+            RequestFailed: of kind CONDITION where one is there.
+        """
+        ...
+
+    def abort(self) -> None:
+        """Give it up; what was uploaded is deleted. One that is gone is no error."""
+        ...
 
 
 class Upload:

@@ -12,7 +12,7 @@ from ckptcore.errors import StorageError
 from ckptcore.protocols import IF_ABSENT, Buffer
 from ckptcore_obstore.buckets import Bucket
 from ckptcore_obstore.translating import telling
-from ckptcore_obstore.uploads import MOST_PARTS, Upload
+from ckptcore_obstore.uploads import MOST_PARTS, PartUpload
 
 __all__ = ["PartWriter"]
 
@@ -60,7 +60,7 @@ class PartWriter:
         self._upload_lock = threading.Lock()
         self._parts: dict[int, _Part] = {}
         self._tags: dict[int, str] = {}
-        self._upload: Upload | None = None
+        self._upload: PartUpload | None = None
         self._written = 0
         self._end = 0
         self._done = False
@@ -172,11 +172,11 @@ class PartWriter:
         with telling(self._bucket.service, f"write {self._url}"):
             self._tags[number] = upload.put_part(number, data)
 
-    def _begun(self) -> Upload:
+    def _begun(self) -> PartUpload:
         with self._upload_lock:
             if self._upload is None:
                 if self._done:
                     raise ValueError(f"{self._url} is given up; nothing more can be written")
                 with telling(self._bucket.service, f"begin to write {self._url}"):
-                    self._upload = Upload.begin(self._bucket, self._key)
+                    self._upload = self._bucket.begin_upload(self._key, if_absent=self._only_new)
             return self._upload

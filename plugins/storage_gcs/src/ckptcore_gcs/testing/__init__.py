@@ -1,4 +1,8 @@
-"""What tests of storages on GCS need: a strict GCS in memory."""
+"""What tests of storages on GCS need: a strict GCS in memory.
+
+`ckptcore_gcs.testing.servers` runs it as a process of its own, and fake-gcs-server too; `ckptcore_gcs.testing.sample` puts it
+into the matrix of all storages. Those import pytest; what is here does not, so that the server starts fast.
+"""
 
 from __future__ import annotations
 

@@ -1,0 +1,67 @@
+"""Buckets: what Google Cloud Storage does in ways of its own, beside what all object stores share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+from ckptcore_obstore.buckets import Bucket
+from ckptcore_obstore.listing import list_objects
+from ckptcore_obstore.uploads import PartUpload
+
+from ckptcore.protocols import PutCondition
+from ckptcore_gcs.json_requests import MOST_IN_A_BATCH, JsonRequests
+from ckptcore_gcs.service import GcsService
+from ckptcore_gcs.uploads import CompositeUpload, NewObjectUpload, temporary_mark
+
+__all__ = ["GcsBucket"]
+
+T = TypeVar("T")
+
+
+class GcsBucket(Bucket):
+    """A bucket of GCS. Any thread; every method raises `RequestFailed`."""
+
+    def __init__(self, service: GcsService) -> None:
+        """Make no request."""
+        super().__init__(service)
+        self._gcs = service
+        self.json = JsonRequests(self, service.settings)
+
+    def run(self, request: Callable[[], T]) -> T:
+        """Send a request, again where its failure may pass."""
+
+        def with_token() -> T:
+            self._gcs.prepare()
+            return request()
+
+        return super().run(with_token)
+
+    def _put(self, key: str, data: bytes | memoryview, condition: PutCondition | None, mark: str) -> str:
+        if self._gcs.settings.uploads == "parts":
+            return super()._put(key, data, condition, mark)
+        return self.json.put(key, data, condition, mark)
+
+    def begin_upload(self, key: str, *, if_absent: bool) -> PartUpload:
+        """Begin an object that comes in parts."""
+        if self._gcs.settings.uploads == "composite":
+            return CompositeUpload(self, key)
+        if if_absent:
+            return NewObjectUpload(self, key)
+        return super().begin_upload(key, if_absent=False)
+
+    def abort_uploads(self, prefix: str) -> int:
+        """Give up every upload to a key that begins with a prefix, and the objects that were only pieces of one."""
+        count = super().abort_uploads(prefix)
+        pieces = [key for page in list_objects(self, prefix) for key in page.keys if self.is_temporary(key)]
+        self.delete(pieces)
+        return count + len({temporary_mark(key) for key in pieces})
+
+    def is_temporary(self, key: str) -> bool:
+        """Whether an object is only a piece of one that is being written."""
+        return temporary_mark(key) is not None
+
+    def delete(self, keys: Sequence[str]) -> None:
+        """Delete objects, a hundred by one request; one that is not there is no error."""
+        for start in range(0, len(keys), MOST_IN_A_BATCH):
+            self.json.delete(keys[start : start + MOST_IN_A_BATCH])

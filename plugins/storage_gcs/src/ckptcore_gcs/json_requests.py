@@ -1,0 +1,182 @@
+"""Requests of the JSON API, for what the XML API cannot do (https://cloud.google.com/storage/docs/json_api/v1)."""
+
+from __future__ import annotations
+
+import email.parser
+import email.policy
+import json
+import uuid
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final
+from urllib.parse import quote
+
+from ckptcore_obstore.failures import Failure, FailureKind, RequestFailed, failure_of_answer
+from ckptcore_obstore.uploads import MARK
+
+from ckptcore.protocols import IfAbsent, PutCondition
+from ckptcore_gcs.settings import Settings
+
+if TYPE_CHECKING:
+    from ckptcore_obstore.buckets import Bucket
+
+__all__ = ["MOST_COMPONENTS", "MOST_IN_A_BATCH", "JsonRequests"]
+
+MOST_IN_A_BATCH: Final = 100
+"""https://cloud.google.com/storage/docs/batch"""
+
+MOST_COMPONENTS: Final = 32
+"""https://cloud.google.com/storage/docs/composite-objects"""
+
+
+class JsonRequests:
+    """Requests to one bucket. Any thread; every method but `put` tries again and raises `RequestFailed`."""
+
+    def __init__(self, bucket: Bucket, settings: Settings) -> None:
+        """Make no request."""
+        self._bucket = bucket
+        self._name = settings.bucket
+        self._objects = f"{settings.endpoint}/storage/v1/b/{settings.bucket}/o"
+        self._path = f"/storage/v1/b/{settings.bucket}/o"
+        self._uploads = f"{settings.endpoint}/upload/storage/v1/b/{settings.bucket}/o"
+        self._batches = f"{settings.endpoint}/batch/storage/v1"
+
+    def put(self, key: str, data: bytes | memoryview, condition: PutCondition | None, mark: str) -> str:
+        """Put an object by one request, without trying again; its generation.
+
+        Its properties go with the bytes, in one body of two parts: the upload that enforces conditions everywhere.
+        """
+        boundary = uuid.uuid4().hex
+        resource = json.dumps({"name": key, **_properties(mark)})
+        head = (
+            f"--{boundary}\r\nContent-Type: application/json; charset=UTF-8\r\n\r\n{resource}\r\n"
+            f"--{boundary}\r\nContent-Type: application/octet-stream\r\n\r\n"
+        )
+        body = b"".join((head.encode(), data, f"\r\n--{boundary}--\r\n".encode()))
+        headers = {"content-type": f"multipart/related; boundary={boundary}"}
+        query = {"uploadType": "multipart", "name": key} | _condition(condition)
+        answer = self._bucket.plain.send_to("POST", self._uploads, query=query, headers=headers, body=body)
+        return str(_parsed(answer.body).get("generation", ""))
+
+    def compose(self, key: str, sources: Sequence[str], condition: PutCondition | None, mark: str) -> None:
+        """Make an object of up to `MOST_COMPONENTS` others, which stay."""
+        resource: dict[str, Any] = {
+            "kind": "storage#composeRequest",
+            "sourceObjects": [{"name": source} for source in sources],
+            "destination": _properties(mark),
+        }
+        self._change(f"{self._objects}/{quote(key, safe='')}/compose", _condition(condition), resource, key, mark)
+
+    def copy(self, source: str, key: str, condition: PutCondition | None, mark: str) -> None:
+        """Make an object of another one, which stays; within a bucket no byte is moved."""
+        url = f"{self._objects}/{quote(source, safe='')}/rewriteTo/b/{self._name}/o/{quote(key, safe='')}"
+        query = _condition(condition)
+        while True:
+            # A copy that takes long comes in steps: https://cloud.google.com/storage/docs/json_api/v1/objects/rewrite
+            answer = self._change(url, query, _properties(mark), key, mark)
+            if answer.get("done", True) or "rewriteToken" not in answer:
+                return
+            query = {**query, "rewriteToken": str(answer["rewriteToken"])}
+
+    def _change(
+        self, url: str, query: Mapping[str, str], resource: Mapping[str, Any], key: str, mark: str
+    ) -> Mapping[str, Any]:
+        body = json.dumps(resource).encode()
+        headers = {"content-type": "application/json; charset=UTF-8"}
+        plain = self._bucket.plain
+        try:
+            answer = self._bucket.run(lambda: plain.send_to("POST", url, query=query, headers=headers, body=body))
+        except RequestFailed as error:
+            # An earlier try may have done it though its answer was lost.
+            if error.failure.kind is not FailureKind.CONDITION or self._bucket.mine(key, mark) is None:
+                raise
+            return {}
+        return _parsed(answer.body)
+
+    def delete(self, keys: Sequence[str]) -> None:
+        """Delete up to `MOST_IN_A_BATCH` objects by one request; one that is not there is no error."""
+        left = list(keys)
+
+        def request() -> None:
+            nonlocal left
+            if len(left) == 1:
+                self._delete_one(left[0])
+                return
+            failures = self._send_batch(left)
+            left = [key for key, failure in zip(left, failures, strict=True) if failure is not None]
+            # What may pass is tried again, with the whole of what is left; what may not ends it.
+            refused = [failure for failure in failures if failure is not None]
+            for failure in sorted(refused, key=lambda found: found.kind.may_pass):
+                raise RequestFailed(failure)
+
+        if left:
+            self._bucket.run(request)
+
+    def _delete_one(self, key: str) -> None:
+        try:
+            self._bucket.plain.send_to("DELETE", f"{self._objects}/{quote(key, safe='')}")
+        except RequestFailed as error:
+            if error.failure.kind is not FailureKind.MISSING:
+                raise
+
+    def _send_batch(self, keys: Sequence[str]) -> list[Failure | None]:
+        """Delete objects by one request; for each why it failed, or None."""
+        boundary = uuid.uuid4().hex
+        parts = [
+            f"--{boundary}\r\nContent-Type: application/http\r\nContent-ID: <{number}>\r\n\r\n"
+            f"DELETE {self._path}/{quote(key, safe='')} HTTP/1.1\r\n\r\n\r\n"
+            for number, key in enumerate(keys)
+        ]
+        body = ("".join(parts) + f"--{boundary}--\r\n").encode()
+        headers = {"content-type": f"multipart/mixed; boundary={boundary}"}
+        answer = self._bucket.plain.send_to("POST", self._batches, headers=headers, body=body)
+        statuses = _batch_answers(answer.headers.get("content-type", ""), answer.body)
+        if len(statuses) != len(keys):
+            raise RequestFailed(
+                Failure(
+                    FailureKind.SERVER, None, "", f"{len(statuses)} answers came to a batch of {len(keys)} requests"
+                )
+            )
+        found = [None if status < 300 else failure_of_answer(status, told) for status, told in statuses]
+        return [None if failure is None or failure.kind is FailureKind.MISSING else failure for failure in found]
+
+
+def _properties(mark: str) -> dict[str, Any]:
+    return {"contentType": "application/octet-stream", "metadata": {MARK: mark}}
+
+
+def _condition(condition: PutCondition | None) -> dict[str, str]:
+    if condition is None:
+        return {}
+    return {"ifGenerationMatch": "0" if isinstance(condition, IfAbsent) else condition.tag}
+
+
+def _parsed(body: bytes) -> dict[str, Any]:
+    """The JSON object of an answer.
+
+    Raises:
+        RequestFailed: if it is none.
+    """
+    try:
+        value = json.loads(body)
+    except ValueError as error:
+        raise RequestFailed(
+            Failure(FailureKind.OTHER, None, "", f"the answer is no JSON ({error}): {body[:100]!r}")
+        ) from error
+    if not isinstance(value, dict):
+        raise RequestFailed(Failure(FailureKind.OTHER, None, "", f"the answer is no JSON object: {body[:100]!r}"))
+    return value
+
+
+def _batch_answers(content_type: str, body: bytes) -> list[tuple[int, bytes]]:
+    """The status and body of each answer in a batch's, in the order of the requests."""
+    message = email.parser.BytesParser(policy=email.policy.HTTP).parsebytes(
+        b"Content-Type: " + content_type.encode() + b"\r\n\r\n" + body
+    )
+    answers: list[tuple[int, bytes]] = []
+    for part in message.iter_parts() if message.is_multipart() else ():
+        text = part.get_payload(decode=True)
+        line, _, rest = (text if isinstance(text, bytes) else b"").lstrip().partition(b"\n")
+        status = line.split(b" ")[1:2]
+        told = rest.replace(b"\r\n", b"\n").partition(b"\n\n")[2]
+        answers.append((int(status[0]) if status and status[0].isdigit() else 500, told))
+    return answers

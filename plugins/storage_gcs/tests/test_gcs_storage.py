@@ -1,0 +1,85 @@
+"""GCS as a storage: what every storage must do, on two servers and with both ways to write large objects."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import pytest
+from ckptcore_gcs.plugin import GcsPlugin
+from ckptcore_gcs.testing.servers import GcsServer
+from ckptcore_obstore.storage import ObjectStoreDirectory
+
+from ckptcore.protocols import StorageBackend, StorageOptions
+from ckptcore.testing import CreatesObjectsTests, HoldsUploadsTests, StorageBackendTests
+
+
+class _OnStrictGcs:
+    """Opens directories of one bucket of the strict server."""
+
+    uploads: Literal["parts", "composite"] = "parts"
+
+    @pytest.fixture(autouse=True)
+    def use_server(self, strict: GcsServer) -> None:
+        """A bucket of its own for each test."""
+        self.plugin = GcsPlugin()
+        self.server = strict
+        self.bucket = strict.create_bucket()
+
+    def open(self, directory: str) -> ObjectStoreDirectory:
+        """The same directory for the same name."""
+        config = {**self.server.options, "part_bytes": 5 << 20, "uploads": self.uploads}
+        storage = self.plugin.open(f"gs://{self.bucket}/{directory}", StorageOptions(config=config))
+        assert isinstance(storage, ObjectStoreDirectory)
+        return storage
+
+
+class TestStrictGcs(_OnStrictGcs, StorageBackendTests):
+    """On the server that enforces every precondition."""
+
+    examples = 3
+
+
+@pytest.mark.slow
+class TestStrictGcsComposed(_OnStrictGcs, StorageBackendTests):
+    """With large objects composed of small ones."""
+
+    uploads = "composite"
+    examples = 2
+
+
+class TestNewObjects(_OnStrictGcs, CreatesObjectsTests):
+    """Objects that replace nothing."""
+
+
+class TestNewObjectsComposed(_OnStrictGcs, CreatesObjectsTests):
+    """Objects that replace nothing, composed of small ones."""
+
+    uploads = "composite"
+
+
+class TestUploads(_OnStrictGcs, HoldsUploadsTests):
+    """Objects that nobody has finished."""
+
+
+class TestUploadsComposed(_OnStrictGcs, HoldsUploadsTests):
+    """Objects that nobody has finished, composed of small ones."""
+
+    uploads = "composite"
+
+
+class TestFakeGcsServer(StorageBackendTests):
+    """On a server that others wrote."""
+
+    examples = 2
+
+    @pytest.fixture(autouse=True)
+    def use_server(self, fake_gcs_server: GcsServer) -> None:
+        """A bucket of its own for each test."""
+        self.plugin = GcsPlugin()
+        self.server = fake_gcs_server
+        self.bucket = fake_gcs_server.create_bucket()
+
+    def open(self, directory: str) -> StorageBackend:
+        """The same directory for the same name."""
+        config = {**self.server.options, "part_bytes": 5 << 20}
+        return self.plugin.open(f"gs://{self.bucket}/{directory}", StorageOptions(config=config))
