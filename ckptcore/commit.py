@@ -37,6 +37,7 @@ __all__ = [
     "claimed_store",
     "continue_claim",
     "holds_members",
+    "is_claimed_by",
     "is_committed",
     "is_hidden_name",
     "parse_root",
@@ -123,6 +124,12 @@ def continue_claim(location: Location, save_id: str, created: str, overwrite: Ov
     if isinstance(location.parent, AtomicDirectories):
         return _DirectoryClaim(location, location.parent, save_id, overwrite, continued=save_id)
     return _ObjectClaim(location, save_id, created, overwrite, continued=save_id)
+
+
+def is_claimed_by(location: Location, save_id: str) -> bool:
+    """Whether the root at a location is the claim of a save; never where directories are renamed, which claim by their names."""
+    data = root_bytes(location.store)
+    return data is not None and is_claim(data) and summarize_root(data).save_id == save_id
 
 
 def claimed_store(location: Location, save_id: str) -> StorageBackend:
@@ -431,7 +438,7 @@ class _ObjectClaim:
         self.store = FencedStore(location, save_id)
         # The tag first: if what is there changes after it is looked at, the claim fails.
         unchanged = self._unchanged()
-        begun = continued is not None and _claims_for(self._roots, continued)
+        begun = continued is not None and is_claimed_by(location, continued)
         replaces = refuse_to_replace(location, overwrite) == "checkpoint"
         if replaces and overwrite != "non-atomic":
             raise AtomicityError(
@@ -509,12 +516,6 @@ class _ObjectClaim:
 
     def leave(self) -> None:
         self._done = True
-
-
-def _claims_for(store: StorageBackend, save_id: str) -> bool:
-    """Whether the root there is the claim of a save."""
-    data = root_bytes(store)
-    return data is not None and is_claim(data) and summarize_root(data).save_id == save_id
 
 
 def _holds_other_root(location: Location, root: bytes | None) -> bool:

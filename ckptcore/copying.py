@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Literal, TypeAlias
 
-from ckptcore.commit import Claim, Overwrite, continue_claim, root_bytes, sweep_location
+from ckptcore.commit import Claim, Overwrite, continue_claim, is_claimed_by, root_bytes, sweep_location
 from ckptcore.context import Context
 from ckptcore.destinations import refuse_destination
 from ckptcore.engine.errands import run_each
@@ -16,9 +16,11 @@ from ckptcore.engine.requests import requests_of
 from ckptcore.engine.transfers import Transfer
 from ckptcore.errors import (
     CheckpointError,
+    CheckpointExistsError,
     CorruptCheckpointError,
     InvalidLocationError,
     ObjectNotFoundError,
+    SaveLostError,
 )
 from ckptcore.locations import Location, Place, resolve_location
 from ckptcore.manifests import Manifest, read_manifest
@@ -88,14 +90,13 @@ def copy_checkpoint(
             sweep_location(to)
             return copy.report_of_complete()
         _refuse_alien_composite(manifest, to)
-        claim = continue_claim(to, manifest.copy_id, save_created(), overwrite)
         try:
-            if copy.attempt(claim):
+            if copy.attempt(overwrite):
                 return copy.report()
-        except BaseException:
-            claim.leave()
-            raise
-        claim.abort()
+        except (CheckpointExistsError, SaveLostError):
+            # Another copy of the same save may have been faster, or have taken over from this one.
+            if not copy.is_there() and not copy.is_claimed():
+                raise
     raise replaced_too_often(source)
 
 
@@ -198,12 +199,27 @@ class _Copy:
             self._expect_sound(self._records)
         return self.report()
 
-    def attempt(self, claim: Claim) -> bool:
-        """Copy and commit; False if the source was replaced meanwhile, so that what was written is to be removed.
+    def is_claimed(self) -> bool:
+        """Whether a copy of this very checkpoint to the destination is under way or died, where such copies cannot be told apart."""
+        return is_claimed_by(self._destination, self._manifest.copy_id)
+
+    def attempt(self, overwrite: Overwrite) -> bool:
+        """Copy and commit; False if the source was replaced meanwhile. What was written of that is removed, and stays after an error.
 
         Raises:
-            What `copy_checkpoint` does; what was written is to stay.
+            What `copy_checkpoint` does.
         """
+        claim = continue_claim(self._destination, self._manifest.copy_id, save_created(), overwrite)
+        try:
+            if self._commit(claim):
+                return True
+        except BaseException:
+            claim.leave()
+            raise
+        claim.abort()
+        return False
+
+    def _commit(self, claim: Claim) -> bool:
         try:
             self._send(claim.store)
         except CheckpointError:
@@ -258,7 +274,11 @@ class _Copy:
         wrong = self._transfer.read_back([record for record in there if reads_all or not record.checksums])
         kept = [record for record in there if record.key not in wrong]
         keys = frozenset([record.key for record in kept])
-        if useless := [key for key in found if key not in keys]:
+        # Not the roots, which are written anyway: a copy of the same may be about to commit them.
+        roots = {f"{member.directory}/{key}" for member in self._manifest.members for key in (*member.parts, ROOT_KEY)}
+        if self._manifest.root is not None:
+            roots.update(self._manifest.root.parts)
+        if useless := [key for key in found if key not in keys and key not in roots]:
             store.delete(useless)
         if kept:
             store.sync([record.key for record in kept])  # who wrote them may have died before they were durable

@@ -23,7 +23,7 @@ from ckptcore.builtin.safetensors import SafetensorsLayout
 from ckptcore.errors import CheckpointExistsError, SaveLostError
 from tests.crashes.states import LARGE, SMALL, make_composite, make_state
 
-__all__ = ["LOST", "NEW", "OLD", "TASKS", "exported"]
+__all__ = ["LOST", "NEW", "OLD", "TASKS", "copied_from", "exported"]
 
 OLD: Final = 1
 """The state that is there before a task."""
@@ -97,6 +97,20 @@ def _convert(location: str, number: int) -> None:
     ckptcore.convert(source, location, overwrite=True, context=_context())
 
 
+def copied_from(location: str) -> str:
+    """Where the task that copies does so from: beside the directory of the checkpoint."""
+    directory, name = os.path.split(location)
+    return os.path.join(os.path.dirname(directory), "source", name)
+
+
+def _copy(location: str, number: int) -> None:
+    ckptcore.copy(copied_from(location), location, overwrite=True, context=_context())
+
+
+def _copy_with_threads(location: str, number: int) -> None:
+    ckptcore.copy(copied_from(location), location, context=ckptcore.Context(threads=4))
+
+
 def _save_composite(location: str, number: int) -> None:
     ckptcore.save_checkpointables(location, make_composite(number), overwrite=True, context=_context())
 
@@ -165,6 +179,8 @@ TASKS: Final[Mapping[str, Callable[[str, int], None]]] = {
     "save-zarr3": _save_zarr3,
     "save-composite-ocdbt": _save_composite_ocdbt,
     "convert": _convert,
+    "copy": _copy,
+    "copy-with-threads": _copy_with_threads,
     "save-composite": _save_composite,
     "save-composite-in-background": _save_composite_in_background,
     "convert-composite": _convert_composite,

@@ -11,8 +11,9 @@ from typing import Final
 import pytest
 
 import ckptcore
+from ckptcore.builtin.safetensors import SafetensorsLayout
 from ckptcore.commit import is_hidden_name
-from tests.crashes.saver import NEW, OLD, exported
+from tests.crashes.saver import NEW, OLD, copied_from, exported
 from tests.crashes.states import LARGE, SMALL, make_composite, make_state, version_at
 from tests.crashes.tracing import KillPoint, Saver, needs_strace
 
@@ -38,6 +39,21 @@ def _large_old(location: Path) -> None:
 def _old_and_export(location: Path) -> None:
     _old(location)
     _old(Path(exported(str(location))))
+
+
+def _old_and_source(location: Path) -> None:
+    _old(location)
+    ckptcore.save(copied_from(str(location)), make_state(NEW), context=_FAST)
+
+
+def _old_and_composite_source(location: Path) -> None:
+    _old(location)
+    ckptcore.save_checkpointables(copied_from(str(location)), make_composite(NEW), context=_FAST)
+
+
+def _large_source(location: Path) -> None:
+    layout = SafetensorsLayout(max_file_bytes=LARGE)
+    ckptcore.save(copied_from(str(location)), make_state(NEW, LARGE), layout=layout, context=_FAST)
 
 
 def _old_composite(location: Path) -> None:
@@ -96,6 +112,11 @@ SCENARIOS: Final = {
     "overwrite a composite by databases": Scenario("save-composite-ocdbt", _old_composite),
     "overwrite where saves died before": Scenario("save", _old_and_leftovers),
     "convert over a checkpoint": Scenario("convert", _old),
+    "copy over a checkpoint": Scenario("copy", _old_and_source),
+    "copy a composite over a checkpoint": Scenario("copy", _old_and_composite_source),
+    "copy, large, by several threads": Scenario(
+        "copy-with-threads", _large_source, frozenset({None, NEW}), reached=0.7
+    ),
     "delete": Scenario("delete", _old, frozenset({OLD, None})),
     "first save of a composite": Scenario("save-composite", _nothing, frozenset({None, NEW})),
     "overwrite a composite": Scenario("save-composite", _old_composite),
@@ -148,6 +169,27 @@ def test_a_sample_of_kills(name: str, warm: Saver, tmp_path: Path) -> None:
     points = _points(scenario, warm, tmp_path)
     for number, point in enumerate(points[:: max(1, len(points) // _SAMPLE)]):
         assert _try(scenario, point, warm, tmp_path / str(number)), f"{point} was not reached"
+
+
+def _go_on(scenario: Scenario, point: KillPoint, warm: Saver, directory: Path) -> ckptcore.CopyReport:
+    """Kill a copy at a point, look at what is there, and copy again."""
+    location = directory / "run" / "step_1"
+    scenario.prepare(location)
+    assert warm.killed(scenario.task, str(location), point) in (0, -signal.SIGKILL)
+    assert version_at(str(location)) in scenario.allowed
+    report = ckptcore.copy(copied_from(str(location)), location)
+    assert report.kept_bytes + report.sent_bytes == report.nbytes
+    assert version_at(str(location)) == NEW
+    assert [path.name for path in location.parent.iterdir()] == [location.name], "leftovers"
+    return report
+
+
+def test_a_copy_that_was_killed_is_gone_on_with(warm: Saver, tmp_path: Path) -> None:
+    scenario = SCENARIOS["copy, large, by several threads"]
+    points = _points(scenario, warm, tmp_path)
+    chosen = points[:: max(1, len(points) // _SAMPLE)]
+    reports = [_go_on(scenario, point, warm, tmp_path / str(number)) for number, point in enumerate(chosen)]
+    assert len({report.kept_bytes for report in reports}) > 2, "no copy was killed between two objects"
 
 
 @pytest.mark.slow
