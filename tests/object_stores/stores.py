@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import urllib.parse
+import urllib.request
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
+from xml.etree import ElementTree
 
 import ckptcore
 from ckptcore.model import JSON
@@ -58,43 +61,61 @@ class ObjectStore:
         return ckptcore.Context(storage=self.options(self.upstream), threads=2)
 
 
+class _Uploads:
+    """The uploads in parts of a bucket, asked for by the protocol of S3, which GCS speaks too; neither server wants a signature."""
+
+    def __init__(self, bucket_url: str, place: str) -> None:
+        self._bucket_url = bucket_url
+        self._place = place + "/"
+
+    def begin(self, url: str) -> None:
+        """See `ObjectStore`."""
+        self._ask("POST", f"/{urllib.parse.quote(url.removeprefix(self._place))}?uploads")
+
+    def list(self, url: str) -> Sequence[str]:
+        """See `ObjectStore`."""
+        prefix = urllib.parse.quote(url.removeprefix(self._place), safe="")
+        root = ElementTree.fromstring(self._ask("GET", f"?uploads&prefix={prefix}"))
+        return [str(key.text) for key in root.iterfind(".//{*}Upload/{*}Key")]
+
+    def _ask(self, method: str, path: str) -> bytes:
+        with urllib.request.urlopen(urllib.request.Request(self._bucket_url + path, method=method)) as answer:
+            body: bytes = answer.read()
+        return body
+
+
 @contextmanager
 def _s3(directory: Path) -> Iterator[ObjectStore]:
-    import boto3  # type: ignore[import-untyped]  # it has no types of its own
     from ckptcore_s3.testing import DIALECT, s3_server
 
     with s3_server(directory) as server:
         bucket = server.create_bucket()
-        client = boto3.client(
-            "s3",
-            endpoint_url=server.server.url,
-            region_name="us-east-1",
-            aws_access_key_id=server.options["access_key_id"],
-            aws_secret_access_key=server.options["secret_access_key"],
-        )
-
-        def key(url: str) -> str:
-            return url.removeprefix(f"s3://{bucket}/")
-
-        def list_uploads(url: str) -> Sequence[str]:
-            listed = client.list_multipart_uploads(Bucket=bucket, Prefix=key(url))
-            return [upload["Key"] for upload in listed.get("Uploads", [])]
-
-        try:
-            yield ObjectStore(
-                scheme="s3",
-                upstream=server.server.url,
-                bucket=f"s3://{bucket}",
-                dialect=DIALECT,
-                config=lambda url: {**server.options, "endpoint": url, **_TRIES},
-                begin_upload=lambda url: client.create_multipart_upload(Bucket=bucket, Key=key(url)),
-                list_uploads=list_uploads,
-            )
-        finally:
-            client.close()
+        yield _store("s3", server.server.url, bucket, DIALECT, server.options)
 
 
-STORES: Final[Mapping[str, Callable[[Path], AbstractContextManager[ObjectStore]]]] = {"s3": _s3}
+@contextmanager
+def _gs(directory: Path) -> Iterator[ObjectStore]:
+    from ckptcore_gcs.testing.servers import DIALECT, gcs_server
+
+    with gcs_server(directory) as server:
+        bucket = server.create_bucket()
+        yield _store("gs", server.server.url, bucket, DIALECT, server.options)
+
+
+def _store(scheme: str, upstream: str, bucket: str, dialect: StoreDialect, options: Mapping[str, JSON]) -> ObjectStore:
+    uploads = _Uploads(f"{upstream}/{bucket}", f"{scheme}://{bucket}")
+    return ObjectStore(
+        scheme=scheme,
+        upstream=upstream,
+        bucket=f"{scheme}://{bucket}",
+        dialect=dialect,
+        config=lambda url: {**options, "endpoint": url, **_TRIES},
+        begin_upload=uploads.begin,
+        list_uploads=uploads.list,
+    )
+
+
+STORES: Final[Mapping[str, Callable[[Path], AbstractContextManager[ObjectStore]]]] = {"gs": _gs, "s3": _s3}
 """By scheme: given a directory for what it needs, runs it for a while."""
 
 

@@ -14,9 +14,22 @@ from typing import Final, Literal
 import urllib3
 
 from ckptcore.model import JSON
+from ckptcore.testing import HTTPAnswer, StoreDialect
 from ckptcore.testing.servers import Server, ServerCommand, serve
 
-__all__ = ["GcsServer", "gcs_server"]
+__all__ = ["DIALECT", "GcsServer", "gcs_server"]
+
+DIALECT: Final = StoreDialect(
+    is_list=lambda request: request.method == "GET" and "list-type" in request.query,
+    throttled=HTTPAnswer.make(
+        429,
+        "Too Many Requests",
+        "application/xml; charset=UTF-8",
+        b"<?xml version='1.0' encoding='UTF-8'?><Error><Code>SlowDown</Code><Message>Please reduce your request rate."
+        b"</Message></Error>",
+    ),
+)
+"""How the XML API lists, and says that it has too much to do: https://cloud.google.com/storage/docs/xml-api/reference-status"""
 
 _BINARY: Final = "vendor/fake-gcs-server/bin/fake-gcs-server-linux-amd64"
 
