@@ -6,11 +6,12 @@ import threading
 import urllib.request
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from typing import Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from ckptcore_obstore.failures import Failure, FailureKind, RequestFailed
 
-from ckptcore.errors import ClockSkewError, StorageCredentialsError, StorageError
+if TYPE_CHECKING:
+    from google.auth.exceptions import GoogleAuthError
 
 __all__ = ["DefaultTokens", "GivenToken", "Token", "TokenSource"]
 
@@ -39,9 +40,8 @@ class TokenSource(Protocol):
         """One to send now.
 
         Raises:
-            StorageCredentialsError: if there is none.
-            ClockSkewError: if there would be one with another time.
-            RequestFailed: if whoever gives them out did not answer, and may a little later.
+            RequestFailed: of kind CREDENTIALS where there is none, CLOCK where there would be one at another time, CONNECTION
+                where whoever gives them out did not answer, and may a little later.
         """
         ...
 
@@ -81,7 +81,7 @@ class DefaultTokens:
                 if not self._found.valid:
                     self._found.refresh(_connection())
             except GoogleAuthError as error:
-                raise _error_of(error) from error
+                raise RequestFailed(_failure_of(error)) from error
             expiry = self._found.expiry
             return Token(str(self._found.token), None if expiry is None else expiry.replace(tzinfo=UTC))
 
@@ -91,12 +91,12 @@ class DefaultTokens:
         if self._file is None:
             return google.auth.default(scopes=_SCOPES)[0]
         try:
+            # It warns of files that strangers may have written (DeprecationWarning): who runs the program has named this one.
             found: tuple[Any, Any] = google.auth.load_credentials_from_file(self._file, scopes=_SCOPES)  # type: ignore[no-untyped-call]
-            return found[0]
         except OSError as error:
-            raise StorageCredentialsError(
-                f"the file of credentials {self._file!r} cannot be read: {error.strerror}. Look at the option 'credentials_file'"
-            ) from error
+            told = f"the file {self._file!r} of the option 'credentials_file' cannot be read: {error.strerror}"
+            raise RequestFailed(Failure(FailureKind.CREDENTIALS, None, "", told)) from error
+        return found[0]
 
 
 def _connection() -> Any:
@@ -108,24 +108,14 @@ def _connection() -> Any:
     return Request(urllib3.ProxyManager(proxy) if proxy else urllib3.PoolManager())  # type: ignore[no-untyped-call]
 
 
-def _error_of(error: Exception) -> StorageError | RequestFailed:
-    """The error to raise for one of google-auth's."""
-    from google.auth.exceptions import DefaultCredentialsError, TransportError
+def _failure_of(error: GoogleAuthError) -> Failure:
+    """The failure that an error of google-auth tells."""
+    from google.auth.exceptions import TransportError
 
     told = " ".join(str(error).split())[:_MOST_TOLD]
-    if isinstance(error, DefaultCredentialsError):
-        return StorageCredentialsError(
-            f"no Google credentials were found: {told} Set GOOGLE_APPLICATION_CREDENTIALS or run `gcloud auth "
-            "application-default login`; for a public bucket set Context(storage={'gs': {'anonymous': True}})"
-        )
     # The words of the token service: "Token must be a short-lived token (60 minutes) and in a reasonable timeframe."
     if "reasonable timeframe" in told:
-        return ClockSkewError(
-            f"the Google credentials are refused because of the time they are signed with: {told} Set the clock of this machine "
-            "(NTP)"
-        )
-    if isinstance(error, TransportError) or getattr(error, "retryable", False):
-        return RequestFailed(Failure(FailureKind.CONNECTION, None, "", f"no token could be had: {told}"))
-    return StorageCredentialsError(
-        f"the Google credentials could not be refreshed: {told} Sign in again, or look at the account they belong to"
-    )
+        return Failure(FailureKind.CLOCK, None, "", told)
+    if isinstance(error, TransportError) or error.retryable:
+        return Failure(FailureKind.CONNECTION, None, "", f"no token could be had: {told}")
+    return Failure(FailureKind.CREDENTIALS, None, "", told)

@@ -177,6 +177,7 @@ def _batch_answers(content_type: str, body: bytes) -> list[tuple[int, bytes]]:
         text = part.get_payload(decode=True)
         line, _, rest = (text if isinstance(text, bytes) else b"").lstrip().partition(b"\n")
         status = line.split(b" ")[1:2]
-        told = rest.replace(b"\r\n", b"\n").partition(b"\n\n")[2]
+        # Before the body stand headers and an empty line; of the headers there may be none.
+        told = (b"\n" + rest.replace(b"\r\n", b"\n")).partition(b"\n\n")[2]
         answers.append((int(status[0]) if status and status[0].isdigit() else 500, told))
     return answers

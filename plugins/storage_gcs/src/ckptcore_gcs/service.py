@@ -24,7 +24,8 @@ _REMEDIES: Final = {
     FailureKind.MISSING: "Check the path",
     FailureKind.NO_BUCKET: "Check the name of the bucket, or create it",
     FailureKind.CONDITION: "Someone changed it meanwhile",
-    FailureKind.CREDENTIALS: "Check GOOGLE_APPLICATION_CREDENTIALS, or run `gcloud auth application-default login`",
+    FailureKind.CREDENTIALS: "Check GOOGLE_APPLICATION_CREDENTIALS, or run `gcloud auth application-default login`; for a public "
+    "bucket set Context(storage={'gs': {'anonymous': True}})",
     FailureKind.PERMISSION: "Give the account the role Storage Object User on the bucket (storage.objects.* and "
     "storage.multipartUploads.*)",
     FailureKind.CLOCK: "Set the clock of this machine (NTP)",

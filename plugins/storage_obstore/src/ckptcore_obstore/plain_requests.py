@@ -94,6 +94,8 @@ class PlainRequests:
             response = self._connections().request(
                 method, url, body=pieces, headers=sent, redirect=False, retries=False
             )
+        except urllib3.exceptions.NewConnectionError as error:  # which is one of TimeoutError too
+            raise RequestFailed(Failure(FailureKind.CONNECTION, None, "", _words(error))) from error
         except urllib3.exceptions.TimeoutError as error:
             raise RequestFailed(Failure(FailureKind.TIMEOUT, None, "", _words(error))) from error
         except (urllib3.exceptions.HTTPError, OSError) as error:

@@ -1,0 +1,124 @@
+"""Credentials: found by Google's conventions, or given; and what is said where they are missing or refused."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from ckptcore_gcs.plugin import GcsPlugin
+from ckptcore_gcs.testing import StrictGcs
+
+from ckptcore.errors import ClockSkewError, StorageCredentialsError
+from ckptcore.model import JSON
+from ckptcore.protocols import StorageBackend, StorageOptions
+from plugins.storage_gcs.tests.identities import TokenService
+
+TOKEN = "a-token-of-the-tests"
+
+# google-auth warns who loads files that strangers may have written; this one is named by who runs the program.
+pytestmark = pytest.mark.filterwarnings("ignore:The load_credentials_from_file method:DeprecationWarning")
+
+
+@pytest.fixture
+def guarded() -> Iterator[StrictGcs]:
+    """A GCS that wants to see the token."""
+    with StrictGcs(["bucket"], token=TOKEN) as server:
+        yield server
+
+
+@pytest.fixture
+def tokens(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[TokenService]:
+    """Gives out the token; nothing else of this machine gives any."""
+    for name in ("GOOGLE_APPLICATION_CREDENTIALS", "STORAGE_EMULATOR_HOST", "GOOGLE_CLOUD_QUOTA_PROJECT", "http_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("CLOUDSDK_CONFIG", str(tmp_path / "no-gcloud"))
+    monkeypatch.setenv("NO_GCE_CHECK", "true")
+    with TokenService(TOKEN) as service:
+        yield service
+
+
+def _open(gcs: StrictGcs, **config: JSON) -> StorageBackend:
+    options = StorageOptions(config={"endpoint": gcs.url, "retries": 0, **config})
+    return GcsPlugin().open("gs://bucket/run", options)
+
+
+def _works(storage: StorageBackend) -> None:
+    tag = storage.put("a", b"1")  # by obstore
+    assert storage.get_with_tag("a") == (b"1", tag)
+    storage.delete(["a"])  # by the JSON API
+
+
+def test_a_service_account_in_the_environment(
+    guarded: StrictGcs, tokens: TokenService, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", str(tokens.service_account(tmp_path)))
+    _works(_open(guarded))
+    assert tokens.asked == ["/token"], "one token serves all requests"
+
+
+def test_a_file_in_the_options(guarded: StrictGcs, tokens: TokenService, tmp_path: Path) -> None:
+    storage = _open(guarded, credentials_file=str(tokens.service_account(tmp_path)))
+    _works(storage)
+    assert storage.address is not None
+    assert storage.address.options["credentials"] == "file"
+    assert TOKEN not in repr(storage.address)
+
+
+def test_an_identity_of_another_cloud(
+    guarded: StrictGcs, tokens: TokenService, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Obstore cannot read such a file; google-auth does, and obstore never looks."""
+    monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", str(tokens.federated(tmp_path)))
+    monkeypatch.setenv("GOOGLE_CLOUD_PROJECT", "project")  # or google-auth asks the real service for it
+    _works(_open(guarded))
+
+
+def test_the_metadata_of_a_machine(guarded: StrictGcs, tokens: TokenService, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("NO_GCE_CHECK")
+    monkeypatch.setenv("GCE_METADATA_HOST", tokens.host)
+    monkeypatch.setenv("GCE_METADATA_IP", tokens.host)
+    _works(_open(guarded))
+
+
+def test_a_token_in_the_options(guarded: StrictGcs, tokens: TokenService) -> None:
+    _works(_open(guarded, access_token=TOKEN))
+    with pytest.raises(StorageCredentialsError, match="gs://bucket/run/a.*401 AuthenticationRequired"):
+        _open(guarded, access_token="another").put("a", b"1")
+    assert tokens.asked == []
+
+
+def test_an_emulator_is_asked_without(gcs: StrictGcs, tokens: TokenService, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STORAGE_EMULATOR_HOST", gcs.url.removeprefix("http://"))
+    storage = GcsPlugin().open("gs://bucket/run", StorageOptions())
+    _works(storage)
+    assert storage.address is not None
+    assert storage.address.options == {"endpoint": gcs.url, "credentials": "anonymous"}
+
+
+def test_none_at_all(guarded: StrictGcs, tokens: TokenService) -> None:
+    with pytest.raises(
+        StorageCredentialsError, match=r"cannot put gs://bucket/run/a.*gcloud auth application-default login"
+    ):
+        _open(guarded).put("a", b"1")
+    with pytest.raises(StorageCredentialsError, match="401"):
+        _open(guarded, anonymous=True).put("a", b"1")
+    with pytest.raises(StorageCredentialsError, match="none.json"):
+        _open(guarded, credentials_file="/none.json").put("a", b"1")
+    assert guarded.service.buckets.list("bucket", limit=1).objects == []
+
+
+def test_credentials_that_are_refused(guarded: StrictGcs, tokens: TokenService, tmp_path: Path) -> None:
+    file = str(tokens.service_account(tmp_path))
+    tokens.answer = (400, {"error": "invalid_grant", "error_description": "Invalid JWT Signature."})
+    with pytest.raises(StorageCredentialsError, match="Invalid JWT Signature"):
+        _open(guarded, credentials_file=file).get("a")
+    late = "Invalid JWT: Token must be a short-lived token (60 minutes) and in a reasonable timeframe."
+    tokens.answer = (400, {"error": "invalid_grant", "error_description": late})
+    with pytest.raises(ClockSkewError, match="NTP"):
+        _open(guarded, credentials_file=file).get("a")
+
+
+def test_one_kind_is_given(gcs: StrictGcs) -> None:
+    with pytest.raises(ValueError, match="one of access_token, anonymous"):
+        _open(gcs, access_token="1", anonymous=True)

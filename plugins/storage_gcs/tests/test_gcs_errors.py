@@ -1,0 +1,152 @@
+"""Errors of the service, in the form of either API: each is told apart, in one line with the location and what to do."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Callable
+
+import pytest
+from ckptcore_gcs.plugin import GcsPlugin
+from ckptcore_gcs.testing import Answer, Request, StrictGcs
+
+from ckptcore.errors import (
+    BucketNotFoundError,
+    InvalidLocationError,
+    StorageCredentialsError,
+    StorageError,
+    StorageFullError,
+    StoragePermissionError,
+    StorageThrottledError,
+    StorageTimeoutError,
+)
+from ckptcore.model import JSON
+from ckptcore.protocols import StorageBackend, StorageOptions
+
+
+def _open(gcs: StrictGcs, url: str = "gs://bucket/run", **config: JSON) -> StorageBackend:
+    options = {"endpoint": gcs.url, "anonymous": True, "retries": 0, **config}
+    return GcsPlugin().open(url, StorageOptions(config=options))
+
+
+def _xml(status: int, code: str, message: str = "words") -> Answer:
+    body = f"<?xml version='1.0'?><Error><Code>{code}</Code><Message>{message}</Message></Error>"
+    return Answer(status, {"Content-Type": "application/xml"}, body.encode())
+
+
+def _json(status: int, reason: str, message: str = "words") -> Answer:
+    error = {"code": status, "message": message, "errors": [{"domain": "global", "reason": reason, "message": message}]}
+    return Answer(status, {"Content-Type": "application/json"}, json.dumps({"error": error}, indent=1).encode())
+
+
+Case = tuple[Answer, type[StorageError], str]
+
+CASES: dict[str, Case] = {
+    "xml 401": (_xml(401, "AuthenticationRequired"), StorageCredentialsError, "401 AuthenticationRequired: words"),
+    "json 401": (_json(401, "authError"), StorageCredentialsError, "401 authError: words"),
+    "xml 403": (_xml(403, "AccessDenied"), StoragePermissionError, "Storage Object User"),
+    "json 403": (_json(403, "forbidden"), StoragePermissionError, "403 forbidden: words"),
+    "xml 404": (_xml(404, "NoSuchBucket"), BucketNotFoundError, "404 NoSuchBucket"),
+    "json 404": (_json(404, "notFound", "The specified bucket does not exist."), BucketNotFoundError, "create it"),
+    "xml 429": (_xml(429, "SlowDown"), StorageThrottledError, "once a second"),
+    "json 429": (_json(429, "rateLimitExceeded"), StorageThrottledError, "429 rateLimitExceeded"),
+    "json 403 of a quota": (_json(403, "userRateLimitExceeded"), StorageThrottledError, "403 userRateLimitExceeded"),
+    "xml 503": (_xml(503, "ServiceUnavailable"), StorageThrottledError, "503"),
+    "xml 507": (_xml(507, "QuotaExceeded"), StorageFullError, "quota"),
+    "json 500": (_json(500, "backendError"), StorageError, "Try again later"),
+    "xml 400": (_xml(400, "UserProjectMissing"), StorageError, "option 'user_project'"),
+    "xml 501": (_xml(501, "NotImplemented"), StorageError, "option 'uploads' to 'composite'"),
+    "no words at all": (Answer(403), StoragePermissionError, "403"),
+    "words of another kind": (Answer(502, {}, b"<html>Bad Gateway</html>"), StorageError, "502"),
+}
+
+
+@pytest.mark.parametrize("case", CASES, ids=list(CASES))
+@pytest.mark.parametrize("way", ["put", "put as JSON", "get", "list", "write", "delete"])
+def test_each_is_told_apart(gcs: StrictGcs, case: str, way: str) -> None:
+    answer, expected, words = CASES[case]
+    gcs.intercept = lambda request, serve: answer
+    storage = _open(gcs, part_bytes=5 << 20, uploads="composite" if way == "put as JSON" else "parts")
+
+    def write() -> None:
+        writer = storage.open_writer("a", 11 << 20)
+        writer.write_at(0, bytes(11 << 20))
+
+    ways: dict[str, Callable[[], object]] = {
+        "put": lambda: storage.put("a", b"1"),
+        "put as JSON": lambda: storage.put("a", b"1"),
+        "get": lambda: storage.get("a"),
+        "list": lambda: list(storage.list()),
+        "write": write,
+        "delete": lambda: storage.delete(["a", "b"]),
+    }
+    with pytest.raises(expected) as caught:
+        ways[way]()
+    text = str(caught.value)
+    assert type(caught.value) is expected
+    assert "gs://bucket/run/" in text
+    assert words in text
+    assert "\n" not in text
+    assert "Debug" not in text
+
+
+def test_a_bucket_that_is_not_there(gcs: StrictGcs) -> None:
+    storage = _open(gcs, "gs://other/run")
+    for work in (lambda: storage.put("a", b""), lambda: storage.get("a"), lambda: list(storage.list())):
+        with pytest.raises(BucketNotFoundError, match="gs://other/run/.*NoSuchBucket"):
+            work()
+
+
+def test_a_service_that_is_not_there() -> None:
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{closed.getsockname()[1]}"
+        config = {"endpoint": url, "anonymous": True, "retries": 0}
+        storage = GcsPlugin().open("gs://bucket/run", StorageOptions(config=config))
+        for work in (lambda: storage.put("a", b""), lambda: storage.delete(["a"]), lambda: list(storage.list())):
+            with pytest.raises(StorageError, match="the connection failed"):
+                work()
+
+
+def test_a_service_that_does_not_answer() -> None:
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen(8)
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        config = {"endpoint": url, "anonymous": True, "retries": 0, "timeout": 0.2}
+        storage = GcsPlugin().open("gs://bucket/run", StorageOptions(config=config))
+        for work in (lambda: storage.put("a", b""), lambda: storage.delete(["a"])):
+            with pytest.raises(StorageTimeoutError, match="option 'timeout'"):
+                work()
+
+
+def test_one_of_a_batch_is_refused(gcs: StrictGcs) -> None:
+    """The others are deleted, and the refusal is told."""
+    storage = _open(gcs)
+    for name in ("a", "b", "c"):
+        storage.put(name, b"1")
+
+    def refuse(request: Request, serve: Callable[[Request], Answer]) -> Answer:
+        answer = serve(request)
+        if not request.path.startswith("/batch"):
+            return answer
+        refusal = _json(403, "forbidden")
+        told = b"HTTP/1.1 403 Forbidden\r\n\r\n" + bytes(refusal.body) + b"\r\n"
+        first, separator, rest = bytes(answer.body).partition(b"HTTP/1.1 204 Answer\r\nContent-Length: 0\r\n\r\n\r\n")
+        assert separator
+        return Answer(200, answer.headers, first + told + rest)
+
+    gcs.intercept = refuse
+    with pytest.raises(StoragePermissionError, match="403 forbidden"):
+        storage.delete(["a", "b", "c"])
+    gcs.intercept = None
+    assert list(storage.list()) == []
+
+
+def test_options_that_are_wrong(gcs: StrictGcs) -> None:
+    with pytest.raises(ValueError, match="credentials_file: file of credentials"):
+        _open(gcs, credential_file="x")
+    with pytest.raises(ValueError, match="expected one of 'parts', 'composite', found 'resumable'"):
+        _open(gcs, uploads="resumable")
+    with pytest.raises(InvalidLocationError, match="no URL of a service"):
+        _open(gcs, endpoint="storage.googleapis.com")
