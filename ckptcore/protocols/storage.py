@@ -39,7 +39,10 @@ class StorageAddress:
 
     Attributes:
         url: the directory, ending in ``/``; what no URL has is escaped with ``%`` in it, and so is ``%``.
-        options: neutral options: endpoint, region, ...
+        options: what else native I/O needs, without secrets: ``endpoint`` (a URL), ``region``, ``credentials`` (where they come from:
+            ``anonymous``, ``environment``, ``profile`` with the name in ``profile``, ``default`` for what the cloud's own libraries
+            find, ``given`` where only this process has them), and what else the storage was opened with. Who does not know an
+            option leaves native I/O be.
     """
 
     url: str

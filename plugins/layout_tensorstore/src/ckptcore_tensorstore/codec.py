@@ -4,16 +4,38 @@ from __future__ import annotations
 
 import itertools
 import json
-from typing import Any, Literal
+from collections.abc import Mapping
+from typing import Any, Final, Literal
 
 import tensorstore
 
-from ckptcore.errors import CheckpointError, CorruptCheckpointError, UnsupportedLeafError
+from ckptcore.errors import (
+    CheckpointError,
+    CorruptCheckpointError,
+    StorageCredentialsError,
+    StorageError,
+    StoragePermissionError,
+    StorageThrottledError,
+    StorageTimeoutError,
+    UnsupportedLeafError,
+)
 from ckptcore.model import Box, HostArray
 from ckptcore_tensorstore.using import expect_usable
 from ckptcore_tensorstore.zarr import ArrayFormat, expect_blosc_size, inner_array, is_blosc
 
 __all__ = ["ChunkCodec", "DecodingChunk", "EncodingChunk", "Telling"]
+
+
+_NO_DAMAGE: Final[Mapping[str, type[StorageError]]] = {
+    "UNAUTHENTICATED": StorageCredentialsError,
+    "PERMISSION_DENIED": StoragePermissionError,
+    "DEADLINE_EXCEEDED": StorageTimeoutError,
+    "UNAVAILABLE": StorageError,
+    "ABORTED": StorageError,
+    "CANCELLED": StorageError,
+    "RESOURCE_EXHAUSTED": StorageThrottledError,
+}
+"""Codes of tensorstore's errors that say nothing of the bytes, https://abseil.io/docs/cpp/guides/status-codes."""
 
 
 class ChunkCodec:
@@ -151,6 +173,9 @@ class Telling:
 
     def error(self, text: str) -> CheckpointError:
         """What is raised where tensorstore says this."""
+        code = text.partition(":")[0].strip()
+        if (kind := _NO_DAMAGE.get(code)) is not None:
+            return kind(f"{self._name!r} cannot be read: {text}")
         return CorruptCheckpointError(
             f"{self._name!r} cannot be decoded: {text}; restore the checkpoint from a copy, or load another one"
         )

@@ -13,6 +13,7 @@ from ckptcore.errors import CorruptCheckpointError, ObjectNotFoundError
 from ckptcore.protocols import ReadStore, StorageAddress
 from ckptcore_tensorstore.chunk_places import ChunkPlaces
 from ckptcore_tensorstore.codec import Telling
+from ckptcore_tensorstore.native_addresses import native_base
 from ckptcore_tensorstore.reading import Target
 from ckptcore_tensorstore.state import ArraysState, StoredName
 from ckptcore_tensorstore.using import expect_usable
@@ -33,13 +34,10 @@ def native_store(state: ArraysState, address: StorageAddress | None) -> Mapping[
     """The store of tensorstore's own in which the arrays are; None where it knows no such storage, or cannot name it."""
     if address is None:
         return None
-    try:
-        # Without escapes a directory called %2e%2e would be the one above, and one with a | another kind of store.
-        base = tensorstore.KvStore.Spec(f"{address.url}{quote(state.prefix.encode('utf-8', 'surrogateescape'))}")
-    except ValueError:
-        return None
-    described = {**base.to_json(), **address.options}
-    return {"driver": "ocdbt", "base": described} if state.storage == "ocdbt" else described
+    # Without escapes a directory called %2e%2e would be the one above, and one with a | another kind of store.
+    url = f"{address.url}{quote(state.prefix.encode('utf-8', 'surrogateescape'))}"
+    base = native_base(StorageAddress(url, address.options))
+    return {"driver": "ocdbt", "base": base} if base is not None and state.storage == "ocdbt" else base
 
 
 def expect_own_files(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any, Final
@@ -9,8 +10,9 @@ from typing import TYPE_CHECKING, Any, Final
 from ckptcore_obstore.failures import Failure, FailureKind
 from ckptcore_obstore.services import Tuning
 
+from ckptcore.model import JSON
 from ckptcore.protocols import IfAbsent, PutCondition, StorageAddress
-from ckptcore_s3.credentials import ChainCredentials, CredentialSource, GivenCredentials
+from ckptcore_s3.credentials import ChainCredentials, CredentialSource, GivenCredentials, environment_credentials
 from ckptcore_s3.settings import Settings
 from ckptcore_s3.signing import signed_headers
 
@@ -134,11 +136,22 @@ class S3Service:
         from urllib.parse import quote
 
         settings = self._settings
-        kind = "anonymous" if settings.anonymous else "profile" if settings.profile else "environment"
-        return StorageAddress(
-            f"s3://{settings.bucket}/{quote(directory)}",
-            {"endpoint": settings.endpoint, "region": settings.region, "credentials": kind},
-        )
+        options: dict[str, JSON] = {"endpoint": settings.endpoint, "region": settings.region}
+        if settings.anonymous:
+            options["credentials"] = "anonymous"
+        elif settings.credentials is not None:
+            # Those of a Context are in no address, and native I/O has to do without.
+            known = settings.credentials == environment_credentials(os.environ)
+            options["credentials"] = "environment" if known else "given"
+        elif settings.profile:
+            options |= {"credentials": "profile", "profile": settings.profile}
+        else:
+            options["credentials"] = "default"
+        if settings.requester_pays:
+            options["requester_pays"] = True
+        if settings.tuning.ca_bundle and settings.endpoint.startswith("https://"):
+            options["ca_bundle"] = settings.tuning.ca_bundle
+        return StorageAddress(f"s3://{settings.bucket}/{quote(directory)}", options)
 
     def tag(self, e_tag: str | None, version: str | None) -> str:
         """The ETag."""
