@@ -36,7 +36,9 @@ def policy_infos(steps: StepDirectory, broken: Collection[int] = ()) -> Sequence
         broken: steps that were found to be damaged.
     """
     infos = []
-    for step in steps.steps():
+    committed = steps.steps()
+    steps.look_ahead(committed)
+    for step in committed:
         if step in broken or not steps.is_ours(step):
             continue
         try:

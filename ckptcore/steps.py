@@ -6,16 +6,21 @@ import datetime
 import math
 import os
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TypeVar
 
 from ckptcore.commit import is_committed, is_hidden_name, root_bytes
 from ckptcore.context import Context
+from ckptcore.engine.errands import ask_each
+from ckptcore.engine.requests import requests_of
 from ckptcore.engine.threads import renew_in_children
 from ckptcore.errors import (
+    CheckpointError,
     CheckpointNotFoundError,
     CompositeCheckpointError,
     CorruptCheckpointError,
     InvalidLocationError,
+    StorageError,
 )
 from ckptcore.locations import LocationLike, Within, absolute_location, open_directory, subdirectory
 from ckptcore.opening import open_checkpoint
@@ -26,6 +31,8 @@ from ckptcore.root_json import summarize_root
 from ckptcore.step_names import StepNames
 
 __all__ = ["StepDirectory"]
+
+T = TypeVar("T")
 
 
 class StepDirectory:
@@ -254,7 +261,38 @@ class StepDirectory:
 
     def steps(self) -> tuple[int, ...]:
         """Every committed step, ascending."""
-        return tuple([step for step in self.candidates() if self.is_committed(step)])
+        candidates = self.candidates()
+        return tuple(
+            [
+                step
+                for step, there in zip(candidates, self._ask_each(candidates, self.is_committed), strict=True)
+                if there
+            ]
+        )
+
+    def _ask_each(self, steps: Sequence[int], ask: Callable[[int], T]) -> Sequence[T]:
+        """Ask about each step, about as many at once as the storage is worth: one after the other each waits for an answer."""
+        parallelism = requests_of(self._store).concurrency
+        if parallelism == 1:
+            return [ask(step) for step in steps]
+        return ask_each(self._context.io_threads, steps, ask, parallelism=parallelism)
+
+    def look_ahead(self, steps: Sequence[int]) -> None:
+        """Read what the roots of steps say before `summary` is asked for each.
+
+        Raises:
+            StorageError
+        """
+        if requests_of(self._store).concurrency > 1:
+            self._ask_each(steps, self._look_ahead)
+
+    def _look_ahead(self, step: int) -> None:
+        try:
+            self.summary(step)
+        except StorageError:
+            raise
+        except CheckpointError:
+            return  # who asks for it is told, and knows what it means
 
     def newest_first(self) -> Iterator[int]:
         """Every committed step, the newest first; looks no further than it is asked."""

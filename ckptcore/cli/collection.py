@@ -105,7 +105,9 @@ def plan_collection(steps: StepDirectory, policy: PreservationPolicy, now: float
 def _claims(steps: StepDirectory) -> frozenset[int]:
     """Steps whose root is a claim, though the storage says that they are committed: they were copied from another storage."""
     claims = set()
-    for step in steps.steps():
+    committed = steps.steps()
+    steps.look_ahead(committed)
+    for step in committed:
         try:
             summary = steps.summary(step)
         except CheckpointError:

@@ -1,0 +1,117 @@
+"""Commands on a storage that is far away: what they ask of it, and how much at once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+import pytest
+
+import ckptcore
+from ckptcore.context import default_context
+from ckptcore.hookspecs import hookimpl
+from ckptcore.locations import subdirectory
+from ckptcore.plugins import installed_plugins
+from ckptcore.protocols import StorageBackend, StorageOpener, StorageOptions
+from ckptcore.testing.far_storage import FarStorage
+from tests.cli.conftest import Run
+
+_STEPS: Final = 40
+_ENOUGH_AT_ONCE: Final = 5
+
+
+class _Plugin:
+    def __init__(self, far: FarStorage) -> None:
+        self._far = far
+
+    @hookimpl
+    def ckpt_storages(self) -> Mapping[str, StorageOpener]:
+        return {"far": self._open}
+
+    def _open(self, url: str, options: StorageOptions) -> StorageBackend:
+        return subdirectory(self._far, url.removeprefix("far://"))
+
+
+@pytest.fixture
+def far(monkeypatch: pytest.MonkeyPatch) -> Iterator[FarStorage]:
+    """A storage far away, as ``far://``."""
+    storage = FarStorage(latency=0.01)
+    having = installed_plugins().having([_Plugin(storage)], {})
+    monkeypatch.setattr("ckptcore.context.installed_plugins", lambda: having)
+    default_context.cache_clear()
+    yield storage
+    default_context.cache_clear()
+
+
+@pytest.fixture
+def steps(far: FarStorage) -> FarStorage:
+    """... with a run of many steps in it, at ``far://runs/run``."""
+    storage, latency = far, far.latency
+    storage.latency = 0.0
+    state = {"w": np.arange(1000), "b": [np.ones(3), 2]}
+    ckptcore.save("far://runs/run/0", state, layout="zarr3")
+    for step in range(1, _STEPS):
+        for key in list(storage.list("runs/run/0")):
+            storage.put(key.replace("runs/run/0", f"runs/run/{step}", 1), storage.get(key))
+    storage.latency = latency
+    storage.forget()
+    return storage
+
+
+def _read(storage: FarStorage) -> set[str]:
+    """Names of the objects that were read."""
+    return {request.key.rpartition("/")[2] for request in storage.requests if request.kind == "get"}
+
+
+def test_what_only_looks_reads_no_data(run: Run, steps: FarStorage) -> None:
+    for arguments in (["inspect", "far://runs/run/3"], ["ls", "far://runs/run"], ["steps", "far://runs/run"]):
+        steps.forget()
+        result = run(*arguments)
+        assert result.exit_code == 0, result.output
+        assert _read(steps) <= {"checkpoint.json", "owner.json"}, arguments
+    steps.forget()
+    run("inspect", "far://runs/run/3")
+    assert steps.count() <= 5
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["steps", "far://runs/run"],
+        ["ls", "far://runs/run"],
+        ["gc", "far://runs/run", "--policy", "latest_n=2", "--dry-run"],
+    ],
+)
+def test_steps_are_not_asked_one_after_the_other(run: Run, steps: FarStorage, arguments: list[str]) -> None:
+    result = run(*arguments)
+    assert result.exit_code == 0, result.output
+    assert result.stdout.count("\n") >= _STEPS
+    assert steps.peak_at_once >= _ENOUGH_AT_ONCE
+    assert steps.count() <= 6 * _STEPS
+
+
+def test_a_run_is_listed_by_one_small_request_for_each_step(steps: FarStorage) -> None:
+    with ckptcore.CheckpointReader("far://runs/run") as reader:
+        assert len(reader.steps) == _STEPS
+    assert steps.peak_at_once >= _ENOUGH_AT_ONCE
+    assert steps.count("get") <= _STEPS + 2
+
+
+def test_a_copy_has_many_requests_under_way(run: Run, far: FarStorage, tmp_path: Path) -> None:
+    latency, far.latency = far.latency, 0.0
+    layout = ckptcore.SafetensorsLayout(max_file_bytes=1 << 20)
+    state = {f"w{number}": np.full(1 << 20, number, np.uint8) for number in range(12)}
+    ckptcore.save("far://runs/one", state, layout=layout)
+    far.latency = latency
+    for source, destination in (("far://runs/one", tmp_path / "here"), (tmp_path / "here", "far://runs/two")):
+        far.forget()
+        assert run("copy", source, destination).exit_code == 0
+        assert far.peak_at_once >= _ENOUGH_AT_ONCE
+    objects = len(ckptcore.metadata("far://runs/two").objects)
+    # Of each its upload and two looks at the claim; and what is asked of the checkpoint as a whole.
+    assert far.count() <= 6 * objects + 20
+    far.forget()
+    assert run("copy", tmp_path / "here", "far://runs/two").exit_code == 0
+    assert far.count() <= 6
