@@ -101,9 +101,8 @@ def _try_each_request(store: ObjectStore, program: _Program, faults: Sequence[Re
                     raise
 
 
-@pytest.mark.parametrize("program", _PROGRAMS)
-def test_a_lost_answer_at_each_request(program: _Program, object_store: ObjectStore) -> None:
-    _try_each_request(object_store, program, [LoseAnswer()])
+def test_a_lost_answer_at_each_request(object_store: ObjectStore) -> None:
+    _try_each_request(object_store, _first_save, [LoseAnswer()])
 
 
 @pytest.mark.slow
@@ -178,7 +177,7 @@ def _judge_race(store: ObjectStore, place: str, outcomes: dict[int, CheckpointEr
     expect_nothing_else(store, place)
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(3))
 def test_one_of_two_savers_commits(seed: int, object_store: ObjectStore) -> None:
     _race(object_store, seed)
 
