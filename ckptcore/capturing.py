@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from ckptcore.engine.memory import StagingMemory
 from ckptcore.model.arrays import HostArray
@@ -13,7 +14,27 @@ from ckptcore.protocols import Executor, Held, LeafBoxes, Snapshot
 from ckptcore.snapshots import BoundedSnapshot, CopiedSnapshot, SharedSnapshot, ViewedSnapshot
 from ckptcore.worker_writes import HeldByWorkers, boxes_at_workers
 
-__all__ = ["Holding"]
+__all__ = ["Copies", "Holding"]
+
+
+@dataclass(frozen=True, slots=True)
+class Copies:
+    """Copies of a state that were begun.
+
+    Attributes:
+        here: in this process.
+        at_workers: by the workers of this controller.
+    """
+
+    here: Sequence[CopiedSnapshot]
+    at_workers: Sequence[Held]
+
+    def wait(self) -> None:
+        """Wait until nothing of the state is needed any more: all is copied, or the save that writes it ended."""
+        for snapshot in self.here:
+            snapshot.wait()
+        for held in self.at_workers:
+            held.wait()
 
 
 class Holding:
@@ -30,6 +51,7 @@ class Holding:
         self.exports: list[Captured] = []
         self.at_workers: HeldByWorkers | None = None
         self._held: list[Held] = []
+        self._copied: list[CopiedSnapshot] = []
 
     def view(self, save: PreparedSave) -> None:
         """Hold arrays as they are, for a save that blocks until it is committed."""
@@ -38,20 +60,17 @@ class Holding:
         self._capture(save, lambda part, tree: ViewedSnapshot(part.plan, tree.start_view(part.plan)))
         self._wait_for_workers()
 
-    def copy(self, save: PreparedSave, memory: StagingMemory) -> None:
-        """Copy every array once; returns when nothing of the state is needed any more."""
+    def begin_copies(self, save: PreparedSave, memory: StagingMemory) -> Copies:
+        """Begin to copy every array once. Nothing of the state is needed any more when what is returned was waited for."""
         if save.executor is not None:
             self._hold(save, save.executor, save.executor.copy)
-        snapshots: list[CopiedSnapshot] = []
 
         def copied(part: Part, tree: TreeDescription) -> Snapshot:
-            snapshots.append(CopiedSnapshot(part.plan, tree.start_copy(part.plan, memory), memory.give_back))
-            return snapshots[-1]
+            self._copied.append(CopiedSnapshot(part.plan, tree.start_copy(part.plan, memory), memory.give_back))
+            return self._copied[-1]
 
         self._capture(save, copied)
-        for snapshot in snapshots:
-            snapshot.wait()
-        self._wait_for_workers()
+        return Copies(tuple(self._copied), tuple(self._held))
 
     def copy_bounded(self, save: PreparedSave, memory: StagingMemory, limit: int) -> Sequence[BoundedSnapshot]:
         """Get ready to copy while it is written, so that at most `limit` bytes are held at a time.
@@ -86,8 +105,11 @@ class Holding:
         """Let go of everything: the functions in the traceback of an error hold the lists for as long as that is kept."""
         for captured in (*self.parts, *self.exports):
             captured.close()
+        for copied in self._copied:
+            copied.writer_ended()
         for held in self._held:
             held.close()
+        self._copied.clear()
         self._held.clear()
         self.at_workers = None
         self.parts.clear()

@@ -25,7 +25,7 @@ from ckptcore.locations import Location, Place, resolve_location
 from ckptcore.model.metadata import TreeMetadata
 from ckptcore.model.objects import ObjectRecord
 from ckptcore.model.tree import JSON, Node, format_path
-from ckptcore.protocols import InspectedComposite, InspectsComposites, Layout, ReadStore, StorageBackend
+from ckptcore.protocols import InspectedComposite, InspectsComposites, Layout, StorageBackend
 from ckptcore.root import ROOT_KEY, Claimed, Composite, Member, Root
 from ckptcore.step_names import StepNames
 
@@ -85,7 +85,7 @@ class Opened:
     state: JSON
     tree: TreeMetadata
     objects: Mapping[str, ObjectRecord]
-    store: ReadStore
+    store: ObjectReader
     writer: str
     custom: Mapping[str, JSON]
     metrics: Mapping[str, float] = field(default_factory=dict)

@@ -400,14 +400,12 @@ def check_sizes(opened: Opened, wanted: Collection[int]) -> None:
     """
     if opened.root is None:
         return  # its layout has looked at its files itself
-    sizes: dict[str, int] = {}
+    extents = [extent for extent in opened.layout.extents(opened.tree, opened.state) if extent[0] in wanted]
+    # What the objects really have: one may be cut off, and a hostile root may state anything.
+    keys = dict.fromkeys([key for _, key, _, _ in extents])
+    sizes = {**dict.fromkeys(keys, 0), **opened.store.present_sizes([key for key in keys if key in opened.objects])}
     taken: dict[str, int] = {}
-    for leaf, key, start, stop in opened.layout.extents(opened.tree, opened.state):
-        if leaf not in wanted:
-            continue
-        if key not in sizes:
-            # What the object really has: it may be cut off, and a hostile root may state anything.
-            sizes[key] = opened.location.store.size(key) if key in opened.objects else 0
+    for leaf, key, start, stop in extents:
         # No two arrays share bytes, so together they are no larger than the object either.
         taken[key] = taken.get(key, 0) + stop - start
         if max(stop, taken[key]) > sizes[key]:

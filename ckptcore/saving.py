@@ -7,13 +7,14 @@ from contextlib import contextmanager
 
 from ckptcore.agreement import Agreement
 from ckptcore.background import SaveHandle
-from ckptcore.capturing import Holding
+from ckptcore.capturing import Copies, Holding
 from ckptcore.context import Context
 from ckptcore.engine.memory import StagingMemory
+from ckptcore.engine.requests import requests_of
 from ckptcore.events import Recording
 from ckptcore.exporting import PreparedExport, write_exports
 from ckptcore.persisting import Described, fail_before_claim, fail_everywhere, persist
-from ckptcore.preparing import prepare_save
+from ckptcore.preparing import PreparedSave, prepare_save
 from ckptcore.save_requests import SaveRequest
 from ckptcore.snapshots import BoundedSnapshot
 
@@ -67,13 +68,16 @@ def begin_save(request: SaveRequest, context: Context) -> SaveHandle:
         memory = StagingMemory(context.staging, context.io_threads)
         holding = Holding()
         to_copy: Sequence[BoundedSnapshot] = ()
+        copies: Copies | None = None
         try:
-            if context.memory.save_bytes is None:
-                with recording.phase("copy") as phase:
-                    holding.copy(save, memory)
-                    phase.nbytes = memory.copied_bytes
-            else:
+            if context.memory.save_bytes is not None:
                 to_copy = holding.copy_bounded(save, memory, context.memory.save_bytes)
+            elif _is_uploaded_early(save):
+                copies = holding.begin_copies(save, memory)
+            else:
+                with recording.phase("copy") as phase:
+                    holding.begin_copies(save, memory).wait()
+                    phase.nbytes = memory.copied_bytes
         except BaseException as error:  # noqa: BLE001  # told to the other ranks, then raised
             holding.close()
             memory.close()
@@ -81,6 +85,8 @@ def begin_save(request: SaveRequest, context: Context) -> SaveHandle:
         _go_on(request.committed, save.described, save.exports, holding, memory, handle, context, recording)
         if to_copy:
             _copy_while_written(to_copy, memory, handle, recording)
+        if copies is not None:
+            _copy_while_uploaded(copies, memory, handle, recording)
         return handle
 
 
@@ -146,6 +152,27 @@ def _go_on(
         holding.close()
         memory.close()
         fail_before_claim(described.agreement, error)
+
+
+def _is_uploaded_early(save: PreparedSave) -> bool:
+    """Whether it pays to write what is copied while the rest is still being copied.
+
+    A storage that is far takes longer than the copies, and waits for requests rather than for memory. Beside a disk both would
+    share the processors, and the caller would wait longer. What workers hold they write when they have been waited for.
+    """
+    return save.executor is None and requests_of(save.described.location.store).concurrency > 1
+
+
+def _copy_while_uploaded(copies: Copies, memory: StagingMemory, handle: SaveHandle, recording: Recording) -> None:
+    """Wait for copies that the writer in the background takes as they come."""
+    try:
+        with recording.phase("copy") as phase:
+            copies.wait()
+            phase.nbytes = memory.copied_bytes
+    except BaseException:
+        memory.give_up()  # the caller may change the state from here on: what is not copied must never be
+        handle.exception()  # the writer ends with an error too, which is told here and need not be again
+        raise
 
 
 def _copy_while_written(

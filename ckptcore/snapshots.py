@@ -55,7 +55,7 @@ class ViewedSnapshot:
 
 
 class CopiedSnapshot:
-    """For an asynchronous save: everything is copied before `wait` returns."""
+    """For an asynchronous save: everything is copied before `wait` returns, in the order of the plan."""
 
     def __init__(
         self,
@@ -66,13 +66,23 @@ class CopiedSnapshot:
         """`start` begins the copy of an item; `give_back` takes the memory of one back."""
         self.plan = plan
         self._give_back = give_back
+        self._writer_ended = False
         self._pending: list[Sequence[Pending[HostArray]]] = [start(number) for number in range(len(plan.items))]
 
     def wait(self) -> None:
-        """Wait until the snapshot owns all its memory."""
-        for arrays in self._pending:
-            for array in arrays:
-                array.result()
+        """Wait until the snapshot owns all its memory, or the writer ended; what it has may be written meanwhile."""
+        try:
+            for arrays in self._pending:
+                for array in arrays:
+                    array.result()
+        except Exception:
+            if not self._writer_ended:
+                raise
+            # The memory went with the writer, whose own error tells why.
+
+    def writer_ended(self) -> None:
+        """Say that nobody will take any more."""
+        self._writer_ended = True
 
     def take(self, item: int) -> Sequence[HostArray]:
         """See `Snapshot`."""

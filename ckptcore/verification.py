@@ -128,7 +128,8 @@ def _open_directory(composite: OpenedComposite, name: str, directory: str, locat
 
 def _sizes_fit(opened: Opened) -> bool:
     try:
-        return all(opened.location.store.size(key) == record.size for key, record in opened.objects.items())
+        present = opened.store.present_sizes(opened.objects)
+        return all(present[key] == record.size for key, record in opened.objects.items())
     except ObjectNotFoundError:
         return False
 

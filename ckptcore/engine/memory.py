@@ -235,18 +235,23 @@ class StagingMemory:
         if pages is not None:
             self._pool.put_back(pages)
 
-    def close(self) -> None:
-        """Give everything back to the pool; copies that no thread has begun are given up. Waits for those that run."""
+    def give_up(self) -> None:
+        """Copy nothing more: what no thread has begun fails. Waits for copies that run; what was copied can still be read."""
         with self._lock:
             self._closed = True
             given_up = list(self._pieces)
             self._pieces.clear()
             while self._copying:
                 self._not_copying.wait()
-            leased = list(self._leased.values())
-            self._leased.clear()
         for piece in given_up:
             piece.give_up(_closed())
+
+    def close(self) -> None:
+        """Give up copies, and everything back to the pool: nobody may read it any more."""
+        self.give_up()
+        with self._lock:
+            leased = list(self._leased.values())
+            self._leased.clear()
         for pages in leased:
             self._pool.put_back(pages)
 

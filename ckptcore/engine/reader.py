@@ -93,16 +93,24 @@ class ObjectReader:
         record = self._record(key)
         return self._storage.size(key) if record is None else record.size
 
+    def present_sizes(self, keys: Iterable[str]) -> dict[str, int]:
+        """Bytes that objects have, by key, whatever is known of them; many are asked for at once where that is worth it.
+
+        Raises:
+            ObjectNotFoundError
+        """
+        asked = list(keys)
+        if self._far and len(asked) > 1:
+            sizes = ask_each(self._threads, asked, self._storage.size, parallelism=self._concurrency)
+        else:
+            sizes = [self._storage.size(key) for key in asked]
+        return dict(zip(asked, sizes, strict=True))
+
     def _sizes_of(self, keys: Iterable[str]) -> dict[str, int]:
-        """Bytes of objects, by key; those that are not known are asked for at once where that is worth it."""
+        """Bytes of objects, by key; those that are not known are asked for."""
         records = {key: self._record(key) for key in keys}
         known = {key: record.size for key, record in records.items() if record is not None}
-        unknown = [key for key in records if key not in known]
-        if self._far and len(unknown) > 1:
-            sizes = ask_each(self._threads, unknown, self._storage.size, parallelism=self._concurrency)
-        else:
-            sizes = [self._storage.size(key) for key in unknown]
-        return {**known, **dict(zip(unknown, sizes, strict=True))}
+        return {**known, **self.present_sizes([key for key in records if key not in known])}
 
     def list_names(self, prefix: str = "") -> Sequence[str]:
         """Names one level below a directory, sorted; those of directories end in ``/``."""
