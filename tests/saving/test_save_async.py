@@ -153,7 +153,7 @@ def test_an_error_that_nobody_asked_for_surfaces_at_exit(tmp_path: Path) -> None
         "import ckptcore, numpy\n"
         "from ckptcore.engine import recorder\n"
         "def broken(*arguments, **options): raise OSError('the disk is on fire')\n"
-        "recorder.ObjectRecorder.write = broken\n"
+        "recorder.ObjectRecorder.write_many = broken\n"
         f"ckptcore.save_async({str(tmp_path / 'c')!r}, {{'w': numpy.ones(3)}})\n"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
