@@ -1,28 +1,136 @@
-"""S3 as a storage: what every storage must do, on two servers."""
+"""S3 as a storage: what every storage must do, on two servers, and uploads in parts."""
 
 from __future__ import annotations
 
+import os
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
+from ckptcore_obstore.storage import ObjectStoreDirectory
 from ckptcore_s3.plugin import S3Plugin
 from ckptcore_s3.testing import S3Server
 
-from ckptcore.protocols import StorageBackend, StorageOptions
-from ckptcore.testing import StorageBackendTests
+from ckptcore.protocols import HoldsUploads, ManyRequests, StorageOptions
+from ckptcore.testing import CreatesObjectsTests, HoldsUploadsTests, StorageBackendTests
 
 
-class TestMiniStack(StorageBackendTests):
-    """On a server that keeps objects in files."""
-
-    examples = 5
+class OnMiniStack:
+    """A bucket of its own for each test, on a server that keeps objects in files."""
 
     @pytest.fixture(autouse=True)
     def use_server(self, ministack: S3Server) -> None:
-        """A bucket of its own for each test."""
+        """Create the bucket."""
         self.plugin = S3Plugin()
         self.server = ministack
         self.bucket = ministack.create_bucket()
 
-    def open(self, directory: str) -> StorageBackend:
+    def open(self, directory: str) -> ObjectStoreDirectory:
         """The same directory for the same name."""
         config = {**self.server.options, "part_bytes": 5 << 20}
-        return self.plugin.open(f"s3://{self.bucket}/{directory}", StorageOptions(config=config))
+        opened = self.plugin.open(f"s3://{self.bucket}/{directory}", StorageOptions(config=config))
+        assert isinstance(opened, ObjectStoreDirectory)
+        return opened
+
+
+class TestMiniStack(OnMiniStack, StorageBackendTests):
+    """What every storage must do."""
+
+    examples = 5
+
+
+class TestNewObjectsOnMiniStack(OnMiniStack, CreatesObjectsTests):
+    """Objects that replace nothing."""
+
+
+class TestUploadsOnMiniStack(OnMiniStack, HoldsUploadsTests):
+    """Uploads that nobody finished."""
+
+    upload_bytes = 11 << 20
+
+
+@pytest.mark.slow
+class TestMoto(StorageBackendTests):
+    """What every storage must do, on another server."""
+
+    examples = 3
+
+    @pytest.fixture(autouse=True)
+    def use_server(self, moto: S3Server) -> None:
+        """Create a bucket."""
+        self.server = moto
+        self.bucket = moto.create_bucket()
+
+    def open(self, directory: str) -> ObjectStoreDirectory:
+        """The same directory for the same name."""
+        config = {**self.server.options, "part_bytes": 5 << 20}
+        opened = S3Plugin().open(f"s3://{self.bucket}/{directory}", StorageOptions(config=config))
+        assert isinstance(opened, ObjectStoreDirectory)
+        return opened
+
+
+@pytest.mark.slow
+class TestUploadsOnMoto(HoldsUploadsTests):
+    """Uploads that nobody finished, on another server."""
+
+    upload_bytes = 11 << 20
+    use_server = TestMoto.use_server
+    open = TestMoto.open
+
+
+class TestMore(OnMiniStack):
+    """What is true of object stores only."""
+
+    def test_it_says_how_it_is_asked_best(self) -> None:
+        storage = self.open("run")
+        assert isinstance(storage, ManyRequests) and isinstance(storage, HoldsUploads)
+        assert storage.concurrency > 1
+        assert storage.part_bytes == 5 << 20
+
+    @pytest.mark.slow
+    def test_lists_of_several_pages(self) -> None:
+        storage = self.open("run")
+        keys = [f"a/{number:04}" for number in range(1003)]
+        with ThreadPoolExecutor(8) as threads:
+            list(threads.map(lambda key: storage.put(key, b""), keys))
+        assert list(storage.list()) == keys
+        assert list(storage.list_names("a")) == [key[2:] for key in keys]
+        storage.delete(keys)
+        assert list(storage.list()) == []
+
+    def test_keys_of_other_software_do_no_harm(self) -> None:
+        """Consoles put empty objects for directories, and some programs write keys with empty parts."""
+        self.open("run").put("a/real", b"1")
+        plain = self.open("run").bucket.plain
+        for key in ("run/", "run/a/", "run/a//b"):
+            plain.send("PUT", key)
+        storage = self.open("run")
+        assert list(storage.list()) == ["a/real"]
+        assert list(storage.list_names()) == ["a/"]
+        assert list(storage.list_names("a")) == ["real"]
+
+    def test_a_part_that_is_whole_is_not_copied(self) -> None:
+        writer = self.open("run").open_writer("a", 15 << 20)
+        data = bytes(10 << 20)
+        held = writer.held_bytes
+        writer.write_at(0, data)
+        assert held == writer.held_bytes == 0
+        writer.write_at(10 << 20, bytes(1 << 20))
+        assert writer.held_bytes == 5 << 20
+        writer.write_at(11 << 20, bytes(4 << 20))
+        assert writer.held_bytes == 0
+        writer.finish()
+
+    def test_a_child_by_fork_can_read(self) -> None:
+        self.open("run").put("a", b"1")
+        self.open("run").get("a")
+        reading, writing = os.pipe()
+        child = os.fork()
+        if not child:
+            try:
+                os.write(writing, self.open("run").get("a"))
+            finally:
+                os._exit(0)
+        os.close(writing)
+        os.waitpid(child, 0)
+        assert os.read(reading, 10) == b"1"
+        os.close(reading)

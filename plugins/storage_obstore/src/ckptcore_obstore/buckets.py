@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import threading
 import uuid
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from ckptcore.errors import CheckpointError
@@ -21,7 +21,7 @@ from ckptcore_obstore.uploads import MARK, PartUpload, Upload, list_uploads
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
 
-__all__ = ["Bucket", "Found"]
+__all__ = ["Bucket", "Found", "Seen"]
 
 T = TypeVar("T")
 
@@ -29,25 +29,34 @@ _DELETED_AT_ONCE: Final = 1000
 """Keys that one request deletes: https://docs.aws.amazon.com/AmazonS3/latest/API/API_DeleteObjects.html"""
 
 
+@dataclass(frozen=True, slots=True)
 class Found:
     """An object, or a part of one, as it was read.
 
     Attributes:
         data: the bytes.
         tag: what a condition can name.
+    """
+
+    data: memoryview
+    tag: str
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """An object that is there.
+
+    Attributes:
+        tag: what a condition can name.
         mark: of the put that wrote it; empty where it has none.
     """
 
-    __slots__ = ("data", "mark", "tag")
-
-    def __init__(self, data: memoryview, tag: str, mark: str) -> None:
-        self.data = data
-        self.tag = tag
-        self.mark = mark
+    tag: str
+    mark: str
 
 
 class Bucket:
-    """The objects of a bucket by their whole keys. Any thread; after a fork each process has its own connections.
+    """The objects of a bucket by their whole keys. Any thread of one process.
 
     Every method raises `RequestFailed` once it has tried as often as the service's tuning says.
     """
@@ -58,15 +67,26 @@ class Bucket:
         self.limit = AdaptiveLimit(service.tuning.concurrency, service.url)
         self.plain = PlainRequests(service)
         self._lock = threading.Lock()
-        self._store: tuple[int, ObjectStore] | None = None
+        self._store: ObjectStore | None = None
+        self._bare_tags = False
 
     def run(self, request: Callable[[], T]) -> T:
         """Send a request by obstore or HTTP, again where its failure may pass."""
-        return try_request(lambda: _translated(request), self.service.tuning.retries, self.limit)
+        self.service.prepare()
+        policy = self.service.tuning.retries
+        try:
+            return try_request(lambda: _translated(request), policy, self.limit)
+        except RequestFailed as error:
+            if error.failure.kind is FailureKind.REGION and not error.failure.code:
+                # obstore does not tell what came with a redirection; the same answer comes to any request.
+                try_request(
+                    lambda: self.plain.send("GET", query={"list-type": "2", "max-keys": "1"}), policy, self.limit
+                )
+            raise
 
     def read(self, key: str, start: int = 0, stop: int | None = None) -> Found:
         """Bytes `start` to `stop` of an object, of which at least one is there."""
-        if not _obstore_names(key):
+        if not _takes(key):
             return self.run(lambda: self._read_plain(key, start, stop))
         return self.run(lambda: self._read(key, start, stop))
 
@@ -80,24 +100,26 @@ class Bucket:
             options = {"range": {"offset": start}}
         result = obstore.get(self._obstore(), key, options=options)
         meta = result.meta
-        data = memoryview(result.bytes())
-        attributes: Any = result.attributes
-        return Found(data, self.service.tag(meta["e_tag"], meta["version"]), str(attributes.get(MARK, "")))
+        return Found(memoryview(result.bytes()), self.service.tag(meta["e_tag"], meta["version"]))
 
     def _read_plain(self, key: str, start: int, stop: int | None) -> Found:
         headers = {}
         if start or stop is not None:
             headers["range"] = f"bytes={start}-{'' if stop is None else stop - 1}"
         answer = self.plain.send("GET", key, headers=headers)
-        tag = self.service.tag(answer.headers.get("etag"), answer.headers.get("x-goog-generation"))
-        return Found(memoryview(answer.body), tag, answer.headers.get(self.service.metadata_prefix + MARK, ""))
+        return Found(memoryview(answer.body), self._tag(answer.headers))
 
     def size(self, key: str) -> int:
         """Bytes of an object."""
-        return self.run(lambda: self._size(key))
+        try:
+            return self.run(lambda: self._size(key))
+        except RequestFailed as error:
+            if error.failure.kind is not FailureKind.MISSING and not error.failure.code:
+                self.read(key, 0, 1)  # the answer to a HEAD has no body: that to a GET says why
+            raise
 
     def _size(self, key: str) -> int:
-        if not _obstore_names(key):
+        if not _takes(key):
             return int(self.plain.send("HEAD", key).headers["content-length"])
         import obstore
 
@@ -106,35 +128,36 @@ class Bucket:
     def put(self, key: str, data: bytes | memoryview, condition: PutCondition | None) -> str:
         """Put an object by one request; its new tag."""
         mark = uuid.uuid4().hex
-        tries = 0
-
-        def request() -> str:
-            nonlocal tries
-            tries += 1
-            return self._put(key, data, condition, mark)
-
         try:
-            return self.run(request)
+            return self.run(lambda: self._put(key, data, condition, mark))
         except RequestFailed as error:
-            gone = isinstance(condition, IfTag) and error.failure.kind is FailureKind.MISSING  # S3 answers 404 then
-            if gone:
+            if isinstance(condition, IfTag) and error.failure.kind is FailureKind.MISSING:
+                # S3 answers 404 where the object that should have a tag is gone.
                 error.failure = replace(error.failure, kind=FailureKind.CONDITION)
             if condition is None or error.failure.kind is not FailureKind.CONDITION:
                 raise
-            # An earlier try, or one that the network sent twice, may have put it though its answer was lost.
-            own = self.mine(key, mark)
-            if own is None:
+            # An earlier try, or the same one that the network sent twice, may have put it though its answer was lost.
+            there = self.look(key)
+            if there is not None and there.mark == mark:
+                return there.tag
+            if there is None or not isinstance(condition, IfTag) or there.tag != condition.tag:
                 raise
-            return own
+            if self._bare_tags or not condition.tag.startswith('"'):
+                raise
+            # The object has this very tag: the service compares it with what it keeps, which has no quotation marks.
+            tag = self.run(lambda: self._put(key, data, IfTag(condition.tag.strip('"')), mark))
+            self._bare_tags = True
+            return tag
 
     def _put(self, key: str, data: bytes | memoryview, condition: PutCondition | None, mark: str) -> str:
         service = self.service
-        if not _obstore_names(key):
+        if self._bare_tags and isinstance(condition, IfTag):
+            condition = IfTag(condition.tag.strip('"'))
+        if not _takes(key):
             headers = {} if condition is None else dict(service.condition_headers(condition))
             headers |= service.upload_headers
             headers[service.metadata_prefix + MARK] = mark
-            answer = self.plain.send("PUT", key, headers=headers, body=data)
-            return service.tag(answer.headers.get("etag"), answer.headers.get("x-goog-generation"))
+            return self._tag(self.plain.send("PUT", key, headers=headers, body=data).headers)
         import obstore
 
         mode: Any = "overwrite" if condition is None else service.put_mode(condition)
@@ -142,17 +165,23 @@ class Bucket:
         result = obstore.put(self._obstore(), key, data, mode=mode, attributes=attributes, use_multipart=False)
         return service.tag(result["e_tag"], result["version"])
 
-    def mine(self, key: str, mark: str) -> str | None:
-        """The tag of an object if the put with this mark wrote it, else None."""
+    def look(self, key: str) -> Seen | None:
+        """The tag of an object and who put it; None if there is none."""
         try:
-            answer = self.run(lambda: self.plain.send("HEAD", key))
+            headers = self.run(lambda: self.plain.send("HEAD", key)).headers
         except RequestFailed as error:
             if error.failure.kind is FailureKind.MISSING:
                 return None
             raise
-        if answer.headers.get(self.service.metadata_prefix + MARK) != mark:
-            return None
-        return self.service.tag(answer.headers.get("etag"), answer.headers.get("x-goog-generation"))
+        return Seen(self._tag(headers), headers.get(self.service.metadata_prefix + MARK, ""))
+
+    def _tag(self, headers: Mapping[str, str]) -> str:
+        return self.service.tag(headers.get("etag"), headers.get("x-goog-generation"))
+
+    def mine(self, key: str, mark: str) -> str | None:
+        """The tag of an object if the put with this mark wrote it, else None."""
+        there = self.look(key)
+        return there.tag if there is not None and there.mark == mark else None
 
     def begin_upload(self, key: str, *, if_absent: bool) -> PartUpload:
         """Begin an object that comes in parts; `if_absent`: what its `complete` will be asked for."""
@@ -172,13 +201,13 @@ class Bucket:
 
     def delete(self, keys: Sequence[str]) -> None:
         """Delete objects; one that is not there is no error."""
-        named = [key for key in keys if _obstore_names(key)]
-        for start in range(0, len(named), _DELETED_AT_ONCE):
-            some = named[start : start + _DELETED_AT_ONCE]
-            self.run(lambda some=some: self._delete(some))  # type: ignore[misc]
+        taken = [key for key in keys if _takes(key)]
+        for start in range(0, len(taken), _DELETED_AT_ONCE):
+            some = taken[start : start + _DELETED_AT_ONCE]
+            self.run(partial(self._delete, some))
         for key in keys:
-            if not _obstore_names(key):
-                self.run(lambda key=key: self.plain.send("DELETE", key))  # type: ignore[misc]
+            if not _takes(key):
+                self.run(partial(self._delete_plain, key))
 
     def _delete(self, keys: list[str]) -> None:
         import obstore
@@ -189,16 +218,28 @@ class Bucket:
             if failure_of_text(str(error)).kind is not FailureKind.MISSING:
                 raise
 
+    def _delete_plain(self, key: str) -> None:
+        try:
+            self.plain.send("DELETE", key)
+        except RequestFailed as error:
+            if error.failure.kind is not FailureKind.MISSING:
+                raise
+
     def _obstore(self) -> ObjectStore:
         with self._lock:
-            if self._store is None or self._store[0] != os.getpid():
-                self._store = os.getpid(), self.service.open_store()
-            return self._store[1]
+            if self._store is None:
+                self._store = self.service.open_store()
+            return self._store
 
 
-def _obstore_names(key: str) -> bool:
-    """Whether object_store takes a key: no part of it has an ASCII control character (`object_store::path::PathPart::parse`)."""
-    return key.isprintable() or not any(character < " " or character == "\x7f" for character in key)
+def _takes(key: str) -> bool:
+    """Whether obstore takes a key in this process.
+
+    No part of it may have an ASCII control character (`object_store::path::PathPart::parse`).
+    """
+    from ckptcore_obstore.runtimes import runs_here
+
+    return runs_here() and (key.isprintable() or not any(character < " " or character == "\x7f" for character in key))
 
 
 def _translated(request: Callable[[], T]) -> T:

@@ -178,9 +178,11 @@ class RequestFailed(Exception):
         self.tried = Tried()
 
 
-def failure_of_answer(status: int, body: bytes) -> Failure:
-    """The failure that an answer with such a status and body, XML or JSON, tells."""
+def failure_of_answer(status: int, body: bytes, region: str = "") -> Failure:
+    """The failure that an answer with such a status and body, XML or JSON, tells, and the region that it names in a header."""
     code, message, hints = _read_json(body) or _read_xml(body)
+    if region and "Region" not in dict(hints):
+        hints = (*hints, ("Region", region))
     return Failure(_kind(status, code), status, code, _one_line(message), hints)
 
 
@@ -201,6 +203,8 @@ def failure_of_text(text: str) -> Failure:
     if status is not None:
         body = _XML.search(told) or _JSON.search(told)
         return failure_of_answer(int(status[1]), body[0].encode() if body else b"")
+    if "redirect without LOCATION" in told:  # object_store's words for a bucket in another region
+        return Failure(FailureKind.REGION, 301, "", "the service redirects elsewhere")
     kind = FailureKind.OTHER
     if "kind: Timeout" in text or "operation timed out" in text or "TimedOut" in text:
         kind = FailureKind.TIMEOUT

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Final
 
@@ -21,15 +21,17 @@ _SECONDS_BETWEEN_CUTS: Final = 1.0
 class AdaptiveLimit:
     """How many requests to one bucket may be under way in this process: additive increase, multiplicative decrease. Any thread."""
 
-    def __init__(self, most: int, name: str) -> None:
+    def __init__(self, most: int, name: str, *, clock: Callable[[], float] = time.monotonic) -> None:
         """Begin with the most.
 
         Args:
             most: requests at once where nothing is throttled.
             name: of the bucket, for the log.
+            clock: seconds that never go back.
         """
         self._most = most
         self._name = name
+        self._clock = clock
         self._allowed = float(most)
         self._under_way = 0
         self._changed = threading.Condition()
@@ -71,7 +73,7 @@ class AdaptiveLimit:
     def throttled(self) -> None:
         """Halve the limit, once for each burst."""
         with self._changed:
-            now = time.monotonic()
+            now = self._clock()
             if now < self._cut_at + _SECONDS_BETWEEN_CUTS:
                 return
             self._cut_at = now

@@ -24,12 +24,14 @@ class Option:
         type: of its value.
         choices: the values it can have; empty for any.
         least: the least number; None where it is none.
+        step: what a number is a multiple of.
     """
 
     meaning: str
     type: type
     choices: tuple[str, ...] = ()
     least: float | None = None
+    step: int = 1
 
     def check(self, value: JSON) -> str | None:
         """What is wrong with a value; None if nothing is."""
@@ -38,6 +40,8 @@ class Option:
             fits = isinstance(value, int | float) and not isinstance(value, bool)
         if not fits:
             return f"expected {self.type.__name__}, found {type(value).__name__}"
+        if self.type is int and self.step > 1 and isinstance(value, int) and value % self.step:
+            return f"expected a multiple of {self.step}, found {value}"
         if self.choices and value not in self.choices:
             return f"expected one of {', '.join(map(repr, self.choices))}, found {value!r}"
         if self.least is not None and isinstance(value, int | float) and not value >= self.least:
@@ -65,8 +69,8 @@ def number(meaning: str, least: float) -> Option:
     return Option(meaning, float, (), least)
 
 
-def _count(meaning: str, least: int) -> Option:
-    return Option(meaning, int, (), least)
+def _count(meaning: str, least: int, step: int = 1) -> Option:
+    return Option(meaning, int, (), least, step)
 
 
 def check_options(scheme: str, given: Mapping[str, JSON], options: Mapping[str, Option]) -> Mapping[str, Any]:
@@ -90,7 +94,7 @@ def tuning_options() -> Mapping[str, Option]:
     return {
         "concurrency": _count("requests at once, at most", 1),
         "request_bytes": _count("bytes that one read asks for", 1),
-        "part_bytes": _count("bytes that one part of an upload carries, at least 5 MiB", 5 * _MIB),
+        "part_bytes": _count("bytes that one part of an upload carries: whole MiB, at least 5", 5 * _MIB, _MIB),
         "gap_bytes": _count("bytes between two ranges up to which one request reads both", 0),
         "retries": _count("tries of a request after the first one", 0),
         "first_wait": number(

@@ -102,7 +102,9 @@ class PlainRequests:
             raise RequestFailed(Failure(FailureKind.CONNECTION, None, "", _words(error))) from error
         data = response.data
         if response.status >= 300:
-            raise RequestFailed(failure_of_answer(response.status, data))
+            raise RequestFailed(
+                failure_of_answer(response.status, data, response.headers.get("x-amz-bucket-region", ""))
+            )
         return Answer(response.status, {name.lower(): value for name, value in response.headers.items()}, data)
 
     def _connections(self) -> urllib3.PoolManager:
@@ -138,4 +140,4 @@ def _words(error: BaseException) -> str:
     reason = getattr(error, "reason", None)
     cause = reason if isinstance(reason, BaseException) else error
     text = " ".join(str(cause).split())
-    return text.rpartition(">: ")[2] or type(cause).__name__
+    return text.rpartition("): ")[2] or type(cause).__name__

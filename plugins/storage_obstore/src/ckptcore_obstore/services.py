@@ -28,7 +28,7 @@ class Tuning:
         timeout_seconds: without a byte from the service, after which a request is given up and tried again.
         connect_timeout_seconds: for a connection, and for the service to take each MiB.
         retries: when requests are tried again.
-        ca_bundle: a file of certificates to trust beside those of the system.
+        ca_bundle: a file of certificates to trust.
     """
 
     concurrency: int = 16
@@ -80,6 +80,14 @@ class Service(Protocol):
             method: in capitals.
             url: whole, with escapes, its query sorted by name.
             headers: of the request, by names in small letters.
+
+        Raises:
+            StorageCredentialsError: if there are none.
+        """
+        ...
+
+    def prepare(self) -> None:
+        """See that requests can be signed: what is wrong with credentials obstore could only report in words of its own.
 
         Raises:
             StorageCredentialsError: if there are none.

@@ -8,7 +8,7 @@ import numpy as np
 
 from ckptcore.errors import CorruptCheckpointError, InvalidLocationError
 from ckptcore.model import check_directory_key, check_key
-from ckptcore.protocols import ObjectWriter, PutCondition, StorageAddress
+from ckptcore.protocols import PutCondition, StorageAddress
 from ckptcore_obstore.buckets import Bucket
 from ckptcore_obstore.failures import FailureKind, RequestFailed
 from ckptcore_obstore.listing import list_objects
@@ -140,11 +140,11 @@ class ObjectStoreDirectory:
         with telling(self._service, f"put {self._url}{key}"):
             return self._bucket.put(whole, data, condition)
 
-    def open_writer(self, key: str, size: int | None = None) -> ObjectWriter:
+    def open_writer(self, key: str, size: int | None = None) -> PartWriter:
         """Begin an object that is written in pieces; no request is made before a part is whole."""
         return PartWriter(self._bucket, self._whole(key), size, only_new=False)
 
-    def open_new(self, key: str, size: int | None = None) -> ObjectWriter:
+    def open_new(self, key: str, size: int | None = None) -> PartWriter:
         """As `open_writer`; `finish` fails where an object is there by then."""
         return PartWriter(self._bucket, self._whole(key), size, only_new=True)
 

@@ -10,7 +10,7 @@ from urllib.parse import unquote
 from xml.sax.saxutils import escape
 
 from ckptcore.protocols import IF_ABSENT, Buffer
-from ckptcore_obstore.failures import FailureKind, RequestFailed, failure_of_answer
+from ckptcore_obstore.failures import Failure, FailureKind, RequestFailed, failure_of_answer
 from ckptcore_obstore.listing import parse_answer, text_of
 
 if TYPE_CHECKING:
@@ -95,6 +95,8 @@ class Upload:
         headers = {"content-type": "application/xml"}
         if if_absent:
             headers |= self._bucket.service.condition_headers(IF_ABSENT)
+            if self._bucket.look(self._key) is not None:  # not every service looks at the condition of this request
+                raise RequestFailed(Failure(FailureKind.CONDITION, None, "", "an object is there"))
         query = {"uploadId": self._identifier}
 
         def request() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from typing import Final
 
@@ -11,10 +12,13 @@ import numpy.typing as npt
 from ckptcore.errors import StorageError
 from ckptcore.protocols import IF_ABSENT, Buffer
 from ckptcore_obstore.buckets import Bucket
+from ckptcore_obstore.failures import RequestFailed
 from ckptcore_obstore.translating import telling
 from ckptcore_obstore.uploads import MOST_PARTS, PartUpload
 
 __all__ = ["PartWriter"]
+
+_LOG: Final = logging.getLogger("ckptcore.storage")
 
 _PARTS_OF_A_SIZE: Final = 1000
 """Of an object whose size is not known each thousand parts are larger than the thousand before: ten thousand are the most."""
@@ -65,6 +69,12 @@ class PartWriter:
         self._end = 0
         self._done = False
         self._url = f"{bucket.service.url}/{key}"
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of memory that hold parts which are not whole yet."""
+        with self._lock:
+            return sum([part.data.nbytes for part in self._parts.values()])
 
     def write_at(self, offset: int, data: Buffer) -> None:
         """Write bytes at an offset; the memory can be reused when this returns.
@@ -132,7 +142,11 @@ class PartWriter:
         self._done = True
         self._parts.clear()
         if upload is not None:
-            upload.abort()
+            try:
+                upload.abort()
+            except (RequestFailed, StorageError) as error:
+                # Nobody can do anything about it here: the next save at this place gives up what is left.
+                _LOG.info("an upload to %s is left over: %s", self._url, error)
 
     @property
     def _is_small(self) -> bool:

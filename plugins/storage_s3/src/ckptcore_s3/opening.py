@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from typing import Final
 
@@ -24,7 +25,7 @@ class S3Buckets:
     def __init__(self) -> None:
         """Open nothing."""
         self._lock = threading.Lock()
-        self._buckets: dict[Settings, Bucket] = {}
+        self._buckets: dict[tuple[int, Settings], Bucket] = {}
 
     def open(self, url: str, options: StorageOptions) -> ObjectStoreDirectory:
         """Open ``s3://BUCKET`` or ``s3://BUCKET/DIRECTORY``; creates nothing and makes no request.
@@ -40,7 +41,8 @@ class S3Buckets:
             raise InvalidLocationError(f"the URL {url!r} names no bucket; expected one such as s3://bucket/directory")
         settings = settings_of(name, options.config)
         with self._lock:
-            bucket = self._buckets.get(settings)
+            place = os.getpid(), settings  # connections and locks are of one process, not of its children by fork
+            bucket = self._buckets.get(place)
             if bucket is None:
-                bucket = self._buckets[settings] = Bucket(S3Service(settings))
+                bucket = self._buckets[place] = Bucket(S3Service(settings))
         return ObjectStoreDirectory(bucket, directory.rstrip("/"))

@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any, Final
+from urllib.parse import quote
 
 from ckptcore_obstore.failures import Failure, FailureKind
 from ckptcore_obstore.services import Tuning
@@ -80,12 +81,15 @@ class S3Service:
         from obstore.store import S3Store
 
         settings, tuning = self._settings, self.tuning
+        endpoint = settings.bucket_url if settings.virtual else settings.endpoint
         config: dict[str, Any] = {
-            "endpoint": settings.bucket_url if settings.virtual else settings.endpoint,
+            "endpoint": endpoint,
+            "aws_endpoint_url_s3": endpoint,  # which comes before the other, and may be in the environment
             "region": settings.region,
             "virtual_hosted_style_request": settings.virtual,
             "skip_signature": settings.anonymous,
             "unsigned_payload": True,
+            "conditional_put": "etag",
             "request_payer": settings.requester_pays,
         }
         if settings.sse:
@@ -101,6 +105,7 @@ class S3Service:
         if tuning.ca_bundle:
             with open(tuning.ca_bundle, "rb") as file:
                 client["root_certificate"] = file.read()
+        # Given keys too: a token that only the environment has would be sent with them.
         provider = None if settings.anonymous else self._for_obstore
         return S3Store(
             settings.bucket,
@@ -131,10 +136,13 @@ class S3Service:
             return sent
         return signed_headers(method, url, sent, self._source.get(), self._settings.region)
 
+    def prepare(self) -> None:
+        """See that there are credentials."""
+        if not self._settings.anonymous:
+            self._source.get()
+
     def address(self, directory: str) -> StorageAddress:
         """Where tensorstore and others find a directory; without secrets."""
-        from urllib.parse import quote
-
         settings = self._settings
         options: dict[str, JSON] = {"endpoint": settings.endpoint, "region": settings.region}
         if settings.anonymous:
