@@ -24,7 +24,10 @@ def place(request: pytest.FixtureRequest) -> Place:
     return f"gs://{server.create_bucket()}", context
 
 
-@pytest.mark.parametrize("layout", ["safetensors", "ocdbt", "zarr3", "dcp"])
+@pytest.mark.parametrize(
+    "layout",
+    ["safetensors", "dcp", *(pytest.param(name, marks=pytest.mark.slow) for name in ("ocdbt", "zarr3", "zarr"))],
+)
 def test_a_checkpoint_comes_back(place: Place, layout: str) -> None:
     bucket, context = place
     location = f"{bucket}/run/step_1"

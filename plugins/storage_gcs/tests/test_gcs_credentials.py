@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from ckptcore_gcs.plugin import GcsPlugin
-from ckptcore_gcs.testing import StrictGcs
+from ckptcore_gcs.testing import Answer, Request, StrictGcs
 
 from ckptcore.errors import ClockSkewError, StorageCredentialsError
 from ckptcore.model import JSON
@@ -74,11 +77,19 @@ def test_an_identity_of_another_cloud(
     _works(_open(guarded))
 
 
-def test_the_metadata_of_a_machine(guarded: StrictGcs, tokens: TokenService, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("NO_GCE_CHECK")
-    monkeypatch.setenv("GCE_METADATA_HOST", tokens.host)
-    monkeypatch.setenv("GCE_METADATA_IP", tokens.host)
-    _works(_open(guarded))
+@pytest.mark.slow
+def test_the_metadata_of_a_machine(guarded: StrictGcs, tokens: TokenService) -> None:
+    """In a process of its own: google-auth reads the variables when it is imported."""
+    program = (
+        "import ckptcore\n"
+        f"context = ckptcore.Context(storage={{'gs': {{'endpoint': {guarded.url!r}, 'retries': 0}}}})\n"
+        "ckptcore.save('gs://bucket/run', {'step': 1}, context=context)\n"
+        "assert ckptcore.load('gs://bucket/run', context=context)['step'] == 1\n"
+    )
+    environment = {name: value for name, value in os.environ.items() if name != "NO_GCE_CHECK"}
+    environment |= {"GCE_METADATA_HOST": tokens.host, "GCE_METADATA_IP": tokens.host}
+    subprocess.run([sys.executable, "-c", program], env=environment, check=True, timeout=300)
+    assert any("/computeMetadata/v1/instance/service-accounts/" in path for path in tokens.asked)
 
 
 def test_a_token_in_the_options(guarded: StrictGcs, tokens: TokenService) -> None:
@@ -122,3 +133,25 @@ def test_credentials_that_are_refused(guarded: StrictGcs, tokens: TokenService, 
 def test_one_kind_is_given(gcs: StrictGcs) -> None:
     with pytest.raises(ValueError, match="one of access_token, anonymous"):
         _open(gcs, access_token="1", anonymous=True)
+
+
+def test_who_pays(gcs: StrictGcs) -> None:
+    """The project goes with every request, by obstore and by plain HTTP."""
+    seen: list[str | None] = []
+
+    def look(request: Request, serve: Callable[[Request], Answer]) -> Answer:
+        seen.append(request.headers.get("x-goog-user-project"))
+        return serve(request)
+
+    gcs.intercept = look
+    storage = _open(gcs, anonymous=True, user_project="who-pays")
+    _works(storage)
+    assert list(storage.list()) == []
+    assert len(seen) == 4
+    assert set(seen) == {"who-pays"}
+
+
+def test_the_scheme_of_fsspec_names_the_same(gcs: StrictGcs) -> None:
+    options = StorageOptions(config={"endpoint": gcs.url, "anonymous": True})
+    GcsPlugin().open("gcs://bucket/run", options).put("a", b"1")
+    assert _open(gcs, anonymous=True).get("a") == b"1"

@@ -12,6 +12,7 @@ import uuid
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Final
 
+from ckptcore_obstore.failures import Failure, FailureKind, RequestFailed
 from ckptcore_obstore.uploads import Upload
 
 from ckptcore.protocols import IF_ABSENT, Buffer
@@ -64,7 +65,8 @@ class NewObjectUpload:
 class CompositeUpload:
     """An object that is composed of objects with temporary names, by the JSON API. Any thread.
 
-    A composition takes a condition, and up to 32 objects: more of them are composed in several steps.
+    A composition takes a condition, and up to 32 objects: more of them are composed in several steps. Emulators that pass over
+    the condition are the reason that it also looks right before.
     """
 
     def __init__(self, bucket: GcsBucket, key: str) -> None:
@@ -82,6 +84,8 @@ class CompositeUpload:
 
     def complete(self, tags: Mapping[int, str], *, if_absent: bool) -> None:
         """Make the object of its parts."""
+        if if_absent and self._is_there():
+            raise RequestFailed(Failure(FailureKind.CONDITION, None, "", "there is an object of the name"))
         pieces: Sequence[str] = [name for _, name in sorted(tags.items())]
         level = 0
         while len(pieces) > MOST_COMPONENTS:
@@ -98,6 +102,15 @@ class CompositeUpload:
     def abort(self) -> None:
         """Give it up."""
         self._bucket.delete(sorted(self._pieces))
+
+    def _is_there(self) -> bool:
+        try:
+            self._bucket.size(self._key)
+        except RequestFailed as error:
+            if error.failure.kind is FailureKind.MISSING:
+                return False
+            raise
+        return True
 
     def _named(self, suffix: str) -> str:
         name = f"{self._key}{_INFIX}{self._mark}-{suffix}"
