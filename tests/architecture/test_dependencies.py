@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import ast
+import itertools
+import re
 import sys
+import tomllib
 from pathlib import Path
 
 from tests.architecture.sources import Source, core_sources, plugin_sources
@@ -54,6 +57,19 @@ def internal_imports(source: Source) -> list[str]:
     ]
 
 
+def undeclared_imports(source: Source) -> list[str]:
+    """Imports by a plugin of another distribution of ours that it does not declare."""
+    project = next(parent for parent in source.path.parents if (parent / "pyproject.toml").is_file())
+    declared = tomllib.loads((project / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    required = [*declared["dependencies"], *itertools.chain(*declared.get("optional-dependencies", {}).values())]
+    names = {re.split(r"[^\w-]", requirement)[0].replace("-", "_") for requirement in (declared["name"], *required)}
+    return [
+        f"{source.path}:{line} imports {module}, which {declared['name']} does not require"
+        for module, line in source.imported_modules()
+        if (top := module.partition(".")[0]).startswith("ckptcore_") and top not in names
+    ]
+
+
 def imports_at_top_level(source: Source) -> set[str]:
     """The packages that merely importing the module imports."""
     found: set[str] = set()
@@ -71,6 +87,20 @@ def test_the_core_imports_only_what_it_declares() -> None:
 
 def test_a_plugin_imports_only_public_modules() -> None:
     assert [found for source in plugin_sources() for found in internal_imports(source)] == []
+
+
+def test_a_plugin_requires_the_plugins_that_it_imports() -> None:
+    assert [found for source in plugin_sources() for found in undeclared_imports(source)] == []
+
+
+def test_an_import_that_is_not_declared_is_noticed(tmp_path: Path) -> None:
+    """The test above can fail."""
+    (tmp_path / "pyproject.toml").write_text(
+        '[project]\nname = "ckptcore-guest"\ndependencies = ["ckptcore>=0.1", "ckptcore-host>=0.1"]\n', encoding="utf-8"
+    )
+    path = tmp_path / "guest.py"
+    path.write_text("import ckptcore_guest.a\nimport ckptcore_host\nimport ckptcore_other.b\n", encoding="utf-8")
+    assert [line.split()[2] for line in undeclared_imports(Source(path, "guest"))] == ["ckptcore_other.b,"]
 
 
 def test_the_core_needs_no_extra_to_be_imported() -> None:

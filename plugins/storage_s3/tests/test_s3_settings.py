@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from datetime import UTC, datetime
@@ -130,6 +131,12 @@ def test_urls_that_name_no_directory(url: str) -> None:
 def test_endpoints_that_are_none(endpoint: str) -> None:
     with pytest.raises(InvalidLocationError, match="endpoint"):
         settings_of("bucket", {"endpoint": endpoint}, NO_FILES)
+
+
+def test_the_readme_has_every_option() -> None:
+    text = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
+    rows = [line.split("|")[1] for line in text.splitlines() if line.startswith("| `")]
+    assert set(re.findall(r"`(\w+)`", "".join(rows))) == set(OPTIONS)
 
 
 def test_secrets_are_not_shown() -> None:
