@@ -408,7 +408,7 @@ def copy(
 
     A copy that died, failed or was interrupted leaves what it wrote: copying again goes on with it. Objects that are there with their
     sizes are not sent again. Their bytes are compared first where a storage shows objects that are not complete, as a file system
-    does, and those of objects without checksums everywhere. A save to the destination, or `delete`, removes what was left. A
+    does, and those of objects without checksums everywhere. A save to the destination removes what was left. A
     checkpoint that is at the destination already, as the same save, is left as it is.
 
     Args:

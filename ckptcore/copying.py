@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from ckptcore.commit import Claim, Overwrite, continue_claim, is_claimed_by, roo
 from ckptcore.context import Context
 from ckptcore.destinations import refuse_destination
 from ckptcore.engine.errands import run_each
+from ckptcore.engine.new_objects import abort_uploads
 from ckptcore.engine.requests import requests_of
 from ckptcore.engine.transfers import Transfer
 from ckptcore.errors import (
@@ -21,6 +23,7 @@ from ckptcore.errors import (
     InvalidLocationError,
     ObjectNotFoundError,
     SaveLostError,
+    StorageError,
 )
 from ckptcore.locations import Location, Place, resolve_location
 from ckptcore.manifests import Manifest, read_manifest
@@ -32,6 +35,8 @@ from ckptcore.root import ROOT_KEY
 from ckptcore.verification import ProgressCallback
 
 __all__ = ["CopyReport", "CopyVerification", "copy_checkpoint", "send_objects"]
+
+logger = logging.getLogger("ckptcore.copying")
 
 CopyVerification: TypeAlias = Literal["passing", "read-back"]
 """How a copy is verified: bytes are compared with their checksums as they pass; all is read at the destination, too."""
@@ -96,6 +101,10 @@ def copy_checkpoint(
         except (CheckpointExistsError, SaveLostError):
             # Another copy of the same save may have been faster, or have taken over from this one.
             if not copy.is_there() and not copy.is_claimed():
+                raise
+        except StorageError:
+            # ... or have committed, and given up the uploads of this one.
+            if overwrite or not copy.is_known_to_be_there():
                 raise
     raise replaced_too_often(source)
 
@@ -187,6 +196,13 @@ class _Copy:
         root = self._manifest.root
         return root is not None and root_mark(self._destination.store) == root.data
 
+    def is_known_to_be_there(self) -> bool:
+        """Whether it stands there; False where that cannot be read."""
+        try:
+            return self.is_there()
+        except StorageError:
+            return False
+
     def report_of_complete(self) -> CopyReport:
         """The report of a copy that was complete before.
 
@@ -234,7 +250,18 @@ class _Copy:
         else:
             claim.commit(root.data, root.parts)
             self._count_root(root.nbytes)
+        self._abort_uploads()
         return True
+
+    def _abort_uploads(self) -> None:
+        """Give up what copies before this one had begun to upload: where it is kept, it is paid for, and nobody finishes it."""
+        try:
+            abort_uploads(self._destination.store)
+        except StorageError as error:
+            # The copy is committed; who may write need not be allowed to look at uploads.
+            logger.warning(
+                "%s is copied, but unfinished uploads to it cannot be looked for: %s", self._destination.display, error
+            )
 
     def _is_unchanged(self) -> bool:
         return root_mark(self._manifest.location.store) == self._manifest.mark

@@ -7,7 +7,7 @@ import functools
 import os
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Concatenate, ParamSpec
 
 import click
@@ -44,7 +44,7 @@ def checkpoint_command(
         @functools.wraps(function)
         def run(as_json: bool, debug: bool, options: tuple[str, ...], *args: P.args, **kwargs: P.kwargs) -> None:
             begin_context(options)
-            code = _guarded(lambda: function(as_json, *args, **kwargs), as_json=as_json, debug=debug)
+            code = _guarded(lambda: function(as_json, *args, **kwargs), as_json=as_json, debug=debug, options=options)
             click.get_current_context().exit(code)
 
         return run
@@ -52,7 +52,7 @@ def checkpoint_command(
     return decorate
 
 
-def _guarded(body: Callable[[], ExitCode], *, as_json: bool, debug: bool) -> ExitCode:
+def _guarded(body: Callable[[], ExitCode], *, as_json: bool, debug: bool, options: Sequence[str]) -> ExitCode:
     try:
         code = body()
         sys.stdout.flush()
@@ -69,9 +69,18 @@ def _guarded(body: Callable[[], ExitCode], *, as_json: bool, debug: bool) -> Exi
             return ExitCode.BROKEN_PIPE
         code = exit_code_of(error)
         return _failed(error, code, _told(error), as_json=as_json, debug=debug)
+    except ValueError as error:
+        if not options:
+            return _bug(error, as_json=as_json)
+        # A storage that does not take an option says so when it is opened.
+        return _failed(error, ExitCode.USAGE, f"--option: {error}", as_json=as_json, debug=debug)
     except Exception as error:  # noqa: BLE001  # told apart from "found differences", which is exit code 1, and never hidden
-        message = f"{type(error).__name__}: {error}; this is a bug in ckptcore or in a plugin, please report it"
-        return _failed(error, ExitCode.BUG, message, as_json=as_json, debug=True)
+        return _bug(error, as_json=as_json)
+
+
+def _bug(error: Exception, *, as_json: bool) -> ExitCode:
+    message = f"{type(error).__name__}: {error}; this is a bug in ckptcore or in a plugin, please report it"
+    return _failed(error, ExitCode.BUG, message, as_json=as_json, debug=True)
 
 
 def _told(error: Exception) -> str:

@@ -10,6 +10,7 @@ import pytest
 
 import ckptcore
 from ckptcore.commit import Overwrite
+from ckptcore.engine.new_objects import abort_uploads
 from ckptcore.errors import CheckpointError, CommitUnknownError, StorageError
 from ckptcore.testing.faults import CrashAt, FailAt, Fault, FaultPlan, Operation, SimulatedCrash
 from tests.copying.places import new_place, objects_at, store_at
@@ -148,6 +149,7 @@ def test_what_is_partly_written_is_sent_again(scheme: str, tmp_path: Path) -> No
         trial.go_on()
         trial.assert_whole()
         assert version_at(trial.location) == _NEW
+        assert abort_uploads(store_at(trial.location)) == 0, "an upload that nobody finishes"
 
 
 @pytest.mark.parametrize("scheme", ["file", "memory"])
