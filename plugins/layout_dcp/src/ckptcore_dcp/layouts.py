@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any, Final
 
 from ckptcore.errors import PluginError
 from ckptcore.model import JSON, ArrayRecord, ArraySpec, HostArray, ReadPlan, Receipt, StoredTile, TreeMetadata
@@ -22,6 +23,8 @@ from ckptcore_dcp.written_columns import WrittenColumns
 __all__ = ["DcpLayout"]
 
 _METADATA = ".metadata"
+_MANY_PROCESSES: Final = 1024
+"""From here on one object store may get more requests at once than it takes for names that begin alike: thousands a second."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,15 +34,20 @@ class DcpLayout:
     ``torch.distributed.checkpoint.load`` takes it, in any number of processes. What torch has no dtype for is stored as uint8
     with the bytes of an element as a last axis, times as int64; their dtype is in the root of the checkpoint. Tied arrays are
     stored once and listed under each of their names.
+
+    Attributes:
+        spread_from: in a job of so many processes or more the files lie in directories named by a hash, so that an object store, which
+            limits the requests to names that begin alike, takes them at once. 1: always; None: never.
     """
 
+    spread_from: int | None = _MANY_PROCESSES
     _known: KnownTables = field(default_factory=KnownTables, init=False, repr=False, compare=False)
     _places: KnownPlaces = field(default_factory=KnownPlaces, init=False, repr=False, compare=False)
     _names: KnownNames = field(default_factory=KnownNames, init=False, repr=False, compare=False)
 
-    def __reduce__(self) -> tuple[type[DcpLayout], tuple[()]]:
-        """It has no options; what it remembers of checkpoints that it read or wrote stays here."""
-        return DcpLayout, ()
+    def __reduce__(self) -> tuple[type[DcpLayout], tuple[int | None]]:
+        """Its options; what it remembers of checkpoints that it read or wrote stays here."""
+        return DcpLayout, (self.spread_from,)
 
     @property
     def name(self) -> str:
@@ -63,12 +71,13 @@ class DcpLayout:
         """Write the file of this process; values go into that of the leader."""
         plan = snapshot.plan
         values = self._names.of(plan.tree).values if plan.rank == 0 else ()
-        return write_items(snapshot, values, store).to_json()
+        spread = self.spread_from is not None and plan.size >= self.spread_from
+        return {"spread": spread, **write_items(snapshot, values, store, file_of(plan.rank, spread=spread)).to_json()}
 
     def finish(self, tree: TreeMetadata, receipts: Sequence[Receipt], store: WriteStore) -> JSON:
         """Write ``.metadata``, and keep where the elements are: a load of ours needs neither it nor what is around them."""
         names = self._names.of(tree)
-        written = WrittenColumns(tree, [(file_of(receipt.rank), receipt.state) for receipt in receipts])
+        written = WrittenColumns(tree, [(_file(receipt), receipt.state) for receipt in receipts])
         if len(written.values) != len(names.values):
             raise PluginError(
                 f"{len(names.values)} values were to be stored by the leader, and {len(written.values)} were"
@@ -110,6 +119,11 @@ class DcpLayout:
     def inspect_composite(self, store: ReadStore) -> InspectedComposite | None:
         """A directory of a training program, with checkpoints of torch.distributed.checkpoint and files beside them."""
         return inspect_step_directory(store)
+
+
+def _file(receipt: Receipt) -> str:
+    state: Any = receipt.state
+    return file_of(receipt.rank, spread=state["spread"])
 
 
 def _spec(tree: TreeMetadata, leaf: int) -> ArraySpec:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -41,7 +42,7 @@ class WrittenItems:
     elements: list[int] = field(default_factory=list)
     box: list[int] = field(default_factory=list)
 
-    def to_json(self) -> JSON:
+    def to_json(self) -> dict[str, JSON]:
         """The columns."""
         return {
             "value_offset": self.value_offset,
@@ -54,17 +55,22 @@ class WrittenItems:
         }
 
 
-def file_of(rank: int) -> str:
-    """The file of a process, named as torch names the first of its files."""
-    return f"__{rank}_0.distcp"
+def file_of(rank: int, *, spread: bool) -> str:
+    """The file of a process, named as torch names the first of its files; where they are spread, in one of 256 directories.
+
+    An object store limits the requests to names that begin alike, and divides them by what follows: with a hash first, as much
+    goes to each part. Whoever reads the format takes any relative path (torch 2.13.0, filesystem.py: ``concat_path``).
+    """
+    name = f"__{rank}_0.distcp"
+    return f"{hashlib.blake2b(name.encode(), digest_size=1).hexdigest()}/{name}" if spread else name
 
 
-def write_items(snapshot: Snapshot, values: Sequence[StoredValue], store: WriteStore) -> WrittenItems:
-    """Write the boxes of this process, and values, to its file; to none where it has nothing."""
+def write_items(snapshot: Snapshot, values: Sequence[StoredValue], store: WriteStore, file: str) -> WrittenItems:
+    """Write the boxes of this process, and values, to its file; not where it has nothing."""
     written = WrittenItems()
     segments = list(_segments(snapshot, values, written))
     if segments:
-        store.write(file_of(snapshot.plan.rank), segments)
+        store.write(file, segments)
     return written
 
 

@@ -1,0 +1,82 @@
+"""Files of very many processes lie in directories by a hash, and everybody still reads them."""
+
+from __future__ import annotations
+
+import pickle
+from collections import Counter
+from pathlib import Path
+
+import fsspec
+import numpy as np
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from ckptcore_dcp.layouts import DcpLayout
+from ckptcore_dcp.writing import file_of
+from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
+
+import ckptcore
+from ckptcore.model import Box
+from ckptcore.protocols import Coordinator
+from ckptcore.testing import ThreadJob
+
+pytestmark = [
+    # torch says of one process without a process group that it assumes to be alone.
+    pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable):UserWarning"),
+]
+
+RANKS = 3
+
+
+def saved(location: Path, layout: DcpLayout) -> list[str]:
+    """Save in a job what each process holds a part of; the files."""
+
+    def job(coordinator: Coordinator) -> None:
+        whole = np.arange(24, dtype=np.float32).reshape(6, 4)
+        rows = slice(coordinator.rank * 2, coordinator.rank * 2 + 2)
+        shard = ckptcore.ArrayShard(Box((rows.start, 0), (rows.stop, 4)), whole[rows].copy())
+        part = ckptcore.ShardedArray((6, 4), "float32", [shard])
+        ckptcore.save(
+            location, {"w": part, "step": 7}, layout=layout, context=ckptcore.Context(coordinator=coordinator)
+        )
+
+    ThreadJob(RANKS, timeout_seconds=60).run(job)
+    return sorted(str(path.relative_to(location)) for path in location.rglob("*.distcp"))
+
+
+@pytest.mark.parametrize("spread_from", [1, RANKS])
+def test_everybody_reads_files_that_are_spread(tmp_path: Path, spread_from: int) -> None:
+    location = tmp_path / "c"
+    files = saved(location, DcpLayout(spread_from=spread_from))
+    assert files == sorted(file_of(rank, spread=True) for rank in range(RANKS))
+    assert all("/" in file for file in files)
+    expected = np.arange(24, dtype=np.float32).reshape(6, 4)
+    assert np.array_equal(ckptcore.load(location)["w"], expected)
+    assert ckptcore.verify(location).ok
+    for reader in (
+        dcp.FileSystemReader(location),
+        FsspecReader(fsspec.filesystem("file").unstrip_protocol(str(location))),
+    ):
+        target = {"w": torch.zeros(6, 4), "step": 0}
+        dcp.load(target, storage_reader=reader)
+        assert np.array_equal(target["w"].numpy(), expected)
+        assert target["step"] == 7
+    (location / "checkpoint.json").unlink()  # as torch would have written it
+    assert np.array_equal(ckptcore.load(location)["w"], expected)
+
+
+@pytest.mark.parametrize("spread_from", [RANKS + 1, None])
+def test_files_of_few_processes_have_the_names_that_torch_gives_them(tmp_path: Path, spread_from: int | None) -> None:
+    assert saved(tmp_path / "c", DcpLayout(spread_from=spread_from)) == [f"__{rank}_0.distcp" for rank in range(RANKS)]
+
+
+def test_the_option_goes_with_the_layout() -> None:
+    layout = DcpLayout(spread_from=5)
+    assert pickle.loads(pickle.dumps(layout)) == layout
+    assert DcpLayout().spread_from == 1024
+
+
+def test_thousands_of_files_are_spread_evenly() -> None:
+    count = Counter(file_of(rank, spread=True).partition("/")[0] for rank in range(8192))
+    assert len(count) == 256
+    assert max(count.values()) < 64
