@@ -60,7 +60,7 @@ class FsspecStorage:
         first = start if start or stop is not None else None
         system = self._connection.get()
         try:
-            data = system.cat_file(path, first, stop)
+            data = system.cat_file(path, start=first, end=stop)
         except NOT_THERE as error:
             raise failure(error, f"cannot read {key!r} in {self._url}") from error
         except Exception as error:

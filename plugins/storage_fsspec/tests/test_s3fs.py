@@ -1,0 +1,106 @@
+"""S3 through fsspec: an asynchronous file system, to which objects are streamed, on MiniStack."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from ckptcore_fsspec.opening import open_url
+from ckptcore_s3.testing import ACCESS_KEY_ID, SECRET_ACCESS_KEY, S3Server, s3_server
+
+from ckptcore.errors import ObjectNotFoundError
+from ckptcore.model import JSON
+from ckptcore.protocols import StorageBackend, StorageOptions
+from ckptcore.testing import StorageBackendTests
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
+    """MiniStack."""
+    with s3_server(tmp_path_factory.mktemp("s3")) as running:
+        yield running
+
+
+def options_of(server: S3Server) -> dict[str, JSON]:
+    """What s3fs takes to use the server."""
+    return {"key": ACCESS_KEY_ID, "secret": SECRET_ACCESS_KEY, "endpoint_url": server.server.url}
+
+
+@pytest.mark.slow
+class TestS3(StorageBackendTests):
+    """All that a storage does."""
+
+    conditional = False
+    examples = 3
+
+    @pytest.fixture(autouse=True)
+    def _bucket(self, server: S3Server) -> None:
+        self.options = StorageOptions(config=options_of(server))
+        self.bucket = server.create_bucket()
+
+    def open(self, directory: str) -> StorageBackend:
+        return open_url(f"fsspec+s3://{self.bucket}/{directory}", self.options)
+
+
+def test_ranges_and_parts(server: S3Server) -> None:
+    """The least of what the class above holds the storage to."""
+    bucket = server.create_bucket()
+    storage = open_url(f"fsspec+s3://{bucket}/directory", StorageOptions(config=options_of(server)))
+    data = bytes(range(251)) * 80_000
+    writer = storage.open_writer("a%41 b/?#", len(data))
+    for start in (10 << 20, 0, 15 << 20, 5 << 20):
+        writer.write_at(start, data[start : start + (5 << 20)])
+    writer.finish()
+    assert storage.list_names() == ["a%41 b/"]
+    for start, stop in (
+        (0, None),
+        (3, 9),
+        (len(data) - 3, len(data) + 9),
+        (len(data), None),
+        (len(data) + 5, len(data) + 9),
+    ):
+        assert storage.get("a%41 b/?#", start, stop) == data[start:stop]
+    storage.delete(["a%41 b/?#", "missing"])
+    assert list(storage.list()) == []
+
+
+def test_what_another_client_changed_is_seen(server: S3Server) -> None:
+    """Listings are not kept: s3fs keeps them for ever, by default."""
+    from ckptcore.plugins import installed_plugins
+
+    bucket = server.create_bucket()
+    ours = open_url(f"fsspec+s3://{bucket}/directory", StorageOptions(config=options_of(server)))
+    other = installed_plugins().storage("s3")(f"s3://{bucket}/directory", StorageOptions(config=server.options))
+    assert list(ours.list()) == []
+    other.put("a/b", b"1")
+    assert (list(ours.list()), ours.list_names("a"), ours.size("a/b")) == (["a/b"], ["b"], 1)
+    other.put("a/b", b"22")
+    other.put("a/c", b"3")
+    assert (list(ours.list()), ours.list_names("a"), ours.size("a/b")) == (["a/b", "a/c"], ["b", "c"], 2)
+    other.delete(["a/b", "a/c"])
+    assert list(ours.list()) == []
+    with pytest.raises(ObjectNotFoundError):
+        ours.size("a/b")
+
+
+def test_a_bucket_that_is_not_there_is_not_made(server: S3Server) -> None:
+    storage = open_url("fsspec+s3://no-such-bucket/directory", StorageOptions(config=options_of(server)))
+    with pytest.raises(ObjectNotFoundError):
+        storage.put("a", b"1")
+    writer = storage.open_writer("a", 1)
+    writer.write_at(0, b"1")
+    with pytest.raises(ObjectNotFoundError):
+        writer.finish()
+    writer.abort()
+    assert storage.list_names() == []
+
+
+def test_an_upload_that_is_given_up_leaves_nothing(server: S3Server) -> None:
+    bucket = server.create_bucket()
+    storage = open_url(f"fsspec+s3://{bucket}/directory", StorageOptions(config=options_of(server)))
+    writer = storage.open_writer("large")
+    for start in range(3):
+        writer.write_at(start * (8 << 20), bytes(8 << 20))
+    writer.abort()
+    del writer
+    assert list(storage.list()) == []
