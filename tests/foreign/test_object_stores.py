@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-import s3fs
+import s3fs  # type: ignore[import-untyped]  # it has no types
 import torch
 import torch.distributed.checkpoint as dcp
 from ckptcore_s3.testing import S3Server, s3_server
