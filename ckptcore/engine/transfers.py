@@ -157,7 +157,6 @@ class Transfer:
         sums = [
             RecordedChecksums(record, block_bytes=self._sizes.block) if record.checksums else None for record in records
         ]
-        here = [open_reader(self._source, record.key) if not record.checksums else None for record in records]
 
         def compare(piece: tuple[int, int, int]) -> None:
             number, start, stop = piece
@@ -169,11 +168,10 @@ class Transfer:
             try:
                 # By its key each time: what is there may have been written anew since it was opened.
                 self._destination.get_into(key, [(start, data)])
-                recorded, reader = sums[number], here[number]
-                if recorded is not None:
+                if (recorded := sums[number]) is not None:
                     recorded.verify(start, data)
-                elif reader is not None:
-                    self._compare_with(reader, key, start, data)
+                else:
+                    self._compare_with_source(key, start, data)
             except (CorruptCheckpointError, ObjectNotFoundError) as error:
                 wrong[key] = error
             self._buffers.append(buffer)
@@ -185,10 +183,10 @@ class Transfer:
             self._buffers.clear()
         return wrong
 
-    def _compare_with(self, reader: RangeReader, key: str, start: int, data: memoryview) -> None:
+    def _compare_with_source(self, key: str, start: int, data: memoryview) -> None:
         buffer = self._take_buffer()
         expected = buffer[: len(data)]
-        reader.get_into([(start, expected)])
+        self._source.get_into(key, [(start, expected)])
         same = bool(np.array_equal(np.frombuffer(data, np.uint8), np.frombuffer(expected, np.uint8)))
         self._buffers.append(buffer)
         self._count(1)
@@ -215,7 +213,7 @@ class _Sending:
         self._writer: ObjectWriter | None = None
         self._left = record.size
         self._complete = False
-        self._recorded = RecordedChecksums(record, block_bytes=sizes.block) if record.checksums else None
+        self._recorded: RecordedChecksums | None = None
         self._sums: BlockChecksums | None = None
 
     def send(self, start: int, data: memoryview) -> int:
@@ -225,7 +223,9 @@ class _Sending:
             # Not before, so that few objects are open at once.
             if self._writer is None:
                 self._reader = open_reader(self._source, self._record.key)
-                if self._recorded is None:
+                if self._record.checksums:
+                    self._recorded = RecordedChecksums(self._record, block_bytes=self._sizes.block)
+                else:
                     self._sums = BlockChecksums(self._record.size, block_bytes=self._sizes.block)
                 self._writer = self._destination.open_writer(self._record.key, self._record.size)
                 requests += 1
@@ -245,7 +245,7 @@ class _Sending:
         if is_last:
             writer.finish()
             self._complete = True
-            self._reader = None
+            self._reader = self._recorded = None
             requests += 1
         return requests
 
