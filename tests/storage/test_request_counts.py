@@ -1,0 +1,79 @@
+"""How many requests a checkpoint takes on a storage that is far, and how many of them are under way at once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+import ckptcore
+from ckptcore.locations import subdirectory
+from ckptcore.model import HostArray
+from ckptcore.protocols import StorageBackend, StorageOptions
+from ckptcore.testing import FarStorage
+
+LOCATION = "far://bucket/run"
+MOST_TO_LOAD = 10
+
+
+class Far:
+    """A plugin with a storage that is far."""
+
+    def __init__(self, **options: Any) -> None:
+        self.storage = FarStorage(**options)
+        self.context = ckptcore.Context(plugins=[self])
+
+    @ckptcore.hookimpl
+    def ckpt_storages(self) -> dict[str, Any]:
+        return {"far": self.open}
+
+    def open(self, url: str, options: StorageOptions) -> StorageBackend:
+        return subdirectory(self.storage, url.partition("://")[2])
+
+
+def small_arrays(count: int) -> dict[str, HostArray]:
+    return {f"w{number:04}": np.full(250, number, np.float32) for number in range(count)}
+
+
+@pytest.mark.parametrize(
+    ("layout", "most_written"), [("safetensors", 3), ("dcp", 4), ("ocdbt", 10)], ids=["safetensors", "dcp", "ocdbt"]
+)
+def test_a_thousand_small_arrays_take_few_requests(layout: str, most_written: int) -> None:
+    far = Far(part_bytes=8 << 20, request_bytes=8 << 20)
+    state = small_arrays(1000)
+    ckptcore.save(LOCATION, state, layout=layout, context=far.context)
+    assert far.storage.count("put", "begin", "part", "complete") <= most_written  # the claim and the root with them
+    assert far.storage.count("delete", "abort") == 0
+    far.storage.forget()
+    loaded = ckptcore.load(LOCATION, context=far.context)
+    assert far.storage.count() < MOST_TO_LOAD
+    assert all(np.array_equal(loaded[name], array) for name, array in state.items())
+
+
+@pytest.mark.parametrize("root", ["root of ours", "none, as of other software"])
+def test_objects_of_their_own_are_written_and_read_many_at_once(root: str) -> None:
+    far = Far(part_bytes=1 << 20, request_bytes=1 << 20, latency=0.003, concurrency=16)
+    state = small_arrays(60)
+    ckptcore.save(LOCATION, state, layout="zarr3", context=far.context)
+    assert 8 < far.storage.peak_at_once <= 16
+    if root != "root of ours":
+        far.storage.delete(["bucket/run/checkpoint.json"])
+    far.storage.forget()
+    loaded = ckptcore.load(LOCATION, context=far.context)
+    assert 8 < far.storage.peak_at_once <= 16
+    assert all(np.array_equal(loaded[name], array) for name, array in state.items())
+
+
+def test_one_large_state_goes_in_parts_that_nobody_copies_together() -> None:
+    far = Far(part_bytes=1 << 20, request_bytes=1 << 20, latency=0.003, concurrency=16)
+    state = {f"w{number}": np.random.default_rng(number).random((3 << 17) + number) for number in range(6)}
+    ckptcore.save(LOCATION, state, context=far.context)
+    assert far.storage.peak_held_bytes <= 1 << 20  # of small objects: the claim and the root
+    nbytes = far.storage.size("bucket/run/model.safetensors")
+    assert far.storage.count("part") == -(-nbytes // (1 << 20))
+    assert 8 < far.storage.peak_at_once <= 16
+    far.storage.forget()
+    loaded = ckptcore.load(LOCATION, context=far.context)
+    assert all(np.array_equal(loaded[name], array) for name, array in state.items())
+    assert 8 < far.storage.peak_at_once <= 16
