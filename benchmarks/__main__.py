@@ -14,6 +14,7 @@ from benchmarks.cases import Case, async_cases, large_cases, measure, small_case
 from benchmarks.dcp import dcp_large_cases, dcp_small_cases
 from benchmarks.dcp_reshard import rows as dcp_reshard_rows
 from benchmarks.jobs import rows as job_rows
+from benchmarks.object_stores import rows as object_store_rows
 from benchmarks.orbax import jax_state, orbax_blocking_rows, orbax_large_cases, orbax_peak_rows, orbax_small_cases
 from benchmarks.processes import process_cases
 from benchmarks.resharding import rows as resharding_rows
@@ -44,6 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "jobs": lambda: job_rows(scratch),
             "broadcast": lambda: broadcast_rows(scratch),
             "scale": lambda: scale_rows(scratch),
+            "object_stores": lambda: object_store_rows(scratch, min(options.gigabytes, 1.0)),
         }
         for name, rows in alone.items():
             if options.only in name:

@@ -1,0 +1,217 @@
+"""An object store: upload and download of one state beside s3fs with safetensors, and beside obstore used by hand.
+
+Requests are counted at MiniStack. It reads all of an object for each range of it, and is slower than any client: what is timed goes to
+a small server in memory (`benchmarks.quick_s3`). Both run on this machine and take their part of the same processors, so the seconds of a
+contender are those of both sides; the seconds of processor that the client alone took stand beside them. Contenders run in turn.
+
+obstore by hand gets what costs nothing: a gigabyte that is bytes already, and memory to read into. It uploads 16 parts of 8 MiB at
+once, and reads 16 ranges of 8 MiB at once; nothing is checked.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import obstore
+import safetensors.numpy
+from ckptcore_s3.testing import S3Server, s3_server
+from obstore.store import S3Store
+
+import ckptcore
+from benchmarks.alternating import Contender, Outcome, compare
+from ckptcore.model import HostArray
+from ckptcore.testing import FaultProxy
+from ckptcore.testing.servers import ServerCommand, serve
+
+__all__ = ["rows"]
+
+_ARRAYS: Final = 32
+_AT_ONCE: Final = 16
+_PART_BYTES: Final = 8 << 20
+_ROUNDS: Final = 3
+_LEAST_OF_S3FS: Final = 1.5
+_LEAST_OF_OBSTORE: Final = 0.9
+_MOST_TO_SAVE: Final = 20
+_MOST_TO_LOAD: Final = 10
+
+State = dict[str, HostArray]
+
+
+def rows(scratch: Path, gigabytes: float) -> Iterator[tuple[str, bool]]:
+    """Rows to print, and whether each reached its target."""
+    directory = scratch / "object_stores"
+    directory.mkdir(parents=True)
+    state = _state(gigabytes)
+    with s3_server(directory) as server:
+        bucket = server.create_bucket()
+        yield from _requests(server, bucket)
+    with _quick_server(directory) as server, _variables(server.environment):
+        bucket = "bucket"
+        for transfer in (_uploads, _downloads):
+            clock = _Clock()
+            contenders = transfer(server, bucket, state, clock)
+            outcomes = compare(contenders, rounds=_ROUNDS)
+            yield from _lines(transfer.__name__.removeprefix("_"), outcomes, clock, gigabytes)
+
+
+def _quick_server(directory: Path) -> AbstractContextManager[S3Server]:
+    @contextmanager
+    def serving() -> Iterator[S3Server]:
+        script = str(Path(__file__).with_name("quick_s3.py"))
+        with serve(lambda port: ServerCommand([sys.executable, script, str(port)], {}), directory) as server:
+            yield S3Server(server)
+
+    return serving()
+
+
+def _state(gigabytes: float) -> State:
+    side = int((gigabytes * 2**30 / _ARRAYS / 4) ** 0.5)
+    random = np.random.default_rng(0)
+    return {f"layer.{number:02}": random.random((side, side), np.float32) for number in range(_ARRAYS)}
+
+
+class _Clock:
+    """Seconds of processor of this process, by contender."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, list[float]] = {}
+
+    def timed(self, name: str, run: Callable[[], object]) -> Contender:
+        """A contender whose seconds are noted."""
+
+        def noted() -> object:
+            start = time.process_time()
+            kept = run()
+            self.seconds.setdefault(name, []).append(time.process_time() - start)
+            return kept
+
+        return Contender(name, noted)
+
+
+def _context(server: S3Server) -> ckptcore.Context:
+    return ckptcore.Context(storage={"s3": dict(server.options)})
+
+
+def _uploads(server: S3Server, bucket: str, state: State, clock: _Clock) -> Sequence[Contender]:
+    context, store, fs = _context(server), _store(server, bucket), _s3fs()
+    data = safetensors.numpy.save(state)
+
+    def ours(layout: str) -> None:
+        ckptcore.save(f"s3://{bucket}/{layout}/{uuid.uuid4().hex}", state, layout=layout, context=context)
+
+    def by_hand() -> None:
+        obstore.put(store, "by-hand", data, use_multipart=True, chunk_size=_PART_BYTES, max_concurrency=_AT_ONCE)
+
+    return (
+        clock.timed("s3fs + safetensors", lambda: fs.pipe_file(f"{bucket}/s3fs", safetensors.numpy.save(state))),
+        clock.timed("ckptcore safetensors", partial(ours, "safetensors")),
+        clock.timed("obstore by hand", by_hand),
+        clock.timed("ckptcore ocdbt", partial(ours, "ocdbt")),
+        clock.timed("ckptcore dcp", partial(ours, "dcp")),
+    )
+
+
+def _downloads(server: S3Server, bucket: str, state: State, clock: _Clock) -> Sequence[Contender]:
+    context, store, fs = _context(server), _store(server, bucket), _s3fs()
+    for layout in ("safetensors", "ocdbt", "dcp"):
+        ckptcore.save(f"s3://{bucket}/down/{layout}", state, layout=layout, context=context)
+    size = obstore.head(store, "by-hand")["size"]
+    memory = np.zeros(size, np.uint8)
+
+    def read(start: int) -> None:
+        stop = min(start + _PART_BYTES, size)
+        memory[start:stop] = np.frombuffer(
+            memoryview(obstore.get_range(store, "by-hand", start=start, end=stop)), np.uint8
+        )
+
+    def by_hand() -> None:
+        with ThreadPoolExecutor(_AT_ONCE) as pool:
+            list(pool.map(read, range(0, size, _PART_BYTES)))
+
+    def ours(layout: str) -> object:
+        return ckptcore.load(f"s3://{bucket}/down/{layout}", context=context)
+
+    return (
+        clock.timed("s3fs + safetensors", lambda: safetensors.numpy.load(fs.cat_file(f"{bucket}/s3fs"))),
+        clock.timed("ckptcore safetensors", partial(ours, "safetensors")),
+        clock.timed("obstore by hand", by_hand),
+        clock.timed("ckptcore ocdbt", partial(ours, "ocdbt")),
+        clock.timed("ckptcore dcp", partial(ours, "dcp")),
+    )
+
+
+def _store(server: S3Server, bucket: str) -> Any:
+    found = server.options
+    return S3Store(
+        bucket,
+        endpoint=str(found["endpoint"]),
+        region=str(found["region"]),
+        access_key_id=str(found["access_key_id"]),
+        secret_access_key=str(found["secret_access_key"]),
+        client_options={"allow_http": True},
+    )
+
+
+def _s3fs() -> Any:
+    import s3fs  # type: ignore[import-untyped]  # it comes without types
+
+    return s3fs.S3FileSystem(endpoint_url=os.environ["AWS_ENDPOINT_URL"], skip_instance_cache=True)
+
+
+def _lines(what: str, outcomes: Sequence[Outcome], clock: _Clock, gigabytes: float) -> Iterator[tuple[str, bool]]:
+    by_hand = next(outcome for outcome in outcomes if outcome.name == "obstore by hand")
+    for outcome in outcomes:
+        cpu = statistics.median(clock.seconds[outcome.name][-_ROUNDS:])
+        to_hand = statistics.median([hand / own for hand, own in zip(by_hand.seconds, outcome.seconds, strict=True)])
+        verdict, ok = "", True
+        if outcome.name == "ckptcore safetensors":
+            ok = outcome.ratio >= _LEAST_OF_S3FS and to_hand >= _LEAST_OF_OBSTORE
+            verdict = f"{_LEAST_OF_S3FS} and {_LEAST_OF_OBSTORE} {'reached' if ok else 'MISSED'}"
+        line = f"{f'object stores: s3 {what}':42} {outcome.name:36} {gigabytes / outcome.median:5.2f} GiB/s {outcome.ratio:7.2f}  "
+        yield f"{line}{to_hand:.2f} of obstore, client {cpu:.1f} s of processor  {verdict}", ok
+
+
+def _requests(server: S3Server, bucket: str) -> Iterator[tuple[str, bool]]:
+    """How many requests a checkpoint of a thousand small arrays takes."""
+    small = {f"w{number}": np.full(250, number, np.float32) for number in range(1000)}
+    with FaultProxy(server.server.url) as proxy:
+        context = ckptcore.Context(storage={"s3": {**server.options, "endpoint": proxy.url}})
+        for layout in ("safetensors", "ocdbt", "dcp"):
+            location = f"s3://{bucket}/small/{layout}"
+            proxy.forget()
+            ckptcore.save(location, small, layout=layout, context=context)
+            saved = len(proxy.log)
+            proxy.forget()
+            ckptcore.load(location, context=context)
+            loaded = len(proxy.log)
+            ok = saved < _MOST_TO_SAVE and loaded < _MOST_TO_LOAD
+            verdict = f"< {_MOST_TO_SAVE}, < {_MOST_TO_LOAD} {'reached' if ok else 'MISSED'}"
+            yield (
+                f"{'object stores: requests of 1000 arrays':42} {layout:36} {saved:4} to save, {loaded} to load  {verdict}",
+                ok,
+            )
+
+
+@contextmanager
+def _variables(given: Mapping[str, str]) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in given}
+    os.environ.update(given)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
