@@ -193,8 +193,8 @@ def test_fewer_requests_go_out_where_the_service_throttles(caplog: pytest.LogCap
         with ThreadPoolExecutor(8) as threads:
             assert list(threads.map(lambda _: storage.get("a"), range(40))) == [b"data"] * 40
         assert storage.bucket.limit.cuts >= 1
-    assert [record.getMessage() for record in caplog.records if "slower" in record.getMessage()] == [
-        "s3://bucket asks to come slower: fewer requests go out at once for a while"
+    assert [record.getMessage() for record in caplog.records if "too much" in record.getMessage()] == [
+        "s3://bucket has too much to do: fewer requests go out at once for a while"
     ]
 
 
@@ -222,6 +222,34 @@ def test_lists_come_in_pages() -> None:
 def test_an_answer_that_makes_no_sense_is_an_error(body: bytes) -> None:
     with stub_server(lambda request: Reply(200, body)) as stub, pytest.raises(StorageError, match="no XML"):
         list(open_stub(stub.url).list())
+
+
+def test_one_object_of_many_that_cannot_be_deleted_is_an_error() -> None:
+    body = b"<DeleteResult><Error><Key>run/b</Key><Code>AccessDenied</Code><Message>not yours</Message></Error></DeleteResult>"
+    told = r"AccessDenied: not yours.*s3:DeleteObject"
+    with stub_server(lambda request: Reply(200, body)) as stub, pytest.raises(StoragePermissionError, match=told):
+        open_stub(stub.url).delete(["a", "b"])
+
+
+@pytest.mark.parametrize("refusal", [error_reply(501, "NotImplemented"), Reply(405)])
+def test_a_service_that_deletes_one_by_one(refusal: Reply) -> None:
+    with stub_server(lambda request: refusal if request.method == "POST" else Reply(204)) as stub:
+        open_stub(stub.url).delete(["a", "b"])
+        assert stub.methods() == ["POST", "DELETE", "DELETE"]
+
+
+def test_failures_again_and_again_make_requests_fewer() -> None:
+    replies = [error_reply(500, "InternalError")] * 2
+    with stub_server(lambda request: replies.pop() if replies else error_reply(404, "NoSuchKey")) as stub:
+        storage = open_stub(stub.url, retries=3)
+        replies.pop()
+        with pytest.raises(ObjectNotFoundError):
+            storage.get("a")
+        assert storage.bucket.limit.cuts == 0, "once is an accident"
+        replies += [error_reply(500, "InternalError")] * 2
+        with pytest.raises(ObjectNotFoundError):
+            storage.get("a")
+        assert storage.bucket.limit.cuts == 1
 
 
 class Objects:

@@ -77,6 +77,14 @@ class TestUploadsOnMoto(HoldsUploadsTests):
     open = TestMoto.open
 
 
+@pytest.mark.slow
+class TestNewObjectsOnMoto(CreatesObjectsTests):
+    """Objects that replace nothing, on another server."""
+
+    use_server = TestMoto.use_server
+    open = TestMoto.open
+
+
 class TestMore(OnMiniStack):
     """What is true of object stores only."""
 

@@ -204,7 +204,13 @@ class Bucket:
         taken = [key for key in keys if _takes(key)]
         for start in range(0, len(taken), _DELETED_AT_ONCE):
             some = taken[start : start + _DELETED_AT_ONCE]
-            self.run(partial(self._delete, some))
+            try:
+                self.run(partial(self._delete, some))
+            except RequestFailed as error:
+                if error.failure.kind is not FailureKind.UNSUPPORTED:
+                    raise
+                for key in some:  # not every service deletes several objects by one request
+                    self.run(partial(self._delete_plain, key))
         for key in keys:
             if not _takes(key):
                 self.run(partial(self._delete_plain, key))

@@ -189,6 +189,9 @@ def failure_of_answer(status: int, body: bytes, region: str = "") -> Failure:
 _STATUS: Final = re.compile(r"status code: (\d{3})")
 _XML: Final = re.compile(r"<(\w+:)?Error\b.*</(\w+:)?Error>", re.DOTALL)
 _JSON: Final = re.compile(r"\{\s*\"error\".*\}", re.DOTALL)
+_OF_A_KEY: Final = re.compile(r"DeleteObjects request failed for key \S+: (.*) \(code: (\w+)\)", re.DOTALL)
+"""One of several objects that one request was to delete."""
+
 _DEBUG: Final = re.compile(r"\n+Debug source:.*", re.DOTALL)
 
 
@@ -205,6 +208,8 @@ def failure_of_text(text: str) -> Failure:
         return failure_of_answer(int(status[1]), body[0].encode() if body else b"")
     if "redirect without LOCATION" in told:  # object_store's words for a bucket in another region
         return Failure(FailureKind.REGION, 301, "", "the service redirects elsewhere")
+    if (one := _OF_A_KEY.search(told)) is not None:
+        return Failure(_kind(200, one[2]), None, one[2], _one_line(one[1]))
     kind = FailureKind.OTHER
     if "kind: Timeout" in text or "operation timed out" in text or "TimedOut" in text:
         kind = FailureKind.TIMEOUT

@@ -81,4 +81,4 @@ class AdaptiveLimit:
             self._cuts += 1
             first = self._cuts == 1
         if first:
-            _LOG.warning("%s asks to come slower: fewer requests go out at once for a while", self._name)
+            _LOG.warning("%s has too much to do: fewer requests go out at once for a while", self._name)

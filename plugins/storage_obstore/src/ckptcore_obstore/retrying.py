@@ -53,7 +53,8 @@ def try_request(request: Callable[[], T], policy: RetryPolicy, limit: AdaptiveLi
             else:
                 limit.succeeded()
                 return answer
-        if failed.failure.kind is FailureKind.THROTTLED:
+        # One failure of the service is an accident; when the same request meets another, the service may have too much to do.
+        if failed.failure.kind is FailureKind.THROTTLED or (failed.failure.kind is FailureKind.SERVER and tries > 1):
             limit.throttled()
         elif failed.failure.status is not None and not failed.failure.kind.may_pass:
             limit.succeeded()

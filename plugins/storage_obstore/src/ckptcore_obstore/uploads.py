@@ -103,7 +103,7 @@ class Upload:
             answer = self._bucket.plain.send("POST", self._key, query=query, headers=headers, body=body)
             # The service may begin to answer before it knows whether it can: the body tells.
             if b"<Error>" in answer.body or text_of(parse_answer(answer.body), "Code"):
-                raise RequestFailed(failure_of_answer(500, answer.body))
+                raise RequestFailed(failure_of_answer(answer.status, answer.body))
 
         try:
             self._bucket.run(request)

@@ -13,18 +13,16 @@ from ckptcore.errors import StorageError
 from ckptcore.protocols import IF_ABSENT, Buffer
 from ckptcore_obstore.buckets import Bucket
 from ckptcore_obstore.failures import RequestFailed
+from ckptcore_obstore.part_sizes import Part, PartSizes
 from ckptcore_obstore.translating import telling
-from ckptcore_obstore.uploads import MOST_PARTS, PartUpload
+from ckptcore_obstore.uploads import PartUpload
 
 __all__ = ["PartWriter"]
 
 _LOG: Final = logging.getLogger("ckptcore.storage")
 
-_PARTS_OF_A_SIZE: Final = 1000
-"""Of an object whose size is not known each thousand parts are larger than the thousand before: ten thousand are the most."""
 
-
-class _Part:
+class _Filling:
     """A part that is not whole yet."""
 
     __slots__ = ("data", "filled")
@@ -54,15 +52,10 @@ class PartWriter:
         self._key = key
         self._size = size
         self._only_new = only_new
-        least = bucket.service.tuning.part_bytes
-        if size is None:
-            self._part_bytes = least
-        else:
-            mebibytes = -(-size // MOST_PARTS) + (1 << 20) - 1 >> 20
-            self._part_bytes = max(least, mebibytes << 20)
+        self._sizes = PartSizes(size, bucket.service.tuning.part_bytes)
         self._lock = threading.Lock()
         self._upload_lock = threading.Lock()
-        self._parts: dict[int, _Part] = {}
+        self._parts: dict[int, _Filling] = {}
         self._tags: dict[int, str] = {}
         self._upload: PartUpload | None = None
         self._written = 0
@@ -91,14 +84,13 @@ class PartWriter:
         view = memoryview(data)
         position = offset
         while position < stop:
-            number, first, behind = self._part_at(position)
-            end = min(stop, behind)
+            part = self._sizes.at(position)
+            end = min(stop, part.stop)
             piece = view[position - offset : end - offset]
-            whole = position == first and end == behind
-            if whole and not self._is_small:
-                self._put_part(number, piece)
-            elif (filled := self._fill(number, position - first, behind - first, piece)) is not None:
-                self._put_part(number, filled)
+            if (position, end) == (part.start, part.stop) and not self._sizes.is_one:
+                self._put_part(part.number, piece)
+            elif (filled := self._fill(part, position - part.start, piece)) is not None:
+                self._put_part(part.number, filled)
             position = end
         with self._lock:
             self._written += len(data)
@@ -148,38 +140,21 @@ class PartWriter:
                 # Nobody can do anything about it here: the next save at this place gives up what is left.
                 _LOG.info("an upload to %s is left over: %s", self._url, error)
 
-    @property
-    def _is_small(self) -> bool:
-        return self._size is not None and self._size <= self._part_bytes
-
-    def _part_at(self, position: int) -> tuple[int, int, int]:
-        """The number of the part with a byte, counted from 1, its first byte and the one behind its last."""
-        if self._size is not None:
-            index = position // self._part_bytes
-            first = index * self._part_bytes
-            return index + 1, first, min(first + self._part_bytes, self._size)
-        index, first, size = 0, 0, self._part_bytes
-        while position >= first + size * _PARTS_OF_A_SIZE:
-            first += size * _PARTS_OF_A_SIZE
-            index += _PARTS_OF_A_SIZE
-            size *= 2
-        steps = (position - first) // size
-        return index + steps + 1, first + steps * size, first + (steps + 1) * size
-
-    def _fill(self, number: int, start: int, size: int, piece: memoryview) -> memoryview | None:
+    def _fill(self, part: Part, start: int, piece: memoryview) -> memoryview | None:
         """Copy bytes into a part; the part if it is whole now and to be uploaded."""
+        size = part.stop - part.start
         with self._lock:
-            part = self._parts.get(number)
-            if part is None:
-                part = self._parts[number] = _Part(size)
+            filling = self._parts.get(part.number)
+            if filling is None:
+                filling = self._parts[part.number] = _Filling(size)
         # Without the lock: every byte is written once, so no two threads copy to one place.
-        part.data[start : start + len(piece)] = np.frombuffer(piece, np.uint8)
+        filling.data[start : start + len(piece)] = np.frombuffer(piece, np.uint8)
         with self._lock:
-            part.filled += len(piece)
-            if part.filled < size or self._is_small:
+            filling.filled += len(piece)
+            if filling.filled < size or self._sizes.is_one:
                 return None
-            del self._parts[number]
-        return part.data.data
+            del self._parts[part.number]
+        return filling.data.data
 
     def _put_part(self, number: int, data: Buffer) -> None:
         upload = self._begun()
