@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckptcore.background import LoadHandle, SaveHandle
 from ckptcore.builtin.safetensors import SafetensorsLayout
-from ckptcore.commit import Overwrite, read_root, remove_checkpoint, sweep_location
+from ckptcore.commit import remove_checkpoint, sweep_location
 from ckptcore.composites import load_composite
 from ckptcore.consolidation import FilePath, consolidate_checkpoint
 from ckptcore.context import Context, default_context
@@ -30,6 +30,7 @@ from ckptcore.exports import Export
 from ckptcore.loading import load_into_target, load_value, recorded_load
 from ckptcore.locations import LocationLike, resolve_location
 from ckptcore.model.tree import JSON
+from ckptcore.occupants import Overwrite, read_root
 from ckptcore.protocols import Layout
 from ckptcore.root import new_save_id
 from ckptcore.save_plans import SavePlan
@@ -346,7 +347,7 @@ def delete(location: LocationLike, *, context: Context | None = None) -> None:
                 f"{resolved.display} was not written by ckptcore and is left alone; remove it with your own tools"
             )
         raise CheckpointNotFoundError(f"there is nothing at {resolved.display} to delete")
-    remove_checkpoint(resolved, new_save_id())
+    remove_checkpoint(resolved, new_save_id(), context.conditions)
     sweep_location(resolved)
 
 

@@ -15,7 +15,6 @@ from typing import Any, Final, Literal, TypeAlias, TypeVar
 
 from ckptcore.agreement import Agreement
 from ckptcore.background import SaveHandle
-from ckptcore.commit import Overwrite
 from ckptcore.context import Context, default_context
 from ckptcore.deciding import Past, SaveDecider
 from ckptcore.directories import write_directory_metadata
@@ -33,6 +32,7 @@ from ckptcore.garbage import BegunDeletion, StepDeleter
 from ckptcore.holds import Hold, own_directory
 from ckptcore.locations import LocationLike, Within, absolute_location, open_directory
 from ckptcore.model.tree import JSON
+from ckptcore.occupants import Overwrite
 from ckptcore.policies import EveryStep, PreservationPolicy, PreserveAll, SavePolicy
 from ckptcore.preemption import PreemptionNotice
 from ckptcore.protocols import Layout, Rejoinable

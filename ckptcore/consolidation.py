@@ -17,7 +17,6 @@ import xxhash
 
 from ckptcore.agreement import Agreement
 from ckptcore.builtin.safetensors import SafetensorsLayout
-from ckptcore.commit import Overwrite, refuse_to_replace
 from ckptcore.context import Context
 from ckptcore.destinations import refuse_destination
 from ckptcore.errors import (
@@ -32,6 +31,7 @@ from ckptcore.locations import LocationLike, Place, Within, resolve_location
 from ckptcore.model.arrays import Box, HostArray
 from ckptcore.model.transfer import ArraySegment, WriteItem, WritePlan
 from ckptcore.model.tree import JSON
+from ckptcore.occupants import Overwrite, refuse_to_replace
 from ckptcore.opening import Opened, find_composite, naming_arrays, root_mark, while_unchanged
 from ckptcore.parts import Part
 from ckptcore.persisting import NOTHING_COMMITTED, Described, persist

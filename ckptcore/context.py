@@ -9,6 +9,7 @@ from functools import cached_property
 from typing import Literal
 
 from ckptcore.background import BackgroundSaves
+from ckptcore.conditions import WITHOUT_CONDITIONS, Conditions, WithoutConditions
 from ckptcore.engine.memory import StagingPool
 from ckptcore.engine.threads import IOThreads
 from ckptcore.events import Observer
@@ -65,6 +66,9 @@ class Context:
             `ReadGroups`: one of each group. With all but the first, every process of the job loads the same checkpoints in the same order.
         when_busy: what `save_async` does while another save runs: ``"wait"`` for it, or copy at once and ``"queue"`` behind it;
             one waits so at most, and a third waits for the first.
+        without_conditions: what a save does on storage without real directories whose puts cannot be conditional, or ignore conditions.
+            ``"refuse"``: it raises AtomicityError. ``"marker"``: it looks before and after each put instead, which keeps a checkpoint
+            whole as long as one process at a time saves to a location.
         handlers: by type, handlers that come before those of all plugins.
         plugins: plugins beside the installed ones.
         storage: options of storages, by URL scheme.
@@ -84,6 +88,7 @@ class Context:
     replicas: ReplicaOptions = field(default_factory=ReplicaOptions)
     reads: Reads = "all"
     when_busy: Literal["wait", "queue"] = "wait"
+    without_conditions: WithoutConditions = "refuse"
     handlers: Mapping[type, Handler] = field(default_factory=dict)
     plugins: Sequence[object] = ()
     storage: Mapping[str, Mapping[str, JSON]] = field(default_factory=dict)
@@ -94,7 +99,11 @@ class Context:
     saves: BackgroundSaves = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        for name, allowed in (("durability", ("full", "none")), ("when_busy", ("wait", "queue"))):
+        for name, allowed in (
+            ("durability", ("full", "none")),
+            ("when_busy", ("wait", "queue")),
+            ("without_conditions", WITHOUT_CONDITIONS),
+        ):
             if getattr(self, name) not in allowed:
                 raise ValueError(
                     f"Context({name}={getattr(self, name)!r}): expected one of {', '.join(map(repr, allowed))}"
@@ -117,6 +126,11 @@ class Context:
     def io_threads(self) -> IOThreads:
         """The threads that move bytes."""
         return IOThreads(self.threads)
+
+    @cached_property
+    def conditions(self) -> Conditions:
+        """What is known of the conditions of storages."""
+        return Conditions(self.without_conditions)
 
     @cached_property
     def staging(self) -> StagingPool:

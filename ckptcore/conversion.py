@@ -15,7 +15,7 @@ import numpy as np
 from ckptcore.agreement import Agreement
 from ckptcore.builtin.files_layout import FilesLayout, empty_directories, state_of_files
 from ckptcore.builtin.single_process import SingleProcess
-from ckptcore.commit import Overwrite, read_root, refuse_to_replace, remove_checkpoint
+from ckptcore.commit import remove_checkpoint
 from ckptcore.context import Context
 from ckptcore.destinations import refuse_destination
 from ckptcore.errors import CheckpointNotFoundError, CorruptCheckpointError, NameCollisionError
@@ -26,6 +26,7 @@ from ckptcore.model.arrays import Box, HostArray
 from ckptcore.model.objects import ObjectRecord
 from ckptcore.model.transfer import ArraySegment, WritePlan
 from ckptcore.model.tree import JSON
+from ckptcore.occupants import Overwrite, read_root, refuse_to_replace
 from ckptcore.opening import Opened, OpenedComposite, check_file, find_composite, while_unchanged
 from ckptcore.parts import Captured, Part, TreeCaptured
 from ckptcore.persisting import Described, persist
@@ -182,7 +183,7 @@ class _Conversion:
             return
         there = read_root(self._destination.store)
         if there is not None and there.save_id == written:
-            remove_checkpoint(self._destination, new_save_id())
+            remove_checkpoint(self._destination, new_save_id(), self._context.conditions)
 
 
 def _refuse_own_names(opened: Opened) -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Literal, TypeAlias
 
-from ckptcore.commit import Claim, Overwrite, continue_claim, is_claimed_by, root_bytes, sweep_location
+from ckptcore.commit import Claim, continue_claim, sweep_location
 from ckptcore.context import Context
 from ckptcore.destinations import refuse_destination
 from ckptcore.engine.errands import run_each
@@ -28,10 +28,11 @@ from ckptcore.errors import (
 from ckptcore.locations import Location, Place, resolve_location
 from ckptcore.manifests import Manifest, read_manifest
 from ckptcore.model.objects import ObjectRecord
+from ckptcore.occupants import Overwrite, is_claimed_by, root_bytes
 from ckptcore.opening import ATTEMPTS, replaced_too_often, root_mark
 from ckptcore.preparing import save_created
 from ckptcore.protocols import AtomicDirectories, StorageBackend
-from ckptcore.root import ROOT_KEY
+from ckptcore.root import ROOT_KEY, Claimed
 from ckptcore.verification import ProgressCallback
 
 __all__ = ["CopyReport", "CopyVerification", "copy_checkpoint", "send_objects"]
@@ -225,7 +226,9 @@ class _Copy:
         Raises:
             What `copy_checkpoint` does.
         """
-        claim = continue_claim(self._destination, self._manifest.copy_id, save_created(), overwrite)
+        claim = continue_claim(
+            self._destination, Claimed(self._manifest.copy_id, save_created()), overwrite, self._context.conditions
+        )
         try:
             if self._commit(claim):
                 return True

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from ckptcore.commit import read_root
 from ckptcore.errors import InvalidLocationError
 from ckptcore.locations import Location
+from ckptcore.occupants import read_root
 from ckptcore.root import Root
 
 __all__ = ["refuse_destination"]

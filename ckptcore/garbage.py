@@ -9,12 +9,13 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from ckptcore.commit import is_committed, remove_checkpoint, sweep_leftovers
+from ckptcore.commit import remove_checkpoint, remove_leftover, sweep_leftovers
 from ckptcore.context import Context
 from ckptcore.errors import CheckpointError, CheckpointNotFoundError, OnlyStepError, StepPinnedError
 from ckptcore.events import Recording
 from ckptcore.holds import Hold, StepHolds
-from ckptcore.locations import resolve_location, subdirectory
+from ckptcore.locations import Location, resolve_location, subdirectory
+from ckptcore.occupants import is_committed
 from ckptcore.policies import PreservationPolicy, StepInfo, what_to_delete
 from ckptcore.protocols import AtomicDirectories, StorageBackend
 from ckptcore.root import new_save_id
@@ -140,7 +141,7 @@ class StepDeleter:
                     continue
                 logger.info("removing what a dead save or deletion left: %s in %s", name, self._steps.display)
                 self._owned.check()
-                self._remove(step)
+                remove_leftover(self._location(step), new_save_id(), self._context.conditions)
 
     def collect(
         self, policy: PreservationPolicy, *, keep: Callable[[], Collection[int]], broken: Collection[int]
@@ -282,7 +283,7 @@ class StepDeleter:
             with intent, self._lock:
                 self._owned.check()
                 intent.check()
-                self._remove(step)
+                remove_checkpoint(self._location(step), new_save_id(), self._context.conditions)
                 self._steps.forget([step])
         except BaseException as error:
             self._steps.distrust(step)
@@ -294,8 +295,7 @@ class StepDeleter:
             going.set()
         recording.finish()
 
-    def _remove(self, step: int) -> None:
+    def _location(self, step: int) -> Location:
         place = self._steps.place(step)
         durable = self._context.durability == "full"
-        location = resolve_location(place, self._context.registry, durable=durable, config=self._context.storage)
-        remove_checkpoint(location, new_save_id())
+        return resolve_location(place, self._context.registry, durable=durable, config=self._context.storage)

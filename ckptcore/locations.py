@@ -253,7 +253,7 @@ class Subdirectory:
 
     def __init__(self, parent: StorageBackend, name: str) -> None:
         self._parent = parent
-        self._prefix = name + "/"
+        self._prefix = f"{name}/" if name else ""
 
     @property
     def request_bytes(self) -> int:

@@ -9,14 +9,15 @@ from typing import Final
 
 import xxhash
 
-from ckptcore.commit import is_hidden_name, root_bytes
 from ckptcore.context import Context
+from ckptcore.directory_claims import is_hidden_name
 from ckptcore.engine.errands import run_each
 from ckptcore.engine.requests import requests_of
 from ckptcore.errors import CorruptCheckpointError, InvalidLocationError, ObjectNotFoundError
 from ckptcore.locations import Location, Place
 from ckptcore.members import is_deleted, open_member, present_members, while_composite_unchanged
 from ckptcore.model.objects import BLOCK_BYTES, ObjectRecord
+from ckptcore.occupants import root_bytes
 from ckptcore.opening import Opened, OpenedComposite, find_names, root_mark, while_unchanged
 from ckptcore.protocols import StorageBackend
 from ckptcore.root import ROOT_KEY

@@ -8,7 +8,6 @@ from collections.abc import Callable, Collection
 from typing import Final, TypeVar
 
 from ckptcore.builtin.files_layout import FilesLayout
-from ckptcore.commit import root_bytes
 from ckptcore.context import Context
 from ckptcore.errors import (
     CheckpointError,
@@ -18,6 +17,7 @@ from ckptcore.errors import (
     ObjectNotFoundError,
 )
 from ckptcore.locations import Location, Place, Within, subdirectory
+from ckptcore.occupants import root_bytes
 from ckptcore.opening import (
     ATTEMPTS,
     Opened,

@@ -9,8 +9,8 @@ from typing import Final, TypeAlias, TypeVar
 
 from ckptcore.builtin.files_layout import FilesLayout
 from ckptcore.builtin.keys import check_key
-from ckptcore.commit import holds_members, is_hidden_name, parse_root, root_bytes
 from ckptcore.context import Context
+from ckptcore.directory_claims import is_hidden_name
 from ckptcore.engine.reader import ObjectReader
 from ckptcore.errors import (
     CheckpointError,
@@ -25,6 +25,7 @@ from ckptcore.locations import Location, Place, resolve_location
 from ckptcore.model.metadata import TreeMetadata
 from ckptcore.model.objects import ObjectRecord
 from ckptcore.model.tree import JSON, Node, format_path
+from ckptcore.occupants import holds_members, parse_root, root_bytes
 from ckptcore.protocols import InspectedComposite, InspectsComposites, Layout, StorageBackend
 from ckptcore.root import ROOT_KEY, Claimed, Composite, Member, Root
 from ckptcore.step_names import StepNames

@@ -13,16 +13,9 @@ from typing import Final, NoReturn, Protocol
 
 from ckptcore.agreement import Agreement
 from ckptcore.background import SaveHandle
-from ckptcore.commit import (
-    Claim,
-    Overwrite,
-    claim_location,
-    claimed_store,
-    is_hidden_name,
-    read_root,
-    sweep_leftovers,
-)
+from ckptcore.commit import Claim, claim_location, claimed_store, sweep_leftovers
 from ckptcore.context import Context
+from ckptcore.directory_claims import is_hidden_name
 from ckptcore.engine.recorder import ObjectRecorder
 from ckptcore.errors import CheckpointError, CommitUnknownError, PluginError
 from ckptcore.events import Recording
@@ -32,6 +25,7 @@ from ckptcore.model.metadata import TreeMetadata
 from ckptcore.model.objects import ObjectRecord
 from ckptcore.model.transfer import Receipt
 from ckptcore.model.tree import JSON
+from ckptcore.occupants import Overwrite, read_root
 from ckptcore.parts import Captured, Part
 from ckptcore.planning import check_coverage
 from ckptcore.protocols import About, MemberKind, StorageBackend, WriteStore
@@ -145,12 +139,13 @@ def persist(
         ):
             if agreement.rank == 0:
                 with recording.phase("claim"):
-                    claim = claim_location(
-                        described.location, described.save_id, described.created, described.overwrite
-                    )
+                    claim = claim_location(described.location, claimed, described.overwrite, context.conditions)
                     if agreement.size > 1 or at_workers is not None:
                         show_claim(claim, claimed, described.location)
-        store = claim.store if claim is not None else claimed_store(described.location, described.save_id)
+        if claim is not None:
+            store = claim.store
+        else:
+            store = claimed_store(described.location, described.save_id, context.conditions)
         may_write = True
         try:
             with agreement.stage("write", meaning=NOTHING_COMMITTED) as stage:

@@ -11,7 +11,6 @@ from typing import Any, TypeAlias
 import xxhash
 
 from ckptcore.agreement import Agreement
-from ckptcore.commit import refuse_to_replace
 from ckptcore.context import Context
 from ckptcore.errors import CheckpointError, TreeMismatchError, UnsupportedLeafError
 from ckptcore.events import Recording
@@ -21,6 +20,7 @@ from ckptcore.flattening import of_each_process
 from ckptcore.locations import resolve_location
 from ckptcore.model.metadata import TreeMetadata
 from ckptcore.model.tree import JSON, format_path
+from ckptcore.occupants import refuse_to_replace
 from ckptcore.parts import Part, PartDescription, TreeDescription, describe_part, naming
 from ckptcore.persisting import NOTHING_COMMITTED, Described, fail_before_claim
 from ckptcore.protocols import Executor, Layout, SharesReplicas

@@ -7,10 +7,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal
 
-from ckptcore.commit import Overwrite
 from ckptcore.exports import Export
 from ckptcore.locations import Place
 from ckptcore.model.tree import JSON
+from ckptcore.occupants import Overwrite
 from ckptcore.protocols import Layout
 from ckptcore.step_names import whole_number
 

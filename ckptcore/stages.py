@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from ckptcore.commit import claimed_store
+from ckptcore.conditions import WithoutConditions
 from ckptcore.context import Context
 from ckptcore.engine.memory import allocate
 from ckptcore.engine.recorder import ObjectRecorder
@@ -33,7 +34,7 @@ class WorkerOptions:
     """What of a `Context` holds at a worker too. Plugins are those that are installed there.
 
     Attributes:
-        durability, checksums, verify, threads, storage: as of a `Context`.
+        durability, checksums, verify, threads, storage, without_conditions: as of a `Context`.
     """
 
     durability: Literal["full", "none"]
@@ -41,6 +42,7 @@ class WorkerOptions:
     verify: bool
     threads: int | None
     storage: Mapping[str, Mapping[str, JSON]]
+    without_conditions: WithoutConditions
 
     @classmethod
     def of(cls, context: Context) -> WorkerOptions:
@@ -51,6 +53,7 @@ class WorkerOptions:
             verify=context.verify,
             threads=context.threads,
             storage={scheme: dict(options) for scheme, options in context.storage.items()},
+            without_conditions=context.without_conditions,
         )
 
     @property
@@ -68,6 +71,7 @@ def _context(options: bytes) -> Context:
         verify=found.verify,
         threads=found.threads,
         storage=found.storage,
+        without_conditions=found.without_conditions,
     )
 
 
@@ -116,7 +120,7 @@ class WriteParts:
         durable = self.options.durability == "full"
         location = open_address(self.address, context.registry, durable=durable, config=context.storage)
         expect_claim(self.claimed, location)
-        store = claimed_store(location, self.claimed.save_id)
+        store = claimed_store(location, self.claimed.save_id, context.conditions)
         receipts = []
         for part in self.parts:
             inside = subdirectory(store, part.directory)

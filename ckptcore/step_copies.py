@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeAlias
 
-from ckptcore.commit import Overwrite
 from ckptcore.context import Context
 from ckptcore.copying import CopyReport, CopyVerification, copy_checkpoint
 from ckptcore.directories import read_directory_metadata, write_directory_metadata
@@ -20,6 +19,7 @@ from ckptcore.errors import (
 from ckptcore.holds import Hold, own_directory
 from ckptcore.holds.ownership import IfInUse
 from ckptcore.locations import LocationLike, Within, open_directory, subdirectory
+from ckptcore.occupants import Overwrite
 from ckptcore.protocols import StorageBackend
 from ckptcore.step_names import StepNames
 from ckptcore.steps import StepDirectory

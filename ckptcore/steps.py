@@ -9,8 +9,8 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TypeVar
 
-from ckptcore.commit import is_committed, is_hidden_name, root_bytes
 from ckptcore.context import Context
+from ckptcore.directory_claims import is_hidden_name
 from ckptcore.engine.errands import ask_each
 from ckptcore.engine.requests import requests_of
 from ckptcore.engine.threads import renew_in_children
@@ -23,6 +23,7 @@ from ckptcore.errors import (
     StorageError,
 )
 from ckptcore.locations import LocationLike, Within, absolute_location, open_directory, subdirectory
+from ckptcore.occupants import is_committed, root_bytes
 from ckptcore.opening import open_checkpoint
 from ckptcore.policies import StepInfo
 from ckptcore.protocols import StorageBackend

@@ -15,6 +15,7 @@ from typing import Final
 
 from ckptcore.agreement import Agreement
 from ckptcore.commit import Claim, claimed_store
+from ckptcore.conditions import Conditions
 from ckptcore.errors import NotSharedError, ObjectNotFoundError
 from ckptcore.holds import ADMINISTRATION
 from ckptcore.locations import Location
@@ -81,7 +82,7 @@ def sees_claim(claimed: Claimed, location: Location) -> bool:
         ObjectNotFoundError: if it sees none.
     """
     expected = encode_claim(claimed)
-    return claimed_store(location, claimed.save_id).get(ROOT_KEY, 0, len(expected) + 1) == expected
+    return claimed_store(location, claimed.save_id, Conditions()).get(ROOT_KEY, 0, len(expected) + 1) == expected
 
 
 def expect_claim(claimed: Claimed, location: Location) -> None:

@@ -61,7 +61,7 @@ def command(as_json: bool, directory: str) -> ExitCode:
 
 
 def _checkpoints(directory: str) -> Sequence[ListedDocument]:
-    from ckptcore.commit import is_hidden_name
+    from ckptcore.directory_claims import is_hidden_name
     from ckptcore.holds import ADMINISTRATION
     from ckptcore.root import ROOT_KEY
 

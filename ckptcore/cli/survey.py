@@ -11,7 +11,6 @@ from typing import Final, Literal, TypeAlias
 import click
 
 from ckptcore.cli.locating import names_in
-from ckptcore.commit import parse_root, root_bytes
 from ckptcore.context import Context
 from ckptcore.describing import describe_either
 from ckptcore.errors import (
@@ -24,6 +23,7 @@ from ckptcore.errors import (
 from ckptcore.holds import StepHolds
 from ckptcore.locations import resolve_location, subdirectory
 from ckptcore.members import present_members
+from ckptcore.occupants import parse_root, root_bytes
 from ckptcore.opening import OpenedComposite
 from ckptcore.protocols import StorageBackend
 from ckptcore.root import ROOT_KEY, Composite, Root, Summary

@@ -85,7 +85,9 @@ class CountingObjects:
         self._count("puts")
         with self._lock:
             there = self._roots.get(key)
-            if condition is not None and (there is None) == isinstance(condition, IfTag):
+            if condition is not None and (there and there.hex()) != (
+                condition.tag if isinstance(condition, IfTag) else None
+            ):
                 raise ConditionFailedError(f"{key} is not what the rehearsal expects")
             self.sizes[key] = len(data)
             if key.rpartition("/")[2] == ROOT_KEY:
@@ -99,6 +101,10 @@ class CountingObjects:
         with self._lock:
             self.sizes[key] = size or 0
         return _NoWriter()
+
+    def open_new(self, key: str, size: int | None = None) -> ObjectWriter:
+        """See `CreatesObjects`; every object is new here."""
+        return self.open_writer(key, size)
 
     def list(self, prefix: str = "") -> Iterator[str]:
         """See `StorageBackend`."""

@@ -7,13 +7,13 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Final
 
 from ckptcore.agreement import Agreement
-from ckptcore.commit import Overwrite
 from ckptcore.context import Context
 from ckptcore.events import Recording
 from ckptcore.exports import Export
 from ckptcore.locations import Place
 from ckptcore.model.metadata import ArrayRecord, TreeMetadata
 from ckptcore.model.tree import JSON
+from ckptcore.occupants import Overwrite
 from ckptcore.preparing import PreparedSave, prepare_save
 from ckptcore.protocols import AtomicDirectories, Layout
 from ckptcore.rehearsals.commits import rehearse_commit

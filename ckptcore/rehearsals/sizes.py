@@ -6,6 +6,7 @@ import threading
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 
+from ckptcore.engine.sizes import SIZES
 from ckptcore.model.objects import CHECKSUM_BYTES, ObjectRecord
 from ckptcore.model.transfer import ArraySegment, Segment
 from ckptcore.protocols import StorageAddress, StorageBackend
@@ -48,6 +49,8 @@ class SizeRecorder:
                 with suppress(NothingThereError):
                     segment.open()
                 segment.close()
+        if nbytes < SIZES.inline:
+            writer.write_at(0, bytes(nbytes))  # who keeps small objects together counts their bytes
         writer.finish()
         self._record(key, nbytes)
 

@@ -6,12 +6,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal, TypeAlias
 
-from ckptcore.commit import Claim, claim_location, claimed_store, refuse_to_replace
+from ckptcore.commit import Claim, claim_location, claimed_store
+from ckptcore.conditions import Conditions
 from ckptcore.context import Context
 from ckptcore.engine.sizes import SIZES
 from ckptcore.errors import PluginError, UnsupportedLeafError
 from ckptcore.locations import Location, subdirectory
 from ckptcore.model.transfer import Receipt
+from ckptcore.occupants import refuse_to_replace
 from ckptcore.parts import FilesDescription, Part
 from ckptcore.persisting import Described, finish_part, put_root
 from ckptcore.preparing import PreparedSave
@@ -146,15 +148,16 @@ def _rehearse(
     storage = CountingDirectories() if kind == "directories" else CountingObjects()
     location = Location(described.location.display, storage, _NAME)
     claimed = Claimed(described.save_id, described.created)
+    conditions = Conditions()  # they are tried out, as by the first save of a process
     refuse_to_replace(location, False)  # as the save looks before it claims
-    claim = claim_location(location, described.save_id, described.created, False)
+    claim = claim_location(location, claimed, False, conditions)
     if described.agreement.size > 1:
         show_claim(claim, claimed, location)
     store = claim.store
     if rank:  # the leader has done that
         storage.forget()
         sees_claim(claimed, location)
-        store = claimed_store(location, described.save_id)
+        store = claimed_store(location, described.save_id, conditions)
     receipts = []
     at_most: set[str] = set()
     exact: set[str] = set()

@@ -33,6 +33,7 @@ _ABOUT_BYTES: Final = 8192
 _KINDS: Final[Mapping[str, str]] = {
     "put": "puts",
     "open_writer": "writes",
+    "open_new": "writes",
     "get": "looks",
     "get_with_tag": "looks",
     "get_into": "looks",

@@ -14,7 +14,7 @@ from ckptcore import Checkpointer
 from ckptcore.engine.memory import StagingMemory
 from ckptcore.errors import BackgroundSaveError, StorageError
 from ckptcore.policies import AnySave, ContinuousCheckpointing, EveryStep, PreemptionCheckpointing
-from tests.checkpointer.runs import Gate, Watch, assert_is_step, save_steps, through, tree, watched
+from tests.checkpointer.runs import Gate, Watch, assert_is_step, save_steps, through, tree, watched, writes_arrays
 
 
 @contextmanager
@@ -167,7 +167,9 @@ def broken_after(watch: Watch, steps: Sequence[str]) -> None:
     """Let saves of these steps fail as they write."""
 
     def fail(name: str, keys: Sequence[str]) -> None:
-        if name == "open_writer" and any(f".{step}." in keys[0] or keys[0].startswith(f"{step}/") for step in steps):
+        if writes_arrays(name, keys) and any(
+            f".{step}." in keys[0] or keys[0].startswith(f"{step}/") for step in steps
+        ):
             raise StorageError(f"no room for {keys[0]}")
 
     watch.before = fail
@@ -216,7 +218,7 @@ def test_every_failed_save_is_told(directory: str) -> None:
     failing = watch.before
 
     def wait_first(name: str, keys: Sequence[str]) -> None:
-        if name == "open_writer":
+        if writes_arrays(name, keys):
             assert gate.wait(60)
         failing(name, keys)
 

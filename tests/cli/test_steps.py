@@ -16,7 +16,7 @@ import ckptcore
 from ckptcore.amounts import age
 from ckptcore.cli import survey
 from ckptcore.cli.documents import ErrorDocument, StepsDocument
-from ckptcore.commit import root_bytes
+from ckptcore.occupants import root_bytes
 from ckptcore.protocols import StorageBackend
 from ckptcore.root import Claimed
 from ckptcore.root_json import encode_claim

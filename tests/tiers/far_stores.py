@@ -6,7 +6,7 @@ import threading
 from collections.abc import Sequence
 
 from ckptcore.errors import StorageError
-from tests.checkpointer.runs import Watch
+from tests.checkpointer.runs import Watch, writes_arrays
 
 __all__ = ["Outage", "Standstill"]
 
@@ -24,7 +24,7 @@ class Standstill:
         watch.before = self._stop
 
     def _stop(self, name: str, keys: Sequence[str]) -> None:
-        if name in ("open_writer", "open_new", "write_at"):
+        if name == "write_at" or writes_arrays(name, keys):
             self.arrived.set()
             assert self._open.wait(60)
 

@@ -1,0 +1,226 @@
+"""A claim in a storage with real directories: a hidden sibling directory, which is renamed or exchanged as the commit.
+
+It is held by a lock that dies with its process, so what dead saves left is told from what living ones write, and removed.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager
+from typing import Final
+
+from ckptcore.errors import (
+    AtomicityError,
+    CheckpointExistsError,
+    CommitUnknownError,
+    ConditionFailedError,
+    ObjectNotFoundError,
+    SaveLostError,
+    StorageError,
+)
+from ckptcore.locations import Location
+from ckptcore.occupants import Overwrite, refuse_to_replace, root_bytes
+from ckptcore.protocols import AtomicDirectories, StorageBackend
+from ckptcore.root import ROOT_KEY
+
+__all__ = ["DirectoryClaim", "hidden_store", "is_hidden_name", "remove_directory", "sweep_beside", "sweep_directories"]
+
+logger = logging.getLogger("ckptcore.commit")
+
+_HIDDEN: Final = re.compile(r"\.(.+)\.([0-9a-f]{16})\.ckptcore", re.DOTALL)
+
+
+def is_hidden_name(name: str) -> bool:
+    """Whether this is the name of a directory in which a save is under way, or was when it died."""
+    return _HIDDEN.fullmatch(name) is not None
+
+
+def hidden_store(location: Location, save_id: str) -> StorageBackend:
+    """The hidden directory in which a save to a location writes, as a storage."""
+    return Location(location.display, location.parent, _hidden_name(location, save_id)).store
+
+
+def _hidden_name(location: Location, save_id: str) -> str:
+    return f".{location.name}.{save_id}.ckptcore"
+
+
+def remove_directory(location: Location, directories: AtomicDirectories, save_id: str) -> None:
+    """Remove a checkpoint: under a hidden name, which a new save id makes, it is no longer there for anybody."""
+    hidden = _hidden_name(location, save_id)
+    directories.rename(location.name, hidden)
+    directories.delete_directory(hidden)
+
+
+def sweep_beside(location: Location, directories: AtomicDirectories, continued: str | None = None) -> None:
+    """Delete the hidden directories of saves to this location that died, but for one that is continued."""
+    for entry in location.parent.list_names():
+        matched = _HIDDEN.fullmatch(entry.removesuffix("/"))
+        if matched is None or matched[1] != location.name or not entry.endswith("/") or matched[2] == continued:
+            continue
+        _delete_if_dead(directories, matched[0])
+
+
+def sweep_directories(directories: AtomicDirectories, names: Iterable[str]) -> None:
+    """Delete those of these hidden directories that no living save holds."""
+    for name in names:
+        _delete_if_dead(directories, name)
+
+
+def _delete_if_dead(directories: AtomicDirectories, name: str) -> None:
+    lock = directories.lock_directory(name)
+    if lock is None:
+        return  # a save that is alive
+    with lock:
+        logger.info("removing what a dead save left: %s", name)
+        directories.delete_directory(name)
+
+
+class DirectoryClaim:
+    """A hidden sibling directory, held by a lock that dies with this process. See `ckptcore.commit.Claim`."""
+
+    def __init__(
+        self,
+        location: Location,
+        directories: AtomicDirectories,
+        save_id: str,
+        overwrite: Overwrite,
+        continued: str | None = None,
+    ) -> None:
+        """Claim a location, and remove what dead saves left beside it; raises what `ckptcore.commit.claim_location` does.
+
+        Args:
+            location, save_id, overwrite: as there.
+            directories: its storage.
+            continued: the save id under which an earlier process wrote what is to stay; None if nothing is.
+        """
+        self._location = location
+        self._directories = directories
+        self._overwrite = overwrite
+        self._hidden = _hidden_name(location, save_id)
+        self._done = False
+        replaces = refuse_to_replace(location, overwrite) == "checkpoint"
+        sweep_beside(location, directories, continued)
+        lock = directories.lock_directory(self._hidden)
+        if lock is None:
+            raise SaveLostError(f"another process holds {self._hidden} beside {location.display}; save again")
+        self._lock: AbstractContextManager[None] = lock
+        self._lock.__enter__()
+        self.store = hidden_store(location, save_id)
+        if replaces and overwrite != "non-atomic":
+            try:
+                self._probe_exchange()
+            except BaseException:
+                if continued is None:
+                    self.abort()
+                else:
+                    self.leave()
+                raise
+
+    def _probe_exchange(self) -> None:
+        """Find out before anything is written whether directories can be exchanged here."""
+        first, second = f"{self._hidden}/.exchange-1", f"{self._hidden}/.exchange-2"
+        for name in (first, second):
+            lock = self._directories.lock_directory(name)
+            if lock is not None:
+                with lock:
+                    pass
+        try:
+            self._directories.exchange(first, second)
+        except AtomicityError as error:
+            raise AtomicityError(
+                f"{self._location.display} holds a checkpoint, and this file system cannot exchange it for another one "
+                "atomically; save to another location, or pass overwrite='non-atomic'. Nothing was changed"
+            ) from error
+        finally:
+            self._directories.delete_directory(first)
+            self._directories.delete_directory(second)
+
+    def commit(self, root: bytes | None, parts: Mapping[str, bytes]) -> None:
+        """See `ckptcore.commit.Claim`."""
+        for key, data in parts.items():
+            self.store.put(key, data)
+        if root is not None:
+            self.store.put(ROOT_KEY, root)
+        self._directories.sync_directory(self._hidden)
+        try:
+            replaced = self._publish()
+        except (CheckpointExistsError, SaveLostError, AtomicityError):
+            raise
+        except BaseException as error:
+            # What is under the hidden name may be the old checkpoint by now: nothing may be deleted on a guess.
+            if _holds_other_root(self._location, root):
+                raise
+            self._done = True
+            self._lock.__exit__(None, None, None)
+            raise CommitUnknownError(
+                f"the save to {self._location.display} is in place, or may be, but the storage failed as it was committed: "
+                f"{error}. It may not survive a loss of power; look at the location before saving again"
+            ) from error
+        self._done = True
+        self._lock.__exit__(None, None, None)
+        if replaced is not None:
+            try:
+                self._directories.delete_directory(replaced)
+            except OSError as error:
+                # The new checkpoint is committed; the next save tries again to remove the old one.
+                logger.warning("%s is saved, but what it replaced cannot be removed: %s", self._location.display, error)
+
+    def _publish(self) -> str | None:
+        """Rename or exchange; the hidden name under which a replaced checkpoint now is, or None."""
+        name = self._location.name
+        try:
+            self._directories.rename(self._hidden, name)
+            return None
+        except ConditionFailedError as error:
+            if refuse_to_replace(self._location, self._overwrite) == "nothing":
+                raise SaveLostError(
+                    f"something stands at {self._location.display} that is no file and was not there, or not seen, when the "
+                    "save began (a broken link?); remove it and save again"
+                ) from error
+        except ObjectNotFoundError as error:
+            raise SaveLostError(
+                f"{self._hidden} was removed beside {self._location.display} while it was saved; save again"
+            ) from error
+        try:
+            self._directories.exchange(self._hidden, name)
+            return self._hidden
+        except AtomicityError:
+            if self._overwrite != "non-atomic":
+                raise
+        aside = _hidden_name(self._location, "0" * 16)
+        self._directories.delete_directory(aside)
+        self._directories.rename(name, aside)
+        try:
+            self._directories.rename(self._hidden, name)
+        except BaseException:
+            self._directories.rename(aside, name)
+            raise
+        return aside
+
+    def abort(self) -> None:
+        """See `ckptcore.commit.Claim`."""
+        if self._done:
+            return
+        self._done = True
+        try:
+            self._directories.delete_directory(self._hidden)
+        finally:
+            self._lock.__exit__(None, None, None)
+
+    def leave(self) -> None:
+        """See `ckptcore.commit.Claim`."""
+        if not self._done:
+            self._done = True
+            self._lock.__exit__(None, None, None)
+
+
+def _holds_other_root(location: Location, root: bytes | None) -> bool:
+    """Whether a location certainly does not hold this root, or without one nothing; False where that cannot be read."""
+    try:
+        if root is None:
+            return not location.store.list_names()
+        return root_bytes(location.store) != root
+    except StorageError:
+        return False

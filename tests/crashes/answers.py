@@ -1,0 +1,177 @@
+"""A storage of objects whose requests are done and whose answers go wrong: lost, tried again by a client, or repeated later."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final, Literal, TypeAlias
+
+import ckptcore
+from ckptcore.builtin.memory import MemoryStorage, MemoryStorages
+from ckptcore.errors import AtomicityError, StorageError
+from ckptcore.hookspecs import hookimpl
+from ckptcore.protocols import ObjectWriter, PutCondition, StorageBackend, StorageOpener, StorageOptions
+
+__all__ = ["SCHEME", "Answers", "Kept", "Mishap", "Storages"]
+
+SCHEME: Final = "answers"
+"""The scheme of the storage."""
+
+Mishap: TypeAlias = Literal["lost", "retried", "late", "never sent"]
+"""What happens to a change: done, and said to have failed; done, and done again by a client that did not hear; said to have failed
+and done just before the next change of the same object; not done, and said to have failed."""
+
+Kept: TypeAlias = Literal["kept", "ignored", "unknown"]
+"""Whether the storage keeps conditions, does as if there were none, or refuses puts that have some."""
+
+
+class Storages:
+    """Objects in memory that outlive processes, as a plugin."""
+
+    def __init__(self) -> None:
+        self.memory = MemoryStorages()
+
+    def open(self) -> MemoryStorage:
+        """All that is there."""
+        return self.memory.open("memory://bucket", StorageOptions())
+
+    def context(self, answers: Answers | None = None, **options: Any) -> ckptcore.Context:
+        """A Context of a process of its own, to which these answers are given."""
+        answers = answers or Answers()
+        return ckptcore.Context(plugins=[_Plugin(self, answers)], threads=1, **options)
+
+
+class Answers:
+    """What a process hears of its changes: puts, objects that are completed, deletions and uploads given up.
+
+    Attributes:
+        changes: each with its number: the method and the keys.
+        replays: by number, how to do a change once more.
+    """
+
+    def __init__(
+        self,
+        mishaps: Mapping[int, Mishap] | None = None,
+        *,
+        kept: Kept = "kept",
+        before: Callable[[int, str, Sequence[str]], None] | None = None,
+    ) -> None:
+        """Let changes meet mishaps by their number.
+
+        Args:
+            mishaps: what happens to which.
+            kept: what becomes of conditions.
+            before: called before each change with its number, its method and its keys.
+        """
+        self._mishaps = mishaps or {}
+        self.kept: Final = kept
+        self._before = before
+        self.changes: list[tuple[str, tuple[str, ...]]] = []
+        self.replays: list[Callable[[], object]] = []
+        self._waiting: list[tuple[str, Callable[[], object]]] = []
+
+    def do(self, name: str, keys: Sequence[str], change: Callable[[], Any], again: Callable[[], Any]) -> Any:
+        """Do a change, as well as its number allows."""
+        number = len(self.changes)
+        self.changes.append((name, tuple(keys)))
+        self.replays.append(again)
+        if self._before is not None:
+            self._before(number, name, tuple(keys))
+        for key, late in [one for one in self._waiting if one[0] in keys]:
+            self._waiting.remove((key, late))
+            quietly(late)
+        mishap = self._mishaps.get(number)
+        if mishap == "late":
+            self._waiting.append((keys[0], change))
+        elif mishap != "never sent":
+            result = change()
+            if mishap is None:
+                return result
+            if mishap == "retried":
+                return again()
+        raise StorageError(f"the test lost the answer to {name} of {', '.join(keys)}")
+
+
+def quietly(change: Callable[[], object]) -> None:
+    """Do what arrives when nobody waits for its answer."""
+    try:
+        change()
+    except (StorageError, ValueError):
+        return  # it was refused: a condition, or an upload that is over
+
+
+class _Plugin:
+    def __init__(self, storages: Storages, answers: Answers) -> None:
+        self._storages = storages
+        self._answers = answers
+
+    @hookimpl
+    def ckpt_storages(self) -> Mapping[str, StorageOpener]:
+        return {SCHEME: self._open}
+
+    def _open(self, url: str, options: StorageOptions) -> StorageBackend:
+        inner = self._storages.memory.open(url.replace(SCHEME, "memory", 1), options)
+        return _Answering(inner, self._answers)
+
+
+class _Answering(MemoryStorage):
+    """A storage in memory that answers as it is told."""
+
+    def __init__(self, inner: MemoryStorage, answers: Answers) -> None:
+        super().__init__(inner._store, inner._prefix, inner._url)  # the same objects
+        self._answers = answers
+
+    def put(self, key: str, data: bytes, *, condition: PutCondition | None = None) -> str:
+        """See `StorageBackend`."""
+        if condition is not None and self._answers.kept == "unknown":
+            raise AtomicityError("this storage knows no conditions")
+        kept = condition if self._answers.kept == "kept" else None
+
+        def change() -> str:
+            return super(_Answering, self).put(key, data, condition=kept)
+
+        return str(self._answers.do("put", [key], change, change))
+
+    def open_writer(self, key: str, size: int | None = None) -> ObjectWriter:
+        """See `StorageBackend`."""
+        return _Writer(key, super().open_writer(key, size), self._answers)
+
+    def open_new(self, key: str, size: int | None = None) -> ObjectWriter:
+        """See `CreatesObjects`."""
+        inner = super().open_new(key, size) if self._answers.kept == "kept" else super().open_writer(key, size)
+        return _Writer(key, inner, self._answers)
+
+    def delete(self, keys: Sequence[str]) -> None:
+        """See `StorageBackend`."""
+
+        def change() -> None:
+            super(_Answering, self).delete(keys)
+
+        self._answers.do("delete", list(keys), change, change)
+
+    def abort_uploads(self, prefix: str = "") -> int:
+        """See `HoldsUploads`."""
+
+        def change() -> int:
+            return super(_Answering, self).abort_uploads(prefix)
+
+        return int(self._answers.do("abort_uploads", [prefix], change, change))
+
+
+class _Writer:
+    def __init__(self, key: str, inner: ObjectWriter, answers: Answers) -> None:
+        self._key = key
+        self._inner = inner
+        self._answers = answers
+
+    def write_at(self, offset: int, data: Any) -> None:
+        self._inner.write_at(offset, data)
+
+    def finish(self) -> None:
+        self._answers.do("finish", [self._key], self._inner.finish, self._again)
+
+    def _again(self) -> None:
+        """A client that asks once more for what was done hears that there is no such upload."""
+        raise StorageError(f"there is no upload of {self._key} any more")
+
+    def abort(self) -> None:
+        self._inner.abort()

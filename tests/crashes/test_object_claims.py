@@ -1,0 +1,350 @@
+"""Saves to a storage without directories whose answers are lost, repeated or late, and others that save there meanwhile."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+import ckptcore
+from ckptcore.builtin.safetensors import SafetensorsLayout
+from ckptcore.errors import (
+    AtomicityError,
+    CheckpointError,
+    CheckpointExistsError,
+    CheckpointNotFoundError,
+    CommitUnknownError,
+    CorruptCheckpointError,
+    SaveLostError,
+    StorageError,
+)
+from ckptcore.root import ROOT_KEY
+from tests.crashes.answers import SCHEME, Answers, Kept, Mishap, Storages, quietly
+
+LOCATION = f"{SCHEME}://bucket/run/step_1"
+_ROOT = f"step_1/{ROOT_KEY}"
+
+
+def _state(version: int) -> dict[str, Any]:
+    """Two small files and one that is written in pieces."""
+    return {
+        "large": np.full(140_000, version, np.float64),
+        "small": np.full(50, version, np.int64),
+        "other": np.full(60, version, np.int64),
+        "version": version,
+    }
+
+
+def _save(storages: Storages, version: int, answers: Answers | None = None, **options: Any) -> Answers:
+    answers = answers or Answers()
+    overwrite = options.pop("overwrite", False)
+    ckptcore.save(
+        LOCATION,
+        _state(version),
+        layout=SafetensorsLayout(max_file_bytes=1000),
+        overwrite=overwrite,
+        context=storages.context(answers, **options),
+    )
+    return answers
+
+
+def _version(storages: Storages) -> int:
+    """The version that is there, and all of it."""
+    loaded = ckptcore.load(LOCATION, context=storages.context())
+    for name, value in _state(loaded["version"]).items():
+        np.testing.assert_array_equal(loaded[name], value)
+    assert ckptcore.verify(LOCATION, context=storages.context()).ok
+    return int(loaded["version"])
+
+
+def _nothing_but_the_checkpoint(storages: Storages) -> None:
+    known = ckptcore.metadata(LOCATION, context=storages.context()).objects
+    extra = {key.removeprefix("run/step_1/") for key in storages.open().list()} - set(known)
+    assert {key for key in extra if not key.startswith("checkpoint.")} == set()
+
+
+def _changes(**options: Any) -> Sequence[tuple[str, tuple[str, ...]]]:
+    """The changes that a save makes of what a dead one left."""
+    storages = Storages()
+    _leave_dead_save(storages)
+    return _save(storages, 2, **options).changes
+
+
+def _leave_dead_save(storages: Storages) -> None:
+    class _DeadError(BaseException):
+        """The process ends here."""
+
+    dead = False
+
+    def die(number: int, name: str, keys: Sequence[str]) -> None:
+        nonlocal dead
+        dead = dead or (number > 3 and keys == (_ROOT,))
+        if dead:
+            raise _DeadError
+
+    with pytest.raises(_DeadError):
+        _save(storages, 1, Answers(before=die))
+
+
+@pytest.mark.parametrize("mishap", ["lost", "retried"])
+def test_a_change_whose_answer_is_lost_is_found_to_be_done(mishap: Mishap) -> None:
+    """No save is given up for it, but for a deletion or a look whose answer nothing can replace."""
+    changes = _changes()
+    for number, (name, keys) in enumerate(changes):
+        storages = Storages()
+        _leave_dead_save(storages)
+        try:
+            _save(storages, 2, Answers({number: mishap}))
+        except StorageError:
+            assert name in ("delete", "abort_uploads") or (mishap == "lost" and _probes(changes, number)), (name, keys)
+            assert not _is_there(storages)
+            _save(storages, 2)
+        assert _version(storages) == 2, f"{mishap}: {name} of {keys}"
+        _nothing_but_the_checkpoint(storages)
+
+
+def _probes(changes: Sequence[tuple[str, tuple[str, ...]]], number: int) -> bool:
+    """Whether a change is one of those that try out the conditions of a storage."""
+    return changes[number][1] == (_ROOT,) and number < 2
+
+
+def _is_there(storages: Storages) -> bool:
+    try:
+        ckptcore.metadata(LOCATION, context=storages.context())
+    except CheckpointNotFoundError:
+        return False
+    return True
+
+
+def test_a_change_that_was_never_done_leaves_nothing_or_all() -> None:
+    for number, (name, keys) in enumerate(_changes()):
+        storages = Storages()
+        _leave_dead_save(storages)
+        try:
+            _save(storages, 2, Answers({number: "never sent"}))
+        except CheckpointError:
+            assert not _is_there(storages), (name, keys)
+            _save(storages, 3)
+            assert _version(storages) == 3
+        else:
+            assert _version(storages) == 2
+
+
+def test_a_commit_that_arrives_after_it_was_given_up_is_refused() -> None:
+    """It may be on its way for as long as it likes: objects are removed only once it cannot arrive any more."""
+    changes = _changes()
+    commit = len(changes) - 1
+    assert changes[commit] == ("put", (_ROOT,))
+    storages = Storages()
+    _leave_dead_save(storages)
+    _save(storages, 2, Answers({commit: "late"}))  # it came before what was to keep it out
+    assert _version(storages) == 2
+
+    storages = Storages()
+    _leave_dead_save(storages)
+    answers = Answers({commit: "never sent"})
+    with pytest.raises(StorageError, match="lost the answer"):
+        _save(storages, 2, answers)
+    quietly(answers.replays[commit])
+    assert not _is_there(storages)
+    assert list(storages.open().list()) == []
+
+
+def test_what_cannot_be_known_is_said_and_nothing_is_removed() -> None:
+    commit = len(_changes()) - 1
+    storages = Storages()
+    _leave_dead_save(storages)
+    mishaps: dict[int, Mishap] = {commit: "never sent", commit + 1: "never sent"}
+    with pytest.raises(CommitUnknownError, match="look at the location"):
+        _save(storages, 2, Answers(mishaps))
+    assert len(storages.open().list_names("run/step_1")) > 3
+
+
+def test_any_change_may_be_repeated_after_the_commit() -> None:
+    """But for a deletion: it is the one change that has no condition."""
+    for number, (name, keys) in enumerate(_changes()):
+        storages = Storages()
+        _leave_dead_save(storages)
+        answers = _save(storages, 2)
+        quietly(answers.replays[number])
+        if name == "delete":
+            _never_wrong(storages, 2)
+        else:
+            assert _version(storages) == 2, f"{name} of {keys}"
+            _nothing_but_the_checkpoint(storages)
+
+
+def test_any_change_may_be_repeated_after_another_save_committed() -> None:
+    for number, (name, keys) in enumerate(_changes()):
+        storages = Storages()
+        _leave_dead_save(storages)
+        answers = _save(storages, 2)
+        _save(storages, 3, overwrite="non-atomic")
+        quietly(answers.replays[number])
+        if name == "delete":
+            _never_wrong(storages, 3)
+        else:
+            assert _version(storages) == 3, f"{name} of {keys}"
+
+
+def test_a_zombie_changes_no_object_of_a_later_checkpoint() -> None:
+    """It stands still right before any change, and goes on when another save has committed."""
+    outcomes = set()
+    for number, (name, keys) in enumerate(_changes()):
+        storages = Storages()
+        _leave_dead_save(storages)
+        stood: list[dict[str, bytes]] = []
+
+        def stand_still(
+            at: int,
+            name: str,
+            keys: Sequence[str],
+            number: int = number,
+            storages: Storages = storages,
+            stood: Any = stood,
+        ) -> None:
+            if at == number:
+                _save(storages, 3)
+                stood.append(_objects(storages))
+
+        try:
+            _save(storages, 2, Answers(before=stand_still))
+        except (SaveLostError, CheckpointExistsError) as error:
+            outcomes.add(type(error).__name__)
+        else:
+            pytest.fail(f"both saves committed; one stood still before {name} of {keys}")
+        if name == "delete":
+            _never_wrong(storages, 3)
+        else:
+            found = _objects(storages)
+            assert {key: found.get(key) for key in stood[0]} == stood[0], f"{name} of {keys}"
+            assert _version(storages) == 3
+    assert "SaveLostError" in outcomes
+
+
+def _objects(storages: Storages) -> dict[str, bytes]:
+    storage = storages.open()
+    return {key: storage.get(key) for key in storage.list()}
+
+
+def _never_wrong(storages: Storages, version: int) -> None:
+    try:
+        assert _version(storages) == version
+    except CorruptCheckpointError:
+        assert not ckptcore.verify(LOCATION, context=storages.context()).ok
+
+
+def test_a_takeover_gives_up_what_the_dead_save_uploads() -> None:
+    storages = Storages()
+    held = []
+
+    def other_saves(number: int, name: str, keys: Sequence[str]) -> None:
+        if name == "finish":
+            held.append(storages.open().abort_uploads("nowhere"))
+            _save(storages, 3)
+
+    with pytest.raises(SaveLostError):
+        _save(storages, 2, Answers(before=other_saves))
+    assert held
+    assert _version(storages) == 3
+    _nothing_but_the_checkpoint(storages)
+
+
+@pytest.mark.parametrize("left", [b"", b"of a dead save", "the same"])
+def test_what_no_list_shows_is_replaced_under_the_claim(left: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = Storages()
+    _save(expected, 2)
+    written = {key: data for key, data in _objects(expected).items() if "safetensors" in key}
+    assert len(written) > 2
+    storages = Storages()
+    for key, data in written.items():
+        storages.open().put(key, data if left == "the same" else left)
+    with monkeypatch.context() as patch:
+        patch.setattr("ckptcore.builtin.memory.MemoryStorage.list_names", lambda storage, prefix="": [])
+        patch.setattr("ckptcore.builtin.memory.MemoryStorage.list", lambda storage, prefix="": iter([]))
+        _save(storages, 2)
+    assert _version(storages) == 2
+    _nothing_but_the_checkpoint(storages)
+
+
+@pytest.mark.parametrize("kept", ["ignored", "unknown"])
+def test_a_storage_without_conditions_is_refused(kept: Kept) -> None:
+    storages = Storages()
+    with pytest.raises(AtomicityError, match="without_conditions='marker'"):
+        _save(storages, 2, Answers(kept=kept))
+    assert list(storages.open().list()) == []
+
+
+@pytest.mark.parametrize("kept", ["ignored", "unknown"])
+def test_a_checkpoint_stays_where_replacing_it_is_refused(kept: Kept) -> None:
+    storages = Storages()
+    _save(storages, 1)
+    with pytest.raises(AtomicityError, match="without_conditions='marker'"):
+        _save(storages, 2, Answers(kept=kept), overwrite="non-atomic")
+    assert _version(storages) == 1
+
+
+def test_conditions_are_tried_out_once() -> None:
+    storages = Storages()
+    answers = Answers()
+    context = storages.context(answers)
+    puts = []
+    for step in range(3):
+        before = len(answers.changes)
+        ckptcore.save(f"{SCHEME}://bucket/run/step_{step}", {"a": np.ones(3)}, context=context)
+        puts.append(len(answers.changes) - before)
+    assert puts == [puts[1] + 2, puts[1], puts[1]]
+
+
+@pytest.mark.parametrize("kept", ["ignored", "unknown"])
+def test_markers_do_where_one_process_saves_at_a_time(kept: Kept) -> None:
+    storages = Storages()
+    _leave_dead_save(storages)
+    _save(storages, 2, Answers(kept=kept), without_conditions="marker")
+    assert _version(storages) == 2
+    _nothing_but_the_checkpoint(storages)
+    with pytest.raises(CheckpointExistsError):
+        _save(storages, 3, Answers(kept=kept), without_conditions="marker")
+    _save(storages, 3, Answers(kept=kept), without_conditions="marker", overwrite="non-atomic")
+    assert _version(storages) == 3
+    ckptcore.delete(LOCATION, context=storages.context(Answers(kept=kept), without_conditions="marker"))
+    assert list(storages.open().list()) == []
+
+
+@pytest.mark.parametrize("kept", ["ignored", "unknown"])
+def test_markers_leave_nothing_or_all_when_a_save_fails(kept: Kept) -> None:
+    changes = len(_changes(without_conditions="marker"))
+    for number in range(changes + 10):
+        storages = Storages()
+        try:
+            _save(storages, 2, Answers({number: "never sent"}, kept=kept), without_conditions="marker")
+        except CheckpointError:
+            assert not _is_there(storages)
+            _save(storages, 3, Answers(kept=kept), without_conditions="marker")
+            assert _version(storages) == 3
+        else:
+            assert _version(storages) == 2
+
+
+@pytest.mark.parametrize("kept", ["ignored", "unknown"])
+def test_a_lost_save_that_goes_on_with_markers_is_told(kept: Kept) -> None:
+    """A look and a put are two steps; only who stands still between them does harm."""
+    storages = Storages()
+    number = [name for name, _ in _changes()].index("finish")
+    save_other = functools.partial(_save, storages, 3, Answers(kept=kept), without_conditions="marker")
+
+    def stand_still(at: int, name: str, keys: Sequence[str]) -> None:
+        if name == "finish" and at >= 1 and not _is_there(storages):
+            save_other()
+
+    assert number
+    with pytest.raises(SaveLostError):
+        _save(storages, 2, Answers(before=stand_still, kept=kept), without_conditions="marker")
+
+
+def test_a_context_says_what_is_possible() -> None:
+    with pytest.raises(ValueError, match="without_conditions='ignore'.: expected one of 'refuse', 'marker'"):
+        ckptcore.Context(without_conditions="ignore")  # type: ignore[arg-type]  # on purpose
