@@ -20,6 +20,7 @@ from ckptcore.errors import (
     CompositeCheckpointError,
     CorruptCheckpointError,
     InvalidLocationError,
+    ObjectNotFoundError,
     StorageError,
 )
 from ckptcore.locations import LocationLike, Within, absolute_location, open_directory, subdirectory
@@ -61,6 +62,8 @@ class StepDirectory:
         self._ours: dict[str, bool] = {}
         """Names of committed steps; whether ckptcore wrote them."""
         self._summaries: dict[str, Summary] = {}
+        self._unlisted: set[str] = set()
+        """Names of steps that were committed and are not listed any more; whether they are there is to be asked."""
         self._hidden: set[int] = set()
         """Steps that are being deleted."""
         self._changes: dict[int, tuple[int, str | None]] = {}
@@ -141,6 +144,7 @@ class StepDirectory:
             since: `changes` as it was before the listing; 0 where nothing was changed yet.
         """
         with self._lock:
+            known = {step: name for step, name in self._found.items() if self._ours.get(name)}
             self._found = dict(found)
             for step, (number, name) in list(self._changes.items()):
                 if number <= since:
@@ -150,6 +154,10 @@ class StepDirectory:
                 else:
                     self._found[step] = name
             there = set(self._found.values())
+            # A list may be behind: what was committed and is not listed is asked for once.
+            self._unlisted = {name for step, name in known.items() if step not in self._found}
+            for step, name in known.items():
+                self._found.setdefault(step, name)
             self._ours = {name: ours for name, ours in self._ours.items() if name in there}
             # A step that was deleted and saved again has another root.
             self._summaries = {}
@@ -236,7 +244,12 @@ class StepDirectory:
     def _find_out(self, step: int, name: str) -> bool:
         """Ask the storage whether a step is committed, and remember the answer."""
         ours = is_committed(subdirectory(self._store, name))
-        committed = ours is True or (ours is None and self._is_foreign(name))
+        with self._lock:
+            listed = name not in self._unlisted
+            self._unlisted.discard(name)
+            if not listed and ours is None and self._found.get(step) == name:
+                del self._found[step]
+        committed = ours is True or (ours is None and listed and self._is_foreign(name))
         with self._lock:
             if committed and self._found.get(step) == name:
                 self._ours[name] = ours is True
@@ -249,8 +262,8 @@ class StepDirectory:
     def _is_foreign(self, name: str) -> bool:
         try:
             return open_checkpoint(Within(self.directory, name), self._context).root is None
-        except CheckpointNotFoundError:
-            return False
+        except (CheckpointNotFoundError, ObjectNotFoundError):
+            return False  # the second: a list is behind, and shows what was deleted
         except CompositeCheckpointError:
             return True  # of several checkpointables
         except CorruptCheckpointError:

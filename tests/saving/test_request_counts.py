@@ -1,0 +1,51 @@
+"""How many requests a save and a load of many small arrays take on storage without directories."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any, Final
+
+import numpy as np
+import pytest
+
+import ckptcore
+from ckptcore.testing.faults import FaultPlan
+from tests.crashes.places import faulty_context, through
+
+_COUNTED: Final = frozenset(
+    {"get", "get_with_tag", "get_into", "size", "put", "list", "list_names", "delete", "abort_uploads", "finish"}
+)
+"""What is a request to a service; an object that is written in pieces takes one, or one for each piece and two more."""
+
+
+def _state() -> dict[str, Any]:
+    return {f"layer {number}": np.full((8, 4), number, np.float32) for number in range(1000)}
+
+
+def _requests(plan: FaultPlan) -> Counter[str]:
+    return Counter([one.name for one in plan.operations if one.name in _COUNTED])
+
+
+@pytest.mark.parametrize(("layout", "most_to_save"), [("safetensors", 11), ("ocdbt", 18), ("dcp", 12)])
+def test_many_small_arrays_take_few_requests(layout: str, most_to_save: int) -> None:
+    location = f"memory://requests-{layout}/run/step_1"
+    state = _state()
+    saving = FaultPlan()
+    ckptcore.save(through(location), state, layout=layout, context=faulty_context(location, saving))
+    loading = FaultPlan()
+    loaded = ckptcore.load(through(location), context=faulty_context(location, loading))
+    assert all((loaded[name] == value).all() for name, value in state.items())
+    assert _requests(saving).total() <= most_to_save, [(one.name, one.keys) for one in saving.operations]
+    assert _requests(loading).total() <= 8, [(one.name, one.keys) for one in loading.operations]
+
+
+def test_a_context_that_is_kept_tries_conditions_once() -> None:
+    location = "memory://requests-again/run/step_1"
+    plan = FaultPlan()
+    context = faulty_context(location, plan)
+    counts = []
+    for step in (1, 2):
+        before = len(plan.operations)
+        ckptcore.save(f"{through(location)}{step}", {"w": np.ones(3)}, context=context)
+        counts.append(len(plan.operations) - before)
+    assert counts[1] == counts[0] - 2
