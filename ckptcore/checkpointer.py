@@ -30,7 +30,7 @@ from ckptcore.errors import (
 from ckptcore.exports import StepExport
 from ckptcore.garbage import BegunDeletion, StepDeleter
 from ckptcore.holds import Hold, own_directory
-from ckptcore.locations import LocationLike, Within, absolute_location, open_directory
+from ckptcore.locations import LocationLike, Within, absolute_location
 from ckptcore.model.tree import JSON
 from ckptcore.occupants import Overwrite
 from ckptcore.policies import EveryStep, PreservationPolicy, PreserveAll, SavePolicy
@@ -177,9 +177,7 @@ class Checkpointer(CheckpointReader):
     def _own(self, if_in_use: IfInUse, metadata: Mapping[str, JSON] | None) -> None:
         self._steps.expect_directory()
         context = self._context
-        store = open_directory(
-            self._steps.directory, context.registry, durable=context.durability == "full", config=context.storage
-        )
+        store = self._steps.open_to_write()
         self._owned = own_directory(store, self._steps.display, if_in_use=if_in_use)
         self._deleter = StepDeleter(self._steps, store, self._owned, context)
         if self._near is not None:

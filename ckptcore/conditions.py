@@ -9,7 +9,7 @@ from typing import Final, Literal, TypeAlias
 from ckptcore.engine.new_objects import LooksBefore
 from ckptcore.errors import AtomicityError, ConditionFailedError, ObjectNotFoundError
 from ckptcore.locations import Location, Subdirectory
-from ckptcore.protocols import IF_ABSENT, IfAbsent, IfTag, ObjectWriter, PutCondition, StorageBackend
+from ckptcore.protocols import IF_ABSENT, AtomicDirectories, IfAbsent, IfTag, ObjectWriter, PutCondition, StorageBackend
 from ckptcore.root import ROOT_KEY
 
 __all__ = ["WITHOUT_CONDITIONS", "Conditions", "WithoutConditions", "refuse_conditions"]
@@ -37,10 +37,10 @@ class Conditions:
         """A storage as it is used by who relies on conditions.
 
         Args:
-            storage: without real directories.
+            storage: any; one with real directories is used as it is.
             url: of what is opened, or of something in the same bucket.
         """
-        if self._without == "refuse":
+        if self._without == "refuse" or isinstance(storage, AtomicDirectories):
             return storage
         return _Looks(storage) if self._kept.get(_service(url)) is False else _LooksWhereItMust(storage)
 

@@ -163,7 +163,7 @@ class StepLoader:
         if tier not in self._holds:
             context = self._context
             store = open_directory(steps.directory, context.registry, durable=False, config=context.storage)
-            self._holds[tier] = StepHolds(store, steps.display)
+            self._holds[tier] = StepHolds(context.conditions.storage(store, steps.directory), steps.display)
         if not steps.is_committed(step):
             raise CheckpointNotFoundError(steps.missing(step))  # before anything is written beside the steps
         pin = self._holds[tier].pin(steps.name(step))

@@ -18,7 +18,7 @@ from ckptcore.errors import (
 )
 from ckptcore.holds import Hold, own_directory
 from ckptcore.holds.ownership import IfInUse
-from ckptcore.locations import LocationLike, Within, open_directory, subdirectory
+from ckptcore.locations import LocationLike, Within, subdirectory
 from ckptcore.occupants import Overwrite
 from ckptcore.protocols import StorageBackend
 from ckptcore.step_names import StepNames
@@ -74,8 +74,7 @@ def copy_run(
     here.replace(here.list_names())
     there.replace(there.list_names())
     chosen = _chosen(here, steps)
-    durable = context.durability == "full"
-    store = open_directory(there.directory, context.registry, durable=durable, config=context.storage)
+    store = there.open_to_write()
     with own_directory(store, there.display, if_in_use=if_in_use) as owned:
         _copy_metadata(here.store, store, overwrite)
         copy = _RunCopy(here, there, owned, overwrite, verify, progress, context)

@@ -87,6 +87,13 @@ class StepDirectory:
         """The storage, opened at the directory, for reading."""
         return self._store
 
+    def open_to_write(self) -> StorageBackend:
+        """The storage, opened at the directory, for who owns it: as durable, and with what instead of conditions, as the Context says."""
+        context = self._context
+        durable = context.durability == "full"
+        store = open_directory(self.directory, context.registry, durable=durable, config=context.storage)
+        return context.conditions.storage(store, self.directory)
+
     def list_names(self) -> Mapping[int, str]:
         """Every name that stands for a step, committed or not, by step; one listing. Changes nothing.
 

@@ -22,9 +22,7 @@ from ckptcore.garbage import StepDeleter
 from ckptcore.holds import own_directory
 from ckptcore.holds.looking import look_at_owner
 from ckptcore.holds.ownership import IfInUse
-from ckptcore.locations import open_directory
 from ckptcore.policies import PreservationPolicy, parse_preservation
-from ckptcore.protocols import StorageBackend
 from ckptcore.steps import StepDirectory
 
 __all__ = ["command"]
@@ -89,9 +87,7 @@ def command(
             print_line(_summary(plan, "nothing to delete"))
             return ExitCode.OK
         if not take_over and look_at_owner(steps.store) is not None:
-            own_directory(
-                _writable(steps, context), directory
-            ).close()  # says that it is in use before anybody is asked
+            own_directory(steps.open_to_write(), directory).close()  # says that it is in use before anybody is asked
         print_line(_summary(plan, "to delete"))
         if not _is_confirmed():
             print_line("nothing was deleted")
@@ -122,11 +118,6 @@ def _policy(text: str) -> PreservationPolicy:
         raise click.BadParameter(str(error), param_hint="--policy") from error
 
 
-def _writable(steps: StepDirectory, context: Context) -> StorageBackend:
-    durable = context.durability == "full"
-    return open_directory(steps.directory, context.registry, durable=durable, config=context.storage)
-
-
 def _collect(
     steps: StepDirectory,
     policy: PreservationPolicy,
@@ -140,7 +131,7 @@ def _collect(
         DirectoryInUseError: if another job owns it.
         StorageError, SaveLostError: some may be deleted.
     """
-    store = _writable(steps, context)
+    store = steps.open_to_write()
     with own_directory(store, steps.display, if_in_use=if_in_use) as owned:
         since = steps.changes()
         steps.replace(steps.list_names(), since)

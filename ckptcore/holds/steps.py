@@ -25,7 +25,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from ckptcore.errors import CheckpointNotFoundError, StorageError
+from ckptcore.errors import AtomicityError, CheckpointNotFoundError, StorageError
 from ckptcore.holds.clocks import SYSTEM_CLOCK, Clock
 from ckptcore.holds.holders import check_lease_seconds
 from ckptcore.holds.holding import Hold, HoldsOfSteps
@@ -85,12 +85,12 @@ class StepHolds:
         _check_name(name)
         try:
             pin = self._holds.take("pins", name)
-        except StorageError as error:
+        except (StorageError, AtomicityError) as error:
             failed = StorageError(
                 f"cannot pin the step {name} in {self._display}: {error}. A pin is written beside the steps; where you may "
                 "not write, read without one, and see to it that the step is not deleted meanwhile"
             )
-            failed.errno = error.errno
+            failed.errno = getattr(error, "errno", None)
             raise failed from error
         try:
             self._await_deletion(name, wait_seconds)

@@ -8,7 +8,6 @@ from ckptcore.context import Context
 from ckptcore.garbage import StepDeleter, policy_infos
 from ckptcore.holds import Hold, own_directory
 from ckptcore.holds.ownership import IfInUse
-from ckptcore.locations import open_directory
 from ckptcore.policies import PreservationPolicy, PreserveAll, StepInfo
 from ckptcore.protocols import StorageBackend
 from ckptcore.steps import StepDirectory
@@ -45,9 +44,7 @@ class FarTier:
         steps.expect_directory()
         self.steps = steps
         self.policy = policy
-        self.store: StorageBackend = open_directory(
-            steps.directory, context.registry, durable=context.durability == "full", config=context.storage
-        )
+        self.store: StorageBackend = steps.open_to_write()
         self.owned: Hold = own_directory(self.store, steps.display, if_in_use=if_in_use)
         self.deleter = StepDeleter(steps, self.store, self.owned, context)
 

@@ -21,6 +21,7 @@ from ckptcore.errors import (
     SaveLostError,
     StorageError,
 )
+from ckptcore.policies import LatestN
 from ckptcore.root import ROOT_KEY
 from tests.crashes.answers import SCHEME, Answers, Kept, Mishap, Storages, quietly
 
@@ -343,6 +344,32 @@ def test_a_lost_save_that_goes_on_with_markers_is_told(kept: Kept) -> None:
     assert number
     with pytest.raises(SaveLostError):
         _save(storages, 2, Answers(before=stand_still, kept=kept), without_conditions="marker")
+
+
+@pytest.mark.parametrize("kept", ["ignored", "unknown"])
+def test_a_run_goes_on_with_markers(kept: Kept) -> None:
+    storages = Storages()
+    for newest in (2, 4):
+        context = storages.context(Answers(kept=kept), without_conditions="marker")
+        policy = LatestN(2)
+        with ckptcore.Checkpointer(f"{SCHEME}://bucket/run", preservation_policy=policy, context=context) as run:
+            for step in (newest - 1, newest):
+                run.save(step, _state(step))
+            run.wait()
+            assert run.latest == newest
+            assert run.load()["version"] == newest
+    assert {key.split("/")[1] for key in storages.open().list("run")} - {".ckptcore"} == {"3", "4"}
+
+
+def test_a_run_without_conditions_is_refused_and_can_be_read() -> None:
+    storages = Storages()
+    with ckptcore.Checkpointer(f"{SCHEME}://bucket/run", context=storages.context()) as run:
+        run.save(1, _state(1))
+    context = storages.context(Answers(kept="unknown"))
+    with pytest.raises(AtomicityError):
+        ckptcore.Checkpointer(f"{SCHEME}://bucket/run", context=context)
+    with ckptcore.CheckpointReader(f"{SCHEME}://bucket/run", context=context) as reader:
+        assert reader.load()["version"] == 1
 
 
 def test_a_context_says_what_is_possible() -> None:
