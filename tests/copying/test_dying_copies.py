@@ -160,7 +160,7 @@ def test_another_save_is_not_gone_on_with(scheme: str, tmp_path: Path) -> None:
     for version, source in enumerate(sources, _NEW):
         ckptcore.save(source, make_state(version), context=_FAST)
     count = len(_Trial(scheme, tmp_path, sources[0], False).copy())
-    for number in range(0, count, 3):
+    for number in range(0, count - 1, 3):  # after the commit it only looks for uploads
         trial = _Trial(scheme, tmp_path, sources[0], False)
         with pytest.raises(SimulatedCrash):
             trial.copy(CrashAt(number, "before"))
