@@ -9,6 +9,7 @@ from collections.abc import Callable
 import pytest
 from ckptcore_gcs.plugin import GcsPlugin
 from ckptcore_gcs.testing import Answer, Request, StrictGcs
+from ckptcore_gcs.testing.strict.conditions import Conditions
 
 from ckptcore.errors import (
     BucketNotFoundError,
@@ -141,6 +142,33 @@ def test_one_of_a_batch_is_refused(gcs: StrictGcs) -> None:
         storage.delete(["a", "b", "c"])
     gcs.intercept = None
     assert list(storage.list()) == []
+
+
+def test_answers_of_a_batch_come_in_any_order(gcs: StrictGcs) -> None:
+    """Each names its request; the one that has to be sent again is."""
+    storage = _open(gcs, retries=3, first_wait=0.001)
+    for name in ("a", "b", "c"):
+        storage.put(name, b"1")
+    left: list[int] = []
+
+    def turn_round(request: Request, serve: Callable[[Request], Answer]) -> Answer:
+        if not request.path.startswith("/batch"):
+            return serve(request)
+        left.append(request.body.count(b"DELETE /storage"))
+        if len(left) > 1:
+            return serve(request)
+        gcs.service.buckets.delete("bucket", "run/a", Conditions())
+        gcs.service.buckets.delete("bucket", "run/b", Conditions())
+        busy = b"HTTP/1.1 503 Busy\r\n\r\n"
+        parts = [b"<response-2>\r\n\r\n" + busy, b"<response-0>\r\n\r\nHTTP/1.1 204 No Content\r\n\r\n"]
+        parts.append(b"<response-1>\r\n\r\nHTTP/1.1 404 Not Found\r\n\r\n")
+        body = b"".join(b"--m\r\nContent-Type: application/http\r\nContent-ID: " + part + b"\r\n" for part in parts)
+        return Answer(200, {"Content-Type": "multipart/mixed; boundary=m"}, body + b"--m--\r\n")
+
+    gcs.intercept = turn_round
+    storage.delete(["a", "b", "c"])
+    assert list(storage.list()) == []
+    assert gcs.requests[-2] == "DELETE /storage/v1/b/bucket/o/run%2Fc", "only the one that failed is sent again"
 
 
 def test_options_that_are_wrong(gcs: StrictGcs) -> None:

@@ -99,5 +99,6 @@ class TestNewObjectsOnFakeGcsServer(_OnFakeGcsServer, CreatesObjectsTests):
     """Objects that replace nothing, on a server that others wrote."""
 
 
+@pytest.mark.slow
 class TestUploadsOnFakeGcsServer(_OnFakeGcsServer, HoldsUploadsTests):
     """Objects that nobody has finished, on a server that others wrote."""

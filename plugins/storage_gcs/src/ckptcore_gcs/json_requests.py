@@ -5,6 +5,7 @@ from __future__ import annotations
 import email.parser
 import email.policy
 import json
+import re
 import uuid
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
@@ -26,6 +27,8 @@ MOST_IN_A_BATCH: Final = 100
 
 MOST_COMPONENTS: Final = 32
 """https://cloud.google.com/storage/docs/composite-objects"""
+
+_RESPONSE: Final = re.compile(r"response-(\d{1,3})>")
 
 
 class JsonRequests:
@@ -129,14 +132,12 @@ class JsonRequests:
         body = ("".join(parts) + f"--{boundary}--\r\n").encode()
         headers = {"content-type": f"multipart/mixed; boundary={boundary}"}
         answer = self._bucket.plain.send_to("POST", self._batches, headers=headers, body=body)
-        statuses = _batch_answers(answer.headers.get("content-type", ""), answer.body)
-        if len(statuses) != len(keys):
-            raise RequestFailed(
-                Failure(
-                    FailureKind.SERVER, None, "", f"{len(statuses)} answers came to a batch of {len(keys)} requests"
-                )
-            )
-        found = [None if status < 300 else failure_of_answer(status, told) for status, told in statuses]
+        answers = _batch_answers(answer.headers.get("content-type", ""), answer.body)
+        if sorted(answers) != list(range(len(keys))):
+            told = f"{len(answers)} answers came to a batch of {len(keys)} requests"
+            raise RequestFailed(Failure(FailureKind.SERVER, None, "", told))
+        statuses = [answers[number] for number in range(len(keys))]
+        found = [None if status < 300 else failure_of_answer(status, words) for status, words in statuses]
         return [None if failure is None or failure.kind is FailureKind.MISSING else failure for failure in found]
 
 
@@ -167,17 +168,19 @@ def _parsed(body: bytes) -> dict[str, Any]:
     return value
 
 
-def _batch_answers(content_type: str, body: bytes) -> list[tuple[int, bytes]]:
-    """The status and body of each answer in a batch's, in the order of the requests."""
+def _batch_answers(content_type: str, body: bytes) -> dict[int, tuple[int, bytes]]:
+    """The status and body of each answer in a batch's, by the number of the request that its ``Content-ID`` names."""
     message = email.parser.BytesParser(policy=email.policy.HTTP).parsebytes(
         b"Content-Type: " + content_type.encode() + b"\r\n\r\n" + body
     )
-    answers: list[tuple[int, bytes]] = []
-    for part in message.iter_parts() if message.is_multipart() else ():
+    answers: dict[int, tuple[int, bytes]] = {}
+    for position, part in enumerate(message.iter_parts() if message.is_multipart() else ()):
+        named = _RESPONSE.search(str(part.get("Content-ID", "")))
         text = part.get_payload(decode=True)
         line, _, rest = (text if isinstance(text, bytes) else b"").lstrip().partition(b"\n")
         status = line.split(b" ")[1:2]
         # Before the body stand headers and an empty line; of the headers there may be none.
         told = (b"\n" + rest.replace(b"\r\n", b"\n")).partition(b"\n\n")[2]
-        answers.append((int(status[0]) if status and status[0].isdigit() else 500, told))
+        number = position if named is None else int(named[1])
+        answers[number] = (int(status[0]) if status and status[0].isdigit() else 500, told)
     return answers

@@ -84,14 +84,18 @@ def settings_of(bucket: str, config: Mapping[str, JSON], environment: Mapping[st
         raise InvalidLocationError(
             f"the endpoint {endpoint!r} is no URL of a service; expected one such as https://storage.googleapis.com"
         )
+    anonymous = given.get("anonymous", False) or (emulator and not kinds)
+    project = given.get("user_project") or ""
+    if not project and not anonymous:  # what nobody in particular asks for counts against no project
+        project = environment.get("GOOGLE_CLOUD_QUOTA_PROJECT") or ""
     return Settings(
         bucket=bucket,
         endpoint=endpoint,
         emulator=emulator,
         credentials_file=given.get("credentials_file") or None,
         access_token=given.get("access_token") or None,
-        anonymous=given.get("anonymous", False) or (emulator and not kinds),
-        user_project=given.get("user_project") or environment.get("GOOGLE_CLOUD_QUOTA_PROJECT") or "",
+        anonymous=anonymous,
+        user_project=project,
         uploads=given.get("uploads", "parts"),
         tuning=tuning_of(given),
     )
