@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import s3fs  # type: ignore[import-untyped]  # it has no types
 import torch
-import torch.distributed.checkpoint as dcp
 from ckptcore_s3.testing import S3Server, s3_server
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
 
 import ckptcore
@@ -56,13 +56,13 @@ def _expect_tensors(found: dict[str, object]) -> None:
 def test_torch_reads_ours(directory: str) -> None:
     ckptcore.save(f"{directory}/ours", _tensors(), layout="dcp")
     found = _empty()
-    dcp.load(found, storage_reader=FsspecReader(f"{directory}/ours"))
+    state_dict_loader.load(found, storage_reader=FsspecReader(f"{directory}/ours"))
     _expect_tensors(found)
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning:torch")
 def test_we_read_that_of_torch(directory: str) -> None:
-    dcp.save(_tensors(), storage_writer=FsspecWriter(f"{directory}/theirs"))
+    state_dict_saver.save(_tensors(), storage_writer=FsspecWriter(f"{directory}/theirs"))
     _expect_tensors(ckptcore.load(f"{directory}/theirs", _empty()))
     assert ckptcore.metadata(f"{directory}/theirs").layout == "dcp"
 
@@ -107,17 +107,16 @@ def _item_directory(directory: str) -> str:
 
 
 @pytest.mark.xfail(strict=True, raises=ValueError, reason=CANNOT)
-@pytest.mark.parametrize("layout", ["ocdbt", "zarr3", "zarr"])
-def test_orbax_reads_ours(directory: str, layout: str) -> None:
-    from orbax.checkpoint import v1
+def test_orbax_reads_ours(directory: str) -> None:
+    from orbax.checkpoint import v1  # type: ignore[import-untyped]  # it has no types
 
-    ckptcore.save(f"{directory}/ours", {"w": WEIGHTS}, layout=layout)
+    ckptcore.save(f"{directory}/ours", {"w": WEIGHTS}, layout="ocdbt")
     assert np.array_equal(np.asarray(v1.load(f"{directory}/ours")["w"]), WEIGHTS)
 
 
 @pytest.mark.xfail(strict=True, raises=ValueError, reason=CANNOT)
 def test_we_read_that_of_orbax(directory: str) -> None:
-    import orbax.checkpoint as ocp
+    import orbax.checkpoint as ocp  # type: ignore[import-untyped]  # it has no types
 
     with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
         checkpointer.save(f"{directory}/theirs", {"w": WEIGHTS})

@@ -15,6 +15,7 @@ class TestMemory(StorageBackendTests):
     """An object store whose objects are spooled."""
 
     conditional = False
+    examples = 5
 
     def open(self, directory: str) -> StorageBackend:
         return open_url(f"fsspec+memory://{directory}", StorageOptions())
@@ -24,6 +25,7 @@ class TestFile(StorageBackendTests):
     """Files and directories: objects are renamed into place."""
 
     conditional = False
+    examples = 5
 
     @pytest.fixture(autouse=True)
     def _directory(self, tmp_path: Path) -> None:
