@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -29,8 +30,9 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
 
 
 @pytest.fixture
-def directory(server: S3Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+def directory(server: S3Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[str]:
     """A directory on S3 that every program finds by the environment."""
+    monkeypatch.chdir(tmp_path)  # Orbax makes files below a directory that it calls s3:
     for name, value in server.environment.items():
         monkeypatch.setenv(name, value)
     s3fs.S3FileSystem.clear_instance_cache()  # it keeps what an earlier environment said
