@@ -38,12 +38,22 @@ class History:
         self._expect(None in self.possible, f"the first save of {version} replaced a checkpoint")
         self.saved(version)
 
-    def not_saved(self, version: int, error: CheckpointError, *, replacing: bool) -> None:
-        """A save failed: nothing of it is there, and without an atomic exchange what it was to replace may be gone."""
+    def not_saved(self, version: int, error: CheckpointError, *, replacing: bool, misread: bool = False) -> None:
+        """A save failed: nothing of it is there, and without an atomic exchange what it was to replace may be gone.
+
+        Args:
+            version: the state it was to save.
+            error: why.
+            replacing: whether it was to replace what is there.
+            misread: whether answers had their content cut. A root that cannot be read is not replaced unless that is asked for.
+        """
         self.told.append(f"did not save {version}: {type(error).__name__}: {error}")
         self._expect_clear(error)
         if isinstance(error, CheckpointExistsError):
-            self._expect(not replacing and self.possible != {None}, "there was nothing that could be replaced")
+            refused = not replacing and (misread or self.possible != {None})
+            self._expect(refused, "there was nothing that could be replaced")
+            if self.possible == {None}:
+                return
             self.possible.discard(None)
             return
         if isinstance(error, CommitUnknownError):

@@ -16,7 +16,15 @@ from ckptcore.errors import (
 )
 from ckptcore.locations import open_directory
 from ckptcore.policies import LatestN
-from ckptcore.testing import FaultProxy, InterruptBefore, ProxiedRequest, RequestFault, SeededFaults, StoreDialect
+from ckptcore.testing import (
+    CutContent,
+    FaultProxy,
+    InterruptBefore,
+    ProxiedRequest,
+    RequestFault,
+    SeededFaults,
+    StoreDialect,
+)
 from tests.crashes.states import SMALL, make_state, version_at, version_of
 from tests.object_stores.histories import History
 from tests.object_stores.stores import LAYOUTS, ObjectStore, may_come_late
@@ -129,7 +137,8 @@ def _save(run: Run, location: str) -> None:
     try:
         ckptcore.save(location, state, layout=layout, context=run.context)
     except CheckpointError as error:
-        history.not_saved(version, error, replacing=False)
+        misread = any(CutContent in map(type, logged.faults) for logged in run.proxy.log)
+        history.not_saved(version, error, replacing=False, misread=misread)
     else:
         history.saved_first(version)
 
