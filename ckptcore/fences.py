@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Final
 
 import xxhash
@@ -51,6 +51,12 @@ class FencedStore(Subdirectory):
         self._save_id = save_id
         self._now = now
         self._looked = now()
+        self._written: dict[str, None] = {}
+
+    @property
+    def written(self) -> Collection[str]:
+        """The keys that this process began to write here and did not delete, also where that failed."""
+        return list(self._written)
 
     def expect_claim(self) -> None:
         """Do nothing while the claim stands.
@@ -83,6 +89,7 @@ class FencedStore(Subdirectory):
         if condition is not None:
             return super().put(key, data, condition=condition)
         self.look_now_and_then()
+        self._written[key] = None
         condition = IF_ABSENT
         for _ in range(_ATTEMPTS):
             try:
@@ -117,6 +124,7 @@ class FencedStore(Subdirectory):
     def open_writer(self, key: str, size: int | None = None) -> ObjectWriter:
         """See `StorageBackend`, but that it replaces nothing; raises `SaveLostError` too."""
         self.look_now_and_then()
+        self._written[key] = None
         if size is not None and size < SIZES.inline:
             return _WholeWriter(self, key, size)
         return _FencedWriter(self, key, super().open_new(key, size))
@@ -129,6 +137,8 @@ class FencedStore(Subdirectory):
         """See `StorageBackend`; raises `SaveLostError` too."""
         self.expect_claim()
         super().delete(keys)
+        for key in keys:
+            self._written.pop(key, None)
 
 
 class _WholeWriter:

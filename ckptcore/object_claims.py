@@ -154,8 +154,10 @@ class ObjectClaim:
         """The bytes of the claim, and its tag."""
         return self._claim, self._tag
 
-    def clear(self) -> None:
-        """Remove what dead saves left: uploads that nobody finished, and objects.
+    def clear(self) -> bool:
+        """Remove what dead saves left, and what this one wrote: uploads that nobody finished, and objects.
+
+        Returns whether nothing was there, by a list that is none of before: it shows the claim.
 
         Raises:
             StorageError, SaveLostError
@@ -163,10 +165,12 @@ class ObjectClaim:
         aborted = self.store.abort_uploads()
         if aborted:
             logger.info("gave up %d unfinished uploads of dead saves at %s", aborted, self._location.display)
-        keys = [key for key in self.store.list() if key != ROOT_KEY]
+        listed = set(self.store.list())
+        keys = sorted((listed | set(self.store.written)) - {ROOT_KEY})
         if keys:
             logger.info("removing %d objects of dead saves or deletions at %s", len(keys), self._location.display)
             self.store.delete(keys)
+        return not keys and ROOT_KEY in listed
 
     def commit(self, root: bytes | None, parts: Mapping[str, bytes]) -> None:
         """See `ckptcore.commit.Claim`."""
@@ -258,7 +262,10 @@ class ObjectClaim:
             StorageError
         """
         self.store.expect_claim()
-        self.clear()
+        for _ in range(_ATTEMPTS):
+            # A list may be an old one. What it does not show would be a checkpoint that nobody committed, once the root is gone.
+            if self.clear():
+                break
         self.store.delete([ROOT_KEY])
 
 

@@ -253,6 +253,7 @@ def _judge(run: Run) -> None:
         history.saved(version)
         history.found(version_at(location, context=run.direct))
         expect_nothing_else(run.store, location)
+        assert run.store.list_uploads(location) == [], f"unfinished uploads are left at {location}"
 
 
 def expect_nothing_else(store: ObjectStore, location: str) -> None:

@@ -41,11 +41,12 @@ def _nothing(store: ObjectStore, place: str) -> None:
 
 
 def _dead_claim(store: ObjectStore, place: str) -> None:
-    """What a save left that died early: a claim, and objects."""
+    """What a save left that died early: a claim, objects, and an upload in pieces that nobody ends."""
     opened = open_directory(place, store.direct.registry, durable=True, config=store.direct.storage)
     opened.put(ROOT_KEY, encode_claim(Claimed("0123456789abcdef", "2026-01-01T00:00:00.000+00:00")))
     for name in _FIXED_NAMES:
         opened.put(name, b"of a dead save")
+    store.begin_upload(f"{place}/model.safetensors")
 
 
 def _old(store: ObjectStore, place: str) -> None:
@@ -119,6 +120,7 @@ def _try(store: ObjectStore, scenario: Scenario, layout: str, warm: Client, numb
         assert found in scenario.allowed, f"found {found}"
         assert status != 0 or found == _NEW, "a program that ended is not done"
         _save_next(store, scenario, layout, place)
+        assert store.list_uploads(place) == [], "an upload of the dead is left"
     except BaseException as error:
         error.add_note(f"killed {moment} request {number} of:")
         for logged in log:

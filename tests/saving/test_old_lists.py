@@ -1,0 +1,56 @@
+"""A save that gives up, and a deletion, where a list shows what was there before: nothing stays that looks like a checkpoint."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+import ckptcore
+from ckptcore import persisting
+from ckptcore.builtin.memory import MemoryStorage
+from ckptcore.errors import CheckpointNotFoundError, CorruptCheckpointError
+
+
+@pytest.fixture
+def location() -> str:
+    return f"memory://{uuid.uuid4().hex}/step_1"
+
+
+def _let_the_next_list_be_empty(patch: pytest.MonkeyPatch) -> None:
+    real = MemoryStorage.list
+    old: list[list[str]] = [[]]
+
+    def list_keys(storage: MemoryStorage, prefix: str = "") -> Iterator[str]:
+        return iter(old.pop()) if old else real(storage, prefix)
+
+    patch.setattr(MemoryStorage, "list", list_keys)
+
+
+def _expect_nothing(location: str) -> None:
+    with pytest.raises(CheckpointNotFoundError, match="there is nothing at"):
+        ckptcore.load(location)
+    ckptcore.save(location, {"w": np.ones(3)})
+    assert ckptcore.verify(location).ok
+
+
+@pytest.mark.parametrize("layout", ["safetensors", "ocdbt", "dcp"])
+def test_a_save_that_gives_up_leaves_nothing(layout: str, location: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*arguments: object) -> None:
+        _let_the_next_list_be_empty(monkeypatch)
+        raise CorruptCheckpointError("the test lets the save fail when all is written")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(persisting, "timeline_to_json", fail)
+        with pytest.raises(CorruptCheckpointError, match="the test lets"):
+            ckptcore.save(location, {"w": np.zeros(3)}, layout=layout)
+    _expect_nothing(location)
+
+
+def test_a_deletion_leaves_nothing(location: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    ckptcore.save(location, {"w": np.zeros(3)}, layout="ocdbt")
+    _let_the_next_list_be_empty(monkeypatch)
+    ckptcore.delete(location)
+    _expect_nothing(location)
