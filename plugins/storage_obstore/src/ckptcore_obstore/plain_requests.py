@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import threading
-import urllib.request
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
@@ -114,6 +113,8 @@ class PlainRequests:
             return self._pools[1]
 
     def _open(self) -> urllib3.PoolManager:
+        import urllib.request
+
         import urllib3
 
         tuning = self._service.tuning
