@@ -14,10 +14,9 @@ import os
 import statistics
 import sys
 import time
-import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -65,14 +64,11 @@ def rows(scratch: Path, gigabytes: float) -> Iterator[tuple[str, bool]]:
             yield from _lines(transfer.__name__.removeprefix("_"), outcomes, clock, gigabytes)
 
 
-def _quick_server(directory: Path) -> AbstractContextManager[S3Server]:
-    @contextmanager
-    def serving() -> Iterator[S3Server]:
-        script = str(Path(__file__).with_name("quick_s3.py"))
-        with serve(lambda port: ServerCommand([sys.executable, script, str(port)], {}), directory) as server:
-            yield S3Server(server)
-
-    return serving()
+@contextmanager
+def _quick_server(directory: Path) -> Iterator[S3Server]:
+    script = str(Path(__file__).with_name("quick_s3.py"))
+    with serve(lambda port: ServerCommand([sys.executable, script, str(port)], {}), directory) as server:
+        yield S3Server(server)
 
 
 def _state(gigabytes: float) -> State:
@@ -87,7 +83,7 @@ class _Clock:
     def __init__(self) -> None:
         self.seconds: dict[str, list[float]] = {}
 
-    def timed(self, name: str, run: Callable[[], object]) -> Contender:
+    def timed(self, name: str, run: Callable[[], object], prepare: Callable[[], object] = lambda: None) -> Contender:
         """A contender whose seconds are noted."""
 
         def noted() -> object:
@@ -96,7 +92,7 @@ class _Clock:
             self.seconds.setdefault(name, []).append(time.process_time() - start)
             return kept
 
-        return Contender(name, noted)
+        return Contender(name, noted, prepare)
 
 
 def _context(server: S3Server) -> ckptcore.Context:
@@ -107,25 +103,31 @@ def _uploads(server: S3Server, bucket: str, state: State, clock: _Clock) -> Sequ
     context, store, fs = _context(server), _store(server, bucket), _s3fs()
     data = safetensors.numpy.save(state)
 
-    def ours(layout: str) -> None:
-        ckptcore.save(f"s3://{bucket}/{layout}/{uuid.uuid4().hex}", state, layout=layout, context=context)
+    def ours(layout: str) -> Contender:
+        """A save to a location that is empty: objects are in the memory of the server, and the state of one round is enough there."""
+        location = f"s3://{bucket}/up/{layout}"
+
+        def clear() -> None:
+            for page in obstore.list(store, f"up/{layout}"):
+                obstore.delete(store, [found["path"] for found in page])
+
+        save = partial(ckptcore.save, location, state, layout=layout, context=context)
+        return clock.timed(f"ckptcore {layout}", save, clear)
 
     def by_hand() -> None:
         obstore.put(store, "by-hand", data, use_multipart=True, chunk_size=_PART_BYTES, max_concurrency=_AT_ONCE)
 
     return (
         clock.timed("s3fs + safetensors", lambda: fs.pipe_file(f"{bucket}/s3fs", safetensors.numpy.save(state))),
-        clock.timed("ckptcore safetensors", partial(ours, "safetensors")),
+        ours("safetensors"),
         clock.timed("obstore by hand", by_hand),
-        clock.timed("ckptcore ocdbt", partial(ours, "ocdbt")),
-        clock.timed("ckptcore dcp", partial(ours, "dcp")),
+        ours("ocdbt"),
+        ours("dcp"),
     )
 
 
 def _downloads(server: S3Server, bucket: str, state: State, clock: _Clock) -> Sequence[Contender]:
     context, store, fs = _context(server), _store(server, bucket), _s3fs()
-    for layout in ("safetensors", "ocdbt", "dcp"):
-        ckptcore.save(f"s3://{bucket}/down/{layout}", state, layout=layout, context=context)
     size = obstore.head(store, "by-hand")["size"]
     memory = np.zeros(size, np.uint8)
 
@@ -140,7 +142,7 @@ def _downloads(server: S3Server, bucket: str, state: State, clock: _Clock) -> Se
             list(pool.map(read, range(0, size, _PART_BYTES)))
 
     def ours(layout: str) -> object:
-        return ckptcore.load(f"s3://{bucket}/down/{layout}", context=context)
+        return ckptcore.load(f"s3://{bucket}/up/{layout}", context=context)
 
     return (
         clock.timed("s3fs + safetensors", lambda: safetensors.numpy.load(fs.cat_file(f"{bucket}/s3fs"))),

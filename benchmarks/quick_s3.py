@@ -6,6 +6,7 @@ in the pieces that they came in, and has a thread for each connection. No signat
 
 from __future__ import annotations
 
+import re
 import socket
 import sys
 import threading
@@ -23,6 +24,7 @@ _READ_BYTES: Final = 1 << 20
 _MODIFIED: Final = format_datetime(datetime.now(UTC), usegmt=True)
 
 
+_KEY: Final = re.compile("<Key>(.*?)</Key>")
 _NOTHING: Final = memoryview(b"")
 
 
@@ -97,6 +99,10 @@ def _answer(state: _Objects, method: str, target: str, headers: dict[str, str], 
         if method == "DELETE" and "uploadId" in query:
             state.uploads.pop(query["uploadId"], None)
             return _Answer("204 No Content")
+        if method == "POST" and "delete" in query:
+            for name in _KEY.findall(bytes(body).decode()):
+                state.objects.pop(f"{key.rstrip('/')}/{name}", None)
+            return _xml("<DeleteResult></DeleteResult>")
         if method == "POST" and "uploadId" in query:
             pieces = state.uploads.pop(query["uploadId"])
             return _put(state, key, memoryview(b"".join([piece for _, piece in sorted(pieces.items())])), headers)

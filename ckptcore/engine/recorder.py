@@ -104,10 +104,15 @@ class ObjectRecorder:
             return
         for small, several in itertools.groupby(objects, self._is_small):
             if small:
-                self._write_all(several, _SMALL_AT_ONCE, _SMALL_AT_ONCE)
+                self._write_small(several)
             else:
                 for key, segments in several:
                     self.write(key, segments)
+
+    def _write_small(self, objects: Iterator[tuple[str, Sequence[Segment]]]) -> None:
+        some = list(itertools.islice(objects, 2))
+        at_once = _SMALL_AT_ONCE if len(some) > 1 else 1  # no threads are begun for one
+        self._write_all(itertools.chain(some, objects), at_once, at_once)
 
     def _is_small(self, one: tuple[str, Sequence[Segment]]) -> bool:
         return sum([segment.nbytes for segment in one[1]]) < self._sizes.inline
