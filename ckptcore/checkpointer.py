@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
+import secrets
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -11,7 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from threading import Lock
 from types import TracebackType
-from typing import Any, Final, Literal, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias, TypeVar
 
 from ckptcore.agreement import Agreement
 from ckptcore.background import SaveHandle
@@ -28,12 +30,21 @@ from ckptcore.errors import (
     UploadError,
 )
 from ckptcore.exports import StepExport
-from ckptcore.garbage import BegunDeletion, StepDeleter
+from ckptcore.garbage import BegunDeletion, StepDeleter, policy_infos
 from ckptcore.holds import Hold, own_directory
-from ckptcore.locations import LocationLike, Within, absolute_location
+from ckptcore.hosts import Hosts, OnHosts, find_hosts
+from ckptcore.locations import Backed, LocationLike, Place, Within, absolute_location
 from ckptcore.model.tree import JSON
 from ckptcore.occupants import Overwrite
-from ckptcore.policies import EveryStep, PreservationPolicy, PreserveAll, SavePolicy
+from ckptcore.policies import (
+    CustomPreservation,
+    EveryStep,
+    PreservationPolicy,
+    PreserveAll,
+    SavePolicy,
+    StepInfo,
+    what_to_delete,
+)
 from ckptcore.preemption import PreemptionNotice
 from ckptcore.protocols import Layout, Rejoinable
 from ckptcore.reader import CheckpointReader
@@ -43,11 +54,16 @@ from ckptcore.saving import begin_save, perform_save
 from ckptcore.step_names import StepNames, step_number, whole_number
 from ckptcore.steps import StepDirectory
 from ckptcore.tiers.far import FarTier
+from ckptcore.tiers.host_steps import HostSteps, agreed_steps, is_whole_here
 from ckptcore.tiers.near import NearTier
-from ckptcore.tiers.sending import CopiesSteps
+from ckptcore.tiers.sending import CopiesSteps, Send
 from ckptcore.tiers.status import UploadStatus
 from ckptcore.tiers.uploader import Uploader
+from ckptcore.verification import has_its_sizes
 from ckptcore.visibility import expect_one_directory
+
+if TYPE_CHECKING:
+    from ckptcore.tiers.host_sending import HostSender, SendsFromHosts
 
 __all__ = ["Checkpointer", "IfInUse", "WhenBusy"]
 
@@ -146,6 +162,11 @@ class Checkpointer(CheckpointReader):
         self._deleter: StepDeleter | None = None
         self._far: FarTier | None = None
         self._uploader: Uploader | None = None
+        self._hosts: Hosts | None = None
+        self._host_steps: HostSteps | None = None
+        self._run = ""
+        self._sends: SendsFromHosts | None = None
+        self._sender: HostSender | None = None
         self._cleaner: ThreadPoolExecutor | None = None
         self._cleaning: list[Future[None]] = []
         self._saves: list[_Saving] = []
@@ -157,44 +178,97 @@ class Checkpointer(CheckpointReader):
         self._begin_reading(tiers, step_names, context)
         try:
             agreement = self._agreement("own")
+            if near is not None and near.seen_by == "host":
+                self._hosts = find_hosts(agreement.part("hosts"), self._steps.open_to_write())
+                self._host_steps = HostSteps(self._steps, self._context)
             with agreement.stage("own"):
+                if self._job.rank == 0 or (self._hosts is not None and self._job.rank in self._hosts.firsts):
+                    self._own(if_in_use)
                 if self._job.rank == 0:
-                    self._own(if_in_use, metadata)
+                    self._own_far(if_in_use, metadata)
             for number, tier in enumerate(self._copies.tiers):
-                expect_one_directory(agreement.part(f"tier-{number}"), tier.store, tier.directory)
+                if self._hosts is None or tier is not self._steps:
+                    expect_one_directory(agreement.part(f"tier-{number}"), tier.store, tier.directory)
             self.reload()  # only now: another job may have written until this one owned the directory
             self._is_listed = True
             self._look_back(self._copies.latest)
             self._decider.heed(preemption_notice)
-            if self._uploader is not None:
-                self._uploader.resume()
+            self._begin_uploads(agreement)
             if self._deleter is not None:
                 self._clean(self._deleter.clean)
         except BaseException:
             self._release()
             raise
 
-    def _own(self, if_in_use: IfInUse, metadata: Mapping[str, JSON] | None) -> None:
+    def _own(self, if_in_use: IfInUse) -> None:
+        """Own the directory that steps are saved to: on the leader, and where hosts have their own, on the first process of each."""
         self._steps.expect_directory()
-        context = self._context
         store = self._steps.open_to_write()
         self._owned = own_directory(store, self._steps.display, if_in_use=if_in_use)
-        self._deleter = StepDeleter(self._steps, store, self._owned, context)
+        looks_whole = has_its_sizes if self._hosts is None else is_whole_here
+        self._deleter = StepDeleter(self._steps, store, self._owned, self._context, looks_whole=looks_whole)
+
+    def _own_far(self, if_in_use: IfInUse, metadata: Mapping[str, JSON] | None) -> None:
+        """On the leader: own the directory of the run, where that is another one, and write its metadata."""
         if self._near is not None:
-            self._far = FarTier(self._copies.tiers[-1], self._far_policy, context, if_in_use=if_in_use)
-            store = self._far.store
+            self._far = FarTier(self._copies.tiers[-1], self._far_policy, self._context, if_in_use=if_in_use)
+        if metadata is not None:
+            write_directory_metadata(self._copies.tiers[-1].open_to_write(), metadata)
+
+    def _begin_uploads(self, agreement: Agreement) -> None:
+        if self._near is None:
+            return
+        far, context = self._copies.tiers[-1], self._context
+        send: Send = CopiesSteps(self._steps, far, context)
+        if self._hosts is not None:
+            from ckptcore.tiers.host_sending import HostSender, SendsFromHosts  # only who has hosts needs it
+
+            self._run = agreement.lead("run", lambda: secrets.token_hex(8))
+            if self._far is not None:
+                send = self._sends = SendsFromHosts(self._steps, far, self._far.store, self._hosts, context)
+            elif self._deleter is not None:
+                self._sender = HostSender(self._job.rank, self._run, self._steps, far, far.open_to_write(), context)
+        if self._far is not None:
             self._uploader = Uploader(
                 self._near,
                 self._steps,
                 self._far,
-                CopiesSteps(self._steps, self._far.steps, context),
+                send,
                 broken_far=self._loader.broken_in[-1],
                 kept=self._last_steps,
                 uploaded=self._collect_later,
                 observers=context.observers,
             )
-        if metadata is not None:
-            write_directory_metadata(store, metadata)
+            self._uploader.resume()
+
+    def reload(self) -> None:
+        """List the directories again. Of steps that each host has by itself those count that are on all of them, of one save."""
+        hosts = self._host_steps
+        if hosts is None:
+            super().reload()
+            return
+        near, far = self._copies.tiers
+        before = near.changes(), far.changes()
+        agreement = self._agreement("list")
+        with agreement.stage("near") as stage:
+            stage.payload = dict(hosts.local())
+        told = stage.payloads
+
+        def find() -> JSON:
+            there = {str(step): name for step, name in self._list_names(far).items()}
+            agreed = {step: name for step, name in agreed_steps(told).items() if not near.is_hidden(int(step))}
+            return [agreed, there]
+
+        found: Any = agreement.lead("list", find)
+        for tier, names, since in zip((near, far), found, before, strict=True):
+            tier.replace({int(step): name for step, name in names.items()}, since)
+
+    def _place(self, step: int, tier: int) -> Place:
+        """See `CheckpointReader`. What one host lacks of a step is read from the far tier."""
+        near, far = self._copies.tiers[0], self._copies.tiers[-1]
+        if self._hosts is None or tier != 0:
+            return super()._place(step, tier)
+        return Backed(near.place(step), far.place(step))
 
     def _look_back(self, choose: Callable[[], int | None]) -> None:
         """Take from a step, such as the newest, when it was saved, and in which epoch; the leader looks."""
@@ -396,8 +470,9 @@ class Checkpointer(CheckpointReader):
             name=f"{self.directory}/{name}",  # hosts may find one directory by different paths
             values=values,
             layout=self._layout,
-            # What is known to be damaged is worth nothing, so that replacing it need not be atomic.
-            overwrite="non-atomic" if is_damaged else overwrite,
+            # What is known to be damaged is worth nothing, and neither is what only some hosts have: replacing it need not be atomic.
+            overwrite="non-atomic" if is_damaged or self._counts_for_nobody(step) else overwrite,
+            on_hosts=None if self._hosts is None else OnHosts(self._hosts, partial(self._tell_hosts, step), self._hear),
             custom=metadata,
             metrics=metrics or {},
             step=step,
@@ -408,6 +483,28 @@ class Checkpointer(CheckpointReader):
             committed=partial(self._saved, step, name, epoch, self._decider.preempted),
             exports=[export.of_step(name) for export in self._exports if export.wants(step)],
         )
+
+    def _counts_for_nobody(self, step: int) -> bool:
+        return self._hosts is not None and step not in self._steps.candidates()
+
+    def _tell_hosts(self, step: int) -> JSON:
+        """On the leader: the steps that every host is to keep once this one is committed."""
+        now = time.time()
+        infos = [*policy_infos(self._steps, self._loader.broken), StepInfo(step, now)]
+        doomed = set(what_to_delete(self._preservation_policy, infos, now)).difference(self._kept())
+        return sorted({step, *self._steps.candidates()} - doomed)
+
+    def _hear(self, told: JSON) -> None:
+        """Where another process leads: let this host keep what the leader's keeps."""
+        if self._deleter is not None and self._far is None:
+            self._clean(partial(self._keep_only, frozenset(told if isinstance(told, list) else ())))
+
+    def _keep_only(self, steps: frozenset[Any]) -> None:
+        assert (
+            self._deleter is not None and self._host_steps is not None
+        )  # only who owns the directory of a host comes here
+        self._deleter.collect(CustomPreservation(lambda infos, now: steps), keep=self._kept, broken=frozenset())
+        self._host_steps.sweep()
 
     def _warn_of_newer(self, step: int, last: int | None) -> None:
         if not self._warned and (last is None or last < step):
@@ -461,7 +558,9 @@ class Checkpointer(CheckpointReader):
         self._collect_later()
 
     def _collect_later(self) -> None:
-        if self._deleter is not None and not isinstance(self._preservation_policy, PreserveAll):
+        if self._deleter is None or (self._hosts is not None and self._far is None):
+            return  # who leads collects, and lets the other hosts know
+        if not isinstance(self._preservation_policy, PreserveAll) or self._hosts is not None:
             self._clean(self._collect)
 
     # --- deleting -----------------------------------------------------------------------------------------------------
@@ -478,26 +577,43 @@ class Checkpointer(CheckpointReader):
         step = step_number(step)
         agreement = self._agreement("delete")
         told = agreement.part("deleted")  # a rank that has come through the stage counts as the leader does
-        with agreement.stage("delete"):
-            if self._deleter is not None:
-                self._clean(partial(told.lead, "deleted", self._begin_deletion(step)))
-        if self._deleter is None:
+        on_hosts = agreement.part("hosts")
+        begun: list[BegunDeletion] = []
+        try:
+            with agreement.stage("delete"):
+                if self._job.rank == 0:
+                    begun = self._begin_deletion(step)
+            if self._hosts is not None:
+                # Only now: until the leader comes here it may wait for an upload of the step, for which every host's files are needed.
+                with on_hosts.stage("delete"):
+                    if self._job.rank != 0:
+                        begun = self._begin_deletion(step)
+        except BaseException:
+            for deletion in begun:
+                deletion.cancel()
+            raise
+        if self._job.rank == 0:
+            self._clean(partial(told.lead, "deleted", partial(self._delete_files, step, begun)))
+        else:
             names = [tier.name(step) if step in tier.candidates() else None for tier in self._copies.tiers]
             for tier in self._copies.tiers:
-                tier.forget([step])
-            self._clean(partial(self._hear_of_deletion, step, names, told))
+                if (
+                    not begun or tier is not self._steps
+                ):  # a deletion of this process's own forgets it when it has ended
+                    tier.forget([step])
+            self._clean(partial(self._hear_of_deletion, step, names, begun, told))
         if step == self._decider.past.step:
             self._look_back(self._copies.latest)
 
     def _deleters(self) -> Sequence[StepDeleter]:
-        """On the leader: what deletes in each tier. Elsewhere none."""
+        """What deletes in each tier that this process owns, the nearest first."""
         return [one for one in (self._deleter, None if self._far is None else self._far.deleter) if one is not None]
 
-    def _begin_deletion(self, step: int) -> Callable[[], None]:
-        """On the leader: let a step be gone for this process from every tier; what removes its files."""
-        deleters = [*self._deleters()]
-        there = [deleter for deleter, tier in zip(deleters, self._copies.tiers, strict=True) if tier.is_committed(step)]
-        if not there:
+    def _begin_deletion(self, step: int) -> list[BegunDeletion]:
+        """Let a step be gone for this process from every tier that it owns."""
+        owned = zip(self._deleters(), self._copies.tiers, strict=False)  # of the far tier only the leader deletes
+        there = [deleter for deleter, tier in owned if tier.is_committed(step)]
+        if not there and self._job.rank == 0:
             raise CheckpointNotFoundError(self._copies.tiers[-1].missing(step))
         begun: list[BegunDeletion] = []
         try:
@@ -507,12 +623,14 @@ class Checkpointer(CheckpointReader):
             for deletion in begun:
                 deletion.cancel()
             raise
-        return partial(self._delete_files, step, begun)
+        return begun
 
     def _begin_deletion_from(self, deleter: StepDeleter, step: int) -> BegunDeletion:
-        broken = dict(zip(self._deleters(), self._loader.broken_in, strict=True))
+        broken = dict(zip(self._deleters(), self._loader.broken_in, strict=False))
 
         def is_another_elsewhere() -> bool:
+            if self._job.rank != 0:
+                return True  # the leader has looked, or fails for all
             return any(other is not deleter and other.has_another(step, broken[other]) for other in broken)
 
         return deleter.begin(step, broken=broken[deleter], under_way=self._under_way, elsewhere=is_another_elsewhere)
@@ -526,12 +644,16 @@ class Checkpointer(CheckpointReader):
         for deletion in begun:
             deletion.perform()
 
-    def _hear_of_deletion(self, step: int, names: Sequence[str | None], told: Agreement) -> None:
+    def _hear_of_deletion(
+        self, step: int, names: Sequence[str | None], begun: Sequence[BegunDeletion], told: Agreement
+    ) -> None:
         """Where another process leads: wait until it has deleted a step, which is there again if it could not.
 
         Processes of which some went on and some had an error would not meet again.
         """
         try:
+            for deletion in begun:
+                deletion.perform()
             told.lead("deleted", _nothing)
         except BaseException:
             for tier, name in zip(self._copies.tiers, names, strict=True):
@@ -543,6 +665,8 @@ class Checkpointer(CheckpointReader):
     def _collect(self) -> None:
         assert self._deleter is not None  # only who deletes comes here
         self._deleter.collect(self._preservation_policy, keep=self._kept, broken=frozenset(self._loader.broken))
+        if self._host_steps is not None:
+            self._host_steps.sweep()
 
     def _kept(self) -> set[int]:
         kept = self._last_steps() | self._under_way()
@@ -660,6 +784,8 @@ class Checkpointer(CheckpointReader):
             finally:
                 if self._uploader is not None:
                     self._uploader.close()
+                if self._sender is not None and self._near is not None:
+                    self._sender.close(self._near.close_seconds)
         finally:
             self._release()
 
@@ -682,6 +808,10 @@ class Checkpointer(CheckpointReader):
         try:
             if self._uploader is not None:
                 self._uploader.stop()
+            if self._sends is not None:
+                self._sends.close(self._run)
+            if self._sender is not None:
+                self._sender.stop()
             if cleaner is not None:
                 cleaner.shutdown(wait=True)
         finally:

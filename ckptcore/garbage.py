@@ -14,7 +14,7 @@ from ckptcore.context import Context
 from ckptcore.errors import CheckpointError, CheckpointNotFoundError, OnlyStepError, StepPinnedError
 from ckptcore.events import Recording
 from ckptcore.holds import Hold, StepHolds
-from ckptcore.locations import Location, resolve_location, subdirectory
+from ckptcore.locations import Location, Place, resolve_location, subdirectory
 from ckptcore.occupants import is_committed
 from ckptcore.policies import PreservationPolicy, StepInfo, what_to_delete
 from ckptcore.protocols import AtomicDirectories, StorageBackend
@@ -87,7 +87,15 @@ class StepDeleter:
     afterwards. What a killed process left of that is removed by `clean`.
     """
 
-    def __init__(self, steps: StepDirectory, store: StorageBackend, owned: Hold, context: Context) -> None:
+    def __init__(
+        self,
+        steps: StepDirectory,
+        store: StorageBackend,
+        owned: Hold,
+        context: Context,
+        *,
+        looks_whole: Callable[[Place, Context], bool] = has_its_sizes,
+    ) -> None:
         """Delete in a directory.
 
         Args:
@@ -95,8 +103,10 @@ class StepDeleter:
             store: the storage, opened at the directory, as durable as deletions are to be.
             owned: the ownership of the directory; checked before each deletion.
             context: options.
+            looks_whole: whether a step at a place seems to be undamaged.
         """
         self._steps = steps
+        self._looks_whole = looks_whole
         self._store = store
         self._owned = owned
         self._context = context
@@ -266,7 +276,7 @@ class StepDeleter:
             if summary is None:
                 return False  # other software wrote it: what it has cannot be known
             if summary.save_id not in self._whole:
-                if not has_its_sizes(self._steps.place(step), self._context):
+                if not self._looks_whole(self._steps.place(step), self._context):
                     logger.warning(
                         "step %d in %s is damaged: a file of it is missing or cut off", step, self._steps.display
                     )

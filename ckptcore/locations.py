@@ -7,9 +7,10 @@ import re
 import urllib.parse
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, TypeAlias
 
+from ckptcore.backed_directories import BackedDirectory
 from ckptcore.engine.new_objects import abort_uploads, open_new
 from ckptcore.engine.requests import requests_of
 from ckptcore.engine.sources import open_reader
@@ -28,6 +29,7 @@ from ckptcore.protocols import (
 
 __all__ = [
     "AtomicSubdirectories",
+    "Backed",
     "Location",
     "LocationAddress",
     "LocationLike",
@@ -60,12 +62,28 @@ class Within:
     directory: str
 
     def __str__(self) -> str:
-        around = self.location if isinstance(self.location, Within) else os.fspath(self.location)
+        around = self.location if isinstance(self.location, Within | Backed) else os.fspath(self.location)
         return f"{str(around).rstrip('/')}/{self.directory}"
 
 
-Place: TypeAlias = LocationLike | Within
-"""What can be resolved: what a user names, or a directory within it."""
+@dataclass(frozen=True, slots=True)
+class Backed:
+    """A checkpoint of which objects that are not where it is are read from a copy of it.
+
+    Attributes:
+        near: where it is.
+        far: where the copy is; it counts if its root is the same, byte for byte.
+    """
+
+    near: Within
+    far: Within
+
+    def __str__(self) -> str:
+        return str(self.near)
+
+
+Place: TypeAlias = LocationLike | Within | Backed
+"""What can be resolved: what a user names, a directory within it, or a checkpoint that has a copy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,6 +169,11 @@ def resolve_location(
         InvalidLocationError: if it is neither, or names no place for a checkpoint.
         UnknownPluginError: if nothing opens such a URL.
     """
+    if isinstance(location, Backed):
+        near, far = (
+            resolve_location(one, plugins, durable=durable, config=config) for one in (location.near, location.far)
+        )
+        return replace(near, parent=BackedDirectory(near.parent, near.name, far.parent, far.name))
     if isinstance(location, Within):
         return _within(location, plugins, durable, config)
     scheme, address = _address(location)
@@ -169,6 +192,9 @@ def resolve_location(
 
 
 def _within(place: Within, plugins: Plugins, durable: bool, config: Mapping[str, Mapping[str, JSON]]) -> Location:
+    if isinstance(place.location, Backed):
+        around = resolve_location(place.location, plugins, durable=durable, config=config)
+        return Location(str(place), around.store, place.directory, f"{around.identity}/{place.directory}")
     scheme, address = _address(place.location)
     options = StorageOptions(durable=durable, config=config.get(scheme, {}))
     store = plugins.storage(scheme)(address, options)
@@ -223,6 +249,8 @@ def _address(location: Place) -> tuple[str, str]:
     Raises:
         InvalidLocationError: if it is neither a path nor a URL.
     """
+    if isinstance(location, Backed):
+        return _address(location.near)
     if isinstance(location, Within):
         scheme, address = _address(location.location)
         return scheme, f"{address.rstrip('/')}/{location.directory}"

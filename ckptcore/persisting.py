@@ -19,6 +19,7 @@ from ckptcore.directory_claims import is_hidden_name
 from ckptcore.engine.recorder import ObjectRecorder
 from ckptcore.errors import CheckpointError, CommitUnknownError, PluginError
 from ckptcore.events import Recording
+from ckptcore.hosts import OnHosts
 from ckptcore.locations import Location, subdirectory
 from ckptcore.marking import mark_composite, mark_tree
 from ckptcore.model.metadata import TreeMetadata
@@ -40,12 +41,16 @@ __all__ = [
     "NOTHING_COMMITTED",
     "Described",
     "Recorder",
+    "commit_whole",
+    "decode_written",
+    "encode_written",
     "fail_before_claim",
     "fail_everywhere",
     "finish_part",
     "merge_objects",
     "persist",
     "put_root",
+    "write_parts",
 ]
 
 NOTHING_COMMITTED: Final = "nothing was committed"
@@ -66,6 +71,7 @@ class Described:
         members: what the root lists, by name; None where the checkpoint is one tree.
         before_commit: called on the leader right before the commit; an error of it stops the save.
         agreement: with the other processes of the job.
+        on_hosts: that it goes to a directory of each host; None: to one that all processes see.
     """
 
     location: Location
@@ -79,6 +85,7 @@ class Described:
     members: Mapping[str, Member] | None
     before_commit: Callable[[], None] | None
     agreement: Agreement
+    on_hosts: OnHosts | None = None
 
     @property
     def about(self) -> About:
@@ -150,14 +157,14 @@ def persist(
         try:
             with agreement.stage("write", meaning=NOTHING_COMMITTED) as stage:
                 with recording.phase("write") as phase:
-                    written = _write(described, captured, store, context, handle, at_workers)
+                    written = write_parts(described, captured, store, context, handle, at_workers)
                     phase.nbytes = sum(
                         record.size for part in written for receipt in part for record in receipt.objects
                     )
                 common = [receipts for part, receipts in zip(described.parts, written, strict=True) if not part.own]
                 if agreement.size > 1:
                     told = [receipt for (receipt,) in common]  # a job has no workers
-                    stage.payload = _encoded(described, told)
+                    stage.payload = encode_written(described, told)
         except Exception as error:
             if agreement.rank == 0 or not stage.done or stage.failed:
                 raise
@@ -168,8 +175,8 @@ def persist(
             with agreement.stage("commit") as end:
                 if claim is not None:
                     parts = [part for part in described.parts if not part.own]
-                    receipts = common if agreement.size == 1 else _decoded(described, stage.payloads)
-                    _commit(described, claim, parts, receipts, context, recording)
+                    receipts = common if agreement.size == 1 else decode_written(described, stage.payloads)
+                    commit_whole(described, claim, parts, receipts, context, recording)
         except Exception as error:
             if not end.done or 0 in end.failed:
                 raise
@@ -218,7 +225,7 @@ def _look_whether_committed(described: Described, error: Exception) -> None:
         ) from error
 
 
-def _write(
+def write_parts(
     described: Described,
     captured: Sequence[Captured],
     store: StorageBackend,
@@ -333,7 +340,7 @@ def merge_objects(
     return objects
 
 
-def _commit(
+def commit_whole(
     described: Described,
     claim: Claim,
     parts: Sequence[Part],
@@ -386,13 +393,14 @@ def _common_trees(described: Described) -> list[TreeMetadata]:
     return [part.plan.tree for part in described.parts if not part.own]
 
 
-def _encoded(described: Described, receipts: Sequence[Receipt]) -> bytes:
+def encode_written(described: Described, receipts: Sequence[Receipt]) -> bytes:
+    """What this process tells the leader of what it wrote: its receipts, by part."""
     from ckptcore.receipts import encode_receipts  # only a job needs it
 
     return encode_receipts(_common_trees(described), receipts)
 
 
-def _decoded(described: Described, payloads: Sequence[object]) -> list[list[Receipt]]:
+def decode_written(described: Described, payloads: Sequence[object]) -> list[list[Receipt]]:
     """By part and rank, what the processes of this job wrote."""
     from ckptcore.receipts import decode_receipts  # only a job needs it
 

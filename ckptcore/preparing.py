@@ -157,6 +157,7 @@ def prepare_save(request: SaveRequest, context: Context, recording: Recording, a
         members=members,
         before_commit=request.before_commit,
         agreement=agreement,
+        on_hosts=request.on_hosts,
     )
     exports = [
         export.prepare(described, export_id, agreement.part(f"export-{number}"))

@@ -21,7 +21,7 @@ from ckptcore.describing import (
 from ckptcore.directories import read_directory_metadata
 from ckptcore.events import Recording
 from ckptcore.loading import load_into_target, load_value
-from ckptcore.locations import LocationLike, Within
+from ckptcore.locations import LocationLike, Place
 from ckptcore.model.tree import JSON
 from ckptcore.policies import StepInfo
 from ckptcore.restoring import Loading, SkippedStep, StepLoader
@@ -76,7 +76,11 @@ class CheckpointReader:
         self._job = self._context.job()
         # Asked for each time: a subclass may agree and list in its own way.
         self._loader = StepLoader(
-            self._copies, self._context, agree=lambda what: self._agreement(what), reload=lambda: self.reload()
+            self._copies,
+            self._context,
+            agree=lambda what: self._agreement(what),
+            reload=lambda: self.reload(),
+            place=lambda step, tier: self._place(step, tier),
         )
 
     def __repr__(self) -> str:
@@ -180,7 +184,7 @@ class CheckpointReader:
         run = functools.partial(self._load_value, abstract)
         return self._load(step, Loading(run))
 
-    def _load_value(self, abstract: object, place: Within, recording: Recording) -> Any:
+    def _load_value(self, abstract: object, place: Place, recording: Recording) -> Any:
         return load_value(place, abstract, self._context, recording)
 
     def load_into(self, target: Any, *, step: int | None = None) -> Any:
@@ -192,7 +196,7 @@ class CheckpointReader:
                 be loaded into it.
         """
 
-        def into(place: Within, recording: Recording) -> Any:
+        def into(place: Place, recording: Recording) -> Any:
             load_into_target(place, target, self._context, recording)
             return target
 
@@ -213,7 +217,7 @@ class CheckpointReader:
         # A run must not resume without a part of its state: who names the step takes what is left of it.
         asked = Everything.SAVED if wanted is None and step is None else wanted
 
-        def run(place: Within, recording: Recording) -> dict[str, Any]:
+        def run(place: Place, recording: Recording) -> dict[str, Any]:
             return load_composite(place, asked, self._context, recording)
 
         changes = "what is restored in place" if isinstance(wanted, Mapping) else None
@@ -291,6 +295,10 @@ class CheckpointReader:
         if step is None:
             self.reload()  # another job may have saved since
         return self._loader.load(step, loading)
+
+    def _place(self, step: int, tier: int) -> Place:
+        """Where a step is read in a tier."""
+        return self._copies.tiers[tier].place(step)
 
     def _agreement(self, what: str) -> Agreement:
         return Agreement(self._job, self._context.exchange_key(f"{self.directory}/{what}", job=self._job))

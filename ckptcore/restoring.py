@@ -22,7 +22,7 @@ from ckptcore.errors import (
 from ckptcore.events import Recording
 from ckptcore.holds import Hold, StepHolds
 from ckptcore.loading import recorded_load
-from ckptcore.locations import Within, open_directory
+from ckptcore.locations import Place, open_directory
 from ckptcore.model.tree import JSON
 from ckptcore.step_names import step_number
 from ckptcore.tiered_steps import TieredSteps
@@ -59,7 +59,7 @@ class Loading(Generic[T]):
         changes: what it fills or restores in place, in words; None if nothing.
     """
 
-    run: Callable[[Within, Recording], T]
+    run: Callable[[Place, Recording], T]
     changes: str | None = None
 
 
@@ -129,6 +129,7 @@ class StepLoader:
         *,
         agree: Callable[[str], Agreement],
         reload: Callable[[], None],
+        place: Callable[[int, int], Place],
     ) -> None:
         """Load nothing yet.
 
@@ -137,11 +138,13 @@ class StepLoader:
             context: options.
             agree: begins an exchange between the processes of the job; called on all or none.
             reload: lists the directories again, on all or none.
+            place: where a step is to be read, by the step and the number of the tier.
         """
         self._copies = copies
         self._context = context
         self._agree = agree
         self._reload = reload
+        self._place = place
         self._holds: dict[int, StepHolds] = {}
         self.restored_step: int | None = None
         self.skipped_steps: tuple[SkippedStep, ...] = ()
@@ -304,7 +307,7 @@ class StepLoader:
     def _attempt(self, copy: _Copy, loading: Loading[T], agreement: Agreement) -> T:
         """Load a copy of a step. Where processes read for each other, all begin or none does: `agreement` is for that."""
         steps, step = self._copies.tiers[copy.tier], copy.step
-        place = steps.place(step)
+        place = self._place(step, copy.tier)
         with ExitStack() as held:
 
             def begin() -> JSON:

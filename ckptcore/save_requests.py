@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final, Literal
 
 from ckptcore.exports import Export
+from ckptcore.hosts import OnHosts
 from ckptcore.locations import Place
 from ckptcore.model.tree import JSON
 from ckptcore.occupants import Overwrite
@@ -47,6 +48,7 @@ class SaveRequest:
         before_commit: called on the leader right before the commit; an error of it stops the save.
         committed: called on every rank once the checkpoint is there, on the thread that waited for it. Exports come after it.
         exports: further checkpoints in other layouts, of the same copy.
+        on_hosts: that it goes to a directory of each host; None: to one that all processes see.
         name: what every rank of a job calls the location, whatever its path is on each; None: as it is given.
     """
 
@@ -63,6 +65,7 @@ class SaveRequest:
     before_commit: Callable[[], None] | None = None
     committed: Callable[[], None] | None = None
     exports: Sequence[Export] = ()
+    on_hosts: OnHosts | None = None
     name: str | None = None
 
     @property

@@ -114,7 +114,12 @@ def _write(
 ) -> None:
     """Write and commit the checkpoint, let it be known, then write its exports."""
     try:
-        persist(described, holding.parts, context, recording, handle, holding.at_workers)
+        if described.on_hosts is None:
+            persist(described, holding.parts, context, recording, handle, holding.at_workers)
+        else:
+            from ckptcore.host_persisting import persist_on_hosts  # only who has hosts needs it
+
+            persist_on_hosts(described, holding.parts, context, recording, handle, described.on_hosts)
     except BaseException as error:
         recording.finish(error=error)
         raise

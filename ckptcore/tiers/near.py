@@ -13,10 +13,10 @@ from ckptcore.policies import EveryStep, LatestN, PreservationPolicy, SavePolicy
 
 __all__ = ["NearTier", "SeenBy"]
 
-SeenBy: TypeAlias = Literal["job"]
-"""Which processes see the files that one of them writes there: all of the job."""
+SeenBy: TypeAlias = Literal["job", "host"]
+"""Which processes see the files that one of them writes there: all of the job, or those on the same host."""
 
-_SEEN_BY: Final[tuple[SeenBy, ...]] = ("job",)
+_SEEN_BY: Final[tuple[SeenBy, ...]] = ("job", "host")
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,8 @@ class NearTier:
             up. At least 1.
         close_seconds: how long `Checkpointer.close` waits for uploads, in seconds; None: for ever. With 0 it waits for none,
             and leaves those that wait to the next run, which finds their files.
-        seen_by: which processes see what one writes there: ``"job"``, all of them.
+        seen_by: which processes see what one writes there: ``"job"``, all of them; ``"host"``, those on the same host, each of which has
+            a directory of its own. Then a step is on all hosts, each with what its processes wrote, or it does not count.
 
     Raises:
         TypeError, ValueError: if an argument is none of its values.

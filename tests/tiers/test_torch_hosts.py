@@ -1,0 +1,36 @@
+"""Real processes of torch.distributed, each a host with a near directory of its own: one is replaced, one is killed, the job shrinks."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Final
+
+import pytest
+
+from ckptcore import CheckpointReader
+from tests.jobs.processes import run_job
+
+_PROGRAM: Final = "tests.tiers.torch_hosts"
+
+pytestmark = pytest.mark.slow  # a job takes seconds to start; `test_hosts` has jobs of threads
+
+
+def test_hosts_come_and_go(tmp_path: Path) -> None:
+    assert run_job(_PROGRAM, "save", tmp_path, size=3) == [[1, 2]] * 3
+    assert CheckpointReader(tmp_path / "far").steps == (1, 2)
+    shutil.rmtree(tmp_path / "host-1")
+    assert run_job(_PROGRAM, "load", tmp_path, size=3) == [[2, 2]] * 3
+    assert run_job(_PROGRAM, "load", tmp_path, size=2) == [[12, 12]] * 2
+    reader = CheckpointReader(tmp_path / "far")
+    assert reader.steps == (1, 2, 12, 22)
+    assert (reader.load()["w"] == 22).all()
+
+
+def test_a_job_goes_on_after_a_host_was_killed_in_a_save(tmp_path: Path) -> None:
+    run_job(_PROGRAM, "save", tmp_path, size=2)
+    with pytest.raises(AssertionError, match=r"ended with \[-9, -9\]|ended with \[1, -9\]"):
+        run_job(_PROGRAM, "die", tmp_path, size=2)
+    found = run_job(_PROGRAM, "load", tmp_path, size=2)
+    assert found in ([[2, 2]] * 2, [[3, 3]] * 2)
+    assert CheckpointReader(tmp_path / "far").latest == found[0][0] + 10
