@@ -9,7 +9,7 @@ import functools
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Final, NoReturn, Protocol
+from typing import TYPE_CHECKING, Final, NoReturn, Protocol
 
 from ckptcore.agreement import Agreement
 from ckptcore.background import SaveHandle
@@ -19,7 +19,6 @@ from ckptcore.directory_claims import is_hidden_name
 from ckptcore.engine.recorder import ObjectRecorder
 from ckptcore.errors import CheckpointError, CommitUnknownError, PluginError
 from ckptcore.events import Recording
-from ckptcore.hosts import OnHosts
 from ckptcore.locations import Location, subdirectory
 from ckptcore.marking import mark_composite, mark_tree
 from ckptcore.model.metadata import TreeMetadata
@@ -36,6 +35,9 @@ from ckptcore.stages import WorkerOptions
 from ckptcore.timelines import timeline_to_json
 from ckptcore.visibility import seen_by_all, sees_claim, show_claim
 from ckptcore.worker_writes import HeldByWorkers
+
+if TYPE_CHECKING:
+    from ckptcore.hosts import OnHosts
 
 __all__ = [
     "NOTHING_COMMITTED",

@@ -5,15 +5,17 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 from ckptcore.exports import Export
-from ckptcore.hosts import OnHosts
 from ckptcore.locations import Place
 from ckptcore.model.tree import JSON
 from ckptcore.occupants import Overwrite
 from ckptcore.protocols import Layout
 from ckptcore.step_names import whole_number
+
+if TYPE_CHECKING:
+    from ckptcore.hosts import OnHosts
 
 __all__ = ["OneTree", "SaveRequest", "check_custom", "check_metrics", "check_progress"]
 

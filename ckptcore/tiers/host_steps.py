@@ -79,10 +79,10 @@ def is_whole_here(place: Place, context: Context) -> bool:
         CorruptCheckpointError: if a root cannot be read.
     """
     location = resolve_location(place, context.registry, durable=False, config=context.storage)
-    return all(record.size == size for record, size in objects_here(location).values())
+    return all(record.size == size for record, size in _objects_here(location).values())
 
 
-def objects_here(location: Location) -> Mapping[str, tuple[ObjectRecord, int]]:
+def _objects_here(location: Location) -> Mapping[str, tuple[ObjectRecord, int]]:
     """By key, what the roots of a step say of its objects, and the bytes that each has here; those that are not here are left out.
 
     Raises:
