@@ -100,9 +100,11 @@ def _answer(state: _Objects, method: str, target: str, headers: dict[str, str], 
             state.uploads.pop(query["uploadId"], None)
             return _Answer("204 No Content")
         if method == "POST" and "delete" in query:
-            for name in _KEY.findall(bytes(body).decode()):
+            names = _KEY.findall(bytes(body).decode())
+            for name in names:
                 state.objects.pop(f"{key.rstrip('/')}/{name}", None)
-            return _xml("<DeleteResult></DeleteResult>")
+            deleted = "".join([f"<Deleted><Key>{name}</Key></Deleted>" for name in names])
+            return _xml(f"<DeleteResult>{deleted}</DeleteResult>")
         if method == "POST" and "uploadId" in query:
             pieces = state.uploads.pop(query["uploadId"])
             return _put(state, key, memoryview(b"".join([piece for _, piece in sorted(pieces.items())])), headers)
