@@ -15,10 +15,11 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PLUGINS := $(sort $(patsubst %/pyproject.toml,%,$(wildcard plugins/*/pyproject.toml)))
+CEPH_TESTS := plugins/storage_s3/tests tests/object_stores tests/matrix -k "s3"
 TYPED := ckptcore $(wildcard benchmarks examples) tests conftest.py
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: help setup demo test test-all check bench docs clean
+.PHONY: help setup demo test test-all test-ceph check bench docs clean
 
 help:  ## list the targets
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' Makefile | expand -t 20
@@ -44,6 +45,9 @@ test: $(STAMP)  ## run the tests, without the slow ones
 
 test-all: $(STAMP)  ## run every test
 	$(BIN)/python -m pytest -n $(WORKERS) $(PYTEST_ARGS)
+
+test-ceph: $(STAMP)  ## run the tests of S3 against a Ceph gateway (apt packages: ceph-common ceph-mon ceph-osd radosgw)
+	CKPTCORE_S3_SERVER=ceph $(BIN)/python -m pytest -n 0 $(CEPH_TESTS) $(PYTEST_ARGS)
 
 check: $(STAMP)  ## lint, format, types, import order and documentation
 	$(BIN)/ruff check

@@ -1,0 +1,14 @@
+"""The sample that puts S3 into the matrix of all storages."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from ckptcore.testing import StorageSample
+from ckptcore.testing.shared_buckets import SharedBucket
+from ckptcore_s3.testing.servers import s3_server
+
+__all__ = ["SAMPLE"]
+
+SAMPLE: Final = StorageSample(scheme="s3", open=SharedBucket("s3", s3_server).open, costly=True)
+"""S3 on the server that the tests use; see `s3_server`."""

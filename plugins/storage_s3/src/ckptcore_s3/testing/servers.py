@@ -1,0 +1,127 @@
+"""S3 servers of this machine for tests."""
+
+from __future__ import annotations
+
+import os
+import sys
+import uuid
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, Literal, TypeAlias, get_args
+
+from ckptcore_obstore.plain_requests import PlainRequests
+
+from ckptcore.model import JSON
+from ckptcore.testing import HTTPAnswer, StoreDialect
+from ckptcore.testing.servers import Server, ServerCommand, serve
+from ckptcore_s3.service import S3Service
+from ckptcore_s3.settings import settings_of
+from ckptcore_s3.testing.ceph import serve_ceph
+
+__all__ = ["ACCESS_KEY_ID", "DIALECT", "SECRET_ACCESS_KEY", "S3Server", "ServerKind", "s3_server", "server_kind"]
+
+ServerKind: TypeAlias = Literal["ministack", "moto", "ceph"]
+"""A server that `s3_server` can run."""
+
+_KINDS: Final[tuple[ServerKind, ...]] = get_args(ServerKind)
+_VARIABLE: Final = "CKPTCORE_S3_SERVER"
+
+ACCESS_KEY_ID: Final = "testing"
+SECRET_ACCESS_KEY: Final = "testing-secret"
+"""What the servers take; only Ceph looks at signatures."""
+
+DIALECT: Final = StoreDialect(
+    is_list=lambda request: request.method == "GET" and "list-type" in request.query,
+    throttled=HTTPAnswer.make(
+        503,
+        "Slow Down",
+        "application/xml",
+        b'<?xml version="1.0" encoding="UTF-8"?>\n'
+        b"<Error><Code>SlowDown</Code><Message>Please reduce your request rate.</Message></Error>",
+    ),
+)
+"""How S3 lists, and says that it has too much to do: https://docs.aws.amazon.com/AmazonS3/latest/API/ErrorResponses.html"""
+
+
+@dataclass(frozen=True, slots=True)
+class S3Server:
+    """An S3 server of this machine.
+
+    Attributes:
+        server: the process.
+    """
+
+    server: Server
+
+    @property
+    def options(self) -> Mapping[str, JSON]:
+        """What ``Context(storage={"s3": ...})`` takes to use it."""
+        return {
+            "endpoint": self.server.url,
+            "region": "us-east-1",
+            "access_key_id": ACCESS_KEY_ID,
+            "secret_access_key": SECRET_ACCESS_KEY,
+        }
+
+    @property
+    def environment(self) -> Mapping[str, str]:
+        """Variables by which programs use it."""
+        return {
+            "AWS_ENDPOINT_URL": self.server.url,
+            "AWS_REGION": "us-east-1",
+            "AWS_DEFAULT_REGION": "us-east-1",
+            "AWS_ACCESS_KEY_ID": ACCESS_KEY_ID,
+            "AWS_SECRET_ACCESS_KEY": SECRET_ACCESS_KEY,
+        }
+
+    def create_bucket(self, name: str = "") -> str:
+        """Create a bucket; its name, a new one where none is given."""
+        name = name or f"bucket-{uuid.uuid4().hex[:12]}"
+        PlainRequests(S3Service(settings_of(name, self.options, {}))).send("PUT")
+        return name
+
+
+@contextmanager
+def s3_server(directory: Path, kind: ServerKind | None = None) -> Iterator[S3Server]:
+    """Run a server while the context is entered.
+
+    Args:
+        directory: an existing one, for its log and for the objects, which survive it, but not on moto.
+        kind: MiniStack, which writes objects to files; moto, which keeps them in memory; Ceph, whose gateway checks signatures
+            and takes half a minute to start. None: what the variable ``CKPTCORE_S3_SERVER`` names, MiniStack where there is none.
+
+    Raises:
+        RuntimeError: if it does not start.
+    """
+    kind = kind or server_kind()
+    serving: AbstractContextManager[Server]
+    if kind == "ceph":
+        serving = serve_ceph(directory, ACCESS_KEY_ID, SECRET_ACCESS_KEY)
+    else:
+        serving = serve(lambda port: _command(kind, directory, port), directory)
+    with serving as server:
+        yield S3Server(server)
+
+
+def server_kind() -> ServerKind:
+    """The server that tests use where they do not say which.
+
+    Raises:
+        ValueError: if the variable names none.
+    """
+    named = os.environ.get(_VARIABLE, _KINDS[0])
+    for kind in _KINDS:
+        if kind == named:
+            return kind
+    raise ValueError(f"{_VARIABLE}={named!r}: expected one of {', '.join(_KINDS)}")
+
+
+def _command(kind: ServerKind, directory: Path, port: int) -> ServerCommand:
+    if kind == "moto":
+        return ServerCommand([sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)], {})
+    data = directory / "s3"
+    data.mkdir(exist_ok=True)
+    settings = {"BIND_HOST": "127.0.0.1", "GATEWAY_PORT": str(port), "S3_PERSIST": "1", "S3_DATA_DIR": str(data)}
+    return ServerCommand([sys.executable, "-m", "ministack"], settings)
