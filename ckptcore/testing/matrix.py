@@ -6,6 +6,7 @@ import importlib.metadata
 import itertools
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any, Final
@@ -114,9 +115,12 @@ class SaveLoadMatrixTests:
             if "ckpt_leaf_handler" in plugin.hooks:
                 frameworks = [sample for sample in samples if isinstance(sample, FrameworkSample)]
                 assert frameworks, f"the plugin {plugin.name} handles leaves and offers no FrameworkSample"
-            offered = {sample.scheme for sample in samples if isinstance(sample, StorageSample)}
+            offered = {scheme for sample in samples if isinstance(sample, StorageSample) for scheme in sample.schemes}
             missing = set(plugin.storages) - offered
             assert not missing, f"the plugin {plugin.name} offers {sorted(missing)} and no StorageSample of them"
+            assert offered or "ckpt_storage_for" not in plugin.hooks, (
+                f"the plugin {plugin.name} offers no StorageSample"
+            )
 
     # --- arrays
 
@@ -129,7 +133,7 @@ class SaveLoadMatrixTests:
         tmp_path: Path,
     ) -> None:
         arrays = _arrays(_common_dtypes(saver, loader, layout))
-        with storage.open(tmp_path) as location, _checkpoint(location, _made(saver, arrays), layout):
+        with storage.open(tmp_path) as location, _checkpoint(location, _made(saver, arrays), layout, storage):
             abstract = {
                 dtype: [loader.abstract(ArraySpec(array.shape, dtype)) for array in shapes]
                 for dtype, shapes in arrays.items()
@@ -149,7 +153,7 @@ class SaveLoadMatrixTests:
         tmp_path: Path,
     ) -> None:
         arrays = _arrays(_common_dtypes(saver, loader, layout))
-        with storage.open(tmp_path) as location, _checkpoint(location, _made(saver, arrays), layout):
+        with storage.open(tmp_path) as location, _checkpoint(location, _made(saver, arrays), layout, storage):
             target = {
                 dtype: [loader.make(bit_patterns(ArraySpec(array.shape, dtype), 77)) for array in shapes]
                 for dtype, shapes in arrays.items()
@@ -170,7 +174,7 @@ class SaveLoadMatrixTests:
         self, saver: FrameworkSample, layout: LayoutSample, storage: StorageSample, tmp_path: Path
     ) -> None:
         arrays = _arrays(_common_dtypes(saver, saver, layout))
-        with storage.open(tmp_path) as location, _checkpoint(location, _made(saver, arrays), layout):
+        with storage.open(tmp_path) as location, _checkpoint(location, _made(saver, arrays), layout, storage):
             for loaded in (ckptcore.load(location), ckptcore.load(location, ckptcore.metadata(location).abstract)):
                 for dtype, shapes in arrays.items():
                     for leaf, expected in zip(loaded[dtype], shapes, strict=True):
@@ -181,7 +185,7 @@ class SaveLoadMatrixTests:
     ) -> None:
         arrays = _arrays(_common_dtypes(saver, saver, layout))
         custom = {"note": "matrix", "numbers": [1, 2.5, None]}
-        with storage.open(tmp_path) as location, _checkpoint(location, _made(saver, arrays), layout, custom):
+        with storage.open(tmp_path) as location, _checkpoint(location, _made(saver, arrays), layout, storage, custom):
             found = ckptcore.metadata(location)
             assert found.layout == layout.name
             assert found.custom == custom
@@ -195,7 +199,8 @@ class SaveLoadMatrixTests:
     ) -> None:
         arrays = _arrays(_common_dtypes(saver, saver, layout))
         with storage.open(tmp_path) as location:
-            handle = ckptcore.save_async(location, _made(saver, arrays), layout=layout.name, context=_FAST)
+            context = _context(storage)
+            handle = ckptcore.save_async(location, _made(saver, arrays), layout=layout.name, context=context)
             try:
                 handle.result(timeout=120)
                 loaded = ckptcore.load_async(location).result(timeout=120)
@@ -203,14 +208,14 @@ class SaveLoadMatrixTests:
                     for leaf, expected in zip(loaded[dtype], shapes, strict=True):
                         assert_same_bits(np.asarray(leaf), expected, f"{dtype} {expected.shape}")
             finally:
-                ckptcore.delete(location)
+                ckptcore.delete(location, context=context)
 
     def test_shared_arrays_stay_shared(
         self, saver: FrameworkSample, layout: LayoutSample, storage: StorageSample, tmp_path: Path
     ) -> None:
         elements = bit_patterns(ArraySpec((4, 3), "float32"))
         leaf = saver.make(elements)
-        with storage.open(tmp_path) as location, _checkpoint(location, {"one": leaf, "two": [leaf]}, layout):
+        with storage.open(tmp_path) as location, _checkpoint(location, {"one": leaf, "two": [leaf]}, layout, storage):
             abstract = saver.abstract(ArraySpec((4, 3), "float32"))
             loaded = ckptcore.load(location, {"one": abstract, "two": [abstract]})
             assert_same_bits(saver.elements(loaded["one"]), elements, "one")
@@ -297,7 +302,7 @@ class SaveLoadMatrixTests:
         elements = bit_patterns(spec)
         containers = [container for framework in self.frameworks().values() for container in framework.containers]
         state = {one.name: one.make([saver.make(elements), saver.make(elements)]) for one in containers}
-        with storage.open(tmp_path) as location, _checkpoint(location, state, layout):
+        with storage.open(tmp_path) as location, _checkpoint(location, state, layout, storage):
             abstract = {one.name: one.make([loader.abstract(spec), loader.abstract(spec)]) for one in containers}
             loaded = ckptcore.load(location, abstract)
             for one in containers:
@@ -326,16 +331,25 @@ def _made(saver: FrameworkSample, arrays: Mapping[str, list[HostArray]]) -> dict
     return {dtype: [saver.make(array) for array in shapes] for dtype, shapes in arrays.items()}
 
 
+def _context(storage: StorageSample) -> ckptcore.Context:
+    return replace(_FAST, without_conditions=storage.without_conditions)
+
+
 @contextmanager
 def _checkpoint(
-    location: str, state: object, layout: LayoutSample, custom: Mapping[str, Any] | None = None
+    location: str,
+    state: object,
+    layout: LayoutSample,
+    storage: StorageSample,
+    custom: Mapping[str, Any] | None = None,
 ) -> Iterator[None]:
     """A checkpoint that is deleted at the end: a storage may outlive the test."""
-    ckptcore.save(location, state, layout=layout.name, metadata=custom, context=_FAST)
+    context = _context(storage)
+    ckptcore.save(location, state, layout=layout.name, metadata=custom, context=context)
     try:
         yield
     finally:
-        ckptcore.delete(location)
+        ckptcore.delete(location, context=context)
 
 
 def _leaves(tree: Any) -> Iterator[Any]:

@@ -164,7 +164,10 @@ class PluginTests:
 
     def test_storages_have_schemes_and_samples(self) -> None:
         storages: Mapping[str, Any] = self._answer("ckpt_storages") or {}
-        sampled = {sample.scheme for sample in self._samples() if isinstance(sample, StorageSample)}
+        samples = [sample for sample in self._samples() if isinstance(sample, StorageSample)]
+        sampled = {scheme for sample in samples for scheme in sample.schemes}
+        if "ckpt_storage_for" in {caller.name for caller in self._callers()}:
+            assert sampled, "offer a StorageSample of a scheme that the plugin opens so that the matrix tests it"
         for scheme, opener in storages.items():
             assert re.fullmatch(r"[a-z][a-z0-9+.-]*", scheme), f"{scheme!r} is no URL scheme in lower case"
             assert callable(opener)

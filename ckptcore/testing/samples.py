@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, TypeAlias
 
+from ckptcore.conditions import WithoutConditions
 from ckptcore.errors import PluginError
 from ckptcore.model import ArraySpec, HostArray
 
@@ -86,11 +87,21 @@ class StorageSample:
         open: given an empty directory for what it needs, gives for a while a location at which nothing stands. It may
             start a server and stop it again.
         costly: whether a request costs so much that of its combinations only those of the first framework are quick tests.
+        aliases: other schemes that name the same, and are not tried beside it.
+        without_conditions: what is saved there is saved with this in its `Context`; ``"marker"`` where puts cannot be
+            conditional.
     """
 
     scheme: str
     open: Callable[[Path], AbstractContextManager[str]]
     costly: bool = False
+    aliases: Collection[str] = ()
+    without_conditions: WithoutConditions = "refuse"
+
+    @property
+    def schemes(self) -> frozenset[str]:
+        """Its scheme and the aliases."""
+        return frozenset({self.scheme, *self.aliases})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

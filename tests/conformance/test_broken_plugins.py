@@ -91,6 +91,7 @@ class Untested:
         (Shouting, "test_storages_have_schemes_and_samples", AssertionError),
         (Overconfident, "test_it_opens_no_scheme_that_nobody_knows", AssertionError),
         (Untested, "test_storages_have_schemes_and_samples", AssertionError),
+        (Overconfident, "test_storages_have_schemes_and_samples", AssertionError),
     ],
 )
 def test_a_broken_plugin_is_noticed(plugin: type, test: str, error: type[Exception]) -> None:

@@ -10,5 +10,5 @@ from ckptcore_gcs.testing.servers import gcs_server
 
 __all__ = ["SAMPLE"]
 
-SAMPLE: Final = StorageSample(scheme="gs", open=SharedBucket("gs", gcs_server).open, costly=True)
+SAMPLE: Final = StorageSample(scheme="gs", open=SharedBucket("gs", gcs_server).open, costly=True, aliases=("gcs",))
 """GCS on the strict server."""
