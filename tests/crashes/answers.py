@@ -54,6 +54,7 @@ class Answers:
         *,
         kept: Kept = "kept",
         before: Callable[[int, str, Sequence[str]], None] | None = None,
+        opening: Callable[[str], None] | None = None,
     ) -> None:
         """Let changes meet mishaps by their number.
 
@@ -61,10 +62,12 @@ class Answers:
             mishaps: what happens to which.
             kept: what becomes of conditions.
             before: called before each change with its number, its method and its keys.
+            opening: called with the key before an object is begun that is written in pieces: no change yet.
         """
         self._mishaps = mishaps or {}
         self.kept: Final = kept
         self._before = before
+        self.opening: Final = opening or (lambda key: None)
         self.changes: list[tuple[str, tuple[str, ...]]] = []
         self.replays: list[Callable[[], object]] = []
         self._waiting: list[tuple[str, Callable[[], object]]] = []
@@ -133,10 +136,12 @@ class _Answering(MemoryStorage):
 
     def open_writer(self, key: str, size: int | None = None) -> ObjectWriter:
         """See `StorageBackend`."""
+        self._answers.opening(key)
         return _Writer(key, super().open_writer(key, size), self._answers)
 
     def open_new(self, key: str, size: int | None = None) -> ObjectWriter:
         """See `CreatesObjects`."""
+        self._answers.opening(key)
         inner = super().open_new(key, size) if self._answers.kept == "kept" else super().open_writer(key, size)
         return _Writer(key, inner, self._answers)
 

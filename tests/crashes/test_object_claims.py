@@ -254,6 +254,22 @@ def test_a_takeover_gives_up_what_the_dead_save_uploads() -> None:
     _nothing_but_the_checkpoint(storages)
 
 
+def test_an_upload_that_begins_after_another_save_committed_replaces_nothing() -> None:
+    """Nobody gives it up, and the claim was looked at lately: only that its object must be new keeps it out."""
+    storages = Storages()
+    stood: list[dict[str, bytes]] = []
+
+    def stand_still(key: str) -> None:
+        if not stood:
+            _save(storages, 3)
+            stood.append(_objects(storages))
+
+    with pytest.raises(SaveLostError):
+        _save(storages, 2, Answers(opening=stand_still))
+    assert _objects(storages) == stood[0]
+    assert _version(storages) == 3
+
+
 @pytest.mark.parametrize("left", [b"", b"of a dead save", "the same"])
 def test_what_no_list_shows_is_replaced_under_the_claim(left: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = Storages()
