@@ -143,15 +143,25 @@ class StepDeleter:
             self._holds.sweep()
         if isinstance(self._store, AtomicDirectories):
             return
-        # Claims: saves that never committed, and deletions that were begun.
-        for step in self._steps.candidates():
-            name = self._steps.name(step)
+        # Claims: saves that never committed, and deletions that were begun. A run of many steps has few of them.
+        candidates = self._steps.candidates()
+        for step, is_claimed in zip(candidates, self._steps.ask_each(candidates, self._is_claimed), strict=True):
+            if not is_claimed:
+                continue
             with self._claims:
-                if step in self._written or is_committed(subdirectory(self._store, name)) is not False:
-                    continue
-                logger.info("removing what a dead save or deletion left: %s in %s", name, self._steps.display)
+                if step in self._written or not self._is_claimed(step):
+                    continue  # a save began there since, or ended
+                logger.info(
+                    "removing what a dead save or deletion left: %s in %s",
+                    self._steps.name(step),
+                    self._steps.display,
+                )
                 self._owned.check()
                 remove_leftover(self._location(step), new_save_id(), self._context.conditions)
+
+    def _is_claimed(self, step: int) -> bool:
+        """Whether a claim stands in the place of a step, and nothing that is committed. One small request."""
+        return is_committed(subdirectory(self._store, self._steps.name(step))) is False
 
     def collect(
         self, policy: PreservationPolicy, *, keep: Callable[[], Collection[int]], broken: Collection[int]

@@ -48,6 +48,9 @@ LocationLike: TypeAlias = str | os.PathLike[str]
 
 _URL: Final = re.compile(r"([a-zA-Z][a-zA-Z0-9+.-]*)://(.*)", re.DOTALL)
 
+_BROKEN_URL: Final = re.compile(r"([a-zA-Z][a-zA-Z0-9+.-]+):/(.*)", re.DOTALL)
+"""What `pathlib.Path` makes of a URL; as a path it would begin with a directory whose name ends with a colon."""
+
 
 @dataclass(frozen=True, slots=True)
 class Within:
@@ -263,6 +266,11 @@ def _address(location: Place) -> tuple[str, str]:
     if not isinstance(text, str) or not text or "\0" in text:
         raise InvalidLocationError(f"{text!r} is no location; give a path or a URL such as 'memory://name/step_1'")
     matched = _URL.fullmatch(text)
+    if matched is None and (broken := _BROKEN_URL.fullmatch(text)) is not None:
+        raise InvalidLocationError(
+            f"{text!r} is a URL with one slash, as pathlib.Path makes it; give '{broken[1]}://{broken[2]}' as a str, or the "
+            "absolute path of a local directory that has this name"
+        )
     scheme = matched[1].lower() if matched else "file"
     if scheme == "file":
         return scheme, os.path.realpath(_local_path(text) if matched else text)

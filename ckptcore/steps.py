@@ -286,13 +286,17 @@ class StepDirectory:
         return tuple(
             [
                 step
-                for step, there in zip(candidates, self._ask_each(candidates, self.is_committed), strict=True)
+                for step, there in zip(candidates, self.ask_each(candidates, self.is_committed), strict=True)
                 if there
             ]
         )
 
-    def _ask_each(self, steps: Sequence[int], ask: Callable[[int], T]) -> Sequence[T]:
-        """Ask about each step, about as many at once as the storage is worth: one after the other each waits for an answer."""
+    def ask_each(self, steps: Sequence[int], ask: Callable[[int], T]) -> Sequence[T]:
+        """Ask about each step, about as many at once as the storage is worth: one after the other each waits for an answer.
+
+        Raises:
+            What `ask` does, which any thread may be told to call.
+        """
         parallelism = requests_of(self._store).concurrency
         if parallelism == 1:
             return [ask(step) for step in steps]
@@ -305,7 +309,7 @@ class StepDirectory:
             StorageError
         """
         if requests_of(self._store).concurrency > 1:
-            self._ask_each(steps, self._look_ahead)
+            self.ask_each(steps, self._look_ahead)
 
     def _look_ahead(self, step: int) -> None:
         try:

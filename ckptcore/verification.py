@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import functools
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Final, TypeAlias, TypeVar
+from typing import Final, TypeAlias
 
 from ckptcore.builtin.files_layout import FilesLayout
 from ckptcore.context import Context
+from ckptcore.engine.errands import run_each
 from ckptcore.engine.reader import ObjectReader
+from ckptcore.engine.requests import requests_of
 from ckptcore.errors import CheckpointError, CorruptCheckpointError, ObjectNotFoundError
 from ckptcore.loading import abstract_leaves
 from ckptcore.locations import LocationLike, Place, Within
@@ -34,8 +35,6 @@ __all__ = ["Problem", "ProgressCallback", "VerifyReport", "has_its_sizes", "veri
 
 ProgressCallback: TypeAlias = Callable[[int, int], None]
 """Called with bytes done and bytes in all."""
-
-T = TypeVar("T")
 
 _PIECE_BLOCKS: Final = 8
 
@@ -199,24 +198,12 @@ def _verify(opened: Opened, context: Context, progress: ProgressCallback | None)
         read = _read_foreign_files if opened.layout.name == FilesLayout.name else _read_foreign
         return read(opened, context, progress)
     check = _Check(opened, context, progress)
-    _share(context, list(opened.objects.values()), check.size)
-    _share(context, check.pieces(), check.piece)
+    parallelism = requests_of(opened.location.store).concurrency  # of small objects each is waited for
+    run_each(context.io_threads, opened.objects.values(), check.size, parallelism=parallelism)
+    run_each(context.io_threads, check.pieces(), check.piece, parallelism=parallelism)
     unverified = tuple(record.key for record in opened.objects.values() if record.size and not record.checksums)
     objects = len(opened.objects) + 1 + len(opened.root.parts)
     return VerifyReport(tuple(check.problems), objects, check.done, unverified)
-
-
-def _share(context: Context, work: Sequence[T], do: Callable[[T], None]) -> None:
-    """Do all the work, on as many threads as are worth their while."""
-
-    def do_some(some: Sequence[T]) -> None:
-        for one in some:
-            do(one)
-
-    workers = min(4, len(work))
-    shares = [functools.partial(do_some, work[worker::workers]) for worker in range(workers)]
-    for future in [context.io_threads.submit(share) for share in shares]:
-        future.result()
 
 
 class _Check:

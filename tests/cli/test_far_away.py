@@ -115,3 +115,19 @@ def test_a_copy_has_many_requests_under_way(run: Run, far: FarStorage, tmp_path:
     far.forget()
     assert run("copy", tmp_path / "here", "far://runs/two").exit_code == 0
     assert far.count() <= 6
+
+
+def test_a_run_that_goes_on_looks_for_what_dead_saves_left_at_several_steps_at_once(steps: FarStorage) -> None:
+    with ckptcore.Checkpointer("far://runs/run") as run:
+        assert run.latest == _STEPS - 1
+    assert steps.peak_at_once >= _ENOUGH_AT_ONCE
+    assert steps.count() <= _STEPS + 15
+
+
+def test_objects_are_not_verified_one_after_the_other(run: Run, far: FarStorage) -> None:
+    latency, far.latency = far.latency, 0.0
+    ckptcore.save("far://runs/one", {f"w{number}": np.arange(10) for number in range(20)}, layout="zarr3")
+    far.latency = latency
+    far.forget()
+    assert run("verify", "far://runs/one").exit_code == 0
+    assert far.peak_at_once >= _ENOUGH_AT_ONCE

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ import pytest
 import ckptcore
 from ckptcore import Context, hookimpl
 from ckptcore.builtin.memory import MemoryStorages
-from ckptcore.errors import PluginConflictError, UnknownPluginError
+from ckptcore.errors import InvalidLocationError, PluginConflictError, UnknownPluginError
 from ckptcore.plugins import installed_plugins
 from ckptcore.protocols import StorageBackend, StorageOpener, StorageOptions
 
@@ -69,5 +70,24 @@ def test_two_answers_are_a_conflict() -> None:
 
 def test_a_scheme_that_nobody_opens_is_told_with_what_may_help() -> None:
     plugins = installed_plugins().having([Fallback()], {})
-    with pytest.raises(UnknownPluginError, match=r"no-such-scheme:// .*file://, memory://.*ckptcore\[fsspec\]"):
+    with pytest.raises(UnknownPluginError, match=r"no-such-scheme:// .*file://.*memory://.*ckptcore\[fsspec\]"):
         plugins.storage("no-such-scheme")
+
+
+@pytest.mark.parametrize("location", [Path("s3://bucket/run"), "s3:/bucket/run", Path("file:///tmp/run"), "GS:/bucket"])
+def test_a_url_that_lost_a_slash_is_no_directory(
+    location: str | Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A program that keeps its URLs as paths would save to the disk of its machine, which is gone when the job ends."""
+    monkeypatch.chdir(tmp_path)
+    for use in (lambda: ckptcore.save(location, {"w": 1}), lambda: ckptcore.Checkpointer(location)):
+        with pytest.raises(InvalidLocationError, match=r"give '(s3|file|GS)://.* as a str"):
+            use()
+    assert not list(tmp_path.iterdir())
+
+
+def test_names_with_a_colon_are_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for location in (Path("run:1/step_1"), "C:/step_1", tmp_path / "s3:" / "bucket"):
+        ckptcore.save(location, {"w": 1})
+        assert ckptcore.load(location) == {"w": 1}

@@ -85,7 +85,7 @@ def test_files_of_profiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     found = settings_of("bucket", {"profile": "training"})
     assert (found.region, found.bucket_url) == ("eu-south-1", "http://127.0.0.1:9/bucket")
     assert ChainCredentials("training").get() == Credentials("id", "secret", "token")
-    with pytest.raises(InvalidLocationError, match="nobody"):
+    with pytest.raises(StorageCredentialsError, match=r"nobody.*AWS_PROFILE"):
         settings_of("bucket", {"profile": "nobody"})
     with pytest.raises(StorageCredentialsError, match="nobody"):
         ChainCredentials("nobody").get()
@@ -100,7 +100,7 @@ def test_files_of_profiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"endpont": "https://host"}, "there is no option 'endpont'"),
+        ({"endpont": "https://host"}, "there is no option 'endpont'; did you mean 'endpoint'"),
         ({"region": 3}, "expected str, found int"),
         ({"anonymous": "yes"}, "expected bool"),
         ({"retries": True}, "expected int"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
@@ -82,8 +83,12 @@ def check_options(scheme: str, given: Mapping[str, JSON], options: Mapping[str, 
     for name, value in given.items():
         option = options.get(name)
         if option is None:
-            known = "\n".join([f"  {name}: {option.meaning}" for name, option in sorted(options.items())])
-            raise ValueError(f"Context(storage={{{scheme!r}: ...}}): there is no option {name!r}; there are\n{known}")
+            known = ";\n".join([f"  {name}: {option.meaning}" for name, option in sorted(options.items())])
+            near = difflib.get_close_matches(name, options, 1)
+            meant = f"; did you mean {near[0]!r}?" if near else "."
+            raise ValueError(
+                f"Context(storage={{{scheme!r}: ...}}): there is no option {name!r}{meant} There are\n{known}"
+            )
         if (wrong := option.check(value)) is not None:
             raise ValueError(f"Context(storage={{{scheme!r}: {{{name!r}: ...}}}}): {wrong} ({option.meaning})")
     return given

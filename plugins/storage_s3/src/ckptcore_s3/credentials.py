@@ -91,7 +91,8 @@ class ChainCredentials:
             found = boto3.Session(profile_name=self._profile).get_credentials()
         except BotoCoreError as error:
             raise StorageCredentialsError(
-                f"no AWS credentials were found: {' '.join(str(error).split())[:300]}. Look at the profile in ~/.aws/config"
+                f"no AWS credentials were found: {' '.join(str(error).split())[:300]}. Look at the variables AWS_... of the "
+                "environment, at ~/.aws/config, and at the option 'profile'"
             ) from error
         if found is None:
             raise StorageCredentialsError(

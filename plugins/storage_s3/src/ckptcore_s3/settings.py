@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 from ckptcore_obstore.options import Option, check_options, choice, flag, text, tuning_of, tuning_options
 from ckptcore_obstore.services import Tuning
 
-from ckptcore.errors import InvalidLocationError
+from ckptcore.errors import InvalidLocationError, StorageCredentialsError
 from ckptcore.model import JSON
 from ckptcore_s3.credentials import Credentials, environment_credentials
 
@@ -75,6 +75,7 @@ def settings_of(bucket: str, config: Mapping[str, JSON], environment: Mapping[st
 
     Raises:
         InvalidLocationError: for a name that no bucket has, or an endpoint that is no URL.
+        StorageCredentialsError: for a profile that is not there.
         ValueError: for an option that is not known or of another type.
     """
     given: Mapping[str, Any] = check_options("s3", config, OPTIONS)
@@ -137,7 +138,9 @@ def _configured(profile: str | None) -> tuple[str, str]:
     try:
         scoped = session.get_scoped_config()
     except ProfileNotFound as error:
-        raise InvalidLocationError(f"{error}; look at ~/.aws/config, AWS_PROFILE and the option 'profile'") from error
+        raise StorageCredentialsError(
+            f"no AWS credentials were found: {error}. Look at ~/.aws/config, AWS_PROFILE and the option 'profile'"
+        ) from error
     services = session.full_config.get("services", {}).get(scoped.get("services", ""), {})
     own = services.get("s3", {}) if isinstance(services, dict) else {}
     endpoint = (own.get("endpoint_url") if isinstance(own, dict) else "") or scoped.get("endpoint_url") or ""
