@@ -1,0 +1,129 @@
+"""Saves through fsspec: to storages without conditions, where the Context says that one process saves at a time."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Final, TypeAlias
+
+import numpy as np
+import pytest
+
+import ckptcore
+from ckptcore import policies
+from ckptcore.errors import AtomicityError, CheckpointExistsError, CheckpointNotFoundError
+from ckptcore.model import JSON
+
+Place: TypeAlias = tuple[str, ckptcore.Context]
+"""A directory at which nothing stands, and what finds it."""
+
+pytestmark = pytest.mark.filterwarnings("ignore:Sending a large body:ResourceWarning")  # gcsfs gives aiohttp bytes
+
+STATE: Final[Mapping[str, object]] = {"w": np.arange(300_000, dtype=np.float32).reshape(500, 600), "step": 7}
+LAYOUTS: Final = (
+    "safetensors",
+    *(pytest.param(name, marks=pytest.mark.slow) for name in ("dcp", "ocdbt", "zarr3", "zarr")),
+)
+
+
+@contextmanager
+def _memory(directory: Path) -> Iterator[Place]:
+    yield f"fsspec+memory://{uuid.uuid4().hex}", ckptcore.Context()
+
+
+@contextmanager
+def _s3(directory: Path) -> Iterator[Place]:
+    from ckptcore_s3.testing import ACCESS_KEY_ID, SECRET_ACCESS_KEY, s3_server
+
+    with s3_server(directory) as server:
+        options: dict[str, JSON] = {
+            "key": ACCESS_KEY_ID,
+            "secret": SECRET_ACCESS_KEY,
+            "endpoint_url": server.server.url,
+        }
+        yield f"fsspec+s3://{server.create_bucket()}/runs", ckptcore.Context(storage={"fsspec+s3": options})
+
+
+@contextmanager
+def _gs(directory: Path) -> Iterator[Place]:
+    from ckptcore_gcs.testing.servers import gcs_server
+
+    with gcs_server(directory) as server, pytest.MonkeyPatch.context() as patch:
+        # gcsfs would ask the emulator whether the bucket has directories, by a protocol that it does not speak.
+        patch.setenv("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")
+        options: dict[str, JSON] = {"endpoint_url": server.server.url, "token": "anon"}
+        yield f"fsspec+gs://{server.create_bucket()}/runs", ckptcore.Context(storage={"fsspec+gs": options})
+
+
+PLACES: Final[Mapping[str, Callable[[Path], AbstractContextManager[Place]]]] = {"memory": _memory, "s3": _s3, "gs": _gs}
+
+
+@pytest.fixture(scope="module", params=["memory", "gs", pytest.param("s3", marks=pytest.mark.slow)])
+def place(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
+    """Of each file system; its Context does not say yet what is needed."""
+    with PLACES[request.param](tmp_path_factory.mktemp("server")) as (url, context):
+        yield f"{url}/{uuid.uuid4().hex}", context
+
+
+@pytest.fixture
+def marked(place: Place) -> Place:
+    """A directory of its own, saved to with markers."""
+    url, context = place
+    return f"{url}/{uuid.uuid4().hex}", replace(context, without_conditions="marker")
+
+
+def test_a_save_is_refused_and_says_what_to_do(place: Place) -> None:
+    url, context = place
+    with pytest.raises(AtomicityError, match="without_conditions='marker'"):
+        ckptcore.save(f"{url}/refused", STATE, context=context)
+    with (
+        pytest.raises(AtomicityError, match="without_conditions='marker'"),
+        ckptcore.Checkpointer(f"{url}/refused-run", context=context) as steps,
+    ):
+        steps.save(1, STATE)
+    for name in ("refused", "refused-run/1"):
+        with pytest.raises(CheckpointNotFoundError):
+            ckptcore.load(f"{url}/{name}", context=context)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_checkpoint_comes_back(marked: Place, layout: str) -> None:
+    url, context = marked
+    location = f"{url}/step_1"
+    ckptcore.save(location, STATE, layout=layout, context=context)
+    with pytest.raises(CheckpointExistsError):
+        ckptcore.save(location, STATE, layout=layout, context=context)
+    _expect(location, replace(context, without_conditions="refuse"))
+    assert ckptcore.verify(location, context=context).ok
+    ckptcore.delete(location, context=context)
+    with pytest.raises(CheckpointNotFoundError):
+        ckptcore.load(location, context=context)
+
+
+def test_steps_of_a_run(marked: Place) -> None:
+    url, context = marked
+    with ckptcore.Checkpointer(url, preservation_policy=policies.LatestN(2), context=context) as steps:
+        for number in range(4):
+            steps.save(number, {"w": np.full(10, number)})
+        steps.wait()
+        np.testing.assert_array_equal(steps.load()["w"], np.full(10, 3))
+    with ckptcore.CheckpointReader(url, context=context) as reader:
+        assert list(reader.steps) == [2, 3]
+
+
+def test_copies_come_and_go(marked: Place, tmp_path: Path) -> None:
+    url, context = marked
+    ckptcore.save(tmp_path / "ours", STATE)
+    ckptcore.copy(tmp_path / "ours", f"{url}/there", context=context)
+    _expect(f"{url}/there", context)
+    ckptcore.copy(f"{url}/there", tmp_path / "back", context=context)
+    _expect(str(tmp_path / "back"), context)
+
+
+def _expect(location: str, context: ckptcore.Context) -> None:
+    found = ckptcore.load(location, context=context)
+    np.testing.assert_array_equal(found["w"], STATE["w"])
+    assert found["step"] == 7
