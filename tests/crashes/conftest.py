@@ -6,18 +6,18 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.crashes.tracing import Saver, saver
+from tests.crashes.tracing import Saver
 
 
 @pytest.fixture(scope="session")
 def warm() -> Iterator[Saver]:
     """The program that does what is killed."""
-    with saver() as running:
+    with Saver() as running:
         yield running
 
 
 @pytest.fixture(scope="session")
 def other() -> Iterator[Saver]:
     """Another such program, for what two do at once."""
-    with saver() as running:
+    with Saver() as running:
         yield running

@@ -7,11 +7,9 @@ import json
 import re
 import shutil
 import subprocess
-import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -19,8 +17,9 @@ from typing import Final
 import pytest
 
 from tests.crashes.saver import NEW
+from tests.crashes.warm import WarmProgram
 
-__all__ = ["KillPoint", "Saver", "needs_strace", "saver"]
+__all__ = ["KillPoint", "Saver", "needs_strace"]
 
 _CALLS: Final = (
     "open", "openat", "creat", "close", "mkdir", "mkdirat", "rmdir", "unlink", "unlinkat", "link", "linkat", "symlink",
@@ -62,43 +61,20 @@ def needs_strace() -> None:
         pytest.skip(reason)
 
 
-class Saver:
+class Saver(WarmProgram):
     """The warm program."""
 
     def __init__(self) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.crashes.saver"],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2],
-        )  # fmt: skip
-
-    def close(self) -> None:
-        """End it."""
-        assert self._process.stdin is not None and self._process.stdout is not None
-        self._process.stdin.close()
-        self._process.wait(_SECONDS)
-        self._process.stdout.close()
-
-    def _say(self, line: str) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.write(line + "\n")
-        self._process.stdin.flush()
-
-    def _hear(self) -> int:
-        assert self._process.stdout is not None
-        return int(self._process.stdout.readline())
+        super().__init__("tests.crashes.saver")
 
     def start(self, task: str, location: str, number: int = NEW) -> int:
         """Fork a child that will do a task with a state; its process id. `begin` and `end` must follow."""
-        self._say(json.dumps({"task": task, "location": location, "number": number}))
-        return self._hear()
+        self.say(json.dumps({"task": task, "location": location, "number": number}))
+        return self.hear()
 
     def begin(self) -> None:
         """Let the child begin."""
-        self._say("begin")
-
-    def end(self) -> int:
-        """Wait for the child; its exit status, negative for a signal."""
-        return self._hear()
+        self.say("begin")
 
     def traced(self, task: str, location: str, log: Path, *options: str) -> int:
         """Do a task in a child under strace, which writes `log`; its exit status."""
@@ -139,13 +115,3 @@ def _wait_until_traced(process: int, tracer: subprocess.Popen[bytes]) -> None:
     while "TracerPid:\t0\n" in status.read_text():
         assert tracer.poll() is None and time.monotonic() < deadline, "strace did not attach"
         time.sleep(0.001)
-
-
-@contextmanager
-def saver() -> Iterator[Saver]:
-    """The warm program, while the block runs."""
-    warm = Saver()
-    try:
-        yield warm
-    finally:
-        warm.close()

@@ -10,19 +10,17 @@ import dataclasses
 import json
 import os
 import signal
-import subprocess
 import sys
 import traceback
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Final, Literal
 
 import ckptcore
 from ckptcore.model import JSON
 from tests.crashes.states import make_state
+from tests.crashes.warm import WarmProgram
 
-__all__ = ["Client", "Program", "Task", "client", "do"]
+__all__ = ["Client", "Program", "Task", "do"]
 
 _SECONDS: Final = 120
 
@@ -62,46 +60,16 @@ def do(task: Task) -> None:
     ckptcore.save(task.location, state, layout=task.layout, overwrite=overwrite, context=context)
 
 
-class Client:
+class Client(WarmProgram):
     """The warm program, as its parent knows it."""
 
     def __init__(self) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.object_stores.clients"],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2],
-        )  # fmt: skip
-
-    def close(self) -> None:
-        """End it."""
-        assert self._process.stdin is not None and self._process.stdout is not None
-        self._process.stdin.close()
-        self._process.wait(_SECONDS)
-        self._process.stdout.close()
+        super().__init__("tests.object_stores.clients")
 
     def start(self, task: Task) -> int:
         """Let a child do a task; its process id. `end` must follow."""
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(dataclasses.asdict(task)) + "\n")
-        self._process.stdin.flush()
-        return self._hear()
-
-    def end(self) -> int:
-        """Wait for the child; its exit status, negative for a signal."""
-        return self._hear()
-
-    def _hear(self) -> int:
-        assert self._process.stdout is not None
-        return int(self._process.stdout.readline())
-
-
-@contextmanager
-def client() -> Iterator[Client]:
-    """The warm program, while the block runs."""
-    warm = Client()
-    try:
-        yield warm
-    finally:
-        warm.close()
+        self.say(json.dumps(dataclasses.asdict(task)))
+        return self.hear()
 
 
 def _warm() -> None:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.object_stores.clients import Client, client
+from tests.object_stores.clients import Client
 from tests.object_stores.stores import STORES, ObjectStore
 
 
@@ -21,5 +21,5 @@ def object_store(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPa
 @pytest.fixture(scope="session")
 def warm() -> Iterator[Client]:
     """The program that is killed."""
-    with client() as running:
+    with Client() as running:
         yield running
