@@ -154,7 +154,8 @@ class StorageBackend(Protocol):
 
         Raises:
             ConditionFailedError: nothing was changed.
-            StorageFullError
+            StorageFullError, or a StorageError that is a PermissionError: nothing was changed, and nothing will be: not where an
+                earlier try of the same put may have been done, or be on its way.
         """
         ...
 
@@ -231,7 +232,8 @@ class CreatesObjects(Protocol):
 
         The writer's `finish` raises `ConditionFailedError` where the object is there by then, and leaves that as it is. Where
         the service cannot make the look and the change one step, the writer looks right before. A `finish` that the writer
-        repeats because its answer was lost finds what it wrote itself: it raises then too, and who has it looks.
+        repeats because its answer was lost finds what it wrote itself: it raises then too, and who has it looks. What was written
+        is kept for a `finish` that is called again, once the object that was in its way is gone.
         """
         ...
 

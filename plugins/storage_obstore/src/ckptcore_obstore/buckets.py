@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -27,6 +28,9 @@ T = TypeVar("T")
 
 _DELETED_AT_ONCE: Final = 1000
 """Keys that one request deletes: https://docs.aws.amazon.com/AmazonS3/latest/API/API_DeleteObjects.html"""
+
+_CONTENT_RANGE: Final = re.compile(r"bytes (\d{1,19})-")
+"""RFC 9110, section 14.4."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,9 +108,18 @@ class Bucket:
 
     def _read_plain(self, key: str, start: int, stop: int | None) -> Found:
         headers = {}
-        if start or stop is not None:
+        is_part = bool(start) or stop is not None
+        if is_part:
             headers["range"] = f"bytes={start}-{'' if stop is None else stop - 1}"
         answer = self.plain.send("GET", key, headers=headers)
+        if is_part:
+            # As obstore does: there are services that send everything, or what a cache has.
+            told = answer.headers.get("content-range", "")
+            sent = _CONTENT_RANGE.match(told) if answer.status == 206 else None
+            nbytes = len(answer.body)
+            if sent is None or int(sent[1]) != start or nbytes > (stop or start + nbytes) - start:
+                words = f"asked for {headers['range']}, it sent {nbytes} bytes ({told or 'all of them'})"
+                raise RequestFailed(Failure(FailureKind.OTHER, answer.status, "", words))
         return Found(memoryview(answer.body), self._tag(answer.headers))
 
     def size(self, key: str) -> int:

@@ -158,10 +158,12 @@ class Tried:
     Attributes:
         tries: how often it was sent.
         seconds: from the first try to the end.
+        may_be_done: whether a try before the last one failed so that the service may have done it, or may do it yet.
     """
 
     tries: int = 1
     seconds: float = 0.0
+    may_be_done: bool = False
 
 
 class RequestFailed(Exception):

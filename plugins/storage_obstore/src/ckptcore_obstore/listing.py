@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
-from urllib.parse import unquote
+from urllib.parse import unquote_plus
 from xml.etree import ElementTree
 
 from ckptcore_obstore.failures import Failure, FailureKind, RequestFailed
@@ -14,7 +14,7 @@ from ckptcore_obstore.failures import Failure, FailureKind, RequestFailed
 if TYPE_CHECKING:
     from ckptcore_obstore.buckets import Bucket
 
-__all__ = ["Listed", "list_objects", "parse_answer", "text_of"]
+__all__ = ["Listed", "list_objects", "parse_answer", "spelling_of", "text_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,14 +44,24 @@ def list_objects(bucket: Bucket, prefix: str, delimiter: str = "") -> Iterator[L
     while True:
         answer = bucket.run(partial(bucket.plain.send, "GET", query=query))
         root = parse_answer(answer.body)
-        spell = unquote if text_of(root, "EncodingType") == "url" else str
+        spell = spelling_of(root)
         yield Listed(
             tuple([spell(text_of(item, "Key")) for item in root.iterfind("{*}Contents")]),
             tuple([spell(text_of(item, "Prefix")) for item in root.iterfind("{*}CommonPrefixes")]),
         )
         token = text_of(root, "NextContinuationToken")
-        if text_of(root, "IsTruncated").lower() != "true" or not token:
+        if text_of(root, "IsTruncated").lower() != "true":
             return
+        if not token:
+            # Of a service that knows the first version of this request only. Who lists must know: what is not seen is not deleted.
+            raise RequestFailed(
+                Failure(
+                    FailureKind.UNSUPPORTED,
+                    None,
+                    "",
+                    "the list goes on, and the service does not say where (list-type=2)",
+                )
+            )
         query = {**query, "continuation-token": token}
 
 
@@ -67,6 +77,11 @@ def parse_answer(body: bytes) -> ElementTree.Element:
         raise RequestFailed(
             Failure(FailureKind.OTHER, None, "", f"the answer is no XML ({error}): {body[:100]!r}")
         ) from error
+
+
+def spelling_of(root: ElementTree.Element) -> Callable[[str], str]:
+    """How keys in an answer are to be read: with escapes where it says so; then S3 writes ``+`` for a space, and %2B for ``+``."""
+    return unquote_plus if text_of(root, "EncodingType") == "url" else str
 
 
 def text_of(element: ElementTree.Element, name: str) -> str:

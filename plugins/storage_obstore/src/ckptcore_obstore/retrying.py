@@ -43,6 +43,7 @@ def try_request(request: Callable[[], T], policy: RetryPolicy, limit: AdaptiveLi
     """
     begun = time.monotonic()
     tries = 0
+    may_be_done = False
     while True:
         tries += 1
         with limit.place():
@@ -61,6 +62,7 @@ def try_request(request: Callable[[], T], policy: RetryPolicy, limit: AdaptiveLi
         elapsed = time.monotonic() - begun
         wait = random.uniform(0, min(policy.most_wait_seconds, policy.first_wait_seconds * 2 ** min(tries - 1, 30)))
         if not failed.failure.kind.may_pass or tries > policy.retries or elapsed + wait > policy.deadline_seconds:
-            failed.tried = Tried(tries, elapsed)
+            failed.tried = Tried(tries, elapsed, may_be_done)
             raise failed
+        may_be_done = True
         time.sleep(wait)

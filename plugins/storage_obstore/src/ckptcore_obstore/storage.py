@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from ckptcore.errors import CorruptCheckpointError, InvalidLocationError
+from ckptcore.errors import CorruptCheckpointError, InvalidLocationError, StorageError, StorageFullError
 from ckptcore.model import check_directory_key, check_key
 from ckptcore.protocols import PutCondition, StorageAddress
 from ckptcore_obstore.buckets import Bucket
@@ -137,8 +137,14 @@ class ObjectStoreDirectory:
     def put(self, key: str, data: bytes, *, condition: PutCondition | None = None) -> str:
         """Write an object by one request; returns its new tag."""
         whole = self._whole(key)
-        with telling(self._service, f"put {self._url}{key}"):
+        try:
             return self._bucket.put(whole, data, condition)
+        except RequestFailed as failed:
+            error = self._error(failed, "put", key)
+            if failed.tried.may_be_done and isinstance(error, StorageFullError | PermissionError):
+                # Such an error says that nothing was changed, and nothing will be.
+                raise StorageError(f"{error} An earlier try may have been done, or be on its way") from failed
+            raise error from failed
 
     def open_writer(self, key: str, size: int | None = None) -> PartWriter:
         """Begin an object that is written in pieces; no request is made before a part is whole."""

@@ -6,12 +6,11 @@ import uuid
 from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Final, Protocol
-from urllib.parse import unquote
 from xml.sax.saxutils import escape
 
 from ckptcore.protocols import IF_ABSENT, Buffer
 from ckptcore_obstore.failures import Failure, FailureKind, RequestFailed, failure_of_answer
-from ckptcore_obstore.listing import parse_answer, text_of
+from ckptcore_obstore.listing import parse_answer, spelling_of, text_of
 
 if TYPE_CHECKING:
     from ckptcore_obstore.buckets import Bucket
@@ -134,7 +133,7 @@ def list_uploads(bucket: Bucket, prefix: str) -> Iterator[Upload]:
     while True:
         answer = bucket.run(partial(bucket.plain.send, "GET", query=query))
         root = parse_answer(answer.body)
-        spell = unquote if text_of(root, "EncodingType") == "url" else str
+        spell = spelling_of(root)
         for item in root.iterfind("{*}Upload"):
             key = spell(text_of(item, "Key"))
             if key.startswith(prefix):
