@@ -81,6 +81,20 @@ class CreatesObjectsTests:
         assert storage.get_with_tag("directory/data") == (b"another's", tag)
         assert list(storage.list()) == ["directory/data"]
 
+    @pytest.mark.parametrize("known", [True, False], ids=["size known", "size unknown"])
+    @pytest.mark.parametrize("size", ["small", "large"])
+    def test_it_is_finished_once_nothing_is_in_its_way(self, storage: NewObjectStorage, size: str, known: bool) -> None:
+        data = self._data(size)
+        writer = storage.open_new("data", len(data) if known else None)
+        _write_pieces(writer, data)
+        storage.put("data", b"another's")
+        with pytest.raises(ConditionFailedError):
+            writer.finish()
+        storage.delete(["data"])
+        writer.finish()
+        assert storage.get("data") == data
+        assert list(storage.list()) == ["data"]
+
     def test_one_of_two_is_finished(self, storage: NewObjectStorage) -> None:
         data = self._data("large")
         writers = [storage.open_new("data", len(data)) for _ in range(2)]

@@ -43,22 +43,24 @@ class NewObjectUpload:
         self._mark = uuid.uuid4().hex
         self._temporary = f"{key}{_INFIX}{self._mark}"
         self._upload = Upload.begin(bucket, self._temporary)
+        self._is_whole = False
 
     def put_part(self, number: int, data: Buffer) -> str:
         """Upload a part, counted from 1; returns its tag."""
         return self._upload.put_part(number, data)
 
     def complete(self, tags: Mapping[int, str], *, if_absent: bool) -> None:
-        """Make the object; one that is there stays, and the failure is of kind CONDITION."""
-        self._upload.complete(tags, if_absent=False)
-        try:
-            self._bucket.json.copy(self._temporary, self._key, IF_ABSENT if if_absent else None, self._mark)
-        finally:
-            self._bucket.delete([self._temporary])
+        """Make the object; one that is there stays, and the failure is of kind CONDITION: then this can be called again."""
+        if not self._is_whole:
+            self._upload.complete(tags, if_absent=False)
+            self._is_whole = True
+        self._bucket.json.copy(self._temporary, self._key, IF_ABSENT if if_absent else None, self._mark)
+        self._bucket.delete([self._temporary])
 
     def abort(self) -> None:
         """Give it up."""
-        self._upload.abort()
+        if not self._is_whole:
+            self._upload.abort()
         self._bucket.delete([self._temporary])
 
 

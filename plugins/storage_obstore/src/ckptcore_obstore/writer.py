@@ -119,6 +119,7 @@ class PartWriter:
         else:
             for number in sorted(self._parts):
                 self._put_part(number, self._parts[number].data[: self._parts[number].filled].data)
+                del self._parts[number]  # it is there when this is called again
             upload = self._begun()
             with telling(self._bucket.service, f"complete {self._url}"):
                 upload.complete(self._tags, if_absent=self._only_new)
