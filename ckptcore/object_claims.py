@@ -154,10 +154,10 @@ class ObjectClaim:
         """The bytes of the claim, and its tag."""
         return self._claim, self._tag
 
-    def clear(self) -> bool:
+    def clear(self) -> tuple[bool, bool]:
         """Remove what dead saves left, and what this one wrote: uploads that nobody finished, and objects.
 
-        Returns whether nothing was there, by a list that is none of before: it shows the claim.
+        Returns whether it listed the claim, so that the list is none of before; and whether nothing else was there.
 
         Raises:
             StorageError, SaveLostError
@@ -170,7 +170,7 @@ class ObjectClaim:
         if keys:
             logger.info("removing %d objects of dead saves or deletions at %s", len(keys), self._location.display)
             self.store.delete(keys)
-        return not keys and ROOT_KEY in listed
+        return ROOT_KEY in listed, not keys
 
     def commit(self, root: bytes | None, parts: Mapping[str, bytes]) -> None:
         """See `ckptcore.commit.Claim`."""
@@ -259,13 +259,22 @@ class ObjectClaim:
 
         Raises:
             SaveLostError: another save has taken the location over; what is there belongs to it.
-            StorageError
+            StorageError: also where no list shows the claim; then it stays.
         """
         self.store.expect_claim()
+        was_listed = False
         for _ in range(_ATTEMPTS):
             # A list may be an old one. What it does not show would be a checkpoint that nobody committed, once the root is gone.
-            if self.clear():
+            lists_claim, was_empty = self.clear()
+            was_listed |= lists_claim
+            if lists_claim and was_empty:
                 break
+        if not was_listed:
+            raise StorageError(
+                f"cannot tell whether all that was at {self._location.display} is removed: its storage lists what was there before, "
+                f"{_ATTEMPTS} times. A claim stays there, so that nothing takes the rest for a checkpoint; delete it again later, or "
+                "save there"
+            )
         self.store.delete([ROOT_KEY])
 
 

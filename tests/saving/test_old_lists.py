@@ -11,7 +11,7 @@ import pytest
 import ckptcore
 from ckptcore import persisting
 from ckptcore.builtin.memory import MemoryStorage
-from ckptcore.errors import CheckpointNotFoundError, CorruptCheckpointError
+from ckptcore.errors import CheckpointNotFoundError, CorruptCheckpointError, StorageError, UncommittedCheckpointError
 
 
 @pytest.fixture
@@ -19,9 +19,9 @@ def location() -> str:
     return f"memory://{uuid.uuid4().hex}/step_1"
 
 
-def _let_the_next_list_be_empty(patch: pytest.MonkeyPatch) -> None:
+def _let_the_next_lists_be_empty(patch: pytest.MonkeyPatch, count: int = 1) -> None:
     real = MemoryStorage.list
-    old: list[list[str]] = [[]]
+    old: list[list[str]] = [[] for _ in range(count)]
 
     def list_keys(storage: MemoryStorage, prefix: str = "") -> Iterator[str]:
         return iter(old.pop()) if old else real(storage, prefix)
@@ -39,7 +39,7 @@ def _expect_nothing(location: str) -> None:
 @pytest.mark.parametrize("layout", ["safetensors", "ocdbt", "dcp"])
 def test_a_save_that_gives_up_leaves_nothing(layout: str, location: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*arguments: object) -> None:
-        _let_the_next_list_be_empty(monkeypatch)
+        _let_the_next_lists_be_empty(monkeypatch)
         raise CorruptCheckpointError("the test lets the save fail when all is written")
 
     with monkeypatch.context() as patch:
@@ -51,6 +51,18 @@ def test_a_save_that_gives_up_leaves_nothing(layout: str, location: str, monkeyp
 
 def test_a_deletion_leaves_nothing(location: str, monkeypatch: pytest.MonkeyPatch) -> None:
     ckptcore.save(location, {"w": np.zeros(3)}, layout="ocdbt")
-    _let_the_next_list_be_empty(monkeypatch)
+    _let_the_next_lists_be_empty(monkeypatch)
+    ckptcore.delete(location)
+    _expect_nothing(location)
+
+
+def test_a_deletion_leaves_a_claim_where_lists_stay_old(location: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    ckptcore.save(location, {"w": np.zeros(3)}, layout="ocdbt")
+    with monkeypatch.context() as patch:
+        _let_the_next_lists_be_empty(patch, 100)
+        with pytest.raises(StorageError, match="A claim stays there"):
+            ckptcore.delete(location)
+    with pytest.raises(UncommittedCheckpointError):
+        ckptcore.load(location)
     ckptcore.delete(location)
     _expect_nothing(location)
