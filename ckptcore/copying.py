@@ -31,7 +31,7 @@ from ckptcore.model.objects import ObjectRecord
 from ckptcore.occupants import Overwrite, is_claimed_by, root_bytes
 from ckptcore.opening import ATTEMPTS, replaced_too_often, root_mark
 from ckptcore.preparing import save_created
-from ckptcore.protocols import AtomicDirectories, StorageBackend
+from ckptcore.protocols import StorageBackend
 from ckptcore.root import ROOT_KEY, Claimed
 from ckptcore.verification import ProgressCallback
 
@@ -291,17 +291,16 @@ class _Copy:
     def _keep(self, store: StorageBackend) -> frozenset[str]:
         """The keys of objects that a copy before this one completed; what else it left is removed.
 
-        An object is kept if it has its size. Its bytes are compared, too, where that is asked for, where a storage shows objects that
-        are not complete (files have a size before they have their bytes), and where no checksums are kept, because its source may
-        have been written anew.
+        An object is kept if it has its size and its bytes. Those are read: files have a size before they have their bytes, a source
+        without checksums may have been written anew, and where lists are old, or a save that lost its claim is not dead yet, an object
+        may be another save's of the same shapes.
         """
         found = [key for key in store.list() if key != ROOT_KEY]
         sizes: dict[str, int] = {}
         look = partial(_add_size, store, sizes)
         run_each(self._context.io_threads, found, look, parallelism=requests_of(store).concurrency)
         there = [record for record in self._records if sizes.get(record.key) == record.size]
-        reads_all = self._verify == "read-back" or isinstance(store, AtomicDirectories)
-        wrong = self._transfer.read_back([record for record in there if reads_all or not record.checksums])
+        wrong = self._transfer.read_back(there)
         kept = [record for record in there if record.key not in wrong]
         keys = frozenset([record.key for record in kept])
         # Not the roots, which are written anyway: a copy of the same may be about to commit them.

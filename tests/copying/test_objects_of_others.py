@@ -1,0 +1,84 @@
+"""Objects at the destination of a copy that have the name and the size of its own, and are another save's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import ckptcore
+from ckptcore.builtin.memory import MemoryStorage
+from ckptcore.errors import StorageError
+from ckptcore.testing.faults import CrashAt, FaultPlan, SimulatedCrash
+from tests.copying.places import new_place, store_at
+from tests.crashes.places import faulty_context, through
+
+_FAST = ckptcore.Context(threads=1)
+
+
+def _state(version: int) -> dict[str, object]:
+    return {"w": np.full(300_000, version, np.float64)}
+
+
+def _leave_dead_save(location: str) -> None:
+    """A save of the same shapes that died right before it committed."""
+    plan = FaultPlan()
+    spare = location + "-spare"
+    ckptcore.save(through(spare), _state(1), context=faulty_context(spare, plan))
+    commit = [one for one in plan.operations if one.name == "put" and one.keys[0].endswith("checkpoint.json")][-1]
+    with pytest.raises(SimulatedCrash):
+        ckptcore.save(through(location), _state(1), context=faulty_context(location, FaultPlan(CrashAt(commit.number))))
+
+
+def _hide_all_but_the_claim(patch: pytest.MonkeyPatch, location: str) -> None:
+    """Let the first list of the destination be one of when the dead save had just claimed it."""
+    real, bucket = MemoryStorage.list, location.split("/")[2]
+    is_old = True
+
+    def list_keys(storage: MemoryStorage, prefix: str = "") -> Iterator[str]:
+        nonlocal is_old
+        if not is_old or bucket not in repr(storage):
+            return real(storage, prefix)
+        is_old = False
+        return iter([key for key in real(storage, prefix) if key.endswith("checkpoint.json")])
+
+    patch.setattr(MemoryStorage, "list", list_keys)
+
+
+def test_what_an_old_list_hid_is_not_taken_for_a_part_of_the_copy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, there = (new_place("memory", tmp_path) for _ in range(2))
+    ckptcore.save(source, _state(2), context=_FAST)
+    _leave_dead_save(there)
+    name = next(key for key in store_at(there).list() if "safetensors" in key)
+    assert store_at(there).size(name) == store_at(source).size(name)
+    _hide_all_but_the_claim(monkeypatch, there)
+    ckptcore.copy(source, there, context=_FAST)
+    np.testing.assert_array_equal(ckptcore.load(there)["w"], _state(2)["w"])
+
+
+def test_what_comes_late_is_not_taken_for_a_part_of_a_copy_that_is_gone_on_with(tmp_path: Path) -> None:
+    """A put of a save that lost its claim arrives after the copy began, and before another one goes on with it."""
+    source, there, other = (new_place("memory", tmp_path) for _ in range(3))
+    ckptcore.save(source, _state(2), context=_FAST)
+    ckptcore.save(other, _state(1), context=_FAST)
+    with pytest.raises(StorageError):
+        _copy_without_objects(source, there)
+    name = next(key for key in store_at(other).list() if "safetensors" in key)
+    store_at(there).put(name, store_at(other).get(name))
+    ckptcore.copy(source, there, context=_FAST)
+    np.testing.assert_array_equal(ckptcore.load(there)["w"], _state(2)["w"])
+
+
+def _copy_without_objects(source: str, there: str) -> None:
+    """A copy that claims its place, and fails at once."""
+    with pytest.MonkeyPatch.context() as patch:
+
+        def fail(*arguments: object) -> None:
+            raise StorageError("the test lets no object be begun")
+
+        patch.setattr(MemoryStorage, "open_new", fail)
+        ckptcore.copy(source, there, context=_FAST)
