@@ -9,6 +9,7 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from ckptcore_obstore.failures import Failure, FailureKind, RequestFailed
+from ckptcore_obstore.forks import renew_in_children
 
 if TYPE_CHECKING:
     from google.auth.exceptions import GoogleAuthError
@@ -67,6 +68,11 @@ class DefaultTokens:
     def __init__(self, file: str | None) -> None:
         """Look for nothing yet, and do not import google-auth."""
         self._file = file
+        self.renew()
+        renew_in_children(self)
+
+    def renew(self) -> None:
+        """Look for them anew: in a child by fork, whose parent may be asking for them just now."""
         self._lock = threading.Lock()
         self._found: Any = None
 

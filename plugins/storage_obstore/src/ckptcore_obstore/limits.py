@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Final
 
+from ckptcore_obstore.forks import renew_in_children
+
 __all__ = ["AdaptiveLimit"]
 
 _LOG: Final = logging.getLogger("ckptcore.storage")
@@ -32,7 +34,12 @@ class AdaptiveLimit:
         self._most = most
         self._name = name
         self._clock = clock
-        self._allowed = float(most)
+        self.renew()
+        renew_in_children(self)
+
+    def renew(self) -> None:
+        """Begin with the most again: a child by fork has none of the requests that are under way."""
+        self._allowed = float(self._most)
         self._under_way = 0
         self._changed = threading.Condition()
         self._cut_at = float("-inf")

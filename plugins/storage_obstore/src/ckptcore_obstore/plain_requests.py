@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ from urllib.parse import quote, urlsplit
 
 from ckptcore.protocols import Buffer
 from ckptcore_obstore.failures import Failure, FailureKind, RequestFailed, failure_of_answer
+from ckptcore_obstore.forks import renew_in_children
 from ckptcore_obstore.services import Service
 
 if TYPE_CHECKING:
@@ -43,8 +43,13 @@ class PlainRequests:
     def __init__(self, service: Service) -> None:
         """Make no request."""
         self._service = service
+        self.renew()
+        renew_in_children(self)
+
+    def renew(self) -> None:
+        """Have no connections: in a child by fork, which must not write to those of its parent."""
         self._lock = threading.Lock()
-        self._pools: tuple[int, urllib3.PoolManager] | None = None
+        self._pools: urllib3.PoolManager | None = None
 
     def send(
         self,
@@ -108,9 +113,9 @@ class PlainRequests:
 
     def _connections(self) -> urllib3.PoolManager:
         with self._lock:
-            if self._pools is None or self._pools[0] != os.getpid():
-                self._pools = os.getpid(), self._open()
-            return self._pools[1]
+            if self._pools is None:
+                self._pools = self._open()
+            return self._pools
 
     def _open(self) -> urllib3.PoolManager:
         import urllib.request

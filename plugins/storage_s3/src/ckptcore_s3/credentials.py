@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from typing import Any, Final, Protocol
 
+from ckptcore_obstore.forks import renew_in_children
+
 from ckptcore.errors import StorageCredentialsError
 
 __all__ = ["ChainCredentials", "CredentialSource", "Credentials", "GivenCredentials", "environment_credentials"]
@@ -60,6 +62,11 @@ class ChainCredentials:
     def __init__(self, profile: str | None) -> None:
         """Look for nothing yet, and do not import boto3."""
         self._profile = profile
+        self.renew()
+        renew_in_children(self)
+
+    def renew(self) -> None:
+        """Look for them anew: in a child by fork, whose parent may be asking for them just now."""
         self._lock = threading.Lock()
         self._found: Any = None
         self._kept: tuple[datetime, Credentials] | None = None

@@ -1,0 +1,48 @@
+"""Children by fork: nothing that a thread of the parent held keeps them from making requests."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+
+from ckptcore_gcs.credentials import DefaultTokens
+from ckptcore_obstore.limits import AdaptiveLimit
+from ckptcore_s3.credentials import ChainCredentials
+
+_SECONDS = 60
+
+
+def _in_a_child(work: Callable[[], object]) -> int:
+    """The exit status of a child by fork that does some work; not 0 where it fails or hangs."""
+    child = os.fork()
+    if child == 0:
+        signal.alarm(_SECONDS)
+        try:
+            work()
+        except BaseException:  # noqa: BLE001  # told by the exit status
+            os._exit(1)
+        os._exit(0)
+    return os.waitpid(child, 0)[1]
+
+
+def test_requests_of_the_parent_take_no_places() -> None:
+    limit = AdaptiveLimit(2, "s3://bucket")
+
+    def take() -> None:
+        with limit.place(), limit.place():
+            pass
+
+    with limit.place(), limit.place():
+        assert _in_a_child(take) == 0
+    take()
+
+
+def test_credentials_that_the_parent_asks_for_are_asked_for_anew() -> None:
+    for source in (ChainCredentials(None), DefaultTokens(None)):
+
+        def is_free(source: ChainCredentials | DefaultTokens = source) -> None:
+            assert source._lock.acquire(blocking=False)
+
+        with source._lock:
+            assert _in_a_child(is_free) == 0
