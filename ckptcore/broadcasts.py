@@ -259,7 +259,7 @@ class _Direct:
         opened = self._opened
         try:
             plan = ReadPlan(opened.tree, opened.state, tuple(self._items))
-            for number in opened.layout.read(plan, self._buffers, opened.store):
+            for number in opened.read(plan, self._buffers):
                 if self._is_stopped:
                     break
                 self._landed.put(self._items[number])
@@ -307,6 +307,6 @@ def _read_all(opened: Opened, items: Sequence[ReadItem], buffers: Sequence[HostA
     """Fill buffers with boxes."""
     missing = set(range(len(items)))
     plan = ReadPlan(opened.tree, opened.state, tuple(items))
-    missing.difference_update(opened.layout.read(plan, buffers, opened.store))
+    missing.difference_update(opened.read(plan, buffers))
     if missing:
         raise unread(opened, items[min(missing)].leaf)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeAlias
 
 from ckptcore.engine.memory import StagingMemory
 from ckptcore.model.arrays import HostArray
@@ -14,7 +15,12 @@ from ckptcore.protocols import Executor, Held, LeafBoxes, Snapshot
 from ckptcore.snapshots import BoundedSnapshot, CopiedSnapshot, SharedSnapshot, ViewedSnapshot
 from ckptcore.worker_writes import HeldByWorkers, boxes_at_workers
 
+if TYPE_CHECKING:
+    from ckptcore.host_shares import CopyDescription
+
 __all__ = ["Copies", "Holding"]
+
+_Arrays: TypeAlias = "TreeDescription | CopyDescription"
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +71,7 @@ class Holding:
         if save.executor is not None:
             self._hold(save, save.executor, save.executor.copy)
 
-        def copied(part: Part, tree: TreeDescription) -> Snapshot:
+        def copied(part: Part, tree: _Arrays) -> Snapshot:
             self._copied.append(CopiedSnapshot(part.plan, tree.start_copy(part.plan, memory), memory.give_back))
             return self._copied[-1]
 
@@ -129,7 +135,7 @@ class Holding:
         for held in self._held:
             held.wait()
 
-    def _capture(self, save: PreparedSave, snapshot_of: Callable[[Part, TreeDescription], Snapshot]) -> None:
+    def _capture(self, save: PreparedSave, snapshot_of: Callable[[Part, _Arrays], Snapshot]) -> None:
         shared: dict[int, SharedSnapshot] = {}
         exported = {export.part for export in save.exports}
         for number, (part, description) in enumerate(save.described_parts):

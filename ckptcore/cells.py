@@ -7,7 +7,7 @@ from typing import TypeAlias
 
 from ckptcore.model.arrays import Box
 
-__all__ = ["Wanting", "cells_of_wants", "cut_box"]
+__all__ = ["Wanting", "cells_of_wants", "cut_box", "without"]
 
 Wanting: TypeAlias = frozenset[int]
 """Who wants a box."""
@@ -79,13 +79,13 @@ def _overlay(cells: Sequence[tuple[Box, Wanting]], box: Box, wanting: Wanting) -
             made.append((cell, before))
             continue
         made.append((common, before | wanting))
-        made.extend([(part, before) for part in _without(cell, box)])
-        rest = [part for piece in rest for part in _without(piece, common)]
+        made.extend([(part, before) for part in without(cell, box)])
+        rest = [part for piece in rest for part in without(piece, common)]
     made.extend([(part, wanting) for part in rest])
     return made
 
 
-def _without(box: Box, other: Box) -> list[Box]:
+def without(box: Box, other: Box) -> list[Box]:
     """What is left of a box without another one: up to two boxes per axis."""
     inner = box.intersect(other)
     if inner is None:

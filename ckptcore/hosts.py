@@ -13,7 +13,7 @@ from ckptcore.holds import ADMINISTRATION
 from ckptcore.model.tree import JSON
 from ckptcore.protocols import StorageBackend
 
-__all__ = ["Hosts", "OnHosts", "find_hosts"]
+__all__ = ["Hosts", "OnHosts", "find_hosts", "note_key"]
 
 _PROBES: Final = f"{ADMINISTRATION}/host-"
 
@@ -55,6 +55,11 @@ class OnHosts:
     hosts: Hosts
     tell: Callable[[], JSON]
     hear: Callable[[JSON], None]
+
+
+def note_key(save_id: str, rank: int) -> str:
+    """The key of what a process tells the others on its host during a save; what is left of it goes when hosts are found again."""
+    return f"{_PROBES}{save_id}.{rank}"
 
 
 def find_hosts(agreement: Agreement, store: StorageBackend) -> Hosts:

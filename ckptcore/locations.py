@@ -115,12 +115,14 @@ class Location:
         parent: the storage, opened at the directory that the checkpoint is in.
         name: the checkpoint's name in it, without ``/``.
         identity: the same for two spellings of one location, as far as they can be told to be.
+        of_host: whether it is on a disk that one host of a job has by itself, and may hold copies for that host.
     """
 
     display: str
     parent: StorageBackend
     name: str
     identity: str = ""
+    of_host: bool = False
 
     @property
     def store(self) -> StorageBackend:
@@ -176,7 +178,8 @@ def resolve_location(
         near, far = (
             resolve_location(one, plugins, durable=durable, config=config) for one in (location.near, location.far)
         )
-        return replace(near, parent=BackedDirectory(near.parent, near.name, far.parent, far.name))
+        backed = BackedDirectory(near.parent, near.name, far.parent, far.name)
+        return replace(near, parent=backed, of_host=True)
     if isinstance(location, Within):
         return _within(location, plugins, durable, config)
     scheme, address = _address(location)
@@ -197,7 +200,8 @@ def resolve_location(
 def _within(place: Within, plugins: Plugins, durable: bool, config: Mapping[str, Mapping[str, JSON]]) -> Location:
     if isinstance(place.location, Backed):
         around = resolve_location(place.location, plugins, durable=durable, config=config)
-        return Location(str(place), around.store, place.directory, f"{around.identity}/{place.directory}")
+        identity = f"{around.identity}/{place.directory}"
+        return Location(str(place), around.store, place.directory, identity, of_host=around.of_host)
     scheme, address = _address(place.location)
     options = StorageOptions(durable=durable, config=config.get(scheme, {}))
     store = plugins.storage(scheme)(address, options)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Final, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Final, TypeAlias, TypeVar
 
 from ckptcore.builtin.files_layout import FilesLayout
 from ckptcore.builtin.keys import check_key
@@ -22,13 +22,18 @@ from ckptcore.errors import (
     UncommittedCheckpointError,
 )
 from ckptcore.locations import Location, Place, resolve_location
+from ckptcore.model.arrays import HostArray
 from ckptcore.model.metadata import TreeMetadata
 from ckptcore.model.objects import ObjectRecord
+from ckptcore.model.transfer import ReadPlan
 from ckptcore.model.tree import JSON, Node, format_path
 from ckptcore.occupants import holds_members, parse_root, root_bytes
 from ckptcore.protocols import InspectedComposite, InspectsComposites, Layout, StorageBackend
 from ckptcore.root import ROOT_KEY, Claimed, Composite, Member, Root
 from ckptcore.step_names import StepNames
+
+if TYPE_CHECKING:
+    from ckptcore.host_copies import HostCopies
 
 __all__ = [
     "ATTEMPTS",
@@ -78,6 +83,7 @@ class Opened:
         custom: metadata of the user's.
         metrics: measurements that were given with it.
         created: when it was saved, ISO 8601 in UTC; None where other software wrote it and does not say.
+        copies: what this host has copies of, where hosts have disks of their own.
     """
 
     location: Location
@@ -91,9 +97,18 @@ class Opened:
     custom: Mapping[str, JSON]
     metrics: Mapping[str, float] = field(default_factory=dict)
     created: str | None = None
+    copies: HostCopies | None = None
 
     def __str__(self) -> str:
         return self.location.display
+
+    def read(self, plan: ReadPlan, buffers: Sequence[HostArray]) -> Iterable[int]:
+        """Fill buffers with the boxes of a plan of this checkpoint; yields the number of each as it is there, as `Layout.read` does."""
+
+        def read_whole(plan: ReadPlan, buffers: Sequence[HostArray]) -> Iterable[int]:
+            return self.layout.read(plan, buffers, self.store)
+
+        return read_whole(plan, buffers) if self.copies is None else self.copies.read(plan, buffers, read_whole)
 
 
 Source: TypeAlias = Place | Opened
@@ -402,8 +417,14 @@ def _open(resolved: Location, data: bytes | None, context: Context) -> Opened:
         _expect_committed(resolved, root)
     layout = FilesLayout() if root.layout == FilesLayout.name else context.registry.layout(root.layout)
     store = ObjectReader(resolved.store, root.objects, context.io_threads, verify=context.verify, strict=True)
+    copies = None
+    if resolved.of_host:
+        from ckptcore.host_copies import find_copies  # only who has hosts needs it
+
+        copies = find_copies(resolved, root, context)
     return Opened(
-        resolved, root, layout, root.state, root.tree, root.objects, store, _writer(root), root.custom, root.metrics, root.created
+        resolved, root, layout, root.state, root.tree, root.objects, store, _writer(root), root.custom, root.metrics, root.created,
+        copies,
     )  # fmt: skip
 
 

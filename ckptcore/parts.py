@@ -34,7 +34,7 @@ from ckptcore.protocols import (
     WriteStore,
 )
 from ckptcore.root import Member
-from ckptcore.sharing import Pieces, ReplicaOptions, Shares, cut_for_replicas, owners_of
+from ckptcore.sharing import Owners, Pieces, ReplicaOptions, Shares, cut_for_replicas, owners_of
 
 __all__ = [
     "Captured",
@@ -78,6 +78,7 @@ class Part:
         plan: what this process writes of it.
         own: whether this process writes it alone, and every process one of its own.
         worker_plans: what each worker of this controller writes of it; empty where none holds anything of it.
+        copies: whether it is no part of the checkpoint, but a copy beside it that only this host has.
     """
 
     directory: str
@@ -85,6 +86,7 @@ class Part:
     plan: WritePlan
     own: bool
     worker_plans: tuple[WritePlan, ...] = ()
+    copies: bool = False
 
     @property
     def plans(self) -> tuple[WritePlan, ...]:
@@ -184,15 +186,23 @@ class TreeDescription:
         """What the root of a composite says of it."""
         return Member("tree", size if self.own else None)
 
+    def owners(self, rank: int, size: int) -> Mapping[int, Owners] | None:
+        """By array, which replica writes which cells, where replicas share it; None where the first writes all."""
+        rank, size = (0, 1) if self.own else (rank, size)
+        return (
+            None
+            if self.pieces is None
+            else owners_of(Shares(self.tree, self.pieces, self.replicas), rank=rank, size=size)
+        )
+
     def plan(self, rank: int, size: int, save_id: str) -> WritePlan:
         """What this process writes; the controller of workers is rank 0, and its workers follow."""
+        owners = None if self.at_workers else self.owners(rank, size)
         rank, size = (0, 1) if self.own else (rank, size)
         if self.at_workers:
             return plan_write(
                 self.tree, self.shards, rank=0, size=1 + len(self.at_workers), save_id=save_id, name=self.name
             )
-        shares = None if self.pieces is None else Shares(self.tree, self.pieces, self.replicas)
-        owners = None if shares is None else owners_of(shares, rank=rank, size=size)
         return plan_write(self.tree, self.shards, rank=rank, size=size, save_id=save_id, name=self.name, owners=owners)
 
     def worker_plans(self, save_id: str) -> tuple[WritePlan, ...]:

@@ -363,7 +363,9 @@ def commit_whole(
         if whole is not None:
             whole = mark_tree(parts[0].layout, whole, described.about, claim.store, context)
         else:
-            mark_composite([part.layout for part in described.parts], described.about, claim.store, context)
+            mark_composite(
+                [part.layout for part in described.parts if not part.copies], described.about, claim.store, context
+            )
         timeline = timeline_to_json(recording.events)
         if described.before_commit is not None:
             described.before_commit()

@@ -6,7 +6,7 @@ import datetime
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import xxhash
 
@@ -29,6 +29,9 @@ from ckptcore.save_requests import OneTree, SaveRequest, check_custom, check_met
 from ckptcore.subtrees import path_keys
 from ckptcore.unions import unite_trees
 
+if TYPE_CHECKING:
+    from ckptcore.host_shares import CopyDescription
+
 __all__ = ["PreparedSave", "prepare_save", "save_created", "tree_digest"]
 
 _Descriptions: TypeAlias = Sequence[PartDescription]
@@ -46,12 +49,12 @@ class PreparedSave:
     """
 
     described: Described
-    descriptions: _Descriptions
+    descriptions: Sequence[PartDescription | CopyDescription]
     exports: Sequence[PreparedExport]
     executor: Executor | None = None
 
     @property
-    def described_parts(self) -> Sequence[tuple[Part, PartDescription]]:
+    def described_parts(self) -> Sequence[tuple[Part, PartDescription | CopyDescription]]:
         """Each part with what it is."""
         return tuple(zip(self.described.parts, self.descriptions, strict=True))
 
@@ -159,12 +162,18 @@ def prepare_save(request: SaveRequest, context: Context, recording: Recording, a
         agreement=agreement,
         on_hosts=request.on_hosts,
     )
+    copied: Sequence[CopyDescription] = ()
+    if request.on_hosts is not None and len(request.on_hosts.hosts.groups) > 1:
+        from ckptcore.host_shares import add_host_copies  # only who has hosts needs it
+
+        trees = list(_common_trees(descriptions))
+        described, copied = add_host_copies(described, trees, request.on_hosts.hosts, context.registry)
     exports = [
         export.prepare(described, export_id, agreement.part(f"export-{number}"))
         for number, (export, export_id) in enumerate(zip(planned, decided["exports"], strict=True))
     ]
     used = executor if any(part.worker_plans for part in parts) else None
-    return PreparedSave(described, descriptions, exports, used)
+    return PreparedSave(described, [*descriptions, *copied], exports, used)
 
 
 def save_created() -> str:

@@ -347,7 +347,7 @@ def _read(reading: Reading, units: Sequence[Unit]) -> Iterator[Unit]:
             yield unit
     buffers = [buffer for unit in units if unit.number is None for buffer in unit.buffers]
     wanted = [(unit.leaf, unit.boxes) for unit in units if unit.number is None]
-    for number in opened.layout.read(plan_read(opened.tree, opened.state, wanted), buffers, opened.store):
+    for number in opened.read(plan_read(opened.tree, opened.state, wanted), buffers):
         unit = owners[number]
         unit.waiting -= 1
         if unit.waiting == 0:

@@ -16,6 +16,7 @@ from ckptcore.model.objects import ObjectRecord
 from ckptcore.model.tree import JSON
 
 __all__ = [
+    "HOST_COPIES",
     "ROOT_KEY",
     "Claimed",
     "Composite",
@@ -30,6 +31,9 @@ __all__ = [
 
 ROOT_KEY: Final = "checkpoint.json"
 """The key of the root within a checkpoint."""
+
+HOST_COPIES: Final = "checkpoint.copies"
+"""The directory, within a tree that hosts save to disks of their own, of what a host has copies of beside its part."""
 
 _SAVE_ID: Final = re.compile(r"[0-9a-f]{16}")
 _OWN_DIRECTORY: Final = re.compile(r".*\.rank_[0-9]+", re.DOTALL)

@@ -6,14 +6,24 @@ import bisect
 import heapq
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
 from ckptcore.model.arrays import Box, Shard
 from ckptcore.model.metadata import ArrayRecord, TreeMetadata
 
-__all__ = ["Owners", "Pieces", "ReplicaOptions", "Shares", "cells_of", "cut_for_replicas", "owners_of", "written_boxes"]
+__all__ = [
+    "Owners",
+    "Pieces",
+    "ReplicaOptions",
+    "Shares",
+    "cells_of",
+    "cut_for_replicas",
+    "owned_cells",
+    "owners_of",
+    "written_boxes",
+]
 
 _Cuts: TypeAlias = tuple[tuple[int, ...], ...]
 
@@ -213,16 +223,27 @@ def written_boxes(record: ArrayRecord, shards: Sequence[Shard], owners: Owners |
         if shard.replicas == 1:
             written.append(shard.box)
             continue
-        ranges = _cells_within(record, shard.box)
-        if ranges is None:
-            written.extend([shard.box] if shard.replica == 0 else [])
-            continue
-        for cell in itertools.product(*[range(len(axis)) for _, axis in ranges]):
-            place = [first + number for (first, _), number in zip(ranges, cell, strict=True)]
-            if owners.of(place) % shard.replicas == shard.replica:
-                bounds = [axis[number] for (_, axis), number in zip(ranges, cell, strict=True)]
-                written.append(Box(tuple([low for low, _ in bounds]), tuple([high for _, high in bounds])))
+        written.extend([cell for cell, replica in owned_cells(record, shard, owners) if replica == shard.replica])
     return tuple(written)
+
+
+def owned_cells(record: ArrayRecord, shard: Shard, owners: Owners | None) -> Iterator[tuple[Box, int]]:
+    """The pieces in which the replicas of a box write it, each with the number of the replica that does.
+
+    Args:
+        record: the array.
+        shard: the box, as any process holds it.
+        owners: as for `written_boxes`.
+    """
+    ranges = None if owners is None else _cells_within(record, shard.box)
+    if owners is None or ranges is None:
+        yield shard.box, 0
+        return
+    for cell in itertools.product(*[range(len(axis)) for _, axis in ranges]):
+        place = [first + number for (first, _), number in zip(ranges, cell, strict=True)]
+        bounds = [axis[number] for (_, axis), number in zip(ranges, cell, strict=True)]
+        box = Box(tuple([low for low, _ in bounds]), tuple([high for _, high in bounds]))
+        yield box, owners.of(place) % shard.replicas
 
 
 def _cells_within(record: ArrayRecord, box: Box) -> list[tuple[int, list[tuple[int, int]]]] | None:

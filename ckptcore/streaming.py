@@ -254,7 +254,7 @@ class StreamedSnapshot:
         arrays: list[list[HostArray]] = [[] for _ in items]
         for position, buffer in zip(owners, buffers, strict=True):
             arrays[position].append(buffer)
-        for number in self._opened.layout.read(plan, buffers, self._opened.store):
+        for number in self._opened.read(plan, buffers):
             position = owners[number]
             left[position] -= 1
             if not left[position]:

@@ -34,7 +34,7 @@ from ckptcore.model.objects import ObjectRecord
 from ckptcore.occupants import parse_root, read_root, root_bytes
 from ckptcore.preparing import save_created
 from ckptcore.protocols import StorageBackend
-from ckptcore.root import ROOT_KEY, Claimed, Root
+from ckptcore.root import HOST_COPIES, ROOT_KEY, Claimed, Root
 from ckptcore.steps import StepDirectory
 from ckptcore.visibility import show_claim
 
@@ -87,8 +87,8 @@ def _read_part(location: Location) -> _Part:
     own = {ROOT_KEY, *root.parts}
     records: list[ObjectRecord] = []
     for key in store.list():
-        if key in own:
-            continue
+        if key in own or HOST_COPIES in key.split("/")[:2]:
+            continue  # copies are for this host
         size = store.size(key)
         record = known.get(key, ObjectRecord(key, size))
         if record.size != size:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 
 import ckptcore
-from ckptcore import ArrayShard, Checkpointer, CheckpointReader, NearTier, ShardedArray
+from ckptcore import ArrayShard, Checkpointer, CheckpointReader, NearTier, ReplicaOptions, ShardedArray
 from ckptcore.errors import CheckpointError, OnlyStepError, RankFailedError
 from ckptcore.model import Box
 from ckptcore.policies import LatestN, SpecificSteps
@@ -51,12 +52,14 @@ def job(
     **options: Any,
 ) -> Sequence[Any]:
     """Do work on every rank, each with a run of its own on its host; what each returned."""
+    replicas = options.pop("replicas", ReplicaOptions())
     tier_options = {"preservation_policy": LatestN(2), "close_seconds": 60.0, **options.pop("tier", {})}
 
     def run_rank(coordinator: Coordinator) -> Any:
         watch = Watch()
         tier = NearTier(near_of(place, hosts[coordinator.rank]), seen_by="host", **tier_options)
-        with Checkpointer(through(far), near=tier, context=watched(watch, coordinator), **options) as run:
+        context = dataclasses.replace(watched(watch, coordinator), replicas=replicas)
+        with Checkpointer(through(far), near=tier, context=context, **options) as run:
             return work(run, coordinator.rank, watch)
 
     return ThreadJob(len(hosts), timeout_seconds=60).run(run_rank)

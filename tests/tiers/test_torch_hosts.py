@@ -34,3 +34,11 @@ def test_a_job_goes_on_after_a_host_was_killed_in_a_save(tmp_path: Path) -> None
     found = run_job(_PROGRAM, "load", tmp_path, size=2)
     assert found in ([[2, 2]] * 2, [[3, 3]] * 2)
     assert CheckpointReader(tmp_path / "far").latest == found[0][0] + 10
+
+
+@pytest.mark.parametrize("layout", ["dcp", "safetensors"])
+def test_replicas_load_near_where_nothing_was_uploaded(tmp_path: Path, layout: str) -> None:
+    with pytest.raises(AssertionError, match=r"ended with \[-9, -9, -9, -9\]"):
+        run_job(_PROGRAM, "die saved", tmp_path, size=4, layouts=[layout])
+    assert run_job(_PROGRAM, "load trained", tmp_path, size=4, layouts=[layout]) == [2] * 4
+    assert CheckpointReader(tmp_path / "far").steps == ()

@@ -12,9 +12,12 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_flatten
 
-from ckptcore import Checkpointer, NearTier
+from ckptcore import Checkpointer, Context, NearTier, ReplicaOptions
+from ckptcore.policies import SpecificSteps
 from tests.jobs.processes import Place
 
 __all__ = ["TASKS", "run"]
@@ -70,4 +73,64 @@ def _die_with_a_host(place: Place) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-TASKS: Final[Mapping[str, Callable[[Place], Any]]] = {"save": _save, "load": _load, "die": _die_with_a_host}
+def _open_never_uploading(place: Place) -> Checkpointer:
+    """A run of two processes on each host, of which no step is uploaded."""
+    near = NearTier(
+        place.directory / f"host-{place.rank // 2}" / "run", seen_by="host", upload_policy=SpecificSteps([])
+    )
+    context = Context(replicas=ReplicaOptions(piece_bytes=256))
+    return Checkpointer(place.directory / "far", near=near, layout=place.layouts[0], context=context)
+
+
+def _trained(place: Place, steps: int) -> dict[str, Any]:
+    """What a job with data parallelism has after so many steps, alike on every rank; and arrays that only some ranks hold alike."""
+    torch.manual_seed(0)
+    model = DistributedDataParallel(torch.nn.Sequential(torch.nn.Linear(31, 17), torch.nn.BatchNorm1d(17)))
+    optimizer = torch.optim.AdamW(model.parameters())
+    for step in range(steps):
+        optimizer.zero_grad()
+        model(torch.full((4, 31), float(step)) + torch.arange(4.0)[:, None]).square().sum().backward()
+        optimizer.step()
+    mesh = init_device_mesh("cpu", (2, place.size // 2))
+    whole = torch.arange(12.0 * 50).reshape(12, 50) + steps
+    return {
+        "model": model.state_dict(),
+        "optimizer": optimizer.state_dict(),
+        "across": distribute_tensor(whole, mesh, [Replicate(), Shard(0)]),
+        "within": distribute_tensor(whole, mesh, [Shard(0), Replicate()]),
+        "step": steps,
+    }
+
+
+def _die_saved(place: Place) -> None:
+    """Save two steps, and be killed once the second is committed on all hosts and before anything is uploaded."""
+    run = _open_never_uploading(place)
+    for steps in (1, 2):
+        run.save(steps, _trained(place, steps))
+        run.wait()
+    dist.barrier()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _load_trained(place: Place) -> Any:
+    """Load what the job had that was killed: every element is what it was."""
+    with _open_never_uploading(place) as run:
+        found = run.load_into(_trained(place, 1))
+        restored = run.restored_step
+    expected = _trained(place, 2)
+    for name in ("across", "within"):
+        assert torch.equal(found.pop(name).to_local(), expected.pop(name).to_local())
+    ours, theirs = (tree_flatten(state)[0] for state in (found, expected))
+    assert len(ours) == len(theirs)
+    for one, other in zip(ours, theirs, strict=True):
+        assert torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
+    return restored
+
+
+TASKS: Final[Mapping[str, Callable[[Place], Any]]] = {
+    "save": _save,
+    "load": _load,
+    "die": _die_with_a_host,
+    "die saved": _die_saved,
+    "load trained": _load_trained,
+}
