@@ -1,0 +1,127 @@
+"""A far tier in S3, as a server of this machine offers it: what is lost near is loaded from there, and a bad network loses nothing."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from ckptcore_s3.testing import DIALECT, S3Server, s3_server
+
+import ckptcore
+from ckptcore import Checkpointer, CheckpointReader, Context, NearTier
+from ckptcore.policies import LatestN
+from ckptcore.testing import (
+    DeliverLater,
+    FaultProxy,
+    InterruptBefore,
+    ProxiedRequest,
+    RepeatLater,
+    RequestFault,
+    RequestPlan,
+    SeededFaults,
+    StoreDialect,
+)
+from tests.checkpointer.runs import assert_is_step, save_steps
+
+_LARGE = 7 << 20
+"""Bytes of an array that is uploaded in parts."""
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
+    """A server that this module has to itself."""
+    with s3_server(tmp_path_factory.mktemp("s3")) as running:
+        yield running
+
+
+def _context(server: S3Server, **options: Any) -> Context:
+    return Context(storage={"s3": {**server.options, "part_bytes": 5 << 20, **options}})
+
+
+def test_what_is_lost_near_is_loaded_from_s3(tmp_path: Path, server: S3Server) -> None:
+    far, context = f"s3://{server.create_bucket()}/run", _context(server)
+    near = tmp_path / "near"
+    with Checkpointer(far, near=NearTier(near, preservation_policy=LatestN(1)), context=context) as run:
+        save_steps(run, [1, 2, 3])
+        run.wait_for_uploads(120)
+        assert run.uploads.waiting == ()
+    assert CheckpointReader(near).steps == (3,)
+    shutil.rmtree(near)
+    with Checkpointer(far, near=NearTier(near), context=context) as run:
+        assert run.steps == (1, 2, 3)
+        assert_is_step(run.load(), 3)
+        save_steps(run, [4])
+    reader = CheckpointReader(far, context=context)
+    assert reader.steps == (1, 2, 3, 4)
+    for step in reader.steps:
+        assert_is_step(reader.load(step), step)
+        assert ckptcore.verify(f"{far}/{step}", context=context).ok
+
+
+class _Weather:
+    """Faults by a seed, and an outage between `begin` and `end`."""
+
+    def __init__(self, plan: RequestPlan) -> None:
+        self._plan = plan
+        self._away = threading.Event()
+        self.met = threading.Event()
+
+    def begin(self) -> None:
+        """Let the service be away."""
+        self._away.set()
+
+    def end(self) -> None:
+        """Let it be back."""
+        self._away.clear()
+
+    def faults(self, request: ProxiedRequest, dialect: StoreDialect) -> Sequence[RequestFault]:
+        """See `RequestPlan`."""
+        if self._away.is_set():
+            self.met.set()
+            return (InterruptBefore(lambda: None),)
+        return self._plan.faults(request, dialect)
+
+
+def _large(step: int) -> dict[str, Any]:
+    return {"w": np.full(_LARGE, step, np.uint8), "step": step}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(4))
+def test_throttling_resets_and_an_outage_lose_nothing(tmp_path: Path, server: S3Server, seed: int) -> None:
+    bucket = server.create_bucket()
+    far, near = f"s3://{bucket}/run", tmp_path / "near"
+    # What arrives later than its answer is a matter of commits, which have tests of their own.
+    plan = SeededFaults(seed, rate=0.15, most=60, spared=(RepeatLater, DeliverLater))
+    weather = _Weather(plan)
+    with FaultProxy(server.server.url, weather, dialect=DIALECT) as proxy:
+        context = _context(server, endpoint=proxy.url, retries=3, first_wait=0.01)
+        tier = NearTier(near, preservation_policy=LatestN(2), most_waiting=20)
+        with Checkpointer(far, near=tier, context=context) as run:
+            for step in range(1, 6):
+                run.save(step, _large(step))
+                run.wait()
+            weather.begin()
+            for step in range(6, 9):  # nobody waits for what is away
+                run.save(step, _large(step))
+                run.wait()
+            assert weather.met.wait(60)
+            time.sleep(0.5)
+            assert CheckpointReader(near).latest == 8
+            weather.end()
+            run.wait_for_uploads(300)
+            assert run.uploads.skipped == () and run.uploads.failed == ()
+    shutil.rmtree(near)
+    plain = _context(server)
+    reader = CheckpointReader(far, context=plain)
+    assert reader.steps == tuple(range(1, 9))
+    for step in reader.steps:
+        assert (reader.load(step)["w"] == step).all()
+    with Checkpointer(far, near=NearTier(near), context=plain) as run:
+        assert run.load()["step"] == 8
