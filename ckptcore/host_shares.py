@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Final
 
 from ckptcore.agreement import Agreement
 from ckptcore.hosts import Hosts, note_key
@@ -25,12 +25,15 @@ from ckptcore.protocols import HostBytes, HostMemory, StorageBackend
 from ckptcore.root import HOST_COPIES
 from ckptcore.sharing import Owners, owned_cells
 
-__all__ = ["CopyDescription", "Held", "add_host_copies", "copied_boxes"]
+__all__ = ["FIRST_STAGE", "CopyDescription", "Held", "add_host_copies", "copied_boxes"]
 
 Held = Mapping[int, Sequence[Shard]]
 """By leaf of a tree, the boxes that a process holds and others hold too."""
 
-_LAYOUT = "safetensors"
+FIRST_STAGE: Final = "held"
+"""Where the others wait for a process that cannot go on with a save that it has described."""
+
+_LAYOUT: Final = "safetensors"
 """How copies are laid out, whatever the layout of the checkpoint: it stores any array as it is."""
 
 
@@ -175,18 +178,19 @@ def _exchange(
         own: by number of the part, what this process holds.
     """
     beside = hosts.beside(agreement.rank)
-    if max(map(len, hosts.groups)) == 1:
-        return {agreement.rank: own}
     key = note_key(save_id, agreement.rank)
     try:
-        with agreement.stage("held", meaning=NOTHING_COMMITTED):
+        with agreement.stage(FIRST_STAGE, meaning=NOTHING_COMMITTED):
             if len(beside) > 1:
                 store.put(key, json.dumps(_told(own)).encode("ascii"))
+        if max(map(len, hosts.groups)) == 1:
+            return {agreement.rank: own}
         with agreement.stage("beside", meaning=NOTHING_COMMITTED):
             found = {rank: _heard(json.loads(store.get(note_key(save_id, rank)))) for rank in beside if len(beside) > 1}
         return {**found, agreement.rank: own}
     finally:
-        store.delete([key])
+        if len(beside) > 1:
+            store.delete([key])
 
 
 def _told(held: Mapping[int, Held]) -> list[JSON]:

@@ -22,7 +22,7 @@ from ckptcore.model.metadata import TreeMetadata
 from ckptcore.model.tree import JSON, format_path
 from ckptcore.occupants import refuse_to_replace
 from ckptcore.parts import Part, PartDescription, TreeDescription, describe_part, naming
-from ckptcore.persisting import NOTHING_COMMITTED, Described, fail_before_claim
+from ckptcore.persisting import NOTHING_COMMITTED, Described, fail_before_claim, fail_everywhere
 from ckptcore.protocols import Executor, Layout, SharesReplicas
 from ckptcore.root import Member, check_name, new_save_id
 from ckptcore.save_requests import OneTree, SaveRequest, check_custom, check_metrics, check_progress
@@ -138,6 +138,7 @@ def prepare_save(request: SaveRequest, context: Context, recording: Recording, a
         descriptions = _unite(agreement, descriptions, decided["different"], payloads)
         with agreement.stage("exports", meaning=NOTHING_COMMITTED):
             planned = plan_all()
+    hosts = None if request.on_hosts is None or len(request.on_hosts.hosts.groups) == 1 else request.on_hosts.hosts
     parts = []
     try:
         for name, description in zip(values, descriptions, strict=True):
@@ -147,6 +148,10 @@ def prepare_save(request: SaveRequest, context: Context, recording: Recording, a
             plan, worker_plans = description.plan(rank, size, save_id), description.worker_plans(save_id)
             parts.append(Part(directory, description.layout, plan, own, worker_plans))
     except BaseException as error:  # noqa: BLE001  # told to the other ranks, then raised
+        if hosts is not None:
+            from ckptcore.host_shares import FIRST_STAGE
+
+            fail_everywhere(agreement, FIRST_STAGE, error)
         fail_before_claim(agreement, error)
     described = Described(
         location=location,
@@ -163,11 +168,11 @@ def prepare_save(request: SaveRequest, context: Context, recording: Recording, a
         on_hosts=request.on_hosts,
     )
     copied: Sequence[CopyDescription] = ()
-    if request.on_hosts is not None and len(request.on_hosts.hosts.groups) > 1:
+    if hosts is not None:
         from ckptcore.host_shares import add_host_copies  # only who has hosts needs it
 
         trees = list(_common_trees(descriptions))
-        described, copied = add_host_copies(described, trees, request.on_hosts.hosts, context.registry)
+        described, copied = add_host_copies(described, trees, hosts, context.registry)
     exports = [
         export.prepare(described, export_id, agreement.part(f"export-{number}"))
         for number, (export, export_id) in enumerate(zip(planned, decided["exports"], strict=True))

@@ -14,9 +14,11 @@ from hypothesis import strategies as st
 
 import ckptcore
 from ckptcore import Checkpointer, CheckpointReader, ReplicaOptions
+from ckptcore.errors import RankFailedError
 from ckptcore.host_shares import copied_boxes
-from ckptcore.model import ArrayRecord, ArraySpec, Box, Node, Shard, TreeMetadata
+from ckptcore.model import ArrayRecord, ArraySpec, Box, Node, Shard, TreeMetadata, WritePlan
 from ckptcore.model.tree import LEAF
+from ckptcore.parts import TreeDescription
 from ckptcore.policies import SpecificSteps
 from ckptcore.sharing import cut_for_replicas, owners_of, written_boxes
 from tests.checkpointer.runs import Watch, keys_of
@@ -160,3 +162,22 @@ def test_what_a_host_writes_and_copies_is_what_it_holds(data: st.DataObject) -> 
                 counts[box.slices] += 1
             held[shards[rank][0][0].box.slices] = True
         assert (counts == held).all(), "each element that a host holds is on it once"
+
+
+def test_a_process_that_cannot_plan_fails_the_save_on_all(
+    tmp_path: Path, far: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    planned = TreeDescription.plan
+
+    def plan(self: TreeDescription, rank: int, size: int, save_id: str) -> WritePlan:
+        if rank == 3:
+            raise ValueError("the test wants it")
+        return planned(self, rank, size, save_id)
+
+    def work(run: Checkpointer, rank: int, watch: Watch) -> str:
+        with pytest.raises((RankFailedError, ValueError)) as found:
+            run.save(1, replicated(1, rank, 4))
+        return type(found.value).__name__
+
+    monkeypatch.setattr(TreeDescription, "plan", plan)
+    assert job(tmp_path, far, work, **_options()) == ["RankFailedError"] * 3 + ["ValueError"]
