@@ -71,7 +71,7 @@ class Context:
             whole as long as one process at a time saves to a location.
         handlers: by type, handlers that come before those of all plugins.
         plugins: plugins beside the installed ones.
-        storage: options of storages, by URL scheme.
+        storage: options of storages, by URL scheme. They may be secrets, and are not shown.
         coordinator: the job that saves and loads together; None: the one that this process is part of.
         executor: the workers that hold the elements of leaves, where this process is their single controller; None: those that a
             plugin knows of, or else everything is done here. Not in a job of several processes.
@@ -91,7 +91,7 @@ class Context:
     without_conditions: WithoutConditions = "refuse"
     handlers: Mapping[type, Handler] = field(default_factory=dict)
     plugins: Sequence[object] = ()
-    storage: Mapping[str, Mapping[str, JSON]] = field(default_factory=dict)
+    storage: Mapping[str, Mapping[str, JSON]] = field(default_factory=dict, repr=False)
     coordinator: Coordinator | None = None
     executor: Executor | None = None
     collectives: Collectives | None = None

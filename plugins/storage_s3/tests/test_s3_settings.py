@@ -15,6 +15,7 @@ from ckptcore_s3.service import S3Service
 from ckptcore_s3.settings import OPTIONS, settings_of
 from ckptcore_s3.signing import signed_headers
 
+from ckptcore import Context
 from ckptcore.errors import InvalidLocationError, StorageCredentialsError
 from ckptcore.protocols import StorageOptions
 
@@ -193,3 +194,14 @@ def test_opening_imports_nothing_heavy_and_makes_no_request() -> None:
         "sys.exit(f'imported {found}' if found else 0)\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+def test_a_context_does_not_show_secrets() -> None:
+    assert "hidden" not in repr(Context(storage={"s3": {"access_key_id": "me", "secret_access_key": "hidden"}}))
+
+
+def test_an_endpoint_has_no_password() -> None:
+    for given in ({"endpoint": "https://me:hidden@host"}, {}):
+        with pytest.raises(InvalidLocationError, match="has a user or a password") as caught:
+            settings_of("bucket", given, {**NO_FILES, "AWS_ENDPOINT_URL": "https://me:hidden@host"})
+        assert "hidden" not in str(caught.value)

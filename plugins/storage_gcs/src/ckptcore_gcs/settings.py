@@ -80,6 +80,11 @@ def settings_of(bucket: str, config: Mapping[str, JSON], environment: Mapping[st
     endpoint = given.get("endpoint") or (host if "://" in host or not host else f"http://{host}")
     endpoint = (endpoint or f"https://storage.{domain}").rstrip("/")
     parts = urlsplit(endpoint)
+    if "@" in parts.netloc:
+        # It would stand in errors and in addresses; what it is is not shown here either.
+        raise InvalidLocationError(
+            "the endpoint has a user or a password in it; give credentials by options of their own"
+        )
     if parts.scheme not in ("http", "https") or not parts.netloc or parts.query or parts.fragment:
         raise InvalidLocationError(
             f"the endpoint {endpoint!r} is no URL of a service; expected one such as https://storage.googleapis.com"

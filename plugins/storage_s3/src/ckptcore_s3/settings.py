@@ -92,6 +92,11 @@ def settings_of(bucket: str, config: Mapping[str, JSON], environment: Mapping[st
     if not own:
         endpoint = f"https://s3.{region}.amazonaws.com" + (".cn" if region.startswith("cn-") else "")
     parts = urlsplit(endpoint)
+    if "@" in parts.netloc:
+        # It would stand in errors and in addresses; what it is is not shown here either.
+        raise InvalidLocationError(
+            "the endpoint has a user or a password in it; give credentials by options of their own"
+        )
     if parts.scheme not in ("http", "https") or not parts.netloc or parts.query or parts.fragment:
         raise InvalidLocationError(
             f"the endpoint {endpoint!r} is no URL of a service; expected one such as https://host:9000"
