@@ -54,7 +54,7 @@ from ckptcore.testing.layout_forecasts import LayoutForecastTests
 from ckptcore.testing.layout_pieces import LayoutPiecesTests
 from ckptcore.testing.layouts import LayoutTests
 from ckptcore.testing.leaf_handlers import LeafExample, LeafHandlerTests
-from ckptcore.testing.matrix import SaveLoadMatrixTests
+from ckptcore.testing.matrix import SaveLoadMatrixTests, StorageMatrixTests
 from ckptcore.testing.plugins import PluginTests
 from ckptcore.testing.remote_arrays import RemoteArray, RemoteArrayHandler
 from ckptcore.testing.request_faults import (
@@ -162,6 +162,7 @@ __all__ = [
     "SimulatedDisk",
     "StaleList",
     "StorageBackendTests",
+    "StorageMatrixTests",
     "StorageSample",
     "StoreDialect",
     "ThreadCollectives",

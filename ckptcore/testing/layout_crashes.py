@@ -6,7 +6,7 @@ import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, TypeVar
 
 import pytest
 
@@ -15,12 +15,16 @@ from ckptcore.errors import CheckpointError, CheckpointNotFoundError, StorageErr
 from ckptcore.hookspecs import hookimpl
 from ckptcore.model import ArraySpec, HostArray
 from ckptcore.plugins import installed_plugins
-from ckptcore.protocols import Layout, StorageBackend, StorageOpener, StorageOptions
+from ckptcore.protocols import AtomicDirectories, Layout, StorageBackend, StorageOpener, StorageOptions
 from ckptcore.testing.arrays import assert_same_bits, bit_patterns
+from ckptcore.testing.builtin_samples import FILE, MEMORY
 from ckptcore.testing.faults import CrashAt, FailAt, FaultPlan, FullAfter, Operation, SimulatedCrash
 from ckptcore.testing.faulty_storage import with_faults
+from ckptcore.testing.samples import StorageSample
 
 __all__ = ["LayoutCrashTests"]
+
+_Fault = TypeVar("_Fault")
 
 _MOMENTS: Final[tuple[Literal["before", "midway"], ...]] = ("before", "midway")
 """After an operation is before the next."""
@@ -44,7 +48,7 @@ class _FaultyPlugin:
 
 @dataclass(frozen=True)
 class _Place:
-    """A fresh place for one checkpoint, in storage of one sort."""
+    """A fresh place for one checkpoint."""
 
     scheme: str
     directory: str
@@ -55,7 +59,7 @@ class _Place:
 
     @property
     def replaces_atomically(self) -> bool:
-        return self.scheme == "file"
+        return isinstance(self.storage(), AtomicDirectories)
 
     def storage(self) -> StorageBackend:
         """The storage, opened at the directory that the checkpoint is in."""
@@ -67,24 +71,40 @@ class LayoutCrashTests:
 
     On a local file system the save replaces a checkpoint; in memory, as on an object store, it is the first one at its
     location, and what is found is nothing or the new one.
+
+    Attributes:
+        faults: about how many of the faults of each test are tried, the first and the last among them; None for all.
     """
+
+    faults: int | None = None
 
     def layout(self) -> Layout:
         """The layout, with options that make it write several objects where it can."""
         raise NotImplementedError("give the class the method `layout`")
 
-    def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
-        """One test per sort of storage."""
-        if "scheme" in metafunc.fixturenames:
-            metafunc.parametrize("scheme", ["file", "memory"])
+    def storages(self) -> Mapping[str, StorageSample]:
+        """The storages, by names shown in those of the tests."""
+        return {"file": FILE, "memory": MEMORY}
 
-    def test_dying_at_any_operation_leaves_the_old_or_the_new(self, scheme: str, tmp_path: Path) -> None:
-        places = self._places(scheme, tmp_path)
+    def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
+        """One test per storage."""
+        if "storage" in metafunc.fixturenames:
+            storages = self.storages()
+            metafunc.parametrize("storage", list(storages.values()), ids=list(storages))
+
+    @pytest.fixture
+    def places(self, storage: StorageSample, tmp_path: Path) -> Iterator[Iterator[_Place]]:
+        """Places at which nothing stands."""
+        with storage.open(tmp_path) as location:
+            scheme, found, rest = location.rpartition("://")
+            yield _places(scheme if found else "file", rest.rpartition("/")[0])
+
+    def test_dying_at_any_operation_leaves_the_old_or_the_new(self, places: Iterator[_Place]) -> None:
         operations = self._operations(next(places))
         crashes = [CrashAt(one.number, moment) for one in operations if one.changes for moment in _MOMENTS]
         crashes.append(CrashAt(len(operations) - 1, "after"))
         outcomes = set()
-        for crash in crashes:
+        for crash in self._chosen(crashes):
             place = next(places)
             self._prepare(place)
             with pytest.raises(SimulatedCrash):
@@ -93,9 +113,8 @@ class LayoutCrashTests:
             self._assert_next_save_cleans_up(place)
         assert outcomes == {"old", "new"}, "the crashes did not come before and after the commit"
 
-    def test_failing_at_any_operation_leaves_the_old_or_the_new(self, scheme: str, tmp_path: Path) -> None:
-        places = self._places(scheme, tmp_path)
-        for operation in self._operations(next(places)):
+    def test_failing_at_any_operation_leaves_the_old_or_the_new(self, places: Iterator[_Place]) -> None:
+        for operation in self._chosen(self._operations(next(places))):
             place = next(places)
             self._prepare(place)
             where = f"{operation} failed"
@@ -110,14 +129,13 @@ class LayoutCrashTests:
                 )
             self._assert_next_save_cleans_up(place)
 
-    def test_a_full_storage_leaves_the_old(self, scheme: str, tmp_path: Path) -> None:
-        places = self._places(scheme, tmp_path)
+    def test_a_full_storage_leaves_the_old(self, places: Iterator[_Place]) -> None:
         plan = FaultPlan()
         place = next(places)
         self._prepare(place)
         self._save(place, _new_state(), plan)
         # A root, which has times and names in it, is some bytes shorter in one save than in another.
-        for room in range(0, plan.bytes_written - 64, max(1, plan.bytes_written // 12)):
+        for room in self._chosen(range(0, plan.bytes_written - 64, max(1, plan.bytes_written // 12))):
             place = next(places)
             self._prepare(place)
             with pytest.raises(StorageFullError):
@@ -128,12 +146,10 @@ class LayoutCrashTests:
 
     # --- one save
 
-    def _places(self, scheme: str, tmp_path: Path) -> Iterator[_Place]:
-        while True:
-            name = uuid.uuid4().hex
-            if scheme == "file":
-                (tmp_path / name).mkdir()
-            yield _Place(scheme, str(tmp_path / name) if scheme == "file" else name)
+    def _chosen(self, faults: Sequence[_Fault]) -> Sequence[_Fault]:
+        if self.faults is None or len(faults) <= self.faults:
+            return faults
+        return [*faults[:: -(-len(faults) // self.faults)], faults[-1]]
 
     def _prepare(self, place: _Place) -> None:
         if place.replaces_atomically:
@@ -203,6 +219,14 @@ class LayoutCrashTests:
         known = {f"checkpoint/{key}" for key in ckptcore.metadata(place.location).objects}
         extra = {key for key in storage.list() if key not in known and not key.startswith("checkpoint/checkpoint.")}
         assert not extra, f"the checkpoint holds objects that it does not list: {sorted(extra)}"
+
+
+def _places(scheme: str, directory: str) -> Iterator[_Place]:
+    while True:
+        name = uuid.uuid4().hex
+        if scheme == "file":
+            Path(directory, name).mkdir()
+        yield _Place(scheme, f"{directory}/{name}")
 
 
 def _state(step: int) -> dict[str, Any]:

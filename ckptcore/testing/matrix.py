@@ -22,7 +22,7 @@ from ckptcore.plugins import installed_plugins
 from ckptcore.testing.arrays import DTYPE_NAMES, PORTABLE_DTYPES, SHAPES, assert_same_bits, bit_patterns
 from ckptcore.testing.samples import FrameworkSample, LayoutSample, Samples, StorageSample, installed_samples
 
-__all__ = ["SaveLoadMatrixTests"]
+__all__ = ["SaveLoadMatrixTests", "StorageMatrixTests"]
 
 _FAST: Final = ckptcore.Context(durability="none")
 
@@ -32,8 +32,8 @@ def _samples() -> Samples:
     return installed_samples()
 
 
-class SaveLoadMatrixTests:
-    """Inherit, and pytest collects the tests: one for each combination of what is installed.
+class StorageMatrixTests:
+    """Inherit, and pytest collects the tests: one for each combination of frameworks, layouts and storages.
 
     Frameworks and storages are found by their samples (see `ckptcore.testing.samples`), layouts by their names. Override
     the three methods to test fewer.
@@ -99,28 +99,8 @@ class SaveLoadMatrixTests:
                 stack.enter_context(framework.session())
             yield
 
-    # --- the members
-
     def test_there_is_something_to_combine(self) -> None:
         assert self.frameworks() and self.layouts() and self.storages()
-
-    def test_every_plugin_with_leaves_or_storages_takes_part(self) -> None:
-        """A plugin that offers no sample would go untested."""
-        failed = installed_plugins().failed
-        assert not failed, f"these plugins failed to load: {failed}"
-        entries = {entry.name: entry for entry in importlib.metadata.entry_points(group=PROJECT_NAME)}
-        for plugin in installed_plugins().describe():
-            distribution = entries[plugin.name].dist if plugin.name in entries else None
-            samples = _samples().offered.get(PROJECT_NAME if distribution is None else distribution.name, ())
-            if "ckpt_leaf_handler" in plugin.hooks:
-                frameworks = [sample for sample in samples if isinstance(sample, FrameworkSample)]
-                assert frameworks, f"the plugin {plugin.name} handles leaves and offers no FrameworkSample"
-            offered = {scheme for sample in samples if isinstance(sample, StorageSample) for scheme in sample.schemes}
-            missing = set(plugin.storages) - offered
-            assert not missing, f"the plugin {plugin.name} offers {sorted(missing)} and no StorageSample of them"
-            assert offered or "ckpt_storage_for" not in plugin.hooks, (
-                f"the plugin {plugin.name} offers no StorageSample"
-            )
 
     # --- arrays
 
@@ -220,6 +200,30 @@ class SaveLoadMatrixTests:
             loaded = ckptcore.load(location, {"one": abstract, "two": [abstract]})
             assert_same_bits(saver.elements(loaded["one"]), elements, "one")
             assert_same_bits(saver.elements(loaded["two"][0]), elements, "two")
+
+
+class SaveLoadMatrixTests(StorageMatrixTests):
+    """Inherit, and pytest collects the tests: beside what needs a storage, what frameworks and containers do with one another."""
+
+    # --- the members
+
+    def test_every_plugin_with_leaves_or_storages_takes_part(self) -> None:
+        """A plugin that offers no sample would go untested."""
+        failed = installed_plugins().failed
+        assert not failed, f"these plugins failed to load: {failed}"
+        entries = {entry.name: entry for entry in importlib.metadata.entry_points(group=PROJECT_NAME)}
+        for plugin in installed_plugins().describe():
+            distribution = entries[plugin.name].dist if plugin.name in entries else None
+            samples = _samples().offered.get(PROJECT_NAME if distribution is None else distribution.name, ())
+            if "ckpt_leaf_handler" in plugin.hooks:
+                frameworks = [sample for sample in samples if isinstance(sample, FrameworkSample)]
+                assert frameworks, f"the plugin {plugin.name} handles leaves and offers no FrameworkSample"
+            offered = {scheme for sample in samples if isinstance(sample, StorageSample) for scheme in sample.schemes}
+            missing = set(plugin.storages) - offered
+            assert not missing, f"the plugin {plugin.name} offers {sorted(missing)} and no StorageSample of them"
+            assert offered or "ckpt_storage_for" not in plugin.hooks, (
+                f"the plugin {plugin.name} offers no StorageSample"
+            )
 
     # --- dtypes that a framework lacks
 

@@ -1,17 +1,39 @@
-"""Directories of steps: on a file system, which has locks, and in memory, which has conditional puts only."""
+"""Directories of steps: on a file system, which has locks, and where there are conditional puts only: in memory and on servers."""
 
 from __future__ import annotations
 
 import uuid
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.servers.samples import SERVERS, mark_slow
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """On a server most tests are slow ones."""
+    mark_slow(items, Path(__file__).parent, one_of=20, long=["test_an_evaluator_beside_a_writer"])
+
+
+@pytest.fixture(params=["local", "memory", *SERVERS])
+def directory(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
+    """One that is not there yet."""
+    match request.param:
+        case "local":
+            yield str(tmp_path / "run")
+        case "memory":
+            yield f"memory://{uuid.uuid4().hex}/run"
+        case server:
+            with SERVERS[server].open(tmp_path) as location:
+                yield location
+
 
 @pytest.fixture(params=["local", "memory"])
-def directory(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    """One that is not there yet."""
-    return str(tmp_path / "run") if request.param == "local" else f"memory://{uuid.uuid4().hex}/run"
+def near(request: pytest.FixtureRequest, local: str, memory: str) -> str:
+    """One that is not there yet, where a request costs next to nothing."""
+    return local if request.param == "local" else memory
 
 
 @pytest.fixture

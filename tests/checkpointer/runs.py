@@ -115,25 +115,25 @@ class _Plugin:
 
 def _open(plan: FaultPlan, kind: str, url: str, options: StorageOptions) -> StorageBackend:
     rest = url.partition("://")[2]
-    inner = (
-        open_local("/" + rest, options)
-        if kind == "local"
-        else installed_plugins().storage("memory")(f"memory://{rest}", options)
-    )
+    inner = open_local("/" + rest, options) if kind == "local" else _open_there(kind, rest, options)
     return with_faults(inner, plan)
+
+
+def _open_there(scheme: str, rest: str, options: StorageOptions) -> StorageBackend:
+    return installed_plugins().storage(scheme)(f"{scheme}://{rest}", options)
 
 
 def watched(
     plan: FaultPlan, coordinator: Coordinator | None = None, observers: Sequence[Observer] = ()
 ) -> ckptcore.Context:
     """A Context that reads and writes what `through` names through a plan."""
-    openers = {f"seen-{kind}": functools.partial(_open, plan, kind) for kind in ("local", "memory")}
+    openers = {f"seen-{kind}": functools.partial(_open, plan, kind) for kind in ("local", "memory", "s3", "gs")}
     return ckptcore.Context(plugins=(_Plugin(openers),), threads=1, coordinator=coordinator, observers=observers)
 
 
 def through(directory: str) -> str:
     """The directory as a Context made by `watched` knows it."""
-    kind, rest = ("memory", directory.removeprefix("memory://")) if "://" in directory else ("local", directory[1:])
+    kind, rest = directory.split("://") if "://" in directory else ("local", directory[1:])
     return f"seen-{kind}://{rest}"
 
 

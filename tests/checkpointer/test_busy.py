@@ -263,8 +263,8 @@ def test_who_is_interrupted_while_it_waits_can_wait_again(directory: str, monkey
         assert run.latest == 1
 
 
-def test_nothing_grows_over_a_thousand_saves(directory: str) -> None:
-    with Checkpointer(directory, context=ckptcore.Context(durability="none")) as run:
+def test_nothing_grows_over_a_thousand_saves(near: str) -> None:
+    with Checkpointer(near, context=ckptcore.Context(durability="none")) as run:
         for step in range(1000):
             run.save(step % 7, {"x": step}, overwrite="non-atomic")
             assert len(run._saves) <= 2

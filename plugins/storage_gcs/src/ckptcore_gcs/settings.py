@@ -64,13 +64,18 @@ def settings_of(bucket: str, config: Mapping[str, JSON], environment: Mapping[st
 
     Options come before the environment. As for Google's own libraries, ``STORAGE_EMULATOR_HOST`` names an emulator, which is
     asked without credentials unless an option gives some, ``GOOGLE_CLOUD_UNIVERSE_DOMAIN`` another cloud than the public one,
-    and ``GOOGLE_CLOUD_QUOTA_PROJECT`` the project that requests count against.
+    and ``GOOGLE_CLOUD_QUOTA_PROJECT`` the project that requests count against. ``CKPTCORE_GCS_UPLOADS`` is the option ``uploads`` for
+    programs that give none: most emulators have no uploads in parts.
 
     Raises:
         InvalidLocationError: for an endpoint that is no URL.
-        ValueError: for an option that is not known or of another type, or several kinds of credentials.
+        ValueError: for an option that is not known or of another type, several kinds of credentials, or a variable of the
+            environment that names no kind of uploads.
     """
     given: Mapping[str, Any] = check_options("gs", config, OPTIONS)
+    uploads: Any = given.get("uploads") or environment.get("CKPTCORE_GCS_UPLOADS") or "parts"
+    if uploads not in ("parts", "composite"):
+        raise ValueError(f"CKPTCORE_GCS_UPLOADS in the environment: expected parts or composite, found {uploads!r}")
     kinds = [name for name in ("credentials_file", "access_token", "anonymous") if given.get(name)]
     if len(kinds) > 1:
         raise ValueError(f"Context(storage={{'gs': ...}}): give one of {', '.join(kinds)}, not several")
@@ -101,6 +106,6 @@ def settings_of(bucket: str, config: Mapping[str, JSON], environment: Mapping[st
         access_token=given.get("access_token") or None,
         anonymous=anonymous,
         user_project=project,
-        uploads=given.get("uploads", "parts"),
+        uploads=uploads,
         tuning=tuning_of(given),
     )

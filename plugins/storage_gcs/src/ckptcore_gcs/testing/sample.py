@@ -1,14 +1,20 @@
-"""The sample that puts GCS into the matrix of all storages: the strict server, started with the first location."""
+"""The samples of GCS: servers that are started with the first location. The strict one is in the matrix of all storages."""
 
 from __future__ import annotations
 
+import functools
 from typing import Final
 
 from ckptcore.testing import StorageSample
 from ckptcore.testing.shared_buckets import SharedBucket
 from ckptcore_gcs.testing.servers import gcs_server
 
-__all__ = ["SAMPLE"]
+__all__ = ["FAKE_GCS_SERVER", "SAMPLE"]
 
 SAMPLE: Final = StorageSample(scheme="gs", open=SharedBucket("gs", gcs_server).open, costly=True, aliases=("gcs",))
 """GCS on the strict server."""
+
+FAKE_GCS_SERVER: Final = StorageSample(
+    scheme="gs", open=SharedBucket("gs", functools.partial(gcs_server, kind="fake-gcs-server")).open, costly=True
+)
+"""GCS on a server that others wrote."""

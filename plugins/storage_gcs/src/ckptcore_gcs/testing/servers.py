@@ -56,8 +56,11 @@ class GcsServer:
 
     @property
     def environment(self) -> Mapping[str, str]:
-        """Variables by which programs use it: Google's, and tensorstore's own."""
-        return {"STORAGE_EMULATOR_HOST": self.server.url, "TENSORSTORE_GCS_HTTP_URL": self.server.url}
+        """Variables by which programs use it: Google's, tensorstore's own and ours."""
+        variables = {"STORAGE_EMULATOR_HOST": self.server.url, "TENSORSTORE_GCS_HTTP_URL": self.server.url}
+        if self.kind == "fake-gcs-server":
+            variables["CKPTCORE_GCS_UPLOADS"] = "composite"
+        return variables
 
     def create_bucket(self, name: str = "") -> str:
         """Create a bucket; its name, a new one where none is given."""

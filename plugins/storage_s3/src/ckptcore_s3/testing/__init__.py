@@ -7,7 +7,7 @@
 
 from __future__ import annotations
 
-from ckptcore_s3.testing.sample import SAMPLE
+from ckptcore_s3.testing.sample import MOTO, SAMPLE
 from ckptcore_s3.testing.servers import ACCESS_KEY_ID, DIALECT, SECRET_ACCESS_KEY, S3Server, s3_server
 
-__all__ = ["ACCESS_KEY_ID", "DIALECT", "SAMPLE", "SECRET_ACCESS_KEY", "S3Server", "s3_server"]
+__all__ = ["ACCESS_KEY_ID", "DIALECT", "MOTO", "SAMPLE", "SECRET_ACCESS_KEY", "S3Server", "s3_server"]

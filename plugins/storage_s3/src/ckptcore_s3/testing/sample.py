@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Final
 
 from ckptcore.testing import StorageSample
 from ckptcore.testing.shared_buckets import SharedBucket
 from ckptcore_s3.testing.servers import s3_server
 
-__all__ = ["SAMPLE"]
+__all__ = ["MOTO", "SAMPLE"]
 
 SAMPLE: Final = StorageSample(scheme="s3", open=SharedBucket("s3", s3_server).open, costly=True)
 """S3 on the server that the tests use; see `s3_server`."""
+
+MOTO: Final = StorageSample(
+    scheme="s3", open=SharedBucket("s3", functools.partial(s3_server, kind="moto")).open, costly=True
+)
+"""S3 on moto, the second opinion."""

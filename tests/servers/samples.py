@@ -1,0 +1,53 @@
+"""The servers that every suite runs on: one entry for each, and which of their tests are quick."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Final
+
+import pytest
+from ckptcore_gcs.testing.sample import FAKE_GCS_SERVER
+from ckptcore_gcs.testing.sample import SAMPLE as STRICT_GCS
+from ckptcore_s3.testing import MOTO
+from ckptcore_s3.testing import SAMPLE as S3
+from ckptcore_s3.testing.servers import server_kind
+
+from ckptcore.plugins import installed_plugins
+from ckptcore.protocols import StorageBackend, StorageOptions
+from ckptcore.testing import StorageSample
+
+__all__ = ["SERVERS", "mark_slow", "open_storage"]
+
+SERVERS: Final[Mapping[str, StorageSample]] = {
+    server_kind(): S3,  # MiniStack, or what CKPTCORE_S3_SERVER names: Ceph
+    "moto": MOTO,
+    "strict-gcs": STRICT_GCS,
+    "fake-gcs-server": FAKE_GCS_SERVER,
+}
+"""By name. A process starts each where a test first asks for it, and stops it in the end."""
+
+
+def open_storage(location: str) -> StorageBackend:
+    """The storage at a location that a sample gave."""
+    opener = installed_plugins().storage(location.partition("://")[0])
+    return opener(location, StorageOptions(durable=False))
+
+
+def mark_slow(items: Sequence[pytest.Item], place: Path, *, one_of: int, long: Sequence[str] = ()) -> None:
+    """Mark tests on servers slow, all but a fixed sample for each server: a number made of its name decides.
+
+    Args:
+        items: every test; those of other places, and those that have no server in their name, stay as they are.
+        place: the file or directory with the tests of the suite.
+        one_of: how many tests there are for each that stays quick.
+        long: tests of which none stays quick.
+    """
+    for item in items:
+        if place not in (item.path, *item.path.parents):
+            continue
+        if not any(name in item.name for name in SERVERS):
+            continue
+        if zlib.crc32(item.name.encode()) % one_of or item.name.partition("[")[0] in long:
+            item.add_marker(pytest.mark.slow)

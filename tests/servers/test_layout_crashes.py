@@ -1,0 +1,77 @@
+"""What a save through each layout leaves behind on every server when it dies or fails at any request."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import pytest
+from ckptcore_dcp.layouts import DcpLayout
+from ckptcore_tensorstore import OcdbtLayout, Zarr3Layout, ZarrLayout
+
+from ckptcore.builtin.safetensors import SafetensorsLayout
+from ckptcore.protocols import Layout
+from ckptcore.testing import LayoutCrashTests, StorageSample
+from tests.servers.samples import SERVERS
+
+
+@pytest.mark.slow
+class _OnServers(LayoutCrashTests):
+    """Every fault: what takes long is slow."""
+
+    def storages(self) -> Mapping[str, StorageSample]:
+        """The servers."""
+        return SERVERS
+
+
+class TestSafetensors(_OnServers):
+    def layout(self) -> Layout:
+        return SafetensorsLayout(max_file_bytes=100)
+
+
+class TestDcp(_OnServers):
+    def layout(self) -> Layout:
+        return DcpLayout()
+
+
+class TestOcdbt(_OnServers):
+    def layout(self) -> Layout:
+        return OcdbtLayout(chunk_bytes=64, data_file_bytes=256)
+
+
+class TestZarr3(_OnServers):
+    def layout(self) -> Layout:
+        return Zarr3Layout()
+
+
+class TestZarr(_OnServers):
+    def layout(self) -> Layout:
+        return ZarrLayout()
+
+
+class TestSample(LayoutCrashTests):
+    """Few faults, with a layout for each server in turn."""
+
+    faults = 3
+
+    @pytest.fixture(autouse=True)
+    def _choose(self, storage: StorageSample) -> None:
+        names = sorted(SERVERS)
+        layouts = [DcpLayout, SafetensorsLayout, OcdbtLayout, Zarr3Layout]
+        self._layout: Layout = layouts[[SERVERS[name] for name in names].index(storage) % len(layouts)]()
+
+    def storages(self) -> Mapping[str, StorageSample]:
+        """The servers."""
+        return SERVERS
+
+    def layout(self) -> Layout:
+        """See `LayoutCrashTests`."""
+        return self._layout
+
+    @pytest.mark.slow
+    def test_failing_at_any_operation_leaves_the_old_or_the_new(self, places: Iterator[Any]) -> None:
+        super().test_failing_at_any_operation_leaves_the_old_or_the_new(places)
+
+    @pytest.mark.slow
+    def test_a_full_storage_leaves_the_old(self, places: Iterator[Any]) -> None:
+        super().test_a_full_storage_leaves_the_old(places)

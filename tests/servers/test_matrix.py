@@ -1,0 +1,17 @@
+"""Every framework and layout through every server that the matrix of what is installed does not go through."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from ckptcore.testing import StorageMatrixTests, StorageSample, installed_samples
+from tests.servers.samples import SERVERS
+
+
+class TestMatrix(StorageMatrixTests):
+    """What needs a storage, through the others."""
+
+    def storages(self) -> Mapping[str, StorageSample]:
+        """By name of the server."""
+        installed = list(installed_samples().storages.values())
+        return {name: sample for name, sample in SERVERS.items() if sample not in installed}
