@@ -32,7 +32,7 @@ class AdaptiveLimit:
             clock: seconds that never go back.
         """
         self._most = most
-        self._name = name
+        self.name: Final = name
         self._clock = clock
         self.renew()
         renew_in_children(self)
@@ -88,4 +88,4 @@ class AdaptiveLimit:
             self._cuts += 1
             first = self._cuts == 1
         if first:
-            _LOG.warning("%s has too much to do: fewer requests go out at once for a while", self._name)
+            _LOG.warning("%s has too much to do: fewer requests go out at once for a while", self.name)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import random
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Final, TypeVar
 
 from ckptcore_obstore.failures import FailureKind, RequestFailed, Tried
 from ckptcore_obstore.limits import AdaptiveLimit
@@ -14,6 +15,11 @@ from ckptcore_obstore.limits import AdaptiveLimit
 __all__ = ["RetryPolicy", "try_request"]
 
 T = TypeVar("T")
+
+_LOG: Final = logging.getLogger("ckptcore.storage")
+
+_TRIES_IN_SILENCE: Final = 3
+"""One failure or two are the life of a network; whoever waits longer wants to know for what."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,4 +71,9 @@ def try_request(request: Callable[[], T], policy: RetryPolicy, limit: AdaptiveLi
             failed.tried = Tried(tries, elapsed, may_be_done)
             raise failed
         may_be_done = True
+        if tries == _TRIES_IN_SILENCE:
+            _LOG.warning(
+                "%s: %d tries of a request failed, the last one with: %s. It is tried again for up to %.0f seconds",
+                limit.name, tries, failed, policy.deadline_seconds,
+            )  # fmt: skip
         time.sleep(wait)

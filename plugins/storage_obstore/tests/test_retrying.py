@@ -1,0 +1,58 @@
+"""Retries: how often, and what a person is told meanwhile."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+from ckptcore_obstore.failures import Failure, FailureKind, RequestFailed
+from ckptcore_obstore.limits import AdaptiveLimit
+from ckptcore_obstore.retrying import RetryPolicy, try_request
+
+POLICY = RetryPolicy(retries=5, first_wait_seconds=0.0)
+
+
+class Service:
+    """Fails so often, and answers then."""
+
+    def __init__(self, failures: int, kind: FailureKind = FailureKind.CONNECTION) -> None:
+        self.left = failures
+        self.asked = 0
+        self.kind = kind
+
+    def __call__(self) -> str:
+        """One request."""
+        self.asked += 1
+        if self.left:
+            self.left -= 1
+            raise RequestFailed(Failure(self.kind, None, "", "connection refused"))
+        return "answer"
+
+
+def test_a_failure_that_passes_is_not_seen(caplog: pytest.LogCaptureFixture) -> None:
+    service = Service(2)
+    assert try_request(service, POLICY, AdaptiveLimit(4, "s3://bucket")) == "answer"
+    assert service.asked == 3
+    assert caplog.records == []
+
+
+def test_who_waits_is_told_for_what_and_once(caplog: pytest.LogCaptureFixture) -> None:
+    service = Service(5)
+    assert try_request(service, POLICY, AdaptiveLimit(4, "s3://bucket")) == "answer"
+    (record,) = caplog.records
+    assert (record.name, record.levelno) == ("ckptcore.storage", logging.WARNING)
+    assert "s3://bucket: 3 tries" in record.getMessage() and "connection refused" in record.getMessage()
+
+
+def test_tries_end() -> None:
+    service = Service(6)
+    with pytest.raises(RequestFailed) as caught:
+        try_request(service, POLICY, AdaptiveLimit(4, "s3://bucket"))
+    assert caught.value.tried.tries == service.asked == 6
+
+
+def test_what_does_not_pass_is_not_tried_again() -> None:
+    service = Service(1, FailureKind.PERMISSION)
+    with pytest.raises(RequestFailed):
+        try_request(service, POLICY, AdaptiveLimit(4, "s3://bucket"))
+    assert service.asked == 1
