@@ -206,6 +206,8 @@ class _FencedWriter:
             except StorageError as error:
                 # It may have been done, and be said to have failed.
                 if self._is_there(error):
+                    if isinstance(error, ConditionFailedError):
+                        self._inner.abort()  # the pieces that it sent belong to no object, and would be kept
                     return
                 if not isinstance(error, ConditionFailedError):
                     self._expect_claim_after(error)

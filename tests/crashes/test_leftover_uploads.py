@@ -1,0 +1,27 @@
+"""Uploads in pieces of which a save finds that it needs none: nobody would give them up, and services keep and charge them."""
+
+from __future__ import annotations
+
+import uuid
+
+from ckptcore.conditions import Conditions
+from ckptcore.locations import resolve_location
+from ckptcore.object_claims import claim_objects
+from ckptcore.plugins import installed_plugins
+from ckptcore.root import Claimed, new_save_id
+
+_DATA = bytes(range(256)) * (5 << 12)
+
+
+def test_an_object_that_is_there_already_leaves_no_upload() -> None:
+    """Another copy of the same save may have completed it, or a dead save that had the same bytes."""
+    place = f"memory://{uuid.uuid4().hex}/step_1"
+    location = resolve_location(place, installed_plugins(), durable=False, config={})
+    claimed = Claimed(new_save_id(), "2026-01-01T00:00:00+00:00")
+    claim = claim_objects(location, claimed, False, Conditions())
+    writer = claim.store.open_writer("data", len(_DATA))
+    writer.write_at(0, _DATA)
+    location.store.put("data", _DATA)
+    writer.finish()
+    assert claim.store.abort_uploads() == 0
+    assert claim.store.get("data") == _DATA
