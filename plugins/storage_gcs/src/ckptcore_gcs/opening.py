@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import threading
 from typing import Final
 
+from ckptcore_obstore.open_buckets import OpenBuckets
 from ckptcore_obstore.storage import ObjectStoreDirectory
 
 from ckptcore.errors import InvalidLocationError
@@ -19,12 +19,11 @@ _SCHEMES: Final = ("gs", "gcs")
 
 
 class GcsBuckets:
-    """The buckets that this process uses, by their settings. Any thread."""
+    """The buckets that this process used last, by their settings. Any thread."""
 
     def __init__(self) -> None:
         """Open nothing."""
-        self._lock = threading.Lock()
-        self._buckets: dict[Settings, GcsBucket] = {}
+        self._buckets = OpenBuckets[Settings, GcsBucket]()
 
     def open(self, url: str, options: StorageOptions) -> ObjectStoreDirectory:
         """Open ``gs://BUCKET`` or ``gs://BUCKET/DIRECTORY``; creates nothing and makes no request.
@@ -40,8 +39,5 @@ class GcsBuckets:
         if not name or not name.isascii() or not all(one.isalnum() or one in ".-_" for one in name):
             raise InvalidLocationError(f"the URL {url!r} names no bucket; expected one such as gs://bucket/directory")
         settings = settings_of(name, options.config)
-        with self._lock:
-            bucket = self._buckets.get(settings)
-            if bucket is None:
-                bucket = self._buckets[settings] = GcsBucket(GcsService(settings))
+        bucket = self._buckets.get(settings, lambda: GcsBucket(GcsService(settings)))
         return ObjectStoreDirectory(bucket, directory.rstrip("/"))

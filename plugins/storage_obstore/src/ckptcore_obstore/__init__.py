@@ -5,6 +5,7 @@
     storage         a directory of a bucket as a ckptcore storage
     writer          objects in pieces, uploaded in parts
     buckets         the requests of this process to one bucket
+    open_buckets    those that a process used last
     part_sizes      where each part of an upload begins
     uploads         uploads in parts
     listing         lists of keys

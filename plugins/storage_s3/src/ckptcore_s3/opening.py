@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-import threading
 from typing import Final
 
 from ckptcore_obstore.buckets import Bucket
+from ckptcore_obstore.open_buckets import OpenBuckets
 from ckptcore_obstore.storage import ObjectStoreDirectory
 
 from ckptcore.errors import InvalidLocationError
@@ -20,12 +20,11 @@ _SCHEME: Final = "s3://"
 
 
 class S3Buckets:
-    """The buckets that this process uses, by their settings. Any thread."""
+    """The buckets that this process used last, by their settings. Any thread."""
 
     def __init__(self) -> None:
         """Open nothing."""
-        self._lock = threading.Lock()
-        self._buckets: dict[tuple[int, Settings], Bucket] = {}
+        self._buckets = OpenBuckets[tuple[int, Settings], Bucket]()
 
     def open(self, url: str, options: StorageOptions) -> ObjectStoreDirectory:
         """Open ``s3://BUCKET`` or ``s3://BUCKET/DIRECTORY``; creates nothing and makes no request.
@@ -40,9 +39,6 @@ class S3Buckets:
         if not name or not name.isascii() or not all(one.isalnum() or one in ".-_" for one in name):
             raise InvalidLocationError(f"the URL {url!r} names no bucket; expected one such as s3://bucket/directory")
         settings = settings_of(name, options.config)
-        with self._lock:
-            place = os.getpid(), settings  # connections and locks are of one process, not of its children by fork
-            bucket = self._buckets.get(place)
-            if bucket is None:
-                bucket = self._buckets[place] = Bucket(S3Service(settings))
+        place = os.getpid(), settings  # connections and locks are of one process, not of its children by fork
+        bucket = self._buckets.get(place, lambda: Bucket(S3Service(settings)))
         return ObjectStoreDirectory(bucket, directory.rstrip("/"))

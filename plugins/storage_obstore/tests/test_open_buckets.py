@@ -1,0 +1,48 @@
+"""Open buckets: shared while they are used, and not kept for every credential that a process ever had."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+
+import pytest
+from ckptcore_gcs.opening import GcsBuckets
+from ckptcore_obstore.open_buckets import OpenBuckets
+from ckptcore_obstore.storage import ObjectStoreDirectory
+from ckptcore_s3.opening import S3Buckets
+
+from ckptcore.protocols import StorageOptions
+
+
+def test_the_buckets_that_were_used_last_are_kept() -> None:
+    buckets = OpenBuckets[str, object](most=2)
+    first, second = buckets.get("first", object), buckets.get("second", object)
+    assert buckets.get("first", object) is first
+    buckets.get("third", object)
+    assert buckets.get("first", object) is first
+    assert buckets.get("second", object) is not second
+
+
+def _s3() -> Callable[[int], ObjectStoreDirectory]:
+    buckets = S3Buckets()
+    return lambda number: buckets.open(
+        "s3://bucket/run",
+        StorageOptions(config={"access_key_id": f"key-{number}", "secret_access_key": "secret", "region": "eu-west-1"}),
+    )
+
+
+def _gs() -> Callable[[int], ObjectStoreDirectory]:
+    buckets = GcsBuckets()
+    return lambda number: buckets.open("gs://bucket/run", StorageOptions(config={"access_token": f"token-{number}"}))
+
+
+@pytest.mark.parametrize("opener", [_s3, _gs])
+def test_what_was_open_with_old_credentials_is_let_go(
+    opener: Callable[[], Callable[[int], ObjectStoreDirectory]],
+) -> None:
+    opened = opener()
+    assert opened(0).bucket is opened(0).bucket
+    seen = [weakref.ref(opened(number).bucket) for number in range(200)]
+    gc.collect()
+    assert sum(bucket() is not None for bucket in seen) < 100
