@@ -401,9 +401,12 @@ def check_sizes(opened: Opened, wanted: Collection[int]) -> None:
     if opened.root is None:
         return  # its layout has looked at its files itself
     extents = [extent for extent in opened.layout.extents(opened.tree, opened.state) if extent[0] in wanted]
-    # What the objects really have: one may be cut off, and a hostile root may state anything.
+    # Not what the root states, or only a little of it: an object may be cut off, and a hostile root may state anything.
     keys = dict.fromkeys([key for _, key, _, _ in extents])
-    sizes = {**dict.fromkeys(keys, 0), **opened.store.present_sizes([key for key in keys if key in opened.objects])}
+    sizes = {
+        **dict.fromkeys(keys, 0),
+        **opened.store.object_sizes.bounding([key for key in keys if key in opened.objects]),
+    }
     taken: dict[str, int] = {}
     for leaf, key, start, stop in extents:
         # No two arrays share bytes, so together they are no larger than the object either.

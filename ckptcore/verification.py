@@ -127,7 +127,7 @@ def _open_directory(composite: OpenedComposite, name: str, directory: str, locat
 
 def _sizes_fit(opened: Opened) -> bool:
     try:
-        present = opened.store.present_sizes(opened.objects)
+        present = opened.store.object_sizes.present(opened.objects)
         return all(present[key] == record.size for key, record in opened.objects.items())
     except ObjectNotFoundError:
         return False

@@ -15,6 +15,10 @@ PAGE_BYTES: Final = 4096
 HUGE_PAGE_BYTES: Final = 2 << 20
 """Bytes of a huge page on most systems; where they are larger, memory is taken in small pages."""
 
+_SPARE: Final = 32
+"""The last huge page is asked for too where it makes the memory larger by less than one part in so many. To touch up to two MiB at the
+end of each array in small pages takes longer than to fill many times as much in huge ones."""
+
 
 class Pages:
     """Memory of a mapping; it is unmapped when neither this object nor an array in it is left."""
@@ -42,12 +46,15 @@ class Pages:
 def map_pages(nbytes: int) -> Pages:
     """Memory that is taken from the system as it is touched; it begins at a huge page where it is as large as one.
 
-    Only huge pages that are filled are asked for, so that an array costs no more than its bytes and one small page.
+    Huge pages are asked for where they are filled, and at the end where little of one is left over: an array costs no more than a
+    thirty-second part more than its bytes, or one small page.
 
     Raises:
         MemoryError
     """
-    slack = HUGE_PAGE_BYTES if nbytes >= HUGE_PAGE_BYTES else 0
+    whole = -(-nbytes // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
+    huge = whole if (whole - nbytes) * _SPARE < nbytes else nbytes // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
+    slack = max(huge - nbytes, 0) + HUGE_PAGE_BYTES if huge else 0
     try:
         mapping = mmap.mmap(-1, max(nbytes, 1) + slack, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except (OSError, OverflowError, ValueError) as error:
@@ -56,7 +63,7 @@ def map_pages(nbytes: int) -> Pages:
         return Pages(mapping, 0, nbytes)
     offset = -np.frombuffer(mapping, np.uint8).ctypes.data % HUGE_PAGE_BYTES
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        _advise(mapping, offset, nbytes // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES)
+        _advise(mapping, offset, huge)
     return Pages(mapping, offset, nbytes)
 
 

@@ -13,6 +13,7 @@ from ckptcore.engine.checked_tiles import TileShape, plan_checked
 from ckptcore.engine.checksums import RecordedChecksums
 from ckptcore.engine.errands import ask_each
 from ckptcore.engine.near_ranges import NearRanges, near_ranges
+from ckptcore.engine.object_sizes import ObjectSizes
 from ckptcore.engine.pages import map_pages
 from ckptcore.engine.read_tasks import ObjectShape, ReadPart, ReadTask, group_reads, plan_object, takers_of
 from ckptcore.engine.requests import requests_of
@@ -33,6 +34,7 @@ class ObjectReader:
     """A `ckptcore.protocols.ReadStore` over a storage. Any thread.
 
     Attributes:
+        object_sizes: how large the objects are.
         bytes_read: bytes asked of the storage for tiles, blocks read whole included.
         requests: ranges of bytes asked of the storage for tiles.
         counting: held while these change.
@@ -73,6 +75,7 @@ class ObjectReader:
         # In the time that a request waits for its first byte, a good part of one comes from a storage that is far.
         self._gap_bytes = storage.request_bytes // (4 if self._far else 16)
         self._sums: dict[str, RecordedChecksums] = {}
+        self.object_sizes = ObjectSizes(storage, objects, threads)
         self._edges = EdgeBlocks(_EDGE_BLOCKS)
         self.counting = threading.Lock()
         self.bytes_read = 0
@@ -93,24 +96,11 @@ class ObjectReader:
         record = self._record(key)
         return self._storage.size(key) if record is None else record.size
 
-    def present_sizes(self, keys: Iterable[str]) -> dict[str, int]:
-        """Bytes that objects have, by key, whatever is known of them; many are asked for at once where that is worth it.
-
-        Raises:
-            ObjectNotFoundError
-        """
-        asked = list(keys)
-        if self._far and len(asked) > 1:
-            sizes = ask_each(self._threads, asked, self._storage.size, parallelism=self._concurrency)
-        else:
-            sizes = [self._storage.size(key) for key in asked]
-        return dict(zip(asked, sizes, strict=True))
-
     def _sizes_of(self, keys: Iterable[str]) -> dict[str, int]:
         """Bytes of objects, by key; those that are not known are asked for."""
         records = {key: self._record(key) for key in keys}
         known = {key: record.size for key, record in records.items() if record is not None}
-        return {**known, **self.present_sizes([key for key in records if key not in known])}
+        return {**known, **self.object_sizes.present([key for key in records if key not in known])}
 
     def list_names(self, prefix: str = "") -> Sequence[str]:
         """Names one level below a directory, sorted; those of directories end in ``/``."""
@@ -146,7 +136,12 @@ class ObjectReader:
         """
         sums = self._checksums(key)
         if sums is None:
-            return self._storage.get(key, start, stop)
+            data = self._storage.get(key, start, stop)
+            if (record := self._objects.get(key)) is not None:
+                end = record.size if stop is None else min(stop, record.size)
+                if start + len(data) < end:
+                    raise _too_short(key, start, end, len(data))
+            return data
         size = self._objects[key].size
         stop = size if stop is None else min(stop, size)
         if start >= stop:
@@ -197,13 +192,7 @@ class ObjectReader:
         """Whole blocks of an object, verified."""
         data = self._storage.get(key, begin, end)
         if len(data) != end - begin:
-            raise CorruptCheckpointError(
-                f"{key!r} is too short: expected bytes {begin} to {end}, found {len(data)} of them; "
-                "it was cut off or replaced: restore it from a copy, or load another checkpoint",
-                key=key,
-                start=begin + len(data),
-                stop=end,
-            )
+            raise _too_short(key, begin, end, len(data))
         sums.verify(begin, memoryview(data))
         return data
 
@@ -345,18 +334,25 @@ class _Reading:
         self, task: ReadTask, start: int, memory: memoryview, sums: RecordedChecksums | None, hand: _Hand
     ) -> int:
         """Read straight into an array, as much at once as suits the storage, and verify it while it is in cache."""
-        read_into, most = self._objects[task.key].get_into, task.most
+        most = task.most
         position, stop = start, start + len(memory)
         while position < stop and not self.stopped:
             end = min(stop, (position // most + 1) * most)
             piece = memory[position - start : end - start]
-            read_into(((position, piece),))
+            self._read_into(task.key, ((position, piece),))
             hand.requests += 1
             if sums is not None:
                 sums.verify(position, piece)
             position = end
         hand.bytes_read += stop - start
         return stop - start
+
+    def _read_into(self, key: str, ranges: Sequence[tuple[int, memoryview]]) -> None:
+        try:
+            self._objects[key].get_into(ranges)
+        except CorruptCheckpointError as error:
+            error.key = key  # a storage around this one has a longer name for it, by which nobody finds the arrays
+            raise
 
     def _read_parts(
         self, key: str, parts: Sequence[ReadPart], sums: RecordedChecksums | None, hand: _Hand, checked: list[int]
@@ -373,7 +369,7 @@ class _Reading:
                 buffers.append((part.start, part.memory))
             else:
                 buffers.extend(part.buffers(spare[part.start - start : part.stop - start]))
-        self._objects[key].get_into(buffers)
+        self._read_into(key, buffers)
         hand.bytes_read += stop - start
         hand.requests += 1
         if parts[0].checks:  # all parts are of whole tiles then
@@ -410,3 +406,14 @@ class _Hand:
         if self._memory is None or len(self._memory) < nbytes:
             self._memory = map_pages(nbytes).memory()
         return self._memory[:nbytes]
+
+
+def _too_short(key: str, start: int, stop: int, found: int) -> CorruptCheckpointError:
+    """What is raised where an object ends before bytes that it was recorded to have."""
+    return CorruptCheckpointError(
+        f"{key!r} is too short: expected bytes {start} to {stop}, found {found} of them; "
+        "it was cut off or replaced: restore it from a copy, or load another checkpoint",
+        key=key,
+        start=start + found,
+        stop=stop,
+    )

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import ckptcore
+from ckptcore.errors import CheckpointError, CorruptCheckpointError
 from ckptcore.locations import subdirectory
 from ckptcore.model import HostArray
 from ckptcore.protocols import StorageBackend, StorageOptions
@@ -37,13 +38,15 @@ def small_arrays(count: int) -> dict[str, HostArray]:
 
 
 @pytest.mark.parametrize(
-    ("layout", "most_written"), [("safetensors", 3), ("dcp", 4), ("ocdbt", 10)], ids=["safetensors", "dcp", "ocdbt"]
+    ("layout", "most_written"), [("safetensors", 5), ("dcp", 6), ("ocdbt", 12)], ids=["safetensors", "dcp", "ocdbt"]
 )
 def test_a_thousand_small_arrays_take_few_requests(layout: str, most_written: int) -> None:
     far = Far(part_bytes=8 << 20, request_bytes=8 << 20)
     state = small_arrays(1000)
     ckptcore.save(LOCATION, state, layout=layout, context=far.context)
-    assert far.storage.count("put", "begin", "part", "complete") <= most_written  # the claim and the root with them
+    assert (
+        far.storage.count("put", "begin", "part", "complete") <= most_written
+    )  # the claim, two puts that are refused, and the root with them
     assert far.storage.count("delete", "abort") == 0
     far.storage.forget()
     loaded = ckptcore.load(LOCATION, context=far.context)
@@ -77,3 +80,35 @@ def test_one_large_state_goes_in_parts_that_nobody_copies_together() -> None:
     loaded = ckptcore.load(LOCATION, context=far.context)
     assert all(np.array_equal(loaded[name], array) for name, array in state.items())
     assert 8 < far.storage.peak_at_once <= 16
+
+
+def test_small_objects_are_not_asked_for_their_sizes_and_large_ones_are() -> None:
+    far = Far(part_bytes=1 << 20, request_bytes=1 << 20)
+    state = {**small_arrays(40), "large": np.zeros(3 << 20, np.uint8)}
+    ckptcore.save(LOCATION, state, layout="zarr3", context=far.context)
+    far.storage.forget()
+    loaded = ckptcore.load(LOCATION, context=far.context)
+    assert [request.key for request in far.storage.requests if request.kind == "head"] == ["bucket/run/state/large/c/0"]
+    assert all(np.array_equal(loaded[name], array) for name, array in state.items())
+
+
+@pytest.mark.parametrize("verify", [True, False])
+@pytest.mark.parametrize("layout", ["safetensors", "zarr3", "dcp", "ocdbt"])
+@pytest.mark.parametrize("left", [0, 700, None])
+def test_a_small_object_that_is_cut_off_or_gone_is_told_with_the_arrays_in_it(
+    layout: str, verify: bool, left: int | None
+) -> None:
+    far = Far(part_bytes=8 << 20, request_bytes=8 << 20)
+    state = small_arrays(5)
+    ckptcore.save(LOCATION, state, layout=layout, context=far.context)
+    objects = {key: far.storage.get(key) for key in far.storage.list() if "checkpoint.json" not in key}
+    key = max(objects, key=lambda key: (len(objects[key]), key))
+    far.storage.delete([key])
+    if left is not None:
+        far.storage.put(key, objects[key][:left])
+    context = ckptcore.Context(plugins=[far], verify=verify)
+    with pytest.raises(CorruptCheckpointError, match="lacks an object" if left is None else r"w000\d"):
+        ckptcore.load(LOCATION, context=context)
+    target = {name: np.zeros_like(array) for name, array in state.items()}
+    with pytest.raises(CheckpointError):
+        ckptcore.load_into(LOCATION, target, context=context)

@@ -1,0 +1,70 @@
+"""Sizes of objects: those that are asked for, and those that a root may state."""
+
+from __future__ import annotations
+
+import pytest
+
+from ckptcore.engine import object_sizes
+from ckptcore.engine.object_sizes import ObjectSizes
+from ckptcore.engine.reader import ObjectReader
+from ckptcore.engine.threads import IOThreads
+from ckptcore.errors import CorruptCheckpointError, ObjectNotFoundError
+from ckptcore.model import ObjectRecord
+from ckptcore.protocols import StorageBackend
+from ckptcore.testing import FarStorage
+from tests.engine.watched_storage import memory_storage
+
+
+def recorded(**sizes: int) -> dict[str, ObjectRecord]:
+    return {key: ObjectRecord(key, size) for key, size in sizes.items()}
+
+
+def filled(storage: StorageBackend, **sizes: int) -> None:
+    for key, size in sizes.items():
+        storage.put(key, bytes(size))
+
+
+def test_what_is_recorded_of_small_objects_that_are_far_is_taken_for_their_size() -> None:
+    storage = FarStorage(concurrency=8, request_bytes=100)
+    filled(storage, a=1, b=2, c=3, d=4)
+    sizes = ObjectSizes(storage, recorded(a=100, b=101, c=0), IOThreads(2))
+    assert sizes.bounding("abcd") == {
+        "a": 1,
+        "b": 2,
+        "c": 3,
+        "d": 4,
+    }  # two threads, whatever storages ask for: none is far
+    storage.forget()
+    sizes = ObjectSizes(storage, recorded(a=100, b=101, c=0), IOThreads())
+    assert sizes.bounding("abcd") == {"a": 100, "b": 2, "c": 0, "d": 4}
+    assert sorted([request.key for request in storage.requests]) == ["b", "d"]
+    assert sizes.present("abcd") == {"a": 1, "b": 2, "c": 3, "d": 4}
+
+
+def test_a_root_cannot_state_more_than_a_bound_for_all_objects_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(object_sizes, "_SUPPOSED_BYTES", 1000)
+    storage = FarStorage(concurrency=8, request_bytes=400)
+    keys = {f"k{number}": 300 for number in range(10)}
+    filled(storage, **dict.fromkeys(keys, 1))
+    sizes = ObjectSizes(storage, recorded(**keys), IOThreads()).bounding(keys)
+    assert sorted(sizes.values()) == [1] * 7 + [300] * 3
+    assert sizes.keys() == keys.keys()
+
+
+def test_an_object_that_is_asked_for_and_not_there_is_told() -> None:
+    for storage in (FarStorage(concurrency=8, request_bytes=100), memory_storage()):
+        with pytest.raises(ObjectNotFoundError):
+            ObjectSizes(storage, recorded(a=1000), IOThreads()).bounding("a")
+
+
+@pytest.mark.parametrize(("start", "stop"), [(0, None), (3, None), (7, 12), (0, 11)])
+def test_bytes_that_were_recorded_and_are_not_there_are_told_without_checksums_too(
+    start: int, stop: int | None
+) -> None:
+    storage = memory_storage()
+    filled(storage, a=10)
+    reader = ObjectReader(storage, recorded(a=20), IOThreads(), verify=False)
+    with pytest.raises(CorruptCheckpointError, match="'a' is too short"):
+        reader.get("a", start, stop)
+    assert reader.get("a", 2, 10) == bytes(8)
+    assert ObjectReader(storage, recorded(a=10), IOThreads(), verify=False).get("a", 5, 50) == bytes(5)
