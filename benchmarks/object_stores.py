@@ -4,16 +4,21 @@ Requests are counted at MiniStack. It reads all of an object for each range of i
 a small server in memory (`benchmarks.quick_s3`). Both run on this machine and take their part of the same processors, so the seconds of a
 contender are those of both sides; the seconds of processor that the client alone took stand beside them. Contenders run in turn.
 
-obstore by hand gets what costs nothing: a gigabyte that is bytes already, and memory to read into. It uploads 16 parts of 8 MiB at
-once, and reads 16 ranges of 8 MiB at once; nothing is checked.
+obstore by hand gets what costs nothing: a gigabyte that is bytes already. It uploads 16 parts of 8 MiB at once, and reads 16 ranges of
+8 MiB at once; nothing is checked. Who loads needs memory, which costs more than any copy: what is loaded anew stands beside ranges
+that are read into new memory, and `load_into` beside ranges that are read into memory which is there. Memory is touched and given
+back before each run (`benchmarks.alternating.touch`). The raw limit is what the server sends to a bare socket for each of 16 threads
+that let the bytes go.
 """
 
 from __future__ import annotations
 
 import os
+import socket
 import statistics
 import sys
 import time
+import urllib.parse
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -39,6 +44,7 @@ _ARRAYS: Final = 32
 _AT_ONCE: Final = 16
 _PART_BYTES: Final = 8 << 20
 _ROUNDS: Final = 3
+_BY_HAND: Final = "obstore by hand"
 _LEAST_OF_S3FS: Final = 1.5
 _LEAST_OF_OBSTORE: Final = 0.9
 _MOST_TO_SAVE: Final = 20
@@ -60,7 +66,7 @@ def rows(scratch: Path, gigabytes: float) -> Iterator[tuple[str, bool]]:
         for transfer in (_uploads, _downloads):
             clock = _Clock()
             contenders = transfer(server, bucket, state, clock)
-            outcomes = compare(contenders, rounds=_ROUNDS)
+            outcomes = compare(contenders, rounds=_ROUNDS, memory=int(gigabytes * 2**30))
             yield from _lines(transfer.__name__.removeprefix("_"), outcomes, clock, gigabytes)
 
 
@@ -120,7 +126,7 @@ def _uploads(server: S3Server, bucket: str, state: State, clock: _Clock) -> Sequ
     return (
         clock.timed("s3fs + safetensors", lambda: fs.pipe_file(f"{bucket}/s3fs", safetensors.numpy.save(state))),
         ours("safetensors"),
-        clock.timed("obstore by hand", by_hand),
+        clock.timed(_BY_HAND, by_hand),
         ours("ocdbt"),
         ours("dcp"),
     )
@@ -129,17 +135,22 @@ def _uploads(server: S3Server, bucket: str, state: State, clock: _Clock) -> Sequ
 def _downloads(server: S3Server, bucket: str, state: State, clock: _Clock) -> Sequence[Contender]:
     context, store, fs = _context(server), _store(server, bucket), _s3fs()
     size = obstore.head(store, "by-hand")["size"]
-    memory = np.zeros(size, np.uint8)
+    there, target = np.zeros(size, np.uint8), {name: np.zeros_like(array) for name, array in state.items()}
+    ranges = [(start, min(start + _PART_BYTES, size)) for start in range(0, size, _PART_BYTES)]
 
-    def read(start: int) -> None:
-        stop = min(start + _PART_BYTES, size)
-        memory[start:stop] = np.frombuffer(
-            memoryview(obstore.get_range(store, "by-hand", start=start, end=stop)), np.uint8
-        )
+    def by_hand(memory: HostArray) -> HostArray:
+        def read(part: tuple[int, int]) -> None:
+            start, stop = part
+            found = obstore.get_range(store, "by-hand", start=start, end=stop)
+            memory[start:stop] = np.frombuffer(memoryview(found), np.uint8)
 
-    def by_hand() -> None:
         with ThreadPoolExecutor(_AT_ONCE) as pool:
-            list(pool.map(read, range(0, size, _PART_BYTES)))
+            list(pool.map(read, ranges))
+        return memory
+
+    def raw() -> None:
+        with ThreadPoolExecutor(_AT_ONCE) as pool:
+            list(pool.map(partial(_receive, server, f"/{bucket}/by-hand"), ranges))
 
     def ours(layout: str) -> object:
         return ckptcore.load(f"s3://{bucket}/up/{layout}", context=context)
@@ -147,10 +158,28 @@ def _downloads(server: S3Server, bucket: str, state: State, clock: _Clock) -> Se
     return (
         clock.timed("s3fs + safetensors", lambda: safetensors.numpy.load(fs.cat_file(f"{bucket}/s3fs"))),
         clock.timed("ckptcore safetensors", partial(ours, "safetensors")),
-        clock.timed("obstore by hand", by_hand),
+        clock.timed(_BY_HAND, lambda: by_hand(np.empty(size, np.uint8))),
+        clock.timed(
+            "ckptcore safetensors, in place",
+            lambda: ckptcore.load_into(f"s3://{bucket}/up/safetensors", target, context=context),
+        ),
+        clock.timed(f"{_BY_HAND}, in place", lambda: by_hand(there)),
         clock.timed("ckptcore ocdbt", partial(ours, "ocdbt")),
         clock.timed("ckptcore dcp", partial(ours, "dcp")),
+        clock.timed("raw limit of the server", raw),
     )
+
+
+def _receive(server: S3Server, path: str, part: tuple[int, int]) -> None:
+    """Let bytes of an object come by a bare socket, and go."""
+    address = urllib.parse.urlsplit(server.server.url)
+    request = f"GET {path} HTTP/1.1\r\nHost: {address.netloc}\r\nRange: bytes={part[0]}-{part[1] - 1}\r\n\r\n"
+    buffer = bytearray(1 << 20)
+    with socket.create_connection((address.hostname or "", address.port or 80)) as connection:
+        connection.sendall(request.encode("ascii"))
+        left = part[1] - part[0]  # and the headers, which stay unread
+        while left > 0 and (found := connection.recv_into(buffer, min(left, len(buffer)))):
+            left -= found
 
 
 def _store(server: S3Server, bucket: str) -> Any:
@@ -172,12 +201,13 @@ def _s3fs() -> Any:
 
 
 def _lines(what: str, outcomes: Sequence[Outcome], clock: _Clock, gigabytes: float) -> Iterator[tuple[str, bool]]:
-    by_hand = next(outcome for outcome in outcomes if outcome.name == "obstore by hand")
+    by_name = {outcome.name: outcome for outcome in outcomes}
     for outcome in outcomes:
         cpu = statistics.median(clock.seconds[outcome.name][-_ROUNDS:])
-        to_hand = statistics.median([hand / own for hand, own in zip(by_hand.seconds, outcome.seconds, strict=True)])
+        hand = by_name[f"{_BY_HAND}, in place" if outcome.name.endswith(", in place") else _BY_HAND]
+        to_hand = statistics.median([other / own for other, own in zip(hand.seconds, outcome.seconds, strict=True)])
         verdict, ok = "", True
-        if outcome.name == "ckptcore safetensors":
+        if outcome.name.startswith("ckptcore safetensors"):
             ok = outcome.ratio >= _LEAST_OF_S3FS and to_hand >= _LEAST_OF_OBSTORE
             verdict = f"{_LEAST_OF_S3FS} and {_LEAST_OF_OBSTORE} {'reached' if ok else 'MISSED'}"
         line = f"{f'object stores: s3 {what}':42} {outcome.name:36} {gigabytes / outcome.median:5.2f} GiB/s {outcome.ratio:7.2f}  "
