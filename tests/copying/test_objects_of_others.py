@@ -12,7 +12,7 @@ import ckptcore
 from ckptcore.builtin.memory import MemoryStorage
 from ckptcore.errors import StorageError
 from ckptcore.testing.faults import CrashAt, FaultPlan, SimulatedCrash
-from tests.copying.places import new_place, store_at
+from tests.copying.places import new_place, objects_at, store_at
 from tests.crashes.places import faulty_context, through
 
 _FAST = ckptcore.Context(threads=1)
@@ -71,6 +71,19 @@ def test_what_comes_late_is_not_taken_for_a_part_of_a_copy_that_is_gone_on_with(
     store_at(there).put(name, store_at(other).get(name))
     ckptcore.copy(source, there, context=_FAST)
     np.testing.assert_array_equal(ckptcore.load(there)["w"], _state(2)["w"])
+
+
+def test_what_goes_on_after_the_bytes_of_an_object_is_not_kept(tmp_path: Path) -> None:
+    """All bytes that the object should have are there: only its size tells that it is another one."""
+    source, there = (new_place("memory", tmp_path) for _ in range(2))
+    ckptcore.save(source, _state(2), context=_FAST)
+    with pytest.raises(StorageError):
+        _copy_without_objects(source, there)
+    name = next(key for key in store_at(source).list() if "safetensors" in key)
+    store_at(there).put(name, store_at(source).get(name) + b"and more")
+    report = ckptcore.copy(source, there, context=_FAST)
+    assert report.kept_bytes == 0
+    assert objects_at(there) == objects_at(source)
 
 
 def _copy_without_objects(source: str, there: str) -> None:
