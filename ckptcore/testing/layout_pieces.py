@@ -12,7 +12,7 @@ import pytest
 from ckptcore.model import LEAF, ArrayRecord, ArraySpec, Node, ValueRecord, WriteItem, WritePlan
 from ckptcore.protocols import Layout, WritesRuns
 from ckptcore.runs import cut_runs
-from ckptcore.testing.layout_stores import files_below
+from ckptcore.testing.layout_stores import local_directory, objects_below
 from ckptcore.testing.layout_trials import SAVE_ID, Trial, tree_trial, write_trial
 
 __all__ = ["LayoutPiecesTests"]
@@ -82,12 +82,13 @@ class LayoutPiecesTests:
         objects = self._arrays_by_object(trial)
         cut = _CutTrial(trial.tree, trial.arrays, trial.parts, objects=objects, most_bytes=most_bytes)
         whole, pieces = (
-            write_trial(self.layout(), trial, tmp_path / "a"),
-            write_trial(self.layout(), cut, tmp_path / "b"),
+            write_trial(self.layout(), trial, local_directory(tmp_path / "a")),
+            write_trial(self.layout(), cut, local_directory(tmp_path / "b")),
         )
         assert whole.state == pieces.state
         contents = [
-            {key: path.read_bytes() for key, path in files_below(tmp_path / name).items()} for name in ("a", "b")
+            {key: stored.read_bytes() for key, stored in objects_below(local_directory(tmp_path / name)).items()}
+            for name in ("a", "b")
         ]
         assert contents[0] == contents[1]
 
@@ -96,10 +97,10 @@ class LayoutPiecesTests:
         trial = self._trial()
         objects = self._arrays_by_object(trial)
         cut = _CutTrial(trial.tree, trial.arrays, trial.parts, size=size, objects=objects, most_bytes=100)
-        write_trial(self.layout(), cut, tmp_path).assert_reads_back()
+        write_trial(self.layout(), cut, local_directory(tmp_path)).assert_reads_back()
 
     def test_a_tree_without_arrays_is_written_by_the_leader(self, tmp_path: Path) -> None:
         trial = tree_trial(Node("dict", ("a",), (LEAF,)), (ValueRecord("int", 1),))
         objects = self._arrays_by_object(trial)
         cut = _CutTrial(trial.tree, trial.arrays, trial.parts, size=2, objects=objects)
-        assert write_trial(self.layout(), cut, tmp_path).read([]) == []
+        assert write_trial(self.layout(), cut, local_directory(tmp_path)).read([]) == []

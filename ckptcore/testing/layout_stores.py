@@ -1,16 +1,16 @@
-"""Stores for layouts under test: a directory of plain files that holds a layout to the letter of the protocols."""
+"""Stores for layouts under test: they hold a layout to the letter of the protocols, over any storage."""
 
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from ckptcore.errors import ChecksumError, CorruptCheckpointError, InvalidLocationError, ObjectNotFoundError
+from ckptcore.errors import ChecksumError, ConditionFailedError, CorruptCheckpointError, ObjectNotFoundError
 from ckptcore.model import (
     ArraySegment,
     Box,
@@ -22,10 +22,20 @@ from ckptcore.model import (
     TileRead,
     WritePlan,
 )
-from ckptcore.protocols import StorageAddress
+from ckptcore.plugins import installed_plugins
+from ckptcore.protocols import IF_ABSENT, StorageAddress, StorageBackend, StorageOptions
 from ckptcore.testing.coverage import assert_makes_up
 
-__all__ = ["DirectoryReadStore", "DirectoryWriteStore", "HeldSnapshot", "files_below"]
+__all__ = [
+    "DirectoryReadStore",
+    "DirectoryWriteStore",
+    "HeldSnapshot",
+    "StoredObject",
+    "StrictReadStore",
+    "StrictWriteStore",
+    "local_directory",
+    "objects_below",
+]
 
 
 class HeldSnapshot:
@@ -76,17 +86,17 @@ class HeldSnapshot:
         assert not missing, f"the items {missing} were never released"
 
 
-class DirectoryWriteStore:
-    """A `ckptcore.protocols.WriteStore` over a directory that notes every object written."""
+class StrictWriteStore:
+    """A `ckptcore.protocols.WriteStore` over a storage that notes every object written."""
 
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
+    def __init__(self, storage: StorageBackend) -> None:
+        self._storage = storage
         self.objects: dict[str, ObjectRecord] = {}
 
     @property
-    def address(self) -> StorageAddress:
-        """The directory."""
-        return StorageAddress(self._directory.as_uri() + "/")
+    def address(self) -> StorageAddress | None:
+        """That of the storage."""
+        return self._storage.address
 
     def put(self, key: str, data: bytes) -> None:
         """Write a file."""
@@ -128,10 +138,10 @@ class DirectoryWriteStore:
     def _add(self, key: str, data: bytes) -> None:
         assert key not in self.objects, f"the object {key} is written twice"
         assert key != "checkpoint.json", "the root is not the layout's to write"
-        path = _path(self._directory, key)
-        assert not path.exists(), f"two processes write the object {key}"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(data)
+        try:
+            self._storage.put(key, data, condition=IF_ABSENT)
+        except ConditionFailedError as error:
+            raise AssertionError(f"two processes write the object {key}") from error
         self.objects[key] = ObjectRecord(key, len(data))
 
 
@@ -155,23 +165,23 @@ def _gathered(segment: ArraySegment) -> bytes:
     return b"" if whole is None else whole.tobytes()
 
 
-class DirectoryReadStore:
-    """A `ckptcore.protocols.ReadStore` over a directory.
+class StrictReadStore:
+    """A `ckptcore.protocols.ReadStore` over a storage.
 
     Args:
-        directory: where the objects are.
+        storage: where the objects are.
         digests: SHA-256 of each object that is to be verified; no other object is there then. None: nothing is verified
             but the checksums behind tiles, as where other software wrote the checkpoint.
     """
 
-    def __init__(self, directory: Path, digests: Mapping[str, bytes] | None = None) -> None:
-        self._directory = directory
+    def __init__(self, storage: StorageBackend, digests: Mapping[str, bytes] | None = None) -> None:
+        self._storage = storage
         self._digests = digests
 
     @property
-    def address(self) -> StorageAddress:
-        """The directory."""
-        return StorageAddress(self._directory.as_uri() + "/")
+    def address(self) -> StorageAddress | None:
+        """That of the storage."""
+        return self._storage.address
 
     def get(self, key: str, start: int = 0, stop: int | None = None) -> bytes:
         """Bytes of a file."""
@@ -195,10 +205,7 @@ class DirectoryReadStore:
 
     def list_names(self, prefix: str = "") -> Sequence[str]:
         """Names one level below."""
-        directory = _path(self._directory, prefix.removesuffix("/")) if prefix else self._directory
-        if not directory.is_dir():
-            return ()
-        return sorted(path.name + "/" if path.is_dir() else path.name for path in directory.iterdir())
+        return list(self._storage.list_names(prefix.removesuffix("/")))
 
     def read_tiles(self, reads: Sequence[TileRead]) -> Iterator[int]:
         """Fill targets from files, and hold each read to what it says of itself; the last read comes first."""
@@ -256,31 +263,58 @@ class DirectoryReadStore:
             )
 
     def _verified(self, key: str) -> bytes:
-        path = _path(self._directory, key)
         if self._digests is not None and key not in self._digests:
             raise ObjectNotFoundError(f"the checkpoint has no object {key}")
-        try:
-            data = path.read_bytes()
-        except (FileNotFoundError, NotADirectoryError, IsADirectoryError) as error:
-            raise ObjectNotFoundError(f"there is no file {key}") from error
+        data = self._storage.get(key)
         if self._digests is not None and hashlib.sha256(data).digest() != self._digests[key]:
             raise ChecksumError(f"{key} is not what was written", key=key)
         return data
 
 
-def files_below(directory: Path) -> dict[str, Path]:
-    """Every file of a directory by key, sorted."""
-    return {path.relative_to(directory).as_posix(): path for path in sorted(directory.rglob("*")) if path.is_file()}
+class DirectoryWriteStore(StrictWriteStore):
+    """A strict store of files: `local_directory` as a storage."""
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__(local_directory(directory))
 
 
-def _path(directory: Path, key: str) -> Path:
-    parts = key.split("/")
-    if any(part in ("", ".", "..") for part in parts) or "\0" in key:
-        raise InvalidLocationError(f"{key!r} is no key of an object")
-    try:
-        os.fsencode(key)
-    except UnicodeEncodeError as error:
-        raise InvalidLocationError(f"{key!r} is no key of an object") from error
-    if any(len(os.fsencode(part)) > 255 for part in parts):
-        raise ObjectNotFoundError(f"no object can have the key {key[:80]!r}...")
-    return directory.joinpath(*parts)
+class DirectoryReadStore(StrictReadStore):
+    """A strict store of files: `local_directory` as a storage."""
+
+    def __init__(self, directory: Path, digests: Mapping[str, bytes] | None = None) -> None:
+        super().__init__(local_directory(directory), digests)
+
+
+@dataclass(frozen=True, slots=True)
+class StoredObject:
+    """An object of a storage, for a test to look at and to damage."""
+
+    storage: StorageBackend
+    key: str
+
+    @property
+    def nbytes(self) -> int:
+        """How long it is."""
+        return self.storage.size(self.key)
+
+    def read_bytes(self) -> bytes:
+        """All of it."""
+        return self.storage.get(self.key)
+
+    def write_bytes(self, data: bytes | bytearray) -> None:
+        """Put something else in its place."""
+        self.storage.put(self.key, bytes(data))
+
+    def unlink(self) -> None:
+        """Remove it."""
+        self.storage.delete([self.key])
+
+
+def local_directory(directory: Path) -> StorageBackend:
+    """A directory of files as a storage, which need not be there yet."""
+    return installed_plugins().storage("file")(str(directory), StorageOptions(durable=False))
+
+
+def objects_below(storage: StorageBackend) -> dict[str, StoredObject]:
+    """Every object of a storage by key, sorted."""
+    return {key: StoredObject(storage, key) for key in sorted(storage.list())}

@@ -8,7 +8,6 @@ import pickle
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from pathlib import Path
 
 import numpy as np
 
@@ -38,11 +37,10 @@ from ckptcore.model import (
 )
 from ckptcore.model.columns import list_of_column
 from ckptcore.planning import cuts_of
-from ckptcore.plugins import installed_plugins
-from ckptcore.protocols import About, Layout, MarksCheckpoints, ReadStore, StorageOptions
+from ckptcore.protocols import About, Layout, MarksCheckpoints, ReadStore, StorageBackend
 from ckptcore.receipts import decode_receipts, encode_receipts
 from ckptcore.testing.arrays import assert_same_bits, bit_patterns
-from ckptcore.testing.layout_stores import DirectoryReadStore, DirectoryWriteStore, HeldSnapshot, files_below
+from ckptcore.testing.layout_stores import HeldSnapshot, StoredObject, StrictReadStore, StrictWriteStore, objects_below
 
 __all__ = ["Trial", "Written", "flat_trial", "mark_trial", "tree_trial", "write_trial"]
 
@@ -121,7 +119,7 @@ class Written:
     Attributes:
         trial: what.
         layout: by what.
-        directory: where.
+        storage: where.
         state: what the layout keeps in the root, after a trip through JSON.
         digests: SHA-256 of each object.
         records: what the root would say of each object.
@@ -129,14 +127,14 @@ class Written:
 
     trial: Trial
     layout: Layout
-    directory: Path
+    storage: StorageBackend
     state: JSON
     digests: Mapping[str, bytes]
     records: Mapping[str, ObjectRecord]
 
-    def objects(self) -> dict[str, Path]:
-        """The file of each object."""
-        return {key: path for key, path in files_below(self.directory).items() if key in self.digests}
+    def objects(self) -> dict[str, StoredObject]:
+        """Each object by key."""
+        return {key: stored for key, stored in objects_below(self.storage).items() if key in self.digests}
 
     def read(
         self,
@@ -197,42 +195,40 @@ class Written:
 
     def stores(self, *, verified: bool = True) -> Sequence[ReadStore]:
         """The strict store, and the one that loads read through."""
-        storage = installed_plugins().storage("file")(str(self.directory), StorageOptions(durable=False))
         return (
-            DirectoryReadStore(self.directory, self.digests if verified else None),
-            ObjectReader(storage, self.records if verified else {}, _threads(), verify=verified),
+            StrictReadStore(self.storage, self.digests if verified else None),
+            ObjectReader(self.storage, self.records if verified else {}, _threads(), verify=verified),
         )
 
 
-def write_trial(layout: Layout, trial: Trial, directory: Path) -> Written:
+def write_trial(layout: Layout, trial: Trial, storage: StorageBackend) -> Written:
     """Check, write on each process, finish and mark; every plan, receipt and state takes the trips it takes in a job."""
     layout.check(trial.tree, trial.size)
-    directory.mkdir(parents=True, exist_ok=True)
     receipts = []
     for rank in reversed(range(trial.size)):
         plan = trial.plan(rank)
         assert pickle.loads(pickle.dumps(plan)) == plan
-        snapshot, store = HeldSnapshot(plan, trial.arrays), DirectoryWriteStore(directory)
+        snapshot, store = HeldSnapshot(plan, trial.arrays), StrictWriteStore(storage)
         state = layout.write(snapshot, store)
         snapshot.assert_released()
         receipt = Receipt(rank, plan.items, _through_json(state), tuple(store.objects.values()))
         (told,) = decode_receipts([trial.tree], encode_receipts([trial.tree], [receipt]))
         receipts.append(pickle.loads(pickle.dumps(told)))
     receipts.sort(key=lambda receipt: receipt.rank)
-    state = _through_json(layout.finish(trial.tree, receipts, DirectoryWriteStore(directory)))
+    state = _through_json(layout.finish(trial.tree, receipts, StrictWriteStore(storage)))
     if not trial.name:
-        mark_trial(layout, About(CREATED), directory)
-    contents = {key: path.read_bytes() for key, path in files_below(directory).items()}
+        mark_trial(layout, About(CREATED), storage)
+    contents = {key: stored.read_bytes() for key, stored in objects_below(storage).items()}
     digests = {key: hashlib.sha256(content).digest() for key, content in contents.items()}
     records = {key: _record(key, content) for key, content in contents.items()}
-    return Written(trial, layout, directory, state, digests, records)
+    return Written(trial, layout, storage, state, digests, records)
 
 
-def mark_trial(layout: Layout, about: About, directory: Path) -> None:
-    """Let a layout mark what was written to a directory, and hold it to the names that it may use."""
+def mark_trial(layout: Layout, about: About, storage: StorageBackend) -> None:
+    """Let a layout mark what was written to a storage, and hold it to the names that it may use."""
     if not isinstance(layout, MarksCheckpoints):
         return
-    store = DirectoryWriteStore(directory)
+    store = StrictWriteStore(storage)
     layout.mark(about, store)
     for key in store.objects:
         assert not key.startswith("checkpoint."), f"mark wrote {key}: names that begin so are the core's"

@@ -6,9 +6,10 @@ import dataclasses
 import json
 import pickle
 import random
-import tempfile
 import tracemalloc
-from collections.abc import Callable, Collection, Sequence
+import uuid
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -24,15 +25,16 @@ from ckptcore.errors import (
     UnsupportedKeyError,
     UnsupportedLeafError,
 )
+from ckptcore.locations import Subdirectory
 from ckptcore.model import JSON, LEAF, ArrayRecord, ArraySpec, Attribute, Box, Node, Skeleton, ValueRecord
 from ckptcore.model.tree import Key
 from ckptcore.planning import uncovered
-from ckptcore.protocols import About, InspectsComposites, Layout, PlacesTiles, SharesReplicas
+from ckptcore.protocols import About, InspectsComposites, Layout, PlacesTiles, SharesReplicas, StorageBackend
 from ckptcore.sharing import cells_of
 from ckptcore.testing import strategies
 from ckptcore.testing.arrays import DTYPE_NAMES, PORTABLE_DTYPES, SHAPES, assert_same_bits
 from ckptcore.testing.hostile_json import tampered
-from ckptcore.testing.layout_stores import DirectoryReadStore, files_below
+from ckptcore.testing.layout_stores import StrictReadStore, local_directory, objects_below
 from ckptcore.testing.layout_trials import Trial, Written, flat_trial, mark_trial, tree_trial, write_trial
 
 __all__ = ["LayoutTests"]
@@ -85,39 +87,44 @@ class LayoutTests:
         """The layout, with options that let small arrays meet every boundary (small chunks, small files)."""
         raise NotImplementedError("give the class the method `layout`")
 
+    @pytest.fixture
+    def place(self, tmp_path: Path) -> StorageBackend:
+        """An empty storage to write to: a local directory, unless a class gives another."""
+        return local_directory(tmp_path)
+
     # --- what comes back
 
     def test_it_has_a_name(self) -> None:
         name = self.layout().name
         assert type(name) is str and name
 
-    def test_it_can_be_sent_to_a_worker(self, tmp_path: Path) -> None:
+    def test_it_can_be_sent_to_a_worker(self, place: StorageBackend) -> None:
         """With its options, and without what it remembers of a checkpoint that it read."""
         layout = self.layout()
         sent = len(pickle.dumps(layout))
         trial = flat_trial({f"array {number}": ArraySpec((3, 2), "float32") for number in range(100)})
-        write_trial(layout, trial, tmp_path / "before").assert_reads_back()
+        write_trial(layout, trial, Subdirectory(place, "before")).assert_reads_back()
         there = pickle.loads(pickle.dumps(layout))
         assert type(there) is type(layout)
         assert len(pickle.dumps(layout)) <= sent + 100
         if dataclasses.is_dataclass(layout):
             assert there == layout
-        write_trial(there, trial, tmp_path / "after").assert_reads_back()
+        write_trial(there, trial, Subdirectory(place, "after")).assert_reads_back()
 
     @pytest.mark.parametrize("dtype", DTYPE_NAMES)
-    def test_every_dtype_comes_back(self, dtype: str, tmp_path: Path) -> None:
+    def test_every_dtype_comes_back(self, dtype: str, place: StorageBackend) -> None:
         trial = flat_trial({f"array {number}": ArraySpec(shape, dtype) for number, shape in enumerate(SHAPES)})
         if dtype in self.refused_dtypes:
             assert dtype not in PORTABLE_DTYPES, f"every layout stores {dtype}"
             with pytest.raises(UnsupportedLeafError):
                 self.layout().check(trial.tree, 1)
             return
-        write_trial(self.layout(), trial, tmp_path).assert_reads_back()
+        write_trial(self.layout(), trial, place).assert_reads_back()
 
-    def test_a_single_leaf_is_a_tree(self, tmp_path: Path) -> None:
-        write_trial(self.layout(), tree_trial(LEAF, [ArraySpec((3, 2), "float32")]), tmp_path).assert_reads_back()
+    def test_a_single_leaf_is_a_tree(self, place: StorageBackend) -> None:
+        write_trial(self.layout(), tree_trial(LEAF, [ArraySpec((3, 2), "float32")]), place).assert_reads_back()
 
-    def test_blocks_boundaries_do_not_show(self, tmp_path: Path) -> None:
+    def test_blocks_boundaries_do_not_show(self, place: StorageBackend) -> None:
         """Arrays above one block of checksums, at odd offsets."""
         specs: dict[Key, ArraySpec] = {
             "odd": ArraySpec((7,), "uint8"),
@@ -125,22 +132,22 @@ class LayoutTests:
             "wide": ArraySpec((3, 200_001), "int16"),
             "last": ArraySpec((5,), "float64"),
         }
-        written = write_trial(self.layout(), flat_trial(specs), tmp_path)
+        written = write_trial(self.layout(), flat_trial(specs), place)
         written.assert_reads_back()
         written.assert_reads_back([(1, Box((500, 3), (502, 770))), (2, Box((0, 199_999), (3, 200_001)))])
 
     @pytest.mark.parametrize("tree", [Node("dict", (), ()), Node("list", (), ())], ids=["dict", "list"])
-    def test_an_empty_tree_comes_back(self, tree: Node, tmp_path: Path) -> None:
-        written = write_trial(self.layout(), tree_trial(tree, []), tmp_path)
+    def test_an_empty_tree_comes_back(self, tree: Node, place: StorageBackend) -> None:
+        written = write_trial(self.layout(), tree_trial(tree, []), place)
         assert written.read([]) == []
 
-    def test_a_tree_of_values_needs_no_arrays(self, tmp_path: Path) -> None:
+    def test_a_tree_of_values_needs_no_arrays(self, place: StorageBackend) -> None:
         values = [ValueRecord("int", 1), ValueRecord("str", "two"), ValueRecord("none", None)]
-        written = write_trial(self.layout(), tree_trial(Node("list", (0, 1, 2), (LEAF,) * 3), values), tmp_path)
+        written = write_trial(self.layout(), tree_trial(Node("list", (0, 1, 2), (LEAF,) * 3), values), place)
         assert written.read([]) == []
 
     @pytest.mark.parametrize("name", list(_AWKWARD_TREES))
-    def test_names_never_stand_for_one_another(self, name: str, tmp_path: Path) -> None:
+    def test_names_never_stand_for_one_another(self, name: str, place: StorageBackend) -> None:
         paths = _AWKWARD_TREES[name]
         specs = [ArraySpec((number + 1,), "int32") for number in range(len(paths))]
         skeleton, order = _skeleton(paths)
@@ -149,28 +156,28 @@ class LayoutTests:
             self.layout().check(trial.tree, 1)
         except _REFUSALS:
             return  # refused before a byte is written: that is allowed
-        write_trial(self.layout(), trial, tmp_path).assert_reads_back()
+        write_trial(self.layout(), trial, place).assert_reads_back()
 
-    def test_shared_arrays_are_stored_once(self, tmp_path: Path) -> None:
+    def test_shared_arrays_are_stored_once(self, place: StorageBackend) -> None:
         """Or once for each name, where the format cannot share bytes and each name must be found."""
         specs = [ArraySpec((64, 1024), "float32")] * 3
         skeleton = Node("dict", ("embed", "head", "third"), (LEAF,) * 3)
-        written = write_trial(self.layout(), tree_trial(skeleton, specs, aliases={1: 0, 2: 0}), tmp_path)
+        written = write_trial(self.layout(), tree_trial(skeleton, specs, aliases={1: 0, 2: 0}), place)
         written.assert_reads_back()
-        stored = sum(path.stat().st_size for path in written.objects().values())
+        stored = sum(stored.nbytes for stored in written.objects().values())
         most = 2 if self.ties else 4
         assert stored < most * specs[0].nbytes, f"{stored} bytes were written for one array of {specs[0].nbytes}"
 
     @_quiet
     @given(data=st.data())
-    def test_any_boxes_of_any_tree_come_back(self, data: st.DataObject) -> None:
+    def test_any_boxes_of_any_tree_come_back(self, place: StorageBackend, data: st.DataObject) -> None:
         trial = data.draw(self._trials(), "trial")
         try:
             self.layout().check(trial.tree, trial.size)
         except _REFUSALS:
             assume(False)
-        with tempfile.TemporaryDirectory() as directory:
-            written = write_trial(self.layout(), trial, Path(directory))
+        with self._emptied(Subdirectory(place, uuid.uuid4().hex)) as example:
+            written = write_trial(self.layout(), trial, example)
             written.assert_reads_back()
             leaves = [leaf for leaf in trial.arrays if leaf not in trial.tree.aliases]
             wanted = []
@@ -178,11 +185,18 @@ class LayoutTests:
                 wanted.append((leaf, data.draw(strategies.boxes(trial.arrays[leaf].shape, allow_empty=True))))
             written.assert_reads_back(list(dict.fromkeys(wanted)))
 
+    @contextmanager
+    def _emptied(self, place: StorageBackend) -> Iterator[StorageBackend]:
+        try:
+            yield place
+        finally:
+            place.delete(list(place.list()))
+
     def _trials(self) -> st.SearchStrategy[Trial]:
         allowed = tuple([name for name in DTYPE_NAMES if name not in self.refused_dtypes])
         return _trials_of(self.several_processes, allowed)
 
-    def test_uneven_parts_of_several_processes_make_one_array(self, tmp_path: Path) -> None:
+    def test_uneven_parts_of_several_processes_make_one_array(self, place: StorageBackend) -> None:
         if not self.several_processes:
             return
         boxes = [Box((0, 0), (3, 4)), Box((3, 0), (5, 4)), Box((0, 4), (4, 6)), Box((4, 4), (5, 6))]
@@ -190,12 +204,12 @@ class LayoutTests:
         trial = flat_trial(
             {"uneven": ArraySpec((5, 6), "bfloat16"), "whole": ArraySpec((3,), "int8")}, parts=parts, size=4
         )
-        written = write_trial(self.layout(), trial, tmp_path)
+        written = write_trial(self.layout(), trial, place)
         written.assert_reads_back()
         written.assert_reads_back([(0, Box((2, 3), (5, 5))), (0, Box((0, 0), (1, 1))), (1, Box((1,), (2,)))])
 
     @pytest.mark.parametrize("cells", [(3, 1), (1, 4), (2, 3)], ids=["rows", "columns", "both"])
-    def test_replicas_share_an_array(self, cells: tuple[int, int], tmp_path: Path) -> None:
+    def test_replicas_share_an_array(self, cells: tuple[int, int], place: StorageBackend) -> None:
         """What several processes hold comes from them in turn, cell by cell between the cuts, and is stored once: not three times."""
         layout = self.layout()
         if not (isinstance(layout, SharesReplicas) and layout.shares_replicas):
@@ -207,33 +221,33 @@ class LayoutTests:
         parts = {leaf: [of_leaf[rank::3] for rank in range(3)] for leaf, of_leaf in enumerate(boxes)}
         trial = flat_trial(specs, parts=parts, size=3)
         written = write_trial(
-            layout, dataclasses.replace(trial, tree=dataclasses.replace(trial.tree, leaves=tuple(cut))), tmp_path
+            layout, dataclasses.replace(trial, tree=dataclasses.replace(trial.tree, leaves=tuple(cut))), place
         )
         written.assert_reads_back()
         written.assert_reads_back([(0, Box((31, 39), (65, 121))), (1, Box((2, 2), (5, 8))), (0, boxes[0][-1])])
-        stored = sum(path.stat().st_size for path in written.objects().values())
+        stored = sum(stored.nbytes for stored in written.objects().values())
         assert stored < 2.5 * specs["shared"].nbytes, f"{stored} bytes were written for {specs['shared'].nbytes}"
 
-    def test_two_checkpoints_do_not_mix(self, tmp_path: Path) -> None:
+    def test_two_checkpoints_do_not_mix(self, place: StorageBackend) -> None:
         layout = self.layout()
-        first = write_trial(layout, flat_trial({"x": ArraySpec((5,), "float32")}), tmp_path / "first")
-        second = write_trial(layout, flat_trial({"y": ArraySpec((6,), "int8")}), tmp_path / "second")
+        first = write_trial(layout, flat_trial({"x": ArraySpec((5,), "float32")}), Subdirectory(place, "first"))
+        second = write_trial(layout, flat_trial({"y": ArraySpec((6,), "int8")}), Subdirectory(place, "second"))
         first.assert_reads_back()
         second.assert_reads_back()
 
-    def test_another_layout_object_reads_it(self, tmp_path: Path) -> None:
+    def test_another_layout_object_reads_it(self, place: StorageBackend) -> None:
         """What options a layout was written with is in its state."""
-        written = write_trial(self.layout(), _small_trial(), tmp_path)
+        written = write_trial(self.layout(), _small_trial(), place)
         dataclasses.replace(written, layout=type(self.layout())()).assert_reads_back()
 
-    def test_the_state_can_be_pickled(self, tmp_path: Path) -> None:
-        state = write_trial(self.layout(), _small_trial(), tmp_path).state
+    def test_the_state_can_be_pickled(self, place: StorageBackend) -> None:
+        state = write_trial(self.layout(), _small_trial(), place).state
         assert pickle.loads(pickle.dumps(state)) == state
 
     # --- where things are
 
-    def test_extents_are_where_leaves_lie(self, tmp_path: Path) -> None:
-        written = write_trial(self.layout(), _small_trial(), tmp_path)
+    def test_extents_are_where_leaves_lie(self, place: StorageBackend) -> None:
+        written = write_trial(self.layout(), _small_trial(), place)
         objects = written.objects()
         for leaf, key, start, stop in written.layout.extents(written.trial.tree, written.state):
             assert leaf in written.trial.arrays
@@ -248,8 +262,8 @@ class LayoutTests:
             objects[key].write_bytes(content)
             assert differing == [leaf], f"byte {start} of {key} is said to be of leaf {leaf}"
 
-    def test_tiles_make_up_arrays(self, tmp_path: Path) -> None:
-        written = write_trial(self.layout(), _small_trial(), tmp_path)
+    def test_tiles_make_up_arrays(self, place: StorageBackend) -> None:
+        written = write_trial(self.layout(), _small_trial(), place)
         if not isinstance(written.layout, PlacesTiles):
             return
         for leaf in written.trial.arrays:
@@ -263,9 +277,9 @@ class LayoutTests:
 
     # --- what is damaged or hostile
 
-    def test_a_hostile_state_is_an_error(self, tmp_path: Path) -> None:
+    def test_a_hostile_state_is_an_error(self, place: StorageBackend) -> None:
         """A tampered state gives a CheckpointError or elements of the checkpoint's files; never a crash."""
-        written = write_trial(self.layout(), _small_trial(), tmp_path)
+        written = write_trial(self.layout(), _small_trial(), place)
         for state in tampered(written.state, self.tampered_states):
             with _BoundedMemory(f"reading with the state {state!r:.500}"):
                 for store in written.stores():
@@ -277,49 +291,49 @@ class LayoutTests:
                     f"extents of the state {state!r:.500}",
                 )
 
-    def test_a_truncated_object_is_an_error(self, tmp_path: Path) -> None:
-        written = write_trial(self.layout(), _small_trial(), tmp_path)
-        for key, path in written.objects().items():
-            content = path.read_bytes()
+    def test_a_truncated_object_is_an_error(self, place: StorageBackend) -> None:
+        written = write_trial(self.layout(), _small_trial(), place)
+        for key, stored in written.objects().items():
+            content = stored.read_bytes()
             for length in _lengths(len(content)):
-                path.write_bytes(content[:length])
+                stored.write_bytes(content[:length])
                 where = f"{key} cut to {length} of {len(content)} bytes"
                 with _BoundedMemory(where):
                     _error_or_right(written, where)
                     _only_checkpoint_errors(partial(_read_unverified, written), where)
-            path.unlink()
+            stored.unlink()
             _error_or_right(written, f"{key} removed")
             _only_checkpoint_errors(partial(_read_unverified, written), f"{key} removed")
-            path.write_bytes(content)
+            stored.write_bytes(content)
 
-    def test_a_corrupted_object_is_an_error(self, tmp_path: Path) -> None:
-        written = write_trial(self.layout(), _small_trial(), tmp_path)
+    def test_a_corrupted_object_is_an_error(self, place: StorageBackend) -> None:
+        written = write_trial(self.layout(), _small_trial(), place)
         choices = random.Random(1)
-        for key, path in written.objects().items():
-            content = path.read_bytes()
+        for key, stored in written.objects().items():
+            content = stored.read_bytes()
             for _ in range(60):
                 if not content:
                     break
                 changed = bytearray(content)
                 for _ in range(choices.choice((1, 1, 4))):
                     changed[choices.randrange(len(changed))] = choices.randrange(256)
-                path.write_bytes(changed)
+                stored.write_bytes(changed)
                 with _BoundedMemory(f"reading a corrupted {key}"):
                     _error_or_right(written, f"{key} corrupted")
                     _only_checkpoint_errors(partial(_read_unverified, written), f"{key} corrupted")
-            path.write_bytes(content)
+            stored.write_bytes(content)
 
     # --- other software's checkpoints
 
-    def test_inspect_finds_what_it_wrote(self, tmp_path: Path) -> None:
+    def test_inspect_finds_what_it_wrote(self, place: StorageBackend) -> None:
         if not self.foreign:
-            assert self.layout().inspect(DirectoryReadStore(tmp_path), None) is None
+            assert self.layout().inspect(StrictReadStore(place), None) is None
             return
         specs: dict[Key, ArraySpec] = {f"array_{name}": ArraySpec((3, 2), name) for name in PORTABLE_DTYPES}
         specs["scalar"] = ArraySpec((), "float32")
         specs["none"] = ArraySpec((0, 4), "float32")
-        written = write_trial(self.layout(), flat_trial(specs), tmp_path)
-        found = self.layout().inspect(DirectoryReadStore(tmp_path), None)
+        written = write_trial(self.layout(), flat_trial(specs), place)
+        found = self.layout().inspect(StrictReadStore(place), None)
         assert found is not None, "inspect does not find what write and finish wrote"
         assert found.writer and json.loads(json.dumps(found.state, allow_nan=False)) == found.state
         names = [str(path[-1]) for path in found.tree.paths]
@@ -328,106 +342,104 @@ class LayoutTests:
         for name, elements in zip(names, written.read(tree=found.tree, state=found.state, verified=False), strict=True):
             assert_same_bits(elements, arrays[name], name)
 
-    def test_inspect_of_something_else_is_none(self, tmp_path: Path) -> None:
+    def test_inspect_of_something_else_is_none(self, place: StorageBackend) -> None:
         layout = self.layout()
-        assert layout.inspect(DirectoryReadStore(tmp_path), None) is None, "an empty directory"
-        assert layout.inspect(DirectoryReadStore(tmp_path / "missing"), None) is None, "no directory"
-        (tmp_path / "notes.txt").write_text("nothing to see here")
-        (tmp_path / "sub").mkdir()
-        (tmp_path / "sub" / "data.bin").write_bytes(bytes(range(256)))
-        assert layout.inspect(DirectoryReadStore(tmp_path), None) is None, "files of no format"
-        assert layout.inspect(DirectoryReadStore(tmp_path), "notes.txt") is None, "a file of no format"
+        assert layout.inspect(StrictReadStore(place), None) is None, "an empty directory"
+        assert layout.inspect(StrictReadStore(Subdirectory(place, "missing")), None) is None, "no directory"
+        place.put("notes.txt", b"nothing to see here")
+        place.put("sub/data.bin", bytes(range(256)))
+        assert layout.inspect(StrictReadStore(place), None) is None, "files of no format"
+        assert layout.inspect(StrictReadStore(place), "notes.txt") is None, "a file of no format"
 
-    def test_inspect_of_damaged_files_is_an_error_at_most(self, tmp_path: Path) -> None:
-        written = write_trial(self.layout(), _small_trial(), tmp_path)
+    def test_inspect_of_damaged_files_is_an_error_at_most(self, place: StorageBackend) -> None:
+        written = write_trial(self.layout(), _small_trial(), place)
         choices = random.Random(2)
-        for key, path in written.objects().items():
-            content = path.read_bytes()
+        for key, stored in written.objects().items():
+            content = stored.read_bytes()
             for bad in _damaged(content, choices):
-                path.write_bytes(bad)
+                stored.write_bytes(bad)
                 for entry in (None, key if "/" not in key else None):
                     with _BoundedMemory(f"inspecting a damaged {key}"):
                         _only_checkpoint_errors(
                             partial(self._inspect_and_read, written, entry), f"{key} is {bad[:200]!r}"
                         )
-            path.write_bytes(content)
+            stored.write_bytes(content)
 
     # --- checkpoints of several checkpointables
 
-    def test_several_checkpointables_are_found_by_name(self, tmp_path: Path) -> None:
+    def test_several_checkpointables_are_found_by_name(self, place: StorageBackend) -> None:
         """Each is written below its name, then the whole is marked; each can be inspected, and the names are found."""
         layout = self.layout()
-        written = self._write_several(layout, tmp_path)
+        written = self._write_several(layout, place)
         for one in written.values():
             one.assert_reads_back()
         if not self.foreign:
             return
         for name, one in written.items():
-            found = layout.inspect(DirectoryReadStore(tmp_path / name), None)
+            found = layout.inspect(StrictReadStore(Subdirectory(place, name)), None)
             assert found is not None, f"inspect does not find {name} in its directory"
             assert len(found.tree.leaves) == len(one.trial.arrays)
             one.assert_reads_back()
         if isinstance(layout, InspectsComposites):
-            several = layout.inspect_composite(DirectoryReadStore(tmp_path))
+            several = layout.inspect_composite(StrictReadStore(place))
             assert several is not None, "inspect_composite does not find what write, finish and mark wrote"
             assert {name: several.members[name] for name in written} == dict.fromkeys(written, "tree")
             assert several.writer
 
-    def test_one_tree_has_at_most_one_name(self, tmp_path: Path) -> None:
+    def test_one_tree_has_at_most_one_name(self, place: StorageBackend) -> None:
         layout = self.layout()
-        write_trial(layout, _small_trial(), tmp_path)
-        found = (
-            layout.inspect_composite(DirectoryReadStore(tmp_path)) if isinstance(layout, InspectsComposites) else None
-        )
+        write_trial(layout, _small_trial(), place)
+        found = layout.inspect_composite(StrictReadStore(place)) if isinstance(layout, InspectsComposites) else None
         if found is not None:
             assert len(found.members) == 1, f"one tree has the names {list(found.members)}"
             (name,) = found.members
-            assert layout.inspect(DirectoryReadStore(tmp_path / name), None) is not None, f"nothing is found at {name}"
+            assert layout.inspect(StrictReadStore(Subdirectory(place, name)), None) is not None, (
+                f"nothing is found at {name}"
+            )
 
-    def test_something_else_is_no_composite(self, tmp_path: Path) -> None:
+    def test_something_else_is_no_composite(self, place: StorageBackend) -> None:
         layout = self.layout()
         if not isinstance(layout, InspectsComposites):
             return
-        assert layout.inspect_composite(DirectoryReadStore(tmp_path)) is None, "an empty directory"
-        assert layout.inspect_composite(DirectoryReadStore(tmp_path / "missing")) is None, "no directory"
-        (tmp_path / "notes.txt").write_text("nothing to see here")
-        (tmp_path / "sub").mkdir()
-        (tmp_path / "sub" / "data.bin").write_bytes(bytes(range(256)))
-        assert layout.inspect_composite(DirectoryReadStore(tmp_path)) is None, "files of no format"
+        assert layout.inspect_composite(StrictReadStore(place)) is None, "an empty directory"
+        assert layout.inspect_composite(StrictReadStore(Subdirectory(place, "missing"))) is None, "no directory"
+        place.put("notes.txt", b"nothing to see here")
+        place.put("sub/data.bin", bytes(range(256)))
+        assert layout.inspect_composite(StrictReadStore(place)) is None, "files of no format"
 
-    def test_damaged_marks_are_an_error_at_most(self, tmp_path: Path) -> None:
+    def test_damaged_marks_are_an_error_at_most(self, place: StorageBackend) -> None:
         layout = self.layout()
-        written = self._write_several(layout, tmp_path)
+        written = self._write_several(layout, place)
         choices = random.Random(3)
-        for key, path in files_below(tmp_path).items():
+        for key, stored in objects_below(place).items():
             if key.partition("/")[0] in written:
                 continue
-            content = path.read_bytes()
+            content = stored.read_bytes()
             for bad in _damaged(content, choices):
-                path.write_bytes(bad)
+                stored.write_bytes(bad)
                 with _BoundedMemory(f"inspecting a damaged {key}"):
-                    _only_checkpoint_errors(partial(_inspect_both, layout, tmp_path), f"{key} is {bad[:200]!r}")
-            path.unlink()
-            _only_checkpoint_errors(partial(_inspect_both, layout, tmp_path), f"{key} removed")
-            path.write_bytes(content)
+                    _only_checkpoint_errors(partial(_inspect_both, layout, place), f"{key} is {bad[:200]!r}")
+            stored.unlink()
+            _only_checkpoint_errors(partial(_inspect_both, layout, place), f"{key} removed")
+            stored.write_bytes(content)
 
-    def _write_several(self, layout: Layout, directory: Path) -> dict[str, Written]:
+    def _write_several(self, layout: Layout, place: StorageBackend) -> dict[str, Written]:
         """Two trees in the directories of their names, marked as one checkpoint."""
         written = {}
         for name in ("params", "moments"):
             trial = dataclasses.replace(_small_trial(), name=name)
-            written[name] = write_trial(layout, trial, directory / name)
+            written[name] = write_trial(layout, trial, Subdirectory(place, name))
         about = About(
             "2026-01-02T03:04:05.678+00:00", {"run": "baseline"}, {"loss": 0.5}, dict.fromkeys(written, "tree")
         )
-        mark_trial(layout, about, directory)
+        mark_trial(layout, about, place)
         return written
 
     def _inspect_and_read(self, written: Written, entry: str | None) -> object:
-        found = self.layout().inspect(DirectoryReadStore(written.directory), entry)
+        found = self.layout().inspect(StrictReadStore(written.storage), entry)
         if found is None:
             return None
-        file_bytes = sum(path.stat().st_size for path in files_below(written.directory).values())
+        file_bytes = sum(stored.nbytes for stored in objects_below(written.storage).values())
         if found.tree.nbytes > 16 * file_bytes + 4096:
             return None  # an honest reader gives up here: it would not fit in the files
         return written.read(tree=found.tree, state=found.state, verified=False)
@@ -532,10 +544,10 @@ def _damaged(content: bytes, choices: random.Random) -> list[bytes]:
     return damaged
 
 
-def _inspect_both(layout: Layout, directory: Path) -> None:
-    layout.inspect(DirectoryReadStore(directory), None)
+def _inspect_both(layout: Layout, place: StorageBackend) -> None:
+    layout.inspect(StrictReadStore(place), None)
     if isinstance(layout, InspectsComposites):
-        layout.inspect_composite(DirectoryReadStore(directory))
+        layout.inspect_composite(StrictReadStore(place))
 
 
 def _only_checkpoint_errors(action: Callable[[], Any], where: str) -> None:

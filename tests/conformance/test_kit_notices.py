@@ -52,6 +52,7 @@ from ckptcore.testing import (
     bit_patterns,
 )
 from ckptcore.testing.builtin_samples import FILE, NUMPY
+from ckptcore.testing.layout_stores import local_directory
 from ckptcore.testing.samples import LayoutSample
 from tests.composites.shelf import ShelfLayout
 
@@ -340,9 +341,9 @@ def test_a_broken_layout_is_noticed(
         (tmp_path / name).mkdir()
     suite = type("Suite", (LayoutTests,), {"several_processes": False, "layout": lambda self: layout()})()
     with pytest.raises(AssertionError):
-        getattr(suite, test)(*arguments, tmp_path / "broken")
+        getattr(suite, test)(*arguments, local_directory(tmp_path / "broken"))
     whole = type("Suite", (LayoutTests,), {"several_processes": False, "layout": lambda self: Wrapped()})()
-    getattr(whole, test)(*arguments, tmp_path / "whole")
+    getattr(whole, test)(*arguments, local_directory(tmp_path / "whole"))
 
 
 class MarksAMember(ShelfLayout):
@@ -409,8 +410,10 @@ def test_a_layout_that_breaks_composites_is_noticed(layout: type[ShelfLayout], t
         (tmp_path / name).mkdir()
     suite = type("Suite", (LayoutTests,), {"layout": lambda self: layout()})()
     with pytest.raises(AssertionError):
-        getattr(suite, test)(tmp_path / "broken")
-    getattr(type("Suite", (LayoutTests,), {"layout": lambda self: ShelfLayout()})(), test)(tmp_path / "whole")
+        getattr(suite, test)(local_directory(tmp_path / "broken"))
+    getattr(type("Suite", (LayoutTests,), {"layout": lambda self: ShelfLayout()})(), test)(
+        local_directory(tmp_path / "whole")
+    )
 
 
 # --- coordinators

@@ -10,8 +10,9 @@ import pytest
 from ckptcore_tensorstore import ArrayRule, OcdbtLayout, Zarr3Layout, ZarrLayout
 
 from ckptcore.model import ArraySpec, Box
-from ckptcore.protocols import Layout
+from ckptcore.protocols import Layout, StorageBackend
 from ckptcore.testing import LayoutCrashTests, LayoutForecastTests, LayoutTests
+from ckptcore.testing.layout_stores import local_directory
 from ckptcore.testing.layout_trials import flat_trial, write_trial
 
 _FEWER_CHUNKS: Final[Sequence[ArrayRule]] = (
@@ -28,16 +29,16 @@ class _LayoutTests(LayoutTests):
     tampered_states = 300
 
     @pytest.mark.slow
-    def test_a_truncated_object_is_an_error(self, tmp_path: Path) -> None:
-        super().test_a_truncated_object_is_an_error(tmp_path)
+    def test_a_truncated_object_is_an_error(self, place: StorageBackend) -> None:
+        super().test_a_truncated_object_is_an_error(place)
 
     @pytest.mark.slow
-    def test_a_corrupted_object_is_an_error(self, tmp_path: Path) -> None:
-        super().test_a_corrupted_object_is_an_error(tmp_path)
+    def test_a_corrupted_object_is_an_error(self, place: StorageBackend) -> None:
+        super().test_a_corrupted_object_is_an_error(place)
 
     @pytest.mark.slow
-    def test_inspect_of_damaged_files_is_an_error_at_most(self, tmp_path: Path) -> None:
-        super().test_inspect_of_damaged_files_is_an_error_at_most(tmp_path)
+    def test_inspect_of_damaged_files_is_an_error_at_most(self, place: StorageBackend) -> None:
+        super().test_inspect_of_damaged_files_is_an_error_at_most(place)
 
 
 class TestOcdbt(_LayoutTests):
@@ -137,7 +138,7 @@ def test_read_chunks_that_lie_wholly_beyond_an_array(layout: Layout, tmp_path: P
     """A chunk at the edge is as large as any other, and what one process holds comes in several boxes."""
     boxes = [Box((0, 0, 0), (1, 1, 6)), Box((0, 1, 0), (1, 4, 6)), Box((1, 0, 0), (5, 4, 6))]
     trial = flat_trial({"odd": ArraySpec((5, 4, 6), "bool")}, parts={0: [boxes]})
-    write_trial(layout, trial, tmp_path).assert_reads_back()
+    write_trial(layout, trial, local_directory(tmp_path)).assert_reads_back()
 
 
 class TestOcdbtForetold(LayoutForecastTests):

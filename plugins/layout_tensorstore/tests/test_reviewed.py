@@ -15,7 +15,7 @@ import ckptcore
 from ckptcore.errors import CheckpointError, StorageError, UnsupportedKeyError, UnsupportedLeafError
 from ckptcore.model import LEAF, ArrayRecord, ArraySpec, Box, Node, Receipt, Segment, TreeMetadata
 from ckptcore.protocols import Layout
-from ckptcore.testing.layout_stores import DirectoryWriteStore, HeldSnapshot
+from ckptcore.testing.layout_stores import DirectoryWriteStore, HeldSnapshot, local_directory
 from ckptcore.testing.layout_trials import Trial, flat_trial, write_trial
 
 
@@ -140,7 +140,7 @@ def test_a_name_that_no_database_takes_is_refused_before_anything_is_written(tmp
     longest = flat_trial({"k" * 64_000: ArraySpec((1,) * 32, "int32")})
     layout = OcdbtLayout()
     layout.check(longest.tree, 1)
-    write_trial(layout, longest, tmp_path).assert_reads_back()
+    write_trial(layout, longest, local_directory(tmp_path)).assert_reads_back()
 
 
 @pytest.mark.parametrize("layout", [OcdbtLayout(), Zarr3Layout(), ZarrLayout()], ids=["ocdbt", "zarr3", "zarr"])

@@ -1,0 +1,56 @@
+"""What every layout must do, on every server."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from ckptcore_dcp.layouts import DcpLayout
+from ckptcore_tensorstore import OcdbtLayout, Zarr3Layout, ZarrLayout
+
+from ckptcore.builtin.safetensors import SafetensorsLayout
+from ckptcore.protocols import Layout, StorageBackend
+from ckptcore.testing import LayoutTests
+from tests.servers.samples import SERVERS, open_storage
+
+
+class _OnServers(LayoutTests):
+    """With fewer states that were tampered with: on a local file system each layout meets them all."""
+
+    tampered_states = 30
+
+    @pytest.fixture(params=list(SERVERS))
+    def place(self, request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[StorageBackend]:
+        """An empty directory of a server."""
+        with SERVERS[request.param].open(tmp_path) as location:
+            yield open_storage(location)
+
+
+class TestSafetensors(_OnServers):
+    def layout(self) -> Layout:
+        return SafetensorsLayout(max_file_bytes=40)
+
+
+class TestDcp(_OnServers):
+    def layout(self) -> Layout:
+        return DcpLayout()
+
+
+class TestOcdbt(_OnServers):
+    def layout(self) -> Layout:
+        return OcdbtLayout()
+
+
+class TestZarr3(_OnServers):
+    ties = False
+
+    def layout(self) -> Layout:
+        return Zarr3Layout()
+
+
+class TestZarr(_OnServers):
+    ties = False
+
+    def layout(self) -> Layout:
+        return ZarrLayout()
