@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import ckptcore
+from ckptcore.builtin.memory import MemoryStorage
 from ckptcore.builtin.safetensors import SafetensorsLayout
 from ckptcore.errors import (
     AtomicityError,
@@ -285,6 +286,18 @@ def test_what_no_list_shows_is_replaced_under_the_claim(left: Any, monkeypatch: 
         _save(storages, 2)
     assert _version(storages) == 2
     _nothing_but_the_checkpoint(storages)
+
+
+def test_a_save_that_fails_removes_what_it_wrote_and_no_list_shows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every list is of when it had claimed its place: without a root, what it had written by then would be a checkpoint."""
+    commit = len(_save(Storages(), 2).changes) - 1
+    storages = Storages()
+    real = MemoryStorage.list
+    with monkeypatch.context() as patch:
+        patch.setattr(MemoryStorage, "list", lambda *where: iter([key for key in real(*where) if ROOT_KEY in key]))
+        with pytest.raises(StorageError, match="lost the answer"):
+            _save(storages, 2, Answers({commit: "never sent"}))
+    assert list(storages.open().list()) == []
 
 
 @pytest.mark.parametrize("kept", ["ignored", "unknown"])
