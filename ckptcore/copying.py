@@ -77,12 +77,14 @@ def copy_checkpoint(
     verify: CopyVerification = "passing",
     progress: ProgressCallback | None = None,
     is_stopped: Callable[[], bool] = lambda: False,
+    before_commit: Callable[[], None] = lambda: None,
 ) -> CopyReport:
     """See `ckptcore.copy`.
 
     Args:
         source, destination, context, overwrite, verify, progress: as there.
         is_stopped: asked before each piece; who says True gets a `CancelledError`, and what was copied stays for the next copy.
+        before_commit: called when all but the root is there; what it raises is raised, and what was copied stays.
     """
     if verify not in _VERIFICATIONS:
         raise ValueError(f"verify={verify!r}: expected one of {', '.join(map(repr, _VERIFICATIONS))}")
@@ -91,7 +93,7 @@ def copy_checkpoint(
     refuse_destination(resolve_location(source, context.registry, durable=False, config=context.storage), to)
     for _ in range(ATTEMPTS):
         manifest = read_manifest(source, context, without=to)
-        copy = _Copy(manifest, to, verify, progress, is_stopped, context)
+        copy = _Copy(manifest, to, verify, progress, is_stopped, before_commit, context)
         if not overwrite and copy.is_there():
             sweep_location(to)
             return copy.report_of_complete()
@@ -99,13 +101,13 @@ def copy_checkpoint(
         try:
             if copy.attempt(overwrite):
                 return copy.report()
-        except (CheckpointExistsError, SaveLostError):
+        except (CheckpointExistsError, SaveLostError) as error:
             # Another copy of the same save may have been faster, or have taken over from this one.
-            if not copy.is_there() and not copy.is_claimed():
+            if error is copy.refused or (not copy.is_there() and not copy.is_claimed()):
                 raise
-        except StorageError:
+        except StorageError as error:
             # ... or have committed, and given up the uploads of this one.
-            if overwrite or not copy.is_known_to_be_there():
+            if error is copy.refused or overwrite or not copy.is_known_to_be_there():
                 raise
     raise replaced_too_often(source)
 
@@ -160,8 +162,11 @@ class _Copy:
         verify: CopyVerification,
         progress: ProgressCallback | None,
         is_stopped: Callable[[], bool],
+        before_commit: Callable[[], None],
         context: Context,
     ) -> None:
+        self.refused: BaseException | None = None  # what `before_commit` raised
+        self._before_commit = before_commit
         self._manifest = manifest
         self._destination = destination
         self._verify = verify
@@ -247,6 +252,11 @@ class _Copy:
             return False
         if not self._is_unchanged():
             return False
+        try:
+            self._before_commit()
+        except BaseException as error:
+            self.refused = error
+            raise
         root = self._manifest.root
         if root is None:
             claim.commit(None, {})

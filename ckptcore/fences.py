@@ -135,8 +135,7 @@ class FencedStore(Subdirectory):
 
     def delete(self, keys: Sequence[str]) -> None:
         """See `StorageBackend`; raises `SaveLostError` too."""
-        self.expect_claim()
-        super().delete(keys)
+        super().delete_while(keys, self.expect_claim)
         for key in keys:
             self._written.pop(key, None)
 

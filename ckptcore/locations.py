@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import urllib.parse
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Final, TypeAlias
@@ -22,6 +22,7 @@ from ckptcore.protocols import (
     ObjectWriter,
     PutCondition,
     RangeReader,
+    RepeatsDeletions,
     StorageAddress,
     StorageBackend,
     StorageOptions,
@@ -352,6 +353,15 @@ class Subdirectory:
     def abort_uploads(self, prefix: str = "") -> int:
         """See `HoldsUploads`."""
         return abort_uploads(self._parent, self._prefix + prefix)
+
+    def delete_while(self, keys: Sequence[str], check: Callable[[], None]) -> None:
+        """See `RepeatsDeletions`; a storage that repeats nothing is asked once."""
+        inside = [self._prefix + key for key in keys]
+        if isinstance(self._parent, RepeatsDeletions):
+            self._parent.delete_while(inside, check)
+        else:
+            check()
+            self._parent.delete(inside)
 
     def list(self, prefix: str = "") -> Iterator[str]:
         """See `StorageBackend`."""

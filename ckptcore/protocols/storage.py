@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Final, Protocol, TypeAlias, runtime_checkable
@@ -22,6 +22,7 @@ __all__ = [
     "OpensObjects",
     "PutCondition",
     "RangeReader",
+    "RepeatsDeletions",
     "StorageAddress",
     "StorageBackend",
     "StorageOpener",
@@ -246,6 +247,18 @@ class HoldsUploads(Protocol):
         """Give up every unfinished object below a directory, whoever writes it; how many there were.
 
         A writer of one cannot finish it any more: its `finish` raises `StorageError`. Objects that are finished stay.
+        """
+        ...
+
+
+@runtime_checkable
+class RepeatsDeletions(Protocol):
+    """What a storage must do on top that asks for a deletion again by itself where it failed: what stands there may be another one by then."""
+
+    def delete_while(self, keys: Sequence[str], check: Callable[[], None]) -> None:
+        """Delete objects as `delete` does, and call `check` right before each request, a repeated one too.
+
+        What `check` raises ends the deletion; it may use the storage.
         """
         ...
 

@@ -89,6 +89,7 @@ from ckptcore.testing.samples import (
 from ckptcore.testing.simulated_disk import SimulatedDisk
 from ckptcore.testing.simulated_storage import open_simulated
 from ckptcore.testing.storage import StorageBackendTests
+from ckptcore.testing.storage_deletions import RepeatsDeletionsTests
 from ckptcore.testing.storage_directories import AtomicDirectoriesTests
 from ckptcore.testing.storage_writers import CreatesObjectsTests, HoldsUploadsTests
 from ckptcore.testing.thread_collectives import ThreadCollectives, ThreadNetwork
@@ -149,6 +150,7 @@ __all__ = [
     "RemoteArray",
     "RemoteArrayHandler",
     "RepeatLater",
+    "RepeatsDeletionsTests",
     "RequestFault",
     "RequestPlan",
     "RequestsFailing",

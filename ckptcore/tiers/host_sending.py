@@ -147,6 +147,7 @@ class SendsFromHosts:
         replaces: bool,
         progress: Callable[[int, int], None],
         is_stopped: Callable[[], bool],
+        before_commit: Callable[[], None],
     ) -> int:
         """See `Send`. Bytes are those of this host."""
         context = self._context
@@ -174,6 +175,7 @@ class SendsFromHosts:
             self._expect_sizes(part, claim.store)
             root = part.manifest.root
             assert root is not None  # `_read_part` found it
+            before_commit()
             claim.commit(root.data, root.parts)
         except BaseException:
             claim.leave()

@@ -23,6 +23,7 @@ class Send(Protocol):
         replaces: bool,
         progress: Callable[[int, int], None],
         is_stopped: Callable[[], bool],
+        before_commit: Callable[[], None],
     ) -> int:
         """Copy a step, or go on with a copy that died; returns once it is committed there.
 
@@ -32,6 +33,7 @@ class Send(Protocol):
             replaces: whether a step of that name is there, which has to give way.
             progress: called with bytes done and bytes in all.
             is_stopped: asked now and then.
+            before_commit: called when all but the root is there; what it raises stops the commit.
 
         Returns:
             Bytes that were sent.
@@ -67,6 +69,7 @@ class CopiesSteps:
         replaces: bool,
         progress: Callable[[int, int], None],
         is_stopped: Callable[[], bool],
+        before_commit: Callable[[], None],
     ) -> int:
         """See `Send`."""
         from ckptcore.copying import copy_checkpoint  # only who uploads copies
@@ -78,5 +81,6 @@ class CopiesSteps:
             overwrite="non-atomic" if replaces else False,
             progress=progress,
             is_stopped=is_stopped,
+            before_commit=before_commit,
         )
         return report.sent_bytes

@@ -369,6 +369,7 @@ class Uploader:
             replaces=replaces,
             progress=self._note_progress,
             is_stopped=functools.partial(self._is_off, step),
+            before_commit=self._far.owned.check,
         )
         steps.add(step, name)
         self._broken_far.discard(step)

@@ -17,6 +17,7 @@ from ckptcore.testing.faulty_storage import FaultyDirectories, FaultyStorage, wi
 from ckptcore.testing.simulated_disk import SimulatedDisk
 from ckptcore.testing.simulated_storage import SimulatedStorage, open_simulated
 from ckptcore.testing.storage import StorageBackendTests
+from ckptcore.testing.storage_deletions import RepeatsDeletionsTests
 from ckptcore.testing.storage_directories import AtomicDirectoriesTests, DirectoryStorage
 from ckptcore.testing.storage_writers import CreatesObjectsTests, HoldsUploadsTests
 
@@ -129,6 +130,10 @@ class TestDirectoryCreates(_InDirectory, CreatesObjectsTests):
 
 class TestDirectoryUploads(_InDirectory, HoldsUploadsTests):
     """A directory of a storage passes it on."""
+
+
+class TestDirectoryDeletions(_InDirectory, RepeatsDeletionsTests):
+    """A directory of a storage passes it on, or asks once."""
 
 
 class TestFaultyUploads(_InMemory, HoldsUploadsTests):

@@ -258,6 +258,21 @@ def test_a_run_that_lost_the_far_tier_changes_nothing_there(near: str, far: str)
     assert steps_in(far) == [1] and steps_in(near) == [1, 2]
 
 
+def test_a_run_that_loses_the_far_tier_while_it_uploads_commits_nothing_there(near: str, far: str) -> None:
+    watch = Watch()
+    run = Checkpointer(through(far), near=NearTier(near), context=watched(watch))
+    stands = Standstill(watch)
+    save_steps(run, [1])
+    assert stands.arrived.wait(60)
+    (owner,) = [key for key in keys_of(far, ".ckptcore") if key.endswith("owner.json")]
+    remove(far, owner)
+    stands.open()
+    with pytest.raises(UploadError, match="step 1 cannot be uploaded: SaveLostError"):
+        run.wait_for_uploads(60)
+    run.close()
+    assert steps_in(far) == [] and steps_in(near) == [1]
+
+
 def test_the_preempted_save_is_uploaded_whatever_the_interval(near: str, far: str) -> None:
     chosen = AnySave([FixedInterval(100), PreemptionCheckpointing()])
     tier = NearTier(near, upload_policy=chosen)

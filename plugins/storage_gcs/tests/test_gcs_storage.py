@@ -10,7 +10,7 @@ from ckptcore_gcs.testing.servers import GcsServer
 from ckptcore_obstore.storage import ObjectStoreDirectory
 
 from ckptcore.protocols import StorageOptions
-from ckptcore.testing import CreatesObjectsTests, HoldsUploadsTests, StorageBackendTests
+from ckptcore.testing import CreatesObjectsTests, HoldsUploadsTests, RepeatsDeletionsTests, StorageBackendTests
 
 
 class _OnStrictGcs:
@@ -56,6 +56,10 @@ class TestNewObjectsComposed(_OnStrictGcs, CreatesObjectsTests):
     """Objects that replace nothing, composed of small ones."""
 
     uploads = "composite"
+
+
+class TestDeletions(_OnStrictGcs, RepeatsDeletionsTests):
+    """Deletions that are asked for again."""
 
 
 class TestUploads(_OnStrictGcs, HoldsUploadsTests):

@@ -11,7 +11,7 @@ from ckptcore_s3.plugin import S3Plugin
 from ckptcore_s3.testing import S3Server
 
 from ckptcore.protocols import HoldsUploads, ManyRequests, StorageBackend, StorageOptions
-from ckptcore.testing import CreatesObjectsTests, HoldsUploadsTests, StorageBackendTests
+from ckptcore.testing import CreatesObjectsTests, HoldsUploadsTests, RepeatsDeletionsTests, StorageBackendTests
 
 
 class OnMiniStack:
@@ -46,6 +46,10 @@ class TestUploadsOnMiniStack(OnMiniStack, HoldsUploadsTests):
     """Uploads that nobody finished."""
 
     upload_bytes = 11 << 20
+
+
+class TestDeletionsOnMiniStack(OnMiniStack, RepeatsDeletionsTests):
+    """Deletions that are asked for again."""
 
 
 @pytest.mark.slow

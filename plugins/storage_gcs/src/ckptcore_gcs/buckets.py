@@ -28,14 +28,14 @@ class GcsBucket(Bucket):
         self._gcs = service
         self.json = JsonRequests(self, service.settings)
 
-    def run(self, request: Callable[[], T]) -> T:
+    def run(self, request: Callable[[], T], check: Callable[[], None] = lambda: None) -> T:
         """Send a request, again where its failure may pass."""
 
         def with_token() -> T:
             self._gcs.prepare()
             return request()
 
-        return super().run(with_token)
+        return super().run(with_token, check)
 
     def _put(self, key: str, data: bytes | memoryview, condition: PutCondition | None, mark: str) -> str:
         if self._gcs.settings.uploads == "parts":
@@ -61,7 +61,7 @@ class GcsBucket(Bucket):
         """Whether an object is only a piece of one that is being written."""
         return temporary_mark(key) is not None
 
-    def delete(self, keys: Sequence[str]) -> None:
-        """Delete objects, a hundred by one request; one that is not there is no error."""
+    def delete(self, keys: Sequence[str], check: Callable[[], None] = lambda: None) -> None:
+        """Delete objects, a hundred by one request; one that is not there is no error. `check` is called before each try."""
         for start in range(0, len(keys), MOST_IN_A_BATCH):
-            self.json.delete(keys[start : start + MOST_IN_A_BATCH])
+            self.json.delete(keys[start : start + MOST_IN_A_BATCH], check)

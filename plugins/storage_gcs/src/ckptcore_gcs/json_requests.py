@@ -7,7 +7,7 @@ import email.policy
 import json
 import re
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import quote
 
@@ -95,8 +95,8 @@ class JsonRequests:
             return {}
         return _parsed(answer.body)
 
-    def delete(self, keys: Sequence[str]) -> None:
-        """Delete up to `MOST_IN_A_BATCH` objects by one request; one that is not there is no error."""
+    def delete(self, keys: Sequence[str], check: Callable[[], None] = lambda: None) -> None:
+        """Delete up to `MOST_IN_A_BATCH` objects by one request; one that is not there is no error. `check` is called before each try."""
         left = list(keys)
 
         def request() -> None:
@@ -112,7 +112,7 @@ class JsonRequests:
                 raise RequestFailed(failure)
 
         if left:
-            self._bucket.run(request)
+            self._bucket.run(request, check)
 
     def _delete_one(self, key: str) -> None:
         try:

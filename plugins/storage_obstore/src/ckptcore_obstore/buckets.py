@@ -74,12 +74,12 @@ class Bucket:
         self._store: ObjectStore | None = None
         self._bare_tags = False
 
-    def run(self, request: Callable[[], T]) -> T:
-        """Send a request by obstore or HTTP, again where its failure may pass."""
+    def run(self, request: Callable[[], T], check: Callable[[], None] = lambda: None) -> T:
+        """Send a request by obstore or HTTP, again where its failure may pass; see `try_request`."""
         self.service.prepare()
         policy = self.service.tuning.retries
         try:
-            return try_request(lambda: _translated(request), policy, self.limit)
+            return try_request(lambda: _translated(request), policy, self.limit, check)
         except RequestFailed as error:
             if error.failure.kind is FailureKind.REGION and not error.failure.code:
                 # obstore does not tell what came with a redirection; the same answer comes to any request.
@@ -212,21 +212,21 @@ class Bucket:
         """Whether an object is only a piece of one that is being written, which lists leave out."""
         return False
 
-    def delete(self, keys: Sequence[str]) -> None:
-        """Delete objects; one that is not there is no error."""
+    def delete(self, keys: Sequence[str], check: Callable[[], None] = lambda: None) -> None:
+        """Delete objects; one that is not there is no error. `check` is called before each try."""
         taken = [key for key in keys if _takes(key)]
         for start in range(0, len(taken), _DELETED_AT_ONCE):
             some = taken[start : start + _DELETED_AT_ONCE]
             try:
-                self.run(partial(self._delete, some))
+                self.run(partial(self._delete, some), check)
             except RequestFailed as error:
                 if error.failure.kind is not FailureKind.UNSUPPORTED:
                     raise
                 for key in some:  # not every service deletes several objects by one request
-                    self.run(partial(self._delete_plain, key))
+                    self.run(partial(self._delete_plain, key), check)
         for key in keys:
             if not _takes(key):
-                self.run(partial(self._delete_plain, key))
+                self.run(partial(self._delete_plain, key), check)
 
     def _delete(self, keys: list[str]) -> None:
         import obstore

@@ -39,10 +39,13 @@ class RetryPolicy:
     most_wait_seconds: float = 15.0
 
 
-def try_request(request: Callable[[], T], policy: RetryPolicy, limit: AdaptiveLimit) -> T:
+def try_request(
+    request: Callable[[], T], policy: RetryPolicy, limit: AdaptiveLimit, check: Callable[[], None] = lambda: None
+) -> T:
     """Send a request, again where its failure may pass, each time with a place of the limit.
 
     Waits between tries are random up to a bound that doubles ("full jitter": what failed together does not come back together).
+    `check` is called before each try, without a place, so that it can send requests; what it raises ends this.
 
     Raises:
         RequestFailed: the last failure; its `tried` says what was done.
@@ -52,6 +55,7 @@ def try_request(request: Callable[[], T], policy: RetryPolicy, limit: AdaptiveLi
     may_be_done = False
     while True:
         tries += 1
+        check()
         with limit.place():
             try:
                 answer = request()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
@@ -175,10 +175,14 @@ class ObjectStoreDirectory:
 
     def delete(self, keys: Sequence[str]) -> None:
         """Delete objects, a thousand by one request; one that is not there is no error."""
+        self.delete_while(keys, lambda: None)
+
+    def delete_while(self, keys: Sequence[str], check: Callable[[], None]) -> None:
+        """As `delete`; `check` is called before each request, also where it is sent again."""
         whole = [self._whole(key) for key in keys]
         if whole:
             with telling(self._service, f"delete from {self._url}"):
-                self._bucket.delete(whole)
+                self._bucket.delete(whole, check)
 
     def abort_uploads(self, prefix: str = "") -> int:
         """Give up every unfinished upload in parts below a directory, so that its end fails; returns how many there were."""
