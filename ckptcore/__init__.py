@@ -45,7 +45,6 @@ from ckptcore.background import LoadHandle, Progress, SaveHandle
 from ckptcore.builtin.safetensors import SafetensorsLayout
 from ckptcore.builtin.sharded_arrays import ArrayShard, ShardedArray
 from ckptcore.context import Context, MemoryOptions
-from ckptcore.copying import CopyReport
 from ckptcore.describing import CheckpointablesMetadata, CheckpointMetadata
 from ckptcore.errors import CheckpointError
 from ckptcore.exports import Export, StepExport
@@ -61,6 +60,7 @@ from ckptcore.verification import Problem, VerifyReport
 
 if TYPE_CHECKING:
     from ckptcore.checkpointer import Checkpointer
+    from ckptcore.copying import CopyReport
     from ckptcore.reader import CheckpointReader
     from ckptcore.restoring import SkippedStep
     from ckptcore.step_copies import StepsCopyReport
@@ -132,6 +132,7 @@ logging.getLogger("ckptcore").addHandler(logging.NullHandler())
 _ON_DEMAND = {
     "CheckpointReader": "ckptcore.reader",
     "Checkpointer": "ckptcore.checkpointer",
+    "CopyReport": "ckptcore.copying",
     "SkippedStep": "ckptcore.restoring",
     "StepNameFormat": "ckptcore.step_names",
     "StepNames": "ckptcore.step_names",

@@ -13,7 +13,6 @@ from ckptcore.composites import load_composite
 from ckptcore.consolidation import FilePath, consolidate_checkpoint
 from ckptcore.context import Context, default_context
 from ckptcore.conversion import convert_checkpoint
-from ckptcore.copying import CopyReport, CopyVerification, copy_checkpoint
 from ckptcore.describing import (
     CheckpointablesMetadata,
     CheckpointMetadata,
@@ -41,6 +40,7 @@ from ckptcore.verification import ProgressCallback, VerifyReport, verify_checkpo
 from ckptcore.wanted import Wanted
 
 if TYPE_CHECKING:
+    from ckptcore.copying import CopyReport, CopyVerification
     from ckptcore.holds.ownership import IfInUse
     from ckptcore.step_copies import StepProgressCallback, StepsCopyReport
     from ckptcore.step_names import StepNames
@@ -428,6 +428,8 @@ def copy(
         SaveLostError: if another process copies the same to there, or saved there meanwhile.
         StorageError: if a storage fails. What was at the destination before is there still.
     """
+    from ckptcore.copying import copy_checkpoint  # who only saves or loads need not wait for it
+
     return copy_checkpoint(
         source, destination, context or default_context(), overwrite=overwrite, verify=verify, progress=progress
     )
