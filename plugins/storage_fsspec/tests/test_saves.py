@@ -51,9 +51,7 @@ def _s3(directory: Path) -> Iterator[Place]:
 def _gs(directory: Path) -> Iterator[Place]:
     from ckptcore_gcs.testing.servers import gcs_server
 
-    with gcs_server(directory) as server, pytest.MonkeyPatch.context() as patch:
-        # gcsfs would ask the emulator whether the bucket has directories, by a protocol that it does not speak.
-        patch.setenv("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")
+    with gcs_server(directory) as server:
         options: dict[str, JSON] = {"endpoint_url": server.server.url, "token": "anon"}
         yield f"fsspec+gs://{server.create_bucket()}/runs", ckptcore.Context(storage={"fsspec+gs": options})
 
@@ -61,7 +59,9 @@ def _gs(directory: Path) -> Iterator[Place]:
 PLACES: Final[Mapping[str, Callable[[Path], AbstractContextManager[Place]]]] = {"memory": _memory, "s3": _s3, "gs": _gs}
 
 
-@pytest.fixture(scope="module", params=["memory", "gs", pytest.param("s3", marks=pytest.mark.slow)])
+@pytest.fixture(
+    scope="module", params=["memory", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gs", "s3"))]
+)
 def place(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
     """Of each file system; its Context does not say yet what is needed."""
     with PLACES[request.param](tmp_path_factory.mktemp("server")) as (url, context):
