@@ -22,6 +22,7 @@ thread that it ends on. Phases may contain others, may overlap where threads wor
       restore            an object's state is there  the object has taken it   caller's    waits
     delete               a step is about to go       its files are gone        background  goes on
       clean              what must go is looked for  what is found is gone     background  goes on    deletes
+    upload               a step is about to be sent  the far tier has it       background  goes on
 
 - ``blocking`` is all the time that the caller of a save could not train. In an asynchronous save it contains
   ``wait_for_previous``, ``describe`` and ``copy``; with a bound on memory the copying goes on while earlier parts are
