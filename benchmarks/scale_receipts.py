@@ -16,6 +16,8 @@ from itertools import product
 from typing import Any, Final
 
 import numpy as np
+from ckptcore_dcp.layouts import DcpLayout
+from ckptcore_dcp.writing import file_of
 
 from benchmarks.scale_job import SimulatedJob
 from ckptcore.model import (
@@ -121,9 +123,12 @@ class JobReceipts:
     def _dcp(
         self, rank: int, leaves: HostArray, held: Sequence[Box], sizes: HostArray, bounds: HostArray
     ) -> tuple[JSON, list[tuple[str, int]]]:
+        most = DcpLayout().spread_from
+        spread = most is not None and self.job.size >= most
         whole = -(-(sizes + 668) // 64) * 64
         offset = np.cumsum(whole) - whole
         state: JSON = {
+            "spread": spread,
             "value_offset": [],
             "value_nbytes": [],
             "leaf": leaves.tolist(),
@@ -132,7 +137,7 @@ class JobReceipts:
             "elements": (offset + 384).tolist(),
             "box": bounds.tolist(),
         }
-        return state, [(f"__{rank}_0.distcp", int(whole.sum()))] if len(leaves) else []
+        return state, [(file_of(rank, spread=spread), int(whole.sum()))] if len(leaves) else []
 
     def _chunk_columns(self, leaves: HostArray, held: Sequence[Box]) -> tuple[list[int], list[int], list[int]]:
         """The leaf, number and bytes of each chunk."""

@@ -45,6 +45,10 @@ class Gate:
                 gate.pass_through()
                 return inner.open_writer(key, size)
 
+            def open_new(self, key: str, size: int | None = None) -> Any:
+                gate.pass_through()
+                return inner.open_new(key, size)
+
             def put(self, key: str, data: bytes, *, condition: Any = None) -> str:
                 if not key.endswith("checkpoint.json"):
                     gate.pass_through()

@@ -56,7 +56,7 @@ def test_a_thousand_small_arrays_take_few_requests(layout: str, most_written: in
 
 @pytest.mark.parametrize("root", ["root of ours", "none, as of other software"])
 def test_objects_of_their_own_are_written_and_read_many_at_once(root: str) -> None:
-    far = Far(part_bytes=1 << 20, request_bytes=1 << 20, latency=0.003, concurrency=16)
+    far = Far(part_bytes=1 << 20, request_bytes=1 << 20, latency=0.05, concurrency=16)
     state = small_arrays(60)
     ckptcore.save(LOCATION, state, layout="zarr3", context=far.context)
     assert 8 < far.storage.peak_at_once <= 16
@@ -69,7 +69,7 @@ def test_objects_of_their_own_are_written_and_read_many_at_once(root: str) -> No
 
 
 def test_one_large_state_goes_in_parts_that_nobody_copies_together() -> None:
-    far = Far(part_bytes=1 << 20, request_bytes=1 << 20, latency=0.003, concurrency=16)
+    far = Far(part_bytes=1 << 20, request_bytes=1 << 20, latency=0.05, concurrency=16)
     state = {f"w{number}": np.random.default_rng(number).random((3 << 17) + number) for number in range(6)}
     ckptcore.save(LOCATION, state, context=far.context)
     assert far.storage.peak_held_bytes <= 1 << 20  # of small objects: the claim and the root

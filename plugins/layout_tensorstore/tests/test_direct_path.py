@@ -23,10 +23,9 @@ from ckptcore.engine.reader import ObjectReader
 from ckptcore.engine.threads import IOThreads
 from ckptcore.errors import CorruptCheckpointError, ObjectNotFoundError
 from ckptcore.model import BLOCK_BYTES, ArrayRecord, ArraySpec, Box, HostArray
-from ckptcore.plugins import installed_plugins
-from ckptcore.protocols import Layout, StorageOptions
+from ckptcore.protocols import Layout
 from ckptcore.testing import DTYPE_NAMES, FaultPlan, assert_same_bits, strategies, with_faults
-from ckptcore.testing.layout_stores import DirectoryReadStore
+from ckptcore.testing.layout_stores import StrictReadStore, local_directory
 from ckptcore.testing.layout_trials import Trial, Written, flat_trial, write_trial
 from plugins.layout_tensorstore.tests.foreign_arrays import (
     DATABASES,
@@ -80,11 +79,11 @@ def _trials(draw: st.DrawFn) -> Trial:
     return flat_trial({f"a{number}": spec for number, spec in enumerate(specs)}, parts=parts, size=size)
 
 
-def _opened(written: Written, name: str) -> Any:
+def _opened(written: Written, root: Path, name: str) -> Any:
     """An array of a checkpoint, as tensorstore opens it; it is told nothing but where it is."""
     layout: Any = written.layout
     state: Any = written.state
-    directory = f"{written.directory / state['directory']}/"
+    directory = f"{root / state['directory']}/"
     if layout.name == "ocdbt":
         kvstore = {"driver": "ocdbt", "base": f"file://{directory}", "path": f"{name}/"}
     else:
@@ -114,9 +113,9 @@ def test_tensorstore_reads_much_that_is_written(trial: Trial, layout: Layout, da
 def _assert_tensorstore_reads(trial: Trial, layout: Layout, data: st.DataObject) -> None:
     layout.check(trial.tree, trial.size)
     with tempfile.TemporaryDirectory() as directory:
-        written = write_trial(layout, trial, Path(directory))
+        written = write_trial(layout, trial, local_directory(Path(directory)))
         for leaf, elements in trial.arrays.items():
-            opened = _opened(written, f"a{leaf}")
+            opened = _opened(written, Path(directory), f"a{leaf}")
             assert opened.shape[: elements.ndim] == elements.shape
             for box in [Box.whole(elements.shape), data.draw(strategies.boxes(elements.shape))]:
                 if box.size:
@@ -144,7 +143,7 @@ def _foreign(draw: st.DrawFn) -> _Foreign:
 
 
 def _stores(directory: Path) -> Sequence[Any]:
-    empty = Written(flat_trial({}), OcdbtLayout(), directory, None, {}, {})
+    empty = Written(flat_trial({}), OcdbtLayout(), local_directory(directory), None, {}, {})
     return empty.stores(verified=False)
 
 
@@ -189,7 +188,7 @@ def _assert_read(foreign: _Foreign, data: st.DataObject) -> None:
                 expected = _read(opened, box)
                 event("missing" if expected is None else "there")
                 for store in stores:
-                    written = Written(Trial(found.tree, {}, {}), layout, directory, found.state, {}, {})
+                    written = Written(Trial(found.tree, {}, {}), layout, local_directory(directory), found.state, {}, {})
                     if expected is None:
                         with pytest.raises((CorruptCheckpointError, ObjectNotFoundError)):
                             written.read([(leaf, box)], store=store)
@@ -282,7 +281,7 @@ def test_no_byte_is_read_twice(layout: Layout, verified: bool, tmp_path: Path) -
         "odd": ArraySpec((333, 77), "int16"),
         "small": ArraySpec((), "int8"),
     }
-    written = write_trial(layout, flat_trial(specs), tmp_path)
+    written = write_trial(layout, flat_trial(specs), local_directory(tmp_path))
     sizes = {key: record.size for key, record in written.records.items()}
     reader, plan = _counted(written, verified)
     written.assert_reads_back(stores=[reader])
@@ -304,7 +303,7 @@ def test_no_byte_is_read_twice(layout: Layout, verified: bool, tmp_path: Path) -
 def test_boxes_of_shards_read_what_they_need(tmp_path: Path) -> None:
     """One sixteenth of the rows is asked of an array that is stored in one shard of small read chunks."""
     spec = ArraySpec((8192, 512), "float32")
-    written = write_trial(OcdbtLayout(chunk_bytes=1 << 15), flat_trial({"w": spec}), tmp_path)
+    written = write_trial(OcdbtLayout(chunk_bytes=1 << 15), flat_trial({"w": spec}), local_directory(tmp_path))
     box = Box((512, 0), (1024, 512))
     wanted = box.size * 4
     checksums = math.ceil(wanted / (1 << 15)) * 4
@@ -318,7 +317,7 @@ def test_boxes_of_shards_read_what_they_need(tmp_path: Path) -> None:
 def _counted(written: Written, verified: bool) -> tuple[Any, FaultPlan]:
     """The store that loads read through, and what it asks of the storage."""
     plan = FaultPlan()
-    storage = with_faults(installed_plugins().storage("file")(str(written.directory), StorageOptions()), plan)
+    storage = with_faults(written.storage, plan)
     return ObjectReader(storage, written.records, IOThreads(1), verify=verified), plan
 
 
@@ -329,8 +328,9 @@ def test_a_store_in_a_directory_is_read_by_its_address(tmp_path: Path) -> None:
     metadata = {"shape": [100], "chunks": [60], "dtype": "<i4", "compressor": {"id": "zstd", "level": 1}, "filters": None,
                 "order": "C", "fill_value": None, "zarr_format": 2}  # fmt: skip
     write_arrays(tmp_path, {"a": ForeignArray(2, spec, metadata, [(Box.whole((100,)), elements)], True)}, None)
-    store = DirectoryReadStore(tmp_path)
+    storage = local_directory(tmp_path)
+    store = StrictReadStore(storage)
     found = ZarrLayout().inspect(store, None)
     assert found is not None
-    written = Written(Trial(found.tree, {}, {}), ZarrLayout(), tmp_path, found.state, {}, {})
+    written = Written(Trial(found.tree, {}, {}), ZarrLayout(), storage, found.state, {}, {})
     assert_same_bits(written.read(store=store)[0], elements, "a")
