@@ -39,7 +39,7 @@ class Worker:
 
     def save(self, location: Path, value: float, end: End) -> str | None:
         """Save; why it failed. The end comes after this rank wrote its part, and before the others know."""
-        write = persisting._write
+        write = persisting.write_parts
 
         def written(*arguments: Any) -> Any:
             result = write(*arguments)
@@ -51,13 +51,13 @@ class Worker:
                 time.sleep(600)
             return result
 
-        persisting._write = written
+        persisting.write_parts = written
         try:
             ckptcore.save(location, {"w": self._part(value), "value": value}, context=self.context)
         except (CheckpointError, MemoryError) as error:
             return f"{type(error).__name__}: {error}"
         finally:
-            persisting._write = write
+            persisting.write_parts = write
         return None
 
     def load(self, location: Path, value: float) -> None:
