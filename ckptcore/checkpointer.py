@@ -7,16 +7,16 @@ import os
 import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from threading import Lock
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
 
 from ckptcore.agreement import Agreement
 from ckptcore.background import SaveHandle
+from ckptcore.cleaning import Cleaner
 from ckptcore.context import Context, default_context
 from ckptcore.deciding import Past, SaveDecider
 from ckptcore.directories import write_directory_metadata
@@ -29,11 +29,11 @@ from ckptcore.errors import (
     UnsupportedVersionError,
     UploadError,
 )
-from ckptcore.exports import StepExport
+from ckptcore.exports import StepExport, check_exports
 from ckptcore.garbage import BegunDeletion, StepDeleter, policy_infos
 from ckptcore.holds import Hold, own_directory
 from ckptcore.hosts import Hosts, OnHosts, find_hosts
-from ckptcore.locations import Backed, LocationLike, Place, Within, absolute_location
+from ckptcore.locations import Backed, LocationLike, Place, Within
 from ckptcore.model.tree import JSON
 from ckptcore.occupants import Overwrite
 from ckptcore.policies import (
@@ -76,9 +76,6 @@ WhenBusy: TypeAlias = Literal["wait", "skip", "queue"]
 
 IfInUse: TypeAlias = Literal["error", "take over"]
 """What to do where another job seems to own the directory: fail at once; wait for a sign of life, and take it if none comes."""
-
-_MOST_UNHEARD: Final = 100
-"""How many failed deletions are kept to be told; all are logged."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +152,7 @@ class Checkpointer(CheckpointReader):
         self._far_policy = preservation_policy or PreserveAll()
         self._preservation_policy = self._far_policy if near is None else near.preservation_policy
         self._layout = layout
-        self._exports = _check_exports(exports, directory, context or default_context())
+        self._exports = check_exports(exports, directory, (context or default_context()).registry)
         self._when_busy: WhenBusy = when_busy
         self._decider = SaveDecider(save_policy or EveryStep(), skips_when_busy=when_busy == "skip")
         self._owned: Hold | None = None
@@ -167,8 +164,6 @@ class Checkpointer(CheckpointReader):
         self._run = ""
         self._sends: SendsFromHosts | None = None
         self._sender: HostSender | None = None
-        self._cleaner: ThreadPoolExecutor | None = None
-        self._cleaning: list[Future[None]] = []
         self._saves: list[_Saving] = []
         self._beginning: int | None = None
         self._warned = False
@@ -176,6 +171,7 @@ class Checkpointer(CheckpointReader):
         self._last_saved: int | None = None
         tiers = (directory,) if near is None else (near.locate(directory), directory)
         self._begin_reading(tiers, step_names, context)
+        self._cleaner = Cleaner(self.directory)
         try:
             agreement = self._agreement("own")
             if near is not None and near.seen_by == "host":
@@ -195,7 +191,7 @@ class Checkpointer(CheckpointReader):
             self._decider.heed(preemption_notice)
             self._begin_uploads(agreement)
             if self._deleter is not None:
-                self._clean(self._deleter.clean)
+                self._cleaner.begin(self._deleter.clean)
         except BaseException:
             self._release()
             raise
@@ -497,7 +493,7 @@ class Checkpointer(CheckpointReader):
     def _hear(self, told: JSON) -> None:
         """Where another process leads: let this host keep what the leader's keeps."""
         if self._deleter is not None and self._far is None:
-            self._clean(partial(self._keep_only, frozenset(told if isinstance(told, list) else ())))
+            self._cleaner.begin(partial(self._keep_only, frozenset(told if isinstance(told, list) else ())))
 
     def _keep_only(self, steps: frozenset[Any]) -> None:
         assert (
@@ -561,7 +557,7 @@ class Checkpointer(CheckpointReader):
         if self._deleter is None or (self._hosts is not None and self._far is None):
             return  # who leads collects, and lets the other hosts know
         if not isinstance(self._preservation_policy, PreserveAll) or self._hosts is not None:
-            self._clean(self._collect)
+            self._cleaner.begin(self._collect)
 
     # --- deleting -----------------------------------------------------------------------------------------------------
 
@@ -593,7 +589,7 @@ class Checkpointer(CheckpointReader):
                 deletion.cancel()
             raise
         if self._job.rank == 0:
-            self._clean(partial(told.lead, "deleted", partial(self._delete_files, step, begun)))
+            self._cleaner.begin(partial(told.lead, "deleted", partial(self._delete_files, step, begun)))
         else:
             names = [tier.name(step) if step in tier.candidates() else None for tier in self._copies.tiers]
             for tier in self._copies.tiers:
@@ -601,7 +597,7 @@ class Checkpointer(CheckpointReader):
                     not begun or tier is not self._steps
                 ):  # a deletion of this process's own forgets it when it has ended
                     tier.forget([step])
-            self._clean(partial(self._hear_of_deletion, step, names, begun, told))
+            self._cleaner.begin(partial(self._hear_of_deletion, step, names, begun, told))
         if step == self._decider.past.step:
             self._look_back(self._copies.latest)
 
@@ -683,30 +679,6 @@ class Checkpointer(CheckpointReader):
             under_way = {save.step for save in self._saves if not save.handle.done()}
         return under_way if beginning is None else under_way | {beginning}
 
-    def _clean(self, work: Callable[[], object]) -> None:
-        """Do work in the background, after what was asked for before."""
-
-        def logged() -> None:
-            try:
-                work()
-            except BaseException as error:
-                logger.warning("cleaning %s failed: %s", self.directory, error)
-                raise
-
-        with self._lock:
-            if self._closed:
-                return  # what is left over is cleaned up by the next one
-            if self._cleaner is None:
-                self._cleaner = ThreadPoolExecutor(1, thread_name_prefix="ckptcore-clean")
-            failed = [other for other in self._cleaning if other.done() and other.exception() is not None]
-            running = [other for other in self._cleaning if not other.done()]
-            self._cleaning = [*failed[:_MOST_UNHEARD], *running]
-            try:
-                self._cleaning.append(self._cleaner.submit(logged))
-            except RuntimeError as error:
-                # The program is ending; what was saved is saved, and the next owner cleans.
-                logger.info("%s is not cleaned now: %s", self.directory, error)
-
     # --- ending -------------------------------------------------------------------------------------------------------
 
     def wait(self) -> None:
@@ -726,13 +698,10 @@ class Checkpointer(CheckpointReader):
             error = save.handle.exception()
             if error is not None and not told:
                 errors.append(error)
-        with self._lock:
-            cleaning = list(self._cleaning)
-        errors.extend(error for future in cleaning if (error := future.exception()) is not None)
+        errors.extend(self._cleaner.take_errors())
         # Only now: who is interrupted while it waits, waits again when it closes.
         with self._lock:
             self._saves = [save for save in self._saves if save not in saves]
-            self._cleaning = [future for future in self._cleaning if future not in cleaning]
         if self._uploader is not None:
             try:
                 self._uploader.raise_unheard()
@@ -802,9 +771,8 @@ class Checkpointer(CheckpointReader):
             error.add_note(f"and then, as {self!r} was closed: {type(failure).__name__}: {failure}")
 
     def _release(self) -> None:
-        with self._lock:
-            self._closed = True
-            cleaner, self._cleaner = self._cleaner, None
+        self._closed = True
+        self._cleaner.refuse()
         try:
             if self._uploader is not None:
                 self._uploader.stop()
@@ -812,8 +780,7 @@ class Checkpointer(CheckpointReader):
                 self._sends.close(self._run)
             if self._sender is not None:
                 self._sender.stop()
-            if cleaner is not None:
-                cleaner.shutdown(wait=True)
+            self._cleaner.close()
         finally:
             self._decider.close()
             if self._far is not None:
@@ -851,21 +818,3 @@ def _nothing() -> None:
 def _expect(given: object, kind: type, argument: str, wanted: str) -> None:
     if given is not None and (isinstance(given, type) or not isinstance(given, kind)):
         raise TypeError(f"Checkpointer({argument}={given!r}): expected {wanted}")
-
-
-def _check_exports(exports: Sequence[StepExport], directory: LocationLike, context: Context) -> tuple[StepExport, ...]:
-    """Refuse what would fail the run at the first step that all of it is for."""
-    taken = {absolute_location(directory): "where the steps are"}
-    for number, export in enumerate(exports):
-        if not isinstance(export, StepExport):
-            raise TypeError(
-                f"Checkpointer(exports=...): number {number} is {export!r}; expected a StepExport(directory=...)"
-            )
-        place = absolute_location(export.directory)
-        if place in taken:
-            raise ValueError(
-                f"Checkpointer(exports=...): number {number} goes into {export.directory}, {taken[place]}; give it a directory of its own"
-            )
-        taken[place] = f"where number {number} goes"
-        context.registry.layout(export.layout)
-    return tuple(exports)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ckptcore.locations import LocationLike, Place, Within
+from ckptcore.locations import LocationLike, Place, Within, absolute_location
+from ckptcore.plugins import Plugins
 from ckptcore.protocols import Layout
 from ckptcore.step_names import whole_number
 from ckptcore.subtrees import SubtreePath
 
-__all__ = ["Export", "StepExport"]
+__all__ = ["Export", "StepExport", "check_exports"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,3 +60,32 @@ class StepExport:
     def of_step(self, name: str) -> Export:
         """The export of the step with this name."""
         return Export(location=Within(self.directory, name), layout=self.layout, subtree=self.subtree)
+
+
+def check_exports(exports: Sequence[StepExport], steps: LocationLike, plugins: Plugins) -> tuple[StepExport, ...]:
+    """The exports of a `Checkpointer`; refuses what would fail the run at the first step that all of it is for.
+
+    Args:
+        exports: what the user gave.
+        steps: the directory of the run.
+        plugins: that know layouts.
+
+    Raises:
+        TypeError: if one is no export.
+        ValueError: if one goes where the steps are, or where another goes.
+        UnknownPluginError: if one has a layout that is not there.
+    """
+    taken = {absolute_location(steps): "where the steps are"}
+    for number, export in enumerate(exports):
+        if not isinstance(export, StepExport):
+            raise TypeError(
+                f"Checkpointer(exports=...): number {number} is {export!r}; expected a StepExport(directory=...)"
+            )
+        place = absolute_location(export.directory)
+        if place in taken:
+            raise ValueError(
+                f"Checkpointer(exports=...): number {number} goes into {export.directory}, {taken[place]}; give it a directory of its own"
+            )
+        taken[place] = f"where number {number} goes"
+        plugins.layout(export.layout)
+    return tuple(exports)

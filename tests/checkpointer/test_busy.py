@@ -271,7 +271,7 @@ def test_nothing_grows_over_a_thousand_saves(near: str) -> None:
             if step % 50 == 0:
                 run.wait()
         run.wait()
-        assert len(run._saves) + len(run._cleaning) == 0
+        assert len(run._saves) + len(run._cleaner) == 0
         assert len(run._context.saves._handles) <= 2
         assert len(run._steps._changes) <= 7
         assert run.steps == tuple(range(7))
