@@ -127,7 +127,6 @@ def test_nothing_is_converted_into_itself(location: str, tmp_path: Path) -> None
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
-@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning", "ignore:os.fork:RuntimeWarning")
 def test_a_forked_child_saves_too(tmp_path: Path) -> None:
     context = ckptcore.Context()
     ckptcore.save_async(tmp_path / "parent", {"w": np.ones(300_000)}, context=context).result()
