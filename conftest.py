@@ -42,6 +42,17 @@ def pytest_collection() -> Iterator[None]:
     try:
         return (yield)
     finally:
-        gc.collect()
-        gc.freeze()
+        _keep()
         gc.enable()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _keep_what_came() -> Iterator[None]:
+    """The same for what the tests of a file import, and for what libraries remember of them."""
+    yield
+    _keep()
+
+
+def _keep() -> None:
+    gc.collect()
+    gc.freeze()

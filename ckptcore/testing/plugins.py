@@ -186,7 +186,9 @@ class PluginTests:
         assert frameworks, "offer a FrameworkSample so that the matrix tests the plugin's leaves"
         for sample in frameworks:
             spec = ArraySpec((2,), next(iter(sample.dtypes)))
-            for leaf in (sample.make(bit_patterns(spec)), sample.abstract(spec)):
+            with sample.session():
+                leaves = (sample.make(bit_patterns(spec)), sample.abstract(spec))
+            for leaf in leaves:
                 handler = self._answer("ckpt_leaf_handler", leaf_type=type(leaf), example=leaf)
                 assert handler is not None, f"the plugin does not claim {type(leaf)} of its own sample"
                 assert type(handler.priority) is int

@@ -35,7 +35,7 @@ from plugins.layout_tensorstore.tests.foreign_arrays import (
     write_arrays,
 )
 
-_some = settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+_some = settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
 _many = settings(_some, max_examples=2500)
 
 
@@ -188,7 +188,9 @@ def _assert_read(foreign: _Foreign, data: st.DataObject) -> None:
                 expected = _read(opened, box)
                 event("missing" if expected is None else "there")
                 for store in stores:
-                    written = Written(Trial(found.tree, {}, {}), layout, local_directory(directory), found.state, {}, {})
+                    written = Written(
+                        Trial(found.tree, {}, {}), layout, local_directory(directory), found.state, {}, {}
+                    )
                     if expected is None:
                         with pytest.raises((CorruptCheckpointError, ObjectNotFoundError)):
                             written.read([(leaf, box)], store=store)

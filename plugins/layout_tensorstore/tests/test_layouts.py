@@ -41,6 +41,18 @@ class _LayoutTests(LayoutTests):
         super().test_inspect_of_damaged_files_is_an_error_at_most(place)
 
 
+class _OtherOptions(_LayoutTests):
+    """Sets of options that differ from those of another class here in one thing only."""
+
+    @pytest.mark.slow
+    def test_blocks_boundaries_do_not_show(self, place: StorageBackend) -> None:
+        super().test_blocks_boundaries_do_not_show(place)
+
+    @pytest.mark.slow
+    def test_any_boxes_of_any_tree_come_back(self, place: StorageBackend) -> None:
+        super().test_any_boxes_of_any_tree_come_back(place)
+
+
 class TestOcdbt(_LayoutTests):
     """As a user gets it by name."""
 
@@ -57,14 +69,14 @@ class TestOcdbtInPieces(LayoutTests):
         return OcdbtLayout(chunk_bytes=64, data_file_bytes=4096, rules=_FEWER_CHUNKS)
 
 
-class TestOcdbtWithoutChecksums(_LayoutTests):
+class TestOcdbtWithoutChecksums(_OtherOptions):
     """Read chunks that nothing stands behind, in a tree that has no directory of its own."""
 
     def layout(self) -> Layout:
         return OcdbtLayout(chunk_bytes=64, checksum=False, item="", rules=_FEWER_CHUNKS)
 
 
-class TestOcdbtOfZarr2(_LayoutTests):
+class TestOcdbtOfZarr2(_OtherOptions):
     """As version 0 of Orbax has it."""
 
     def layout(self) -> Layout:
@@ -76,7 +88,7 @@ class TestOcdbtCompressed(_LayoutTests):
         return OcdbtLayout(compression="zstd", chunk_bytes=64, rules=_FEWER_CHUNKS)
 
 
-class TestZarr3(_LayoutTests):
+class TestZarr3(_OtherOptions):
     ties = False
 
     def layout(self) -> Layout:
@@ -98,6 +110,14 @@ class TestZarr3Mixed(LayoutTests):
             ]
         )
 
+    @pytest.mark.slow
+    def test_a_corrupted_object_is_an_error(self, place: StorageBackend) -> None:
+        super().test_a_corrupted_object_is_an_error(place)
+
+    @pytest.mark.slow
+    def test_inspect_of_damaged_files_is_an_error_at_most(self, place: StorageBackend) -> None:
+        super().test_inspect_of_damaged_files_is_an_error_at_most(place)
+
 
 class TestZarr(_LayoutTests):
     ties = False
@@ -106,7 +126,7 @@ class TestZarr(_LayoutTests):
         return ZarrLayout(chunk_bytes=64, rules=_FEWER_CHUNKS)
 
 
-class TestZarrCompressed(_LayoutTests):
+class TestZarrCompressed(_OtherOptions):
     ties = False
 
     def layout(self) -> Layout:
