@@ -4,46 +4,36 @@ from __future__ import annotations
 
 import logging
 import os
-import secrets
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from threading import Lock
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
+from typing import Any, Literal, TypeAlias, TypeVar
 
 from ckptcore.agreement import Agreement
 from ckptcore.background import SaveHandle
 from ckptcore.cleaning import Cleaner
 from ckptcore.context import Context, default_context
 from ckptcore.deciding import Past, SaveDecider
-from ckptcore.directories import write_directory_metadata
 from ckptcore.errors import (
     CheckpointError,
     CheckpointExistsError,
-    CheckpointNotFoundError,
     CorruptCheckpointError,
     StorageError,
     UnsupportedVersionError,
     UploadError,
 )
 from ckptcore.exports import StepExport, check_exports
-from ckptcore.garbage import BegunDeletion, StepDeleter, policy_infos
-from ckptcore.holds import Hold, own_directory
-from ckptcore.hosts import Hosts, OnHosts, find_hosts
 from ckptcore.locations import Backed, LocationLike, Place, Within
 from ckptcore.model.tree import JSON
 from ckptcore.occupants import Overwrite
 from ckptcore.policies import (
-    CustomPreservation,
     EveryStep,
     PreservationPolicy,
     PreserveAll,
     SavePolicy,
-    StepInfo,
-    what_to_delete,
 )
 from ckptcore.preemption import PreemptionNotice
 from ckptcore.protocols import Layout, Rejoinable
@@ -53,17 +43,12 @@ from ckptcore.save_requests import OneTree, SaveRequest
 from ckptcore.saving import begin_save, perform_save
 from ckptcore.step_names import StepNames, step_number, whole_number
 from ckptcore.steps import StepDirectory
-from ckptcore.tiers.far import FarTier
-from ckptcore.tiers.host_steps import HostSteps, agreed_steps, is_whole_here
+from ckptcore.tiers.collector import Collector
 from ckptcore.tiers.near import NearTier
-from ckptcore.tiers.sending import CopiesSteps, Send
+from ckptcore.tiers.run_deleter import RunDeleter
+from ckptcore.tiers.run_tiers import RunTiers
 from ckptcore.tiers.status import UploadStatus
-from ckptcore.tiers.uploader import Uploader
-from ckptcore.verification import has_its_sizes
-from ckptcore.visibility import expect_one_directory
-
-if TYPE_CHECKING:
-    from ckptcore.tiers.host_sending import HostSender, SendsFromHosts
+from ckptcore.tiers.uploads import Uploads, begin_uploads
 
 __all__ = ["Checkpointer", "IfInUse", "WhenBusy"]
 
@@ -148,22 +133,10 @@ class Checkpointer(CheckpointReader):
         self._process = os.getpid()
         if near is not None and not isinstance(near, NearTier):
             raise TypeError(f"Checkpointer(near={near!r}): expected NearTier(directory)")
-        self._near = near
-        self._far_policy = preservation_policy or PreserveAll()
-        self._preservation_policy = self._far_policy if near is None else near.preservation_policy
         self._layout = layout
         self._exports = check_exports(exports, directory, (context or default_context()).registry)
         self._when_busy: WhenBusy = when_busy
         self._decider = SaveDecider(save_policy or EveryStep(), skips_when_busy=when_busy == "skip")
-        self._owned: Hold | None = None
-        self._deleter: StepDeleter | None = None
-        self._far: FarTier | None = None
-        self._uploader: Uploader | None = None
-        self._hosts: Hosts | None = None
-        self._host_steps: HostSteps | None = None
-        self._run = ""
-        self._sends: SendsFromHosts | None = None
-        self._sender: HostSender | None = None
         self._saves: list[_Saving] = []
         self._beginning: int | None = None
         self._warned = False
@@ -172,97 +145,39 @@ class Checkpointer(CheckpointReader):
         tiers = (directory,) if near is None else (near.locate(directory), directory)
         self._begin_reading(tiers, step_names, context)
         self._cleaner = Cleaner(self.directory)
+        self._tiers = RunTiers(self._copies, near, self._context)
+        self._uploads = Uploads()
+        self._collector = Collector(self._tiers, self._cleaner, kept=self._kept)
         try:
             agreement = self._agreement("own")
-            if near is not None and near.seen_by == "host":
-                self._hosts = find_hosts(agreement.part("hosts"), self._steps.open_to_write())
-                self._host_steps = HostSteps(self._steps, self._context)
-            with agreement.stage("own"):
-                if self._job.rank == 0 or (self._hosts is not None and self._job.rank in self._hosts.firsts):
-                    self._own(if_in_use)
-                if self._job.rank == 0:
-                    self._own_far(if_in_use, metadata)
-            for number, tier in enumerate(self._copies.tiers):
-                if self._hosts is None or tier is not self._steps:
-                    expect_one_directory(agreement.part(f"tier-{number}"), tier.store, tier.directory)
+            policy = preservation_policy or PreserveAll()
+            self._tiers.own(agreement, policy, self._loader.broken_in, metadata=metadata, if_in_use=if_in_use)
             self.reload()  # only now: another job may have written until this one owned the directory
             self._is_listed = True
             self._look_back(self._copies.latest)
             self._decider.heed(preemption_notice)
-            self._begin_uploads(agreement)
-            if self._deleter is not None:
-                self._cleaner.begin(self._deleter.clean)
+            if near is not None:
+                kept, uploaded = self._last_steps, self._collector.begin
+                self._uploads = begin_uploads(self._tiers, near, self._context, agreement, kept=kept, uploaded=uploaded)
+            self._uploads.resume()  # only now: what is collected meanwhile must know which steps wait
+            self._deleter = RunDeleter(self._tiers, self._uploads, self._cleaner, under_way=self._under_way)
+            if self._tiers.nearest is not None:
+                self._cleaner.begin(self._tiers.nearest.deleter.clean)
         except BaseException:
             self._release()
             raise
 
-    def _own(self, if_in_use: IfInUse) -> None:
-        """Own the directory that steps are saved to: on the leader, and where hosts have their own, on the first process of each."""
-        self._steps.expect_directory()
-        store = self._steps.open_to_write()
-        self._owned = own_directory(store, self._steps.display, if_in_use=if_in_use)
-        looks_whole = has_its_sizes if self._hosts is None else is_whole_here
-        self._deleter = StepDeleter(self._steps, store, self._owned, self._context, looks_whole=looks_whole)
-
-    def _own_far(self, if_in_use: IfInUse, metadata: Mapping[str, JSON] | None) -> None:
-        """On the leader: own the directory of the run, where that is another one, and write its metadata."""
-        if self._near is not None:
-            self._far = FarTier(self._copies.tiers[-1], self._far_policy, self._context, if_in_use=if_in_use)
-        if metadata is not None:
-            write_directory_metadata(self._copies.tiers[-1].open_to_write(), metadata)
-
-    def _begin_uploads(self, agreement: Agreement) -> None:
-        if self._near is None:
-            return
-        far, context = self._copies.tiers[-1], self._context
-        send: Send = CopiesSteps(self._steps, far, context)
-        if self._hosts is not None:
-            from ckptcore.tiers.host_sending import HostSender, SendsFromHosts  # only who has hosts needs it
-
-            self._run = agreement.lead("run", lambda: secrets.token_hex(8))
-            if self._far is not None:
-                send = self._sends = SendsFromHosts(self._steps, far, self._far.store, self._hosts, context)
-            elif self._deleter is not None:
-                self._sender = HostSender(self._job.rank, self._run, self._steps, far, far.open_to_write(), context)
-        if self._far is not None:
-            self._uploader = Uploader(
-                self._near,
-                self._steps,
-                self._far,
-                send,
-                broken_far=self._loader.broken_in[-1],
-                kept=self._last_steps,
-                uploaded=self._collect_later,
-                observers=context.observers,
-            )
-            self._uploader.resume()
-
-    def reload(self) -> None:
-        """List the directories again. Of steps that each host has by itself those count that are on all of them, of one save."""
-        hosts = self._host_steps
+    def _find_names(self, agreement: Agreement) -> Sequence[Mapping[int, str]]:
+        """See `CheckpointReader`. Of steps that each host has by itself those count that are on all of them, of one save."""
+        hosts = self._tiers.host_steps
         if hosts is None:
-            super().reload()
-            return
-        near, far = self._copies.tiers
-        before = near.changes(), far.changes()
-        agreement = self._agreement("list")
-        with agreement.stage("near") as stage:
-            stage.payload = dict(hosts.local())
-        told = stage.payloads
-
-        def find() -> JSON:
-            there = {str(step): name for step, name in self._list_names(far).items()}
-            agreed = {step: name for step, name in agreed_steps(told).items() if not near.is_hidden(int(step))}
-            return [agreed, there]
-
-        found: Any = agreement.lead("list", find)
-        for tier, names, since in zip((near, far), found, before, strict=True):
-            tier.replace({int(step): name for step, name in names.items()}, since)
+            return super()._find_names(agreement)
+        return hosts.find_names(agreement, lambda: self._list_names(self._copies.tiers[-1]))
 
     def _place(self, step: int, tier: int) -> Place:
         """See `CheckpointReader`. What one host lacks of a step is read from the far tier."""
         near, far = self._copies.tiers[0], self._copies.tiers[-1]
-        if self._hosts is None or tier != 0:
+        if self._tiers.hosts is None or tier != 0:
             return super()._place(step, tier)
         return Backed(near.place(step), far.place(step))
 
@@ -289,7 +204,7 @@ class Checkpointer(CheckpointReader):
         try:
             return super()._list_names(tier)
         except StorageError as error:
-            if self._uploader is None or tier is self._steps or not self._is_listed:
+            if self._tiers.far is None or tier is self._steps or not self._is_listed:
                 raise
             logger.warning("%s cannot be listed now, and is taken as it was: %s", tier.display, error)
             return {step: tier.name(step) for step in tier.candidates()}
@@ -459,8 +374,9 @@ class Checkpointer(CheckpointReader):
         last = self._decider.past.step
         self._beginning = step
         self._decider.begin(step, epoch)
-        if self._deleter is not None:
-            self._deleter.spare(step)
+        nearest = self._tiers.nearest
+        if nearest is not None:
+            nearest.deleter.spare(step)
         return SaveRequest(
             location=Within(self._steps.directory, name),
             name=f"{self.directory}/{name}",  # hosts may find one directory by different paths
@@ -468,39 +384,20 @@ class Checkpointer(CheckpointReader):
             layout=self._layout,
             # What is known to be damaged is worth nothing, and neither is what only some hosts have: replacing it need not be atomic.
             overwrite="non-atomic" if is_damaged or self._counts_for_nobody(step) else overwrite,
-            on_hosts=None if self._hosts is None else OnHosts(self._hosts, partial(self._tell_hosts, step), self._hear),
+            on_hosts=self._collector.on_hosts(step),
             custom=metadata,
             metrics=metrics or {},
             step=step,
             epoch=epoch,
             when_busy="wait" if self._when_busy == "wait" else "queue",
             allowed=partial(self._allow, step, last, is_new=not overwrite),
-            before_commit=self._owned.check if self._owned is not None else None,
+            before_commit=None if nearest is None else nearest.owned.check,
             committed=partial(self._saved, step, name, epoch, self._decider.preempted),
             exports=[export.of_step(name) for export in self._exports if export.wants(step)],
         )
 
     def _counts_for_nobody(self, step: int) -> bool:
-        return self._hosts is not None and step not in self._steps.candidates()
-
-    def _tell_hosts(self, step: int) -> JSON:
-        """On the leader: the steps that every host is to keep once this one is committed."""
-        now = time.time()
-        infos = [*policy_infos(self._steps, self._loader.broken), StepInfo(step, now)]
-        doomed = set(what_to_delete(self._preservation_policy, infos, now)).difference(self._kept())
-        return sorted({step, *self._steps.candidates()} - doomed)
-
-    def _hear(self, told: JSON) -> None:
-        """Where another process leads: let this host keep what the leader's keeps."""
-        if self._deleter is not None and self._far is None:
-            self._cleaner.begin(partial(self._keep_only, frozenset(told if isinstance(told, list) else ())))
-
-    def _keep_only(self, steps: frozenset[Any]) -> None:
-        assert (
-            self._deleter is not None and self._host_steps is not None
-        )  # only who owns the directory of a host comes here
-        self._deleter.collect(CustomPreservation(lambda infos, now: steps), keep=self._kept, broken=frozenset())
-        self._host_steps.sweep()
+        return self._tiers.hosts is not None and step not in self._steps.candidates()
 
     def _warn_of_newer(self, step: int, last: int | None) -> None:
         if not self._warned and (last is None or last < step):
@@ -519,8 +416,8 @@ class Checkpointer(CheckpointReader):
         One that is known to be damaged wherever it is counts as not there.
         """
         self._warn_of_newer(step, last)
-        for deleter in self._deleters():
-            deleter.wait_until_gone(step)
+        for owned in self._tiers.owned:
+            owned.deleter.wait_until_gone(step)
         if not is_new:
             return
         for tier, broken in zip(self._copies.tiers, self._loader.broken_in, strict=True):
@@ -549,15 +446,8 @@ class Checkpointer(CheckpointReader):
         self._loader.broken.discard(step)
         self._steps.add(step, name)
         self._last_saved = step
-        if self._uploader is not None:
-            self._uploader.committed(step, epoch, preempted=preempted)
-        self._collect_later()
-
-    def _collect_later(self) -> None:
-        if self._deleter is None or (self._hosts is not None and self._far is None):
-            return  # who leads collects, and lets the other hosts know
-        if not isinstance(self._preservation_policy, PreserveAll) or self._hosts is not None:
-            self._cleaner.begin(self._collect)
+        self._uploads.committed(step, epoch, preempted=preempted)
+        self._collector.begin()
 
     # --- deleting -----------------------------------------------------------------------------------------------------
 
@@ -571,102 +461,13 @@ class Checkpointer(CheckpointReader):
         """
         self._expect_open()
         step = step_number(step)
-        agreement = self._agreement("delete")
-        told = agreement.part("deleted")  # a rank that has come through the stage counts as the leader does
-        on_hosts = agreement.part("hosts")
-        begun: list[BegunDeletion] = []
-        try:
-            with agreement.stage("delete"):
-                if self._job.rank == 0:
-                    begun = self._begin_deletion(step)
-            if self._hosts is not None:
-                # Only now: until the leader comes here it may wait for an upload of the step, for which every host's files are needed.
-                with on_hosts.stage("delete"):
-                    if self._job.rank != 0:
-                        begun = self._begin_deletion(step)
-        except BaseException:
-            for deletion in begun:
-                deletion.cancel()
-            raise
-        if self._job.rank == 0:
-            self._cleaner.begin(partial(told.lead, "deleted", partial(self._delete_files, step, begun)))
-        else:
-            names = [tier.name(step) if step in tier.candidates() else None for tier in self._copies.tiers]
-            for tier in self._copies.tiers:
-                if (
-                    not begun or tier is not self._steps
-                ):  # a deletion of this process's own forgets it when it has ended
-                    tier.forget([step])
-            self._cleaner.begin(partial(self._hear_of_deletion, step, names, begun, told))
+        self._deleter.delete(step, self._agreement("delete"))
         if step == self._decider.past.step:
             self._look_back(self._copies.latest)
 
-    def _deleters(self) -> Sequence[StepDeleter]:
-        """What deletes in each tier that this process owns, the nearest first."""
-        return [one for one in (self._deleter, None if self._far is None else self._far.deleter) if one is not None]
-
-    def _begin_deletion(self, step: int) -> list[BegunDeletion]:
-        """Let a step be gone for this process from every tier that it owns."""
-        owned = zip(self._deleters(), self._copies.tiers, strict=False)  # of the far tier only the leader deletes
-        there = [deleter for deleter, tier in owned if tier.is_committed(step)]
-        if not there and self._job.rank == 0:
-            raise CheckpointNotFoundError(self._copies.tiers[-1].missing(step))
-        begun: list[BegunDeletion] = []
-        try:
-            for deleter in there:
-                begun.append(self._begin_deletion_from(deleter, step))
-        except BaseException:
-            for deletion in begun:
-                deletion.cancel()
-            raise
-        return begun
-
-    def _begin_deletion_from(self, deleter: StepDeleter, step: int) -> BegunDeletion:
-        broken = dict(zip(self._deleters(), self._loader.broken_in, strict=False))
-
-        def is_another_elsewhere() -> bool:
-            if self._job.rank != 0:
-                return True  # the leader has looked, or fails for all
-            return any(other is not deleter and other.has_another(step, broken[other]) for other in broken)
-
-        return deleter.begin(step, broken=broken[deleter], under_way=self._under_way, elsewhere=is_another_elsewhere)
-
-    def _delete_files(self, step: int, begun: Sequence[BegunDeletion]) -> None:
-        """Remove a step from the tiers, the nearest first: one that is only near would be uploaded by the next run."""
-        if self._uploader is not None and self._far is not None:
-            self._uploader.cancel(step)
-            if self._far.steps.is_committed(step):  # it was uploaded meanwhile
-                begun = [*begun, self._begin_deletion_from(self._far.deleter, step)]
-        for deletion in begun:
-            deletion.perform()
-
-    def _hear_of_deletion(
-        self, step: int, names: Sequence[str | None], begun: Sequence[BegunDeletion], told: Agreement
-    ) -> None:
-        """Where another process leads: wait until it has deleted a step, which is there again if it could not.
-
-        Processes of which some went on and some had an error would not meet again.
-        """
-        try:
-            for deletion in begun:
-                deletion.perform()
-            told.lead("deleted", _nothing)
-        except BaseException:
-            for tier, name in zip(self._copies.tiers, names, strict=True):
-                if name is not None:
-                    tier.add(step, name)
-                    tier.distrust(step)  # it may be gone all the same
-            raise
-
-    def _collect(self) -> None:
-        assert self._deleter is not None  # only who deletes comes here
-        self._deleter.collect(self._preservation_policy, keep=self._kept, broken=frozenset(self._loader.broken))
-        if self._host_steps is not None:
-            self._host_steps.sweep()
-
     def _kept(self) -> set[int]:
-        kept = self._last_steps() | self._under_way()
-        return kept if self._uploader is None else kept | self._uploader.pending()
+        """The steps that stay near whatever the policy says."""
+        return self._last_steps() | self._under_way() | self._uploads.pending()
 
     def _last_steps(self) -> set[int]:
         """The steps that this run has saved or loaded last: the newest by number may be older, because it was set back."""
@@ -702,11 +503,10 @@ class Checkpointer(CheckpointReader):
         # Only now: who is interrupted while it waits, waits again when it closes.
         with self._lock:
             self._saves = [save for save in self._saves if save not in saves]
-        if self._uploader is not None:
-            try:
-                self._uploader.raise_unheard()
-            except UploadError as error:
-                errors.append(error)
+        try:
+            self._uploads.raise_unheard()
+        except UploadError as error:
+            errors.append(error)
         if errors:
             for other in errors[1:]:
                 errors[0].add_note(f"and then: {type(other).__name__}: {other}")
@@ -715,7 +515,7 @@ class Checkpointer(CheckpointReader):
     @property
     def uploads(self) -> UploadStatus:
         """How far the uploads from the near tier are; empty without one, and in a job where this process does not lead."""
-        return UploadStatus() if self._uploader is None else self._uploader.status
+        return self._uploads.status
 
     def wait_for_uploads(self, timeout: float | None = None) -> None:
         """Wait until every save is over, and every step that is to be uploaded is in the far tier.
@@ -730,8 +530,9 @@ class Checkpointer(CheckpointReader):
             What `wait` does.
         """
         self.wait()
-        if self._uploader is not None and not self._is_inherited():
-            self._uploader.wait(timeout)
+        uploader = self._uploads.uploader
+        if uploader is not None and not self._is_inherited():
+            uploader.wait(timeout)
             self.wait()  # what is uploaded may be deleted near
 
     def close(self) -> None:
@@ -751,10 +552,7 @@ class Checkpointer(CheckpointReader):
             try:
                 self.wait()
             finally:
-                if self._uploader is not None:
-                    self._uploader.close()
-                if self._sender is not None and self._near is not None:
-                    self._sender.close(self._near.close_seconds)
+                self._uploads.close()
         finally:
             self._release()
 
@@ -774,19 +572,11 @@ class Checkpointer(CheckpointReader):
         self._closed = True
         self._cleaner.refuse()
         try:
-            if self._uploader is not None:
-                self._uploader.stop()
-            if self._sends is not None:
-                self._sends.close(self._run)
-            if self._sender is not None:
-                self._sender.stop()
+            self._uploads.stop()
             self._cleaner.close()
         finally:
             self._decider.close()
-            if self._far is not None:
-                self._far.close()
-            if self._owned is not None:
-                self._owned.close()
+            self._tiers.close()
 
     def _is_inherited(self) -> bool:
         """Whether this is a forked child of the process that opened the directory, and has none of its threads."""
@@ -809,10 +599,6 @@ class Checkpointer(CheckpointReader):
 
     def _agreement(self, what: str) -> Agreement:
         return Agreement(self._job, self._context.exchange_key(f"{self.directory}/checkpointer/{what}", job=self._job))
-
-
-def _nothing() -> None:
-    """What who does not lead brings to a decision."""
 
 
 def _expect(given: object, kind: type, argument: str, wanted: str) -> None:

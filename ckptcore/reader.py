@@ -138,14 +138,19 @@ class CheckpointReader:
 
     def reload(self) -> None:
         """List the directory again."""
+        before = [tier.changes() for tier in self._copies.tiers]
+        found = self._find_names(self._agreement("list"))
+        for tier, names, since in zip(self._copies.tiers, found, before, strict=True):
+            tier.replace(names, since)
+
+    def _find_names(self, agreement: Agreement) -> Sequence[Mapping[int, str]]:
+        """By tier, the names of steps, as the leader lists them."""
 
         def find() -> JSON:
             return [{str(step): name for step, name in self._list_names(tier).items()} for tier in self._copies.tiers]
 
-        before = [tier.changes() for tier in self._copies.tiers]
-        found: Any = self._agreement("list").lead("list", find)
-        for tier, names, since in zip(self._copies.tiers, found, before, strict=True):
-            tier.replace({int(step): name for step, name in names.items()}, since)
+        found: Any = agreement.lead("list", find)
+        return [{int(step): name for step, name in names.items()} for names in found]
 
     def _list_names(self, tier: StepDirectory) -> Mapping[int, str]:
         """On the leader: the names in a tier, by step, without those that are being deleted."""

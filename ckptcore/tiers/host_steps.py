@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from ckptcore.agreement import Agreement
 from ckptcore.commit import remove_checkpoint
 from ckptcore.context import Context
 from ckptcore.errors import CheckpointNotFoundError, CorruptCheckpointError, UnsupportedVersionError
@@ -50,6 +51,27 @@ class HostSteps:
             if summary.committed:
                 found[str(step)] = [name, summary.save_id]
         return found
+
+    def find_names(
+        self, agreement: Agreement, list_far: Callable[[], Mapping[int, str]]
+    ) -> Sequence[Mapping[int, str]]:
+        """The names of the steps that count in the near tier, and of those in the far one. On every rank.
+
+        Args:
+            agreement: with the other processes.
+            list_far: lists the far tier, on the leader.
+        """
+        with agreement.stage("near") as stage:
+            stage.payload = dict(self.local())
+        told = stage.payloads
+
+        def find() -> JSON:
+            far = {str(step): name for step, name in list_far().items()}
+            agreed = {step: name for step, name in agreed_steps(told).items() if not self._steps.is_hidden(int(step))}
+            return [agreed, far]
+
+        found: Any = agreement.lead("list", find)
+        return [{int(step): name for step, name in names.items()} for names in found]
 
     def sweep(self) -> None:
         """Remove steps of this host that do not count, where a newer one does. Only who owns the directory may.

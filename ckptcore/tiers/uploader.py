@@ -28,8 +28,8 @@ from ckptcore.events import Observer, Recording
 from ckptcore.policies import Moment, StepInfo
 from ckptcore.steps import StepDirectory
 from ckptcore.tiers.backlog import given_up, next_upload
-from ckptcore.tiers.far import FarTier
 from ckptcore.tiers.near import NearTier
+from ckptcore.tiers.owned import OwnedTier
 from ckptcore.tiers.sending import Send
 from ckptcore.tiers.status import UploadState, UploadStatus
 
@@ -57,10 +57,9 @@ class Uploader:
         self,
         options: NearTier,
         near: StepDirectory,
-        far: FarTier,
+        far: OwnedTier,
         send: Send,
         *,
-        broken_far: set[int],
         kept: Callable[[], Collection[int]],
         uploaded: Callable[[], None],
         observers: Sequence[Observer] = (),
@@ -72,7 +71,6 @@ class Uploader:
             near: the steps there.
             far: where they go.
             send: copies a step.
-            broken_far: the steps that were found to be damaged in the far tier, now and later.
             kept: gives the steps that the run has saved or loaded last, which stay in the far tier, too.
             uploaded: called, on the thread of the uploader, when a step no longer waits.
             observers: are told each upload.
@@ -81,7 +79,6 @@ class Uploader:
         self._near = near
         self._far = far
         self._send = send
-        self._broken_far = broken_far
         self._kept = kept
         self._uploaded = uploaded
         self._observers = observers
@@ -288,7 +285,7 @@ class Uploader:
         Raises:
             CheckpointError: the far tier failed; the step waits.
         """
-        far = self._far.infos(self._broken_far)
+        far = self._far.infos()
         chosen = next_upload(self._waiting_infos(), far, self._far.policy, time.time(), keep=self._kept_far())
         with self._changed:
             superseded = self._state.waiting.intersection(chosen.superseded)
@@ -308,7 +305,7 @@ class Uploader:
                     self._changed.notify_all()
         self._uploaded()
         if step is not None:
-            self._far.collect(keep=self._kept_far, broken=frozenset(self._broken_far))
+            self._far.collect(keep=self._kept_far)
         if not self._is_clean and not self.pending():
             # Only now: what an upload that died has left is gone on with.
             self._far.deleter.clean()
@@ -358,7 +355,7 @@ class Uploader:
         self._far.owned.check()
         steps = self._far.steps
         replaces = steps.look_again(step)
-        if replaces and step not in self._broken_far and not self._differs(step):
+        if replaces and step not in self._far.broken and not self._differs(step):
             logger.info("step %d is in %s already, or a later save of it is", step, steps.display)
             return 0
         name = steps.name(step)
@@ -372,7 +369,7 @@ class Uploader:
             before_commit=self._far.owned.check,
         )
         steps.add(step, name)
-        self._broken_far.discard(step)
+        self._far.broken.discard(step)
         return sent
 
     def _note_progress(self, done: int, total: int) -> None:

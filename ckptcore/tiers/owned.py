@@ -1,4 +1,4 @@
-"""The far tier, as the process sees it that uploads to it: owned, listed, collected."""
+"""OwnedTier: a directory of steps that this process owns, and may delete from."""
 
 from __future__ import annotations
 
@@ -8,34 +8,46 @@ from ckptcore.context import Context
 from ckptcore.garbage import StepDeleter, policy_infos
 from ckptcore.holds import Hold, own_directory
 from ckptcore.holds.ownership import IfInUse
+from ckptcore.locations import Place
 from ckptcore.policies import PreservationPolicy, PreserveAll, StepInfo
 from ckptcore.protocols import StorageBackend
 from ckptcore.steps import StepDirectory
+from ckptcore.verification import has_its_sizes
 
-__all__ = ["FarTier"]
+__all__ = ["OwnedTier"]
 
 
-class FarTier:
-    """The directory of a run that has a near tier too. This process owns it until it is closed.
+class OwnedTier:
+    """A tier of a run, as a process sees it that owns its directory, until it is closed.
 
     Attributes:
         steps: which there are.
         policy: which are kept.
+        broken: those whose copy here was found to be damaged, and not replaced since; who finds out adds and takes away.
         store: the storage, opened at the directory.
         owned: the ownership.
         deleter: deletes steps.
     """
 
     def __init__(
-        self, steps: StepDirectory, policy: PreservationPolicy, context: Context, *, if_in_use: IfInUse
+        self,
+        steps: StepDirectory,
+        policy: PreservationPolicy,
+        broken: set[int],
+        context: Context,
+        *,
+        if_in_use: IfInUse,
+        looks_whole: Callable[[Place, Context], bool] = has_its_sizes,
     ) -> None:
         """Own the directory.
 
         Args:
             steps: the directory.
             policy: which steps are kept.
+            broken: the steps that are known to be damaged here, now and later.
             context: options.
             if_in_use: as for `Checkpointer`.
+            looks_whole: whether a step at a place seems to be undamaged.
 
         Raises:
             DirectoryInUseError: if another job owns it.
@@ -44,26 +56,26 @@ class FarTier:
         steps.expect_directory()
         self.steps = steps
         self.policy = policy
+        self.broken = broken
         self.store: StorageBackend = steps.open_to_write()
         self.owned: Hold = own_directory(self.store, steps.display, if_in_use=if_in_use)
-        self.deleter = StepDeleter(steps, self.store, self.owned, context)
+        self.deleter = StepDeleter(steps, self.store, self.owned, context, looks_whole=looks_whole)
 
-    def infos(self, broken: Collection[int]) -> Sequence[StepInfo]:
+    def infos(self) -> Sequence[StepInfo]:
         """What its policy decides over."""
-        return policy_infos(self.steps, broken)
+        return policy_infos(self.steps, self.broken)
 
-    def collect(self, *, keep: Callable[[], Collection[int]], broken: Collection[int]) -> None:
-        """Delete what its policy gives up.
+    def collect(self, *, keep: Callable[[], Collection[int]]) -> None:
+        """Delete what its policy gives up; what is damaged is left alone.
 
         Args:
             keep: gives the steps that stay whatever the policy says.
-            broken: steps that are damaged; they are left alone.
 
         Raises:
             StorageError, SaveLostError: some may be deleted.
         """
         if not isinstance(self.policy, PreserveAll):
-            self.deleter.collect(self.policy, keep=keep, broken=broken)
+            self.deleter.collect(self.policy, keep=keep, broken=frozenset(self.broken))
 
     def close(self) -> None:
         """Let the directory go."""
