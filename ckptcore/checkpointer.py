@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import partial
-from threading import Lock
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Literal, TypeAlias, TypeVar
 
@@ -19,29 +15,24 @@ from ckptcore.context import Context, default_context
 from ckptcore.deciding import Past, SaveDecider
 from ckptcore.errors import (
     CheckpointError,
-    CheckpointExistsError,
     CorruptCheckpointError,
     StorageError,
     UnsupportedVersionError,
     UploadError,
 )
 from ckptcore.exports import StepExport, check_exports
-from ckptcore.locations import Backed, LocationLike, Place, Within
+from ckptcore.locations import Backed, LocationLike, Place
 from ckptcore.model.tree import JSON
 from ckptcore.occupants import Overwrite
-from ckptcore.policies import (
-    EveryStep,
-    PreservationPolicy,
-    PreserveAll,
-    SavePolicy,
-)
+from ckptcore.policies import EveryStep, PreservationPolicy, PreserveAll, SavePolicy
 from ckptcore.preemption import PreemptionNotice
 from ckptcore.protocols import Layout, Rejoinable
 from ckptcore.reader import CheckpointReader
 from ckptcore.restoring import Loading
-from ckptcore.save_requests import OneTree, SaveRequest
-from ckptcore.saving import begin_save, perform_save
+from ckptcore.save_requests import OneTree
 from ckptcore.step_names import StepNames, step_number, whole_number
+from ckptcore.step_saves import StepSaves
+from ckptcore.step_saving import StepOptions, StepOrder, StepSaver
 from ckptcore.steps import StepDirectory
 from ckptcore.tiers.collector import Collector
 from ckptcore.tiers.near import NearTier
@@ -61,14 +52,6 @@ WhenBusy: TypeAlias = Literal["wait", "skip", "queue"]
 
 IfInUse: TypeAlias = Literal["error", "take over"]
 """What to do where another job seems to own the directory: fail at once; wait for a sign of life, and take it if none comes."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Saving:
-    """A save in the background."""
-
-    step: int
-    handle: SaveHandle
 
 
 class Checkpointer(CheckpointReader):
@@ -128,26 +111,36 @@ class Checkpointer(CheckpointReader):
         _expect(
             preservation_policy, PreservationPolicy, "preservation_policy", "a preservation policy, such as LatestN(3)"
         )
-        self._lock = Lock()
         self._closed = False
         self._process = os.getpid()
         if near is not None and not isinstance(near, NearTier):
             raise TypeError(f"Checkpointer(near={near!r}): expected NearTier(directory)")
-        self._layout = layout
-        self._exports = check_exports(exports, directory, (context or default_context()).registry)
-        self._when_busy: WhenBusy = when_busy
+        options = StepOptions(
+            layout=layout,
+            exports=check_exports(exports, directory, (context or default_context()).registry),
+            when_busy="wait" if when_busy == "wait" else "queue",
+        )
         self._decider = SaveDecider(save_policy or EveryStep(), skips_when_busy=when_busy == "skip")
-        self._saves: list[_Saving] = []
-        self._beginning: int | None = None
-        self._warned = False
+        self._saves = StepSaves()
         self._is_listed = False
-        self._last_saved: int | None = None
         tiers = (directory,) if near is None else (near.locate(directory), directory)
         self._begin_reading(tiers, step_names, context)
         self._cleaner = Cleaner(self.directory)
         self._tiers = RunTiers(self._copies, near, self._context)
         self._uploads = Uploads()
         self._collector = Collector(self._tiers, self._cleaner, kept=self._kept)
+        self._saver = StepSaver(
+            self._tiers,
+            self._loader.broken_in,
+            self._decider,
+            self._saves,
+            options,
+            self._context,
+            self._job,
+            agree=self._agreement,
+            on_hosts=self._collector.on_hosts,
+            committed=self._committed,
+        )
         try:
             agreement = self._agreement("own")
             policy = preservation_policy or PreserveAll()
@@ -156,11 +149,11 @@ class Checkpointer(CheckpointReader):
             self._is_listed = True
             self._look_back(self._copies.latest)
             self._decider.heed(preemption_notice)
-            if near is not None:
-                kept, uploaded = self._last_steps, self._collector.begin
-                self._uploads = begin_uploads(self._tiers, near, self._context, agreement, kept=kept, uploaded=uploaded)
+            self._uploads = begin_uploads(
+                self._tiers, self._context, agreement, kept=self._last_steps, uploaded=self._collector.begin
+            )
             self._uploads.resume()  # only now: what is collected meanwhile must know which steps wait
-            self._deleter = RunDeleter(self._tiers, self._uploads, self._cleaner, under_way=self._under_way)
+            self._deleter = RunDeleter(self._tiers, self._uploads, self._cleaner, under_way=self._saves.under_way)
             if self._tiers.nearest is not None:
                 self._cleaner.begin(self._tiers.nearest.deleter.clean)
         except BaseException:
@@ -235,8 +228,7 @@ class Checkpointer(CheckpointReader):
         """
         self._expect_open()
         step, epoch = step_number(step), None if epoch is None else whole_number("epoch", epoch)
-        self._steps.names.name(step)
-        return self._decide(step, epoch, force=False)
+        return self._saver.wants(step, epoch)
 
     def save(
         self,
@@ -270,7 +262,7 @@ class Checkpointer(CheckpointReader):
             CheckpointExistsError: if the step is there.
             What `ckptcore.save_async` does.
         """
-        return self._begin(step, OneTree(state), metrics, metadata, epoch, force, overwrite)
+        return self._saver.begin(self._order(step, OneTree(state), metrics, metadata, epoch, force, overwrite))
 
     def save_checkpointables(
         self,
@@ -287,7 +279,7 @@ class Checkpointer(CheckpointReader):
 
         Takes, returns and raises what `save` does, for what `ckptcore.save_checkpointables` takes.
         """
-        return self._begin(step, checkpointables, metrics, metadata, epoch, force, overwrite)
+        return self._saver.begin(self._order(step, checkpointables, metrics, metadata, epoch, force, overwrite))
 
     def save_blocking(
         self,
@@ -307,15 +299,9 @@ class Checkpointer(CheckpointReader):
         Returns:
             Whether it was saved; False where the policy did not want it, or ``when_busy="skip"`` let it be.
         """
-        step, past = step_number(step), self._decider.past
-        request = self._request(step, OneTree(state), metrics, metadata, epoch, force, overwrite)
-        if request is None:
-            return False
-        with self._unless_refused(step, past):
-            perform_save(request, self._context)
-        return True
+        return self._saver.perform(self._order(step, OneTree(state), metrics, metadata, epoch, force, overwrite))
 
-    def _begin(
+    def _order(
         self,
         step: int,
         values: OneTree | Mapping[str, object],
@@ -324,128 +310,15 @@ class Checkpointer(CheckpointReader):
         epoch: int | None,
         force: bool,
         overwrite: Overwrite,
-    ) -> SaveHandle | None:
-        step, past = step_number(step), self._decider.past
-        request = self._request(step, values, metrics, metadata, epoch, force, overwrite)
-        if request is None:
-            return None
-        with self._unless_refused(step, past):
-            handle = begin_save(request, self._context)
-            with self._lock:
-                self._saves = [*(save for save in self._saves if save.handle.matters), _Saving(step, handle)]
-        return handle
-
-    @contextmanager
-    def _unless_refused(self, step: int, past: Past) -> Iterator[None]:
-        """A save that could not begin is none for policies, so that the next one is not left out for it."""
-        self._beginning = step
-        try:
-            yield
-        except BaseException:
-            # In a job it may have begun in other processes, and what policies know has to be the same in all of them.
-            if self._job.size == 1:
-                self._decider.past = past
-            raise
-        finally:
-            self._beginning = None
-
-    def _request(
-        self,
-        step: int,
-        values: OneTree | Mapping[str, object],
-        metrics: Mapping[str, float] | None,
-        metadata: Mapping[str, JSON] | None,
-        epoch: int | None,
-        force: bool,
-        overwrite: Overwrite,
-    ) -> SaveRequest | None:
-        """What is to be saved; None if nothing is. After this the step counts as begun."""
+    ) -> StepOrder:
+        """What the user asks to be saved, where numbers are numbers and this can save."""
+        step = step_number(step)
         self._expect_open()
         epoch = None if epoch is None else whole_number("epoch", epoch)
-        written = self._steps.names.name(step)  # refuses what is no number of a step
-        if not self._decide(step, epoch, force=force):
-            return None
-        is_damaged = step in self._loader.broken
-        replaces = bool(overwrite) or any(step in broken for broken in self._loader.broken_in)
-        name = written
-        if replaces:
-            # Processes may have listed at different moments; the leader's name is everybody's.
-            name = self._agreement("name").lead("name", partial(self._steps.name, step))
-        last = self._decider.past.step
-        self._beginning = step
-        self._decider.begin(step, epoch)
-        nearest = self._tiers.nearest
-        if nearest is not None:
-            nearest.deleter.spare(step)
-        return SaveRequest(
-            location=Within(self._steps.directory, name),
-            name=f"{self.directory}/{name}",  # hosts may find one directory by different paths
-            values=values,
-            layout=self._layout,
-            # What is known to be damaged is worth nothing, and neither is what only some hosts have: replacing it need not be atomic.
-            overwrite="non-atomic" if is_damaged or self._counts_for_nobody(step) else overwrite,
-            on_hosts=self._collector.on_hosts(step),
-            custom=metadata,
-            metrics=metrics or {},
-            step=step,
-            epoch=epoch,
-            when_busy="wait" if self._when_busy == "wait" else "queue",
-            allowed=partial(self._allow, step, last, is_new=not overwrite),
-            before_commit=None if nearest is None else nearest.owned.check,
-            committed=partial(self._saved, step, name, epoch, self._decider.preempted),
-            exports=[export.of_step(name) for export in self._exports if export.wants(step)],
-        )
+        return StepOrder(step, values, metrics, metadata, epoch, force, overwrite)
 
-    def _counts_for_nobody(self, step: int) -> bool:
-        return self._tiers.hosts is not None and step not in self._steps.candidates()
-
-    def _warn_of_newer(self, step: int, last: int | None) -> None:
-        if not self._warned and (last is None or last < step):
-            newest = self._copies.latest()
-            if newest is not None and newest > step and not any(newest in broken for broken in self._loader.broken_in):
-                self._warned = True
-                logger.warning(
-                    "step %d is saved below step %d, which %s has from before: the next resume loads that one; delete what comes "
-                    "after the step that the run was set back to",
-                    step, newest, self.directory,
-                )  # fmt: skip
-
-    def _allow(self, step: int, last: int | None, *, is_new: bool) -> None:
-        """On the leader, where an error is told to all: wait for a deletion of the step; if it is to be a new one, refuse where it is there.
-
-        One that is known to be damaged wherever it is counts as not there.
-        """
-        self._warn_of_newer(step, last)
-        for owned in self._tiers.owned:
-            owned.deleter.wait_until_gone(step)
-        if not is_new:
-            return
-        for tier, broken in zip(self._copies.tiers, self._loader.broken_in, strict=True):
-            if step not in broken and tier.is_committed(step):
-                raise CheckpointExistsError(
-                    f"step {step} is in {tier.display} already, as {tier.name(step)}; pass overwrite=True to replace it. If the "
-                    "run was set back, delete it and all that comes after it, or the next resume goes on from there"
-                )
-
-    def _decide(self, step: int, epoch: int | None, *, force: bool) -> bool:
-        agree = partial(self._agreement, "decide")
-        wanted = self._decider.decide(
-            step, epoch, saving=self._busy(), force=force, job_size=self._job.size, agree=agree
-        )
-        if not wanted and self._decider.was_skipped:
-            logger.info("step %d is not saved: an earlier save to %s is under way", step, self.directory)
-        return wanted
-
-    def _busy(self) -> bool:
-        with self._lock:
-            return any(not save.handle.done() for save in self._saves)
-
-    def _saved(self, step: int, name: str, epoch: int | None, preempted: bool) -> None:
-        """A step is committed. On the thread of the save, before anybody hears of it."""
-        self._decider.end()
-        self._loader.broken.discard(step)
-        self._steps.add(step, name)
-        self._last_saved = step
+    def _committed(self, step: int, epoch: int | None, preempted: bool) -> None:
+        """A step is committed. On the thread of its save."""
         self._uploads.committed(step, epoch, preempted=preempted)
         self._collector.begin()
 
@@ -467,18 +340,11 @@ class Checkpointer(CheckpointReader):
 
     def _kept(self) -> set[int]:
         """The steps that stay near whatever the policy says."""
-        return self._last_steps() | self._under_way() | self._uploads.pending()
+        return self._last_steps() | self._saves.under_way() | self._uploads.pending()
 
     def _last_steps(self) -> set[int]:
         """The steps that this run has saved or loaded last: the newest by number may be older, because it was set back."""
-        return {step for step in (self._last_saved, self._decider.past.step) if step is not None}
-
-    def _under_way(self) -> set[int]:
-        """The steps that are being saved."""
-        beginning = self._beginning
-        with self._lock:
-            under_way = {save.step for save in self._saves if not save.handle.done()}
-        return under_way if beginning is None else under_way | {beginning}
+        return {step for step in (self._saves.last_committed, self._decider.past.step) if step is not None}
 
     # --- ending -------------------------------------------------------------------------------------------------------
 
@@ -491,18 +357,7 @@ class Checkpointer(CheckpointReader):
         """
         if self._is_inherited():
             return
-        errors: list[BaseException] = []
-        with self._lock:
-            saves = list(self._saves)
-        for save in saves:
-            told = not save.handle.matters
-            error = save.handle.exception()
-            if error is not None and not told:
-                errors.append(error)
-        errors.extend(self._cleaner.take_errors())
-        # Only now: who is interrupted while it waits, waits again when it closes.
-        with self._lock:
-            self._saves = [save for save in self._saves if save not in saves]
+        errors = [*self._saves.take_errors(), *self._cleaner.take_errors()]
         try:
             self._uploads.raise_unheard()
         except UploadError as error:

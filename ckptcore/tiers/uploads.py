@@ -9,7 +9,6 @@ from functools import partial
 
 from ckptcore.agreement import Agreement
 from ckptcore.context import Context
-from ckptcore.tiers.near import NearTier
 from ckptcore.tiers.run_tiers import RunTiers
 from ckptcore.tiers.sending import CopiesSteps, Send
 from ckptcore.tiers.status import UploadStatus
@@ -86,23 +85,24 @@ class Uploads:
 
 def begin_uploads(
     tiers: RunTiers,
-    near: NearTier,
     context: Context,
     agreement: Agreement,
     *,
     kept: Callable[[], Collection[int]],
     uploaded: Callable[[], None],
 ) -> Uploads:
-    """The part of this process in the uploads of a run with a near tier; nothing is uploaded before it is resumed. On every rank.
+    """The part of this process in the uploads of a run; nothing is uploaded before it is resumed. On every rank.
 
     Args:
         tiers: of the run, owned.
-        near: what the user says of the near tier.
         context: options.
         agreement: with the other processes.
         kept: as for `Uploader`.
         uploaded: as for `Uploader`.
     """
+    near = tiers.near
+    if near is None:
+        return Uploads()
     steps, far = tiers.copies.tiers
     send: Send = CopiesSteps(steps, far, context)
     stop_sending: Callable[[], None] | None = None
