@@ -1,7 +1,7 @@
-"""An object store: upload and download of one state beside s3fs with safetensors, and beside obstore used by hand.
+"""Object stores: upload and download of one state beside s3fs and gcsfs with safetensors, and beside obstore used by hand.
 
 Requests are counted at MiniStack. It reads all of an object for each range of it, and is slower than any client: what is timed goes to
-a small server in memory (`benchmarks.quick_s3`). Both run on this machine and take their part of the same processors, so the seconds of a
+small servers in memory (`benchmarks.object_services`). Server and client run on this machine and take their part of the same processors, so the seconds of a
 contender are those of both sides; the seconds of processor that the client alone took stand beside them. Contenders run in turn.
 
 obstore by hand gets what costs nothing: a gigabyte that is bytes already. It uploads 16 parts of 8 MiB at once, and reads 16 ranges of
@@ -13,30 +13,26 @@ that let the bytes go.
 
 from __future__ import annotations
 
-import os
 import socket
 import statistics
-import sys
 import time
 import urllib.parse
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 import obstore
 import safetensors.numpy
 from ckptcore_s3.testing import S3Server, s3_server
-from obstore.store import S3Store
 
 import ckptcore
 from benchmarks.alternating import Contender, Outcome, compare
+from benchmarks.object_services import ObjectService, gs, s3
 from ckptcore.model import HostArray
 from ckptcore.testing import FaultProxy
-from ckptcore.testing.servers import ServerCommand, serve
 
 __all__ = ["rows"]
 
@@ -45,7 +41,7 @@ _AT_ONCE: Final = 16
 _PART_BYTES: Final = 8 << 20
 _ROUNDS: Final = 3
 _BY_HAND: Final = "obstore by hand"
-_LEAST_OF_S3FS: Final = 1.5
+_LEAST_OF_FSSPEC: Final = 1.5
 _LEAST_OF_OBSTORE: Final = 0.9
 _MOST_TO_SAVE: Final = 20
 _MOST_TO_LOAD: Final = 10
@@ -61,20 +57,14 @@ def rows(scratch: Path, gigabytes: float) -> Iterator[tuple[str, bool]]:
     with s3_server(directory) as server:
         bucket = server.create_bucket()
         yield from _requests(server, bucket)
-    with _quick_server(directory) as server, _variables(server.environment):
-        bucket = "bucket"
-        for transfer in (_uploads, _downloads):
-            clock = _Clock()
-            contenders = transfer(server, bucket, state, clock)
-            outcomes = compare(contenders, rounds=_ROUNDS, memory=int(gigabytes * 2**30))
-            yield from _lines(transfer.__name__.removeprefix("_"), outcomes, clock, gigabytes)
-
-
-@contextmanager
-def _quick_server(directory: Path) -> Iterator[S3Server]:
-    script = str(Path(__file__).with_name("quick_s3.py"))
-    with serve(lambda port: ServerCommand([sys.executable, script, str(port)], {}), directory) as server:
-        yield S3Server(server)
+    for run in (s3, gs):
+        with run(directory) as service:
+            for transfer in (_uploads, _downloads):
+                clock = _Clock()
+                contenders = transfer(service, state, clock)
+                outcomes = compare(contenders, rounds=_ROUNDS, memory=int(gigabytes * 2**30))
+                what = f"{service.scheme} {transfer.__name__.removeprefix('_')}"
+                yield from _lines(what, outcomes, clock, gigabytes)
 
 
 def _state(gigabytes: float) -> State:
@@ -101,17 +91,13 @@ class _Clock:
         return Contender(name, noted, prepare)
 
 
-def _context(server: S3Server) -> ckptcore.Context:
-    return ckptcore.Context(storage={"s3": dict(server.options)})
-
-
-def _uploads(server: S3Server, bucket: str, state: State, clock: _Clock) -> Sequence[Contender]:
-    context, store, fs = _context(server), _store(server, bucket), _s3fs()
+def _uploads(service: ObjectService, state: State, clock: _Clock) -> Sequence[Contender]:
+    context, store = service.context, service.store
     data = safetensors.numpy.save(state)
 
     def ours(layout: str) -> Contender:
         """A save to a location that is empty: objects are in the memory of the server, and the state of one round is enough there."""
-        location = f"s3://{bucket}/up/{layout}"
+        location = _saved(service, layout)
 
         def clear() -> None:
             for page in obstore.list(store, f"up/{layout}"):
@@ -120,11 +106,14 @@ def _uploads(server: S3Server, bucket: str, state: State, clock: _Clock) -> Sequ
         save = partial(ckptcore.save, location, state, layout=layout, context=context)
         return clock.timed(f"ckptcore {layout}", save, clear)
 
+    def other() -> None:
+        service.files.pipe_file(f"{service.bucket}/fsspec", safetensors.numpy.save(state))
+
     def by_hand() -> None:
         obstore.put(store, "by-hand", data, use_multipart=True, chunk_size=_PART_BYTES, max_concurrency=_AT_ONCE)
 
     return (
-        clock.timed("s3fs + safetensors", lambda: fs.pipe_file(f"{bucket}/s3fs", safetensors.numpy.save(state))),
+        clock.timed(f"{service.library} + safetensors", other),
         ours("safetensors"),
         clock.timed(_BY_HAND, by_hand),
         ours("ocdbt"),
@@ -132,8 +121,12 @@ def _uploads(server: S3Server, bucket: str, state: State, clock: _Clock) -> Sequ
     )
 
 
-def _downloads(server: S3Server, bucket: str, state: State, clock: _Clock) -> Sequence[Contender]:
-    context, store, fs = _context(server), _store(server, bucket), _s3fs()
+def _saved(service: ObjectService, layout: str) -> str:
+    return f"{service.scheme}://{service.bucket}/up/{layout}"
+
+
+def _downloads(service: ObjectService, state: State, clock: _Clock) -> Sequence[Contender]:
+    context, store = service.context, service.store
     size = obstore.head(store, "by-hand")["size"]
     there, target = np.zeros(size, np.uint8), {name: np.zeros_like(array) for name, array in state.items()}
     ranges = [(start, min(start + _PART_BYTES, size)) for start in range(0, size, _PART_BYTES)]
@@ -150,18 +143,21 @@ def _downloads(server: S3Server, bucket: str, state: State, clock: _Clock) -> Se
 
     def raw() -> None:
         with ThreadPoolExecutor(_AT_ONCE) as pool:
-            list(pool.map(partial(_receive, server, f"/{bucket}/by-hand"), ranges))
+            list(pool.map(partial(_receive, service.url, f"/{service.bucket}/by-hand"), ranges))
 
     def ours(layout: str) -> object:
-        return ckptcore.load(f"s3://{bucket}/up/{layout}", context=context)
+        return ckptcore.load(_saved(service, layout), context=context)
+
+    def other() -> object:
+        return safetensors.numpy.load(service.files.cat_file(f"{service.bucket}/fsspec"))
 
     return (
-        clock.timed("s3fs + safetensors", lambda: safetensors.numpy.load(fs.cat_file(f"{bucket}/s3fs"))),
+        clock.timed(f"{service.library} + safetensors", other),
         clock.timed("ckptcore safetensors", partial(ours, "safetensors")),
         clock.timed(_BY_HAND, lambda: by_hand(np.empty(size, np.uint8))),
         clock.timed(
             "ckptcore safetensors, in place",
-            lambda: ckptcore.load_into(f"s3://{bucket}/up/safetensors", target, context=context),
+            lambda: ckptcore.load_into(_saved(service, "safetensors"), target, context=context),
         ),
         clock.timed(f"{_BY_HAND}, in place", lambda: by_hand(there)),
         clock.timed("ckptcore ocdbt", partial(ours, "ocdbt")),
@@ -170,9 +166,9 @@ def _downloads(server: S3Server, bucket: str, state: State, clock: _Clock) -> Se
     )
 
 
-def _receive(server: S3Server, path: str, part: tuple[int, int]) -> None:
+def _receive(url: str, path: str, part: tuple[int, int]) -> None:
     """Let bytes of an object come by a bare socket, and go."""
-    address = urllib.parse.urlsplit(server.server.url)
+    address = urllib.parse.urlsplit(url)
     request = f"GET {path} HTTP/1.1\r\nHost: {address.netloc}\r\nRange: bytes={part[0]}-{part[1] - 1}\r\n\r\n"
     buffer = bytearray(1 << 20)
     with socket.create_connection((address.hostname or "", address.port or 80)) as connection:
@@ -180,24 +176,6 @@ def _receive(server: S3Server, path: str, part: tuple[int, int]) -> None:
         left = part[1] - part[0]  # and the headers, which stay unread
         while left > 0 and (found := connection.recv_into(buffer, min(left, len(buffer)))):
             left -= found
-
-
-def _store(server: S3Server, bucket: str) -> Any:
-    found = server.options
-    return S3Store(
-        bucket,
-        endpoint=str(found["endpoint"]),
-        region=str(found["region"]),
-        access_key_id=str(found["access_key_id"]),
-        secret_access_key=str(found["secret_access_key"]),
-        client_options={"allow_http": True},
-    )
-
-
-def _s3fs() -> Any:
-    import s3fs  # type: ignore[import-untyped]  # it comes without types
-
-    return s3fs.S3FileSystem(endpoint_url=os.environ["AWS_ENDPOINT_URL"], skip_instance_cache=True)
 
 
 def _lines(what: str, outcomes: Sequence[Outcome], clock: _Clock, gigabytes: float) -> Iterator[tuple[str, bool]]:
@@ -208,9 +186,9 @@ def _lines(what: str, outcomes: Sequence[Outcome], clock: _Clock, gigabytes: flo
         to_hand = statistics.median([other / own for other, own in zip(hand.seconds, outcome.seconds, strict=True)])
         verdict, ok = "", True
         if outcome.name.startswith("ckptcore safetensors"):
-            ok = outcome.ratio >= _LEAST_OF_S3FS and to_hand >= _LEAST_OF_OBSTORE
-            verdict = f"{_LEAST_OF_S3FS} and {_LEAST_OF_OBSTORE} {'reached' if ok else 'MISSED'}"
-        line = f"{f'object stores: s3 {what}':42} {outcome.name:36} {gigabytes / outcome.median:5.2f} GiB/s {outcome.ratio:7.2f}  "
+            ok = outcome.ratio >= _LEAST_OF_FSSPEC and to_hand >= _LEAST_OF_OBSTORE
+            verdict = f"{_LEAST_OF_FSSPEC} and {_LEAST_OF_OBSTORE} {'reached' if ok else 'MISSED'}"
+        line = f"{f'object stores: {what}':42} {outcome.name:36} {gigabytes / outcome.median:5.2f} GiB/s {outcome.ratio:7.2f}  "
         yield f"{line}{to_hand:.2f} of obstore, client {cpu:.1f} s of processor  {verdict}", ok
 
 
@@ -233,17 +211,3 @@ def _requests(server: S3Server, bucket: str) -> Iterator[tuple[str, bool]]:
                 f"{'object stores: requests of 1000 arrays':42} {layout:36} {saved:4} to save, {loaded} to load  {verdict}",
                 ok,
             )
-
-
-@contextmanager
-def _variables(given: Mapping[str, str]) -> Iterator[None]:
-    before = {name: os.environ.get(name) for name in given}
-    os.environ.update(given)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value

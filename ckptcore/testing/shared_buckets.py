@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import os
 import tempfile
 import threading
 import uuid
@@ -11,6 +10,8 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Protocol
+
+import pytest
 
 __all__ = ["BucketServer", "SharedBucket"]
 
@@ -58,13 +59,7 @@ class SharedBucket:
     def open(self, directory: Path) -> Iterator[str]:
         """A location of its own, found by the variables of the environment: `StorageSample.open`."""
         server, bucket = self._bucket()
-        before = {name: os.environ.get(name) for name in server.environment}
-        os.environ.update(server.environment)
-        try:
+        with pytest.MonkeyPatch.context() as patch:
+            for name, value in server.environment.items():
+                patch.setenv(name, value)
             yield f"{self._scheme}://{bucket}/{uuid.uuid4().hex}/checkpoint"
-        finally:
-            for name, value in before.items():
-                if value is None:
-                    del os.environ[name]
-                else:
-                    os.environ[name] = value
