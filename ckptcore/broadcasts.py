@@ -13,7 +13,7 @@ from ckptcore.joint_steps import PeerFailure
 from ckptcore.model.arrays import HostArray
 from ckptcore.model.metadata import ArrayRecord
 from ckptcore.model.transfer import Pending, ReadItem, ReadPlan, Ready
-from ckptcore.opening import Opened
+from ckptcore.opened import Opened
 from ckptcore.protocols import Channels
 from ckptcore.read_shares import Message, Round, SharedPlan, message_offsets
 from ckptcore.reading import Reading, Unit, check_sizes, unread

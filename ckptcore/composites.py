@@ -19,16 +19,10 @@ from ckptcore.loading import load_into_target, load_nothing, load_value
 from ckptcore.locations import Place, Within
 from ckptcore.members import open_composite, open_member, told_names, while_composite_unchanged
 from ckptcore.model.tree import JSON
-from ckptcore.opening import (
-    ATTEMPTS,
-    Opened,
-    OpenedComposite,
-    file_pieces,
-    replaced_too_often,
-    root_mark,
-    while_unchanged,
-)
+from ckptcore.opened import Opened, OpenedComposite, file_pieces
+from ckptcore.opening import ATTEMPTS, replaced_too_often, root_mark
 from ckptcore.protocols import Coordinator
+from ckptcore.tries import while_unchanged
 from ckptcore.wanted import Everything, Request, Wanted, plan_requests
 
 __all__ = ["load_composite"]

@@ -32,7 +32,8 @@ from ckptcore.model.arrays import Box, HostArray
 from ckptcore.model.transfer import ArraySegment, WriteItem, WritePlan
 from ckptcore.model.tree import JSON
 from ckptcore.occupants import Overwrite, refuse_to_replace
-from ckptcore.opening import Opened, find_composite, naming_arrays, root_mark, while_unchanged
+from ckptcore.opened import Opened, naming_arrays
+from ckptcore.opening import find_composite, root_mark
 from ckptcore.parts import Part
 from ckptcore.persisting import NOTHING_COMMITTED, Described, persist
 from ckptcore.preparing import save_created
@@ -42,6 +43,7 @@ from ckptcore.reporting import ReportedSave
 from ckptcore.root import new_save_id
 from ckptcore.streaming import StreamedSnapshot, StreamSizes, items_by_object, reading_context
 from ckptcore.subtrees import Subtree, SubtreePath, find_subtree, path_keys
+from ckptcore.tries import while_unchanged
 from ckptcore.verification import ProgressCallback
 
 __all__ = ["FilePath", "consolidate_checkpoint"]

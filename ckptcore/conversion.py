@@ -27,7 +27,8 @@ from ckptcore.model.objects import ObjectRecord
 from ckptcore.model.transfer import ArraySegment, WritePlan
 from ckptcore.model.tree import JSON
 from ckptcore.occupants import Overwrite, read_root, refuse_to_replace
-from ckptcore.opening import Opened, OpenedComposite, check_file, find_composite, while_unchanged
+from ckptcore.opened import Opened, OpenedComposite, check_file
+from ckptcore.opening import find_composite
 from ckptcore.parts import Captured, Part, TreeCaptured
 from ckptcore.persisting import Described, persist
 from ckptcore.planning import plan_write
@@ -37,6 +38,7 @@ from ckptcore.reading import check_sizes
 from ckptcore.reporting import ReportedSave
 from ckptcore.root import Member, check_name, new_save_id
 from ckptcore.streaming import StreamedSnapshot, StreamSizes, items_by_object, reading_context
+from ckptcore.tries import while_unchanged
 from ckptcore.verification import ProgressCallback
 
 __all__ = ["convert_checkpoint"]

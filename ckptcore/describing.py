@@ -22,8 +22,10 @@ from ckptcore.members import is_deleted, open_composite, open_member, present_me
 from ckptcore.model.metadata import TreeMetadata
 from ckptcore.model.objects import ObjectRecord
 from ckptcore.model.tree import JSON
-from ckptcore.opening import Opened, OpenedComposite, find_composite, while_unchanged
+from ckptcore.opened import Opened, OpenedComposite
+from ckptcore.opening import find_composite
 from ckptcore.timelines import timeline_from_json
+from ckptcore.tries import while_unchanged
 
 __all__ = [
     "CheckpointMetadata",

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from ckptcore.context import Context
 from ckptcore.errors import CheckpointError
 from ckptcore.model.arrays import Box
-from ckptcore.opening import Opened
+from ckptcore.opened import Opened
 from ckptcore.protocols import Executor, WantedLeaf
 from ckptcore.stages import ReadBoxes, ReadsOf, WorkerOptions, read_report
 

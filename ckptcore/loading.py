@@ -19,10 +19,11 @@ from ckptcore.matching import match_leaves
 from ckptcore.model.arrays import AbstractArray
 from ckptcore.model.metadata import ArrayRecord, TreeMetadata, ValueRecord
 from ckptcore.model.tree import MAX_DEPTH, Attribute, TreePath, format_path
-from ckptcore.opening import Opened, Source, file_pieces, while_unchanged
+from ckptcore.opened import Opened, Source, file_pieces
 from ckptcore.plugins import Plugins
 from ckptcore.protocols import LeafHandler
 from ckptcore.reading import Planned, Reading, other_form, perform, plan_reading
+from ckptcore.tries import while_unchanged
 
 __all__ = [
     "abstract_leaves",

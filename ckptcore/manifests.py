@@ -18,10 +18,12 @@ from ckptcore.locations import Location, Place
 from ckptcore.members import is_deleted, open_member, present_members, while_composite_unchanged
 from ckptcore.model.objects import BLOCK_BYTES, ObjectRecord
 from ckptcore.occupants import root_bytes
-from ckptcore.opening import Opened, OpenedComposite, find_names, root_mark, while_unchanged
+from ckptcore.opened import Opened, OpenedComposite
+from ckptcore.opening import find_names, root_mark
 from ckptcore.protocols import StorageBackend
 from ckptcore.root import ROOT_KEY
 from ckptcore.root_json import decode_root
+from ckptcore.tries import while_unchanged
 
 __all__ = ["Manifest", "StoredRoot", "read_manifest"]
 

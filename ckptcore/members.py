@@ -18,16 +18,8 @@ from ckptcore.errors import (
 )
 from ckptcore.locations import Location, Place, Within, subdirectory
 from ckptcore.occupants import root_bytes
-from ckptcore.opening import (
-    ATTEMPTS,
-    Opened,
-    OpenedComposite,
-    find_names,
-    open_checkpoint,
-    open_files,
-    replaced_too_often,
-    root_mark,
-)
+from ckptcore.opened import Opened, OpenedComposite
+from ckptcore.opening import ATTEMPTS, find_names, open_checkpoint, open_files, replaced_too_often, root_mark
 from ckptcore.root import ROOT_KEY
 from ckptcore.root_json import is_claim
 

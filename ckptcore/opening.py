@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final, TypeAlias, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import Final
 
 from ckptcore.builtin.files_layout import FilesLayout
 from ckptcore.builtin.keys import check_key
@@ -22,128 +20,35 @@ from ckptcore.errors import (
     UncommittedCheckpointError,
 )
 from ckptcore.locations import Location, Place, resolve_location
-from ckptcore.model.arrays import HostArray
 from ckptcore.model.metadata import TreeMetadata
 from ckptcore.model.objects import ObjectRecord
-from ckptcore.model.transfer import ReadPlan
-from ckptcore.model.tree import JSON, Node, format_path
+from ckptcore.model.tree import Node
 from ckptcore.occupants import holds_members, parse_root, root_bytes
-from ckptcore.protocols import InspectedComposite, InspectsComposites, Layout, StorageBackend
+from ckptcore.opened import Opened, OpenedComposite
+from ckptcore.protocols import InspectedComposite, InspectsComposites, StorageBackend
 from ckptcore.root import ROOT_KEY, Claimed, Composite, Member, Root
 from ckptcore.step_names import StepNames
 
-if TYPE_CHECKING:
-    from ckptcore.host_copies import HostCopies
-
 __all__ = [
     "ATTEMPTS",
-    "Opened",
-    "OpenedComposite",
-    "Source",
-    "Tries",
-    "arrays_at",
-    "check_file",
-    "file_pieces",
+    "expect_committed",
     "find_composite",
     "find_names",
-    "naming_arrays",
     "open_checkpoint",
     "open_files",
     "open_resolved",
+    "open_root",
     "replaced_too_often",
     "root_mark",
-    "while_unchanged",
 ]
-
-T = TypeVar("T")
 
 ATTEMPTS: Final = 20
 """How often a checkpoint that is replaced while it is read is read again."""
-"""How often a load begins again because the checkpoint was replaced under it."""
-_PIECE_BYTES: Final = 1 << 24
 
 _STEPS_TOLD: Final = 10
 
 _HEAD_BYTES: Final = 1 << 12
 """In so many bytes a root says whether it is one of a member."""
-
-
-@dataclass(frozen=True, slots=True)
-class Opened:
-    """A checkpoint that can be read.
-
-    Attributes:
-        location: where it is.
-        root: its root; None where other software wrote it.
-        layout, state: how its arrays lie in its objects.
-        tree: what is in it.
-        objects: what is known of its objects; nothing where other software wrote it.
-        store: to read its objects from.
-        writer: who wrote it.
-        custom: metadata of the user's.
-        metrics: measurements that were given with it.
-        created: when it was saved, ISO 8601 in UTC; None where other software wrote it and does not say.
-        copies: what this host has copies of, where hosts have disks of their own.
-    """
-
-    location: Location
-    root: Root | None
-    layout: Layout
-    state: JSON
-    tree: TreeMetadata
-    objects: Mapping[str, ObjectRecord]
-    store: ObjectReader
-    writer: str
-    custom: Mapping[str, JSON]
-    metrics: Mapping[str, float] = field(default_factory=dict)
-    created: str | None = None
-    copies: HostCopies | None = None
-
-    def __str__(self) -> str:
-        return self.location.display
-
-    def read(self, plan: ReadPlan, buffers: Sequence[HostArray]) -> Iterable[int]:
-        """Fill buffers with the boxes of a plan of this checkpoint; yields the number of each as it is there, as `Layout.read` does."""
-
-        def read_whole(plan: ReadPlan, buffers: Sequence[HostArray]) -> Iterable[int]:
-            return self.layout.read(plan, buffers, self.store)
-
-        return read_whole(plan, buffers) if self.copies is None else self.copies.read(plan, buffers, read_whole)
-
-
-Source: TypeAlias = Place | Opened
-"""What can be read: a place, or a checkpoint that is open already."""
-
-
-@dataclass(frozen=True, slots=True)
-class OpenedComposite:
-    """A checkpoint of several checkpointables.
-
-    Attributes:
-        location: where it is.
-        data: the bytes of its root, which no two saves share; None where other software wrote it.
-        root: its root; None where other software wrote it.
-        members: what is in it, by name; what was deleted since is still listed.
-        writer, custom, metrics, created: as of an `Opened`.
-    """
-
-    location: Location
-    data: bytes | None
-    root: Composite | None
-    members: Mapping[str, Member]
-    writer: str
-    custom: Mapping[str, JSON] = field(default_factory=dict)
-    metrics: Mapping[str, float] = field(default_factory=dict)
-    created: str | None = None
-
-    @classmethod
-    def of_root(cls, location: Location, data: bytes, root: Composite) -> OpenedComposite:
-        """One of ours."""
-        return cls(location, data, root, root.members, _writer(root), root.custom, root.metrics, root.created)
-
-
-def _writer(root: Root | Composite) -> str:
-    return " ".join(f"{name} {version}" for name, version in root.writer.items())
 
 
 def find_composite(location: Place, context: Context) -> OpenedComposite | None:
@@ -268,7 +173,7 @@ def open_resolved(location: Location, context: Context) -> Opened:
     Raises:
         What `open_checkpoint` does.
     """
-    return _open(location, root_bytes(location.store), context)
+    return open_root(location, root_bytes(location.store), context)
 
 
 def open_files(location: Place, context: Context) -> Opened:
@@ -281,7 +186,7 @@ def open_files(location: Place, context: Context) -> Opened:
     resolved = _resolve(location, context)
     data = root_bytes(resolved.store)
     if data is not None:
-        return _open(resolved, data, context)
+        return open_root(resolved, data, context)
     objects = {key: ObjectRecord(key, resolved.store.size(key)) for key in resolved.store.list()}
     if not objects:
         raise CheckpointNotFoundError(f"there is no file at {resolved.display}; check the path")
@@ -290,103 +195,12 @@ def open_files(location: Place, context: Context) -> Opened:
     return Opened(resolved, None, FilesLayout(), None, tree, objects, store, "", {})
 
 
-def while_unchanged(location: Source, context: Context, attempt: Callable[[Opened], T]) -> T:
-    """Open and read a checkpoint; begin again if it was replaced meanwhile, so that the result is of one save.
-
-    One that is open already is read as it was opened: who opened it looks whether it was replaced.
-
-    Raises:
-        What `open_checkpoint` and `attempt` do, with errors about bytes naming the arrays that lie there.
-    """
-    tries = Tries(location, context)
-    while True:
-        opened = tries.open()
-        if opened is None:
-            continue
-        try:
-            with naming_arrays(opened):
-                made = attempt(opened)
-        except CheckpointError:
-            if tries.stands():
-                raise
-            continue
-        if tries.is_unchanged():
-            return made
-
-
-class Tries:
-    """Tries to read a checkpoint, each of which opens it, until it was not replaced from its opening to its end.
-
-    What is open already is opened once, as it is, and taken to stand.
-    """
-
-    def __init__(self, location: Source, context: Context) -> None:
-        """Open nothing yet."""
-        self._location = location
-        self._context = context
-        self._left = ATTEMPTS
-        self._failed_at: tuple[object, object] | None = None
-        self._now: tuple[Opened, bytes | None] | None = None
-
-    def open(self) -> Opened | None:
-        """Begin a try; None where it was exchanged as it was opened, so that another one is to begin.
-
-        Raises:
-            CorruptCheckpointError: also if it was replaced too often.
-            What `open_checkpoint` does.
-        """
-        if isinstance(self._location, Opened):
-            return self._location
-        if not self._left:
-            raise replaced_too_often(self._location)
-        self._left -= 1
-        # Opened anew each time: a storage may keep objects open by name.
-        resolved = _resolve(self._location, self._context)
-        self._now = None
-        try:
-            before = root_bytes(resolved.store)
-            self._now = _open(resolved, before, self._context), before
-        except (CorruptCheckpointError, CheckpointNotFoundError, InvalidLocationError, ObjectNotFoundError):
-            # A member is not of the composite around it while that is exchanged: who finds the same twice has found it.
-            now = root_mark(resolved.store), root_mark(resolved.parent)
-            if now in ((None, None), self._failed_at):
-                raise
-            self._failed_at = now
-            return None
-        return self._now[0]
-
-    def stands(self) -> bool:
-        """Whether what was opened last is there still, so that an error about it is one of the checkpoint."""
-        return self._now is None or _still_stands(*self._now)
-
-    def is_unchanged(self) -> bool:
-        """Whether what was opened last is there still, so that what was read is of one save."""
-        return self._now is None or root_mark(self._now[0].location.store) == self._now[1]
-
-    @property
-    def root(self) -> bytes | None:
-        """The bytes of the root of what was opened last; None where it has none, or was open already."""
-        return None if self._now is None else self._now[1]
-
-
 def root_mark(store: StorageBackend) -> bytes | str | None:
     """What changes when a checkpoint is replaced: the bytes of its root, or in words why there is none that can be read."""
     try:
         return root_bytes(store)
     except InvalidLocationError as error:
         return str(error)
-
-
-def _still_stands(opened: Opened, before: bytes | None) -> bool:
-    """Whether a checkpoint, and the composite that it is a member of, are those that were opened."""
-    if root_mark(opened.location.store) != before:
-        return False
-    if opened.root is not None and opened.root.member:
-        try:
-            _expect_committed(opened.location, opened.root)
-        except CheckpointError:
-            return False
-    return True
 
 
 def replaced_too_often(location: Place) -> CorruptCheckpointError:
@@ -400,8 +214,12 @@ def _resolve(location: Place, context: Context) -> Location:
     return resolve_location(location, context.registry, durable=False, config=context.storage)
 
 
-def _open(resolved: Location, data: bytes | None, context: Context) -> Opened:
-    """Open the checkpoint that these bytes are the root of; a foreign one where there are none."""
+def open_root(resolved: Location, data: bytes | None, context: Context) -> Opened:
+    """Open the checkpoint that these bytes are the root of; a foreign one where there are none.
+
+    Raises:
+        What `open_checkpoint` does.
+    """
     root = None if data is None else parse_root(resolved.store, data)
     if isinstance(root, Claimed) or is_hidden_name(resolved.name):
         raise UncommittedCheckpointError(
@@ -414,7 +232,7 @@ def _open(resolved: Location, data: bytes | None, context: Context) -> Opened:
     if isinstance(root, Composite):
         raise _several(resolved, list(root.members))
     if root.member:
-        _expect_committed(resolved, root)
+        expect_committed(resolved, root)
     layout = FilesLayout() if root.layout == FilesLayout.name else context.registry.layout(root.layout)
     store = ObjectReader(resolved.store, root.objects, context.io_threads, verify=context.verify, strict=True)
     copies = None
@@ -422,13 +240,10 @@ def _open(resolved: Location, data: bytes | None, context: Context) -> Opened:
         from ckptcore.host_copies import find_copies  # only who has hosts needs it
 
         copies = find_copies(resolved, root, context)
-    return Opened(
-        resolved, root, layout, root.state, root.tree, root.objects, store, _writer(root), root.custom, root.metrics, root.created,
-        copies,
-    )  # fmt: skip
+    return Opened.of_root(resolved, root, layout, store, copies)
 
 
-def _expect_committed(resolved: Location, member: Root) -> None:
+def expect_committed(resolved: Location, member: Root) -> None:
     """Do nothing if the composite that a member belongs to is committed.
 
     Where there is no composite around it, somebody copied the member out. It is whole by itself: its root was written after
@@ -532,69 +347,3 @@ def _lost_root(location: Location) -> CorruptCheckpointError:
         "load another checkpoint, or copy a directory in it elsewhere to load that alone",
         key=ROOT_KEY,
     )
-
-
-@contextmanager
-def naming_arrays(opened: Opened) -> Iterator[None]:
-    """Let an error about a range of bytes say which arrays lie there."""
-    try:
-        yield
-    except CorruptCheckpointError as error:
-        affected = arrays_at(opened, error.key, error.start, error.stop)
-        if not affected:
-            raise
-        named = ", ".join(affected[:5]) + (f" and {len(affected) - 5} more" if len(affected) > 5 else "")
-        raise type(error)(
-            f"{opened.location.display}: {error} (this is in {named})",
-            key=error.key,
-            start=error.start,
-            stop=error.stop,
-        ) from error
-    except ObjectNotFoundError as error:
-        raise CorruptCheckpointError(
-            f"{opened.location.display} lacks an object that it is made of: {error}"
-        ) from error
-
-
-def arrays_at(opened: Opened, key: str | None, start: int | None, stop: int | None) -> list[str]:
-    """The paths of the arrays that have bytes in a range of an object."""
-    if key is None:
-        return []
-    return [
-        format_path(opened.tree.paths[leaf])
-        for leaf, own, first, last in opened.layout.extents(opened.tree, opened.state)
-        if own == key and (start is None or stop is None or (first < stop and start < last))
-    ]
-
-
-def check_file(opened: Opened, record: ObjectRecord) -> None:
-    """Refuse a file that has not as many bytes as were written. A hostile root may state any number.
-
-    Raises:
-        CorruptCheckpointError
-    """
-    there = opened.location.store.size(record.key)
-    if there != record.size:
-        raise CorruptCheckpointError(
-            f"{record.key} in {opened.location.display} has {there} bytes, where {record.size} were written; load another "
-            "checkpoint",
-            key=record.key, start=min(there, record.size), stop=max(there, record.size),
-        )  # fmt: skip
-
-
-def file_pieces(opened: Opened, record: ObjectRecord) -> Iterator[bytes]:
-    """The bytes of a file, verified, a few MiB at a time.
-
-    Raises:
-        CorruptCheckpointError: also if it is shorter or longer than it was written.
-    """
-    check_file(opened, record)
-    for start in range(0, record.size, _PIECE_BYTES):
-        stop = min(start + _PIECE_BYTES, record.size)
-        data = opened.store.get(record.key, start, stop)
-        if len(data) != stop - start:
-            raise CorruptCheckpointError(
-                f"{record.key} ends at byte {start + len(data)}, where {record.size} were written",
-                key=record.key, start=start + len(data), stop=record.size,
-            )  # fmt: skip
-        yield data

@@ -14,7 +14,7 @@ from ckptcore.flattening import PLACEHOLDER
 from ckptcore.model.arrays import ArraySpec, Box, HostArray
 from ckptcore.model.metadata import ArrayRecord, LeafRecord, TreeMetadata, ValueRecord
 from ckptcore.model.tree import format_path
-from ckptcore.opening import Opened
+from ckptcore.opened import Opened
 from ckptcore.planning import plan_read
 from ckptcore.protocols import Executor, LeafHandler, WantedLeaf
 from ckptcore.scalars import are_interchangeable, array_of, value_of

@@ -24,11 +24,12 @@ from ckptcore.model.arrays import Box, HostArray
 from ckptcore.model.metadata import ArrayRecord
 from ckptcore.model.transfer import Pending
 from ckptcore.model.tree import JSON
-from ckptcore.opening import Opened, Source, Tries, naming_arrays
+from ckptcore.opened import Opened, Source, naming_arrays
 from ckptcore.protocols import Channels, Coordinator, PlacesTiles
 from ckptcore.read_groups import group_of
 from ckptcore.read_shares import MessageSizes, Request, SharedPlan, plan_shares
 from ckptcore.reading import Planned, Reading
+from ckptcore.tries import Tries
 
 __all__ = ["load_together"]
 

@@ -15,7 +15,7 @@ from ckptcore.model.arrays import ArraySpec, Box, HostArray
 from ckptcore.model.metadata import ArrayRecord, TreeMetadata
 from ckptcore.model.transfer import WriteItem, WritePlan
 from ckptcore.model.tree import format_path
-from ckptcore.opening import Opened
+from ckptcore.opened import Opened
 from ckptcore.planning import plan_read
 from ckptcore.protocols import Layout, ReadsChunks, WritesRuns
 from ckptcore.runs import cut_runs

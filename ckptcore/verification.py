@@ -18,18 +18,11 @@ from ckptcore.locations import LocationLike, Place, Within
 from ckptcore.members import is_deleted, open_member, present_members, while_composite_unchanged
 from ckptcore.model.metadata import ArrayRecord
 from ckptcore.model.objects import BLOCK_BYTES, ObjectRecord
-from ckptcore.opening import (
-    Opened,
-    OpenedComposite,
-    arrays_at,
-    file_pieces,
-    find_composite,
-    naming_arrays,
-    open_checkpoint,
-    while_unchanged,
-)
+from ckptcore.opened import Opened, OpenedComposite, arrays_at, file_pieces, naming_arrays
+from ckptcore.opening import find_composite, open_checkpoint
 from ckptcore.reading import read_leaves
 from ckptcore.root import ROOT_KEY
+from ckptcore.tries import while_unchanged
 
 __all__ = ["Problem", "ProgressCallback", "VerifyReport", "has_its_sizes", "verify_checkpoint"]
 

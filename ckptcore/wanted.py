@@ -20,7 +20,7 @@ from ckptcore.flattening import PLACEHOLDER
 from ckptcore.loading import check_target, check_tree_of_objects, holds_objects
 from ckptcore.locations import Place, Within
 from ckptcore.members import is_deleted, open_member, present_members, told_names
-from ckptcore.opening import OpenedComposite, Source
+from ckptcore.opened import OpenedComposite, Source
 from ckptcore.parts import PerProcess
 from ckptcore.protocols import FilesHandler
 from ckptcore.root import Member

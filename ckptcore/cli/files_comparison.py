@@ -11,7 +11,8 @@ import numpy.typing as npt
 from ckptcore.cli.documents import DifferenceDocument
 from ckptcore.cli.options import command_context
 from ckptcore.errors import CorruptCheckpointError
-from ckptcore.opening import Opened, open_files
+from ckptcore.opened import Opened
+from ckptcore.opening import open_files
 
 __all__ = ["FilesComparison"]
 

@@ -24,7 +24,7 @@ from ckptcore.holds import StepHolds
 from ckptcore.locations import resolve_location, subdirectory
 from ckptcore.members import present_members
 from ckptcore.occupants import parse_root, root_bytes
-from ckptcore.opening import OpenedComposite
+from ckptcore.opened import OpenedComposite
 from ckptcore.protocols import StorageBackend
 from ckptcore.root import ROOT_KEY, Composite, Root, Summary
 from ckptcore.root_json import summarize_root

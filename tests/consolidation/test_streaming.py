@@ -17,7 +17,8 @@ from ckptcore_tensorstore import Zarr3Layout
 import ckptcore
 from ckptcore.errors import CorruptCheckpointError, PluginError, SaveLostError
 from ckptcore.model import ArraySpec, Box, HostArray, ReadPlan, WriteItem, WritePlan
-from ckptcore.opening import Opened, open_checkpoint
+from ckptcore.opened import Opened
+from ckptcore.opening import open_checkpoint
 from ckptcore.protocols import Layout, ReadsChunks, ReadStore
 from ckptcore.streaming import StreamedSnapshot, StreamSizes, items_by_object
 from tests.consolidation.test_jobs import CountedFiles

@@ -1,0 +1,181 @@
+"""Opened: a checkpoint that can be read, and what its objects hold."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final, TypeAlias
+
+from ckptcore.engine.reader import ObjectReader
+from ckptcore.errors import CorruptCheckpointError, ObjectNotFoundError
+from ckptcore.locations import Location, Place
+from ckptcore.model.arrays import HostArray
+from ckptcore.model.metadata import TreeMetadata
+from ckptcore.model.objects import ObjectRecord
+from ckptcore.model.transfer import ReadPlan
+from ckptcore.model.tree import JSON, format_path
+from ckptcore.protocols import Layout
+from ckptcore.root import Composite, Member, Root
+
+if TYPE_CHECKING:
+    from ckptcore.host_copies import HostCopies
+
+__all__ = ["Opened", "OpenedComposite", "Source", "arrays_at", "check_file", "file_pieces", "naming_arrays"]
+
+_PIECE_BYTES: Final = 1 << 24
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """A checkpoint that can be read.
+
+    Attributes:
+        location: where it is.
+        root: its root; None where other software wrote it.
+        layout, state: how its arrays lie in its objects.
+        tree: what is in it.
+        objects: what is known of its objects; nothing where other software wrote it.
+        store: to read its objects from.
+        writer: who wrote it.
+        custom: metadata of the user's.
+        metrics: measurements that were given with it.
+        created: when it was saved, ISO 8601 in UTC; None where other software wrote it and does not say.
+        copies: what this host has copies of, where hosts have disks of their own.
+    """
+
+    location: Location
+    root: Root | None
+    layout: Layout
+    state: JSON
+    tree: TreeMetadata
+    objects: Mapping[str, ObjectRecord]
+    store: ObjectReader
+    writer: str
+    custom: Mapping[str, JSON]
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    created: str | None = None
+    copies: HostCopies | None = None
+
+    @classmethod
+    def of_root(
+        cls, location: Location, root: Root, layout: Layout, store: ObjectReader, copies: HostCopies | None
+    ) -> Opened:
+        """One of ours."""
+        return cls(
+            location, root, layout, root.state, root.tree, root.objects, store, _writer(root), root.custom, root.metrics, root.created,
+            copies,
+        )  # fmt: skip
+
+    def __str__(self) -> str:
+        return self.location.display
+
+    def read(self, plan: ReadPlan, buffers: Sequence[HostArray]) -> Iterable[int]:
+        """Fill buffers with the boxes of a plan of this checkpoint; yields the number of each as it is there, as `Layout.read` does."""
+
+        def read_whole(plan: ReadPlan, buffers: Sequence[HostArray]) -> Iterable[int]:
+            return self.layout.read(plan, buffers, self.store)
+
+        return read_whole(plan, buffers) if self.copies is None else self.copies.read(plan, buffers, read_whole)
+
+
+Source: TypeAlias = Place | Opened
+"""What can be read: a place, or a checkpoint that is open already."""
+
+
+@dataclass(frozen=True, slots=True)
+class OpenedComposite:
+    """A checkpoint of several checkpointables.
+
+    Attributes:
+        location: where it is.
+        data: the bytes of its root, which no two saves share; None where other software wrote it.
+        root: its root; None where other software wrote it.
+        members: what is in it, by name; what was deleted since is still listed.
+        writer, custom, metrics, created: as of an `Opened`.
+    """
+
+    location: Location
+    data: bytes | None
+    root: Composite | None
+    members: Mapping[str, Member]
+    writer: str
+    custom: Mapping[str, JSON] = field(default_factory=dict)
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    created: str | None = None
+
+    @classmethod
+    def of_root(cls, location: Location, data: bytes, root: Composite) -> OpenedComposite:
+        """One of ours."""
+        return cls(location, data, root, root.members, _writer(root), root.custom, root.metrics, root.created)
+
+
+def _writer(root: Root | Composite) -> str:
+    """Who wrote a checkpoint, in words."""
+    return " ".join(f"{name} {version}" for name, version in root.writer.items())
+
+
+@contextmanager
+def naming_arrays(opened: Opened) -> Iterator[None]:
+    """Let an error about a range of bytes say which arrays lie there."""
+    try:
+        yield
+    except CorruptCheckpointError as error:
+        affected = arrays_at(opened, error.key, error.start, error.stop)
+        if not affected:
+            raise
+        named = ", ".join(affected[:5]) + (f" and {len(affected) - 5} more" if len(affected) > 5 else "")
+        raise type(error)(
+            f"{opened.location.display}: {error} (this is in {named})",
+            key=error.key,
+            start=error.start,
+            stop=error.stop,
+        ) from error
+    except ObjectNotFoundError as error:
+        raise CorruptCheckpointError(
+            f"{opened.location.display} lacks an object that it is made of: {error}"
+        ) from error
+
+
+def arrays_at(opened: Opened, key: str | None, start: int | None, stop: int | None) -> list[str]:
+    """The paths of the arrays that have bytes in a range of an object."""
+    if key is None:
+        return []
+    return [
+        format_path(opened.tree.paths[leaf])
+        for leaf, own, first, last in opened.layout.extents(opened.tree, opened.state)
+        if own == key and (start is None or stop is None or (first < stop and start < last))
+    ]
+
+
+def check_file(opened: Opened, record: ObjectRecord) -> None:
+    """Refuse a file that has not as many bytes as were written. A hostile root may state any number.
+
+    Raises:
+        CorruptCheckpointError
+    """
+    there = opened.location.store.size(record.key)
+    if there != record.size:
+        raise CorruptCheckpointError(
+            f"{record.key} in {opened.location.display} has {there} bytes, where {record.size} were written; load another "
+            "checkpoint",
+            key=record.key, start=min(there, record.size), stop=max(there, record.size),
+        )  # fmt: skip
+
+
+def file_pieces(opened: Opened, record: ObjectRecord) -> Iterator[bytes]:
+    """The bytes of a file, verified, a few MiB at a time.
+
+    Raises:
+        CorruptCheckpointError: also if it is shorter or longer than it was written.
+    """
+    check_file(opened, record)
+    for start in range(0, record.size, _PIECE_BYTES):
+        stop = min(start + _PIECE_BYTES, record.size)
+        data = opened.store.get(record.key, start, stop)
+        if len(data) != stop - start:
+            raise CorruptCheckpointError(
+                f"{record.key} ends at byte {start + len(data)}, where {record.size} were written",
+                key=record.key, start=start + len(data), stop=record.size,
+            )  # fmt: skip
+        yield data
