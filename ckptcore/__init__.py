@@ -18,55 +18,62 @@ A map of the package:
 - `ckptcore.model`, `ckptcore.protocols`, `ckptcore.hookspecs`, `ckptcore.planning`, `ckptcore.testing`: for authors of plugins
 """
 
+import importlib
 import logging
-from typing import TYPE_CHECKING
-
-from ckptcore.api import (
-    checkpointables_metadata,
-    consolidate,
-    convert,
-    copy,
-    copy_steps,
-    delete,
-    load,
-    load_async,
-    load_checkpointables,
-    load_into,
-    metadata,
-    plan,
-    plan_job,
-    save,
-    save_async,
-    save_checkpointables,
-    save_checkpointables_async,
-    verify,
-)
-from ckptcore.background import LoadHandle, Progress, SaveHandle
-from ckptcore.builtin.safetensors import SafetensorsLayout
-from ckptcore.builtin.sharded_arrays import ArrayShard, ShardedArray
-from ckptcore.context import Context, MemoryOptions
-from ckptcore.describing import CheckpointablesMetadata, CheckpointMetadata
-from ckptcore.errors import CheckpointError
-from ckptcore.exports import Export, StepExport
-from ckptcore.flattening import PLACEHOLDER
-from ckptcore.hookspecs import hookimpl
-from ckptcore.model import AbstractArray
-from ckptcore.parts import PerProcess
-from ckptcore.protocols import StatefulCheckpointable
-from ckptcore.read_groups import ReadGroups
-from ckptcore.save_plans import ExportPlan, MemoryPlan, ObjectPlan, ProcessPlan, RequestCounts, SavePlan
-from ckptcore.sharing import ReplicaOptions
-from ckptcore.verification import Problem, VerifyReport
+from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
+    from ckptcore.api import (
+        checkpointables_metadata,
+        consolidate,
+        convert,
+        copy,
+        copy_steps,
+        delete,
+        load,
+        load_async,
+        load_checkpointables,
+        load_into,
+        metadata,
+        plan,
+        plan_job,
+        save,
+        save_async,
+        save_checkpointables,
+        save_checkpointables_async,
+        verify,
+    )
+    from ckptcore.background import LoadHandle, Progress, SaveHandle
+    from ckptcore.builtin.safetensors import SafetensorsLayout
+    from ckptcore.builtin.sharded_arrays import ArrayShard, ShardedArray
     from ckptcore.checkpointer import Checkpointer
+    from ckptcore.context import Context, MemoryOptions
     from ckptcore.copying import CopyReport
+    from ckptcore.describing import CheckpointablesMetadata, CheckpointMetadata
+    from ckptcore.errors import CheckpointError
+    from ckptcore.exports import Export, StepExport
+    from ckptcore.flattening import PLACEHOLDER
+    from ckptcore.hookspecs import hookimpl
+    from ckptcore.model import AbstractArray
+    from ckptcore.parts import PerProcess
+    from ckptcore.protocols import StatefulCheckpointable
+    from ckptcore.read_groups import ReadGroups
     from ckptcore.reader import CheckpointReader
     from ckptcore.restoring import SkippedStep
+    from ckptcore.save_plans import (
+        ExportPlan,
+        MemoryPlan,
+        ObjectPlan,
+        ProcessPlan,
+        RequestCounts,
+        SavePlan,
+    )
+    from ckptcore.sharing import ReplicaOptions
     from ckptcore.step_copies import StepsCopyReport
     from ckptcore.step_names import StepNameFormat, StepNames
     from ckptcore.tiers.near import NearTier
     from ckptcore.tiers.status import UploadStatus
+    from ckptcore.verification import Problem, VerifyReport
 
 __all__ = [
     "PLACEHOLDER",
@@ -129,23 +136,112 @@ __all__ = [
 # A library is silent unless the program asks; without this, Python prints warnings for it.
 logging.getLogger("ckptcore").addHandler(logging.NullHandler())
 
-_ON_DEMAND = {
-    "CheckpointReader": "ckptcore.reader",
-    "Checkpointer": "ckptcore.checkpointer",
-    "CopyReport": "ckptcore.copying",
-    "SkippedStep": "ckptcore.restoring",
-    "StepNameFormat": "ckptcore.step_names",
-    "StepNames": "ckptcore.step_names",
-    "NearTier": "ckptcore.tiers.near",
-    "StepsCopyReport": "ckptcore.step_copies",
-    "UploadStatus": "ckptcore.tiers.status",
+_NAMES: Final = {
+    "ckptcore.api": (
+        "checkpointables_metadata",
+        "consolidate",
+        "convert",
+        "copy",
+        "copy_steps",
+        "delete",
+        "load",
+        "load_async",
+        "load_checkpointables",
+        "load_into",
+        "metadata",
+        "plan",
+        "plan_job",
+        "save",
+        "save_async",
+        "save_checkpointables",
+        "save_checkpointables_async",
+        "verify",
+    ),
+    "ckptcore.background": (
+        "LoadHandle",
+        "Progress",
+        "SaveHandle",
+    ),
+    "ckptcore.builtin.safetensors": ("SafetensorsLayout",),
+    "ckptcore.builtin.sharded_arrays": (
+        "ArrayShard",
+        "ShardedArray",
+    ),
+    "ckptcore.checkpointer": ("Checkpointer",),
+    "ckptcore.context": (
+        "Context",
+        "MemoryOptions",
+    ),
+    "ckptcore.copying": ("CopyReport",),
+    "ckptcore.describing": (
+        "CheckpointMetadata",
+        "CheckpointablesMetadata",
+    ),
+    "ckptcore.errors": ("CheckpointError",),
+    "ckptcore.exports": (
+        "Export",
+        "StepExport",
+    ),
+    "ckptcore.flattening": ("PLACEHOLDER",),
+    "ckptcore.hookspecs": ("hookimpl",),
+    "ckptcore.model": ("AbstractArray",),
+    "ckptcore.parts": ("PerProcess",),
+    "ckptcore.protocols": ("StatefulCheckpointable",),
+    "ckptcore.read_groups": ("ReadGroups",),
+    "ckptcore.reader": ("CheckpointReader",),
+    "ckptcore.restoring": ("SkippedStep",),
+    "ckptcore.save_plans": (
+        "ExportPlan",
+        "MemoryPlan",
+        "ObjectPlan",
+        "ProcessPlan",
+        "RequestCounts",
+        "SavePlan",
+    ),
+    "ckptcore.sharing": ("ReplicaOptions",),
+    "ckptcore.step_copies": ("StepsCopyReport",),
+    "ckptcore.step_names": (
+        "StepNameFormat",
+        "StepNames",
+    ),
+    "ckptcore.tiers.near": ("NearTier",),
+    "ckptcore.tiers.status": ("UploadStatus",),
+    "ckptcore.verification": (
+        "Problem",
+        "VerifyReport",
+    ),
 }
-"""Names whose modules are imported when they are asked for: who only saves or loads need not wait for the rest."""
+"""Where each name of this page is defined. It is imported with the first use: a program that imports this package, or a plugin, and saves
+nothing does not wait for it."""
+
+_MODULES: Final = (
+    "errors",
+    "events",
+    "handlers",
+    "hookspecs",
+    "model",
+    "planning",
+    "policies",
+    "protocols",
+    "step_names",
+    "telemetry",
+    "testing",
+    "timelines",
+)
+"""The modules that are public, which need no import of their own."""
+
+_HOMES: Final = {name: module for module, names in _NAMES.items() for name in names}
 
 
 def __getattr__(name: str) -> object:
-    if name not in _ON_DEMAND:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    import importlib
+    if name in _HOMES:
+        found: object = getattr(importlib.import_module(_HOMES[name]), name)
+        globals()[name] = found
+        return found
+    if name in _MODULES:
+        return importlib.import_module(f"{__name__}.{name}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
-    return getattr(importlib.import_module(_ON_DEMAND[name]), name)
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__, *_MODULES})

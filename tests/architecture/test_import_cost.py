@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+import ckptcore
+
 HEAVY = (
     "boto3", "botocore", "click", "equinox", "flax", "fsspec", "hypothesis", "jax", "jaxlib", "keras", "obstore", "opentelemetry", "optax", "orbax",
     "pandas", "pytest", "ray", "rich", "safetensors", "scipy", "tensorflow", "tensorstore", "torch", "transformers", "urllib3",
@@ -17,7 +19,7 @@ HEAVY = (
 """Packages that no program gets for importing ckptcore."""
 
 MOST_MODULES = 183
-"""Modules that `import ckptcore` may load on top of NumPy, ml_dtypes, pluggy and xxhash: the core's own and the standard
+"""Modules that the first save or load may load on top of NumPy, ml_dtypes, pluggy and xxhash: the core's own and the standard
 library's. It counts what a time limit would only guess at."""
 
 PROBE = """
@@ -77,7 +79,21 @@ def test_the_probe_notices_a_framework(tmp_path: Path) -> None:
     assert heavy(modules_loaded_by("innocent", path=tmp_path)) == {"torch", "torch.nn"}
 
 
-def test_importing_ckptcore_loads_few_modules() -> None:
-    loaded = modules_loaded_by("ckptcore", before=("numpy", "ml_dtypes", "pluggy", "xxhash"))
+def test_importing_ckptcore_loads_nothing_that_is_not_used_yet() -> None:
+    loaded = modules_loaded_by("ckptcore", before=("logging", "typing"))
+    assert loaded == {"ckptcore"}
+
+
+def test_saving_and_loading_load_few_modules() -> None:
+    loaded = modules_loaded_by("ckptcore.api", before=("numpy", "ml_dtypes", "pluggy", "xxhash"))
     assert any(module.startswith("ckptcore.") for module in loaded)
     assert len(loaded) <= MOST_MODULES, sorted(loaded)
+
+
+def test_every_name_is_there_without_another_import() -> None:
+    names = [*ckptcore.__all__, *ckptcore._MODULES]
+    code = f"import ckptcore\nfor name in {names!r}:\n    assert getattr(ckptcore, name) is not None, name"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+    assert set(ckptcore._HOMES) == set(ckptcore.__all__)
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        ckptcore.nothing  # noqa: B018
