@@ -13,6 +13,7 @@
     ├── UnsupportedVersionError        (ValueError)         written by a newer ckptcore than this one
     ├── CompositeCheckpointError       (ValueError)         it holds several checkpointables, and one tree was asked for
     ├── TreeMismatchError              (ValueError)         the abstract tree and the stored one differ; lists it all
+    ├── TransformError                 (ValueError)         a transform of a load does not fit what is stored, or failed
     ├── UnsupportedLeafError           (TypeError)          no handler or no layout can store this leaf
     ├── UnsupportedKeyError            (TypeError)          a container key that is neither int nor str
     ├── NameCollisionError             (ValueError)         two leaves would get one name in the layout
@@ -82,6 +83,7 @@ __all__ = [
     "StorageThrottledError",
     "StorageTimeoutError",
     "TargetUndefinedError",
+    "TransformError",
     "TreeMismatchError",
     "UncommittedCheckpointError",
     "UnknownCheckpointableError",
@@ -174,6 +176,10 @@ class TreeMismatchError(CheckpointError, ValueError):
     def __init__(self, message: str, differences: Sequence[str]) -> None:
         super().__init__(message)
         self.differences = tuple(differences)
+
+
+class TransformError(CheckpointError, ValueError):
+    """A transform does not fit what is stored, or failed on it. Nothing was changed."""
 
 
 class UnsupportedLeafError(CheckpointError, TypeError):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final, TypeAlias
+from typing import TYPE_CHECKING, Final, Protocol, TypeAlias
 
 from ckptcore.engine.reader import ObjectReader
 from ckptcore.errors import CorruptCheckpointError, ObjectNotFoundError
@@ -21,7 +21,16 @@ from ckptcore.root import Composite, Member, Root
 if TYPE_CHECKING:
     from ckptcore.host_copies import HostCopies
 
-__all__ = ["Opened", "OpenedComposite", "Source", "arrays_at", "check_file", "file_pieces", "naming_arrays"]
+__all__ = [
+    "MadeArrays",
+    "Opened",
+    "OpenedComposite",
+    "Source",
+    "arrays_at",
+    "check_file",
+    "file_pieces",
+    "naming_arrays",
+]
 
 _PIECE_BYTES: Final = 1 << 24
 
@@ -42,6 +51,8 @@ class Opened:
         metrics: measurements that were given with it.
         created: when it was saved, ISO 8601 in UTC; None where other software wrote it and does not say.
         copies: what this host has copies of, where hosts have disks of their own.
+        derived: what makes its arrays, where they are not stored as they are in the tree. Layout, state and objects are then those of
+            the checkpoint that is read, and only `read` knows the way from one to the other.
     """
 
     location: Location
@@ -56,6 +67,7 @@ class Opened:
     metrics: Mapping[str, float] = field(default_factory=dict)
     created: str | None = None
     copies: HostCopies | None = None
+    derived: MadeArrays | None = None
 
     @classmethod
     def of_root(
@@ -72,11 +84,35 @@ class Opened:
 
     def read(self, plan: ReadPlan, buffers: Sequence[HostArray]) -> Iterable[int]:
         """Fill buffers with the boxes of a plan of this checkpoint; yields the number of each as it is there, as `Layout.read` does."""
+        if self.derived is not None:
+            return self.derived.read(plan, buffers)
 
         def read_whole(plan: ReadPlan, buffers: Sequence[HostArray]) -> Iterable[int]:
             return self.layout.read(plan, buffers, self.store)
 
         return read_whole(plan, buffers) if self.copies is None else self.copies.read(plan, buffers, read_whole)
+
+
+class MadeArrays(Protocol):
+    """Arrays that are made of those of other checkpoints as they are read."""
+
+    @property
+    def below(self) -> Sequence[Opened]:
+        """The checkpoints that are read; the first is the one whose layout, state and objects are told."""
+        ...
+
+    @property
+    def told(self) -> str:
+        """What is done, in words; in a job the same on every rank."""
+        ...
+
+    def read(self, plan: ReadPlan, buffers: Sequence[HostArray]) -> Iterable[int]:
+        """See `Opened.read`."""
+        ...
+
+    def stored(self, leaves: Sequence[int]) -> Mapping[int, Sequence[int]]:
+        """By number of a checkpoint, those of its leaves that leaves of the tree are made of."""
+        ...
 
 
 Source: TypeAlias = Place | Opened
@@ -138,9 +174,11 @@ def naming_arrays(opened: Opened) -> Iterator[None]:
 
 
 def arrays_at(opened: Opened, key: str | None, start: int | None, stop: int | None) -> list[str]:
-    """The paths of the arrays that have bytes in a range of an object."""
+    """The paths of the arrays that have bytes in a range of an object, as they are stored."""
     if key is None:
         return []
+    if opened.derived is not None:
+        return arrays_at(opened.derived.below[0], key, start, stop)
     return [
         format_path(opened.tree.paths[leaf])
         for leaf, own, first, last in opened.layout.extents(opened.tree, opened.state)

@@ -398,6 +398,10 @@ def check_sizes(opened: Opened, wanted: Collection[int]) -> None:
     Raises:
         CorruptCheckpointError: names the first such array.
     """
+    if opened.derived is not None:
+        for checkpoint, stored in opened.derived.stored(sorted(wanted)).items():
+            check_sizes(opened.derived.below[checkpoint], stored)
+        return
     if opened.root is None:
         return  # its layout has looked at its files itself
     extents = [extent for extent in opened.layout.extents(opened.tree, opened.state) if extent[0] in wanted]

@@ -181,7 +181,7 @@ class _Attempt(Generic[T]):
         sizes = MessageSizes(
             message=max(1, min(_MESSAGE_BYTES, memory.exchange_bytes // _MOST_AT_ONCE)), round=memory.load_bytes
         )
-        if not isinstance(layout, PlacesTiles):
+        if opened.derived is not None or not isinstance(layout, PlacesTiles):
             return plan_shares(specs, self._requests, request_of, rank, sizes)
         places = functools.partial(layout.tiles, opened.tree, opened.state)
         return plan_shares(specs, self._requests, request_of, rank, sizes, places)

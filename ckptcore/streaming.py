@@ -85,7 +85,9 @@ def items_by_object(
             ]
         ]
     stored = _stored_bytes(opened)
-    rows = opened.layout.chunk_rows(opened.tree, opened.state) if isinstance(opened.layout, ReadsChunks) else {}
+    rows: Mapping[int, int] = {}
+    if opened.derived is None and isinstance(opened.layout, ReadsChunks):
+        rows = opened.layout.chunk_rows(opened.tree, opened.state)
     return [
         [
             WriteItem(leaf, record.spec, (box,))
@@ -100,6 +102,8 @@ def items_by_object(
 def _stored_bytes(opened: Opened) -> Mapping[int, int]:
     """By leaf how many bytes of objects are of it, as far as they are plain ranges."""
     stored: dict[int, int] = {}
+    if opened.derived is not None:
+        return stored  # what has to be read for a part of an array that is made, the array does not tell
     for leaf, _, start, stop in opened.layout.extents(opened.tree, opened.state):
         stored[leaf] = stored.get(leaf, 0) + stop - start
     return stored

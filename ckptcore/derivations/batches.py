@@ -1,0 +1,143 @@
+"""Batches: what is read of checkpoints, and then computed, to fill boxes of derived arrays."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from ckptcore.derivations.derivation import Derivation, Stored
+from ckptcore.engine.elements import copy_elements
+from ckptcore.engine.memory import allocate
+from ckptcore.model.arrays import ArraySpec, Box, HostArray
+
+__all__ = ["Batch", "Fill", "ReadAll", "StoredRead"]
+
+
+@dataclass(frozen=True, slots=True)
+class StoredRead:
+    """A box of a stored array that is read.
+
+    Attributes:
+        array: which one.
+        box: where in it.
+        buffer: the memory to fill: C-contiguous, of the box's shape.
+        fill: what waits for it.
+    """
+
+    array: Stored
+    box: Box
+    buffer: HostArray
+    fill: Fill
+
+
+ReadAll: TypeAlias = Callable[[Sequence[StoredRead]], Iterator[int]]
+"""Reads boxes; gives the number of each as it is there."""
+
+
+@dataclass(slots=True, eq=False)
+class Fill:
+    """A box of a derived array that is filled.
+
+    Attributes:
+        owner: what it is for; its caller's own.
+        reads: what is read for it.
+        waiting: how many of them are still to come.
+        steps: what is computed then, in this order.
+        held_bytes: bytes of the memory that it needs beside `out`.
+    """
+
+    owner: int
+    reads: list[StoredRead] = field(default_factory=list)
+    waiting: int = 0
+    steps: list[Callable[[], None]] = field(default_factory=list)
+    held_bytes: int = 0
+
+    @classmethod
+    def of(cls, owner: int, derivation: Derivation, box: Box, out: HostArray) -> Fill:
+        """Say what is to be done to fill `out`, of any strides, with a box; read nothing.
+
+        Memory is reserved, and not used before it is read into.
+        """
+        fill = cls(owner)
+        if box.size:
+            fill._place(derivation, box, out)
+        return fill
+
+    def compute(self) -> None:
+        """Take the steps, when all is read."""
+        steps, self.steps = self.steps, []
+        for step in steps:
+            step()
+
+    def _place(self, derivation: Derivation, box: Box, out: HostArray) -> None:
+        """Let a box of an array be put into `out`."""
+        if isinstance(derivation, Stored):
+            if out.flags.c_contiguous:
+                self.reads.append(StoredRead(derivation, box, out, self))
+            else:
+                # NumPy copies as it is read: no layout reads into memory with gaps.
+                self.steps.append(functools.partial(copy_elements, out, self._made(derivation, box)))
+            return
+        needed, views = derivation.needed(box), derivation.views(box, out)
+        if views is not None:
+            for part, view in zip(needed, views, strict=True):
+                self._place(derivation.inputs[part.number], part.box, view)
+            return
+        parts = [self._made(derivation.inputs[part.number], part.box) for part in needed]
+        self.steps.append(functools.partial(derivation.make, box, parts, out))
+
+    def _made(self, derivation: Derivation, box: Box) -> HostArray:
+        """Memory of its own that will hold a box of an array."""
+        out = allocate(ArraySpec(box.shape, derivation.spec.dtype))
+        self.held_bytes += out.nbytes
+        self._place(derivation, box, out)
+        return out
+
+
+class Batch:
+    """Fills that are read for together: of what several want the same box, it is read once. One thread."""
+
+    def __init__(self) -> None:
+        """Begin with none."""
+        self._fills: list[Fill] = []
+        self.held_bytes = 0
+        """Memory that they need beside their own, in bytes."""
+
+    def __len__(self) -> int:
+        """How many there are."""
+        return len(self._fills)
+
+    def add(self, fill: Fill) -> None:
+        """Take one more."""
+        self._fills.append(fill)
+        self.held_bytes += fill.held_bytes
+
+    def run(self, read: ReadAll) -> Iterator[Fill]:
+        """Read; gives each fill for which all is there, to be computed, and forgets it.
+
+        Args:
+            read: reads boxes.
+        """
+        fills, self._fills, self.held_bytes = self._fills, [], 0
+        same: dict[tuple[Stored, Box], list[StoredRead]] = {}
+        ready = [fill for fill in fills if not fill.reads]
+        for fill in fills:
+            fill.waiting = len(fill.reads)
+            for one in fill.reads:
+                same.setdefault((one.array, one.box), []).append(one)
+            fill.reads = []
+        del fills
+        yield from ready
+        wanted = list(same.values())
+        del same
+        for number in read([first for first, *_ in wanted]):
+            first, *others = wanted[number]
+            wanted[number] = []  # memory is given up as what it is for is complete
+            for other in others:
+                copy_elements(other.buffer, first.buffer)
+            for one in (first, *others):
+                one.fill.waiting -= 1
+                if not one.fill.waiting:
+                    yield one.fill

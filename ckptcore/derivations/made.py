@@ -1,0 +1,336 @@
+"""Arrays whose elements are computed: cast, constant, summed, merged with an adapter, or made by any function."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from ckptcore.derivations.derivation import Derivation, Part
+from ckptcore.engine.elements import copy_elements
+from ckptcore.model.arrays import ArraySpec, Box, HostArray, dtype_from_name
+
+__all__ = [
+    "Cast",
+    "Computed",
+    "Constant",
+    "LowRankMerge",
+    "WeightedSum",
+    "cast",
+    "computed",
+    "constant",
+    "merge_low_rank",
+    "weighted_sum",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class _Elementwise:
+    """An array of which each element is made of those at the same place of its inputs."""
+
+    inputs: tuple[Derivation, ...]
+
+    def needed(self, box: Box) -> Sequence[Part]:
+        """The same box of every input."""
+        return [Part(number, box) for number in range(len(self.inputs))]
+
+    def views(self, box: Box, out: HostArray) -> Sequence[HostArray] | None:
+        """None: the elements are others."""
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class Cast(_Elementwise):
+    """An array as another dtype has its elements, rounded as NumPy does; what it has no place for wraps or becomes infinite.
+
+    Attributes:
+        inputs: the array.
+        dtype: the name of the dtype.
+    """
+
+    dtype: str
+
+    @property
+    def spec(self) -> ArraySpec:
+        """The array that is made."""
+        return ArraySpec(self.inputs[0].spec.shape, self.dtype)
+
+    def make(self, box: Box, parts: Sequence[HostArray], out: HostArray) -> None:
+        """Cast the elements."""
+        with np.errstate(all="ignore"):
+            np.copyto(out, parts[0], casting="unsafe")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Constant:
+    """Elements that are not stored.
+
+    Attributes:
+        spec: the array.
+        value: an array of its dtype that is of its shape, or is repeated to it as NumPy does.
+    """
+
+    spec: ArraySpec
+    value: HostArray
+
+    @property
+    def inputs(self) -> Sequence[Derivation]:
+        """None."""
+        return ()
+
+    def needed(self, box: Box) -> Sequence[Part]:
+        """Nothing."""
+        return ()
+
+    def views(self, box: Box, out: HostArray) -> Sequence[HostArray] | None:
+        """None: nothing is read."""
+        return None
+
+    def make(self, box: Box, parts: Sequence[HostArray], out: HostArray) -> None:
+        """Copy the elements."""
+        copy_elements(out, np.broadcast_to(self.value, self.spec.shape)[box.slices])
+
+
+@dataclass(frozen=True, slots=True)
+class WeightedSum(_Elementwise):
+    """The sum of arrays, each times a number, computed in float32, or float64 where an input is; the nearest value of its dtype.
+
+    Attributes:
+        inputs: of one shape.
+        weights: by input.
+        dtype: the name of the dtype of the result.
+    """
+
+    weights: tuple[float, ...]
+    dtype: str
+
+    @property
+    def spec(self) -> ArraySpec:
+        """The array that is made."""
+        return ArraySpec(self.inputs[0].spec.shape, self.dtype)
+
+    def make(self, box: Box, parts: Sequence[HostArray], out: HostArray) -> None:
+        """Sum the elements."""
+        total: HostArray = np.zeros(out.shape, _sum_dtype([part.dtype for part in parts]))
+        with np.errstate(all="ignore"):
+            for part, weight in zip(parts, self.weights, strict=True):
+                total += part.astype(total.dtype) * total.dtype.type(weight)
+            _copy_rounded(out, total)
+
+
+@dataclass(frozen=True, slots=True)
+class LowRankMerge:
+    """A matrix plus a number times the product of two thin ones, as an adapter (LoRA) is merged: ``base + scale * up @ down``.
+
+    Computed in float32, or float64 where an input is.
+
+    Attributes:
+        base: of n rows and m columns.
+        up: of n rows and r columns; in LoRA it is B.
+        down: of r rows and m columns; in LoRA it is A.
+        scale: the number; in LoRA it is alpha / r.
+    """
+
+    base: Derivation
+    up: Derivation
+    down: Derivation
+    scale: float
+
+    @property
+    def spec(self) -> ArraySpec:
+        """As the base."""
+        return self.base.spec
+
+    @property
+    def inputs(self) -> Sequence[Derivation]:
+        """The three matrices."""
+        return (self.base, self.up, self.down)
+
+    def needed(self, box: Box) -> Sequence[Part]:
+        """The box of the base, its rows of one thin matrix and its columns of the other."""
+        rank = self.down.spec.shape[0]
+        parts = [Part(0, box)]
+        if rank:
+            parts.append(Part(1, Box((box.start[0], 0), (box.stop[0], rank))))
+            parts.append(Part(2, Box((0, box.start[1]), (rank, box.stop[1]))))
+        return parts
+
+    def views(self, box: Box, out: HostArray) -> Sequence[HostArray] | None:
+        """None: the elements are others."""
+        return None
+
+    def make(self, box: Box, parts: Sequence[HostArray], out: HostArray) -> None:
+        """Multiply and add."""
+        dtype = _sum_dtype([part.dtype for part in parts])
+        base, *thin = [part.astype(dtype) for part in parts]
+        with np.errstate(all="ignore"):
+            if thin:
+                base += dtype.type(self.scale) * (thin[0] @ thin[1])
+            _copy_rounded(out, base)
+
+
+@dataclass(frozen=True, slots=True)
+class Computed:
+    """What a function makes of whole arrays. Whoever needs a part of it reads them whole, and computes all of it.
+
+    Attributes:
+        inputs: what the function gets, as NumPy arrays.
+        function: gives the array, of this spec; may be called again, and from any thread.
+        spec: the array that is made.
+    """
+
+    inputs: tuple[Derivation, ...]
+    function: Callable[..., Any] = field(repr=False)
+    spec: ArraySpec
+
+    def needed(self, box: Box) -> Sequence[Part]:
+        """Every input, whole."""
+        wholes = [(number, Box.whole(one.spec.shape)) for number, one in enumerate(self.inputs)]
+        return [Part(number, whole) for number, whole in wholes if whole.size]
+
+    def views(self, box: Box, out: HostArray) -> Sequence[HostArray] | None:
+        """None: the elements are others."""
+        return None
+
+    def make(self, box: Box, parts: Sequence[HostArray], out: HostArray) -> None:
+        """Call the function.
+
+        Raises:
+            ValueError: if it gives another array than was said.
+            What the function raises.
+        """
+        given = iter(parts)
+        arrays = [
+            next(given) if one.spec.size else np.empty(one.spec.shape, one.spec.numpy_dtype) for one in self.inputs
+        ]
+        made = np.asarray(self.function(*arrays))
+        if made.shape != self.spec.shape or made.dtype != self.spec.numpy_dtype:
+            raise ValueError(f"the function gave {made.dtype}{list(made.shape)}, and {self.spec} was expected of it")
+        copy_elements(out, made[box.slices])
+
+
+def cast(of: Derivation, dtype: str) -> Derivation:
+    """An array as another dtype has its elements.
+
+    Args:
+        of: the array.
+        dtype: a name that `ckptcore.model.dtype_from_name` knows.
+
+    Raises:
+        ValueError: if one of the dtypes has no numbers, or complex ones were to become real.
+        UnsupportedLeafError: if the name is not known.
+    """
+    before, after = of.spec.numpy_dtype, dtype_from_name(dtype)
+    if before == after:
+        return of
+    if "S" in (before.kind, after.kind) or {*before.kind, *after.kind} & set("UmM"):
+        raise ValueError(f"{of.spec} is not cast to {dtype}: both are to be dtypes of numbers")
+    if _is_complex(before) and not _is_complex(after):
+        raise ValueError(f"{of.spec} is not cast to {dtype}: the imaginary parts would be lost")
+    try:
+        np.zeros(1, before).astype(after)
+    except (TypeError, ValueError):
+        between = "complex64" if _is_complex(before) else "float32"
+        return Cast((Cast((of,), between),), dtype)  # of dtypes of ml_dtypes, each of which it has all values of
+    return Cast((of,), dtype)
+
+
+def constant(spec: ArraySpec, value: Any) -> Derivation:
+    """An array of elements that are not stored.
+
+    Args:
+        spec: the array.
+        value: a number, or an array of that shape or one that NumPy repeats to it; every value one that the dtype has.
+
+    Raises:
+        ValueError: if it is no such array.
+    """
+    dtype = spec.numpy_dtype
+    found = np.asarray(value)
+    with np.errstate(all="ignore"):
+        try:
+            elements: HostArray = found.astype(dtype)
+            back = elements.astype(found.dtype)
+        except (TypeError, ValueError, OverflowError) as error:
+            raise ValueError(f"{found.dtype} values cannot be those of {spec}: {error}") from error
+    exact = not _is_whole(found.dtype) or bool((back == found).all())
+    if not exact or (_is_whole(dtype) and not _is_whole(found.dtype)):
+        raise ValueError(f"{spec} cannot have the value {value!r}; give one that the dtype has")
+    try:
+        np.broadcast_to(elements, spec.shape)
+    except ValueError as error:
+        raise ValueError(f"an array of shape {list(found.shape)} cannot be repeated to {spec}") from error
+    return Constant(spec, elements)
+
+
+def weighted_sum(inputs: Sequence[Derivation], weights: Sequence[float], dtype: str | None = None) -> Derivation:
+    """The sum of arrays, each times a number.
+
+    Args:
+        inputs: of one shape.
+        weights: by input.
+        dtype: of the result; None: that of the first input.
+
+    Raises:
+        ValueError: if their shapes differ, there are none, or they are not of real numbers.
+    """
+    if not inputs or len(inputs) != len(weights):
+        raise ValueError(f"there are {len(inputs)} arrays and {len(weights)} weights")
+    for one in inputs:
+        if one.spec.shape != inputs[0].spec.shape:
+            raise ValueError(f"{inputs[0].spec} and {one.spec} cannot be summed: their shapes are to be equal")
+        _expect_real(one.spec)
+    return WeightedSum(tuple(inputs), tuple(map(float, weights)), dtype or inputs[0].spec.dtype)
+
+
+def merge_low_rank(base: Derivation, up: Derivation, down: Derivation, scale: float) -> Derivation:
+    """``base + scale * up @ down``, in the dtype of `base`: see `LowRankMerge`.
+
+    Raises:
+        ValueError: if these are not matrices of real numbers that fit.
+    """
+    shapes = base.spec.shape, up.spec.shape, down.spec.shape
+    fit = all(len(shape) == 2 for shape in shapes) and (shapes[1][0], shapes[2][1], shapes[1][1]) == (
+        *shapes[0],
+        shapes[2][0],
+    )
+    if not fit:
+        raise ValueError(f"{base.spec} + {up.spec} @ {down.spec} does not fit: expected (n, m), (n, r) and (r, m)")
+    for one in (base, up, down):
+        _expect_real(one.spec)
+    return LowRankMerge(base, up, down, float(scale))
+
+
+def computed(inputs: Sequence[Derivation], function: Callable[..., Any], spec: ArraySpec) -> Derivation:
+    """What a function makes of whole arrays: see `Computed`."""
+    return Computed(tuple(inputs), function, spec)
+
+
+def _is_complex(dtype: np.dtype[Any]) -> bool:
+    return dtype.kind == "c" or dtype.name in ("complex32", "bcomplex32")
+
+
+def _is_whole(dtype: np.dtype[Any]) -> bool:
+    """Whether it has whole numbers or truth values only; NumPy's kinds do not tell of dtypes of ml_dtypes."""
+    return dtype.name.startswith(("int", "uint", "bool"))
+
+
+def _expect_real(spec: ArraySpec) -> None:
+    dtype = spec.numpy_dtype
+    if dtype.kind in "bSUmM" or _is_complex(dtype):
+        raise ValueError(f"{spec} is no array of real numbers")
+
+
+def _sum_dtype(dtypes: Sequence[np.dtype[Any]]) -> np.dtype[Any]:
+    """What sums are computed in."""
+    exact = any(dtype.kind in "iuf" and dtype.itemsize >= 4 and dtype != np.float32 for dtype in dtypes)
+    return np.dtype(np.float64 if exact else np.float32)
+
+
+def _copy_rounded(out: HostArray, values: HostArray) -> None:
+    """Copy numbers into an array; to the nearest one where it has whole numbers."""
+    if _is_whole(out.dtype):
+        values = np.rint(values)
+    np.copyto(out, values, casting="unsafe")

@@ -1,0 +1,252 @@
+"""Arrays whose elements are those of others, in other places: cut out, one after the other, with other axes first."""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ckptcore.derivations.derivation import Derivation, Part, place
+from ckptcore.derivations.made import constant
+from ckptcore.derivations.reshaped import reshape
+from ckptcore.model.arrays import ArraySpec, Box, HostArray
+
+__all__ = ["Concatenation", "Cut", "Permuted", "concatenate", "cut", "pad", "permute", "stack"]
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """A box of an array, as an array of its own.
+
+    Attributes:
+        of: the array.
+        box: where in it.
+    """
+
+    of: Derivation
+    box: Box
+
+    @property
+    def spec(self) -> ArraySpec:
+        """The array that is made."""
+        return ArraySpec(self.box.shape, self.of.spec.dtype)
+
+    @property
+    def inputs(self) -> Sequence[Derivation]:
+        """The array that it is cut out of."""
+        return (self.of,)
+
+    def needed(self, box: Box) -> Sequence[Part]:
+        """The same elements."""
+        return (Part(0, _shifted(box, self.box.start)),)
+
+    def views(self, box: Box, out: HostArray) -> Sequence[HostArray]:
+        """All of it."""
+        return (out,)
+
+    def make(self, box: Box, parts: Sequence[HostArray], out: HostArray) -> None:
+        """Copy the elements."""
+        place((out,), parts)
+
+
+@dataclass(frozen=True, slots=True)
+class Concatenation:
+    """Arrays one after the other along an axis.
+
+    Attributes:
+        inputs: at least one; all of one dtype, and of one shape but for the axis.
+        axis: along which.
+    """
+
+    inputs: tuple[Derivation, ...]
+    axis: int
+    starts: tuple[int, ...] = field(init=False, repr=False, compare=False)
+    """Where along the axis each input begins, and where the last one ends, in elements."""
+
+    def __post_init__(self) -> None:
+        extents = [one.spec.shape[self.axis] for one in self.inputs]
+        object.__setattr__(self, "starts", (0, *itertools.accumulate(extents)))
+
+    @property
+    def spec(self) -> ArraySpec:
+        """The array that is made."""
+        first, axis = self.inputs[0].spec, self.axis
+        return ArraySpec((*first.shape[:axis], self.starts[-1], *first.shape[axis + 1 :]), first.dtype)
+
+    def needed(self, box: Box) -> Sequence[Part]:
+        """What lies in the box, of each input that has some of it."""
+        return [
+            Part(number, Box(_at(box.start, self.axis, low - begin), _at(box.stop, self.axis, high - begin)))
+            for number, begin, low, high in self._pieces(box)
+        ]
+
+    def views(self, box: Box, out: HostArray) -> Sequence[HostArray]:
+        """Bands of it."""
+        origin, before = box.start[self.axis], (slice(None),) * self.axis
+        return [out[(*before, slice(low - origin, high - origin))] for _, _, low, high in self._pieces(box)]
+
+    def make(self, box: Box, parts: Sequence[HostArray], out: HostArray) -> None:
+        """Copy the elements."""
+        place(self.views(box, out), parts)
+
+    def _pieces(self, box: Box) -> list[tuple[int, int, int, int]]:
+        """By input that has some of a box: its number, where it begins, and from where to where the box has it."""
+        start, stop = box.start[self.axis], box.stop[self.axis]
+        first = bisect.bisect_right(self.starts, start) - 1
+        pieces = []
+        for number in range(first, len(self.inputs)):
+            begin, end = self.starts[number], self.starts[number + 1]
+            if begin >= stop:
+                break
+            low, high = max(begin, start), min(end, stop)
+            if low < high:
+                pieces.append((number, begin, low, high))
+        return pieces
+
+
+@dataclass(frozen=True, slots=True)
+class Permuted:
+    """An array with its axes in another order.
+
+    Attributes:
+        of: the array.
+        axes: by axis of the result, the one of the array that it is.
+    """
+
+    of: Derivation
+    axes: tuple[int, ...]
+
+    @property
+    def spec(self) -> ArraySpec:
+        """The array that is made."""
+        shape = self.of.spec.shape
+        return ArraySpec(tuple([shape[axis] for axis in self.axes]), self.of.spec.dtype)
+
+    @property
+    def inputs(self) -> Sequence[Derivation]:
+        """The array."""
+        return (self.of,)
+
+    def needed(self, box: Box) -> Sequence[Part]:
+        """The same elements."""
+        back = self._back
+        return (Part(0, Box(tuple([box.start[axis] for axis in back]), tuple([box.stop[axis] for axis in back]))),)
+
+    def views(self, box: Box, out: HostArray) -> Sequence[HostArray]:
+        """All of it, with the axes of the array."""
+        return (out.transpose(self._back),)
+
+    def make(self, box: Box, parts: Sequence[HostArray], out: HostArray) -> None:
+        """Copy the elements."""
+        place(self.views(box, out), parts)
+
+    @property
+    def _back(self) -> tuple[int, ...]:
+        return tuple(sorted(range(len(self.axes)), key=self.axes.__getitem__))
+
+
+def cut(of: Derivation, box: Box) -> Derivation:
+    """A box of an array, as an array of its own.
+
+    Raises:
+        ValueError: if the array has no such box.
+    """
+    shape = of.spec.shape
+    if len(box.start) != len(shape) or not Box.whole(shape).contains(box):
+        raise ValueError(f"{list(zip(box.start, box.stop, strict=True))} is no box of {of.spec}")
+    if box == Box.whole(shape):
+        return of
+    if isinstance(of, Cut):
+        return Cut(of.of, _shifted(box, of.box.start))
+    return Cut(of, box)
+
+
+def concatenate(inputs: Sequence[Derivation], axis: int) -> Derivation:
+    """Arrays one after the other along an axis.
+
+    Raises:
+        ValueError: if they do not fit, or there are none.
+    """
+    if not inputs:
+        raise ValueError("there is no array to concatenate")
+    first = inputs[0].spec
+    if not 0 <= axis < len(first.shape):
+        raise ValueError(f"{first} has no axis {axis} to concatenate along")
+    for one in inputs:
+        spec = one.spec
+        fits = len(spec.shape) == len(first.shape) and _at(spec.shape, axis, 0) == _at(first.shape, axis, 0)
+        if spec.dtype != first.dtype or not fits:
+            raise ValueError(
+                f"{first} and {spec} cannot be concatenated along axis {axis}: they are to differ in that extent only"
+            )
+    return inputs[0] if len(inputs) == 1 else Concatenation(tuple(inputs), axis)
+
+
+def stack(inputs: Sequence[Derivation], axis: int) -> Derivation:
+    """Arrays of one shape and dtype along a new axis.
+
+    Raises:
+        ValueError: if they differ, or there are none, or there would be no such axis.
+    """
+    if not inputs:
+        raise ValueError("there is no array to stack")
+    first = inputs[0].spec
+    for one in inputs:
+        if one.spec != first:
+            raise ValueError(f"{first} and {one.spec} cannot be stacked: they are to be equal")
+    if not 0 <= axis <= len(first.shape):
+        raise ValueError(f"arrays of {first} cannot be stacked along axis {axis}: they have {len(first.shape)} axes")
+    shape = (*first.shape[:axis], 1, *first.shape[axis:])
+    return concatenate([reshape(one, shape) for one in inputs], axis)
+
+
+def permute(of: Derivation, axes: Sequence[int]) -> Derivation:
+    """An array with its axes in another order.
+
+    Args:
+        of: the array.
+        axes: by axis of the result, the one of the array that it is.
+
+    Raises:
+        ValueError: if these are not all its axes.
+    """
+    if sorted(axes) != list(range(len(of.spec.shape))):
+        raise ValueError(f"{list(axes)} is no order of the axes of {of.spec}")
+    if isinstance(of, Permuted):
+        return permute(of.of, [of.axes[axis] for axis in axes])
+    return of if list(axes) == sorted(axes) else Permuted(of, tuple(axes))
+
+
+def pad(of: Derivation, before: Sequence[int], after: Sequence[int], value: Any) -> Derivation:
+    """An array with a value around it.
+
+    Args:
+        of: the array.
+        before, after: by axis how many elements are put before its first and after its last.
+        value: of these elements; a number that the array's dtype has.
+
+    Raises:
+        ValueError: if they are not one number for each axis, or below zero, or the dtype has no such value.
+    """
+    if not len(before) == len(after) == len(of.spec.shape) or min((*before, *after), default=0) < 0:
+        raise ValueError(f"{of.spec} cannot be padded by {list(before)} before and {list(after)} after")
+    for axis, sizes in enumerate(zip(before, after, strict=True)):
+        around = [
+            constant(ArraySpec(_at(of.spec.shape, axis, size), of.spec.dtype), value) if size else None
+            for size in sizes
+        ]
+        parts = [one for one in (around[0], of, around[1]) if one is not None]
+        of = concatenate(parts, axis)
+    return of
+
+
+def _at(numbers: tuple[int, ...], axis: int, number: int) -> tuple[int, ...]:
+    """The same with another number at one place."""
+    return (*numbers[:axis], number, *numbers[axis + 1 :])
+
+
+def _shifted(box: Box, by: tuple[int, ...]) -> Box:
+    start = tuple([bound + offset for bound, offset in zip(box.start, by, strict=True)])
+    return Box(start, tuple([bound + offset for bound, offset in zip(box.stop, by, strict=True)]))

@@ -1,0 +1,264 @@
+"""Arrays with the elements of another one in C order, and other axes."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Final, TypeAlias
+
+import numpy as np
+
+from ckptcore.derivations.derivation import Derivation, Part, place
+from ckptcore.engine.elements import copy_elements, plain
+from ckptcore.model.arrays import ArraySpec, Box, HostArray
+
+__all__ = ["Reshaped", "reshape"]
+
+_MOST_PARTS: Final = 1024
+"""Into how many boxes of the input a box is taken apart; where there were more, the box around them is read instead."""
+
+_Ranges: TypeAlias = tuple[tuple[int, int], ...]
+"""A start and a stop for each of some axes, in elements."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """Neighbouring axes of the input and of the result that have as many elements, and the same ones.
+
+    Attributes:
+        inner: the extents in the input.
+        outer: the extents in the result.
+    """
+
+    inner: tuple[int, ...]
+    outer: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """A box of the input's axes of a group whose elements follow each other in the box that is made.
+
+    Attributes:
+        ranges: the box.
+        place: where its first element is, in C order, among those of the result's axes.
+        count: how many elements.
+    """
+
+    ranges: _Ranges
+    place: int
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class Reshaped:
+    """The elements of an array in C order, with other axes.
+
+    Attributes:
+        of: the array.
+        shape: of the result; as many elements.
+    """
+
+    of: Derivation
+    shape: tuple[int, ...]
+
+    @property
+    def spec(self) -> ArraySpec:
+        """The array that is made."""
+        return ArraySpec(self.shape, self.of.spec.dtype)
+
+    @property
+    def inputs(self) -> Sequence[Derivation]:
+        """The array."""
+        return (self.of,)
+
+    def needed(self, box: Box) -> Sequence[Part]:
+        """Boxes that hold no other elements; one box around them where they would be very many."""
+        groups = self._pieces(box)
+        if groups is None:
+            ranges = [_around(group, of_box) for group, of_box in self._of_groups(box)]
+            return (Part(0, _box(ranges)),)
+        return [Part(0, _box([piece.ranges for piece in pieces])) for pieces in itertools.product(*groups)]
+
+    def views(self, box: Box, out: HostArray) -> Sequence[HostArray] | None:
+        """By part, its elements; None where they lie in no order that NumPy can view."""
+        groups = self._pieces(box)
+        if groups is None:
+            return None
+        sizes = [_size(of_box) for _, of_box in self._of_groups(box)]
+        merged = out.reshape(sizes)
+        if not np.may_share_memory(merged, out):
+            return None  # NumPy copied
+        views = []
+        for pieces in itertools.product(*groups):
+            view = merged[tuple([slice(piece.place, piece.place + piece.count) for piece in pieces])]
+            views.append(view.reshape(_box([piece.ranges for piece in pieces]).shape))
+        return views
+
+    def make(self, box: Box, parts: Sequence[HostArray], out: HostArray) -> None:
+        """Copy the elements."""
+        groups = self._pieces(box)
+        if groups is None:
+            (part,) = parts
+            copy_elements(out, self._pick(box, part))
+            return
+        target: HostArray = out if out.flags.c_contiguous else np.empty(out.shape, out.dtype)
+        views = self.views(box, target)
+        assert views is not None  # of memory in C order there always are
+        place(views, parts)
+        if target is not out:
+            copy_elements(out, target)
+
+    def _pick(self, box: Box, around: HostArray) -> HostArray:
+        """A view of the elements of a box, within those of the box around them."""
+        groups = list(self._of_groups(box))
+        ranges = [_around(group, of_box) for group, of_box in groups]
+        merged = plain(around).reshape([_size(of_group) for of_group in ranges])
+        start, shape, strides = [], [], []
+        for (group, of_box), of_group, stride in zip(groups, ranges, merged.strides, strict=True):
+            steps = _steps(group.outer)
+            first = sum([low * step for (low, _), step in zip(of_box, steps, strict=True)])
+            start.append(
+                first - sum([low * step for (low, _), step in zip(of_group, _steps(group.inner), strict=True)])
+            )
+            shape.extend([high - low for low, high in of_box])
+            strides.extend([step * stride for step in steps])
+        origin: HostArray = merged[tuple([slice(place, None) for place in start])]
+        return np.lib.stride_tricks.as_strided(origin, shape, strides, writeable=False).view(around.dtype)
+
+    def _of_groups(self, box: Box) -> Iterator[tuple[_Group, _Ranges]]:
+        """By group of axes, the box along those of the result."""
+        ranges = tuple(zip(box.start, box.stop, strict=True))
+        first = 0
+        for group in _groups(self.of.spec.shape, self.shape):
+            yield group, ranges[first : first + len(group.outer)]
+            first += len(group.outer)
+
+    def _pieces(self, box: Box) -> list[list[_Piece]] | None:
+        """By group of axes, the boxes of the input; None where they would be very many."""
+        groups, most = [], _MOST_PARTS
+        for group, of_box in self._of_groups(box):
+            pieces = list(itertools.islice(_pieces(group, of_box), most + 1))
+            if len(pieces) > most:
+                return None
+            most //= len(pieces)
+            groups.append(pieces)
+        return groups
+
+
+def reshape(of: Derivation, shape: Sequence[int]) -> Derivation:
+    """The elements of an array in C order, with other axes.
+
+    Args:
+        of: the array.
+        shape: of the result, in elements; one extent may be -1, for what is left.
+
+    Raises:
+        ValueError: if that has another number of elements.
+    """
+    wanted = list(shape)
+    spec = of.spec
+    if wanted.count(-1) == 1:
+        others = math.prod([extent for extent in wanted if extent != -1])
+        if others > 0 and spec.size % others == 0:
+            wanted[wanted.index(-1)] = spec.size // others
+    if math.prod(wanted) != spec.size or min(wanted, default=0) < 0:
+        raise ValueError(f"{spec} has {spec.size} elements, and cannot be reshaped to {list(shape)}")
+    if isinstance(of, Reshaped):
+        return reshape(of.of, wanted)
+    return of if tuple(wanted) == spec.shape else Reshaped(of, tuple(wanted))
+
+
+def _groups(inner: tuple[int, ...], outer: tuple[int, ...]) -> Iterator[_Group]:
+    """The axes of two shapes of as many elements, above none, in the smallest groups of neighbours that correspond."""
+    i = j = 0
+    while i < len(inner) or j < len(outer):
+        first_i, first_j = i, j
+        inside, outside = 1, 1
+        if i < len(inner):
+            inside, i = inner[i], i + 1
+        if j < len(outer):
+            outside, j = outer[j], j + 1
+        while inside != outside:
+            if inside < outside:
+                inside, i = inside * inner[i], i + 1
+            else:
+                outside, j = outside * outer[j], j + 1
+        yield _Group(inner[first_i:i], outer[first_j:j])
+
+
+def _pieces(group: _Group, of_box: _Ranges) -> Iterator[_Piece]:
+    """The boxes of the input's axes that a box of the result's is made of, in order."""
+    if group.inner == group.outer:
+        yield _Piece(of_box, 0, _size(of_box))
+        return
+    steps = _steps(group.outer)
+    # Elements follow each other along the last axes that the box has all of, and the one before those.
+    whole = len(of_box)
+    while whole and of_box[whole - 1] == (0, group.outer[whole - 1]):
+        whole -= 1
+    along = max(whole - 1, 0)
+    length = _size(of_box[along:])
+    within = sum([low * step for (low, _), step in zip(of_box[along:], steps[along:], strict=True)])
+    place = 0
+    for index in itertools.product(*[range(low, high) for low, high in of_box[:along]]):
+        first = within + sum([number * step for number, step in zip(index, steps[:along], strict=True)])
+        for ranges in _runs(group.inner, first, first + length):
+            count = _size(ranges)
+            yield _Piece(ranges, place, count)
+            place += count
+
+
+def _runs(shape: tuple[int, ...], start: int, stop: int) -> Iterator[_Ranges]:
+    """Boxes of a shape that make up a run of its elements in C order, one after the other."""
+    if not shape:
+        yield ()
+        return
+    row = math.prod(shape[1:])
+    first, last = start // row, (stop - 1) // row
+    if first == last and stop - start < row:
+        for ranges in _runs(shape[1:], start - first * row, stop - first * row):
+            yield ((first, first + 1), *ranges)
+        return
+    if start % row:
+        for ranges in _runs(shape[1:], start - first * row, row):
+            yield ((first, first + 1), *ranges)
+        first += 1
+    full = stop // row
+    if full > first:
+        yield ((first, full), *[(0, extent) for extent in shape[1:]])
+    if stop % row:
+        for ranges in _runs(shape[1:], 0, stop - full * row):
+            yield ((full, full + 1), *ranges)
+
+
+def _around(group: _Group, of_box: _Ranges) -> _Ranges:
+    """The smallest run of boxes of the input's axes, as one box, that has all elements of a box of the result's."""
+    if group.inner == group.outer:
+        return of_box
+    steps = _steps(group.outer)
+    first = sum([low * step for (low, _), step in zip(of_box, steps, strict=True)])
+    last = sum([(high - 1) * step for (_, high), step in zip(of_box, steps, strict=True)])
+    ranges: list[tuple[int, int]] = []
+    for axis, step in enumerate(_steps(group.inner)):
+        low, high = first // step, last // step
+        ranges.append((low, high + 1))
+        if low != high:  # the rest is whole, so that the elements follow each other
+            return (*ranges, *[(0, extent) for extent in group.inner[axis + 1 :]])
+        first, last = first - low * step, last - low * step
+    return tuple(ranges)
+
+
+def _steps(shape: tuple[int, ...]) -> list[int]:
+    """By axis, how many elements in C order are from one index to the next."""
+    return [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
+
+
+def _size(ranges: _Ranges) -> int:
+    return math.prod([high - low for low, high in ranges])
+
+
+def _box(ranges: Sequence[_Ranges]) -> Box:
+    axes = [bounds for of_group in ranges for bounds in of_group]
+    return Box(tuple([low for low, _ in axes]), tuple([high for _, high in axes]))

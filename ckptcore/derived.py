@@ -1,0 +1,192 @@
+"""Derived: the arrays of a checkpoint that are made of those of another one as they are read."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from ckptcore.derivations.batches import Batch, Fill, StoredRead
+from ckptcore.derivations.derivation import Derivation, Stored
+from ckptcore.errors import TransformError
+from ckptcore.model.arrays import ArraySpec, Box, HostArray
+from ckptcore.model.metadata import ArrayRecord, TreeMetadata
+from ckptcore.model.transfer import ReadPlan
+from ckptcore.model.tree import format_path
+from ckptcore.opened import Opened
+from ckptcore.planning import plan_read
+
+__all__ = ["Derived", "derive"]
+
+_USUAL_BYTES: Final = 256 << 20
+"""What is held beside the arrays that are made, where the options do not say."""
+
+_LEAST_RUN_BYTES: Final = 16 << 20
+"""Arrays are made in pieces only if these read runs that are no shorter: blocks at the ends of each are read twice."""
+
+_MOST_AGAIN: Final = 1.02
+"""How many times as much may be read for pieces as for all at once."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Derived:
+    """What makes the arrays of an `Opened`.
+
+    Attributes:
+        tree: what is made.
+        below: the checkpoint that is read, and those that are put together with it.
+        derivations: by number of the leaf, how each array is made; aliases may be left out.
+        most_bytes: the most memory that is used beside the arrays that are made. What cannot be made in pieces may exceed it, alone.
+        told: what is done, in words; in a job the same on every rank.
+    """
+
+    tree: TreeMetadata
+    below: tuple[Opened, ...]
+    derivations: Mapping[int, Derivation]
+    most_bytes: int = _USUAL_BYTES
+    told: str = ""
+
+    def read(self, plan: ReadPlan, buffers: Sequence[HostArray]) -> Iterator[int]:
+        """See `Opened.read`.
+
+        Raises:
+            TransformError: if an array cannot be computed, as where a function of the caller's fails; names it.
+            What the reading of the checkpoint does.
+        """
+        left = [0] * len(plan.items)
+        batch = Batch()
+        for number, (item, buffer) in enumerate(zip(plan.items, buffers, strict=True)):
+            fills = self._fills(number, self.derivations[item.leaf], item.box, buffer)
+            left[number] = len(fills)
+            for fill in fills:
+                if len(batch) and batch.held_bytes + fill.held_bytes > self.most_bytes:
+                    yield from self._run(batch, plan, left)
+                batch.add(fill)
+        yield from self._run(batch, plan, left)
+
+    def stored(self, leaves: Sequence[int]) -> Mapping[int, Sequence[int]]:
+        """By checkpoint, the numbers of its leaves that leaves of this tree are made of."""
+        found: dict[int, dict[int, None]] = {}
+        originals = [self.tree.aliases.get(leaf, leaf) for leaf in leaves]
+        stack = [self.derivations[leaf] for leaf in originals if leaf in self.derivations]
+        while stack:
+            one = stack.pop()
+            if isinstance(one, Stored):
+                found.setdefault(one.checkpoint, {})[one.leaf] = None
+            stack.extend(one.inputs)
+        return {checkpoint: list(numbers) for checkpoint, numbers in found.items()}
+
+    def _run(self, batch: Batch, plan: ReadPlan, left: list[int]) -> Iterator[int]:
+        """Make what is in a batch; gives the number of each box that is complete."""
+        for fill in batch.run(self._read_stored):
+            try:
+                fill.compute()
+            except Exception as error:
+                path = format_path(self.tree.paths[plan.items[fill.owner].leaf])
+                raise TransformError(
+                    f"{path} could not be made of what {self.below[0]} holds: {type(error).__name__}: {error}"
+                ) from error
+            left[fill.owner] -= 1
+            if not left[fill.owner]:
+                yield fill.owner
+
+    def _read_stored(self, reads: Sequence[StoredRead]) -> Iterator[int]:
+        for checkpoint, below in enumerate(self.below):
+            numbers = [number for number, read in enumerate(reads) if read.array.checkpoint == checkpoint]
+            if not numbers:
+                continue
+            wanted = [(reads[number].array.leaf, (reads[number].box,)) for number in numbers]
+            plan = plan_read(below.tree, below.state, wanted)
+            for there in below.read(plan, [reads[number].buffer for number in numbers]):
+                yield numbers[there]
+
+    def _fills(self, owner: int, derivation: Derivation, box: Box, out: HostArray) -> Sequence[Fill]:
+        """What fills a box: all at once, or in pieces, where that takes too much memory and they read little more."""
+        fill = Fill.of(owner, derivation, box, out)
+        if fill.held_bytes <= self.most_bytes:
+            return [fill]
+        count = -(-fill.held_bytes // self.most_bytes)
+        once = _elements(fill)
+        for axis, extent in enumerate(box.shape):
+            step = -(-extent // count)
+            if step == extent:
+                continue
+            bands = [_band(box, axis, start, step) for start in range(box.start[axis], box.stop[axis], step)]
+            pieces = [Fill.of(owner, derivation, band, out[band.within(box)]) for band in bands]
+            if sum(map(_elements, pieces)) <= once * _MOST_AGAIN and all(map(self._reads_runs, pieces)):
+                return pieces
+        return [fill]
+
+    def _reads_runs(self, fill: Fill) -> bool:
+        """Whether what is read for a piece are long runs of stored elements, or whole arrays."""
+        return all(self._is_run(read.array, read.box) for read in fill.reads)
+
+    def _is_run(self, array: Stored, box: Box) -> bool:
+        whole = Box.whole(array.spec.shape)
+        if box == whole:
+            return True
+        if box.size * array.spec.numpy_dtype.itemsize < _LEAST_RUN_BYTES or not self._is_plain(array):
+            return False
+        ones = next((axis for axis, extent in enumerate(box.shape) if extent > 1), len(box.shape))
+        return box.shape[ones + 1 :] == whole.shape[ones + 1 :]
+
+    def _is_plain(self, array: Stored) -> bool:
+        """Whether the elements of a stored array lie in objects as they are, and any range of them can be read."""
+        below = self.below[array.checkpoint]
+        if below.derived is not None:
+            return False  # it cuts what it makes itself
+        leaf = below.tree.aliases.get(array.leaf, array.leaf)
+        extents = below.layout.extents(below.tree, below.state)
+        return sum([stop - start for own, _, start, stop in extents if own == leaf]) == array.spec.nbytes
+
+
+def derive(
+    opened: Opened,
+    tree: TreeMetadata,
+    derivations: Mapping[int, Derivation],
+    *,
+    beside: Sequence[Opened] = (),
+    most_bytes: int | None = None,
+    told: str = "",
+) -> Opened:
+    """A checkpoint with another tree, whose arrays are made of those of one that is open as they are read.
+
+    It is read as any other: by boxes. Values, which stand in the tree, are those of the new tree.
+
+    Args:
+        opened: what is read; its root and all else that it says of itself stay.
+        tree: the new tree.
+        derivations: by number of each array in the new tree that is no alias, how it is made; `Stored` refers to leaves of `opened`.
+        beside: further checkpoints that arrays are made of: those with the numbers from 1 on in a `Stored`.
+        most_bytes: the most memory that is used beside the arrays that are made, about; None: 256 MiB. What cannot be made in
+            pieces may exceed it, alone.
+        told: what is done, in words; in a job the same on every rank.
+
+    Raises:
+        TransformError: if an array has no derivation, or one of another spec.
+    """
+    for leaf, record in enumerate(tree.leaves):
+        if not isinstance(record, ArrayRecord) or leaf in tree.aliases:
+            continue
+        made: ArraySpec | None = derivations[leaf].spec if leaf in derivations else None
+        if made != record.spec:
+            raise TransformError(
+                f"{format_path(tree.paths[leaf])} is said to be {record.spec}, and {made or 'nothing'} is made"
+            )
+    derived = Derived(tree, (opened, *beside), derivations, most_bytes or _USUAL_BYTES, told)
+    return dataclasses.replace(opened, tree=tree, derived=derived, copies=None)
+
+
+def _elements(fill: Fill) -> int:
+    """Bytes that are read for a fill."""
+    return sum([read.buffer.nbytes for read in fill.reads])
+
+
+def _band(box: Box, axis: int, start: int, step: int) -> Box:
+    """The part of a box from `start` on along an axis."""
+    stop = min(start + step, box.stop[axis])
+    return Box(
+        (*box.start[:axis], start, *box.start[axis + 1 :]),
+        (*box.stop[:axis], stop, *box.stop[axis + 1 :]),
+    )

@@ -1,0 +1,159 @@
+"""Random derivations, with NumPy's own result of each and which stored elements it has."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from hypothesis import strategies as st
+
+from ckptcore.context import Context
+from ckptcore.derivations import (
+    Derivation,
+    Stored,
+    cast,
+    concatenate,
+    cut,
+    pad,
+    permute,
+    reshape,
+    stack,
+    weighted_sum,
+)
+from ckptcore.model import ArraySpec, Box, HostArray, ReadPlan
+from ckptcore.opened import Opened
+from ckptcore.opening import open_checkpoint
+from ckptcore.protocols import ReadStore
+from ckptcore.testing.strategies import boxes
+
+CASTS = ("float32", "bfloat16", "float16", "int8", "float64", "float8_e4m3fn")
+
+
+@dataclass(frozen=True)
+class Chain:
+    """A derivation.
+
+    Attributes:
+        derivation: what is tested.
+        expected: the whole array, by NumPy.
+        origins: by element, the numbers of the stored elements that it is made of, along the last axis; -1 for none.
+    """
+
+    derivation: Derivation
+    expected: HostArray
+    origins: HostArray
+
+    def least(self, box: Box) -> int:
+        """How many stored elements a box is made of; one that stands in two places counts twice."""
+        return int((self.origins[box.slices] >= 0).sum())
+
+
+@st.composite
+def chains(draw: st.DrawFn, stored: Sequence[HostArray], most: int = 5) -> Chain:
+    """Arrays of a checkpoint, taken apart and put together in a few steps."""
+    firsts = np.cumsum([0, *[array.size for array in stored]])
+    pool = [
+        Chain(
+            Stored(ArraySpec(array.shape, str(array.dtype)), leaf),
+            array,
+            (first + np.arange(array.size)).reshape((*array.shape, 1)),
+        )
+        for leaf, (array, first) in enumerate(zip(stored, firsts, strict=False))
+    ]
+    chain = draw(st.sampled_from(pool))
+    for _ in range(draw(st.integers(1, most))):
+        chain = draw(_step(chain))
+        pool.append(chain)
+    return chain
+
+
+@st.composite
+def _step(draw: st.DrawFn, chain: Chain) -> Chain:
+    """One more step."""
+    one, array, origins = chain.derivation, chain.expected, chain.origins
+    step = draw(st.sampled_from(["cut", "reshape", "permute", "pad", "stack", "concatenate", "cast", "average"]))
+    axes = array.ndim
+    if step == "cut":
+        box = draw(boxes(array.shape))
+        return Chain(cut(one, box), array[box.slices], origins[box.slices])
+    if step == "reshape":
+        shape = draw(_shape_of(array.size))
+        return Chain(reshape(one, shape), array.reshape(shape), origins.reshape((*shape, origins.shape[-1])))
+    if step == "permute":
+        order = draw(st.permutations(range(axes)))
+        return Chain(permute(one, order), array.transpose(order), origins.transpose((*order, axes)))
+    if step == "pad" and axes and array.size < 500:
+        before, after = (draw(st.lists(st.integers(0, 2), min_size=axes, max_size=axes)) for _ in range(2))
+        widths = list(zip(before, after, strict=True))
+        padded = np.pad(array, widths, constant_values=array.dtype.type(1))
+        return Chain(pad(one, before, after, 1), padded, np.pad(origins, [*widths, (0, 0)], constant_values=-1))
+    if step in ("stack", "concatenate") and axes and array.size < 300:
+        axis = draw(st.integers(0, axes - 1))
+        box = draw(boxes(array.shape)) if step == "concatenate" else Box.whole(array.shape)
+        start, stop = list(Box.whole(array.shape).start), list(array.shape)
+        start[axis], stop[axis] = box.start[axis], box.stop[axis]
+        band = Box(tuple(start), tuple(stop))
+        put = stack if step == "stack" else concatenate
+        by_numpy = np.stack if step == "stack" else np.concatenate
+        several = draw(
+            st.permutations([(one, array, origins), (cut(one, band), array[band.slices], origins[band.slices])])
+        )
+        return Chain(
+            put([found[0] for found in several], axis),
+            by_numpy([found[1] for found in several], axis),
+            by_numpy([found[2] for found in several], axis),
+        )
+    if step == "cast":
+        dtype = draw(st.sampled_from(CASTS))
+        made = cast(one, dtype)
+        with np.errstate(all="ignore"):
+            return Chain(made, array.astype(made.spec.numpy_dtype), origins)
+    if step == "average" and axes and array.dtype == np.float32:
+        back = tuple(reversed(range(axes)))
+        if array.shape == array.T.shape:
+            both = weighted_sum([one, permute(one, back)], [0.5, 2.0])
+            found = array * np.float32(0.5) + array.T * np.float32(2.0)
+            return Chain(both, found, np.concatenate([origins, origins.transpose((*back, axes))], -1))
+    return chain
+
+
+@st.composite
+def _shape_of(draw: st.DrawFn, size: int) -> tuple[int, ...]:
+    """A shape of that many elements."""
+    shape: list[int] = []
+    left = size
+    while left > 1 and len(shape) < 4:
+        shape.append(draw(st.sampled_from([extent for extent in range(1, left + 1) if left % extent == 0])))
+        left //= shape[-1]
+    return (*shape, left) if left != math.prod(()) or draw(st.booleans()) else tuple(shape)
+
+
+@dataclass
+class Counted:
+    """A layout's reading, and what was asked of it."""
+
+    opened: Opened
+    plans: list[ReadPlan] = field(default_factory=list)
+
+    def read(self, plan: ReadPlan, buffers: Sequence[HostArray], store: ReadStore) -> Iterable[int]:
+        """As the layout does."""
+        self.plans.append(plan)
+        return self.opened.layout.read(plan, buffers, store)
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self.opened.layout, name)
+
+    @property
+    def elements(self) -> int:
+        """How many elements were read."""
+        return sum([item.box.size for plan in self.plans for item in plan.items])
+
+
+def open_counted(location: str) -> tuple[Opened, Counted]:
+    """Open a checkpoint, of which is counted what is read."""
+    opened = open_checkpoint(location, Context())
+    counted = Counted(opened)
+    return dataclasses.replace(opened, layout=counted), counted  # type: ignore[arg-type]  # what it lacks the layout has

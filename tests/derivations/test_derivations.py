@@ -1,0 +1,250 @@
+"""Derived arrays are what NumPy makes of the whole ones, and read no more than they take."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import ckptcore
+from ckptcore.context import Context
+from ckptcore.derivations import (
+    Derivation,
+    Stored,
+    cast,
+    computed,
+    concatenate,
+    constant,
+    cut,
+    merge_low_rank,
+    pad,
+    permute,
+    reshape,
+    stack,
+    weighted_sum,
+)
+from ckptcore.derived import Derived, derive
+from ckptcore.errors import TransformError
+from ckptcore.model import LEAF, ArrayRecord, ArraySpec, Box, HostArray, Node, TreeMetadata
+from ckptcore.opened import Opened
+from ckptcore.opening import open_checkpoint
+from ckptcore.planning import plan_read
+from ckptcore.testing.strategies import boxes
+from tests.derivations.chains import Chain, chains, open_counted
+
+STORED: Sequence[HostArray] = [
+    np.arange(24 * 10, dtype=np.float32).reshape(24, 10),
+    np.arange(60, dtype=np.int32).reshape(3, 4, 5),
+    np.arange(36, dtype=np.float32).reshape(6, 6) / 7,
+    np.full((), 3, np.float32),
+    np.arange(1024, dtype=np.int16),
+]
+
+
+def _saved(location: str, arrays: Sequence[HostArray] = STORED) -> str:
+    ckptcore.save(location, list(arrays), overwrite="non-atomic")
+    return location
+
+
+def _tree(derivations: Sequence[Derivation]) -> TreeMetadata:
+    return TreeMetadata(
+        Node("list", tuple(range(len(derivations))), (LEAF,) * len(derivations)),
+        tuple([ArrayRecord(one.spec) for one in derivations]),
+    )
+
+
+def _read(opened: Opened, wanted: Sequence[tuple[int, Box]]) -> list[HostArray]:
+    """Boxes, read in one plan."""
+    buffers = []
+    for leaf, box in wanted:
+        record = opened.tree.leaves[leaf]
+        assert isinstance(record, ArrayRecord)
+        buffers.append(np.empty(box.shape, record.spec.numpy_dtype))
+    plan = plan_read(opened.tree, opened.state, [(leaf, (box,)) for leaf, box in wanted])
+    assert sorted(opened.read(plan, buffers)) == list(range(len(wanted)))
+    return buffers
+
+
+def _made(location: str, derivation: Derivation, *, most_bytes: int | None = None) -> HostArray:
+    opened = open_checkpoint(location, Context())
+    derived = derive(opened, _tree([derivation]), {0: derivation}, most_bytes=most_bytes)
+    return _read(derived, [(0, Box.whole(derivation.spec.shape))])[0]
+
+
+@pytest.fixture(scope="module")
+def location() -> str:
+    return _saved("memory://derivations/stored")
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_boxes_of_chains_are_those_of_numpy_and_read_what_they_take(location: str, data: st.DataObject) -> None:
+    opened, counted = open_counted(location)
+    found: list[Chain] = data.draw(st.lists(chains(STORED), min_size=1, max_size=3))
+    derivations = [chain.derivation for chain in found]
+    derived = derive(
+        opened, _tree(derivations), dict(enumerate(derivations)), most_bytes=data.draw(st.sampled_from([None, 1, 200]))
+    )
+    for leaf, chain in enumerate(found):
+        assert chain.derivation.spec.shape == chain.expected.shape
+        box = data.draw(boxes(chain.expected.shape))
+        counted.plans.clear()
+        (made,) = _read(derived, [(leaf, box)])
+        expected = chain.expected[box.slices]
+        assert made.dtype == expected.dtype and made.tobytes() == expected.tobytes()
+        assert counted.elements <= chain.least(box)
+
+
+def test_a_box_of_very_many_runs_is_read_with_what_lies_between() -> None:
+    array = np.arange(30000, dtype=np.int32).reshape(3, 10000)
+    location = _saved("memory://derivations/runs", [array])
+    of = Stored(ArraySpec(array.shape, "int32"), 0)
+    one = reshape(of, (3, 2500, 2, 2))
+    derived = derive(open_checkpoint(location, Context()), _tree([one]), {0: one})
+    box = Box((1, 3, 1, 0), (3, 2400, 2, 1))
+    expected = array.reshape(3, 2500, 2, 2)[box.slices]
+    assert len(one.needed(box)) == 1 and (_read(derived, [(0, box)])[0] == expected).all()
+    across = permute(one, (3, 0, 2, 1))
+    derived = derive(open_checkpoint(location, Context()), _tree([across]), {0: across})
+    assert (_read(derived, [(0, Box((0, 1, 1, 3), (1, 3, 2, 2400)))])[0] == expected.transpose(3, 0, 2, 1)).all()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int4"])
+def test_many_boxes_in_one_plan(location: str, dtype: str) -> None:
+    opened = open_checkpoint(location, Context())
+    of = Stored(ArraySpec((24, 10), "float32"), 0)
+    one = cast(permute(reshape(of, (4, 6, 10)), (2, 0, 1)), dtype)
+    derived = derive(opened, _tree([one]), {0: one}, most_bytes=64)
+    wanted = [Box((a, b, 0), (a + 1, b + 2, 6)) for a, b in itertools.product(range(10), (0, 2))]
+    expected = STORED[0].reshape(4, 6, 10).transpose(2, 0, 1).astype(one.spec.numpy_dtype)
+    for box, made in zip(wanted, _read(derived, [(0, box) for box in wanted]), strict=True):
+        assert made.tobytes() == expected[box.slices].tobytes()
+
+
+def test_what_lies_where_it_goes_is_read_into_place(location: str) -> None:
+    opened, counted = open_counted(location)
+    rows = [cut(Stored(ArraySpec((24, 10), "float32"), 0), Box((row, 0), (row + 1, 10))) for row in (5, 2, 9)]
+    one = stack([reshape(row, (10,)) for row in rows], 0)
+    derived = derive(opened, _tree([one]), {0: one})
+    assert isinstance(derived.derived, Derived)
+    buffer = np.empty((3, 10), np.float32)
+    plan = plan_read(derived.tree, None, [(0, (Box.whole((3, 10)),))])
+    (fill,) = derived.derived._fills(0, one, Box.whole((3, 10)), buffer)
+    assert fill.held_bytes == 0 and fill.steps == []
+    assert list(derived.read(plan, [buffer])) == [0]
+    assert (buffer == STORED[0][[5, 2, 9]]).all() and counted.elements == 30
+
+
+def test_two_who_want_the_same_box_have_it_read_once() -> None:
+    opened, counted = open_counted(_saved("memory://derivations/once"))
+    of = Stored(ArraySpec((24, 10), "float32"), 0)
+    total = computed([of], lambda array: array.sum(0), ArraySpec((10,), "float32"))
+    derived = derive(opened, _tree([total, of]), {0: total, 1: of})
+    made = _read(derived, [(0, Box((0,), (5,))), (0, Box((5,), (10,))), (1, Box.whole((24, 10)))])
+    assert counted.elements == 240
+    assert (np.concatenate(made[:2]) == STORED[0].sum(0)).all() and (made[2] == STORED[0]).all()
+
+
+def test_large_arrays_are_made_in_pieces_with_little_memory(tmp_path: Path) -> None:
+    array = np.arange(8 << 20, dtype=np.int32).reshape(2048, -1)
+    ckptcore.save(tmp_path / "c", [array])
+    opened = open_checkpoint(tmp_path / "c", Context())
+    of = Stored(ArraySpec(array.shape, "int32"), 0)
+    one = cast(of, "float32")
+    derived = derive(opened, _tree([one]), {0: one}, most_bytes=16 << 20)
+    assert isinstance(derived.derived, Derived)
+    out = np.empty(array.shape, np.float32)
+    fills = derived.derived._fills(0, one, Box.whole(array.shape), out)
+    assert len(fills) == 2 and max(fill.held_bytes for fill in fills) == 16 << 20
+    assert (_read(derived, [(0, Box.whole(array.shape))])[0] == array).all()
+    assert opened.store.bytes_read <= 1.1 * array.nbytes
+    across = derive(opened, _tree([permute(one, (1, 0))]), {0: permute(one, (1, 0))}, most_bytes=16 << 20)
+    assert (_read(across, [(0, Box.whole(array.T.shape))])[0] == array.T).all()
+    assert opened.store.bytes_read <= 2.2 * array.nbytes  # cut along the axis that lies in runs
+
+
+def test_adapters_are_merged_and_arrays_averaged_by_boxes() -> None:
+    rng = np.random.default_rng(0)
+    base, up, down = (rng.normal(size=shape).astype(np.float32) for shape in ((16, 12), (16, 3), (3, 12)))
+    opened, counted = open_counted(_saved("memory://derivations/lora", [base, up, down]))
+    stored = [Stored(ArraySpec(array.shape, "float32"), leaf) for leaf, array in enumerate((base, up, down))]
+    merged = merge_low_rank(stored[0], stored[1], stored[2], 0.5)
+    mean = weighted_sum([merged, stored[0]], [0.25, 0.75], "float64")
+    derived = derive(opened, _tree([merged, mean]), {0: merged, 1: mean})
+    box = Box((2, 4), (6, 12))
+    (made,) = _read(derived, [(0, box)])
+    assert np.allclose(made, (base + 0.5 * up @ down)[box.slices], rtol=1e-6)
+    assert counted.elements == 4 * 8 + 4 * 3 + 3 * 8
+    (made,) = _read(derived, [(1, box)])
+    assert made.dtype == np.float64 and np.allclose(made, (base + 0.125 * up @ down)[box.slices], rtol=1e-5)
+
+
+def test_arrays_of_several_checkpoints_are_put_together() -> None:
+    first, second = _saved("memory://derivations/first"), _saved("memory://derivations/second", [STORED[0] + 1])
+    opened, other = open_checkpoint(first, Context()), open_checkpoint(second, Context())
+    spec = ArraySpec((24, 10), "float32")
+    one = weighted_sum([Stored(spec, 0), Stored(spec, 0, 1)], [0.5, 0.5])
+    derived = derive(opened, _tree([one]), {0: one}, beside=[other])
+    assert (_read(derived, [(0, Box.whole(spec.shape))])[0] == STORED[0] + 0.5).all()
+
+
+def test_a_derived_checkpoint_can_be_derived_again() -> None:
+    opened = open_checkpoint(_saved("memory://derivations/again"), Context())
+    for shape in ((24, 10), (10, 24), (24, 10)):
+        one = permute(Stored(ArraySpec(shape, "float32"), 0), (1, 0))
+        opened = derive(opened, _tree([one]), {0: one})
+    assert (_read(opened, [(0, Box.whole((10, 24)))])[0] == STORED[0].T).all()
+
+
+def test_constants_and_empty_arrays() -> None:
+    location = _saved("memory://derivations/constant", [np.zeros((0, 3), np.float32)])
+    empty = Stored(ArraySpec((0, 3), "float32"), 0)
+    assert _made(location, reshape(permute(empty, (1, 0)), (0,))).shape == (0,)
+    assert (_made(location, pad(empty, (1, 0), (1, 2), 2.0)) == np.full((2, 5), 2, np.float32)).all()
+    assert (_made(location, constant(ArraySpec((2, 3), "int8"), [1, 2, 3])) == [[1, 2, 3]] * 2).all()
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda one: reshape(one, (7,)),
+        lambda one: cut(one, Box((0, 0), (25, 10))),
+        lambda one: cut(one, Box((0,), (2,))),
+        lambda one: permute(one, (0, 0)),
+        lambda one: concatenate([one, cast(one, "int8")], 0),
+        lambda one: concatenate([], 0),
+        lambda one: concatenate([one], 2),
+        lambda one: stack([one, reshape(one, (10, 24))], 0),
+        lambda one: pad(one, (1,), (0,), 0),
+        lambda one: pad(cast(one, "int8"), (1, 1), (0, 0), 300),
+        lambda one: pad(cast(one, "int4"), (1, 1), (0, 0), 0.5),
+        lambda one: cast(cast(one, "complex64"), "float32"),
+        lambda one: cast(one, "S3"),
+        lambda one: weighted_sum([one], [1.0, 2.0]),
+        lambda one: merge_low_rank(one, one, one, 1.0),
+        lambda one: constant(one.spec, np.zeros(3)),
+    ],
+)
+def test_what_does_not_fit_is_refused(make: object) -> None:
+    with pytest.raises(ValueError):
+        make(Stored(ArraySpec((24, 10), "float32"), 0))  # type: ignore[operator]  # a lambda
+
+
+def test_a_function_that_fails_is_named_by_its_array(location: str) -> None:
+    of = Stored(ArraySpec((24, 10), "float32"), 0)
+    with pytest.raises(TransformError, match=r"\[0\] could not be made.*ZeroDivisionError"):
+        _made(location, computed([of], lambda array: 1 // 0, of.spec))
+    with pytest.raises(TransformError, match=r"the function gave float32\[10, 24\]"):
+        _made(location, computed([of], lambda array: array.T, of.spec))
+
+
+def test_a_tree_that_is_not_what_is_made_is_refused() -> None:
+    opened = open_checkpoint(_saved("memory://derivations/refused"), Context())
+    of = Stored(ArraySpec((24, 10), "float32"), 0)
+    with pytest.raises(TransformError, match="is said to be"):
+        derive(opened, _tree([of]), {0: cast(of, "int8")})
