@@ -11,6 +11,7 @@ A map of the package:
 - `Context`, `MemoryOptions`, `ReplicaOptions`, `ReadGroups`: options (`ckptcore.context`, `ckptcore.sharing`, `ckptcore.read_groups`)
 - `Export`, `StepExport`: further checkpoints of one save in other layouts (`ckptcore.exports`)
 - `ShardedArray`, `ArrayShard`: NumPy arrays of which each process holds a part
+- `Matching`, `LoadReport`: which differences a load allows, and what it did (`ckptcore.matching_options`, `ckptcore.load_reports`)
 - `AbstractArray`, `PLACEHOLDER`: what a load asks for; `PerProcess`: what differs from process to process
 - `SafetensorsLayout`: the built-in layout with its options
 - `ckptcore.errors`: every error
@@ -54,6 +55,8 @@ if TYPE_CHECKING:
     from ckptcore.exports import Export, StepExport
     from ckptcore.flattening import PLACEHOLDER
     from ckptcore.hookspecs import hookimpl
+    from ckptcore.load_reports import LoadReport
+    from ckptcore.matching_options import Matching
     from ckptcore.model import AbstractArray
     from ckptcore.parts import PerProcess
     from ckptcore.protocols import StatefulCheckpointable
@@ -89,6 +92,8 @@ __all__ = [
     "Export",
     "ExportPlan",
     "LoadHandle",
+    "LoadReport",
+    "Matching",
     "MemoryOptions",
     "MemoryPlan",
     "NearTier",
@@ -184,6 +189,8 @@ _NAMES: Final = {
     ),
     "ckptcore.flattening": ("PLACEHOLDER",),
     "ckptcore.hookspecs": ("hookimpl",),
+    "ckptcore.load_reports": ("LoadReport",),
+    "ckptcore.matching_options": ("Matching",),
     "ckptcore.model": ("AbstractArray",),
     "ckptcore.parts": ("PerProcess",),
     "ckptcore.protocols": ("StatefulCheckpointable",),

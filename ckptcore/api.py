@@ -26,8 +26,10 @@ from ckptcore.errors import (
     UnsupportedVersionError,
 )
 from ckptcore.exports import Export
+from ckptcore.load_requests import LoadRequest
 from ckptcore.loading import load_into_target, load_value, recorded_load
 from ckptcore.locations import LocationLike, resolve_location
+from ckptcore.matching_options import EXACT, Matching
 from ckptcore.model.tree import JSON
 from ckptcore.occupants import Overwrite, read_root
 from ckptcore.protocols import Layout
@@ -42,6 +44,7 @@ from ckptcore.wanted import Wanted
 if TYPE_CHECKING:
     from ckptcore.copying import CopyReport, CopyVerification
     from ckptcore.holds.ownership import IfInUse
+    from ckptcore.load_reports import LoadReport
     from ckptcore.step_copies import StepProgressCallback, StepsCopyReport
     from ckptcore.step_names import StepNames
 
@@ -264,7 +267,14 @@ def load_checkpointables(
         return load_composite(location, wanted, context, recording)
 
 
-def load(location: LocationLike, abstract: Any = None, *, context: Context | None = None) -> Any:
+def load(
+    location: LocationLike,
+    abstract: Any = None,
+    *,
+    context: Context | None = None,
+    matching: Matching = EXACT,
+    report: LoadReport | None = None,
+) -> Any:
     """Load a checkpoint.
 
     Args:
@@ -273,35 +283,64 @@ def load(location: LocationLike, abstract: Any = None, *, context: Context | Non
             a `jax.ShapeDtypeStruct`, a tensor on the meta device, an `AbstractArray`). `PLACEHOLDER` stands for parts not
             to be loaded. None: NumPy leaves in the structure that was saved.
         context: options.
+        matching: which differences between the abstract tree and the stored one are allowed; by itself none is.
+        report: is told what was done with each leaf, and how much was read, once the load is done.
 
     Raises:
         CheckpointNotFoundError, UncommittedCheckpointError: if there is nothing to load.
-        TreeMismatchError: if the abstract tree and the stored one differ; lists every difference.
+        TreeMismatchError: if the abstract tree and the stored one differ in what is not allowed; lists every difference.
         CorruptCheckpointError: if bytes are not what was written; names file, array and range.
     """
     context = context or default_context()
     with recorded_load(location, context) as recording:
-        return load_value(location, abstract, context, recording)
+        return load_value(location, abstract, context, recording, LoadRequest(matching=matching, report=report))
 
 
-def load_async(location: LocationLike, abstract: Any = None, *, context: Context | None = None) -> LoadHandle[Any]:
-    """Begin to load a checkpoint in the background; takes what `load` does, and the handle's result raises what it does."""
+def load_async(
+    location: LocationLike,
+    abstract: Any = None,
+    *,
+    context: Context | None = None,
+    matching: Matching = EXACT,
+    report: LoadReport | None = None,
+) -> LoadHandle[Any]:
+    """Begin to load a checkpoint in the background; takes what `load` does, and the handle's result raises what it does.
+
+    A report is told by the time the handle has the result.
+    """
     context = context or default_context()
-    return context.saves.load(functools.partial(load, location, abstract, context=context))
+    return context.saves.load(
+        functools.partial(load, location, abstract, context=context, matching=matching, report=report)
+    )
 
 
-def load_into(location: LocationLike, target: Any, *, context: Context | None = None) -> Any:
+def load_into(
+    location: LocationLike,
+    target: Any,
+    *,
+    context: Context | None = None,
+    matching: Matching = EXACT,
+    report: LoadReport | None = None,
+) -> Any:
     """Load a checkpoint into what is there: arrays and tensors are filled in place; returns the target.
 
     Leaves that cannot be changed (numbers, jax.Arrays) are replaced in their dict, list or object.
 
+    Args:
+        location: as for `load`.
+        target: what is changed. Where a `PLACEHOLDER` stands in it, nothing is loaded.
+        context: options.
+        matching: as for `load`; with ``missing="keep"`` the target keeps what is not stored.
+        report: as for `load`.
+
     Raises:
         TreeMismatchError, CheckpointNotFoundError: before anything is changed.
+        ValueError: if placeholders are to come where something is missing: a target takes none.
         TargetUndefinedError: if it fails half-way; the target then holds a mix.
     """
     context = context or default_context()
     with recorded_load(location, context) as recording:
-        load_into_target(location, target, context, recording)
+        load_into_target(location, target, context, recording, LoadRequest(matching=matching, report=report))
     return target
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
@@ -14,8 +14,9 @@ from ckptcore.context import Context
 from ckptcore.errors import PluginError, TargetUndefinedError, TreeMismatchError
 from ckptcore.events import Recording
 from ckptcore.flattening import Flat, first_stuck, flatten, rebuild, restore, unflatten
+from ckptcore.load_requests import AS_IT_IS, LoadRequest
 from ckptcore.locations import Place
-from ckptcore.matching import match_leaves
+from ckptcore.matching import Matched, match_leaves
 from ckptcore.model.arrays import AbstractArray
 from ckptcore.model.metadata import ArrayRecord, TreeMetadata, ValueRecord
 from ckptcore.model.tree import MAX_DEPTH, Attribute, TreePath, format_path
@@ -24,6 +25,9 @@ from ckptcore.plugins import Plugins
 from ckptcore.protocols import LeafHandler
 from ckptcore.reading import Planned, Reading, other_form, perform, plan_reading
 from ckptcore.tries import while_unchanged
+
+if TYPE_CHECKING:
+    from ckptcore.load_accounts import LoadAccount
 
 __all__ = [
     "abstract_leaves",
@@ -52,8 +56,11 @@ def recorded_load(location: Place, context: Context, *, step: int | None = None)
     recording.finish()
 
 
-def load_value(location: Source, abstract: object, context: Context, recording: Recording) -> object:
+def load_value(
+    location: Source, abstract: object, context: Context, recording: Recording, request: LoadRequest = AS_IT_IS
+) -> object:
     """The value of the checkpoint, as `abstract` asks; NumPy leaves in the structure that was saved if it is None."""
+    account = _account(request)
 
     def plan(opened: Opened) -> Planned[object]:
         tree = opened.tree
@@ -68,16 +75,32 @@ def load_value(location: Source, abstract: object, context: Context, recording: 
             handlers = [array if isinstance(record, ArrayRecord) else value for record in tree.leaves]
             numbers: list[int | None] = list(range(len(tree.leaves)))
             reading = plan_reading(opened, numbers, handlers, [None] * len(handlers), context.workers())
+            if account is not None:
+                account.planned(opened, Matched(numbers, handlers))
             return Planned(reading, functools.partial(rebuild, tree.skeleton))
         with recording.phase("open"):
             flat = flatten(
                 abstract, context.registry, placeholders=True, stored_at=_stored_at(opened, context.registry)
             )
-            numbers = match_leaves(flat, tree, opened.location.display, by_name=opened.root is None)
-        reading = plan_reading(opened, numbers, flat.handlers, flat.leaves, context.workers())
+            matched = _match(opened, flat, context, request)
+        reading = plan_reading(opened, matched.numbers, matched.handlers, flat.leaves, context.workers())
+        if account is not None:
+            account.planned(opened, matched, flat)
         return Planned(reading, functools.partial(unflatten, flat.shape))
 
-    return _load(location, context, recording, plan)
+    value = _load(location, context, recording, plan)
+    if account is not None:
+        account.done()
+    return value
+
+
+def _account(request: LoadRequest) -> LoadAccount | None:
+    """What keeps the account of a load; None where nobody asks for it."""
+    if request.report is None:
+        return None
+    from ckptcore.load_accounts import LoadAccount  # only who asks for a report waits for it
+
+    return LoadAccount(request.report)
 
 
 def load_nothing(location: Source, context: Context, recording: Recording) -> None:
@@ -122,7 +145,7 @@ def check_target(opened: Opened, target: object, context: Context) -> None:
         TreeMismatchError
     """
     flat = flatten(target, context.registry, placeholders=True, stored_at=_stored_at(opened, context.registry))
-    _match_target(opened, flat)
+    _match_target(opened, flat, context, AS_IT_IS)
 
 
 def holds_objects(tree: object, registry: Plugins) -> bool:
@@ -155,22 +178,35 @@ def check_tree_of_objects(opened: Opened, tree: object, context: Context) -> Non
             "and load each object under a name of its own, or hold them in a dict. Nothing was changed",
             [f"{path}: cannot be replaced beside objects that are restored in place"],
         )
-    _match_target(opened, flat)
+    _match_target(opened, flat, context, AS_IT_IS)
 
 
-def _match_target(opened: Opened, flat: Flat) -> list[int | None]:
-    """For each leaf of a target the number of the stored one.
+def _match(opened: Opened, flat: Flat, context: Context, request: LoadRequest) -> Matched:
+    """Which stored leaf each leaf of an abstract tree is."""
+    job = context.job()
+    return match_leaves(
+        flat,
+        opened.tree,
+        opened.location.display,
+        by_name=opened.root is None,
+        matching=request.matching,
+        place=(job.rank, job.size),
+    )
+
+
+def _match_target(opened: Opened, flat: Flat, context: Context, request: LoadRequest) -> Matched:
+    """Which stored leaf each leaf of a target is.
 
     Raises:
         TreeMismatchError: also if a leaf can be filled neither in place nor replaced.
     """
-    numbers = match_leaves(flat, opened.tree, opened.location.display, by_name=opened.root is None)
+    matched = _match(opened, flat, context, request)
     # Also an array that is stored where a number is asked for is replaced, and a number that becomes an array fills one.
     replaced = [
         number is not None
         and handler is not None
         and isinstance(other_form(opened, number, handler, leaf) or opened.tree.leaves[number], ValueRecord)
-        for number, handler, leaf in zip(numbers, flat.handlers, flat.leaves, strict=True)
+        for number, handler, leaf in zip(matched.numbers, flat.handlers, flat.leaves, strict=True)
     ]
     stuck = first_stuck(flat.shape, replaced)
     if stuck is not None:
@@ -180,15 +216,23 @@ def _match_target(opened: Opened, flat: Flat) -> list[int | None]:
             "use load() and keep its result. The target is as it was",
             [f"{path}: cannot be filled in place"],
         )
-    return numbers
+    return matched
 
 
-def load_into_target(location: Source, target: object, context: Context, recording: Recording) -> None:
+def load_into_target(
+    location: Source, target: object, context: Context, recording: Recording, request: LoadRequest = AS_IT_IS
+) -> None:
     """Make `target` hold the value of the checkpoint, its arrays filled in place.
 
     Raises:
         TargetUndefinedError: if it failed after it began to change the target.
+        ValueError: if placeholders are to come where nothing is stored: a target keeps what it has.
     """
+    if request.matching.missing == "placeholder":
+        raise ValueError(
+            'load_into puts no placeholders into its target: expected Matching(missing="error") or "keep", found "placeholder"'
+        )
+    account = _account(request)
     began = False
 
     def begin() -> None:
@@ -200,16 +244,17 @@ def load_into_target(location: Source, target: object, context: Context, recordi
             raise _files_instead(opened)
         with recording.phase("open"):
             flat = flatten(target, context.registry, placeholders=True, stored_at=_stored_at(opened, context.registry))
-            numbers = _match_target(opened, flat)
-        filled = [number is None for number in numbers]  # these stay as they are
+            matched = _match_target(opened, flat, context, request)
+        if account is not None:
+            account.planned(opened, matched, flat)
+        filled = [number is None for number in matched.numbers]  # these stay as they are
 
         def finish(leaves: list[object]) -> None:
             with recording.phase("restore"):
                 restore(flat.shape, leaves, filled, list(flat.paths()))
 
-        return Planned(
-            plan_reading(opened, numbers, flat.handlers, flat.leaves, context.workers(), filled=filled), finish, begin
-        )
+        reading = plan_reading(opened, matched.numbers, matched.handlers, flat.leaves, context.workers(), filled=filled)
+        return Planned(reading, finish, begin)
 
     try:
         _load(location, context, recording, plan)
@@ -220,6 +265,8 @@ def load_into_target(location: Source, target: object, context: Context, recordi
             f"loading {location} into its target failed half-way, and the target now holds a mix of what it held and what "
             f"was stored; load again before using it: {error}"
         ) from error
+    if account is not None:
+        account.done()
 
 
 def abstract_leaves(registry: Plugins) -> tuple[LeafHandler, LeafHandler]:

@@ -4,22 +4,51 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Final
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
 
-from ckptcore.errors import TreeMismatchError
+from ckptcore.errors import UnsupportedLeafError
 from ckptcore.flattening import Flat
+from ckptcore.matching_options import EXACT, Matching
 from ckptcore.model.metadata import PLAIN_ARRAY, ArrayRecord, LeafRecord, TreeMetadata, ValueRecord
 from ckptcore.model.tree import Attribute, Node, Skeleton, TreePath, format_path
+from ckptcore.protocols import LeafHandler
 from ckptcore.scalars import are_interchangeable, difference_of
 
-__all__ = ["match_leaves"]
+if TYPE_CHECKING:
+    from ckptcore.differences import Difference
 
-_SHOWN: Final = 30
-"""How many differences an error's text lists; its attribute has all."""
+__all__ = ["Matched", "match_leaves"]
 
 
-def match_leaves(flat: Flat, tree: TreeMetadata, display: str, *, by_name: bool) -> list[int | None]:
-    """For each leaf of an abstract tree the number of the stored leaf; None where it is not to be loaded.
+@dataclass(frozen=True, slots=True)
+class Matched:
+    """Which stored leaf each leaf of an abstract tree is.
+
+    Attributes:
+        numbers: for each, that of the stored leaf; None where nothing is loaded: a placeholder stands, the value there is kept, or
+            None is asked for and nothing is stored.
+        handlers: who builds each; None where a placeholder stands, or comes.
+        defaulted: the positions of leaves that are not stored, and may be missing.
+        ignored: the numbers of stored leaves that are not asked for, and may be there.
+    """
+
+    numbers: Sequence[int | None]
+    handlers: Sequence[LeafHandler | None]
+    defaulted: Sequence[int] = ()
+    ignored: Sequence[int] = ()
+
+
+def match_leaves(
+    flat: Flat,
+    tree: TreeMetadata,
+    display: str,
+    *,
+    by_name: bool,
+    matching: Matching = EXACT,
+    place: tuple[int, int] = (0, 1),
+) -> Matched:
+    """Find the stored leaf for each leaf of an abstract tree.
 
     Keys match as they are. Where nothing matches so, an attribute also matches a str key of its name, because an object
     that is loaded without its type is a dict.
@@ -36,20 +65,21 @@ def match_leaves(flat: Flat, tree: TreeMetadata, display: str, *, by_name: bool)
     - None may be asked for where nothing is stored.
     - A number may be asked for where an array without axes is stored, and such an array where a number is: Orbax stores both
       as arrays. Only if nothing is lost, see `ckptcore.scalars`.
+    - A list may be asked for where a tuple is stored, and the other way round: Orbax stores both as one.
 
     Args:
         flat: the abstract tree.
         tree: the stored one.
         display: the location, for errors.
         by_name: whether other software wrote what is stored.
-
-    Returns:
-        The numbers; None where a placeholder stands, and where None is asked for and nothing is stored.
+        matching: which differences are allowed.
+        place: the rank of this process and the size of the job, to ask handlers whether a leaf has a value that can be kept.
 
     Raises:
-        TreeMismatchError: lists every difference.
+        TreeMismatchError: lists every difference that is not allowed.
     """
     paths = list(flat.paths())
+    differences: list[Difference] = []
     if flat.skeleton == tree.skeleton and None not in flat.handlers:
         found: list[int | None] = list(range(len(paths)))
         skipped: list[TreePath] = []
@@ -62,17 +92,31 @@ def match_leaves(flat: Flat, tree: TreeMetadata, display: str, *, by_name: bool)
                 _match_loosely(paths, found, missing, stored, of_asked, of_stored)
                 missing = [position for position in missing if found[position] is None]
         skipped = [path for path, handler in zip(paths, flat.handlers, strict=True) if handler is None]
-    differences = _differences(flat, tree, paths, found, skipped, by_name)
+        if not by_name and matching.sequences == "exact":
+            from ckptcore.differences import sequence_differences  # only where trees differ
+
+            differences = sequence_differences(flat.skeleton, tree.skeleton)
+    comparison = _Comparison(flat, tree, paths, found, by_name)
+    absent, unexpected = comparison.absent(), comparison.unexpected(skipped)
+    if unexpected and matching.unexpected == "error":
+        differences[:0] = comparison.of_unexpected(unexpected)
+    if absent and matching.missing == "error":
+        differences[:0] = comparison.of_absent(absent, unexpected)
+    elif absent and matching.missing == "keep":
+        differences[:0] = comparison.of_valueless(absent, place)
+    differences.extend(comparison.of_leaves())
     if differences:
-        shown = "".join(f"\n  {line}" for line in differences[:_SHOWN])
-        more = f"\n  and {len(differences) - _SHOWN} more" if len(differences) > _SHOWN else ""
-        raise TreeMismatchError(
-            f"{display} does not hold what the abstract tree asks for:{shown}{more}\n"
-            "Make the abstract tree like the stored one (metadata(location).abstract is it), or put PLACEHOLDER where a "
-            "part is not to be loaded",
-            differences,
-        )
-    return [None if handler is None else number for number, handler in zip(found, flat.handlers, strict=True)]
+        from ckptcore.differences import mismatch
+
+        raise mismatch(display, differences)
+    handlers = list(flat.handlers)
+    if matching.missing == "placeholder":
+        for position in absent:
+            handlers[position] = None
+    numbers = [None if handler is None else number for number, handler in zip(found, handlers, strict=True)]
+    loaded = {number for number in found if number is not None}
+    unasked = [number for number in tree.held_by if number not in loaded]
+    return Matched(numbers, handlers, absent, sorted({*unexpected, *unasked}))
 
 
 def _match_loosely(
@@ -143,58 +187,115 @@ def _add_leafless(node: Skeleton, path: TreePath, found: set[TreePath]) -> bool:
     return False
 
 
-def _differences(
-    flat: Flat,
-    tree: TreeMetadata,
-    paths: Sequence[TreePath],
-    found: Sequence[int | None],
-    skipped: Sequence[TreePath],
-    by_name: bool,
-) -> list[str]:
-    differences: list[str] = []
-    absent = [
-        position
-        for position, (number, handler) in enumerate(zip(found, flat.handlers, strict=True))
-        if number is None
-        and handler is not None
-        and not (by_name and _is_none(handler.describe(flat.leaves[position])))
-    ]
-    loaded = {number for number in found if number is not None}
-    unexpected: list[TreePath] = []
-    if len(loaded) < len(tree.leaves):
+@dataclass(frozen=True, slots=True)
+class _Comparison:
+    """What is asked for beside what is stored, matched by now.
+
+    Attributes:
+        flat, tree, by_name: as for `match_leaves`.
+        paths: of what is asked for.
+        found: for each the number of the stored leaf, or None.
+    """
+
+    flat: Flat
+    tree: TreeMetadata
+    paths: Sequence[TreePath]
+    found: Sequence[int | None]
+    by_name: bool
+
+    def absent(self) -> list[int]:
+        """The positions of leaves that are asked for and not stored."""
+        return [
+            position
+            for position, (number, handler) in enumerate(zip(self.found, self.flat.handlers, strict=True))
+            if number is None
+            and handler is not None
+            and not (self.by_name and _is_none(handler.describe(self.flat.leaves[position])))
+        ]
+
+    def unexpected(self, skipped: Sequence[TreePath]) -> list[int]:
+        """The numbers of leaves that are stored, and neither asked for nor skipped."""
+        tree, by_name = self.tree, self.by_name
+        loaded = {number for number in self.found if number is not None}
+        if len(loaded) == len(tree.leaves):
+            return []
         form = _text if by_name else _plain
         skips = {form(prefix) for prefix in skipped}
         dotted = tuple([".".join(map(str, prefix)) + "." for prefix in skipped]) if by_name else ()
-        leafless = _leafless(flat.skeleton) if by_name else set[TreePath]()
-        unexpected = [
-            path
+        leafless = _leafless(self.flat.skeleton) if by_name else set[TreePath]()
+        return [
+            number
             for number, path in enumerate(tree.paths)
             if number not in loaded
             and number not in tree.held_by
             and not _is_skipped(form(path), skips, dotted)
             and not (_is_none(tree.leaves[number]) and _text(path) in leafless)
         ]
-    names = [format_path(path) for path in unexpected]
-    if absent:
-        import difflib  # only where something is wrong
-    for position in absent:
-        name = format_path(paths[position])
-        near = difflib.get_close_matches(name, names, 1) if len(names) <= 2000 and len(absent) <= 200 else []
-        differences.append(f"missing: {name} is not stored" + (f"; did you mean {near[0]}?" if near else ""))
-    differences.extend(f"unexpected: {name} is stored and not asked for" for name in names)
-    for position, number in enumerate(found):
-        handler = flat.handlers[position]
-        if number is None or handler is None:
-            continue
-        record = tree.leaves[number]
-        asked = handler.describe(flat.leaves[position])
-        if asked is record:
-            continue
-        as_other = by_name and are_interchangeable(asked, record)
-        reason = difference_of(asked, record) if as_other else _difference(asked, record)
-        if reason is not None:
-            differences.append(f"{format_path(paths[position])}: {reason}")
-    return differences
+
+    def of_unexpected(self, unexpected: Sequence[int]) -> list[Difference]:
+        """What is told of stored leaves that are not asked for."""
+        from ckptcore.differences import Difference
+
+        return [
+            Difference(
+                "unexpected",
+                f"unexpected: {format_path(self.tree.paths[number])} is stored and not asked for",
+                'unexpected="ignore"',
+            )
+            for number in unexpected
+        ]
+
+    def of_absent(self, absent: Sequence[int], unexpected: Sequence[int]) -> list[Difference]:
+        """What is told of leaves that are not stored, with those that are stored, not asked for and may have been meant."""
+        from ckptcore.differences import Difference
+        from ckptcore.near_names import NearNames
+
+        there = NearNames([format_path(self.tree.paths[number]) for number in unexpected])
+        told = []
+        for position in absent:
+            name = format_path(self.paths[position])
+            near = there.nearest(name)
+            hint = "" if near is None else f"; did you mean {near}?"
+            told.append(Difference("missing", f"missing: {name} is not stored{hint}", 'missing="keep"'))
+        return told
+
+    def of_valueless(self, absent: Sequence[int], place: tuple[int, int]) -> list[Difference]:
+        """What is told of those leaves among the missing that have no value to keep."""
+        from ckptcore.differences import Difference
+
+        told = []
+        for position in absent:
+            handler, leaf = self.flat.handlers[position], self.flat.leaves[position]
+            assert handler is not None  # only what is asked for is absent
+            if isinstance(handler.describe(leaf), ValueRecord):
+                continue
+            try:
+                handler.shards(leaf, *place)  # refuses what has no elements
+            except UnsupportedLeafError as error:
+                name = format_path(self.paths[position])
+                line = f"missing: {name} is not stored, and the abstract leaf has no value to keep: {error}"
+                told.append(Difference("missing", line, 'missing="placeholder"'))
+        return told
+
+    def of_leaves(self) -> list[Difference]:
+        """What is told of leaves that are there and otherwise."""
+        told: list[Difference] = []
+        for position, number in enumerate(self.found):
+            handler = self.flat.handlers[position]
+            if number is None or handler is None:
+                continue
+            record = self.tree.leaves[number]
+            asked = handler.describe(self.flat.leaves[position])
+            if asked is record:
+                continue
+            as_other = self.by_name and are_interchangeable(asked, record)
+            reason = difference_of(asked, record) if as_other else _difference(asked, record)
+            if reason is not None:
+                from ckptcore.differences import Difference
+
+                sort = reason.partition(":")[0]
+                told.append(Difference(sort, f"{format_path(self.paths[position])}: {reason}"))
+        return told
 
 
 def _is_none(record: LeafRecord) -> bool:

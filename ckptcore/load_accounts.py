@@ -1,0 +1,66 @@
+"""The account of a load: what it does with each leaf, kept from its plan until it is done and can be told."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ckptcore.flattening import Flat
+from ckptcore.load_reports import LoadReport
+from ckptcore.matching import Matched
+from ckptcore.model.tree import TreePath, format_path
+from ckptcore.opened import Opened
+
+__all__ = ["LoadAccount"]
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """What is planned of a checkpoint.
+
+    Attributes:
+        opened: the checkpoint.
+        before: how many bytes were read of it when the plan was made.
+        matched: which stored leaf each leaf is.
+        flat: what is asked for; None where all is, as it is stored.
+    """
+
+    opened: Opened
+    before: int
+    matched: Matched
+    flat: Flat | None
+
+
+class LoadAccount:
+    """Keeps what the last try of a load planned, and tells the report once the load is done."""
+
+    def __init__(self, report: LoadReport) -> None:
+        """`report` is what the caller made."""
+        self._report = report
+        self._plan: _Plan | None = None
+
+    def planned(self, opened: Opened, matched: Matched, flat: Flat | None = None) -> None:
+        """A try was planned, and nothing is read yet. What an earlier try planned is forgotten."""
+        self._plan = _Plan(opened, opened.store.bytes_read, matched, flat)
+
+    def done(self) -> None:
+        """The load is done."""
+        if self._plan is not None:
+            self._report.take(_told(self._plan))
+
+
+def _told(plan: _Plan) -> LoadReport:
+    stored, matched = plan.opened.tree.paths, plan.matched
+    paths = list(stored if plan.flat is None else plan.flat.paths())
+    defaulted = set(matched.defaulted)
+    restored: list[TreePath] = []
+    skipped: list[TreePath] = []
+    for position, (path, handler) in enumerate(zip(paths, matched.handlers, strict=True)):
+        if position not in defaulted:
+            (skipped if handler is None else restored).append(path)
+    return LoadReport(
+        restored=[format_path(path) for path in restored],
+        defaulted=[format_path(paths[position]) for position in matched.defaulted],
+        skipped=[format_path(path) for path in skipped],
+        ignored=[format_path(stored[number]) for number in matched.ignored],
+        bytes_read=plan.opened.store.bytes_read - plan.before,
+    )

@@ -1,0 +1,193 @@
+"""Differences between what is asked for and what is stored: refused all at once unless allowed by name, and told in a report."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+
+import ckptcore
+from ckptcore import PLACEHOLDER, AbstractArray, LoadReport, Matching
+from ckptcore.errors import TreeMismatchError
+from ckptcore.near_names import NearNames
+
+ONES = np.ones(3, np.float32)
+
+
+class Pair(NamedTuple):
+    a: Any
+    b: Any
+
+
+def wanted(*names: str) -> dict[str, AbstractArray]:
+    return dict.fromkeys(names, AbstractArray((3,), "float32"))
+
+
+def load(location: Path, abstract: Any, **options: Any) -> Any:
+    return ckptcore.load(location, abstract, **options)
+
+
+def load_in_background(location: Path, abstract: Any, **options: Any) -> Any:
+    return ckptcore.load_async(location, abstract, **options).result(60)
+
+
+def load_into(location: Path, abstract: Any, **options: Any) -> Any:
+    filled = {name: np.zeros(leaf.shape, leaf.dtype) for name, leaf in abstract.items()}
+    return ckptcore.load_into(location, filled, **options)
+
+
+LOADS = pytest.mark.parametrize("loading", [load, load_in_background, load_into])
+
+
+def refused(location: Path, abstract: Any, loading: Callable[..., Any] = load, **options: Any) -> TreeMismatchError:
+    with pytest.raises(TreeMismatchError) as caught:
+        loading(location, abstract, **options)
+    return caught.value
+
+
+@LOADS
+def test_what_is_stored_and_not_asked_for_is_left_only_by_name(tmp_path: Path, loading: Callable[..., Any]) -> None:
+    ckptcore.save(tmp_path / "c", {"w": ONES, "b": ONES, "step": 3})
+    error = refused(tmp_path / "c", wanted("w"), loading)
+    assert error.differences == (
+        "unexpected: b is stored and not asked for",
+        "unexpected: step is stored and not asked for",
+    )
+    assert 'Matching(unexpected="ignore")' in str(error)
+    report = LoadReport()
+    loaded = loading(tmp_path / "c", wanted("w"), matching=Matching(unexpected="ignore"), report=report)
+    assert list(loaded) == ["w"] and loaded["w"].tolist() == [1, 1, 1]
+    assert (list(report.restored), list(report.ignored)) == (["w"], ["b", "step"]) and report.bytes_read >= 12
+
+
+def test_what_is_missing_is_left_out_only_by_name(tmp_path: Path) -> None:
+    ckptcore.save(tmp_path / "c", {"w": ONES})
+    assert refused(tmp_path / "c", wanted("w", "b")).differences == ("missing: b is not stored",)
+    report = LoadReport()
+    loaded = ckptcore.load(tmp_path / "c", wanted("w", "b"), matching=Matching(missing="placeholder"), report=report)
+    assert loaded["b"] is PLACEHOLDER and loaded["w"].tolist() == [1, 1, 1]
+    assert (list(report.restored), list(report.defaulted), list(report.skipped)) == (["w"], ["b"], [])
+    with pytest.raises(ValueError, match="keep"):
+        ckptcore.load_into(tmp_path / "c", {"w": np.zeros(3, np.float32)}, matching=Matching(missing="placeholder"))
+
+
+def test_what_is_missing_keeps_the_value_that_the_abstract_tree_has(tmp_path: Path) -> None:
+    ckptcore.save(tmp_path / "c", {"w": ONES})
+    own = np.full(2, 7.0)
+    asked: dict[str, Any] = {"w": np.zeros(3, np.float32), "head": own, "step": 5, "name": "run"}
+    keep, report = Matching(missing="keep"), LoadReport()
+    assert len(refused(tmp_path / "c", asked).differences) == 3
+    loaded = ckptcore.load(tmp_path / "c", asked, matching=keep, report=report)
+    assert loaded["head"] is own and own.tolist() == [7, 7] and (loaded["step"], loaded["name"]) == (5, "run")
+    assert asked["w"].tolist() == [0, 0, 0] and loaded["w"].tolist() == [1, 1, 1]
+    assert list(report.defaulted) == ["head", "step", "name"]
+    into = ckptcore.load_into(tmp_path / "c", asked, matching=keep)
+    assert into is asked and into["head"] is own and own.tolist() == [7, 7] and into["w"].tolist() == [1, 1, 1]
+
+
+def test_what_has_no_value_is_not_filled_with_anything(tmp_path: Path) -> None:
+    import jax
+    import torch
+
+    ckptcore.save(tmp_path / "c", {"w": ONES})
+    for valueless in (
+        AbstractArray((2,), "int8"),
+        jax.ShapeDtypeStruct((2,), "float32"),  # type: ignore[no-untyped-call]  # JAX leaves it untyped
+        torch.empty(2, device="meta"),
+    ):
+        error = refused(tmp_path / "c", {**wanted("w"), "head": valueless}, matching=Matching(missing="keep"))
+        (told,) = error.differences
+        assert told.startswith("missing: head is not stored, and the abstract leaf has no value to keep: ")
+        assert 'Matching(missing="placeholder")' in str(error)
+    for own in (jax.numpy.ones(2), torch.ones(2), torch.nn.Parameter(torch.ones(2))):
+        kept = ckptcore.load(tmp_path / "c", {**wanted("w"), "head": own}, matching=Matching(missing="keep"))
+        assert kept["head"] is own
+
+
+def test_lists_and_tuples_are_told_apart_unless_either_will_do(tmp_path: Path) -> None:
+    ckptcore.save(tmp_path / "c", {"a": (ONES, [1, 2]), "b": {"c": [ONES]}, "d": Pair(1, (2,)), "e": ()})
+    leaf = AbstractArray((3,), "float32")
+    other = {"a": [leaf, (0, 0)], "b": {"c": (leaf,)}, "d": Pair(0, [0]), "e": []}
+    error = refused(tmp_path / "c", other)
+    assert error.differences == (
+        "a: sequence: a list is asked for, a tuple is stored",
+        "a[1]: sequence: a tuple is asked for, a list is stored",
+        "b/c: sequence: a tuple is asked for, a list is stored",
+        "d.b: sequence: a list is asked for, a tuple is stored",
+        "e: sequence: a list is asked for, a tuple is stored",
+    )
+    assert 'sequences="either"' in str(error)
+    loaded = ckptcore.load(tmp_path / "c", other, matching=Matching(sequences="either"))
+    assert type(loaded["a"]) is list and loaded["a"][1] == (1, 2) and loaded["d"] == Pair(1, [2]) and loaded["e"] == []
+    # What is not looked at need not be of one kind, and a checkpoint's own abstract tree asks for what is there.
+    assert ckptcore.load(tmp_path / "c", {"a": PLACEHOLDER, "b": PLACEHOLDER, "d": PLACEHOLDER, "e": ()})
+    assert ckptcore.load(tmp_path / "c", ckptcore.metadata(tmp_path / "c").abstract)["d"] == {"a": 1, "b": (2,)}
+
+
+def test_all_differences_are_in_one_error_that_can_be_read(tmp_path: Path) -> None:
+    stored = {f"layers.{number}.attention.weight": ONES for number in range(200)}
+    ckptcore.save(tmp_path / "c", {**stored, **{f"x{n}": np.ones(2) for n in range(50)}, **dict.fromkeys("abcd", 1)})
+    asked: dict[str, Any] = {name.replace("attention.weight", "attn.weight"): ONES for name in stored}
+    asked |= {f"x{number}": np.ones(3 if number % 2 else 2, "f4") for number in range(50)}
+    asked |= {name: "text" for name in "abcd"}
+    began = time.monotonic()
+    error = refused(tmp_path / "c", asked)
+    assert time.monotonic() - began < 20  # a quadratic comparison takes minutes
+    assert len(error.differences) == 454
+    assert "missing: ['layers.117.attn.weight'] is not stored; did you mean ['layers.117.attention.weight']?" in (
+        error.differences
+    )
+    lines = str(error).splitlines()
+    assert "(454 differences: 200 missing, 200 unexpected, 25 dtype, 25 shape, 4 kind)" in lines[0]
+    assert len(lines) < 40 and max(map(len, lines)) < 400
+    for sort in ("missing: ", "unexpected: ", ": shape: ", ": dtype: ", ": kind: "):
+        assert sum(sort in line for line in lines) >= 4
+    assert "  and 25 more: shape" not in lines and any("more: missing" in line for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("name", "names", "expected"),
+    [
+        ("params/wieght", ["params/bias", "params/weight"], "params/weight"),
+        ("a", ["b", "c"], None),
+        ("layers[7].kernel", [f"layers[{n}].kernels" for n in range(500)], "layers[7].kernels"),
+        ("layers[7].kernel", [f"blocks{n}" for n in range(500)], None),
+        ("x" * 400, ["x" * 399], None),
+    ],
+)
+def test_near_names(name: str, names: list[str], expected: str | None) -> None:
+    assert NearNames(names).nearest(name) == expected
+
+
+def test_near_names_take_bounded_time() -> None:
+    names = [f"model.layers.{n}.self_attn.q_proj.weight" for n in range(20_000)]
+    near = NearNames(names)
+    began = time.monotonic()
+    found = [near.nearest(name.replace("self_attn", "attention")) for name in names]
+    assert time.monotonic() - began < 60
+    assert found[:1000].count(None) < 100 and set(found[1000:]) == {None}
+
+
+@pytest.mark.parametrize(
+    "options", [{"unexpected": "skip"}, {"missing": "zeros"}, {"missing": None}, {"sequences": True}]
+)
+def test_options_that_mean_nothing_are_refused(options: dict[str, Any]) -> None:
+    (name,) = options
+    with pytest.raises(ValueError, match=rf"Matching\({name}=.*expected one of '"):
+        Matching(**options)
+
+
+def test_a_report_tells_what_was_done_only_when_it_is_done(tmp_path: Path) -> None:
+    ckptcore.save(tmp_path / "c", {"w": ONES, "b": [ONES, 2]})
+    report = LoadReport()
+    refused(tmp_path / "c", wanted("w"), report=report)
+    assert report == LoadReport()
+    ckptcore.load(tmp_path / "c", report=report)
+    assert list(report.restored) == ["w", "b[0]", "b[1]"] and report.bytes_read >= 24
+    ckptcore.load(tmp_path / "c", {"w": ONES, "b": PLACEHOLDER}, report=report)
+    assert (list(report.restored), list(report.skipped)) == (["w"], ["b"])
+    assert str(report) == f"1 leaves restored, {report.bytes_read} bytes read\nskipped: b"
