@@ -29,7 +29,7 @@ from ckptcore.agreement import Agreement, encode_outcome
 from ckptcore.engine.recorder import ObjectRecorder
 from ckptcore.gathering import Gathering
 from ckptcore.model import Receipt, TreeMetadata
-from ckptcore.parts import TreeDescription, describe_part
+from ckptcore.parts import describe_part
 from ckptcore.persisting import merge_objects
 from ckptcore.planning import check_coverage, plan_write
 from ckptcore.preparing import tree_digest
@@ -38,6 +38,7 @@ from ckptcore.receipts import decode_receipts, encode_receipts
 from ckptcore.root import Root
 from ckptcore.root_json import encode_root
 from ckptcore.sharing import Owners, ReplicaOptions, Shares, owners_of
+from ckptcore.tree_descriptions import TreeDescription
 
 __all__ = ["LAYOUTS", "Measured", "Simulation", "rows"]
 

@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, TypeAlias
 from ckptcore.engine.memory import StagingMemory
 from ckptcore.model.arrays import HostArray
 from ckptcore.model.transfer import Pending, WritePlan
-from ckptcore.parts import Captured, FilesDescription, Part, StartTransfer, TreeCaptured, TreeDescription
+from ckptcore.parts import Captured, FilesDescription, Part, TreeCaptured
 from ckptcore.preparing import PreparedSave
 from ckptcore.protocols import Executor, Held, LeafBoxes, Snapshot
 from ckptcore.snapshots import BoundedSnapshot, CopiedSnapshot, SharedSnapshot, ViewedSnapshot
+from ckptcore.tree_descriptions import StartTransfer, TreeDescription
 from ckptcore.worker_writes import HeldByWorkers, boxes_at_workers
 
 if TYPE_CHECKING:

@@ -13,11 +13,12 @@ from ckptcore.events import Recording
 from ckptcore.exports import Export
 from ckptcore.locations import Location, resolve_location
 from ckptcore.model.transfer import WritePlan
-from ckptcore.parts import Captured, Part, PartDescription, TreeDescription
+from ckptcore.parts import Captured, Part, PartDescription
 from ckptcore.persisting import Described, fail_before_claim, persist
 from ckptcore.protocols import Layout
 from ckptcore.root import Member
 from ckptcore.subtrees import Subtree, find_subtree, path_keys
+from ckptcore.tree_descriptions import TreeDescription
 from ckptcore.worker_writes import HeldByWorkers
 
 __all__ = ["PlannedExport", "PreparedExport", "plan_exports", "write_exports"]

@@ -18,12 +18,13 @@ from ckptcore.model.arrays import ArraySpec, Box, Shard
 from ckptcore.model.metadata import ArrayRecord, TreeMetadata
 from ckptcore.model.transfer import WriteItem, WritePlan
 from ckptcore.model.tree import JSON, LEAF, Node
-from ckptcore.parts import Part, StartTransfer, TreeDescription
+from ckptcore.parts import Part
 from ckptcore.persisting import NOTHING_COMMITTED, Described
 from ckptcore.plugins import Plugins
 from ckptcore.protocols import HostBytes, HostMemory, StorageBackend
 from ckptcore.root import HOST_COPIES
 from ckptcore.sharing import Owners, owned_cells
+from ckptcore.tree_descriptions import StartTransfer, TreeDescription
 
 __all__ = ["FIRST_STAGE", "CopyDescription", "Held", "add_host_copies", "copied_boxes"]
 

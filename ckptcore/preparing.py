@@ -21,12 +21,13 @@ from ckptcore.locations import resolve_location
 from ckptcore.model.metadata import TreeMetadata
 from ckptcore.model.tree import JSON, format_path
 from ckptcore.occupants import refuse_to_replace
-from ckptcore.parts import Part, PartDescription, TreeDescription, describe_part, naming
+from ckptcore.parts import Part, PartDescription, describe_part, naming
 from ckptcore.persisting import NOTHING_COMMITTED, Described, fail_before_claim, fail_everywhere
 from ckptcore.protocols import Executor, Layout, SharesReplicas
 from ckptcore.root import Member, check_name, new_save_id
 from ckptcore.save_requests import OneTree, SaveRequest, check_custom, check_metrics, check_progress
 from ckptcore.subtrees import path_keys
+from ckptcore.tree_descriptions import TreeDescription
 from ckptcore.unions import unite_trees
 
 if TYPE_CHECKING:

@@ -8,10 +8,11 @@ from dataclasses import dataclass, replace
 
 from ckptcore.locations import Location
 from ckptcore.model.transfer import Pending, Receipt
-from ckptcore.parts import Part, TreeDescription
+from ckptcore.parts import Part
 from ckptcore.protocols import Executor, Held, LeafBoxes
 from ckptcore.root import Claimed
 from ckptcore.stages import WorkerOptions, WorkerPart, WriteParts, read_report
+from ckptcore.tree_descriptions import TreeDescription
 
 __all__ = ["HeldByWorkers", "WorkerWrites", "boxes_at_workers"]
 

@@ -18,9 +18,9 @@ from ckptcore.errors import RankFailedError
 from ckptcore.host_shares import copied_boxes
 from ckptcore.model import ArrayRecord, ArraySpec, Box, Node, Shard, TreeMetadata, WritePlan
 from ckptcore.model.tree import LEAF
-from ckptcore.parts import TreeDescription
 from ckptcore.policies import SpecificSteps
 from ckptcore.sharing import cut_for_replicas, owners_of, written_boxes
+from ckptcore.tree_descriptions import TreeDescription
 from tests.checkpointer.runs import Watch, keys_of
 from tests.tiers.test_hosts import HOSTS, empty, job, near_of, sharded
 
