@@ -8,45 +8,36 @@ from typing import TYPE_CHECKING, Any
 
 from ckptcore.background import LoadHandle, SaveHandle
 from ckptcore.builtin.safetensors import SafetensorsLayout
-from ckptcore.commit import remove_checkpoint, sweep_location
 from ckptcore.composites import load_composite
-from ckptcore.consolidation import FilePath, consolidate_checkpoint
 from ckptcore.context import Context, default_context
-from ckptcore.conversion import convert_checkpoint
 from ckptcore.describing import (
     CheckpointablesMetadata,
     CheckpointMetadata,
     describe_checkpoint,
     describe_checkpointables,
 )
-from ckptcore.errors import (
-    CheckpointExistsError,
-    CheckpointNotFoundError,
-    CorruptCheckpointError,
-    UnsupportedVersionError,
-)
 from ckptcore.exports import Export
 from ckptcore.load_requests import LoadRequest
 from ckptcore.loading import load_into_target, load_value, recorded_load
-from ckptcore.locations import LocationLike, resolve_location
+from ckptcore.locations import LocationLike
 from ckptcore.matching_options import EXACT, Matching
 from ckptcore.model.tree import JSON
-from ckptcore.occupants import Overwrite, read_root
+from ckptcore.occupants import Overwrite
 from ckptcore.protocols import Layout
-from ckptcore.root import new_save_id
 from ckptcore.save_plans import SavePlan
 from ckptcore.save_requests import OneTree, SaveRequest
 from ckptcore.saving import begin_save, perform_save
 from ckptcore.subtrees import SubtreePath
-from ckptcore.verification import ProgressCallback, VerifyReport, verify_checkpoint
 from ckptcore.wanted import Wanted
 
 if TYPE_CHECKING:
+    from ckptcore.consolidation import FilePath
     from ckptcore.copying import CopyReport, CopyVerification
     from ckptcore.holds.ownership import IfInUse
     from ckptcore.load_reports import LoadReport
     from ckptcore.step_copies import StepProgressCallback, StepsCopyReport
     from ckptcore.step_names import StepNames
+    from ckptcore.verification import ProgressCallback, VerifyReport
 
 __all__ = [
     "checkpointables_metadata",
@@ -373,21 +364,9 @@ def delete(location: LocationLike, *, context: Context | None = None) -> None:
         CheckpointNotFoundError: if there is nothing.
         CheckpointExistsError: if what is there is no checkpoint of ckptcore; it is left alone.
     """
-    context = context or default_context()
-    durable = context.durability == "full"
-    resolved = resolve_location(location, context.registry, durable=durable, config=context.storage)
-    try:
-        ours = read_root(resolved.store) is not None
-    except (CorruptCheckpointError, UnsupportedVersionError):
-        ours = True
-    if not ours:
-        if resolved.is_object or resolved.store.list_names():
-            raise CheckpointExistsError(
-                f"{resolved.display} was not written by ckptcore and is left alone; remove it with your own tools"
-            )
-        raise CheckpointNotFoundError(f"there is nothing at {resolved.display} to delete")
-    remove_checkpoint(resolved, new_save_id(), context.conditions)
-    sweep_location(resolved)
+    from ckptcore.deletion import delete_checkpoint  # who only saves or loads need not wait for it
+
+    delete_checkpoint(location, context or default_context())
 
 
 def verify(
@@ -403,6 +382,8 @@ def verify(
     Raises:
         CheckpointNotFoundError, UncommittedCheckpointError: if there is nothing to verify.
     """
+    from ckptcore.verification import verify_checkpoint  # who only saves or loads need not wait for it
+
     return verify_checkpoint(location, context or default_context(), progress)
 
 
@@ -426,6 +407,8 @@ def convert(
     Raises:
         What `load` and `save` do; the source is never changed.
     """
+    from ckptcore.conversion import convert_checkpoint  # who only saves or loads need not wait for it
+
     convert_checkpoint(source, destination, layout, overwrite, progress, context or default_context())
 
 
@@ -557,6 +540,8 @@ def consolidate(
         RankFailedError: if another process failed. Nothing was committed.
         What `load` and `save` do; the source is never changed.
     """
+    from ckptcore.consolidation import consolidate_checkpoint  # who only saves or loads need not wait for it
+
     if max_file_bytes < 1:
         raise ValueError(f"consolidate(max_file_bytes={max_file_bytes}): give a number of bytes above 0")
     layout = SafetensorsLayout(max_file_bytes, stem)
