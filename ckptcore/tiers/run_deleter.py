@@ -47,19 +47,19 @@ class RunDeleter:
             OnlyStepError: if it is the only one that is valid.
             StepPinnedError: if a reader has pinned it.
         """
-        leads = agreement.rank == 0
+        leads = self._tiers.leads
         told = agreement.part("deleted")  # a rank that has come through the stage counts as the leader does
         on_hosts = agreement.part("hosts")
         begun: list[BegunDeletion] = []
         try:
             with agreement.stage("delete"):
                 if leads:
-                    begun = self._begin(step, leads=True)
+                    begun = self._begin(step)
             if self._tiers.hosts is not None:
                 # Only now: until the leader comes here it may wait for an upload of the step, for which every host's files are needed.
                 with on_hosts.stage("delete"):
                     if not leads:
-                        begun = self._begin(step, leads=False)
+                        begun = self._begin(step)
         except BaseException:
             _cancel(begun)
             raise
@@ -73,23 +73,23 @@ class RunDeleter:
                 tier.forget([step])
         self._cleaner.begin(partial(self._hear, step, names, begun, told))
 
-    def _begin(self, step: int, *, leads: bool) -> list[BegunDeletion]:
+    def _begin(self, step: int) -> list[BegunDeletion]:
         """Let a step be gone for this process from every tier that it owns."""
         there = [tier for tier in self._tiers.owned if tier.steps.is_committed(step)]
-        if not there and leads:
+        if not there and self._tiers.leads:
             raise CheckpointNotFoundError(self._tiers.copies.tiers[-1].missing(step))
         begun: list[BegunDeletion] = []
         try:
             for tier in there:
-                begun.append(self._begin_in(tier, step, leads=leads))
+                begun.append(self._begin_in(tier, step))
         except BaseException:
             _cancel(begun)
             raise
         return begun
 
-    def _begin_in(self, tier: OwnedTier, step: int, *, leads: bool) -> BegunDeletion:
+    def _begin_in(self, tier: OwnedTier, step: int) -> BegunDeletion:
         def is_another_elsewhere() -> bool:
-            if not leads:
+            if not self._tiers.leads:
                 return True  # the leader has looked, or fails for all
             others = [other for other in self._tiers.owned if other is not tier]
             return any(other.deleter.has_another(step, other.broken) for other in others)
@@ -101,7 +101,7 @@ class RunDeleter:
         self._uploads.cancel(step)
         far = self._tiers.far
         if far is not None and far.steps.is_committed(step):  # it was uploaded meanwhile
-            begun = [*begun, self._begin_in(far, step, leads=True)]
+            begun = [*begun, self._begin_in(far, step)]
         for deletion in begun:
             deletion.perform()
 

@@ -30,6 +30,7 @@ class RunTiers:
     Attributes:
         copies: the steps in each tier.
         near: what the user says of the near tier; None where there is none.
+        leads: whether this process leads; nobody does before the tiers are owned.
         hosts: which processes see one near directory; None where all do.
         host_steps: what this host has in its near directory, where hosts have their own.
         nearest: the directory that steps are saved to, if this process owns it.
@@ -40,6 +41,7 @@ class RunTiers:
         """Own nothing yet."""
         self.copies = copies
         self.near = near
+        self.leads = False
         self._context = context
         self.hosts: Hosts | None = None
         self.host_steps: HostSteps | None = None
@@ -69,6 +71,7 @@ class RunTiers:
             NotSharedError: if this process does not see the directory of the leader.
             StorageError: if a directory cannot be written.
         """
+        self.leads = agreement.rank == 0
         steps, run = self.copies.tiers[0], self.copies.tiers[-1]
         own = partial(OwnedTier, context=self._context, if_in_use=if_in_use)
         if self.near is not None and self.near.seen_by == "host":
@@ -79,7 +82,7 @@ class RunTiers:
                 looks_whole = has_its_sizes if self.hosts is None else is_whole_here
                 kept = policy if self.near is None else self.near.preservation_policy
                 self.nearest = own(steps, kept, broken_in[0], looks_whole=looks_whole)
-            if agreement.rank == 0:
+            if self.leads:
                 if self.near is not None:
                     self.far = own(run, policy, broken_in[-1])
                 if metadata is not None:
