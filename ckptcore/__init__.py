@@ -4,6 +4,8 @@ A map of the package:
 
 - `save`, `save_async`, `load`, `load_async`, `load_into`, `metadata`, `delete`, `verify`, `copy`, `copy_steps`, `convert`, `consolidate`: what users call (`ckptcore.api`)
 - `plan`, `plan_job`: what a save would write, ask and hold, without doing it (`ckptcore.save_plans`)
+- `open`, `load_slice`: single arrays and parts of arrays, read as they are asked for (`ckptcore.open_checkpoints`)
+- `ckptcore.select`: which leaves a load reads
 - `save_checkpointables`, `save_checkpointables_async`, `load_checkpointables`, `checkpointables_metadata`: several objects in one checkpoint
 - `Checkpointer`: a run's steps; `CheckpointReader`: the same for who only reads (`ckptcore.checkpointer`, `ckptcore.reader`)
 - `NearTier`: a fast directory that steps are saved to, and uploaded from (`ckptcore.tiers`)
@@ -35,7 +37,9 @@ if TYPE_CHECKING:
         load_async,
         load_checkpointables,
         load_into,
+        load_slice,
         metadata,
+        open,
         plan,
         plan_job,
         save,
@@ -58,6 +62,7 @@ if TYPE_CHECKING:
     from ckptcore.load_reports import LoadReport
     from ckptcore.matching_options import Matching
     from ckptcore.model import AbstractArray
+    from ckptcore.open_checkpoints import OpenCheckpoint, StoredTree
     from ckptcore.parts import PerProcess
     from ckptcore.protocols import StatefulCheckpointable
     from ckptcore.read_groups import ReadGroups
@@ -74,6 +79,7 @@ if TYPE_CHECKING:
     from ckptcore.sharing import ReplicaOptions
     from ckptcore.step_copies import StepsCopyReport
     from ckptcore.step_names import StepNameFormat, StepNames
+    from ckptcore.stored_arrays import StoredArray
     from ckptcore.tiers.near import NearTier
     from ckptcore.tiers.status import UploadStatus
     from ckptcore.verification import Problem, VerifyReport
@@ -98,6 +104,7 @@ __all__ = [
     "MemoryPlan",
     "NearTier",
     "ObjectPlan",
+    "OpenCheckpoint",
     "PerProcess",
     "Problem",
     "ProcessPlan",
@@ -115,6 +122,8 @@ __all__ = [
     "StepNameFormat",
     "StepNames",
     "StepsCopyReport",
+    "StoredArray",
+    "StoredTree",
     "UploadStatus",
     "VerifyReport",
     "checkpointables_metadata",
@@ -128,7 +137,9 @@ __all__ = [
     "load_async",
     "load_checkpointables",
     "load_into",
+    "load_slice",
     "metadata",
+    "open",
     "plan",
     "plan_job",
     "save",
@@ -153,7 +164,9 @@ _NAMES: Final = {
         "load_async",
         "load_checkpointables",
         "load_into",
+        "load_slice",
         "metadata",
+        "open",
         "plan",
         "plan_job",
         "save",
@@ -192,6 +205,10 @@ _NAMES: Final = {
     "ckptcore.load_reports": ("LoadReport",),
     "ckptcore.matching_options": ("Matching",),
     "ckptcore.model": ("AbstractArray",),
+    "ckptcore.open_checkpoints": (
+        "OpenCheckpoint",
+        "StoredTree",
+    ),
     "ckptcore.parts": ("PerProcess",),
     "ckptcore.protocols": ("StatefulCheckpointable",),
     "ckptcore.read_groups": ("ReadGroups",),
@@ -211,6 +228,7 @@ _NAMES: Final = {
         "StepNameFormat",
         "StepNames",
     ),
+    "ckptcore.stored_arrays": ("StoredArray",),
     "ckptcore.tiers.near": ("NearTier",),
     "ckptcore.tiers.status": ("UploadStatus",),
     "ckptcore.verification": (
@@ -230,6 +248,7 @@ _MODULES: Final = (
     "planning",
     "policies",
     "protocols",
+    "select",
     "step_names",
     "telemetry",
     "testing",

@@ -21,6 +21,7 @@ from ckptcore.load_requests import LoadRequest
 from ckptcore.loading import load_into_target, load_value, recorded_load
 from ckptcore.locations import LocationLike
 from ckptcore.matching_options import EXACT, Matching
+from ckptcore.model.arrays import Box, HostArray
 from ckptcore.model.tree import JSON
 from ckptcore.occupants import Overwrite
 from ckptcore.protocols import Layout
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from ckptcore.copying import CopyReport, CopyVerification
     from ckptcore.holds.ownership import IfInUse
     from ckptcore.load_reports import LoadReport
+    from ckptcore.open_checkpoints import OpenCheckpoint, StoredPath
     from ckptcore.step_copies import StepProgressCallback, StepsCopyReport
     from ckptcore.step_names import StepNames
     from ckptcore.verification import ProgressCallback, VerifyReport
@@ -50,7 +52,9 @@ __all__ = [
     "load_async",
     "load_checkpointables",
     "load_into",
+    "load_slice",
     "metadata",
+    "open",
     "plan",
     "plan_job",
     "save",
@@ -333,6 +337,43 @@ def load_into(
     with recorded_load(location, context) as recording:
         load_into_target(location, target, context, recording, LoadRequest(matching=matching, report=report))
     return target
+
+
+def open(location: LocationLike, *, context: Context | None = None) -> OpenCheckpoint:
+    """Open a checkpoint to look at it, and to read parts of its arrays as they are indexed. Reads no array.
+
+    What is given is a mapping of the tree: ``opened["params/w"][0:16]`` reads just those rows. It is to be closed, best by ``with``.
+
+    Args:
+        location: as for `load`.
+        context: options; checksums are compared as loads do.
+
+    Raises:
+        CheckpointNotFoundError, UncommittedCheckpointError, CorruptCheckpointError
+        CompositeCheckpointError: if it holds several checkpointables: open one by its own location.
+    """
+    from ckptcore.open_checkpoints import OpenCheckpoint  # who only saves or loads need not wait for it
+
+    return OpenCheckpoint(location, context or default_context())
+
+
+def load_slice(location: LocationLike, path: StoredPath, box: Box, *, context: Context | None = None) -> HostArray:
+    """Load a box of one array; reads nothing of the others.
+
+    Args:
+        location: as for `load`.
+        path: of the array, as for ``open(location)[path]``.
+        box: which elements.
+        context: options.
+
+    Raises:
+        UnknownPathError: if nothing is at the path.
+        TreeMismatchError: if it is no array, or the box does not lie in it.
+        CheckpointNotFoundError, UncommittedCheckpointError, CorruptCheckpointError
+    """
+    from ckptcore.open_checkpoints import load_box  # who only saves or loads need not wait for it
+
+    return load_box(location, path, box, context or default_context())
 
 
 def metadata(location: LocationLike, *, context: Context | None = None) -> CheckpointMetadata:

@@ -14,6 +14,8 @@
     ├── CompositeCheckpointError       (ValueError)         it holds several checkpointables, and one tree was asked for
     ├── TreeMismatchError              (ValueError)         the abstract tree and the stored one differ; lists it all
     ├── TransformError                 (ValueError)         a transform of a load does not fit what is stored, or failed
+    ├── UnknownPathError               (KeyError)           nothing stands at this path in an open checkpoint
+    ├── NotMappableError               (ValueError)         a stored array cannot be mapped into memory; says why
     ├── UnsupportedLeafError           (TypeError)          no handler or no layout can store this leaf
     ├── UnsupportedKeyError            (TypeError)          a container key that is neither int nor str
     ├── NameCollisionError             (ValueError)         two leaves would get one name in the layout
@@ -68,6 +70,7 @@ __all__ = [
     "DirectoryInUseError",
     "InvalidLocationError",
     "NameCollisionError",
+    "NotMappableError",
     "NotSharedError",
     "ObjectNotFoundError",
     "OnlyStepError",
@@ -87,6 +90,7 @@ __all__ = [
     "TreeMismatchError",
     "UncommittedCheckpointError",
     "UnknownCheckpointableError",
+    "UnknownPathError",
     "UnknownPluginError",
     "UnsupportedKeyError",
     "UnsupportedLeafError",
@@ -180,6 +184,18 @@ class TreeMismatchError(CheckpointError, ValueError):
 
 class TransformError(CheckpointError, ValueError):
     """A transform does not fit what is stored, or failed on it. Nothing was changed."""
+
+
+class UnknownPathError(CheckpointError, KeyError):
+    """Nothing stands at this path in an open checkpoint."""
+
+    def __str__(self) -> str:
+        """The message as it is; a `KeyError` would quote it."""
+        return Exception.__str__(self)
+
+
+class NotMappableError(CheckpointError, ValueError):
+    """A stored array is not on a local disk as it is in memory, and cannot be mapped; read it by indexing."""
 
 
 class UnsupportedLeafError(CheckpointError, TypeError):

@@ -23,6 +23,7 @@ __all__ = [
     "Planned",
     "Reading",
     "Unit",
+    "allocate_for",
     "check_sizes",
     "other_form",
     "perform",
@@ -238,7 +239,7 @@ class Reading:
         for box in unit.boxes:
             buffer = None if self.filled is None else unit.handler.destination(unit.abstract, unit.record, box)
             if buffer is None:
-                buffer = _allocate(self.opened, unit.leaf, ArraySpec(box.shape, dtype))
+                buffer = allocate_for(self.opened, unit.leaf, ArraySpec(box.shape, dtype))
             elif not _fits(buffer, box, unit.record):
                 raise PluginError(
                     f"{type(unit.handler).__name__}.destination gave memory of {buffer.dtype}{buffer.shape} for "
@@ -364,7 +365,7 @@ def unread(opened: Opened, leaf: int) -> CorruptCheckpointError:
     )
 
 
-def _allocate(opened: Opened, leaf: int, spec: ArraySpec) -> HostArray:
+def allocate_for(opened: Opened, leaf: int, spec: ArraySpec) -> HostArray:
     """Memory for what a checkpoint states.
 
     Raises:

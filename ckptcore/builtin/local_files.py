@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import mmap
 import os
 import stat
 import threading
@@ -69,6 +71,18 @@ class LocalFile:
         except OSError as error:
             raise local_error(error, "read", self.path) from error
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+
+    def map(self) -> mmap.mmap:
+        """All of it, read-only, as memory that the system fills as it is touched. It stays when this is closed.
+
+        Raises:
+            StorageError: also if it is empty.
+        """
+        try:
+            return mmap.mmap(self._descriptor, 0, access=mmap.ACCESS_READ)
+        except (OSError, ValueError) as error:
+            reason = error if isinstance(error, OSError) else OSError(errno.EINVAL, str(error))
+            raise local_error(reason, "map", self.path) from error
 
     def get_into(self, ranges: Sequence[tuple[int, memoryview]]) -> None:
         """Fill each buffer from its offset on; ranges that follow each other are read as one.

@@ -7,7 +7,7 @@ import queue
 import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from ckptcore.engine.checked_tiles import TileShape, plan_checked
 from ckptcore.engine.checksums import RecordedChecksums
@@ -18,11 +18,14 @@ from ckptcore.engine.pages import map_pages
 from ckptcore.engine.read_tasks import ObjectShape, ReadPart, ReadTask, group_reads, plan_object, takers_of
 from ckptcore.engine.requests import requests_of
 from ckptcore.engine.sizes import SIZES, Sizes
-from ckptcore.engine.sources import EdgeBlocks, open_reader
+from ckptcore.engine.sources import EdgeBlocks, hold_object, open_reader
 from ckptcore.engine.threads import IOThreads
 from ckptcore.errors import CorruptCheckpointError, ObjectNotFoundError
 from ckptcore.model import ObjectRecord, TileRead
 from ckptcore.protocols import StorageAddress, StorageBackend
+
+if TYPE_CHECKING:
+    from ckptcore.engine.held_objects import HeldObject
 
 __all__ = ["ObjectReader"]
 
@@ -236,6 +239,26 @@ class ObjectReader:
         finally:
             reading.stopped = True
             crew.join()
+
+    def hold(self, key: str) -> HeldObject | None:
+        """An object, open for reads of parts of it that are all of what is there now; None where the storage does not hold objects open.
+
+        Raises:
+            ObjectNotFoundError
+            CorruptCheckpointError: it is refused.
+        """
+        sums = self._checksums(key)
+        reader = hold_object(self._storage, key)
+        if reader is None:
+            return None
+        from ckptcore.engine.held_objects import HeldObject  # who only saves or loads need not wait for it
+
+        return HeldObject(key, reader, self._sizes_of((key,))[key], sums, self._sizes.block, self._add_read)
+
+    def _add_read(self, nbytes: int) -> None:
+        with self.counting:
+            self.bytes_read += nbytes
+            self.requests += 1
 
     def _plan(self, key: str, size: int, reads: Sequence[TileRead], recorded: bool) -> list[ReadTask]:
         """Tasks that read tiles of one object of so many bytes, of whose blocks checksums were recorded or not."""

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from ckptcore.protocols import OpensObjects, RangeReader, StorageBackend
 
-__all__ = ["EdgeBlocks", "open_reader"]
+__all__ = ["EdgeBlocks", "hold_object", "open_reader"]
 
 
 class _ByKey:
@@ -30,6 +30,16 @@ def open_reader(storage: StorageBackend, key: str) -> RangeReader:
         ObjectNotFoundError: now, or by the first read.
     """
     return storage.open_reader(key) if isinstance(storage, OpensObjects) else _ByKey(storage, key)
+
+
+def hold_object(storage: StorageBackend, key: str) -> RangeReader | None:
+    """Open an object so that all that is read is of what is there now; None where the storage finds it by its key each time.
+
+    Raises:
+        ObjectNotFoundError
+    """
+    reader = open_reader(storage, key)
+    return None if isinstance(reader, _ByKey) else reader
 
 
 class EdgeBlocks:

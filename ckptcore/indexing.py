@@ -1,0 +1,143 @@
+"""What NumPy's basic indexing takes, as the box of an array that it needs and what is left to do with that. Pure."""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+from types import EllipsisType
+from typing import Any, Final, SupportsIndex, TypeAlias
+
+import numpy as np
+
+from ckptcore.model.arrays import Box
+
+__all__ = ["BasicIndex", "Indexed", "index_box"]
+
+BasicIndex: TypeAlias = (
+    "SupportsIndex | slice | EllipsisType | None | tuple[SupportsIndex | slice | EllipsisType | None, ...]"
+)
+"""What NumPy's basic indexing takes: integers, slices, ``...`` and None (a new axis), one or a tuple of them."""
+
+_ADVICE: Final = "read a box around it, as by array[2:9], and index what that gives"
+
+
+@dataclass(frozen=True, slots=True)
+class Indexed:
+    """An index of an array, taken apart.
+
+    Attributes:
+        starts, steps, counts: by axis, the indices that are wanted: `counts` of them, `steps` apart and above 0, the lowest first.
+        local: what to index an array of just the wanted elements with: whose shape is `counts`.
+        shape: of the result.
+    """
+
+    starts: tuple[int, ...]
+    steps: tuple[int, ...]
+    counts: tuple[int, ...]
+    local: tuple[int | slice | EllipsisType | None, ...]
+    shape: tuple[int, ...]
+
+    @property
+    def box(self) -> Box:
+        """The smallest box that holds all that is wanted."""
+        stops = [
+            start + (count - 1) * step + 1 if count else start
+            for start, step, count in zip(self.starts, self.steps, self.counts, strict=True)
+        ]
+        return Box(self.starts, tuple(stops))
+
+    @property
+    def is_box(self) -> bool:
+        """Whether all elements of the box are wanted."""
+        return all(step == 1 or count <= 1 for step, count in zip(self.steps, self.counts, strict=True))
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the array of the wanted elements is the result: no axis is dropped, new, or backwards, and no scalar comes of it."""
+        return bool(self.local) and all(
+            entry is ... or (isinstance(entry, slice) and entry.step is None) for entry in self.local
+        )
+
+
+def index_box(index: object, shape: tuple[int, ...]) -> Indexed:
+    """Take apart what an array of a shape is indexed with.
+
+    Raises:
+        IndexError: for what is no basic index (arrays, lists, booleans), for more indices than axes, and for an integer that is out of
+            bounds, as NumPy does.
+    """
+    entries = index if isinstance(index, tuple) else (index,)
+    given = sum([entry is not None and entry is not ... for entry in entries])
+    ellipses = sum([entry is ... for entry in entries])
+    if ellipses > 1:
+        raise IndexError("an index can only have a single ellipsis ('...')")
+    if given > len(shape):
+        raise IndexError(f"too many indices: the array has {len(shape)} axes, but {given} were indexed")
+    left = len(shape) - given
+    if not ellipses:
+        entries = (*entries, ...)
+    starts: list[int] = []
+    steps: list[int] = []
+    counts: list[int] = []
+    local: list[int | slice | EllipsisType | None] = []
+    result: list[int] = []
+    for entry in entries:
+        if entry is None:
+            local.append(None)
+            result.append(1)
+            continue
+        if entry is ...:
+            whole = shape[len(starts) : len(starts) + left]
+            starts.extend([0] * left)
+            steps.extend([1] * left)
+            counts.extend(whole)
+            if ellipses:  # one that is given also keeps an array without axes from becoming a scalar
+                local.append(...)
+            else:
+                local.extend([slice(None)] * left)
+            result.extend(whole)
+            continue
+        axis = len(starts)
+        if isinstance(entry, slice):
+            start, count, step = _slice_of(entry, shape[axis])
+            local.append(slice(None, None, -1) if step < 0 else slice(None))
+            result.append(count)
+            if step < 0:
+                start, step = start + (count - 1) * step, -step
+        else:
+            start, count, step = _integer_of(entry, axis, shape[axis]), 1, 1
+            local.append(0)
+        starts.append(start)
+        steps.append(step)
+        counts.append(count)
+    return Indexed(tuple(starts), tuple(steps), tuple(counts), tuple(local), tuple(result))
+
+
+def _slice_of(entry: slice[Any, Any, Any], extent: int) -> tuple[int, int, int]:
+    """The first index, how many there are, and the step, which may be below 0.
+
+    Raises:
+        TypeError, ValueError: as Python does for slices of what is no integer, and for a step of 0.
+    """
+    start, stop, step = entry.indices(extent)
+    count = len(range(start, stop, step))
+    return (start, count, step) if count else (0, 0, 1)
+
+
+def _integer_of(entry: object, axis: int, extent: int) -> int:
+    if isinstance(entry, bool | np.bool_) or isinstance(entry, np.ndarray) and (entry.ndim or entry.dtype.kind == "b"):
+        raise _not_basic(entry)
+    try:
+        number = operator.index(entry)  # type: ignore[arg-type]  # refused below if it is no index
+    except TypeError:
+        raise _not_basic(entry) from None
+    if not -extent <= number < extent:
+        raise IndexError(f"index {number} is out of bounds for axis {axis} with size {extent}")
+    return number + extent if number < 0 else number
+
+
+def _not_basic(entry: object) -> IndexError:
+    return IndexError(
+        f"a stored array is indexed with integers, slices, '...' and None, as NumPy's basic indexing; found a "
+        f"{type(entry).__name__}: {_ADVICE}"
+    )

@@ -1,0 +1,272 @@
+"""Stored arrays: arrays of an open checkpoint, of which elements are read as they are asked for."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+import numpy as np
+
+from ckptcore.engine.elements import copy_elements, is_little, little_dtype
+from ckptcore.engine.held_objects import HeldObject, Window
+from ckptcore.engine.tiles import c_strides
+from ckptcore.indexing import BasicIndex, Indexed, index_box
+from ckptcore.mapped_arrays import map_array
+from ckptcore.model.arrays import ArraySpec, HostArray
+from ckptcore.model.objects import BLOCK_BYTES
+from ckptcore.model.tree import TreePath, format_path
+from ckptcore.open_sessions import Session
+from ckptcore.opened import Opened
+from ckptcore.plain_places import find_plain_place
+from ckptcore.reading import allocate_for, check_sizes
+
+__all__ = ["StoredArray"]
+
+_RUN_BYTES: Final = 8 << 20
+"""Elements that follow each other are read by the calling thread alone up to here; more by several."""
+
+_NEAR_BYTES: Final = 64 << 10
+"""Bytes that are cheaper read in vain than left out, where nothing has to be verified."""
+
+_BATCH_BYTES: Final = 32 << 20
+"""Memory for what is read at once and then copied into its place."""
+
+_BATCH_PARTS: Final = 1024
+"""Boxes that are read at once."""
+
+
+class StoredArray:
+    """An array of an open checkpoint. Indexing reads the elements that it gives, and nothing else but what verifies them.
+
+    What NumPy's basic indexing takes (integers, slices with steps, ``...``, None) gives what NumPy would: a new array, or a scalar.
+    `numpy.asarray` reads all of it. Any thread.
+
+    Attributes:
+        path: the keys that lead to it.
+        shape: elements along each axis.
+        dtype: of the elements.
+    """
+
+    __slots__ = (
+        "_extent",
+        "_held",
+        "_leaf",
+        "_offset",
+        "_row",
+        "_session",
+        "_spec",
+        "_stored_dtype",
+        "_window",
+        "dtype",
+        "path",
+        "shape",
+    )
+
+    def __init__(self, session: Session, leaf: int, path: TreePath, spec: ArraySpec) -> None:
+        """An array of a session, by the number of its leaf; reads nothing."""
+        self.path = path
+        self.shape = spec.shape
+        self.dtype = spec.numpy_dtype
+        self._stored_dtype = little_dtype(spec.numpy_dtype)
+        self._session = session
+        self._leaf = leaf
+        self._spec = spec
+        self._extent = spec.shape[0] if spec.shape else 0
+        self._row = math.prod(spec.shape[1:]) * spec.numpy_dtype.itemsize
+        self._offset = 0
+        self._held: HeldObject | bool | None = None  # False: it does not stand in one place; None: nobody has looked
+        self._window: Window | None = None
+
+    def __repr__(self) -> str:
+        return f"<StoredArray {format_path(self.path)}: {self._spec}>"
+
+    @property
+    def ndim(self) -> int:
+        """How many axes it has."""
+        return len(self.shape)
+
+    @property
+    def size(self) -> int:
+        """Elements in all."""
+        return self._spec.size
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all elements."""
+        return self._spec.nbytes
+
+    def __len__(self) -> int:
+        """Elements along the first axis."""
+        if not self.shape:
+            raise TypeError("len() of an array without axes")
+        return self.shape[0]
+
+    def __iter__(self) -> Iterator[Any]:
+        """What it has for each index of its first axis, read one by one."""
+        return (self[number] for number in range(len(self)))
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> HostArray:
+        """All of it, read anew each time."""
+        if copy is False:
+            raise ValueError(
+                "a stored array is read into new memory: ask for it without copy=False, or for memory_map()"
+            )
+        array: HostArray = self._read(index_box(..., self.shape))
+        return array if dtype is None else array.astype(dtype, copy=False)
+
+    def __getitem__(self, index: BasicIndex) -> Any:
+        """What NumPy would give for this index, read into new memory.
+
+        Raises:
+            IndexError: for an index that NumPy refuses, and for lists, arrays and booleans.
+            CorruptCheckpointError: if bytes are not what was written.
+            CheckpointNotFoundError: if the checkpoint was replaced since it was opened.
+            ValueError: if it was closed.
+        """
+        window = self._window
+        if window is not None and type(index) is slice and index.step is None and not self._session.is_closed:
+            # The common case, that is to cost no more than it does where nothing has to be verified.
+            start, stop = index.start, index.stop
+            if type(start) is int and type(stop) is int and 0 <= start < stop <= self._extent:
+                first = self._offset + start * self._row
+                if window.start <= first and self._offset + stop * self._row <= window.stop:
+                    shape = (stop - start, *self.shape[1:])
+                    return self._copy(np.ndarray(shape, self._stored_dtype, window.memory, first - window.start))
+        indexed = index_box(index, self.shape)
+        array = self._read(indexed)
+        return array if indexed.is_plain else array[indexed.local]
+
+    def memory_map(self) -> HostArray:
+        """A read-only view of the elements as they stand in their file, read by the operating system as they are touched.
+
+        Their checksums are not compared: `ckptcore.verify` does that. It can be used after the checkpoint is closed, or replaced.
+
+        Raises:
+            NotMappableError: where elements are compressed, in several pieces, or not on a local disk; says why.
+            CheckpointNotFoundError: if the checkpoint was replaced since it was opened.
+        """
+
+        def map_opened(opened: Opened) -> HostArray:
+            return map_array(opened, self._leaf, self._spec, format_path(self.path))
+
+        return self._session.guard(map_opened)
+
+    def _copy(self, view: HostArray) -> HostArray:
+        """Elements as they are stored, as an array of their own."""
+        if is_little(self.dtype):
+            return view.copy() if view.dtype is self.dtype else view.copy().view(self.dtype)
+        array = np.empty(view.shape, self.dtype)
+        copy_elements(array, view)
+        return array
+
+    def _read(self, indexed: Indexed) -> HostArray:
+        """The wanted elements, in an array of just them."""
+        if 0 in indexed.counts:
+            _ = self._session.opened  # a closed one gives nothing
+            return np.empty(indexed.counts, self.dtype)
+        near = self._read_near(indexed)
+        if near is not None:
+            return near
+        self._session.guard(lambda opened: check_sizes(opened, {self._leaf}))
+        array = allocate_for(self._session.opened, self._leaf, ArraySpec(indexed.counts, self._spec.dtype))
+        if indexed.is_box:
+            self._session.read(self._leaf, (indexed.box,), (array,))
+            return array
+        self._read_parts(indexed, array)
+        return array
+
+    def _read_near(self, indexed: Indexed) -> HostArray | None:
+        """The same, where they are near each other in one object; None where they are not, or this does not pay."""
+        held = self._held
+        if held is None:
+            held = self._find()
+        if isinstance(held, bool):
+            return None
+        itemsize = self.dtype.itemsize
+        strides = c_strides(self.shape)
+        first = last = 0
+        for start, step, count, stride in zip(indexed.starts, indexed.steps, indexed.counts, strides, strict=True):
+            first += start * stride
+            last += (start + (count - 1) * step) * stride
+        span = (last - first + 1) * itemsize
+        follow = span == math.prod(indexed.counts) * itemsize
+        if span > (_RUN_BYTES if follow else BLOCK_BYTES if held.is_verified else _NEAR_BYTES):
+            return None
+        begin = self._offset + first * itemsize
+        window = self._window
+        if window is None or self._session.is_closed or not (window.start <= begin and begin + span <= window.stop):
+            window = self._session.attempt(lambda opened: held.window(begin, begin + span))
+            if held.is_verified:
+                self._window = window
+        steps = [step * stride * itemsize for step, stride in zip(indexed.steps, strides, strict=True)]
+        return self._copy(np.ndarray(indexed.counts, self._stored_dtype, window.memory, begin - window.start, steps))
+
+    def _find(self) -> HeldObject | bool:
+        """The object that it stands in; False where it is read as loads read it."""
+        session = self._session
+        place = session.guard(lambda opened: find_plain_place(opened, self._leaf))
+        held = None if place is None else session.hold(place.key)
+        if place is None or held is None or (place.is_sealed and session.context.verify and not held.is_verified):
+            self._held = False
+            return False
+        self._offset = place.offset
+        self._held = held
+        return held
+
+    def _read_parts(self, indexed: Indexed, array: HostArray) -> None:
+        """Read what does not make up a box, by boxes."""
+        itemsize = self.dtype.itemsize
+        batch: list[tuple[Indexed, HostArray]] = []
+        held = 0
+        whole = _Part(indexed, tuple([slice(0, count) for count in indexed.counts]))
+        for part in _parts(whole, tuple([stride * itemsize for stride in c_strides(self.shape)])):
+            nbytes = part.indexed.box.size * itemsize
+            if batch and (held + nbytes > _BATCH_BYTES or len(batch) == _BATCH_PARTS):
+                self._read_batch(batch)
+                batch, held = [], 0
+            batch.append((part.indexed, array[part.place]))
+            held += nbytes
+        self._read_batch(batch)
+
+    def _read_batch(self, batch: list[tuple[Indexed, HostArray]]) -> None:
+        boxes = [part.box for part, _ in batch]
+        buffers = [np.empty(box.shape, self.dtype) for box in boxes]
+        self._session.read(self._leaf, boxes, buffers)
+        for (part, target), buffer in zip(batch, buffers, strict=True):
+            copy_elements(target, buffer[tuple([slice(None, None, step) for step in part.steps])])
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Some of the wanted elements, and where they go in the result."""
+
+    indexed: Indexed
+    place: tuple[slice, ...]
+
+    def cut(self, axis: int, low: int, high: int) -> _Part:
+        """Those from one on to another along an axis."""
+        indexed, origin = self.indexed, self.place[axis].start
+        starts, counts, place = list(indexed.starts), list(indexed.counts), list(self.place)
+        starts[axis] += low * indexed.steps[axis]
+        counts[axis] = high - low
+        place[axis] = slice(origin + low, origin + high)
+        return _Part(replace(indexed, starts=tuple(starts), counts=tuple(counts)), tuple(place))
+
+
+def _parts(part: _Part, strides: tuple[int, ...]) -> Iterator[_Part]:
+    """Cut what is wanted where that leaves out enough bytes, and until each part takes little memory; `strides` are in bytes."""
+    steps, counts = part.indexed.steps, part.indexed.counts
+    for axis, (step, count) in enumerate(zip(steps, counts, strict=True)):
+        if step > 1 and count > 1 and (step - 1) * strides[axis] >= _NEAR_BYTES:
+            for number in range(count):
+                yield from _parts(part.cut(axis, number, number + 1), strides)
+            return
+    if part.indexed.box.size * strides[-1] > _BATCH_BYTES and max(counts) > 1:
+        axis = next(axis for axis, count in enumerate(counts) if count > 1)
+        middle = counts[axis] // 2
+        yield from _parts(part.cut(axis, 0, middle), strides)
+        yield from _parts(part.cut(axis, middle, counts[axis]), strides)
+        return
+    yield part

@@ -1,0 +1,1 @@
+"""Parts of checkpoints: open checkpoints, stored arrays, and indices of them."""

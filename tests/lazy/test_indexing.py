@@ -1,0 +1,64 @@
+"""Indices of stored arrays give what NumPy's basic indexing gives, and refuse the rest."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as arrays
+
+from ckptcore.indexing import index_box
+
+
+@st.composite
+def indexed_shapes(draw: st.DrawFn) -> tuple[tuple[int, ...], Any]:
+    shape = draw(arrays.array_shapes(min_dims=0, max_dims=4, min_side=0, max_side=6))
+    return shape, draw(arrays.basic_indices(shape, max_dims=6, allow_newaxis=True))
+
+
+@settings(max_examples=150, deadline=None)
+@given(indexed_shapes())
+def test_what_is_taken_apart_gives_what_numpy_gives(drawn: tuple[tuple[int, ...], Any]) -> None:
+    shape, index = drawn
+    array = np.arange(np.prod(shape, dtype=int)).reshape(shape)
+    indexed = index_box(index, shape)
+    box, expected = indexed.box, array[index]
+    assert all(0 <= start <= stop <= extent for start, stop, extent in zip(box.start, box.stop, shape, strict=True))
+    wanted = array[box.slices][tuple([slice(None, None, step) for step in indexed.steps])]
+    assert wanted.shape == indexed.counts
+    np.testing.assert_array_equal(wanted[indexed.local], expected)
+    assert indexed.shape == np.shape(expected)
+    assert not indexed.is_plain or np.array_equal(wanted, expected)
+    assert indexed.is_box == (wanted.size == box.size) or not wanted.size
+
+
+def test_integers_of_other_libraries_are_integers() -> None:
+    assert index_box((np.int64(-1), np.array(2)), (4, 5)).box.start == (3, 2)
+
+
+@pytest.mark.parametrize(
+    ("index", "words"),
+    [
+        (4, "out of bounds for axis 0 with size 4"),
+        ((0, -6), "out of bounds for axis 1 with size 5"),
+        ((0, 0, 0), "the array has 2 axes, but 3 were indexed"),
+        ((..., ...), "single ellipsis"),
+        ([0, 1], "found a list"),
+        (np.array([0, 1]), "found a ndarray"),
+        (True, "found a bool"),
+        (np.bool_(True), "found a bool"),
+        ("w", "found a str"),
+        (1.0, "found a float"),
+    ],
+)
+def test_what_is_no_basic_index_is_refused(index: object, words: str) -> None:
+    with pytest.raises(IndexError, match=words):
+        index_box(index, (4, 5))
+
+
+def test_a_step_of_zero_is_refused_as_numpy_does() -> None:
+    with pytest.raises(ValueError, match="step cannot be zero"):
+        index_box(slice(0, 2, 0), (4,))

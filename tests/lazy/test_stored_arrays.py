@@ -1,0 +1,339 @@
+"""Stored arrays: what they give, the bytes that are read for it, and what is noticed."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from ckptcore_tensorstore import Zarr3Layout
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as arrays
+
+import ckptcore
+from ckptcore import ArrayShard, Context, ShardedArray, StoredArray
+from ckptcore.builtin.local import LocalStorage
+from ckptcore.errors import CheckpointNotFoundError, ChecksumError, CorruptCheckpointError, NotMappableError
+from ckptcore.model import BLOCK_BYTES, Box
+from ckptcore.protocols import Coordinator, StorageBackend, StorageOpener, StorageOptions
+from ckptcore.testing import FaultPlan, FaultyStorage, ThreadJob
+
+LAYOUTS = ["safetensors", "zarr3", "ocdbt", "dcp"]
+FAST = Context(durability="none")
+TRUSTING = Context(durability="none", verify=False)
+
+
+def state() -> dict[str, Any]:
+    rng = np.random.default_rng(0)
+    return {
+        "params": {
+            "a": rng.random((7, 5, 3)).astype(np.float32),
+            "b": rng.random((40, 3)).astype(ml_dtypes.bfloat16),
+            "scalar": np.array(3.5),
+            "empty": np.zeros((3, 0)),
+            "flags": np.array([True, False, True]),
+        },
+        "step": 7,
+    }
+
+
+@pytest.fixture(scope="module", params=LAYOUTS)
+def stored(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    location = tmp_path_factory.mktemp("stored") / "c"
+    ckptcore.save(location, state(), layout=request.param, context=FAST)
+    return location
+
+
+@pytest.mark.parametrize("context", [FAST, TRUSTING], ids=["verified", "trusted"])
+def test_arrays_tell_what_they_are_and_give_what_was_saved(stored: Path, context: Context) -> None:
+    with ckptcore.open(stored, context=context) as opened:
+        for name, array in state()["params"].items():
+            found = opened["params"][name]
+            assert isinstance(found, StoredArray)
+            assert (found.shape, found.dtype, found.nbytes) == (array.shape, array.dtype, array.nbytes)
+            assert (found.ndim, found.size) == (array.ndim, array.size)
+            whole = np.asarray(found)
+            assert whole.dtype == array.dtype and whole.tobytes() == array.tobytes()
+            assert whole.flags.writeable and whole.flags.c_contiguous
+            assert found[...].tobytes() == array.tobytes()
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_an_index_gives_what_numpy_gives(stored: Path, data: st.DataObject) -> None:
+    arrays_of = state()["params"]
+    name = data.draw(st.sampled_from(sorted(arrays_of)))
+    array = arrays_of[name]
+    index = data.draw(arrays.basic_indices(array.shape, max_dims=5, allow_newaxis=True))
+    with ckptcore.open(stored, context=data.draw(st.sampled_from([FAST, TRUSTING]))) as opened:
+        stored_array = opened["params", name]
+        for _ in range(2):  # anew, and of what is kept
+            found, expected = stored_array[index], array[index]
+            assert type(found) is type(expected) and found.dtype == expected.dtype
+            np.testing.assert_array_equal(found, expected)
+
+
+def test_conversions_of_numpy(stored: Path) -> None:
+    with ckptcore.open(stored, context=FAST) as opened:
+        array = opened["params/a"]
+        assert np.asarray(array, dtype=np.float64).dtype == np.float64
+        with pytest.raises(ValueError, match="copy=False"):
+            np.array(array, copy=False)
+        assert [row.shape for row in array] == [(5, 3)] * 7 and len(array) == 7
+        with pytest.raises(TypeError, match="without axes"):
+            len(opened["params/scalar"])
+        assert repr(array) == "<StoredArray params/a: float32[7, 5, 3]>"
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, np.ndarray[Any, Any]]:
+    """An array of 16 MiB whose rows are 64 KiB: 16 of them in a block."""
+    array = np.arange(256 * 16384, dtype=np.int32).reshape(256, 16384)
+    location = tmp_path_factory.mktemp("large") / "c"
+    ckptcore.save(location, {"before": np.zeros(100, np.uint8), "w": array}, context=FAST)
+    return location, array
+
+
+def read_by(location: Path, context: Context, *indices: Any) -> int:
+    with ckptcore.open(location, context=context) as opened:
+        for index in indices:
+            opened["w"][index]
+        return opened.bytes_read
+
+
+def test_a_slice_reads_only_the_blocks_it_needs(large: tuple[Path, np.ndarray[Any, Any]]) -> None:
+    location, _ = large
+    assert read_by(location, FAST, slice(20, 24)) == BLOCK_BYTES
+    assert read_by(location, FAST, slice(14, 18)) == 2 * BLOCK_BYTES
+    assert read_by(location, FAST, (200, 5)) == BLOCK_BYTES
+    assert read_by(location, FAST, (slice(4, 12), slice(0, 16))) == BLOCK_BYTES
+    assert read_by(location, FAST, (slice(0, 256, 128), slice(0, 16))) == 2 * BLOCK_BYTES
+    assert read_by(location, FAST, (slice(None, None, -120), 0)) == 3 * BLOCK_BYTES
+    # Where nothing is verified: just the elements, and small gaps.
+    assert read_by(location, TRUSTING, slice(20, 24)) == 4 * 65536
+    assert read_by(location, TRUSTING, (200, slice(5, 9))) == 16
+    assert read_by(location, TRUSTING, (slice(0, 256, 64), slice(0, 16))) <= 4 * 128
+
+
+def test_what_was_verified_is_not_read_again(large: tuple[Path, np.ndarray[Any, Any]]) -> None:
+    location, array = large
+    assert read_by(location, FAST, *[slice(row, row + 1) for row in range(17, 30)]) == BLOCK_BYTES
+    with ckptcore.open(location, context=FAST) as opened:
+        assert opened["w"] is opened["w"]
+        for row in range(0, 256, 3):
+            np.testing.assert_array_equal(opened["w"][row : row + 2], array[row : row + 2])
+        assert opened.bytes_read <= 1.1 * array.nbytes + BLOCK_BYTES
+
+
+def test_a_large_read_with_steps_is_cut_so_that_it_needs_little_memory(
+    large: tuple[Path, np.ndarray[Any, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    location, array = large
+    monkeypatch.setattr("ckptcore.stored_arrays._BATCH_BYTES", 1 << 20)
+    with ckptcore.open(location, context=FAST) as opened:
+        np.testing.assert_array_equal(opened["w"][:, 3::700], array[:, 3::700])
+        np.testing.assert_array_equal(opened["w"][5:200:7, ::-3], array[5:200:7, ::-3])
+        np.testing.assert_array_equal(opened["w"][::40], array[::40])
+
+
+def test_results_are_the_callers_own(large: tuple[Path, np.ndarray[Any, Any]]) -> None:
+    location, array = large
+    for context in (FAST, TRUSTING):
+        with ckptcore.open(location, context=context) as opened:
+            first = opened["w"][3:5]
+            first[...] = -1
+            np.testing.assert_array_equal(opened["w"][3:5], array[3:5])
+            np.testing.assert_array_equal(opened["w"][4], array[4])
+
+
+def test_several_threads_read(large: tuple[Path, np.ndarray[Any, Any]]) -> None:
+    location, array = large
+    wrong: list[int] = []
+
+    with ckptcore.open(location, context=FAST) as opened:
+
+        def read(seed: int) -> None:
+            rng = np.random.default_rng(seed)
+            for start in rng.integers(0, 250, 60):
+                if not np.array_equal(opened["w"][start : start + 5], array[start : start + 5]):
+                    wrong.append(int(start))
+
+        threads = [threading.Thread(target=read, args=(seed,)) for seed in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert not wrong
+
+
+def test_a_damaged_block_is_noticed_and_no_other(tmp_path: Path) -> None:
+    array = np.arange(3 * BLOCK_BYTES // 4, dtype=np.int32)
+    ckptcore.save(tmp_path / "c", {"w": array}, context=FAST)
+    file = tmp_path / "c" / "model.safetensors"
+    data = bytearray(file.read_bytes())
+    data[BLOCK_BYTES + 5000] ^= 1
+    file.write_bytes(data)
+    with ckptcore.open(tmp_path / "c", context=FAST) as opened:
+        np.testing.assert_array_equal(opened["w"][:10], array[:10])
+        for index in (slice(300_000, 300_010), ..., slice(None, None, 100_000)):
+            with pytest.raises(ChecksumError, match=r"this is in w"):
+                opened["w"][index]
+    with ckptcore.open(tmp_path / "c", context=TRUSTING) as opened:
+        assert opened["w"][300_000] == array[300_000]
+
+
+def test_a_file_that_was_cut_off_is_noticed(tmp_path: Path) -> None:
+    ckptcore.save(tmp_path / "c", {"w": np.zeros(1 << 20, np.int32)}, context=FAST)
+    file = tmp_path / "c" / "model.safetensors"
+    file.write_bytes(file.read_bytes()[: BLOCK_BYTES + 100])
+    for context in (FAST, TRUSTING):
+        with ckptcore.open(tmp_path / "c", context=context) as opened:
+            assert opened["w"][0] == 0
+            for index in (slice(900_000, 900_010), ..., slice(None, None, 100_000)):
+                with pytest.raises(CorruptCheckpointError):
+                    opened["w"][index]
+            with pytest.raises(CorruptCheckpointError, match="too short"):
+                opened["w"].memory_map()
+
+
+def test_a_checkpoint_that_is_replaced_is_noticed(stored: Path, tmp_path: Path) -> None:
+    layout = ckptcore.metadata(stored).layout
+    first = np.arange(3_000_000, dtype=np.int32)
+    ckptcore.save(tmp_path / "c", {"w": first, "v": first}, layout=layout, context=FAST)
+    with ckptcore.open(tmp_path / "c", context=FAST) as opened:
+        np.testing.assert_array_equal(opened["w"][:8], first[:8])
+        ckptcore.save(tmp_path / "c", {"w": first + 1, "v": first + 1}, layout=layout, overwrite=True, context=FAST)
+        for name, index in (("v", slice(0, 8)), ("v", ...), ("w", slice(2_999_990, None)), ("w", slice(0, 8))):
+            try:
+                found = opened[name][index]
+            except CheckpointNotFoundError as error:
+                assert "was replaced or deleted after it was opened" in str(error)
+            else:  # what is held open is of the save that was opened
+                np.testing.assert_array_equal(found, first[index])
+        with pytest.raises(CheckpointNotFoundError, match="replaced or deleted"):
+            opened["w"][...]
+
+
+def test_a_checkpoint_that_is_deleted_is_noticed(tmp_path: Path) -> None:
+    ckptcore.save(tmp_path / "c", {"w": np.arange(8)}, context=FAST)
+    with ckptcore.open(tmp_path / "c", context=FAST) as opened:
+        ckptcore.delete(tmp_path / "c")
+        with pytest.raises(CheckpointNotFoundError, match="replaced or deleted"):
+            opened["w"][0]
+
+
+def test_a_closed_checkpoint_gives_nothing(stored: Path) -> None:
+    opened = ckptcore.open(stored, context=FAST)
+    array = opened["params/a"]
+    assert array[0:2].shape == (2, 5, 3)
+    opened.close()
+    opened.close()
+    for index in (slice(0, 2), slice(0, 0), 3, ...):
+        with pytest.raises(ValueError, match="is closed"):
+            array[index]
+    with pytest.raises(ValueError, match="is closed"):
+        opened["params/flags"]
+    with pytest.raises(ValueError, match="is closed"):
+        array.memory_map()
+    assert repr(opened) == "<OpenCheckpoint: closed>"
+
+
+class Counted:
+    """A plugin: ``bykey:///PATH`` is a local directory whose objects are found by their keys each time."""
+
+    @ckptcore.hookimpl
+    def ckpt_storages(self) -> Mapping[str, StorageOpener]:
+        return {"bykey": self.open}
+
+    def open(self, url: str, options: StorageOptions) -> StorageBackend:
+        return FaultyStorage(LocalStorage(url.removeprefix("bykey://"), options), FaultPlan())
+
+
+def test_a_storage_that_holds_nothing_open_gives_the_same(
+    large: tuple[Path, np.ndarray[Any, Any]], tmp_path: Path
+) -> None:
+    location, array = large
+    context = Context(durability="none", plugins=[Counted()])
+    with ckptcore.open(f"bykey://{location}", context=context) as opened:
+        np.testing.assert_array_equal(opened["w"][20:24], array[20:24])
+        np.testing.assert_array_equal(opened["w"][::100, 5], array[::100, 5])
+    ckptcore.save(tmp_path / "c", {"w": np.zeros(8)}, context=FAST)
+    with ckptcore.open(f"bykey://{tmp_path}/c", context=context) as opened:
+        ckptcore.save(tmp_path / "c", {"w": np.ones(8)}, overwrite=True, context=FAST)
+        with pytest.raises(CheckpointNotFoundError, match="replaced or deleted"):
+            opened["w"][0:4]
+
+
+def test_an_array_in_slices_is_one_array(tmp_path: Path) -> None:
+    array = np.arange(4000, dtype=np.float32).reshape(40, 100)
+
+    def save(coordinator: Coordinator) -> None:
+        box = Box((20 * coordinator.rank, 0), (20 * coordinator.rank + 20, 100))
+        sharded = ShardedArray(array.shape, array.dtype, [ArrayShard(box, array[box.slices])])
+        ckptcore.save(tmp_path / "c", {"w": sharded}, context=Context(durability="none", coordinator=coordinator))
+
+    ThreadJob(2).run(save)
+    with ckptcore.open(tmp_path / "c", context=FAST) as opened:
+        np.testing.assert_array_equal(opened["w"][15:25, ::7], array[15:25, ::7])
+        with pytest.raises(NotMappableError, match="compressed, or in pieces"):
+            opened["w"].memory_map()
+
+
+def test_an_array_is_mapped_where_it_is_stored_as_it_is(stored: Path) -> None:
+    expected = state()["params"]
+    with ckptcore.open(stored, context=FAST) as opened:
+        maps = {name: opened["params", name].memory_map() for name in expected}
+    for name, array in expected.items():
+        assert maps[name].dtype == array.dtype
+        np.testing.assert_array_equal(maps[name], array)
+        with pytest.raises(ValueError, match="WRITEABLE"):
+            maps[name].flags.writeable = True
+
+
+def test_a_map_outlives_its_checkpoint(tmp_path: Path) -> None:
+    ckptcore.save(tmp_path / "c", {"w": np.arange(5)}, context=FAST)
+    with ckptcore.open(tmp_path / "c", context=FAST) as opened:
+        mapped = opened["w"].memory_map()
+        ckptcore.save(tmp_path / "c", {"w": np.zeros(9)}, overwrite=True, context=FAST)
+        with pytest.raises(CheckpointNotFoundError, match="replaced or deleted"):
+            opened["w"].memory_map()
+    assert mapped.tolist() == [0, 1, 2, 3, 4]
+
+
+def test_a_compressed_array_is_not_mapped(tmp_path: Path) -> None:
+    ckptcore.save(tmp_path / "c", {"w": np.arange(5)}, layout=Zarr3Layout(compression="zstd"), context=FAST)
+    with ckptcore.open(tmp_path / "c", context=FAST) as opened:
+        assert opened["w"][1:3].tolist() == [1, 2]
+        with pytest.raises(NotMappableError, match="the layout zarr3 has it compressed"):
+            opened["w"].memory_map()
+
+
+def test_an_array_in_memory_is_not_mapped() -> None:
+    ckptcore.save("memory://maps/c", {"w": np.arange(4)})
+    with ckptcore.open("memory://maps/c") as opened:
+        assert opened["w"][1:3].tolist() == [1, 2]
+        with pytest.raises(NotMappableError, match="not on a local disk"):
+            opened["w"].memory_map()
+
+
+def test_a_box_is_loaded_alone(stored: Path) -> None:
+    array = state()["params"]["a"]
+    box = Box((1, 0, 2), (4, 5, 3))
+    np.testing.assert_array_equal(ckptcore.load_slice(stored, "params/a", box), array[box.slices])
+    for wrong in (
+        Box((0, 0), (1, 1)),
+        Box((0, 0, 0), (8, 1, 1)),
+        Box((2, 0, 0), (1, 1, 1)),
+        Box((-1, 0, 0), (1, 1, 1)),
+    ):
+        with pytest.raises(ckptcore.errors.TreeMismatchError, match="does not lie in it"):
+            ckptcore.load_slice(stored, ("params", "a"), wrong)
+    with pytest.raises(ckptcore.errors.TreeMismatchError, match="is no array"):
+        ckptcore.load_slice(stored, "step", Box((), ()))
+    with pytest.raises(ckptcore.errors.UnknownPathError, match="did you mean 'params'"):
+        ckptcore.load_slice(stored, "parms/a", box)
