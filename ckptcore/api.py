@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from ckptcore.open_checkpoints import OpenCheckpoint, StoredPath
     from ckptcore.step_copies import StepProgressCallback, StepsCopyReport
     from ckptcore.step_names import StepNames
+    from ckptcore.transforms import Transforms
     from ckptcore.verification import ProgressCallback, VerifyReport
 
 __all__ = [
@@ -267,6 +268,7 @@ def load(
     abstract: Any = None,
     *,
     context: Context | None = None,
+    transforms: Transforms = (),
     matching: Matching = EXACT,
     report: LoadReport | None = None,
 ) -> Any:
@@ -278,17 +280,22 @@ def load(
             a `jax.ShapeDtypeStruct`, a tensor on the meta device, an `AbstractArray`). `PLACEHOLDER` stands for parts not
             to be loaded. None: NumPy leaves in the structure that was saved.
         context: options.
+        transforms: what is changed of the stored tree before it is matched, in this order: see `ckptcore.transforms`. Where there
+            is no abstract tree, what they make is loaded.
         matching: which differences between the abstract tree and the stored one are allowed; by itself none is.
         report: is told what was done with each leaf, and how much was read, once the load is done.
 
     Raises:
         CheckpointNotFoundError, UncommittedCheckpointError: if there is nothing to load.
+        TransformError: if a transform does not fit what is stored, or matches nothing of it.
         TreeMismatchError: if the abstract tree and the stored one differ in what is not allowed; lists every difference.
         CorruptCheckpointError: if bytes are not what was written; names file, array and range.
     """
     context = context or default_context()
     with recorded_load(location, context) as recording:
-        return load_value(location, abstract, context, recording, LoadRequest(matching=matching, report=report))
+        return load_value(
+            location, abstract, context, recording, LoadRequest(transforms=transforms, matching=matching, report=report)
+        )
 
 
 def load_async(
@@ -296,6 +303,7 @@ def load_async(
     abstract: Any = None,
     *,
     context: Context | None = None,
+    transforms: Transforms = (),
     matching: Matching = EXACT,
     report: LoadReport | None = None,
 ) -> LoadHandle[Any]:
@@ -305,7 +313,9 @@ def load_async(
     """
     context = context or default_context()
     return context.saves.load(
-        functools.partial(load, location, abstract, context=context, matching=matching, report=report)
+        functools.partial(
+            load, location, abstract, context=context, transforms=transforms, matching=matching, report=report
+        )
     )
 
 
@@ -314,6 +324,7 @@ def load_into(
     target: Any,
     *,
     context: Context | None = None,
+    transforms: Transforms = (),
     matching: Matching = EXACT,
     report: LoadReport | None = None,
 ) -> Any:
@@ -325,17 +336,20 @@ def load_into(
         location: as for `load`.
         target: what is changed. Where a `PLACEHOLDER` stands in it, nothing is loaded.
         context: options.
+        transforms: as for `load`.
         matching: as for `load`; with ``missing="keep"`` the target keeps what is not stored.
         report: as for `load`.
 
     Raises:
-        TreeMismatchError, CheckpointNotFoundError: before anything is changed.
+        TransformError, TreeMismatchError, CheckpointNotFoundError: before anything is changed.
         ValueError: if placeholders are to come where something is missing: a target takes none.
         TargetUndefinedError: if it fails half-way; the target then holds a mix.
     """
     context = context or default_context()
     with recorded_load(location, context) as recording:
-        load_into_target(location, target, context, recording, LoadRequest(matching=matching, report=report))
+        load_into_target(
+            location, target, context, recording, LoadRequest(transforms=transforms, matching=matching, report=report)
+        )
     return target
 
 
@@ -376,14 +390,22 @@ def load_slice(location: LocationLike, path: StoredPath, box: Box, *, context: C
     return load_box(location, path, box, context or default_context())
 
 
-def metadata(location: LocationLike, *, context: Context | None = None) -> CheckpointMetadata:
+def metadata(
+    location: LocationLike, *, context: Context | None = None, transforms: Transforms = ()
+) -> CheckpointMetadata:
     """What a checkpoint says of itself; reads no array.
 
+    Args:
+        location: a path or URL.
+        context: options.
+        transforms: as for `load`: the tree that is told is the one that they make.
+
     Raises:
+        TransformError: as for `load`.
         CheckpointNotFoundError, UncommittedCheckpointError, CorruptCheckpointError
         CompositeCheckpointError: if it holds several checkpointables: use `checkpointables_metadata`.
     """
-    return describe_checkpoint(location, context or default_context())
+    return describe_checkpoint(location, context or default_context(), transforms)
 
 
 def checkpointables_metadata(location: LocationLike, *, context: Context | None = None) -> CheckpointablesMetadata:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 from ckptcore.derivations.batches import Batch, Fill, StoredRead
 from ckptcore.derivations.derivation import Derivation, Stored
 from ckptcore.errors import TransformError
+from ckptcore.locations import LocationAddress
 from ckptcore.model.arrays import ArraySpec, Box, HostArray
 from ckptcore.model.metadata import ArrayRecord, TreeMetadata
 from ckptcore.model.transfer import ReadPlan
@@ -17,7 +18,7 @@ from ckptcore.model.tree import format_path
 from ckptcore.opened import Opened
 from ckptcore.planning import plan_read
 
-__all__ = ["Derived", "derive"]
+__all__ = ["Derived", "Recipe", "derive"]
 
 _USUAL_BYTES: Final = 256 << 20
 """What is held beside the arrays that are made, where the options do not say."""
@@ -27,6 +28,37 @@ _LEAST_RUN_BYTES: Final = 16 << 20
 
 _MOST_AGAIN: Final = 1.02
 """How many times as much may be read for pieces as for all at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """What makes the arrays of an `Opened`, for another process that opens the checkpoints itself. It is pickled.
+
+    Attributes:
+        tree, derivations, most_bytes: as of a `Derived`.
+        beside: where the further checkpoints are.
+    """
+
+    tree: TreeMetadata
+    derivations: Mapping[int, Derivation]
+    most_bytes: int
+    beside: tuple[LocationAddress, ...]
+
+    def make(self, opened: Opened, open_beside: Callable[[LocationAddress], Opened]) -> Opened:
+        """The checkpoint, derived again."""
+        beside = [open_beside(address) for address in self.beside]
+        return derive(opened, self.tree, self.derivations, beside=beside, most_bytes=self.most_bytes)
+
+    @classmethod
+    def all_of(cls, opened: Opened) -> tuple[Recipe, ...]:
+        """Those that make a checkpoint of the one that is stored, one after the other."""
+        if not isinstance(found := opened.derived, Derived):
+            return ()
+        below, *beside = found.below
+        for other in beside:
+            assert other.derived is None  # further checkpoints are as they are stored
+        addresses = tuple([other.location.to_open for other in beside])
+        return (*cls.all_of(below), cls(found.tree, found.derivations, found.most_bytes, addresses))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ckptcore.context import Context
 from ckptcore.errors import (
@@ -16,7 +15,7 @@ from ckptcore.errors import (
     StorageError,
 )
 from ckptcore.events import Event
-from ckptcore.loading import abstract_tree
+from ckptcore.loading import abstract_tree, transformed
 from ckptcore.locations import Place
 from ckptcore.members import is_deleted, open_composite, open_member, present_members, while_composite_unchanged
 from ckptcore.model.metadata import TreeMetadata
@@ -26,6 +25,9 @@ from ckptcore.opened import Opened, OpenedComposite
 from ckptcore.opening import find_composite
 from ckptcore.timelines import timeline_from_json
 from ckptcore.tries import while_unchanged
+
+if TYPE_CHECKING:
+    from ckptcore.transforms import Transforms
 
 __all__ = [
     "CheckpointMetadata",
@@ -103,10 +105,13 @@ class CheckpointablesMetadata:
         )
 
 
-def describe_checkpoint(place: Place, context: Context) -> CheckpointMetadata:
+def describe_checkpoint(place: Place, context: Context, transforms: Transforms = ()) -> CheckpointMetadata:
     """See `ckptcore.metadata`."""
 
-    return while_unchanged(place, context, functools.partial(_describe_opened, context))
+    def describe(opened: Opened) -> CheckpointMetadata:
+        return _describe_opened(context, transformed(opened, transforms, context))
+
+    return while_unchanged(place, context, describe)
 
 
 def _describe_opened(context: Context, opened: Opened) -> CheckpointMetadata:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from ckptcore.context import Context
 from ckptcore.errors import CheckpointError
@@ -11,6 +12,9 @@ from ckptcore.model.arrays import Box
 from ckptcore.opened import Opened
 from ckptcore.protocols import Executor, WantedLeaf
 from ckptcore.stages import ReadBoxes, ReadsOf, WorkerOptions, read_report
+
+if TYPE_CHECKING:
+    from ckptcore.derived import Recipe
 
 __all__ = ["WantedAtWorkers", "fetch_leaves"]
 
@@ -46,11 +50,12 @@ def fetch_leaves(
     """
     save_id = None if opened.root is None else opened.root.save_id
     options = WorkerOptions.of(context)
+    recipes = () if opened.derived is None else _recipes(opened)
     stages = {}
     for worker in range(len(executor.workers)):
         reads = [ReadsOf(leaf.leaf, leaf.wanted.stored.spec, leaf.boxes[worker]) for leaf in leaves]
         if any(read.boxes for read in reads):
-            stages[worker] = ReadBoxes(opened.location.to_open, save_id, tuple(reads), options)
+            stages[worker] = ReadBoxes(opened.location.to_open, save_id, tuple(reads), options, recipes)
     fetched = executor.read(stages, [leaf.wanted for leaf in leaves])
     failed: list[CheckpointError] = []
     for worker, report in fetched.reports.items():
@@ -63,3 +68,9 @@ def fetch_leaves(
             failed[0].add_note(f"and then: {type(other).__name__}: {other}")
         raise failed[0]
     return fetched.leaves
+
+
+def _recipes(opened: Opened) -> tuple[Recipe, ...]:
+    from ckptcore.derived import Recipe  # is there by now
+
+    return Recipe.all_of(opened)

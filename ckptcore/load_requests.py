@@ -9,6 +9,7 @@ from ckptcore.matching_options import EXACT, Matching
 
 if TYPE_CHECKING:
     from ckptcore.load_reports import LoadReport
+    from ckptcore.transforms import Transforms
 
 __all__ = ["AS_IT_IS", "LoadRequest"]
 
@@ -18,10 +19,12 @@ class LoadRequest:
     """How a checkpoint is loaded. Behind the API it is handed from the call inwards as one thing.
 
     Attributes:
+        transforms: what is changed of the stored tree before it is matched.
         matching: which differences between what is asked for and what is stored are allowed.
         report: is told what the load did, when it is done; None: nobody asks.
     """
 
+    transforms: Transforms = ()
     matching: Matching = EXACT
     report: LoadReport | None = None
 

@@ -28,6 +28,7 @@ from ckptcore.tries import while_unchanged
 
 if TYPE_CHECKING:
     from ckptcore.load_accounts import LoadAccount
+    from ckptcore.transforms import Transforms
 
 __all__ = [
     "abstract_leaves",
@@ -39,6 +40,7 @@ __all__ = [
     "load_nothing",
     "load_value",
     "recorded_load",
+    "transformed",
 ]
 
 T = TypeVar("T")
@@ -63,13 +65,16 @@ def load_value(
     account = _account(request)
 
     def plan(opened: Opened) -> Planned[object]:
-        tree = opened.tree
         if _is_files(opened):
-            if abstract is not None:
+            if abstract is not None or request.transforms:
                 raise _files_instead(opened)
             with recording.phase("read"):
                 files = {key: b"".join(file_pieces(opened, record)) for key, record in opened.objects.items()}
             return Planned(Reading(opened, (), []), lambda leaves: files)
+        if request.transforms:
+            with recording.phase("open"):
+                opened = transformed(opened, request.transforms, context)
+        tree = opened.tree
         if abstract is None:
             array, value = abstract_leaves(context.registry)
             handlers = [array if isinstance(record, ArrayRecord) else value for record in tree.leaves]
@@ -77,7 +82,7 @@ def load_value(
             reading = plan_reading(opened, numbers, handlers, [None] * len(handlers), context.workers())
             if account is not None:
                 account.planned(opened, Matched(numbers, handlers))
-            return Planned(reading, functools.partial(rebuild, tree.skeleton))
+            return Planned(reading, _checking(opened, functools.partial(rebuild, tree.skeleton)))
         with recording.phase("open"):
             flat = flatten(
                 abstract, context.registry, placeholders=True, stored_at=_stored_at(opened, context.registry)
@@ -86,12 +91,39 @@ def load_value(
         reading = plan_reading(opened, matched.numbers, matched.handlers, flat.leaves, context.workers())
         if account is not None:
             account.planned(opened, matched, flat)
-        return Planned(reading, functools.partial(unflatten, flat.shape))
+        return Planned(reading, _checking(opened, functools.partial(unflatten, flat.shape)))
 
     value = _load(location, context, recording, plan)
     if account is not None:
         account.done()
     return value
+
+
+def transformed(opened: Opened, transforms: Transforms, context: Context) -> Opened:
+    """A checkpoint as transforms make it; itself where there are none. Reads no array.
+
+    Raises:
+        TransformError: if they do not fit what is stored.
+    """
+    if not transforms:
+        return opened
+    from ckptcore.transforms import apply_transforms  # only who transforms waits for it
+
+    return apply_transforms(opened, transforms, context)
+
+
+def _checking(opened: Opened, finish: Callable[[list[object]], T]) -> Callable[[list[object]], T]:
+    """What finishes a load, after a look whether every checkpoint that was read is still the one that was opened."""
+    if opened.derived is None:
+        return finish
+
+    def check_and_finish(leaves: list[object]) -> T:
+        from ckptcore.transforms import check_beside  # is there by now
+
+        check_beside(opened)
+        return finish(leaves)
+
+    return check_and_finish
 
 
 def _account(request: LoadRequest) -> LoadAccount | None:
@@ -243,6 +275,7 @@ def load_into_target(
         if _is_files(opened):
             raise _files_instead(opened)
         with recording.phase("open"):
+            opened = transformed(opened, request.transforms, context)
             flat = flatten(target, context.registry, placeholders=True, stored_at=_stored_at(opened, context.registry))
             matched = _match_target(opened, flat, context, request)
         if account is not None:
@@ -254,7 +287,7 @@ def load_into_target(
                 restore(flat.shape, leaves, filled, list(flat.paths()))
 
         reading = plan_reading(opened, matched.numbers, matched.handlers, flat.leaves, context.workers(), filled=filled)
-        return Planned(reading, finish, begin)
+        return Planned(reading, _checking(opened, finish), begin)
 
     try:
         _load(location, context, recording, plan)

@@ -100,8 +100,15 @@ class _Attempt(Generic[T]):
                 raise Replaced
             with naming_arrays(opened):
                 found.append(plan(opened))
-            told.append(_told(_request_of(found[0].reading)))
-            options = [str(self._context.reads), self._context.memory.load_bytes, self._context.memory.exchange_bytes]
+            reading = found[0].reading
+            told.append(_told(_request_of(reading)))
+            made = None if reading.opened.derived is None else reading.opened.derived.told
+            options = [
+                made,
+                str(self._context.reads),
+                self._context.memory.load_bytes,
+                self._context.memory.exchange_bytes,
+            ]
             return [_digest(told[0]), self._mark(opened), options, socket.gethostname()]
 
         joint = take_step(self._agreement, f"plan-{self._number}", work, stands=self._tries.stands)
@@ -111,7 +118,7 @@ class _Attempt(Generic[T]):
         if decided["differ"]:
             raise ValueError(
                 f"the ranks load {self._location} with different options, or open different checkpoints there: "
-                f"{decided['differ']}; give all the same Context(reads=, memory=), and a location that is the same for all"
+                f"{decided['differ']}; give all the same Context(reads=, memory=) and transforms, and a location that is the same for all"
             )
         if decided["again"]:
             return None

@@ -6,7 +6,7 @@ import functools
 import pickle
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from ckptcore.commit import claimed_store
 from ckptcore.conditions import WithoutConditions
@@ -19,12 +19,16 @@ from ckptcore.model.arrays import ArraySpec, Box, HostArray
 from ckptcore.model.metadata import ArrayRecord
 from ckptcore.model.transfer import Receipt, WritePlan
 from ckptcore.model.tree import JSON, format_path
+from ckptcore.opened import Opened
 from ckptcore.opening import open_resolved
 from ckptcore.planning import plan_read
 from ckptcore.protocols import Layout
 from ckptcore.root import Claimed
 from ckptcore.snapshots import HeldSnapshot
 from ckptcore.visibility import expect_claim
+
+if TYPE_CHECKING:
+    from ckptcore.derived import Recipe
 
 __all__ = ["ReadBoxes", "ReadsOf", "WorkerOptions", "WorkerPart", "WriteParts", "read_report"]
 
@@ -155,12 +159,14 @@ class ReadBoxes:
         save_id: the save that the controller found there; None where other software wrote it.
         reads: what to read, by leaf that is wanted.
         options: of the controller.
+        recipes: what makes the arrays that are read of those that are stored, one after the other.
     """
 
     address: LocationAddress
     save_id: str | None
     reads: tuple[ReadsOf, ...]
     options: WorkerOptions
+    recipes: tuple[Recipe, ...] = ()
 
     def __call__(self) -> tuple[bytes, Sequence[Sequence[HostArray]]]:
         """See `ckptcore.protocols.ReadStage`."""
@@ -170,10 +176,10 @@ class ReadBoxes:
             return _failed(error), ()
 
     def _read(self) -> Sequence[Sequence[HostArray]]:
-        context = self.options.context
-        location = open_address(self.address, context.registry, durable=False, config=context.storage)
-        opened = open_resolved(location, context)
+        opened = self._open(self.address)
         found = None if opened.root is None else opened.root.save_id
+        for recipe in self.recipes if found == self.save_id else ():
+            opened = recipe.make(opened, self._open)
         for read in self.reads if found == self.save_id else ():
             record = opened.tree.leaves[read.leaf] if read.leaf < len(opened.tree.leaves) else None
             if not isinstance(record, ArrayRecord) or record.spec != read.spec:
@@ -187,13 +193,18 @@ class ReadBoxes:
         buffers = [array for of_leaf in arrays for array in of_leaf]
         owners = [read.leaf for read in self.reads for _ in read.boxes]
         plan = plan_read(opened.tree, opened.state, [(read.leaf, read.boxes) for read in self.reads])
-        filled = set(opened.layout.read(plan, buffers, opened.store))
+        filled = set(opened.read(plan, buffers))
         missing = next((leaf for number, leaf in enumerate(owners) if number not in filled), None)
         if missing is not None:
             raise CorruptCheckpointError(
                 f"the layout {opened.layout.name} did not read {format_path(opened.tree.paths[missing])} whole"
             )
         return arrays
+
+    def _open(self, address: LocationAddress) -> Opened:
+        context = self.options.context
+        location = open_address(address, context.registry, durable=False, config=context.storage)
+        return open_resolved(location, context)
 
 
 def _done(result: object) -> bytes:

@@ -21,6 +21,7 @@ __all__ = [
     "cast",
     "computed",
     "constant",
+    "is_real",
     "merge_low_rank",
     "weighted_sum",
 ]
@@ -317,9 +318,13 @@ def _is_whole(dtype: np.dtype[Any]) -> bool:
     return dtype.name.startswith(("int", "uint", "bool"))
 
 
+def is_real(spec: ArraySpec) -> bool:
+    """Whether an array is of real numbers."""
+    return not (spec.numpy_dtype.kind in "bSUmM" or _is_complex(spec.numpy_dtype))
+
+
 def _expect_real(spec: ArraySpec) -> None:
-    dtype = spec.numpy_dtype
-    if dtype.kind in "bSUmM" or _is_complex(dtype):
+    if not is_real(spec):
         raise ValueError(f"{spec} is no array of real numbers")
 
 

@@ -1,0 +1,47 @@
+"""Transforms: what a load changes of a stored tree, before it is matched with what is asked for.
+
+``load(location, abstract, transforms=[Rename(...), Stack(...)])`` applies them in order. They read nothing: what makes an array reads
+as little as the part of it takes that is asked for. What matches nothing, or does not fit, is an error.
+
+- `Rename`, `RenameTable`, `Drop`, `Default`: paths
+- `Cast`, `Transpose`, `Reshape`, `Slice`, `Pad`, `Apply`: single arrays
+- `Stack`, `Unstack`, `Split`, `Fuse`: several arrays to one, one to several
+- `MergeLora`, `Average`: arrays of several checkpoints
+- `IfPresent`: a transform that may have nothing to do
+- `describe`: what they do, in words; `inverse`: those that take the result back
+"""
+
+from ckptcore.transforms.applying import Transforms, apply_transforms, check_beside, describe, inverse
+from ckptcore.transforms.elements import Apply, Cast, Pad, Reshape, Slice, Transpose
+from ckptcore.transforms.merges import Average, MergeLora
+from ckptcore.transforms.moves import Default, Drop, Rename, RenameTable
+from ckptcore.transforms.patterns import Pattern
+from ckptcore.transforms.several import Fuse, Split, Stack, Unstack
+from ckptcore.transforms.transform import IfPresent, Transform
+
+__all__ = [
+    "Apply",
+    "Average",
+    "Cast",
+    "Default",
+    "Drop",
+    "Fuse",
+    "IfPresent",
+    "MergeLora",
+    "Pad",
+    "Pattern",
+    "Rename",
+    "RenameTable",
+    "Reshape",
+    "Slice",
+    "Split",
+    "Stack",
+    "Transform",
+    "Transforms",
+    "Transpose",
+    "Unstack",
+    "apply_transforms",
+    "check_beside",
+    "describe",
+    "inverse",
+]

@@ -1,0 +1,89 @@
+"""Applying: an open checkpoint as transforms make it, and the way back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeAlias
+
+from ckptcore.context import Context
+from ckptcore.derived import derive
+from ckptcore.errors import CheckpointError, CorruptCheckpointError, TransformError, UnsupportedLeafError
+from ckptcore.locations import LocationLike
+from ckptcore.occupants import root_bytes
+from ckptcore.opened import Opened
+from ckptcore.opening import open_checkpoint
+from ckptcore.transforms.drafts import Draft
+from ckptcore.transforms.transform import Transform
+
+__all__ = ["Transforms", "apply_transforms", "check_beside", "describe", "inverse"]
+
+Transforms: TypeAlias = Sequence[Transform]
+"""What a load is to change, in this order."""
+
+
+def apply_transforms(opened: Opened, transforms: Transforms, context: Context) -> Opened:
+    """A checkpoint as transforms make it; reads no array.
+
+    Args:
+        opened: what is stored.
+        transforms: in the order in which they are applied.
+        context: its bound on the memory of loads is also that of what is held beside the arrays that are made.
+
+    Raises:
+        TransformError: names the transform that does not fit what is stored.
+        What opening further checkpoints does.
+    """
+    if not transforms:
+        return opened
+
+    def open_beside(location: LocationLike) -> Opened:
+        return open_checkpoint(location, context)
+
+    draft = Draft(opened, context.registry, open_beside)
+    for number, transform in enumerate(transforms):
+        try:
+            transform.apply(draft)
+        except Exception as error:
+            if isinstance(error, CheckpointError) and not isinstance(error, TransformError | UnsupportedLeafError):
+                raise  # about a further checkpoint, for which no transform is to blame
+            raise TransformError(
+                f"{opened.location.display}, transform {number + 1} of {len(transforms)} ({transform.describe()}): {error}. "
+                "Transforms are applied in order, each to what the ones before it made; IfPresent lets one match nothing"
+            ) from error
+    tree, derivations = draft.finish()
+    return derive(
+        opened, tree, derivations, beside=draft.beside, most_bytes=context.memory.load_bytes, told=describe(transforms)
+    )
+
+
+def check_beside(opened: Opened) -> None:
+    """Make sure that further checkpoints that arrays were made of are still those that were opened.
+
+    Raises:
+        CorruptCheckpointError: if one was replaced, so that what was read may be of two.
+    """
+    if opened.derived is None:
+        return
+    first, *beside = opened.derived.below
+    check_beside(first)
+    for other in beside:
+        now = root_bytes(other.location.store)
+        if other.root is not None and (now is None or other.root.save_id.encode() not in now):
+            raise CorruptCheckpointError(
+                f"{other.location.display} was replaced while arrays of it were put together with those of {first.location.display}; "
+                "load again"
+            )
+
+
+def describe(transforms: Transforms) -> str:
+    """What transforms do, a line for each, before anything runs."""
+    return "\n".join([f"{number}. {transform.describe()}" for number, transform in enumerate(transforms, 1)])
+
+
+def inverse(transforms: Transforms) -> list[Transform]:
+    """The transforms that take a tree back which transforms made.
+
+    Raises:
+        TransformError: names one that nothing takes back.
+    """
+    return [transform.inverse() for transform in reversed(transforms)]

@@ -1,0 +1,328 @@
+"""Draft: a stored tree while transforms change it."""
+
+from __future__ import annotations
+
+import copy
+import difflib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final, TypeAlias
+
+from ckptcore.derivations import Derivation, Stored
+from ckptcore.errors import TransformError
+from ckptcore.locations import LocationLike
+from ckptcore.model.metadata import PLAIN_ARRAY, ArrayRecord, LeafRecord, TreeMetadata, ValueRecord
+from ckptcore.model.tree import LEAF, Key, Node, NodeKind, Skeleton, TreePath, format_path
+from ckptcore.opened import Opened
+from ckptcore.plugins import Plugins
+from ckptcore.transforms.patterns import Fields, Template, path_text
+
+__all__ = ["Draft", "DraftArray", "DraftValue", "Leaf", "NothingMatches"]
+
+_COMPUTED_KINDS: Final = (PLAIN_ARRAY, "numpy.scalar")
+"""Arrays of other kinds mean more than their elements, and are only moved."""
+
+
+@dataclass(frozen=True, slots=True)
+class DraftArray:
+    """An array.
+
+    Attributes:
+        derivation: how it is made.
+        record: what is said of it; of the same spec.
+        held_by: see `TreeMetadata.held_by`; None where every process held it.
+    """
+
+    derivation: Derivation
+    record: ArrayRecord
+    held_by: tuple[int, ...] | None = None
+
+    @classmethod
+    def of(cls, derivation: Derivation) -> DraftArray:
+        """One that was computed."""
+        return cls(derivation, ArrayRecord(derivation.spec))
+
+
+@dataclass(frozen=True, slots=True)
+class DraftValue:
+    """A leaf that lives in the root.
+
+    Attributes:
+        record: the value.
+        held_by: as of a `DraftArray`.
+    """
+
+    record: ValueRecord
+    held_by: tuple[int, ...] | None = None
+
+
+Leaf: TypeAlias = DraftArray | DraftValue
+
+
+class NothingMatches(TransformError):  # told apart here only
+    """A pattern matches no leaf."""
+
+
+class Draft:
+    """A tree whose leaves and arrays transforms change. One thread."""
+
+    def __init__(self, opened: Opened, registry: Plugins, open_beside: Callable[[LocationLike], Opened]) -> None:
+        """Begin with what is stored.
+
+        Args:
+            opened: the checkpoint.
+            registry: who handles values.
+            open_beside: opens a further checkpoint, by its location.
+        """
+        self.registry = registry
+        self._open_beside = open_beside
+        self.beside: list[Opened] = []
+        """The further checkpoints that arrays are made of."""
+        self._containers: dict[TreePath, tuple[NodeKind, str | None]] = {}
+        self._empty: dict[TreePath, None] = {}
+        self.leaves: dict[TreePath, Leaf] = {}
+        """By path; in no order that means anything but which came first."""
+        self._note_containers(opened.tree.skeleton, ())
+        for number, path in enumerate(opened.tree.paths):
+            self.leaves[path] = self._stored(opened.tree, number, 0)
+
+    def _note_containers(self, node: Skeleton, path: TreePath) -> None:
+        if not isinstance(node, Node):
+            return
+        self._containers[path] = (node.kind, node.type)
+        if not node.children:
+            self._empty[path] = None
+        for key, child in zip(node.keys, node.children, strict=True):
+            self._note_containers(child, (*path, key))
+
+    def _stored(self, tree: TreeMetadata, number: int, checkpoint: int) -> Leaf:
+        record, held_by = tree.leaves[number], tree.held_by.get(number)
+        if isinstance(record, ValueRecord):
+            return DraftValue(record, held_by)
+        return DraftArray(Stored(record.spec, tree.aliases.get(number, number), checkpoint), record, held_by)
+
+    def open_beside(self, location: LocationLike) -> Mapping[TreePath, Leaf]:
+        """The leaves of a further checkpoint, by path.
+
+        Raises:
+            What opening it does.
+        """
+        self.beside.append(self._open_beside(location))
+        tree = self.beside[-1].tree
+        return {path: self._stored(tree, number, len(self.beside)) for number, path in enumerate(tree.paths)}
+
+    def with_leaves(self, leaves: Mapping[TreePath, Leaf]) -> Draft:
+        """A draft of other leaves, to find arrays in that this one is put together with."""
+        other = copy.copy(self)
+        other.leaves = dict(leaves)
+        return other
+
+    def find(self, template: Template) -> dict[TreePath, Fields]:
+        """The leaves that a pattern matches, with its fields.
+
+        Raises:
+            TransformError: if there are none; names the nearest.
+        """
+        found = self.present(template)
+        if not found:
+            raise NothingMatches(f"{template} matches nothing; {_nearest(template, self.leaves)}")
+        return found
+
+    def present(self, template: Template) -> dict[TreePath, Fields]:
+        """The leaves that a pattern matches, with its fields; there may be none."""
+        return {path: fields for path in self.leaves if (fields := template.match(path)) is not None}
+
+    def find_each(self, templates: Sequence[Template]) -> list[dict[TreePath, Fields]]:
+        """By pattern, the leaves that it matches, with its fields.
+
+        Raises:
+            TransformError: if one of them has none. Where no pattern has any, nothing is there for the transform.
+        """
+        found = [self.present(template) for template in templates]
+        for template, of_template in zip(templates, found, strict=True):
+            if not of_template:
+                kind = TransformError if any(found) else NothingMatches
+                raise kind(f"{template} matches nothing; {_nearest(template, self.leaves)}")
+        return found
+
+    def arrays(self, template: Template) -> Iterator[tuple[TreePath, Fields, Derivation]]:
+        """The arrays that a pattern matches, with its fields, to be computed with.
+
+        Raises:
+            TransformError: if there are none, or something else matches.
+        """
+        for path, fields in self.find(template).items():
+            yield path, fields, self.array(path)
+
+    def array(self, path: TreePath) -> Derivation:
+        """An array, to be computed with.
+
+        Raises:
+            TransformError: if it is none, or one that means more than its elements.
+        """
+        leaf = self.leaves[path]
+        if isinstance(leaf, DraftValue) or leaf.record.kind not in _COMPUTED_KINDS:
+            raise TransformError(
+                f"{format_path(path)} is no array of numbers but a {leaf.record.kind}, which can only be moved or dropped"
+            )
+        return leaf.derivation
+
+    def remove(self, template: Template) -> None:
+        """Drop what a pattern matches, also containers without leaves.
+
+        Raises:
+            TransformError: if there is nothing.
+        """
+        empty = [path for path in self._empty if template.match(path) is not None]
+        for path in empty:
+            del self._empty[path]
+        for path in self.present(template) if empty else self.find(template):
+            del self.leaves[path]
+
+    def move(self, template: Template, to: Callable[[TreePath, Fields], TreePath]) -> None:
+        """Give what a pattern matches other paths, also containers without leaves.
+
+        Raises:
+            TransformError: if there is nothing, or two leaves would have one path.
+        """
+        empty = {path: to(path, fields) for path in self._empty if (fields := template.match(path)) is not None}
+        matched = self.present(template) if empty else self.find(template)
+        moved = {path: to(path, fields) for path, fields in matched.items()}
+        self._empty = {empty.get(path, path): None for path in self._empty}
+        for path, new in (*moved.items(), *empty.items()):
+            self._move_containers(path, new)
+        self.replace({path: {new: self.leaves[path]} for path, new in moved.items()})
+
+    def _move_containers(self, path: TreePath, new: TreePath) -> None:
+        """Let containers be what they were, as far as the ends of two paths are equal."""
+        for length in range(len(path) + 1):
+            if length and (length > len(new) or path[-length] != new[-length]):
+                return
+            kind = self._containers.get(path[: len(path) - length])
+            if kind is not None:
+                self._containers.setdefault(new[: len(new) - length], kind)
+
+    def replace(self, made: Mapping[TreePath, Mapping[TreePath, Leaf]]) -> None:
+        """Put leaves in the places of others.
+
+        Args:
+            made: by path what is there instead; where that is nothing, it is taken away.
+
+        Raises:
+            TransformError: if two leaves would have one path.
+        """
+        leaves: dict[TreePath, Leaf] = {}
+        known = self._known_keys()
+        for path, leaf in self.leaves.items():
+            for new, put in made.get(path, {path: leaf}).items():
+                own = new if path not in made else _with_known_keys(new, known)
+                if own in leaves:
+                    raise TransformError(
+                        f"two leaves would be at {format_path(own)}; drop or rename one of them before"
+                    )
+                leaves[own] = put
+        self.leaves = leaves
+
+    def _known_keys(self) -> Mapping[TreePath, Mapping[str, Key]]:
+        """By container the keys in it that are no text, by their text."""
+        known: dict[TreePath, dict[str, Key]] = {}
+        for path in self.leaves:
+            for depth, key in enumerate(path):
+                if not isinstance(key, str):
+                    known.setdefault(path[:depth], {})[str(key)] = key
+        return known
+
+    def add(self, path: TreePath, leaf: Leaf) -> bool:
+        """Add a leaf; False where one is at this path, by its text."""
+        text = path_text(path)
+        if any(path_text(own) == text for own in self.leaves):
+            return False
+        self.leaves[_with_known_keys(path, self._known_keys())] = leaf
+        return True
+
+    def finish(self) -> tuple[TreeMetadata, Mapping[int, Derivation]]:
+        """The tree, and how its arrays are made.
+
+        Raises:
+            TransformError: if a leaf would have others below it.
+        """
+        order: list[TreePath] = []
+        skeleton = self._skeleton(order)
+        leaves = [self.leaves[path] for path in order]
+        records: list[LeafRecord] = [leaf.record for leaf in leaves]
+        derivations: dict[int, Derivation] = {}
+        aliases: dict[int, int] = {}
+        first: dict[Derivation, int] = {}
+        for number, leaf in enumerate(leaves):
+            if isinstance(leaf, DraftArray):
+                original = first.setdefault(leaf.derivation, number)
+                if original == number:
+                    derivations[number] = leaf.derivation
+                else:
+                    aliases[number] = original  # what was tied is tied
+        held_by = {number: leaf.held_by for number, leaf in enumerate(leaves) if leaf.held_by is not None}
+        return TreeMetadata(skeleton, tuple(records), aliases, held_by), derivations
+
+    def _skeleton(self, order: list[TreePath]) -> Skeleton:
+        """The containers; appends the paths of the leaves in their order."""
+        if list(self.leaves) == [()]:
+            order.append(())
+            return LEAF
+        root = _Branch({})
+        for path in (*self.leaves, *self._empty):
+            branch = root
+            inner = path if path in self._empty and path not in self.leaves else path[:-1]
+            for depth, key in enumerate(inner):
+                below = branch.children.setdefault(key, _Branch({}))
+                if below is None:
+                    raise _leaf_above(path[: depth + 1], path)
+                branch = below
+            if inner is not path and branch.children.setdefault(path[-1], None) is not None:
+                raise _leaf_above(path, path)
+        return self._node(root, (), order)
+
+    def _node(self, branch: _Branch, path: TreePath, order: list[TreePath]) -> Node:
+        kind, note = self._containers.get(path, (None, None))
+        keys = list(branch.children)
+        numbers = {key for key in keys if type(key) is int}
+        is_sequence = len(numbers) == len(keys) and numbers == set(range(len(keys)))
+        if kind in ("list", "tuple") or (kind is None and keys):
+            now: NodeKind = (kind or "list") if is_sequence else "dict"
+            kind, note = now, note if now == kind else None
+        if kind in ("list", "tuple"):
+            keys = list(range(len(keys)))
+        children: list[Skeleton] = []
+        for key in keys:
+            below = branch.children[key]
+            if below is None:
+                order.append((*path, key))
+            children.append(LEAF if below is None else self._node(below, (*path, key), order))
+        return Node(kind or "dict", tuple(keys), tuple(children), note)
+
+
+@dataclass(frozen=True, slots=True)
+class _Branch:
+    """A container: what is below it by key, None for a leaf."""
+
+    children: dict[Key, _Branch | None]
+
+
+def _with_known_keys(path: TreePath, known: Mapping[TreePath, Mapping[str, Key]]) -> TreePath:
+    """A path with the keys that are in its containers, where its own have the same text."""
+    keys: list[Key] = []
+    for key in path:
+        keys.append(known.get(tuple(keys), {}).get(key, key) if isinstance(key, str) else key)
+    return tuple(keys)
+
+
+def _leaf_above(above: TreePath, path: TreePath) -> TransformError:
+    return TransformError(
+        f"{format_path(above)} would be a leaf and have {format_path(path)} in it; rename one of them"
+    )
+
+
+def _nearest(template: Template, paths: Mapping[TreePath, Leaf]) -> str:
+    """What there is that is most like a pattern."""
+    texts = [path_text(path) for path in list(paths)[:2000]]
+    near = difflib.get_close_matches(str(template.pattern), texts, 3, 0.3) or texts[:3]
+    return f"there are {len(paths)} leaves, such as {', '.join(map(repr, near))}" if near else "there are no leaves"

@@ -1,0 +1,271 @@
+"""Transforms of single arrays: other dtypes, axes, extents, or any function of their elements."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ckptcore.derivations import Derivation, cast, computed, cut, pad, permute, reshape
+from ckptcore.errors import TransformError
+from ckptcore.model.arrays import AbstractArray, ArraySpec, Box, name_of_dtype
+from ckptcore.model.tree import format_path
+from ckptcore.transforms.drafts import Draft, DraftArray
+from ckptcore.transforms.patterns import Pattern, Template
+from ckptcore.transforms.transform import Transform, not_invertible
+
+__all__ = ["Apply", "Cast", "Pad", "Reshape", "Slice", "Transpose", "axis_of", "band"]
+
+
+def _change(draft: Draft, pattern: Pattern, change: Callable[[Derivation], Derivation]) -> None:
+    """Put what is made of each array that matches in its place."""
+    made = {}
+    for path, _, array in draft.arrays(Template(pattern)):
+        try:
+            now = change(array)
+        except ValueError as error:
+            raise TransformError(f"{format_path(path)}: {error}") from error
+        leaf = draft.leaves[path]
+        made[path] = {path: leaf if now is array else DraftArray.of(now)}
+    draft.replace(made)
+
+
+@dataclass(frozen=True, slots=True)
+class Cast:
+    """Arrays in another dtype, rounded as NumPy does: what the dtype has no place for wraps or becomes infinite.
+
+    Attributes:
+        pattern: of which arrays.
+        dtype: the name of the dtype.
+        stored: the dtype that they are to be stored in; others are refused. With it the cast can be taken back.
+    """
+
+    pattern: Pattern
+    dtype: str
+    stored: str | None = None
+
+    def apply(self, draft: Draft) -> None:
+        """See `Transform`."""
+        _change(draft, self.pattern, self._cast)
+
+    def _cast(self, array: Derivation) -> Derivation:
+        if self.stored is not None and array.spec.dtype != self.stored:
+            raise ValueError(f"{self.stored} was expected to be stored, found {array.spec.dtype}")
+        return cast(array, self.dtype)
+
+    def describe(self) -> str:
+        """See `Transform`."""
+        return f"cast {Template(self.pattern)} to {self.dtype}"
+
+    def inverse(self) -> Transform:
+        """See `Transform`: of values that both dtypes have."""
+        if self.stored is None:
+            raise not_invertible(self, "for nothing tells the dtype that was stored; give it as Cast(..., stored=)")
+        return Cast(self.pattern, self.stored, self.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class Transpose:
+    """Arrays with their axes in another order.
+
+    Attributes:
+        pattern: of which arrays.
+        axes: by axis of the result, the one that it was; None: the last two change places.
+    """
+
+    pattern: Pattern
+    axes: Sequence[int] | None = None
+
+    def apply(self, draft: Draft) -> None:
+        """See `Transform`."""
+        _change(draft, self.pattern, self._permute)
+
+    def _permute(self, array: Derivation) -> Derivation:
+        count = len(array.spec.shape)
+        if self.axes is None and count < 2:
+            raise ValueError(f"{array.spec} has no two axes to change places")
+        axes = [*range(count - 2), count - 1, count - 2] if self.axes is None else self.axes
+        return permute(array, axes)
+
+    def describe(self) -> str:
+        """See `Transform`."""
+        how = "the last two axes" if self.axes is None else f"axes to {list(self.axes)}"
+        return f"transpose {how} of {Template(self.pattern)}"
+
+    def inverse(self) -> Transform:
+        """See `Transform`."""
+        if self.axes is None:
+            return self
+        return Transpose(self.pattern, tuple(sorted(range(len(self.axes)), key=list(self.axes).__getitem__)))
+
+
+@dataclass(frozen=True, slots=True)
+class Reshape:
+    """Arrays with other axes; their elements stay in C order.
+
+    Attributes:
+        pattern: of which arrays.
+        shape: extents; one may be -1, for what is left.
+        stored: the shape that they are to have before, likewise; with it this can be taken back.
+    """
+
+    pattern: Pattern
+    shape: Sequence[int]
+    stored: Sequence[int] | None = None
+
+    def apply(self, draft: Draft) -> None:
+        """See `Transform`."""
+        _change(draft, self.pattern, self._reshape)
+
+    def _reshape(self, array: Derivation) -> Derivation:
+        if self.stored is not None and reshape(array, self.stored).spec.shape != array.spec.shape:
+            raise ValueError(f"{list(self.stored)} was expected as its shape, found {list(array.spec.shape)}")
+        return reshape(array, self.shape)
+
+    def describe(self) -> str:
+        """See `Transform`."""
+        return f"reshape {Template(self.pattern)} to {list(self.shape)}"
+
+    def inverse(self) -> Transform:
+        """See `Transform`."""
+        if self.stored is None:
+            raise not_invertible(self, "for nothing tells the shape that was stored; give it as Reshape(..., stored=)")
+        return Reshape(self.pattern, self.stored, self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """Arrays from one index to another along an axis; what is left out is not read.
+
+    Attributes:
+        pattern: of which arrays.
+        start, stop: the first index, and the one behind the last; both are in the arrays.
+        axis: along which; of those that count from the end, -1 is the last.
+    """
+
+    pattern: Pattern
+    start: int
+    stop: int
+    axis: int = 0
+
+    def apply(self, draft: Draft) -> None:
+        """See `Transform`."""
+        _change(draft, self.pattern, self._cut)
+
+    def _cut(self, array: Derivation) -> Derivation:
+        shape = array.spec.shape
+        axis = axis_of(array.spec, self.axis)
+        if not 0 <= self.start <= self.stop <= shape[axis]:
+            raise ValueError(f"{array.spec} has no {self.start}:{self.stop} along axis {axis}")
+        return cut(array, band(shape, axis, self.start, self.stop))
+
+    def describe(self) -> str:
+        """See `Transform`."""
+        return f"take {self.start}:{self.stop} along axis {self.axis} of {Template(self.pattern)}"
+
+    def inverse(self) -> Transform:
+        """See `Transform`."""
+        raise not_invertible(self, "for what is left out is not there")
+
+
+@dataclass(frozen=True, slots=True)
+class Pad:
+    """Arrays with a value behind their ends, as a vocabulary grows.
+
+    Attributes:
+        pattern: of which arrays.
+        size: the extent that they get along the axis; no less than they have.
+        axis: along which; of those that count from the end, -1 is the last.
+        value: of the new elements.
+        stored: the extent that they are to have before; with it this can be taken back.
+    """
+
+    pattern: Pattern
+    size: int
+    axis: int = 0
+    value: float = 0
+    stored: int | None = None
+
+    def apply(self, draft: Draft) -> None:
+        """See `Transform`."""
+        _change(draft, self.pattern, self._pad)
+
+    def _pad(self, array: Derivation) -> Derivation:
+        shape = array.spec.shape
+        axis = axis_of(array.spec, self.axis)
+        if self.size < shape[axis] or self.stored not in (None, shape[axis]):
+            expected = f"at most {self.size}" if self.stored is None else f"{self.stored}"
+            raise ValueError(f"{expected} was expected along axis {axis}, found {array.spec}")
+        after = [0] * len(shape)
+        after[axis] = self.size - shape[axis]
+        return pad(array, [0] * len(shape), after, self.value)
+
+    def describe(self) -> str:
+        """See `Transform`."""
+        return f"pad {Template(self.pattern)} with {self.value} to {self.size} along axis {self.axis}"
+
+    def inverse(self) -> Transform:
+        """See `Transform`."""
+        if self.stored is None:
+            raise not_invertible(self, "for nothing tells the extent that was stored; give it as Pad(..., stored=)")
+        return Slice(self.pattern, 0, self.stored, self.axis)
+
+
+@dataclass(frozen=True, slots=True)
+class Apply:
+    """Arrays that a function makes of others, one of one. Whoever needs a part of the result reads and computes all of it.
+
+    Attributes:
+        pattern: of which arrays.
+        function: gets a NumPy array and gives one; also called from other threads, and more than once.
+        result: gives the `AbstractArray` of the result for that of an array; None: shape and dtype stay.
+        undo: the function the other way, if there is one.
+    """
+
+    pattern: Pattern
+    function: Callable[[Any], Any]
+    result: Callable[[AbstractArray], AbstractArray] | None = None
+    undo: Callable[[Any], Any] | None = None
+
+    def apply(self, draft: Draft) -> None:
+        """See `Transform`."""
+        _change(draft, self.pattern, self._compute)
+
+    def _compute(self, array: Derivation) -> Derivation:
+        spec = array.spec
+        if self.result is not None:
+            told = self.result(AbstractArray(spec.shape, spec.dtype))
+            spec = ArraySpec(told.shape, name_of_dtype(told.dtype))
+        return computed([array], self.function, spec)
+
+    def describe(self) -> str:
+        """See `Transform`."""
+        return f"apply {getattr(self.function, '__qualname__', self.function)} to {Template(self.pattern)}"
+
+    def inverse(self) -> Transform:
+        """See `Transform`."""
+        if self.undo is None or self.result is not None:
+            raise not_invertible(
+                self, "for no function that does so is given as Apply(..., undo=), or the shape or dtype changes"
+            )
+        return Apply(self.pattern, self.undo, None, self.function)
+
+
+def axis_of(spec: ArraySpec, axis: int) -> int:
+    """An axis, counted from the first.
+
+    Raises:
+        ValueError: if there is none.
+    """
+    count = len(spec.shape)
+    if not -count <= axis < count:
+        raise ValueError(f"{spec} has no axis {axis}")
+    return axis % count
+
+
+def band(shape: tuple[int, ...], axis: int, start: int, stop: int) -> Box:
+    """All of a shape but along one axis."""
+    whole = Box.whole(shape)
+    return Box(
+        (*whole.start[:axis], start, *whole.start[axis + 1 :]), (*whole.stop[:axis], stop, *whole.stop[axis + 1 :])
+    )

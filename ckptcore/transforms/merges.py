@@ -1,0 +1,133 @@
+"""Transforms that put arrays of several checkpoints together: adapters merged, weights averaged."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from ckptcore.derivations import merge_low_rank, weighted_sum
+from ckptcore.derivations.made import is_real
+from ckptcore.errors import TransformError
+from ckptcore.locations import LocationLike
+from ckptcore.model.metadata import PLAIN_ARRAY
+from ckptcore.model.tree import TreePath, format_path
+from ckptcore.transforms.drafts import Draft, DraftArray, Leaf
+from ckptcore.transforms.patterns import Template
+from ckptcore.transforms.transform import Transform, not_invertible
+
+__all__ = ["Average", "MergeLora"]
+
+_WHOLE: Final = ("bool", "int", "uint")
+
+
+@dataclass(frozen=True, slots=True)
+class MergeLora:
+    """An adapter merged into the matrices that it is for: ``base + scale * up @ down``, in the dtype of the base.
+
+    Attributes:
+        base: a template of the matrices, n by m. Those that the adapter has nothing for stay as they are.
+        up: a template of the adapter's matrices n by r, called B; with the fields of `base`.
+        down: a template of those r by m, called A.
+        scale: alpha / r.
+        adapter: the checkpoint that has `up` and `down`; None: they are beside the base, and taken away.
+    """
+
+    base: str
+    up: str
+    down: str
+    scale: float
+    adapter: LocationLike | None = None
+
+    def apply(self, draft: Draft) -> None:
+        """See `Transform`."""
+        inside = draft if self.adapter is None else draft.with_leaves(draft.open_beside(self.adapter))
+        ups, downs, base = Template(self.up), Template(self.down), Template(self.base)
+        of_ups, of_downs = inside.find_each([ups, downs])
+        thin = {base.path(fields): path for path, fields in of_ups.items()}
+        lows = {base.path(fields): path for path, fields in of_downs.items()}
+        made: dict[TreePath, Mapping[TreePath, Leaf]] = {}
+        by_text = {tuple(map(str, path)): path for path in draft.leaves}
+        for text in thin.keys() | lows.keys():
+            path = by_text.get(tuple(map(str, text)))
+            if path is None or text not in thin or text not in lows:
+                have = " and ".join(
+                    [
+                        name
+                        for name, has in (("a base", path), ("an up", thin.get(text)), ("a down", lows.get(text)))
+                        if has
+                    ]
+                )
+                raise TransformError(
+                    f"{format_path(text)} of the adapter has {have} only: expected a base, an up and a down"
+                )
+            try:
+                merged = merge_low_rank(
+                    draft.array(path), inside.array(thin[text]), inside.array(lows[text]), self.scale
+                )
+            except ValueError as error:
+                raise TransformError(f"{format_path(path)}: {error}") from error
+            made[path] = {path: DraftArray.of(merged)}
+        if inside is draft:
+            made.update({path: {} for path in (*thin.values(), *lows.values())})
+        draft.replace(made)
+
+    def describe(self) -> str:
+        """See `Transform`."""
+        where = "" if self.adapter is None else f" of {self.adapter}"
+        return f"merge {self.scale} * {self.up!r} @ {self.down!r}{where} into {self.base!r}"
+
+    def inverse(self) -> Transform:
+        """See `Transform`."""
+        raise not_invertible(self, "for the product is rounded as it is added")
+
+
+@dataclass(frozen=True, slots=True)
+class Average:
+    """The mean of the arrays of several checkpoints, which have the same tree; computed in float32, or float64 where they are.
+
+    Arrays of whole numbers, and values, are those of the first: the one that is loaded. So this comes before what changes the tree.
+
+    Attributes:
+        others: where the further checkpoints are.
+        weights: of all of them, the first one's before; None: all equal. They are divided by their sum.
+    """
+
+    others: Sequence[LocationLike]
+    weights: Sequence[float] | None = None
+
+    def apply(self, draft: Draft) -> None:
+        """See `Transform`."""
+        weights = [1.0] * (len(self.others) + 1) if self.weights is None else list(self.weights)
+        if len(weights) != len(self.others) + 1 or not sum(weights):
+            raise TransformError(
+                f"{self.describe()}: expected {len(self.others) + 1} weights, the sum of which is not 0"
+            )
+        weights = [weight / sum(weights) for weight in weights]
+        others = [draft.open_beside(other) for other in self.others]
+        made: dict[TreePath, Mapping[TreePath, Leaf]] = {}
+        for path, leaf in draft.leaves.items():
+            if not isinstance(leaf, DraftArray) or leaf.record.kind != PLAIN_ARRAY or not is_real(leaf.record.spec):
+                continue
+            if leaf.record.spec.dtype.startswith(_WHOLE):
+                continue
+            arrays = [leaf.derivation]
+            for location, leaves in zip(self.others, others, strict=True):
+                other = leaves.get(path)
+                if not isinstance(other, DraftArray) or other.record.spec != leaf.record.spec:
+                    found = other.record.spec if isinstance(other, DraftArray) else "no array"
+                    raise TransformError(
+                        f"{location} has {found} at {format_path(path)}, where {leaf.record.spec} was expected"
+                    )
+                arrays.append(other.derivation)
+            made[path] = {path: DraftArray.of(weighted_sum(arrays, weights))}
+        draft.replace(made)
+
+    def describe(self) -> str:
+        """See `Transform`."""
+        weights = "" if self.weights is None else f", weighted {list(self.weights)}"
+        return f"average with {', '.join(map(str, self.others))}{weights}"
+
+    def inverse(self) -> Transform:
+        """See `Transform`."""
+        raise not_invertible(self, "for the sum does not tell what was added")

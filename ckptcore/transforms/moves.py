@@ -1,0 +1,142 @@
+"""Transforms that give leaves other paths, take them away, or add them: no array is computed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ckptcore.derivations import constant
+from ckptcore.errors import TransformError
+from ckptcore.model.arrays import Box
+from ckptcore.model.metadata import ValueRecord
+from ckptcore.model.tree import TreePath
+from ckptcore.transforms.drafts import Draft, DraftArray, DraftValue, Leaf
+from ckptcore.transforms.patterns import Pattern, Template, exactly, text_path
+from ckptcore.transforms.transform import Transform, not_invertible
+
+__all__ = ["Default", "Drop", "Rename", "RenameTable"]
+
+
+@dataclass(frozen=True, slots=True)
+class Rename:
+    """Leaves under other paths: ``Rename("encoder.{rest...}", "encoder/{rest}")``.
+
+    Keys of which a field has all stay as they are; every other one is text, or one of the same text that is in its container.
+
+    Attributes:
+        pattern: of which leaves; at least one.
+        to: a template of where they go, with fields of the pattern.
+    """
+
+    pattern: Pattern
+    to: str
+
+    def apply(self, draft: Draft) -> None:
+        """See `Transform`."""
+        to = Template(self.to)
+        draft.move(Template(self.pattern), lambda path, fields: to.path(fields))
+
+    def describe(self) -> str:
+        """See `Transform`."""
+        return f"rename {Template(self.pattern)} to {self.to!r}"
+
+    def inverse(self) -> Transform:
+        """See `Transform`."""
+        template, to = Template(self.pattern), Template(self.to)
+        if not template.is_exact or template.fields != to.fields:
+            raise not_invertible(self, "for the new names do not tell the old ones")
+        assert isinstance(self.pattern, str)  # no expression is exact
+        return Rename(to.spanning_as(template), self.pattern)
+
+
+@dataclass(frozen=True, slots=True)
+class RenameTable:
+    """Single leaves under other paths, all of them at once, so that two may change places.
+
+    Attributes:
+        table: by path the new one, both as text; all of them are there.
+    """
+
+    table: Mapping[str, str]
+
+    def apply(self, draft: Draft) -> None:
+        """See `Transform`."""
+        made: dict[TreePath, dict[TreePath, Leaf]] = {}
+        found = draft.find_each([exactly(path) for path in self.table])
+        for of_path, to in zip(found, self.table.values(), strict=True):
+            for path in of_path:
+                made[path] = {text_path(to): draft.leaves[path]}
+        draft.replace(made)
+
+    def describe(self) -> str:
+        """See `Transform`."""
+        return "rename " + ", ".join([f"{path!r} to {to!r}" for path, to in self.table.items()])
+
+    def inverse(self) -> Transform:
+        """See `Transform`."""
+        back = {to: path for path, to in self.table.items()}
+        if len(back) < len(self.table):
+            raise not_invertible(self, "for two leaves get one path")
+        return RenameTable(back)
+
+
+@dataclass(frozen=True, slots=True)
+class Drop:
+    """Leaves that are left out, and not read.
+
+    Attributes:
+        pattern: of which leaves; at least one.
+    """
+
+    pattern: Pattern
+
+    def apply(self, draft: Draft) -> None:
+        """See `Transform`."""
+        draft.remove(Template(self.pattern))
+
+    def describe(self) -> str:
+        """See `Transform`."""
+        return f"drop {Template(self.pattern)}"
+
+    def inverse(self) -> Transform:
+        """See `Transform`."""
+        raise not_invertible(self, "for what was dropped is not there")
+
+
+@dataclass(frozen=True, slots=True)
+class Default:
+    """A leaf that is taken from here where none is stored.
+
+    Attributes:
+        path: where, as text.
+        value: a number, text, None, or an array.
+    """
+
+    path: str
+    value: Any
+
+    def apply(self, draft: Draft) -> None:
+        """See `Transform`."""
+        handler = draft.registry.dispatch(self.value).leaf
+        if handler is None:
+            raise TransformError(
+                f"{self.path}: a {type(self.value).__qualname__} is no leaf that an installed plugin handles"
+            )
+        record = handler.describe(self.value)
+        path = text_path(self.path)
+        if isinstance(record, ValueRecord):
+            draft.add(path, DraftValue(record))
+            return
+        (array,) = handler.view_on_host(self.value, [Box.whole(record.spec.shape)])
+        draft.add(path, DraftArray(constant(record.spec, array.result()), record))
+
+    def describe(self) -> str:
+        """See `Transform`."""
+        shape = getattr(self.value, "shape", None)
+        told = repr(self.value) if not shape else f"an array of {self.value.dtype}{list(shape)}"
+        return f"where {self.path!r} is not stored, take {told}"
+
+    def inverse(self) -> Transform:
+        """See `Transform`."""
+        raise not_invertible(self, "for nothing tells whether it was stored")

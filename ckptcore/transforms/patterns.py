@@ -1,0 +1,213 @@
+"""Patterns: which leaves a transform is of, and what its results are called."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Final, TypeAlias
+
+from ckptcore.model.tree import Key, TreePath
+
+__all__ = ["Fields", "Found", "Pattern", "Template", "exactly", "path_text", "text_path"]
+
+Pattern: TypeAlias = str | re.Pattern[str]
+"""Which leaves: a template, or a regular expression that all of a path's text is to match; its named groups are its fields.
+
+The text of a path is its keys with ``/`` between them. In a template
+
+- ``{name}`` stands for text of one key without dots, and is a field: one that stands twice is the same text
+- ``{name:d}`` for digits; where it is a whole key of a result, that is a number
+- ``{name...}`` for any text, of one key or several
+- ``*`` for any text of one key, ``**`` for any text
+- everything else for itself, ``{{`` and ``}}`` for braces
+"""
+
+_TOKEN: Final = re.compile(r"(\{\{|\}\}|\*\*|\*|\{(?P<name>[A-Za-z_]\w*)(?P<how>:d|\.\.\.)?\}|[{}])")
+
+_HOW: Final[Mapping[str, str]] = {"": "[^/.]+", ":d": "[0-9]+", "...": ".+"}
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What a field stood for.
+
+    Attributes:
+        text: the text.
+        keys: the keys, where it was whole ones.
+    """
+
+    text: str
+    keys: TreePath | None = None
+
+    def __eq__(self, other: object) -> bool:
+        """Whether the text is equal."""
+        return isinstance(other, Found) and other.text == self.text
+
+    def __hash__(self) -> int:
+        return hash(self.text)
+
+
+Fields: TypeAlias = Mapping[str, Found]
+"""By name what fields stood for."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Field:
+    name: str
+    how: str
+
+
+@dataclass(frozen=True)
+class Template:
+    """A pattern that is read.
+
+    Attributes:
+        pattern: as it was given.
+    """
+
+    pattern: Pattern
+
+    @cached_property
+    def _parts(self) -> Sequence[str | _Field | None]:
+        """Text, fields, and None for what is no field and any text."""
+        assert isinstance(self.pattern, str)  # a regular expression has no parts
+        parts: list[str | _Field | None] = []
+        end = 0
+        for token in _TOKEN.finditer(self.pattern):
+            parts.append(self.pattern[end : token.start()])
+            end = token.end()
+            if token["name"]:
+                parts.append(_Field(token["name"], token["how"] or ""))
+            elif token[0] in ("{{", "}}"):
+                parts.append(token[0][0])
+            elif token[0] in ("*", "**"):
+                parts.append(None)
+            else:
+                raise ValueError(
+                    f"{self.pattern!r} has a brace that is no field; fields are {{name}}, {{name:d}} and {{name...}}, and "
+                    "braces themselves are doubled"
+                )
+        parts.append(self.pattern[end:])
+        return [part for part in parts if part != ""]
+
+    @cached_property
+    def _expression(self) -> re.Pattern[str]:
+        if not isinstance(self.pattern, str):
+            return self.pattern
+        made, seen = [], set[str]()
+        wild = iter(re.findall(r"\*\*|\*", self.pattern))
+        for part in self._parts:
+            if part is None:
+                made.append(".*" if next(wild) == "**" else "[^/]*")
+            elif isinstance(part, str):
+                made.append(re.escape(part))
+            elif part.name in seen:
+                made.append(f"(?P={part.name})")
+            else:
+                seen.add(part.name)
+                made.append(f"(?P<{part.name}>{_HOW[part.how]})")
+        return re.compile("".join(made), re.DOTALL)
+
+    @cached_property
+    def fields(self) -> frozenset[str]:
+        """The names of its fields.
+
+        Raises:
+            ValueError: if it has a brace that is no field.
+        """
+        return frozenset(self._expression.groupindex)
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether what matches it is told by its fields."""
+        return isinstance(self.pattern, str) and None not in self._parts
+
+    def match(self, path: TreePath) -> Fields | None:
+        """What its fields stand for in a path; None where it does not match."""
+        found = self._expression.fullmatch(path_text(path))
+        if found is None:
+            return None
+        return {
+            name: _found(path, *found.span(name)) for name in self._expression.groupindex if found[name] is not None
+        }
+
+    def path(self, fields: Fields) -> TreePath:
+        """The path that it stands for.
+
+        Raises:
+            ValueError: if it is no template, or has a field of which nothing is known.
+        """
+        if not self.is_exact:
+            raise ValueError(f"{self} does not tell one path; give a template without '*'")
+        keys: list[Key] = []
+        segment: list[str | _Field] = []
+        for part in [*self._parts, "/"]:
+            if isinstance(part, _Field):
+                segment.append(part)
+            elif part is not None:
+                first, *others = part.split("/")
+                segment.append(first)
+                for text in others:
+                    keys.extend(self._keys([one for one in segment if one], fields))
+                    segment = [text]
+        return tuple(keys)
+
+    def _keys(self, segment: Sequence[str | _Field], fields: Fields) -> Sequence[Key]:
+        """The keys that the text between two ``/`` stands for."""
+        text = "".join([one if isinstance(one, str) else self._known(one, fields).text for one in segment])
+        if len(segment) == 1 and isinstance(alone := segment[0], _Field):
+            found = fields[alone.name]
+            if alone.how == ":d" and found.text.isdecimal():
+                return (int(found.text),)
+            if found.keys is not None:
+                return found.keys
+        return text.split("/") if text else ()
+
+    def _known(self, field: _Field, fields: Fields) -> Found:
+        if field.name not in fields:
+            raise ValueError(f"{self} has the field {field.name!r}, and there is none of that name to take it from")
+        return fields[field.name]
+
+    def spanning_as(self, other: Template) -> str:
+        """The same template, with the fields that stand for several keys in another one doing so here too."""
+        assert isinstance(self.pattern, str)  # a regular expression makes no paths
+        spanning = {part.name for part in other._parts if isinstance(part, _Field) and part.how == "..."}
+
+        def spell(token: re.Match[str]) -> str:
+            return f"{{{token['name']}...}}" if token["name"] in spanning else token[0]
+
+        return _TOKEN.sub(spell, self.pattern)
+
+    def __str__(self) -> str:
+        return repr(self.pattern) if isinstance(self.pattern, str) else f"/{self.pattern.pattern}/"
+
+
+def exactly(text: str) -> Template:
+    """A pattern of one path, by its text."""
+    return Template(re.compile(re.escape(text)))
+
+
+def text_path(text: str) -> TreePath:
+    """The path of keys that are text."""
+    return tuple(text.split("/")) if text else ()
+
+
+def path_text(path: TreePath) -> str:
+    """The keys of a path with ``/`` between them."""
+    return "/".join(map(str, path))
+
+
+def _found(path: TreePath, start: int, stop: int) -> Found:
+    """What stands in a range of a path's text."""
+    text = path_text(path)[start:stop]
+    position, first = 0, None
+    for number, key in enumerate(path):
+        if position == start:
+            first = number
+        position += len(str(key))
+        if position == stop and first is not None:
+            return Found(text, path[first : number + 1])
+        position += 1
+    return Found(text)

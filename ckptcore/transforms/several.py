@@ -1,0 +1,246 @@
+"""Transforms that make one array of several, or several of one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from ckptcore.derivations import Derivation, concatenate, cut, reshape, stack
+from ckptcore.errors import TransformError
+from ckptcore.model.tree import TreePath, format_path
+from ckptcore.transforms.drafts import Draft, DraftArray, Leaf
+from ckptcore.transforms.elements import axis_of, band
+from ckptcore.transforms.patterns import Fields, Found, Pattern, Template
+from ckptcore.transforms.transform import Transform, not_invertible
+
+__all__ = ["Fuse", "Split", "Stack", "Unstack"]
+
+
+@dataclass(frozen=True, slots=True)
+class Stack:
+    """Arrays of one shape along a new axis: ``Stack("layers.{i}.{rest...}", "layers/{rest}")``.
+
+    Attributes:
+        pattern: a template of which arrays. The one field that `to` lacks counts them, from 0 without a gap.
+        to: a template of where each stack goes.
+        axis: the new one, in the result.
+    """
+
+    pattern: str
+    to: str
+    axis: int = 0
+
+    def apply(self, draft: Draft) -> None:
+        """See `Transform`."""
+        template, to = Template(self.pattern), Template(self.to)
+        counter = _counter(self, template, to)
+        stacks: dict[TreePath, dict[int, TreePath]] = {}
+        for path, fields, _ in draft.arrays(template):
+            number = fields[counter].text
+            if not number.isdecimal():
+                raise TransformError(f"{format_path(path)}: {counter} is {number!r}, and no number to count by")
+            members = stacks.setdefault(to.path(fields), {})
+            if members.setdefault(int(number), path) != path:
+                raise TransformError(
+                    f"{format_path(path)} and {format_path(members[int(number)])} have one place in a stack"
+                )
+        made: dict[TreePath, Mapping[TreePath, Leaf]] = {}
+        for new, members in stacks.items():
+            missing = [number for number in range(len(members)) if number not in members]
+            if missing:
+                raise TransformError(
+                    f"{format_path(new)} would be a stack of {len(members)} arrays numbered up to {max(members)}, and {missing[0]} is missing"
+                )
+            paths = [members[number] for number in range(len(members))]
+            try:
+                array = stack([draft.array(path) for path in paths], self.axis)
+            except ValueError as error:
+                raise TransformError(f"{format_path(new)}: {error}") from error
+            made.update({path: {} for path in members.values()})
+            made[next(iter(members.values()))] = {new: DraftArray.of(array)}
+        draft.replace(made)
+
+    def describe(self) -> str:
+        """See `Transform`."""
+        return f"stack {Template(self.pattern)} along axis {self.axis} as {self.to!r}"
+
+    def inverse(self) -> Transform:
+        """See `Transform`."""
+        return Unstack(Template(self.to).spanning_as(Template(self.pattern)), self.pattern, self.axis)
+
+
+@dataclass(frozen=True, slots=True)
+class Unstack:
+    """Arrays of each index along an axis: ``Unstack("layers/{rest...}", "layers.{i}.{rest}")``.
+
+    Attributes:
+        pattern: of which arrays.
+        to: a template of where the parts go. The one field that the pattern lacks counts them, from 0.
+        axis: the one that goes.
+    """
+
+    pattern: str
+    to: str
+    axis: int = 0
+
+    def apply(self, draft: Draft) -> None:
+        """See `Transform`."""
+        template, to = Template(self.pattern), Template(self.to)
+        counter = _counter(self, to, template)
+        made: dict[TreePath, Mapping[TreePath, Leaf]] = {}
+        for path, fields, array in draft.arrays(template):
+            shape = array.spec.shape
+            try:
+                axis = axis_of(array.spec, self.axis)
+            except ValueError as error:
+                raise TransformError(f"{format_path(path)}: {error}") from error
+            rest = (*shape[:axis], *shape[axis + 1 :])
+            parts: dict[TreePath, Leaf] = {}
+            for number in range(shape[axis]):
+                one = reshape(cut(array, band(shape, axis, number, number + 1)), rest)
+                numbered = {**fields, counter: Found(str(number))}
+                parts[to.path(numbered)] = DraftArray.of(one)
+            made[path] = parts
+        draft.replace(made)
+
+    def describe(self) -> str:
+        """See `Transform`."""
+        return f"unstack {Template(self.pattern)} along axis {self.axis} as {self.to!r}"
+
+    def inverse(self) -> Transform:
+        """See `Transform`."""
+        return Stack(Template(self.to).spanning_as(Template(self.pattern)), self.pattern, self.axis)
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """Arrays cut into parts along an axis: ``Split("{block...}.qkv", ["{block}.q", "{block}.k", "{block}.v"])``.
+
+    Attributes:
+        pattern: of which arrays.
+        to: templates of where the parts go, in order.
+        axis: along which; of those that count from the end, -1 is the last.
+        sizes: of the parts; None: all equal.
+    """
+
+    pattern: Pattern
+    to: Sequence[str]
+    axis: int = 0
+    sizes: Sequence[int] | None = None
+
+    def apply(self, draft: Draft) -> None:
+        """See `Transform`."""
+        templates = [Template(one) for one in self.to]
+        made: dict[TreePath, Mapping[TreePath, Leaf]] = {}
+        for path, fields, array in draft.arrays(Template(self.pattern)):
+            try:
+                parts = self._parts(array)
+            except ValueError as error:
+                raise TransformError(f"{format_path(path)}: {error}") from error
+            paths = [to.path(fields) for to in templates]
+            if len(set(paths)) < len(paths):
+                raise TransformError(f"{format_path(path)}: two of its parts would be at one path of {list(self.to)}")
+            made[path] = {new: DraftArray.of(part) for new, part in zip(paths, parts, strict=True)}
+        draft.replace(made)
+
+    def _parts(self, array: Derivation) -> Sequence[Derivation]:
+        axis, count = axis_of(array.spec, self.axis), len(self.to)
+        extent = array.spec.shape[axis]
+        sizes = self.sizes if self.sizes is not None else [extent // max(count, 1)] * count
+        if sum(sizes) != extent or len(sizes) != count or min(sizes, default=0) < 0:
+            told = "equal" if self.sizes is None else str(list(self.sizes))
+            raise ValueError(f"{array.spec} cannot be cut into {count} parts along axis {axis}, {told}")
+        parts, start = [], 0
+        for size in sizes:
+            parts.append(cut(array, band(array.spec.shape, axis, start, start + size)))
+            start += size
+        return parts
+
+    def describe(self) -> str:
+        """See `Transform`."""
+        sizes = "" if self.sizes is None else f" of {list(self.sizes)}"
+        return f"split {Template(self.pattern)} along axis {self.axis} into {', '.join(map(repr, self.to))}{sizes}"
+
+    def inverse(self) -> Transform:
+        """See `Transform`."""
+        template = Template(self.pattern)
+        if not template.is_exact:
+            raise not_invertible(self, "for the new names do not tell the old ones")
+        assert isinstance(self.pattern, str)  # no expression is exact
+        return Fuse([Template(to).spanning_as(template) for to in self.to], self.pattern, self.axis, self.sizes)
+
+
+@dataclass(frozen=True, slots=True)
+class Fuse:
+    """Arrays one after the other along an axis: ``Fuse(["{block...}.gate", "{block...}.up"], "{block}.gate_up")``.
+
+    Attributes:
+        patterns: templates of the parts, in order; all with the same fields.
+        to: a template of where the result goes.
+        axis: along which; of those that count from the end, -1 is the last.
+        sizes: of the parts; None: all equal.
+    """
+
+    patterns: Sequence[str]
+    to: str
+    axis: int = 0
+    sizes: Sequence[int] | None = None
+
+    def apply(self, draft: Draft) -> None:
+        """See `Transform`."""
+        to = Template(self.to)
+        matched = draft.find_each([Template(one) for one in self.patterns])
+        found = [{_key(fields): (path, fields) for path, fields in of_pattern.items()} for of_pattern in matched]
+        made: dict[TreePath, Mapping[TreePath, Leaf]] = {}
+        for key in dict.fromkeys([key for of_pattern in found for key in of_pattern]):
+            absent = [one for one, of_pattern in zip(self.patterns, found, strict=True) if key not in of_pattern]
+            if absent:
+                path = next(of_pattern[key][0] for of_pattern in found if key in of_pattern)
+                raise TransformError(
+                    f"{format_path(path)} is there, and what {absent[0]!r} stands for beside it is not"
+                )
+            members = [of_pattern[key] for of_pattern in found]
+            new = to.path(members[0][1])
+            try:
+                array = self._fused([draft.array(path) for path, _ in members])
+            except ValueError as error:
+                raise TransformError(f"{format_path(new)}: {error}") from error
+            made.update({path: {} for path, _ in members})
+            made[members[0][0]] = {new: DraftArray.of(array)}
+        draft.replace(made)
+
+    def _fused(self, arrays: Sequence[Derivation]) -> Derivation:
+        axis = axis_of(arrays[0].spec, self.axis)
+        sizes = [one.spec.shape[axis] if axis < len(one.spec.shape) else 0 for one in arrays]
+        if sizes != (list(self.sizes) if self.sizes is not None else sizes[:1] * len(sizes)):
+            told = "of equal sizes" if self.sizes is None else f"of {list(self.sizes)}"
+            raise ValueError(
+                f"parts {told} were expected along axis {axis}, found {sizes}; say so as Fuse(..., sizes=)"
+            )
+        return concatenate(arrays, axis)
+
+    def describe(self) -> str:
+        """See `Transform`."""
+        return f"fuse {', '.join(map(repr, self.patterns))} along axis {self.axis} as {self.to!r}"
+
+    def inverse(self) -> Transform:
+        """See `Transform`."""
+        pattern = Template(self.to)
+        for one in self.patterns:
+            pattern = Template(pattern.spanning_as(Template(one)))
+        assert isinstance(pattern.pattern, str)  # as it was given
+        return Split(pattern.pattern, self.patterns, self.axis, self.sizes)
+
+
+def _key(fields: Fields) -> tuple[tuple[str, str], ...]:
+    return tuple(sorted((name, found.text) for name, found in fields.items()))
+
+
+def _counter(transform: Transform, more: Template, fewer: Template) -> str:
+    """The one field that a template has and another one lacks."""
+    names = more.fields - fewer.fields
+    if len(names) != 1 or fewer.fields - more.fields or not more.is_exact:
+        raise TransformError(
+            f"{transform.describe()}: {more} is to have one field that {fewer} lacks, which counts, and no '*'"
+        )
+    return next(iter(names))

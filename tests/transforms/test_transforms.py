@@ -1,0 +1,356 @@
+"""Transforms change what is loaded as they say, and refuse what does not fit."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import ckptcore
+from ckptcore import AbstractArray
+from ckptcore.errors import CorruptCheckpointError, TransformError, TreeMismatchError
+from ckptcore.testing import assert_same_tree
+from ckptcore.testing.strategies import Point
+from ckptcore.transforms import (
+    Apply,
+    Average,
+    Cast,
+    Default,
+    Drop,
+    Fuse,
+    IfPresent,
+    MergeLora,
+    Pad,
+    Rename,
+    RenameTable,
+    Reshape,
+    Slice,
+    Split,
+    Stack,
+    Transform,
+    Transpose,
+    Unstack,
+    describe,
+    inverse,
+)
+
+_numbers = itertools.count()
+
+
+def _array(*shape: int, dtype: str = "float32") -> Any:
+    rng = np.random.default_rng(len(shape))
+    return rng.integers(0, 100, shape).astype(dtype)
+
+
+def _layers(count: int = 3) -> dict[str, Any]:
+    """As other software names them: one dict."""
+    named = {"embed.weight": _array(10, 4)}
+    for number in range(count):
+        named[f"layers.{number}.q.weight"] = _array(4, 4) + number
+        named[f"layers.{number}.q.bias"] = _array(4) + number
+    return named
+
+
+def _load(state: object, *transforms: Transform, abstract: Any = None) -> Any:
+    location = f"memory://transforms/{next(_numbers)}"
+    ckptcore.save(location, state)
+    try:
+        return ckptcore.load(location, abstract, transforms=transforms)
+    finally:
+        ckptcore.delete(location)
+
+
+def test_leaves_are_renamed_by_their_fields() -> None:
+    state = _layers(1)
+    assert_same_tree(
+        _load(
+            state,
+            Rename("layers.{i}.{name}.weight", "blocks/{i}/{name}/kernel"),
+            Rename(re.compile(r"layers\.(?P<i>\d+)\.(?P<rest>.*)"), "blocks/{i}/{rest}"),
+            Rename("embed.{rest...}", "tables/{rest}"),
+        ),
+        {
+            "tables": {"weight": state["embed.weight"]},
+            "blocks": {"0": {"q": {"kernel": state["layers.0.q.weight"]}, "q.bias": state["layers.0.q.bias"]}},
+        },
+    )
+
+
+def test_keys_that_stay_keep_their_types_and_containers() -> None:
+    state = {"model": [{"w": 1, "b": (2, {})}, {"w": 3, "b": (4, {})}], 7: {"a/b": 5}}
+    assert _load(state, Rename("model/{rest...}", "params/{rest}"), Rename("7/{rest...}", "seven/{rest}")) == {
+        "params": state["model"],
+        "seven": {"a/b": 5},
+    }
+    assert _load([1, 2, 3], Rename("{i}", "{i}/x"), Rename("0/x", "0/y")) == [{"y": 1}, {"x": 2}, {"x": 3}]
+    assert _load({"a": {"x": 1}}, Rename("a/x", "list/{{0}}")) == {"list": {"{0}": 1}}
+    assert _load({"l.0": 1, "l.1": 2}, Rename("l.{i}", "l/{i:d}")) == {"l": [1, 2]}
+
+
+def test_a_table_lets_two_change_places() -> None:
+    assert _load({"a": 1, "b": 2, "c": 3}, RenameTable({"a": "b", "b": "a"})) == {"b": 1, "a": 2, "c": 3}
+
+
+def test_what_was_tied_is_tied() -> None:
+    table = _array(5, 3)
+    loaded = _load({"embed": table, "head": table}, Rename("head", "lm_head"), Cast("*", "float64"))
+    assert loaded["embed"] is loaded["lm_head"]
+
+
+def test_leaves_are_dropped_and_added() -> None:
+    state: dict[str, Any] = {"params": {"w": _array(3)}, "opt": [{"mu": _array(3)}, {}], "step": 4}
+    default = np.ones((2, 2), np.int8)
+    loaded = _load(state, Drop("opt/**"), Default("step", 1), Default("params/b", default), Default("name", "run"))
+    assert_same_tree(loaded, {"params": {"w": state["params"]["w"], "b": default}, "step": 4, "name": "run"})
+
+
+@pytest.mark.parametrize(
+    ("transform", "expected"),
+    [
+        (Cast("w", "bfloat16"), lambda w: w.astype(ml_dtypes.bfloat16)),
+        (Transpose("w"), lambda w: w.swapaxes(-1, -2)),
+        (Transpose("w", (2, 0, 1)), lambda w: w.transpose(2, 0, 1)),
+        (Reshape("w", (6, -1), stored=(2, 3, -1)), lambda w: w.reshape(6, 4)),
+        (Slice("w", 1, 3, axis=1), lambda w: w[:, 1:3]),
+        (Pad("w", 6, axis=-1, value=2), lambda w: np.pad(w, ((0, 0), (0, 0), (0, 2)), constant_values=2)),
+        (Apply("w", lambda w: w * 2), lambda w: w * 2),
+        (
+            Apply("w", lambda w: w.sum(0), lambda abstract: AbstractArray(abstract.shape[1:], abstract.dtype)),
+            lambda w: w.sum(0),
+        ),
+    ],
+)
+def test_single_arrays_are_changed(transform: Transform, expected: Any) -> None:
+    state = {"w": _array(2, 3, 4), "v": _array(2)}
+    assert_same_tree(_load(state, transform), {"w": expected(state["w"]), "v": state["v"]})
+    into = {"w": np.zeros_like(expected(state["w"])), "v": np.zeros_like(state["v"])}
+    ckptcore.save(location := f"memory://transforms/{next(_numbers)}", state)
+    ckptcore.load_into(location, into, transforms=[transform])
+    assert_same_tree(into, {"w": expected(state["w"]), "v": state["v"]})
+    abstract = ckptcore.metadata(location, transforms=[transform]).abstract
+    assert_same_tree(ckptcore.load_async(location, abstract, transforms=[transform]).result(), into)
+
+
+def test_layers_are_stacked_and_unstacked() -> None:
+    state = _layers()
+    to: list[Transform] = [
+        Stack("layers.{i}.{rest...}", "layers/{rest}", axis=0),
+        Rename("layers/q.{name}", "layers/q/{name}"),
+    ]
+    loaded = _load(state, *to)
+    assert list(loaded) == ["embed.weight", "layers"]
+    expected = np.stack([state[f"layers.{number}.q.weight"] for number in range(3)])
+    assert_same_tree(loaded["layers"]["q"]["weight"], expected)
+    assert_same_tree(_load(loaded, *inverse(to)), dict(sorted(state.items(), key=_order)))
+    across = _load({f"a{number}": _array(2, 3) for number in range(11)}, Stack("a{i}", "a", axis=1))["a"]
+    assert across.shape == (2, 11, 3)
+    assert _load({"m": [_array(2), _array(2)]}, Stack("m/{i}", "m"), Unstack("m", "n/{i:d}"))["n"][1].shape == (2,)
+
+
+def _order(item: tuple[str, Any]) -> tuple[int, str, str]:
+    parts = item[0].split(".")
+    return (0, "", "") if parts[0] == "embed" else (1, "1" if parts[-1] == "bias" else "0", parts[1])
+
+
+def test_arrays_are_split_and_fused() -> None:
+    state = {"b.qkv": _array(12, 4), "c.qkv": _array(12, 2)}
+    to: list[Transform] = [Split("{block}.qkv", ["{block}/q", "{block}/k", "{block}/v"], sizes=[8, 2, 2])]
+    loaded = _load(state, *to)
+    assert_same_tree(loaded["b"]["k"], state["b.qkv"][8:10])
+    assert_same_tree(_load(loaded, *inverse(to)), state)
+    fused = _load({"up": _array(2, 3), "gate": _array(2, 3) + 1}, Fuse(["gate", "up"], "gate_up", axis=-1))
+    assert_same_tree(fused["gate_up"], np.concatenate([_array(2, 3) + 1, _array(2, 3)], 1))
+
+
+def test_an_adapter_is_merged(tmp_path: Path) -> None:
+    base = {f"model.layers.{i}.{name}.weight": _array(6, 5) for i, name in itertools.product(range(2), "qk")}
+    adapter: dict[str, Any] = {}
+    for number in range(2):
+        adapter[f"base.model.layers.{number}.q.lora_A.weight"] = _array(2, 5) + number
+        adapter[f"base.model.layers.{number}.q.lora_B.weight"] = _array(6, 2) - number
+    ckptcore.save(tmp_path / "base", base)
+    ckptcore.save(tmp_path / "adapter", adapter)
+    merge = MergeLora(
+        "{name...}.weight", "base.{name...}.lora_B.weight", "base.{name...}.lora_A.weight", 0.5, tmp_path / "adapter"
+    )
+    loaded = ckptcore.load(tmp_path / "base", transforms=[merge])
+    delta = adapter["base.model.layers.1.q.lora_B.weight"] @ adapter["base.model.layers.1.q.lora_A.weight"]
+    assert_same_tree(loaded["model.layers.1.q.weight"], base["model.layers.1.q.weight"] + np.float32(0.5) * delta)
+    assert_same_tree(loaded["model.layers.1.k.weight"], base["model.layers.1.k.weight"])
+    inside = {"w": _array(6, 5), "w.A": _array(2, 5), "w.B": _array(6, 2)}
+    assert list(_load(inside, MergeLora("{name}", "{name}.B", "{name}.A", 1.0))) == ["w"]
+    ckptcore.save(tmp_path / "adapter", {**adapter, "base.other.lora_A.weight": _array(1, 1)}, overwrite=True)
+    with pytest.raises(TransformError, match=r"other.weight.* has a down only"):
+        ckptcore.load(tmp_path / "base", transforms=[merge])
+
+
+def test_checkpoints_are_averaged(tmp_path: Path) -> None:
+    states = [{"w": _array(4, 4) * factor, "step": factor, "ids": np.arange(3) * factor} for factor in (1, 2, 6)]
+    for number, state in enumerate(states):
+        ckptcore.save(tmp_path / str(number), state)
+    others = [tmp_path / "1", tmp_path / "2"]
+    loaded = ckptcore.load(tmp_path / "0", transforms=[Average(others), Transpose("w")])
+    assert_same_tree(loaded, {"w": (_array(4, 4) * np.float32(3)).T, "step": 1, "ids": np.arange(3)})
+    weighted = ckptcore.load(tmp_path / "0", transforms=[Average(others, [2, 1, 1])])
+    assert_same_tree(weighted["w"], _array(4, 4) * np.float32(2.5))
+    ckptcore.save(tmp_path / "2", {"w": _array(4)}, overwrite=True)
+    with pytest.raises(TransformError, match=r"float32\[4\] at w, where float32\[4, 4\] was expected"):
+        ckptcore.load(tmp_path / "0", transforms=[Average(others)])
+
+
+def test_a_further_checkpoint_that_is_replaced_meanwhile_is_noticed(tmp_path: Path) -> None:
+    for name in "ab":
+        ckptcore.save(tmp_path / name, {"w": _array(4), "v": _array(4)})
+
+    def replace(array: Any) -> Any:
+        ckptcore.save(tmp_path / "b", {"w": _array(4), "v": _array(4)}, overwrite=True)
+        return array
+
+    with pytest.raises(CorruptCheckpointError, match="was replaced while arrays of it were put together"):
+        ckptcore.load(tmp_path / "a", transforms=[Average([tmp_path / "b"]), Apply("w", replace)])
+
+
+@pytest.mark.parametrize(
+    ("transform", "told"),
+    [
+        (Rename("embed.wieght", "x"), "'embed.wieght' matches nothing.*'embed.weight'"),
+        (Rename("layers.{i}.q.weight", "w"), "two leaves would be at w"),
+        (Rename("embed.weight", "{name}"), "the field 'name'"),
+        (Rename("{", "x"), "a brace that is no field"),
+        (Rename("layers.{i}.q.bias", "embed.weight/{i}"), "would be a leaf and have"),
+        (Drop("opt/**"), "matches nothing"),
+        (Cast("embed.weight", "float33"), "'float33' is not one"),
+        (Cast("embed.weight", "int8", stored="float16"), "float16 was expected to be stored, found float32"),
+        (Cast("step", "int8"), "step is no array of numbers but a int"),
+        (Transpose("layers.0.q.bias"), "no two axes"),
+        (Reshape("embed.weight", (7, -1)), "cannot be reshaped"),
+        (Reshape("embed.weight", (40,), stored=(4, 10)), "was expected as its shape"),
+        (Slice("embed.weight", 2, 11), "has no 2:11 along axis 0"),
+        (Pad("embed.weight", 9), "at most 9 was expected"),
+        (Pad("embed.weight", 12, stored=11), "11 was expected"),
+        (Stack("layers.{i}.q.weight", "{i}"), "one field that"),
+        (Stack("{name}.weight", "all"), "is 'embed', and no number|matches nothing"),
+        (Split("embed.weight", ["a", "b", "c"]), "cannot be cut into 3 parts along axis 0, equal"),
+        (Split("embed.weight", ["a", "a"]), "two of its parts"),
+        (Fuse(["layers.{i}.q.weight", "layers.{i}.k.weight"], "layers.{i}.qk"), "k.weight' matches nothing"),
+        (Fuse(["layers.0.q.weight", "embed.weight"], "x"), "of equal sizes were expected"),
+        (IfPresent(Fuse(["layers.{i}.q.weight", "layers.{i}.k.weight"], "x.{i}")), "k.weight' matches nothing"),
+        (Apply("embed.weight", lambda w: w[0]), r"embed.weight.* could not be made.*\[4\], and float32\[10, 4\]"),
+        (Apply("step", lambda w: w), "no array"),
+        (RenameTable({"step": "s", "spte": "t"}), "matches nothing"),
+        (MergeLora("{name}", "{name}.B", "{name}.A", 1.0), "matches nothing"),
+        (Default("x", object()), "no leaf that an installed plugin handles"),
+    ],
+)
+def test_what_does_not_fit_is_an_error(transform: Transform, told: str) -> None:
+    with pytest.raises(TransformError, match=told):
+        _load({**_layers(), "step": 3}, transform)
+
+
+def test_layers_that_are_missing_are_told() -> None:
+    state = _layers()
+    del state["layers.1.q.weight"]
+    with pytest.raises(TransformError, match=r"transform 1 of 1 \(stack .*numbered up to 2, and 1 is missing"):
+        _load(state, Stack("layers.{i}.{rest...}", "layers/{rest}"))
+
+
+def test_what_may_be_missing_is_passed_over() -> None:
+    state = _layers(1)
+    loaded = _load(state, IfPresent(Drop("lm_head.weight")), IfPresent(Fuse(["a", "b"], "c")))
+    assert_same_tree(loaded, state)
+
+
+def test_what_transforms_make_is_matched() -> None:
+    with pytest.raises(TreeMismatchError, match="missing: w is not stored"):
+        _load({"w": _array(2)}, Rename("w", "v"), abstract={"w": AbstractArray((2,), "float32")})
+    with pytest.raises(TreeMismatchError, match=r"float64\[2\] is stored"):
+        _load({"w": _array(2)}, Cast("w", "float64"), abstract={"w": AbstractArray((2,), "float32")})
+
+
+def test_a_plan_is_told_before_anything_runs() -> None:
+    assert describe([Stack("l.{i}", "l"), IfPresent(Drop(re.compile("opt.*"))), Cast("*", "bfloat16")]) == (
+        "1. stack 'l.{i}' along axis 0 as 'l'\n2. drop /opt.*/, if there is any\n3. cast '*' to bfloat16"
+    )
+
+
+@pytest.mark.parametrize(
+    "transform",
+    [
+        Drop("a"),
+        Default("a", 1),
+        Cast("a", "int8"),
+        Reshape("a", (1,)),
+        Slice("a", 0, 1),
+        Pad("a", 4),
+        Average(["x"]),
+        MergeLora("a", "b", "c", 1.0),
+        Apply("a", abs),
+        Rename("*", "{x}"),
+        Rename("{a}.{b}", "{a}"),
+        RenameTable({"a": "c", "b": "c"}),
+    ],
+)
+def test_what_cannot_be_undone_says_so(transform: Transform) -> None:
+    with pytest.raises(TransformError, match="cannot be undone"):
+        inverse([transform])
+
+
+_INVERTIBLE: list[Transform] = [
+    Rename("layers.{i}.{rest...}", "layers/{i:d}/{rest}"),
+    Rename("layers/{i:d}/{rest...}", "blocks.{i}/{rest}"),
+    Rename("{name...}.weight", "{name}.kernel"),
+    RenameTable({"embed.weight": "table", "norm": "embed.weight"}),
+    Stack("layers.{i}.{rest...}", "stacked/{rest}"),
+    Stack("layers.{i}.{rest...}", "stacked/{rest}", axis=1),
+    Fuse(["layers.{i}.q.weight", "layers.{i}.k.weight"], "layers.{i}.qk.weight"),
+    Fuse(["layers.{i}.q.weight", "layers.{i}.k.weight"], "layers.{i}.qk.weight", axis=-1),
+    Split("embed.weight", ["low", "high"]),
+    Split("embed.weight", ["low", "high"], sizes=[3, 7]),
+    Transpose("embed.weight"),
+    Transpose("{any...}.q.weight", (1, 0)),
+    Reshape("embed.weight", (5, 2, -1), stored=(10, 4)),
+    Pad("embed.weight", 16, stored=10),
+    Cast("**weight", "float64", stored="float32"),
+    Apply("norm", np.negative, undo=np.negative),
+]
+
+
+@settings(max_examples=60, deadline=None)
+@given(picked=st.lists(st.sampled_from(_INVERTIBLE), min_size=1, max_size=5))
+def test_inverses_take_a_tree_back(picked: list[Transform]) -> None:
+    state = {**_layers(), "norm": _array(4)}
+    for number in range(3):
+        state[f"layers.{number}.k.weight"] = _array(4, 4) - number
+    location = f"memory://transforms/{next(_numbers)}"
+    ckptcore.save(location, state)
+    applied: list[Transform] = []
+    for transform in picked:  # those that fit where they come
+        try:
+            ckptcore.metadata(location, transforms=[*applied, transform])
+        except TransformError:
+            continue
+        applied.append(transform)
+    made = ckptcore.load(location, transforms=applied)
+    there = f"memory://transforms/{next(_numbers)}"
+    ckptcore.save(there, made)
+    back = ckptcore.load(there, transforms=inverse(applied))
+    assert_same_tree({name: back[name] for name in state}, state)
+    both = ckptcore.load(location, transforms=[*applied, *inverse(applied)])
+    assert_same_tree({name: both[name] for name in state}, state)
+
+
+def test_attributes_are_matched_by_their_names() -> None:
+    state = {"opt": Point(_array(2), _array(3))}
+    loaded = _load(
+        state, Rename("opt/x", "opt/z"), Drop("opt/y"), abstract={"opt": {"z": AbstractArray((2,), "float32")}}
+    )
+    assert_same_tree(loaded["opt"]["z"], state["opt"].x)
+    abstract = {"opt": Point(AbstractArray((2,), "float16"), AbstractArray((3,), "float32"))}
+    assert_same_tree(_load(state, Cast("opt/x", "float16"), abstract=abstract)["opt"].y, state["opt"].y)
