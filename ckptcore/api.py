@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from ckptcore.holds.ownership import IfInUse
     from ckptcore.load_reports import LoadReport
     from ckptcore.open_checkpoints import OpenCheckpoint, StoredPath
+    from ckptcore.select import Selection
     from ckptcore.step_copies import StepProgressCallback, StepsCopyReport
     from ckptcore.step_names import StepNames
     from ckptcore.transforms import Transforms
@@ -268,6 +269,7 @@ def load(
     abstract: Any = None,
     *,
     context: Context | None = None,
+    select: Selection | None = None,
     transforms: Transforms = (),
     matching: Matching = EXACT,
     report: LoadReport | None = None,
@@ -280,6 +282,8 @@ def load(
             a `jax.ShapeDtypeStruct`, a tensor on the meta device, an `AbstractArray`). `PLACEHOLDER` stands for parts not
             to be loaded. None: NumPy leaves in the structure that was saved.
         context: options.
+        select: which stored leaves are loaded, by `ckptcore.select`; nothing of the others is read. Without an abstract tree dicts
+            lose the others, and in lists and tuples `PLACEHOLDER` stands for them; with one, it comes where they are asked for.
         transforms: what is changed of the stored tree before it is matched, in this order: see `ckptcore.transforms`. Where there
             is no abstract tree, what they make is loaded.
         matching: which differences between the abstract tree and the stored one are allowed; by itself none is.
@@ -288,13 +292,18 @@ def load(
     Raises:
         CheckpointNotFoundError, UncommittedCheckpointError: if there is nothing to load.
         TransformError: if a transform does not fit what is stored, or matches nothing of it.
-        TreeMismatchError: if the abstract tree and the stored one differ in what is not allowed; lists every difference.
+        TreeMismatchError: if the abstract tree and the stored one differ in what is not allowed; lists every difference. Also if
+            nothing is selected.
         CorruptCheckpointError: if bytes are not what was written; names file, array and range.
     """
     context = context or default_context()
     with recorded_load(location, context) as recording:
         return load_value(
-            location, abstract, context, recording, LoadRequest(transforms=transforms, matching=matching, report=report)
+            location,
+            abstract,
+            context,
+            recording,
+            LoadRequest(select=select, transforms=transforms, matching=matching, report=report),
         )
 
 
@@ -303,6 +312,7 @@ def load_async(
     abstract: Any = None,
     *,
     context: Context | None = None,
+    select: Selection | None = None,
     transforms: Transforms = (),
     matching: Matching = EXACT,
     report: LoadReport | None = None,
@@ -314,7 +324,14 @@ def load_async(
     context = context or default_context()
     return context.saves.load(
         functools.partial(
-            load, location, abstract, context=context, transforms=transforms, matching=matching, report=report
+            load,
+            location,
+            abstract,
+            context=context,
+            select=select,
+            transforms=transforms,
+            matching=matching,
+            report=report,
         )
     )
 
@@ -324,6 +341,7 @@ def load_into(
     target: Any,
     *,
     context: Context | None = None,
+    select: Selection | None = None,
     transforms: Transforms = (),
     matching: Matching = EXACT,
     report: LoadReport | None = None,
@@ -336,6 +354,7 @@ def load_into(
         location: as for `load`.
         target: what is changed. Where a `PLACEHOLDER` stands in it, nothing is loaded.
         context: options.
+        select: as for `load`; the target keeps what it has in the place of the others.
         transforms: as for `load`.
         matching: as for `load`; with ``missing="keep"`` the target keeps what is not stored.
         report: as for `load`.
@@ -348,7 +367,11 @@ def load_into(
     context = context or default_context()
     with recorded_load(location, context) as recording:
         load_into_target(
-            location, target, context, recording, LoadRequest(transforms=transforms, matching=matching, report=report)
+            location,
+            target,
+            context,
+            recording,
+            LoadRequest(select=select, transforms=transforms, matching=matching, report=report),
         )
     return target
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ckptcore.flattening import Flat
 from ckptcore.load_reports import LoadReport
 from ckptcore.matching import Matched
-from ckptcore.model.tree import TreePath, format_path
+from ckptcore.model.tree import Skeleton, TreePath, format_path, leaf_paths
 from ckptcore.opened import Opened
 
 __all__ = ["LoadAccount"]
@@ -21,13 +20,13 @@ class _Plan:
         opened: the checkpoint.
         before: how many bytes were read of it when the plan was made.
         matched: which stored leaf each leaf is.
-        flat: what is asked for; None where all is, as it is stored.
+        asked: the containers of what is asked for; None where all is, as it is stored.
     """
 
     opened: Opened
     before: int
     matched: Matched
-    flat: Flat | None
+    asked: Skeleton | None
 
 
 class LoadAccount:
@@ -38,9 +37,9 @@ class LoadAccount:
         self._report = report
         self._plan: _Plan | None = None
 
-    def planned(self, opened: Opened, matched: Matched, flat: Flat | None = None) -> None:
+    def planned(self, opened: Opened, matched: Matched, asked: Skeleton | None = None) -> None:
         """A try was planned, and nothing is read yet. What an earlier try planned is forgotten."""
-        self._plan = _Plan(opened, opened.store.bytes_read, matched, flat)
+        self._plan = _Plan(opened, opened.store.bytes_read, matched, asked)
 
     def done(self) -> None:
         """The load is done."""
@@ -50,7 +49,7 @@ class LoadAccount:
 
 def _told(plan: _Plan) -> LoadReport:
     stored, matched = plan.opened.tree.paths, plan.matched
-    paths = list(stored if plan.flat is None else plan.flat.paths())
+    paths = list(stored if plan.asked is None else leaf_paths(plan.asked))
     defaulted = set(matched.defaulted)
     restored: list[TreePath] = []
     skipped: list[TreePath] = []

@@ -9,6 +9,7 @@ from ckptcore.matching_options import EXACT, Matching
 
 if TYPE_CHECKING:
     from ckptcore.load_reports import LoadReport
+    from ckptcore.select import Selection
     from ckptcore.transforms import Transforms
 
 __all__ = ["AS_IT_IS", "LoadRequest"]
@@ -19,11 +20,13 @@ class LoadRequest:
     """How a checkpoint is loaded. Behind the API it is handed from the call inwards as one thing.
 
     Attributes:
+        select: which stored leaves are loaded; None: all.
         transforms: what is changed of the stored tree before it is matched.
         matching: which differences between what is asked for and what is stored are allowed.
         report: is told what the load did, when it is done; None: nobody asks.
     """
 
+    select: Selection | None = None
     transforms: Transforms = ()
     matching: Matching = EXACT
     report: LoadReport | None = None

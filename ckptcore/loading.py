@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -19,7 +19,7 @@ from ckptcore.locations import Place
 from ckptcore.matching import Matched, match_leaves
 from ckptcore.model.arrays import AbstractArray
 from ckptcore.model.metadata import ArrayRecord, TreeMetadata, ValueRecord
-from ckptcore.model.tree import MAX_DEPTH, Attribute, TreePath, format_path
+from ckptcore.model.tree import MAX_DEPTH, Attribute, Skeleton, TreePath, format_path
 from ckptcore.opened import Opened, Source, file_pieces
 from ckptcore.plugins import Plugins
 from ckptcore.protocols import LeafHandler
@@ -28,6 +28,7 @@ from ckptcore.tries import while_unchanged
 
 if TYPE_CHECKING:
     from ckptcore.load_accounts import LoadAccount
+    from ckptcore.select import Selection
     from ckptcore.transforms import Transforms
 
 __all__ = [
@@ -79,10 +80,15 @@ def load_value(
             array, value = abstract_leaves(context.registry)
             handlers = [array if isinstance(record, ArrayRecord) else value for record in tree.leaves]
             numbers: list[int | None] = list(range(len(tree.leaves)))
-            reading = plan_reading(opened, numbers, handlers, [None] * len(handlers), context.workers())
+            matched, skeleton = Matched(numbers, handlers), tree.skeleton
+            if request.select is not None:
+                matched, skeleton = _chosen_alone(opened, request.select, handlers, context)
+            reading = plan_reading(
+                opened, matched.numbers, matched.handlers, [None] * len(matched.numbers), context.workers()
+            )
             if account is not None:
-                account.planned(opened, Matched(numbers, handlers))
-            return Planned(reading, _checking(opened, functools.partial(rebuild, tree.skeleton)))
+                account.planned(opened, matched, skeleton)
+            return Planned(reading, _checking(opened, functools.partial(rebuild, skeleton)))
         with recording.phase("open"):
             flat = flatten(
                 abstract, context.registry, placeholders=True, stored_at=_stored_at(opened, context.registry)
@@ -90,7 +96,7 @@ def load_value(
             matched = _match(opened, flat, context, request)
         reading = plan_reading(opened, matched.numbers, matched.handlers, flat.leaves, context.workers())
         if account is not None:
-            account.planned(opened, matched, flat)
+            account.planned(opened, matched, flat.skeleton)
         return Planned(reading, _checking(opened, functools.partial(unflatten, flat.shape)))
 
     value = _load(location, context, recording, plan)
@@ -223,7 +229,27 @@ def _match(opened: Opened, flat: Flat, context: Context, request: LoadRequest) -
         by_name=opened.root is None,
         matching=request.matching,
         place=(job.rank, job.size),
+        chosen=None if request.select is None else _chosen(opened, request.select, context),
     )
+
+
+def _chosen(opened: Opened, selection: Selection, context: Context) -> frozenset[int]:
+    """The numbers of the leaves that are selected."""
+    from ckptcore.chosen_trees import chosen_leaves  # only who selects waits for it
+
+    return chosen_leaves(opened, selection, lambda one: _abstract_leaves_of(one.tree, context.registry))
+
+
+def _chosen_alone(
+    opened: Opened, selection: Selection, handlers: Sequence[LeafHandler], context: Context
+) -> tuple[Matched, Skeleton]:
+    """What is loaded where no abstract tree is given, and the tree that it makes; `handlers` are those of the stored leaves."""
+    from ckptcore.chosen_trees import prune  # only who selects waits for it
+
+    chosen = _chosen(opened, selection, context)
+    skeleton, numbers = prune(opened.tree.skeleton, chosen)
+    ignored = [number for number in range(len(handlers)) if number not in chosen]
+    return Matched(numbers, [None if number is None else handlers[number] for number in numbers], (), ignored), skeleton
 
 
 def _match_target(opened: Opened, flat: Flat, context: Context, request: LoadRequest) -> Matched:
@@ -279,7 +305,7 @@ def load_into_target(
             flat = flatten(target, context.registry, placeholders=True, stored_at=_stored_at(opened, context.registry))
             matched = _match_target(opened, flat, context, request)
         if account is not None:
-            account.planned(opened, matched, flat)
+            account.planned(opened, matched, flat.skeleton)
         filled = [number is None for number in matched.numbers]  # these stay as they are
 
         def finish(leaves: list[object]) -> None:
@@ -312,12 +338,16 @@ def abstract_leaves(registry: Plugins) -> tuple[LeafHandler, LeafHandler]:
 
 def abstract_tree(tree: TreeMetadata, registry: Plugins) -> Any:
     """What is stored, in Python's own containers: `AbstractArray` for arrays, and small values themselves."""
+    return rebuild(tree.skeleton, _abstract_leaves_of(tree, registry))
+
+
+def _abstract_leaves_of(tree: TreeMetadata, registry: Plugins) -> list[object]:
+    """The leaves of `abstract_tree`."""
     _, value_handler = abstract_leaves(registry)
-    leaves = [
+    return [
         _abstract_leaf(record) if isinstance(record, ArrayRecord) else value_handler.build(None, record, ())
         for record in tree.leaves
     ]
-    return rebuild(tree.skeleton, leaves)
 
 
 def _abstract_leaf(record: ArrayRecord) -> object:

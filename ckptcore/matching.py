@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
 from ckptcore.errors import UnsupportedLeafError
@@ -47,6 +47,7 @@ def match_leaves(
     by_name: bool,
     matching: Matching = EXACT,
     place: tuple[int, int] = (0, 1),
+    chosen: frozenset[int] | None = None,
 ) -> Matched:
     """Find the stored leaf for each leaf of an abstract tree.
 
@@ -73,6 +74,8 @@ def match_leaves(
         display: the location, for errors.
         by_name: whether other software wrote what is stored.
         matching: which differences are allowed.
+        chosen: the numbers of the stored leaves that are loaded; None: all. The others are no difference, asked for or not, and where
+            they are asked for a placeholder comes.
         place: the rank of this process and the size of the job, to ask handlers whether a leaf has a value that can be kept.
 
     Raises:
@@ -96,8 +99,18 @@ def match_leaves(
             from ckptcore.differences import sequence_differences  # only where trees differ
 
             differences = sequence_differences(flat.skeleton, tree.skeleton)
+    if chosen is not None:
+        left_out = [number is not None and number not in chosen for number in found]
+        flat = replace(
+            flat, handlers=[None if out else handler for out, handler in zip(left_out, flat.handlers, strict=True)]
+        )
     comparison = _Comparison(flat, tree, paths, found, by_name)
     absent, unexpected = comparison.absent(), comparison.unexpected(skipped)
+    unchosen: Sequence[int] = ()
+    if chosen is not None:
+        asked = {number for number in found if number is not None}
+        unchosen = [number for number in range(len(tree.leaves)) if number not in chosen and number not in asked]
+        unexpected = [number for number in unexpected if number in chosen]
     if unexpected and matching.unexpected == "error":
         differences[:0] = comparison.of_unexpected(unexpected)
     if absent and matching.missing == "error":
@@ -116,7 +129,7 @@ def match_leaves(
     numbers = [None if handler is None else number for number, handler in zip(found, handlers, strict=True)]
     loaded = {number for number in found if number is not None}
     unasked = [number for number in tree.held_by if number not in loaded]
-    return Matched(numbers, handlers, absent, sorted({*unexpected, *unasked}))
+    return Matched(numbers, handlers, absent, sorted({*unexpected, *unasked, *unchosen}))
 
 
 def _match_loosely(

@@ -192,7 +192,7 @@ class _Patterns(Selection):
         fits: dict[str, bool] = {}
         chosen = []
         for number, path in enumerate(table.paths):
-            for text in _texts_above(path):
+            for text in _forms_above(path):
                 if (fit := fits.get(text)) is None:
                     fit = fits[text] = any(pattern.fullmatch(text) for pattern in self.patterns)
                 if fit:
@@ -236,7 +236,7 @@ class _Experts(Selection):
         return frozenset(chosen)
 
     def _expert(self, path: TreePath) -> int | None:
-        for text in _texts_above(path):
+        for text in _forms_above(path):
             if (match := self.compiled.fullmatch(text)) is not None:
                 return int(match[1])
         return None
@@ -260,6 +260,13 @@ def _texts_above(path: TreePath) -> Iterator[str]:
         yield text
     if not path:
         yield text
+
+
+def _forms_above(path: TreePath) -> Iterator[str]:
+    """What patterns are compared with: the same, and once more with a ``/`` within a key as any other character of it."""
+    yield from _texts_above(path)
+    if any("/" in str(key) for key in path):
+        yield from _texts_above(tuple([str(key).replace("/", "\0") for key in path]))
 
 
 def _leaves_below(table: LeafTable) -> Mapping[str, list[int]]:

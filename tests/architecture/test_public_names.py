@@ -20,6 +20,7 @@ PUBLIC_MODULES = {
     "ckptcore.planning",
     "ckptcore.policies",
     "ckptcore.protocols",
+    "ckptcore.select",
     "ckptcore.step_names",
     "ckptcore.timelines",
 }

@@ -1,0 +1,292 @@
+"""Selections: what a load gives, refuses and reads of a checkpoint of which only some leaves are wanted."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import ckptcore
+from ckptcore import PLACEHOLDER, AbstractArray, Context, LoadReport, select
+from ckptcore.chosen_trees import chosen_leaves
+from ckptcore.derivations import Stored, stack
+from ckptcore.derived import derive
+from ckptcore.errors import TreeMismatchError
+from ckptcore.model import BLOCK_BYTES, LEAF, ArrayRecord, ArraySpec, Node, TreeMetadata
+from ckptcore.opening import open_checkpoint
+from ckptcore.protocols import Coordinator
+from ckptcore.select import LeafTable, Selection
+from ckptcore.testing import ThreadJob, ThreadNetwork
+from ckptcore.transforms import Rename
+
+FAST = Context(durability="none")
+
+
+class Moments(NamedTuple):
+    mu: Any
+    nu: Any
+
+
+def state() -> dict[str, Any]:
+    return {
+        "params": {"dense": {"kernel": np.ones((2, 3)), "bias": np.zeros(3)}, "a/b": np.ones(4)},
+        "layers": [{"w": np.full(2, number), "b": np.zeros(1)} for number in range(3)],
+        "opt_state": Moments(np.zeros((2, 3)), {"kernel": np.ones(2)}),
+        "step": 7,
+        "empty": {},
+    }
+
+
+@pytest.fixture(scope="module")
+def location(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    location = tmp_path_factory.mktemp("select") / "c"
+    ckptcore.save(location, state(), context=FAST)
+    return location
+
+
+def table() -> LeafTable:
+    flat = {
+        "params/dense/kernel": ("params", "dense", "kernel"),
+        "params/dense/bias": ("params", "dense", "bias"),
+        "params/a/b": ("params", "a/b"),
+        "layers/0/w": ("layers", 0, "w"),
+        "layers/10/w": ("layers", 10, "w"),
+        "step": ("step",),
+    }
+    return LeafTable(list(flat.values()), lambda: [AbstractArray((2, 3), "float32")] * 5 + [7])
+
+
+@pytest.mark.parametrize(
+    ("selection", "expected"),
+    [
+        (select.names("params"), {0, 1, 2}),
+        (select.names("params/dense", "step"), {0, 1, 5}),
+        (select.names("params/a/b"), {2}),
+        (select.names(("params", "a/b")), {2}),
+        (select.names(("layers", 10)), {4}),
+        (select.names(("layers", "10"), "layers/0/w"), {3, 4}),
+        (select.glob("params"), {0, 1, 2}),
+        (select.glob("*/dense"), {0, 1}),
+        (select.glob("*/kernel"), set()),
+        (select.glob("**/kernel"), {0}),
+        (select.glob("**/w"), {3, 4}),
+        (select.glob("layers/**"), {3, 4}),
+        (select.glob("layers/?"), {3}),
+        (select.glob("layers/[0-9]*"), {3, 4}),
+        (select.glob("layers/[!0]*/w", "st?p"), {4, 5}),
+        (select.glob("PARAMS"), set()),
+        (select.glob("par.ms"), set()),
+        (select.regex(r"params/.*"), {0, 1, 2}),
+        (select.regex(r"layers/\d"), {3}),
+        (select.regex(r"(?i)STEP", r".*kernel"), {0, 5}),
+        (select.where(lambda path, leaf: isinstance(leaf, AbstractArray) and path.endswith("w")), {3, 4}),
+        (select.where(lambda path, leaf: leaf == 7), {5}),
+        (~select.glob("params"), {3, 4, 5}),
+        (select.glob("params") & ~select.names("params/dense/bias"), {0, 2}),
+        (select.names("step") | select.glob("layers/0"), {3, 5}),
+        (select.experts("layers/{expert}", [10]), {0, 1, 2, 4, 5}),
+        (select.experts("**/{expert}/w", range(1)), {0, 1, 2, 3, 5}),
+    ],
+)
+def test_what_a_selection_selects(selection: Selection, expected: set[int]) -> None:
+    assert selection.leaves(table()) == expected
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.lists(st.sampled_from("ab*?"), min_size=1, max_size=3).map("".join), min_size=1, max_size=3))
+def test_a_glob_of_plain_keys_fits_as_fnmatch_does(parts: list[str]) -> None:
+    import fnmatch
+
+    words = ["".join(word) for length in (1, 2) for word in itertools.product("ab", repeat=length)]
+    paths = [path for length in (1, 2, 3) for path in itertools.product(words[:4], repeat=length)]
+    found = select.glob("/".join(parts)).leaves(LeafTable(paths, list))
+    expected = (
+        {
+            number
+            for number, path in enumerate(paths)
+            if len(path) >= len(parts)
+            and all(fnmatch.fnmatchcase(key, part) for key, part in zip(path, parts, strict=False))
+        }
+        if "**" not in parts
+        else found
+    )
+    assert found == expected
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: select.glob("a[b"),
+        lambda: select.glob(""),
+        lambda: select.glob("[z-a]"),
+        lambda: select.regex("("),
+        lambda: select.experts("layers/*", [0]),
+        lambda: select.experts("{expert}/{expert}", [0]),
+    ],
+)
+def test_what_is_no_pattern_is_refused(make: Any) -> None:
+    with pytest.raises(ValueError, match="no pattern|expected"):
+        make()
+
+
+def test_selections_are_not_combined_by_words() -> None:
+    with pytest.raises(TypeError, match="with &, | and ~"):
+        select.glob("a") and select.glob("b")
+    with pytest.raises(TypeError):
+        select.glob("a") | "b"  # type: ignore[operator]  # what a user may write
+    with pytest.raises(TypeError, match="names\\(3\\)"):
+        select.names(3)  # type: ignore[arg-type]  # what a user may write
+
+
+def test_what_is_selected_comes_alone(location: Path) -> None:
+    loaded = ckptcore.load(location, context=FAST, select=~select.glob("opt_state", "params/a*"))
+    assert list(loaded) == ["params", "layers", "step"] and list(loaded["params"]) == ["dense"]
+    assert loaded["layers"][2]["w"].tolist() == [2, 2]
+
+
+def test_sequences_keep_their_places(location: Path) -> None:
+    loaded = ckptcore.load(location, context=FAST, select=select.names(("layers", 1, "w"), ("opt_state", "nu")))
+    assert loaded["layers"][0] is PLACEHOLDER and loaded["layers"][2] is PLACEHOLDER
+    assert list(loaded["layers"][1]) == ["w"] and set(loaded) == {"layers", "opt_state"}
+    assert ckptcore.load_async(location, context=FAST, select=select.names("step")).result() == {"step": 7}
+
+
+def test_with_an_abstract_tree_the_others_stay_placeholders(location: Path) -> None:
+    abstract = ckptcore.metadata(location).abstract
+    abstract["params"]["dense"]["bias"] = AbstractArray((99,), "int8")  # is not looked at
+    report = LoadReport()
+    selection = select.names("params/dense/kernel", "layers/0", "step")
+    loaded = ckptcore.load(location, abstract, context=FAST, select=selection, report=report)
+    assert loaded["params"]["dense"]["bias"] is PLACEHOLDER and loaded["step"] == 7
+    assert loaded["params"]["dense"]["kernel"].tolist() == [[1, 1, 1]] * 2 and loaded["layers"][1]["w"] is PLACEHOLDER
+    assert set(report.restored) == {"params/dense/kernel", "layers[0]/w", "layers[0]/b", "step"}
+    assert "params/dense/bias" in report.skipped and not report.ignored
+
+
+def test_what_is_not_selected_need_not_be_asked_for(location: Path) -> None:
+    abstract = {"params": {"dense": {"kernel": AbstractArray((2, 3), "float64")}}}
+    loaded = ckptcore.load(location, abstract, context=FAST, select=select.names("params/dense/kernel"))
+    assert loaded["params"]["dense"]["kernel"].shape == (2, 3)
+
+
+def test_what_is_selected_has_to_be_asked_for_and_as_it_is_stored(location: Path) -> None:
+    abstract = {"params": {"dense": {"kernel": AbstractArray((3, 2), "float64"), "more": AbstractArray((1,), "int8")}}}
+    with pytest.raises(TreeMismatchError) as caught:
+        ckptcore.load(location, abstract, context=FAST, select=select.names("params/dense"))
+    lines = "\n".join(caught.value.differences)
+    assert "missing: params/dense/more" in lines and "unexpected: params/dense/bias" in lines and "shape" in lines
+    assert len(caught.value.differences) == 3
+
+
+def test_a_target_keeps_what_is_not_selected(location: Path) -> None:
+    target = state()
+    target["params"]["dense"]["kernel"][...] = 5
+    target["params"]["dense"]["bias"][...] = 5
+    target["step"] = 1
+    kernel = target["params"]["dense"]["kernel"]
+    ckptcore.load_into(location, target, context=FAST, select=select.names("params/dense/kernel"))
+    assert target["params"]["dense"]["kernel"] is kernel and kernel.tolist() == [[1, 1, 1]] * 2
+    assert target["params"]["dense"]["bias"].tolist() == [5, 5, 5] and target["step"] == 1
+
+
+def test_without_an_abstract_tree_the_report_tells_what_was_left_out(location: Path) -> None:
+    report = LoadReport()
+    ckptcore.load(location, context=FAST, select=select.names(("layers", 1)), report=report)
+    assert report.restored == ["layers[1]/w", "layers[1]/b"]
+    assert "params/dense/kernel" in report.ignored and len(report.ignored) == 12 - 2
+
+
+@pytest.mark.parametrize(
+    ("selection", "words"),
+    [
+        (select.names("params/dens/kernel"), "did you mean params/dense/kernel"),
+        (~select.names("opt_stat"), "did you mean opt_state"),
+        (select.names("step", ("layers", 3)), "missing: layers/3"),
+        (select.glob("parms/**"), "nothing is selected"),
+        (select.experts("params/{expert}", [0]), "nothing that is stored has such a path"),
+        (select.experts("layers/{expert}", range(2, 6)), "experts 0-2 are stored, and 3-5 asked for"),
+    ],
+)
+def test_a_selection_that_misses_is_an_error(location: Path, selection: Selection, words: str) -> None:
+    with pytest.raises(TreeMismatchError, match=words):
+        ckptcore.load(location, context=FAST, select=selection)
+
+
+def test_what_is_no_selection_is_refused(location: Path) -> None:
+    with pytest.raises(TypeError, match=r"select\.names"):
+        ckptcore.load(location, context=FAST, select="params")  # type: ignore[arg-type]  # what a user may write
+
+
+def test_what_is_made_of_others_is_selected_if_they_are(tmp_path: Path) -> None:
+    ckptcore.save(tmp_path / "c", {"a": np.zeros(2), "b": np.ones(2), "n": 1, "m": 2}, context=FAST)
+    opened = open_checkpoint(tmp_path / "c", FAST)
+    spec = ArraySpec((2,), "float64")
+    a, b, n, m = opened.tree.leaves
+    made = {0: stack([Stored(spec, 0), Stored(spec, 1)], 0), 1: Stored(spec, 1)}
+    skeleton = Node("dict", ("both", "b", "n", "m"), (LEAF,) * 4)
+    derived = derive(opened, TreeMetadata(skeleton, (ArrayRecord(made[0].spec), b, n, m)), made)
+    for selection, expected in (
+        (select.names("a", "m"), {3}),
+        (select.names("b", "n"), {1, 2}),
+        (~select.names("n"), {0, 1, 3}),
+    ):
+        assert chosen_leaves(derived, selection, lambda one: [None] * len(one.tree.leaves)) == expected
+    assert isinstance(a, ArrayRecord)
+
+
+def test_names_are_those_before_transforms(location: Path) -> None:
+    selection = select.names("params", "step")
+    renamed = [Rename("params/dense/{name}", "model/{name}"), Rename("layers/{i}/w", "w/{i}")]
+    loaded = ckptcore.load(location, context=FAST, select=selection, transforms=renamed)
+    assert set(loaded) == {"model", "params", "step"} and set(loaded["model"]) == {"kernel", "bias"}
+
+
+def mixture() -> dict[str, Any]:
+    """Eight experts of 8 MiB in two layers, and a little around them; named as Hugging Face does."""
+    rng = np.random.default_rng(0)
+    tree: dict[str, Any] = {"model.norm.weight": np.ones(64, np.float32)}
+    for layer, expert in itertools.product(range(2), range(8)):
+        prefix = f"model.layers.{layer}.mlp.experts.{expert}"
+        tree[f"{prefix}.w1.weight"] = rng.integers(0, 9, (1024, 512), np.int32)
+        tree[f"{prefix}.w2.weight"] = rng.integers(0, 9, (512, 1024), np.int32)
+    return tree
+
+
+@pytest.mark.parametrize("layout", ["safetensors", "zarr3", "ocdbt"])
+def test_the_experts_of_others_are_not_read(tmp_path: Path, layout: str) -> None:
+    tree = mixture()
+    ckptcore.save(tmp_path / "c", tree, layout=layout, context=FAST)
+    nbytes = sum(array.nbytes for array in tree.values())
+    report = LoadReport()
+    selection = select.experts("model.layers.*.mlp.experts.{expert}.*", [3])
+    loaded = ckptcore.load(tmp_path / "c", context=FAST, select=selection, report=report)
+    assert set(loaded) == {name for name in tree if ".experts." not in name or ".experts.3." in name}
+    for name, array in loaded.items():
+        np.testing.assert_array_equal(array, tree[name])
+    # Blocks at the ends of its four runs are read whole.
+    assert report.bytes_read <= nbytes / 8 + 8 * BLOCK_BYTES
+
+
+def test_processes_that_load_together_select_by_themselves(tmp_path: Path) -> None:
+    tree = {"shared": np.arange(100), **{f"expert.{rank}": np.full(50, rank) for rank in range(2)}}
+    ckptcore.save(tmp_path / "c", tree, context=FAST)
+    network = ThreadNetwork(2, timeout_seconds=120)
+
+    def load(coordinator: Coordinator) -> None:
+        context = Context(
+            durability="none",
+            reads="broadcast",
+            coordinator=coordinator,
+            collectives=network.collectives(coordinator.rank),
+        )
+        selection = select.experts("expert.{expert}", [coordinator.rank])
+        loaded = ckptcore.load(tmp_path / "c", context=context, select=selection)
+        assert set(loaded) == {"shared", f"expert.{coordinator.rank}"} and loaded["shared"][99] == 99
+        assert loaded[f"expert.{coordinator.rank}"][0] == coordinator.rank
+
+    ThreadJob(2, timeout_seconds=120).run(load)
