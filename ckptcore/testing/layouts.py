@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import pytest
 from hypothesis import HealthCheck, assume, given, settings
@@ -61,6 +61,8 @@ _AWKWARD_TREES: Final[dict[str, tuple[tuple[Key, ...], ...]]] = {
     "quotes": (('"',), ("'",), ("\n",), ("\t",)),
 }
 
+T = TypeVar("T")
+
 _quiet = settings(deadline=None, suppress_health_check=list(HealthCheck))
 
 
@@ -75,6 +77,7 @@ class LayoutTests:
             that it wrote and, if it is one of `MarksCheckpoints`, marked.
         refused_dtypes: dtypes that `Layout.check` refuses; every other one must come back.
         tampered_states: about how many states are tampered with.
+        most_damages: of each kind, how many an object meets at most; None: all, which is for storages that are near.
     """
 
     several_processes: bool = True
@@ -82,6 +85,7 @@ class LayoutTests:
     foreign: bool = True
     refused_dtypes: Collection[str] = ()
     tampered_states: int = 1500
+    most_damages: int | None = None
 
     def layout(self) -> Layout:
         """The layout, with options that let small arrays meet every boundary (small chunks, small files)."""
@@ -91,6 +95,12 @@ class LayoutTests:
     def place(self, tmp_path: Path) -> StorageBackend:
         """An empty storage to write to: a local directory, unless a class gives another."""
         return local_directory(tmp_path)
+
+    def _some(self, damages: Sequence[T]) -> Sequence[T]:
+        """As many as this class asks for, from the first to the last."""
+        if self.most_damages is None:
+            return damages
+        return damages[:: max(1, -(-len(damages) // self.most_damages))]
 
     # --- what comes back
 
@@ -295,7 +305,7 @@ class LayoutTests:
         written = write_trial(self.layout(), _small_trial(), place)
         for key, stored in written.objects().items():
             content = stored.read_bytes()
-            for length in _lengths(len(content)):
+            for length in self._some(_lengths(len(content))):
                 stored.write_bytes(content[:length])
                 where = f"{key} cut to {length} of {len(content)} bytes"
                 with _BoundedMemory(where):
@@ -311,7 +321,7 @@ class LayoutTests:
         choices = random.Random(1)
         for key, stored in written.objects().items():
             content = stored.read_bytes()
-            for _ in range(60):
+            for _ in self._some(range(60)):
                 if not content:
                     break
                 changed = bytearray(content)
@@ -356,7 +366,7 @@ class LayoutTests:
         choices = random.Random(2)
         for key, stored in written.objects().items():
             content = stored.read_bytes()
-            for bad in _damaged(content, choices):
+            for bad in self._some(_damaged(content, choices)):
                 stored.write_bytes(bad)
                 for entry in (None, key if "/" not in key else None):
                     with _BoundedMemory(f"inspecting a damaged {key}"):
@@ -415,7 +425,7 @@ class LayoutTests:
             if key.partition("/")[0] in written:
                 continue
             content = stored.read_bytes()
-            for bad in _damaged(content, choices):
+            for bad in self._some(_damaged(content, choices)):
                 stored.write_bytes(bad)
                 with _BoundedMemory(f"inspecting a damaged {key}"):
                     _only_checkpoint_errors(partial(_inspect_both, layout, place), f"{key} is {bad[:200]!r}")
