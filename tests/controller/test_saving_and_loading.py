@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 import ckptcore
-from ckptcore.model import Box
+from ckptcore.model import ArraySpec, Box
 from ckptcore.testing import RemoteArray, WorkerProcesses
+from ckptcore.transforms import Cast, Fuse, Transpose
 from tests.controller.arrays import COLUMNS, ROWS, SPEC, WHOLE, digests_of, make_rows, make_whole
 from tests.controller.elements import counted
 
@@ -65,6 +66,22 @@ def test_what_is_saved_is_loaded_where_it_is_asked_for(
     assert workers.digests(loaded["rows"]) == digests_of(COLUMNS)
     assert workers.digests(loaded["whole"]) == digests_of(ROWS)
     np.testing.assert_array_equal(loaded["here"], np.arange(5))
+
+
+def test_workers_make_what_transforms_say(workers: WorkerProcesses, context: ckptcore.Context, tmp_path: Path) -> None:
+    expected = counted(SPEC, Box.whole(SPEC.shape))
+    ckptcore.save(tmp_path / "it", {"a": expected[:40], "b": expected[40:].T.copy()}, context=context)
+    transforms = [Transpose("b"), Fuse(["a", "b"], "w", sizes=[40, 24]), Cast("w", "float64")]
+    spec = ArraySpec(SPEC.shape, "float64")
+    loaded: dict[str, Any] = {}
+    abstract = {"w": RemoteArray(spec, COLUMNS)}
+
+    def load() -> None:
+        loaded.update(ckptcore.load(tmp_path / "it", abstract, transforms=transforms, context=context))
+
+    assert crossings(workers, load) == ["read 0", "read 1"]
+    ckptcore.save(tmp_path / "made", loaded, context=context)
+    np.testing.assert_array_equal(ckptcore.load(tmp_path / "made")["w"], expected.astype(np.float64))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
