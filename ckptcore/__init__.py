@@ -59,7 +59,7 @@ if TYPE_CHECKING:
     from ckptcore.exports import Export, StepExport
     from ckptcore.flattening import PLACEHOLDER
     from ckptcore.hookspecs import hookimpl
-    from ckptcore.load_reports import LoadReport
+    from ckptcore.load_reports import LeafChange, LoadReport
     from ckptcore.matching_options import Matching
     from ckptcore.model import AbstractArray
     from ckptcore.open_checkpoints import OpenCheckpoint, StoredTree
@@ -97,6 +97,7 @@ __all__ = [
     "CopyReport",
     "Export",
     "ExportPlan",
+    "LeafChange",
     "LoadHandle",
     "LoadReport",
     "Matching",
@@ -202,7 +203,7 @@ _NAMES: Final = {
     ),
     "ckptcore.flattening": ("PLACEHOLDER",),
     "ckptcore.hookspecs": ("hookimpl",),
-    "ckptcore.load_reports": ("LoadReport",),
+    "ckptcore.load_reports": ("LeafChange", "LoadReport"),
     "ckptcore.matching_options": ("Matching",),
     "ckptcore.model": ("AbstractArray",),
     "ckptcore.open_checkpoints": (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ckptcore.load_reports import LoadReport
+from ckptcore.load_reports import LeafChange, LoadReport
 from ckptcore.matching import Matched
 from ckptcore.model.tree import Skeleton, TreePath, format_path, leaf_paths
 from ckptcore.opened import Opened
@@ -53,11 +53,17 @@ def _told(plan: _Plan) -> LoadReport:
     defaulted = set(matched.defaulted)
     restored: list[TreePath] = []
     skipped: list[TreePath] = []
-    for position, (path, handler) in enumerate(zip(paths, matched.handlers, strict=True)):
-        if position not in defaulted:
+    changed: dict[str, LeafChange] = {}
+    for position, (path, number, handler) in enumerate(zip(paths, matched.numbers, matched.handlers, strict=True)):
+        if position in defaulted:
+            continue
+        if number is not None and number in matched.adjustments:
+            changed[format_path(path)] = matched.adjustments[number].change
+        else:
             (skipped if handler is None else restored).append(path)
     return LoadReport(
         restored=[format_path(path) for path in restored],
+        changed=changed,
         defaulted=[format_path(paths[position]) for position in matched.defaulted],
         skipped=[format_path(path) for path in skipped],
         ignored=[format_path(stored[number]) for number in matched.ignored],

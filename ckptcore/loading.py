@@ -94,7 +94,8 @@ def load_value(
                 abstract, context.registry, placeholders=True, stored_at=_stored_at(opened, context.registry)
             )
             matched = _match(opened, flat, context, request)
-        reading = plan_reading(opened, matched.numbers, matched.handlers, flat.leaves, context.workers())
+        made = _adjusted(opened, matched, context)
+        reading = plan_reading(made, matched.numbers, matched.handlers, flat.leaves, context.workers())
         if account is not None:
             account.planned(opened, matched, flat.skeleton)
         return Planned(reading, _checking(opened, functools.partial(unflatten, flat.shape)))
@@ -252,6 +253,15 @@ def _chosen_alone(
     return Matched(numbers, [None if number is None else handlers[number] for number in numbers], (), ignored), skeleton
 
 
+def _adjusted(opened: Opened, matched: Matched, context: Context) -> Opened:
+    """The checkpoint with what was matched as it is asked for."""
+    if not matched.adjustments:
+        return opened
+    from ckptcore.adjustments import adjusted  # only where something differs
+
+    return adjusted(opened, matched.adjustments, context)
+
+
 def _match_target(opened: Opened, flat: Flat, context: Context, request: LoadRequest) -> Matched:
     """Which stored leaf each leaf of a target is.
 
@@ -312,7 +322,14 @@ def load_into_target(
             with recording.phase("restore"):
                 restore(flat.shape, leaves, filled, list(flat.paths()))
 
-        reading = plan_reading(opened, matched.numbers, matched.handlers, flat.leaves, context.workers(), filled=filled)
+        reading = plan_reading(
+            _adjusted(opened, matched, context),
+            matched.numbers,
+            matched.handlers,
+            flat.leaves,
+            context.workers(),
+            filled=filled,
+        )
         return Planned(reading, _checking(opened, finish), begin)
 
     try:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Final
 
 from ckptcore.errors import UnsupportedLeafError
@@ -16,6 +16,7 @@ from ckptcore.protocols import LeafHandler
 from ckptcore.scalars import are_interchangeable, difference_of
 
 if TYPE_CHECKING:
+    from ckptcore.adjustments import Adjustment
     from ckptcore.differences import Difference
 
 __all__ = ["Matched", "match_leaves"]
@@ -31,12 +32,14 @@ class Matched:
         handlers: who builds each; None where a placeholder stands, or comes.
         defaulted: the positions of leaves that are not stored, and may be missing.
         ignored: the numbers of stored leaves that are not asked for, and may be there.
+        adjustments: by number of a stored array, how it becomes what is asked for.
     """
 
     numbers: Sequence[int | None]
     handlers: Sequence[LeafHandler | None]
     defaulted: Sequence[int] = ()
     ignored: Sequence[int] = ()
+    adjustments: Mapping[int, Adjustment] = field(default_factory=dict)
 
 
 def match_leaves(
@@ -117,7 +120,8 @@ def match_leaves(
         differences[:0] = comparison.of_absent(absent, unexpected)
     elif absent and matching.missing == "keep":
         differences[:0] = comparison.of_valueless(absent, place)
-    differences.extend(comparison.of_leaves())
+    adjustments: dict[int, Adjustment] = {}
+    differences.extend(comparison.of_leaves(matching, adjustments))
     if differences:
         from ckptcore.differences import mismatch
 
@@ -129,7 +133,7 @@ def match_leaves(
     numbers = [None if handler is None else number for number, handler in zip(found, handlers, strict=True)]
     loaded = {number for number in found if number is not None}
     unasked = [number for number in tree.held_by if number not in loaded]
-    return Matched(numbers, handlers, absent, sorted({*unexpected, *unasked, *unchosen}))
+    return Matched(numbers, handlers, absent, sorted({*unexpected, *unasked, *unchosen}), adjustments)
 
 
 def _match_loosely(
@@ -290,8 +294,8 @@ class _Comparison:
                 told.append(Difference("missing", line, 'missing="placeholder"'))
         return told
 
-    def of_leaves(self) -> list[Difference]:
-        """What is told of leaves that are there and otherwise."""
+    def of_leaves(self, matching: Matching, adjustments: dict[int, Adjustment]) -> list[Difference]:
+        """What is told of leaves that are there and otherwise; of arrays that may be adjusted it is added how."""
         told: list[Difference] = []
         for position, number in enumerate(self.found):
             handler = self.flat.handlers[position]
@@ -301,6 +305,10 @@ class _Comparison:
             asked = handler.describe(self.flat.leaves[position])
             if asked is record:
                 continue
+            if isinstance(asked, ArrayRecord) and isinstance(record, ArrayRecord) and _are_plain(asked, record):
+                if asked.spec != record.spec:
+                    told.extend(self._of_array(position, number, asked, record, matching, adjustments))
+                continue
             as_other = self.by_name and are_interchangeable(asked, record)
             reason = difference_of(asked, record) if as_other else _difference(asked, record)
             if reason is not None:
@@ -309,6 +317,35 @@ class _Comparison:
                 sort = reason.partition(":")[0]
                 told.append(Difference(sort, f"{format_path(self.paths[position])}: {reason}"))
         return told
+
+    def _of_array(
+        self,
+        position: int,
+        number: int,
+        asked: ArrayRecord,
+        stored: ArrayRecord,
+        matching: Matching,
+        adjustments: dict[int, Adjustment],
+    ) -> Sequence[Difference]:
+        """What is told of an array of another shape or dtype."""
+        from ckptcore.adjustments import Adjustment, adjust  # only where something differs
+        from ckptcore.differences import Difference
+
+        found = adjust(self.tree.aliases.get(number, number), asked.spec, stored.spec, matching)
+        if isinstance(found, Adjustment):
+            adjustments[number] = found
+            return ()
+        path = format_path(self.paths[position])
+        return [Difference(refused.sort, f"{path}: {refused.reason}", refused.allowed_by) for refused in found]
+
+
+def _are_plain(asked: ArrayRecord, stored: ArrayRecord) -> bool:
+    """Whether two arrays mean nothing beyond their elements, so that these may be changed."""
+    return asked.kind in _PLAIN_KINDS and stored.kind in _PLAIN_KINDS
+
+
+_PLAIN_KINDS: Final = (PLAIN_ARRAY, "numpy.scalar")
+"""The kinds of arrays that are adjusted."""
 
 
 def _is_none(record: LeafRecord) -> bool:

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Final, Literal, get_args
 
-__all__ = ["EXACT", "Matching", "Missing", "Sequences", "Unexpected"]
+__all__ = ["EXACT", "Casting", "Matching", "Missing", "Sequences", "ShapeChange", "Unexpected"]
 
 Unexpected = Literal["error", "ignore"]
 """What becomes of stored leaves that are not asked for."""
 
 Missing = Literal["error", "placeholder", "keep"]
 """What becomes of leaves that are asked for and not stored."""
+
+Casting = Literal["error", "safe", "narrowing"]
+"""What becomes of arrays that are asked for in another dtype than the stored one."""
+
+ShapeChange = Literal["reshape", "truncate", "pad"]
+"""What may be done with arrays that are asked for in another shape than the stored one."""
 
 Sequences = Literal["exact", "either"]
 """Whether a list may be asked for where a tuple is stored, and the other way round."""
@@ -29,6 +36,14 @@ class Matching:
         missing: leaves that are asked for and not stored: ``"error"``; ``"placeholder"``: `ckptcore.PLACEHOLDER` comes in their places;
             ``"keep"``: the abstract tree's own values do, or with ``load_into`` stay: the very same objects. An abstract leaf without
             elements (`ckptcore.AbstractArray`, ``jax.ShapeDtypeStruct``, a tensor on the meta device) has none to keep, and is an error.
+        cast: arrays of another dtype: ``"error"``; ``"safe"``: they are cast where every value of the stored dtype is one of that which
+            is asked for, the infinities, NaN and the zero below zero included; ``"narrowing"``: also where values are rounded to the
+            nearest. An int that the dtype has no place for, and a number beyond its largest, are an error when they are read. Floats
+            are never cast to ints, complex numbers never to real ones, and numbers never to bool.
+        shapes: what is done with arrays of another shape: ``"reshape"``: the elements in C order, where there are as many;
+            ``"truncate"``: along each axis the first elements that are asked for; ``"pad"``: behind the last element along an axis come
+            others. Where there are as many elements, an array is reshaped rather than truncated along one axis and padded along another.
+        pad_value: what arrays are padded with; their dtype must have it.
         sequences: ``"exact"``: a list is stored where one is asked for, and a tuple where a tuple is; ``"either"``: either may be in the
             place of the other, and what is asked for is built. Formats of other software that do not tell one from the other are not
             held to it.
@@ -36,6 +51,9 @@ class Matching:
 
     unexpected: Unexpected = "error"
     missing: Missing = "error"
+    cast: Casting = "error"
+    shapes: Collection[ShapeChange] = ()
+    pad_value: bool | int | float | complex = 0
     sequences: Sequences = "exact"
 
     def __post_init__(self) -> None:
@@ -48,11 +66,16 @@ class Matching:
             given = getattr(self, name)
             if given not in allowed:
                 raise ValueError(f"Matching({name}={given!r}): expected one of {', '.join(map(repr, allowed))}")
+        known = get_args(ShapeChange)
+        if isinstance(self.shapes, str) or not set(self.shapes) <= set(known):
+            raise ValueError(f"Matching(shapes={self.shapes!r}): expected a set of {', '.join(map(repr, known))}")
+        object.__setattr__(self, "shapes", frozenset(self.shapes))
 
 
 _CHOICES: Final[dict[str, tuple[str, ...]]] = {
     "unexpected": get_args(Unexpected),
     "missing": get_args(Missing),
+    "cast": get_args(Casting),
     "sequences": get_args(Sequences),
 }
 

@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from types import TracebackType
-from typing import Any, Final, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Self, TypeVar
 
 from ckptcore.agreement import Agreement
 from ckptcore.composites import load_composite
@@ -20,8 +20,10 @@ from ckptcore.describing import (
 )
 from ckptcore.directories import read_directory_metadata
 from ckptcore.events import Recording
+from ckptcore.load_requests import LoadRequest
 from ckptcore.loading import load_into_target, load_value
 from ckptcore.locations import LocationLike, Place
+from ckptcore.matching_options import EXACT, Matching
 from ckptcore.model.tree import JSON
 from ckptcore.policies import StepInfo
 from ckptcore.restoring import Loading, SkippedStep, StepLoader
@@ -29,6 +31,9 @@ from ckptcore.step_names import StepNames, step_number
 from ckptcore.steps import StepDirectory
 from ckptcore.tiered_steps import TieredSteps
 from ckptcore.wanted import Everything, Wanted
+
+if TYPE_CHECKING:
+    from ckptcore.load_reports import LoadReport
 
 __all__ = ["CheckpointReader"]
 
@@ -174,35 +179,49 @@ class CheckpointReader:
         step = step_number(step)
         return describe_either(self._copies.nearest(step).place(step), self._context)
 
-    def load(self, step: int | None = None, abstract: Any = None) -> Any:
+    def load(
+        self,
+        step: int | None = None,
+        abstract: Any = None,
+        *,
+        matching: Matching = EXACT,
+        report: LoadReport | None = None,
+    ) -> Any:
         """Load a step that was saved as one tree.
 
         Args:
             step: which; None: the newest that is valid. Damaged ones are passed over and told in `skipped_steps`.
-            abstract: as for `ckptcore.load`.
+            abstract, matching, report: as for `ckptcore.load`.
 
         Raises:
             CheckpointNotFoundError: if there is no step, or not this one.
             CorruptCheckpointError: if it is damaged; with ``step=None``, if every one is.
             What `ckptcore.load` does.
         """
-        run = functools.partial(self._load_value, abstract)
+        run = functools.partial(self._load_value, abstract, LoadRequest(matching=matching, report=report))
         return self._load(step, Loading(run))
 
-    def _load_value(self, abstract: object, place: Place, recording: Recording) -> Any:
-        return load_value(place, abstract, self._context, recording)
+    def _load_value(self, abstract: object, request: LoadRequest, place: Place, recording: Recording) -> Any:
+        return load_value(place, abstract, self._context, recording, request)
 
-    def load_into(self, target: Any, *, step: int | None = None) -> Any:
+    def load_into(
+        self, target: Any, *, step: int | None = None, matching: Matching = EXACT, report: LoadReport | None = None
+    ) -> Any:
         """Load a step that was saved as one tree into what is there, as `ckptcore.load_into` does; returns the target.
+
+        Args:
+            step: as for `load`.
+            target, matching, report: as for `ckptcore.load_into`.
 
         Raises:
             What `load` does.
             TargetUndefinedError: if it failed after the target was changed, here or in another process, and no older step could
                 be loaded into it.
         """
+        request = LoadRequest(matching=matching, report=report)
 
         def into(place: Place, recording: Recording) -> Any:
-            load_into_target(place, target, self._context, recording)
+            load_into_target(place, target, self._context, recording, request)
             return target
 
         return self._load(step, Loading(into, "the target"))

@@ -102,13 +102,8 @@ class _Attempt(Generic[T]):
                 found.append(plan(opened))
             reading = found[0].reading
             told.append(_told(_request_of(reading)))
-            made = None if reading.opened.derived is None else reading.opened.derived.told
-            options = [
-                made,
-                str(self._context.reads),
-                self._context.memory.load_bytes,
-                self._context.memory.exchange_bytes,
-            ]
+            memory = self._context.memory
+            options = [str(self._context.reads), memory.load_bytes, memory.exchange_bytes, *_made_of(reading.opened)]
             return [_digest(told[0]), self._mark(opened), options, socket.gethostname()]
 
         joint = take_step(self._agreement, f"plan-{self._number}", work, stands=self._tries.stands)
@@ -118,7 +113,8 @@ class _Attempt(Generic[T]):
         if decided["differ"]:
             raise ValueError(
                 f"the ranks load {self._location} with different options, or open different checkpoints there: "
-                f"{decided['differ']}; give all the same Context(reads=, memory=) and transforms, and a location that is the same for all"
+                f"{decided['differ']}; give all the same Context(reads=, memory=), a location that is the same for all, and abstract "
+                'trees, transforms and matching by which the same arrays are made alike; else load with reads="all"'
             )
         if decided["again"]:
             return None
@@ -233,6 +229,15 @@ class _NoChannels:
 
     def close(self) -> None:
         """Nothing is held."""
+
+
+def _made_of(opened: Opened) -> list[str]:
+    """What is done with a checkpoint before it is read: ranks share what it has by numbers and boxes of what is made."""
+    told = []
+    while opened.derived is not None:
+        told.append(opened.derived.told)
+        opened = opened.derived.below[0]
+    return told
 
 
 def _decide(payloads: Sequence[JSON]) -> JSON:

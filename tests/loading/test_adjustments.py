@@ -1,0 +1,433 @@
+"""Arrays in another dtype or shape than the stored one: refused unless allowed by name, and then exactly what NumPy makes of the whole."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import ckptcore
+from ckptcore import AbstractArray, Context, LoadReport, Matching, MemoryOptions
+from ckptcore.derivations import Stored
+from ckptcore.derivations.narrowed import narrow
+from ckptcore.dtype_values import has_all_values_of, is_narrowing
+from ckptcore.errors import CheckpointError, TargetUndefinedError, TransformError, TreeMismatchError
+from ckptcore.model import ArraySpec, Box, HostArray, dtype_from_name
+from ckptcore.testing import ThreadJob, ThreadNetwork
+
+BITS = {
+    "bool": 1, "int1": 1, "uint1": 1, "int2": 2, "uint2": 2, "int4": 4, "uint4": 4, "float4_e2m1fn": 4,
+    "float6_e2m3fn": 6, "float6_e3m2fn": 6,
+}  # fmt: skip
+NUMBERS = [
+    *BITS, "int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64", "float16", "float32", "float64", "bfloat16",
+    "float8_e3m4", "float8_e4m3", "float8_e4m3b11fnuz", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz",
+    "float8_e8m0fnu",
+]  # fmt: skip
+SMALL = [name for name in NUMBERS if dtype_from_name(name).itemsize <= 2]
+SAFE, NARROWING = Matching(cast="safe"), Matching(cast="narrowing")
+
+
+def values_of(name: str) -> HostArray:
+    """Every value of a dtype of up to 16 bits; some of a wider one."""
+    dtype = dtype_from_name(name)
+    if dtype.itemsize > 2:
+        largest = np.iinfo(dtype).max if dtype.kind in "iu" else np.finfo(dtype).max
+        return np.array([0, 1, 3, 100, 300, 70000, largest], dtype)
+    bits = BITS.get(name, 8 * dtype.itemsize)
+    patterns = np.arange(1 << bits, dtype=np.uint8 if dtype.itemsize == 1 else np.uint16)
+    if name.startswith("int") and bits < 8:
+        return (patterns.astype(np.int8) - (1 << bits >> 1)).astype(dtype)
+    return patterns.astype(np.bool_) if name == "bool" else patterns.view(dtype)
+
+
+def as_float64(array: HostArray) -> HostArray:
+    with np.errstate(all="ignore"):
+        return array.astype(np.float64)
+
+
+def loses_nothing(values: HostArray, dtype: np.dtype[Any]) -> bool:
+    with np.errstate(all="ignore"):
+        try:
+            there = values.astype(dtype)
+        except TypeError:  # of dtypes of ml_dtypes, each of whose values float32 has
+            there = values.astype(np.float32).astype(dtype)
+        before, after = as_float64(values), as_float64(there)
+        same = (before == after) & (np.signbit(before) == np.signbit(after))
+        return bool((same | (np.isnan(before) & np.isnan(after))).all())
+
+
+@pytest.mark.parametrize("stored", SMALL)
+def test_a_cast_is_safe_exactly_if_every_value_survives(stored: str) -> None:
+    values = values_of(stored)
+    for asked in NUMBERS:
+        expected = loses_nothing(values, dtype_from_name(asked)) and (asked != "bool" or stored == "bool")
+        assert has_all_values_of(asked, stored) == expected, asked
+
+
+@pytest.mark.parametrize(
+    ("asked", "stored", "expected"),
+    [
+        ("float64", "float32", True), ("float32", "float64", False), ("float64", "int32", True), ("float64", "int64", False),
+        ("float64", "uint32", True), ("float32", "int32", False), ("int64", "uint32", True), ("int64", "uint64", False),
+        ("uint64", "int64", False), ("int32", "float32", False), ("complex64", "float32", True), ("complex64", "float64", False),
+        ("complex128", "complex64", True), ("complex64", "complex128", False), ("float32", "complex64", False),
+        ("complex64", "complex64", True), ("U3", "U3", True), ("U4", "U3", False), ("int64", "datetime64[s]", False),
+        ("datetime64[ns]", "datetime64[s]", False), ("bool", "int8", False), ("int32", "int64", False),
+    ],
+)  # fmt: skip
+def test_casts_of_wider_dtypes(asked: str, stored: str, expected: bool) -> None:
+    assert has_all_values_of(asked, stored) == expected
+    assert not (expected and is_narrowing(asked, stored))
+
+
+@pytest.mark.parametrize(
+    ("asked", "stored"),
+    [("int32", "float32"), ("float64", "complex64"), ("bool", "int8"), ("bool", "float32"), ("int64", "datetime64[s]"), ("U4", "U3")],
+)  # fmt: skip
+def test_no_option_casts_to_another_sort(tmp_path: Path, asked: str, stored: str) -> None:
+    assert not is_narrowing(asked, stored)
+    ckptcore.save(tmp_path / "c", {"w": np.zeros(2, dtype_from_name(stored))})
+    with pytest.raises(TreeMismatchError, match="the one is not cast to the other"):
+        ckptcore.load(tmp_path / "c", {"w": AbstractArray((2,), asked)}, matching=NARROWING)
+
+
+def narrowed(values: HostArray, stored: str, asked: str) -> HostArray | None:
+    """What an array is cast to; None where that is refused."""
+    out = np.empty(values.shape, dtype_from_name(asked))
+    try:
+        narrow(Stored(ArraySpec(values.shape, stored), 0), asked).make(Box.whole(values.shape), [values], out)
+    except ValueError:
+        return None
+    return out
+
+
+def check_narrowing(stored: str, asked: str, values: HostArray) -> None:
+    """Each value becomes the nearest, or is refused because it lies beyond all of them."""
+    there = as_float64(values_of(asked))
+    finite = np.sort(there[np.isfinite(there)])
+    for number in range(len(values)):
+        before, made = float(values[number]), narrowed(values[number : number + 1], stored, asked)
+        if made is None:
+            beyond = not finite[0] <= before <= finite[-1] or (asked == "float8_e8m0fnu" and before <= 0)
+            assert beyond, f"{before} was refused"  # also NaN and the infinities
+            continue
+        after = float(made[0])
+        if not np.isfinite(before):
+            assert str(before) == str(after)
+        else:
+            assert np.isfinite(after) and abs(after - before) <= np.abs(finite - before).min() * (1 + 1e-12), before
+
+
+PAIRS = [(stored, asked) for stored, asked in itertools.product(NUMBERS, SMALL) if is_narrowing(asked, stored)]
+
+
+@pytest.mark.parametrize(("stored", "asked"), PAIRS[::11])
+def test_a_narrowing_rounds_to_the_nearest(stored: str, asked: str) -> None:
+    values = values_of(stored)
+    check_narrowing(stored, asked, values[:: max(1, len(values) // 60)])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("stored", "asked"), PAIRS)
+def test_every_narrowing_rounds_to_the_nearest(stored: str, asked: str) -> None:
+    values = values_of(stored)
+    check_narrowing(stored, asked, values if len(values) <= 256 else values[::97])
+
+
+def by_load(location: Path, abstract: Any, **options: Any) -> Any:
+    return ckptcore.load(location, abstract, **options)
+
+
+def in_background(location: Path, abstract: Any, **options: Any) -> Any:
+    return ckptcore.load_async(location, abstract, **options).result(60)
+
+
+def in_place(location: Path, abstract: Any, **options: Any) -> Any:
+    target = {name: np.zeros(leaf.shape, leaf.dtype) for name, leaf in abstract.items()}
+    filled = dict(target)
+    ckptcore.load_into(location, target, **options)
+    assert all(target[name] is filled[name] for name in target)
+    return target
+
+
+def into_tensors(location: Path, abstract: Any, **options: Any) -> Any:
+    import torch
+
+    target = {name: torch.zeros(leaf.shape, dtype=getattr(torch, leaf.dtype.name)) for name, leaf in abstract.items()}
+    ckptcore.load_into(location, target, **options)
+    return target
+
+
+def as_tensors(location: Path, abstract: Any, **options: Any) -> Any:
+    import torch
+
+    asked = {
+        name: torch.empty(leaf.shape, dtype=getattr(torch, leaf.dtype.name), device="meta")
+        for name, leaf in abstract.items()
+    }
+    return ckptcore.load(location, asked, **options)
+
+
+def as_jax_arrays(location: Path, abstract: Any, **options: Any) -> Any:
+    import jax
+
+    mesh = jax.make_mesh((4,), ("x",), devices=jax.devices()[:4])
+    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))  # type: ignore[no-untyped-call]  # JAX leaves it untyped
+    asked = {
+        name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)  # type: ignore[no-untyped-call]  # JAX leaves it untyped
+        for name, leaf in abstract.items()
+    }
+    return ckptcore.load(location, asked, **options)
+
+
+LOADS = pytest.mark.parametrize("loading", [by_load, in_background, in_place, into_tensors, as_tensors, as_jax_arrays])
+
+STORED = np.arange(48, dtype=np.float32).reshape(8, 6) + np.float32(1 / 3)
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    ckptcore.save(tmp_path / "c", {"w": STORED})
+    return tmp_path / "c"
+
+
+@LOADS
+@pytest.mark.parametrize(
+    ("shape", "dtype", "needed", "expected"),
+    [
+        ((8, 6), "float16", {"cast": "narrowing"}, STORED.astype(np.float16)),
+        ((8, 6), "bfloat16", {"cast": "narrowing"}, STORED.astype(ml_dtypes.bfloat16)),
+        ((4, 12), "float32", {"shapes": ["reshape"]}, STORED.reshape(4, 12)),
+        ((4, 5), "float32", {"shapes": ["truncate"]}, STORED[:4, :5]),
+        ((12, 6), "float32", {"shapes": ["pad"]}, np.pad(STORED, ((0, 4), (0, 0)))),
+        ((12, 3), "float32", {"shapes": ["pad", "truncate"]}, np.pad(STORED[:, :3], ((0, 4), (0, 0)))),
+        (
+            (12, 3), "float16", {"shapes": ["pad", "truncate"], "cast": "narrowing", "pad_value": -1},
+            np.pad(STORED[:, :3].astype(np.float16), ((0, 4), (0, 0)), constant_values=-1),
+        ),
+        ((48,), "float16", {"shapes": ["reshape"], "cast": "narrowing"}, STORED.astype(np.float16).reshape(48)),
+    ],
+)  # fmt: skip
+def test_arrays_are_changed_only_as_they_are_allowed_to(
+    saved: Path, loading: Callable[..., Any], shape: tuple[int, ...], dtype: str, needed: dict[str, Any], expected: Any
+) -> None:
+    asked = {"w": AbstractArray(shape, dtype)}
+    for name, without in (
+        (name, {**needed, name: ()} if name == "shapes" else {**needed, name: "error"}) for name in needed
+    ):
+        if name == "pad_value":
+            continue
+        with pytest.raises(TreeMismatchError) as caught:
+            loading(saved, asked, matching=Matching(**without))
+        assert caught.value.differences[0].startswith(f"w: {'shape' if name == 'shapes' else 'dtype'}: ")
+        assert f"matching=Matching({name}=" in str(caught.value)  # says how to allow it
+    report = LoadReport()
+    loaded = loading(saved, asked, matching=Matching(**needed), report=report)["w"]
+    if loading in (into_tensors, as_tensors):
+        assert str(loaded.dtype) == f"torch.{dtype}"
+        loaded = loaded.float().numpy().astype(expected.dtype)
+    loaded = np.asarray(loaded)
+    assert loaded.dtype == expected.dtype and np.array_equal(loaded, expected)
+    (change,) = report.changed.values()
+    assert (change.made.shape, change.made.dtype, change.cast) == (shape, dtype, needed.get("cast", "error"))
+    assert change.shapes == set(needed.get("shapes", ())) and list(report.changed) == ["w"] and not report.restored
+
+
+def test_a_safe_cast_is_not_a_narrowing_one(tmp_path: Path) -> None:
+    half = np.array([1.5, np.inf, -0.0, np.nan], np.float16)
+    ckptcore.save(tmp_path / "c", {"w": half, "n": np.array([255, 0], np.uint8)})
+    asked = {"w": AbstractArray((4,), "float32"), "n": AbstractArray((2,), "bfloat16")}
+    loaded = ckptcore.load(tmp_path / "c", asked, matching=SAFE)
+    assert loaded["w"].tobytes() == half.astype(np.float32).tobytes() and loaded["n"].astype(int).tolist() == [255, 0]
+    asked = {"w": AbstractArray((4,), "bfloat16"), "n": AbstractArray((2,), "int8")}
+    with pytest.raises(TreeMismatchError) as caught:
+        ckptcore.load(tmp_path / "c", asked, matching=SAFE)
+    assert caught.value.differences == (
+        "w: dtype: bfloat16[4] is asked for, float16[4] is stored; not every value of float16 is one of bfloat16",
+        "n: dtype: int8[2] is asked for, uint8[2] is stored; not every value of uint8 is one of int8",
+    )
+    assert 'Matching(cast="narrowing")' in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("stored", "asked", "said"),
+    [
+        (np.array([1, 128], np.int64), "int8", "128 is none of int8, which has -128 to 127"),
+        (np.array([-1], np.int8), "uint64", "-1 is none of uint64"),
+        (np.array([2**63], np.uint64), "int64", "is none of int64"),
+        (np.array([1e6, np.nan, np.inf]), "float16", "float16 has nothing near 1000000.0: its largest value is 65504"),
+        (np.array([500.0], np.float32), "float8_e4m3fn", "nothing near 500.0"),
+        (np.array([np.inf], np.float32), "float8_e4m3fn", "nothing near inf"),
+        (np.array([np.nan], np.float32), "float4_e2m1fn", "nothing near nan"),
+        (np.array([9.0], np.float32), "float6_e2m3fn", "nothing near 9.0"),
+        (np.array([1e300 + 0j]), "complex64", "nothing near"),
+    ],
+)  # fmt: skip
+def test_what_a_dtype_has_no_place_for_is_not_wrapped_nor_made_infinite(
+    tmp_path: Path, stored: HostArray, asked: str, said: str
+) -> None:
+    ckptcore.save(tmp_path / "c", {"a": {"w": stored}})
+    abstract = {"a": {"w": AbstractArray(stored.shape, asked)}}
+    with pytest.raises(TransformError) as caught:
+        ckptcore.load(tmp_path / "c", abstract, matching=NARROWING)
+    assert said in str(caught.value) and "a/w" in str(caught.value)
+    target = {"a": {"w": np.zeros(stored.shape, dtype_from_name(asked))}}
+    with pytest.raises(TargetUndefinedError, match="a/w"):
+        ckptcore.load_into(tmp_path / "c", target, matching=NARROWING)
+
+
+def test_infinities_and_nan_stay_where_the_dtype_has_them(tmp_path: Path) -> None:
+    stored = np.array([np.inf, -np.inf, np.nan, -0.0, 1e-60])
+    ckptcore.save(tmp_path / "c", {"w": stored})
+    loaded = ckptcore.load(tmp_path / "c", {"w": AbstractArray((5,), "bfloat16")}, matching=NARROWING)["w"]
+    assert list(map(str, loaded.astype(float))) == ["inf", "-inf", "nan", "-0.0", "0.0"]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "pad_value", "padded"),
+    [("float32", float("nan"), "nan"), ("int8", -1, "-1"), ("int8", 0.5, None), ("int8", 300, None), ("bool", True, "1.0"),
+     ("float8_e8m0fnu", 0, None), ("uint4", 15, "15.0")],
+)  # fmt: skip
+def test_padding_is_a_value_of_the_dtype(tmp_path: Path, dtype: str, pad_value: Any, padded: str | None) -> None:
+    ckptcore.save(tmp_path / "c", {"w": np.ones(2, dtype_from_name(dtype))})
+    matching = Matching(shapes={"pad"}, pad_value=pad_value)
+    asked = {"w": AbstractArray((3,), dtype)}
+    if padded is None:
+        with pytest.raises(TreeMismatchError, match="cannot have the value|cannot be those of|nothing near"):
+            ckptcore.load(tmp_path / "c", asked, matching=matching)
+        return
+    loaded = ckptcore.load(tmp_path / "c", asked, matching=matching)["w"]
+    assert str(float(loaded[2])) == str(float(padded)) and loaded[:2].astype(float).tolist() == [1, 1]
+
+
+@pytest.mark.parametrize("shape", [(6, 8), (8,), (9, 6, 1), (0, 6)])
+def test_only_shapes_that_fit_are_changed(saved: Path, shape: tuple[int, ...]) -> None:
+    allowed = {"reshape"} if shape in ((8,), (9, 6, 1), (0, 6)) else {"truncate"}
+    with pytest.raises(TreeMismatchError, match="shape: "):
+        ckptcore.load(saved, {"w": AbstractArray(shape, "float32")}, matching=Matching(shapes=allowed))  # type: ignore[arg-type]  # words
+
+
+def test_what_was_tied_is_tied_where_it_is_cast_alike(tmp_path: Path) -> None:
+    one = np.arange(4.0)
+    ckptcore.save(tmp_path / "c", {"a": one, "b": one, "c": one, "d": one})
+    asked = {name: AbstractArray((4,), "float32") for name in "bd"}
+    whole = {"a": AbstractArray((4,), "float64"), "c": AbstractArray((2,), "float64"), **asked}
+    matching = Matching(cast="narrowing", shapes={"truncate"}, unexpected="ignore")
+    loaded = ckptcore.load(tmp_path / "c", whole, matching=matching)
+    assert loaded["b"] is loaded["d"] and loaded["b"].dtype == np.float32
+    assert loaded["a"].tolist() == [0, 1, 2, 3] and loaded["c"].tolist() == [0, 1]
+    only = ckptcore.load(tmp_path / "c", asked, matching=matching)
+    assert only["b"] is only["d"] and only["b"].tolist() == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("options", [{"cast": "always"}, {"shapes": "pad"}, {"shapes": ["crop"]}])
+def test_options_that_mean_nothing_are_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="expected"):
+        Matching(**options)
+
+
+def test_what_is_no_plain_array_is_never_changed(tmp_path: Path) -> None:
+    import jax
+
+    ckptcore.save(tmp_path / "c", {"key": jax.random.key(0), "text": "x" * 20000, "n": 3})
+    everything = Matching(cast="narrowing", shapes={"reshape", "truncate", "pad"})
+    asked = {
+        "key": AbstractArray((1,), "uint32"),
+        "text": AbstractArray((5,), "uint8"),
+        "n": AbstractArray((), "int32"),
+    }
+    with pytest.raises(TreeMismatchError) as caught:
+        ckptcore.load(tmp_path / "c", asked, matching=everything)
+    assert [line.partition(":")[0] for line in caught.value.differences] == ["key", "text", "n"]
+
+
+@pytest.fixture
+def rows(tmp_path: Path) -> tuple[Path, HostArray]:
+    array = np.arange(8 << 20, dtype=np.float32).reshape(8192, 1024)
+    ckptcore.save(tmp_path / "rows", {"w": array})
+    return tmp_path / "rows", array
+
+
+def test_only_the_bytes_that_are_kept_are_read(rows: tuple[Path, HostArray]) -> None:
+    import jax
+
+    location, array = rows
+    mesh = jax.make_mesh((4,), ("x",), devices=jax.devices()[:4])
+    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))  # type: ignore[no-untyped-call]  # JAX leaves it untyped
+    asked = jax.ShapeDtypeStruct((6144, 1024), "bfloat16", sharding=sharding)  # type: ignore[no-untyped-call]  # JAX leaves it untyped
+    report = LoadReport()
+    matching = Matching(cast="narrowing", shapes={"truncate"})
+    loaded = ckptcore.load(location, {"w": asked}, matching=matching, report=report)["w"]
+    assert np.array_equal(np.asarray(loaded), array[:6144].astype(ml_dtypes.bfloat16)) and loaded.sharding == sharding
+    assert array[:6144].nbytes <= report.bytes_read <= 1.1 * array[:6144].nbytes
+
+
+@pytest.fixture
+def second_of_two(rows: tuple[Path, HostArray]) -> Iterator[None]:
+    import torch.distributed as dist
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=2)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("second_of_two")
+@pytest.mark.parametrize("in_place", [False, True])
+def test_a_process_reads_its_shards(rows: tuple[Path, HostArray], in_place: bool) -> None:
+    import torch
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor, Shard
+
+    location, array = rows
+    mesh = DeviceMesh("cpu", torch.arange(2))
+    half = torch.zeros(4096 * 1024 // 512, 512, dtype=torch.bfloat16, device="cpu" if in_place else "meta")
+    asked = DTensor.from_local(half, mesh, [Shard(0)], run_check=False)
+    report = LoadReport()
+    matching = Matching(cast="narrowing", shapes={"reshape"})
+    context = Context(memory=MemoryOptions(load_bytes=1 << 20))
+    load = ckptcore.load_into if in_place else ckptcore.load
+    loaded = load(location, {"w": asked}, matching=matching, report=report, context=context)["w"]
+    expected = torch.from_numpy(array[4096:].reshape(-1, 512)).to(torch.bfloat16)
+    assert torch.equal(loaded.to_local(), expected) and loaded.shape == (16384, 512)
+    assert expected.nbytes * 2 <= report.bytes_read <= 1.1 * expected.nbytes * 2
+
+
+def shared(work: Callable[[Context, int], Any]) -> Any:
+    network, job = ThreadNetwork(2, timeout_seconds=60), ThreadJob(2, timeout_seconds=60)
+
+    def of_rank(coordinator: Any) -> Any:
+        context = Context(coordinator=coordinator, collectives=network.collectives(coordinator.rank), reads="broadcast")
+        return work(context, coordinator.rank)
+
+    return job.run(of_rank)
+
+
+def test_processes_that_load_together_cast_alike(saved: Path) -> None:
+    matching = Matching(cast="narrowing", shapes={"pad"})
+    reports = [LoadReport(), LoadReport()]
+
+    def work(context: Context, rank: int) -> Any:
+        asked = {"w": AbstractArray((10, 6), "float16")}
+        return ckptcore.load(saved, asked, matching=matching, context=context, report=reports[rank])["w"]
+
+    for loaded in shared(work):
+        assert np.array_equal(loaded, np.pad(STORED.astype(np.float16), ((0, 2), (0, 0))))
+    assert all(list(report.changed) == ["w"] for report in reports)
+
+
+def test_processes_that_would_cast_otherwise_are_told(saved: Path) -> None:
+    def work(context: Context, rank: int) -> str:
+        asked = {"w": AbstractArray((8, 6), "float16" if rank else "bfloat16")}
+        with pytest.raises((ValueError, CheckpointError)) as caught:
+            ckptcore.load(saved, asked, matching=NARROWING, context=context)
+        return str(caught.value)
+
+    for told in shared(work):
+        assert "made alike" in told and 'reads="all"' in told
