@@ -481,6 +481,7 @@ def convert(
     overwrite: Overwrite = False,
     progress: ProgressCallback | None = None,
     context: Context | None = None,
+    transforms: Transforms = (),
 ) -> None:
     """Write a checkpoint again in another layout or place; holds few arrays at a time.
 
@@ -489,13 +490,15 @@ def convert(
         layout, overwrite: as for `save`.
         progress: called with bytes written and bytes in all, from any thread.
         context: options.
+        transforms: what is changed of the tree on the way, in this order: see `ckptcore.transforms`. Of one tree only.
 
     Raises:
+        TransformError: as for `load`. Nothing was converted.
         What `load` and `save` do; the source is never changed.
     """
     from ckptcore.conversion import convert_checkpoint  # who only saves or loads need not wait for it
 
-    convert_checkpoint(source, destination, layout, overwrite, progress, context or default_context())
+    convert_checkpoint(source, destination, layout, overwrite, progress, context or default_context(), transforms)
 
 
 def copy(

@@ -7,8 +7,8 @@ by threads of their own.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
-from typing import Final
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
@@ -18,7 +18,7 @@ from ckptcore.builtin.single_process import SingleProcess
 from ckptcore.commit import remove_checkpoint
 from ckptcore.context import Context
 from ckptcore.destinations import refuse_destination
-from ckptcore.errors import CheckpointNotFoundError, CorruptCheckpointError, NameCollisionError
+from ckptcore.errors import CheckpointNotFoundError, CorruptCheckpointError, NameCollisionError, TransformError
 from ckptcore.events import Recording
 from ckptcore.locations import Location, LocationLike, resolve_location
 from ckptcore.members import is_deleted, open_member, present_members, while_composite_unchanged
@@ -41,6 +41,9 @@ from ckptcore.streaming import StreamedSnapshot, StreamSizes, items_by_object, r
 from ckptcore.tries import while_unchanged
 from ckptcore.verification import ProgressCallback
 
+if TYPE_CHECKING:
+    from ckptcore.transforms import Transforms
+
 __all__ = ["convert_checkpoint"]
 
 _PIECE_BYTES: Final = 1 << 24
@@ -53,6 +56,7 @@ def convert_checkpoint(
     overwrite: Overwrite,
     progress: ProgressCallback | None,
     context: Context,
+    transforms: Transforms = (),
 ) -> None:
     """See `ckptcore.convert`."""
     chosen = context.registry.layout(layout)
@@ -62,10 +66,15 @@ def convert_checkpoint(
     refuse_destination(read_from, resolved)
     refuse_to_replace(resolved, overwrite)
 
-    job = _Conversion(resolved, chosen, overwrite, progress, context)
+    job = _Conversion(resolved, chosen, overwrite, progress, context, transforms)
     composite = find_composite(source, job.reading)
     if composite is None:
         while_unchanged(source, job.reading, job.tree)
+    elif transforms:
+        raise TransformError(
+            f"{composite.location.display} holds several checkpointables, and transforms are of one tree: convert them one by one, "
+            f"as in convert({source}/NAME, ..., transforms=...). Nothing was converted"
+        )
     else:
         while_composite_unchanged(composite, source, job.reading, functools.partial(job.composite, source))
 
@@ -78,7 +87,9 @@ class _Conversion:
         overwrite: Overwrite,
         progress: ProgressCallback | None,
         context: Context,
+        transforms: Transforms,
     ) -> None:
+        self._transforms = transforms
         self._destination = destination
         self._layout = layout
         self._overwrite = overwrite
@@ -92,9 +103,25 @@ class _Conversion:
 
     def tree(self, opened: Opened) -> None:
         """Write a checkpoint that is one tree."""
+        if self._transforms:
+            opened = self._transformed(opened)
         save_id = new_save_id()
         part, captured = self._part("", "", opened, save_id, own=False)
         self._persist(save_id, [part], [captured], None, opened)
+
+    def _transformed(self, opened: Opened) -> Opened:
+        """A checkpoint as the transforms make it.
+
+        Raises:
+            TransformError: if it has no tree, or they do not fit.
+        """
+        from ckptcore.transforms import apply_transforms  # only who transforms waits for it
+
+        if opened.layout.name == FilesLayout.name:
+            raise TransformError(
+                f"{opened.location.display} holds files that an object wrote, and no tree to transform"
+            )
+        return apply_transforms(opened, self._transforms, self.reading)
 
     def composite(self, source: LocationLike, composite: OpenedComposite) -> None:
         """Write every checkpointable that is still there; files as they are."""
@@ -163,7 +190,7 @@ class _Conversion:
             created=save_created(),
             parts=parts,
             members=members,
-            before_commit=None,
+            before_commit=self._check_beside(source),
             agreement=Agreement(SingleProcess(), "convert"),
         )
         total = sum(part.plan.tree.nbytes for part in parts)
@@ -177,6 +204,14 @@ class _Conversion:
             self._snapshots.clear()
         recording.finish(total)
         self._written = save_id
+
+    def _check_beside(self, source: Opened | OpenedComposite) -> Callable[[], None] | None:
+        """Looks, before the commit, whether further checkpoints that were read are still those that were opened."""
+        if not isinstance(source, Opened) or source.derived is None:
+            return None
+        from ckptcore.transforms import check_beside  # is there by now
+
+        return functools.partial(check_beside, source)
 
     def _take_back(self) -> None:
         """Remove what an attempt before wrote where it cannot be replaced, and nothing that somebody else saved there since."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import click
 
@@ -16,6 +16,9 @@ from ckptcore.cli.options import command_context
 from ckptcore.cli.progress import byte_progress
 from ckptcore.model import ArrayRecord
 
+if TYPE_CHECKING:
+    from ckptcore.transforms import Transforms
+
 __all__ = ["command"]
 
 
@@ -25,20 +28,45 @@ __all__ = ["command"]
 @click.option("--layout", default="safetensors", show_default=True, help="Its name; `ckptcore plugins` lists them.")
 @click.option("--overwrite", is_flag=True, help="Replace a checkpoint at DESTINATION, atomically.")
 @click.option("--overwrite-non-atomic", is_flag=True, help="... also where a crash would leave neither.")
+@click.option("--map", "map_name", help="Rename, stack and turn weights: llama-to-maxtext, or the other way round.")
+@click.option("--head-dim", type=click.IntRange(min=2), help="Elements of a head, where the map needs them.")
 def command(
-    as_json: bool, source: str, destination: str, layout: str, overwrite: bool, overwrite_non_atomic: bool
+    as_json: bool,
+    source: str,
+    destination: str,
+    layout: str,
+    overwrite: bool,
+    overwrite_non_atomic: bool,
+    map_name: str | None,
+    head_dim: int | None,
 ) -> ExitCode:
     """Write the checkpoint at SOURCE to DESTINATION in another layout.
 
     SOURCE may be of any layout that is installed, written by ckptcore or by other software; it is not changed. Of several
     checkpointables each is converted; files that objects wrote are copied.
+
+    Maps: bert-to-scanned, llama-to-scanned (layers in one array, as Flax runs them by a scan) and llama-to-maxtext, from Hugging Face's
+    names; scanned-to-bert, scanned-to-llama and maxtext-to-llama back to these.
     """
     import ckptcore
 
     replace: bool | Literal["non-atomic"] = "non-atomic" if overwrite_non_atomic else overwrite
+    transforms: Transforms = ()
+    if map_name is not None:
+        from ckptcore.transforms.maps import find_map  # only who maps waits for it
+
+        transforms = find_map(map_name, head_dim)
     context = command_context()
     with byte_progress("converting") as progress:
-        ckptcore.convert(source, destination, layout=layout, overwrite=replace, progress=progress, context=context)
+        ckptcore.convert(
+            source,
+            destination,
+            layout=layout,
+            overwrite=replace,
+            progress=progress,
+            context=context,
+            transforms=transforms,
+        )
     written = describe(destination, context)
     one_tree = isinstance(written, ckptcore.CheckpointMetadata)
     trees = {"": written} if isinstance(written, ckptcore.CheckpointMetadata) else written.checkpointables

@@ -4,15 +4,16 @@
 as little as the part of it takes that is asked for. What matches nothing, or does not fit, is an error.
 
 - `Rename`, `RenameTable`, `Drop`, `Default`: paths
-- `Cast`, `Transpose`, `Reshape`, `Slice`, `Pad`, `Apply`: single arrays
+- `Cast`, `Transpose`, `Reshape`, `SplitAxis`, `MergeAxes`, `Scale`, `Slice`, `Pad`, `Apply`: single arrays
 - `Stack`, `Unstack`, `Split`, `Fuse`: several arrays to one, one to several
 - `MergeLora`, `Average`: arrays of several checkpoints
 - `IfPresent`: a transform that may have nothing to do
+- `ckptcore.transforms.maps`: ready-made lists of transforms for families of models
 - `describe`: what they do, in words; `inverse`: those that take the result back
 """
 
 from ckptcore.transforms.applying import Transforms, apply_transforms, check_beside, describe, inverse
-from ckptcore.transforms.elements import Apply, Cast, Pad, Reshape, Slice, Transpose
+from ckptcore.transforms.elements import Apply, Cast, MergeAxes, Pad, Reshape, Scale, Slice, SplitAxis, Transpose
 from ckptcore.transforms.merges import Average, MergeLora
 from ckptcore.transforms.moves import Default, Drop, Rename, RenameTable
 from ckptcore.transforms.patterns import Pattern
@@ -27,14 +28,17 @@ __all__ = [
     "Drop",
     "Fuse",
     "IfPresent",
+    "MergeAxes",
     "MergeLora",
     "Pad",
     "Pattern",
     "Rename",
     "RenameTable",
     "Reshape",
+    "Scale",
     "Slice",
     "Split",
+    "SplitAxis",
     "Stack",
     "Transform",
     "Transforms",

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ckptcore.derivations import Derivation, cast, computed, cut, pad, permute, reshape
+from ckptcore.derivations import Derivation, cast, computed, cut, pad, permute, reshape, weighted_sum
 from ckptcore.errors import TransformError
 from ckptcore.model.arrays import AbstractArray, ArraySpec, Box, name_of_dtype
 from ckptcore.model.tree import format_path
@@ -14,7 +15,19 @@ from ckptcore.transforms.drafts import Draft, DraftArray
 from ckptcore.transforms.patterns import Pattern, Template
 from ckptcore.transforms.transform import Transform, not_invertible
 
-__all__ = ["Apply", "Cast", "Pad", "Reshape", "Slice", "Transpose", "axis_of", "band"]
+__all__ = [
+    "Apply",
+    "Cast",
+    "MergeAxes",
+    "Pad",
+    "Reshape",
+    "Scale",
+    "Slice",
+    "SplitAxis",
+    "Transpose",
+    "axis_of",
+    "band",
+]
 
 
 def _change(draft: Draft, pattern: Pattern, change: Callable[[Derivation], Derivation]) -> None:
@@ -131,6 +144,109 @@ class Reshape:
         if self.stored is None:
             raise not_invertible(self, "for nothing tells the shape that was stored; give it as Reshape(..., stored=)")
         return Reshape(self.pattern, self.stored, self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class SplitAxis:
+    """Arrays with several axes in place of one, as heads are told apart; their elements stay in C order.
+
+    Attributes:
+        pattern: of which arrays.
+        axis: which one; of those that count from the end, -1 is the last.
+        sizes: of the new axes; one may be -1, for what is left.
+    """
+
+    pattern: Pattern
+    axis: int
+    sizes: Sequence[int]
+
+    def apply(self, draft: Draft) -> None:
+        """See `Transform`."""
+        _change(draft, self.pattern, self._split)
+
+    def _split(self, array: Derivation) -> Derivation:
+        shape, axis = array.spec.shape, axis_of(array.spec, self.axis)
+        return reshape(array, (*shape[:axis], *self.sizes, *shape[axis + 1 :]))
+
+    def describe(self) -> str:
+        """See `Transform`."""
+        return f"split axis {self.axis} of {Template(self.pattern)} into {list(self.sizes)}"
+
+    def inverse(self) -> Transform:
+        """See `Transform`."""
+        first = self.axis if self.axis >= 0 else self.axis - len(self.sizes) + 1
+        return MergeAxes(self.pattern, first, self.sizes)
+
+
+@dataclass(frozen=True, slots=True)
+class MergeAxes:
+    """Arrays with one axis in place of several that follow each other; their elements stay in C order.
+
+    Attributes:
+        pattern: of which arrays.
+        axis: the first one; of those that count from the end, -1 is the last.
+        sizes: what the axes are to have; one may be -1, for any number.
+    """
+
+    pattern: Pattern
+    axis: int
+    sizes: Sequence[int]
+
+    def apply(self, draft: Draft) -> None:
+        """See `Transform`."""
+        _change(draft, self.pattern, self._merge)
+
+    def _merge(self, array: Derivation) -> Derivation:
+        shape, axis = array.spec.shape, axis_of(array.spec, self.axis)
+        found = shape[axis : axis + len(self.sizes)]
+        if len(found) < len(self.sizes) or any(
+            size not in (-1, own) for size, own in zip(self.sizes, found, strict=True)
+        ):
+            raise ValueError(f"{list(self.sizes)} was expected from axis {axis} on, found {array.spec}")
+        return reshape(array, (*shape[:axis], math.prod(found), *shape[axis + len(found) :]))
+
+    def describe(self) -> str:
+        """See `Transform`."""
+        return f"merge axes {list(self.sizes)} of {Template(self.pattern)}, from {self.axis} on"
+
+    def inverse(self) -> Transform:
+        """See `Transform`."""
+        last = self.axis if self.axis >= 0 else self.axis + len(self.sizes) - 1
+        if list(self.sizes).count(-1) > 1:
+            raise not_invertible(self, "for more than one of its sizes is not told")
+        return SplitAxis(self.pattern, last, self.sizes)
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """Arrays times a number, computed in float32, or float64 where they are.
+
+    Attributes:
+        pattern: of which arrays.
+        factor: the number.
+        undo: what takes that back; None: 1 / factor, where no element is rounded by either: a power of two, other than 0.
+    """
+
+    pattern: Pattern
+    factor: float
+    undo: float | None = None
+
+    def apply(self, draft: Draft) -> None:
+        """See `Transform`."""
+        _change(draft, self.pattern, lambda array: weighted_sum([array], [self.factor]))
+
+    def describe(self) -> str:
+        """See `Transform`."""
+        return f"multiply {Template(self.pattern)} by {self.factor}"
+
+    def inverse(self) -> Transform:
+        """See `Transform`: exact for a power of two, but for the smallest and largest numbers; else rounded."""
+        undo = self.undo
+        if undo is None:
+            if abs(math.frexp(self.factor)[0]) != 0.5:
+                raise not_invertible(self, "for elements are rounded; give Scale(..., undo=) where that does no harm")
+            undo = 1 / self.factor
+        return Scale(self.pattern, undo, self.factor)
 
 
 @dataclass(frozen=True, slots=True)

@@ -54,3 +54,37 @@ def test_damage_is_not_copied(run_json: RunJson, checkpoint: Path, tmp_path: Pat
 
 def test_nothing_there(run_json: RunJson, tmp_path: Path) -> None:
     assert run_json(ErrorDocument, "convert", tmp_path / "nothing", tmp_path / "copy")[0] == 3
+
+
+def test_a_map_and_the_way_back(run: Run, run_json: RunJson, tmp_path: Path) -> None:
+    arrays: dict[str, HostArray] = {"model.embed_tokens.weight": np.ones((4, 2)), "model.norm.weight": np.ones(2)}
+    for layer in range(2):
+        arrays |= {f"model.layers.{layer}.self_attn.{part}_proj.weight": np.full((4, 2), layer) for part in "qkv"}
+        arrays[f"model.layers.{layer}.mlp.up_proj.weight"] = np.arange(6.0).reshape(3, 2)
+        arrays[f"model.layers.{layer}.input_layernorm.weight"] = np.ones(2)
+    save_file(arrays, tmp_path / "model.safetensors")
+    there = ["convert", tmp_path / "model.safetensors", tmp_path / "scanned", "--map", "llama-to-scanned"]
+    code, document = run_json(ConvertDocument, *there)
+    assert (code, document["arrays"]) == (0, 7)
+    assert ckptcore.load(tmp_path / "scanned")["layers"]["mlp"]["up_proj"]["kernel"].shape == (2, 2, 3)
+    back = ["convert", tmp_path / "scanned", tmp_path / "back", "--map", "scanned-to-llama"]
+    assert run(*back).exit_code == 0
+    written = load_file(tmp_path / "back" / "model.safetensors")
+    assert written.keys() == arrays.keys()
+    assert all(np.array_equal(written[name], array) for name, array in arrays.items())
+
+
+def test_a_map_that_does_not_fit(run_json: RunJson, checkpoint: Path, tmp_path: Path) -> None:
+    code, document = run_json(ErrorDocument, "convert", checkpoint, tmp_path / "copy", "--map", "llama-to-scanned")
+    assert (code, document["error"]) == (6, "TransformError")
+    assert "'model.embed_tokens.weight' matches nothing" in document["message"]
+    code, document = run_json(ErrorDocument, "convert", checkpoint, tmp_path / "copy", "--map", "llama-to-maxtext")
+    assert (code, document["error"]) == (6, "TransformError")
+    assert not (tmp_path / "copy").exists()
+
+
+def test_several_checkpointables_are_not_mapped(run_json: RunJson, tmp_path: Path) -> None:
+    ckptcore.save_checkpointables(tmp_path / "both", {"a": {"w": np.ones(2)}, "b": {"w": np.ones(2)}})
+    _, document = run_json(ErrorDocument, "convert", tmp_path / "both", tmp_path / "copy", "--map", "bert-to-scanned")
+    assert document["error"] == "TransformError" and "one by one" in document["message"]
+    assert not (tmp_path / "copy").exists()

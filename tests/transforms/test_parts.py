@@ -106,7 +106,8 @@ def test_random_shardings_get_what_numpy_makes_of_all(data: st.DataObject) -> No
         Stack("l.{i}.qkv", "qkv", axis=data.draw(st.integers(0, 2))),
         Transpose("qkv", data.draw(st.permutations(range(3)))),
     ]
-    for extra in data.draw(st.permutations([Cast("qkv", "bfloat16"), Reshape("qkv", (-1, 4)), Pad("qkv", 20, -1, 1)])):
+    extras: list[Transform] = [Cast("qkv", "bfloat16"), Reshape("qkv", (-1, 4)), Pad("qkv", 20, -1, 1)]
+    for extra in data.draw(st.permutations(extras)):
         if data.draw(st.booleans()):
             chain.append(extra)
     whole = ckptcore.load(location, transforms=chain)["qkv"]
