@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeAlias
 from xml.etree import ElementTree
 
 import ckptcore
@@ -61,12 +61,17 @@ class ObjectStore:
         return ckptcore.Context(storage=self.options(self.upstream), threads=2)
 
 
-class _Uploads:
-    """The uploads in parts of a bucket, asked for by the protocol of S3, which GCS speaks too; neither server wants a signature."""
+Headers: TypeAlias = Callable[[str, str], Mapping[str, str]]
+"""Given the method and the URL of a request, its headers."""
 
-    def __init__(self, bucket_url: str, place: str) -> None:
+
+class _Uploads:
+    """The uploads in parts of a bucket, asked for by the protocol of S3, which GCS speaks too."""
+
+    def __init__(self, bucket_url: str, place: str, headers: Headers) -> None:
         self._bucket_url = bucket_url
         self._place = place + "/"
+        self._headers = headers
 
     def begin(self, url: str) -> None:
         """See `ObjectStore`."""
@@ -79,9 +84,31 @@ class _Uploads:
         return [str(key.text) for key in root.iterfind(".//{*}Upload/{*}Key")]
 
     def _ask(self, method: str, path: str) -> bytes:
-        with urllib.request.urlopen(urllib.request.Request(self._bucket_url + path, method=method)) as answer:
+        url = self._bucket_url + path
+        request = urllib.request.Request(url, method=method, headers=dict(self._headers(method, url)))
+        with urllib.request.urlopen(request) as answer:
             body: bytes = answer.read()
         return body
+
+
+def _signed(options: Mapping[str, JSON]) -> Headers:
+    """Headers that carry the signature of S3, which some servers ask for."""
+    from botocore.auth import S3SigV4Auth  # type: ignore[import-untyped]  # it comes without types
+    from botocore.awsrequest import AWSRequest  # type: ignore[import-untyped]
+    from botocore.credentials import Credentials  # type: ignore[import-untyped]
+
+    credentials = Credentials(str(options["access_key_id"]), str(options["secret_access_key"]))
+
+    def headers(method: str, url: str) -> Mapping[str, str]:
+        request = AWSRequest(method=method, url=url)
+        S3SigV4Auth(credentials, "s3", str(options["region"])).add_auth(request)
+        return dict(request.headers.items())
+
+    return headers
+
+
+def _unsigned(method: str, url: str) -> Mapping[str, str]:
+    return {}
 
 
 @contextmanager
@@ -90,7 +117,7 @@ def _s3(directory: Path) -> Iterator[ObjectStore]:
 
     with s3_server(directory) as server:
         bucket = server.create_bucket()
-        yield _store("s3", server.server.url, bucket, DIALECT, server.options)
+        yield _store("s3", server.server.url, bucket, DIALECT, server.options, _signed(server.options))
 
 
 @contextmanager
@@ -99,11 +126,13 @@ def _gs(directory: Path) -> Iterator[ObjectStore]:
 
     with gcs_server(directory) as server:
         bucket = server.create_bucket()
-        yield _store("gs", server.server.url, bucket, DIALECT, server.options)
+        yield _store("gs", server.server.url, bucket, DIALECT, server.options, _unsigned)
 
 
-def _store(scheme: str, upstream: str, bucket: str, dialect: StoreDialect, options: Mapping[str, JSON]) -> ObjectStore:
-    uploads = _Uploads(f"{upstream}/{bucket}", f"{scheme}://{bucket}")
+def _store(
+    scheme: str, upstream: str, bucket: str, dialect: StoreDialect, options: Mapping[str, JSON], headers: Headers
+) -> ObjectStore:
+    uploads = _Uploads(f"{upstream}/{bucket}", f"{scheme}://{bucket}", headers)
     return ObjectStore(
         scheme=scheme,
         upstream=upstream,
