@@ -39,7 +39,7 @@ class LoadAccount:
 
     def planned(self, opened: Opened, matched: Matched, asked: Skeleton | None = None) -> None:
         """A try was planned, and nothing is read yet. What an earlier try planned is forgotten."""
-        self._plan = _Plan(opened, opened.store.bytes_read, matched, asked)
+        self._plan = _Plan(opened, _bytes_read(opened), matched, asked)
 
     def done(self) -> None:
         """The load is done."""
@@ -67,5 +67,12 @@ def _told(plan: _Plan) -> LoadReport:
         defaulted=[format_path(paths[position]) for position in matched.defaulted],
         skipped=[format_path(path) for path in skipped],
         ignored=[format_path(stored[number]) for number in matched.ignored],
-        bytes_read=plan.opened.store.bytes_read - plan.before,
+        bytes_read=_bytes_read(plan.opened) - plan.before,
     )
+
+
+def _bytes_read(opened: Opened) -> int:
+    """Bytes that were asked of the storage by now, also for further checkpoints that arrays are made of."""
+    if opened.derived is not None:
+        return sum(map(_bytes_read, opened.derived.below))
+    return opened.store.bytes_read + opened.store.bytes_got

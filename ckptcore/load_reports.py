@@ -53,7 +53,8 @@ class LoadReport:
         defaulted: those of leaves that are not stored, and have the value that ``Matching(missing=...)`` says.
         skipped: those of placeholders in the abstract tree.
         ignored: the paths of stored leaves that were not asked for, as they are in the checkpoint.
-        bytes_read: bytes of arrays that this process asked of the storage, whole blocks and compressed chunks included.
+        bytes_read: bytes that this process asked of the storage once it knew what the checkpoint holds: whole blocks, compressed
+            chunks and what tells where they are included.
     """
 
     restored: Sequence[str] = ()

@@ -69,6 +69,8 @@ def load_value(
         if _is_files(opened):
             if abstract is not None or request.transforms:
                 raise _files_instead(opened)
+            if account is not None:
+                account.planned(opened, Matched((), ()), opened.tree.skeleton)
             with recording.phase("read"):
                 files = {key: b"".join(file_pieces(opened, record)) for key, record in opened.objects.items()}
             return Planned(Reading(opened, (), []), lambda leaves: files)

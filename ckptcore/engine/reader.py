@@ -39,6 +39,7 @@ class ObjectReader:
     Attributes:
         object_sizes: how large the objects are.
         bytes_read: bytes asked of the storage for tiles, blocks read whole included.
+        bytes_got: bytes got of the storage for all else: encoded chunks, and what tells where they are.
         requests: ranges of bytes asked of the storage for tiles.
         counting: held while these change.
     """
@@ -82,6 +83,7 @@ class ObjectReader:
         self._edges = EdgeBlocks(_EDGE_BLOCKS)
         self.counting = threading.Lock()
         self.bytes_read = 0
+        self.bytes_got = 0
         self.requests = 0
 
     @property
@@ -140,6 +142,7 @@ class ObjectReader:
         sums = self._checksums(key)
         if sums is None:
             data = self._storage.get(key, start, stop)
+            self._count(len(data))
             if (record := self._objects.get(key)) is not None:
                 end = record.size if stop is None else min(stop, record.size)
                 if start + len(data) < end:
@@ -191,9 +194,14 @@ class ObjectReader:
         except ObjectNotFoundError:
             return None
 
+    def _count(self, nbytes: int) -> None:
+        with self.counting:
+            self.bytes_got += nbytes
+
     def _read_blocks(self, key: str, begin: int, end: int, sums: RecordedChecksums) -> bytes:
         """Whole blocks of an object, verified."""
         data = self._storage.get(key, begin, end)
+        self._count(len(data))
         if len(data) != end - begin:
             raise _too_short(key, begin, end, len(data))
         sums.verify(begin, memoryview(data))
@@ -257,8 +265,7 @@ class ObjectReader:
 
     def _add_read(self, nbytes: int) -> None:
         with self.counting:
-            self.bytes_read += nbytes
-            self.requests += 1
+            self.bytes_got += nbytes
 
     def _plan(self, key: str, size: int, reads: Sequence[TileRead], recorded: bool) -> list[ReadTask]:
         """Tasks that read tiles of one object of so many bytes, of whose blocks checksums were recorded or not."""

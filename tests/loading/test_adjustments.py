@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,78 +11,13 @@ import numpy as np
 import pytest
 
 import ckptcore
-from ckptcore import AbstractArray, Context, LoadReport, Matching, MemoryOptions
-from ckptcore.derivations import Stored
-from ckptcore.derivations.narrowed import narrow
-from ckptcore.dtype_values import has_all_values_of, is_narrowing
+from ckptcore import AbstractArray, Context, LoadReport, Matching, MemoryOptions, select, transforms
+from ckptcore.dtype_values import is_narrowing
 from ckptcore.errors import CheckpointError, TargetUndefinedError, TransformError, TreeMismatchError
-from ckptcore.model import ArraySpec, Box, HostArray, dtype_from_name
+from ckptcore.model import HostArray, dtype_from_name
 from ckptcore.testing import ThreadJob, ThreadNetwork
 
-BITS = {
-    "bool": 1, "int1": 1, "uint1": 1, "int2": 2, "uint2": 2, "int4": 4, "uint4": 4, "float4_e2m1fn": 4,
-    "float6_e2m3fn": 6, "float6_e3m2fn": 6,
-}  # fmt: skip
-NUMBERS = [
-    *BITS, "int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64", "float16", "float32", "float64", "bfloat16",
-    "float8_e3m4", "float8_e4m3", "float8_e4m3b11fnuz", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz",
-    "float8_e8m0fnu",
-]  # fmt: skip
-SMALL = [name for name in NUMBERS if dtype_from_name(name).itemsize <= 2]
 SAFE, NARROWING = Matching(cast="safe"), Matching(cast="narrowing")
-
-
-def values_of(name: str) -> HostArray:
-    """Every value of a dtype of up to 16 bits; some of a wider one."""
-    dtype = dtype_from_name(name)
-    if dtype.itemsize > 2:
-        largest = np.iinfo(dtype).max if dtype.kind in "iu" else np.finfo(dtype).max
-        return np.array([0, 1, 3, 100, 300, 70000, largest], dtype)
-    bits = BITS.get(name, 8 * dtype.itemsize)
-    patterns = np.arange(1 << bits, dtype=np.uint8 if dtype.itemsize == 1 else np.uint16)
-    if name.startswith("int") and bits < 8:
-        return (patterns.astype(np.int8) - (1 << bits >> 1)).astype(dtype)
-    return patterns.astype(np.bool_) if name == "bool" else patterns.view(dtype)
-
-
-def as_float64(array: HostArray) -> HostArray:
-    with np.errstate(all="ignore"):
-        return array.astype(np.float64)
-
-
-def loses_nothing(values: HostArray, dtype: np.dtype[Any]) -> bool:
-    with np.errstate(all="ignore"):
-        try:
-            there = values.astype(dtype)
-        except TypeError:  # of dtypes of ml_dtypes, each of whose values float32 has
-            there = values.astype(np.float32).astype(dtype)
-        before, after = as_float64(values), as_float64(there)
-        same = (before == after) & (np.signbit(before) == np.signbit(after))
-        return bool((same | (np.isnan(before) & np.isnan(after))).all())
-
-
-@pytest.mark.parametrize("stored", SMALL)
-def test_a_cast_is_safe_exactly_if_every_value_survives(stored: str) -> None:
-    values = values_of(stored)
-    for asked in NUMBERS:
-        expected = loses_nothing(values, dtype_from_name(asked)) and (asked != "bool" or stored == "bool")
-        assert has_all_values_of(asked, stored) == expected, asked
-
-
-@pytest.mark.parametrize(
-    ("asked", "stored", "expected"),
-    [
-        ("float64", "float32", True), ("float32", "float64", False), ("float64", "int32", True), ("float64", "int64", False),
-        ("float64", "uint32", True), ("float32", "int32", False), ("int64", "uint32", True), ("int64", "uint64", False),
-        ("uint64", "int64", False), ("int32", "float32", False), ("complex64", "float32", True), ("complex64", "float64", False),
-        ("complex128", "complex64", True), ("complex64", "complex128", False), ("float32", "complex64", False),
-        ("complex64", "complex64", True), ("U3", "U3", True), ("U4", "U3", False), ("int64", "datetime64[s]", False),
-        ("datetime64[ns]", "datetime64[s]", False), ("bool", "int8", False), ("int32", "int64", False),
-    ],
-)  # fmt: skip
-def test_casts_of_wider_dtypes(asked: str, stored: str, expected: bool) -> None:
-    assert has_all_values_of(asked, stored) == expected
-    assert not (expected and is_narrowing(asked, stored))
 
 
 @pytest.mark.parametrize(
@@ -95,49 +29,6 @@ def test_no_option_casts_to_another_sort(tmp_path: Path, asked: str, stored: str
     ckptcore.save(tmp_path / "c", {"w": np.zeros(2, dtype_from_name(stored))})
     with pytest.raises(TreeMismatchError, match="the one is not cast to the other"):
         ckptcore.load(tmp_path / "c", {"w": AbstractArray((2,), asked)}, matching=NARROWING)
-
-
-def narrowed(values: HostArray, stored: str, asked: str) -> HostArray | None:
-    """What an array is cast to; None where that is refused."""
-    out = np.empty(values.shape, dtype_from_name(asked))
-    try:
-        narrow(Stored(ArraySpec(values.shape, stored), 0), asked).make(Box.whole(values.shape), [values], out)
-    except ValueError:
-        return None
-    return out
-
-
-def check_narrowing(stored: str, asked: str, values: HostArray) -> None:
-    """Each value becomes the nearest, or is refused because it lies beyond all of them."""
-    there = as_float64(values_of(asked))
-    finite = np.sort(there[np.isfinite(there)])
-    for number in range(len(values)):
-        before, made = float(values[number]), narrowed(values[number : number + 1], stored, asked)
-        if made is None:
-            beyond = not finite[0] <= before <= finite[-1] or (asked == "float8_e8m0fnu" and before <= 0)
-            assert beyond, f"{before} was refused"  # also NaN and the infinities
-            continue
-        after = float(made[0])
-        if not np.isfinite(before):
-            assert str(before) == str(after)
-        else:
-            assert np.isfinite(after) and abs(after - before) <= np.abs(finite - before).min() * (1 + 1e-12), before
-
-
-PAIRS = [(stored, asked) for stored, asked in itertools.product(NUMBERS, SMALL) if is_narrowing(asked, stored)]
-
-
-@pytest.mark.parametrize(("stored", "asked"), PAIRS[::11])
-def test_a_narrowing_rounds_to_the_nearest(stored: str, asked: str) -> None:
-    values = values_of(stored)
-    check_narrowing(stored, asked, values[:: max(1, len(values) // 60)])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("stored", "asked"), PAIRS)
-def test_every_narrowing_rounds_to_the_nearest(stored: str, asked: str) -> None:
-    values = values_of(stored)
-    check_narrowing(stored, asked, values if len(values) <= 256 else values[::97])
 
 
 def by_load(location: Path, abstract: Any, **options: Any) -> Any:
@@ -431,3 +322,21 @@ def test_processes_that_would_cast_otherwise_are_told(saved: Path) -> None:
 
     for told in shared(work):
         assert "made alike" in told and 'reads="all"' in told
+
+
+def test_what_is_selected_and_transformed_is_adjusted_then(tmp_path: Path) -> None:
+    other = STORED * 3
+    ckptcore.save(tmp_path / "c", {"old": {"w": STORED}, "b": np.ones(2), "c": np.ones(3)})
+    ckptcore.save(tmp_path / "other", {"old": {"w": other}, "b": np.ones(2), "c": np.ones(3)})
+    report = LoadReport()
+    loaded = ckptcore.load(
+        tmp_path / "c",
+        {"new": {"w": AbstractArray((4, 6), "bfloat16")}, "b": AbstractArray((2,), "float32")},
+        select=select.names("old/w", "b"),
+        transforms=[transforms.Average([tmp_path / "other"]), transforms.Rename("old/w", "new/w")],
+        matching=Matching(cast="narrowing", shapes={"truncate"}),
+        report=report,
+    )
+    expected = ((STORED + other) / 2)[:4].astype(ml_dtypes.bfloat16)
+    assert np.array_equal(loaded["new"]["w"], expected) and loaded["b"].tolist() == [1, 1]
+    assert list(report.changed) == ["new/w", "b"] and report.bytes_read > 0

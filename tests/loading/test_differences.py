@@ -191,3 +191,17 @@ def test_a_report_tells_what_was_done_only_when_it_is_done(tmp_path: Path) -> No
     ckptcore.load(tmp_path / "c", {"w": ONES, "b": PLACEHOLDER}, report=report)
     assert (list(report.restored), list(report.skipped)) == (["w"], ["b"])
     assert str(report) == f"1 leaves restored, {report.bytes_read} bytes read\nskipped: b"
+
+
+@pytest.mark.parametrize("compression", [None, "zstd"])
+def test_compressed_bytes_are_counted_as_they_are_read(tmp_path: Path, compression: Any) -> None:
+    from ckptcore_tensorstore import Zarr3Layout
+
+    state = {name: np.random.default_rng(0).integers(0, 16, 1 << 18).astype(np.uint8) for name in "ab"}
+    ckptcore.save(tmp_path / "c", state, layout=Zarr3Layout(compression=compression))
+    report = LoadReport()
+    asked = {"a": state["a"], "b": PLACEHOLDER}
+    ckptcore.load(tmp_path / "c", asked, report=report)
+    stored = sum(record.size for key, record in ckptcore.metadata(tmp_path / "c").objects.items() if "a/c" in key)
+    assert 1 << 16 < stored <= report.bytes_read <= 1.1 * stored
+    assert (stored < 1 << 18) == (compression is not None)
