@@ -9,6 +9,7 @@ from typing import Final
 
 from ckptcore.derivations.batches import Batch, Fill, StoredRead
 from ckptcore.derivations.derivation import Derivation, Stored
+from ckptcore.engine.memory import allocate
 from ckptcore.errors import TransformError
 from ckptcore.locations import LocationAddress
 from ckptcore.model.arrays import ArraySpec, Box, HostArray
@@ -108,6 +109,20 @@ class Derived:
                 found.setdefault(one.checkpoint, {})[one.leaf] = None
             stack.extend(one.inputs)
         return {checkpoint: list(numbers) for checkpoint, numbers in found.items()}
+
+    def pieces(self, leaf: int, most_bytes: int) -> Sequence[Box]:
+        """See `MadeArrays.pieces`."""
+        derivation = self.derivations[self.tree.aliases.get(leaf, leaf)]
+        spec, whole = derivation.spec, Box.whole(derivation.spec.shape)
+        if spec.nbytes <= most_bytes:
+            return [whole]
+        step = max(1, spec.shape[0] * most_bytes // spec.nbytes)
+        first = _band(whole, 0, 0, step)
+        # Nothing is read into this: its pages are never touched.
+        fill = Fill.of(0, derivation, first, allocate(ArraySpec(first.shape, spec.dtype)))
+        if not self._reads_runs(fill):
+            return [whole]
+        return [_band(whole, 0, start, step) for start in range(0, spec.shape[0], step)]
 
     def _run(self, batch: Batch, plan: ReadPlan, left: list[int]) -> Iterator[int]:
         """Make what is in a batch; gives the number of each box that is complete."""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final, Protocol, TypeAlias
 from ckptcore.engine.reader import ObjectReader
 from ckptcore.errors import CorruptCheckpointError, ObjectNotFoundError
 from ckptcore.locations import Location, Place
-from ckptcore.model.arrays import HostArray
+from ckptcore.model.arrays import Box, HostArray
 from ckptcore.model.metadata import TreeMetadata
 from ckptcore.model.objects import ObjectRecord
 from ckptcore.model.transfer import ReadPlan
@@ -112,6 +112,12 @@ class MadeArrays(Protocol):
 
     def stored(self, leaves: Sequence[int]) -> Mapping[int, Sequence[int]]:
         """By number of a checkpoint, those of its leaves that leaves of the tree are made of."""
+        ...
+
+    def pieces(self, leaf: int, most_bytes: int) -> Sequence[Box]:
+        """Bands of an array along its first axis, of at most so many bytes where it can be: one after the other they read little more than all
+        at once would. The whole array where they would read more.
+        """
         ...
 
 

@@ -84,10 +84,19 @@ def items_by_object(
                 if isinstance(record, ArrayRecord) and leaf not in tree.aliases
             ]
         ]
+    made = opened.derived
+    if made is not None:
+        return [
+            [
+                WriteItem(leaf, record.spec, (box,))
+                for leaf in leaves
+                if isinstance(record := tree.leaves[leaf], ArrayRecord)
+                for box in made.pieces(sources[leaf], sizes.piece)
+            ]
+            for leaves in layout.arrays_by_object(tree)
+        ]
     stored = _stored_bytes(opened)
-    rows: Mapping[int, int] = {}
-    if opened.derived is None and isinstance(opened.layout, ReadsChunks):
-        rows = opened.layout.chunk_rows(opened.tree, opened.state)
+    rows = opened.layout.chunk_rows(opened.tree, opened.state) if isinstance(opened.layout, ReadsChunks) else {}
     return [
         [
             WriteItem(leaf, record.spec, (box,))
@@ -102,8 +111,6 @@ def items_by_object(
 def _stored_bytes(opened: Opened) -> Mapping[int, int]:
     """By leaf how many bytes of objects are of it, as far as they are plain ranges."""
     stored: dict[int, int] = {}
-    if opened.derived is not None:
-        return stored  # what has to be read for a part of an array that is made, the array does not tell
     for leaf, _, start, stop in opened.layout.extents(opened.tree, opened.state):
         stored[leaf] = stored.get(leaf, 0) + stop - start
     return stored

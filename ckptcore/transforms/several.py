@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 from ckptcore.derivations import Derivation, concatenate, cut, reshape, stack
 from ckptcore.errors import TransformError
@@ -14,6 +15,9 @@ from ckptcore.transforms.patterns import Fields, Found, Pattern, Template
 from ckptcore.transforms.transform import Transform, not_invertible
 
 __all__ = ["Fuse", "Split", "Stack", "Unstack"]
+
+_MOST_PARTS: Final = 1 << 16
+"""A few bytes that are hostile may state any extent, and each part is a Python object."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +98,10 @@ class Unstack:
                 axis = axis_of(array.spec, self.axis)
             except ValueError as error:
                 raise TransformError(f"{format_path(path)}: {error}") from error
+            if shape[axis] > _MOST_PARTS:
+                raise TransformError(
+                    f"{format_path(path)}: {array.spec} would be {shape[axis]} arrays; {_MOST_PARTS} is the most"
+                )
             rest = (*shape[:axis], *shape[axis + 1 :])
             parts: dict[TreePath, Leaf] = {}
             for number in range(shape[axis]):

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ckptcore
-from ckptcore.context import Context
+from ckptcore.context import Context, MemoryOptions
 from ckptcore.derivations import (
     Derivation,
     Stored,
@@ -35,6 +35,7 @@ from ckptcore.opened import Opened
 from ckptcore.opening import open_checkpoint
 from ckptcore.planning import plan_read
 from ckptcore.testing.strategies import boxes
+from ckptcore.transforms import Stack, Transform, Transpose
 from tests.derivations.chains import Chain, chains, open_counted
 
 STORED: Sequence[HostArray] = [
@@ -166,6 +167,25 @@ def test_large_arrays_are_made_in_pieces_with_little_memory(tmp_path: Path) -> N
     across = derive(opened, _tree([permute(one, (1, 0))]), {0: permute(one, (1, 0))}, most_bytes=16 << 20)
     assert (_read(across, [(0, Box.whole(array.T.shape))])[0] == array.T).all()
     assert opened.store.bytes_read <= 2.2 * array.nbytes  # cut along the axis that lies in runs
+
+
+def test_a_stack_is_written_again_by_layers(tmp_path: Path) -> None:
+    state = {f"l.{layer}": np.full((2048, 1024), layer, np.int32) for layer in range(4)}
+    ckptcore.save(tmp_path / "c", state, context=Context(durability="none"))
+    spec = ArraySpec((2048, 1024), "int32")
+    one = stack([permute(Stored(spec, layer), (1, 0)) for layer in range(4)], 0)
+    opened = open_checkpoint(tmp_path / "c", Context())
+    made = derive(opened, _tree([one]), {0: one}).derived
+    assert made is not None
+    assert [box.start[0] for box in made.pieces(0, 9 << 20)] == [0, 1, 2, 3]
+    assert [box.stop[0] for box in made.pieces(0, 16 << 20)] == [2, 4]
+    across = stack([permute(Stored(spec, layer), (1, 0)) for layer in range(4)], 1)
+    made = derive(opened, _tree([across]), {0: across}).derived
+    assert made is not None and made.pieces(0, 9 << 20) == [Box.whole((1024, 4, 2048))], "each would read every layer"
+    chain: list[Transform] = [Stack("l.{i}", "w"), Transpose("w")]
+    context = Context(memory=MemoryOptions(load_bytes=24 << 20), durability="none")
+    ckptcore.convert(tmp_path / "c", tmp_path / "d", transforms=chain, context=context)
+    assert (ckptcore.load(tmp_path / "d")["w"] == np.arange(4)[:, None, None]).all()
 
 
 def test_adapters_are_merged_and_arrays_averaged_by_boxes() -> None:

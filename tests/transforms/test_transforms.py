@@ -261,6 +261,11 @@ def test_layers_that_are_missing_are_told() -> None:
         _load(state, Stack("layers.{i}.{rest...}", "layers/{rest}"))
 
 
+def test_an_array_is_not_taken_apart_into_very_many() -> None:
+    with pytest.raises(TransformError, match="would be 70000 arrays; 65536 is the most"):
+        _load({"w": np.zeros((70000, 0), np.int8)}, Unstack("w", "w/{i}"))
+
+
 def test_what_may_be_missing_is_passed_over() -> None:
     state = _layers(1)
     loaded = _load(state, IfPresent(Drop("lm_head.weight")), IfPresent(Fuse(["a", "b"], "c")))
