@@ -221,6 +221,8 @@ def derive(
             raise TransformError(
                 f"{format_path(tree.paths[leaf])} is said to be {record.spec}, and {made or 'nothing'} is made"
             )
+    if opened.derived is not None:
+        told = f"{opened.derived.told}\n{told}"
     derived = Derived(tree, (opened, *beside), derivations, most_bytes or _USUAL_BYTES, told)
     return dataclasses.replace(opened, tree=tree, derived=derived, copies=None)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import difflib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, TypeAlias
@@ -13,6 +12,7 @@ from ckptcore.errors import TransformError
 from ckptcore.locations import LocationLike
 from ckptcore.model.metadata import PLAIN_ARRAY, ArrayRecord, LeafRecord, TreeMetadata, ValueRecord
 from ckptcore.model.tree import LEAF, Key, Node, NodeKind, Skeleton, TreePath, format_path
+from ckptcore.near_names import NearNames
 from ckptcore.opened import Opened
 from ckptcore.plugins import Plugins
 from ckptcore.transforms.patterns import Fields, Template, path_text
@@ -21,6 +21,9 @@ __all__ = ["Draft", "DraftArray", "DraftValue", "Leaf", "NothingMatches"]
 
 _COMPUTED_KINDS: Final = (PLAIN_ARRAY, "numpy.scalar")
 """Arrays of other kinds mean more than their elements, and are only moved."""
+
+_SHOWN: Final = 100
+"""How many characters of a name an error shows: it may be hostile."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -323,6 +326,7 @@ def _leaf_above(above: TreePath, path: TreePath) -> TransformError:
 
 def _nearest(template: Template, paths: Mapping[TreePath, Leaf]) -> str:
     """What there is that is most like a pattern."""
-    texts = [path_text(path) for path in list(paths)[:2000]]
-    near = difflib.get_close_matches(str(template.pattern), texts, 3, 0.3) or texts[:3]
-    return f"there are {len(paths)} leaves, such as {', '.join(map(repr, near))}" if near else "there are no leaves"
+    texts = [path_text(path) for path in paths]
+    near = NearNames(texts).nearest(str(template.pattern))
+    shown = [near] if near is not None else [text[:_SHOWN] for text in texts[:3]]
+    return f"there are {len(paths)} leaves, such as {', '.join(map(repr, shown))}" if shown else "there are no leaves"
