@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from types import EllipsisType
+from typing import Final
 
 import numpy as np
 
@@ -13,6 +16,8 @@ from ckptcore.dtype_values import FloatValues, float_values, int_range
 from ckptcore.model.arrays import ArraySpec, Box, HostArray, name_of_dtype
 
 __all__ = ["Narrowed", "narrow"]
+
+_PIECE_ELEMENTS: Final = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +61,12 @@ class Narrowed:
         Raises:
             ValueError: if there is one that the dtype has nothing near to.
         """
-        source = parts[0] if self.between is None else parts[0].astype(ArraySpec((), self.between).numpy_dtype)
+        for piece in _pieces(box.shape):
+            self._cast(parts[0][piece], out[piece])
+
+    def _cast(self, source: HostArray, out: HostArray) -> None:
+        if self.between is not None:
+            source = source.astype(ArraySpec((), self.between).numpy_dtype)
         values = float_values(self.dtype)
         if values is None:
             self._expect_within(source)
@@ -89,6 +99,16 @@ class Narrowed:
         if lost.any():
             first = source[lost].flat[0]
             raise ValueError(f"{self.dtype} has nothing near {first}: its largest value is {values.most}")
+
+
+def _pieces(shape: tuple[int, ...]) -> Iterator[slice | EllipsisType]:
+    """What to index an array with to get it piece by piece: what is compared of one takes memory, too."""
+    if not shape:
+        yield ...  # gives an array, where () gives its element
+        return
+    rows = max(1, _PIECE_ELEMENTS // max(1, math.prod(shape[1:])))
+    for start in range(0, shape[0], rows):
+        yield slice(start, start + rows)
 
 
 def _rounds_up_to(values: FloatValues) -> float:

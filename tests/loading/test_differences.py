@@ -205,3 +205,18 @@ def test_compressed_bytes_are_counted_as_they_are_read(tmp_path: Path, compressi
     stored = sum(record.size for key, record in ckptcore.metadata(tmp_path / "c").objects.items() if "a/c" in key)
     assert 1 << 16 < stored <= report.bytes_read <= 1.1 * stored
     assert (stored < 1 << 18) == (compression is not None)
+
+
+def test_the_steps_of_a_run_are_loaded_so_too(tmp_path: Path) -> None:
+    with ckptcore.Checkpointer(tmp_path / "run") as run:
+        run.save(1, {"w": ONES, "b": 2})
+        run.wait()
+        report, less = LoadReport(), Matching(unexpected="ignore", cast="narrowing")
+        with pytest.raises(TreeMismatchError):
+            run.load(abstract={"w": AbstractArray((3,), "float16")})
+        assert run.load(abstract={"w": AbstractArray((3,), "float16")}, matching=less, report=report)["w"].tolist() == [
+            1, 1, 1,
+        ]  # fmt: skip
+        assert (list(report.changed), list(report.ignored)) == (["w"], ["b"])
+        target = {"w": np.zeros(3, np.float16)}
+        assert run.load_into(target, matching=less, report=report) is target and target["w"].tolist() == [1, 1, 1]

@@ -119,3 +119,12 @@ def test_a_narrowing_rounds_to_the_nearest(stored: str, asked: str) -> None:
 def test_every_narrowing_rounds_to_the_nearest(stored: str, asked: str) -> None:
     values = values_of(stored)
     check_narrowing(stored, asked, values if len(values) <= 256 else values[::97])
+
+
+@pytest.mark.parametrize("shape", [(), (3,), (1 << 20, 3), (2, 1 << 20)])
+@pytest.mark.parametrize("wrong", [False, True])
+def test_a_large_array_is_looked_at_to_its_end(shape: tuple[int, ...], wrong: bool) -> None:
+    values = np.ones(shape, np.float32)
+    values[(-1,) * len(shape)] = 1e6 if wrong else 0.1
+    made = narrowed(values, "float32", "float16")
+    assert made is None if wrong else np.array_equal(made, values.astype(np.float16))  # type: ignore[arg-type]  # an array
