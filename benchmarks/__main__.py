@@ -19,6 +19,7 @@ from benchmarks.orbax import jax_state, orbax_blocking_rows, orbax_large_cases, 
 from benchmarks.processes import process_cases
 from benchmarks.resharding import rows as resharding_rows
 from benchmarks.scale import rows as scale_rows
+from benchmarks.slices import rows as slice_rows
 from benchmarks.stall import stall_rows
 from benchmarks.states import large_state, small_state
 
@@ -43,6 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "stall": lambda: stall_rows(scratch, options.rounds),
             "reshard": lambda: dcp_reshard_rows(scratch),
             "jobs": lambda: job_rows(scratch),
+            "slices": lambda: slice_rows(scratch, options.rounds),
             "broadcast": lambda: broadcast_rows(scratch),
             "scale": lambda: scale_rows(scratch),
             "object_stores": lambda: object_store_rows(scratch, min(options.gigabytes, 1.0)),

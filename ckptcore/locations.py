@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import urllib.parse
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from typing import Final, TypeAlias
+from typing import Final, TypeAlias, cast
 
 from ckptcore.backed_directories import BackedDirectory
 from ckptcore.engine.new_objects import abort_uploads, open_new
@@ -413,6 +414,12 @@ def subdirectory(parent: StorageBackend, name: str) -> StorageBackend:
     """A directory of a storage as a storage of its own, with real directories where the parent has them; the storage itself without a name."""
     if not name:
         return parent
-    if isinstance(parent, AtomicDirectories):
-        return AtomicSubdirectories(parent, name, parent)
+    if _has_directories(type(parent)):
+        return AtomicSubdirectories(parent, name, cast(AtomicDirectories, parent))
     return Subdirectory(parent, name)
+
+
+@functools.lru_cache(maxsize=64)
+def _has_directories(kind: type[StorageBackend]) -> bool:
+    """Whether storages of a type have real directories. Kept, for it is slow to find out and asked for every directory that is opened."""
+    return issubclass(kind, AtomicDirectories)

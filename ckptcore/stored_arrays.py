@@ -9,7 +9,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from ckptcore.engine.elements import copy_elements, is_little, little_dtype
+from ckptcore.engine.elements import bytes_of, copy_elements, is_little, little_dtype
 from ckptcore.engine.held_objects import HeldObject, Window
 from ckptcore.engine.tiles import c_strides
 from ckptcore.indexing import BasicIndex, Indexed, index_box
@@ -125,18 +125,31 @@ class StoredArray:
             CheckpointNotFoundError: if the checkpoint was replaced since it was opened.
             ValueError: if it was closed.
         """
-        window = self._window
-        if window is not None and type(index) is slice and index.step is None and not self._session.is_closed:
-            # The common case, that is to cost no more than it does where nothing has to be verified.
+        if type(index) is slice and index.step is None and self._held and not self._session.is_closed:
+            # The common case, that is to cost no more than it does where nothing can be verified.
             start, stop = index.start, index.stop
             if type(start) is int and type(stop) is int and 0 <= start < stop <= self._extent:
-                first = self._offset + start * self._row
-                if window.start <= first and self._offset + stop * self._row <= window.stop:
-                    shape = (stop - start, *self.shape[1:])
-                    return self._copy(np.ndarray(shape, self._stored_dtype, window.memory, first - window.start))
+                rows = self._read_rows(start, stop)
+                if rows is not None:
+                    return rows
         indexed = index_box(index, self.shape)
         array = self._read(indexed)
         return array if indexed.is_plain else array[indexed.local]
+
+    def _read_rows(self, start: int, stop: int) -> HostArray | None:
+        """Some of the first axis, from what is in memory or, where nothing is verified, straight from the object; None if it takes more."""
+        first, last = self._offset + start * self._row, self._offset + stop * self._row
+        shape = (stop - start, *self.shape[1:])
+        window = self._window
+        if window is not None and window.start <= first and last <= window.stop:
+            return self._copy(np.ndarray(shape, self._stored_dtype, window.memory, first - window.start))
+        held = self._held
+        if not isinstance(held, HeldObject) or held.is_verified or last - first > _RUN_BYTES or first == last:
+            return None
+        array = np.empty(shape, self._stored_dtype)
+        memory = bytes_of(array)
+        self._session.attempt(lambda opened: held.read_into(first, memory))
+        return array.view(self.dtype) if is_little(self.dtype) else self._copy(array)
 
     def memory_map(self) -> HostArray:
         """A read-only view of the elements as they stand in their file, read by the operating system as they are touched.
@@ -206,7 +219,7 @@ class StoredArray:
     def _find(self) -> HeldObject | bool:
         """The object that it stands in; False where it is read as loads read it."""
         session = self._session
-        place = session.guard(lambda opened: find_plain_place(opened, self._leaf))
+        place = session.attempt(lambda opened: find_plain_place(opened, self._leaf))  # what is held is looked at below
         held = None if place is None else session.hold(place.key)
         if place is None or held is None or (place.is_sealed and session.context.verify and not held.is_verified):
             self._held = False

@@ -71,6 +71,15 @@ class HeldObject:
         """Whether what is read is compared with checksums, and read by whole blocks for it."""
         return self._sums is not None
 
+    def read_into(self, start: int, memory: memoryview) -> None:
+        """Fill memory from a byte on, without verifying it.
+
+        Raises:
+            CorruptCheckpointError: the object ends before.
+        """
+        self._check(start, start + len(memory))
+        self._fill(start, memory)
+
     def window(self, start: int, stop: int) -> Window:
         """Bytes `start` to `stop`, with what else of their blocks was read to verify them.
 
@@ -78,12 +87,7 @@ class HeldObject:
             ChecksumError
             CorruptCheckpointError: the object ends before.
         """
-        if not 0 <= start <= stop <= self._size:
-            raise CorruptCheckpointError(
-                f"{self._key!r} does not hold what the checkpoint says: expected bytes {start} to {stop}, found {self._size} bytes; "
-                "it was cut off, or what describes it is damaged: restore it from a copy, or load another checkpoint",
-                key=self._key, start=start, stop=stop,
-            )  # fmt: skip
+        self._check(start, stop)
         if self._sums is None:
             return self._read(start, stop)
         block = self._block_bytes
@@ -107,6 +111,14 @@ class HeldObject:
             while self._kept_bytes > _KEPT_BYTES and len(self._kept) > 1:
                 self._kept_bytes -= len(self._kept.popitem(last=False)[1].memory)
         return window
+
+    def _check(self, start: int, stop: int) -> None:
+        if not 0 <= start <= stop <= self._size:
+            raise CorruptCheckpointError(
+                f"{self._key!r} does not hold what the checkpoint says: expected bytes {start} to {stop}, found {self._size} bytes; "
+                "it was cut off, or what describes it is damaged: restore it from a copy, or load another checkpoint",
+                key=self._key, start=start, stop=stop,
+            )  # fmt: skip
 
     def _extended(
         self, begin: int, end: int, head: Window | None, foot: Window | None, sums: RecordedChecksums

@@ -1,0 +1,155 @@
+"""Parts of checkpoints: rows of arrays beside `safe_open(...).get_slice` of safetensors, and the experts of one process of eight.
+
+Safetensors maps its file and verifies nothing; what ckptcore reads is verified by blocks of 1 MiB, so that a single slice of a block
+that nobody has read yet takes a hundred times its bytes. Rows that are read one after the other share that. Where nothing is to be verified
+(`Context(verify=False)`) the two do the same work.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+from safetensors import safe_open
+
+import ckptcore
+from benchmarks.alternating import Contender, compare
+from ckptcore import LoadReport, select
+
+__all__ = ["rows"]
+
+_FAST = ckptcore.Context(durability="none")
+_TRUSTING = ckptcore.Context(durability="none", verify=False)
+_LAYOUTS = ("safetensors", "dcp", "zarr3", "ocdbt")
+_ROWS = 16
+_EXPERTS = 8
+_MOST_READ = 1.05
+"""How many times an eighth of the bytes of the experts a process may read that wants an eighth of them."""
+
+
+def rows(directory: Path, rounds: int) -> Iterator[tuple[str, bool]]:
+    """Lines of the table, and whether each reached its target."""
+    generator = np.random.default_rng(0)
+    state = {f"layers.{number}.weight": generator.random((1024, 1024), np.float32) for number in range(48)}
+    for layout in _LAYOUTS:
+        ckptcore.save(directory / layout, state, layout=layout, context=_FAST)
+    file = directory / "safetensors" / "model.safetensors"
+    wanted = [(name, start) for name in state for start in range(0, 1024 - _ROWS, 8 * _ROWS)]
+    random.Random(0).shuffle(wanted)
+    walk = [("layers.7.weight", start) for start in range(0, 1024, _ROWS)]
+    yield from _case("slices: an open checkpoint, in order", _in_place(directory, file, walk, rounds), 1.0)
+    yield from _case("slices: an open checkpoint, anywhere", _in_place(directory, file, wanted, rounds), None)
+    yield from _case("slices: open, one slice", _opening(directory, file, wanted[:1], rounds), None)
+    yield from _case("slices: open, one slice of each array", _opening(directory, file, wanted[:48], rounds), None)
+    del state
+    yield _experts(directory, rounds)
+
+
+def _in_place(
+    directory: Path, file: Path, wanted: list[tuple[str, int]], rounds: int
+) -> list[tuple[str, float, float]]:
+    """Slices of what is open; of each contender the name, the seconds for one slice, and the ratio."""
+    with safe_open(file, "numpy") as theirs:
+
+        def reference() -> None:
+            for name, start in wanted:
+                theirs.get_slice(name)[start : start + _ROWS]
+
+        contenders = [Contender("safe_open, get_slice", reference)]
+        for layout, context in _ours():
+            contenders.append(Contender(_named(layout, context), _reading(directory / layout, context, wanted)))
+        return [
+            (outcome.name, outcome.median / len(wanted), outcome.ratio)
+            for outcome in compare(contenders, rounds=rounds * 3)
+        ]
+
+
+def _opening(directory: Path, file: Path, wanted: list[tuple[str, int]], rounds: int) -> list[tuple[str, float, float]]:
+    """The same with what opens the checkpoint; the seconds are those of all."""
+
+    def reference() -> None:
+        with safe_open(file, "numpy") as theirs:
+            for name, start in wanted:
+                theirs.get_slice(name)[start : start + _ROWS]
+
+    def opening(location: Path, context: ckptcore.Context) -> Callable[[], None]:
+        def run() -> None:
+            with ckptcore.open(location, context=context) as opened:
+                for name, start in wanted:
+                    opened[name][start : start + _ROWS]
+
+        return run
+
+    contenders = [Contender("safe_open, get_slice", reference)]
+    contenders += [
+        Contender(_named(layout, context), opening(directory / layout, context)) for layout, context in _ours()
+    ]
+    return [(outcome.name, outcome.median, outcome.ratio) for outcome in compare(contenders, rounds=rounds * 3)]
+
+
+def _ours() -> Iterator[tuple[str, ckptcore.Context]]:
+    yield "safetensors", _TRUSTING
+    for layout in _LAYOUTS:
+        yield layout, _FAST
+
+
+def _named(layout: str, context: ckptcore.Context) -> str:
+    return f"ckptcore.open, {layout}" + ("" if context.verify else ", verify=False")
+
+
+def _reading(location: Path, context: ckptcore.Context, wanted: list[tuple[str, int]]) -> Callable[[], None]:
+    opened = ckptcore.open(location, context=context)
+
+    def run() -> None:
+        for name, start in wanted:
+            opened[name][start : start + _ROWS]
+
+    return run
+
+
+def _case(name: str, measured: list[tuple[str, float, float]], target: float | None) -> Iterator[tuple[str, bool]]:
+    for number, (contender, seconds, ratio) in enumerate(measured):
+        is_ours = target is not None and contender == "ckptcore.open, safetensors"
+        reached = not is_ours or target is None or ratio >= target
+        verdict = f"{target:.2f} {'reached' if reached else 'MISSED'}" if is_ours else ""
+        yield (
+            f"{name if number == 0 or is_ours else '':42} {contender:36} {seconds * 1e6:7.1f} us {ratio:7.2f}  {verdict}",
+            reached,
+        )
+
+
+def _experts(directory: Path, rounds: int) -> tuple[str, bool]:
+    """The experts of one process of eight; 8 MiB each in two arrays, in the order in which Hugging Face has them."""
+    generator = np.random.default_rng(0)
+    state = {
+        f"model.layers.{layer}.mlp.experts.{expert}.{part}.weight": generator.integers(
+            0, 99, (1 << 11, 1 << 10), np.int32
+        )
+        for layer in range(2)
+        for expert in range(4 * _EXPERTS)
+        for part in ("w1", "w2")
+    }
+    location = directory / "mixture"
+    ckptcore.save(location, state, context=_FAST)
+    nbytes = sum(array.nbytes for array in state.values())
+    del state
+    report = LoadReport()
+    own = select.experts("model.layers.*.mlp.experts.{expert}.*", range(4))
+
+    whole, part = compare(
+        [
+            Contender("all", lambda: ckptcore.load(location, context=_FAST)),
+            Contender("own", lambda: ckptcore.load(location, context=_FAST, select=own, report=report)),
+        ],
+        rounds=rounds,
+        memory=nbytes,
+    )
+    share = report.bytes_read * _EXPERTS / nbytes
+    told = f"bytes read {share:.3f}/8, time {whole.median * 1e3:.0f} ms -> {part.median * 1e3:.0f} ms"
+    verdict = "reached" if share <= _MOST_READ else "MISSED"
+    return (
+        f"{'slices: 1/8 of the experts':42} {'load(select=experts(...))':36} {told}  {_MOST_READ}/8 {verdict}",
+        share <= _MOST_READ,
+    )
