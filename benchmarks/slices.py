@@ -40,7 +40,7 @@ def rows(directory: Path, rounds: int) -> Iterator[tuple[str, bool]]:
     random.Random(0).shuffle(wanted)
     walk = [("layers.7.weight", start) for start in range(0, 1024, _ROWS)]
     yield from _case("slices: an open checkpoint, in order", _in_place(directory, file, walk, rounds), 1.0)
-    yield from _case("slices: an open checkpoint, anywhere", _in_place(directory, file, wanted, rounds), None)
+    yield from _case("slices: an open checkpoint, anywhere", _in_place(directory, file, wanted[:150], rounds), None)
     yield from _case("slices: open, one slice", _opening(directory, file, wanted[:1], rounds), None)
     yield from _case("slices: open, one slice of each array", _opening(directory, file, wanted[:48], rounds), None)
     del state
@@ -62,7 +62,7 @@ def _in_place(
             contenders.append(Contender(_named(layout, context), _reading(directory / layout, context, wanted)))
         return [
             (outcome.name, outcome.median / len(wanted), outcome.ratio)
-            for outcome in compare(contenders, rounds=rounds * 3)
+            for outcome in compare(contenders, rounds=rounds)
         ]
 
 
@@ -86,7 +86,7 @@ def _opening(directory: Path, file: Path, wanted: list[tuple[str, int]], rounds:
     contenders += [
         Contender(_named(layout, context), opening(directory / layout, context)) for layout, context in _ours()
     ]
-    return [(outcome.name, outcome.median, outcome.ratio) for outcome in compare(contenders, rounds=rounds * 3)]
+    return [(outcome.name, outcome.median, outcome.ratio) for outcome in compare(contenders, rounds=rounds)]
 
 
 def _ours() -> Iterator[tuple[str, ckptcore.Context]]:
@@ -127,7 +127,7 @@ def _experts(directory: Path, rounds: int) -> tuple[str, bool]:
         f"model.layers.{layer}.mlp.experts.{expert}.{part}.weight": generator.integers(
             0, 99, (1 << 11, 1 << 10), np.int32
         )
-        for layer in range(2)
+        for layer in range(1)
         for expert in range(4 * _EXPERTS)
         for part in ("w1", "w2")
     }

@@ -10,7 +10,7 @@ from typing import Any, Final
 import numpy as np
 
 from ckptcore.engine.elements import bytes_of, copy_elements, is_little, little_dtype
-from ckptcore.engine.held_objects import HeldObject, Window
+from ckptcore.engine.held_objects import HeldObject
 from ckptcore.engine.tiles import c_strides
 from ckptcore.indexing import BasicIndex, Indexed, index_box
 from ckptcore.mapped_arrays import map_array
@@ -58,7 +58,6 @@ class StoredArray:
         "_session",
         "_spec",
         "_stored_dtype",
-        "_window",
         "dtype",
         "path",
         "shape",
@@ -77,7 +76,6 @@ class StoredArray:
         self._row = math.prod(spec.shape[1:]) * spec.numpy_dtype.itemsize
         self._offset = 0
         self._held: HeldObject | bool | None = None  # False: it does not stand in one place; None: nobody has looked
-        self._window: Window | None = None
 
     def __repr__(self) -> str:
         return f"<StoredArray {format_path(self.path)}: {self._spec}>"
@@ -140,12 +138,16 @@ class StoredArray:
         """Some of the first axis, from what is in memory or, where nothing is verified, straight from the object; None if it takes more."""
         first, last = self._offset + start * self._row, self._offset + stop * self._row
         shape = (stop - start, *self.shape[1:])
-        window = self._window
-        if window is not None and window.start <= first and last <= window.stop:
-            return self._copy(np.ndarray(shape, self._stored_dtype, window.memory, first - window.start))
         held = self._held
-        if not isinstance(held, HeldObject) or held.is_verified or last - first > _RUN_BYTES or first == last:
+        if not isinstance(held, HeldObject) or last - first > _RUN_BYTES or first == last:
             return None
+        block = held.peek(first)
+        if block is not None and last <= block.stop:
+            return self._copy(np.ndarray(shape, self._stored_dtype, block.memory, first - block.start))
+        return self._read_run(held, first, shape)
+
+    def _read_run(self, held: HeldObject, first: int, shape: tuple[int, ...]) -> HostArray:
+        """Elements that follow each other from a byte of the object on."""
         array = np.empty(shape, self._stored_dtype)
         memory = bytes_of(array)
         self._session.attempt(lambda opened: held.read_into(first, memory))
@@ -208,13 +210,12 @@ class StoredArray:
         if span > (_RUN_BYTES if follow else BLOCK_BYTES if held.is_verified else _NEAR_BYTES):
             return None
         begin = self._offset + first * itemsize
-        window = self._window
-        if window is None or self._session.is_closed or not (window.start <= begin and begin + span <= window.stop):
-            window = self._session.attempt(lambda opened: held.window(begin, begin + span))
-            if held.is_verified:
-                self._window = window
+        if follow:
+            return self._read_run(held, begin, indexed.counts)
+        memory = memoryview(np.empty(span, np.uint8))  # type: ignore[arg-type]  # NumPy's stubs know it from Python 3.12 on
+        self._session.attempt(lambda opened: held.read_into(begin, memory))
         steps = [step * stride * itemsize for step, stride in zip(indexed.steps, strides, strict=True)]
-        return self._copy(np.ndarray(indexed.counts, self._stored_dtype, window.memory, begin - window.start, steps))
+        return self._copy(np.ndarray(indexed.counts, self._stored_dtype, memory, 0, steps))
 
     def _find(self) -> HeldObject | bool:
         """The object that it stands in; False where it is read as loads read it."""

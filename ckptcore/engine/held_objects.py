@@ -14,10 +14,10 @@ from ckptcore.engine.checksums import RecordedChecksums
 from ckptcore.errors import CorruptCheckpointError
 from ckptcore.protocols import RangeReader
 
-__all__ = ["HeldObject", "Window"]
+__all__ = ["HeldObject", "VerifiedBlocks", "Window"]
 
-_KEPT_BYTES: Final = 16 << 20
-"""Verified bytes of an object that are kept for who asks for more of them."""
+_KEPT_BYTES: Final = 32 << 20
+"""Verified bytes that are kept for who asks for more of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +34,36 @@ class Window:
     memory: memoryview
 
 
+class VerifiedBlocks:
+    """The blocks of all held objects of a checkpoint that were verified last. Any thread."""
+
+    def __init__(self, block_bytes: int) -> None:
+        """None yet, of so many bytes each."""
+        self.block_bytes = block_bytes
+        self._most = max(2, _KEPT_BYTES // block_bytes)
+        self._kept: OrderedDict[tuple[str, int], Window] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def peek(self, key: str, position: int) -> Window | None:
+        """The block that a byte of an object is in, if it is kept; does not count as a use."""
+        return self._kept.get((key, position - position % self.block_bytes))
+
+    def find(self, key: str, position: int) -> Window | None:
+        """The block that a byte of an object is in, if it is kept."""
+        found = self.peek(key, position)
+        if found is not None:
+            self.keep(key, found)
+        return found
+
+    def keep(self, key: str, block: Window) -> None:
+        """Keep a block, in the place of the one that nobody has asked for longest."""
+        with self._lock:
+            self._kept[key, block.start] = block
+            self._kept.move_to_end((key, block.start))
+            while len(self._kept) > self._most:
+                self._kept.popitem(last=False)
+
+
 class HeldObject:
     """An object of which parts are read, large and small, near each other and not. Any thread."""
 
@@ -43,7 +73,7 @@ class HeldObject:
         reader: RangeReader,
         size: int,
         sums: RecordedChecksums | None,
-        block_bytes: int,
+        blocks: VerifiedBlocks,
         count: Callable[[int], None],
     ) -> None:
         """Read nothing yet.
@@ -53,18 +83,15 @@ class HeldObject:
             reader: it, open.
             size: its bytes, as they are known; may be hostile.
             sums: the checksums of its blocks; None: what is read is not verified.
-            block_bytes: of a block.
+            blocks: where those that are verified are kept.
             count: is told how many bytes were read, each time.
         """
         self._key = key
         self._reader = reader
         self._size = size
         self._sums = sums
-        self._block_bytes = block_bytes
+        self._blocks = blocks
         self._count = count
-        self._kept: OrderedDict[int, Window] = OrderedDict()
-        self._kept_bytes = 0
-        self._lock = threading.Lock()
 
     @property
     def is_verified(self) -> bool:
@@ -72,84 +99,54 @@ class HeldObject:
         return self._sums is not None
 
     def read_into(self, start: int, memory: memoryview) -> None:
-        """Fill memory from a byte on, without verifying it.
-
-        Raises:
-            CorruptCheckpointError: the object ends before.
-        """
-        self._check(start, start + len(memory))
-        self._fill(start, memory)
-
-    def window(self, start: int, stop: int) -> Window:
-        """Bytes `start` to `stop`, with what else of their blocks was read to verify them.
+        """Fill memory from a byte on.
 
         Raises:
             ChecksumError
             CorruptCheckpointError: the object ends before.
         """
-        self._check(start, stop)
-        if self._sums is None:
-            return self._read(start, stop)
-        block = self._block_bytes
-        begin, end = start // block * block, min(-(-stop // block) * block, self._size)
-        head = foot = None
-        with self._lock:
-            for first in reversed(self._kept):
-                kept = self._kept[first]
-                if kept.start <= start and stop <= kept.stop:
-                    self._kept.move_to_end(first)
-                    return kept
-                if kept.start <= begin < kept.stop:
-                    head = kept
-                elif kept.start < end <= kept.stop:
-                    foot = kept
-        window = self._extended(begin, end, head, foot, self._sums)
-        with self._lock:
-            replaced = self._kept.pop(window.start, None)
-            self._kept_bytes += len(window.memory) - (0 if replaced is None else len(replaced.memory))
-            self._kept[window.start] = window
-            while self._kept_bytes > _KEPT_BYTES and len(self._kept) > 1:
-                self._kept_bytes -= len(self._kept.popitem(last=False)[1].memory)
-        return window
-
-    def _check(self, start: int, stop: int) -> None:
+        stop = start + len(memory)
         if not 0 <= start <= stop <= self._size:
             raise CorruptCheckpointError(
                 f"{self._key!r} does not hold what the checkpoint says: expected bytes {start} to {stop}, found {self._size} bytes; "
                 "it was cut off, or what describes it is damaged: restore it from a copy, or load another checkpoint",
                 key=self._key, start=start, stop=stop,
             )  # fmt: skip
+        sums = self._sums
+        if sums is None or start == stop:
+            self._fill(start, memory)
+            return
+        # Blocks at the ends are kept, because who reads a part of one asks for the rest next; those between are the caller's alone.
+        first = self._block(start, sums)
+        position = min(stop, first.stop)
+        memory[: position - start] = first.memory[start - first.start : position - first.start]
+        if position == stop:
+            return
+        last = self._block(stop - 1, sums)
+        if position < last.start:
+            between = memory[position - start : last.start - start]
+            self._fill(position, between)
+            sums.verify(position, between)
+        memory[last.start - start :] = last.memory[: stop - last.start]
 
-    def _extended(
-        self, begin: int, end: int, head: Window | None, foot: Window | None, sums: RecordedChecksums
-    ) -> Window:
-        """Whole blocks, verified, of which those at the ends may be in memory: who walks through an array comes from one to the next."""
-        low = begin if head is None else head.stop
-        high = end if foot is None else foot.start
-        if low == begin and high == end:
-            window = self._read(begin, end)
-            sums.verify(begin, window.memory)
-            return window
-        memory = _memory(end - begin)
-        if head is not None:
-            memory[: low - begin] = head.memory[begin - head.start :]
-        if foot is not None:
-            memory[high - begin :] = foot.memory[: end - high]
-        if low < high:
-            between = memory[low - begin : high - begin]
-            self._fill(low, between)
-            sums.verify(low, between)
-        return Window(begin, end, memory)
+    def peek(self, position: int) -> Window | None:
+        """The verified block that a byte is in, if it is in memory."""
+        return self._blocks.peek(self._key, position)
 
-    def _read(self, start: int, stop: int) -> Window:
-        memory = _memory(stop - start)
+    def _block(self, position: int, sums: RecordedChecksums) -> Window:
+        """The verified block that a byte is in."""
+        kept = self._blocks.find(self._key, position)
+        if kept is not None:
+            return kept
+        start = position - position % self._blocks.block_bytes
+        stop = min(start + self._blocks.block_bytes, self._size)
+        memory = memoryview(np.empty(stop - start, np.uint8))  # type: ignore[arg-type]  # NumPy's stubs know it from Python 3.12 on
         self._fill(start, memory)
-        return Window(start, stop, memory)
+        sums.verify(start, memory)
+        block = Window(start, stop, memory)
+        self._blocks.keep(self._key, block)
+        return block
 
     def _fill(self, start: int, memory: memoryview) -> None:
         self._reader.get_into([(start, memory)])
         self._count(len(memory))
-
-
-def _memory(nbytes: int) -> memoryview:
-    return memoryview(np.empty(nbytes, np.uint8))  # type: ignore[arg-type]  # NumPy's stubs know it from Python 3.12 on

@@ -25,7 +25,7 @@ from ckptcore.model import ObjectRecord, TileRead
 from ckptcore.protocols import StorageAddress, StorageBackend
 
 if TYPE_CHECKING:
-    from ckptcore.engine.held_objects import HeldObject
+    from ckptcore.engine.held_objects import HeldObject, VerifiedBlocks
 
 __all__ = ["ObjectReader"]
 
@@ -81,6 +81,7 @@ class ObjectReader:
         self._sums: dict[str, RecordedChecksums] = {}
         self.object_sizes = ObjectSizes(storage, objects, threads)
         self._edges = EdgeBlocks(_EDGE_BLOCKS)
+        self._blocks: VerifiedBlocks | None = None
         self.counting = threading.Lock()
         self.bytes_read = 0
         self.bytes_got = 0
@@ -259,9 +260,15 @@ class ObjectReader:
         reader = hold_object(self._storage, key)
         if reader is None:
             return None
-        from ckptcore.engine.held_objects import HeldObject  # who only saves or loads need not wait for it
+        from ckptcore.engine.held_objects import (
+            HeldObject,
+            VerifiedBlocks,
+        )  # who only saves or loads need not wait for it
 
-        return HeldObject(key, reader, self._sizes_of((key,))[key], sums, self._sizes.block, self._add_read)
+        with self.counting:
+            if self._blocks is None:
+                self._blocks = VerifiedBlocks(self._sizes.block)
+        return HeldObject(key, reader, self._sizes_of((key,))[key], sums, self._blocks, self._add_read)
 
     def _add_read(self, nbytes: int) -> None:
         with self.counting:

@@ -18,6 +18,7 @@ from hypothesis.extra import numpy as arrays
 import ckptcore
 from ckptcore import ArrayShard, Context, ShardedArray, StoredArray
 from ckptcore.builtin.local import LocalStorage
+from ckptcore.engine.held_objects import VerifiedBlocks, Window
 from ckptcore.errors import CheckpointNotFoundError, ChecksumError, CorruptCheckpointError, NotMappableError
 from ckptcore.model import BLOCK_BYTES, Box
 from ckptcore.protocols import Coordinator, StorageBackend, StorageOpener, StorageOptions
@@ -337,3 +338,13 @@ def test_a_box_is_loaded_alone(stored: Path) -> None:
         ckptcore.load_slice(stored, "step", Box((), ()))
     with pytest.raises(ckptcore.errors.UnknownPathError, match="did you mean 'params'"):
         ckptcore.load_slice(stored, "parms/a", box)
+
+
+def test_few_verified_blocks_are_kept() -> None:
+    blocks = VerifiedBlocks(BLOCK_BYTES)
+    for number in range(40):
+        blocks.keep("a", Window(number * BLOCK_BYTES, (number + 1) * BLOCK_BYTES, memoryview(b"")))
+        assert blocks.find("a", 5) is not None  # what is used stays
+    assert blocks.find("a", BLOCK_BYTES) is None and blocks.peek("a", 40 * BLOCK_BYTES - 1) is not None
+    assert blocks.peek("b", 5) is None
+    assert sum(blocks.peek("a", number * BLOCK_BYTES) is not None for number in range(40)) == 32
