@@ -228,12 +228,13 @@ class OpenCheckpoint(StoredTree):
 
     @property
     def bytes_read(self) -> int:
-        """Bytes of arrays that were read of the storage so far, with those that were read to verify others.
+        """Bytes that were read of the storage so far, with those that were read to verify others; those of the root are not counted.
 
         Raises:
             ValueError: if it was closed.
         """
-        return self._session.opened.store.bytes_read
+        store = self._session.opened.store
+        return store.bytes_read + store.bytes_got
 
     def close(self) -> None:
         """Let go of its files. Arrays that were read, and maps, stay; nothing more is read. Closing again does nothing."""

@@ -260,10 +260,8 @@ class ObjectReader:
         reader = hold_object(self._storage, key)
         if reader is None:
             return None
-        from ckptcore.engine.held_objects import (
-            HeldObject,
-            VerifiedBlocks,
-        )  # who only saves or loads need not wait for it
+        # Who only saves or loads need not wait for it.
+        from ckptcore.engine.held_objects import HeldObject, VerifiedBlocks
 
         with self.counting:
             if self._blocks is None:
@@ -272,7 +270,8 @@ class ObjectReader:
 
     def _add_read(self, nbytes: int) -> None:
         with self.counting:
-            self.bytes_got += nbytes
+            self.bytes_read += nbytes
+            self.requests += 1
 
     def _plan(self, key: str, size: int, reads: Sequence[TileRead], recorded: bool) -> list[ReadTask]:
         """Tasks that read tiles of one object of so many bytes, of whose blocks checksums were recorded or not."""
