@@ -35,6 +35,9 @@ __all__ = ["load_together"]
 
 T = TypeVar("T")
 
+_TOLD: Final = 300
+"""How many letters of what is done ranks tell each other before a digest: it may be a line for each of many arrays."""
+
 _MESSAGE_BYTES: Final = 32 << 20
 _MOST_AT_ONCE: Final = 2 * AHEAD
 """Messages in memory, at most."""
@@ -103,7 +106,7 @@ class _Attempt(Generic[T]):
             reading = found[0].reading
             told.append(_told(_request_of(reading)))
             memory = self._context.memory
-            options = [str(self._context.reads), memory.load_bytes, memory.exchange_bytes, *_made_of(reading.opened)]
+            options = [str(self._context.reads), memory.load_bytes, memory.exchange_bytes, _made_of(reading.opened)]
             return [_digest(told[0]), self._mark(opened), options, socket.gethostname()]
 
         joint = take_step(self._agreement, f"plan-{self._number}", work, stands=self._tries.stands)
@@ -231,13 +234,10 @@ class _NoChannels:
         """Nothing is held."""
 
 
-def _made_of(opened: Opened) -> list[str]:
+def _made_of(opened: Opened) -> str:
     """What is done with a checkpoint before it is read: ranks share what it has by numbers and boxes of what is made."""
-    told = []
-    while opened.derived is not None:
-        told.append(opened.derived.told)
-        opened = opened.derived.below[0]
-    return told
+    told = "" if opened.derived is None else opened.derived.told
+    return told if len(told) <= _TOLD else f"{told[:_TOLD]}... ({_digest(told)})"
 
 
 def _decide(payloads: Sequence[JSON]) -> JSON:
