@@ -14,6 +14,7 @@ A map of the package:
 - `Export`, `StepExport`: further checkpoints of one save in other layouts (`ckptcore.exports`)
 - `ShardedArray`, `ArrayShard`: NumPy arrays of which each process holds a part
 - `Matching`, `LoadReport`: which differences a load allows, and what it did (`ckptcore.matching_options`, `ckptcore.load_reports`)
+- `ckptcore.transforms`: what a load changes of the stored tree before it is matched
 - `AbstractArray`, `PLACEHOLDER`: what a load asks for; `PerProcess`: what differs from process to process
 - `SafetensorsLayout`: the built-in layout with its options
 - `ckptcore.errors`: every error
