@@ -12,7 +12,7 @@ import pytest
 import ckptcore
 from ckptcore.model import ArraySpec, Box
 from ckptcore.testing import RemoteArray, WorkerProcesses
-from ckptcore.transforms import Cast, Fuse, Transpose
+from ckptcore.transforms import Cast, Fuse, Transform, Transpose
 from tests.controller.arrays import COLUMNS, ROWS, SPEC, WHOLE, digests_of, make_rows, make_whole
 from tests.controller.elements import counted
 
@@ -71,7 +71,7 @@ def test_what_is_saved_is_loaded_where_it_is_asked_for(
 def test_workers_make_what_transforms_say(workers: WorkerProcesses, context: ckptcore.Context, tmp_path: Path) -> None:
     expected = counted(SPEC, Box.whole(SPEC.shape))
     ckptcore.save(tmp_path / "it", {"a": expected[:40], "b": expected[40:].T.copy()}, context=context)
-    transforms = [Transpose("b"), Fuse(["a", "b"], "w", sizes=[40, 24]), Cast("w", "float64")]
+    transforms: list[Transform] = [Transpose("b"), Fuse(["a", "b"], "w", sizes=[40, 24]), Cast("w", "float64")]
     spec = ArraySpec(SPEC.shape, "float64")
     loaded: dict[str, Any] = {}
     abstract = {"w": RemoteArray(spec, COLUMNS)}
