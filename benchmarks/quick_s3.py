@@ -69,7 +69,7 @@ def _serve(connection: socket.socket, state: _Objects) -> None:
             length = len(answer.body) if answer.length is None else answer.length
             lines = [f"HTTP/1.1 {answer.status}", f"Content-Length: {length}", *answer.headers, "", ""]
             connection.sendall("\r\n".join(lines).encode("latin-1"))
-            if answer.body:
+            if answer.body and method != "HEAD":
                 connection.sendall(answer.body)
 
 
@@ -93,11 +93,13 @@ def _answer(state: _Objects, method: str, target: str, headers: dict[str, str], 
             upload = uuid.uuid4().hex
             state.uploads[upload] = {}
             return _xml(f"<InitiateMultipartUploadResult><UploadId>{upload}</UploadId></InitiateMultipartUploadResult>")
+        if "uploadId" in query and query["uploadId"] not in state.uploads:
+            return _error("404 Not Found", "NoSuchUpload")
         if method == "PUT" and "partNumber" in query:
             state.uploads[query["uploadId"]][int(query["partNumber"])] = body
             return _Answer("200 OK", (f'ETag: "{uuid.uuid4().hex}"',))
         if method == "DELETE" and "uploadId" in query:
-            state.uploads.pop(query["uploadId"], None)
+            del state.uploads[query["uploadId"]]
             return _Answer("204 No Content")
         if method == "POST" and "delete" in query:
             names = _KEY.findall(bytes(body).decode())
