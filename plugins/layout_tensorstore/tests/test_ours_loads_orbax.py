@@ -157,7 +157,9 @@ def test_conversions_keep_every_bit(saved, tmp_path, writer, layout):
     location, expected = saved(writer)
     ckptcore.convert(location, tmp_path / "converted", layout=layout)
     assert_same(ckptcore.load(tmp_path / "converted"), ckptcore.load(location))
-    assert_same(ckptcore.load(tmp_path / "converted", expected), expected)
+    # Orbax stores a tuple as a list, and what is converted is what is stored.
+    either = ckptcore.Matching(sequences="either")
+    assert_same(ckptcore.load(tmp_path / "converted", expected, matching=either), expected)
     assert ckptcore.verify(tmp_path / "converted").ok
     if layout != "safetensors":
         assert_same(v1.load(tmp_path / "converted"), seen_by_orbax(expected))
