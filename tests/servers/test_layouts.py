@@ -10,6 +10,7 @@ from ckptcore_dcp.layouts import DcpLayout
 from ckptcore_tensorstore import OcdbtLayout, Zarr3Layout, ZarrLayout
 
 from ckptcore.builtin.safetensors import SafetensorsLayout
+from ckptcore.errors import StorageError
 from ckptcore.protocols import Layout, StorageBackend
 from ckptcore.testing import LayoutTests
 from tests.servers.samples import SERVERS, open_storage
@@ -43,14 +44,24 @@ class TestOcdbt(_OnServers):
         return OcdbtLayout()
 
 
-class TestZarr3(_OnServers):
+class _NamesAsTheyAre(_OnServers):
+    """Layouts whose objects are called what the leaves are called."""
+
+    @pytest.fixture(autouse=True)
+    def _refused_names(self, request: pytest.FixtureRequest) -> None:
+        """GCS takes no line feed in a name (https://cloud.google.com/storage/docs/objects#naming), and moto finds no such object."""
+        if any(request.node.name.endswith(f"[{server}-quotes]") for server in ("moto", "strict-gcs")):
+            request.applymarker(pytest.mark.xfail(raises=StorageError, strict=True, reason="a line feed in a name"))
+
+
+class TestZarr3(_NamesAsTheyAre):
     ties = False
 
     def layout(self) -> Layout:
         return Zarr3Layout()
 
 
-class TestZarr(_OnServers):
+class TestZarr(_NamesAsTheyAre):
     ties = False
 
     def layout(self) -> Layout:
