@@ -154,29 +154,7 @@ __all__ = [
 # A library is silent unless the program asks; without this, Python prints warnings for it.
 logging.getLogger("ckptcore").addHandler(logging.NullHandler())
 
-_NAMES: Final = {
-    "ckptcore.api": (
-        "checkpointables_metadata",
-        "consolidate",
-        "convert",
-        "copy",
-        "copy_steps",
-        "delete",
-        "load",
-        "load_async",
-        "load_checkpointables",
-        "load_into",
-        "load_slice",
-        "metadata",
-        "open",
-        "plan",
-        "plan_job",
-        "save",
-        "save_async",
-        "save_checkpointables",
-        "save_checkpointables_async",
-        "verify",
-    ),
+_ELSEWHERE: Final = {
     "ckptcore.background": (
         "LoadHandle",
         "Progress",
@@ -238,7 +216,7 @@ _NAMES: Final = {
         "VerifyReport",
     ),
 }
-"""Where each name of this page is defined. It is imported with the first use: a program that imports this package, or a plugin, and saves
+"""Where the names of this page are defined that are not in `ckptcore.api`. Each is imported with the first use: a program that imports this package, or a plugin, and saves
 nothing does not wait for it."""
 
 _MODULES: Final = (
@@ -258,7 +236,10 @@ _MODULES: Final = (
 )
 """The modules that are public, which need no import of their own."""
 
-_HOMES: Final = {name: module for module, names in _NAMES.items() for name in names}
+_HOMES: Final = {
+    **dict.fromkeys(__all__, "ckptcore.api"),
+    **{name: module for module, names in _ELSEWHERE.items() for name in names},
+}
 
 
 def __getattr__(name: str) -> object:

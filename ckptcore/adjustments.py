@@ -189,6 +189,10 @@ def adjusted(opened: Opened, adjustments: Mapping[int, Adjustment], context: Con
         [f"{format_path(tree.paths[number])}: {found.change}" for number, found in sorted(adjustments.items())]
     )
     return derive(
-        opened, replace(tree, leaves=tuple(leaves), aliases=aliases), derivations,
-        most_bytes=context.memory.load_bytes, told=told,
-    )  # fmt: skip
+        opened,
+        replace(tree, leaves=tuple(leaves), aliases=aliases),
+        derivations,
+        values={number: number for number, record in enumerate(leaves) if not isinstance(record, ArrayRecord)},
+        most_bytes=context.memory.load_bytes,
+        told=told,
+    )

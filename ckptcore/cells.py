@@ -54,12 +54,9 @@ def cut_box(box: Box, itemsize: int, most_bytes: int) -> Iterator[Box]:
         yield box
         return
     axis = next(axis for axis, extent in enumerate(box.shape) if extent > 1)
-    start, stop = box.start[axis], box.stop[axis]
-    count = min(-(-nbytes // most_bytes), stop - start)
-    step = -(-(stop - start) // count)
-    for low in range(start, stop, step):
-        high = min(stop, low + step)
-        piece = Box((*box.start[:axis], low, *box.start[axis + 1 :]), (*box.stop[:axis], high, *box.stop[axis + 1 :]))
+    extent = box.shape[axis]
+    count = min(-(-nbytes // most_bytes), extent)
+    for piece in box.bands(axis, -(-extent // count)):
         yield from cut_box(piece, itemsize, most_bytes)
 
 

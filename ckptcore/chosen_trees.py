@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from ckptcore.errors import TreeMismatchError
-from ckptcore.model.metadata import ArrayRecord
 from ckptcore.model.tree import LEAF, Key, Node, Skeleton
 from ckptcore.opened import Opened
 from ckptcore.select import LeafTable, Selection
@@ -49,16 +48,8 @@ def _chosen(opened: Opened, selection: Selection, describe: Callable[[Opened], S
         return selection.leaves(LeafTable(opened.tree.paths, lambda: describe(opened)))
     below = opened.derived.below[0]  # names are those of what is loaded, not of checkpoints beside it
     kept = _chosen(below, selection, describe)
-    # Values stand in the trees themselves: one that is in both is the same object.
-    dropped = {id(record) for leaf, record in enumerate(below.tree.leaves) if leaf not in kept}
-    return frozenset(
-        [
-            leaf
-            for leaf, record in enumerate(opened.tree.leaves)
-            if (isinstance(record, ArrayRecord) or id(record) not in dropped)
-            and kept.issuperset(opened.derived.stored((leaf,)).get(0, ()))
-        ]
-    )
+    stored = opened.derived.stored
+    return frozenset([leaf for leaf in range(len(opened.tree.leaves)) if kept.issuperset(stored((leaf,)).get(0, ()))])
 
 
 def prune(skeleton: Skeleton, chosen: frozenset[int]) -> tuple[Skeleton, list[int | None]]:

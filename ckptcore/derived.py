@@ -36,19 +36,22 @@ class Recipe:
     """What makes the arrays of an `Opened`, for another process that opens the checkpoints itself. It is pickled.
 
     Attributes:
-        tree, derivations, most_bytes: as of a `Derived`.
+        tree, derivations, values, most_bytes: as of a `Derived`.
         beside: where the further checkpoints are.
     """
 
     tree: TreeMetadata
     derivations: Mapping[int, Derivation]
+    values: Mapping[int, int]
     most_bytes: int
     beside: tuple[LocationAddress, ...]
 
     def make(self, opened: Opened, open_beside: Callable[[LocationAddress], Opened]) -> Opened:
         """The checkpoint, derived again."""
         beside = [open_beside(address) for address in self.beside]
-        return derive(opened, self.tree, self.derivations, beside=beside, most_bytes=self.most_bytes)
+        return derive(
+            opened, self.tree, self.derivations, values=self.values, beside=beside, most_bytes=self.most_bytes
+        )
 
     @classmethod
     def all_of(cls, opened: Opened) -> tuple[Recipe, ...]:
@@ -59,7 +62,7 @@ class Recipe:
         for other in beside:
             assert other.derived is None  # further checkpoints are as they are stored
         addresses = tuple([other.location.to_open for other in beside])
-        return (*cls.all_of(below), cls(found.tree, found.derivations, found.most_bytes, addresses))
+        return (*cls.all_of(below), cls(found.tree, found.derivations, found.values, found.most_bytes, addresses))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -70,6 +73,7 @@ class Derived:
         tree: what is made.
         below: the checkpoint that is read, and those that are put together with it.
         derivations: by number of the leaf, how each array is made; aliases may be left out.
+        values: by number of each value that is one of the checkpoint that is read, its number there.
         most_bytes: the most memory that is used beside the arrays that are made. What cannot be made in pieces may exceed it, alone.
         told: what is done, in words; in a job the same on every rank.
     """
@@ -77,6 +81,7 @@ class Derived:
     tree: TreeMetadata
     below: tuple[Opened, ...]
     derivations: Mapping[int, Derivation]
+    values: Mapping[int, int]
     most_bytes: int = _USUAL_BYTES
     told: str = ""
 
@@ -99,8 +104,11 @@ class Derived:
         yield from self._run(batch, plan, left)
 
     def stored(self, leaves: Sequence[int]) -> Mapping[int, Sequence[int]]:
-        """By checkpoint, the numbers of its leaves that leaves of this tree are made of."""
+        """See `MadeArrays.stored`."""
         found: dict[int, dict[int, None]] = {}
+        values = [self.values[leaf] for leaf in leaves if leaf in self.values]
+        if values:
+            found[0] = dict.fromkeys(values)
         originals = [self.tree.aliases.get(leaf, leaf) for leaf in leaves]
         stack = [self.derivations[leaf] for leaf in originals if leaf in self.derivations]
         while stack:
@@ -117,12 +125,12 @@ class Derived:
         if spec.nbytes <= most_bytes:
             return [whole]
         step = max(1, spec.shape[0] * most_bytes // spec.nbytes)
-        first = _band(whole, 0, 0, step)
+        first = whole.band(0, 0, step)
         # Nothing is read into this: its pages are never touched.
         fill = Fill.of(0, derivation, first, allocate(ArraySpec(first.shape, spec.dtype)))
         if not self._reads_runs(fill):
             return [whole]
-        return [_band(whole, 0, start, step) for start in range(0, spec.shape[0], step)]
+        return whole.bands(0, step)
 
     def _run(self, batch: Batch, plan: ReadPlan, left: list[int]) -> Iterator[int]:
         """Make what is in a batch; gives the number of each box that is complete."""
@@ -159,7 +167,7 @@ class Derived:
             step = -(-extent // count)
             if step == extent:
                 continue
-            bands = [_band(box, axis, start, step) for start in range(box.start[axis], box.stop[axis], step)]
+            bands = box.bands(axis, step)
             pieces = [Fill.of(owner, derivation, band, out[band.within(box)]) for band in bands]
             if sum(map(_elements, pieces)) <= once * _MOST_AGAIN and all(map(self._reads_runs, pieces)):
                 return pieces
@@ -193,6 +201,7 @@ def derive(
     tree: TreeMetadata,
     derivations: Mapping[int, Derivation],
     *,
+    values: Mapping[int, int],
     beside: Sequence[Opened] = (),
     most_bytes: int | None = None,
     told: str = "",
@@ -205,6 +214,7 @@ def derive(
         opened: what is read; its root and all else that it says of itself stay.
         tree: the new tree.
         derivations: by number of each array in the new tree that is no alias, how it is made; `Stored` refers to leaves of `opened`.
+        values: by number of each value in the new tree that is one of `opened`, its number there.
         beside: further checkpoints that arrays are made of: those with the numbers from 1 on in a `Stored`.
         most_bytes: the most memory that is used beside the arrays that are made, about; None: 256 MiB. What cannot be made in
             pieces may exceed it, alone.
@@ -223,19 +233,10 @@ def derive(
             )
     if opened.derived is not None:
         told = f"{opened.derived.told}\n{told}"
-    derived = Derived(tree, (opened, *beside), derivations, most_bytes or _USUAL_BYTES, told)
+    derived = Derived(tree, (opened, *beside), derivations, values, most_bytes or _USUAL_BYTES, told)
     return dataclasses.replace(opened, tree=tree, derived=derived, copies=None)
 
 
 def _elements(fill: Fill) -> int:
     """Bytes that are read for a fill."""
     return sum([read.buffer.nbytes for read in fill.reads])
-
-
-def _band(box: Box, axis: int, start: int, step: int) -> Box:
-    """The part of a box from `start` on along an axis."""
-    stop = min(start + step, box.stop[axis])
-    return Box(
-        (*box.start[:axis], start, *box.start[axis + 1 :]),
-        (*box.stop[:axis], stop, *box.stop[axis + 1 :]),
-    )

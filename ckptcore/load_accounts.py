@@ -20,13 +20,13 @@ class _Plan:
         opened: the checkpoint.
         before: how many bytes were read of it when the plan was made.
         matched: which stored leaf each leaf is.
-        asked: the containers of what is asked for; None where all is, as it is stored.
+        asked: the containers of what is asked for.
     """
 
     opened: Opened
     before: int
     matched: Matched
-    asked: Skeleton | None
+    asked: Skeleton
 
 
 class LoadAccount:
@@ -37,7 +37,7 @@ class LoadAccount:
         self._report = report
         self._plan: _Plan | None = None
 
-    def planned(self, opened: Opened, matched: Matched, asked: Skeleton | None = None) -> None:
+    def planned(self, opened: Opened, matched: Matched, asked: Skeleton) -> None:
         """A try was planned, and nothing is read yet. What an earlier try planned is forgotten."""
         self._plan = _Plan(opened, _bytes_read(opened), matched, asked)
 
@@ -49,7 +49,7 @@ class LoadAccount:
 
 def _told(plan: _Plan) -> LoadReport:
     stored, matched = plan.opened.tree.paths, plan.matched
-    paths = list(stored if plan.asked is None else leaf_paths(plan.asked))
+    paths = list(leaf_paths(plan.asked))
     defaulted = set(matched.defaulted)
     restored: list[TreePath] = []
     skipped: list[TreePath] = []

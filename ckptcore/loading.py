@@ -67,7 +67,7 @@ def load_value(
 
     def plan(opened: Opened) -> Planned[object]:
         if _is_files(opened):
-            if abstract is not None or request.transforms:
+            if abstract is not None or request.transforms or request.select is not None:
                 raise _files_instead(opened)
             if account is not None:
                 account.planned(opened, Matched((), ()), opened.tree.skeleton)

@@ -121,13 +121,13 @@ class StoredTree(Mapping[Any, Any]):
         return self._firsts[number]
 
     def _nothing_at(self, keys: Sequence[Key]) -> UnknownPathError:
-        import difflib  # only where something is wrong
+        from ckptcore.near_names import NearNames  # only where something is wrong
 
         there = [str(key) for key in self._node.keys]
         asked = "/".join(map(str, keys))
-        near = difflib.get_close_matches(asked.split("/")[0], there[:2000], 1)
+        near = NearNames(there).nearest(asked.split("/")[0])
         shown = ", ".join(map(repr, there[:20])) + (", ..." if len(there) > 20 else "")
-        hint = f"; did you mean {near[0]!r}?" if near and near[0] != asked.split("/")[0] else ""
+        hint = f"; did you mean {near!r}?" if near is not None and near != asked.split("/")[0] else ""
         return UnknownPathError(
             f"{asked!r} is not in {format_path(self.path)} of {self._session.opened.location.display}, which has {shown or 'nothing'}{hint}"
         )

@@ -111,7 +111,7 @@ class MadeArrays(Protocol):
         ...
 
     def stored(self, leaves: Sequence[int]) -> Mapping[int, Sequence[int]]:
-        """By number of a checkpoint, those of its leaves that leaves of the tree are made of."""
+        """By number of a checkpoint, those of its leaves that leaves of the tree are or are made of."""
         ...
 
     def pieces(self, leaf: int, most_bytes: int) -> Sequence[Box]:

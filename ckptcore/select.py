@@ -15,13 +15,13 @@ from typing import Final, TypeAlias
 
 from ckptcore.errors import TreeMismatchError
 from ckptcore.model.tree import Key, TreePath
+from ckptcore.near_names import NearNames
 
 __all__ = ["LeafTable", "Predicate", "Selection", "experts", "glob", "names", "regex", "where"]
 
 Predicate: TypeAlias = Callable[[str, object], bool]
 """Takes the path of a leaf, and what ``metadata(location).abstract`` has there: an `AbstractArray`, or a small value itself."""
 
-_NEAR_NAMES: Final = 2000
 """Paths among which a near one is looked for; among more it would take longer than an error may."""
 
 _EXPERT: Final = "{expert}"
@@ -287,12 +287,11 @@ def _begins_with(path: TreePath, keys: TreePath) -> bool:
 
 
 def _not_there(absent: Sequence[str], below: Mapping[str, object]) -> TreeMismatchError:
-    import difflib  # only where something is wrong
-
+    names = NearNames(list(below))
     lines: list[str] = []
     for text in absent:
-        near = difflib.get_close_matches(text, list(below), 1) if len(below) <= _NEAR_NAMES and len(lines) < 20 else []
-        lines.append(f"missing: {text} is not stored" + (f"; did you mean {near[0]}?" if near else ""))
+        near = names.nearest(text)
+        lines.append(f"missing: {text} is not stored" + (f"; did you mean {near}?" if near else ""))
     shown = "".join(f"\n  {line}" for line in lines[:30])
     more = f"\n  and {len(lines) - 30} more" if len(lines) > 30 else ""
     return TreeMismatchError(

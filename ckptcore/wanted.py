@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import enum
 import logging
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,6 +19,7 @@ from ckptcore.flattening import PLACEHOLDER
 from ckptcore.loading import check_target, check_tree_of_objects, holds_objects
 from ckptcore.locations import Place, Within
 from ckptcore.members import is_deleted, open_member, present_members, told_names
+from ckptcore.near_names import NearNames
 from ckptcore.opened import OpenedComposite, Source
 from ckptcore.parts import PerProcess
 from ckptcore.protocols import FilesHandler
@@ -146,8 +146,8 @@ def _likes(wanted: Mapping[str, object] | Sequence[str]) -> dict[str, object]:
 
 
 def _unknown(composite: OpenedComposite, name: str, present: Sequence[str]) -> str:
-    near = difflib.get_close_matches(str(name), present, 1)
-    hint = f"; did you mean {near[0]!r}?" if near else ""
+    near = NearNames(present).nearest(str(name))
+    hint = f"; did you mean {near!r}?" if near else ""
     return f"{composite.location.display} was saved without {name!r}; there are {', '.join(present) or 'none'}{hint}"
 
 

@@ -9,7 +9,7 @@ from typing import NamedTuple, Protocol
 from ckptcore.engine.elements import copy_elements
 from ckptcore.model.arrays import ArraySpec, Box, HostArray
 
-__all__ = ["Derivation", "Part", "Stored", "place"]
+__all__ = ["Derivation", "OfNothing", "Part", "Stored", "place"]
 
 
 class Part(NamedTuple):
@@ -66,9 +66,28 @@ class Derivation(Protocol):
         ...
 
 
+class OfNothing:
+    """What is made of no other array."""
+
+    __slots__ = ()
+
+    @property
+    def inputs(self) -> Sequence[Derivation]:
+        """None."""
+        return ()
+
+    def needed(self, box: Box) -> Sequence[Part]:
+        """Nothing."""
+        return ()
+
+    def views(self, box: Box, out: HostArray) -> Sequence[HostArray] | None:
+        """None: nothing is put in its place."""
+        return None
+
+
 @dataclass(frozen=True, slots=True)
-class Stored:
-    """An array of a checkpoint as it is stored.
+class Stored(OfNothing):
+    """An array of a checkpoint as it is stored: it is read, and not made.
 
     Attributes:
         spec: what is stored.
@@ -79,19 +98,6 @@ class Stored:
     spec: ArraySpec
     leaf: int
     checkpoint: int = 0
-
-    @property
-    def inputs(self) -> Sequence[Derivation]:
-        """None: it is read."""
-        return ()
-
-    def needed(self, box: Box) -> Sequence[Part]:
-        """Nothing: it is read."""
-        return ()
-
-    def views(self, box: Box, out: HostArray) -> Sequence[HostArray] | None:
-        """None: it is read."""
-        return None
 
     def make(self, box: Box, parts: Sequence[HostArray], out: HostArray) -> None:
         """Never called: it is read."""

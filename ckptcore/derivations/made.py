@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from ckptcore.derivations.derivation import Derivation, Part
+from ckptcore.derivations.derivation import Derivation, OfNothing, Part
 from ckptcore.engine.elements import copy_elements
 from ckptcore.model.arrays import ArraySpec, Box, HostArray, dtype_from_name
 
@@ -65,7 +65,7 @@ class Cast(_Elementwise):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Constant:
+class Constant(OfNothing):
     """Elements that are not stored.
 
     Attributes:
@@ -75,19 +75,6 @@ class Constant:
 
     spec: ArraySpec
     value: HostArray
-
-    @property
-    def inputs(self) -> Sequence[Derivation]:
-        """None."""
-        return ()
-
-    def needed(self, box: Box) -> Sequence[Part]:
-        """Nothing."""
-        return ()
-
-    def views(self, box: Box, out: HostArray) -> Sequence[HostArray] | None:
-        """None: nothing is read."""
-        return None
 
     def make(self, box: Box, parts: Sequence[HostArray], out: HostArray) -> None:
         """Copy the elements."""

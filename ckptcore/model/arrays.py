@@ -7,6 +7,7 @@ import math
 import operator
 import re
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -128,6 +129,17 @@ class Box:
                 for start, stop, origin in zip(self.start, self.stop, outer.start, strict=True)
             ]
         )
+
+    def band(self, axis: int, start: int, stop: int) -> Box:
+        """The part of it from `start` to `stop` along an axis, which lie in it."""
+        return Box(
+            (*self.start[:axis], start, *self.start[axis + 1 :]), (*self.stop[:axis], stop, *self.stop[axis + 1 :])
+        )
+
+    def bands(self, axis: int, step: int) -> Sequence[Box]:
+        """It in parts of `step` elements along an axis, in their order; the last may have fewer."""
+        stop = self.stop[axis]
+        return [self.band(axis, start, min(start + step, stop)) for start in range(self.start[axis], stop, step)]
 
     def intersect(self, other: Box) -> Box | None:
         """The box of elements in both, or None where there are none."""

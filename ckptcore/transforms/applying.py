@@ -50,9 +50,15 @@ def apply_transforms(opened: Opened, transforms: Transforms, context: Context) -
                 f"{opened.location.display}, transform {number + 1} of {len(transforms)} ({transform.describe()}): {error}. "
                 "Transforms are applied in order, each to what the ones before it made; IfPresent lets one match nothing"
             ) from error
-    tree, derivations = draft.finish()
+    made = draft.finish()
     return derive(
-        opened, tree, derivations, beside=draft.beside, most_bytes=context.memory.load_bytes, told=describe(transforms)
+        opened,
+        made.tree,
+        made.derivations,
+        values=made.values,
+        beside=draft.beside,
+        most_bytes=context.memory.load_bytes,
+        told=describe(transforms),
     )
 
 

@@ -17,7 +17,7 @@ from ckptcore.opened import Opened
 from ckptcore.plugins import Plugins
 from ckptcore.transforms.patterns import Fields, Template, path_text
 
-__all__ = ["Draft", "DraftArray", "DraftValue", "Leaf", "NothingMatches"]
+__all__ = ["Draft", "DraftArray", "DraftValue", "Finished", "Leaf", "NothingMatches"]
 
 _COMPUTED_KINDS: Final = (PLAIN_ARRAY, "numpy.scalar")
 """Arrays of other kinds mean more than their elements, and are only moved."""
@@ -53,13 +53,30 @@ class DraftValue:
     Attributes:
         record: the value.
         held_by: as of a `DraftArray`.
+        stored: the number of the leaf that it is in the checkpoint that is loaded; None where it is of none.
     """
 
     record: ValueRecord
     held_by: tuple[int, ...] | None = None
+    stored: int | None = None
 
 
 Leaf: TypeAlias = DraftArray | DraftValue
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """What a draft has become, to derive a checkpoint by.
+
+    Attributes:
+        tree: the tree.
+        derivations: by number of each array in it that is no alias, how it is made.
+        values: by number of each value in it that is stored, its number there.
+    """
+
+    tree: TreeMetadata
+    derivations: Mapping[int, Derivation]
+    values: Mapping[int, int]
 
 
 class NothingMatches(TransformError):  # told apart here only
@@ -101,7 +118,7 @@ class Draft:
     def _stored(self, tree: TreeMetadata, number: int, checkpoint: int) -> Leaf:
         record, held_by = tree.leaves[number], tree.held_by.get(number)
         if isinstance(record, ValueRecord):
-            return DraftValue(record, held_by)
+            return DraftValue(record, held_by, None if checkpoint else number)
         return DraftArray(Stored(record.spec, tree.aliases.get(number, number), checkpoint), record, held_by)
 
     def open_beside(self, location: LocationLike) -> Mapping[TreePath, Leaf]:
@@ -243,8 +260,8 @@ class Draft:
         self.leaves[_with_known_keys(path, self._known_keys())] = leaf
         return True
 
-    def finish(self) -> tuple[TreeMetadata, Mapping[int, Derivation]]:
-        """The tree, and how its arrays are made.
+    def finish(self) -> Finished:
+        """What the draft has become.
 
         Raises:
             TransformError: if a leaf would have others below it.
@@ -264,7 +281,12 @@ class Draft:
                 else:
                     aliases[number] = original  # what was tied is tied
         held_by = {number: leaf.held_by for number, leaf in enumerate(leaves) if leaf.held_by is not None}
-        return TreeMetadata(skeleton, tuple(records), aliases, held_by), derivations
+        values = {
+            number: leaf.stored
+            for number, leaf in enumerate(leaves)
+            if isinstance(leaf, DraftValue) and leaf.stored is not None
+        }
+        return Finished(TreeMetadata(skeleton, tuple(records), aliases, held_by), derivations, values)
 
     def _skeleton(self, order: list[TreePath]) -> Skeleton:
         """The containers; appends the paths of the leaves in their order."""

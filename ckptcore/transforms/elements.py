@@ -26,7 +26,6 @@ __all__ = [
     "SplitAxis",
     "Transpose",
     "axis_of",
-    "band",
 ]
 
 
@@ -44,7 +43,7 @@ def _change(draft: Draft, pattern: Pattern, change: Callable[[Derivation], Deriv
 
 
 @dataclass(frozen=True, slots=True)
-class Cast:
+class Cast(Transform):
     """Arrays in another dtype, rounded as NumPy does: what the dtype has no place for wraps or becomes infinite.
 
     Attributes:
@@ -78,7 +77,7 @@ class Cast:
 
 
 @dataclass(frozen=True, slots=True)
-class Transpose:
+class Transpose(Transform):
     """Arrays with their axes in another order.
 
     Attributes:
@@ -113,7 +112,7 @@ class Transpose:
 
 
 @dataclass(frozen=True, slots=True)
-class Reshape:
+class Reshape(Transform):
     """Arrays with other axes; their elements stay in C order.
 
     Attributes:
@@ -147,7 +146,7 @@ class Reshape:
 
 
 @dataclass(frozen=True, slots=True)
-class SplitAxis:
+class SplitAxis(Transform):
     """Arrays with several axes in place of one, as heads are told apart; their elements stay in C order.
 
     Attributes:
@@ -179,7 +178,7 @@ class SplitAxis:
 
 
 @dataclass(frozen=True, slots=True)
-class MergeAxes:
+class MergeAxes(Transform):
     """Arrays with one axis in place of several that follow each other; their elements stay in C order.
 
     Attributes:
@@ -218,7 +217,7 @@ class MergeAxes:
 
 
 @dataclass(frozen=True, slots=True)
-class Scale:
+class Scale(Transform):
     """Arrays times a number, computed in float32, or float64 where they are.
 
     Attributes:
@@ -250,7 +249,7 @@ class Scale:
 
 
 @dataclass(frozen=True, slots=True)
-class Slice:
+class Slice(Transform):
     """Arrays from one index to another along an axis; what is left out is not read.
 
     Attributes:
@@ -273,7 +272,7 @@ class Slice:
         axis = axis_of(array.spec, self.axis)
         if not 0 <= self.start <= self.stop <= shape[axis]:
             raise ValueError(f"{array.spec} has no {self.start}:{self.stop} along axis {axis}")
-        return cut(array, band(shape, axis, self.start, self.stop))
+        return cut(array, Box.whole(shape).band(axis, self.start, self.stop))
 
     def describe(self) -> str:
         """See `Transform`."""
@@ -285,7 +284,7 @@ class Slice:
 
 
 @dataclass(frozen=True, slots=True)
-class Pad:
+class Pad(Transform):
     """Arrays with a value behind their ends, as a vocabulary grows.
 
     Attributes:
@@ -328,7 +327,7 @@ class Pad:
 
 
 @dataclass(frozen=True, slots=True)
-class Apply:
+class Apply(Transform):
     """Arrays that a function makes of others, one of one. Whoever needs a part of the result reads and computes all of it.
 
     Attributes:
@@ -377,11 +376,3 @@ def axis_of(spec: ArraySpec, axis: int) -> int:
     if not -count <= axis < count:
         raise ValueError(f"{spec} has no axis {axis}")
     return axis % count
-
-
-def band(shape: tuple[int, ...], axis: int, start: int, stop: int) -> Box:
-    """All of a shape but along one axis."""
-    whole = Box.whole(shape)
-    return Box(
-        (*whole.start[:axis], start, *whole.start[axis + 1 :]), (*whole.stop[:axis], stop, *whole.stop[axis + 1 :])
-    )

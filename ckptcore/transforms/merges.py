@@ -22,7 +22,7 @@ _WHOLE: Final = ("bool", "int", "uint")
 
 
 @dataclass(frozen=True, slots=True)
-class MergeLora:
+class MergeLora(Transform):
     """An adapter merged into the matrices that it is for: ``base + scale * up @ down``, in the dtype of the base.
 
     Attributes:
@@ -83,7 +83,7 @@ class MergeLora:
 
 
 @dataclass(frozen=True, slots=True)
-class Average:
+class Average(Transform):
     """The mean of the arrays of several checkpoints, which have the same tree; computed in float32, or float64 where they are.
 
     Arrays of whole numbers, and values, are those of the first: the one that is loaded. So this comes before what changes the tree.

@@ -19,7 +19,7 @@ __all__ = ["Default", "Drop", "Rename", "RenameTable"]
 
 
 @dataclass(frozen=True, slots=True)
-class Rename:
+class Rename(Transform):
     """Leaves under other paths: ``Rename("encoder.{rest...}", "encoder/{rest}")``.
 
     Keys of which a field has all stay as they are; every other one is text, or one of the same text that is in its container.
@@ -51,7 +51,7 @@ class Rename:
 
 
 @dataclass(frozen=True, slots=True)
-class RenameTable:
+class RenameTable(Transform):
     """Single leaves under other paths, all of them at once, so that two may change places.
 
     Attributes:
@@ -82,7 +82,7 @@ class RenameTable:
 
 
 @dataclass(frozen=True, slots=True)
-class Drop:
+class Drop(Transform):
     """Leaves that are left out, and not read.
 
     Attributes:
@@ -105,7 +105,7 @@ class Drop:
 
 
 @dataclass(frozen=True, slots=True)
-class Default:
+class Default(Transform):
     """A leaf that is taken from here where none is stored.
 
     Attributes:

@@ -8,9 +8,10 @@ from typing import Final
 
 from ckptcore.derivations import Derivation, concatenate, cut, reshape, stack
 from ckptcore.errors import TransformError
+from ckptcore.model.arrays import Box
 from ckptcore.model.tree import TreePath, format_path
 from ckptcore.transforms.drafts import Draft, DraftArray, Leaf
-from ckptcore.transforms.elements import axis_of, band
+from ckptcore.transforms.elements import axis_of
 from ckptcore.transforms.patterns import Fields, Found, Pattern, Template
 from ckptcore.transforms.transform import Transform, not_invertible
 
@@ -21,7 +22,7 @@ _MOST_PARTS: Final = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
-class Stack:
+class Stack(Transform):
     """Arrays of one shape along a new axis: ``Stack("layers.{i}.{rest...}", "layers/{rest}")``.
 
     Attributes:
@@ -74,7 +75,7 @@ class Stack:
 
 
 @dataclass(frozen=True, slots=True)
-class Unstack:
+class Unstack(Transform):
     """Arrays of each index along an axis: ``Unstack("layers/{rest...}", "layers.{i}.{rest}")``.
 
     Attributes:
@@ -105,7 +106,7 @@ class Unstack:
             rest = (*shape[:axis], *shape[axis + 1 :])
             parts: dict[TreePath, Leaf] = {}
             for number in range(shape[axis]):
-                one = reshape(cut(array, band(shape, axis, number, number + 1)), rest)
+                one = reshape(cut(array, Box.whole(shape).band(axis, number, number + 1)), rest)
                 numbered = {**fields, counter: Found(str(number))}
                 parts[to.path(numbered)] = DraftArray.of(one)
             made[path] = parts
@@ -121,7 +122,7 @@ class Unstack:
 
 
 @dataclass(frozen=True, slots=True)
-class Split:
+class Split(Transform):
     """Arrays cut into parts along an axis: ``Split("{block...}.qkv", ["{block}.q", "{block}.k", "{block}.v"])``.
 
     Attributes:
@@ -160,7 +161,7 @@ class Split:
             raise ValueError(f"{array.spec} cannot be cut into {count} parts along axis {axis}, {told}")
         parts, start = [], 0
         for size in sizes:
-            parts.append(cut(array, band(array.spec.shape, axis, start, start + size)))
+            parts.append(cut(array, Box.whole(array.spec.shape).band(axis, start, start + size)))
             start += size
         return parts
 
@@ -179,7 +180,7 @@ class Split:
 
 
 @dataclass(frozen=True, slots=True)
-class Fuse:
+class Fuse(Transform):
     """Arrays one after the other along an axis: ``Fuse(["{block...}.gate", "{block...}.up"], "{block}.gate_up")``.
 
     Attributes:

@@ -12,7 +12,12 @@ __all__ = ["IfPresent", "Transform", "not_invertible"]
 
 
 class Transform(Protocol):
-    """A change of a tree. Immutable; reads no elements."""
+    """A change of a tree. Immutable; reads no elements.
+
+    Those of this package are its subclasses, so that a list of several kinds has a type; others need not be.
+    """
+
+    __slots__ = ()
 
     def apply(self, draft: Draft) -> None:
         """Change the leaves of a tree, and how its arrays are made.
@@ -36,7 +41,7 @@ class Transform(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class IfPresent:
+class IfPresent(Transform):
     """A transform, where there is something for it: elsewhere that it matches nothing is an error.
 
     Attributes:

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import ckptcore
+from ckptcore import select
 from ckptcore.errors import CorruptCheckpointError, TreeMismatchError
 from tests.composites.objects import Files
 
@@ -37,6 +38,8 @@ def test_no_tree_is_made_of_files(tmp_path: Path) -> None:
     with pytest.raises(TreeMismatchError, match="files that an object wrote"):
         ckptcore.load_into(tmp_path / "c" / "data", target)
     assert target["w"].tolist() == [0, 0]
+    with pytest.raises(TreeMismatchError, match="files that an object wrote"):
+        ckptcore.load(tmp_path / "c" / "data", select=select.names("position"))
 
 
 @pytest.mark.parametrize("content", [b"0123", b"0123456789 and more"])

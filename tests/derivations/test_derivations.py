@@ -73,7 +73,7 @@ def _read(opened: Opened, wanted: Sequence[tuple[int, Box]]) -> list[HostArray]:
 
 def _made(location: str, derivation: Derivation, *, most_bytes: int | None = None) -> HostArray:
     opened = open_checkpoint(location, Context())
-    derived = derive(opened, _tree([derivation]), {0: derivation}, most_bytes=most_bytes)
+    derived = derive(opened, _tree([derivation]), {0: derivation}, most_bytes=most_bytes, values={})
     return _read(derived, [(0, Box.whole(derivation.spec.shape))])[0]
 
 
@@ -89,7 +89,11 @@ def test_boxes_of_chains_are_those_of_numpy_and_read_what_they_take(location: st
     found: list[Chain] = data.draw(st.lists(chains(STORED), min_size=1, max_size=3))
     derivations = [chain.derivation for chain in found]
     derived = derive(
-        opened, _tree(derivations), dict(enumerate(derivations)), most_bytes=data.draw(st.sampled_from([None, 1, 200]))
+        opened,
+        _tree(derivations),
+        dict(enumerate(derivations)),
+        most_bytes=data.draw(st.sampled_from([None, 1, 200])),
+        values={},
     )
     for leaf, chain in enumerate(found):
         assert chain.derivation.spec.shape == chain.expected.shape
@@ -106,12 +110,12 @@ def test_a_box_of_very_many_runs_is_read_with_what_lies_between() -> None:
     location = _saved("memory://derivations/runs", [array])
     of = Stored(ArraySpec(array.shape, "int32"), 0)
     one = reshape(of, (3, 2500, 2, 2))
-    derived = derive(open_checkpoint(location, Context()), _tree([one]), {0: one})
+    derived = derive(open_checkpoint(location, Context()), _tree([one]), {0: one}, values={})
     box = Box((1, 3, 1, 0), (3, 2400, 2, 1))
     expected = array.reshape(3, 2500, 2, 2)[box.slices]
     assert len(one.needed(box)) == 1 and (_read(derived, [(0, box)])[0] == expected).all()
     across = permute(one, (3, 0, 2, 1))
-    derived = derive(open_checkpoint(location, Context()), _tree([across]), {0: across})
+    derived = derive(open_checkpoint(location, Context()), _tree([across]), {0: across}, values={})
     assert (_read(derived, [(0, Box((0, 1, 1, 3), (1, 3, 2, 2400)))])[0] == expected.transpose(3, 0, 2, 1)).all()
 
 
@@ -120,7 +124,7 @@ def test_many_boxes_in_one_plan(location: str, dtype: str) -> None:
     opened = open_checkpoint(location, Context())
     of = Stored(ArraySpec((24, 10), "float32"), 0)
     one = cast(permute(reshape(of, (4, 6, 10)), (2, 0, 1)), dtype)
-    derived = derive(opened, _tree([one]), {0: one}, most_bytes=64)
+    derived = derive(opened, _tree([one]), {0: one}, most_bytes=64, values={})
     wanted = [Box((a, b, 0), (a + 1, b + 2, 6)) for a, b in itertools.product(range(10), (0, 2))]
     expected = STORED[0].reshape(4, 6, 10).transpose(2, 0, 1).astype(one.spec.numpy_dtype)
     for box, made in zip(wanted, _read(derived, [(0, box) for box in wanted]), strict=True):
@@ -131,7 +135,7 @@ def test_what_lies_where_it_goes_is_read_into_place(location: str) -> None:
     opened, counted = open_counted(location)
     rows = [cut(Stored(ArraySpec((24, 10), "float32"), 0), Box((row, 0), (row + 1, 10))) for row in (5, 2, 9)]
     one = stack([reshape(row, (10,)) for row in rows], 0)
-    derived = derive(opened, _tree([one]), {0: one})
+    derived = derive(opened, _tree([one]), {0: one}, values={})
     assert isinstance(derived.derived, Derived)
     buffer = np.empty((3, 10), np.float32)
     plan = plan_read(derived.tree, None, [(0, (Box.whole((3, 10)),))])
@@ -145,7 +149,7 @@ def test_two_who_want_the_same_box_have_it_read_once() -> None:
     opened, counted = open_counted(_saved("memory://derivations/once"))
     of = Stored(ArraySpec((24, 10), "float32"), 0)
     total = computed([of], lambda array: array.sum(0), ArraySpec((10,), "float32"))
-    derived = derive(opened, _tree([total, of]), {0: total, 1: of})
+    derived = derive(opened, _tree([total, of]), {0: total, 1: of}, values={})
     made = _read(derived, [(0, Box((0,), (5,))), (0, Box((5,), (10,))), (1, Box.whole((24, 10)))])
     assert counted.elements == 240
     assert (np.concatenate(made[:2]) == STORED[0].sum(0)).all() and (made[2] == STORED[0]).all()
@@ -157,14 +161,14 @@ def test_large_arrays_are_made_in_pieces_with_little_memory(tmp_path: Path) -> N
     opened = open_checkpoint(tmp_path / "c", Context())
     of = Stored(ArraySpec(array.shape, "int32"), 0)
     one = cast(of, "float32")
-    derived = derive(opened, _tree([one]), {0: one}, most_bytes=16 << 20)
+    derived = derive(opened, _tree([one]), {0: one}, most_bytes=16 << 20, values={})
     assert isinstance(derived.derived, Derived)
     out = np.empty(array.shape, np.float32)
     fills = derived.derived._fills(0, one, Box.whole(array.shape), out)
     assert len(fills) == 2 and max(fill.held_bytes for fill in fills) == 16 << 20
     assert (_read(derived, [(0, Box.whole(array.shape))])[0] == array).all()
     assert opened.store.bytes_read <= 1.1 * array.nbytes
-    across = derive(opened, _tree([permute(one, (1, 0))]), {0: permute(one, (1, 0))}, most_bytes=16 << 20)
+    across = derive(opened, _tree([permute(one, (1, 0))]), {0: permute(one, (1, 0))}, most_bytes=16 << 20, values={})
     assert (_read(across, [(0, Box.whole(array.T.shape))])[0] == array.T).all()
     assert opened.store.bytes_read <= 2.2 * array.nbytes  # cut along the axis that lies in runs
 
@@ -175,12 +179,12 @@ def test_a_stack_is_written_again_by_layers(tmp_path: Path) -> None:
     spec = ArraySpec((2048, 1024), "int32")
     one = stack([permute(Stored(spec, layer), (1, 0)) for layer in range(4)], 0)
     opened = open_checkpoint(tmp_path / "c", Context())
-    made = derive(opened, _tree([one]), {0: one}).derived
+    made = derive(opened, _tree([one]), {0: one}, values={}).derived
     assert made is not None
     assert [box.start[0] for box in made.pieces(0, 9 << 20)] == [0, 1, 2, 3]
     assert [box.stop[0] for box in made.pieces(0, 16 << 20)] == [2, 4]
     across = stack([permute(Stored(spec, layer), (1, 0)) for layer in range(4)], 1)
-    made = derive(opened, _tree([across]), {0: across}).derived
+    made = derive(opened, _tree([across]), {0: across}, values={}).derived
     assert made is not None and made.pieces(0, 9 << 20) == [Box.whole((1024, 4, 2048))], "each would read every layer"
     chain: list[Transform] = [Stack("l.{i}", "w"), Transpose("w")]
     context = Context(memory=MemoryOptions(load_bytes=24 << 20), durability="none")
@@ -195,7 +199,7 @@ def test_adapters_are_merged_and_arrays_averaged_by_boxes() -> None:
     stored = [Stored(ArraySpec(array.shape, "float32"), leaf) for leaf, array in enumerate((base, up, down))]
     merged = merge_low_rank(stored[0], stored[1], stored[2], 0.5)
     mean = weighted_sum([merged, stored[0]], [0.25, 0.75], "float64")
-    derived = derive(opened, _tree([merged, mean]), {0: merged, 1: mean})
+    derived = derive(opened, _tree([merged, mean]), {0: merged, 1: mean}, values={})
     box = Box((2, 4), (6, 12))
     (made,) = _read(derived, [(0, box)])
     assert np.allclose(made, (base + 0.5 * up @ down)[box.slices], rtol=1e-6)
@@ -209,7 +213,7 @@ def test_arrays_of_several_checkpoints_are_put_together() -> None:
     opened, other = open_checkpoint(first, Context()), open_checkpoint(second, Context())
     spec = ArraySpec((24, 10), "float32")
     one = weighted_sum([Stored(spec, 0), Stored(spec, 0, 1)], [0.5, 0.5])
-    derived = derive(opened, _tree([one]), {0: one}, beside=[other])
+    derived = derive(opened, _tree([one]), {0: one}, beside=[other], values={})
     assert (_read(derived, [(0, Box.whole(spec.shape))])[0] == STORED[0] + 0.5).all()
 
 
@@ -217,7 +221,7 @@ def test_a_derived_checkpoint_can_be_derived_again() -> None:
     opened = open_checkpoint(_saved("memory://derivations/again"), Context())
     for shape in ((24, 10), (10, 24), (24, 10)):
         one = permute(Stored(ArraySpec(shape, "float32"), 0), (1, 0))
-        opened = derive(opened, _tree([one]), {0: one})
+        opened = derive(opened, _tree([one]), {0: one}, values={})
     assert (_read(opened, [(0, Box.whole((10, 24)))])[0] == STORED[0].T).all()
 
 
@@ -267,4 +271,4 @@ def test_a_tree_that_is_not_what_is_made_is_refused() -> None:
     opened = open_checkpoint(_saved("memory://derivations/refused"), Context())
     of = Stored(ArraySpec((24, 10), "float32"), 0)
     with pytest.raises(TransformError, match="is said to be"):
-        derive(opened, _tree([of]), {0: cast(of, "int8")})
+        derive(opened, _tree([of]), {0: cast(of, "int8")}, values={})

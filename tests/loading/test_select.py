@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,7 +23,7 @@ from ckptcore.opening import open_checkpoint
 from ckptcore.protocols import Coordinator
 from ckptcore.select import LeafTable, Selection
 from ckptcore.testing import ThreadJob, ThreadNetwork
-from ckptcore.transforms import Rename
+from ckptcore.transforms import Default, Rename, apply_transforms
 
 FAST = Context(durability="none")
 
@@ -229,7 +230,7 @@ def test_what_is_made_of_others_is_selected_if_they_are(tmp_path: Path) -> None:
     a, b, n, m = opened.tree.leaves
     made = {0: stack([Stored(spec, 0), Stored(spec, 1)], 0), 1: Stored(spec, 1)}
     skeleton = Node("dict", ("both", "b", "n", "m"), (LEAF,) * 4)
-    derived = derive(opened, TreeMetadata(skeleton, (ArrayRecord(made[0].spec), b, n, m)), made)
+    derived = derive(opened, TreeMetadata(skeleton, (ArrayRecord(made[0].spec), b, n, m)), made, values={2: 2, 3: 3})
     for selection, expected in (
         (select.names("a", "m"), {3}),
         (select.names("b", "n"), {1, 2}),
@@ -237,6 +238,19 @@ def test_what_is_made_of_others_is_selected_if_they_are(tmp_path: Path) -> None:
     ):
         assert chosen_leaves(derived, selection, lambda one: [None] * len(one.tree.leaves)) == expected
     assert isinstance(a, ArrayRecord)
+
+
+def test_values_that_are_one_object_are_selected_by_their_own_paths(tmp_path: Path) -> None:
+    ckptcore.save(tmp_path / "c", {"a": None, "b": None}, context=FAST)
+    opened = open_checkpoint(tmp_path / "c", FAST)
+    nothing = opened.tree.leaves[0]
+    shared = dataclasses.replace(opened, tree=dataclasses.replace(opened.tree, leaves=(nothing, nothing)))
+    moved = [Rename("b", "z"), Default("c", None)]
+    derived = apply_transforms(shared, moved, FAST)
+    names = [path[0] for path in derived.tree.paths]
+    for stored, found in (("a", {"a", "c"}), ("b", {"z", "c"})):
+        chosen = chosen_leaves(derived, select.names(stored), lambda one: [None] * len(one.tree.leaves))
+        assert {names[leaf] for leaf in chosen} == found
 
 
 def test_names_are_those_before_transforms(location: Path) -> None:

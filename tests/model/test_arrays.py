@@ -78,6 +78,15 @@ def test_the_intersection_is_what_is_in_both(first: Box, second: Box) -> None:
         assert (part[both.within(first)] == np.arange(36).reshape(6, 6)[both.slices]).all()
 
 
+@given(BOXES, st.integers(0, 1), st.integers(1, 7))
+def test_bands_are_the_box_in_their_order(box: Box, axis: int, step: int) -> None:
+    bands = box.bands(axis, step)
+    assert all(band.shape[axis] == step for band in bands[:-1])
+    marks = np.arange(36).reshape(6, 6)
+    joined = np.concatenate([marks[band.slices] for band in bands], axis) if bands else marks[:0]
+    assert joined.tobytes() == marks[box.slices].tobytes()
+
+
 def test_a_box_without_axes_has_one_element() -> None:
     assert Box.whole(()).size == 1
     assert np.array(5)[Box.whole(()).slices] == 5

@@ -422,14 +422,7 @@ def _slabs(box: Box, strides: tuple[int, ...], itemsize: int) -> Iterator[Box]:
             continue
         others = span - strides[cut] * (part.shape[cut] - 1)
         step = max(1, (most - others) // strides[cut] + 1)
-        for start in range(part.start[cut], part.stop[cut], step):
-            stop = min(start + step, part.stop[cut])
-            left.append(
-                Box(
-                    (*part.start[:cut], start, *part.start[cut + 1 :]),
-                    (*part.stop[:cut], stop, *part.stop[cut + 1 :]),
-                )
-            )
+        left.extend(part.bands(cut, step))
 
 
 def _swap(buffer: HostArray) -> None:
