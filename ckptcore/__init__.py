@@ -5,6 +5,7 @@ A map of the package:
 - `save`, `save_async`, `load`, `load_async`, `load_into`, `metadata`, `delete`, `verify`, `copy`, `copy_steps`, `convert`, `consolidate`: what users call (`ckptcore.api`)
 - `plan`, `plan_job`: what a save would write, ask and hold, without doing it (`ckptcore.save_plans`)
 - `open`, `load_slice`: single arrays and parts of arrays, read as they are asked for (`ckptcore.open_checkpoints`)
+- `load_parts`: all arrays in boxes, one after the other, with little in memory (`ckptcore.loaded_parts`)
 - `ckptcore.select`: which leaves a load reads
 - `save_checkpointables`, `save_checkpointables_async`, `load_checkpointables`, `checkpointables_metadata`: several objects in one checkpoint
 - `Checkpointer`: a run's steps; `CheckpointReader`: the same for who only reads (`ckptcore.checkpointer`, `ckptcore.reader`)
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
         load_async,
         load_checkpointables,
         load_into,
+        load_parts,
         load_slice,
         metadata,
         open,
@@ -61,6 +63,7 @@ if TYPE_CHECKING:
     from ckptcore.flattening import PLACEHOLDER
     from ckptcore.hookspecs import hookimpl
     from ckptcore.load_reports import LeafChange, LoadReport
+    from ckptcore.loaded_parts import LoadedPart
     from ckptcore.matching_options import Matching
     from ckptcore.model import AbstractArray
     from ckptcore.open_checkpoints import OpenCheckpoint, StoredTree
@@ -101,6 +104,7 @@ __all__ = [
     "LeafChange",
     "LoadHandle",
     "LoadReport",
+    "LoadedPart",
     "Matching",
     "MemoryOptions",
     "MemoryPlan",
@@ -139,6 +143,7 @@ __all__ = [
     "load_async",
     "load_checkpointables",
     "load_into",
+    "load_parts",
     "load_slice",
     "metadata",
     "open",
@@ -183,6 +188,7 @@ _ELSEWHERE: Final = {
     "ckptcore.flattening": ("PLACEHOLDER",),
     "ckptcore.hookspecs": ("hookimpl",),
     "ckptcore.load_reports": ("LeafChange", "LoadReport"),
+    "ckptcore.loaded_parts": ("LoadedPart",),
     "ckptcore.matching_options": ("Matching",),
     "ckptcore.model": ("AbstractArray",),
     "ckptcore.open_checkpoints": (

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ckptcore.background import LoadHandle, SaveHandle
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from ckptcore.copying import CopyReport, CopyVerification
     from ckptcore.holds.ownership import IfInUse
     from ckptcore.load_reports import LoadReport
+    from ckptcore.loaded_parts import LoadedPart
     from ckptcore.open_checkpoints import OpenCheckpoint, StoredPath
     from ckptcore.select import Selection
     from ckptcore.step_copies import StepProgressCallback, StepsCopyReport
@@ -54,6 +55,7 @@ __all__ = [
     "load_async",
     "load_checkpointables",
     "load_into",
+    "load_parts",
     "load_slice",
     "metadata",
     "open",
@@ -411,6 +413,41 @@ def load_slice(location: LocationLike, path: StoredPath, box: Box, *, context: C
     from ckptcore.open_checkpoints import load_box  # who only saves or loads need not wait for it
 
     return load_box(location, path, box, context or default_context())
+
+
+def load_parts(
+    location: LocationLike,
+    *,
+    context: Context | None = None,
+    select: Selection | None = None,
+    transforms: Transforms = (),
+    first: Selection | Sequence[Selection] = (),
+    report: LoadReport | None = None,
+) -> Iterator[LoadedPart]:
+    """Load the arrays of a checkpoint in boxes, one after the other, on a machine that need not have memory for all of them.
+
+    Reads ahead of who takes the parts: together with those that were not taken yet, about ``MemoryOptions.load_bytes`` are in memory, or
+    128 MiB. What can only be read whole (a compressed chunk, what other software stored with one checksum) may exceed that, alone. Boxes
+    come in the order in which they are stored, and no byte is read twice for them. Small values are in ``metadata(location).abstract``.
+
+    Args:
+        location: as for `load`.
+        context: options.
+        select: as for `load`.
+        transforms: as for `load`; boxes are those of what they make.
+        first: what comes before all else; of several selections one after the other.
+        report: is told what was read when the last part was taken, or the iterator is closed; values count as skipped.
+
+    Raises:
+        What `load` does, as long as nothing is read; while parts are taken, and then the ones before are what was stored:
+        CorruptCheckpointError: if bytes are not what was written.
+        CheckpointNotFoundError: if the checkpoint was replaced or deleted meanwhile. Of a checkpoint without checksums also parts
+            that were given before may then be of another save.
+    """
+    from ckptcore.loaded_parts import load_in_parts  # who only saves or loads need not wait for it
+
+    request = LoadRequest(select=select, transforms=transforms, report=report)
+    return load_in_parts(location, context or default_context(), request, first)
 
 
 def metadata(

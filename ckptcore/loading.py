@@ -34,13 +34,16 @@ if TYPE_CHECKING:
 __all__ = [
     "abstract_leaves",
     "abstract_tree",
+    "account_of",
     "check_target",
     "check_tree_of_objects",
+    "chosen_of",
     "holds_objects",
     "load_into_target",
     "load_nothing",
     "load_value",
     "recorded_load",
+    "refuse_files",
     "transformed",
 ]
 
@@ -63,7 +66,7 @@ def load_value(
     location: Source, abstract: object, context: Context, recording: Recording, request: LoadRequest = AS_IT_IS
 ) -> object:
     """The value of the checkpoint, as `abstract` asks; NumPy leaves in the structure that was saved if it is None."""
-    account = _account(request)
+    account = account_of(request)
 
     def plan(opened: Opened) -> Planned[object]:
         if _is_files(opened):
@@ -135,7 +138,7 @@ def _checking(opened: Opened, finish: Callable[[list[object]], T]) -> Callable[[
     return check_and_finish
 
 
-def _account(request: LoadRequest) -> LoadAccount | None:
+def account_of(request: LoadRequest) -> LoadAccount | None:
     """What keeps the account of a load; None where nobody asks for it."""
     if request.report is None:
         return None
@@ -169,6 +172,16 @@ def _load(location: Source, context: Context, recording: Recording, plan: Callab
 
 def _is_files(opened: Opened) -> bool:
     return opened.layout.name == FilesLayout.name
+
+
+def refuse_files(opened: Opened) -> None:
+    """Refuse a checkpoint that holds no tree.
+
+    Raises:
+        TreeMismatchError: if it holds files.
+    """
+    if _is_files(opened):
+        raise _files_instead(opened)
 
 
 def _files_instead(opened: Opened) -> TreeMismatchError:
@@ -232,12 +245,16 @@ def _match(opened: Opened, flat: Flat, context: Context, request: LoadRequest) -
         by_name=opened.root is None,
         matching=request.matching,
         place=(job.rank, job.size),
-        chosen=None if request.select is None else _chosen(opened, request.select, context),
+        chosen=None if request.select is None else chosen_of(opened, request.select, context),
     )
 
 
-def _chosen(opened: Opened, selection: Selection, context: Context) -> frozenset[int]:
-    """The numbers of the leaves that are selected."""
+def chosen_of(opened: Opened, selection: Selection, context: Context) -> frozenset[int]:
+    """The numbers of the leaves that are selected. Reads nothing.
+
+    Raises:
+        TypeError, TreeMismatchError: see `ckptcore.chosen_trees.chosen_leaves`.
+    """
     from ckptcore.chosen_trees import chosen_leaves  # only who selects waits for it
 
     return chosen_leaves(opened, selection, lambda one: _abstract_leaves_of(one.tree, context.registry))
@@ -249,7 +266,7 @@ def _chosen_alone(
     """What is loaded where no abstract tree is given, and the tree that it makes; `handlers` are those of the stored leaves."""
     from ckptcore.chosen_trees import prune  # only who selects waits for it
 
-    chosen = _chosen(opened, selection, context)
+    chosen = chosen_of(opened, selection, context)
     skeleton, numbers = prune(opened.tree.skeleton, chosen)
     ignored = [number for number in range(len(handlers)) if number not in chosen]
     return Matched(numbers, [None if number is None else handlers[number] for number in numbers], (), ignored), skeleton
@@ -302,7 +319,7 @@ def load_into_target(
         raise ValueError(
             'load_into puts no placeholders into its target: expected Matching(missing="error") or "keep", found "placeholder"'
         )
-    account = _account(request)
+    account = account_of(request)
     began = False
 
     def begin() -> None:
@@ -310,8 +327,7 @@ def load_into_target(
         began = True
 
     def plan(opened: Opened) -> Planned[None]:
-        if _is_files(opened):
-            raise _files_instead(opened)
+        refuse_files(opened)
         with recording.phase("open"):
             opened = transformed(opened, request.transforms, context)
             flat = flatten(target, context.registry, placeholders=True, stored_at=_stored_at(opened, context.registry))

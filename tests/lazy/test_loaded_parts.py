@@ -1,0 +1,220 @@
+"""Loads in parts: what comes in which order, what is read for it, and what is in memory."""
+
+from __future__ import annotations
+
+import itertools
+import subprocess
+import sys
+import threading
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import ckptcore
+from ckptcore import ArrayShard, Context, LoadedPart, LoadReport, MemoryOptions, ShardedArray, select
+from ckptcore.errors import CheckpointNotFoundError, CorruptCheckpointError, TreeMismatchError
+from ckptcore.model import BLOCK_BYTES, Box
+from ckptcore.protocols import Coordinator
+from ckptcore.testing import ThreadJob
+from ckptcore.transforms import Cast, Stack
+
+FAST = Context(durability="none")
+SMALL = Context(durability="none", memory=MemoryOptions(load_bytes=6 << 20))
+LAYOUTS = ["safetensors", "dcp", "zarr3", "ocdbt"]
+MIB = 1 << 20
+
+
+def state() -> dict[str, Any]:
+    rng = np.random.default_rng(0)
+    shared = rng.integers(0, 99, (1000, 700), np.int32)
+    return {
+        "embed": rng.integers(0, 99, (3000, 1024), np.int32),
+        "layers": [{"w": rng.random((512, 512)), "b": np.full(512, number, np.int16)} for number in range(3)],
+        "tied": shared,
+        "also": shared,
+        "none": np.zeros((0, 5), np.float32),
+        "one": np.array(3.5),
+        "step": 7,
+    }
+
+
+def joined(parts: Iterable[LoadedPart]) -> dict[str, np.ndarray[Any, Any]]:
+    """The arrays that parts make up; each element comes once."""
+    arrays: dict[str, np.ndarray[Any, Any]] = {}
+    seen: dict[str, int] = {}
+    for part in parts:
+        assert part.elements.shape == part.box.shape and part.elements.dtype == part.spec.numpy_dtype
+        array = arrays.setdefault(part.name, np.empty(part.spec.shape, part.spec.numpy_dtype))
+        array[part.box.slices] = part.elements
+        seen[part.name] = seen.get(part.name, 0) + part.box.size
+    assert all(seen[name] == array.size for name, array in arrays.items())
+    return arrays
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("context", [FAST, SMALL], ids=["usual", "small"])
+def test_the_parts_make_up_every_array(tmp_path: Path, layout: str, context: Context) -> None:
+    tree = state()
+    ckptcore.save(tmp_path / "c", tree, layout=layout, context=FAST)
+    parts = list(ckptcore.load_parts(tmp_path / "c", context=context))
+    arrays = joined(parts)
+    assert arrays["embed"].tobytes() == tree["embed"].tobytes() and arrays["one"] == 3.5
+    for number, layer in enumerate(tree["layers"]):
+        assert arrays[f"layers[{number}]/w"].tobytes() == layer["w"].tobytes()
+        assert arrays[f"layers[{number}]/b"].tobytes() == layer["b"].tobytes()
+    assert arrays["none"].shape == (0, 5)
+    (both,) = {(part.path, part.tied) for part in parts if part.tied}
+    assert {both[0], *both[1]} == {("tied",), ("also",)} and arrays[str(both[0][0])].tobytes() == tree["tied"].tobytes()
+    assert "step" not in arrays
+    if context is SMALL and layout in ("safetensors", "dcp"):
+        assert max(part.elements.nbytes for part in parts) <= 3 << 20
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_no_byte_is_read_twice(tmp_path: Path, layout: str) -> None:
+    tree = state()
+    ckptcore.save(tmp_path / "c", tree, layout=layout, context=FAST)
+    report = LoadReport()
+    parts = list(ckptcore.load_parts(tmp_path / "c", context=SMALL, report=report))
+    assert set(report.restored) == {part.name for part in parts} | {"tied", "also"} and report.skipped == ["step"]
+    nbytes = sum(part.elements.nbytes for part in parts)
+    assert nbytes <= report.bytes_read <= nbytes + 2 * BLOCK_BYTES
+    some = LoadReport()
+    list(ckptcore.load_parts(tmp_path / "c", context=SMALL, select=select.glob("layers/1"), report=some))
+    assert sorted(some.restored) == ["layers[1]/b", "layers[1]/w"]
+    assert some.bytes_read <= tree["layers"][1]["w"].nbytes + 4 * BLOCK_BYTES
+
+
+def test_what_is_wanted_first_comes_first(tmp_path: Path) -> None:
+    ckptcore.save(tmp_path / "c", state(), context=FAST)
+    first = [select.names(("layers", 2)), select.names("one", "layers")]
+    parts = ckptcore.load_parts(tmp_path / "c", context=SMALL, first=first, select=~select.names("tied"))
+    order = [name for name, _ in itertools.groupby(part.name for part in parts)]
+    assert set(order[:2]) == {"layers[2]/w", "layers[2]/b"}
+    assert set(order[2:7]) == {"one", *(f"layers[{number}]/{name}" for number in range(2) for name in "wb")}
+    assert set(order[7:]) >= {"embed", "none"}
+    plain = [part.name for part in ckptcore.load_parts(tmp_path / "c", first=select.names("one"))]
+    assert plain[0] == "one" and sorted(set(plain)) == sorted(set(order))
+
+
+def test_transformed_arrays_come_in_parts(tmp_path: Path) -> None:
+    tree = state()
+    ckptcore.save(tmp_path / "c", tree, context=FAST)
+    changes = [Stack("layers/{i}/w", "stacked"), Cast("embed", "int64")]
+    arrays = joined(ckptcore.load_parts(tmp_path / "c", context=SMALL, transforms=changes))
+    assert arrays["stacked"].tobytes() == np.stack([layer["w"] for layer in tree["layers"]]).tobytes()
+    assert arrays["embed"].tobytes() == tree["embed"].astype(np.int64).tobytes()
+
+
+def test_who_stops_leaves_nothing_behind(tmp_path: Path) -> None:
+    ckptcore.save(tmp_path / "c", state(), context=FAST)
+    before = threading.active_count()
+    report = LoadReport()
+    for part in ckptcore.load_parts(tmp_path / "c", context=SMALL, first=select.names("embed"), report=report):
+        assert part.name == "embed"
+        break
+    del part
+    assert not [thread.name for thread in threading.enumerate() if "read-ahead" in thread.name]
+    assert 0 < report.bytes_read < 10 * MIB and threading.active_count() >= before
+
+
+def test_what_is_not_there_is_refused_at_once(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointNotFoundError):
+        ckptcore.load_parts(tmp_path / "c", context=FAST)
+    ckptcore.save(tmp_path / "c", state(), context=FAST)
+    with pytest.raises(TreeMismatchError, match="did you mean embed"):
+        ckptcore.load_parts(tmp_path / "c", context=FAST, select=select.names("embd"))
+    with pytest.raises(TreeMismatchError, match="did you mean embed"):
+        ckptcore.load_parts(tmp_path / "c", context=FAST, first=select.names("embd"))
+
+
+def test_a_damaged_block_is_given_to_nobody(tmp_path: Path) -> None:
+    tree = {"first": np.zeros(4 * MIB, np.uint8), "second": np.ones(4 * MIB, np.uint8)}
+    ckptcore.save(tmp_path / "c", tree, context=FAST)
+    (file,) = (tmp_path / "c").glob("*.safetensors")
+    with file.open("r+b") as stored:
+        stored.seek(-3, 2)
+        stored.write(b"\7")
+    given = []
+    with pytest.raises(CorruptCheckpointError, match="second"):
+        for part in ckptcore.load_parts(tmp_path / "c", context=SMALL):
+            given.append(part.name)
+            assert part.elements.max() == (part.name == "second")
+    assert given
+
+
+def test_a_checkpoint_that_is_replaced_is_noticed(tmp_path: Path) -> None:
+    ckptcore.save(tmp_path / "c", state(), context=FAST)
+    parts = ckptcore.load_parts(tmp_path / "c", context=SMALL)
+    next(parts)
+    ckptcore.save(tmp_path / "c", {"w": np.zeros(3)}, overwrite=True, context=FAST)
+    with pytest.raises(CheckpointNotFoundError, match="replaced or deleted"):
+        list(parts)
+
+
+RANKS = 64
+ROWS = 4096
+
+# In a process of its own, whose peak is nobody else's.
+PROGRAM = """
+import sys
+import zlib
+import ckptcore
+
+location, warm = sys.argv[1:]
+context = ckptcore.Context(memory=ckptcore.MemoryOptions(load_bytes=16 << 20))
+list(ckptcore.load_parts(warm, context=context))
+
+
+def peak():
+    # Not ru_maxrss, which begins with what the parent had.
+    with open("/proc/self/status") as status:
+        return next(int(line.split()[1]) << 10 for line in status if line.startswith("VmHWM:"))
+
+
+before = peak()
+sums = {}
+for part in ckptcore.load_parts(location, context=context):
+    sums[part.name] = sums.get(part.name, 0) + int(part.elements.sum(dtype="uint64"))
+print(peak() - before, sorted(sums.items()))
+"""
+
+
+def _sharded(rank: int, layers: int, rows: int) -> dict[str, Any]:
+    """A rank's part of a state: rows of some arrays, columns of others."""
+    tree: dict[str, Any] = {}
+    for layer in range(layers):
+        whole = (rows, 2048) if layer % 2 else (2048, rows)
+        axis, step = 1 - layer % 2, rows // RANKS
+        box = Box((0, 0), whole).bands(axis, step)[rank]
+        cuts = [range(step, whole[own], step) if own == axis else [] for own in range(2)]
+        elements = np.full(box.shape, rank + layer, np.uint32)
+        tree[f"layer_{layer}"] = ShardedArray(whole, np.uint32, [ArrayShard(box, elements)], cuts=cuts)
+    return tree
+
+
+@pytest.mark.parametrize("layout", ["safetensors", "dcp", "ocdbt"])
+def test_what_many_hosts_saved_goes_through_little_memory(tmp_path: Path, layout: str) -> None:
+    layers = 6
+
+    def save(coordinator: Coordinator) -> None:
+        context = Context(durability="none", coordinator=coordinator)
+        ckptcore.save(tmp_path / "warm", _sharded(coordinator.rank, 2, RANKS * 4), layout=layout, context=context)
+        ckptcore.save(tmp_path / "c", _sharded(coordinator.rank, layers, ROWS), layout=layout, context=context)
+
+    ThreadJob(RANKS, timeout_seconds=300).run(save)
+    nbytes = ckptcore.metadata(tmp_path / "c").nbytes
+    assert nbytes == layers * ROWS * 2048 * 4
+    found = subprocess.run(
+        [sys.executable, "-c", PROGRAM, str(tmp_path / "c"), str(tmp_path / "warm")],
+        capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert found.returncode == 0, found.stderr
+    taken, sums = found.stdout.split(maxsplit=1)
+    elements = ROWS // RANKS * 2048
+    expected = [(f"layer_{n}", sum(elements * (rank + n) for rank in range(RANKS))) for n in range(layers)]
+    assert sums.strip() == str(expected)
+    assert int(taken) <= 16 * MIB + 32 * MIB < nbytes / 3  # the budget, and buffers of 4 MiB for each thread
