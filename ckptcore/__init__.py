@@ -14,7 +14,7 @@ A map of the package:
 - `Context`, `MemoryOptions`, `ReplicaOptions`, `ReadGroups`: options (`ckptcore.context`, `ckptcore.sharing`, `ckptcore.read_groups`)
 - `Export`, `StepExport`: further checkpoints of one save in other layouts (`ckptcore.exports`)
 - `ShardedArray`, `ArrayShard`: NumPy arrays of which each process holds a part
-- `Matching`, `LoadReport`: which differences a load allows, and what it did (`ckptcore.matching_options`, `ckptcore.load_reports`)
+- `Matching`, `LoadReport`: which differences a load allows, and what it did (`ckptcore.matching_options`, `ckptcore.load_reports`); `LoadAs`: the same for one of several objects
 - `ckptcore.transforms`: what a load changes of the stored tree before it is matched
 - `AbstractArray`, `PLACEHOLDER`: what a load asks for; `PerProcess`: what differs from process to process
 - `SafetensorsLayout`: the built-in layout with its options
@@ -63,6 +63,7 @@ if TYPE_CHECKING:
     from ckptcore.flattening import PLACEHOLDER
     from ckptcore.hookspecs import hookimpl
     from ckptcore.load_reports import LeafChange, LoadReport
+    from ckptcore.load_requests import LoadAs
     from ckptcore.loaded_parts import LoadedPart
     from ckptcore.matching_options import Matching
     from ckptcore.model import AbstractArray
@@ -102,6 +103,7 @@ __all__ = [
     "Export",
     "ExportPlan",
     "LeafChange",
+    "LoadAs",
     "LoadHandle",
     "LoadReport",
     "LoadedPart",
@@ -188,6 +190,7 @@ _ELSEWHERE: Final = {
     "ckptcore.flattening": ("PLACEHOLDER",),
     "ckptcore.hookspecs": ("hookimpl",),
     "ckptcore.load_reports": ("LeafChange", "LoadReport"),
+    "ckptcore.load_requests": ("LoadAs",),
     "ckptcore.loaded_parts": ("LoadedPart",),
     "ckptcore.matching_options": ("Matching",),
     "ckptcore.model": ("AbstractArray",),

@@ -249,7 +249,8 @@ def load_checkpointables(
         wanted: None for all there are, names, or names with what each is to be loaded as: an object that has a state of its own
             (a module, an optimizer, an iterator) is restored in place, and so is a tree that has such objects in it; any other
             tree is built anew as `load` does, None gives
-            what was saved in Python's and NumPy's own types (files as bytes by their paths), `PLACEHOLDER` leaves it out.
+            what was saved in Python's and NumPy's own types (files as bytes by their paths), `PLACEHOLDER` leaves it out. `LoadAs`
+            around any of them gives it a selection, transforms, and differences that are allowed.
         context: options.
 
     Returns:
@@ -258,7 +259,7 @@ def load_checkpointables(
     Raises:
         CheckpointNotFoundError: if a name was not saved, or was deleted since. Nothing was changed.
         CompositeCheckpointError: if the checkpoint is one tree.
-        TreeMismatchError, CorruptCheckpointError: as for `load`.
+        TransformError, TreeMismatchError, CorruptCheckpointError: as for `load`.
         TargetUndefinedError: if it failed after an object was changed.
     """
     context = context or default_context()

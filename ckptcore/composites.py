@@ -213,9 +213,9 @@ def _load(request: Request, context: Context, recording: Recording) -> object:
     if request.is_files:
         return _load_files(request, context, recording)
     if request.in_place:
-        load_into_target(request.source, request.like, context, recording)
+        load_into_target(request.source, request.like, context, recording, request.how)
         return request.like
-    return load_value(request.source, request.like, context, recording)
+    return load_value(request.source, request.like, context, recording, request.how)
 
 
 def _load_files(request: Request, context: Context, recording: Recording) -> object:

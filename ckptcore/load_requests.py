@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from dataclasses import KW_ONLY, dataclass
+from typing import TYPE_CHECKING, Final, Generic, TypeVar
 
 from ckptcore.matching_options import EXACT, Matching
 
@@ -12,7 +12,9 @@ if TYPE_CHECKING:
     from ckptcore.select import Selection
     from ckptcore.transforms import Transforms
 
-__all__ = ["AS_IT_IS", "LoadRequest"]
+__all__ = ["AS_IT_IS", "LoadAs", "LoadRequest"]
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,3 +36,26 @@ class LoadRequest:
 
 AS_IT_IS: Final = LoadRequest()
 """A load of all there is, exactly as it is asked for."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadAs(Generic[T]):
+    """Says how one of several checkpointables is loaded: what `ckptcore.load` takes besides its location, under the name of this one.
+
+    Attributes:
+        like: what it is loaded like or into, as it would stand without the wrapper; None: as it was saved.
+        select, transforms, matching, report: as for `ckptcore.load`, or for `ckptcore.load_into` where an object is restored in place. For
+            trees only, not for the files of objects.
+    """
+
+    like: T
+    _: KW_ONLY
+    select: Selection | None = None
+    transforms: Transforms = ()
+    matching: Matching = EXACT
+    report: LoadReport | None = None
+
+    @property
+    def request(self) -> LoadRequest:
+        """The options, without what it is loaded like."""
+        return LoadRequest(select=self.select, transforms=self.transforms, matching=self.matching, report=self.report)

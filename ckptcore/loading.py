@@ -192,14 +192,16 @@ def _files_instead(opened: Opened) -> TreeMismatchError:
     )
 
 
-def check_target(opened: Opened, target: object, context: Context) -> None:
+def check_target(opened: Opened, target: object, context: Context, request: LoadRequest) -> None:
     """Refuse a target that what is stored cannot be loaded into. Changes and reads nothing.
 
     Raises:
-        TreeMismatchError
+        TransformError, TreeMismatchError, ValueError: as `load_into_target` does.
     """
+    _refuse_placeholders(request)
+    opened = transformed(opened, request.transforms, context)
     flat = flatten(target, context.registry, placeholders=True, stored_at=_stored_at(opened, context.registry))
-    _match_target(opened, flat, context, AS_IT_IS)
+    _match_target(opened, flat, context, request)
 
 
 def holds_objects(tree: object, registry: Plugins) -> bool:
@@ -217,12 +219,15 @@ def _holds_objects(node: object, registry: Plugins, depth: int) -> bool:
     )
 
 
-def check_tree_of_objects(opened: Opened, tree: object, context: Context) -> None:
+def check_tree_of_objects(opened: Opened, tree: object, context: Context, request: LoadRequest) -> None:
     """Refuse a tree with objects in it that cannot be loaded into. Changes and reads nothing.
 
     Raises:
         TreeMismatchError: also if a leaf beside the objects may have to be replaced, and nothing that holds it can be changed.
+        TransformError, ValueError: as `load_into_target` does.
     """
+    _refuse_placeholders(request)
+    opened = transformed(opened, request.transforms, context)
     flat = flatten(tree, context.registry, placeholders=True, stored_at=_stored_at(opened, context.registry))
     stuck = first_stuck(flat.shape, [handler is not None for handler in flat.handlers])
     if stuck is not None:
@@ -232,7 +237,7 @@ def check_tree_of_objects(opened: Opened, tree: object, context: Context) -> Non
             "and load each object under a name of its own, or hold them in a dict. Nothing was changed",
             [f"{path}: cannot be replaced beside objects that are restored in place"],
         )
-    _match_target(opened, flat, context, AS_IT_IS)
+    _match_target(opened, flat, context, request)
 
 
 def _match(opened: Opened, flat: Flat, context: Context, request: LoadRequest) -> Matched:
@@ -306,6 +311,14 @@ def _match_target(opened: Opened, flat: Flat, context: Context, request: LoadReq
     return matched
 
 
+def _refuse_placeholders(request: LoadRequest) -> None:
+    if request.matching.missing == "placeholder":
+        raise ValueError(
+            'nothing puts placeholders into a target that is filled in place: expected Matching(missing="error") or "keep", '
+            'found "placeholder"'
+        )
+
+
 def load_into_target(
     location: Source, target: object, context: Context, recording: Recording, request: LoadRequest = AS_IT_IS
 ) -> None:
@@ -315,10 +328,7 @@ def load_into_target(
         TargetUndefinedError: if it failed after it began to change the target.
         ValueError: if placeholders are to come where nothing is stored: a target keeps what it has.
     """
-    if request.matching.missing == "placeholder":
-        raise ValueError(
-            'load_into puts no placeholders into its target: expected Matching(missing="error") or "keep", found "placeholder"'
-        )
+    _refuse_placeholders(request)
     account = account_of(request)
     began = False
 

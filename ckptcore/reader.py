@@ -34,6 +34,8 @@ from ckptcore.wanted import Everything, Wanted
 
 if TYPE_CHECKING:
     from ckptcore.load_reports import LoadReport
+    from ckptcore.select import Selection
+    from ckptcore.transforms import Transforms
 
 __all__ = ["CheckpointReader"]
 
@@ -184,6 +186,8 @@ class CheckpointReader:
         step: int | None = None,
         abstract: Any = None,
         *,
+        select: Selection | None = None,
+        transforms: Transforms = (),
         matching: Matching = EXACT,
         report: LoadReport | None = None,
     ) -> Any:
@@ -191,34 +195,41 @@ class CheckpointReader:
 
         Args:
             step: which; None: the newest that is valid. Damaged ones are passed over and told in `skipped_steps`.
-            abstract, matching, report: as for `ckptcore.load`.
+            abstract, select, transforms, matching, report: as for `ckptcore.load`.
 
         Raises:
             CheckpointNotFoundError: if there is no step, or not this one.
             CorruptCheckpointError: if it is damaged; with ``step=None``, if every one is.
             What `ckptcore.load` does.
         """
-        run = functools.partial(self._load_value, abstract, LoadRequest(matching=matching, report=report))
-        return self._load(step, Loading(run))
+        request = LoadRequest(select=select, transforms=transforms, matching=matching, report=report)
+        return self._load(step, Loading(functools.partial(self._load_value, abstract, request)))
 
     def _load_value(self, abstract: object, request: LoadRequest, place: Place, recording: Recording) -> Any:
         return load_value(place, abstract, self._context, recording, request)
 
     def load_into(
-        self, target: Any, *, step: int | None = None, matching: Matching = EXACT, report: LoadReport | None = None
+        self,
+        target: Any,
+        *,
+        step: int | None = None,
+        select: Selection | None = None,
+        transforms: Transforms = (),
+        matching: Matching = EXACT,
+        report: LoadReport | None = None,
     ) -> Any:
         """Load a step that was saved as one tree into what is there, as `ckptcore.load_into` does; returns the target.
 
         Args:
             step: as for `load`.
-            target, matching, report: as for `ckptcore.load_into`.
+            target, select, transforms, matching, report: as for `ckptcore.load_into`.
 
         Raises:
             What `load` does.
             TargetUndefinedError: if it failed after the target was changed, here or in another process, and no older step could
                 be loaded into it.
         """
-        request = LoadRequest(matching=matching, report=report)
+        request = LoadRequest(select=select, transforms=transforms, matching=matching, report=report)
 
         def into(place: Place, recording: Recording) -> Any:
             load_into_target(place, target, self._context, recording, request)

@@ -16,6 +16,7 @@ from ckptcore.errors import (
     UnknownCheckpointableError,
 )
 from ckptcore.flattening import PLACEHOLDER
+from ckptcore.load_requests import AS_IT_IS, LoadAs, LoadRequest
 from ckptcore.loading import check_target, check_tree_of_objects, holds_objects
 from ckptcore.locations import Place, Within
 from ckptcore.members import is_deleted, open_member, present_members, told_names
@@ -48,6 +49,7 @@ class Request:
         name: its name.
         source: where it is; what other software wrote is open already.
         like: what it is loaded like or into; None: as it was saved.
+        how: which of it, and what may differ.
         files: who restores it from files, where it wrote some; None for a tree, and where the files themselves are asked for.
         is_files: whether it is stored as files.
         in_place: whether `like` is changed.
@@ -56,6 +58,7 @@ class Request:
     name: str
     source: Source
     like: object
+    how: LoadRequest
     files: FilesHandler | None
     is_files: bool
     in_place: bool
@@ -79,7 +82,8 @@ def plan_requests(
         likes = _all_for(composite, present, context)
     else:
         likes = _likes(wanted)
-    for name, like in likes.items():
+    for name, asked in likes.items():
+        like, how = _unwrapped(asked)
         if like is PLACEHOLDER:
             continue
         if name not in members:
@@ -99,10 +103,10 @@ def plan_requests(
         opened = open_member(composite, name, directory, location, context)
         # What has no root would only be looked for again: nothing tells whether it was replaced.
         source = opened if opened.root is None else Within(location, directory)
-        request = _request(name, source, member, like, context)
+        request = _request(name, source, member, like, how, context)
         if request.in_place and not request.is_files:
             check = check_target if context.registry.dispatch(like).checkpointable else check_tree_of_objects
-            check(opened, like, context)
+            check(opened, like, context, how)
         yield request
 
 
@@ -141,8 +145,20 @@ def _absent_for(composite: OpenedComposite, present: Mapping[str, Sequence[str]]
 
 
 def _likes(wanted: Mapping[str, object] | Sequence[str]) -> dict[str, object]:
-    likes = dict(wanted) if isinstance(wanted, Mapping) else dict.fromkeys(wanted)
-    return {name: like.value if isinstance(like, PerProcess) else like for name, like in likes.items()}
+    return dict(wanted) if isinstance(wanted, Mapping) else dict.fromkeys(wanted)
+
+
+def _unwrapped(asked: object) -> tuple[object, LoadRequest]:
+    """What something is loaded like, and how; the wrappers may stand in each other."""
+    how = AS_IT_IS
+    while True:
+        if isinstance(asked, PerProcess):
+            asked = asked.value
+        elif isinstance(asked, LoadAs):
+            how = asked.request
+            asked = asked.like
+        else:
+            return asked, how
 
 
 def _unknown(composite: OpenedComposite, name: str, present: Sequence[str]) -> str:
@@ -164,10 +180,15 @@ def _rank(composite: OpenedComposite, name: str, member: Member, context: Contex
     )
 
 
-def _request(name: str, source: Source, member: Member, like: object, context: Context) -> Request:
+def _request(name: str, source: Source, member: Member, like: object, how: LoadRequest, context: Context) -> Request:
     is_files = member.kind == "files"
+    if is_files and how != AS_IT_IS:
+        raise TreeMismatchError(
+            f"{name!r} is stored as files that its object wrote, and no tree: give it without LoadAs, which is for trees",
+            [f"{name}: files are stored"],
+        )
     if like is None:
-        return Request(name, source, None, None, is_files, in_place=False)
+        return Request(name, source, None, how, None, is_files, in_place=False)
     named = context.registry.dispatch_named(like)
     if is_files:
         if named.files is None:
@@ -176,7 +197,7 @@ def _request(name: str, source: Source, member: Member, like: object, context: C
                 "files: pass an object like the one that was saved, or None for the files themselves",
                 [f"{name}: files are stored"],
             )
-        return Request(name, source, like, named.files, is_files, in_place=True)
+        return Request(name, source, like, how, named.files, is_files, in_place=True)
     is_object = context.registry.dispatch(like).checkpointable is not None
     in_place = is_object or holds_objects(like, context.registry)
-    return Request(name, source, like, None, is_files, in_place=in_place)
+    return Request(name, source, like, how, None, is_files, in_place=in_place)
