@@ -9,8 +9,10 @@ from typing import Any
 import numpy as np
 
 from ckptcore.derivations.derivation import Derivation, OfNothing, Part
+from ckptcore.derivations.rounding import copy_rounded
+from ckptcore.dtype_values import may_become
 from ckptcore.engine.elements import copy_elements
-from ckptcore.model.arrays import ArraySpec, Box, HostArray, dtype_from_name
+from ckptcore.model.arrays import ArraySpec, Box, HostArray, dtype_from_name, name_of_dtype
 
 __all__ = [
     "Cast",
@@ -21,7 +23,6 @@ __all__ = [
     "cast",
     "computed",
     "constant",
-    "is_real",
     "merge_low_rank",
     "weighted_sum",
 ]
@@ -85,6 +86,8 @@ class Constant(OfNothing):
 class WeightedSum(_Elementwise):
     """The sum of arrays, each times a number, computed in float32, or float64 where an input is; the nearest value of its dtype.
 
+    A sum that the dtype has nothing near to is an error when it is made: nothing wraps, or becomes infinite.
+
     Attributes:
         inputs: of one shape.
         weights: by input.
@@ -105,14 +108,14 @@ class WeightedSum(_Elementwise):
         with np.errstate(all="ignore"):
             for part, weight in zip(parts, self.weights, strict=True):
                 total += part.astype(total.dtype) * total.dtype.type(weight)
-            _copy_rounded(out, total)
+        _round(out, total, parts)
 
 
 @dataclass(frozen=True, slots=True)
 class LowRankMerge:
     """A matrix plus a number times the product of two thin ones, as an adapter (LoRA) is merged: ``base + scale * up @ down``.
 
-    Computed in float32, or float64 where an input is.
+    Computed in float32, or float64 where an input is. A number that the dtype has nothing near to is an error when it is made.
 
     Attributes:
         base: of n rows and m columns.
@@ -156,7 +159,7 @@ class LowRankMerge:
         with np.errstate(all="ignore"):
             if thin:
                 base += dtype.type(self.scale) * (thin[0] @ thin[1])
-            _copy_rounded(out, base)
+        _round(out, base, parts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,20 +240,40 @@ def constant(spec: ArraySpec, value: Any) -> Derivation:
     """
     dtype = spec.numpy_dtype
     found = np.asarray(value)
-    with np.errstate(all="ignore"):
-        try:
-            elements: HostArray = found.astype(dtype)
-            back = elements.astype(found.dtype)
-        except (TypeError, ValueError, OverflowError) as error:
-            raise ValueError(f"{found.dtype} values cannot be those of {spec}: {error}") from error
-    exact = not _is_whole(found.dtype) or bool((back == found).all())
-    if not exact or (_is_whole(dtype) and not _is_whole(found.dtype)):
-        raise ValueError(f"{spec} cannot have the value {value!r}; give one that the dtype has")
+    elements: HostArray = np.empty(found.shape, dtype)
+    if found.dtype == dtype:
+        copy_elements(elements, found)
+    else:
+        _convert(elements, found, value)
     try:
         np.broadcast_to(elements, spec.shape)
     except ValueError as error:
         raise ValueError(f"an array of shape {list(found.shape)} cannot be repeated to {spec}") from error
     return Constant(spec, elements)
+
+
+def _convert(elements: HostArray, found: HostArray, value: Any) -> None:
+    """Fill an array with values of another dtype.
+
+    Raises:
+        ValueError: if its own has no such values.
+    """
+    told, own = name_of_dtype(found.dtype), name_of_dtype(elements.dtype)
+    try:
+        if own == "bool":
+            elements[...] = found
+            lost = _is_whole(found.dtype) and bool((elements != found).any())
+            if lost or not _is_whole(found.dtype):
+                raise ValueError(f"give one that {own} has")
+            return
+        if not may_become(own, told):
+            raise ValueError(f"a {told} is none of {own}")
+        copy_rounded(elements, found)
+        wide = np.complex128 if _is_complex(elements.dtype) else np.float64
+        if _is_whole(found.dtype) and not _is_whole(elements.dtype) and bool((elements.astype(wide) != found).any()):
+            raise ValueError(f"give one that {own} has")
+    except ValueError as error:
+        raise ValueError(f"{own} cannot have the value {value!r}: {error}") from error
 
 
 def weighted_sum(inputs: Sequence[Derivation], weights: Sequence[float], dtype: str | None = None) -> Derivation:
@@ -277,7 +300,7 @@ def merge_low_rank(base: Derivation, up: Derivation, down: Derivation, scale: fl
     """``base + scale * up @ down``, in the dtype of `base`: see `LowRankMerge`.
 
     Raises:
-        ValueError: if these are not matrices of real numbers that fit.
+        ValueError: if these are not matrices of real numbers that fit, or the base is of whole numbers.
     """
     shapes = base.spec.shape, up.spec.shape, down.spec.shape
     fit = all(len(shape) == 2 for shape in shapes) and (shapes[1][0], shapes[2][1], shapes[1][1]) == (
@@ -288,6 +311,8 @@ def merge_low_rank(base: Derivation, up: Derivation, down: Derivation, scale: fl
         raise ValueError(f"{base.spec} + {up.spec} @ {down.spec} does not fit: expected (n, m), (n, r) and (r, m)")
     for one in (base, up, down):
         _expect_real(one.spec)
+    if _is_whole(base.spec.numpy_dtype):
+        raise ValueError(f"{base.spec} is of whole numbers, to which nothing is added that has fractions")
     return LowRankMerge(base, up, down, float(scale))
 
 
@@ -305,13 +330,8 @@ def _is_whole(dtype: np.dtype[Any]) -> bool:
     return dtype.name.startswith(("int", "uint", "bool"))
 
 
-def is_real(spec: ArraySpec) -> bool:
-    """Whether an array is of real numbers."""
-    return not (spec.numpy_dtype.kind in "bSUmM" or _is_complex(spec.numpy_dtype))
-
-
 def _expect_real(spec: ArraySpec) -> None:
-    if not is_real(spec):
+    if spec.numpy_dtype.kind in "bSUmM" or _is_complex(spec.numpy_dtype):
         raise ValueError(f"{spec} is no array of real numbers")
 
 
@@ -321,8 +341,13 @@ def _sum_dtype(dtypes: Sequence[np.dtype[Any]]) -> np.dtype[Any]:
     return np.dtype(np.float64 if exact else np.float32)
 
 
-def _copy_rounded(out: HostArray, values: HostArray) -> None:
-    """Copy numbers into an array; to the nearest one where it has whole numbers."""
-    if _is_whole(out.dtype):
-        values = np.rint(values)
-    np.copyto(out, values, casting="unsafe")
+def _round(out: HostArray, values: HostArray, parts: Sequence[HostArray]) -> None:
+    """Copy what was computed of parts into an array, as the nearest values of its dtype.
+
+    Raises:
+        ValueError: if there is a number that the dtype has nothing near to.
+    """
+    if not np.isfinite(values).all() and all(bool(np.isfinite(part).all()) for part in parts):
+        first = values[~np.isfinite(values)].flat[0]
+        raise ValueError(f"{values.dtype}, in which this is computed, has no place for it: it would be {first}")
+    copy_rounded(out, np.rint(values) if _is_whole(out.dtype) else values)
