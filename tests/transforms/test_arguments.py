@@ -1,0 +1,82 @@
+"""What means nothing is refused where a transform is made, with the argument and what it may be."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import ckptcore
+from ckptcore import transforms
+
+t: Any = transforms  # which what a user may write does not fit
+
+
+@pytest.mark.parametrize(
+    ("make", "told"),
+    [
+        (lambda: t.Rename(3, "a"), r"Rename\(pattern=3\): expected text, or a regular expression"),
+        (lambda: t.Rename(re.compile(b"a"), "a"), r"Rename\(pattern=.*expected text, or a regular expression of text"),
+        (lambda: t.Rename("a", None), r"Rename\(to=None\): expected text"),
+        (lambda: t.RenameTable([("a", "b")]), r"RenameTable\(.*expected a mapping of paths"),
+        (lambda: t.RenameTable({"a": 1}), r"RenameTable\(.*expected a mapping of paths"),
+        (lambda: t.Drop(["a"]), r"Drop\(pattern="),
+        (lambda: t.Default(("a",), 1), r"Default\(path=\('a',\)\): expected text"),
+        (lambda: t.Cast("a", "float33"), r"Cast\(dtype='float33'\): expected a dtype of NumPy or ml_dtypes, or its name"),
+        (lambda: t.Cast("a", None, "flaot"), r"Cast\(stored='flaot'\)"),
+        (lambda: t.Transpose("a", 1), r"Transpose\(axes=1\): expected whole numbers in a list"),
+        (lambda: t.Transpose("a", (0.0, 1)), r"Transpose\(axes="),
+        (lambda: t.Reshape("a", "23"), r"Reshape\(shape='23'\)"),
+        (lambda: t.Reshape("a", (1, True)), r"Reshape\(shape="),
+        (lambda: t.SplitAxis("a", 0, ()), r"SplitAxis\(sizes=\(\)\): expected at least 1 whole numbers"),
+        (lambda: t.SplitAxis("a", None, (1,)), r"SplitAxis\(axis=None\): expected a whole number"),
+        (lambda: t.MergeAxes("a", 0, []), r"MergeAxes\(sizes=\[\]\)"),
+        (lambda: t.Scale("a", "2"), r"Scale\(factor='2'\): expected a finite number"),
+        (lambda: t.Scale("a", float("nan")), r"Scale\(factor=nan\): expected a finite number"),
+        (lambda: t.Scale("a", 2, float("inf")), r"Scale\(undo=inf\)"),
+        (lambda: t.Slice("a", None, 1), r"Slice\(start=None\): expected a whole number"),
+        (lambda: t.Slice("a", 0, 1.0), r"Slice\(stop=1.0\)"),
+        (lambda: t.Pad("a", "5"), r"Pad\(size='5'\)"),
+        (lambda: t.Apply("a", None), r"Apply\(function=None\): expected a function"),
+        (lambda: t.Apply("a", abs, (2, 3)), r"Apply\(result=\(2, 3\)\): expected a function"),
+        (lambda: t.Stack(re.compile("a"), "b"), r"Stack\(pattern=.*expected text"),
+        (lambda: t.Unstack("a", 3), r"Unstack\(to=3\)"),
+        (lambda: t.Split("a", "xy"), r"Split\(to='xy'\): expected several texts in a list"),
+        (lambda: t.Split("a", []), r"Split\(to=\[\]\)"),
+        (lambda: t.Split("a", ["b"], sizes=3), r"Split\(sizes=3\)"),
+        (lambda: t.Fuse("ab", "c"), r"Fuse\(patterns='ab'\)"),
+        (lambda: t.Fuse([], "c"), r"Fuse\(patterns=\[\]\)"),
+        (lambda: t.MergeLora("a", "b", "c", "x"), r"MergeLora\(scale='x'\)"),
+        (lambda: t.Average("run/1"), r"Average\(others='run/1'\): expected locations in a list"),
+        (lambda: t.Average([]), r"Average\(others=\[\]\)"),
+        (lambda: t.Average(["a"], "12"), r"Average\(weights='12'\)"),
+        (lambda: t.IfPresent(t.Drop), r"IfPresent\(.*expected a transform"),
+    ],
+)  # fmt: skip
+def test_what_means_nothing_is_refused(make: Callable[[], Any], told: str) -> None:
+    with pytest.raises(TypeError, match=told):
+        make()
+
+
+@pytest.mark.parametrize("given", [t.Drop("a"), "abc", [t.Drop], ["a"], 3])
+def test_what_is_no_list_of_transforms_is_refused(given: Any) -> None:
+    ckptcore.save("memory://transforms/arguments", {"a": 1}, overwrite="non-atomic")
+    for use in (
+        lambda: ckptcore.load("memory://transforms/arguments", transforms=given),
+        lambda: ckptcore.load_into("memory://transforms/arguments", {"a": 1}, transforms=given),
+        lambda: ckptcore.metadata("memory://transforms/arguments", transforms=given),
+        lambda: ckptcore.convert("memory://transforms/arguments", "memory://transforms/to", transforms=given),
+        lambda: t.describe(given),
+        lambda: t.inverse(given),
+    ):
+        with pytest.raises(TypeError, match="expected transforms in a list|is no transform"):
+            use()
+
+
+def test_dtypes_and_numbers_of_numpy_are_taken() -> None:
+    assert t.Cast("a", ml_dtypes.bfloat16).dtype == "bfloat16" and t.Cast("a", "int4", np.int8).stored == "int8"
+    assert t.Slice("a", np.int64(0), np.int32(3)).stop == 3 and t.Scale("a", np.float32(2)).factor == 2
