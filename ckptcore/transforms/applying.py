@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TypeAlias
+from typing import Final, TypeAlias
 
 from ckptcore.context import Context
 from ckptcore.derived import derive
@@ -21,6 +21,9 @@ Transforms: TypeAlias = Sequence[Transform]
 """What a load is to change, in this order."""
 
 
+_METHODS: Final = ("apply", "describe", "inverse")
+
+
 def apply_transforms(opened: Opened, transforms: Transforms, context: Context) -> Opened:
     """A checkpoint as transforms make it; reads no array.
 
@@ -33,6 +36,7 @@ def apply_transforms(opened: Opened, transforms: Transforms, context: Context) -
         TransformError: names the transform that does not fit what is stored.
         What opening further checkpoints does.
     """
+    _expect_transforms(transforms)
     if not transforms:
         return opened
 
@@ -50,7 +54,10 @@ def apply_transforms(opened: Opened, transforms: Transforms, context: Context) -
                 f"{opened.location.display}, transform {number + 1} of {len(transforms)} ({transform.describe()}): {error}. "
                 "Transforms are applied in order, each to what the ones before it made; IfPresent lets one match nothing"
             ) from error
-    made = draft.finish()
+    try:
+        made = draft.finish()
+    except TransformError as error:
+        raise TransformError(f"{opened.location.display}, after {len(transforms)} transforms: {error}") from error
     return derive(
         opened,
         made.tree,
@@ -83,6 +90,7 @@ def check_beside(opened: Opened) -> None:
 
 def describe(transforms: Transforms) -> str:
     """What transforms do, a line for each, before anything runs."""
+    _expect_transforms(transforms)
     return "\n".join([f"{number}. {transform.describe()}" for number, transform in enumerate(transforms, 1)])
 
 
@@ -92,4 +100,22 @@ def inverse(transforms: Transforms) -> list[Transform]:
     Raises:
         TransformError: names one that nothing takes back.
     """
+    _expect_transforms(transforms)
     return [transform.inverse() for transform in reversed(transforms)]
+
+
+def _expect_transforms(transforms: Transforms) -> None:
+    """Refuse what is no list of transforms.
+
+    Raises:
+        TypeError
+    """
+    if isinstance(transforms, str | bytes) or not isinstance(transforms, Sequence):
+        raise TypeError(
+            f"transforms={transforms!r}: expected transforms in a list, as transforms=[Rename(...), Cast(...)]"
+        )
+    for transform in transforms:
+        if isinstance(transform, type) or not all(callable(getattr(transform, name, None)) for name in _METHODS):
+            raise TypeError(
+                f"{transform!r} is no transform: expected what ckptcore.transforms has, such as Rename(...)"
+            )

@@ -293,16 +293,18 @@ class Draft:
         if list(self.leaves) == [()]:
             order.append(())
             return LEAF
+        if () in self.leaves:
+            raise _leaf_above((), next(path for path in self.leaves if path))
         root = _Branch({})
         for path in (*self.leaves, *self._empty):
             branch = root
-            inner = path if path in self._empty and path not in self.leaves else path[:-1]
-            for depth, key in enumerate(inner):
+            is_leaf = path in self.leaves
+            for depth, key in enumerate(path[:-1] if is_leaf else path):
                 below = branch.children.setdefault(key, _Branch({}))
                 if below is None:
                     raise _leaf_above(path[: depth + 1], path)
                 branch = below
-            if inner is not path and branch.children.setdefault(path[-1], None) is not None:
+            if is_leaf and branch.children.setdefault(path[-1], None) is not None:
                 raise _leaf_above(path, path)
         return self._node(root, (), order)
 

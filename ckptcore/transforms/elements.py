@@ -11,6 +11,14 @@ from ckptcore.derivations import Derivation, cast, computed, cut, pad, permute, 
 from ckptcore.errors import TransformError
 from ckptcore.model.arrays import AbstractArray, ArraySpec, Box, name_of_dtype
 from ckptcore.model.tree import format_path
+from ckptcore.transforms.arguments import (
+    expect_callable,
+    expect_dtype,
+    expect_int,
+    expect_ints,
+    expect_number,
+    expect_pattern,
+)
 from ckptcore.transforms.drafts import Draft, DraftArray
 from ckptcore.transforms.patterns import Pattern, Template
 from ckptcore.transforms.transform import Transform, not_invertible
@@ -56,6 +64,12 @@ class Cast(Transform):
     dtype: str
     stored: str | None = None
 
+    def __post_init__(self) -> None:
+        expect_pattern(self, "pattern")
+        object.__setattr__(self, "dtype", expect_dtype(self, "dtype"))
+        if self.stored is not None:
+            object.__setattr__(self, "stored", expect_dtype(self, "stored"))
+
     def apply(self, draft: Draft) -> None:
         """See `Transform`."""
         _change(draft, self.pattern, self._cast)
@@ -87,6 +101,11 @@ class Transpose(Transform):
 
     pattern: Pattern
     axes: Sequence[int] | None = None
+
+    def __post_init__(self) -> None:
+        expect_pattern(self, "pattern")
+        if self.axes is not None:
+            expect_ints(self, "axes")
 
     def apply(self, draft: Draft) -> None:
         """See `Transform`."""
@@ -125,6 +144,12 @@ class Reshape(Transform):
     shape: Sequence[int]
     stored: Sequence[int] | None = None
 
+    def __post_init__(self) -> None:
+        expect_pattern(self, "pattern")
+        expect_ints(self, "shape")
+        if self.stored is not None:
+            expect_ints(self, "stored")
+
     def apply(self, draft: Draft) -> None:
         """See `Transform`."""
         _change(draft, self.pattern, self._reshape)
@@ -159,6 +184,11 @@ class SplitAxis(Transform):
     axis: int
     sizes: Sequence[int]
 
+    def __post_init__(self) -> None:
+        expect_pattern(self, "pattern")
+        expect_int(self, "axis")
+        expect_ints(self, "sizes", least=1)
+
     def apply(self, draft: Draft) -> None:
         """See `Transform`."""
         _change(draft, self.pattern, self._split)
@@ -190,6 +220,11 @@ class MergeAxes(Transform):
     pattern: Pattern
     axis: int
     sizes: Sequence[int]
+
+    def __post_init__(self) -> None:
+        expect_pattern(self, "pattern")
+        expect_int(self, "axis")
+        expect_ints(self, "sizes", least=1)
 
     def apply(self, draft: Draft) -> None:
         """See `Transform`."""
@@ -230,6 +265,12 @@ class Scale(Transform):
     factor: float
     undo: float | None = None
 
+    def __post_init__(self) -> None:
+        expect_pattern(self, "pattern")
+        expect_number(self, "factor")
+        if self.undo is not None:
+            expect_number(self, "undo")
+
     def apply(self, draft: Draft) -> None:
         """See `Transform`."""
         _change(draft, self.pattern, lambda array: weighted_sum([array], [self.factor]))
@@ -262,6 +303,11 @@ class Slice(Transform):
     start: int
     stop: int
     axis: int = 0
+
+    def __post_init__(self) -> None:
+        expect_pattern(self, "pattern")
+        for name in ("start", "stop", "axis"):
+            expect_int(self, name)
 
     def apply(self, draft: Draft) -> None:
         """See `Transform`."""
@@ -300,6 +346,11 @@ class Pad(Transform):
     axis: int = 0
     value: float = 0
     stored: int | None = None
+
+    def __post_init__(self) -> None:
+        expect_pattern(self, "pattern")
+        for name in ("size", "axis") if self.stored is None else ("size", "axis", "stored"):
+            expect_int(self, name)
 
     def apply(self, draft: Draft) -> None:
         """See `Transform`."""
@@ -341,6 +392,14 @@ class Apply(Transform):
     function: Callable[[Any], Any]
     result: Callable[[AbstractArray], AbstractArray] | None = None
     undo: Callable[[Any], Any] | None = None
+
+    def __post_init__(self) -> None:
+        expect_pattern(self, "pattern")
+        expect_callable(self, "function")
+        if self.result is not None:
+            expect_callable(self, "result")
+        if self.undo is not None:
+            expect_callable(self, "undo")
 
     def apply(self, draft: Draft) -> None:
         """See `Transform`."""

@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 from ckptcore.derivations import merge_low_rank, weighted_sum
-from ckptcore.derivations.made import is_real
 from ckptcore.errors import TransformError
 from ckptcore.locations import LocationLike
 from ckptcore.model.metadata import PLAIN_ARRAY
 from ckptcore.model.tree import TreePath, format_path
+from ckptcore.transforms.arguments import expect_number, expect_sequence, expect_text
 from ckptcore.transforms.drafts import Draft, DraftArray, Leaf
-from ckptcore.transforms.patterns import Template
+from ckptcore.transforms.patterns import Fields, Template
 from ckptcore.transforms.transform import Transform, not_invertible
 
 __all__ = ["Average", "MergeLora"]
 
-_WHOLE: Final = ("bool", "int", "uint")
+_KEPT: Final = ("bool", "int", "uint", "datetime", "timedelta", "S", "U")
+"""The dtypes of arrays of which there is no mean."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,13 +41,17 @@ class MergeLora(Transform):
     scale: float
     adapter: LocationLike | None = None
 
+    def __post_init__(self) -> None:
+        for name in ("base", "up", "down"):
+            expect_text(self, name)
+        expect_number(self, "scale")
+
     def apply(self, draft: Draft) -> None:
         """See `Transform`."""
         inside = draft if self.adapter is None else draft.with_leaves(draft.open_beside(self.adapter))
         ups, downs, base = Template(self.up), Template(self.down), Template(self.base)
         of_ups, of_downs = inside.find_each([ups, downs])
-        thin = {base.path(fields): path for path, fields in of_ups.items()}
-        lows = {base.path(fields): path for path, fields in of_downs.items()}
+        thin, lows = _by_base(base, of_ups), _by_base(base, of_downs)
         made: dict[TreePath, Mapping[TreePath, Leaf]] = {}
         by_text = {tuple(map(str, path)): path for path in draft.leaves}
         for text in thin.keys() | lows.keys():
@@ -86,7 +92,8 @@ class MergeLora(Transform):
 class Average(Transform):
     """The mean of the arrays of several checkpoints, which have the same tree; computed in float32, or float64 where they are.
 
-    Arrays of whole numbers, and values, are those of the first: the one that is loaded. So this comes before what changes the tree.
+    Arrays of whole numbers or of truth values, keys of random generators, and values are those of the first: the one that is loaded. So
+    this comes before what changes the tree. Arrays of complex numbers are refused.
 
     Attributes:
         others: where the further checkpoints are.
@@ -96,20 +103,30 @@ class Average(Transform):
     others: Sequence[LocationLike]
     weights: Sequence[float] | None = None
 
+    def __post_init__(self) -> None:
+        if not expect_sequence(self, "others", "locations in a list"):
+            raise TypeError("Average(others=[]): expected at least one further checkpoint")
+        if self.weights is not None:
+            expect_sequence(self, "weights", "numbers in a list")
+
     def apply(self, draft: Draft) -> None:
         """See `Transform`."""
         weights = [1.0] * (len(self.others) + 1) if self.weights is None else list(self.weights)
-        if len(weights) != len(self.others) + 1 or not sum(weights):
+        if len(weights) != len(self.others) + 1 or not math.isfinite(sum(weights)) or not sum(weights):
             raise TransformError(
-                f"{self.describe()}: expected {len(self.others) + 1} weights, the sum of which is not 0"
+                f"expected {len(self.others) + 1} weights, the sum of which is a number other than 0, found {weights}"
             )
         weights = [weight / sum(weights) for weight in weights]
         others = [draft.open_beside(other) for other in self.others]
+        for location, leaves in zip(self.others, others, strict=True):
+            _expect_same_paths(draft.leaves, leaves, location)
         made: dict[TreePath, Mapping[TreePath, Leaf]] = {}
         for path, leaf in draft.leaves.items():
-            if not isinstance(leaf, DraftArray) or leaf.record.kind != PLAIN_ARRAY or not is_real(leaf.record.spec):
-                continue
-            if leaf.record.spec.dtype.startswith(_WHOLE):
+            if (
+                not isinstance(leaf, DraftArray)
+                or leaf.record.kind != PLAIN_ARRAY
+                or leaf.record.spec.dtype.startswith(_KEPT)
+            ):
                 continue
             arrays = [leaf.derivation]
             for location, leaves in zip(self.others, others, strict=True):
@@ -120,7 +137,10 @@ class Average(Transform):
                         f"{location} has {found} at {format_path(path)}, where {leaf.record.spec} was expected"
                     )
                 arrays.append(other.derivation)
-            made[path] = {path: DraftArray.of(weighted_sum(arrays, weights))}
+            try:
+                made[path] = {path: DraftArray.of(weighted_sum(arrays, weights))}
+            except ValueError as error:
+                raise TransformError(f"{format_path(path)}: {error}") from error
         draft.replace(made)
 
     def describe(self) -> str:
@@ -131,3 +151,32 @@ class Average(Transform):
     def inverse(self) -> Transform:
         """See `Transform`."""
         raise not_invertible(self, "for the sum does not tell what was added")
+
+
+def _expect_same_paths(first: Mapping[TreePath, Leaf], other: Mapping[TreePath, Leaf], location: LocationLike) -> None:
+    """Make sure that two checkpoints have one tree.
+
+    Raises:
+        TransformError: names the first leaf that one of them lacks.
+    """
+    for has, lacks, told in ((other, first, "has"), (first, other, "lacks")):
+        absent = next((path for path in has if path not in lacks), None)
+        if absent is not None:
+            raise TransformError(
+                f"{location} {told} {format_path(absent)}, other than the first checkpoint: expected the same tree in each"
+            )
+
+
+def _by_base(base: Template, matched: Mapping[TreePath, Fields]) -> dict[TreePath, TreePath]:
+    """By path of the matrix that it is for, each matrix of an adapter.
+
+    Raises:
+        TransformError: if two are for one.
+    """
+    found: dict[TreePath, TreePath] = {}
+    for path, fields in matched.items():
+        if (first := found.setdefault(base.path(fields), path)) != path:
+            raise TransformError(
+                f"{format_path(first)} and {format_path(path)} of the adapter are both for {format_path(base.path(fields))}: expected one"
+            )
+    return found

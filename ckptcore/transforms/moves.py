@@ -11,6 +11,7 @@ from ckptcore.errors import TransformError
 from ckptcore.model.arrays import Box
 from ckptcore.model.metadata import ValueRecord
 from ckptcore.model.tree import TreePath
+from ckptcore.transforms.arguments import expect_pattern, expect_text
 from ckptcore.transforms.drafts import Draft, DraftArray, DraftValue, Leaf
 from ckptcore.transforms.patterns import Pattern, Template, exactly, text_path
 from ckptcore.transforms.transform import Transform, not_invertible
@@ -31,6 +32,10 @@ class Rename(Transform):
 
     pattern: Pattern
     to: str
+
+    def __post_init__(self) -> None:
+        expect_pattern(self, "pattern")
+        expect_text(self, "to")
 
     def apply(self, draft: Draft) -> None:
         """See `Transform`."""
@@ -59,6 +64,12 @@ class RenameTable(Transform):
     """
 
     table: Mapping[str, str]
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.table, Mapping) or not all(
+            isinstance(text, str) for text in (*self.table, *self.table.values())
+        ):
+            raise TypeError(f"RenameTable({self.table!r}): expected a mapping of paths to paths, all of them text")
 
     def apply(self, draft: Draft) -> None:
         """See `Transform`."""
@@ -91,6 +102,9 @@ class Drop(Transform):
 
     pattern: Pattern
 
+    def __post_init__(self) -> None:
+        expect_pattern(self, "pattern")
+
     def apply(self, draft: Draft) -> None:
         """See `Transform`."""
         draft.remove(Template(self.pattern))
@@ -115,6 +129,9 @@ class Default(Transform):
 
     path: str
     value: Any
+
+    def __post_init__(self) -> None:
+        expect_text(self, "path")
 
     def apply(self, draft: Draft) -> None:
         """See `Transform`."""

@@ -141,6 +141,8 @@ class Template:
         """
         if not self.is_exact:
             raise ValueError(f"{self} does not tell one path; give a template without '*'")
+        if not self.pattern:
+            return ()
         keys: list[Key] = []
         segment: list[str | _Field] = []
         for part in [*self._parts, "/"]:
@@ -155,7 +157,9 @@ class Template:
         return tuple(keys)
 
     def _keys(self, segment: Sequence[str | _Field], fields: Fields) -> Sequence[Key]:
-        """The keys that the text between two ``/`` stands for."""
+        """The keys that the text between two ``/`` stands for: one that is empty where there is none."""
+        if not segment:
+            return ("",)
         text = "".join([one if isinstance(one, str) else self._known(one, fields).text for one in segment])
         if len(segment) == 1 and isinstance(alone := segment[0], _Field):
             found = fields[alone.name]

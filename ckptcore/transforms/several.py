@@ -4,18 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, TypeAlias
 
 from ckptcore.derivations import Derivation, concatenate, cut, reshape, stack
 from ckptcore.errors import TransformError
 from ckptcore.model.arrays import Box
 from ckptcore.model.tree import TreePath, format_path
+from ckptcore.transforms.arguments import expect_int, expect_ints, expect_pattern, expect_text, expect_texts
 from ckptcore.transforms.drafts import Draft, DraftArray, Leaf
 from ckptcore.transforms.elements import axis_of
 from ckptcore.transforms.patterns import Fields, Found, Pattern, Template
 from ckptcore.transforms.transform import Transform, not_invertible
 
 __all__ = ["Fuse", "Split", "Stack", "Unstack"]
+
+_MOST_DIGITS: Final = 10
+"""A number of an array in a stack has fewer."""
 
 _MOST_PARTS: Final = 1 << 16
 """A few bytes that are hostile may state any extent, and each part is a Python object."""
@@ -28,21 +32,28 @@ class Stack(Transform):
     Attributes:
         pattern: a template of which arrays. The one field that `to` lacks counts them, from 0 without a gap.
         to: a template of where each stack goes.
-        axis: the new one, in the result.
+        axis: the new one, in the result; of those that count from the end, -1 is the last.
+
+    The way back writes numbers without zeros before them.
     """
 
     pattern: str
     to: str
     axis: int = 0
 
+    def __post_init__(self) -> None:
+        expect_text(self, "pattern")
+        expect_text(self, "to")
+        expect_int(self, "axis")
+
     def apply(self, draft: Draft) -> None:
         """See `Transform`."""
         template, to = Template(self.pattern), Template(self.to)
-        counter = _counter(self, template, to)
+        counter = _counter(template, to)
         stacks: dict[TreePath, dict[int, TreePath]] = {}
         for path, fields, _ in draft.arrays(template):
             number = fields[counter].text
-            if not number.isdecimal():
+            if not (number.isascii() and number.isdecimal() and len(number) < _MOST_DIGITS):
                 raise TransformError(f"{format_path(path)}: {counter} is {number!r}, and no number to count by")
             members = stacks.setdefault(to.path(fields), {})
             if members.setdefault(int(number), path) != path:
@@ -58,7 +69,9 @@ class Stack(Transform):
                 )
             paths = [members[number] for number in range(len(members))]
             try:
-                array = stack([draft.array(path) for path in paths], self.axis)
+                arrays = [draft.array(path) for path in paths]
+                axes = len(arrays[0].spec.shape) + 1
+                array = stack(arrays, self.axis + axes if -axes <= self.axis < 0 else self.axis)
             except ValueError as error:
                 raise TransformError(f"{format_path(new)}: {error}") from error
             made.update({path: {} for path in members.values()})
@@ -81,17 +94,22 @@ class Unstack(Transform):
     Attributes:
         pattern: of which arrays.
         to: a template of where the parts go. The one field that the pattern lacks counts them, from 0.
-        axis: the one that goes.
+        axis: the one that goes; of those that count from the end, -1 is the last.
     """
 
     pattern: str
     to: str
     axis: int = 0
 
+    def __post_init__(self) -> None:
+        expect_text(self, "pattern")
+        expect_text(self, "to")
+        expect_int(self, "axis")
+
     def apply(self, draft: Draft) -> None:
         """See `Transform`."""
         template, to = Template(self.pattern), Template(self.to)
-        counter = _counter(self, to, template)
+        counter = _counter(to, template)
         made: dict[TreePath, Mapping[TreePath, Leaf]] = {}
         for path, fields, array in draft.arrays(template):
             shape = array.spec.shape
@@ -99,9 +117,9 @@ class Unstack(Transform):
                 axis = axis_of(array.spec, self.axis)
             except ValueError as error:
                 raise TransformError(f"{format_path(path)}: {error}") from error
-            if shape[axis] > _MOST_PARTS:
+            if not 0 < shape[axis] <= _MOST_PARTS:
                 raise TransformError(
-                    f"{format_path(path)}: {array.spec} would be {shape[axis]} arrays; {_MOST_PARTS} is the most"
+                    f"{format_path(path)}: {array.spec} would be {shape[axis]} arrays: expected at least 1, and {_MOST_PARTS} at most"
                 )
             rest = (*shape[:axis], *shape[axis + 1 :])
             parts: dict[TreePath, Leaf] = {}
@@ -136,6 +154,13 @@ class Split(Transform):
     to: Sequence[str]
     axis: int = 0
     sizes: Sequence[int] | None = None
+
+    def __post_init__(self) -> None:
+        expect_pattern(self, "pattern")
+        expect_texts(self, "to")
+        expect_int(self, "axis")
+        if self.sizes is not None:
+            expect_ints(self, "sizes")
 
     def apply(self, draft: Draft) -> None:
         """See `Transform`."""
@@ -195,11 +220,18 @@ class Fuse(Transform):
     axis: int = 0
     sizes: Sequence[int] | None = None
 
+    def __post_init__(self) -> None:
+        expect_texts(self, "patterns")
+        expect_text(self, "to")
+        expect_int(self, "axis")
+        if self.sizes is not None:
+            expect_ints(self, "sizes")
+
     def apply(self, draft: Draft) -> None:
         """See `Transform`."""
         to = Template(self.to)
         matched = draft.find_each([Template(one) for one in self.patterns])
-        found = [{_key(fields): (path, fields) for path, fields in of_pattern.items()} for of_pattern in matched]
+        found = [_by_fields(one, of_pattern) for one, of_pattern in zip(self.patterns, matched, strict=True)]
         made: dict[TreePath, Mapping[TreePath, Leaf]] = {}
         for key in dict.fromkeys([key for of_pattern in found for key in of_pattern]):
             absent = [one for one, of_pattern in zip(self.patterns, found, strict=True) if key not in of_pattern]
@@ -241,15 +273,31 @@ class Fuse(Transform):
         return Split(pattern.pattern, self.patterns, self.axis, self.sizes)
 
 
-def _key(fields: Fields) -> tuple[tuple[str, str], ...]:
-    return tuple(sorted((name, found.text) for name, found in fields.items()))
+_Texts: TypeAlias = tuple[tuple[str, str], ...]
+"""What fields stand for, by name."""
 
 
-def _counter(transform: Transform, more: Template, fewer: Template) -> str:
+def _by_fields(pattern: Pattern, matched: Mapping[TreePath, Fields]) -> dict[_Texts, tuple[TreePath, Fields]]:
+    """The leaves that a pattern matches by what its fields stand for.
+
+    Raises:
+        TransformError: if these do not tell two leaves apart.
+    """
+    found: dict[_Texts, tuple[TreePath, Fields]] = {}
+    for path, fields in matched.items():
+        key = tuple(sorted((name, one.text) for name, one in fields.items()))
+        if key in found:
+            raise TransformError(
+                f"{format_path(found[key][0])} and {format_path(path)} both match {pattern!r}, and would be one part: let a field "
+                "tell them apart, as in {name} for *"
+            )
+        found[key] = path, fields
+    return found
+
+
+def _counter(more: Template, fewer: Template) -> str:
     """The one field that a template has and another one lacks."""
     names = more.fields - fewer.fields
     if len(names) != 1 or fewer.fields - more.fields or not more.is_exact:
-        raise TransformError(
-            f"{transform.describe()}: {more} is to have one field that {fewer} lacks, which counts, and no '*'"
-        )
+        raise TransformError(f"{more} is to have one field that {fewer} lacks, which counts, and no '*'")
     return next(iter(names))

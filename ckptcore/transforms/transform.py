@@ -50,6 +50,10 @@ class IfPresent(Transform):
 
     transform: Transform
 
+    def __post_init__(self) -> None:
+        if isinstance(self.transform, type) or not hasattr(self.transform, "apply"):
+            raise TypeError(f"IfPresent({self.transform!r}): expected a transform")
+
     def apply(self, draft: Draft) -> None:
         """See `Transform`."""
         before, beside = dict(draft.leaves), len(draft.beside)

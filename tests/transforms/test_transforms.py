@@ -200,7 +200,7 @@ def test_checkpoints_are_averaged(tmp_path: Path) -> None:
     assert_same_tree(loaded, {"w": (_array(4, 4) * np.float32(3)).T, "step": 1, "ids": np.arange(3)})
     weighted = ckptcore.load(tmp_path / "0", transforms=[Average(others, [2, 1, 1])])
     assert_same_tree(weighted["w"], _array(4, 4) * np.float32(2.5))
-    ckptcore.save(tmp_path / "2", {"w": _array(4)}, overwrite=True)
+    ckptcore.save(tmp_path / "2", {**states[2], "w": _array(4)}, overwrite=True)
     with pytest.raises(TransformError, match=r"float32\[4\] at w, where float32\[4, 4\] was expected"):
         ckptcore.load(tmp_path / "0", transforms=[Average(others)])
 
@@ -226,7 +226,7 @@ def test_a_further_checkpoint_that_is_replaced_meanwhile_is_noticed(tmp_path: Pa
         (Rename("{", "x"), "a brace that is no field"),
         (Rename("layers.{i}.q.bias", "embed.weight/{i}"), "would be a leaf and have"),
         (Drop("opt/**"), "matches nothing"),
-        (Cast("embed.weight", "float33"), "'float33' is not one"),
+        (Cast("embed.weight", "S3"), "both are to be dtypes of numbers"),
         (Cast("embed.weight", "int8", stored="float16"), "float16 was expected to be stored, found float32"),
         (Cast("step", "int8"), "step is no array of numbers but a int"),
         (Transpose("layers.0.q.bias"), "no two axes"),
@@ -262,7 +262,7 @@ def test_layers_that_are_missing_are_told() -> None:
 
 
 def test_an_array_is_not_taken_apart_into_very_many() -> None:
-    with pytest.raises(TransformError, match="would be 70000 arrays; 65536 is the most"):
+    with pytest.raises(TransformError, match="would be 70000 arrays: expected at least 1, and 65536 at most"):
         _load({"w": np.zeros((70000, 0), np.int8)}, Unstack("w", "w/{i}"))
 
 

@@ -1,0 +1,108 @@
+"""Random chains of transforms make of random trees what NumPy makes of the whole arrays, and read no more than parts take."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import ckptcore
+from ckptcore import ArrayShard, Context, MemoryOptions, ShardedArray
+from ckptcore.model import ArrayRecord, Box, HostArray
+from ckptcore.planning import plan_read
+from ckptcore.testing.strategies import partitions
+from ckptcore.transforms import apply_transforms, describe
+from ckptcore.transforms.patterns import path_text
+from tests.derivations.chains import open_counted
+from tests.transforms.chains import Chain, chains, save_beside, stored_trees
+
+LOCATION = "memory://transforms/chains"
+SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.large_base_example]
+
+
+def _saved(data: st.DataObject) -> Chain:
+    stored = data.draw(stored_trees())
+    chain: Chain = data.draw(chains(stored))
+    ckptcore.save(LOCATION, dict(stored), overwrite="non-atomic")
+    save_beside(chain)
+    assert len(describe(chain.transforms).splitlines()) >= len(chain.transforms)
+    return chain
+
+
+def _check_reading(data: st.DataObject) -> None:
+    """Every array by the boxes of a random partition: what is read is counted in stored elements."""
+    chain = _saved(data)
+    opened, counted = open_counted(LOCATION)
+    load_bytes = data.draw(st.sampled_from([None, 1, 100]))
+    made = apply_transforms(opened, chain.transforms, Context(memory=MemoryOptions(load_bytes=load_bytes)))
+    leaves = {path_text(path): leaf for leaf, path in enumerate(made.tree.paths)}
+    assert sorted(leaves) == sorted(chain.tree)
+    for path, part in chain.tree.items():
+        record = made.tree.leaves[leaves[path]]
+        assert isinstance(record, ArrayRecord)
+        assert (record.spec.shape, record.spec.dtype) == (part.elements.shape, part.dtype)
+        parts = data.draw(partitions(part.elements.shape))
+        buffers: list[HostArray] = [np.zeros(box.shape, record.spec.numpy_dtype) for box in parts]
+        counted.plans.clear()
+        plan = plan_read(made.tree, made.state, [(leaves[path], parts)])
+        assert sorted(made.read(plan, buffers)) == list(range(len(parts)))
+        for box, buffer in zip(parts, buffers, strict=True):
+            assert buffer.tobytes() == part.elements[box.slices].tobytes()
+        # What two boxes take is read twice only where memory does not hold both.
+        together = [Box.whole(part.elements.shape)] if load_bytes is None else parts
+        assert counted.elements <= sum([_needed(part.origins[box.slices]) for box in together])
+
+
+def _needed(origins: HostArray) -> int:
+    return len(np.unique(origins[origins >= 0]))
+
+
+@settings(max_examples=120, deadline=None, suppress_health_check=SLOW)
+@given(data=st.data())
+def test_boxes_of_chains_are_those_of_numpy_and_read_what_they_take(data: st.DataObject) -> None:
+    _check_reading(data)
+
+
+@pytest.mark.slow
+@settings(max_examples=4000, deadline=None, suppress_health_check=SLOW)
+@given(data=st.data())
+def test_very_many_chains(data: st.DataObject) -> None:
+    _check_reading(data)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=SLOW)
+@given(data=st.data())
+def test_shards_of_chains_are_loaded_in_every_way(data: st.DataObject) -> None:
+    chain = _saved(data)
+    abstract: Any = ckptcore.metadata(LOCATION, transforms=chain.transforms).abstract
+    target: Any = ckptcore.load(LOCATION, abstract, transforms=chain.transforms)
+    paths = {path: _keys(target, path) for path in chain.tree}
+    boxes = {path: data.draw(partitions(part.elements.shape)) for path, part in chain.tree.items()}
+    for path, (holder, key) in paths.items():
+        part = chain.tree[path]
+        assert holder[key].tobytes() == part.elements.tobytes()
+        asked, name = _keys(abstract, path)
+        asked[name] = ShardedArray(part.elements.shape, part.elements.dtype, [ArrayShard(box) for box in boxes[path]])
+        holder[key][...] = 0
+    ckptcore.load_into(LOCATION, target, transforms=chain.transforms)
+    sharded = ckptcore.load_async(LOCATION, abstract, transforms=chain.transforms).result(60)
+    ckptcore.convert(LOCATION, f"{LOCATION}-converted", transforms=chain.transforms, overwrite="non-atomic")
+    converted = ckptcore.load(f"{LOCATION}-converted")
+    for path, part in chain.tree.items():
+        for state in (target, converted):
+            holder, key = _keys(state, path)
+            assert holder[key].tobytes() == part.elements.tobytes() and holder[key].dtype == part.elements.dtype
+        holder, key = _keys(sharded, path)
+        for shard in holder[key].shards:
+            assert shard.elements.tobytes() == part.elements[shard.box.slices].tobytes()
+
+
+def _keys(tree: Any, path: str) -> tuple[Any, Any]:
+    """The container that has what is at a path, and its key there; keys may have a ``/`` in them."""
+    if path in tree:
+        return tree, path
+    first, _, rest = path.partition("/")
+    return _keys(tree[first], rest)

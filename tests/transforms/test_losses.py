@@ -1,0 +1,128 @@
+"""Transforms lose nothing unasked: what would go, wrap, become infinite or be guessed is an error."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import ckptcore
+from ckptcore.errors import TransformError
+from ckptcore.testing import assert_same_tree
+from ckptcore.transforms import (
+    Average,
+    Default,
+    Fuse,
+    MergeAxes,
+    MergeLora,
+    Pad,
+    Rename,
+    Scale,
+    SplitAxis,
+    Stack,
+    Transform,
+    Unstack,
+    inverse,
+)
+
+_numbers = itertools.count()
+ONES = np.ones(2, np.float32)
+
+
+def _save(state: Any) -> str:
+    location = f"memory://transforms/losses-{next(_numbers)}"
+    ckptcore.save(location, state)
+    return location
+
+
+def _load(state: Any, *transforms: Transform) -> Any:
+    return ckptcore.load(_save(state), transforms=transforms)
+
+
+@pytest.mark.parametrize(
+    ("state", "transform", "told"),
+    [
+        ({"a": 1, "b": 2}, Rename("a", ""), "<root> would be a leaf and have b in it"),
+        ({"a": 1}, Default("", 3), "<root> would be a leaf and have a in it"),
+        ({"a": 1}, Default("a/b", 3), "memory://.*a would be a leaf and have a/b in it"),
+        ({f"{x}.{y}": ONES for x in "ab" for y in "qk"}, Fuse(["*.q", "*.k"], "qk"), r"a\.q.* and .*b\.q.* both match"),
+        ({"w": ONES[:0]}, Unstack("w", "l.{i}"), "would be 0 arrays: expected at least 1"),
+        ({"l.٠": ONES}, Stack("l.{i}", "l"), "no number to count by"),
+        (
+            {"w": np.ones((2, 2), "f4"), **{f"{x}.w.{y}": np.ones(s, "f4") for x in "ab" for y, s in (("A", (1, 2)), ("B", (2, 1)))}},
+            MergeLora("{n}", "*.{n}.B", "*.{n}.A", 1.0), r"a\.w\.B.* and .*b\.w\.B.* are both for w",
+        ),
+        ({"w": np.ones((2, 2), "i1"), "w.A": np.ones((1, 2)), "w.B": np.ones((2, 1))}, MergeLora("{n}", "{n}.B", "{n}.A", 0.3),
+         r"w: int8\[2, 2\] is of whole numbers"),
+    ],
+)  # fmt: skip
+def test_nothing_goes_or_is_guessed(state: Any, transform: Transform, told: str) -> None:
+    with pytest.raises(TransformError, match=told):
+        _load(state, transform)
+
+
+def test_a_key_without_text_is_a_key() -> None:
+    assert _load({"a": 1}, Rename("a", "b//c")) == {"b": {"": {"c": 1}}}
+    assert _load({"a": {"": {"b": 1}, "c": 2}}, Rename("a/{rest...}", "d/{rest}")) == {"d": {"": {"b": 1}, "c": 2}}
+    assert _load({"a": 5}, Rename("a", "")) == 5 and _load(5, Rename("", "a")) == {"a": 5}
+
+
+def test_the_axes_that_count_from_the_end_are_taken_back() -> None:
+    state = {"w": np.arange(6).reshape(2, 3)}
+    for transform in (Unstack("w", "l.{i}", -1), SplitAxis("w", -1, (3, 1)), MergeAxes("w", -2, (2, 3))):
+        assert_same_tree(_load(state, transform, *inverse([transform])), state)
+    stacked = _load({f"l.{number}": np.arange(4.0).reshape(2, 2) for number in range(3)}, Stack("l.{i}", "l", -1))
+    assert stacked["l"].shape == (2, 2, 3)
+
+
+@pytest.mark.parametrize(
+    ("array", "transform", "told"),
+    [
+        (np.array([100], np.int8), Scale("w", 2), "200 is none of int8, which has -128 to 127"),
+        (np.array([1], np.uint8), Scale("w", -1), "-1 is none of uint8"),
+        (np.array([60000], np.float16), Scale("w", 4), "float16 has nothing near 240000.0"),
+        (np.array([400], ml_dtypes.float8_e4m3fn), Scale("w", 4), "float8_e4m3fn has nothing near 1536"),
+        (np.array([1e38], np.float32), Scale("w", 1e9), "float32, in which this is computed, has no place for it"),
+        (np.zeros(2, np.float16), Pad("w", 3, value=1e10), "float16 cannot have the value 10000000000"),
+        (np.ones(2, ml_dtypes.float8_e8m0fnu), Pad("w", 3), "float8_e8m0fnu cannot have the value 0"),
+        (np.ones(2, ml_dtypes.float4_e2m1fn), Pad("w", 3, value=float("nan")), "cannot have the value nan"),
+        (np.ones(2, ml_dtypes.bfloat16), Pad("w", 3, value=257), "cannot have the value 257"),
+        (np.ones(2, np.bool_), Pad("w", 3, value=2), "bool cannot have the value 2"),
+        (np.ones(2, np.int32), Pad("w", 3, value=0.5), "a float64 is none of int32"),
+    ],
+)  # fmt: skip
+def test_nothing_wraps_or_becomes_infinite(array: Any, transform: Transform, told: str) -> None:
+    with pytest.raises(TransformError, match=told):
+        _load({"w": array}, transform)
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("dtype", ["bool", "int4", "uint64", "bfloat16", "float8_e4m3fn", "complex64"])
+def test_zeros_are_padded_quietly(dtype: str) -> None:
+    array = np.ones(2, ckptcore.AbstractArray((), dtype).dtype)
+    padded = _load({"w": array}, Pad("w", 3))["w"]
+    assert padded.dtype == array.dtype and [complex(one) for one in padded] == [1, 1, 0]
+
+
+def test_what_was_infinite_stays_so() -> None:
+    loaded = _load({"w": np.array([np.inf, np.nan, 2], np.float16)}, Scale("w", 2))["w"]
+    assert [str(one) for one in loaded] == ["inf", "nan", "4.0"]
+
+
+@pytest.mark.parametrize(
+    ("first", "other", "told"),
+    [
+        ({"w": ONES}, {"w": ONES, "v": ONES}, "has v, other than the first checkpoint"),
+        ({"w": ONES, "ids": np.ones(2, int)}, {"w": ONES}, "lacks ids, other than the first checkpoint"),
+        ({"w": ONES.astype("c8")}, {"w": ONES.astype("c8")}, r"w: complex64\[2\] is no array of real numbers"),
+        ({"w": ONES.astype("f2") * 60000}, {"w": ONES.astype("f2") * -60000}, "nothing near 180000"),
+    ],
+)  # fmt: skip
+def test_an_average_is_one_of_the_same_tree(first: Any, other: Any, told: str) -> None:
+    with pytest.raises(TransformError, match=told):
+        _load(first, Average([_save(other)], [2, -1]))
+    with pytest.raises(TransformError, match="expected 2 weights"):
+        _load(first, Average([_save(other)], [1, -1]))
