@@ -3,6 +3,7 @@
 A map of the package:
 
 - `save`, `save_async`, `load`, `load_async`, `load_into`, `metadata`, `delete`, `verify`, `copy`, `copy_steps`, `convert`, `consolidate`: what users call (`ckptcore.api`)
+- `abstract`: what asks a load for a value like one that is there (`ckptcore.abstract_values`)
 - `plan`, `plan_job`: what a save would write, ask and hold, without doing it (`ckptcore.save_plans`)
 - `open`, `load_slice`: single arrays and parts of arrays, read as they are asked for (`ckptcore.open_checkpoints`)
 - `load_parts`: all arrays in boxes, one after the other, with little in memory (`ckptcore.loaded_parts`)
@@ -29,6 +30,7 @@ from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
     from ckptcore.api import (
+        abstract,
         checkpointables_metadata,
         consolidate,
         convert,
@@ -134,6 +136,7 @@ __all__ = [
     "StoredTree",
     "UploadStatus",
     "VerifyReport",
+    "abstract",
     "checkpointables_metadata",
     "consolidate",
     "convert",

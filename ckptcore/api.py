@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from ckptcore.verification import ProgressCallback, VerifyReport
 
 __all__ = [
+    "abstract",
     "checkpointables_metadata",
     "consolidate",
     "convert",
@@ -449,6 +450,32 @@ def load_parts(
 
     request = LoadRequest(select=select, transforms=transforms, report=report)
     return load_in_parts(location, context or default_context(), request, first)
+
+
+def abstract(state: Any, *, context: Context | None = None) -> Any:
+    """The abstract tree of a value: given to `load`, it asks for a value like this one. Touches no elements and allocates none.
+
+    Containers are of the same types, and have for every leaf what says its type, shape, dtype and placement: `AbstractArray` for NumPy
+    arrays, a `ShardedArray` without elements for one with, `jax.ShapeDtypeStruct` with its sharding for arrays of JAX, tensors on the
+    meta device and FakeTensors for those of PyTorch. Numbers, text and None stay: they are what is asked for by their kind. What is
+    tied stays tied. What is abstract already stays as it is, and so does `PLACEHOLDER`.
+
+    An object that has a state of its own (a module, an optimizer) stands as its state, under the names that it is saved by: what is
+    loaded is such a state. It is the state that it has now: an optimizer that made no step has none. Where it can have more, give
+    `load` the object itself.
+
+    Args:
+        state: a tree of containers and leaves that the installed plugins handle. Arrays in it may be deleted, donated, or still be
+            computed.
+        context: options.
+
+    Raises:
+        UnsupportedLeafError: lists, by path, every leaf that cannot be saved or loaded, and those that nothing abstract stands for.
+        UnsupportedKeyError: if a key is neither an int nor a str.
+    """
+    from ckptcore.abstract_values import abstract_value  # who only saves or loads need not wait for it
+
+    return abstract_value(state, (context or default_context()).registry)
 
 
 def metadata(

@@ -18,7 +18,17 @@ from ckptcore.protocols import (
     PerProcessHandler,
 )
 
-__all__ = ["PLACEHOLDER", "Flat", "first_stuck", "flatten", "of_each_process", "rebuild", "restore", "unflatten"]
+__all__ = [
+    "PLACEHOLDER",
+    "Flat",
+    "first_stuck",
+    "flatten",
+    "of_each_process",
+    "rebuild",
+    "restore",
+    "unflatten",
+    "unflatten_states",
+]
 
 PLACEHOLDER: Final = ...
 """Stands in an abstract tree for a leaf or a subtree that is not to be loaded."""
@@ -199,16 +209,29 @@ def _of_each_process(shape: Shape, path: TreePath) -> Iterator[tuple[TreePath, o
 
 def unflatten(shape: Shape, leaves: Sequence[object]) -> object:
     """A value of exactly the types and static content of the one that was taken apart, with other leaves."""
-    return _unflatten(shape, iter(leaves))
+    return _unflatten(shape, iter(leaves), _loaded)
 
 
-def _unflatten(shape: Shape, leaves: Iterator[object]) -> object:
+def unflatten_states(shape: Shape, leaves: Sequence[object]) -> object:
+    """As `unflatten`, with the state of an object that has one in its place, as its handler gave it."""
+    return _unflatten(shape, iter(leaves), _as_it_is)
+
+
+def _unflatten(shape: Shape, leaves: Iterator[object], of_state: Callable[[_Checkpointable, object], object]) -> object:
     if shape is None:
         return next(leaves)
     if isinstance(shape, _Checkpointable):
-        return shape.handler.unflatten(shape.like, _unflatten(shape.state, leaves))
-    children = [next(leaves) if child is None else _unflatten(child, leaves) for child in shape.children]
+        return of_state(shape, _unflatten(shape.state, leaves, of_state))
+    children = [next(leaves) if child is None else _unflatten(child, leaves, of_state) for child in shape.children]
     return shape.handler.unflatten(shape.like, children)
+
+
+def _loaded(shape: _Checkpointable, state: object) -> object:
+    return shape.handler.unflatten(shape.like, state)
+
+
+def _as_it_is(shape: _Checkpointable, state: object) -> object:
+    return state
 
 
 def rebuild(skeleton: Skeleton, leaves: Sequence[object]) -> object:

@@ -42,6 +42,14 @@ class HostArrayHandler:
             return ArrayRecord(spec, notes={"converted": "byte order"})
         return ArrayRecord(spec)
 
+    def abstract(self, leaf: Any) -> object:
+        """An `AbstractArray`; a scalar is one itself."""
+        record = self.describe(leaf)
+        if isinstance(leaf, AbstractArray | np.generic):
+            return leaf
+        assert isinstance(record, ArrayRecord)  # what NumPy has are arrays
+        return AbstractArray(record.spec.shape, record.spec.numpy_dtype)
+
     def identity(self, leaf: Any) -> Hashable | None:
         """Address, shape, strides and dtype of the elements."""
         if not isinstance(leaf, np.ndarray) or leaf.size == 0:
@@ -120,6 +128,10 @@ class HostValueHandler:
             if encoded.nbytes > _INLINE_BYTES:
                 return ArrayRecord(ArraySpec(encoded.shape, "uint8"), kind)
         return ValueRecord(kind, _encode_value(leaf))
+
+    def abstract(self, leaf: Any) -> object:
+        """The value itself."""
+        return leaf
 
     def identity(self, leaf: Any) -> Hashable | None:
         """None: values are not tied."""

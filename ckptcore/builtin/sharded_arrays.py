@@ -142,6 +142,14 @@ class ShardedArrayHandler:
         notes = {} if leaf.dtype.isnative else {"converted": "byte order"}
         return ArrayRecord(ArraySpec(leaf.shape, name_of_dtype(leaf.dtype)), cuts=leaf.cuts, notes=notes)
 
+    def abstract(self, leaf: ShardedArray) -> object:
+        """The same boxes, replicas and cuts, without elements."""
+        self.describe(leaf)  # refuses dtypes that cannot be stored
+        if all(shard.elements is None for shard in leaf.shards):
+            return leaf
+        shards = [ArrayShard(shard.box, None, shard.replica, shard.replicas) for shard in leaf.shards]
+        return ShardedArray(leaf.shape, leaf.dtype, shards, cuts=leaf.cuts)
+
     def identity(self, leaf: ShardedArray) -> Hashable | None:
         """The place in memory of every part, and where it is in the array."""
         parts = []

@@ -119,6 +119,9 @@ class _WindowHandler:
         record: LeafRecord = leaf.record
         return record
 
+    def abstract(self, leaf: Any) -> object:
+        return leaf
+
     def identity(self, leaf: Any) -> Hashable | None:
         return None
 

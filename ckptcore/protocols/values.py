@@ -212,6 +212,18 @@ class LeafHandler(Protocol):
         """
         ...
 
+    def abstract(self, leaf: Any) -> object:
+        """The abstract leaf of a leaf: what asks a load for a leaf like it, of its type, shape, dtype, kind and placement.
+
+        It holds no elements: `shards` refuses it, `destination` has no memory of it and `fill` cannot change it. Touches none, copies
+        nothing and waits for nothing: also of a leaf that was deleted, or is still computed. An abstract leaf is its own, and so is a
+        small one that cannot be changed: a number, a str.
+
+        Raises:
+            UnsupportedLeafError: as `describe`; also if nothing without elements can ask for a leaf like this.
+        """
+        ...
+
     def identity(self, leaf: Any) -> Hashable | None:
         """Equal for two leaves exactly if they are the same elements in memory (tied); None if not known."""
         ...

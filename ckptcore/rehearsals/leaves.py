@@ -77,6 +77,9 @@ class _RunningLeaves:
     def describe(self, leaf: Any) -> LeafRecord:
         return self._handler.describe(leaf)
 
+    def abstract(self, leaf: Any) -> object:
+        return self._handler.abstract(leaf)
+
     def identity(self, leaf: Any) -> Hashable | None:
         return self._handler.identity(leaf)
 

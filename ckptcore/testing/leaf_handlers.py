@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 import json
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
@@ -121,6 +122,73 @@ class LeafHandlerTests:
         with pytest.raises(UnsupportedLeafError) as caught:
             self.handler.describe(refused())
         assert len(str(caught.value)) > 10, "say why it cannot be stored and what to do"
+
+    # --- abstract
+
+    def test_the_abstract_of_a_leaf_is_described_like_it(self, example: LeafExample) -> None:
+        leaf = example.make()
+        record, of_abstract = self.handler.describe(leaf), self.handler.describe(self.handler.abstract(leaf))
+        if isinstance(record, ArrayRecord):
+            assert isinstance(of_abstract, ArrayRecord), f"the abstract leaf of an array is described by {of_abstract}"
+            assert (of_abstract.spec, of_abstract.kind) == (record.spec, record.kind)
+        else:
+            assert of_abstract == record, "a value is its own abstract leaf"
+        assert_same_value(example.elements(leaf), example.expected, "after abstract")
+
+    def test_an_abstract_leaf_is_its_own_abstract(self, array_example: LeafExample) -> None:
+        abstract = self.handler.abstract(array_example.make())
+        again = self.handler.abstract(abstract)
+        assert type(again) is type(abstract)
+        assert self.handler.describe(again) == self.handler.describe(abstract)
+
+    def test_the_abstract_of_a_leaf_holds_no_elements(self, array_example: LeafExample) -> None:
+        leaf = array_example.make()
+        abstract = self.handler.abstract(leaf)
+        if abstract is leaf:
+            assert array_example.mutate is None, "what can be changed holds elements, and asks for others afterwards"
+            return
+        if array_example.expected.size:
+            with pytest.raises(UnsupportedLeafError):
+                self.handler.shards(abstract, 0, 1)
+        stored = self._array_record(leaf)
+        zeros = [(box, np.zeros_like(elements)) for box, elements in self._loaded(array_example, abstract, stored)]
+        for box, _ in zeros:
+            assert self.handler.destination(abstract, stored, box) is None, "destination of an abstract leaf"
+        assert self.handler.fill(abstract, stored, zeros) is False, "fill of an abstract leaf"
+        assert_same_value(array_example.elements(leaf), array_example.expected, "the leaf of an abstract one")
+
+    def test_the_abstract_of_a_leaf_lets_it_go(self, array_example: LeafExample) -> None:
+        leaf = array_example.make()
+        try:
+            gone = weakref.ref(leaf)
+        except TypeError:
+            return  # a type that says nothing of its end
+        abstract = self.handler.abstract(leaf)
+        if abstract is leaf:
+            return
+        del leaf
+        gc.collect()
+        assert gone() is None or gone() is array_example.make(), (
+            "an abstract leaf keeps the leaf, and its elements, alive"
+        )
+
+    def test_the_abstract_of_a_leaf_asks_for_the_same_boxes(self, array_example: LeafExample) -> None:
+        leaf = array_example.make()
+        stored = self._array_record(leaf)
+        assert set(self.handler.wanted(self.handler.abstract(leaf), stored)) == set(self.handler.wanted(leaf, stored))
+
+    def test_build_of_the_abstract_of_a_leaf_is_a_leaf_like_it(self, array_example: LeafExample) -> None:
+        leaf = array_example.make()
+        stored, abstract = self._array_record(leaf), self.handler.abstract(leaf)
+        built = self.handler.build(abstract, stored, self._loaded(array_example, abstract, stored))
+        like = self.handler.build(leaf, stored, self._loaded(array_example, leaf, stored))
+        assert type(built) is type(leaf)
+        assert self.handler.describe(built) == self.handler.describe(like), "shape, dtype, kind, cuts and notes"
+        assert_same_value(array_example.elements(built), array_example.expected, "build of the abstract leaf")
+
+    def test_what_cannot_be_stored_has_no_abstract(self, refused: Callable[[], Any]) -> None:
+        with pytest.raises(UnsupportedLeafError):
+            self.handler.abstract(refused())
 
     # --- to the host
 

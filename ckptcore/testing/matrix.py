@@ -225,6 +225,25 @@ class SaveLoadMatrixTests(StorageMatrixTests):
                 f"the plugin {plugin.name} offers no StorageSample"
             )
 
+    # --- abstract values
+
+    def test_a_value_comes_back_by_its_abstract(
+        self, saver: FrameworkSample, container: Any, layout: LayoutSample, tmp_path: Path
+    ) -> None:
+        arrays = _arrays(_common_dtypes(saver, saver, layout))
+        saved = container.make([_made(saver, arrays), {"step": 7, "name": "run", "nothing": None}])
+        ckptcore.save(tmp_path / "checkpoint", saved, layout=layout.name, context=_FAST)
+        abstract = ckptcore.abstract(saved)
+        assert type(abstract) is type(saved)
+        loaded = ckptcore.load(tmp_path / "checkpoint", abstract)
+        assert type(loaded) is type(saved)
+        found, values = container.children(loaded)
+        assert values == {"step": 7, "name": "run", "nothing": None}
+        for dtype, shapes in arrays.items():
+            for leaf, expected in zip(found[dtype], shapes, strict=True):
+                assert isinstance(leaf, saver.array_type)
+                assert_same_bits(saver.elements(leaf), expected, f"{dtype} {expected.shape}")
+
     # --- dtypes that a framework lacks
 
     def test_a_dtype_the_loader_lacks_is_a_clear_error_or_a_right_cast(

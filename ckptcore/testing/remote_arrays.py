@@ -42,6 +42,10 @@ class RemoteArrayHandler:
         """Its shape and dtype, cut where any worker's box ends."""
         return ArrayRecord(leaf.spec, cuts=cuts_of(leaf.spec.shape, [box for boxes in leaf.boxes for box in boxes]))
 
+    def abstract(self, leaf: RemoteArray) -> RemoteArray:
+        """The same boxes, of no array that is there."""
+        return leaf if leaf.number is None else RemoteArray(leaf.spec, leaf.boxes)
+
     def identity(self, leaf: RemoteArray) -> Hashable | None:
         """Its number."""
         return leaf.number

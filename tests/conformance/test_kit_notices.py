@@ -16,6 +16,7 @@ from ckptcore.builtin.safetensors import SafetensorsLayout
 from ckptcore.errors import PluginError
 from ckptcore.model import (
     JSON,
+    AbstractArray,
     ArrayRecord,
     ArraySpec,
     Box,
@@ -130,6 +131,49 @@ class DescribesAbstractOtherwise(HostArrayHandler):
         )
 
 
+class IsItsOwnAbstract(HostArrayHandler):
+    def abstract(self, leaf: Any) -> object:
+        return leaf
+
+
+class AbstractsAnotherDtype(HostArrayHandler):
+    def abstract(self, leaf: Any) -> object:
+        return AbstractArray(leaf.shape, "float64")
+
+
+class AbstractsTheAbstract(HostArrayHandler):
+    def abstract(self, leaf: Any) -> object:
+        return leaf.shape if isinstance(leaf, AbstractArray) else super().abstract(leaf)
+
+    def describe(self, leaf: Any) -> LeafRecord:
+        return ArrayRecord(ArraySpec(leaf if isinstance(leaf, tuple) else leaf.shape, "float32"))
+
+
+class RemembersTheLeaf(HostArrayHandler):
+    def __init__(self) -> None:
+        self.leaves: list[object] = []
+
+    def abstract(self, leaf: Any) -> object:
+        self.leaves.append(leaf)
+        return super().abstract(leaf)
+
+
+class SavesAbstractLeaves(HostArrayHandler):
+    def shards(self, leaf: Any, rank: int, size: int) -> Sequence[Shard]:
+        return (Shard(Box.whole(leaf.shape), rank, size),)
+
+
+class WantsLessForAnAbstract(HostArrayHandler):
+    def wanted(self, abstract: Any, stored: ArrayRecord) -> Sequence[Box]:
+        return super().wanted(abstract, stored) if isinstance(abstract, np.ndarray) else (Box((0, 0), (1, 1)),)
+
+
+class BuildsAnotherTypeForAnAbstract(HostArrayHandler):
+    def build(self, abstract: Any, stored: LeafRecord, boxes: Sequence[tuple[Box, HostArray]]) -> object:
+        built = super().build(abstract, stored, boxes)
+        return built if isinstance(abstract, np.ndarray) else np.asarray(built).view(np.matrix)
+
+
 LEAF_FAULTS: Sequence[tuple[type[HostArrayHandler], str, dict[str, Any]]] = (
     (CopiesNothing, "test_a_copy_does_not_see_later_changes", {"mutable_example": EXAMPLE}),
     (ForgetsARow, "test_shards_of_all_processes_make_up_the_array", {"array_example": EXAMPLE, "size": 1}),
@@ -143,6 +187,17 @@ LEAF_FAULTS: Sequence[tuple[type[HostArrayHandler], str, dict[str, Any]]] = (
     (GivesAnotherDestination, "test_destination_is_memory_to_read_into", {"mutable_example": EXAMPLE}),
     (GivesAnotherDestination, "test_destination_of_another_dtype_is_none", {"mutable_example": EXAMPLE}),
     (NotesNoJSON, "test_describe_says_what_the_leaf_is", {"example": EXAMPLE}),
+    (IsItsOwnAbstract, "test_the_abstract_of_a_leaf_holds_no_elements", {"array_example": EXAMPLE}),
+    (SavesAbstractLeaves, "test_the_abstract_of_a_leaf_holds_no_elements", {"array_example": EXAMPLE}),
+    (AbstractsAnotherDtype, "test_the_abstract_of_a_leaf_is_described_like_it", {"example": EXAMPLE}),
+    (AbstractsTheAbstract, "test_an_abstract_leaf_is_its_own_abstract", {"array_example": EXAMPLE}),
+    (RemembersTheLeaf, "test_the_abstract_of_a_leaf_lets_it_go", {"array_example": EXAMPLE}),
+    (WantsLessForAnAbstract, "test_the_abstract_of_a_leaf_asks_for_the_same_boxes", {"array_example": EXAMPLE}),
+    (
+        BuildsAnotherTypeForAnAbstract,
+        "test_build_of_the_abstract_of_a_leaf_is_a_leaf_like_it",
+        {"array_example": EXAMPLE},
+    ),
     (DescribesAbstractOtherwise, "test_an_abstract_leaf_is_described_like_its_leaf", {"array_example": EXAMPLE}),
 )
 
@@ -152,7 +207,7 @@ def test_a_broken_leaf_handler_is_noticed(
     handler: type[HostArrayHandler], test: str, arguments: dict[str, Any]
 ) -> None:
     suite = type("Suite", (LeafHandlerTests,), {"handler": handler(), "examples": (EXAMPLE,)})()
-    with pytest.raises(AssertionError):
+    with pytest.raises((AssertionError, pytest.fail.Exception)):
         getattr(suite, test)(**arguments)
     whole = type("Suite", (LeafHandlerTests,), {"handler": HostArrayHandler(), "examples": (EXAMPLE,)})()
     if arguments.get("array_example") is not FROZEN:
@@ -163,6 +218,8 @@ def test_a_leaf_that_is_not_refused_is_noticed() -> None:
     suite = type("Suite", (LeafHandlerTests,), {"handler": HostArrayHandler()})()
     with pytest.raises(pytest.fail.Exception):
         suite.test_what_cannot_be_stored_is_refused(lambda: np.zeros(3))
+    with pytest.raises(pytest.fail.Exception):
+        suite.test_what_cannot_be_stored_has_no_abstract(lambda: np.zeros(3))
 
 
 # --- containers

@@ -27,6 +27,7 @@ def test_any_tree_comes_back_as_it_was(layout: str, tree: Any) -> None:
         assume(False)  # refused before a byte is written
     try:
         assert_same_tree(ckptcore.load(location, tree), tree)
+        assert_same_tree(ckptcore.load(location, ckptcore.abstract(tree)), tree)
         assert_same_tree(ckptcore.load(location, ckptcore.metadata(location).abstract), ckptcore.load(location))
         assert ckptcore.verify(location).ok
     finally:

@@ -51,6 +51,9 @@ class DeviceHandler:
     def describe(self, leaf: OnDevice) -> Any:
         return self._host.describe(leaf.elements)
 
+    def abstract(self, leaf: OnDevice) -> Any:
+        return self._host.abstract(leaf.elements)
+
     def identity(self, leaf: OnDevice) -> Hashable | None:
         return id(leaf)
 

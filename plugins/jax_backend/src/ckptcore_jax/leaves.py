@@ -70,6 +70,21 @@ class JaxLeafHandler:
         """
         return _record_of(leaf.shape, leaf.dtype, leaf.sharding, getattr(leaf, "weak_type", False))
 
+    def abstract(self, leaf: Any) -> jax.ShapeDtypeStruct:
+        """Shape, dtype, weak type and sharding, with its memory kind; no sharding where the array is not committed to its devices.
+
+        Of keys the dtype is that of keys. An array may be deleted, donated or still be computed.
+        """
+        self.describe(leaf)  # refuses what cannot be stored
+        if isinstance(leaf, jax.ShapeDtypeStruct):
+            return leaf
+        sharding = leaf.sharding if is_committed(leaf) else None
+        make: Any = jax.ShapeDtypeStruct  # JAX leaves its constructor untyped
+        made: jax.ShapeDtypeStruct = make(
+            leaf.shape, leaf.dtype, sharding=sharding, weak_type=getattr(leaf, "weak_type", False)
+        )
+        return made
+
     def identity(self, leaf: Any) -> Hashable | None:
         """The addresses of the elements in host memory, elsewhere the array object."""
         if isinstance(leaf, jax.ShapeDtypeStruct) or leaf.is_deleted() or leaf.size == 0:

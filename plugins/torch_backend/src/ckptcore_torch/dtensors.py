@@ -13,10 +13,11 @@ from torch.distributed.tensor import DTensor, Replicate
 from ckptcore.errors import PluginError, TreeMismatchError, UnsupportedLeafError
 from ckptcore.model import ArrayRecord, ArraySpec, Box, HostArray, LeafRecord, Pending, Shard, ValueRecord
 from ckptcore.protocols import HostBytes, HostMemory, Priority
+from ckptcore_torch.abstracts import empty_tensor
 from ckptcore_torch.conversions import elements_as
 from ckptcore_torch.dtypes import encoding_of
 from ckptcore_torch.placements import Pieces, Placed, placed_pieces, sharding_cuts, sharding_notes
-from ckptcore_torch.tensors import TensorHandler
+from ckptcore_torch.tensors import TensorHandler, is_fake
 
 __all__ = ["DTensorHandler"]
 
@@ -43,6 +44,20 @@ class DTensorHandler:
         spec = ArraySpec(placed.shape, encoding.name)
         notes = {"dtensor": sharding_notes(leaf.device_mesh, placed.placements)}
         return ArrayRecord(spec, encoding.kind, sharding_cuts(placed), notes)
+
+    def abstract(self, leaf: Any) -> torch.Tensor:
+        """A DTensor with its mesh and placements over a local tensor without elements.
+
+        That is on the meta device, which asks for the devices of the mesh; where the elements are elsewhere, as FSDP2 offloads them to
+        the CPU, it is a FakeTensor.
+        """
+        self.describe(leaf)  # refuses what cannot be stored
+        local = _local(leaf)
+        if local.is_meta or is_fake(local):
+            made: torch.Tensor = leaf
+            return made
+        elsewhere = local.device != _mesh_device(leaf)
+        return _over(leaf, empty_tensor(local.shape, local.dtype, local.device if elsewhere else None))
 
     def identity(self, leaf: Any) -> Hashable | None:
         """The local tensor's storage, and how it lies there; also where this process holds nothing."""
@@ -110,7 +125,7 @@ class DTensorHandler:
     def destination(self, abstract: Any, stored: ArrayRecord, box: Box) -> HostArray | None:
         """The memory of the local tensor, where that is one box and lies as it is stored."""
         pieces = _pieces(abstract)
-        if pieces is None or len(pieces.boxes) != 1 or box not in pieces.boxes:
+        if pieces is None or len(pieces.boxes) != 1 or box not in pieces.boxes or is_fake(_local(abstract)):
             return None
         part = ArrayRecord(ArraySpec(box.shape, stored.spec.dtype), stored.kind)
         return _LOCAL.destination(_local(abstract), part, Box.whole(box.shape))
@@ -124,22 +139,12 @@ class DTensorHandler:
             device = _mesh_device(abstract)
         if device.type != "cpu":
             local = local.to(device)
-        made = DTensor.from_local(
-            local,
-            abstract.device_mesh,
-            abstract.placements,
-            run_check=False,
-            shape=abstract.shape,
-            stride=abstract.stride(),
-        )
-        if isinstance(abstract, torch.nn.Parameter):
-            return torch.nn.Parameter(made, requires_grad=abstract.requires_grad)
-        return made.requires_grad_() if abstract.requires_grad else made
+        return _over(abstract, local)
 
     def fill(self, target: Any, stored: LeafRecord, boxes: Sequence[tuple[Box, HostArray]]) -> bool:
-        """Copy into the local tensor; False on the meta device."""
+        """Copy into the local tensor; False where that has no elements."""
         local = _local(target)
-        if local.is_meta:
+        if local.is_meta or is_fake(local):
             return False
         _expect_shape(target, stored)
         if not boxes:
@@ -148,6 +153,16 @@ class DTensorHandler:
         array = _gathered(target, stored, boxes)
         record = ArrayRecord(ArraySpec(tuple(local.shape), stored.spec.dtype), stored.kind)
         return _LOCAL.fill(local, record, [(Box.whole(tuple(local.shape)), array)])
+
+
+def _over(like: Any, local: torch.Tensor) -> torch.Tensor:
+    """A DTensor or Parameter as `like` is one, over another local tensor."""
+    made = DTensor.from_local(
+        local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+    )
+    if isinstance(like, torch.nn.Parameter):
+        return torch.nn.Parameter(made, requires_grad=like.requires_grad)
+    return made.requires_grad_() if like.requires_grad else made
 
 
 def _placed(leaf: Any) -> Placed:

@@ -22,8 +22,9 @@ from ckptcore.errors import PluginError, TreeMismatchError, UnsupportedLeafError
 from ckptcore.model import ArrayRecord, ArraySpec, Box, HostArray, LeafRecord, Pending, Shard, ValueRecord
 from ckptcore.planning import cuts_of
 from ckptcore.protocols import HostMemory, Priority
+from ckptcore_torch.abstracts import empty_tensor
 from ckptcore_torch.dtypes import encoding_of
-from ckptcore_torch.tensors import TensorHandler
+from ckptcore_torch.tensors import TensorHandler, is_fake
 
 __all__ = ["ShardedTensorHandler", "sharded_like"]
 
@@ -46,8 +47,16 @@ class ShardedTensorHandler:
         spec = ArraySpec(tuple(metadata.size), encoding.name)
         return ArrayRecord(spec, encoding.kind, cuts_of(spec.shape, map(_box, metadata.shards_metadata)))
 
+    def abstract(self, leaf: Any) -> ShardedTensor:
+        """A ShardedTensor of the same shards over FakeTensors: torch wants shards on the devices that its metadata says."""
+        self.describe(leaf)  # refuses what cannot be stored
+        tensors = [shard.tensor for shard in leaf.local_shards()]
+        return _with_shards(leaf, [empty_tensor(tensor.shape, tensor.dtype, tensor.device) for tensor in tensors])
+
     def identity(self, leaf: Any) -> Hashable | None:
-        """Where the memory of each shard is, and which part of the whole it is."""
+        """Where the memory of each shard is, and which part of the whole it is; None without elements."""
+        if any(is_fake(shard.tensor) for shard in leaf.local_shards()):
+            return None
         shards = tuple([(_box(shard.metadata), _LOCAL.identity(shard.tensor)) for shard in leaf.local_shards()])
         if not shards or any(identity is None for _, identity in shards):
             return None
@@ -93,7 +102,7 @@ class ShardedTensorHandler:
     def destination(self, abstract: Any, stored: ArrayRecord, box: Box) -> HostArray | None:
         """The memory of the shard, where it lies as it is stored."""
         for own, local in _local_shards(abstract):
-            if own == box:
+            if own == box and not is_fake(local):
                 part = ArrayRecord(ArraySpec(box.shape, stored.spec.dtype), stored.kind)
                 return _LOCAL.destination(local, part, Box.whole(box.shape))
         return None
@@ -119,7 +128,8 @@ class ShardedTensorHandler:
         filled = True
         for box, local in _local_shards(target):
             record = ArrayRecord(ArraySpec(box.shape, stored.spec.dtype), stored.kind)
-            filled = _LOCAL.fill(local, record, [(Box.whole(box.shape), arrays[box])]) and filled
+            elements = [(Box.whole(box.shape), arrays[box])]
+            filled = not is_fake(local) and _LOCAL.fill(local, record, elements) and filled
         return filled
 
 

@@ -23,11 +23,20 @@ from ckptcore.model import (
     ValueRecord,
 )
 from ckptcore.protocols import HostBytes, HostMemory, LeafHandler, Priority
+from ckptcore_torch.abstracts import abstract_like, abstract_subclass
 from ckptcore_torch.conversions import copy_elements, elements_as, host_view, lies_in
 from ckptcore_torch.dtypes import encoding_of
 from ckptcore_torch.transfers import finish_work_on, start_copy
 
-__all__ = ["SubclassHandler", "TensorHandler", "handler_of_type", "is_sharded", "is_uninitialized", "same_memory"]
+__all__ = [
+    "SubclassHandler",
+    "TensorHandler",
+    "handler_of_type",
+    "is_fake",
+    "is_sharded",
+    "is_uninitialized",
+    "same_memory",
+]
 
 
 class TensorHandler:
@@ -44,6 +53,11 @@ class TensorHandler:
         if leaf.layout is not torch.strided or leaf.is_nested:
             raise UnsupportedLeafError(_layout_refusal(leaf))
         return _record(leaf.shape, leaf.dtype)
+
+    def abstract(self, leaf: Any) -> torch.Tensor:
+        """A tensor without elements: on the meta device for one on the CPU, elsewhere a FakeTensor, which says on which device."""
+        self.describe(leaf)  # refuses what cannot be stored
+        return leaf if leaf.is_meta else abstract_like(leaf)
 
     def identity(self, leaf: Any) -> Hashable | None:
         """Device, address, shape, strides and dtype of the elements; of a meta tensor the storage, which has no address.
@@ -170,13 +184,22 @@ class SubclassHandler:
                 "a parameter of a lazy module has no shape before the module is used for the first time; "
                 "call the module once, then save it or load into it"
             )
-        if _is_fake(leaf):
+        if is_fake(leaf):
             return _record(torch.Size([_extent(extent) for extent in leaf.shape]), leaf.dtype)
         return _PLAIN.describe(_plain(leaf))
 
+    def abstract(self, leaf: Any) -> torch.Tensor:
+        """A tensor of the subclass on the meta device, with its attributes; a FakeTensor is its own.
+
+        Raises:
+            UnsupportedLeafError: also of a tensor on another device than the CPU.
+        """
+        self.describe(leaf)  # refuses what cannot be stored
+        return leaf if is_fake(leaf) or leaf.is_meta else abstract_subclass(_plain(leaf), leaf)
+
     def identity(self, leaf: Any) -> Hashable | None:
         """As of a plain tensor; a FakeTensor is only itself."""
-        return ("fake", id(leaf)) if _is_fake(leaf) else _PLAIN.identity(_plain(leaf))
+        return ("fake", id(leaf)) if is_fake(leaf) else _PLAIN.identity(_plain(leaf))
 
     def shards_of(self, leaf: Any, process: int | None, rank: int, size: int) -> Sequence[Shard]:
         """All of it, also of a FakeTensor."""
@@ -184,13 +207,11 @@ class SubclassHandler:
 
     def host_bytes(self, leaf: Any, boxes: Sequence[Box]) -> HostBytes:
         """As of a plain tensor on the same device."""
-        return _PLAIN.host_bytes(leaf if _is_fake(leaf) else _plain(leaf), boxes)
+        return _PLAIN.host_bytes(leaf if is_fake(leaf) else _plain(leaf), boxes)
 
     def shards(self, leaf: Any, rank: int, size: int) -> Sequence[Shard]:
         """As of a plain tensor."""
-        if _is_fake(leaf):
-            raise UnsupportedLeafError("a FakeTensor has no elements to save; save the tensor that it stands for")
-        return _PLAIN.shards(_plain(leaf), rank, size)
+        return _PLAIN.shards(leaf if is_fake(leaf) else _plain(leaf), rank, size)
 
     def copy_to_host(self, leaf: Any, boxes: Sequence[Box], memory: HostMemory) -> Sequence[Pending[HostArray]]:
         """As of a plain tensor."""
@@ -206,11 +227,11 @@ class SubclassHandler:
 
     def destination(self, abstract: Any, stored: ArrayRecord, box: Box) -> HostArray | None:
         """As of a plain tensor; None for a FakeTensor."""
-        return None if _is_fake(abstract) else _PLAIN.destination(_plain(abstract), stored, box)
+        return None if is_fake(abstract) else _PLAIN.destination(_plain(abstract), stored, box)
 
     def build(self, abstract: Any, stored: LeafRecord, boxes: Sequence[tuple[Box, HostArray]]) -> object:
         """A plain tensor or Parameter for a FakeTensor, else one of the type of `abstract` and with its attributes."""
-        if _is_fake(abstract):
+        if is_fake(abstract):
             return _PLAIN.build(abstract, stored, boxes)
         with torch._C.DisableTorchFunctionSubclass():
             plain = _PLAIN.build(_plain(abstract), stored, boxes)
@@ -220,7 +241,7 @@ class SubclassHandler:
 
     def fill(self, target: Any, stored: LeafRecord, boxes: Sequence[tuple[Box, HostArray]]) -> bool:
         """As of a plain tensor; False for a FakeTensor."""
-        return False if _is_fake(target) else _PLAIN.fill(_plain(target), stored, boxes)
+        return False if is_fake(target) else _PLAIN.fill(_plain(target), stored, boxes)
 
 
 _CPU: Final = torch.device("cpu")
@@ -272,7 +293,7 @@ def same_memory(held: object, given: object) -> bool:
 
 
 def _identity(leaf: torch.Tensor) -> Hashable | None:
-    return None if hasattr(leaf, "__tensor_flatten__") or _is_fake(leaf) else _PLAIN.identity(leaf)
+    return None if hasattr(leaf, "__tensor_flatten__") or is_fake(leaf) else _PLAIN.identity(leaf)
 
 
 # The same few shapes come again and again: what is made of them is frozen, and shared.
@@ -314,6 +335,8 @@ def _elements(abstract: torch.Tensor, stored: LeafRecord, boxes: Sequence[tuple[
 
 
 def _check_has_memory(leaf: torch.Tensor) -> None:
+    if is_fake(leaf):
+        raise UnsupportedLeafError("a FakeTensor has no elements to save; save the tensor that it stands for")
     try:
         if leaf.data_ptr() or not leaf.numel():
             return
@@ -358,7 +381,8 @@ def _layout_refusal(leaf: torch.Tensor) -> str:
     return f"a tensor with the layout {leaf.layout} is not one array of elements; {remedy}"
 
 
-def _is_fake(leaf: torch.Tensor) -> bool:
+def is_fake(leaf: torch.Tensor) -> bool:
+    """Whether this is a FakeTensor, which has a device and no elements."""
     module = sys.modules.get("torch._subclasses.fake_tensor")
     return module is not None and isinstance(leaf, module.FakeTensor)
 

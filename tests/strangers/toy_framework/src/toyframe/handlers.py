@@ -52,18 +52,21 @@ class GridHandler:
     def describe(self, leaf: Grid | Sketch) -> LeafRecord:
         return ArrayRecord(ArraySpec(leaf.shape, DTYPES[leaf.sort]))
 
+    def abstract(self, leaf: Grid | Sketch) -> Sketch:
+        return leaf if isinstance(leaf, Sketch) else Sketch(leaf.shape, leaf.sort)
+
     def identity(self, leaf: Any) -> Hashable | None:
         return id(leaf.cells) if isinstance(leaf, Grid) and leaf.cells else None
 
     def shards(self, leaf: Any, rank: int, size: int) -> Sequence[Shard]:
+        if isinstance(leaf, Sketch):
+            raise UnsupportedLeafError("a Sketch has no cells to save; save the Grid")
         return (Shard(Box.whole(leaf.shape), rank, size),)
 
     def copy_to_host(self, leaf: Any, boxes: Sequence[Box], memory: HostMemory) -> Sequence[Pending[HostArray]]:
         return [memory.copy(part.result()) for part in self.view_on_host(leaf, boxes)]
 
     def view_on_host(self, leaf: Any, boxes: Sequence[Box]) -> Sequence[Pending[HostArray]]:
-        if isinstance(leaf, Sketch):
-            raise UnsupportedLeafError("a Sketch has no cells to save; save the Grid")
         whole = cells_of(leaf)
         return [Ready(np.asarray(whole[box.slices])) for box in boxes]
 

@@ -1,0 +1,1 @@
+"""Abstract trees: of values that are there, and of what is stored."""

@@ -1,0 +1,220 @@
+"""What `ckptcore.abstract` makes of arrays and containers of JAX and its libraries, and what loads for it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
+
+import ckptcore
+from ckptcore.errors import UnsupportedLeafError
+from tests.abstracts.untouched import assert_same
+
+equinox = pytest.importorskip("equinox")
+optax = pytest.importorskip("optax")
+nnx = pytest.importorskip("flax.nnx")
+train_state = pytest.importorskip("flax.training.train_state")
+linen = pytest.importorskip("flax.linen")
+
+
+def mesh(*shape: int) -> Mesh:
+    """The devices there are; tests of this repository have eight."""
+    return Mesh(np.array(jax.devices()).reshape(shape), ("x", "y")[: len(shape)])
+
+
+def spec(*axes: Any) -> Any:
+    return PartitionSpec(*axes)  # type: ignore[no-untyped-call]  # JAX leaves its constructor untyped
+
+
+def structure(tree: Any) -> Any:
+    """The containers of a value as JAX knows them, with all that is static."""
+    return jax.tree.structure(tree)
+
+
+def assert_same_leaves(found: Any, expected: Any) -> None:
+    """As `assert_same`, of containers that hold what JAX cannot compare."""
+    assert structure(found) == structure(expected)
+    assert_same(jax.tree.leaves(found), jax.tree.leaves(expected))
+
+
+def live() -> list[Any]:
+    """The arrays there are."""
+    found: list[Any] = jax.live_arrays()  # type: ignore[no-untyped-call]  # JAX leaves it untyped
+    return found
+
+
+def arrays() -> dict[str, Any]:
+    """Arrays of every sort of placement."""
+    rows = NamedSharding(mesh(4, 2), spec("x", "y"))
+    pinned = SingleDeviceSharding(jax.devices()[3], memory_kind="pinned_host")
+    keys = jax.random.split(jax.random.key(3), 8)
+    return {
+        "uncommitted": jnp.arange(6.0).reshape(2, 3),
+        "weak": jnp.asarray(2.5),
+        "committed": jax.device_put(jnp.ones(3), jax.devices()[0]),
+        "another device": jax.device_put(jnp.ones(3, jnp.int4), jax.devices()[5]),
+        "sharded": jax.device_put(jnp.arange(64.0).reshape(8, 8), rows),
+        "replicated": jax.device_put(jnp.ones(4, jnp.bfloat16), NamedSharding(mesh(8), spec())),
+        "float8": jax.device_put(jnp.ones((8, 2), jnp.float8_e4m3fn), NamedSharding(mesh(8), spec("x"))),
+        "in host memory": jax.device_put(jnp.ones((2, 2)), pinned),
+        "key": jax.random.key(7),
+        "rbg": jax.random.key(7, impl="rbg"),
+        "keys": jax.device_put(keys, NamedSharding(mesh(8), spec("x"))),
+        "empty": jnp.zeros((0, 3)),
+    }
+
+
+def test_arrays_come_back_by_their_abstract(tmp_path: Path) -> None:
+    state = arrays()
+    ckptcore.save(tmp_path / "c", state)
+    abstract = ckptcore.abstract(state)
+    assert {type(leaf) for leaf in abstract.values()} == {jax.ShapeDtypeStruct}
+    assert abstract["sharded"].sharding == state["sharded"].sharding
+    assert abstract["in host memory"].sharding.memory_kind == "pinned_host"
+    assert abstract["uncommitted"].sharding is None and abstract["weak"].weak_type
+    assert abstract["keys"].dtype == state["keys"].dtype
+    assert_same(ckptcore.load(tmp_path / "c", abstract), state)
+    assert ckptcore.abstract(abstract) == abstract
+
+
+def test_deleted_arrays_say_what_they_were(tmp_path: Path) -> None:
+    state = arrays()
+    ckptcore.save(tmp_path / "c", state)
+    expected, before = arrays(), ckptcore.abstract(state)
+    for array in state.values():
+        array.delete()
+    abstract = ckptcore.abstract(state)
+    assert abstract == before
+    assert_same(ckptcore.load(tmp_path / "c", abstract), expected)
+
+
+def test_a_donated_array_says_what_it_was() -> None:
+    array = jax.device_put(jnp.ones((8, 4)), NamedSharding(mesh(8), spec("x")))
+    sharding = array.sharding
+    jax.jit(lambda given: given + 1, donate_argnums=0)(array).block_until_ready()
+    assert array.is_deleted()
+    abstract = ckptcore.abstract(array)
+    assert (abstract.shape, abstract.dtype, abstract.sharding) == ((8, 4), jnp.float32, sharding)
+
+
+def test_no_array_is_made() -> None:
+    state = arrays()
+    ckptcore.abstract(state)  # what is cached is so once
+    before = {id(array) for array in live()}
+    with jax.transfer_guard("disallow"):
+        abstract = ckptcore.abstract(state)
+    made = [array for array in live() if id(array) not in before]
+    assert made == [] and len(abstract) == len(state)
+
+
+def test_tied_arrays_stay_tied(tmp_path: Path) -> None:
+    shared = jnp.ones(4)
+    ckptcore.save(tmp_path / "c", {"a": shared, "b": shared, "c": 1})
+    loaded = ckptcore.load(tmp_path / "c", ckptcore.abstract({"a": shared, "b": shared, "c": 1}))
+    assert loaded["a"] is loaded["b"]
+
+
+def test_the_same_elements_may_be_asked_for_in_two_ways() -> None:
+    free = jnp.ones(4)
+    abstract = ckptcore.abstract({"free": free, "placed": jax.device_put(free, jax.devices()[0])})
+    assert abstract["free"].sharding is None and abstract["placed"].sharding is not None
+
+
+def test_a_tracer_has_no_abstract() -> None:
+    with pytest.raises(UnsupportedLeafError, match="tracer"):
+        jax.jit(lambda given: ckptcore.abstract({"w": given}))(jnp.ones(2))
+
+
+def test_what_eval_shape_gives_is_abstract(tmp_path: Path) -> None:
+    def init() -> dict[str, Any]:
+        return {"key": jax.random.key(1), "n": jnp.int32(3), "w": jnp.ones((2, 3), jnp.bfloat16)}
+
+    ckptcore.save(tmp_path / "c", init())
+    shapes = jax.eval_shape(init)
+    assert ckptcore.abstract(shapes) == shapes == ckptcore.abstract(init())
+    assert_same(ckptcore.load(tmp_path / "c", ckptcore.abstract(shapes)), init())
+
+
+# --- libraries
+
+
+class Net(nnx.Module):  # type: ignore[misc,name-defined]  # Flax has no types here
+    """A model with parameters, statistics and random keys."""
+
+    def __init__(self, rngs: Any) -> None:
+        self.first = nnx.Linear(4, 8, rngs=rngs)
+        self.norm = nnx.BatchNorm(8, rngs=rngs)
+        self.dropout = nnx.Dropout(0.5, rngs=rngs)
+
+
+def net() -> Any:
+    return Net(nnx.Rngs(0, dropout=1))
+
+
+def test_modules_of_nnx_come_back_as_modules(tmp_path: Path) -> None:
+    module = net()
+    ckptcore.save(tmp_path / "c", {"model": module, "step": 1})
+    expected = nnx.split(module)
+    for abstract in (ckptcore.abstract({"model": module, "step": 1}), {"model": nnx.eval_shape(net), "step": 0}):
+        assert isinstance(abstract["model"].first.kernel.get_value(), jax.ShapeDtypeStruct)
+        again = ckptcore.abstract(abstract)
+        loaded = ckptcore.load(tmp_path / "c", again)["model"]
+        assert isinstance(loaded, Net)
+        graph, state = nnx.split(loaded)
+        assert graph == expected[0]
+        assert_same(jax.tree.leaves(state), jax.tree.leaves(expected[1]))
+
+
+def test_states_of_nnx_and_optimizers_come_back(tmp_path: Path) -> None:
+    module = net()
+    optimizer = nnx.Optimizer(module, optax.adamw(1e-2), wrt=nnx.Param)
+    state = {"model": nnx.split(module)[1], "optimizer": nnx.split(optimizer)[1]}
+    ckptcore.save(tmp_path / "c", state)
+    loaded = ckptcore.load(tmp_path / "c", ckptcore.abstract(state))
+    assert_same_leaves(loaded, state)
+
+
+def test_modules_of_equinox_and_states_of_optax_come_back(tmp_path: Path) -> None:
+    def init() -> Any:
+        return equinox.nn.MLP(4, 2, 8, 2, activation=jax.nn.gelu, key=jax.random.key(0))
+
+    model = init()
+    chain = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(optax.cosine_decay_schedule(1e-2, 20)))
+    state = {"model": model, "optimizer": chain.init(equinox.filter(model, equinox.is_array))}
+    ckptcore.save(tmp_path / "c", state)
+    shapes = equinox.filter_eval_shape(init)
+    for abstract in (ckptcore.abstract(state), {**ckptcore.abstract(state), "model": ckptcore.abstract(shapes)}):
+        loaded = ckptcore.load(tmp_path / "c", abstract)
+        assert structure(loaded) == structure(state), "the activation and all else that is static, too"
+        assert_same(
+            equinox.filter(jax.tree.leaves(loaded), equinox.is_array),
+            equinox.filter(jax.tree.leaves(state), equinox.is_array),
+        )
+        assert np.array_equal(loaded["model"](jnp.ones(4)), model(jnp.ones(4)))
+
+
+def test_train_states_of_flax_come_back(tmp_path: Path) -> None:
+    model = linen.Dense(3)
+    transformation = optax.adam(1e-3)
+
+    def init() -> Any:
+        variables = model.init(jax.random.key(0), jnp.ones((1, 2)))
+        return train_state.TrainState.create(apply_fn=model.apply, params=variables["params"], tx=transformation)
+
+    state = init()
+    ckptcore.save(tmp_path / "c", state)
+    loaded = ckptcore.load(tmp_path / "c", ckptcore.abstract(state))
+    assert isinstance(loaded, train_state.TrainState) and loaded.tx is transformation
+    assert_same_leaves(loaded, state)
+
+
+@pytest.mark.parametrize("layout", ["safetensors", "ocdbt", "zarr3", "zarr", "dcp"])
+def test_every_layout_takes_what_is_asked_for(layout: str, tmp_path: Path) -> None:
+    state = {**arrays(), "params": {"w": np.ones(2), "name": "run"}}
+    ckptcore.save(tmp_path / "c", state, layout=layout)
+    assert_same(ckptcore.load(tmp_path / "c", ckptcore.abstract(state)), state)

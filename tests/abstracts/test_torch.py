@@ -1,0 +1,347 @@
+"""What `ckptcore.abstract` makes of tensors, modules and optimizers of PyTorch, and what loads for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ckptcore_torch.abstracts import empty_tensor
+from ckptcore_torch.named_optimizers import NamedOptimizer, NamedOptimizerPart
+from torch._C._distributed_c10d import HashStore
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import ckptcore
+from ckptcore.errors import CheckpointError, TreeMismatchError, UnsupportedLeafError
+from tests.abstracts.untouched import UntouchedMemory, assert_same
+
+
+class Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]  # PyTorch leaves it untyped
+    """Counts the tensors with memory that operations make. Views have that of others."""
+
+    def __init__(self, *known: torch.Tensor) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # as above
+        self.made: list[str] = []
+        self._known = {tensor.untyped_storage()._cdata for tensor in known}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(made):
+            has_memory = isinstance(tensor, torch.Tensor) and tensor.device.type != "meta"
+            if has_memory and tensor.untyped_storage()._cdata not in self._known:
+                self.made.append(str(func))
+        return made
+
+
+def optimizer_of(model: Any) -> torch.optim.Optimizer:
+    """An optimizer of the first two layers, that made no step."""
+    groups: list[dict[str, Any]] = [{"params": model[0].parameters(), "lr": 0.1}, {"params": model[1].parameters()}]
+    return torch.optim.AdamW(groups, amsgrad=True)
+
+
+def trained() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    """A model with a tied weight, a buffer and bfloat16, and an optimizer that made a step."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 4))
+    model[2].weight = model[0].weight
+    model.register_buffer("scale", torch.ones(3, dtype=torch.bfloat16))
+    optimizer = optimizer_of(model)
+    model(torch.randn(5, 4)).square().sum().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+TENSORS: dict[str, Callable[[], torch.Tensor]] = {
+    "float32": lambda: torch.arange(6.0).reshape(2, 3),
+    "bfloat16": lambda: torch.arange(6, dtype=torch.bfloat16),
+    "float8": lambda: torch.arange(6.0).to(torch.float8_e4m3fn),
+    "bool": lambda: torch.tensor([True, False]),
+    "complex64": lambda: torch.ones(2, dtype=torch.complex64),
+    "raw bytes": lambda: torch.arange(4, dtype=torch.uint8).view(torch.float4_e2m1fn_x2),
+    "without axes": lambda: torch.tensor(2.5),
+    "empty": lambda: torch.ones(0, 3),
+    "parameter": lambda: torch.nn.Parameter(torch.ones(2)),
+    "frozen parameter": lambda: torch.nn.Parameter(torch.ones(2), requires_grad=False),
+    "requires gradients": lambda: torch.ones(2, requires_grad=True),
+}
+
+
+@pytest.mark.parametrize("name", TENSORS)
+def test_a_tensor_comes_back_by_its_abstract(name: str, tmp_path: Path) -> None:
+    state = {"t": TENSORS[name]()}
+    ckptcore.save(tmp_path / "c", state)
+    abstract = ckptcore.abstract(state)
+    assert abstract["t"].is_meta and type(abstract["t"]) is type(state["t"])
+    assert_same(ckptcore.load(tmp_path / "c", abstract), state)
+
+
+def test_turned_tensors_come_back_contiguous(tmp_path: Path) -> None:
+    state = {"t": torch.arange(6.0).reshape(2, 3).t()}
+    ckptcore.save(tmp_path / "c", state)
+    assert_same(ckptcore.load(tmp_path / "c", ckptcore.abstract(state)), {"t": state["t"].contiguous()})
+
+
+def test_what_is_abstract_stays_as_it_is() -> None:
+    meta, fake = torch.empty(3, device="meta"), empty_tensor(torch.Size((3,)), torch.float32, torch.device("cuda", 1))
+    abstract = ckptcore.abstract({"meta": meta, "fake": fake})
+    assert abstract["meta"] is meta and abstract["fake"] is fake
+
+
+def test_nothing_is_touched_and_nothing_made() -> None:
+    memory = UntouchedMemory(4096)
+    weight = torch.frombuffer(memory.memory, dtype=torch.float32).reshape(1024, -1)
+    module = torch.nn.Linear(1, 1, bias=False)
+    module.weight = torch.nn.Parameter(weight)
+    state = {"module": module, "view": weight.t(), "w": weight}
+    ckptcore.abstract(state)  # what is imported and cached is so once
+    with Counting(weight) as counting:
+        abstract = ckptcore.abstract(state)
+    assert counting.made == [] and memory.pages_touched() == 0
+    assert abstract["module"]["weight"].shape == weight.shape
+    with Counting(weight) as counting:
+        weight.add(1)
+    assert len(counting.made) == 1 and memory.pages_touched() == 4096, "both counts can tell"
+
+
+def test_what_is_tied_stays_tied(tmp_path: Path) -> None:
+    weight = torch.nn.Parameter(torch.ones(3))
+    state = {"a": weight, "b": weight, "detached": weight.detach()}
+    ckptcore.save(tmp_path / "c", state)
+    abstract = ckptcore.abstract(state)
+    assert abstract["a"] is abstract["b"] and abstract["detached"] is not abstract["a"]
+    loaded = ckptcore.load(tmp_path / "c", abstract)
+    assert loaded["a"] is loaded["b"] and type(loaded["detached"]) is torch.Tensor
+
+
+@pytest.mark.parametrize("of_state", ["module", "optimizer", "both"])
+def test_the_state_of_modules_and_optimizers_comes_back(of_state: str, tmp_path: Path) -> None:
+    model, optimizer = trained()
+    state = {"module": model, "optimizer": optimizer, "both": {"m": model, "o": optimizer, "epoch": 3}}[of_state]
+    ckptcore.save(tmp_path / "c", state)
+    loaded = ckptcore.load(tmp_path / "c", ckptcore.abstract(state))
+    assert_same(loaded, ckptcore.load(tmp_path / "c", state))
+    states = {"module": model.state_dict(), "optimizer": optimizer.state_dict()}
+    assert_same(
+        loaded,
+        states[of_state] if of_state in states else {"m": states["module"], "o": states["optimizer"], "epoch": 3},
+    )
+
+
+def test_a_loaded_state_goes_into_a_new_module(tmp_path: Path) -> None:
+    model, optimizer = trained()
+    ckptcore.save_checkpointables(tmp_path / "c", {"model": model, "optimizer": optimizer})
+    loaded = ckptcore.load_checkpointables(tmp_path / "c", ckptcore.abstract({"model": model, "optimizer": optimizer}))
+    assert loaded["model"] is not model
+    other, its = trained()
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.zero_()
+    other.load_state_dict(loaded["model"])
+    its.load_state_dict(loaded["optimizer"])
+    assert_same(other.state_dict(), model.state_dict())
+    assert_same(its.state_dict(), optimizer.state_dict())
+
+
+def test_a_module_on_the_meta_device_asks_for_what_was_saved(tmp_path: Path) -> None:
+    torch.manual_seed(1)
+    model = torch.nn.Linear(3, 2)
+    ckptcore.save(tmp_path / "c", {"model": model})
+    with torch.device("meta"):
+        meta = torch.nn.Linear(3, 2)
+    abstract = ckptcore.abstract({"model": meta})
+    assert all(tensor.is_meta for tensor in abstract["model"].values())
+    assert_same(ckptcore.load(tmp_path / "c", abstract), {"model": model.state_dict()})
+
+
+def test_a_wrapped_module_stands_under_plain_names(tmp_path: Path) -> None:
+    model = torch.nn.Linear(3, 2)
+    wrapped = torch.nn.DataParallel(model)
+    ckptcore.save(tmp_path / "c", {"model": wrapped})
+    assert list(wrapped.state_dict()) == ["module.weight", "module.bias"]
+    loaded = ckptcore.load(tmp_path / "c", ckptcore.abstract({"model": wrapped}))
+    assert_same(loaded, {"model": model.state_dict()})
+
+
+@pytest.mark.parametrize("kind", [NamedOptimizer, NamedOptimizerPart])
+def test_the_state_of_named_optimizers_comes_back(kind: type[NamedOptimizer], tmp_path: Path) -> None:
+    model, optimizer = trained()
+    state = {"optimizer": kind(model, optimizer)}
+    ckptcore.save(tmp_path / "c", state)
+    assert_same(ckptcore.load(tmp_path / "c", ckptcore.abstract(state)), ckptcore.load(tmp_path / "c", state))
+
+
+def test_schedulers_scalers_and_generators_stand_as_their_states(tmp_path: Path) -> None:
+    _, optimizer = trained()
+    state = {
+        "scheduler": torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10),
+        "scaler": torch.amp.GradScaler("cpu"),
+        "generator": torch.Generator().manual_seed(3),
+        "size": torch.Size((2, 3)),
+    }
+    ckptcore.save(tmp_path / "c", state)
+    assert_same(ckptcore.load(tmp_path / "c", ckptcore.abstract(state)), ckptcore.load(tmp_path / "c", state))
+
+
+def test_an_optimizer_without_a_state_asks_for_none(tmp_path: Path) -> None:
+    model, optimizer = trained()
+    ckptcore.save(tmp_path / "c", optimizer)
+    new = optimizer_of(model)
+    with pytest.raises(TreeMismatchError, match="exp_avg.*is stored and not asked for"):
+        ckptcore.load(tmp_path / "c", ckptcore.abstract(new))
+    assert_same(ckptcore.load(tmp_path / "c", new), optimizer.state_dict())
+
+
+def test_what_has_no_abstract_is_named_by_its_path() -> None:
+    state = {"b": torch.empty(3, dtype=torch.bits8), "s": torch.eye(2).to_sparse(), "t": torch.ones(2)}
+    with pytest.raises(UnsupportedLeafError, match=r"b: torch.bits8 is bits without.*; s: a tensor with the layout"):
+        ckptcore.abstract(state)
+    with pytest.raises(UnsupportedLeafError, match="lazy/weight: a parameter of a lazy module"):
+        ckptcore.abstract({"lazy": torch.nn.LazyLinear(3)})
+
+
+class Tagged(torch.Tensor):
+    """A subclass over plain memory, with an attribute."""
+
+
+def test_a_subclass_keeps_its_attributes(tmp_path: Path) -> None:
+    tagged: Any = torch.arange(3.0).as_subclass(Tagged)
+    tagged.tag = "kept"
+    ckptcore.save(tmp_path / "c", {"t": tagged})
+    abstract = ckptcore.abstract({"t": tagged})
+    assert type(abstract["t"]) is Tagged and abstract["t"].is_meta
+    loaded = ckptcore.load(tmp_path / "c", abstract)["t"]
+    assert loaded.tag == "kept"
+    assert_same(loaded, tagged)
+
+
+# --- devices that are not here: FakeTensors tell of them
+
+
+def test_a_fake_tensor_is_refused_by_a_save_and_asks_for_its_device(tmp_path: Path) -> None:
+    fake = empty_tensor(torch.Size((3,)), torch.float32, torch.device("cuda", 1))
+    assert fake.device == torch.device("cuda", 1)
+    with pytest.raises(UnsupportedLeafError, match="no elements to save"):
+        ckptcore.save(tmp_path / "c", {"t": fake})
+    ckptcore.save(tmp_path / "c", {"t": torch.ones(3)})
+    if not torch.cuda.is_available():
+        with pytest.raises((CheckpointError, AssertionError, RuntimeError), match=r"CUDA|cuda"):
+            ckptcore.load(tmp_path / "c", {"t": fake})
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_tensors_on_a_device_come_back_there(tmp_path: Path) -> None:
+    device = torch.device("cuda", 0)
+    model, optimizer = trained()
+    model.to(device)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.randn(5, 4, device=device)).square().sum().backward()
+    optimizer.step()
+    state = {
+        "m": model,
+        "o": optimizer,
+        "p": torch.nn.Parameter(torch.ones(2, device=device)),
+        "t": torch.ones(2, device=device, requires_grad=True),
+        "cpu": torch.ones(2),
+    }
+    ckptcore.save(tmp_path / "c", state)
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_stats()["allocation.all.allocated"]
+    abstract = ckptcore.abstract(state)
+    assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
+    loaded, expected = ckptcore.load(tmp_path / "c", abstract), ckptcore.load(tmp_path / "c", state)
+    assert {tensor.device for tensor in loaded["m"].values()} == {device} and loaded["cpu"].is_cpu
+    assert_same_on_device(loaded, expected)
+    with pytest.raises(UnsupportedLeafError, match=r"Tagged is to be on cuda:0"):
+        ckptcore.abstract(torch.ones(2, device=device).as_subclass(Tagged))
+
+
+def assert_same_on_device(found: Any, expected: Any) -> None:
+    """As `assert_same`, of tensors on devices too."""
+    for one, other in zip(tree_leaves(found), tree_leaves(expected), strict=True):
+        assert type(one) is type(other)
+        if isinstance(other, torch.Tensor):
+            assert (one.device, one.dtype, one.requires_grad) == (other.device, other.dtype, other.requires_grad)
+            assert torch.equal(one, other)
+        else:
+            assert one == other
+
+
+# --- DTensors
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    """A job of one process."""
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_dtensor_comes_back_with_its_mesh_and_placements(tmp_path: Path) -> None:
+    mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("replicate", "shard"))
+    whole = torch.arange(12.0).reshape(4, 3)
+    state: dict[str, Any] = {
+        "w": distribute_tensor(whole, mesh, [Replicate(), Shard(1)]),
+        "p": torch.nn.Parameter(distribute_tensor(whole + 1, mesh, [Replicate(), Shard(0)])),
+    }
+    ckptcore.save(tmp_path / "c", state)
+    abstract = ckptcore.abstract(state)
+    assert abstract["w"].to_local().is_meta and abstract["w"].placements == state["w"].placements
+    loaded = ckptcore.load(tmp_path / "c", abstract)
+    for name, expected in state.items():
+        found = loaded[name]
+        assert type(found) is type(expected) and isinstance(found, DTensor)
+        assert (found.device_mesh, found.placements) == (expected.device_mesh, expected.placements)
+        assert found.requires_grad == expected.requires_grad
+        assert_same(found.to_local().detach(), expected.to_local().detach())
+    again = ckptcore.abstract(abstract)
+    assert all(again[name] is abstract[name] for name in state)
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_fully_sharded_model_comes_back_as_dtensors(tmp_path: Path) -> None:
+    model = torch.nn.Linear(3, 4)
+    fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(2, 3)).square().mean().backward()
+    optimizer.step()
+    state = {"m": model, "o": optimizer}
+    ckptcore.save(tmp_path / "c", state)
+    loaded = ckptcore.load(tmp_path / "c", ckptcore.abstract(state))
+    slots = optimizer.state_dict()["state"]
+    assert loaded["o"]["state"].keys() == slots.keys()
+    for number, its in slots.items():
+        for name, expected in its.items():
+            found = loaded["o"]["state"][number][name]
+            assert type(found) is type(expected), name
+            assert_same(getattr(found, "_local_tensor", found), getattr(expected, "_local_tensor", expected))
+    assert_same(
+        {name: tensor.to_local() for name, tensor in loaded["m"].items()},
+        {name: tensor.to_local() for name, tensor in model.state_dict().items()},
+    )
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_dtensor_whose_elements_are_elsewhere_than_its_mesh_says_where(tmp_path: Path) -> None:
+    mesh = init_device_mesh("cpu", (1,))
+    offloaded = DTensor.from_local(
+        empty_tensor(torch.Size((4, 3)), torch.float32, torch.device("cpu")), mesh, [Shard(0)], run_check=False
+    )
+    abstract = ckptcore.abstract({"w": offloaded})["w"]
+    assert abstract is offloaded, "a local FakeTensor has no elements"
+    ckptcore.save(tmp_path / "c", {"w": torch.ones(4, 3)})
+    loaded = ckptcore.load(tmp_path / "c", {"w": abstract})["w"]
+    assert torch.equal(loaded.to_local(), torch.ones(4, 3))
+    with pytest.raises(UnsupportedLeafError, match="FakeTensor has no elements"):
+        ckptcore.save(tmp_path / "d", {"w": abstract})
+    target = {"w": abstract}
+    ckptcore.load_into(tmp_path / "c", target)
+    assert torch.equal(target["w"].to_local(), torch.ones(4, 3))

@@ -1,0 +1,79 @@
+"""Memory that tells whether anything looked at it, and whether two values are the same in every way that a load can keep."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+import torch
+
+__all__ = ["UntouchedMemory", "assert_same"]
+
+_PAGE = mmap.PAGESIZE
+
+
+class UntouchedMemory:
+    """Anonymous memory: a page of it exists once it was read or written."""
+
+    def __init__(self, pages: int) -> None:
+        self.memory = mmap.mmap(-1, pages * _PAGE)
+        self._address = np.frombuffer(self.memory, np.uint8).ctypes.data
+        self._pages = pages
+
+    def pages_touched(self) -> int:
+        """How many of its pages exist, as mincore(2) counts them."""
+        resident = (ctypes.c_ubyte * self._pages)()
+        libc = ctypes.CDLL(None, use_errno=True)
+        failed = libc.mincore(ctypes.c_void_p(self._address), ctypes.c_size_t(self._pages * _PAGE), resident)
+        assert failed == 0, ctypes.get_errno()
+        return sum(entry & 1 for entry in resident)
+
+
+def assert_same(found: Any, expected: Any, where: str = "the value") -> None:
+    """Fail, saying where, unless two values are of the same types and structure, and their leaves the same bit for bit and in placement."""
+    assert type(found) is type(expected), f"{where}: expected a {type(expected)}, found a {type(found)}"
+    if isinstance(expected, torch.Tensor):
+        _assert_same_tensor(found, expected, where)
+    elif isinstance(expected, jax.Array):
+        _assert_same_jax_array(found, expected, where)
+    elif isinstance(expected, Mapping):
+        assert list(found) == list(expected), f"{where}: other keys"
+        for key, child in expected.items():
+            assert_same(found[key], child, f"{where}[{key!r}]")
+    elif isinstance(expected, list | tuple):
+        assert len(found) == len(expected), f"{where}: another length"
+        for index, child in enumerate(expected):
+            assert_same(found[index], child, f"{where}[{index}]")
+    elif isinstance(expected, np.ndarray | np.generic):
+        assert (found.dtype, found.shape, found.tobytes()) == (expected.dtype, expected.shape, expected.tobytes()), (
+            where
+        )
+    else:
+        structure: Any
+        leaves, structure = jax.tree_util.tree_flatten(expected)
+        if leaves == [expected]:
+            assert found == expected, f"{where}: expected {expected!r}, found {found!r}"
+            return
+        assert jax.tree_util.tree_structure(found) == structure, f"{where}: another structure"
+        assert_same(jax.tree_util.tree_leaves(found), leaves, where)
+
+
+def _assert_same_tensor(found: torch.Tensor, expected: torch.Tensor, where: str) -> None:
+    for name in ("dtype", "shape", "device", "requires_grad"):
+        assert getattr(found, name) == getattr(expected, name), f"{where}: another {name}"
+    bits = [
+        tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() for tensor in (found, expected)
+    ]
+    assert bits[0] == bits[1], f"{where}: other elements"
+
+
+def _assert_same_jax_array(found: Any, expected: Any, where: str) -> None:
+    for name in ("dtype", "shape", "sharding", "weak_type", "committed"):
+        assert getattr(found, name, None) == getattr(expected, name, None), f"{where}: another {name}"
+    if jax.numpy.issubdtype(expected.dtype, jax.dtypes.prng_key):
+        found, expected = jax.random.key_data(found), jax.random.key_data(expected)
+    assert np.asarray(found).tobytes() == np.asarray(expected).tobytes(), f"{where}: other elements"
