@@ -16,7 +16,9 @@ import numpy as np
 import numpy.typing as npt
 
 import ckptcore
-from examples.minilm import network_jax, network_numpy, network_torch
+from ckptcore.transforms import describe, inverse
+from ckptcore.transforms.maps import bert_to_scanned
+from examples.minilm import network_jax, network_numpy, network_scanned, network_torch
 from examples.minilm.interrupted import kill_save_halfway, leftovers
 from examples.minilm.pretrained import Sizes, model_directory
 from examples.minilm.report import Report
@@ -93,6 +95,8 @@ def tell(report: Report, pretrained: Path, scratch: Path) -> None:
     again = np.asarray(network_jax.embed(back_in_jax, tokens, sizes))
     report.claim(f"the embeddings agree: {agreement(again, from_torch)}", agree(again, from_torch))
 
+    change_the_tree(report, source, scratch, in_numpy, from_torch)
+
     report.step("Look at it from the command line")
     run(report, "inspect", str(location), "--objects")
     run(report, "verify", str(location))
@@ -107,6 +111,45 @@ def tell(report: Report, pretrained: Path, scratch: Path) -> None:
     ckptcore.save(location, fresh_torch, overwrite=True)
     report.claim("the next save succeeds", same_bits(ckptcore.load(location), in_numpy))
     report.claim("and removes what the dead one left", leftovers(location) == [])
+
+
+def change_the_tree(
+    report: Report,
+    source: Path,
+    scratch: Path,
+    in_numpy: Mapping[str, npt.NDArray[Any]],
+    expected: npt.NDArray[np.float32],
+) -> None:
+    """Load the weights as another program names and stacks them, and take them back by the same map."""
+    report.step("Load it as a tree for jax.lax.scan, save that for Orbax, and take it back by the same map")
+    pretrained = source.parent
+    sizes, tokens = Sizes.of(pretrained), tokenise(SENTENCES, pretrained)
+    scanned = bert_to_scanned()
+    report.say("\n".join([*describe(scanned).splitlines()[:3], f"... and {len(scanned) - 3} more"]))
+    mesh = network_jax.mesh_over(jax.devices())
+    stored = ckptcore.metadata(source, transforms=scanned).abstract
+    abstract = jax.tree_util.tree_map_with_path(
+        lambda path, leaf: (
+            jax.ShapeDtypeStruct(
+                leaf.shape, leaf.dtype, sharding=network_scanned.sharding(mesh, tuple(key.key for key in path))
+            )
+            if leaf.dtype == np.float32
+            else leaf
+        ),
+        stored,
+        is_leaf=lambda node: isinstance(node, ckptcore.AbstractArray),
+    )
+    tree = ckptcore.load(source, abstract, transforms=scanned)
+    kernel = tree["encoder"]["layers"]["intermediate"]["kernel"]
+    report.say(f"encoder/layers/intermediate/kernel: {kernel.dtype}{list(kernel.shape)}, {kernel.sharding.spec}")
+    report.claim("each device has its part of the stacked kernels", is_split(kernel) and len(kernel.shape) == 3)
+    weights = {name: part for name, part in tree.items() if name != "embeddings"}
+    weights["embeddings"] = {name: part for name, part in tree["embeddings"].items() if name != "position_ids"}
+    again = np.asarray(network_scanned.embed(weights, tokens, sizes))
+    report.claim(f"the embeddings agree: {agreement(again, expected)}", agree(again, expected))
+    ckptcore.save(scratch / "scanned", tree, layout="ocdbt")
+    ckptcore.convert(scratch / "scanned", scratch / "named", transforms=inverse(scanned))
+    report.claim("taken back, every array is bit-equal", same_bits(ckptcore.load(scratch / "named"), in_numpy))
 
 
 def abstract_weights(arrays: Mapping[str, npt.NDArray[Any]], mesh: jax.sharding.Mesh) -> dict[str, object]:

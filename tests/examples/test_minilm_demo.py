@@ -27,7 +27,7 @@ def test_every_claim_holds() -> None:
     )
     assert finished.returncode == 0, finished.stdout + finished.stderr
     assert "✗" not in finished.stdout
-    assert finished.stdout.count("✓") >= 18
+    assert finished.stdout.count("✓") >= 21
     assert "claims hold" in finished.stdout.splitlines()[-1]
 
 
