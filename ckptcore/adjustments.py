@@ -12,6 +12,7 @@ from ckptcore.context import Context
 from ckptcore.derivations import Derivation, Stored, cast, cut, pad, reshape
 from ckptcore.derivations.narrowed import narrow
 from ckptcore.derived import derive
+from ckptcore.differences import Remedy
 from ckptcore.dtype_values import float_values, has_all_values_of, is_narrowing, may_become
 from ckptcore.load_reports import LeafChange
 from ckptcore.matching_options import Casting, Matching, ShapeChange
@@ -47,12 +48,12 @@ class Refused:
     Attributes:
         sort: of the difference.
         reason: in words.
-        allowed_by: the option of `ckptcore.Matching`, with its value, that would allow it; None if none would.
+        allowed_by: what would allow it; None if nothing would.
     """
 
     sort: str
     reason: str
-    allowed_by: str | None
+    allowed_by: Remedy | None
 
 
 def adjust(leaf: int, asked: ArraySpec, stored: ArraySpec, matching: Matching) -> Adjustment | Sequence[Refused]:
@@ -75,7 +76,7 @@ def adjust(leaf: int, asked: ArraySpec, stored: ArraySpec, matching: Matching) -
         why = "nothing is cast unless asked"
         if matching.cast == "safe":
             why = f"not every value of {stored.dtype} is one of {asked.dtype}"
-        refused.append(Refused("dtype", f"dtype: {told}; {why}", f'cast="{casting}"'))
+        refused.append(Refused("dtype", f"dtype: {told}; {why}", Remedy("cast", casting)))
     if refused or shapes is None or casting is None:
         return refused
     try:
@@ -86,12 +87,12 @@ def adjust(leaf: int, asked: ArraySpec, stored: ArraySpec, matching: Matching) -
     return Adjustment(LeafChange(stored, made.spec, casting, shapes, pad_value), made)
 
 
-def _remedy(asked: tuple[int, ...], stored: tuple[int, ...], matching: Matching) -> str | None:
+def _remedy(asked: tuple[int, ...], stored: tuple[int, ...], matching: Matching) -> Remedy | None:
     """What would allow a shape."""
     for shapes in _WAYS:
         changes = _shape_changes(asked, stored, replace(matching, shapes=shapes))
         if changes is not None:
-            return "shapes={" + ", ".join([f'"{change}"' for change in sorted(changes)]) + "}"
+            return Remedy("shapes", frozenset(changes))
     return None
 
 

@@ -9,10 +9,43 @@ from typing import Final
 from ckptcore.errors import TreeMismatchError
 from ckptcore.model.tree import Attribute, Key, Node, Skeleton, TreePath, format_path
 
-__all__ = ["Difference", "mismatch", "sequence_differences"]
+__all__ = ["Difference", "Remedy", "mismatch", "sequence_differences"]
 
 _SHOWN: Final = 30
 """How many differences an error's text lists; its attribute has all."""
+
+
+_ALLOW_MORE: Final = ("narrowing", "placeholder")
+"""Choices of which each allows what the others of its option do, too."""
+
+
+@dataclass(frozen=True, slots=True)
+class Remedy:
+    """What would allow a difference.
+
+    Attributes:
+        option: of `ckptcore.Matching`.
+        choice: its value; of `shapes` several.
+    """
+
+    option: str
+    choice: str | frozenset[str]
+
+    @classmethod
+    def told(cls, remedies: Sequence[Remedy]) -> str:
+        """What allows all of it, as it is written: each option once."""
+        by_option: dict[str, list[str | frozenset[str]]] = {}
+        for remedy in remedies:
+            by_option.setdefault(remedy.option, []).append(remedy.choice)
+        return ", ".join([f"{option}={_choice(choices)}" for option, choices in by_option.items()])
+
+
+def _choice(choices: Sequence[str | frozenset[str]]) -> str:
+    """One choice that allows what several do, as it is written."""
+    words = {word for choice in choices for word in ([choice] if isinstance(choice, str) else choice)}
+    if not isinstance(choices[0], str):
+        return "{" + ", ".join([f'"{word}"' for word in sorted(words)]) + "}"
+    return f'"{next((word for word in _ALLOW_MORE if word in words), choices[0])}"'
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,12 +55,12 @@ class Difference:
     Attributes:
         sort: in a word: missing, unexpected, sequence, kind, shape, dtype, value.
         line: the path, what is asked for and what is stored, for a person.
-        allowed_by: the option of `ckptcore.Matching`, with its value, that would allow it; None if none would.
+        allowed_by: what would allow it; None if nothing would.
     """
 
     sort: str
     line: str
-    allowed_by: str | None = None
+    allowed_by: Remedy | None = None
 
 
 def mismatch(display: str, differences: Sequence[Difference]) -> TreeMismatchError:
@@ -50,12 +83,12 @@ def mismatch(display: str, differences: Sequence[Difference]) -> TreeMismatchErr
     if len(differences) > _SHOWN:
         counts = ", ".join([f"{len(found)} {sort}" for sort, found in by_sort.items()])
         counted = f" ({len(differences)} differences: {counts})"
-    options = dict.fromkeys([found.allowed_by for found in differences if found.allowed_by is not None])
-    allowing = f"; what is meant to differ can be allowed by name: matching=Matching({', '.join(options)})"
+    remedies = [found.allowed_by for found in differences if found.allowed_by is not None]
+    allowing = f"; what is meant to differ can be allowed by name: matching=Matching({Remedy.told(remedies)})"
     return TreeMismatchError(
         f"{display} does not hold what the abstract tree asks for{counted}:{''.join(shown)}\n"
         "Make the abstract tree like the stored one (metadata(location).abstract is it), or put PLACEHOLDER where a "
-        f"part is not to be loaded{allowing if options else ''}",
+        f"part is not to be loaded{allowing if remedies else ''}",
         [difference.line for difference in differences],
     )
 
@@ -84,7 +117,7 @@ def _compare(asked: Skeleton, stored: Skeleton, path: TreePath, found: list[Diff
         return
     if {asked.kind, stored.kind} == {"list", "tuple"}:
         line = f"{format_path(path)}: sequence: a {asked.kind} is asked for, a {stored.kind} is stored"
-        found.append(Difference("sequence", line, 'sequences="either"'))
+        found.append(Difference("sequence", line, Remedy("sequences", "either")))
     if not any(isinstance(child, Node) for child in asked.children):
         return
     exact = dict(zip(stored.keys, stored.children, strict=True))

@@ -33,6 +33,20 @@ class LoadRequest:
     matching: Matching = EXACT
     report: LoadReport | None = None
 
+    def __post_init__(self) -> None:
+        """Refuse what is no option; what is selected and transformed is looked at where it is used.
+
+        Raises:
+            TypeError: names the option and what it may be.
+        """
+        if not isinstance(self.matching, Matching):
+            raise TypeError(f'matching={self.matching!r}: expected a ckptcore.Matching, such as Matching(cast="safe")')
+        if self.report is not None:
+            from ckptcore.load_reports import LoadReport  # who asks for a report waits for it anyway
+
+            if not isinstance(self.report, LoadReport):
+                raise TypeError(f"report={self.report!r}: expected a ckptcore.LoadReport, which the load fills")
+
 
 AS_IT_IS: Final = LoadRequest()
 """A load of all there is, exactly as it is asked for."""

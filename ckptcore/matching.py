@@ -251,20 +251,20 @@ class _Comparison:
 
     def of_unexpected(self, unexpected: Sequence[int]) -> list[Difference]:
         """What is told of stored leaves that are not asked for."""
-        from ckptcore.differences import Difference
+        from ckptcore.differences import Difference, Remedy
 
         return [
             Difference(
                 "unexpected",
                 f"unexpected: {format_path(self.tree.paths[number])} is stored and not asked for",
-                'unexpected="ignore"',
+                Remedy("unexpected", "ignore"),
             )
             for number in unexpected
         ]
 
     def of_absent(self, absent: Sequence[int], unexpected: Sequence[int]) -> list[Difference]:
         """What is told of leaves that are not stored, with those that are stored, not asked for and may have been meant."""
-        from ckptcore.differences import Difference
+        from ckptcore.differences import Difference, Remedy
         from ckptcore.near_names import NearNames
 
         there = NearNames([format_path(self.tree.paths[number]) for number in unexpected])
@@ -273,12 +273,12 @@ class _Comparison:
             name = format_path(self.paths[position])
             near = there.nearest(name)
             hint = "" if near is None else f"; did you mean {near}?"
-            told.append(Difference("missing", f"missing: {name} is not stored{hint}", 'missing="keep"'))
+            told.append(Difference("missing", f"missing: {name} is not stored{hint}", Remedy("missing", "keep")))
         return told
 
     def of_valueless(self, absent: Sequence[int], place: tuple[int, int]) -> list[Difference]:
         """What is told of those leaves among the missing that have no value to keep."""
-        from ckptcore.differences import Difference
+        from ckptcore.differences import Difference, Remedy
 
         told = []
         for position in absent:
@@ -291,7 +291,7 @@ class _Comparison:
             except UnsupportedLeafError as error:
                 name = format_path(self.paths[position])
                 line = f"missing: {name} is not stored, and the abstract leaf has no value to keep: {error}"
-                told.append(Difference("missing", line, 'missing="placeholder"'))
+                told.append(Difference("missing", line, Remedy("missing", "placeholder")))
         return told
 
     def of_leaves(self, matching: Matching, adjustments: dict[int, Adjustment]) -> list[Difference]:

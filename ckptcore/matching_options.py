@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Final, Literal, get_args
+from typing import Final, Literal, SupportsComplex, SupportsFloat, get_args
 
 __all__ = ["EXACT", "Casting", "Matching", "Missing", "Sequences", "ShapeChange", "Unexpected"]
 
@@ -60,16 +60,20 @@ class Matching:
         """Refuse values that mean nothing.
 
         Raises:
-            ValueError: names the option and what it may be.
+            ValueError, TypeError: names the option and what it may be.
         """
         for name, allowed in _CHOICES.items():
             given = getattr(self, name)
             if given not in allowed:
                 raise ValueError(f"Matching({name}={given!r}): expected one of {', '.join(map(repr, allowed))}")
         known = get_args(ShapeChange)
-        if isinstance(self.shapes, str) or not set(self.shapes) <= set(known):
+        several = isinstance(self.shapes, Collection) and not isinstance(self.shapes, str)
+        if not several or not all(change in known for change in self.shapes):
             raise ValueError(f"Matching(shapes={self.shapes!r}): expected a set of {', '.join(map(repr, known))}")
         object.__setattr__(self, "shapes", frozenset(self.shapes))
+        axes: tuple[int, ...] = getattr(self.pad_value, "shape", ())
+        if not isinstance(self.pad_value, SupportsComplex | SupportsFloat) or axes:
+            raise TypeError(f"Matching(pad_value={self.pad_value!r}): expected a number, True or False")
 
 
 _CHOICES: Final[dict[str, tuple[str, ...]]] = {

@@ -7,6 +7,7 @@ fits and everything below it. Selections combine: ``a | b`` is what either selec
 from __future__ import annotations
 
 import functools
+import operator
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -21,8 +22,6 @@ __all__ = ["LeafTable", "Predicate", "Selection", "experts", "glob", "names", "r
 
 Predicate: TypeAlias = Callable[[str, object], bool]
 """Takes the path of a leaf, and what ``metadata(location).abstract`` has there: an `AbstractArray`, or a small value itself."""
-
-"""Paths among which a near one is looked for; among more it would take longer than an error may."""
 
 _EXPERT: Final = "{expert}"
 
@@ -105,7 +104,7 @@ def regex(*patterns: str) -> Selection:
     Raises:
         ValueError: for a pattern that is none.
     """
-    return _Patterns(tuple([_compiled(pattern, pattern) for pattern in patterns]))
+    return _Patterns(tuple([_compiled(_expect_text(pattern, r"params/.*/kernel"), pattern) for pattern in patterns]))
 
 
 def where(predicate: Predicate) -> Selection:
@@ -113,7 +112,12 @@ def where(predicate: Predicate) -> Selection:
 
     Args:
         predicate: called for each leaf of the tree, without its elements.
+
+    Raises:
+        TypeError: if it cannot be called.
     """
+    if not callable(predicate):
+        raise TypeError(f"where({predicate!r}): expected a function of a path and a leaf")
     return _Where(predicate)
 
 
@@ -127,14 +131,16 @@ def experts(pattern: str, own: Collection[int]) -> Selection:
 
     Raises:
         ValueError: for a pattern that is none, or has not ``{expert}`` in one place.
+        TypeError: if `own` are no numbers.
     """
-    before, found, after = pattern.partition(_EXPERT)
+    numbers = _numbers(own)
+    before, found, after = _expect_text(pattern, "experts.{expert}.*").partition(_EXPERT)
     if not found or _EXPERT in after:
         raise ValueError(
             f"experts({pattern!r}): expected {_EXPERT} once, where the number of an expert stands in a path"
         )
-    compiled = _compiled(_glob_text(before + "\0" + after).replace("\0", "([0-9]+)"), pattern)
-    return _Experts(compiled, pattern, frozenset(own))
+    compiled = _compiled(_glob_text(before + "\0" + after, pattern).replace("\0", "([0-9]+)"), pattern)
+    return _Experts(compiled, pattern, numbers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +176,7 @@ class _Names(Selection):
     def leaves(self, table: LeafTable) -> frozenset[int]:
         below = _leaves_below(table)
         chosen: set[int] = set()
-        absent: list[str | TreePath] = []
+        absent: list[str] = []
         for path in self.paths:
             text = path if isinstance(path, str) else _text(path)
             found = below.get(text, ())
@@ -180,7 +186,7 @@ class _Names(Selection):
                 absent.append(text)
             chosen.update(found)
         if absent:
-            raise _not_there([str(text) for text in absent], below)
+            raise _not_there(absent, below)
         return frozenset(chosen)
 
 
@@ -243,7 +249,7 @@ class _Experts(Selection):
 
 
 def _keys(path: Iterable[Key]) -> TreePath:
-    if not isinstance(path, Sequence):
+    if not isinstance(path, Sequence) or isinstance(path, bytes):
         raise TypeError(f"names({path!r}): expected a path, such as 'params/dense' or ('layers', 0)")
     return tuple(path)
 
@@ -291,7 +297,7 @@ def _not_there(absent: Sequence[str], below: Mapping[str, object]) -> TreeMismat
     lines: list[str] = []
     for text in absent:
         near = names.nearest(text)
-        lines.append(f"missing: {text} is not stored" + (f"; did you mean {near}?" if near else ""))
+        lines.append(f"missing: {_shown(text)} is not stored" + (f"; did you mean {_shown(near)}?" if near else ""))
     shown = "".join(f"\n  {line}" for line in lines[:30])
     more = f"\n  and {len(lines) - 30} more" if len(lines) > 30 else ""
     return TreeMismatchError(
@@ -301,8 +307,25 @@ def _not_there(absent: Sequence[str], below: Mapping[str, object]) -> TreeMismat
     )
 
 
+def _shown(text: str) -> str:
+    """A path for a person; in quotes where it has what a terminal would not print."""
+    return text if text.isprintable() else repr(text)
+
+
+def _numbers(own: Collection[int]) -> frozenset[int]:
+    """The numbers of experts.
+
+    Raises:
+        TypeError
+    """
+    try:
+        return frozenset(map(operator.index, own))
+    except TypeError as error:
+        raise TypeError(f"experts(..., {own!r}): expected the numbers of experts, such as range(8)") from error
+
+
 def _glob_pattern(pattern: str) -> re.Pattern[str]:
-    return _compiled(_glob_text(pattern), pattern)
+    return _compiled(_glob_text(pattern, pattern), pattern)
 
 
 def _compiled(expression: str, told: str) -> re.Pattern[str]:
@@ -312,18 +335,27 @@ def _compiled(expression: str, told: str) -> re.Pattern[str]:
         raise ValueError(f"{told!r} is no pattern: {error}") from error
 
 
-def _glob_text(pattern: str) -> str:
-    """The regular expression that a pattern of `glob` stands for."""
+def _expect_text(pattern: str, example: str) -> str:
+    """A pattern, if it is text.
+
+    Raises:
+        ValueError
+    """
     if not isinstance(pattern, str) or not pattern:
-        raise ValueError(f"{pattern!r} is no pattern; give text such as 'params/*/kernel'")
-    parts = pattern.split("/")
+        raise ValueError(f"{pattern!r} is no pattern; give text such as {example!r}")
+    return pattern
+
+
+def _glob_text(pattern: str, told: str) -> str:
+    """The regular expression that a pattern of `glob` stands for; `told` is what errors call it."""
+    parts = _expect_text(pattern, "params/*/kernel").split("/")
     expression = ""
     for number, part in enumerate(parts):
         last = number + 1 == len(parts)
         if part == "**":
             expression += ".*" if last else "(?:.*/)?"
         else:
-            expression += _key_expression(part, pattern) + ("" if last else "/")
+            expression += _key_expression(part, told) + ("" if last else "/")
     return expression
 
 

@@ -217,9 +217,14 @@ def test_what_was_tied_is_tied_where_it_is_cast_alike(tmp_path: Path) -> None:
     assert only["b"] is only["d"] and only["b"].tolist() == [0, 1, 2, 3]
 
 
-@pytest.mark.parametrize("options", [{"cast": "always"}, {"shapes": "pad"}, {"shapes": ["crop"]}])
+@pytest.mark.parametrize("options", [
+        {"cast": "always"}, {"cast": True}, {"shapes": "pad"}, {"shapes": ["crop"]}, {"shapes": None}, {"shapes": [["pad"]]},
+        {"pad_value": "0"}, {"pad_value": None}, {"pad_value": np.zeros(2)},
+    ],
+)  # fmt: skip
 def test_options_that_mean_nothing_are_refused(options: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="expected"):
+    (name,) = options
+    with pytest.raises((ValueError, TypeError), match=rf"Matching\({name}=.*expected"):
         Matching(**options)
 
 

@@ -175,10 +175,48 @@ def test_near_names_take_bounded_time() -> None:
 @pytest.mark.parametrize(
     "options", [{"unexpected": "skip"}, {"missing": "zeros"}, {"missing": None}, {"sequences": True}]
 )
-def test_options_that_mean_nothing_are_refused(options: dict[str, Any]) -> None:
+def test_choices_that_mean_nothing_are_refused(options: dict[str, Any]) -> None:
     (name,) = options
     with pytest.raises(ValueError, match=rf"Matching\({name}=.*expected one of '"):
         Matching(**options)
+
+
+def test_what_would_allow_several_differences_is_told_once_each(tmp_path: Path) -> None:
+    stored = {"a": np.ones(4, "f2"), "b": np.ones(4), "c": np.ones(4, "f4"), "d": np.ones((4, 2), "f4"), "e": ONES}
+    ckptcore.save(tmp_path / "c", stored)
+    asked = {
+        "a": AbstractArray((4,), "float32"),
+        "b": AbstractArray((4,), "float32"),
+        "c": AbstractArray((2, 2), "float32"),
+        "d": AbstractArray((3, 3), "float32"),
+        "e": AbstractArray((3,), "float32"),
+        "new": AbstractArray((3,), "float32"),
+        "own": np.ones(2),
+    }
+    told = str(refused(tmp_path / "c", asked))
+    assert told.endswith('Matching(missing="keep", cast="narrowing", shapes={"pad", "reshape", "truncate"})')
+    told = str(refused(tmp_path / "c", asked, matching=Matching(missing="keep")))
+    assert told.endswith('Matching(missing="placeholder", cast="narrowing", shapes={"pad", "reshape", "truncate"})')
+    matching = eval(told.rpartition("matching=")[2], {"Matching": Matching})  # what is told can be written so
+    assert ckptcore.load(tmp_path / "c", asked, matching=matching)["new"] is PLACEHOLDER
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"matching": "safe"}, r"matching='safe': expected a ckptcore\.Matching"),
+        ({"matching": {"cast": "safe"}}, r"expected a ckptcore\.Matching"),
+        ({"report": {}}, r"report=\{\}: expected a ckptcore\.LoadReport"),
+        ({"report": LoadReport}, r"expected a ckptcore\.LoadReport"),
+    ],
+)
+@LOADS
+def test_what_is_no_option_is_refused(
+    tmp_path: Path, loading: Callable[..., Any], options: dict[str, Any], told: str
+) -> None:
+    ckptcore.save(tmp_path / "c", {"w": ONES})
+    with pytest.raises(TypeError, match=told):
+        loading(tmp_path / "c", wanted("w"), **options)
 
 
 def test_a_report_tells_what_was_done_only_when_it_is_done(tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ from ckptcore.select import LeafTable, Selection
 from ckptcore.testing import ThreadJob, ThreadNetwork
 from ckptcore.transforms import Default, Rename, apply_transforms
 
+ANY: Any = select  # which what a user may write does not fit
 FAST = Context(durability="none")
 
 
@@ -126,6 +127,8 @@ def test_a_glob_of_plain_keys_fits_as_fnmatch_does(parts: list[str]) -> None:
         lambda: select.glob(""),
         lambda: select.glob("[z-a]"),
         lambda: select.regex("("),
+        lambda: ANY.regex(3),
+        lambda: ANY.experts(3, [0]),
         lambda: select.experts("layers/*", [0]),
         lambda: select.experts("{expert}/{expert}", [0]),
     ],
@@ -133,6 +136,31 @@ def test_a_glob_of_plain_keys_fits_as_fnmatch_does(parts: list[str]) -> None:
 def test_what_is_no_pattern_is_refused(make: Any) -> None:
     with pytest.raises(ValueError, match="no pattern|expected"):
         make()
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: ANY.where("w"),
+        lambda: ANY.experts("{expert}", 3),
+        lambda: ANY.experts("{expert}", ["1"]),
+        lambda: ANY.experts("{expert}", [1.0]),
+        lambda: ANY.names(b"w"),
+        lambda: ANY.names(None),
+    ],
+)
+def test_what_selects_nothing_sensible_is_refused(make: Any) -> None:
+    with pytest.raises(TypeError, match="expected"):
+        make()
+
+
+def test_names_that_a_terminal_would_obey_are_quoted(tmp_path: Path) -> None:
+    ckptcore.save(tmp_path / "c", {"a\n\x1b[31m": 1}, context=FAST)
+    with pytest.raises(TreeMismatchError) as caught:
+        ckptcore.load(tmp_path / "c", context=FAST, select=select.names("a\n\x1b[31mx"))
+    assert caught.value.differences == (r"missing: 'a\n\x1b[31mx' is not stored; did you mean 'a\n\x1b[31m'?",)
+    with pytest.raises(ValueError, match=r"'a\[\{expert\}' is no pattern"):
+        select.experts("a[{expert}", [0])
 
 
 def test_selections_are_not_combined_by_words() -> None:
