@@ -30,6 +30,7 @@ __all__ = ["command"]
 @click.option("--overwrite-non-atomic", is_flag=True, help="... also where a crash would leave neither.")
 @click.option("--map", "map_name", help="Rename, stack and turn weights: llama-to-maxtext, or the other way round.")
 @click.option("--head-dim", type=click.IntRange(min=2), help="Elements of a head, where the map needs them.")
+@click.option("--prefix", default="", help="What the names of the map begin with in Hugging Face's checkpoint: bert.")
 def command(
     as_json: bool,
     source: str,
@@ -39,6 +40,7 @@ def command(
     overwrite_non_atomic: bool,
     map_name: str | None,
     head_dim: int | None,
+    prefix: str,
 ) -> ExitCode:
     """Write the checkpoint at SOURCE to DESTINATION in another layout.
 
@@ -52,10 +54,12 @@ def command(
 
     replace: bool | Literal["non-atomic"] = "non-atomic" if overwrite_non_atomic else overwrite
     transforms: Transforms = ()
+    if map_name is None and (head_dim is not None or prefix):
+        raise click.UsageError("--head-dim and --prefix are of a map: give --map, too.")
     if map_name is not None:
         from ckptcore.transforms.maps import find_map  # only who maps waits for it
 
-        transforms = find_map(map_name, head_dim)
+        transforms = find_map(map_name, head_dim, prefix)
     context = command_context()
     with byte_progress("converting") as progress:
         ckptcore.convert(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+import pytest
 from safetensors.numpy import load_file, save_file
 
 import ckptcore
@@ -72,6 +73,32 @@ def test_a_map_and_the_way_back(run: Run, run_json: RunJson, tmp_path: Path) -> 
     written = load_file(tmp_path / "back" / "model.safetensors")
     assert written.keys() == arrays.keys()
     assert all(np.array_equal(written[name], array) for name, array in arrays.items())
+
+
+def test_names_with_a_prefix_are_mapped_by_it(run: Run, run_json: RunJson, tmp_path: Path) -> None:
+    arrays: dict[str, HostArray] = {
+        "text.model.embed_tokens.weight": np.ones((4, 2)),
+        "text.model.norm.weight": np.ones(2),
+    }
+    arrays["text.model.layers.0.self_attn.q_proj.weight"] = np.ones((4, 2))
+    arrays["text.model.layers.0.mlp.up_proj.weight"] = arrays["text.model.layers.0.input_layernorm.weight"] = np.ones(
+        (3, 2)
+    )
+    save_file(arrays, tmp_path / "model.safetensors")
+    there = ["convert", tmp_path / "model.safetensors", tmp_path / "scanned", "--map", "llama-to-scanned"]
+    assert run(*there).exit_code == 6
+    code, _ = run_json(ConvertDocument, *there, "--prefix", "text.")
+    assert code == 0 and ckptcore.load(tmp_path / "scanned")["text"]["layers"]["mlp"]["up_proj"]["kernel"].shape == (
+        1,
+        2,
+        3,
+    )
+
+
+@pytest.mark.parametrize("option", [("--prefix", "text."), ("--head-dim", "64")])
+def test_what_is_of_a_map_needs_one(run: Run, checkpoint: Path, tmp_path: Path, option: tuple[str, str]) -> None:
+    result = run("convert", checkpoint, tmp_path / "copy", *option)
+    assert result.exit_code == 2 and "give --map" in result.output and not (tmp_path / "copy").exists()
 
 
 def test_a_map_that_does_not_fit(run_json: RunJson, checkpoint: Path, tmp_path: Path) -> None:

@@ -24,7 +24,10 @@ from examples.minilm.pretrained import model_directory
 LAYERS, EMBED, HEADS, KV_HEADS, HEAD_DIM, MLP, VOCABULARY = 3, 16, 4, 2, 16, 24, 66
 
 
-def _llama(*, tied: bool = False, dtype: str = "float32") -> dict[str, Any]:
+def _llama(
+    *, tied: bool = False, dtype: str = "float32", head_dim: int = HEAD_DIM, biases: str = "", norms: bool = False
+) -> dict[str, Any]:
+    """A model as Transformers names it; `biases` are the first letters of the projections that have one."""
     rng = np.random.default_rng(0)
     shapes: dict[str, tuple[int, ...]] = {
         "model.embed_tokens.weight": (VOCABULARY, EMBED),
@@ -34,13 +37,18 @@ def _llama(*, tied: bool = False, dtype: str = "float32") -> dict[str, Any]:
         shapes["lm_head.weight"] = (VOCABULARY, EMBED)
     for layer in range(LAYERS):
         for part, heads in (("q", HEADS), ("k", KV_HEADS), ("v", KV_HEADS)):
-            shapes[f"model.layers.{layer}.self_attn.{part}_proj.weight"] = (heads * HEAD_DIM, EMBED)
-        shapes[f"model.layers.{layer}.self_attn.o_proj.weight"] = (EMBED, HEADS * HEAD_DIM)
+            shapes[f"model.layers.{layer}.self_attn.{part}_proj.weight"] = (heads * head_dim, EMBED)
+        shapes[f"model.layers.{layer}.self_attn.o_proj.weight"] = (EMBED, HEADS * head_dim)
         for part in ("gate", "up"):
             shapes[f"model.layers.{layer}.mlp.{part}_proj.weight"] = (MLP, EMBED)
         shapes[f"model.layers.{layer}.mlp.down_proj.weight"] = (EMBED, MLP)
         for name in ("input", "post_attention"):
             shapes[f"model.layers.{layer}.{name}_layernorm.weight"] = (EMBED,)
+    for name, (outputs, *inputs) in list(shapes.items()):
+        if inputs and name.removesuffix("_proj.weight").rpartition(".")[2][0] in biases and "_proj" in name:
+            shapes[name.removesuffix("weight") + "bias"] = (outputs,)
+        if norms and name.endswith(("q_proj.weight", "k_proj.weight")):
+            shapes[name.replace("proj", "norm")] = (head_dim,)
     return {
         name: rng.normal(size=shape).astype(ckptcore.AbstractArray((), dtype).dtype) for name, shape in shapes.items()
     }
@@ -66,6 +74,103 @@ def test_llama_is_scanned(tied: bool, tmp_path: Path) -> None:
     assert_same_tree(kernel, expected)
     assert made["layers"]["input_layernorm"]["scale"].shape == (LAYERS, EMBED)
     assert ("lm_head" in made) != tied
+
+
+@pytest.mark.parametrize("prefix", ["", "language_model.", "vlm.text."])
+@pytest.mark.parametrize(("biases", "norms"), [("qkv", False), ("qkvogud", False), ("", True)])
+def test_what_is_built_like_llama_is_scanned(biases: str, norms: bool, prefix: str, tmp_path: Path) -> None:
+    """Qwen 2, Llama with biases everywhere, Qwen 3; alone, or as part of another model."""
+    state = {prefix + name: array for name, array in _llama(biases=biases, norms=norms).items()}
+    if prefix:
+        state["vision.layers.0.kernel"] = np.ones((2, 3))
+    made = _there_and_back(state, llama_to_scanned(prefix), tmp_path)
+    layer = f"{prefix}model.layers.1"
+    if prefix:
+        assert_same_tree(made["vision.layers.0.kernel"], np.ones((2, 3)))
+    for key in prefix.split(".")[:-1]:
+        made = made[key]
+    assert sorted(made) == ["embed_tokens", "layers", "lm_head", "norm"], "nothing stays under its first name"
+    assert_same_tree(made["lm_head"]["kernel"], np.ascontiguousarray(state[f"{prefix}lm_head.weight"].T))
+    key_projection = made["layers"]["self_attn"]["k_proj"]
+    assert key_projection["kernel"].shape == (LAYERS, EMBED, KV_HEADS * HEAD_DIM)
+    if "k" in biases:
+        assert_same_tree(key_projection["bias"][1], state[f"{layer}.self_attn.k_proj.bias"])
+    if "g" in biases:
+        assert_same_tree(made["layers"]["mlp"]["gate_proj"]["bias"][1], state[f"{layer}.mlp.gate_proj.bias"])
+    if norms:
+        assert_same_tree(made["layers"]["self_attn"]["q_norm"]["scale"][1], state[f"{layer}.self_attn.q_norm.weight"])
+
+
+def test_of_heads_whose_root_is_no_power_of_two_queries_alone_are_rounded(tmp_path: Path) -> None:
+    state = {f"text.{name}": array for name, array in _llama(head_dim=8, dtype="bfloat16").items()}
+    ckptcore.save(tmp_path / "first", state)
+    made = ckptcore.load(tmp_path / "first", transforms=llama_to_maxtext(8, "text."))
+    ckptcore.save(tmp_path / "second", made)
+    back = ckptcore.load(tmp_path / "second", transforms=inverse(llama_to_maxtext(8, "text.")))
+    assert sorted(back) == sorted(state)
+    for name, array in state.items():
+        if "q_proj" in name:  # two roundings of bfloat16
+            assert np.allclose(back[name].astype(np.float32), array.astype(np.float32), rtol=2**-7)
+        else:
+            assert_same_tree(back[name], array)
+    layers, half = made["params"]["decoder"]["layers"], 4
+    keys = state["text.model.layers.2.self_attn.k_proj.weight"].T.reshape(EMBED, KV_HEADS, 8)
+    found = layers["self_attention"]["key"]["kernel"][:, 2]
+    assert np.array_equal(found[..., ::2], keys[..., :half]) and np.array_equal(found[..., 1::2], keys[..., half:])
+    values = state["text.model.layers.2.self_attn.v_proj.weight"].T.reshape(EMBED, KV_HEADS, 8)
+    assert np.array_equal(layers["self_attention"]["value"]["kernel"][:, 2], values)
+    queries = state["text.model.layers.2.self_attn.q_proj.weight"].T.reshape(EMBED, HEADS, 8)
+    scaled = (queries.astype(np.float32) * np.float32(1 / math.sqrt(8))).astype(queries.dtype)
+    assert np.array_equal(layers["self_attention"]["query"]["kernel"][:, 2, :, ::2], scaled[..., :half])
+    gates = state["text.model.layers.2.mlp.gate_proj.weight"].T
+    assert np.array_equal(layers["mlp"]["wi_0"]["kernel"][:, 2], gates)
+
+
+def _bert(layers: int = 12) -> dict[str, Any]:
+    """An encoder with heads, as Transformers names it."""
+    rng = np.random.default_rng(0)
+    shapes: dict[str, tuple[int, ...]] = {
+        f"embeddings.{table}_embeddings.weight": (9, EMBED) for table in ("word", "position")
+    }
+    dense = {
+        "attention.self.query": (EMBED, EMBED),
+        "attention.self.key": (EMBED, EMBED),
+        "attention.self.value": (EMBED, EMBED),
+    }
+    dense |= {
+        "attention.output.dense": (EMBED, EMBED),
+        "intermediate.dense": (MLP, EMBED),
+        "output.dense": (EMBED, MLP),
+    }
+    for layer in range(layers):
+        for name, shape in dense.items():
+            shapes |= {f"encoder.layer.{layer}.{name}.weight": shape, f"encoder.layer.{layer}.{name}.bias": shape[:1]}
+        for name in ("attention.output.LayerNorm", "output.LayerNorm"):
+            shapes |= dict.fromkeys([f"encoder.layer.{layer}.{name}.{one}" for one in ("weight", "bias")], (EMBED,))
+    shapes |= dict.fromkeys([f"embeddings.LayerNorm.{one}" for one in ("weight", "bias")], (EMBED,))
+    return {name: rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
+
+
+@pytest.mark.parametrize("prefix", ["bert.", "roberta.", "model.bert."])
+def test_an_encoder_with_heads_is_scanned_and_its_heads_stay(prefix: str, tmp_path: Path) -> None:
+    state: dict[str, Any] = {prefix + name: array for name, array in _bert().items()}
+    heads = {"cls.predictions.transform.dense.weight": np.ones((3, 2)), "classifier/kernel": np.ones((3, 2))}
+    made = _there_and_back({**state, **heads}, bert_to_scanned(prefix), tmp_path)
+    assert_same_tree({name: made.pop(name) for name in heads}, heads)
+    for key in prefix.split(".")[:-1]:
+        made = made[key]
+    kernel = made["encoder"]["layers"]["intermediate"]["kernel"]
+    expected = np.stack([state[f"{prefix}encoder.layer.{layer}.intermediate.dense.weight"].T for layer in range(12)])
+    assert_same_tree(kernel, expected)
+    with pytest.raises(TransformError, match="matches nothing"):
+        ckptcore.load(tmp_path / "first", transforms=bert_to_scanned())
+
+
+@pytest.mark.parametrize("prefix", ["bert", ".", "a..", "*.", "a/b.", "{x}."])
+def test_what_is_no_prefix_is_refused(prefix: str) -> None:
+    for make in (bert_to_scanned, llama_to_scanned, lambda prefix: llama_to_maxtext(64, prefix)):
+        with pytest.raises(TransformError, match="is no prefix of names"):
+            make(prefix)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -103,7 +208,7 @@ def test_maps_are_found_by_name_and_the_other_way_round() -> None:
     with pytest.raises(TransformError, match="an even number"):
         find_map("llama-to-maxtext", 7)
     for name in MAPS:
-        assert find_map(name, 64)
+        assert find_map(name, 64, "model.") != find_map(name, 64)
 
 
 @pytest.mark.filterwarnings("ignore:Sharding info not provided:UserWarning")
