@@ -15,7 +15,7 @@ from ckptcore.errors import (
     StorageError,
 )
 from ckptcore.events import Event
-from ckptcore.loading import abstract_tree, transformed
+from ckptcore.loading import abstract_tree, is_files, transformed
 from ckptcore.locations import Place
 from ckptcore.members import is_deleted, open_composite, open_member, present_members, while_composite_unchanged
 from ckptcore.model.metadata import TreeMetadata
@@ -43,7 +43,8 @@ class CheckpointMetadata:
     """What a checkpoint says of itself, without its arrays.
 
     Attributes:
-        abstract: a tree that can be passed to `load`: `AbstractArray` for arrays, and small values themselves.
+        abstract: what can be passed to `load`, with no framework: a tree with `AbstractArray` for arrays, and small values themselves. None
+            of files that an object wrote: they load as bytes.
         tree: the structure and a record of each leaf.
         layout: the name of its layout.
         created: when the save began, ISO 8601 in UTC; None where other software wrote it and does not say.
@@ -117,7 +118,7 @@ def describe_checkpoint(place: Place, context: Context, transforms: Transforms =
 def _describe_opened(context: Context, opened: Opened) -> CheckpointMetadata:
     root = opened.root
     return CheckpointMetadata(
-        abstract=abstract_tree(opened.tree, context.registry),
+        abstract=None if is_files(opened) else abstract_tree(opened.tree, context.registry),
         tree=opened.tree,
         layout=opened.layout.name,
         created=opened.created,

@@ -7,9 +7,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import numpy as np
-
 from ckptcore.builtin.files_layout import FilesLayout
+from ckptcore.builtin.host_leaves import abstract_of_stored
 from ckptcore.context import Context
 from ckptcore.errors import PluginError, TargetUndefinedError, TreeMismatchError
 from ckptcore.events import Recording
@@ -39,6 +38,7 @@ __all__ = [
     "check_tree_of_objects",
     "chosen_of",
     "holds_objects",
+    "is_files",
     "load_into_target",
     "load_nothing",
     "load_value",
@@ -69,7 +69,7 @@ def load_value(
     account = account_of(request)
 
     def plan(opened: Opened) -> Planned[object]:
-        if _is_files(opened):
+        if is_files(opened):
             if abstract is not None or request.transforms or request.select is not None:
                 raise _files_instead(opened)
             if account is not None:
@@ -170,7 +170,8 @@ def _load(location: Source, context: Context, recording: Recording, plan: Callab
     return while_unchanged(location, context, attempt)
 
 
-def _is_files(opened: Opened) -> bool:
+def is_files(opened: Opened) -> bool:
+    """Whether a checkpoint holds files that an object wrote, and no tree."""
     return opened.layout.name == FilesLayout.name
 
 
@@ -180,7 +181,7 @@ def refuse_files(opened: Opened) -> None:
     Raises:
         TreeMismatchError: if it holds files.
     """
-    if _is_files(opened):
+    if is_files(opened):
         raise _files_instead(opened)
 
 
@@ -390,18 +391,9 @@ def _abstract_leaves_of(tree: TreeMetadata, registry: Plugins) -> list[object]:
     """The leaves of `abstract_tree`."""
     _, value_handler = abstract_leaves(registry)
     return [
-        _abstract_leaf(record) if isinstance(record, ArrayRecord) else value_handler.build(None, record, ())
+        abstract_of_stored(record) if isinstance(record, ArrayRecord) else value_handler.build(None, record, ())
         for record in tree.leaves
     ]
-
-
-def _abstract_leaf(record: ArrayRecord) -> object:
-    """What asks for an array as what it was saved as, where the core knows that."""
-    if record.kind == "numpy.scalar":
-        return np.zeros((), record.spec.numpy_dtype)[()]
-    if record.kind in ("str", "bytes"):
-        return "" if record.kind == "str" else b""
-    return AbstractArray(record.spec.shape, record.spec.dtype)
 
 
 def _stored_at(opened: Opened, registry: Plugins) -> Callable[[TreePath], object]:

@@ -17,12 +17,16 @@ from ckptcore.model.transfer import Pending, Ready
 from ckptcore.model.tree import JSON, text_from_json, text_to_json
 from ckptcore.protocols import HostBytes, HostMemory, LeafHandler, Priority
 
-__all__ = ["HostArrayHandler", "HostValueHandler", "leaf_handler"]
+__all__ = ["HostArrayHandler", "HostValueHandler", "abstract_of_stored", "leaf_handler"]
 
 _INLINE_BYTES: Final = 1 << 14
 """A str or bytes up to this size lives in the root, a longer one is stored as an array of uint8, in bytes."""
 
 _SCALAR: Final = "numpy.scalar"
+
+_MOST_SCALAR_BYTES: Final = 1 << 12
+"""A scalar of text is as long as a checkpoint says, which may lie. A longer one is asked for as an array without axes, which has no
+elements until they are read."""
 
 
 class HostArrayHandler:
@@ -198,6 +202,20 @@ def leaf_handler(leaf_type: type) -> LeafHandler | None:
     if leaf_type in _VALUE_KINDS:
         return _VALUE_HANDLER
     return None
+
+
+def abstract_of_stored(record: ArrayRecord) -> object:
+    """What asks for a stored array as what it was saved as, where that was a leaf of this module: the others load as arrays."""
+    spec = record.spec
+    if record.kind == _SCALAR and not spec.shape and spec.nbytes <= _MOST_SCALAR_BYTES:
+        if spec.numpy_dtype.kind == "U":
+            return np.str_(
+                " " * (spec.nbytes // 4)
+            )  # NumPy keeps no NUL at the end, and the dtype is that of what is left
+        return np.bytes_(b" " * spec.nbytes) if spec.numpy_dtype.kind == "S" else np.zeros((), spec.numpy_dtype)[()]
+    if record.kind in ("str", "bytes"):
+        return "" if record.kind == "str" else b""
+    return AbstractArray(spec.shape, spec.dtype)
 
 
 def _assemble(spec: ArraySpec, boxes: Sequence[tuple[Box, HostArray]]) -> HostArray:

@@ -35,8 +35,13 @@ def abstract_arrays(metadata: ckptcore.CheckpointMetadata, devices: Sequence[jax
         metadata: what `ckptcore.metadata` told, or one of what `ckptcore.checkpointables_metadata` did.
         devices: to put arrays on; None for `jax.devices()`.
 
+    Returns:
+        The tree; None of files that an object wrote, which hold no arrays.
+
     Reads nothing. Safe in any thread.
     """
+    if metadata.abstract is None:
+        return None
     return _replaced(metadata.tree.skeleton, metadata.abstract, iter(metadata.tree.leaves), _Shardings(devices))
 
 

@@ -1,0 +1,76 @@
+"""What `ckptcore.metadata` calls abstract passes to a load, as it is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import ckptcore
+from ckptcore.testing import SaveLoadMatrixTests, assert_same_tree
+
+LAYOUTS = list(SaveLoadMatrixTests().layouts())
+
+SCALARS = {
+    "bfloat16": ml_dtypes.bfloat16(1.5),
+    "int4": ml_dtypes.int4(3),
+    "complex64": np.complex64(1 + 2j),
+    "bool": np.bool_(True),
+    "date": np.datetime64("2020-02-03T04:05:06", "ns"),
+    "no date": np.datetime64("NaT"),
+    "difference": np.timedelta64(5, "D"),
+    "difference of any unit": np.timedelta64(5),
+    "text": np.str_("four"),
+    "bytes": np.bytes_(b"123"),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_scalars_of_numpy_come_back_as_scalars(layout: str, tmp_path: Path) -> None:
+    saved = 0
+    for name, scalar in SCALARS.items():
+        try:
+            ckptcore.save(tmp_path / name, {"s": scalar}, layout=layout)
+        except ckptcore.CheckpointError:
+            continue  # the layout has no such dtype
+        saved += 1
+        found = ckptcore.load(tmp_path / name, ckptcore.metadata(tmp_path / name).abstract)["s"]
+        assert type(found) is type(scalar) and found.dtype == scalar.dtype, name
+        assert found.tobytes() == scalar.tobytes(), name
+    assert saved > len(SCALARS) // 2
+
+
+def test_a_scalar_of_long_text_costs_nothing_to_ask_for(tmp_path: Path) -> None:
+    """A checkpoint says how long it is, and may lie."""
+    long = np.str_("x" * 100_000)
+    ckptcore.save(tmp_path / "c", {"s": long})
+    abstract = ckptcore.metadata(tmp_path / "c").abstract["s"]
+    assert abstract == ckptcore.AbstractArray((), "U100000")
+    assert ckptcore.load(tmp_path / "c", {"s": abstract})["s"][()] == long
+
+
+class Words:
+    """An object that writes a file of its own."""
+
+    def save(self, directory: Path) -> None:
+        (directory / "words.txt").write_text("a b")
+
+    def load(self, directory: Path) -> None:
+        raise AssertionError("no object is asked for")
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_all_of_several_checkpointables_load_by_what_is_told_of_them(layout: str, tmp_path: Path) -> None:
+    state: dict[str, Any] = {"w": np.arange(3.0), "name": "run"}
+    ckptcore.save_checkpointables(tmp_path / "c", {"model": state, "words": Words(), "step": 3}, layout=layout)
+    found = ckptcore.checkpointables_metadata(tmp_path / "c").checkpointables
+    wanted = {name: metadata.abstract for name, metadata in found.items()}
+    expected = {"model": state, "words": {"words.txt": b"a b"}, "step": 3}
+    assert_same_tree(
+        ckptcore.load_checkpointables(tmp_path / "c", wanted), ckptcore.load_checkpointables(tmp_path / "c")
+    )
+    for name, abstract in wanted.items():
+        assert_same_tree(ckptcore.load(tmp_path / "c" / name, abstract), expected[name])
