@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -11,7 +12,7 @@ import numpy as np
 from ckptcore.context import Context
 from ckptcore.derivations import Derivation, Stored, cast, cut, pad, reshape
 from ckptcore.derivations.narrowed import narrow
-from ckptcore.derived import derive
+from ckptcore.derived import Derived, derive
 from ckptcore.differences import Remedy
 from ckptcore.dtype_values import float_values, has_all_values_of, is_narrowing, may_become
 from ckptcore.load_reports import LeafChange
@@ -34,11 +35,11 @@ class Adjustment:
 
     Attributes:
         change: what is done.
-        made: how. The `Stored` in it has the number of the leaf.
+        make: makes it of the stored array.
     """
 
     change: LeafChange
-    made: Derivation
+    make: Callable[[Derivation], Derivation]
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,11 +57,10 @@ class Refused:
     allowed_by: Remedy | None
 
 
-def adjust(leaf: int, asked: ArraySpec, stored: ArraySpec, matching: Matching) -> Adjustment | Sequence[Refused]:
+def adjust(asked: ArraySpec, stored: ArraySpec, matching: Matching) -> Adjustment | Sequence[Refused]:
     """Find what makes an array as it is asked for of the stored one; or every reason why nothing does.
 
     Args:
-        leaf: its number in the stored tree.
         asked, stored: which differ; both of plain arrays.
         matching: what is allowed.
     """
@@ -79,12 +79,13 @@ def adjust(leaf: int, asked: ArraySpec, stored: ArraySpec, matching: Matching) -
         refused.append(Refused("dtype", f"dtype: {told}; {why}", Remedy("cast", casting)))
     if refused or shapes is None or casting is None:
         return refused
+    make = functools.partial(_made, asked=asked, shapes=shapes, casting=casting, matching=matching)
     try:
-        made = _made(Stored(stored, leaf), asked, shapes, casting, matching)
+        made = make(Stored(stored, 0))
     except ValueError as error:  # of the value to pad with
         return (Refused("shape", f"shape: {told}; {error}", None),)
     pad_value = matching.pad_value if "pad" in shapes else None
-    return Adjustment(LeafChange(stored, made.spec, casting, shapes, pad_value), made)
+    return Adjustment(LeafChange(stored, made.spec, casting, shapes, pad_value), make)
 
 
 def _remedy(asked: tuple[int, ...], stored: tuple[int, ...], matching: Matching) -> Remedy | None:
@@ -123,7 +124,7 @@ def _casting(asked: str, stored: str) -> Casting | None:
 
 
 def _made(
-    stored: Derivation, asked: ArraySpec, shapes: frozenset[ShapeChange], casting: Casting, matching: Matching
+    stored: Derivation, *, asked: ArraySpec, shapes: frozenset[ShapeChange], casting: Casting, matching: Matching
 ) -> Derivation:
     made = stored
     if "reshape" in shapes:
@@ -169,6 +170,8 @@ def adjusted(opened: Opened, adjustments: Mapping[int, Adjustment], context: Con
     if not adjustments:
         return opened
     tree = opened.tree
+    # What transforms make is adjusted in one go with them, so that it is made in pieces by what these read.
+    below = opened.derived if isinstance(opened.derived, Derived) else None
     leaves: list[LeafRecord] = list(tree.leaves)
     derivations: dict[int, Derivation] = {}
     aliases: dict[int, int] = {}
@@ -180,20 +183,23 @@ def adjusted(opened: Opened, adjustments: Mapping[int, Adjustment], context: Con
         found = adjustments.get(number)
         change = None if found is None else found.change
         if found is not None:
-            leaves[number] = replace(record, spec=found.made.spec, cuts=None)
+            leaves[number] = replace(record, spec=found.change.made, cuts=None)
         if (same := first.setdefault((original, change), number)) != number:
             aliases[number] = same
             continue
-        made: Derivation = Stored(record.spec, original)
-        derivations[number] = made if found is None else found.made
+        before = Stored(record.spec, original) if below is None else below.derivations[original]
+        derivations[number] = before if found is None else found.make(before)
     told = "; ".join(
         [f"{format_path(tree.paths[number])}: {found.change}" for number, found in sorted(adjustments.items())]
     )
+    values = {number: number for number, record in enumerate(leaves) if not isinstance(record, ArrayRecord)}
+    first_below, *beside = (opened,) if below is None else below.below
     return derive(
-        opened,
+        first_below,
         replace(tree, leaves=tuple(leaves), aliases=aliases),
         derivations,
-        values={number: number for number, record in enumerate(leaves) if not isinstance(record, ArrayRecord)},
+        values=values if below is None else below.values,
+        beside=beside,
         most_bytes=context.memory.load_bytes,
-        told=told,
+        told=told if below is None else f"{below.told}\n{told}",
     )

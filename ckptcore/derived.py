@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from ckptcore.derivations.batches import Batch, Fill, StoredRead
-from ckptcore.derivations.derivation import Derivation, Stored
+from ckptcore.derivations.batches import Batch, Fill, Place, StoredRead
+from ckptcore.derivations.derivation import Derivation, Stored, walk
+from ckptcore.derivations.made import Computed
 from ckptcore.engine.memory import allocate
 from ckptcore.errors import TransformError
 from ckptcore.locations import LocationAddress
@@ -94,10 +96,12 @@ class Derived:
         """
         left = [0] * len(plan.items)
         batch = Batch()
-        for number, (item, buffer) in enumerate(zip(plan.items, buffers, strict=True)):
-            fills = self._fills(number, self.derivations[item.leaf], item.box, buffer)
-            left[number] = len(fills)
-            for fill in fills:
+        numbers = range(len(plan.items))
+        for leaf, together in itertools.groupby(numbers, lambda number: plan.items[number].leaf):
+            places = [Place(number, plan.items[number].box, buffers[number]) for number in together]
+            for fill in self._fills(self.derivations[leaf], places):
+                for owner in fill.owners:
+                    left[owner] += 1
                 if len(batch) and batch.held_bytes + fill.held_bytes > self.most_bytes:
                     yield from self._run(batch, plan, left)
                 batch.add(fill)
@@ -110,12 +114,10 @@ class Derived:
         if values:
             found[0] = dict.fromkeys(values)
         originals = [self.tree.aliases.get(leaf, leaf) for leaf in leaves]
-        stack = [self.derivations[leaf] for leaf in originals if leaf in self.derivations]
-        while stack:
-            one = stack.pop()
-            if isinstance(one, Stored):
-                found.setdefault(one.checkpoint, {})[one.leaf] = None
-            stack.extend(one.inputs)
+        for original in originals:
+            for one in walk(self.derivations[original]) if original in self.derivations else ():
+                if isinstance(one, Stored):
+                    found.setdefault(one.checkpoint, {})[one.leaf] = None
         return {checkpoint: list(numbers) for checkpoint, numbers in found.items()}
 
     def pieces(self, leaf: int, most_bytes: int) -> Sequence[Box]:
@@ -127,7 +129,7 @@ class Derived:
         step = max(1, spec.shape[0] * most_bytes // spec.nbytes)
         first = whole.band(0, 0, step)
         # Nothing is read into this: its pages are never touched.
-        fill = Fill.of(0, derivation, first, allocate(ArraySpec(first.shape, spec.dtype)))
+        fill = Fill.of(derivation, [Place(0, first, allocate(ArraySpec(first.shape, spec.dtype)))])
         if not self._reads_runs(fill):
             return [whole]
         return whole.bands(0, step)
@@ -138,13 +140,14 @@ class Derived:
             try:
                 fill.compute()
             except Exception as error:
-                path = format_path(self.tree.paths[plan.items[fill.owner].leaf])
+                path = format_path(self.tree.paths[plan.items[fill.owners[0]].leaf])
                 raise TransformError(
                     f"{path} could not be made of what {self.below[0]} holds: {type(error).__name__}: {error}"
                 ) from error
-            left[fill.owner] -= 1
-            if not left[fill.owner]:
-                yield fill.owner
+            for owner in fill.owners:
+                left[owner] -= 1
+                if not left[owner]:
+                    yield owner
 
     def _read_stored(self, reads: Sequence[StoredRead]) -> Iterator[int]:
         for checkpoint, below in enumerate(self.below):
@@ -156,26 +159,45 @@ class Derived:
             for there in below.read(plan, [reads[number].buffer for number in numbers]):
                 yield numbers[there]
 
-    def _fills(self, owner: int, derivation: Derivation, box: Box, out: HostArray) -> Sequence[Fill]:
-        """What fills a box: all at once, or in pieces, where that takes too much memory and they read little more."""
-        fill = Fill.of(owner, derivation, box, out)
+    def _fills(self, derivation: Derivation, places: Sequence[Place]) -> Sequence[Fill]:
+        """What fills boxes of an array: all at once, or in pieces, where that takes too much memory and they read little more.
+
+        A piece is a band of all boxes, so that what lies between the elements of one, which others take, is not read for each.
+        """
+        fill = Fill.of(derivation, places)
         if fill.held_bytes <= self.most_bytes:
             return [fill]
         count = -(-fill.held_bytes // self.most_bytes)
-        once = _elements(fill)
-        for axis, extent in enumerate(box.shape):
+        filled = [place for place in places if place.box.size]
+        around = _around([place.box for place in filled])
+        for axis, extent in enumerate(around.shape):
             step = -(-extent // count)
             if step == extent:
                 continue
-            bands = box.bands(axis, step)
-            pieces = [Fill.of(owner, derivation, band, out[band.within(box)]) for band in bands]
-            if sum(map(_elements, pieces)) <= once * _MOST_AGAIN and all(map(self._reads_runs, pieces)):
-                return pieces
-        return [fill]
+            pieces = [Fill.of(derivation, _within(filled, band)) for band in around.bands(axis, step)]
+            if sum([piece.read_bytes for piece in pieces]) <= fill.read_bytes * _MOST_AGAIN and all(
+                map(self._reads_runs, pieces)
+            ):
+                empty = [place for place in places if not place.box.size]
+                return [*pieces, Fill.of(derivation, empty)] if empty else pieces
+        if len(filled) == 1 or any(isinstance(one, Computed) for one in walk(derivation)):
+            return [fill]
+        if all(self._is_plain(read.array) for read in fill.reads):
+            return [fill]  # each by itself would read what lies between its elements
+        half = len(places) // 2
+        return [*self._fills(derivation, places[:half]), *self._fills(derivation, places[half:])]
 
     def _reads_runs(self, fill: Fill) -> bool:
         """Whether what is read for a piece are long runs of stored elements, or whole arrays."""
-        return all(self._is_run(read.array, read.box) for read in fill.reads)
+        boxes: dict[Stored, dict[Box, None]] = {}
+        for read in fill.reads:
+            boxes.setdefault(read.array, {})[read.box] = None
+        for array, of_array in boxes.items():
+            around = _around(list(of_array))
+            is_run = sum([box.size for box in of_array]) == around.size and self._is_run(array, around)
+            if not is_run and not all(self._is_run(array, box) for box in of_array):
+                return False
+        return True
 
     def _is_run(self, array: Stored, box: Box) -> bool:
         whole = Box.whole(array.spec.shape)
@@ -237,6 +259,16 @@ def derive(
     return dataclasses.replace(opened, tree=tree, derived=derived, copies=None)
 
 
-def _elements(fill: Fill) -> int:
-    """Bytes that are read for a fill."""
-    return sum([read.buffer.nbytes for read in fill.reads])
+def _around(boxes: Sequence[Box]) -> Box:
+    """The smallest box that has all of some."""
+    starts, stops = zip(*[(box.start, box.stop) for box in boxes], strict=True)
+    return Box(tuple(map(min, zip(*starts, strict=True))), tuple(map(max, zip(*stops, strict=True))))
+
+
+def _within(places: Sequence[Place], band: Box) -> list[Place]:
+    """What places have of a band."""
+    return [
+        Place(owner, common, out[common.within(box)])
+        for owner, box, out in places
+        if (common := box.intersect(band)) is not None
+    ]

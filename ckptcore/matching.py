@@ -331,7 +331,7 @@ class _Comparison:
         from ckptcore.adjustments import Adjustment, adjust  # only where something differs
         from ckptcore.differences import Difference
 
-        found = adjust(self.tree.aliases.get(number, number), asked.spec, stored.spec, matching)
+        found = adjust(asked.spec, stored.spec, matching)
         if isinstance(found, Adjustment):
             adjustments[number] = found
             return ()

@@ -5,14 +5,15 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from ckptcore.derivations.derivation import Derivation, Stored
+from ckptcore.derivations.made import Computed
 from ckptcore.engine.elements import copy_elements
 from ckptcore.engine.memory import allocate
 from ckptcore.model.arrays import ArraySpec, Box, HostArray
 
-__all__ = ["Batch", "Fill", "ReadAll", "StoredRead"]
+__all__ = ["Batch", "Fill", "Place", "ReadAll", "StoredRead"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,38 +37,62 @@ ReadAll: TypeAlias = Callable[[Sequence[StoredRead]], Iterator[int]]
 """Reads boxes; gives the number of each as it is there."""
 
 
-@dataclass(slots=True, eq=False)
-class Fill:
-    """A box of a derived array that is filled.
+class Place(NamedTuple):
+    """Where a box of a derived array goes.
 
     Attributes:
         owner: what it is for; its caller's own.
-        reads: what is read for it.
-        waiting: how many of them are still to come.
-        steps: what is computed then, in this order.
-        held_bytes: bytes of the memory that it needs beside `out`.
+        box: which box.
+        out: memory of its shape; of any strides.
     """
 
     owner: int
+    box: Box
+    out: HostArray
+
+
+@dataclass(slots=True, eq=False)
+class Fill:
+    """Boxes of a derived array that are filled together: what several of them are made of is read and made once.
+
+    Attributes:
+        owners: of the boxes.
+        reads: what is read for them.
+        waiting: how many of these are still to come.
+        steps: what is computed then, in this order.
+        held_bytes: bytes of the memory that is needed beside their own.
+    """
+
+    owners: Sequence[int]
     reads: list[StoredRead] = field(default_factory=list)
     waiting: int = 0
     steps: list[Callable[[], None]] = field(default_factory=list)
     held_bytes: int = 0
+    _parts: dict[tuple[Derivation, Box], HostArray] = field(default_factory=dict)
+    _results: dict[Computed, list[HostArray]] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, owner: int, derivation: Derivation, box: Box, out: HostArray) -> Fill:
-        """Say what is to be done to fill `out`, of any strides, with a box; read nothing.
+    def of(cls, derivation: Derivation, places: Sequence[Place]) -> Fill:
+        """Say what is to be done to fill places with their boxes; read nothing.
 
         Memory is reserved, and not used before it is read into.
         """
-        fill = cls(owner)
-        if box.size:
-            fill._place(derivation, box, out)
+        fill = cls([place.owner for place in places])
+        for _, box, out in places:
+            if box.size:
+                fill._place(derivation, box, out)
+        fill._parts.clear()
         return fill
+
+    @property
+    def read_bytes(self) -> int:
+        """Bytes of what is read; a box that several parts are is read once."""
+        return sum({(read.array, read.box): read.buffer.nbytes for read in self.reads}.values())
 
     def compute(self) -> None:
         """Take the steps, when all is read."""
         steps, self.steps = self.steps, []
+        self._results.clear()
         for step in steps:
             step()
 
@@ -80,6 +105,10 @@ class Fill:
                 # NumPy copies as it is read: no layout reads into memory with gaps.
                 self.steps.append(functools.partial(copy_elements, out, self._made(derivation, box)))
             return
+        if isinstance(derivation, Computed):
+            result = self._result(derivation)
+            self.steps.append(lambda: copy_elements(out, result[0][box.slices]))
+            return
         needed, views = derivation.needed(box), derivation.views(box, out)
         if views is not None:
             for part, view in zip(needed, views, strict=True):
@@ -88,11 +117,22 @@ class Fill:
         parts = [self._made(derivation.inputs[part.number], part.box) for part in needed]
         self.steps.append(functools.partial(derivation.make, box, parts, out))
 
+    def _result(self, derivation: Computed) -> list[HostArray]:
+        """What will hold all that a function gives, which is called once."""
+        if (result := self._results.get(derivation)) is None:
+            result = self._results[derivation] = []
+            whole = Box.whole(derivation.spec.shape)
+            parts = [self._made(derivation.inputs[part.number], part.box) for part in derivation.needed(whole)]
+            self.held_bytes += derivation.spec.nbytes
+            self.steps.append(lambda: result.append(derivation.compute(parts)))
+        return result
+
     def _made(self, derivation: Derivation, box: Box) -> HostArray:
-        """Memory of its own that will hold a box of an array."""
-        out = allocate(ArraySpec(box.shape, derivation.spec.dtype))
-        self.held_bytes += out.nbytes
-        self._place(derivation, box, out)
+        """Memory of its own that will hold a box of an array; of what holds it already, the same."""
+        if (out := self._parts.get((derivation, box))) is None:
+            out = self._parts[derivation, box] = allocate(ArraySpec(box.shape, derivation.spec.dtype))
+            self.held_bytes += out.nbytes
+            self._place(derivation, box, out)
         return out
 
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from ckptcore.engine.elements import copy_elements
 from ckptcore.model.arrays import ArraySpec, Box, HostArray
 
-__all__ = ["Derivation", "OfNothing", "Part", "Stored", "place"]
+__all__ = ["Derivation", "OfNothing", "Part", "Stored", "place", "walk"]
 
 
 class Part(NamedTuple):
@@ -102,6 +102,15 @@ class Stored(OfNothing):
     def make(self, box: Box, parts: Sequence[HostArray], out: HostArray) -> None:
         """Never called: it is read."""
         raise NotImplementedError("a stored array is read, and not made")
+
+
+def walk(derivation: Derivation) -> Iterator[Derivation]:
+    """A derivation and all that it is made of."""
+    stack = [derivation]
+    while stack:
+        one = stack.pop()
+        yield one
+        stack.extend(one.inputs)
 
 
 def place(views: Sequence[HostArray], parts: Sequence[HostArray]) -> None:

@@ -164,16 +164,16 @@ class LowRankMerge:
 
 @dataclass(frozen=True, slots=True)
 class Computed:
-    """What a function makes of whole arrays. Whoever needs a part of it reads them whole, and computes all of it.
+    """What a function makes of whole arrays. Whoever needs a part of it reads them whole, and computes all of it, once for all its parts.
 
     Attributes:
         inputs: what the function gets, as NumPy arrays.
-        function: gives the array, of this spec; may be called again, and from any thread.
+        function: gives the array, of this spec; called from any thread.
         spec: the array that is made.
     """
 
     inputs: tuple[Derivation, ...]
-    function: Callable[..., Any] = field(repr=False)
+    function: Callable[..., Any] = field(repr=False, hash=False)  # not every callable object has a hash
     spec: ArraySpec
 
     def needed(self, box: Box) -> Sequence[Part]:
@@ -186,7 +186,14 @@ class Computed:
         return None
 
     def make(self, box: Box, parts: Sequence[HostArray], out: HostArray) -> None:
+        """Copy a box of what the function gives; see `compute`."""
+        copy_elements(out, self.compute(parts)[box.slices])
+
+    def compute(self, parts: Sequence[HostArray]) -> HostArray:
         """Call the function.
+
+        Args:
+            parts: the inputs that have elements.
 
         Raises:
             ValueError: if it gives another array than was said.
@@ -196,10 +203,10 @@ class Computed:
         arrays = [
             next(given) if one.spec.size else np.empty(one.spec.shape, one.spec.numpy_dtype) for one in self.inputs
         ]
-        made = np.asarray(self.function(*arrays))
+        made: HostArray = np.asarray(self.function(*arrays))
         if made.shape != self.spec.shape or made.dtype != self.spec.numpy_dtype:
             raise ValueError(f"the function gave {made.dtype}{list(made.shape)}, and {self.spec} was expected of it")
-        copy_elements(out, made[box.slices])
+        return made
 
 
 def cast(of: Derivation, dtype: str) -> Derivation:

@@ -28,6 +28,7 @@ from ckptcore.derivations import (
     stack,
     weighted_sum,
 )
+from ckptcore.derivations.batches import Place
 from ckptcore.derived import Derived, derive
 from ckptcore.errors import TransformError
 from ckptcore.model import LEAF, ArrayRecord, ArraySpec, Box, HostArray, Node, TreeMetadata
@@ -139,7 +140,7 @@ def test_what_lies_where_it_goes_is_read_into_place(location: str) -> None:
     assert isinstance(derived.derived, Derived)
     buffer = np.empty((3, 10), np.float32)
     plan = plan_read(derived.tree, None, [(0, (Box.whole((3, 10)),))])
-    (fill,) = derived.derived._fills(0, one, Box.whole((3, 10)), buffer)
+    (fill,) = derived.derived._fills(one, [Place(0, Box.whole((3, 10)), buffer)])
     assert fill.held_bytes == 0 and fill.steps == []
     assert list(derived.read(plan, [buffer])) == [0]
     assert (buffer == STORED[0][[5, 2, 9]]).all() and counted.elements == 30
@@ -164,7 +165,7 @@ def test_large_arrays_are_made_in_pieces_with_little_memory(tmp_path: Path) -> N
     derived = derive(opened, _tree([one]), {0: one}, most_bytes=16 << 20, values={})
     assert isinstance(derived.derived, Derived)
     out = np.empty(array.shape, np.float32)
-    fills = derived.derived._fills(0, one, Box.whole(array.shape), out)
+    fills = derived.derived._fills(one, [Place(0, Box.whole(array.shape), out)])
     assert len(fills) == 2 and max(fill.held_bytes for fill in fills) == 16 << 20
     assert (_read(derived, [(0, Box.whole(array.shape))])[0] == array).all()
     assert opened.store.bytes_read <= 1.1 * array.nbytes

@@ -1,0 +1,225 @@
+"""Every transform reads what is asked for of its result and little more: by the shards of one process, and by those of all devices."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import ckptcore
+from ckptcore import AbstractArray, ArrayShard, Context, LoadReport, Matching, MemoryOptions, ShardedArray
+from ckptcore.model import Box
+from ckptcore.transforms import (
+    Apply,
+    Average,
+    Cast,
+    Default,
+    Drop,
+    Fuse,
+    IfPresent,
+    MergeAxes,
+    MergeLora,
+    Pad,
+    Rename,
+    RenameTable,
+    Reshape,
+    Scale,
+    Slice,
+    Split,
+    SplitAxis,
+    Stack,
+    Transform,
+    Transpose,
+    Unstack,
+)
+
+SIDE, RANK, SHARDS = 1024, 16, 8
+WHOLE = SIDE * SIDE * 4
+"""Bytes of one of the arrays."""
+
+QUIET = Context(durability="none", checksums=False)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    """Four matrices, their adapter and as many others; without checksums, for which whole blocks would be read."""
+    rng = np.random.default_rng(0)
+    state = {f"l.{number}": rng.integers(0, 99, (SIDE, SIDE)).astype(np.float32) for number in range(4)}
+    directory = tmp_path_factory.mktemp("bytes")
+    ckptcore.save(directory / "c", state, context=QUIET)
+    ckptcore.save(directory / "other", {name: array + 2 for name, array in state.items()}, context=QUIET)
+    thin = {"l.0.B": np.ones((SIDE, RANK), np.float32), "l.0.A": np.ones((RANK, SIDE), np.float32)}
+    ckptcore.save(directory / "adapter", thin, context=QUIET)
+    return directory, state
+
+
+def _stacked(state: dict[str, Any]) -> Any:
+    return np.stack(list(state.values()))
+
+
+CASES: dict[str, tuple[Any, Any, int, float, float]] = {
+    # By name: transforms that make w, what NumPy makes, along which axis w is cut, how many matrices all of w takes, and an eighth.
+    "rename": (lambda d: [Rename("l.0", "w")], lambda s: s["l.0"], 0, 1, 1 / 8),
+    "table": (lambda d: [RenameTable({"l.0": "w", "l.1": "l.0"})], lambda s: s["l.0"], 0, 1, 1 / 8),
+    "drop": (lambda d: [Drop("l.1"), IfPresent(Drop("l.9")), Rename("l.0", "w")], lambda s: s["l.0"], 0, 1, 1 / 8),
+    "default": (lambda d: [Default("w", np.ones((8, 8), np.float32))], lambda s: np.ones((8, 8), np.float32), 0, 0, 0),
+    "cast": (lambda d: [Rename("l.0", "w"), Cast("w", "float64")], lambda s: s["l.0"].astype("f8"), 0, 1, 1 / 8),
+    "transpose": (lambda d: [Rename("l.0", "w"), Transpose("w")], lambda s: s["l.0"].T, 1, 1, 1 / 8),
+    "reshape": (lambda d: [Rename("l.0", "w"), Reshape("w", (-1, 16, SIDE))], lambda s: s["l.0"].reshape(64, 16, SIDE), 0, 1, 1 / 8),
+    "split axis": (lambda d: [Rename("l.0", "w"), SplitAxis("w", 0, (8, -1))], lambda s: s["l.0"].reshape(8, -1, SIDE), 0, 1, 1 / 8),
+    "inner axis": (lambda d: [Rename("l.0", "w"), SplitAxis("w", 0, (8, -1))], lambda s: s["l.0"].reshape(8, -1, SIDE), 1, 1, 1 / 8),
+    "merge axes": (lambda d: [Rename("l.0", "w"), MergeAxes("w", 0, (-1, -1))], lambda s: s["l.0"].reshape(-1), 0, 1, 1 / 8),
+    "scale": (lambda d: [Rename("l.0", "w"), Scale("w", 3)], lambda s: s["l.0"] * np.float32(3), 0, 1, 1 / 8),
+    "slice": (lambda d: [Rename("l.0", "w"), Slice("w", 256, 512)], lambda s: s["l.0"][256:512], 0, 1 / 4, 1 / 32),
+    "pad": (lambda d: [Rename("l.0", "w"), Pad("w", 2 * SIDE)], lambda s: np.pad(s["l.0"], ((0, SIDE), (0, 0))), 0, 1, 1 / 4),
+    "apply": (lambda d: [Rename("l.0", "w"), Apply("w", lambda w: w[::-1])], lambda s: s["l.0"][::-1], 0, 1, 1),
+    "stack": (lambda d: [Stack("l.{i}", "w")], _stacked, 1, 4, 1 / 2),
+    "stack last": (lambda d: [Stack("l.{i}", "w", -1)], lambda s: np.moveaxis(_stacked(s), 0, -1), 0, 4, 1 / 2),
+    "unstack": (
+        lambda d: [Fuse([f"l.{i}" for i in range(4)], "x"), SplitAxis("x", 0, (2, -1)), Unstack("x", "y.{i}"), Rename("y.1", "w")],
+        lambda s: np.concatenate([s["l.2"], s["l.3"]]), 0, 2, 1 / 4,
+    ),
+    "split": (lambda d: [Split("l.0", ["v", "w"])], lambda s: s["l.0"][512:], 0, 1 / 2, 1 / 16),
+    "fuse": (lambda d: [Fuse(["l.0", "l.1"], "w")], lambda s: np.concatenate([s["l.0"], s["l.1"]]), 0, 2, 1 / 4),
+    "average": (
+        lambda d: [Average([d / "other"], [3, 1]), Rename("l.0", "w")], lambda s: s["l.0"] + np.float32(0.5), 0, 2, 1 / 4,
+    ),
+    "lora": (
+        lambda d: [MergeLora("{n...}", "{n...}.B", "{n...}.A", 0.5, d / "adapter"), Rename("l.0", "w")],
+        lambda s: s["l.0"] + np.float32(RANK / 2), 0, 1 + 2 * RANK / SIDE, 1 / 8 + (1 + 1 / 8) * RANK / SIDE,
+    ),
+}  # fmt: skip
+
+
+def test_every_transform_is_counted() -> None:
+    import ckptcore.transforms
+
+    kinds = {type(one).__name__ for make, *_ in CASES.values() for one in make(Path())}
+    assert {name for name in ckptcore.transforms.__all__ if hasattr(getattr(ckptcore.transforms, name), "inverse")} - {
+        "Transform"
+    } == kinds
+
+
+def _loaded(
+    location: Path, whole: Any, boxes: Sequence[Box], chain: list[Transform], load_bytes: int | None
+) -> LoadReport:
+    report = LoadReport()
+    asked = ShardedArray(whole.shape, whole.dtype, [ArrayShard(box) for box in boxes])
+    loaded = ckptcore.load(
+        location, {"w": asked}, transforms=chain, report=report, matching=Matching(unexpected="ignore"),
+        context=Context(memory=MemoryOptions(load_bytes=load_bytes)),
+    )  # fmt: skip
+    for shard in loaded["w"].shards:
+        assert np.array_equal(shard.elements, whole[shard.box.slices])
+    return report
+
+
+@pytest.mark.parametrize("load_bytes", [None, 1 << 20])
+@pytest.mark.parametrize("name", CASES)
+def test_bytes_are_those_that_are_needed(saved: tuple[Path, dict[str, Any]], name: str, load_bytes: int | None) -> None:
+    directory, state = saved
+    make, expected, axis, of_all, of_one = CASES[name]
+    whole, chain = expected(state), make(directory)
+    step = whole.shape[axis] // SHARDS
+    boxes = Box.whole(whole.shape).bands(axis, step)
+    assert len(boxes) == SHARDS
+    for own, share in ((boxes, of_all), (boxes[3:4], of_one)):
+        report = _loaded(directory / "c", whole, own, chain, load_bytes)
+        assert report.bytes_read <= 1.1 * share * WHOLE
+        assert report.bytes_read >= 0.99 * share * WHOLE, "or this counts what is not read"
+
+
+@pytest.mark.parametrize("name", ["cast", "transpose", "scale", "apply", "average", "lora", "stack"])
+def test_devices_of_one_process_do_not_read_for_each_other_again(saved: tuple[Path, dict[str, Any]], name: str) -> None:
+    """Shards across the rows of what is stored, with memory for one of them: each by itself would read all."""
+    directory, state = saved
+    make, expected, axis, of_all, _ = CASES[name]
+    whole, chain = expected(state), make(directory)
+    across = 2 if name == "stack" else 1 - axis
+    boxes = Box.whole(whole.shape).bands(across, whole.shape[across] // SHARDS)
+    report = _loaded(directory / "c", whole, boxes, chain, 1 << 20)
+    assert report.bytes_read <= 1.1 * of_all * WHOLE
+
+
+def test_casts_by_matching_do_not_read_again_either(saved: tuple[Path, dict[str, Any]]) -> None:
+    directory, state = saved
+    boxes = Box.whole((SIDE, SIDE)).bands(1, SIDE // SHARDS)
+    for chain in ([], [Scale("l.0", 2)]):
+        report = LoadReport()
+        asked = ShardedArray((SIDE, SIDE), np.dtype(np.float64), [ArrayShard(box) for box in boxes])
+        loaded = ckptcore.load(
+            directory / "c", {"l.0": asked}, report=report, transforms=chain, matching=Matching(unexpected="ignore", cast="safe"),
+            context=Context(memory=MemoryOptions(load_bytes=1 << 20)),
+        )  # fmt: skip
+        for shard in loaded["l.0"].shards:
+            assert np.array_equal(shard.elements, state["l.0"][shard.box.slices] * (2 if chain else 1))
+        assert report.bytes_read <= 1.1 * WHOLE
+
+
+class _Counted:
+    """A function that knows how often it was called; of a class whose objects have no hash."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+        self._lock = threading.Lock()
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+    __hash__ = None  # type: ignore[assignment]  # that is what is tested
+
+    def __call__(self, array: Any) -> Any:
+        with self._lock:
+            self.calls += 1
+        return array + self.calls  # as a function with noise: boxes of two calls do not fit together
+
+
+@pytest.mark.parametrize("load_bytes", [None, 1 << 20])
+def test_a_function_is_called_once_for_all_boxes(saved: tuple[Path, dict[str, Any]], load_bytes: int | None) -> None:
+    directory, state = saved
+    counted = _Counted()
+    whole = state["l.0"] + 1
+    _loaded(
+        directory / "c",
+        whole,
+        Box.whole(whole.shape).bands(0, 128),
+        [Rename("l.0", "w"), Apply("w", counted)],
+        load_bytes,
+    )
+    assert counted.calls == 1
+    target = {
+        "w": ShardedArray(whole.shape, whole.dtype, [ArrayShard(box) for box in Box.whole(whole.shape).bands(1, 512)])
+    }
+    chain = [Rename("l.0", "w"), Apply("w", counted), Transpose("w")]
+    ckptcore.load(directory / "c", target, transforms=chain, matching=Matching(unexpected="ignore"))
+    assert counted.calls == 2
+
+
+def test_layers_that_a_function_makes_are_called_for_once_each(saved: tuple[Path, dict[str, Any]]) -> None:
+    directory, state = saved
+    calls: list[float] = []
+
+    def negative(array: Any) -> Any:
+        calls.append(float(array[0, 0]))
+        return -array
+
+    chain = [Apply("l.{i}", negative), Stack("l.{i}", "w")]
+    whole = -_stacked(state)
+    report = _loaded(directory / "c", whole, Box.whole(whole.shape).bands(2, SIDE // SHARDS), chain, 10 << 20)
+    assert len(calls) == 4 and report.bytes_read <= 1.1 * 4 * WHOLE
+
+
+def test_an_abstract_array_reads_the_whole_once(saved: tuple[Path, dict[str, Any]]) -> None:
+    directory, state = saved
+    report = LoadReport()
+    loaded = ckptcore.load(
+        directory / "c",
+        {"w": AbstractArray((4, SIDE, SIDE), "float32")},
+        transforms=[Stack("l.{i}", "w")],
+        report=report,
+    )
+    assert np.array_equal(loaded["w"], _stacked(state)) and report.bytes_read == 4 * WHOLE
