@@ -6,13 +6,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 
 import ckptcore
+from ckptcore.errors import TransformError
 from ckptcore.model import ArraySpec, Box
 from ckptcore.testing import RemoteArray, WorkerProcesses
-from ckptcore.transforms import Cast, Fuse, Transform, Transpose
+from ckptcore.transforms import Cast, Fuse, Scale, Transform, Transpose
 from tests.controller.arrays import COLUMNS, ROWS, SPEC, WHOLE, digests_of, make_rows, make_whole
 from tests.controller.elements import counted
 
@@ -82,6 +84,41 @@ def test_workers_make_what_transforms_say(workers: WorkerProcesses, context: ckp
     assert crossings(workers, load) == ["read 0", "read 1"]
     ckptcore.save(tmp_path / "made", loaded, context=context)
     np.testing.assert_array_equal(ckptcore.load(tmp_path / "made")["w"], expected.astype(np.float64))
+
+
+@pytest.mark.parametrize("chain", [(), (Transpose("w"), Scale("w", 2.0))])
+def test_workers_cast_and_pad_as_matching_says(
+    chain: tuple[Transform, ...], workers: WorkerProcesses, context: ckptcore.Context, tmp_path: Path
+) -> None:
+    stored = (counted(SPEC, Box.whole(SPEC.shape)) % 251).astype(np.float32)
+    expected = stored if not chain else stored * 2
+    ckptcore.save(tmp_path / "it", {"w": stored.T.copy() if chain else stored}, context=context)
+    held = ROWS[0], (Box((32, 0), (72, 1024)),)
+    asked = {"w": RemoteArray(ArraySpec((72, 1024), "bfloat16"), held)}
+    matching = ckptcore.Matching(cast="narrowing", shapes={"pad"}, pad_value=-1)
+    loaded: dict[str, Any] = {}
+
+    def load() -> None:
+        found = ckptcore.load(tmp_path / "it", asked, transforms=chain, matching=matching, context=context)
+        loaded.update(found)
+
+    assert crossings(workers, load) == ["read 0", "read 1"]
+    ckptcore.save(tmp_path / "made", loaded, context=context)
+    padded = np.pad(expected, ((0, 8), (0, 0)), constant_values=-1).astype(ml_dtypes.bfloat16)
+    assert ckptcore.load(tmp_path / "made")["w"].tobytes() == padded.tobytes()
+
+
+def test_a_worker_tells_what_a_dtype_has_no_place_for(
+    workers: WorkerProcesses, context: ckptcore.Context, tmp_path: Path
+) -> None:
+    stored = counted(SPEC, Box.whole(SPEC.shape)).astype(np.float32) % 60000
+    ckptcore.save(tmp_path / "it", {"w": stored}, context=context)
+    asked = {"w": RemoteArray(ArraySpec(SPEC.shape, "float16"), ROWS)}
+    ckptcore.load(tmp_path / "it", asked, matching=ckptcore.Matching(cast="narrowing"), context=context)
+    stored[-1, -1] = 1e6
+    ckptcore.save(tmp_path / "it", {"w": stored}, overwrite=True, context=context)
+    with pytest.raises(TransformError, match=r"w could not be made of what .*float16 has nothing near 1000000"):
+        ckptcore.load(tmp_path / "it", asked, matching=ckptcore.Matching(cast="narrowing"), context=context)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
