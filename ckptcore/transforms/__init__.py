@@ -13,7 +13,8 @@ as little as the part of it takes that is asked for. What matches nothing, or do
 """
 
 from ckptcore.transforms.applying import Transforms, apply_transforms, check_beside, describe, inverse
-from ckptcore.transforms.elements import Apply, Cast, MergeAxes, Pad, Reshape, Scale, Slice, SplitAxis, Transpose
+from ckptcore.transforms.axes import MergeAxes, Reshape, SplitAxis, Transpose
+from ckptcore.transforms.elements import Apply, Cast, Pad, Scale, Slice
 from ckptcore.transforms.merges import Average, MergeLora
 from ckptcore.transforms.moves import Default, Drop, Rename, RenameTable
 from ckptcore.transforms.patterns import Pattern

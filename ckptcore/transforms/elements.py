@@ -1,57 +1,24 @@
-"""Transforms of single arrays: other dtypes, axes, extents, or any function of their elements."""
+"""Transforms of the elements of single arrays: other dtypes, fewer or more of them, or any function."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from ckptcore.derivations import Derivation, cast, computed, cut, pad, permute, reshape, weighted_sum
-from ckptcore.errors import TransformError
+from ckptcore.derivations import Derivation, cast, computed, cut, pad, weighted_sum
 from ckptcore.model.arrays import AbstractArray, ArraySpec, Box, name_of_dtype
-from ckptcore.model.tree import format_path
-from ckptcore.transforms.arguments import (
-    expect_callable,
-    expect_dtype,
-    expect_int,
-    expect_ints,
-    expect_number,
-    expect_pattern,
-)
-from ckptcore.transforms.drafts import Draft, DraftArray
-from ckptcore.transforms.patterns import Pattern, Template
+from ckptcore.transforms.arguments import expect_callable, expect_dtype, expect_int, expect_number
+from ckptcore.transforms.each_array import EachArray, axis_of
+from ckptcore.transforms.patterns import Template
 from ckptcore.transforms.transform import Transform, not_invertible
 
-__all__ = [
-    "Apply",
-    "Cast",
-    "MergeAxes",
-    "Pad",
-    "Reshape",
-    "Scale",
-    "Slice",
-    "SplitAxis",
-    "Transpose",
-    "axis_of",
-]
-
-
-def _change(draft: Draft, pattern: Pattern, change: Callable[[Derivation], Derivation]) -> None:
-    """Put what is made of each array that matches in its place."""
-    made = {}
-    for path, _, array in draft.arrays(Template(pattern)):
-        try:
-            now = change(array)
-        except ValueError as error:
-            raise TransformError(f"{format_path(path)}: {error}") from error
-        leaf = draft.leaves[path]
-        made[path] = {path: leaf if now is array else DraftArray.of(now)}
-    draft.replace(made)
+__all__ = ["Apply", "Cast", "Pad", "Scale", "Slice"]
 
 
 @dataclass(frozen=True, slots=True)
-class Cast(Transform):
+class Cast(EachArray):
     """Arrays in another dtype, rounded as NumPy does: what the dtype has no place for wraps or becomes infinite.
 
     Attributes:
@@ -60,21 +27,17 @@ class Cast(Transform):
         stored: the dtype that they are to be stored in; others are refused. With it the cast can be taken back.
     """
 
-    pattern: Pattern
     dtype: str
     stored: str | None = None
 
     def __post_init__(self) -> None:
-        expect_pattern(self, "pattern")
+        EachArray.__post_init__(self)
         object.__setattr__(self, "dtype", expect_dtype(self, "dtype"))
         if self.stored is not None:
             object.__setattr__(self, "stored", expect_dtype(self, "stored"))
 
-    def apply(self, draft: Draft) -> None:
-        """See `Transform`."""
-        _change(draft, self.pattern, self._cast)
-
-    def _cast(self, array: Derivation) -> Derivation:
+    def changed(self, array: Derivation) -> Derivation:
+        """See `EachArray`."""
         if self.stored is not None and array.spec.dtype != self.stored:
             raise ValueError(f"{self.stored} was expected to be stored, found {array.spec.dtype}")
         return cast(array, self.dtype)
@@ -91,168 +54,7 @@ class Cast(Transform):
 
 
 @dataclass(frozen=True, slots=True)
-class Transpose(Transform):
-    """Arrays with their axes in another order.
-
-    Attributes:
-        pattern: of which arrays.
-        axes: by axis of the result, the one that it was; None: the last two change places.
-    """
-
-    pattern: Pattern
-    axes: Sequence[int] | None = None
-
-    def __post_init__(self) -> None:
-        expect_pattern(self, "pattern")
-        if self.axes is not None:
-            expect_ints(self, "axes")
-
-    def apply(self, draft: Draft) -> None:
-        """See `Transform`."""
-        _change(draft, self.pattern, self._permute)
-
-    def _permute(self, array: Derivation) -> Derivation:
-        count = len(array.spec.shape)
-        if self.axes is None and count < 2:
-            raise ValueError(f"{array.spec} has no two axes to change places")
-        axes = [*range(count - 2), count - 1, count - 2] if self.axes is None else self.axes
-        return permute(array, axes)
-
-    def describe(self) -> str:
-        """See `Transform`."""
-        how = "the last two axes" if self.axes is None else f"axes to {list(self.axes)}"
-        return f"transpose {how} of {Template(self.pattern)}"
-
-    def inverse(self) -> Transform:
-        """See `Transform`."""
-        if self.axes is None:
-            return self
-        return Transpose(self.pattern, tuple(sorted(range(len(self.axes)), key=list(self.axes).__getitem__)))
-
-
-@dataclass(frozen=True, slots=True)
-class Reshape(Transform):
-    """Arrays with other axes; their elements stay in C order.
-
-    Attributes:
-        pattern: of which arrays.
-        shape: extents; one may be -1, for what is left.
-        stored: the shape that they are to have before, likewise; with it this can be taken back.
-    """
-
-    pattern: Pattern
-    shape: Sequence[int]
-    stored: Sequence[int] | None = None
-
-    def __post_init__(self) -> None:
-        expect_pattern(self, "pattern")
-        expect_ints(self, "shape")
-        if self.stored is not None:
-            expect_ints(self, "stored")
-
-    def apply(self, draft: Draft) -> None:
-        """See `Transform`."""
-        _change(draft, self.pattern, self._reshape)
-
-    def _reshape(self, array: Derivation) -> Derivation:
-        if self.stored is not None and reshape(array, self.stored).spec.shape != array.spec.shape:
-            raise ValueError(f"{list(self.stored)} was expected as its shape, found {list(array.spec.shape)}")
-        return reshape(array, self.shape)
-
-    def describe(self) -> str:
-        """See `Transform`."""
-        return f"reshape {Template(self.pattern)} to {list(self.shape)}"
-
-    def inverse(self) -> Transform:
-        """See `Transform`."""
-        if self.stored is None:
-            raise not_invertible(self, "for nothing tells the shape that was stored; give it as Reshape(..., stored=)")
-        return Reshape(self.pattern, self.stored, self.shape)
-
-
-@dataclass(frozen=True, slots=True)
-class SplitAxis(Transform):
-    """Arrays with several axes in place of one, as heads are told apart; their elements stay in C order.
-
-    Attributes:
-        pattern: of which arrays.
-        axis: which one; of those that count from the end, -1 is the last.
-        sizes: of the new axes; one may be -1, for what is left.
-    """
-
-    pattern: Pattern
-    axis: int
-    sizes: Sequence[int]
-
-    def __post_init__(self) -> None:
-        expect_pattern(self, "pattern")
-        expect_int(self, "axis")
-        expect_ints(self, "sizes", least=1)
-
-    def apply(self, draft: Draft) -> None:
-        """See `Transform`."""
-        _change(draft, self.pattern, self._split)
-
-    def _split(self, array: Derivation) -> Derivation:
-        shape, axis = array.spec.shape, axis_of(array.spec, self.axis)
-        return reshape(array, (*shape[:axis], *self.sizes, *shape[axis + 1 :]))
-
-    def describe(self) -> str:
-        """See `Transform`."""
-        return f"split axis {self.axis} of {Template(self.pattern)} into {list(self.sizes)}"
-
-    def inverse(self) -> Transform:
-        """See `Transform`."""
-        first = self.axis if self.axis >= 0 else self.axis - len(self.sizes) + 1
-        return MergeAxes(self.pattern, first, self.sizes)
-
-
-@dataclass(frozen=True, slots=True)
-class MergeAxes(Transform):
-    """Arrays with one axis in place of several that follow each other; their elements stay in C order.
-
-    Attributes:
-        pattern: of which arrays.
-        axis: the first one; of those that count from the end, -1 is the last.
-        sizes: what the axes are to have; one may be -1, for any number.
-    """
-
-    pattern: Pattern
-    axis: int
-    sizes: Sequence[int]
-
-    def __post_init__(self) -> None:
-        expect_pattern(self, "pattern")
-        expect_int(self, "axis")
-        expect_ints(self, "sizes", least=1)
-
-    def apply(self, draft: Draft) -> None:
-        """See `Transform`."""
-        _change(draft, self.pattern, self._merge)
-
-    def _merge(self, array: Derivation) -> Derivation:
-        shape, axis = array.spec.shape, axis_of(array.spec, self.axis)
-        found = shape[axis : axis + len(self.sizes)]
-        if len(found) < len(self.sizes) or any(
-            size not in (-1, own) for size, own in zip(self.sizes, found, strict=True)
-        ):
-            raise ValueError(f"{list(self.sizes)} was expected from axis {axis} on, found {array.spec}")
-        return reshape(array, (*shape[:axis], math.prod(found), *shape[axis + len(found) :]))
-
-    def describe(self) -> str:
-        """See `Transform`."""
-        return f"merge axes {list(self.sizes)} of {Template(self.pattern)}, from {self.axis} on"
-
-    def inverse(self) -> Transform:
-        """See `Transform`."""
-        last = self.axis if self.axis >= 0 else self.axis + len(self.sizes) - 1
-        if list(self.sizes).count(-1) > 1:
-            raise not_invertible(self, "for more than one of its sizes is not told")
-        return SplitAxis(self.pattern, last, self.sizes)
-
-
-@dataclass(frozen=True, slots=True)
-class Scale(Transform):
+class Scale(EachArray):
     """Arrays times a number, computed in float32, or float64 where they are.
 
     Attributes:
@@ -261,19 +63,18 @@ class Scale(Transform):
         undo: what takes that back; None: 1 / factor, where no element is rounded by either: a power of two, other than 0.
     """
 
-    pattern: Pattern
     factor: float
     undo: float | None = None
 
     def __post_init__(self) -> None:
-        expect_pattern(self, "pattern")
+        EachArray.__post_init__(self)
         expect_number(self, "factor")
         if self.undo is not None:
             expect_number(self, "undo")
 
-    def apply(self, draft: Draft) -> None:
-        """See `Transform`."""
-        _change(draft, self.pattern, lambda array: weighted_sum([array], [self.factor]))
+    def changed(self, array: Derivation) -> Derivation:
+        """See `EachArray`."""
+        return weighted_sum([array], [self.factor])
 
     def describe(self) -> str:
         """See `Transform`."""
@@ -290,7 +91,7 @@ class Scale(Transform):
 
 
 @dataclass(frozen=True, slots=True)
-class Slice(Transform):
+class Slice(EachArray):
     """Arrays from one index to another along an axis; what is left out is not read.
 
     Attributes:
@@ -299,21 +100,17 @@ class Slice(Transform):
         axis: along which; of those that count from the end, -1 is the last.
     """
 
-    pattern: Pattern
     start: int
     stop: int
     axis: int = 0
 
     def __post_init__(self) -> None:
-        expect_pattern(self, "pattern")
+        EachArray.__post_init__(self)
         for name in ("start", "stop", "axis"):
             expect_int(self, name)
 
-    def apply(self, draft: Draft) -> None:
-        """See `Transform`."""
-        _change(draft, self.pattern, self._cut)
-
-    def _cut(self, array: Derivation) -> Derivation:
+    def changed(self, array: Derivation) -> Derivation:
+        """See `EachArray`."""
         shape = array.spec.shape
         axis = axis_of(array.spec, self.axis)
         if not 0 <= self.start <= self.stop <= shape[axis]:
@@ -330,7 +127,7 @@ class Slice(Transform):
 
 
 @dataclass(frozen=True, slots=True)
-class Pad(Transform):
+class Pad(EachArray):
     """Arrays with a value behind their ends, as a vocabulary grows.
 
     Attributes:
@@ -341,22 +138,18 @@ class Pad(Transform):
         stored: the extent that they are to have before; with it this can be taken back.
     """
 
-    pattern: Pattern
     size: int
     axis: int = 0
     value: float = 0
     stored: int | None = None
 
     def __post_init__(self) -> None:
-        expect_pattern(self, "pattern")
+        EachArray.__post_init__(self)
         for name in ("size", "axis") if self.stored is None else ("size", "axis", "stored"):
             expect_int(self, name)
 
-    def apply(self, draft: Draft) -> None:
-        """See `Transform`."""
-        _change(draft, self.pattern, self._pad)
-
-    def _pad(self, array: Derivation) -> Derivation:
+    def changed(self, array: Derivation) -> Derivation:
+        """See `EachArray`."""
         shape = array.spec.shape
         axis = axis_of(array.spec, self.axis)
         if self.size < shape[axis] or self.stored not in (None, shape[axis]):
@@ -378,7 +171,7 @@ class Pad(Transform):
 
 
 @dataclass(frozen=True, slots=True)
-class Apply(Transform):
+class Apply(EachArray):
     """Arrays that a function makes of others, one of one. Whoever needs a part of the result reads and computes all of it.
 
     Attributes:
@@ -388,24 +181,20 @@ class Apply(Transform):
         undo: the function the other way, if there is one.
     """
 
-    pattern: Pattern
     function: Callable[[Any], Any]
     result: Callable[[AbstractArray], AbstractArray] | None = None
     undo: Callable[[Any], Any] | None = None
 
     def __post_init__(self) -> None:
-        expect_pattern(self, "pattern")
+        EachArray.__post_init__(self)
         expect_callable(self, "function")
         if self.result is not None:
             expect_callable(self, "result")
         if self.undo is not None:
             expect_callable(self, "undo")
 
-    def apply(self, draft: Draft) -> None:
-        """See `Transform`."""
-        _change(draft, self.pattern, self._compute)
-
-    def _compute(self, array: Derivation) -> Derivation:
+    def changed(self, array: Derivation) -> Derivation:
+        """See `EachArray`."""
         spec = array.spec
         if self.result is not None:
             told = self.result(AbstractArray(spec.shape, spec.dtype))
@@ -423,15 +212,3 @@ class Apply(Transform):
                 self, "for no function that does so is given as Apply(..., undo=), or the shape or dtype changes"
             )
         return Apply(self.pattern, self.undo, None, self.function)
-
-
-def axis_of(spec: ArraySpec, axis: int) -> int:
-    """An axis, counted from the first.
-
-    Raises:
-        ValueError: if there is none.
-    """
-    count = len(spec.shape)
-    if not -count <= axis < count:
-        raise ValueError(f"{spec} has no axis {axis}")
-    return axis % count

@@ -16,7 +16,8 @@ from dataclasses import dataclass
 
 from ckptcore.errors import TransformError
 from ckptcore.transforms.applying import inverse
-from ckptcore.transforms.elements import MergeAxes, Scale, SplitAxis, Transpose
+from ckptcore.transforms.axes import MergeAxes, SplitAxis, Transpose
+from ckptcore.transforms.elements import Scale
 from ckptcore.transforms.moves import Rename
 from ckptcore.transforms.several import Stack
 from ckptcore.transforms.transform import IfPresent, Transform

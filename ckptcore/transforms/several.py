@@ -12,7 +12,7 @@ from ckptcore.model.arrays import Box
 from ckptcore.model.tree import TreePath, format_path
 from ckptcore.transforms.arguments import expect_int, expect_ints, expect_pattern, expect_text, expect_texts
 from ckptcore.transforms.drafts import Draft, DraftArray, Leaf
-from ckptcore.transforms.elements import axis_of
+from ckptcore.transforms.each_array import axis_of
 from ckptcore.transforms.patterns import Fields, Found, Pattern, Template
 from ckptcore.transforms.transform import Transform, not_invertible
 
