@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ckptcore_torch.abstracts import empty_tensor
+from ckptcore_torch import dtensors
+from ckptcore_torch.abstracts import abstract_like, abstract_subclass, empty_tensor
 from ckptcore_torch.named_optimizers import NamedOptimizer, NamedOptimizerPart
+from ckptcore_torch.tensors import is_fake
 from torch._C._distributed_c10d import HashStore
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -221,7 +223,29 @@ def test_a_subclass_keeps_its_attributes(tmp_path: Path) -> None:
     assert_same(loaded, tagged)
 
 
+@pytest.mark.parametrize("layout", ["safetensors", "dcp"])
+def test_what_is_abstract_is_planned_as_what_it_stands_for(layout: str) -> None:
+    model, optimizer = trained()
+    state = {"m": model, "o": optimizer, "t": torch.ones(3), "step": 1}
+    plan, of_abstract = ckptcore.plan(state, layout=layout), ckptcore.plan(ckptcore.abstract(state), layout=layout)
+    assert (of_abstract.arrays, of_abstract.array_bytes) == (plan.arrays, plan.array_bytes)
+    assert of_abstract.objects == plan.objects
+
+
 # --- devices that are not here: FakeTensors tell of them
+
+
+def test_the_abstract_of_a_tensor_says_on_which_device_it_is() -> None:
+    """Of a stand-in: the device need not be there."""
+    device = torch.device("cuda", 1)
+    stand_in = empty_tensor(torch.Size((2, 3)), torch.bfloat16, device)
+    for tensor, kind in ((stand_in, torch.Tensor), (torch.nn.Parameter(stand_in), torch.nn.Parameter)):
+        abstract = abstract_like(tensor)
+        assert abstract is not tensor and isinstance(abstract, kind)
+        assert (abstract.device, abstract.dtype, tuple(abstract.shape)) == (device, torch.bfloat16, (2, 3))
+        assert abstract.requires_grad == tensor.requires_grad
+    with pytest.raises(UnsupportedLeafError, match=r"Tagged is to be on cuda:1"):
+        abstract_subclass(stand_in, torch.ones(2, 3).as_subclass(Tagged))
 
 
 def test_a_fake_tensor_is_refused_by_a_save_and_asks_for_its_device(tmp_path: Path) -> None:
@@ -330,14 +354,17 @@ def test_a_fully_sharded_model_comes_back_as_dtensors(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("alone")
-def test_a_dtensor_whose_elements_are_elsewhere_than_its_mesh_says_where(tmp_path: Path) -> None:
+def test_a_dtensor_whose_elements_are_elsewhere_than_its_mesh_says_where(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As FSDP2 has them that offloads to the CPU. The mesh is of the CPU here, and said to be of a device."""
+    monkeypatch.setattr(dtensors, "_mesh_device", lambda leaf: torch.device("cuda", 0))
     mesh = init_device_mesh("cpu", (1,))
-    offloaded = DTensor.from_local(
-        empty_tensor(torch.Size((4, 3)), torch.float32, torch.device("cpu")), mesh, [Shard(0)], run_check=False
-    )
+    offloaded = DTensor.from_local(torch.ones(4, 3), mesh, [Shard(0)], run_check=False)
+    ckptcore.save(tmp_path / "c", {"w": offloaded})
     abstract = ckptcore.abstract({"w": offloaded})["w"]
-    assert abstract is offloaded, "a local FakeTensor has no elements"
-    ckptcore.save(tmp_path / "c", {"w": torch.ones(4, 3)})
+    assert isinstance(abstract, DTensor) and is_fake(abstract.to_local()) and abstract.device.type == "cpu"
+    assert ckptcore.abstract({"w": abstract})["w"] is abstract
     loaded = ckptcore.load(tmp_path / "c", {"w": abstract})["w"]
     assert torch.equal(loaded.to_local(), torch.ones(4, 3))
     with pytest.raises(UnsupportedLeafError, match="FakeTensor has no elements"):

@@ -22,7 +22,7 @@ from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed._shard.sharded_tensor.metadata import ShardedTensorMetadata, TensorProperties
 from torch.distributed._shard.sharded_tensor.shard import Shard as LocalShard
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_model_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp import StateDictType, fully_shard
@@ -136,6 +136,12 @@ def fsdp2(directory: Path) -> None:
     job = model, optimizer = make(9)
     ckptcore.load_into(directory / "numbers", {"model": model, "optimizer": optimizer})
     assert losses(job, 2) == expected, "by numbers"
+    job = model, optimizer = make(9)
+    losses(job, 4)
+    loaded = ckptcore.load(directory / "numbers", ckptcore.abstract({"model": model, "optimizer": optimizer}))
+    set_model_state_dict(model, loaded["model"])
+    optimizer.load_state_dict(loaded["optimizer"])
+    assert losses(job, 2) == expected, "as abstract states"
 
 
 def sharded(whole: torch.Tensor, places: list[tuple[tuple[int, ...], tuple[int, ...], int]]) -> ShardedTensor:
@@ -194,6 +200,7 @@ def shards(directory: Path) -> None:
         ckptcore.load_into(source, target)
         assert same(target, saved)
         assert same(ckptcore.load(source, state(filled=False)), saved)
+        assert same(ckptcore.load(source, ckptcore.abstract(saved)), saved)
         like = {
             "even": distribute_tensor(torch.zeros(4, 3), mesh, [Shard(1)]),
             "uneven": distribute_tensor(torch.zeros(5, 7, dtype=torch.bfloat16), mesh, [Replicate()]),

@@ -44,6 +44,11 @@ def bits(model: Any) -> dict[str, bytes]:
     return {path: keras.ops.convert_to_numpy(variable.value).tobytes() for path, variable in found.items()}
 
 
+def _arrays(tree: Any) -> list[Any]:
+    """The arrays of a state tree."""
+    return [keras.ops.convert_to_numpy(leaf) for leaf in keras.tree.flatten(tree)]
+
+
 def main(directory: str) -> None:
     """Save, load, train on."""
     model = make(0)
@@ -56,6 +61,10 @@ def main(directory: str) -> None:
     ckptcore.load_into(f"{directory}/step", {"model": other})
     # A new model makes the variables of this metric with its first step, and starts them anew with each epoch.
     assert bits(other) == {path: held for path, held in saved.items() if "mean_absolute_error" not in path}
+    tree = ckptcore.load(f"{directory}/step", ckptcore.abstract({"model": model}))["model"]
+    assert [array.tobytes() for array in _arrays(tree)] == [
+        array.tobytes() for array in _arrays(ckptcore.load(f"{directory}/step")["model"])
+    ]
     train(model, 2)
     train(other, 2)
     assert bits(other) == bits(model)
