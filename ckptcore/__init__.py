@@ -4,6 +4,7 @@ A map of the package:
 
 - `save`, `save_async`, `load`, `load_async`, `load_into`, `metadata`, `delete`, `verify`, `copy`, `copy_steps`, `convert`, `consolidate`: what users call (`ckptcore.api`)
 - `abstract`: what asks a load for a value like one that is there (`ckptcore.abstract_values`)
+- `save_partial`, `save_partial_async`, `finalize`: a checkpoint that is filled in several sessions (`ckptcore.session_claims`)
 - `plan`, `plan_job`: what a save would write, ask and hold, without doing it (`ckptcore.save_plans`)
 - `open`, `load_slice`: single arrays and parts of arrays, read as they are asked for (`ckptcore.open_checkpoints`)
 - `load_parts`: all arrays in boxes, one after the other, with little in memory (`ckptcore.loaded_parts`)
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
         copy,
         copy_steps,
         delete,
+        finalize,
         load,
         load_async,
         load_checkpointables,
@@ -51,6 +53,8 @@ if TYPE_CHECKING:
         save_async,
         save_checkpointables,
         save_checkpointables_async,
+        save_partial,
+        save_partial_async,
         verify,
     )
     from ckptcore.background import LoadHandle, Progress, SaveHandle
@@ -143,6 +147,7 @@ __all__ = [
     "copy",
     "copy_steps",
     "delete",
+    "finalize",
     "hookimpl",
     "load",
     "load_async",
@@ -158,6 +163,8 @@ __all__ = [
     "save_async",
     "save_checkpointables",
     "save_checkpointables_async",
+    "save_partial",
+    "save_partial_async",
     "verify",
 ]
 

@@ -11,7 +11,14 @@ from collections.abc import Iterable, Mapping
 from typing import Protocol
 
 from ckptcore.conditions import Conditions
-from ckptcore.directory_claims import DirectoryClaim, hidden_store, remove_directory, sweep_beside, sweep_directories
+from ckptcore.directory_claims import (
+    DirectoryClaim,
+    hidden_store,
+    partial_name,
+    remove_directory,
+    sweep_beside,
+    sweep_directories,
+)
 from ckptcore.fences import FencedStore
 from ckptcore.locations import Location
 from ckptcore.object_claims import claim_objects, continue_objects, remove_dead_save, remove_objects
@@ -137,7 +144,7 @@ def remove_leftover(location: Location, save_id: str, conditions: Conditions) ->
 def sweep_location(location: Location) -> None:
     """Delete what dead saves to a location and deletions of it left beside it. Lists the directory that it is in."""
     if isinstance(location.parent, AtomicDirectories):
-        sweep_beside(location, location.parent)
+        sweep_beside(location, location.parent, continued=partial_name(location))
 
 
 def sweep_leftovers(store: StorageBackend, names: Iterable[str]) -> None:

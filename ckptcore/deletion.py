@@ -10,9 +10,10 @@ from ckptcore.errors import (
     CorruptCheckpointError,
     UnsupportedVersionError,
 )
-from ckptcore.locations import LocationLike, resolve_location
+from ckptcore.locations import Location, LocationLike, resolve_location
 from ckptcore.occupants import read_root
 from ckptcore.root import new_save_id
+from ckptcore.session_claims import find_partial, remove_partial
 
 __all__ = ["delete_checkpoint"]
 
@@ -30,6 +31,18 @@ def delete_checkpoint(location: LocationLike, context: Context) -> None:
             raise CheckpointExistsError(
                 f"{resolved.display} was not written by ckptcore and is left alone; remove it with your own tools"
             )
-        raise CheckpointNotFoundError(f"there is nothing at {resolved.display} to delete")
+        if not _has_partial(resolved):
+            raise CheckpointNotFoundError(f"there is nothing at {resolved.display} to delete")
+        remove_partial(resolved, new_save_id())
+        sweep_location(resolved)
+        return
     remove_checkpoint(resolved, new_save_id(), context.conditions)
     sweep_location(resolved)
+
+
+def _has_partial(location: Location) -> bool:
+    """Whether sessions wrote beside the location, also where what says so cannot be read."""
+    try:
+        return find_partial(location) is not None
+    except (CorruptCheckpointError, UnsupportedVersionError):
+        return True

@@ -25,16 +25,47 @@ from ckptcore.occupants import Overwrite, refuse_to_replace, root_bytes
 from ckptcore.protocols import AtomicDirectories, StorageBackend
 from ckptcore.root import ROOT_KEY
 
-__all__ = ["DirectoryClaim", "hidden_store", "is_hidden_name", "remove_directory", "sweep_beside", "sweep_directories"]
+__all__ = [
+    "PARTIAL_KEY",
+    "DirectoryClaim",
+    "hidden_store",
+    "is_hidden_name",
+    "is_leftover_name",
+    "partial_name",
+    "partial_store",
+    "remove_directory",
+    "remove_hidden",
+    "sweep_beside",
+    "sweep_directories",
+]
 
 logger = logging.getLogger("ckptcore.commit")
 
 _HIDDEN: Final = re.compile(r"\.(.+)\.([0-9a-f]{16})\.ckptcore", re.DOTALL)
+_PARTIAL: Final = re.compile(r"\.(.+)\.partial\.ckptcore", re.DOTALL)
+
+PARTIAL_KEY: Final = "checkpoint.partial.json"
+"""What says in the hidden directory of a partial save which sessions there are. Elsewhere it stands in the place of the root."""
 
 
 def is_hidden_name(name: str) -> bool:
-    """Whether this is the name of a directory in which a save is under way, or was when it died."""
+    """Whether this is the name of a directory that is no checkpoint yet, or no more: of a save under way, a dead one, or a partial one."""
+    return is_leftover_name(name) or _PARTIAL.fullmatch(name) is not None
+
+
+def is_leftover_name(name: str) -> bool:
+    """Whether this is the name of a directory in which a save is under way, or was when it died. One of sessions stays until they are deleted."""
     return _HIDDEN.fullmatch(name) is not None
+
+
+def partial_name(location: Location) -> str:
+    """The hidden directory in which sessions of a partial save to a location write."""
+    return f".{location.name}.partial.ckptcore"
+
+
+def partial_store(location: Location) -> StorageBackend:
+    """The hidden directory in which sessions of a partial save to a location write, as a storage."""
+    return Location(location.display, location.parent, partial_name(location)).store
 
 
 def hidden_store(location: Location, save_id: str) -> StorageBackend:
@@ -48,18 +79,42 @@ def _hidden_name(location: Location, save_id: str) -> str:
 
 def remove_directory(location: Location, directories: AtomicDirectories, save_id: str) -> None:
     """Remove a checkpoint: under a hidden name, which a new save id makes, it is no longer there for anybody."""
+    remove_hidden(location, directories, location.name, save_id)
+
+
+def remove_hidden(location: Location, directories: AtomicDirectories, name: str, save_id: str) -> None:
+    """Remove a directory beside or at a location, under a name first by which any save removes what is left of it."""
     hidden = _hidden_name(location, save_id)
-    directories.rename(location.name, hidden)
+    directories.rename(name, hidden)
     directories.delete_directory(hidden)
 
 
 def sweep_beside(location: Location, directories: AtomicDirectories, continued: str | None = None) -> None:
-    """Delete the hidden directories of saves to this location that died, but for one that is continued."""
+    """Delete the hidden directories of saves to this location that died, but for one that is continued.
+
+    Raises:
+        CheckpointExistsError: a partial save to the location is not finalized.
+    """
+    partial = partial_name(location)
     for entry in location.parent.list_names():
+        if entry == f"{partial}/" and continued != partial:
+            _refuse_partial(location)
+            _delete_if_dead(directories, partial)  # a session that died as it began: there is nothing in it
         matched = _HIDDEN.fullmatch(entry.removesuffix("/"))
         if matched is None or matched[1] != location.name or not entry.endswith("/") or matched[2] == continued:
             continue
         _delete_if_dead(directories, matched[0])
+
+
+def _refuse_partial(location: Location) -> None:
+    try:
+        partial_store(location).size(PARTIAL_KEY)
+    except ObjectNotFoundError:
+        return
+    raise CheckpointExistsError(
+        f"{location.display} is being filled by a partial save that is not finalized, and nothing replaces that: call "
+        "ckptcore.finalize, or ckptcore.delete, first"
+    )
 
 
 def sweep_directories(directories: AtomicDirectories, names: Iterable[str]) -> None:
@@ -93,12 +148,15 @@ class DirectoryClaim:
         Args:
             location, save_id, overwrite: as there.
             directories: its storage.
-            continued: the save id under which an earlier process wrote what is to stay; None if nothing is.
+            continued: the save id under which an earlier process wrote what is to stay, or `partial_name` for what sessions wrote;
+                None if nothing is.
         """
         self._location = location
         self._directories = directories
         self._overwrite = overwrite
-        self._hidden = _hidden_name(location, save_id)
+        self._hidden = (
+            partial_name(location) if continued == partial_name(location) else _hidden_name(location, save_id)
+        )
         self._done = False
         replaces = refuse_to_replace(location, overwrite) == "checkpoint"
         sweep_beside(location, directories, continued)
@@ -107,7 +165,7 @@ class DirectoryClaim:
             raise SaveLostError(f"another process holds {self._hidden} beside {location.display}; save again")
         self._lock: AbstractContextManager[None] = lock
         self._lock.__enter__()
-        self.store = hidden_store(location, save_id)
+        self.store = Location(location.display, location.parent, self._hidden).store
         if replaces and overwrite != "non-atomic":
             try:
                 self._probe_exchange()

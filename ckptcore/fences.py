@@ -20,7 +20,7 @@ from ckptcore.errors import (
 )
 from ckptcore.locations import Location, Subdirectory
 from ckptcore.protocols import IF_ABSENT, Buffer, IfTag, ObjectWriter, PutCondition
-from ckptcore.root import ROOT_KEY, Claimed
+from ckptcore.root import ROOT_KEY, Claimed, PartialSave
 from ckptcore.root_json import decode_root
 
 __all__ = ["FencedStore"]
@@ -44,11 +44,21 @@ class FencedStore(Subdirectory):
     ``docs/design/030``.
     """
 
-    def __init__(self, location: Location, save_id: str, now: Callable[[], float] = time.monotonic) -> None:
-        """Write to a location that a save, of this process or another of its job, has just claimed; `now` is in seconds."""
+    def __init__(
+        self, location: Location, save_id: str, now: Callable[[], float] = time.monotonic, *, owner: int | None = None
+    ) -> None:
+        """Write to a location that a save, of this process or another of its job, has just claimed.
+
+        Args:
+            location: where.
+            save_id: the save.
+            now: gives the time in seconds.
+            owner: of a partial save, as who this process writes: see `PartialSave.owner`.
+        """
         super().__init__(location.parent, location.name)
         self._location = location
         self._save_id = save_id
+        self._owner = owner
         self._now = now
         self._looked = now()
         self._written: dict[str, None] = {}
@@ -69,7 +79,11 @@ class FencedStore(Subdirectory):
             root = decode_root(super().get(ROOT_KEY), _read_no_part)
         except (ObjectNotFoundError, CorruptCheckpointError, UnsupportedVersionError):
             root = None
-        if not isinstance(root, Claimed) or root.save_id != self._save_id:
+        if self._owner is None:
+            stands = isinstance(root, Claimed)
+        else:
+            stands = isinstance(root, PartialSave) and root.owner == self._owner
+        if root is None or not stands or root.save_id != self._save_id:
             raise SaveLostError(
                 f"another save took {self._location.display} over before this one committed; this one is lost"
             )

@@ -6,9 +6,10 @@ failed reads the root: it may have been done, and the answer lost.
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 import logging
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from typing import Final
 
@@ -26,10 +27,10 @@ from ckptcore.fences import FencedStore
 from ckptcore.locations import Location
 from ckptcore.occupants import Occupant, Overwrite, find_occupant
 from ckptcore.protocols import IF_ABSENT, IfTag, StorageBackend
-from ckptcore.root import ROOT_KEY, Claimed, new_save_id
-from ckptcore.root_json import encode_claim, is_claim, summarize_root
+from ckptcore.root import ROOT_KEY, Claimed, PartialSave, new_save_id
+from ckptcore.root_json import encode_claim, encode_partial, is_claim, summarize_root
 
-__all__ = ["ObjectClaim", "claim_objects", "continue_objects", "remove_dead_save", "remove_objects"]
+__all__ = ["ObjectClaim", "claim_objects", "continue_objects", "find_root", "remove_dead_save", "remove_objects"]
 
 logger = logging.getLogger("ckptcore.commit")
 
@@ -40,7 +41,7 @@ _ATTEMPTS: Final = 5
 def claim_objects(location: Location, claimed: Claimed, overwrite: Overwrite, conditions: Conditions) -> ObjectClaim:
     """Claim a location, and remove what dead saves left there; raises what `ckptcore.commit.claim_location` does."""
     location = conditions.open(location)
-    found = _find_root(location.store)  # with its tag: if it is another one after it was looked at, the claim fails
+    found = find_root(location.store)  # with its tag: if it is another one after it was looked at, the claim fails
     replaces = _expect_replaceable(location, found, overwrite)
     claim = ObjectClaim(location, claimed, found, conditions)
     if replaces != "nothing":
@@ -51,7 +52,7 @@ def claim_objects(location: Location, claimed: Claimed, overwrite: Overwrite, co
 def continue_objects(location: Location, claimed: Claimed, overwrite: Overwrite, conditions: Conditions) -> ObjectClaim:
     """Claim a location, where objects stay that were written under this save id; see `ckptcore.commit.continue_claim`."""
     location = conditions.open(location)
-    found = _find_root(location.store)
+    found = find_root(location.store)
     replaces = _expect_replaceable(location, found, overwrite)
     begun = found is not None and is_claim(found[0]) and summarize_root(found[0]).save_id == claimed.save_id
     if replaces == "nothing" or begun:
@@ -76,13 +77,13 @@ def remove_objects(location: Location, save_id: str, conditions: Conditions) -> 
     """Remove the checkpoint at a location; see `ckptcore.commit.remove_checkpoint`."""
     location = conditions.open(location)
     # Turned into a claim first: objects without a root may look like a checkpoint of other software.
-    ObjectClaim(location, Claimed(save_id, _now()), _find_root(location.store), conditions).give_up()
+    ObjectClaim(location, Claimed(save_id, _now()), find_root(location.store), conditions).give_up()
 
 
 def remove_dead_save(location: Location, save_id: str, conditions: Conditions) -> None:
     """Remove what a dead save left at a location, unless it has committed after all."""
     location = conditions.open(location)
-    found = _find_root(location.store)
+    found = find_root(location.store)
     if found is not None and is_claim(found[0]):
         ObjectClaim(location, Claimed(save_id, _now()), found, conditions).give_up()
 
@@ -91,9 +92,15 @@ class ObjectClaim:
     """A root that says that a save is under way, and the tag by which it is replaced. See `ckptcore.commit.Claim`."""
 
     def __init__(
-        self, location: Location, claimed: Claimed, found: tuple[bytes, str] | None, conditions: Conditions
+        self,
+        location: Location,
+        claimed: Claimed | PartialSave,
+        found: tuple[bytes, str] | None,
+        conditions: Conditions,
     ) -> None:
         """Put the claim in the place of what was found there: the bytes of a root and its tag, or None for none.
+
+        The claim of a partial save has an owner, who is thought to be this one.
 
         Raises:
             SaveLostError: something else stands there by now.
@@ -102,7 +109,7 @@ class ObjectClaim:
         """
         self._done = False
         self._claimed = claimed
-        self._claim = encode_claim(claimed)
+        self._claim = _encode(claimed)
         if found is not None:
             tried = conditions.try_out(location, *found)
             if tried is not location:
@@ -123,7 +130,8 @@ class ObjectClaim:
     def _open(self, location: Location) -> None:
         self._location = location
         self._roots = location.store
-        self.store = FencedStore(location, self._claimed.save_id)
+        owner = self._claimed.owner if isinstance(self._claimed, PartialSave) else None
+        self.store = FencedStore(location, self._claimed.save_id, owner=owner)
 
     def _put_claim(self, found: tuple[bytes, str] | None) -> str:
         try:
@@ -144,7 +152,7 @@ class ObjectClaim:
     def _own_tag(self, root: bytes) -> str | None:
         """The tag of the root if it is this one; None if it is another one, or cannot be read."""
         try:
-            found = _find_root(self._roots)
+            found = find_root(self._roots)
         except StorageError:
             return None
         return found[1] if found is not None and found[0] == root else None
@@ -181,6 +189,16 @@ class ObjectClaim:
             self.store.delete([ROOT_KEY])
             self._done = True
             return
+        self.replace(root)
+
+    def replace(self, root: bytes) -> None:
+        """Put a root, or another claim, in the place of this claim, and let go of it.
+
+        Raises:
+            SaveLostError: another save took the location over.
+            CommitUnknownError: whether it is there cannot be told.
+            StorageError: it is not there and never will be.
+        """
         for _ in range(_ATTEMPTS):
             try:
                 self._roots.put(ROOT_KEY, root, condition=IfTag(self._tag))
@@ -205,7 +223,7 @@ class ObjectClaim:
             StorageError: the error, where the root is not there and never will be.
         """
         try:
-            found = _find_root(self._roots)
+            found = find_root(self._roots)
             if found is not None and found[0] == root:
                 return True
             if found is None or found[0] != self._claim:
@@ -229,11 +247,11 @@ class ObjectClaim:
 
     def _arrived_before_another_claim(self, root: bytes) -> bool:
         """Put another claim of this save, which a root that is on its way yet does not expect; whether it was there before that."""
-        claim = encode_claim(Claimed(self._claimed.save_id, _now()))
+        claim = _encode(_another(self._claimed))
         try:
             self._tag = self._roots.put(ROOT_KEY, claim, condition=IfTag(self._tag))
         except StorageError:
-            found = _find_root(self._roots)
+            found = find_root(self._roots)
             if found is not None and found[0] == root:
                 return True
             if found is None or found[0] != claim:
@@ -253,6 +271,22 @@ class ObjectClaim:
     def leave(self) -> None:
         """See `ckptcore.commit.Claim`."""
         self._done = True
+
+    def give_back(self, kept: Collection[str], root: bytes) -> None:
+        """Remove all that is there but some, and put another claim in the place of this one. Does nothing once it is done.
+
+        Raises:
+            SaveLostError: another save has taken the location over.
+            StorageError: it failed; some may be removed.
+        """
+        if self._done:
+            return
+        self._done = True
+        self.store.abort_uploads()
+        debris = {*self.store.list(), *self.store.written} - {*kept, ROOT_KEY}
+        if debris:
+            self.store.delete(sorted(debris))
+        self.replace(root)
 
     def give_up(self) -> None:
         """Remove all that is there, the root last: until then it is a claim, so that nothing takes the rest for a checkpoint.
@@ -278,12 +312,23 @@ class ObjectClaim:
         self.store.delete([ROOT_KEY])
 
 
-def _find_root(store: StorageBackend) -> tuple[bytes, str] | None:
+def find_root(store: StorageBackend) -> tuple[bytes, str] | None:
     """The bytes of the root and its tag; None where there is none."""
     try:
         return store.get_with_tag(ROOT_KEY)
     except ObjectNotFoundError:
         return None
+
+
+def _encode(claimed: Claimed | PartialSave) -> bytes:
+    return encode_partial(claimed) if isinstance(claimed, PartialSave) else encode_claim(claimed)
+
+
+def _another(claimed: Claimed | PartialSave) -> Claimed | PartialSave:
+    """A claim of the same save, and the same owner, with other bytes."""
+    if isinstance(claimed, PartialSave):
+        return dataclasses.replace(claimed, ranks=claimed.ranks + 1)
+    return Claimed(claimed.save_id, _now())
 
 
 def _now() -> str:

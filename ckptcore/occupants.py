@@ -8,8 +8,8 @@ from typing import Final, Literal, TypeAlias
 from ckptcore.errors import CheckpointExistsError, CorruptCheckpointError, ObjectNotFoundError, StorageError
 from ckptcore.locations import Location
 from ckptcore.protocols import AtomicDirectories, StorageBackend
-from ckptcore.root import ROOT_KEY, Claimed, Composite, Root
-from ckptcore.root_json import decode_root, is_claim, summarize_root
+from ckptcore.root import ROOT_KEY, Claimed, Composite, PartialSave, Root
+from ckptcore.root_json import decode_root, is_claim, is_partial, summarize_root
 
 __all__ = [
     "Occupant",
@@ -65,6 +65,11 @@ def find_occupant(location: Location, root: bytes | None, overwrite: Overwrite) 
     if overwrite not in (True, False, "non-atomic"):
         raise ValueError(f"overwrite={overwrite!r}: expected True, False or 'non-atomic'")
     if root is not None:
+        if is_partial(root):
+            raise CheckpointExistsError(
+                f"{location.display} is being filled by a partial save that is not finalized, and nothing replaces that: call "
+                "ckptcore.finalize, or ckptcore.delete, first"
+            )
         # One that cannot be read counts as a checkpoint: it is replaced only when asked.
         occupant: Occupant = "claim" if is_claim(root) else "checkpoint"
     elif not (names := location.store.list_names()):
@@ -100,7 +105,7 @@ def _are_members(store: StorageBackend, names: Sequence[str]) -> bool:
     return False
 
 
-def read_root(store: StorageBackend) -> Root | Composite | Claimed | None:
+def read_root(store: StorageBackend) -> Root | Composite | Claimed | PartialSave | None:
     """The root of a checkpoint, or None if there is none.
 
     Raises:
@@ -134,12 +139,13 @@ def is_committed(store: StorageBackend) -> bool | None:
             return None
         return True
     try:
-        return b'"state":"claimed"' not in store.get(ROOT_KEY, 0, 128)
+        head = store.get(ROOT_KEY, 0, 128)
+        return b'"state":"claimed"' not in head and b'"state":"partial"' not in head
     except ObjectNotFoundError:
         return None
 
 
-def parse_root(store: StorageBackend, data: bytes) -> Root | Composite | Claimed:
+def parse_root(store: StorageBackend, data: bytes) -> Root | Composite | Claimed | PartialSave:
     """The root that these bytes are, its parts read from the storage; raises what `read_root` does."""
 
     def read_part(key: str, size: int) -> bytes:

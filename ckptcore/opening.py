@@ -26,7 +26,7 @@ from ckptcore.model.tree import Node
 from ckptcore.occupants import holds_members, parse_root, root_bytes
 from ckptcore.opened import Opened, OpenedComposite
 from ckptcore.protocols import InspectedComposite, InspectsComposites, StorageBackend
-from ckptcore.root import ROOT_KEY, Claimed, Composite, Member, Root
+from ckptcore.root import ROOT_KEY, Claimed, Composite, Member, PartialSave, Root
 from ckptcore.step_names import StepNames
 
 __all__ = [
@@ -227,8 +227,18 @@ def open_root(resolved: Location, data: bytes | None, context: Context) -> Opene
             + (f" (it began at {root.created})" if root is not None else "")
             + ": it is under way or died; load another checkpoint, or save here again"
         )
+    if isinstance(root, PartialSave):
+        raise _not_finalized(resolved, root)
     if root is None:
-        return _open_foreign(resolved, context)
+        try:
+            return _open_foreign(resolved, context)
+        except CheckpointNotFoundError:
+            from ckptcore.session_claims import find_partial  # only where nothing else is there
+
+            partial = find_partial(resolved)
+            if partial is None:
+                raise
+            raise _not_finalized(resolved, partial) from None
     if isinstance(root, Composite):
         raise _several(resolved, list(root.members))
     if root.member:
@@ -241,6 +251,14 @@ def open_root(resolved: Location, data: bytes | None, context: Context) -> Opene
 
         copies = find_copies(resolved, root, context)
     return Opened.of_root(resolved, root, layout, store, copies)
+
+
+def _not_finalized(location: Location, partial: PartialSave) -> UncommittedCheckpointError:
+    return UncommittedCheckpointError(
+        f"{location.display} is being filled by a partial save that is not finalized: it has {partial}"
+        + ("" if partial.owner is None else ", and one that is under way or died")
+        + ". Save what is missing with ckptcore.save_partial, then call ckptcore.finalize; or remove it with ckptcore.delete"
+    )
 
 
 def expect_committed(resolved: Location, member: Root) -> None:

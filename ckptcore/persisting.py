@@ -15,7 +15,7 @@ from ckptcore.agreement import Agreement
 from ckptcore.background import SaveHandle
 from ckptcore.commit import Claim, claim_location, claimed_store, sweep_leftovers
 from ckptcore.context import Context
-from ckptcore.directory_claims import is_hidden_name
+from ckptcore.directory_claims import is_leftover_name
 from ckptcore.engine.recorder import ObjectRecorder
 from ckptcore.errors import CheckpointError, CommitUnknownError, PluginError
 from ckptcore.events import Recording
@@ -28,7 +28,7 @@ from ckptcore.model.tree import JSON
 from ckptcore.occupants import Overwrite, read_root
 from ckptcore.parts import Captured, Part
 from ckptcore.planning import check_coverage
-from ckptcore.protocols import About, MemberKind, StorageBackend, WriteStore
+from ckptcore.protocols import About, Layout, MemberKind, StorageBackend, WriteStore
 from ckptcore.root import ROOT_KEY, Claimed, Composite, Member, Root, this_writer
 from ckptcore.root_json import encode_composite, encode_root
 from ckptcore.stages import WorkerOptions
@@ -38,11 +38,13 @@ from ckptcore.worker_writes import HeldByWorkers
 
 if TYPE_CHECKING:
     from ckptcore.hosts import OnHosts
+    from ckptcore.session_claims import PlannedSession
 
 __all__ = [
     "NOTHING_COMMITTED",
     "Described",
     "Recorder",
+    "commit_tree",
     "commit_whole",
     "decode_written",
     "encode_written",
@@ -74,6 +76,7 @@ class Described:
         before_commit: called on the leader right before the commit; an error of it stops the save.
         agreement: with the other processes of the job.
         on_hosts: that it goes to a directory of each host; None: to one that all processes see.
+        session: that it is a session of a partial save; None: a save of its own.
     """
 
     location: Location
@@ -88,6 +91,7 @@ class Described:
     before_commit: Callable[[], None] | None
     agreement: Agreement
     on_hosts: OnHosts | None = None
+    session: PlannedSession | None = None
 
     @property
     def about(self) -> About:
@@ -208,7 +212,7 @@ def _remove_abandoned(described: Described) -> None:
     if root is not None and not isinstance(root, Claimed) and root.save_id == described.save_id:
         return  # what the hidden directory holds may be what this save replaced
     names = [name.removesuffix("/") for name in parent.list_names() if name.endswith("/")]
-    ours = [name for name in names if is_hidden_name(name) and f".{described.save_id}." in name]
+    ours = [name for name in names if is_leftover_name(name) and f".{described.save_id}." in name]
     sweep_leftovers(parent, ours)  # it stays where the leader still holds it
 
 
@@ -361,24 +365,14 @@ def commit_whole(
             else:
                 put_root(inside, root)
         if whole is not None:
-            whole = mark_tree(parts[0].layout, whole, described.about, claim.store, context)
-        else:
-            mark_composite(
-                [part.layout for part in described.parts if not part.copies], described.about, claim.store, context
-            )
+            commit_tree(described, claim, parts[0].layout, whole, context, recording)
+            return
+        mark_composite(
+            [part.layout for part in described.parts if not part.copies], described.about, claim.store, context
+        )
         timeline = timeline_to_json(recording.events)
         if described.before_commit is not None:
             described.before_commit()
-        if whole is not None:
-            whole = replace(
-                whole,
-                custom=described.custom,
-                metrics=described.metrics,
-                timeline=timeline,
-                progress=described.progress,
-            )
-            claim.commit(*encode_root(whole))
-            return
         composite = Composite(
             save_id=described.save_id,
             created=described.created,
@@ -390,6 +384,24 @@ def commit_whole(
             progress=described.progress,
         )
         claim.commit(*encode_composite(composite))
+
+
+def commit_tree(
+    described: Described, claim: Claim, layout: Layout, root: Root, context: Context, recording: Recording
+) -> None:
+    """On the leader: make the checkpoint there that is one tree, of which only the root is missing."""
+    root = mark_tree(layout, root, described.about, claim.store, context)
+    timeline = timeline_to_json(recording.events)
+    if described.before_commit is not None:
+        described.before_commit()
+    root = replace(
+        root,
+        custom=described.custom,
+        metrics=described.metrics,
+        timeline=timeline,
+        progress=described.progress,
+    )
+    claim.commit(*encode_root(root))
 
 
 def _common_trees(described: Described) -> list[TreeMetadata]:

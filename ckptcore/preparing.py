@@ -112,7 +112,8 @@ def prepare_save(request: SaveRequest, context: Context, recording: Recording, a
         if rank == 0:
             if request.allowed is not None:
                 request.allowed()
-            refuse_to_replace(location, request.overwrite)
+            if not request.partial:
+                refuse_to_replace(location, request.overwrite)
 
         def plan_all() -> Sequence[PlannedExport]:  # of the descriptions there are when it is called
             found = plan_exports(request.exports, location, list(values), descriptions, context, size=size)
@@ -139,6 +140,13 @@ def prepare_save(request: SaveRequest, context: Context, recording: Recording, a
         descriptions = _unite(agreement, descriptions, decided["different"], payloads)
         with agreement.stage("exports", meaning=NOTHING_COMMITTED):
             planned = plan_all()
+    session = None
+    if request.partial:
+        from ckptcore.session_planning import plan_session  # only who saves in sessions needs it
+
+        session = plan_session(agreement, location, descriptions, save_id, created)
+        save_id, created = session.planned.partial.save_id, session.planned.partial.created
+        recording.save_id = save_id
     hosts = None if request.on_hosts is None or len(request.on_hosts.hosts.groups) == 1 else request.on_hosts.hosts
     parts = []
     try:
@@ -147,6 +155,8 @@ def prepare_save(request: SaveRequest, context: Context, recording: Recording, a
             directory = member.directory(name, rank) if composite else ""
             own = member.processes is not None
             plan, worker_plans = description.plan(rank, size, save_id), description.worker_plans(save_id)
+            if session is not None:
+                plan = session.placed(plan)
             parts.append(Part(directory, description.layout, plan, own, worker_plans))
     except BaseException as error:  # noqa: BLE001  # told to the other ranks, then raised
         if hosts is not None:
@@ -167,6 +177,7 @@ def prepare_save(request: SaveRequest, context: Context, recording: Recording, a
         before_commit=request.before_commit,
         agreement=agreement,
         on_hosts=request.on_hosts,
+        session=None if session is None else session.planned,
     )
     copied: Sequence[CopyDescription] = ()
     if hosts is not None:

@@ -9,7 +9,7 @@ numbers themselves or of the differences from one to the next.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final, TypeAlias
 
 import numpy as np
@@ -54,7 +54,7 @@ def encode_receipts(trees: Sequence[TreeMetadata], receipts: Sequence[Receipt]) 
     return b"".join((line, b"\n", *writer.data))
 
 
-def decode_receipts(trees: Sequence[TreeMetadata], data: bytes) -> list[Receipt]:
+def decode_receipts(trees: Iterable[TreeMetadata], data: bytes) -> list[Receipt]:
     """The inverse of `encode_receipts`, for bytes of another process of this job.
 
     Raises:

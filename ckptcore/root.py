@@ -6,7 +6,7 @@ import functools
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final, Literal
 
 from ckptcore.builtin.keys import check_key
@@ -21,7 +21,9 @@ __all__ = [
     "Claimed",
     "Composite",
     "Member",
+    "PartialSave",
     "Root",
+    "Session",
     "Summary",
     "check_name",
     "is_save_id",
@@ -36,6 +38,9 @@ HOST_COPIES: Final = "checkpoint.copies"
 """The directory, within a tree that hosts save to disks of their own, of what a host has copies of beside its part."""
 
 _SAVE_ID: Final = re.compile(r"[0-9a-f]{16}")
+_TOLD: Final = 8
+"""Sessions of which an error tells; of more, how many they are."""
+
 _OWN_DIRECTORY: Final = re.compile(r".*\.rank_[0-9]+", re.DOTALL)
 
 
@@ -50,6 +55,75 @@ class Claimed:
 
     save_id: str
     created: str
+
+
+@dataclass(frozen=True, slots=True)
+class Session:
+    """What one session of a partial save wrote.
+
+    Attributes:
+        first: the first of the ranks that its processes have in the whole save; what the session is known by.
+        size: how many processes it had.
+        created: when it was complete, ISO 8601 in UTC.
+        arrays: of how many arrays it wrote something.
+        nbytes: bytes of its objects.
+        key: the object that says what it wrote.
+        key_bytes: bytes of that.
+        checksum: of that, ``algorithm:value``.
+    """
+
+    first: int
+    size: int
+    created: str
+    arrays: int
+    nbytes: int
+    key: str
+    key_bytes: int
+    checksum: str
+
+
+@dataclass(frozen=True, slots=True)
+class PartialSave:
+    """What stands in the place of a root while a checkpoint is filled in several sessions.
+
+    Attributes:
+        save_id: of the save that all sessions are.
+        created: when the first one began, ISO 8601 in UTC.
+        layout: the name of the layout that all sessions have.
+        agreed: the options of the layout that all sessions have, in words.
+        ranks: how many ranks were given away: to processes of sessions, of those that died too, and to who finalized and died. None
+            is given twice, so that no two sessions write under one name.
+        owner: the first rank of who may write now; None: nobody, until another session begins.
+        sessions: those that are complete.
+    """
+
+    save_id: str
+    created: str
+    layout: str
+    agreed: str
+    ranks: int
+    owner: int | None
+    sessions: tuple[Session, ...] = ()
+
+    def own_by_next(self, size: int) -> PartialSave:
+        """The same where somebody who has not been there yet may write, and nobody else.
+
+        Args:
+            size: how many processes that are.
+        """
+        return replace(self, ranks=self.ranks + size, owner=self.ranks)
+
+    def complete(self, session: Session) -> PartialSave:
+        """The same with one more session, and nobody who may write."""
+        return replace(self, owner=None, sessions=(*self.sessions, session))
+
+    def __str__(self) -> str:
+        """Which sessions there are, for a person."""
+        told = [f"one at {one.created} with {one.arrays} arrays" for one in self.sessions[-_TOLD:]]
+        more = [f"{len(self.sessions) - _TOLD} before"] if len(self.sessions) > _TOLD else []
+        return (
+            f"{len(self.sessions)} complete sessions ({', '.join([*more, *told])})" if told else "no complete session"
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,23 +17,37 @@ from ckptcore.model.columns import list_of_column
 from ckptcore.model.metadata import TreeMetadata
 from ckptcore.model.objects import BLOCK_BYTES, CHECKSUM_ALGORITHM, CHECKSUM_BYTES, ObjectRecord
 from ckptcore.model.tree import JSON
-from ckptcore.root import ROOT_KEY, Claimed, Composite, Member, Root, Summary, check_name, is_save_id
+from ckptcore.root import (
+    ROOT_KEY,
+    Claimed,
+    Composite,
+    Member,
+    PartialSave,
+    Root,
+    Session,
+    Summary,
+    check_name,
+    is_save_id,
+)
 
 __all__ = [
     "FORMAT_VERSION",
     "decode_root",
     "encode_claim",
     "encode_composite",
+    "encode_partial",
     "encode_root",
     "is_claim",
+    "is_partial",
     "summarize_root",
 ]
 
 FORMAT_VERSION: Final = 2
-"""The newest format that this version reads. A root is written in the oldest one that has what it needs."""
+"""The newest format of checkpoints that this version reads. A root is written in the oldest one that has what it needs."""
 
 _TREE_VERSION: Final = 1
 _COMPOSITE_VERSION: Final = 2
+_PARTIAL_VERSION: Final = 3
 
 _FORMAT: Final = "ckptcore"
 _INLINE_BYTES: Final = 1 << 18
@@ -58,7 +72,7 @@ def summarize_root(data: bytes) -> Summary:
     try:
         document = _unseal(data)
         version = document["version"]
-        if type(version) is int and version > FORMAT_VERSION:
+        if type(version) is int and version > (_PARTIAL_VERSION if document["state"] == "partial" else FORMAT_VERSION):
             raise _newer(version)
         return Summary(
             document["state"] == "committed",
@@ -107,6 +121,54 @@ def is_claim(data: bytes) -> bool:
         return _unseal(data).get("state") == "claimed"
     except CorruptCheckpointError:
         return False
+
+
+def encode_partial(partial: PartialSave) -> bytes:
+    """The bytes of what stands in the place of a root while a checkpoint is filled in several sessions."""
+    sessions: list[JSON] = [
+        [one.first, one.size, one.created, one.arrays, one.nbytes, one.key, one.key_bytes, one.checksum]
+        for one in partial.sessions
+    ]
+    return _seal({"format": _FORMAT, "version": _PARTIAL_VERSION, "state": "partial",
+                  "save_id": partial.save_id, "created": partial.created, "layout": partial.layout, "agreed": partial.agreed,
+                  "ranks": partial.ranks, "owner": partial.owner, "sessions": sessions})  # fmt: skip
+
+
+def is_partial(data: bytes) -> bool:
+    """Whether these are the bytes of a partial save that is not finalized; False for any others."""
+    try:
+        return _unseal(data).get("state") == "partial"
+    except CorruptCheckpointError:
+        return False
+
+
+def _decode_partial(document: dict[str, Any]) -> PartialSave:
+    save_id, ranks, owner = _text(document["save_id"]), _count(document["ranks"]), document["owner"]
+    sessions = []
+    for first, size, created, arrays, nbytes, key, key_bytes, checksum in document["sessions"]:
+        sessions.append(
+            Session(
+                _count(first), _count(size), _text(created), _count(arrays), _count(nbytes), _text(key), _count(key_bytes),
+                _text(checksum),
+            )
+        )  # fmt: skip
+        stop = sessions[-2].first + sessions[-2].size if len(sessions) > 1 else 0
+        if not 1 <= size <= _MAX_PROCESSES or not stop <= first <= ranks - size or key_bytes > _MAX_PART_BYTES:
+            raise CorruptCheckpointError(f"{ROOT_KEY} states a session that cannot be: {sessions[-1]}", key=ROOT_KEY)
+        if key != f"checkpoint.{save_id}.session-{first}":
+            raise CorruptCheckpointError(f"{ROOT_KEY} names {key[:80]!r} for the session {first}", key=ROOT_KEY)
+    if owner is not None and _count(owner) >= ranks:
+        raise CorruptCheckpointError(f"{ROOT_KEY} states the owner {owner} of {ranks} ranks", key=ROOT_KEY)
+    return PartialSave(
+        save_id, _text(document["created"]), _text(document["layout"]), _text(document["agreed"]), ranks, owner,
+        tuple(sessions),
+    )  # fmt: skip
+
+
+def _count(found: Any) -> int:
+    if type(found) is not int or found < 0:
+        raise CorruptCheckpointError(f"{ROOT_KEY} has {str(found)[:80]!r} where a count is expected", key=ROOT_KEY)
+    return found
 
 
 def _decode_progress(progress: Any) -> dict[str, int]:
@@ -184,7 +246,7 @@ def _decode_metrics(metrics: Any) -> dict[str, float]:
     return decoded
 
 
-def decode_root(data: bytes, read_part: ReadPart) -> Root | Composite | Claimed:
+def decode_root(data: bytes, read_part: ReadPart) -> Root | Composite | Claimed | PartialSave:
     """The root that these bytes are; they and those of its parts may be hostile.
 
     Raises:
@@ -201,20 +263,22 @@ def decode_root(data: bytes, read_part: ReadPart) -> Root | Composite | Claimed:
         raise CorruptCheckpointError(f"{ROOT_KEY} cannot be read: {error!r}", key=ROOT_KEY) from error
 
 
-def _decode(data: bytes, read_part: ReadPart) -> Root | Composite | Claimed:
+def _decode(data: bytes, read_part: ReadPart) -> Root | Composite | Claimed | PartialSave:
     document = _unseal(data)
     if document.get("format") != _FORMAT:
         raise CorruptCheckpointError(f"{ROOT_KEY} is not one of ckptcore", key=ROOT_KEY)
     version = document["version"]
     if type(version) is not int or version < 1:
         raise CorruptCheckpointError(f"{ROOT_KEY} states the format version {version!r}", key=ROOT_KEY)
-    if version > FORMAT_VERSION:
+    if version > (_PARTIAL_VERSION if document["state"] == "partial" else FORMAT_VERSION):
         raise _newer(version)
     save_id, created = _text(document["save_id"]), _text(document["created"])
     if not is_save_id(save_id):
         raise CorruptCheckpointError(f"{ROOT_KEY} states the save id {save_id[:40]!r}", key=ROOT_KEY)
     if document["state"] == "claimed":
         return Claimed(save_id, created)
+    if document["state"] == "partial":
+        return _decode_partial(document)
     if document["state"] != "committed":
         raise CorruptCheckpointError(f"{ROOT_KEY} states {document['state']!r}", key=ROOT_KEY)
     tables: dict[str, Any] = dict(document["tables"])

@@ -51,6 +51,7 @@ class SaveRequest:
         committed: called on every rank once the checkpoint is there, on the thread that waited for it. Exports come after it.
         exports: further checkpoints in other layouts, of the same copy.
         on_hosts: that it goes to a directory of each host; None: to one that all processes see.
+        partial: whether it is a session of a partial save, of one tree.
         name: what every rank of a job calls the location, whatever its path is on each; None: as it is given.
     """
 
@@ -68,6 +69,7 @@ class SaveRequest:
     committed: Callable[[], None] | None = None
     exports: Sequence[Export] = ()
     on_hosts: OnHosts | None = None
+    partial: bool = False
     name: str | None = None
 
     @property

@@ -114,7 +114,11 @@ def _write(
 ) -> None:
     """Write and commit the checkpoint, let it be known, then write its exports."""
     try:
-        if described.on_hosts is None:
+        if described.session is not None:
+            from ckptcore.session_persisting import persist_session  # only who saves in sessions needs it
+
+            persist_session(described, described.session, holding.parts, context, recording, handle)
+        elif described.on_hosts is None:
             persist(described, holding.parts, context, recording, handle, holding.at_workers)
         else:
             from ckptcore.host_persisting import persist_on_hosts  # only who has hosts needs it

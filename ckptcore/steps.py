@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TypeVar
 
 from ckptcore.context import Context
-from ckptcore.directory_claims import is_hidden_name
+from ckptcore.directory_claims import is_leftover_name
 from ckptcore.engine.errands import ask_each
 from ckptcore.engine.requests import requests_of
 from ckptcore.engine.threads import renew_in_children
@@ -105,7 +105,7 @@ class StepDirectory:
         if ROOT_KEY in found:
             raise self._no_directory()
         entries = [entry[:-1] for entry in found if entry.endswith("/")]
-        self._leftovers = tuple([name for name in entries if is_hidden_name(name)])
+        self._leftovers = tuple([name for name in entries if is_leftover_name(name)])
         return self.names.find(entries)
 
     def expect_directory(self) -> None:

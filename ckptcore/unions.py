@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Collection, Mapping, Sequence
-from typing import Final
+from typing import Final, Literal
 
 from ckptcore.errors import TreeMismatchError
 from ckptcore.model.metadata import ArrayRecord, LeafRecord, TreeMetadata
@@ -14,6 +14,12 @@ from ckptcore.model.tree import LEAF, Node, Skeleton, TreePath, format_path, lea
 __all__ = ["unite_trees"]
 
 _MAPPINGS: Final = ("dict", "OrderedDict")
+_RULES: Final = {
+    "rank": "Ranks may have different keys, and a leaf must be the same on every rank that has it. What differs from process to process "
+    "goes under a name of its own, in PerProcess(...); what is not the same thing, under keys of its own",
+    "session": "Sessions may have different keys of mappings, and no others; a leaf must be the same in every session that has it",
+}
+
 _SHOWN: Final = 20
 """How many differences an error's text lists; its attribute has all."""
 
@@ -24,6 +30,7 @@ def unite_trees(
     *,
     size: int,
     elsewhere: Sequence[Collection[int]] | None = None,
+    savers: Literal["rank", "session"] = "rank",
 ) -> TreeMetadata:
     """One tree with every leaf of all of them.
 
@@ -39,11 +46,12 @@ def unite_trees(
         ranks: by tree, the ranks that have it; of all trees together, every rank of the job once.
         size: processes of the job.
         elsewhere: by tree, the numbers of the arrays that its ranks only know of: others hold them.
+        savers: what errors call those who save: ranks of a job, or sessions of a partial save.
 
     Raises:
         TreeMismatchError: lists what cannot be united, with the ranks.
     """
-    uniting = _Uniting(trees, ranks, size, elsewhere or [()] * len(trees))
+    uniting = _Uniting(trees, ranks, size, elsewhere or [()] * len(trees), savers)
     skeleton = uniting.node((), list(enumerate(tree.skeleton for tree in trees)))
     aliases = uniting.aliases()
     held_by = uniting.held_by(skeleton, aliases)
@@ -52,10 +60,7 @@ def unite_trees(
         shown = "".join(f"\n  {line}" for line in lines[:_SHOWN])
         more = f"\n  and {len(lines) - _SHOWN} more" if len(lines) > _SHOWN else ""
         raise TreeMismatchError(
-            f"the ranks save different trees, and they cannot be united:{shown}{more}\n"
-            "Ranks may have different keys, and a leaf must be the same on every rank that has it. What differs from process to "
-            "process goes under a name of its own, in PerProcess(...); what is not the same thing, under keys of its own. Nothing "
-            "was written",
+            f"the {savers}s save different trees, and they cannot be united:{shown}{more}\n{_RULES[savers]}. Nothing was written",
             lines,
         )
     return TreeMetadata(skeleton, tuple(uniting.records), aliases, held_by)
@@ -70,7 +75,9 @@ class _Uniting:
         ranks: Sequence[Sequence[int]],
         size: int,
         elsewhere: Sequence[Collection[int]],
+        savers: str,
     ) -> None:
+        self.savers = savers
         self.trees = trees
         self.ranks = ranks
         self.size = size
@@ -171,7 +178,7 @@ class _Uniting:
             ranks.setdefault(different, []).extend(self.ranks[tree])
             texts.setdefault(different, text)
         self.differences.append(
-            f"{format_path(path)}: " + "; ".join(f"{texts[key]} on {_ranks(ranks[key])}" for key in ranks)
+            f"{format_path(path)}: " + "; ".join(f"{texts[key]} on {_ranks(ranks[key], self.savers)}" for key in ranks)
         )
 
 
@@ -193,7 +200,7 @@ def _shown(record: LeafRecord) -> str:
     return record.kind if record.value is None else f"{record.kind} {json.dumps(record.value)[:60]}"
 
 
-def _ranks(ranks: Sequence[int]) -> str:
+def _ranks(ranks: Sequence[int], called: str) -> str:
     """Ranks as a person reads them: ``ranks 0-3, 8``."""
     runs: list[list[int]] = []
     for rank in sorted(ranks):
@@ -202,4 +209,4 @@ def _ranks(ranks: Sequence[int]) -> str:
         else:
             runs.append([rank, rank])
     shown = ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs[:12])
-    return f"rank{'s' if len(ranks) > 1 else ''} {shown}" + (", ..." if len(runs) > 12 else "")
+    return f"{called}{'s' if len(ranks) > 1 else ''} {shown}" + (", ..." if len(runs) > 12 else "")

@@ -114,7 +114,8 @@ class SafetensorsLayout:
         plan = snapshot.plan
         items = _items_by_leaf(plan)
         files = self.arrays_by_object(plan.tree)
-        keys = file_names(self.stem, len(files))
+        stem = self.stem if plan.session is None else f"{self.stem}-session-{plan.session + 1:05d}"
+        keys = file_names(stem, len(files))
         names = _names(plan.tree)
         own = _own_files(plan, items, files)
         leaf_column: list[int] = []
@@ -146,9 +147,11 @@ class SafetensorsLayout:
 
         store.write_many(objects())
         left = [number for numbers in items.values() for number in numbers]
-        if not own and not left:
+        if not own and not left and plan.session is None:
             return None
         state: dict[str, JSON] = {"leaf": leaf_column, "file": file_column, "offset": offsets}
+        if plan.session is not None:
+            state["files"], state["name"] = keys, [names[leaf] for leaf in leaf_column]
         if left:
             slices = write_slices(snapshot, left, names, store, stem=self.stem, max_file_bytes=self.max_file_bytes)
             state["slices"] = slices.to_json()
@@ -160,6 +163,10 @@ class SafetensorsLayout:
         Raises:
             CheckpointError: if a process wrote other files than these, because its layout has other options.
         """
+        if any(isinstance(receipt.state, dict) and "files" in receipt.state for receipt in receipts):
+            from ckptcore.builtin.safetensors_sessions import finish_sessions  # only who saves in sessions needs it
+
+            return finish_sessions(tree, receipts, self.stem, store)
         files = self.arrays_by_object(tree)
         keys = file_names(self.stem, len(files))
         states: list[Any] = [receipt.state for receipt in receipts if receipt.state is not None]
@@ -187,6 +194,21 @@ class SafetensorsLayout:
             "offset": [offsets[leaf] for leaves in files for leaf in leaves],
         }
         return {**state, "slices": slices.to_json()} if slices else state
+
+    @property
+    def agreed(self) -> str:
+        """The stem of the names of files."""
+        return f"stem {self.stem!r}"
+
+    def names_written(self, tree: TreeMetadata) -> Mapping[int, str]:
+        """All: headers have them."""
+        return _names(tree)
+
+    def renumbered(self, state: JSON, leaves: Sequence[int]) -> JSON:
+        """The columns of leaves."""
+        from ckptcore.builtin.safetensors_sessions import renumbered_places  # only who saves in sessions needs it
+
+        return renumbered_places(state, leaves)
 
     def read(self, plan: ReadPlan, buffers: Sequence[HostArray], store: ReadStore) -> Iterator[int]:
         """Read every box out of the bytes of its array, or of the slices that have elements of it."""
@@ -261,7 +283,8 @@ def _own_files(plan: WritePlan, items: Mapping[int, Sequence[int]], files: Seque
     for number, leaves in enumerate(files):
         filled = [leaf for leaf in leaves if _spec(plan.tree, leaf).size]
         whole = all(held.get(leaf) == _spec(plan.tree, leaf).size for leaf in filled)
-        if whole if filled else plan.rank == 0:
+        first = plan.rank == (plan.session or 0) and (leaves or plan.session is None)
+        if whole if filled else first:
             own.append(number)
     return own
 

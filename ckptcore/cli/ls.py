@@ -61,7 +61,7 @@ def command(as_json: bool, directory: str) -> ExitCode:
 
 
 def _checkpoints(directory: str) -> Sequence[ListedDocument]:
-    from ckptcore.directory_claims import is_hidden_name
+    from ckptcore.directory_claims import is_hidden_name, is_leftover_name
     from ckptcore.holds import ADMINISTRATION
     from ckptcore.root import ROOT_KEY
 
@@ -73,7 +73,7 @@ def _checkpoints(directory: str) -> Sequence[ListedDocument]:
 
     def look(name: str) -> Sequence[ListedDocument]:
         if is_hidden_name(name):
-            return [_document(name, "leftover")]
+            return [_document(name, "leftover" if is_leftover_name(name) else "uncommitted")]
         return _listed(child_location(directory, name), name, context)
 
     entries = [entry.rstrip("/") for entry in sorted(names, key=_in_order)]

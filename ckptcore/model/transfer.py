@@ -81,6 +81,9 @@ class WritePlan:
         rank, size: which process of how many this is.
         save_id: the save; goes into the names of objects whose names no format fixes.
         name: of the checkpointable that the tree is; empty where the tree is the whole checkpoint.
+        session: where a checkpoint is filled in several sessions, which one this is: the rank of its first process among those of all
+            sessions. The tree is that of the session then, and `rank` this process's among those of all. See
+            `ckptcore.protocols.WritesSessions`.
     """
 
     tree: TreeMetadata
@@ -89,6 +92,7 @@ class WritePlan:
     size: int
     save_id: str
     name: str = ""
+    session: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,6 +45,7 @@ from ckptcore.protocols.layouts import (
     Snapshot,
     WriteForecast,
     WritesRuns,
+    WritesSessions,
     WriteStore,
 )
 from ckptcore.protocols.storage import (
@@ -144,4 +145,5 @@ __all__ = [
     "WriteStage",
     "WriteStore",
     "WritesRuns",
+    "WritesSessions",
 ]

@@ -30,6 +30,7 @@ __all__ = [
     "WriteForecast",
     "WriteStore",
     "WritesRuns",
+    "WritesSessions",
 ]
 
 
@@ -349,6 +350,45 @@ class PlacesTiles(Protocol):
 
         Raises:
             CorruptCheckpointError: if the state makes no sense.
+        """
+        ...
+
+
+@runtime_checkable
+class WritesSessions(Protocol):
+    """A layout whose `Layout.write` need not know the whole tree, and whose `Layout.finish` makes one of what sessions wrote.
+
+    In a session the plan has ``session``, a tree with the leaves of the session only, and a rank that no other process of any session
+    has: names of objects may depend on that rank, on the session, and on names of arrays. Nothing is written in a session that
+    stands for the whole checkpoint; values of the tree come with `Layout.finish`, whose receipts are those of the processes of all
+    sessions, by rank; ranks may be missing.
+    """
+
+    @property
+    def agreed(self) -> str:
+        """The options that all sessions must have alike, in words, for a person to compare; empty where there are none."""
+        ...
+
+    def names_written(self, tree: TreeMetadata) -> Mapping[int, str]:
+        """By leaf, the names of arrays that stand in what a session writes, or in names of its objects.
+
+        An array must have the same name in the tree of its session and in the whole. Nothing of names that only `Layout.finish` writes.
+
+        Raises:
+            NameCollisionError
+        """
+        ...
+
+    def renumbered(self, state: JSON, leaves: Sequence[int]) -> JSON:
+        """The state of a receipt where leaves have other numbers.
+
+        Args:
+            state: what `Layout.write` gave in a session; it comes from a storage and may be hostile.
+            leaves: by number in the tree of the session, the number in the whole tree. Of an array that is shared: of the leaf under
+                which it is stored.
+
+        Raises:
+            KeyError, IndexError, TypeError, ValueError: if it is no such state.
         """
         ...
 

@@ -31,18 +31,20 @@ from ckptcore.model import (
     Receipt,
     Skeleton,
     TreeMetadata,
+    TreePath,
     ValueRecord,
     WriteItem,
     WritePlan,
 )
 from ckptcore.model.columns import list_of_column
 from ckptcore.planning import cuts_of
-from ckptcore.protocols import About, Layout, MarksCheckpoints, ReadStore, StorageBackend
+from ckptcore.protocols import About, Layout, MarksCheckpoints, ReadStore, StorageBackend, WritesSessions
 from ckptcore.receipts import decode_receipts, encode_receipts
+from ckptcore.session_unions import SessionReceipts, unite_sessions
 from ckptcore.testing.arrays import assert_same_bits, bit_patterns
 from ckptcore.testing.layout_stores import HeldSnapshot, StoredObject, StrictReadStore, StrictWriteStore, objects_below
 
-__all__ = ["Trial", "Written", "flat_trial", "mark_trial", "tree_trial", "write_trial"]
+__all__ = ["Trial", "Written", "flat_trial", "mark_trial", "tree_trial", "write_sessions", "write_trial"]
 
 SAVE_ID = "0123456789abcdef"
 CREATED = "2026-01-02T03:04:05.678+00:00"
@@ -59,6 +61,7 @@ class Trial:
             process 0.
         size: how many processes write.
         name: of the checkpointable; empty where the tree is the whole checkpoint.
+        session: which session of a partial save it is; None: no partial save.
     """
 
     tree: TreeMetadata
@@ -66,6 +69,7 @@ class Trial:
     parts: Mapping[int, Sequence[Sequence[Box]]]
     size: int = 1
     name: str = ""
+    session: int | None = None
 
     def plan(self, rank: int) -> WritePlan:
         """What one process writes."""
@@ -79,7 +83,8 @@ class Trial:
             boxes = tuple(self.parts.get(leaf, default)[rank])
             if boxes:
                 items.append(WriteItem(leaf, record.spec, boxes))
-        return WritePlan(self.tree, tuple(items), rank, self.size, SAVE_ID, self.name)
+        first = self.session or 0
+        return WritePlan(self.tree, tuple(items), first + rank, self.size, SAVE_ID, self.name, self.session)
 
 
 def tree_trial(
@@ -203,6 +208,34 @@ class Written:
 
 def write_trial(layout: Layout, trial: Trial, storage: StorageBackend) -> Written:
     """Check, write on each process, finish and mark; every plan, receipt and state takes the trips it takes in a job."""
+    return _finish(layout, trial, _write(layout, trial, storage), storage)
+
+
+def write_sessions(layout: Layout, trials: Sequence[Trial], storage: StorageBackend) -> Written:
+    """The same in several sessions, one after the other, and one finish; the whole as a trial that was written.
+
+    Args:
+        layout: one of `WritesSessions`.
+        trials: of each session; mappings of them are united.
+        storage: where to write.
+    """
+    assert isinstance(layout, WritesSessions)
+    sessions: list[SessionReceipts] = []
+    arrays: dict[TreePath, HostArray] = {}
+    first = 3  # ranks are missing where somebody died
+    for trial in trials:
+        receipts = _write(layout, replace(trial, session=first), storage)
+        sessions.append(SessionReceipts(first, trial.tree, receipts))
+        arrays.update({trial.tree.paths[leaf]: array for leaf, array in trial.arrays.items()})
+        first += trial.size + 1
+    tree, united = unite_sessions(sessions, layout)
+    layout.check(tree, len(united))
+    numbers = {path: number for number, path in enumerate(tree.paths)}
+    whole = Trial(tree, {numbers[path]: array for path, array in arrays.items()}, {})
+    return _finish(layout, whole, united, storage)
+
+
+def _write(layout: Layout, trial: Trial, storage: StorageBackend) -> Sequence[Receipt]:
     layout.check(trial.tree, trial.size)
     receipts = []
     for rank in reversed(range(trial.size)):
@@ -211,10 +244,14 @@ def write_trial(layout: Layout, trial: Trial, storage: StorageBackend) -> Writte
         snapshot, store = HeldSnapshot(plan, trial.arrays), StrictWriteStore(storage)
         state = layout.write(snapshot, store)
         snapshot.assert_released()
-        receipt = Receipt(rank, plan.items, _through_json(state), tuple(store.objects.values()))
+        receipt = Receipt(plan.rank, plan.items, _through_json(state), tuple(store.objects.values()))
         (told,) = decode_receipts([trial.tree], encode_receipts([trial.tree], [receipt]))
         receipts.append(pickle.loads(pickle.dumps(told)))
     receipts.sort(key=lambda receipt: receipt.rank)
+    return receipts
+
+
+def _finish(layout: Layout, trial: Trial, receipts: Sequence[Receipt], storage: StorageBackend) -> Written:
     state = _through_json(layout.finish(trial.tree, receipts, StrictWriteStore(storage)))
     if not trial.name:
         mark_trial(layout, About(CREATED), storage)

@@ -8,7 +8,7 @@ import pickle
 import random
 import tracemalloc
 import uuid
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -26,16 +26,32 @@ from ckptcore.errors import (
     UnsupportedLeafError,
 )
 from ckptcore.locations import Subdirectory
-from ckptcore.model import JSON, LEAF, ArrayRecord, ArraySpec, Attribute, Box, Node, Skeleton, ValueRecord
+from ckptcore.model import JSON, LEAF, ArrayRecord, ArraySpec, Attribute, Box, Node, Skeleton, ValueRecord, format_path
 from ckptcore.model.tree import Key
-from ckptcore.planning import uncovered
-from ckptcore.protocols import About, InspectsComposites, Layout, PlacesTiles, SharesReplicas, StorageBackend
+from ckptcore.planning import cuts_of, uncovered
+from ckptcore.protocols import (
+    About,
+    InspectsComposites,
+    Layout,
+    PlacesTiles,
+    SharesReplicas,
+    StorageBackend,
+    WritesSessions,
+)
 from ckptcore.sharing import cells_of
 from ckptcore.testing import strategies
-from ckptcore.testing.arrays import DTYPE_NAMES, PORTABLE_DTYPES, SHAPES, assert_same_bits
+from ckptcore.testing.arrays import DTYPE_NAMES, PORTABLE_DTYPES, SHAPES, assert_same_bits, bit_patterns
 from ckptcore.testing.hostile_json import tampered
 from ckptcore.testing.layout_stores import StrictReadStore, local_directory, objects_below
-from ckptcore.testing.layout_trials import Trial, Written, flat_trial, mark_trial, tree_trial, write_trial
+from ckptcore.testing.layout_trials import (
+    Trial,
+    Written,
+    flat_trial,
+    mark_trial,
+    tree_trial,
+    write_sessions,
+    write_trial,
+)
 
 __all__ = ["LayoutTests"]
 
@@ -237,6 +253,64 @@ class LayoutTests:
         written.assert_reads_back([(0, Box((31, 39), (65, 121))), (1, Box((2, 2), (5, 8))), (0, boxes[0][-1])])
         stored = sum(stored.nbytes for stored in written.objects().values())
         assert stored < 2.5 * specs["shared"].nbytes, f"{stored} bytes were written for {specs['shared'].nbytes}"
+
+    def test_sessions_make_one_checkpoint(self, place: StorageBackend) -> None:
+        """Each knows its own leaves only: arrays, what is tied, values, a part of an array, or nothing at all."""
+        layout = self.layout()
+        if not isinstance(layout, WritesSessions):
+            return
+        assert isinstance(layout.agreed, str)
+        halves = [Box((0, 0), (3, 4)), Box((3, 0), (5, 4))]
+        split = {"split": ArraySpec((5, 4), "bfloat16")} if self.several_processes else {}
+        trials = [
+            tree_trial(
+                _nested({"a": {"z": LEAF, **dict.fromkeys(split, LEAF)}, "n": LEAF}),
+                [ArraySpec((7,), "int16"), *split.values(), ValueRecord("int", 3)],
+            ),
+            tree_trial(_nested({}), []),
+            tree_trial(
+                _nested({"b": {"y": LEAF, "tied": LEAF}, "a": {"x": LEAF}}),
+                [ArraySpec((300, 70), "float32"), ArraySpec((300, 70), "float32"), ArraySpec((), "int8")],
+                aliases={1: 0},
+            ),
+            tree_trial(
+                _nested({"a": {**dict.fromkeys(split, LEAF)}, "text": LEAF, "e": {"none": LEAF}}),
+                [*split.values(), ValueRecord("str", "four"), ArraySpec((0, 3), "float64")],
+            ),
+        ]
+        if split:
+            cut = cuts_of((5, 4), halves)
+            for number, leaf, box in ((0, 1, halves[0]), (3, 0, halves[1])):
+                leaves = list(trials[number].tree.leaves)
+                leaves[leaf] = ArrayRecord(split["split"], cuts=cut)
+                tree = dataclasses.replace(trials[number].tree, leaves=tuple(leaves))
+                arrays = {**trials[number].arrays, leaf: bit_patterns(split["split"], 9)}
+                trials[number] = dataclasses.replace(trials[number], tree=tree, arrays=arrays, parts={leaf: [[box]]})
+        written = write_sessions(layout, trials, place)
+        assert sorted(map(format_path, written.trial.tree.paths)) == sorted(
+            ["a/x", "a/z", "b/tied", "b/y", "e/none", "n", "text", *(["a/split"] if split else [])]
+        )
+        written.assert_reads_back()
+        dataclasses.replace(written, layout=type(layout)()).assert_reads_back()
+        if self.foreign and not split:
+            assert layout.inspect(written.stores()[0], None) is not None
+
+    def test_a_hostile_receipt_of_a_session_is_an_error(self) -> None:
+        layout = self.layout()
+        if not isinstance(layout, WritesSessions):
+            return
+        hostile: list[JSON] = [
+            None,
+            [],
+            "state",
+            {},
+            {"leaf": [7]},
+            {"leaf": ["x"], "digested_leaf": []},
+            {"leaf": None},
+        ]
+        for state in hostile:
+            with pytest.raises((KeyError, IndexError, TypeError, ValueError)):
+                layout.renumbered(state, [0, 1])
 
     def test_two_checkpoints_do_not_mix(self, place: StorageBackend) -> None:
         layout = self.layout()
@@ -486,6 +560,15 @@ def _small_trial() -> Trial:
             "mask": ArraySpec((9,), "bool"),
         }
     )
+
+
+def _nested(children: Mapping[Key, Skeleton | Mapping[Key, Skeleton]]) -> Node:
+    """A dict of leaves and dicts of leaves."""
+    made = [
+        child if not isinstance(child, Mapping) else Node("dict", tuple(child), tuple(child.values()))
+        for child in children.values()
+    ]
+    return Node("dict", tuple(children), tuple(made))
 
 
 def _skeleton(paths: tuple[tuple[Key, ...], ...]) -> tuple[Skeleton, list[int]]:

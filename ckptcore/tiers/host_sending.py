@@ -34,7 +34,7 @@ from ckptcore.model.objects import ObjectRecord
 from ckptcore.occupants import parse_root, read_root, root_bytes
 from ckptcore.preparing import save_created
 from ckptcore.protocols import StorageBackend
-from ckptcore.root import HOST_COPIES, ROOT_KEY, Claimed, Root
+from ckptcore.root import HOST_COPIES, ROOT_KEY, Claimed, PartialSave, Root
 from ckptcore.steps import StepDirectory
 from ckptcore.visibility import show_claim
 
@@ -74,7 +74,7 @@ def _read_part(location: Location) -> _Part:
     store = location.store
     data = root_bytes(store)
     root = None if data is None else parse_root(store, data)
-    if data is None or root is None or isinstance(root, Claimed):
+    if data is None or root is None or isinstance(root, Claimed | PartialSave):
         raise CheckpointNotFoundError(f"there is no committed step at {location.display}; it was deleted")
     known: dict[str, ObjectRecord] = dict(root.objects) if isinstance(root, Root) else {}
     late: set[str] = set()

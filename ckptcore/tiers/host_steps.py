@@ -14,7 +14,7 @@ from ckptcore.locations import Location, Place, Within, resolve_location, subdir
 from ckptcore.model.objects import ObjectRecord
 from ckptcore.model.tree import JSON
 from ckptcore.occupants import read_root, root_bytes
-from ckptcore.root import Claimed, Root, new_save_id
+from ckptcore.root import Claimed, PartialSave, Root, new_save_id
 from ckptcore.root_json import summarize_root
 from ckptcore.steps import StepDirectory
 
@@ -113,7 +113,7 @@ def _objects_here(location: Location) -> Mapping[str, tuple[ObjectRecord, int]]:
     """
     store = location.store
     root = read_root(store)
-    if root is None or isinstance(root, Claimed):
+    if root is None or isinstance(root, Claimed | PartialSave):
         raise CheckpointNotFoundError(f"there is no committed step at {location.display}; it was deleted")
     known: dict[str, ObjectRecord] = dict(root.objects) if isinstance(root, Root) else {}
     for entry in store.list_names() if not isinstance(root, Root) else ():

@@ -16,6 +16,7 @@ import traceback
 from collections.abc import Callable, Mapping
 from typing import Any, Final, Literal
 
+import numpy as np
 from ckptcore_tensorstore import OcdbtLayout
 
 import ckptcore
@@ -23,7 +24,7 @@ from ckptcore.builtin.safetensors import SafetensorsLayout
 from ckptcore.errors import CheckpointExistsError, SaveLostError
 from tests.crashes.states import LARGE, SMALL, make_composite, make_state
 
-__all__ = ["LOST", "NEW", "OLD", "TASKS", "copied_from", "exported"]
+__all__ = ["LOST", "NEW", "OLD", "TASKS", "copied_from", "exported", "partial_state"]
 
 OLD: Final = 1
 """The state that is there before a task."""
@@ -153,6 +154,23 @@ def _delete_and_save(location: str, number: int) -> None:
     ckptcore.save(location, make_state(number), context=_context())
 
 
+def partial_state(number: int) -> dict[str, Any]:
+    """What the session `number` of a partial save has; no two have an array in common."""
+    return {
+        "arrays": {f"array {number}": np.random.default_rng(number).integers(0, 1000, 50)},
+        "sessions": "several",
+        f"text {number}": "x" * number,
+    }
+
+
+def _save_partial(location: str, number: int) -> None:
+    ckptcore.save_partial(location, partial_state(1), context=_context())
+
+
+def _finalize(location: str, number: int) -> None:
+    ckptcore.finalize(location, context=_context())
+
+
 def _replace_often(location: str, number: int) -> None:
     """Replace a checkpoint by the states 1 to `number`, with one file and with several, with parts of the root and without."""
     context = _context("none")
@@ -185,6 +203,8 @@ TASKS: Final[Mapping[str, Callable[[str, int], None]]] = {
     "save-composite-in-background": _save_composite_in_background,
     "convert-composite": _convert_composite,
     "delete": _delete,
+    "save-partial": _save_partial,
+    "finalize": _finalize,
     "delete-and-save": _delete_and_save,
     "replace-often": _replace_often,
 }
@@ -194,6 +214,8 @@ TASKS: Final[Mapping[str, Callable[[str, int], None]]] = {
 def _serve() -> None:
     _save_new("memory://crashes/warm", NEW)  # whatever is imported late is imported now
     _save_composite("memory://crashes/warm-composite", NEW)
+    _save_partial("memory://crashes/warm-partial", NEW)
+    _finalize("memory://crashes/warm-partial", NEW)
     for line in sys.stdin:
         order = json.loads(line)
         begin, released = os.pipe()

@@ -17,7 +17,7 @@ from ckptcore_dcp.names import KnownNames, StoredNames
 from ckptcore_dcp.places_in_values import places_of_state, read_boxes_and_places
 from ckptcore_dcp.state import KnownTables
 from ckptcore_dcp.storages import KnownPlaces
-from ckptcore_dcp.writing import file_of, write_items
+from ckptcore_dcp.writing import file_of, write_items, write_values
 from ckptcore_dcp.written_columns import WrittenColumns
 
 __all__ = ["DcpLayout"]
@@ -70,14 +70,20 @@ class DcpLayout:
     def write(self, snapshot: Snapshot, store: WriteStore) -> JSON:
         """Write the file of this process; values go into that of the leader."""
         plan = snapshot.plan
-        values = self._names.of(plan.tree).values if plan.rank == 0 else ()
+        # In a session nobody knows all values: `finish` writes them.
+        values = self._names.of(plan.tree).values if plan.rank == 0 and plan.session is None else ()
         spread = self.spread_from is not None and plan.size >= self.spread_from
-        return {"spread": spread, **write_items(snapshot, values, store, file_of(plan.rank, spread=spread)).to_json()}
+        told = {"spread": spread} if plan.session is None else {"spread": spread, "session": plan.session}
+        return {**told, **write_items(snapshot, values, store, file_of(plan.rank, spread=spread)).to_json()}
 
     def finish(self, tree: TreeMetadata, receipts: Sequence[Receipt], store: WriteStore) -> JSON:
         """Write ``.metadata``, and keep where the elements are: a load of ours needs neither it nor what is around them."""
         names = self._names.of(tree)
-        written = WrittenColumns(tree, [(_file(receipt), receipt.state) for receipt in receipts])
+        parts = [(_file(receipt), receipt.state) for receipt in receipts]
+        if names.values and any("session" in state for _, state in parts):  # type: ignore[operator]  # see `write`
+            file = file_of(max(receipt.rank for receipt in receipts) + 1, spread=False)
+            parts.append((file, write_values(names.values, store, file).to_json()))
+        written = WrittenColumns(tree, parts)
         if len(written.values) != len(names.values):
             raise PluginError(
                 f"{len(names.values)} values were to be stored by the leader, and {len(written.values)} were"
@@ -85,6 +91,20 @@ class DcpLayout:
         values = {stored.name: value for stored, value in zip(names.values, written.values, strict=True)}
         store.put(_METADATA, write_metadata(_metadata(tree, names, written.chunks(), values)))
         return written.to_json()
+
+    @property
+    def agreed(self) -> str:
+        """Nothing: each file may lie where it does."""
+        return ""
+
+    def names_written(self, tree: TreeMetadata) -> Mapping[int, str]:
+        """None: names stand in ``.metadata`` alone."""
+        return {}
+
+    def renumbered(self, state: JSON, leaves: Sequence[int]) -> JSON:
+        """The column of leaves."""
+        columns: Any = state  # what a hostile one raises the caller knows
+        return {**columns, "leaf": [leaves[leaf] for leaf in columns["leaf"]]}
 
     def read(self, plan: ReadPlan, buffers: Sequence[HostArray], store: ReadStore) -> Iterator[int]:
         """Read every box out of the chunks that have elements of it, and no more of them than that."""

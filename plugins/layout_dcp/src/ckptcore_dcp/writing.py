@@ -14,7 +14,7 @@ from ckptcore_dcp.dtypes import physical_box, physical_spec
 from ckptcore_dcp.items import tensor_item, value_item
 from ckptcore_dcp.names import StoredValue
 
-__all__ = ["WrittenItems", "file_of", "write_items"]
+__all__ = ["WrittenItems", "file_of", "write_items", "write_values"]
 
 _ALIGNMENT: Final = 64
 """Where items begin, in bytes: what torch aligns within an item is aligned in the file then."""
@@ -74,7 +74,14 @@ def write_items(snapshot: Snapshot, values: Sequence[StoredValue], store: WriteS
     return written
 
 
-def _segments(snapshot: Snapshot, values: Sequence[StoredValue], written: WrittenItems) -> Iterator[Segment]:
+def write_values(values: Sequence[StoredValue], store: WriteStore, file: str) -> WrittenItems:
+    """Write values alone to a file of their own."""
+    written = WrittenItems()
+    store.write(file, list(_segments(None, values, written)))
+    return written
+
+
+def _segments(snapshot: Snapshot | None, values: Sequence[StoredValue], written: WrittenItems) -> Iterator[Segment]:
     """What the file is made of. What lies between the elements of two items is one segment, and so are many small values."""
     position = 0
     between: list[bytes] = []
@@ -89,7 +96,8 @@ def _segments(snapshot: Snapshot, values: Sequence[StoredValue], written: Writte
         if position - begin >= _JOINED_BYTES:
             yield BytesSegment(b"".join(between))
             between, begin = [], position
-    for number, planned in enumerate(snapshot.plan.items):
+    for number, planned in enumerate(snapshot.plan.items if snapshot is not None else ()):
+        assert snapshot is not None  # it has items
         boxes = _ItemBoxes(snapshot, number)
         spec = planned.spec
         physical = physical_spec(spec)

@@ -29,7 +29,7 @@ from ckptcore_tensorstore.grids import unflat_index
 from ckptcore_tensorstore.ocdbt import Value, encode_database
 from ckptcore_tensorstore.orbax import item_files, value_array
 from ckptcore_tensorstore.state import DIGEST_BYTES, ArraysState, Extents, StoredName
-from ckptcore_tensorstore.stored_arrays import Form, array_names, stored_format
+from ckptcore_tensorstore.stored_arrays import SESSIONS, Form, array_names, stored_format
 from ckptcore_tensorstore.zarr import encode_metadata, zarr2_array, zarr3_array
 
 __all__ = ["finish_arrays"]
@@ -73,7 +73,8 @@ def finish_arrays(tree: TreeMetadata, receipts: Sequence[Receipt], form: Form, s
     """
     _expect_one_form(receipts, form)
     names = array_names(tree, form)
-    size = len(receipts)
+    in_sessions = any(receipt.state["session"] is not None for receipt in receipts)  # type: ignore[index,call-overload]  # see `write_arrays`
+    size = SESSIONS if in_sessions else len(receipts)
     directory = str(receipts[0].state["directory"])  # type: ignore[index,call-overload]  # see `write_arrays`
     prefix = f"{directory}/" if directory else ""
     arrays: dict[int, StoredName] = {}

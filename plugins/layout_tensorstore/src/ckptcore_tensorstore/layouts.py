@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Final, Literal
+from typing import Any, Final, Literal
 from weakref import WeakKeyDictionary
 
 from ckptcore.model import JSON, ArrayRecord, HostArray, ReadPlan, Receipt, StoredTile, TreeMetadata
@@ -127,6 +127,21 @@ class _OrbaxLayout:
     def finish(self, tree: TreeMetadata, receipts: Sequence[Receipt], store: WriteStore) -> JSON:
         """Write what is said of all arrays: their keys and formats, and what Orbax reads beside them."""
         return finish_arrays(tree, receipts, self._form(), store)
+
+    @property
+    def agreed(self) -> str:
+        """All that says how arrays are stored."""
+        return self._form().agreed
+
+    def names_written(self, tree: TreeMetadata) -> Mapping[int, str]:
+        """All, where chunks are objects of their own; the keys of a database come with the rest of it."""
+        form = self._form()
+        return {} if form.storage == "ocdbt" else array_names(tree, form)
+
+    def renumbered(self, state: JSON, leaves: Sequence[int]) -> JSON:
+        """The columns of leaves."""
+        columns: Any = state  # what a hostile one raises the caller knows
+        return {**columns, **{name: [leaves[leaf] for leaf in columns[name]] for name in ("leaf", "digested_leaf")}}
 
     def mark(self, about: About, store: WriteStore) -> None:
         """Write the files by which Orbax knows a checkpoint."""

@@ -26,7 +26,10 @@ from ckptcore_tensorstore.zarr import (
     zarr3_array,
 )
 
-__all__ = ["Form", "array_names", "stored_box", "stored_format", "stored_target", "stored_view"]
+__all__ = ["SESSIONS", "Form", "array_names", "stored_box", "stored_format", "stored_target", "stored_view"]
+
+SESSIONS: Final = 2
+"""Of how many processes an array is thought to come that is written in sessions: several, however many there will be."""
 
 _MOST_NAME_BYTES: Final = 64_000
 """Of an array in a database, whose keys have up to 65,535: with the index of a chunk of any number of axes that NumPy has."""

@@ -27,7 +27,7 @@ from ckptcore_tensorstore.encoding import (
 from ckptcore_tensorstore.grids import flat_index
 from ckptcore_tensorstore.small_objects import SmallObjects
 from ckptcore_tensorstore.state import array_prefix
-from ckptcore_tensorstore.stored_arrays import Form, array_names, stored_format
+from ckptcore_tensorstore.stored_arrays import SESSIONS, Form, array_names, stored_format
 from ckptcore_tensorstore.zarr import dense_index, encode_index
 
 __all__ = ["data_directory", "forecast_arrays", "write_arrays"]
@@ -104,12 +104,13 @@ def _write(snapshot: Snapshot, form: Form, store: WriteStore, encode: _Encode) -
     plan = snapshot.plan
     names = array_names(plan.tree, form)
     directory = "" if plan.name else form.item
+    writers = plan.size if plan.session is None else SESSIONS
     direct: list[ChunkSource] = []
     encoded: list[ChunkSource] = []
     for number, item in enumerate(plan.items):
         record = plan.tree.leaves[item.leaf]
         assert isinstance(record, ArrayRecord)  # plans have no other items
-        array = stored_format(record, names[item.leaf], form, plan.size)
+        array = stored_format(record, names[item.leaf], form, writers)
         source = ChunkSource(snapshot, number, names[item.leaf], array)
         (direct if array.direct else encoded).append(source)
     columns = _Columns()
@@ -131,6 +132,7 @@ def _write(snapshot: Snapshot, form: Form, store: WriteStore, encode: _Encode) -
         "save_id": plan.save_id,
         "name": plan.name,
         "form": form.agreed,
+        "session": plan.session,
         "files": files,
         **columns.to_json(),
     }

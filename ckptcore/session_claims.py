@@ -1,0 +1,291 @@
+"""Claims of sessions: who may write into a checkpoint that is filled in several sessions, one after the other.
+
+Storage with real directories: a hidden sibling directory, with a name that says that it is to stay, is held by a lock while a
+session writes; an object in it says which sessions there are. Other storage: the same stands in the place of the root, and each change
+of it is on condition of what was there. There the next session takes over from one that is not complete, as a save does from a dead one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from contextlib import AbstractContextManager, suppress
+from dataclasses import dataclass, replace
+from typing import Final, Protocol
+
+from ckptcore.commit import Claim
+from ckptcore.conditions import Conditions
+from ckptcore.directory_claims import (
+    PARTIAL_KEY,
+    DirectoryClaim,
+    partial_name,
+    partial_store,
+    remove_hidden,
+)
+from ckptcore.errors import CheckpointNotFoundError, CorruptCheckpointError, ObjectNotFoundError, SaveLostError
+from ckptcore.fences import FencedStore
+from ckptcore.locations import Location
+from ckptcore.object_claims import ObjectClaim, find_root
+from ckptcore.occupants import find_occupant, parse_root, refuse_to_replace
+from ckptcore.protocols import AtomicDirectories, StorageBackend
+from ckptcore.root import ROOT_KEY, PartialSave, Session
+from ckptcore.root_json import encode_partial, is_partial
+
+__all__ = [
+    "PlannedSession",
+    "SessionClaim",
+    "claim_session",
+    "claim_to_finalize",
+    "find_partial",
+    "remove_debris",
+    "remove_partial",
+    "session_store",
+    "sessions_store",
+]
+
+_OWN_KEYS: Final = (ROOT_KEY, PARTIAL_KEY)
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedSession:
+    """A session that can go ahead.
+
+    Attributes:
+        before: what stood in the place of the root when it was looked at; None: nothing. The leader has it.
+        partial: what is to stand there while the session writes.
+        kept: the keys of what complete sessions wrote. The leader has them.
+    """
+
+    before: PartialSave | None
+    partial: PartialSave
+    kept: frozenset[str]
+
+
+class SessionClaim(Protocol):
+    """A session's right to write."""
+
+    @property
+    def store(self) -> StorageBackend:
+        """Where its objects go."""
+        ...
+
+    def complete(self, session: Session) -> None:
+        """Make what was written count; durable where the storage was opened so.
+
+        Raises:
+            SaveLostError: another session, or a deletion, took the place over. Nothing of this one counts.
+            CommitUnknownError: whether it counts cannot be told.
+        """
+        ...
+
+    def abort(self) -> None:
+        """Remove what was written; all of the partial save, where no session is complete. Does nothing once it is complete."""
+        ...
+
+
+def find_partial(location: Location) -> PartialSave | None:
+    """The partial save at a location that is not finalized; None where there is none.
+
+    Raises:
+        CorruptCheckpointError, UnsupportedVersionError: it cannot be read.
+    """
+    store = location.store
+    if isinstance(location.parent, AtomicDirectories):
+        store = partial_store(location)
+        try:
+            data = store.get(PARTIAL_KEY)
+        except ObjectNotFoundError:
+            return None
+    else:
+        found = find_root(store)
+        if found is None or not is_partial(found[0]):
+            return None
+        data = found[0]
+    partial = parse_root(store, data)
+    if not isinstance(partial, PartialSave):
+        raise CorruptCheckpointError(
+            f"{PARTIAL_KEY} beside {location.display} is none of a partial save", key=PARTIAL_KEY
+        )
+    return partial
+
+
+def sessions_store(location: Location) -> StorageBackend:
+    """Where sessions write, to read what they wrote."""
+    return partial_store(location) if isinstance(location.parent, AtomicDirectories) else location.store
+
+
+def session_store(location: Location, partial: PartialSave, conditions: Conditions) -> StorageBackend:
+    """Where the owner of a partial save writes that another process of the job claimed."""
+    if isinstance(location.parent, AtomicDirectories):
+        return partial_store(location)
+    return FencedStore(conditions.open(location), partial.save_id, owner=partial.owner)
+
+
+def claim_session(location: Location, planned: PlannedSession, conditions: Conditions) -> SessionClaim:
+    """Claim a location for a session.
+
+    Raises:
+        CheckpointExistsError: if something is there that is no partial save.
+        SaveLostError: another session began or ended since the place was looked at, or is under way where that can be told.
+        AtomicityError: if the storage keeps no conditions.
+    """
+    if isinstance(location.parent, AtomicDirectories):
+        return _DirectorySession(location, location.parent, planned)
+    return _ObjectSession(location, planned, conditions)
+
+
+def claim_to_finalize(location: Location, conditions: Conditions) -> tuple[PartialSave, Claim]:
+    """The partial save at a location, and the right to commit it. To leave the claim leaves the sessions.
+
+    Raises:
+        CheckpointNotFoundError: there is none.
+        CheckpointExistsError: a checkpoint stands in its place.
+        SaveLostError: a session is under way, where that can be told.
+    """
+    if isinstance(location.parent, AtomicDirectories):
+        name = partial_name(location)
+        if find_partial(location) is None:
+            raise _nothing(location)
+        claim = DirectoryClaim(location, location.parent, name, False, continued=name)
+        try:
+            partial = find_partial(location)  # again, now that nobody else changes it
+        except BaseException:
+            claim.leave()
+            raise
+        if partial is None:
+            claim.abort()  # the lock made the directory again
+            raise _nothing(location)
+        return partial, claim
+    location = conditions.open(location)
+    found = find_root(location.store)
+    before = None if found is None else parse_root(location.store, found[0])
+    if not isinstance(before, PartialSave):
+        raise _nothing(location)
+    owned = before.own_by_next(1)
+    claimed = ObjectClaim(location, owned, found, conditions)
+    if before.owner is not None:
+        claimed.store.abort_uploads()
+    return owned, claimed
+
+
+def remove_partial(location: Location, save_id: str) -> None:
+    """Remove a partial save from a storage with real directories; elsewhere it goes as any checkpoint does.
+
+    Args:
+        location: where it is.
+        save_id: a new one, for the name under which it is hidden first.
+
+    Raises:
+        SaveLostError: a session is under way.
+    """
+    if not isinstance(location.parent, AtomicDirectories):
+        return
+    name = partial_name(location)
+    lock = location.parent.lock_directory(name)
+    if lock is None:
+        raise _under_way(location)
+    with lock:
+        remove_hidden(location, location.parent, name, save_id)
+
+
+def remove_debris(store: StorageBackend, kept: Collection[str]) -> None:
+    """Remove what no complete session wrote; the claim on the store is this process's."""
+    debris = sorted(set(store.list()) - {*kept, *_OWN_KEYS})
+    if debris:
+        store.delete(debris)
+
+
+class _DirectorySession:
+    """See `SessionClaim`."""
+
+    def __init__(self, location: Location, directories: AtomicDirectories, planned: PlannedSession) -> None:
+        self._directories = directories
+        self._name = partial_name(location)
+        self._planned = planned
+        self._done = False
+        if planned.before is None:
+            refuse_to_replace(location, False)
+        lock = directories.lock_directory(self._name)
+        if lock is None:
+            raise _under_way(location)
+        self._lock: AbstractContextManager[None] = lock
+        self._lock.__enter__()
+        try:
+            self.store = partial_store(location)
+            if find_partial(location) != planned.before:
+                raise _changed(location)
+            self.store.delete([ROOT_KEY])  # of one that died as it finalized
+            self.store.put(PARTIAL_KEY, encode_partial(planned.partial))
+        except BaseException:
+            try:
+                if planned.before is None and find_partial(location) is None:
+                    directories.delete_directory(self._name)  # it was made by the lock
+            finally:
+                self._lock.__exit__(None, None, None)
+            raise
+
+    def complete(self, session: Session) -> None:
+        self._directories.sync_directory(self._name)
+        self.store.put(PARTIAL_KEY, encode_partial(self._planned.partial.complete(session)))
+        self._done = True
+        self._lock.__exit__(None, None, None)
+
+    def abort(self) -> None:
+        if self._done:
+            return
+        self._done = True
+        try:
+            if not self._planned.partial.sessions:
+                self._directories.delete_directory(self._name)
+                return
+            self.store.put(PARTIAL_KEY, encode_partial(replace(self._planned.partial, owner=None)))
+            remove_debris(self.store, self._planned.kept)
+        finally:
+            self._lock.__exit__(None, None, None)
+
+
+class _ObjectSession:
+    """See `SessionClaim`."""
+
+    def __init__(self, location: Location, planned: PlannedSession, conditions: Conditions) -> None:
+        location = conditions.open(location)
+        self._planned = planned
+        found = find_root(location.store)
+        before = None if found is None or not is_partial(found[0]) else parse_root(location.store, found[0])
+        if before != planned.before:
+            raise _changed(location)
+        left = "nothing" if before is not None else find_occupant(location, None if found is None else found[0], False)
+        self._claim = ObjectClaim(location, planned.partial, found, conditions)
+        self.store: StorageBackend = self._claim.store
+        if left != "nothing":
+            self._claim.clear()
+        elif planned.before is not None and planned.before.owner is not None:
+            self._claim.store.abort_uploads()
+
+    def complete(self, session: Session) -> None:
+        self._claim.replace(encode_partial(self._planned.partial.complete(session)))
+
+    def abort(self) -> None:
+        if not self._planned.partial.sessions:
+            self._claim.abort()
+            return
+        with suppress(SaveLostError):  # what is there then belongs to another session
+            self._claim.give_back(self._planned.kept, encode_partial(replace(self._planned.partial, owner=None)))
+
+
+def _under_way(location: Location) -> SaveLostError:
+    return SaveLostError(
+        f"a session of the partial save to {location.display} is under way in another process, or it is being finalized or deleted: "
+        "sessions come one after the other. Nothing was changed; wait for it and call again"
+    )
+
+
+def _changed(location: Location) -> SaveLostError:
+    return SaveLostError(
+        f"another session of the partial save to {location.display} began or ended at the same time; save again. Nothing was written"
+    )
+
+
+def _nothing(location: Location) -> CheckpointNotFoundError:
+    return CheckpointNotFoundError(
+        f"there is no partial save to finalize at {location.display}; it may be finalized already, or never have begun"
+    )

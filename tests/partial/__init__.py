@@ -1,0 +1,1 @@
+"""Tests of partial saves: checkpoints that are filled in several sessions."""

@@ -1,0 +1,132 @@
+"""What says which sessions there are, and what they wrote, may be damaged or hostile: an error, never a crash or another checkpoint."""
+
+from __future__ import annotations
+
+import json
+import random
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import xxhash
+
+import ckptcore
+from ckptcore.errors import CheckpointError, CorruptCheckpointError, UnsupportedVersionError
+from ckptcore.model import JSON
+from ckptcore.root import Session
+from ckptcore.root_json import decode_root
+from ckptcore.session_tables import decode_session
+from ckptcore.testing.hostile_json import tampered
+from tests.copying.places import new_place, objects_at, store_at
+
+_LAYOUTS = ["safetensors", "dcp", "ocdbt", "zarr3"]
+
+
+def _sealed(document: Any) -> bytes:
+    body = json.dumps({name: value for name, value in document.items() if name != "checksum"}, separators=(",", ":"))
+    digest = xxhash.xxh3_64_hexdigest(body[:-1].encode())
+    return f'{body[:-1]},"checksum":"xxh3_64:{digest}"}}\n'.encode()
+
+
+def _place(directory: Path, layout: str = "safetensors") -> str:
+    place = new_place("memory", directory)
+    ckptcore.save_partial(place, {"a": {"w": np.arange(6.0).reshape(2, 3)}, "n": 1}, layout=layout)
+    part = ckptcore.ShardedArray.part(np.ones(2), (0,), (4,), cuts=((2,),))
+    ckptcore.save_partial(place, {"a": {"v": part}}, layout=layout)
+    return place
+
+
+def _no_part(key: str, size: int) -> bytes:
+    raise AssertionError("a partial save has no parts")
+
+
+def test_a_tampered_place_of_the_root_is_an_error(tmp_path: Path) -> None:
+    place = _place(tmp_path)
+    store = store_at(place)
+    document = json.loads(store.get("checkpoint.json"))
+    objects = objects_at(place)
+    for changed in tampered(document, 400):
+        data = _sealed(changed) if isinstance(changed, dict) else json.dumps(changed).encode()
+        try:
+            decode_root(data, _no_part)
+        except (CorruptCheckpointError, UnsupportedVersionError):
+            continue
+        for do in (ckptcore.load, ckptcore.finalize, ckptcore.verify):
+            for key, content in {**objects, "checkpoint.json": data}.items():
+                store.put(key, content)
+            with suppress(CheckpointError):
+                do(place)
+                assert do is ckptcore.finalize, "it was never committed"
+                assert ckptcore.verify(place).ok
+
+
+@pytest.mark.parametrize("layout", _LAYOUTS)
+def test_a_damaged_table_of_a_session_is_found_out(layout: str, tmp_path: Path) -> None:
+    place = _place(tmp_path, layout)
+    store = store_at(place)
+    (key, _) = sorted(name for name in store.list() if ".session-" in name)
+    data = store.get(key)
+    choices = random.Random(0)
+    for _ in range(30):
+        changed = bytearray(data)
+        changed[choices.randrange(len(data))] ^= 1 << choices.randrange(8)
+        store.put(key, bytes(changed))
+        with pytest.raises(CorruptCheckpointError, match=r"session-0 is damaged"):
+            ckptcore.save_partial(place, {"z": 1}, layout=layout)
+        with pytest.raises(CorruptCheckpointError, match=r"session-0 is damaged"):
+            ckptcore.finalize(place)
+    store.delete([key])
+    with pytest.raises(CorruptCheckpointError, match="missing"):
+        ckptcore.finalize(place)
+    ckptcore.delete(place)
+    ckptcore.save(place, {"a": 1})
+
+
+@pytest.mark.parametrize("layout", _LAYOUTS)
+def test_a_hostile_table_of_a_session_is_an_error(layout: str, tmp_path: Path) -> None:
+    """Its checksum is right: whoever changed it changed that, too."""
+    place = _place(tmp_path, layout)
+    store = store_at(place)
+    document = json.loads(store.get("checkpoint.json"))
+    row = document["sessions"][0]
+    data = store.get(row[5])
+    head, receipts, rest = data.split(b"\n", 2)
+    changes: list[bytes] = [
+        *[_line(one) + b"\n" + receipts + b"\n" + rest for one in tampered(json.loads(head), 150)],
+        *[head + b"\n" + _line(one) + b"\n" + rest for one in tampered(json.loads(receipts), 250)],
+    ]
+    rest_of_array = {"a": {"v": ckptcore.ShardedArray.part(np.ones(2), (2,), (4,), cuts=((2,),))}}
+    objects = objects_at(place)
+    refused = 0
+    for changed in changes:
+        session = Session(
+            row[0], row[1], row[2], row[3], row[4], row[5], len(changed), f"xxh3_64:{xxhash.xxh3_64_hexdigest(changed)}"
+        )
+        try:
+            decode_session(changed, session)
+        except (CorruptCheckpointError, UnsupportedVersionError):
+            refused += 1
+            continue
+        row[6:8] = session.key_bytes, session.checksum
+        for goes_on in (True, False):
+            for key, data in {**objects, row[5]: changed, "checkpoint.json": _sealed(document)}.items():
+                store.put(key, data)
+            with suppress(CheckpointError):
+                if goes_on:
+                    ckptcore.save_partial(place, rest_of_array, layout=layout)
+                ckptcore.finalize(place)
+                ckptcore.load(place)
+    assert refused > 50
+
+
+def _line(document: JSON) -> bytes:
+    return json.dumps(document).encode()
+
+
+def test_older_versions_refuse_a_partial_save(tmp_path: Path) -> None:
+    """They would take its root for one that they can replace."""
+    place = _place(tmp_path)
+    document = json.loads(store_at(place).get("checkpoint.json"))
+    assert document["version"] > 2 and document["state"] == "partial"

@@ -1,0 +1,122 @@
+"""Sessions that are whole jobs, of different sizes and with trees that differ by rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import ckptcore
+from ckptcore.errors import RankFailedError, TreeMismatchError
+from ckptcore.protocols import Coordinator
+from ckptcore.testing import ThreadJob
+from tests.copying.places import new_place, objects_at
+from tests.crashes.states import same_value
+
+_LAYOUTS = ["safetensors", "dcp", "ocdbt", "zarr3"]
+
+
+@pytest.fixture(params=["file", "memory"])
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    return new_place(request.param, tmp_path)
+
+
+def _run(size: int, job: Callable[[int, ckptcore.Context], Any]) -> Sequence[Any]:
+    def of_rank(coordinator: Coordinator) -> Any:
+        return job(coordinator.rank, ckptcore.Context(coordinator=coordinator, threads=1, durability="none"))
+
+    return ThreadJob(size, timeout_seconds=30).run(of_rank)
+
+
+def _rows(whole: Any, rank: int, size: int, **options: Any) -> ckptcore.ShardedArray:
+    step = len(whole) // size
+    return ckptcore.ShardedArray.part(
+        whole[rank * step : (rank + 1) * step],
+        (rank * step, *[0] * (whole.ndim - 1)),
+        whole.shape,
+        cuts=(tuple(range(step, len(whole), step)), *[()] * (whole.ndim - 1)),
+        **options,
+    )
+
+
+@pytest.mark.parametrize("layout", _LAYOUTS)
+def test_jobs_of_other_sizes_fill_one_checkpoint(layout: str, place: str) -> None:
+    first, second = np.arange(48.0).reshape(12, 4), np.arange(24, dtype=np.int32)
+
+    def save_first(rank: int, context: ckptcore.Context) -> None:
+        state = {"model": {"w": _rows(first, rank, 4)}, "shared": np.ones(5), "step": 3}
+        ckptcore.save_partial(place, state, layout=layout, context=context)
+
+    def save_stages(rank: int, context: ckptcore.Context) -> None:
+        state = {"model": {f"stage {rank}": np.full(3, rank)}, "optimizer": {"m": _rows(second, rank, 3)}}
+        ckptcore.save_partial_async(place, state, layout=layout, context=context).result()
+
+    def end(rank: int, context: ckptcore.Context) -> Any:
+        ckptcore.finalize(place, metadata={"from": "a job"}, context=context)
+        return ckptcore.metadata(place, context=context).custom
+
+    _run(4, save_first)
+    _run(3, save_stages)
+    ckptcore.save_partial(place, {"alone": np.arange(7)}, layout=layout)
+    assert _run(2, end) == [{"from": "a job"}] * 2
+    whole = ckptcore.load(place)
+    assert same_value(whole["model"].pop("w"), first) and same_value(whole["optimizer"]["m"], second)
+    assert [whole["model"][f"stage {rank}"][0] for rank in range(3)] == [0, 1, 2]
+    assert same_value(whole["alone"], np.arange(7)) and whole["step"] == 3
+    assert ckptcore.verify(place).ok and ckptcore.metadata(place).custom == {"from": "a job"}
+    # What not every rank of its session had may be left out, and nothing else.
+    asked = {
+        "model": {"w": np.zeros((12, 4)), "stage 1": np.zeros(3, np.int64)},
+        "shared": np.zeros(5),
+        "step": 0,
+        "optimizer": {"m": np.zeros(24, np.int32)},
+        "alone": np.zeros(7, np.int64),
+    }
+    assert same_value(ckptcore.load(place, asked)["model"]["stage 1"], np.full(3, 1))
+    with pytest.raises(TreeMismatchError, match="alone"):
+        ckptcore.load(place, {name: value for name, value in asked.items() if name != "alone"})
+
+
+def test_every_rank_hears_what_is_there_already(place: str) -> None:
+    """Also where only one of them would write it again."""
+    whole = np.arange(8.0)
+    ckptcore.save_partial(place, {"w": _rows(whole, 1, 4)}, layout="dcp")
+    before = objects_at(place)
+
+    def save(rank: int, context: ckptcore.Context) -> str:
+        state = {"w": _rows(whole, rank, 4)}
+        with pytest.raises((TreeMismatchError, RankFailedError)) as raised:
+            ckptcore.save_partial(place, state, layout="dcp", context=context)
+        return f"{type(raised.value).__name__}: {raised.value}"
+
+    told = _run(4, save)
+    assert told[1].startswith("TreeMismatchError") and all("w, elements [2] to [4]" in text for text in told)
+    after = objects_at(place)
+    assert {**after, "checkpoint.json": b""} == {**before, "checkpoint.json": b""}, "something was written but a claim"
+
+
+def test_an_error_of_one_rank_ends_the_session_everywhere(place: str) -> None:
+    ckptcore.save_partial(place, {"a": np.ones(2)}, layout="dcp")
+
+    class Broken(ckptcore.SafetensorsLayout):
+        def write(self, snapshot: Any, store: Any) -> Any:
+            state = super().write(snapshot, store)
+            if snapshot.plan.rank == snapshot.plan.session + 1:
+                raise RuntimeError("this rank fails")
+            return state
+
+    other = f"{place}-other"
+    ckptcore.save_partial(other, {"a": np.ones(2)})
+
+    def save(rank: int, context: ckptcore.Context) -> None:
+        with pytest.raises((RuntimeError, RankFailedError), match="this rank fails"):
+            ckptcore.save_partial(other, {"b": _rows(np.arange(6.0), rank, 3)}, layout=Broken(), context=context)
+
+    _run(3, save)
+    _run(3, lambda rank, context: ckptcore.save_partial(other, {"b": _rows(np.ones(6), rank, 3)}, context=context))
+    ckptcore.finalize(other)
+    assert same_value(ckptcore.load(other), {"a": np.ones(2), "b": np.ones(6)})
+    assert set(objects_at(other)) == {"checkpoint.json", *ckptcore.metadata(other).objects}

@@ -1,0 +1,304 @@
+"""Sessions of a partial save make the checkpoint that one save would have made, and nothing before they are finalized."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors.numpy
+import torch
+from ckptcore_tensorstore import Zarr3Layout
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch.distributed.checkpoint.state_dict_loader import load as load_dcp
+
+import ckptcore
+from ckptcore.errors import (
+    CheckpointError,
+    CheckpointExistsError,
+    CheckpointNotFoundError,
+    NameCollisionError,
+    TreeMismatchError,
+    UncommittedCheckpointError,
+)
+from tests.copying.places import new_place, objects_at
+from tests.crashes.states import same_value
+
+_LAYOUTS = ["safetensors", "dcp", "ocdbt", "zarr3", "zarr"]
+
+
+@pytest.fixture(params=["file", "memory"])
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    return new_place(request.param, tmp_path)
+
+
+def _beside(place: str) -> dict[str, bytes]:
+    """Every object in the directory that a place is in: where directories are renamed, sessions write beside it."""
+    return objects_at(place.rpartition("/")[0])
+
+
+def _save_async(location: str, state: object, **options: Any) -> None:
+    ckptcore.save_partial_async(location, state, **options).result()
+
+
+@pytest.mark.parametrize("save", [ckptcore.save_partial, _save_async])
+@pytest.mark.parametrize("layout", _LAYOUTS)
+def test_sessions_make_the_checkpoint_of_one_save(layout: str, save: Callable[..., None], place: str) -> None:
+    tied = np.arange(300.0).reshape(3, 100)
+    sessions: list[dict[str, Any]] = [
+        {"model": {"w": np.arange(12, dtype=np.int16)}, "step": 3, "layers": [np.ones(2), (1, "x")]},
+        {"optimizer": {"m": np.full((2, 2), 0.5, np.float16)}, "step": 3},
+        {"model": {"head": tied, "embed": tied}, "empty": np.zeros((0, 3))},
+    ]
+    for session in sessions:
+        save(place, session, layout=layout)
+    ckptcore.finalize(place, metadata={"run": 7})
+    expected: dict[str, Any] = {
+        "model": {"w": sessions[0]["model"]["w"], "head": tied, "embed": tied},
+        "step": 3,
+        "layers": sessions[0]["layers"],
+        "optimizer": sessions[1]["optimizer"],
+        "empty": np.zeros((0, 3)),
+    }
+    assert same_value(ckptcore.load(place), expected)
+    assert ckptcore.verify(place).ok
+    found = ckptcore.metadata(place)
+    assert found.custom == {"run": 7} and found.layout == layout
+    assert set(objects_at(place)) == {"checkpoint.json", *found.objects}, "sessions left something"
+    # Asked for as it would be of one save: nothing of it says that sessions wrote it.
+    with pytest.raises(TreeMismatchError, match="optimizer"):
+        ckptcore.load(place, {name: value for name, value in expected.items() if name != "optimizer"})
+
+
+@st.composite
+def _trees(draw: st.DrawFn) -> list[dict[str, Any]]:
+    """Sessions of nested dicts with arrays apart, each array in one of them."""
+    sessions: list[dict[str, Any]] = [{} for _ in range(draw(st.integers(1, 4)))]
+    for number, path in enumerate(draw(st.lists(st.lists(st.sampled_from("abc"), min_size=1, max_size=3), max_size=8))):
+        inner = sessions[draw(st.integers(0, len(sessions) - 1))]
+        for key in path[:-1]:
+            inner = inner.setdefault(f"in {key}", {})
+        inner[f"{path[-1]} {number}"] = np.full(draw(st.integers(0, 5)), number, draw(st.sampled_from(["f4", "i8"])))
+    return sessions
+
+
+def _merge(into: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
+    for key, value in other.items():
+        if isinstance(value, dict):
+            _merge(into.setdefault(key, {}), value)
+        else:
+            into[key] = value
+    return into
+
+
+@settings(deadline=None, max_examples=40, suppress_health_check=list(HealthCheck))
+@given(sessions=_trees(), layout=st.sampled_from(["safetensors", "dcp", "ocdbt", "zarr3"]))
+def test_any_split_of_a_tree_comes_back(sessions: list[dict[str, Any]], layout: str, tmp_path: Path) -> None:
+    place = new_place("memory", tmp_path)
+    whole: dict[str, Any] = {}
+    for session in sessions:
+        ckptcore.save_partial(place, session, layout=layout)
+        _merge(whole, session)
+    ckptcore.finalize(place)
+    assert same_value(ckptcore.load(place), whole)
+
+
+@pytest.mark.parametrize("layout", _LAYOUTS)
+def test_boxes_of_an_array_come_in_several_sessions(layout: str, place: str) -> None:
+    whole = np.arange(60.0).reshape(10, 6)
+    cuts = ((3, 5, 8), ())
+
+    def part(first: int, stop: int) -> dict[str, Any]:
+        return {"w": ckptcore.ShardedArray.part(whole[first:stop], (first, 0), (10, 6), cuts=cuts)}
+
+    ckptcore.save_partial(place, part(0, 3), layout=layout)
+    ckptcore.save_partial(place, part(5, 8), layout=layout)
+    before = _beside(place)
+    with pytest.raises(TreeMismatchError, match=r"w, elements \[6, 0\] to \[8, 6\]"):
+        ckptcore.save_partial(place, part(6, 10), layout=layout)
+    assert _beside(place) == before, "something was written"
+    ckptcore.save_partial(place, part(3, 5), layout=layout)
+    with pytest.raises(TreeMismatchError, match=r"w \(float64\[10, 6\]\) has 48 of its 60 elements"):
+        ckptcore.finalize(place)
+    ckptcore.save_partial(place, part(8, 10), layout=layout)
+    with pytest.raises(TreeMismatchError, match=r"has w \(float64\[10, 6\]\) already"):
+        ckptcore.save_partial(place, part(0, 3), layout=layout)
+    ckptcore.finalize(place)
+    assert same_value(ckptcore.load(place), {"w": whole})
+
+
+def test_nothing_is_loaded_before_it_is_finalized(place: str) -> None:
+    ckptcore.save_partial(place, {"a": np.ones(3), "b": np.ones(4)})
+    ckptcore.save_partial(place, {"c": np.ones(3)})
+    for look in (ckptcore.load, ckptcore.metadata, ckptcore.verify, ckptcore.open, ckptcore.load_checkpointables):
+        with pytest.raises(
+            UncommittedCheckpointError, match=r"2 complete sessions .*2 arrays.*1 arrays.*ckptcore\.finalize"
+        ):
+            look(place)
+    with pytest.raises(UncommittedCheckpointError, match="finalize"):
+        ckptcore.copy(place, f"{place}-copy")
+    ckptcore.finalize(place)
+    assert sorted(ckptcore.load(place)) == ["a", "b", "c"]
+
+
+def test_an_array_is_saved_once(place: str) -> None:
+    ckptcore.save_partial(place, {"params": {"w": np.ones(3), "b": np.ones(2)}, "step": 1})
+    before = _beside(place)
+    with pytest.raises(TreeMismatchError, match=r"params/w \(float64\[3\]\) already"):
+        ckptcore.save_partial(place, {"params": {"w": np.zeros(3)}, "new": np.ones(9)})
+    with pytest.raises(TreeMismatchError, match="step: int 1 on session 0; int 2 on session 1"):
+        ckptcore.save_partial(place, {"step": 2})
+    with pytest.raises(TreeMismatchError, match="params"):
+        ckptcore.save_partial(place, {"params": [1]})
+    assert _beside(place) == before
+    ckptcore.finalize(place)
+
+
+def test_names_that_would_be_others_together_are_refused(place: str) -> None:
+    """Each session writes the name of its array where foreign readers look: they must be apart."""
+    for layout, refused in (("safetensors", True), ("zarr", True), ("dcp", False), ("ocdbt", False)):
+        location = f"{place}-{layout}"
+        ckptcore.save_partial(location, {"a.b": np.ones(2)}, layout=layout)
+        second = {"a": {"b": np.zeros(3)}}
+        if refused:
+            with pytest.raises(NameCollisionError, match=r"a\.b"):
+                ckptcore.save_partial(location, second, layout=layout)
+        else:
+            ckptcore.save_partial(location, second, layout=layout)
+        ckptcore.finalize(location)
+        assert ckptcore.verify(location).ok
+
+
+def test_sessions_have_one_layout_with_one_set_of_options(place: str) -> None:
+    layout = Zarr3Layout(chunk_bytes=64)
+    ckptcore.save_partial(place, {"a": np.arange(64.0)}, layout=layout)
+    for other in ("safetensors", "zarr3", Zarr3Layout(chunk_bytes=128)):
+        with pytest.raises(CheckpointError, match="have the layout zarr3 .*give the layout that they have"):
+            ckptcore.save_partial(place, {"b": np.ones(2)}, layout=other)
+    ckptcore.save_partial(place, {"b": np.arange(64.0)}, layout=Zarr3Layout(chunk_bytes=64))
+    with pytest.raises(CheckpointError, match="give the layout that they have"):
+        ckptcore.finalize(place)
+    ckptcore.finalize(place, layout=layout)
+    assert same_value(ckptcore.load(place), {"a": np.arange(64.0), "b": np.arange(64.0)})
+
+
+def test_only_layouts_of_sessions_are_written_in_them(place: str) -> None:
+    with pytest.raises(CheckpointError, match="torch"):
+        ckptcore.save_partial(place, {"a": 1}, layout="torch")
+
+
+def test_a_partial_save_goes_where_nothing_is_and_is_not_replaced(place: str) -> None:
+    ckptcore.save(place, {"a": 1})
+    with pytest.raises(CheckpointExistsError):
+        ckptcore.save_partial(place, {"b": 1})
+    with pytest.raises(CheckpointNotFoundError, match="no partial save"):
+        ckptcore.finalize(place)
+    ckptcore.delete(place)
+    ckptcore.save_partial(place, {"b": 1})
+    other = f"{place}-other"
+    ckptcore.save(other, {"c": 1})
+    for replace in (
+        lambda: ckptcore.save(place, {"a": 2}, overwrite="non-atomic"),
+        lambda: ckptcore.convert(other, place, overwrite="non-atomic"),
+        lambda: ckptcore.copy(other, place, overwrite="non-atomic"),
+    ):
+        with pytest.raises(CheckpointExistsError, match="not finalized"):
+            replace()
+    ckptcore.finalize(place)
+    assert ckptcore.load(place) == {"b": 1}
+
+
+def test_delete_removes_one_that_is_not_finalized(place: str) -> None:
+    ckptcore.save_partial(place, {"a": np.ones(3)})
+    ckptcore.delete(place)
+    with pytest.raises(CheckpointNotFoundError):
+        ckptcore.load(place)
+    with pytest.raises(CheckpointNotFoundError):
+        ckptcore.delete(place)
+    assert objects_at(place.rpartition("/")[0]) == {}
+    ckptcore.save(place, {"b": 2})
+    assert ckptcore.load(place) == {"b": 2}
+
+
+def test_a_checkpointer_leaves_it_alone(place: str) -> None:
+    """It is no step, and nothing that a dead save left."""
+    run = place.rpartition("/")[0]
+    ckptcore.save_partial(f"{run}/7", {"a": np.ones(3)})
+    for number in (5, 9):
+        with ckptcore.Checkpointer(run, preservation_policy=ckptcore.policies.LatestN(1)) as checkpointer:
+            assert 7 not in checkpointer.steps
+            checkpointer.save(number, {"a": np.zeros(3)})
+    with ckptcore.Checkpointer(run) as checkpointer, pytest.raises(CheckpointExistsError, match="not finalized"):
+        checkpointer.save(7, {"a": np.zeros(3)}, overwrite=True)
+        checkpointer.wait()
+    ckptcore.finalize(f"{run}/7")
+    assert ckptcore.CheckpointReader(run).steps == (7, 9)
+    assert same_value(ckptcore.CheckpointReader(run).load(7), {"a": np.ones(3)})
+
+
+def test_a_session_that_fails_does_not_count(place: str) -> None:
+    class Broken(ckptcore.SafetensorsLayout):
+        def write(self, snapshot: Any, store: Any) -> Any:
+            super().write(snapshot, store)
+            raise RuntimeError("the test lets it fail")
+
+    with pytest.raises(RuntimeError, match="lets it fail"):
+        ckptcore.save_partial(place, {"a": np.ones(3)}, layout=Broken())
+    assert objects_at(place.rpartition("/")[0]) == {}, "a first session that fails leaves nothing"
+    ckptcore.save_partial(place, {"a": np.ones(3)})
+    before = objects_at(place.rpartition("/")[0])
+    with pytest.raises(RuntimeError, match="lets it fail"):
+        ckptcore.save_partial(place, {"b": np.ones(3)}, layout=Broken())
+    after = objects_at(place.rpartition("/")[0])
+    assert set(after) == set(before), "a session that fails leaves nothing"
+    ckptcore.save_partial(place, {"b": np.zeros(3)})
+    ckptcore.finalize(place)
+    assert same_value(ckptcore.load(place), {"a": np.ones(3), "b": np.zeros(3)})
+
+
+def test_a_partial_save_without_a_session_is_not_finalized(place: str) -> None:
+    with pytest.raises(CheckpointNotFoundError, match="no partial save"):
+        ckptcore.finalize(place)
+
+
+def test_safetensors_and_torch_open_what_sessions_wrote(tmp_path: Path) -> None:
+    first, second = np.arange(6, dtype=np.float32).reshape(2, 3), np.ones(4, np.int64)
+    for layout in ("safetensors", "dcp"):
+        ckptcore.save_partial(tmp_path / layout, {"model": {"w": first}}, layout=layout)
+        ckptcore.save_partial(tmp_path / layout, {"model": {"b": second}, "step": 5}, layout=layout)
+        ckptcore.finalize(tmp_path / layout)
+    index = json.loads((tmp_path / "safetensors" / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == first.nbytes + second.nbytes
+    found = {
+        name: safetensors.numpy.load_file(tmp_path / "safetensors" / key)[name]
+        for name, key in index["weight_map"].items()
+    }
+    assert same_value(found, {"model.w": first, "model.b": second})
+    state = {"model": {"w": torch.zeros(2, 3), "b": torch.zeros(4, dtype=torch.int64)}, "step": 0}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of a single process
+        load_dcp(state, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    assert state["step"] == 5
+    assert np.array_equal(state["model"]["w"].numpy(), first) and np.array_equal(state["model"]["b"].numpy(), second)  # type: ignore[index]
+    # Without our root, software of others that reads the formats has all of it.
+    for layout in ("safetensors", "dcp"):
+        (tmp_path / layout / "checkpoint.json").unlink()
+        assert ckptcore.metadata(tmp_path / layout).abstract is not None
+
+
+def test_no_element_is_written_twice(tmp_path: Path) -> None:
+    """Finalizing moves none."""
+    place = new_place("memory", tmp_path)
+    for number in range(3):
+        ckptcore.save_partial(place, {f"a{number}": np.ones(100_000)})
+    before = objects_at(place)
+    ckptcore.finalize(place)
+    after = objects_at(place)
+    arrays = {key: data for key, data in before.items() if key.endswith(".safetensors")}
+    assert len(arrays) == 3 and {key: after[key] for key in arrays} == arrays
+    assert sum(len(data) for key, data in after.items() if key not in arrays) < 10_000
