@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 
 import ckptcore
+from ckptcore.builtin.host_leaves import abstract_of_stored
+from ckptcore.model import ArrayRecord, ArraySpec
 from ckptcore.testing import SaveLoadMatrixTests, assert_same_tree
 
 LAYOUTS = list(SaveLoadMatrixTests().layouts())
@@ -50,6 +52,13 @@ def test_a_scalar_of_long_text_costs_nothing_to_ask_for(tmp_path: Path) -> None:
     abstract = ckptcore.metadata(tmp_path / "c").abstract["s"]
     assert abstract == ckptcore.AbstractArray((), "U100000")
     assert ckptcore.load(tmp_path / "c", {"s": abstract})["s"][()] == long
+
+
+@pytest.mark.parametrize("dtype", ["float32", "U3", "S3"])
+def test_what_claims_to_be_a_scalar_and_has_axes_is_an_array(dtype: str) -> None:
+    """A hostile checkpoint may say so."""
+    record = ArrayRecord(ArraySpec((2, 1), dtype), "numpy.scalar")
+    assert abstract_of_stored(record) == ckptcore.AbstractArray((2, 1), dtype)
 
 
 class Words:

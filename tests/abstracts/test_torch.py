@@ -14,6 +14,7 @@ from ckptcore_torch.abstracts import abstract_like, abstract_subclass, empty_ten
 from ckptcore_torch.named_optimizers import NamedOptimizer, NamedOptimizerPart
 from ckptcore_torch.tensors import is_fake
 from torch._C._distributed_c10d import HashStore
+from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -230,6 +231,18 @@ def test_what_is_abstract_is_planned_as_what_it_stands_for(layout: str) -> None:
     plan, of_abstract = ckptcore.plan(state, layout=layout), ckptcore.plan(ckptcore.abstract(state), layout=layout)
     assert (of_abstract.arrays, of_abstract.array_bytes) == (plan.arrays, plan.array_bytes)
     assert of_abstract.objects == plan.objects
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable):UserWarning")
+def test_what_torch_saved_loads_by_the_abstract_of_what_was_saved(tmp_path: Path) -> None:
+    model, optimizer = trained()
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": 3}
+    state_dict_saver.save(state, checkpoint_id=str(tmp_path / "dcp"))
+    torch.save(state, tmp_path / "torch.pt")
+    for location in (tmp_path / "dcp", tmp_path / "torch.pt"):
+        assert_same(ckptcore.load(location, ckptcore.abstract(state)), state)
+        loaded = ckptcore.load(location, ckptcore.abstract({"model": model, "optimizer": optimizer, "step": 0}))
+        assert_same(loaded, state)
 
 
 # --- devices that are not here: FakeTensors tell of them

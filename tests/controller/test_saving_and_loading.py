@@ -55,6 +55,9 @@ def test_what_is_saved_is_loaded_where_it_is_asked_for(
     assert asked == ["drop 0", "drop 1", "hold 0", "hold 1", "write 0", "write 1"]
     assert_saved(tmp_path / "it")
     assert ckptcore.verify(tmp_path / "it").ok
+    of_state: list[Any] = []
+    assert crossings(workers, lambda: of_state.append(ckptcore.abstract(state, context=context))) == []
+    assert of_state[0]["rows"] == RemoteArray(SPEC, state["rows"].boxes)
 
     loaded: dict[str, Any] = {}
     abstract = {

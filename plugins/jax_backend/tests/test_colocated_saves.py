@@ -171,6 +171,23 @@ def test_what_is_saved_is_loaded_elsewhere(layout: str, context: ckptcore.Contex
     assert not loaded["uncommitted"].committed
 
 
+def test_what_was_deleted_is_loaded_where_it_was(context: ckptcore.Context, tmp_path: Path) -> None:
+    tree = state()
+    expected = {name: bits(leaf) for name, leaf in tree.items()}
+    places = {name: leaf.sharding for name, leaf in tree.items() if isinstance(leaf, jax.Array)}
+    ckptcore.save(tmp_path / "it", tree, context=context)
+    for name in places:
+        tree[name].delete()
+    with watched() as messages:
+        abstract = ckptcore.abstract(tree, context=context)
+        assert messages == [], "the workers are not asked"
+        loaded = ckptcore.load(tmp_path / "it", abstract, context=context)
+    assert len(messages) == 4
+    assert {name: loaded[name].sharding for name in places} == places
+    assert not loaded["uncommitted"].committed
+    assert_same(loaded, expected)
+
+
 def test_arrays_may_be_deleted_once_an_asynchronous_save_began(context: ckptcore.Context, tmp_path: Path) -> None:
     tree = state()
     expected = {name: bits(leaf) for name, leaf in tree.items()}

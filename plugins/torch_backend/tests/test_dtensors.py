@@ -1,0 +1,92 @@
+"""The leaf handler of DTensors is what the protocol asks for, in the one process of a job."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from ckptcore_torch.dtensors import DTensorHandler
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+from ckptcore.testing import LeafExample, LeafHandlerTests
+
+WHOLE = torch.arange(1, 36, dtype=torch.float32).reshape(5, 7)
+
+
+@contextmanager
+def job() -> Iterator[None]:
+    """A job of this process alone; the one that runs, if there is one."""
+    if dist.is_initialized():  # pytest collects the tests of a class by making its examples, outside of any
+        yield
+        return
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    with job():
+        yield
+
+
+def dtensor(whole: torch.Tensor, *placements: Any) -> DTensor:
+    with job():
+        mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("a", "b"))
+        return DTensor.from_local(whole.clone(), mesh, placements, run_check=False)
+
+
+def elements(leaf: Any) -> Any:
+    local = leaf.to_local().detach()
+    return (local.float() if local.dtype is torch.bfloat16 else local).numpy()
+
+
+def mutate(leaf: Any) -> None:
+    with torch.no_grad():
+        leaf.to_local().add_(1)
+
+
+def example(name: str, whole: torch.Tensor, *placements: Any, parameter: bool = False) -> LeafExample:
+    def make(tensor: torch.Tensor = whole) -> Any:
+        made = dtensor(tensor, *placements)
+        return torch.nn.Parameter(made) if parameter else made
+
+    return LeafExample(name, make, whole.numpy(), elements, [lambda: make(whole.to("meta"))], mutate)
+
+
+@pytest.mark.usefixtures("alone")
+class TestDTensorsConform(LeafHandlerTests):
+    """Of a process that has all of them."""
+
+    handler = DTensorHandler()
+    examples = (
+        example("rows", WHOLE, Replicate(), Shard(0)),
+        example("blocks", WHOLE, Shard(0), Shard(1)),
+        example("whole", WHOLE.long(), Replicate(), Replicate()),
+        example("one axis", WHOLE[0], Shard(0), Replicate()),
+        example("empty", WHOLE[:0], Shard(0), Replicate()),
+        example("parameter", WHOLE, Shard(0), Replicate(), parameter=True),
+    )
+    unsupported = (lambda: dtensor(WHOLE, Replicate(), Partial()),)
+
+    @pytest.mark.parametrize("size", [1])
+    def test_shards_of_all_processes_make_up_the_array(self, array_example: LeafExample, size: int) -> None:
+        """Their mesh says who holds what: here it has one process, whatever the job is."""
+        super().test_shards_of_all_processes_make_up_the_array(array_example, size)
+
+
+@pytest.mark.usefixtures("alone")
+def test_an_abstract_dtensor_asks_for_the_devices_of_its_mesh() -> None:
+    leaf = dtensor(WHOLE.bfloat16(), Shard(0), Replicate())
+    abstract: Any = DTensorHandler().abstract(leaf)
+    assert abstract.to_local().is_meta and abstract.device_mesh == leaf.device_mesh
+    assert (abstract.dtype, abstract.placements) == (torch.bfloat16, leaf.placements)
+    assert np.array_equal(elements(leaf), WHOLE.numpy()), "the leaf is as it was"
