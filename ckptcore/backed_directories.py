@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TypeVar
 
-from ckptcore.engine.sources import open_reader
+from ckptcore.engine.sources import hold_reader, open_reader
 from ckptcore.errors import ObjectNotFoundError
 from ckptcore.model.objects import ObjectRecord
 from ckptcore.protocols import ObjectWriter, PutCondition, RangeReader, StorageAddress, StorageBackend
@@ -104,6 +104,15 @@ class BackedDirectory:
             return open_reader(store, there)
 
         return self._read(key, open_there)
+
+    def hold_open(self, key: str) -> RangeReader:
+        """See `HoldsObjects`; as `open_reader`."""
+
+        def hold_there(store: StorageBackend, there: str) -> RangeReader:
+            store.size(there)
+            return hold_reader(store, there)
+
+        return self._read(key, hold_there)
 
     def size(self, key: str) -> int:
         """See `StorageBackend`. Of an object that is not here it is what a root here says: whoever reads it finds out whether that is so.

@@ -47,6 +47,18 @@ class Indexed:
         return Box(self.starts, tuple(stops))
 
     @property
+    def elements(self) -> Any:
+        """What to index the array with for a view of just the wanted elements, whose shape is `counts`."""
+        # With an ellipsis an array without axes does not become a scalar.
+        return (
+            *[
+                slice(start, start + (count - 1) * step + 1 if count else start, step)
+                for start, step, count in zip(self.starts, self.steps, self.counts, strict=True)
+            ],
+            ...,
+        )
+
+    @property
     def is_box(self) -> bool:
         """Whether all elements of the box are wanted."""
         return all(step == 1 or count <= 1 for step, count in zip(self.steps, self.counts, strict=True))

@@ -14,7 +14,7 @@ from typing import Final, TypeAlias, cast
 from ckptcore.backed_directories import BackedDirectory
 from ckptcore.engine.new_objects import abort_uploads, open_new
 from ckptcore.engine.requests import requests_of
-from ckptcore.engine.sources import open_reader
+from ckptcore.engine.sources import hold_reader, open_reader
 from ckptcore.errors import InvalidLocationError, ObjectNotFoundError
 from ckptcore.model.tree import JSON
 from ckptcore.plugins import Plugins
@@ -334,6 +334,10 @@ class Subdirectory:
     def open_reader(self, key: str) -> RangeReader:
         """See `OpensObjects`."""
         return open_reader(self._parent, self._prefix + key)
+
+    def hold_open(self, key: str) -> RangeReader:
+        """See `HoldsObjects`; of a storage that does not, what is open for reads."""
+        return hold_reader(self._parent, self._prefix + key)
 
     def size(self, key: str) -> int:
         """See `StorageBackend`."""

@@ -13,7 +13,7 @@ from ckptcore.loading import abstract_leaves
 from ckptcore.locations import LocationLike
 from ckptcore.model.arrays import Box, HostArray
 from ckptcore.model.metadata import ArrayRecord
-from ckptcore.model.tree import Attribute, Key, Node, Skeleton, TreePath, format_path, leaf_count
+from ckptcore.model.tree import LEAF, Attribute, Key, Node, Skeleton, TreePath, format_path, leaf_count
 from ckptcore.open_sessions import Session
 from ckptcore.reading import read_leaves
 from ckptcore.stored_arrays import StoredArray
@@ -41,7 +41,8 @@ class StoredTree(Mapping[Any, Any]):
         self._session = session
         self._node = node
         self._first = first
-        self._names: Mapping[Key, int] | None = None
+        self._numbers: Mapping[Key, int] | None = None
+        self._readings: Mapping[Key, int] | None = None
         self._firsts: Sequence[int] | None = None
         self._found: dict[object, object] = {}
 
@@ -95,13 +96,14 @@ class StoredTree(Mapping[Any, Any]):
     def _child(self, key: Key) -> _Place | None:
         """Where the child with exactly this key is, or one whose key reads so."""
         node = self._node
-        if self._names is None:
-            exact = {name: number for number, name in enumerate(node.keys)}
+        if self._numbers is None:
+            self._numbers = dict(zip(node.keys, range(len(node.keys)), strict=True))
+        number = self._numbers.get(key)
+        if number is None:
             # Where a text is no key itself, it stands for the attribute or the index that reads so.
-            self._names = {**{str(name): number for name, number in exact.items()}, **exact}
-        number = self._names.get(key)
-        if number is None and isinstance(key, Attribute):
-            number = self._names.get(key.name)
+            if self._readings is None:
+                self._readings = {**{str(name): number for name, number in self._numbers.items()}, **self._numbers}
+            number = self._readings.get(key.name if isinstance(key, Attribute) else key)
         if number is None or isinstance(key, bool):
             return None
         child = node.children[number]
@@ -109,15 +111,15 @@ class StoredTree(Mapping[Any, Any]):
 
     def _first_of(self, number: int) -> int:
         if self._firsts is None:
-            firsts = range(self._first, self._first + len(self._node.children))
-            if any(isinstance(child, Node) for child in self._node.children):
+            children = self._node.children
+            if children.count(LEAF) < len(children):
                 position, counted = self._first, []
-                for child in self._node.children:
+                for child in children:
                     counted.append(position)
                     position += leaf_count(child)
                 self._firsts = counted
             else:
-                self._firsts = firsts
+                self._firsts = range(self._first, self._first + len(children))
         return self._firsts[number]
 
     def _nothing_at(self, keys: Sequence[Key]) -> UnknownPathError:

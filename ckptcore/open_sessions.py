@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import Final, NoReturn, TypeVar
 
 from ckptcore.context import Context
 from ckptcore.engine.held_objects import HeldObject
@@ -19,6 +19,9 @@ from ckptcore.tries import Tries
 __all__ = ["Session"]
 
 T = TypeVar("T")
+
+_MOST_HELD: Final = 200
+"""Objects that are held open: each takes a file descriptor, of which many systems give a process 1024."""
 
 
 class Session:
@@ -76,14 +79,25 @@ class Session:
             CheckpointNotFoundError: if the checkpoint was replaced or deleted, where `read` raises something for it.
             What `read` does, with errors about bytes naming the arrays that lie there.
         """
-        tries, opened = self._still_open()
+        _, opened = self._still_open()
         try:
-            with naming_arrays(opened):
-                return read(opened)
+            return read(opened)
         except CheckpointError as error:
-            if tries.stands():
-                raise
+            self.explain(error)
+
+    def explain(self, error: CheckpointError) -> NoReturn:
+        """Raise what an error of a read becomes.
+
+        Raises:
+            CheckpointNotFoundError: if the checkpoint was replaced or deleted.
+            CheckpointError: else the error, naming the arrays that lie where bytes are wrong.
+            ValueError: if the checkpoint was closed.
+        """
+        tries, opened = self._still_open()
+        if not tries.stands():
             raise _replaced(opened) from error
+        with naming_arrays(opened):
+            raise error
 
     def guard(self, read: Callable[[Opened], T]) -> T:
         """Do something that reads.
@@ -99,7 +113,7 @@ class Session:
         return made
 
     def hold(self, key: str) -> HeldObject | None:
-        """An object of the checkpoint, open; None where its storage does not hold objects open.
+        """An object of the checkpoint, open; None where its storage does not hold objects open, or so many are that no more should be.
 
         Raises:
             CheckpointNotFoundError, CorruptCheckpointError: as `guard` does.
@@ -107,6 +121,8 @@ class Session:
         with self._lock:
             if key in self._held:
                 return self._held[key]
+            if len(self._held) >= _MOST_HELD:
+                return None
         held = self.guard(lambda opened: opened.store.hold(key))
         with self._lock:
             return self._held.setdefault(key, held) if self._now is not None else held

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
+import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import numpy as np
 
@@ -13,7 +14,7 @@ from ckptcore.model.metadata import ArrayRecord
 from ckptcore.model.transfer import TileRead
 from ckptcore.opened import Opened
 from ckptcore.planning import plan_read
-from ckptcore.protocols import PlacesTiles, ReadStore, StorageAddress
+from ckptcore.protocols import Layout, PlacesTiles, ReadStore, StorageAddress
 
 __all__ = ["PlainPlace", "find_plain_place"]
 
@@ -36,22 +37,27 @@ class PlainPlace:
 def find_plain_place(opened: Opened, leaf: int) -> PlainPlace | None:
     """The place of an array; None where it is compressed, in several pieces, or in no place that is told.
 
-    What a layout says of tiles need only be true most times, so it is only a first look. What it reads is asked by a plan of one
-    element, from a store that notes it.
+    What a layout says of tiles need only be true most times, so where it does not vouch for a tile, that is only a first look. What
+    it reads is asked by a plan of one element, from a store that notes it.
 
     Raises:
         CorruptCheckpointError: if what says where it is makes no sense.
     """
     record = opened.tree.leaves[leaf]
     layout = opened.layout
-    if not isinstance(record, ArrayRecord) or not isinstance(layout, PlacesTiles) or opened.copies or opened.derived:
+    if not isinstance(record, ArrayRecord) or not _places_tiles(type(layout)) or opened.copies or opened.derived:
+        return None
+    if not record.spec.size:
         return None
     leaf = opened.tree.aliases.get(leaf, leaf)
     shape = record.spec.shape
     whole = Box.whole(shape)
-    tiles = list(itertools.islice(layout.tiles(opened.tree, opened.state, leaf), 2))
-    if len(tiles) != 1 or not tiles[0].is_plain or tiles[0].box != whole or not record.spec.size:
+    tiles = iter(cast(PlacesTiles, layout).tiles(opened.tree, opened.state, leaf))
+    tile = next(tiles, None)
+    if tile is None or not tile.is_plain or tile.box != whole or next(tiles, None) is not None:
         return None
+    if tile.is_exact:
+        return PlainPlace(tile.key, tile.offset, False)
     first = Box((0,) * len(shape), (1,) * len(shape))
     store = _Noting(opened.store)
     for _ in layout.read(
@@ -62,6 +68,12 @@ def find_plain_place(opened: Opened, leaf: int) -> PlainPlace | None:
     if len(reads) != 1 or reads[0].box != whole or reads[0].itemsize != record.spec.numpy_dtype.itemsize:
         return None
     return PlainPlace(reads[0].key, reads[0].offset, reads[0].checksum is not None)
+
+
+@functools.lru_cache(maxsize=64)
+def _places_tiles(kind: type[Layout]) -> bool:
+    """Whether layouts of a type say where tiles are. Kept, for it is slow to find out and asked for each array."""
+    return issubclass(kind, PlacesTiles)
 
 
 class _Noting:

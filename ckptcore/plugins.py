@@ -108,6 +108,7 @@ class Plugins:
         self._manager = manager
         self._handlers = dict(handlers or {})
         self._dispatch: dict[type, Dispatch] = {}
+        self._offers: dict[str, Mapping[str, tuple[str, Callable[..., object]]]] = {}
         self._wrap_leaf = wrap_leaf
         self.failed = tuple(failed)
 
@@ -333,7 +334,11 @@ class Plugins:
             )
         return sorted(found, key=lambda info: info.name)
 
-    def _named(self, hook_name: str, what: str) -> dict[str, tuple[str, Callable[..., object]]]:
+    def _named(self, hook_name: str, what: str) -> Mapping[str, tuple[str, Callable[..., object]]]:
+        """What plugins offer by name, each with the name of its plugin. Asked for once: every checkpoint that is opened looks here twice."""
+        known = self._offers.get(hook_name)
+        if known is not None:
+            return known
         offers: dict[str, tuple[str, Callable[..., object]]] = {}
         for plugin_name, mapping in _answers(getattr(self._manager.hook, hook_name), {}):
             for name, offered in mapping.items():
@@ -342,6 +347,7 @@ class Plugins:
                         f"the plugins {offers[name][0]} and {plugin_name} both offer the {what} {name!r}; uninstall one"
                     )
                 offers[name] = (plugin_name, offered)
+        self._offers[hook_name] = offers
         return offers
 
     def _failures(self) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import binascii
 import json
 import math
 import re
@@ -373,7 +374,7 @@ def _decode_objects(table: Any) -> dict[str, ObjectRecord]:
     if not all(isinstance(column, list) for column in columns) or len({len(column) for column in columns}) != 1:
         raise CorruptCheckpointError(f"the objects in {ROOT_KEY} cannot be read", key=ROOT_KEY)
     for key, size, encoded in zip(*columns, strict=True):
-        record = ObjectRecord(check_key(_text(key)), size, base64.b64decode(encoded, validate=True))
+        record = ObjectRecord(check_key(_text(key)), size, binascii.a2b_base64(encoded, strict_mode=True))
         if type(size) is not int or size < 0 or len(record.checksums) not in (0, record.blocks * CHECKSUM_BYTES):
             raise CorruptCheckpointError(
                 f"{ROOT_KEY} states {size!r} bytes and {len(record.checksums)} bytes of checksums for {key}", key=key

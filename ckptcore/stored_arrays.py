@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import numpy as np
 
 from ckptcore.engine.elements import bytes_of, copy_elements, is_little, little_dtype
 from ckptcore.engine.held_objects import HeldObject
 from ckptcore.engine.tiles import c_strides
+from ckptcore.errors import CheckpointError
 from ckptcore.indexing import BasicIndex, Indexed, index_box
 from ckptcore.mapped_arrays import map_array
 from ckptcore.model.arrays import ArraySpec, HostArray
@@ -37,6 +38,10 @@ _BATCH_PARTS: Final = 1024
 """Boxes that are read at once."""
 
 
+_PLAIN_ENTRIES: Final = frozenset({int, slice})
+"""What an index of an array that is all in memory may have for NumPy to be asked at once; not what needs a second look, as booleans do."""
+
+
 class StoredArray:
     """An array of an open checkpoint. Indexing reads the elements that it gives, and nothing else but what verifies them.
 
@@ -52,12 +57,14 @@ class StoredArray:
     __slots__ = (
         "_extent",
         "_held",
+        "_is_plain",
         "_leaf",
         "_offset",
         "_row",
         "_session",
         "_spec",
         "_stored_dtype",
+        "_view",
         "dtype",
         "path",
         "shape",
@@ -68,14 +75,19 @@ class StoredArray:
         self.path = path
         self.shape = spec.shape
         self.dtype = spec.numpy_dtype
-        self._stored_dtype = little_dtype(spec.numpy_dtype)
+        little = little_dtype(spec.numpy_dtype)
+        self._is_plain = little == spec.numpy_dtype
+        self._stored_dtype = spec.numpy_dtype if self._is_plain else little
         self._session = session
         self._leaf = leaf
         self._spec = spec
         self._extent = spec.shape[0] if spec.shape else 0
         self._row = math.prod(spec.shape[1:]) * spec.numpy_dtype.itemsize
         self._offset = 0
-        self._held: HeldObject | bool | None = None  # False: it does not stand in one place; None: nobody has looked
+        self._held: HeldObject | Literal[False] | None = (
+            None  # False: it does not stand in one place; None: nobody has looked
+        )
+        self._view: HostArray | None = None  # all of it in memory, of which only what is at hand is touched
 
     def __repr__(self) -> str:
         return f"<StoredArray {format_path(self.path)}: {self._spec}>"
@@ -123,35 +135,58 @@ class StoredArray:
             CheckpointNotFoundError: if the checkpoint was replaced since it was opened.
             ValueError: if it was closed.
         """
-        if type(index) is slice and index.step is None and self._held and not self._session.is_closed:
-            # The common case, that is to cost no more than it does where nothing can be verified.
+        if type(index) is slice and index.step is None:
             start, stop = index.start, index.stop
-            if type(start) is int and type(stop) is int and 0 <= start < stop <= self._extent:
+            if type(start) is int and type(stop) is int and 0 <= start < stop <= self._extent and self._row:
                 rows = self._read_rows(start, stop)
                 if rows is not None:
                     return rows
+        elif (
+            self._view is not None
+            and self._is_plain
+            and type(index) is tuple
+            and _PLAIN_ENTRIES.issuperset(map(type, index))
+        ):
+            view, held = self._view, self._held
+            if held and not self._session.is_closed and held.is_at_hand(self._offset, self._offset + view.nbytes):
+                return view[index].copy()
         indexed = index_box(index, self.shape)
         array = self._read(indexed)
         return array if indexed.is_plain else array[indexed.local]
 
     def _read_rows(self, start: int, stop: int) -> HostArray | None:
-        """Some of the first axis, from what is in memory or, where nothing is verified, straight from the object; None if it takes more."""
-        first, last = self._offset + start * self._row, self._offset + stop * self._row
-        shape = (stop - start, *self.shape[1:])
+        """Some of the first axis; None where it is not in one object, or much. The common case: to cost no more than where nothing can be verified."""
+        session = self._session
+        if session.is_closed:
+            _ = session.opened  # says so
         held = self._held
-        if not isinstance(held, HeldObject) or last - first > _RUN_BYTES or first == last:
+        if held is None:
+            held = self._find()
+        first = self._offset + start * self._row
+        last = first + (stop - start) * self._row
+        if held is False or last - first > _RUN_BYTES:
             return None
-        block = held.peek(first)
-        if block is not None and last <= block.stop:
-            return self._copy(np.ndarray(shape, self._stored_dtype, block.memory, first - block.start))
-        return self._read_run(held, first, shape)
+        if held.is_at_hand(first, last):
+            view = self._view
+            if view is None:
+                view = self._mapped(held)
+            if view is not None:
+                return view[start:stop].copy() if self._is_plain else self._copy(view[start:stop])
+        return self._read_run(held, first, (stop - start, *self.shape[1:]))
 
     def _read_run(self, held: HeldObject, first: int, shape: tuple[int, ...]) -> HostArray:
         """Elements that follow each other from a byte of the object on."""
         array = np.empty(shape, self._stored_dtype)
-        memory = bytes_of(array)
-        self._session.attempt(lambda opened: held.read_into(first, memory))
+        self._read_into(held, first, bytes_of(array))
+        if self._is_plain:
+            return array
         return array.view(self.dtype) if is_little(self.dtype) else self._copy(array)
+
+    def _read_into(self, held: HeldObject, first: int, memory: memoryview) -> None:
+        try:
+            held.read_into(first, memory)
+        except CheckpointError as error:
+            self._session.explain(error)
 
     def memory_map(self) -> HostArray:
         """A read-only view of the elements as they stand in their file, read by the operating system as they are touched.
@@ -171,15 +206,15 @@ class StoredArray:
     def _copy(self, view: HostArray) -> HostArray:
         """Elements as they are stored, as an array of their own."""
         if is_little(self.dtype):
-            return view.copy() if view.dtype is self.dtype else view.copy().view(self.dtype)
+            return view.copy() if self._is_plain else view.copy().view(self.dtype)
         array = np.empty(view.shape, self.dtype)
         copy_elements(array, view)
         return array
 
     def _read(self, indexed: Indexed) -> HostArray:
         """The wanted elements, in an array of just them."""
+        _ = self._session.opened  # a closed one gives nothing
         if 0 in indexed.counts:
-            _ = self._session.opened  # a closed one gives nothing
             return np.empty(indexed.counts, self.dtype)
         near = self._read_near(indexed)
         if near is not None:
@@ -197,27 +232,51 @@ class StoredArray:
         held = self._held
         if held is None:
             held = self._find()
-        if isinstance(held, bool):
+        if held is False:
             return None
         itemsize = self.dtype.itemsize
         strides = c_strides(self.shape)
-        first = last = 0
-        for start, step, count, stride in zip(indexed.starts, indexed.steps, indexed.counts, strides, strict=True):
-            first += start * stride
-            last += (start + (count - 1) * step) * stride
-        span = (last - first + 1) * itemsize
+        first, last = _extent(indexed, strides)
+        span = (last - first) * itemsize
         follow = span == math.prod(indexed.counts) * itemsize
-        if span > (_RUN_BYTES if follow else BLOCK_BYTES if held.is_verified else _NEAR_BYTES):
-            return None
         begin = self._offset + first * itemsize
+        if (span <= _RUN_BYTES or not follow) and held.is_at_hand(begin, begin + span):
+            view = self._mapped(held) if self._view is None else self._view
+            if view is not None:
+                return self._copy(view[indexed.elements])
+        if span > (_RUN_BYTES if follow else BLOCK_BYTES if held.is_verified else _NEAR_BYTES):
+            return None if follow else self._pick(held, indexed, strides)
         if follow:
             return self._read_run(held, begin, indexed.counts)
         memory = memoryview(np.empty(span, np.uint8))  # type: ignore[arg-type]  # NumPy's stubs know it from Python 3.12 on
-        self._session.attempt(lambda opened: held.read_into(begin, memory))
+        self._read_into(held, begin, memory)
         steps = [step * stride * itemsize for step, stride in zip(indexed.steps, strides, strict=True)]
         return self._copy(np.ndarray(indexed.counts, self._stored_dtype, memory, 0, steps))
 
-    def _find(self) -> HeldObject | bool:
+    def _pick(self, held: HeldObject, indexed: Indexed, strides: tuple[int, ...]) -> HostArray | None:
+        """Elements that do not follow each other, out of memory that holds what lies between them; None where that cannot be.
+
+        The blocks that they lie in are read and verified once, whoever asks for the elements beside them next.
+        """
+        view = self._mapped(held) if self._view is None else self._view
+        if view is None:
+            return None
+        threads, itemsize = self._session.context.io_threads, self.dtype.itemsize
+        array = np.empty(indexed.counts, self._stored_dtype)
+        whole = _Part(indexed, tuple([slice(0, count) for count in indexed.counts]))
+        for part in _far_parts(whole, tuple([stride * itemsize for stride in strides])):
+            begin, end = _extent(part.indexed, strides)
+            try:
+                if not held.bring(self._offset + begin * itemsize, self._offset + end * itemsize, threads):
+                    return None
+            except CheckpointError as error:
+                self._session.explain(error)
+            copy_elements(array[part.place], view[part.indexed.elements])
+        if self._is_plain:
+            return array
+        return array.view(self.dtype) if is_little(self.dtype) else self._copy(array)
+
+    def _find(self) -> HeldObject | Literal[False]:
         """The object that it stands in; False where it is read as loads read it."""
         session = self._session
         place = session.attempt(lambda opened: find_plain_place(opened, self._leaf))  # what is held is looked at below
@@ -228,6 +287,13 @@ class StoredArray:
         self._offset = place.offset
         self._held = held
         return held
+
+    def _mapped(self, held: HeldObject) -> HostArray | None:
+        """All of it in memory; None where its object is none. Not before some of it is at hand: a single slice is faster read than mapped."""
+        memory = held.memory()
+        if memory is not None and self._offset + self.nbytes <= len(memory):
+            self._view = np.ndarray(self.shape, self._stored_dtype, memory, self._offset)
+        return self._view
 
     def _read_parts(self, indexed: Indexed, array: HostArray) -> None:
         """Read what does not make up a box, by boxes."""
@@ -267,6 +333,26 @@ class _Part:
         counts[axis] = high - low
         place[axis] = slice(origin + low, origin + high)
         return _Part(replace(indexed, starts=tuple(starts), counts=tuple(counts)), tuple(place))
+
+
+def _extent(indexed: Indexed, strides: tuple[int, ...]) -> tuple[int, int]:
+    """From which element on what is wanted lies in an array, and up to which one; `strides` are in elements."""
+    first = last = 0
+    for start, step, count, stride in zip(indexed.starts, indexed.steps, indexed.counts, strides, strict=True):
+        first += start * stride
+        last += (start + (count - 1) * step) * stride
+    return first, last + 1
+
+
+def _far_parts(part: _Part, strides: tuple[int, ...]) -> Iterator[_Part]:
+    """Cut what is wanted until no part leaves out a whole block; `strides` are in bytes."""
+    steps, counts = part.indexed.steps, part.indexed.counts
+    for axis, (step, count) in enumerate(zip(steps, counts, strict=True)):
+        if count > 1 and step * strides[axis] > BLOCK_BYTES:
+            for number in range(count):
+                yield from _far_parts(part.cut(axis, number, number + 1), strides)
+            return
+    yield part
 
 
 def _parts(part: _Part, strides: tuple[int, ...]) -> Iterator[_Part]:

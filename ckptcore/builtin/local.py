@@ -18,6 +18,7 @@ from ckptcore.builtin.linux_calls import allocate
 from ckptcore.builtin.local_directories import LocalDirectories
 from ckptcore.builtin.local_errors import ABSENT, local_error
 from ckptcore.builtin.local_files import LocalFile, LocalFiles
+from ckptcore.builtin.local_held_files import HeldFile
 from ckptcore.builtin.local_listing import list_files, list_names
 from ckptcore.builtin.local_locks import lock_object, try_to_lock
 from ckptcore.builtin.local_syncs import sync_file
@@ -141,6 +142,10 @@ class LocalStorage:
     def open_reader(self, key: str) -> LocalFile:
         """Open a file; what is read is of this file, also when another one comes in its place."""
         return self._files.open(key, self._path(key))
+
+    def hold_open(self, key: str) -> HeldFile:
+        """Open a file for many small reads, all of this file and through the page cache."""
+        return HeldFile(LocalFile(key, self._path(key), self._directories))
 
     def size(self, key: str) -> int:
         """Bytes of an object."""

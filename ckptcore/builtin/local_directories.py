@@ -45,7 +45,7 @@ class LocalDirectories:
             InvalidLocationError
         """
         real = _path_of(descriptor, path)
-        if self._real_root is not None and _is_below(real, self._real_root):
+        if _is_below(real, self.root) or (self._real_root is not None and _is_below(real, self._real_root)):
             return
         # The root may have been created, or become another directory, since it was last looked at.
         self._real_root = os.path.realpath(self.root)

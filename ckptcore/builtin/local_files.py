@@ -53,6 +53,11 @@ class LocalFile:
         if self._descriptor >= 0:
             os.close(self._descriptor)
 
+    @property
+    def descriptor(self) -> int:
+        """Of the open file; it is closed with this."""
+        return self._descriptor
+
     def read(self, start: int, stop: int | None) -> bytes:
         """Bytes `start` to `stop`; fewer where the file ends before.
 

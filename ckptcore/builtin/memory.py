@@ -97,6 +97,10 @@ class MemoryStorage:
         """Open an object; what is read is of this one, also when another one comes in its place."""
         return _MemoryReader(key, self._url, self._find(key).data)
 
+    def hold_open(self, key: str) -> _MemoryReader:
+        """Open an object for many small reads."""
+        return self.open_reader(key)
+
     def size(self, key: str) -> int:
         """Bytes of an object."""
         return len(self._find(key).data)
@@ -231,6 +235,18 @@ class _MemoryReader:
                 )
             # NumPy, because it lets other threads run while it copies.
             np.copyto(np.frombuffer(buffer, np.uint8), np.frombuffer(data[offset:stop], np.uint8))
+
+    def stamp(self) -> str:
+        """Always the same: objects in memory are replaced and never changed."""
+        return self._key
+
+    def size(self) -> int:
+        """Its bytes."""
+        return len(self._data)
+
+    def memory(self) -> memoryview:
+        """It itself."""
+        return self._data.toreadonly()
 
 
 class _MemoryWriter:

@@ -234,7 +234,7 @@ class SafetensorsLayout:
     def tiles(self, tree: TreeMetadata, state: JSON, leaf: int) -> Iterator[StoredTile]:
         """An array, or its slices: as they are."""
         for part in self._known.places(tree, state).of(tree, leaf):
-            yield StoredTile(part.key, part.offset, part.box, True)
+            yield StoredTile(part.key, part.offset, part.box, True, is_exact=True)
 
     def inspect(self, store: ReadStore, entry: str | None) -> Inspection | None:
         """A file ``*.safetensors``, an index, or a directory that has one of them."""

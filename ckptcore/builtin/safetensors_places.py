@@ -93,7 +93,8 @@ class Places:
         """
         try:
             columns: Any = state  # what is caught below is what a hostile one raises
-            whole = {leaf: (key, offset) for leaf, key, offset in _rows(tree, columns)}
+            leaves, keys, offsets = _columns(tree, columns)
+            whole = dict(zip(leaves, zip(keys, offsets, strict=True), strict=True))
             slices: dict[int, list[StoredSlice]] = {}
             cut: Any = columns.get("slices")
             if cut is not None:
@@ -159,16 +160,26 @@ class KnownPlaces:
 
 
 def _rows(tree: TreeMetadata, columns: Any) -> Iterator[tuple[int, str, int]]:
+    return zip(*_columns(tree, columns), strict=True)
+
+
+def _columns(tree: TreeMetadata, columns: Any) -> tuple[Sequence[int], Sequence[str], Sequence[int]]:
+    """By row the leaf, the file and the offset. Whole columns are looked at, for a checkpoint may have hundreds of thousands of rows.
+
+    Raises:
+        TypeError, IndexError: if they cannot be.
+    """
     files, leaves, numbers, offsets = (columns[name] for name in ("files", "leaf", "file", "offset"))
-    for leaf, number, offset in zip(leaves, numbers, offsets, strict=True):
-        if type(leaf) is not int or type(number) is not int or type(offset) is not int:
-            raise TypeError("a number is expected")
-        if not (0 <= leaf < len(tree.leaves) and 0 <= number and 0 <= offset):
-            raise IndexError(f"leaf {leaf}, file {number}, offset {offset}")
-        key = files[number]
-        if not isinstance(key, str):
-            raise TypeError("a file name is expected")
-        yield leaf, key, offset
+    if {*map(type, leaves), *map(type, numbers), *map(type, offsets)} - {int}:
+        raise TypeError("a number is expected")
+    if leaves and not (0 <= min(leaves) and max(leaves) < len(tree.leaves)):
+        raise IndexError(f"leaves {min(leaves)} to {max(leaves)} of {len(tree.leaves)}")
+    if min(numbers, default=0) < 0 or min(offsets, default=0) < 0:
+        raise IndexError("a file or an offset below 0")
+    keys = [files[number] for number in numbers]
+    if {*map(type, keys)} - {str}:
+        raise TypeError("a file name is expected")
+    return leaves, keys, offsets
 
 
 def _shape(tree: TreeMetadata, leaf: int) -> tuple[int, ...]:

@@ -16,6 +16,8 @@ from ckptcore.protocols import Buffer
 
 __all__ = ["BlockChecksums", "RecordedChecksums"]
 
+_SUM: Final = struct.Struct("<Q")
+
 
 class BlockChecksums:
     """The checksums of an object that is being written, fed in any order from any thread."""
@@ -104,7 +106,7 @@ class RecordedChecksums:
             )
         self._key = record.key
         self._size = record.size
-        self._sums = struct.unpack(f"<{count}Q", record.checksums)
+        self._sums = record.checksums  # not unpacked: who reads a slice needs one of thousands
         self._block_bytes = block_bytes
 
     def verify(self, start: int, data: memoryview) -> None:
@@ -148,7 +150,7 @@ class RecordedChecksums:
                 begin = position
 
     def _compare(self, start: int, nbytes: int, found: int) -> None:
-        expected = self._sums[start // self._block_bytes]
+        (expected,) = _SUM.unpack_from(self._sums, start // self._block_bytes * CHECKSUM_BYTES)
         if found != expected:
             raise _difference(self._key, start, nbytes, expected, found)
 

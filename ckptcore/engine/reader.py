@@ -25,7 +25,8 @@ from ckptcore.model import ObjectRecord, TileRead
 from ckptcore.protocols import StorageAddress, StorageBackend
 
 if TYPE_CHECKING:
-    from ckptcore.engine.held_objects import HeldObject, VerifiedBlocks
+    from ckptcore.engine.held_objects import HeldObject
+    from ckptcore.engine.holding import Holding
 
 __all__ = ["ObjectReader"]
 
@@ -81,7 +82,7 @@ class ObjectReader:
         self._sums: dict[str, RecordedChecksums] = {}
         self.object_sizes = ObjectSizes(storage, objects, threads)
         self._edges = EdgeBlocks(_EDGE_BLOCKS)
-        self._blocks: VerifiedBlocks | None = None
+        self._holding: Holding | None = None
         self.counting = threading.Lock()
         self.bytes_read = 0
         self.bytes_got = 0
@@ -261,12 +262,12 @@ class ObjectReader:
         if reader is None:
             return None
         # Who only saves or loads need not wait for it.
-        from ckptcore.engine.held_objects import HeldObject, VerifiedBlocks
+        from ckptcore.engine.holding import Holding
 
         with self.counting:
-            if self._blocks is None:
-                self._blocks = VerifiedBlocks(self._sizes.block)
-        return HeldObject(key, reader, self._sizes_of((key,))[key], sums, self._blocks, self._add_read)
+            if self._holding is None:
+                self._holding = Holding(self._sizes.block, self._add_read)
+        return self._holding.of(key, reader, self._sizes_of((key,))[key], sums)
 
     def _add_read(self, nbytes: int) -> None:
         with self.counting:

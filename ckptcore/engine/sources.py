@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
+from typing import cast
 
-from ckptcore.protocols import OpensObjects, RangeReader, StorageBackend
+from ckptcore.protocols import HeldReader, HoldsObjects, OpensObjects, RangeReader, StorageBackend
 
-__all__ = ["EdgeBlocks", "hold_object", "open_reader"]
+__all__ = ["EdgeBlocks", "hold_object", "hold_reader", "is_held_reader", "open_reader"]
 
 
 class _ByKey:
@@ -32,13 +34,34 @@ def open_reader(storage: StorageBackend, key: str) -> RangeReader:
     return storage.open_reader(key) if isinstance(storage, OpensObjects) else _ByKey(storage, key)
 
 
+def hold_reader(storage: StorageBackend, key: str) -> RangeReader:
+    """Open an object of any storage for many small reads; a `HeldReader` where the storage can.
+
+    Raises:
+        ObjectNotFoundError: now, or by the first read.
+    """
+    return cast(HoldsObjects, storage).hold_open(key) if _holds(type(storage)) else open_reader(storage, key)
+
+
+@functools.lru_cache(maxsize=64)
+def _holds(kind: type[StorageBackend]) -> bool:
+    """Whether storages of a type hold objects. Kept, for it is slow to find out."""
+    return issubclass(kind, HoldsObjects)
+
+
+@functools.lru_cache(maxsize=64)
+def is_held_reader(kind: type[RangeReader]) -> bool:
+    """Whether readers of a type are `HeldReader`. Kept, for it is slow to find out."""
+    return issubclass(kind, HeldReader)
+
+
 def hold_object(storage: StorageBackend, key: str) -> RangeReader | None:
-    """Open an object so that all that is read is of what is there now; None where the storage finds it by its key each time.
+    """The same, so that all that is read is of what is there now; None where the storage finds it by its key each time.
 
     Raises:
         ObjectNotFoundError
     """
-    reader = open_reader(storage, key)
+    reader = hold_reader(storage, key)
     return None if isinstance(reader, _ByKey) else reader
 
 

@@ -7,7 +7,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Final, TypeAlias, TypeVar
+from typing import Any, Final, TypeAlias, TypeVar, cast
 
 from ckptcore.errors import CorruptCheckpointError, UnsupportedLeafError
 from ckptcore.model.arrays import ArraySpec, dtype_from_name
@@ -205,24 +205,27 @@ def _decode(encoded: JSON) -> TreeMetadata:
         if leaves[number] is not None:
             raise CorruptCheckpointError("the saved tree cannot be read: it has a value twice")
         leaves[number] = ValueRecord(_expect(kind, str), value)
-    number = 0
-    for dtype_number, shape_json, note in zip(dtype_column, shape_column, note_column, strict=True):
-        while leaves[number] is not None:
-            number += 1
-        shape = tuple(shape_json)
-        for extent in shape:
-            if type(extent) is not int or extent < 0:
-                raise CorruptCheckpointError(f"the saved tree cannot be read: {extent!r} is no extent of an array")
-        if len(shape) > 64:
-            raise CorruptCheckpointError(f"the saved tree cannot be read: an array has {len(shape)} axes")
-        spec = ArraySpec(shape, dtype_names[_natural(dtype_number)])
-        if 0 in shape and not spec.is_possible:  # the others are compared with the objects that hold them
-            raise CorruptCheckpointError(f"the saved tree cannot be read: {spec} is no array that can be")
-        extra = extras.get(str(number))
-        notes = _NO_NOTES if note is None else note_table[_natural(note)]
-        leaves[number] = (
-            ArrayRecord(spec, notes=notes) if extra is None else _record_with_extra(spec, notes, _expect(extra, dict))
-        )
+    _check_shapes(shape_column)
+    if {*map(type, dtype_column)} - {int} or {*map(type, note_column)} - {int, type(None)}:
+        raise CorruptCheckpointError("the saved tree cannot be read: a column of numbers has something else")
+    free = range(count) if not values else [number for number, leaf in enumerate(leaves) if leaf is None]
+    records: dict[
+        tuple[int | None, ...], ArrayRecord
+    ] = {}  # most arrays are as others are, and records are not changed
+    for number, dtype_number, shape, note in zip(free, dtype_column, shape_column, note_column, strict=True):
+        extra = extras.get(str(number)) if extras else None
+        alike = (note, dtype_number, *shape)
+        known = records.get(alike)
+        if known is None or extra is not None:
+            spec = ArraySpec(tuple(shape), dtype_names[_natural(dtype_number)])
+            if 0 in shape and not spec.is_possible:  # the others are compared with the objects that hold them
+                raise CorruptCheckpointError(f"the saved tree cannot be read: {spec} is no array that can be")
+            notes = _NO_NOTES if note is None else note_table[_natural(note)]
+            if extra is not None:
+                leaves[number] = _record_with_extra(spec, notes, _expect(extra, dict))
+                continue
+            known = records[alike] = ArrayRecord(spec, notes=notes)
+        leaves[number] = known
     aliases: dict[int, int] = {}
     for alias, target in _expect(table["aliases"], list):
         record, original = leaves[_natural(alias)], leaves[_natural(target)]
@@ -231,7 +234,19 @@ def _decode(encoded: JSON) -> TreeMetadata:
             raise CorruptCheckpointError(f"the saved tree cannot be read: leaf {alias} cannot share leaf {target}")
         aliases[alias] = target
     held_by = _held_by(table.get("held_by", []), count)
-    return TreeMetadata(skeleton, tuple([leaf for leaf in leaves if leaf is not None]), aliases, held_by)
+    return TreeMetadata(skeleton, tuple(cast(list[LeafRecord], leaves)), aliases, held_by)  # every one has come
+
+
+def _check_shapes(column: list[Any]) -> None:
+    """Refuse what is no shape. Whole columns are looked at, for a checkpoint may have hundreds of thousands of arrays."""
+    if {*map(type, column)} - {list, tuple}:
+        raise CorruptCheckpointError("the saved tree cannot be read: a shape is no list")
+    if max(map(len, column), default=0) > 64:
+        raise CorruptCheckpointError(f"the saved tree cannot be read: an array has {max(map(len, column))} axes")
+    extents = list(itertools.chain.from_iterable(column))
+    if {*map(type, extents)} - {int} or min(extents, default=0) < 0:
+        wrong = next(extent for extent in extents if type(extent) is not int or extent < 0)
+        raise CorruptCheckpointError(f"the saved tree cannot be read: {wrong!r} is no extent of an array")
 
 
 def _held_by(encoded: JSON, count: int) -> dict[int, tuple[int, ...]]:

@@ -133,7 +133,10 @@ def leaf_count(skeleton: Skeleton) -> int:
     """How many leaves a skeleton has."""
     if not isinstance(skeleton, Node):
         return 1
-    return sum(1 if not isinstance(child, Node) else leaf_count(child) for child in skeleton.children)
+    leaves = skeleton.children.count(LEAF)
+    if leaves == len(skeleton.children):
+        return leaves
+    return leaves + sum([leaf_count(child) for child in skeleton.children if child is not LEAF])
 
 
 def text_to_json(text: str) -> JSON:

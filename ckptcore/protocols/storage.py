@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Final, Protocol, TypeAlias, runtime_checkable
@@ -14,6 +14,8 @@ __all__ = [
     "AtomicDirectories",
     "Buffer",
     "CreatesObjects",
+    "HeldReader",
+    "HoldsObjects",
     "HoldsUploads",
     "IfAbsent",
     "IfTag",
@@ -194,6 +196,49 @@ class OpensObjects(Protocol):
     """What a storage can do on top for which finding an object costs something: find it once for many reads."""
 
     def open_reader(self, key: str) -> RangeReader:
+        """Open an object; what is read is of the object that was there then, or fails.
+
+        Raises:
+            ObjectNotFoundError
+        """
+        ...
+
+
+@runtime_checkable
+class HeldReader(RangeReader, Protocol):
+    """An object that is open for many small reads, and tells whether it changed. Any thread."""
+
+    def stamp(self) -> Hashable | None:
+        """What is another one after the bytes of the object changed, from now on; None while a change could go unseen. Asked for each read.
+
+        Who has verified bytes after this gave a stamp, and is given the same one later, has verified what is there then.
+
+        Raises:
+            StorageError
+        """
+        ...
+
+    def size(self) -> int:
+        """Bytes that it has now. Asked for each read.
+
+        Raises:
+            StorageError
+        """
+        ...
+
+    def memory(self) -> memoryview | None:
+        """All of it as memory that nobody writes to; None where touching that could end the process, as on storage that is somewhere else.
+
+        What is behind `size` must not be touched.
+        """
+        ...
+
+
+@runtime_checkable
+class HoldsObjects(Protocol):
+    """What a storage can do on top that is near, and reads the same bytes again as fast: open an object for many small reads."""
+
+    def hold_open(self, key: str) -> HeldReader:
         """Open an object; what is read is of the object that was there then, or fails.
 
         Raises:

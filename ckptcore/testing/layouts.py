@@ -18,6 +18,7 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
+from ckptcore.engine.elements import little_dtype, plain
 from ckptcore.errors import (
     CheckpointError,
     ChecksumError,
@@ -358,6 +359,13 @@ class LayoutTests:
             if tiles:
                 assert uncovered(record.spec, [box for box in boxes if box is not None]) is None
             assert len({tile.is_plain for tile in tiles}) <= 1
+            for tile in tiles:
+                if tile.is_exact:
+                    assert tile.is_plain
+                    part = written.trial.arrays[leaf][tile.box.slices]
+                    assert place.get(tile.key, tile.offset, tile.offset + part.nbytes) == (
+                        plain(part).astype(little_dtype(part.dtype)).tobytes()
+                    )
 
     # --- what is damaged or hostile
 

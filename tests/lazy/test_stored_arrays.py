@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import threading
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -64,16 +66,24 @@ def test_arrays_tell_what_they_are_and_give_what_was_saved(stored: Path, context
             assert found[...].tobytes() == array.tobytes()
 
 
+@pytest.fixture
+def long_ago(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files count as written long ago at once."""
+    monkeypatch.setattr("ckptcore.builtin.local_held_files._TICK_NANOSECONDS", -1)
+
+
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
-def test_an_index_gives_what_numpy_gives(stored: Path, data: st.DataObject) -> None:
+def test_an_index_gives_what_numpy_gives(stored: Path, long_ago: None, data: st.DataObject) -> None:
     arrays_of = state()["params"]
     name = data.draw(st.sampled_from(sorted(arrays_of)))
     array = arrays_of[name]
     index = data.draw(arrays.basic_indices(array.shape, max_dims=5, allow_newaxis=True))
     with ckptcore.open(stored, context=data.draw(st.sampled_from([FAST, TRUSTING]))) as opened:
         stored_array = opened["params", name]
-        for _ in range(2):  # anew, and of what is kept
+        for is_anew in (True, False):
+            if not is_anew and array.size:
+                stored_array[...], stored_array[...]  # all of it is at hand then
             found, expected = stored_array[index], array[index]
             assert type(found) is type(expected) and found.dtype == expected.dtype
             np.testing.assert_array_equal(found, expected)
@@ -129,6 +139,98 @@ def test_what_was_verified_is_not_read_again(large: tuple[Path, np.ndarray[Any, 
         for row in range(0, 256, 3):
             np.testing.assert_array_equal(opened["w"][row : row + 2], array[row : row + 2])
         assert opened.bytes_read <= 1.1 * array.nbytes + BLOCK_BYTES
+
+
+@pytest.mark.parametrize("is_mapped", [True, False])
+def test_slices_of_verified_blocks_read_just_themselves(
+    large: tuple[Path, np.ndarray[Any, Any]], long_ago: None, is_mapped: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    location, array = large
+    if not is_mapped:
+        monkeypatch.setattr("ckptcore.builtin.local_held_files.is_of_this_machine", lambda descriptor: False)
+    starts = np.random.default_rng(0).permutation(250)
+    with ckptcore.open(location, context=FAST) as opened:
+        np.testing.assert_array_equal(opened["w"][:], array)
+        for start in range(0, 256, 8):  # large reads by several threads note nothing
+            np.testing.assert_array_equal(opened["w"][start : start + 8], array[start : start + 8])
+        before = opened.bytes_read
+        for start in starts:
+            np.testing.assert_array_equal(opened["w"][start : start + 5], array[start : start + 5])
+            np.testing.assert_array_equal(opened["w"][start, ::500], array[start, ::500])
+        assert opened.bytes_read - before <= len(starts) * 6 * 65536
+        if is_mapped:
+            np.testing.assert_array_equal(opened["w"][::-3, 7], array[::-3, 7])
+            assert opened.bytes_read == before  # all of it from memory
+
+
+def test_columns_verify_the_blocks_that_they_lie_in_once(
+    large: tuple[Path, np.ndarray[Any, Any]], long_ago: None, tmp_path: Path
+) -> None:
+    location, array = large
+    with ckptcore.open(location, context=FAST) as opened:
+        for columns in (slice(0, 16), slice(16, 900, 7), slice(None, None, -4000), 5):
+            np.testing.assert_array_equal(opened["w"][:, columns], array[:, columns])
+            np.testing.assert_array_equal(opened["w"][200:10:-3, columns], array[200:10:-3, columns])
+        assert array.nbytes <= opened.bytes_read <= array.nbytes + 2 * BLOCK_BYTES
+    wide = np.arange(2 * 4 * 600_000, dtype=np.int32).reshape(2, 4, 600_000)
+    ckptcore.save(tmp_path / "c", {"w": wide}, context=FAST)
+    indices: list[Any] = [
+        (slice(None), slice(None), slice(5, 9)),
+        (1, slice(None, None, 2), slice(5, None, 500_000)),
+        (slice(None), 3, 7),
+    ]
+    for index in indices:
+        with ckptcore.open(tmp_path / "c", context=FAST) as opened:
+            for _ in range(2):  # anew, and of what was verified
+                np.testing.assert_array_equal(opened["w"][index], wide[index])
+            assert opened.bytes_read <= 10 * BLOCK_BYTES  # of 19
+
+
+def test_damage_between_columns_is_noticed(tmp_path: Path, long_ago: None) -> None:
+    array = np.arange(1 << 20, dtype=np.int32).reshape(1024, 1024)
+    ckptcore.save(tmp_path / "c", {"w": array}, context=FAST)
+    file = tmp_path / "c" / "model.safetensors"
+    data = bytearray(file.read_bytes())
+    data[2 * BLOCK_BYTES + 5000] ^= 1
+    file.write_bytes(data)
+    with ckptcore.open(tmp_path / "c", context=FAST) as opened:
+        for _ in range(2):
+            with pytest.raises(ChecksumError, match=r"this is in w"):
+                opened["w"][:, 0:4]
+        np.testing.assert_array_equal(opened["w"][:400, 0:4], array[:400, 0:4])
+
+
+def test_a_file_that_is_changed_after_it_was_verified_is_verified_again(tmp_path: Path, long_ago: None) -> None:
+    array = np.arange(3 * BLOCK_BYTES // 4, dtype=np.int32)
+    ckptcore.save(tmp_path / "c", {"w": array}, context=FAST)
+    file = tmp_path / "c" / "model.safetensors"
+    with ckptcore.open(tmp_path / "c", context=FAST) as opened:
+        for index in (slice(300_000, 300_010), slice(300_000, 300_010), slice(0, 10), slice(0, 10)):
+            np.testing.assert_array_equal(opened["w"][index], array[index])
+        time.sleep(0.05)  # the clock of file systems is coarse
+        with file.open("r+b") as written:
+            written.seek(BLOCK_BYTES + 5000)
+            written.write(b"x")
+        for index in (slice(300_000, 300_010), slice(290_000, 290_010)):
+            with pytest.raises(ChecksumError, match=r"this is in w"):
+                opened["w"][index]
+        np.testing.assert_array_equal(opened["w"][:10], array[:10])
+
+
+def test_a_file_that_is_cut_off_while_it_is_open_is_noticed(tmp_path: Path, long_ago: None) -> None:
+    array = np.arange(1 << 20, dtype=np.int32)
+    for context in (FAST, TRUSTING):
+        ckptcore.save(tmp_path / "c", {"w": array}, context=FAST, overwrite=True)
+        file = tmp_path / "c" / "model.safetensors"
+        with ckptcore.open(tmp_path / "c", context=context) as opened:
+            for _ in range(3):  # mapped by then
+                np.testing.assert_array_equal(opened["w"][900_000:900_010], array[900_000:900_010])
+            time.sleep(0.05)
+            os.truncate(file, BLOCK_BYTES + 100)
+            for index in (slice(900_000, 900_010), 900_000, slice(900_000, 900_010, 3)):
+                with pytest.raises(CorruptCheckpointError):
+                    opened["w"][index]
+            assert opened["w"][0] == 0
 
 
 def test_a_large_read_with_steps_is_cut_so_that_it_needs_little_memory(
@@ -272,6 +374,19 @@ def test_a_storage_that_holds_nothing_open_gives_the_same(
             opened["w"][0:4]
 
 
+def test_a_checkpoint_of_many_files_holds_few_of_them_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ckptcore.open_sessions._MOST_HELD", 5)
+    state = {f"a{number}": np.full((4, 2), number) for number in range(80)}
+    ckptcore.save(tmp_path / "c", state, layout="zarr3", context=FAST)
+    for context in (FAST, TRUSTING):
+        before = len(os.listdir("/dev/fd"))
+        with ckptcore.open(tmp_path / "c", context=context) as opened:
+            for _ in range(2):
+                for name, array in state.items():
+                    np.testing.assert_array_equal(opened[name][1:3], array[1:3])
+            assert len(os.listdir("/dev/fd")) <= before + 5 + 64  # a storage keeps as many that were read last
+
+
 def test_an_array_in_slices_is_one_array(tmp_path: Path) -> None:
     array = np.arange(4000, dtype=np.float32).reshape(40, 100)
 
@@ -347,6 +462,6 @@ def test_few_verified_blocks_are_kept() -> None:
     for number in range(40):
         blocks.keep("a", Window(number * BLOCK_BYTES, (number + 1) * BLOCK_BYTES, memoryview(b"")))
         assert blocks.find("a", 5) is not None  # what is used stays
-    assert blocks.find("a", BLOCK_BYTES) is None and blocks.peek("a", 40 * BLOCK_BYTES - 1) is not None
-    assert blocks.peek("b", 5) is None
-    assert sum(blocks.peek("a", number * BLOCK_BYTES) is not None for number in range(40)) == 32
+    assert blocks.find("a", BLOCK_BYTES) is None and blocks.find("a", 40 * BLOCK_BYTES - 1) is not None
+    assert blocks.find("b", 5) is None
+    assert sum(blocks.find("a", number * BLOCK_BYTES) is not None for number in range(40)) == 32

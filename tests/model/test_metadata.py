@@ -102,6 +102,28 @@ def test_a_damaged_table_of_notes_is_refused(member: str, found: Any) -> None:
         TreeMetadata.from_json(encoded)
 
 
+@pytest.mark.parametrize(
+    ("member", "found"),
+    [
+        ("dtype", True),
+        ("dtype", 0.0),
+        ("dtype", "0"),
+        ("shape", "12"),
+        ("shape", [1.0]),
+        ("shape", [True]),
+        ("shape", [-1]),
+    ],
+)
+def test_numbers_of_arrays_that_are_alike_are_looked_at_each(member: str, found: Any) -> None:
+    """Equal numbers of another type do not pass as those of an array that is known already."""
+    tree = TreeMetadata(Node("list", (0, 1), (LEAF, LEAF)), (ArrayRecord(ArraySpec((1,), "int8")),) * 2)
+    encoded: Any = json.loads(json.dumps(tree.to_json()))
+    assert TreeMetadata.from_json(encoded) == tree
+    encoded[member][1] = found
+    with pytest.raises(CorruptCheckpointError):
+        TreeMetadata.from_json(encoded)
+
+
 def _places(value: Any, place: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
     found = [place] if place else []
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()

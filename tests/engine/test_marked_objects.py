@@ -1,0 +1,215 @@
+"""Objects of which it is noted what was verified: when blocks are read again, and that no byte is given out that was not verified."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Hashable, Sequence
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ckptcore.engine.checksums import BlockChecksums, RecordedChecksums
+from ckptcore.engine.held_objects import HeldObject
+from ckptcore.engine.holding import Holding
+from ckptcore.errors import ChecksumError, CorruptCheckpointError
+from ckptcore.model import ObjectRecord
+
+BLOCK = 100
+SIZE = 1030
+
+
+class ChangingObject:
+    """Bytes that a test changes, with a stamp that it sets.
+
+    Attributes:
+        data: the bytes.
+        now: the stamp.
+        reads: every range that was read.
+        before_read: called before each read with the number of it.
+    """
+
+    def __init__(self, data: bytes) -> None:
+        self.data = bytearray(data)
+        self.now: Hashable | None = 0
+        self.reads: list[tuple[int, int]] = []
+        self.after_read: Callable[[], None] = lambda: None
+
+    def get_into(self, ranges: Sequence[tuple[int, memoryview]]) -> None:
+        for start, memory in ranges:
+            self.reads.append((start, start + len(memory)))
+            memory[:] = self.data[start : start + len(memory)]
+        self.after_read()
+
+    def stamp(self) -> Hashable | None:
+        return self.now
+
+    def size(self) -> int:
+        return len(self.data)
+
+    def memory(self) -> memoryview | None:
+        return memoryview(self.data).toreadonly()
+
+
+def data_of(size: int = SIZE) -> bytes:
+    return np.random.default_rng(0).integers(0, 256, size, np.uint8).tobytes()
+
+
+def held(reader: ChangingObject, *, verified: bool = True) -> HeldObject:
+    sums = None
+    if verified:
+        writer = BlockChecksums(len(reader.data), block_bytes=BLOCK)
+        writer.add(0, bytes(reader.data))
+        sums = RecordedChecksums(ObjectRecord("a", len(reader.data), writer.encode()), block_bytes=BLOCK)
+    return Holding(BLOCK, lambda nbytes: None).of("a", reader, len(reader.data), sums)
+
+
+def read(found: HeldObject, start: int, stop: int) -> bytes:
+    memory = bytearray(stop - start)
+    found.read_into(start, memoryview(memory))
+    return bytes(memory)
+
+
+@given(st.lists(st.tuples(st.integers(0, SIZE), st.integers(0, SIZE)), max_size=20), st.booleans())
+def test_any_reads_give_the_bytes(bounds: list[tuple[int, int]], verified: bool) -> None:
+    reader = ChangingObject(data_of())
+    found = held(reader, verified=verified)
+    for pair in bounds:
+        start, stop = min(pair), max(pair)
+        if start < stop and found.is_at_hand(start, stop):
+            memory = found.memory()
+            assert memory is not None and memory[start:stop] == reader.data[start:stop]
+        assert read(found, start, stop) == reader.data[start:stop]
+
+
+def test_a_block_is_verified_once() -> None:
+    reader = ChangingObject(data_of())
+    found = held(reader)
+    assert not found.is_at_hand(250, 260)
+    read(found, 250, 260)
+    assert reader.reads == [(200, 300)]
+    assert found.is_at_hand(200, 300) and not found.is_at_hand(250, 310)
+    read(found, 20, 30)
+    read(found, 210, 215)  # of what was verified before, though another block was verified last
+    assert reader.reads[1:] == [(0, 100), (210, 215)]
+    read(found, 290, 530)  # a part, whole blocks, and a part
+    assert reader.reads[3:] == [(200, 300), (300, 500), (500, 600)]
+    assert found.is_at_hand(200, 600) and not found.is_at_hand(1000, SIZE)
+    read(found, 1000, SIZE)  # the last block is shorter
+    assert found.is_at_hand(1010, SIZE)
+
+
+def test_what_changed_is_verified_again() -> None:
+    reader = ChangingObject(data_of())
+    found = held(reader)
+    read(found, 250, 260)
+    read(found, 20, 30)
+    reader.data[255] ^= 1
+    reader.now = 1
+    assert not found.is_at_hand(250, 260)
+    with pytest.raises(ChecksumError, match="bytes 200 to 300"):
+        read(found, 250, 260)
+    with pytest.raises(ChecksumError):  # a second time too: what is damaged is never noted
+        read(found, 250, 260)
+    assert read(found, 120, 130) == reader.data[120:130]
+    reader.data[255] ^= 1
+    assert read(found, 250, 260) == reader.data[250:260]
+
+
+def test_a_change_while_it_is_read_is_noticed() -> None:
+    reader = ChangingObject(data_of())
+    found = held(reader)
+    read(found, 250, 260)
+    read(found, 20, 30)
+
+    def change() -> None:
+        reader.data[252] ^= 1
+        reader.now = 1
+        reader.after_read = lambda: None
+
+    reader.after_read = change
+    with pytest.raises(ChecksumError):
+        read(found, 250, 260)
+
+
+def test_a_change_while_it_is_verified_is_not_noted_as_verified() -> None:
+    reader = ChangingObject(data_of())
+    found = held(reader)
+
+    def change() -> None:
+        reader.data[252] ^= 1
+        reader.now = 1
+        reader.after_read = lambda: None
+
+    reader.after_read = change
+    read(found, 250, 260)  # as it was when it was read
+    assert not found.is_at_hand(250, 260)
+    read(found, 20, 30)
+    with pytest.raises(ChecksumError):
+        read(found, 250, 260)
+
+
+def test_nothing_is_noted_of_what_may_change_unseen() -> None:
+    reader = ChangingObject(data_of())
+    reader.now = None
+    found = held(reader)
+    read(found, 250, 260)
+    assert not found.is_at_hand(250, 260)
+    assert read(found, 260, 270) == reader.data[260:270] and len(reader.reads) == 1  # from the memory of the last block
+    read(found, 20, 30)
+    reader.data[252] ^= 1
+    with pytest.raises(ChecksumError):
+        read(found, 250, 260)
+
+
+def test_the_last_block_is_not_taken_for_one_that_was_damaged() -> None:
+    reader = ChangingObject(data_of())
+    reader.now = None
+    found = held(reader)
+    first = read(found, 20, 30)
+    reader.data[250] ^= 1
+    with pytest.raises(ChecksumError):
+        read(found, 255, 260)
+    assert read(found, 20, 30) == first  # its memory was overwritten meanwhile
+
+
+def test_what_ends_early_is_not_at_hand() -> None:
+    for verified in (True, False):
+        reader = ChangingObject(data_of())
+        found = held(reader, verified=verified)
+        read(found, 900, SIZE)
+        assert found.is_at_hand(900, SIZE) and not found.is_at_hand(900, SIZE + 1) and not found.is_at_hand(-1, 5)
+        del reader.data[1000:]
+        reader.now = 1
+        assert not found.is_at_hand(900, 1010)
+        with pytest.raises(CorruptCheckpointError, match="expected bytes 0 to 1031"):
+            read(found, 0, SIZE + 1)
+
+
+def test_what_is_not_verified_is_at_hand_once_some_of_it_was_read() -> None:
+    reader = ChangingObject(data_of())
+    found = held(reader, verified=False)
+    assert not found.is_at_hand(0, 10)
+    read(found, 500, 510)
+    assert reader.reads == [(500, 510)] and found.is_at_hand(0, 10)
+
+
+def test_threads_do_not_wait_for_each_other() -> None:
+    reader = ChangingObject(data_of())
+    found, inside, go_on = held(reader), threading.Event(), threading.Event()
+
+    def wait() -> None:
+        reader.after_read = lambda: None
+        inside.set()
+        go_on.wait(20)
+
+    reader.after_read = wait
+    results: list[bytes] = []
+    thread = threading.Thread(target=lambda: results.append(read(found, 250, 260)))
+    thread.start()
+    assert inside.wait(20)
+    assert read(found, 20, 30) == reader.data[20:30]
+    go_on.set()
+    thread.join()
+    assert results == [reader.data[250:260]]
