@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Literal, TypeAlias
 
 from ckptcore.derivations.batches import Batch, Fill, Place, StoredRead
 from ckptcore.derivations.derivation import Derivation, Stored, walk
@@ -31,6 +32,10 @@ _LEAST_RUN_BYTES: Final = 16 << 20
 
 _MOST_AGAIN: Final = 1.02
 """How many times as much may be read for pieces as for all at once."""
+
+
+_Run: TypeAlias = Literal["whole", "long", "short"]
+"""A run of elements of a stored array that follow each other."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,25 +193,29 @@ class Derived:
         return [*self._fills(derivation, places[:half]), *self._fills(derivation, places[half:])]
 
     def _reads_runs(self, fill: Fill) -> bool:
-        """Whether what is read for a piece are long runs of stored elements, or whole arrays."""
+        """Whether what is read for a piece are long runs of stored elements, or whole arrays.
+
+        Beside each long run there may be a short one: what lies at its ends is a small part of both. So are the scales of weights.
+        """
         boxes: dict[Stored, dict[Box, None]] = {}
         for read in fill.reads:
             boxes.setdefault(read.array, {})[read.box] = None
+        counts = Counter[_Run | None]()
         for array, of_array in boxes.items():
             around = _around(list(of_array))
-            is_run = sum([box.size for box in of_array]) == around.size and self._is_run(array, around)
-            if not is_run and not all(self._is_run(array, box) for box in of_array):
-                return False
-        return True
+            together = self._run_of(array, around) if sum([box.size for box in of_array]) == around.size else None
+            counts.update([self._run_of(array, box) for box in of_array] if together is None else [together])
+        return not counts[None] and counts["short"] <= counts["long"]
 
-    def _is_run(self, array: Stored, box: Box) -> bool:
+    def _run_of(self, array: Stored, box: Box) -> _Run | None:
+        """What run of elements a box is; None if it is none."""
         whole = Box.whole(array.spec.shape)
         if box == whole:
-            return True
-        if box.size * array.spec.numpy_dtype.itemsize < _LEAST_RUN_BYTES or not self._is_plain(array):
-            return False
+            return "whole"
         ones = next((axis for axis, extent in enumerate(box.shape) if extent > 1), len(box.shape))
-        return box.shape[ones + 1 :] == whole.shape[ones + 1 :]
+        if box.shape[ones + 1 :] != whole.shape[ones + 1 :] or not self._is_plain(array):
+            return None
+        return "long" if box.size * array.spec.numpy_dtype.itemsize >= _LEAST_RUN_BYTES else "short"
 
     def _is_plain(self, array: Stored) -> bool:
         """Whether the elements of a stored array lie in objects as they are, and any range of them can be read."""

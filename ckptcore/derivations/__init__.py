@@ -4,6 +4,8 @@
 - `cut`, `concatenate`, `stack`, `permute`, `pad`: its elements in other places (`ckptcore.derivations.placed`)
 - `reshape`: its elements in C order with other axes (`ckptcore.derivations.reshaped`)
 - `cast`, `constant`, `weighted_sum`, `merge_low_rank`, `computed`: other elements (`ckptcore.derivations.made`)
+- `block_scaled`: elements times the scales of their blocks (`ckptcore.derivations.scaled`)
+- `reinterpret`, `unpack_fp4`: bytes as other elements (`ckptcore.derivations.packed`)
 
 They compose: what one is made of are derivations. Each says of which boxes of those a box of it is made, and no larger ones, so that
 a process which needs a part of the last array reads the parts of stored ones that it takes.
@@ -22,10 +24,13 @@ from ckptcore.derivations.made import (
     merge_low_rank,
     weighted_sum,
 )
+from ckptcore.derivations.packed import Reinterpreted, UnpackedFp4, reinterpret, unpack_fp4
 from ckptcore.derivations.placed import Concatenation, Cut, Permuted, concatenate, cut, pad, permute, stack
 from ckptcore.derivations.reshaped import Reshaped, reshape
+from ckptcore.derivations.scaled import BlockScaled, block_of, block_scaled
 
 __all__ = [
+    "BlockScaled",
     "Cast",
     "Computed",
     "Concatenation",
@@ -35,9 +40,13 @@ __all__ = [
     "LowRankMerge",
     "Part",
     "Permuted",
+    "Reinterpreted",
     "Reshaped",
     "Stored",
+    "UnpackedFp4",
     "WeightedSum",
+    "block_of",
+    "block_scaled",
     "cast",
     "computed",
     "concatenate",
@@ -46,7 +55,9 @@ __all__ = [
     "merge_low_rank",
     "pad",
     "permute",
+    "reinterpret",
     "reshape",
     "stack",
+    "unpack_fp4",
     "weighted_sum",
 ]

@@ -1,0 +1,245 @@
+"""Arrays times the scales of their blocks, as quantised weights are meant."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+
+from ckptcore.derivations.derivation import Derivation, Part
+from ckptcore.derivations.made import is_real
+from ckptcore.derivations.reshaped import reshape
+from ckptcore.dtype_values import float_values
+from ckptcore.engine.elements import copy_elements
+from ckptcore.model.arrays import ArraySpec, Box, HostArray, dtype_from_name
+
+__all__ = ["BlockScaled", "block_of", "block_scaled"]
+
+_SCALES: Final = ("float32", "bfloat16", "float16", "float8_e8m0fnu")
+"""The dtypes of scales: float32 has all their values."""
+
+_TILE: Final = (16, 4096)
+"""Rows and columns that are computed at a time: what is between the stored bytes and the result stays in a cache."""
+
+_TURNED_TILE: Final = (512, 128)
+"""The same where columns lie one after the other in the result."""
+
+_E4M3FN: Final = dtype_from_name("float8_e4m3fn")
+
+_E4M3FN_BITS: Final = np.int32(-0x7810_0000)
+"""Where in a float32 the sign (1 bit), the exponent (4 bits) and the mantissa (3 bits) go: 0x87F00000."""
+
+_E4M3FN_BIAS: Final = np.float32(2.0 ** (127 - 7))
+"""What a float32 of these bits lacks: its exponent is counted from -127, theirs from -7."""
+
+
+@dataclass(frozen=True, slots=True)
+class BlockScaled:
+    """Each element times the scale of its block, computed in float32 and rounded once.
+
+    Attributes:
+        values: the elements.
+        scales: one for each block, along every axis in their order; the last block of an axis may be cut off by its end.
+        block: extents of a block, in elements.
+        dtype: the name of the dtype of the result.
+    """
+
+    values: Derivation
+    scales: Derivation
+    block: tuple[int, ...]
+    dtype: str
+
+    @property
+    def spec(self) -> ArraySpec:
+        """The array that is made."""
+        return ArraySpec(self.values.spec.shape, self.dtype)
+
+    @property
+    def inputs(self) -> Sequence[Derivation]:
+        """Elements and scales."""
+        return (self.values, self.scales)
+
+    def needed(self, box: Box) -> Sequence[Part]:
+        """The same box of the elements, and the scales of the blocks that it touches."""
+        start = tuple([low // extent for low, extent in zip(box.start, self.block, strict=True)])
+        stop = tuple([-(-high // extent) for high, extent in zip(box.stop, self.block, strict=True)])
+        return (Part(0, box), Part(1, Box(start, stop)))
+
+    def views(self, box: Box, out: HostArray) -> Sequence[HostArray] | None:
+        """None: the elements are others."""
+        return None
+
+    def make(self, box: Box, parts: Sequence[HostArray], out: HostArray) -> None:
+        """Multiply."""
+        values, scales = parts
+        with np.errstate(all="ignore"):
+            scales = scales.astype(np.float32)
+            for matrix in self._matrices(box, values, scales, out):
+                matrix.fill()
+
+    def _matrices(self, box: Box, values: HostArray, scales: HostArray, out: HostArray) -> Iterator[_Matrix]:
+        """The last two axes of a box, for each index along those before."""
+        while len(box.start) < 2:
+            box = Box((0, *box.start), (1, *box.stop))
+            values, scales, out = values[None], scales[None], out[None]
+        block = (1,) * (2 - len(self.block)) + self.block
+        first = (box.start[-2] % block[-2], box.start[-1] % block[-1])
+        for index in np.ndindex(box.shape[:-2]):
+            of_block = tuple(
+                [
+                    (low + number) // extent - low // extent
+                    for low, number, extent in zip(box.start, index, block, strict=False)
+                ]
+            )
+            yield _Matrix(values[index], scales[of_block], out[index], (block[-2], block[-1]), first)
+
+
+@dataclass(frozen=True, slots=True)
+class _Matrix:
+    """A matrix that is filled.
+
+    Attributes:
+        values: its elements.
+        scales: of the blocks, in float32.
+        out: what is filled.
+        block: extents of a block.
+        first: where in its block the first element is.
+    """
+
+    values: HostArray
+    scales: HostArray
+    out: HostArray
+    block: tuple[int, int]
+    first: tuple[int, int]
+
+    def fill(self) -> None:
+        """Multiply, tile by tile."""
+        across, along = (abs(stride) for stride in self.out.strides)
+        is_turned = across < along
+        rows, columns = (
+            list(itertools.pairwise(_cuts(extent, most, block, first)))
+            for extent, most, block, first in zip(
+                self.values.shape, _TURNED_TILE if is_turned else _TILE, self.block, self.first, strict=True
+            )
+        )
+        for left, right in columns:
+            for top, bottom in rows:
+                product = _in_float32(self.values[top:bottom, left:right])
+                np.multiply(product, self._factors(top, bottom, left, right), out=product)
+                out = self.out[top:bottom, left:right]
+                if is_turned:  # ml_dtypes casts what lies apart much slower than NumPy copies it
+                    copy_elements(out, product.astype(out.dtype, copy=False))
+                else:
+                    np.copyto(out, product, casting="unsafe")
+
+    def _factors(self, top: int, bottom: int, left: int, right: int) -> HostArray:
+        """By element of a tile its scale; one row or column of them where all are equal."""
+        factors = self.scales
+        for axis, (low, high) in enumerate(((top, bottom), (left, right))):
+            block, first = self.block[axis], self.first[axis]
+            start, stop = (low + first) // block, (high + first - 1) // block + 1
+            factors = factors[start:stop] if axis == 0 else factors[:, start:stop]
+            if stop - start > 1 and block > 1:
+                offset = low + first - start * block
+                wide = np.repeat(factors, block, axis)
+                factors = wide[offset : offset + high - low] if axis == 0 else wide[:, offset : offset + high - low]
+        return factors
+
+
+def _cuts(extent: int, most: int, block: int, first: int) -> list[int]:
+    """Where tiles begin along an axis, and where the last one ends: at ends of blocks where these are large."""
+    if block < most:
+        return [*range(0, extent, most), extent]
+    cuts = [0]
+    while cuts[-1] < extent:
+        left = block - (cuts[-1] + first) % block
+        cuts.append(min(cuts[-1] + min(most, left), extent))
+    return cuts
+
+
+@functools.lru_cache(maxsize=32)
+def _table(dtype: np.dtype[Any]) -> HostArray:
+    """By byte, the value in float32 of an element of a dtype of one byte."""
+    table: HostArray = np.arange(256, dtype=np.uint8).view(dtype).astype(np.float32)
+    return table
+
+
+def _in_float32(values: HostArray) -> HostArray:
+    """Elements in float32, in memory of their own.
+
+    Those of the dtype that nearly all quantised weights have are made of their bits, and other ones of a byte by a table: ml_dtypes casts
+    them one by one, which takes twenty times as long.
+    """
+    if values.dtype.itemsize > 1 or values.dtype.isbuiltin == 1:
+        return values.astype(np.float32)
+    if values.dtype == _E4M3FN and np.bitwise_and(values.view(np.uint8), 0x7F).max(initial=0) < 0x7F:  # NaN is 0x7F
+        bits = values.view(np.int8).astype(np.int32)  # the sign is in all bits before
+        np.left_shift(bits, 20, out=bits)
+        np.bitwise_and(bits, _E4M3FN_BITS, out=bits)
+        numbers: HostArray = bits.view(np.float32)
+        np.multiply(numbers, _E4M3FN_BIAS, out=numbers)
+        return numbers
+    return np.take(_table(values.dtype), values.view(np.uint8), mode="wrap")
+
+
+def block_of(values: tuple[int, ...], scales: tuple[int, ...]) -> tuple[int, ...] | None:
+    """The extents of a block where scales tell them: one scale is for all of an axis, or for each index; None where they do not.
+
+    Other numbers tell nothing: of 192 rows two scales are for blocks of 96, and of 128 and what is left.
+
+    Args:
+        values, scales: shapes; one scale alone may have any shape.
+    """
+    if math.prod(scales) == 1:
+        return tuple([max(extent, 1) for extent in values])
+    if len(values) != len(scales) or any(many not in (1, extent) for extent, many in zip(values, scales, strict=True)):
+        return None
+    return tuple([max(extent, 1) if many == 1 else 1 for extent, many in zip(values, scales, strict=True)])
+
+
+def block_scaled(
+    values: Derivation, scales: Derivation, block: Sequence[int] | None, dtype: str = "float32"
+) -> Derivation:
+    """An array times the scales of its blocks: see `BlockScaled`.
+
+    Args:
+        values: the elements; of real numbers.
+        scales: of floats that float32 has; one for each block, the last ones of an axis cut off, or one alone for all.
+        block: extents of a block along the last axes; along the others it is 1. None: what `block_of` tells.
+        dtype: of the result; of floats.
+
+    Raises:
+        ValueError: if these do not fit.
+        UnsupportedLeafError: if there is no such dtype.
+    """
+    spec, of_scales = values.spec, scales.spec
+    if not is_real(spec) or float_values(dtype) is None or not is_real(ArraySpec((), dtype)):
+        raise ValueError(
+            f"{spec} does not become {dtype} times scales: expected real numbers, and floats as the result"
+        )
+    if of_scales.dtype not in _SCALES:
+        raise ValueError(f"scales are {of_scales}, and {', '.join(_SCALES)} were expected")
+    extents = block_of(spec.shape, of_scales.shape)
+    if block is not None:
+        if len(block) > len(spec.shape) or min(block, default=1) < 1:
+            raise ValueError(f"{spec} has no blocks of {list(block)}")
+        extents = (1,) * (len(spec.shape) - len(block)) + tuple(block)
+        expected = tuple([-(-extent // size) for extent, size in zip(spec.shape, extents, strict=True)])
+        if of_scales.shape != expected and not math.prod(expected) == of_scales.size == 1:
+            raise ValueError(
+                f"scales are {of_scales}, and {list(expected)} were expected: {spec} in blocks of {list(extents)}"
+            )
+    if extents is None:
+        raise ValueError(
+            f"scales are {of_scales}, which do not tell the blocks of {spec}: expected one scale, or along each axis 1 or its extent; give the "
+            "extents of a block"
+        )
+    of_blocks = tuple([-(-extent // size) for extent, size in zip(spec.shape, extents, strict=True)])
+    if spec.size:
+        scales = reshape(scales, of_blocks)
+    return BlockScaled(values, scales, extents, dtype)

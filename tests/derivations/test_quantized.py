@@ -1,0 +1,276 @@
+"""Quantised arrays are made bit-equal to what the owners of their formats make of them whole, and of the scales that a box takes."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers.integrations.finegrained_fp8 import Fp8Dequantize
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+import ckptcore
+from ckptcore.derivations import (
+    Derivation,
+    Stored,
+    block_scaled,
+    concatenate,
+    constant,
+    permute,
+    reinterpret,
+    reshape,
+    unpack_fp4,
+)
+from ckptcore.derived import Derived, derive
+from ckptcore.model import LEAF, ArrayRecord, ArraySpec, Box, HostArray, Node, TreeMetadata, dtype_from_name
+from ckptcore.opened import Opened
+from ckptcore.planning import plan_read
+from ckptcore.testing.strategies import boxes
+from tests.derivations.chains import open_counted
+
+BFLOAT16, E4M3FN, E8M0 = (dtype_from_name(name) for name in ("bfloat16", "float8_e4m3fn", "float8_e8m0fnu"))
+
+SCALES = [0.0, -0.0, 1.0, -3.5, 1e-45, 1.2e-38, 3e38, math.inf, -math.inf, math.nan, 0.0123, 2**-130, 7 / 3]
+"""Zero, below zero, subnormal, near the largest, none, and what rounds."""
+
+
+def _stored(array: HostArray, leaf: int = 0) -> Derivation:
+    return Stored(ArraySpec(array.shape, str(array.dtype)), leaf)
+
+
+def _pair(values: HostArray, scales: HostArray) -> tuple[Derivation, Derivation]:
+    return _stored(values), _stored(scales, 1)
+
+
+def _derived(opened: Opened, one: Derivation, most_bytes: int | None = None) -> Opened:
+    tree = TreeMetadata(Node("list", (0,), (LEAF,)), (ArrayRecord(one.spec),))
+    return derive(opened, tree, {0: one}, most_bytes=most_bytes)
+
+
+def _read(opened: Opened, box: Box) -> HostArray:
+    record = opened.tree.leaves[0]
+    assert isinstance(record, ArrayRecord)
+    out = np.empty(box.shape, record.spec.numpy_dtype)
+    list(opened.read(plan_read(opened.tree, opened.state, [(0, (box,))]), [out]))
+    return out
+
+
+def _made(one: Derivation, arrays: Sequence[HostArray]) -> HostArray:
+    """All of an array that is made of these stored ones."""
+    ckptcore.save("memory://derivations/made", list(arrays), overwrite="non-atomic")
+    opened, _ = open_counted("memory://derivations/made")
+    return _read(_derived(opened, one), Box.whole(one.spec.shape))
+
+
+def _torch(array: HostArray) -> Any:
+    """A tensor with the bytes of an array."""
+    if array.dtype.isbuiltin == 1:
+        return torch.from_numpy(array.copy())
+    names = {"float8_e4m3fn": torch.float8_e4m3fn, "float8_e5m2": torch.float8_e5m2, "bfloat16": torch.bfloat16}
+    plain = array.view(np.uint8 if array.dtype.itemsize == 1 else np.int16).copy()
+    return torch.from_numpy(plain).view(names.get(array.dtype.name, torch.float8_e8m0fnu))
+
+
+def _assert_bits(made: HostArray, tensor: Any) -> None:
+    """Equal bit by bit; of what is not a number only that it is none."""
+    bits = {2: np.uint16, 4: np.uint32}[made.dtype.itemsize]
+    expected = tensor.contiguous().view({2: torch.int16, 4: torch.int32}[made.dtype.itemsize]).numpy().view(made.dtype)
+    nan = np.isnan(expected.astype(np.float32))
+    assert made.shape == expected.shape and np.array_equal(np.isnan(made.astype(np.float32)), nan)
+    assert np.array_equal(made.view(bits)[~nan], expected.view(bits)[~nan])
+
+
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2", "int8"])
+@pytest.mark.parametrize("result", ["bfloat16", "float16", "float32"])
+def test_all_codes_times_all_sorts_of_scales(dtype: str, result: str) -> None:
+    codes = np.tile(np.arange(256, dtype=np.uint8), (len(SCALES), 1)).view(dtype_from_name(dtype))
+    scales = np.array(SCALES, np.float32)[:, None]
+    one = block_scaled(*_pair(codes, scales), (1, 256), result)
+    expected = (_torch(codes).to(torch.float32) * torch.from_numpy(scales)).to(getattr(torch, result))
+    _assert_bits(_made(one, [codes, scales]), expected)
+
+
+@pytest.mark.parametrize("holds_nan", [False, True])
+@pytest.mark.parametrize("result", ["bfloat16", "float32"])
+def test_blocks_are_as_transformers_makes_them(holds_nan: bool, result: str) -> None:
+    rng = np.random.default_rng(0)
+    codes = rng.integers(0, 256 if holds_nan else 127, (384, 640), dtype=np.uint8).view(E4M3FN)
+    scales = rng.normal(size=(3, 5)).astype(np.float32)
+    owner = Fp8Dequantize(None)._dequantize_one(_torch(codes), _torch(scales), getattr(torch, result))
+    made = _made(block_scaled(*_pair(codes, scales), (128, 128), result), [codes, scales])
+    _assert_bits(made, owner)
+
+
+@pytest.mark.parametrize("scale_dtype", ["uint8", "float8_e8m0fnu"])
+def test_mxfp8_is_as_transformers_makes_it(scale_dtype: str) -> None:
+    rng = np.random.default_rng(1)
+    codes = rng.integers(0, 256, (64, 96), dtype=np.uint8).view(E4M3FN)
+    scales = rng.integers(0, 255, (64, 3), dtype=np.uint8).view(dtype_from_name(scale_dtype))
+    values, of_scales = _pair(codes, scales)
+    made = _made(block_scaled(values, reinterpret(of_scales, "float8_e8m0fnu"), (1, 32), "bfloat16"), [codes, scales])
+    owner = Fp8Dequantize(None)._dequantize_one(_torch(codes), _torch(scales), torch.bfloat16)
+    _assert_bits(made, owner)
+
+
+def test_every_mxfp4_number_times_every_scale_is_as_transformers_makes_it() -> None:
+    bytes_of_all = np.arange(256, dtype=np.uint8).reshape(1, 1, 16, 16)  # both halves have all 16 codes
+    blocks = np.tile(bytes_of_all, (1, 255, 1, 1))
+    scales = np.broadcast_to(np.arange(255, dtype=np.uint8)[None, :, None], (1, 255, 16)).copy()
+    made = _made(permute(_mxfp4(*_pair(blocks, scales)), (0, 2, 1)), [blocks, scales])
+    _assert_bits(made, convert_moe_packed_tensors(_torch(blocks), _torch(scales)))
+    assert np.signbit(made[made == 0].astype(np.float32)).any(), "the two zeros stay apart"
+
+
+def _mxfp4(blocks: Derivation, scales: Derivation, dtype: str = "bfloat16") -> Derivation:
+    *before, groups, width = blocks.spec.shape
+    packed = reshape(blocks, (*before, groups * width))
+    return block_scaled(unpack_fp4(packed), reinterpret(scales, "float8_e8m0fnu"), (1, 32), dtype)
+
+
+def test_a_scale_of_mx_that_is_no_number_makes_none() -> None:
+    """OCP Microscaling Formats 1.0, 5.4.1: 0xFF is NaN; 0 is 2 ** -127."""
+    codes, scales = np.full((2, 32), 0x38, np.uint8).view(E4M3FN), np.array([[255], [0]], np.uint8).view(E8M0)
+    made = _made(block_scaled(*_pair(codes, scales), (1, 32), "float32"), [codes, scales])
+    assert np.isnan(made[0]).all() and (made[1] == 2.0**-127).all()
+
+
+@settings(max_examples=80, deadline=None)
+@given(data=st.data())
+def test_boxes_are_those_of_numpy_and_read_the_blocks_that_they_touch(data: st.DataObject) -> None:
+    shape = tuple(data.draw(st.lists(st.integers(1, 9), min_size=1, max_size=4)))
+    block = tuple([data.draw(st.integers(1, extent + 2)) for extent in shape])
+    grid = tuple([-(-extent // size) for extent, size in zip(shape, block, strict=True)])
+    rng = np.random.default_rng(data.draw(st.integers(0, 99)))
+    codes = rng.integers(0, 256, shape, dtype=np.uint8).view(E4M3FN)
+    scales = rng.normal(size=grid).astype(np.float32)
+    location = "memory://derivations/scaled"
+    ckptcore.save(location, [codes, scales], overwrite="non-atomic")
+    factors = scales
+    for axis, size in enumerate(block):
+        factors = np.repeat(factors, size, axis)
+    expected = (codes.astype(np.float32) * factors[tuple(map(slice, shape))]).astype(BFLOAT16)
+    opened, counted = open_counted(location)
+    box = data.draw(boxes(shape))
+    order = data.draw(st.permutations(range(len(shape))))
+    one = permute(block_scaled(*_pair(codes, scales), block, "bfloat16"), order)
+    turned = Box(tuple([box.start[axis] for axis in order]), tuple([box.stop[axis] for axis in order]))
+    made = _read(_derived(opened, one, data.draw(st.sampled_from([None, 1]))), turned)
+    assert made.tobytes() == expected[box.slices].transpose(order).tobytes()
+    touched = [-(-high // size) - low // size for low, high, size in zip(box.start, box.stop, block, strict=True)]
+    assert counted.elements <= box.size + (math.prod(touched) if box.size else 0)
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_boxes_of_fp4_read_the_bytes_and_scales_that_they_touch(data: st.DataObject) -> None:
+    experts, rows, groups = (data.draw(st.integers(1, 3)) for _ in range(3))
+    rng = np.random.default_rng(data.draw(st.integers(0, 99)))
+    blocks = rng.integers(0, 256, (experts, rows, groups, 16), dtype=np.uint8)
+    scales = rng.integers(0, 255, (experts, rows, groups), dtype=np.uint8)
+    location = "memory://derivations/fp4"
+    ckptcore.save(location, [blocks, scales], overwrite="non-atomic")
+    opened, counted = open_counted(location)
+    whole = convert_moe_packed_tensors(_torch(blocks), _torch(scales)).transpose(1, 2)
+    box = data.draw(boxes((experts, rows, 32 * groups)))
+    made = _read(_derived(opened, _mxfp4(*_pair(blocks, scales)), data.draw(st.sampled_from([None, 1]))), box)
+    _assert_bits(made, whole[box.slices])
+    if box.size:
+        count = box.shape[0] * box.shape[1]
+        of_bytes, of_scales = (-(-box.stop[2] // size) - box.start[2] // size for size in (2, 32))
+        assert counted.elements == count * (of_bytes + of_scales)
+
+
+@pytest.mark.parametrize(("shape", "block"), [((600, 9000), (128, 128)), ((40, 9000), (1, 32)), ((3, 600), (2, 7))])
+@pytest.mark.parametrize("turned", [False, True])
+def test_larger_arrays_than_a_tile(shape: tuple[int, int], block: tuple[int, int], turned: bool) -> None:
+    rng = np.random.default_rng(2)
+    codes = rng.integers(0, 256, shape, dtype=np.uint8).view(E4M3FN)
+    scales = rng.normal(size=[-(-extent // size) for extent, size in zip(shape, block, strict=True)]).astype(np.float32)
+    factors = scales.repeat(block[0], 0).repeat(block[1], 1)[: shape[0], : shape[1]]
+    expected = (codes.astype(np.float32) * factors).astype(BFLOAT16)
+    location = "memory://derivations/tiles"
+    ckptcore.save(location, [codes, scales], overwrite="non-atomic")
+    opened, _ = open_counted(location)
+    one = block_scaled(*_pair(codes, scales), block, "bfloat16")
+    for start, stop in itertools.pairwise((0, 1, shape[0] // 2, shape[0])):
+        box = Box((start, start), (stop, shape[1] - start))
+        rows = expected[box.slices]
+        if turned:
+            box, rows = Box(box.start[::-1], box.stop[::-1]), rows.T
+        made = _read(_derived(opened, permute(one, (1, 0)) if turned else one), box)
+        assert made.tobytes() == rows.tobytes()
+
+
+def test_bytes_are_read_into_their_place_as_another_dtype() -> None:
+    codes = np.arange(24, dtype=np.uint8).reshape(4, 6)
+    ckptcore.save("memory://derivations/bytes", [codes], overwrite="non-atomic")
+    opened, _ = open_counted("memory://derivations/bytes")
+    one = reinterpret(_stored(codes), "float8_e8m0fnu")
+    derived = _derived(opened, one)
+    assert isinstance(derived.derived, Derived)
+    out = np.empty((4, 6), E8M0)
+    (fill,) = derived.derived._fills(0, one, Box.whole((4, 6)), out)
+    assert fill.held_bytes == 0 and fill.steps == []
+    assert _read(derived, Box((1, 2), (3, 6))).tobytes() == codes[1:3, 2:6].tobytes()
+    assert reinterpret(one, "float8_e8m0fnu") is one
+
+
+def test_memory_is_that_of_batches() -> None:
+    """What is held beside the result are the stored bytes, in bands of as much as is allowed where these are long."""
+    rows, columns = 8192, 8192
+    codes, scales = ArraySpec((rows, columns), "float8_e4m3fn"), ArraySpec((64, 64), "float32")
+    one = block_scaled(Stored(codes, 0), Stored(scales, 1), (128, 128), "bfloat16")
+    ckptcore.save("memory://derivations/held", [np.zeros(codes.shape, E4M3FN), np.ones(scales.shape, np.float32)])
+    opened, _ = open_counted("memory://derivations/held")
+    derived = _derived(opened, one, 20 << 20).derived
+    assert isinstance(derived, Derived)
+    fills = derived._fills(0, one, Box.whole(codes.shape), np.empty(codes.shape, BFLOAT16))
+    assert len(fills) == 4 and max(fill.held_bytes for fill in fills) <= 20 << 20
+
+
+@pytest.mark.parametrize(
+    ("make", "told"),
+    [
+        (lambda v, s: block_scaled(v, s, (128, 128)), r"float32\[2, 3\], and \[2, 2\] were expected"),
+        (lambda v, s: block_scaled(v, s, None), "do not tell the blocks"),
+        (lambda v, s: block_scaled(v, s, (0, 1)), "no blocks of"),
+        (lambda v, s: block_scaled(v, s, (1, 1, 1)), "no blocks of"),
+        (lambda v, s: block_scaled(v, v, (1, 1)), "scales are float8_e4m3fn"),
+        (lambda v, s: block_scaled(v, s, (128, 86), "int8"), "floats as the result"),
+        (lambda v, s: block_scaled(v, s, (128, 86), "complex64"), "floats as the result"),
+        (lambda v, s: unpack_fp4(s), "no array of bytes"),
+        (lambda v, s: unpack_fp4(constant(ArraySpec((), "uint8"), 0)), "no array of bytes"),
+        (lambda v, s: reinterpret(v, "float16"), "as many bytes"),
+    ],
+)
+def test_what_does_not_fit_is_refused(make: Any, told: str) -> None:
+    values, scales = Stored(ArraySpec((200, 256), "float8_e4m3fn"), 0), Stored(ArraySpec((2, 3), "float32"), 1)
+    with pytest.raises(ValueError, match=told):
+        make(values, scales)
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (1, 1), (6, 1), (1, 8), (6, 8)])
+def test_scales_of_an_array_a_row_a_column_or_an_element(shape: tuple[int, ...]) -> None:
+    rng = np.random.default_rng(3)
+    codes = rng.integers(0, 127, (6, 8), dtype=np.uint8).view(E4M3FN)
+    scales = rng.normal(size=shape).astype(BFLOAT16)
+    ckptcore.save("memory://derivations/axes", [codes, scales], overwrite="non-atomic")
+    opened, _ = open_counted("memory://derivations/axes")
+    made = _read(_derived(opened, block_scaled(*_pair(codes, scales), None, "bfloat16")), Box((2, 1), (6, 7)))
+    expected = (codes.astype(np.float32) * scales.astype(np.float32)).astype(BFLOAT16)[2:6, 1:7]
+    assert made.tobytes() == expected.tobytes()
+
+
+def test_arrays_without_elements() -> None:
+    codes, scales = np.zeros((0, 8), E4M3FN), np.zeros((0, 1), np.float32)
+    ckptcore.save("memory://derivations/none", [codes, scales], overwrite="non-atomic")
+    opened, _ = open_counted("memory://derivations/none")
+    one = block_scaled(*_pair(codes, scales), (128, 128), "bfloat16")
+    both = concatenate([one, constant(ArraySpec((1, 8), "bfloat16"), 1.0)], 0)
+    assert (_read(_derived(opened, both), Box.whole((1, 8))) == 1).all()
