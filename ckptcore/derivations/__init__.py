@@ -4,7 +4,7 @@
 - `cut`, `concatenate`, `stack`, `permute`, `pad`: its elements in other places (`ckptcore.derivations.placed`)
 - `reshape`: its elements in C order with other axes (`ckptcore.derivations.reshaped`)
 - `cast`, `constant`, `weighted_sum`, `merge_low_rank`, `computed`: other elements (`ckptcore.derivations.made`)
-- `block_scaled`: elements times the scales of their blocks (`ckptcore.derivations.scaled`)
+- `block_scaled`, `mxfp4`: elements times the scales of their blocks (`ckptcore.derivations.scaled`)
 - `reinterpret`, `unpack_fp4`: bytes as other elements (`ckptcore.derivations.packed`)
 
 They compose: what one is made of are derivations. Each says of which boxes of those a box of it is made, and no larger ones, so that
@@ -27,7 +27,7 @@ from ckptcore.derivations.made import (
 from ckptcore.derivations.packed import Reinterpreted, UnpackedFp4, reinterpret, unpack_fp4
 from ckptcore.derivations.placed import Concatenation, Cut, Permuted, concatenate, cut, pad, permute, stack
 from ckptcore.derivations.reshaped import Reshaped, reshape
-from ckptcore.derivations.scaled import BlockScaled, block_of, block_scaled
+from ckptcore.derivations.scaled import BlockScaled, block_of, block_scaled, mxfp4
 
 __all__ = [
     "BlockScaled",
@@ -53,6 +53,7 @@ __all__ = [
     "constant",
     "cut",
     "merge_low_rank",
+    "mxfp4",
     "pad",
     "permute",
     "reinterpret",

@@ -13,15 +13,21 @@ import numpy as np
 
 from ckptcore.derivations.derivation import Derivation, Part
 from ckptcore.derivations.made import is_real
+from ckptcore.derivations.packed import reinterpret, unpack_fp4
 from ckptcore.derivations.reshaped import reshape
 from ckptcore.dtype_values import float_values
 from ckptcore.engine.elements import copy_elements
 from ckptcore.model.arrays import ArraySpec, Box, HostArray, dtype_from_name
 
-__all__ = ["BlockScaled", "block_of", "block_scaled"]
+__all__ = ["BlockScaled", "block_of", "block_scaled", "mxfp4"]
 
 _SCALES: Final = ("float32", "bfloat16", "float16", "float8_e8m0fnu")
 """The dtypes of scales: float32 has all their values."""
+
+_E8M0: Final = "float8_e8m0fnu"
+
+_MX_BYTES: Final = 16
+"""Bytes of a block of 32 numbers of four bits."""
 
 _TILE: Final = (16, 4096)
 """Rows and columns that are computed at a time: what is between the stored bytes and the result stays in a cache."""
@@ -243,3 +249,30 @@ def block_scaled(
     if spec.size:
         scales = reshape(scales, of_blocks)
     return BlockScaled(values, scales, extents, dtype)
+
+
+def mxfp4(blocks: Derivation, scales: Derivation, dtype: str = "float32") -> Derivation:
+    """Numbers of MXFP4: in blocks of 32 along the last axis, two in each byte (`UnpackedFp4`), times one scale for each block.
+
+    A scale is a power of two, of which a byte has the exponent (E8M0): 2 ** (byte - 127), and no number for 255 (OCP Microscaling Formats
+    1.0, 5.4.1). gpt-oss's own code, which meets no such byte, would make infinite numbers of it.
+
+    Args:
+        blocks: bytes; (..., blocks, 16) as gpt-oss has them, or (..., 16 * blocks).
+        scales: bytes, or ``float8_e8m0fnu``; (..., blocks).
+        dtype: of the result; of floats.
+
+    Raises:
+        ValueError: if these do not fit.
+    """
+    of_blocks, of_scales = blocks.spec, scales.spec
+    *before, last = of_scales.shape or (0,)
+    packed = (*before, last * _MX_BYTES)
+    if not of_scales.shape or of_blocks.shape not in (packed, (*before, last, _MX_BYTES)):
+        raise ValueError(
+            f"{of_blocks} and scales of {of_scales} do not fit: expected {_MX_BYTES} bytes for each scale, along a last axis of their own or with it"
+        )
+    if of_scales.dtype not in ("uint8", _E8M0):
+        raise ValueError(f"scales are {of_scales}, and uint8 or {_E8M0} was expected")
+    values = unpack_fp4(reshape(blocks, packed))
+    return block_scaled(values, reinterpret(scales, _E8M0), (2 * _MX_BYTES,), dtype)

@@ -22,9 +22,9 @@ from ckptcore.derivations import (
     block_scaled,
     concatenate,
     constant,
+    mxfp4,
     permute,
     reinterpret,
-    reshape,
     unpack_fp4,
 )
 from ckptcore.derived import Derived, derive
@@ -35,6 +35,8 @@ from ckptcore.testing.strategies import boxes
 from tests.derivations.chains import open_counted
 
 BFLOAT16, E4M3FN, E8M0 = (dtype_from_name(name) for name in ("bfloat16", "float8_e4m3fn", "float8_e8m0fnu"))
+
+_OWNER = Fp8Dequantize(None)  # type: ignore[no-untyped-call]  # it has no types
 
 SCALES = [0.0, -0.0, 1.0, -3.5, 1e-45, 1.2e-38, 3e38, math.inf, -math.inf, math.nan, 0.0123, 2**-130, 7 / 3]
 """Zero, below zero, subnormal, near the largest, none, and what rounds."""
@@ -102,7 +104,7 @@ def test_blocks_are_as_transformers_makes_them(holds_nan: bool, result: str) -> 
     rng = np.random.default_rng(0)
     codes = rng.integers(0, 256 if holds_nan else 127, (384, 640), dtype=np.uint8).view(E4M3FN)
     scales = rng.normal(size=(3, 5)).astype(np.float32)
-    owner = Fp8Dequantize(None)._dequantize_one(_torch(codes), _torch(scales), getattr(torch, result))
+    owner = _OWNER._dequantize_one(_torch(codes), _torch(scales), getattr(torch, result))
     made = _made(block_scaled(*_pair(codes, scales), (128, 128), result), [codes, scales])
     _assert_bits(made, owner)
 
@@ -114,7 +116,7 @@ def test_mxfp8_is_as_transformers_makes_it(scale_dtype: str) -> None:
     scales = rng.integers(0, 255, (64, 3), dtype=np.uint8).view(dtype_from_name(scale_dtype))
     values, of_scales = _pair(codes, scales)
     made = _made(block_scaled(values, reinterpret(of_scales, "float8_e8m0fnu"), (1, 32), "bfloat16"), [codes, scales])
-    owner = Fp8Dequantize(None)._dequantize_one(_torch(codes), _torch(scales), torch.bfloat16)
+    owner = _OWNER._dequantize_one(_torch(codes), _torch(scales), torch.bfloat16)
     _assert_bits(made, owner)
 
 
@@ -122,15 +124,9 @@ def test_every_mxfp4_number_times_every_scale_is_as_transformers_makes_it() -> N
     bytes_of_all = np.arange(256, dtype=np.uint8).reshape(1, 1, 16, 16)  # both halves have all 16 codes
     blocks = np.tile(bytes_of_all, (1, 255, 1, 1))
     scales = np.broadcast_to(np.arange(255, dtype=np.uint8)[None, :, None], (1, 255, 16)).copy()
-    made = _made(permute(_mxfp4(*_pair(blocks, scales)), (0, 2, 1)), [blocks, scales])
+    made = _made(permute(mxfp4(*_pair(blocks, scales), "bfloat16"), (0, 2, 1)), [blocks, scales])
     _assert_bits(made, convert_moe_packed_tensors(_torch(blocks), _torch(scales)))
     assert np.signbit(made[made == 0].astype(np.float32)).any(), "the two zeros stay apart"
-
-
-def _mxfp4(blocks: Derivation, scales: Derivation, dtype: str = "bfloat16") -> Derivation:
-    *before, groups, width = blocks.spec.shape
-    packed = reshape(blocks, (*before, groups * width))
-    return block_scaled(unpack_fp4(packed), reinterpret(scales, "float8_e8m0fnu"), (1, 32), dtype)
 
 
 def test_a_scale_of_mx_that_is_no_number_makes_none() -> None:
@@ -178,7 +174,9 @@ def test_boxes_of_fp4_read_the_bytes_and_scales_that_they_touch(data: st.DataObj
     opened, counted = open_counted(location)
     whole = convert_moe_packed_tensors(_torch(blocks), _torch(scales)).transpose(1, 2)
     box = data.draw(boxes((experts, rows, 32 * groups)))
-    made = _read(_derived(opened, _mxfp4(*_pair(blocks, scales)), data.draw(st.sampled_from([None, 1]))), box)
+    made = _read(
+        _derived(opened, mxfp4(*_pair(blocks, scales), "bfloat16"), data.draw(st.sampled_from([None, 1]))), box
+    )
     _assert_bits(made, whole[box.slices])
     if box.size:
         count = box.shape[0] * box.shape[1]
@@ -247,6 +245,10 @@ def test_memory_is_that_of_batches() -> None:
         (lambda v, s: unpack_fp4(s), "no array of bytes"),
         (lambda v, s: unpack_fp4(constant(ArraySpec((), "uint8"), 0)), "no array of bytes"),
         (lambda v, s: reinterpret(v, "float16"), "as many bytes"),
+        (lambda v, s: mxfp4(v, s), "expected 16 bytes for each scale"),
+        (lambda v, s: mxfp4(v, constant(ArraySpec((), "uint8"), 0)), "expected 16 bytes for each scale"),
+        (lambda v, s: mxfp4(v, constant(ArraySpec((200, 16), "float32"), 0)), "uint8 or float8_e8m0fnu was expected"),
+        (lambda v, s: mxfp4(v, constant(ArraySpec((200, 16), "uint8"), 0)), "no array of bytes"),
     ],
 )
 def test_what_does_not_fit_is_refused(make: Any, told: str) -> None:
