@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from typing import Final
 
 from ckptcore.errors import TreeMismatchError
+from ckptcore.model.metadata import TreeMetadata
 from ckptcore.model.tree import Attribute, Key, Node, Skeleton, TreePath, format_path
+from ckptcore.quantized_names import find_quantized
 
 __all__ = ["Difference", "Remedy", "mismatch", "sequence_differences"]
 
@@ -63,12 +65,13 @@ class Difference:
     allowed_by: Remedy | None = None
 
 
-def mismatch(display: str, differences: Sequence[Difference]) -> TreeMismatchError:
+def mismatch(display: str, differences: Sequence[Difference], tree: TreeMetadata) -> TreeMismatchError:
     """The error of all differences: its text counts them by sort and shows some of each, its attribute lists every one.
 
     Args:
         display: the location.
         differences: at least one.
+        tree: what is stored.
     """
     by_sort: dict[str, list[Difference]] = {}
     for difference in differences:
@@ -85,10 +88,12 @@ def mismatch(display: str, differences: Sequence[Difference]) -> TreeMismatchErr
         counted = f" ({len(differences)} differences: {counts})"
     remedies = [found.allowed_by for found in differences if found.allowed_by is not None]
     allowing = f"; what is meant to differ can be allowed by name: matching=Matching({Remedy.told(remedies)})"
+    quantized = find_quantized(tree)
+    dequantizing = f"; weights are quantised ({quantized}): load them as numbers with transforms=[DequantizeAsConfigured()] or [Dequantize(...)]"
     return TreeMismatchError(
         f"{display} does not hold what the abstract tree asks for{counted}:{''.join(shown)}\n"
         "Make the abstract tree like the stored one (metadata(location).abstract is it), or put PLACEHOLDER where a "
-        f"part is not to be loaded{allowing if remedies else ''}",
+        f"part is not to be loaded{allowing if remedies else ''}{dequantizing if quantized is not None else ''}",
         [difference.line for difference in differences],
     )
 

@@ -125,7 +125,7 @@ def match_leaves(
     if differences:
         from ckptcore.differences import mismatch
 
-        raise mismatch(display, differences)
+        raise mismatch(display, differences, tree)
     handlers = list(flat.handlers)
     if matching.missing == "placeholder":
         for position in absent:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
+from ckptcore.builtin.json_objects import parse_json_object, read_json_object
 from ckptcore.errors import (
     CheckpointNotFoundError,
     CorruptCheckpointError,
@@ -51,8 +51,6 @@ _FILE: Final = ".safetensors"
 _INDEX: Final = ".safetensors.index.json"
 _ADAPTER: Final = "adapter_model"
 _ADAPTER_CONFIG: Final = "adapter_config.json"
-_MOST_CONFIG_BYTES: Final = 1 << 24
-_MOST_DEPTH: Final = 64
 _KNOWN_STEMS: Final = ("model", "diffusion_pytorch_model", _ADAPTER)
 """What transformers, diffusers and PEFT look for (SAFE_WEIGHTS_NAME, SAFETENSORS_WEIGHTS_NAME of each), in the order of preference."""
 
@@ -119,7 +117,7 @@ def _with_config(
 ) -> tuple[Sequence[TensorEntry], Mapping[str, JSON]]:
     """An adapter with the config that stands beside it, where one does."""
     try:
-        config = _read_config(store, _ADAPTER_CONFIG)
+        config = read_json_object(store, _ADAPTER_CONFIG)
     except ObjectNotFoundError:
         return entries, metadata
     return entries, {**metadata, "adapter_config": config}
@@ -176,7 +174,7 @@ def _unite(store: ReadStore, files: Sequence[str]) -> tuple[Sequence[TensorEntry
 
 
 def _read_index(store: ReadStore, key: str) -> tuple[Sequence[TensorEntry], Mapping[str, str]]:
-    index = _parse(store.get(key), key)
+    index = parse_json_object(store.get(key), key)
     weight_map = index.get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
         raise CorruptCheckpointError(f"{key} has no weight_map from names to files", key=key)
@@ -204,7 +202,7 @@ def _read_header(store: ReadStore, key: str) -> tuple[Sequence[TensorEntry], Map
             f"{key} is no safetensors file, or is cut off: it has {file_bytes} bytes and states a header of {header_bytes}",
             key=key,
         )
-    header = _parse(store.get(key, 8, 8 + header_bytes), key)
+    header = parse_json_object(store.get(key, 8, 8 + header_bytes), key)
     metadata = header.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(text, str) for text in metadata.values()):
         raise CorruptCheckpointError(f"the __metadata__ of {key} is not a map of strings", key=key)
@@ -225,28 +223,6 @@ def _read_header(store: ReadStore, key: str) -> tuple[Sequence[TensorEntry], Map
             key=key,
         )
     return entries, metadata
-
-
-def _read_config(store: ReadStore, key: str) -> dict[str, JSON]:
-    """A JSON object that stands in a file beside; it becomes metadata, so it has to be what metadata can be."""
-    nbytes = store.size(key)
-    if nbytes > _MOST_CONFIG_BYTES:
-        raise CorruptCheckpointError(
-            f"{key} has {nbytes} bytes, where at most {_MOST_CONFIG_BYTES} are expected; name a file of tensors to load it alone",
-            key=key,
-        )
-    config: dict[str, JSON] = _parse(store.get(key), key)
-    inside: list[JSON] = [config]
-    for _ in range(_MOST_DEPTH):
-        inside = [
-            child
-            for value in inside
-            if isinstance(value, dict | list)
-            for child in (value.values() if isinstance(value, dict) else value)
-        ]
-        if not inside:
-            return config
-    raise CorruptCheckpointError(f"the JSON in {key} is nested deeper than {_MOST_DEPTH} levels", key=key)
 
 
 def _entry(name: str, described: Any, key: str, start: int) -> TensorEntry:
@@ -280,22 +256,3 @@ def _entry(name: str, described: Any, key: str, start: int) -> TensorEntry:
             f"the tensor {name!r} of {key} is {spec}, {spec.nbytes} bytes, and {last - first} bytes are stated", key=key
         )
     return TensorEntry(name, spec, key, start + first)
-
-
-def _parse(data: bytes, key: str) -> dict[str, Any]:
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        made = dict(pairs)
-        if len(made) != len(pairs):
-            raise ValueError("it has one key twice")
-        return made
-
-    def refused(constant: str) -> object:
-        raise ValueError(f"it has {constant}, which is no JSON")
-
-    try:
-        parsed = json.loads(data, object_pairs_hook=unique, parse_constant=refused)
-    except (ValueError, RecursionError) as error:
-        raise CorruptCheckpointError(f"the JSON in {key} cannot be read: {error}", key=key) from error
-    if not isinstance(parsed, dict):
-        raise CorruptCheckpointError(f"the JSON in {key} is not an object", key=key)
-    return parsed

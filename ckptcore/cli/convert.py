@@ -17,7 +17,7 @@ from ckptcore.cli.progress import byte_progress
 from ckptcore.model import ArrayRecord
 
 if TYPE_CHECKING:
-    from ckptcore.transforms import Transforms
+    from ckptcore.transforms import Transform
 
 __all__ = ["command"]
 
@@ -31,6 +31,7 @@ __all__ = ["command"]
 @click.option("--map", "map_name", help="Rename, stack and turn weights: llama-to-maxtext, or the other way round.")
 @click.option("--head-dim", type=click.IntRange(min=2), help="Elements of a head, where the map needs them.")
 @click.option("--prefix", default="", help="What the names of the map begin with in Hugging Face's checkpoint: bert.")
+@click.option("--dequantize", metavar="DTYPE", help="Make numbers of quantised weights, such as bfloat16.")
 def command(
     as_json: bool,
     source: str,
@@ -41,6 +42,7 @@ def command(
     map_name: str | None,
     head_dim: int | None,
     prefix: str,
+    dequantize: str | None,
 ) -> ExitCode:
     """Write the checkpoint at SOURCE to DESTINATION in another layout.
 
@@ -49,17 +51,26 @@ def command(
 
     Maps: bert-to-scanned, llama-to-scanned (layers in one array, as Flax runs them by a scan) and llama-to-maxtext, from Hugging Face's
     names; scanned-to-bert, scanned-to-llama and maxtext-to-llama back to these.
+
+    Quantised weights of Hugging Face models are made numbers by what the config.json beside them says, before they are mapped.
     """
     import ckptcore
 
     replace: bool | Literal["non-atomic"] = "non-atomic" if overwrite_non_atomic else overwrite
-    transforms: Transforms = ()
+    transforms: list[Transform] = []
     if map_name is None and (head_dim is not None or prefix):
         raise click.UsageError("--head-dim and --prefix are of a map: give --map, too.")
-    if map_name is not None:
-        from ckptcore.transforms.maps import find_map  # only who maps waits for it
+    if dequantize is not None:
+        from ckptcore.transforms import DequantizeAsConfigured  # only who transforms waits for it
 
-        transforms = find_map(map_name, head_dim, prefix)
+        try:
+            transforms.append(DequantizeAsConfigured(dequantize))
+        except TypeError as error:
+            raise click.UsageError(f"--dequantize: {error}") from error
+    if map_name is not None:
+        from ckptcore.transforms.maps import find_map
+
+        transforms += find_map(map_name, head_dim, prefix)
     context = command_context()
     with byte_progress("converting") as progress:
         ckptcore.convert(

@@ -12,10 +12,9 @@ from typing import Any, Final
 import numpy as np
 
 from ckptcore.derivations.derivation import Derivation, Part
-from ckptcore.derivations.made import is_real
 from ckptcore.derivations.packed import reinterpret, unpack_fp4
 from ckptcore.derivations.reshaped import reshape
-from ckptcore.dtype_values import float_values
+from ckptcore.dtype_values import may_become
 from ckptcore.engine.elements import copy_elements
 from ckptcore.model.arrays import ArraySpec, Box, HostArray, dtype_from_name
 
@@ -46,7 +45,7 @@ _E4M3FN_BIAS: Final = np.float32(2.0 ** (127 - 7))
 
 @dataclass(frozen=True, slots=True)
 class BlockScaled:
-    """Each element times the scale of its block, computed in float32 and rounded once.
+    """Each element times the scale of its block, computed in float32 and rounded once; what is too large becomes infinite.
 
     Attributes:
         values: the elements.
@@ -224,7 +223,7 @@ def block_scaled(
         UnsupportedLeafError: if there is no such dtype.
     """
     spec, of_scales = values.spec, scales.spec
-    if not is_real(spec) or float_values(dtype) is None or not is_real(ArraySpec((), dtype)):
+    if not _is_real(spec.dtype) or not (_is_real(dtype) and may_become(dtype, "float32")):
         raise ValueError(
             f"{spec} does not become {dtype} times scales: expected real numbers, and floats as the result"
         )
@@ -234,7 +233,8 @@ def block_scaled(
     if block is not None:
         if len(block) > len(spec.shape) or min(block, default=1) < 1:
             raise ValueError(f"{spec} has no blocks of {list(block)}")
-        extents = (1,) * (len(spec.shape) - len(block)) + tuple(block)
+        given = (1,) * (len(spec.shape) - len(block)) + tuple(block)
+        extents = tuple([min(size, max(extent, 1)) for extent, size in zip(spec.shape, given, strict=True)])
         expected = tuple([-(-extent // size) for extent, size in zip(spec.shape, extents, strict=True)])
         if of_scales.shape != expected and not math.prod(expected) == of_scales.size == 1:
             raise ValueError(
@@ -249,6 +249,10 @@ def block_scaled(
     if spec.size:
         scales = reshape(scales, of_blocks)
     return BlockScaled(values, scales, extents, dtype)
+
+
+def _is_real(dtype: str) -> bool:
+    return dtype != "bool" and may_become("float32", dtype)
 
 
 def mxfp4(blocks: Derivation, scales: Derivation, dtype: str = "float32") -> Derivation:

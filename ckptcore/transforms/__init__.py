@@ -5,6 +5,7 @@ as little as the part of it takes that is asked for. What matches nothing, or do
 
 - `Rename`, `RenameTable`, `Drop`, `Default`: paths
 - `Cast`, `Transpose`, `Reshape`, `SplitAxis`, `MergeAxes`, `Scale`, `Slice`, `Pad`, `Apply`: single arrays
+- `Dequantize`, `DequantizeMxfp4`, `DequantizeAsConfigured`: quantised weights and their scales to numbers
 - `Stack`, `Unstack`, `Split`, `Fuse`: several arrays to one, one to several
 - `MergeLora`, `Average`: arrays of several checkpoints
 - `IfPresent`: a transform that may have nothing to do
@@ -14,6 +15,8 @@ as little as the part of it takes that is asked for. What matches nothing, or do
 
 from ckptcore.transforms.applying import Transforms, apply_transforms, check_beside, describe, inverse
 from ckptcore.transforms.axes import MergeAxes, Reshape, SplitAxis, Transpose
+from ckptcore.transforms.configured import DequantizeAsConfigured
+from ckptcore.transforms.dequantizing import Dequantize, DequantizeMxfp4
 from ckptcore.transforms.elements import Apply, Cast, Pad, Scale, Slice
 from ckptcore.transforms.merges import Average, MergeLora
 from ckptcore.transforms.moves import Default, Drop, Rename, RenameTable
@@ -26,6 +29,9 @@ __all__ = [
     "Average",
     "Cast",
     "Default",
+    "Dequantize",
+    "DequantizeAsConfigured",
+    "DequantizeMxfp4",
     "Drop",
     "Fuse",
     "IfPresent",

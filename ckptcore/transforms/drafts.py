@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, TypeAlias
 
+from ckptcore.builtin.json_objects import read_json_object
 from ckptcore.derivations import Derivation, Stored
-from ckptcore.errors import TransformError
+from ckptcore.errors import ObjectNotFoundError, TransformError
 from ckptcore.locations import LocationLike
 from ckptcore.model.metadata import PLAIN_ARRAY, ArrayRecord, LeafRecord, TreeMetadata, ValueRecord
-from ckptcore.model.tree import LEAF, Key, Node, NodeKind, Skeleton, TreePath, format_path
+from ckptcore.model.tree import JSON, LEAF, Key, Node, NodeKind, Skeleton, TreePath, format_path
 from ckptcore.near_names import NearNames
 from ckptcore.opened import Opened
 from ckptcore.plugins import Plugins
@@ -95,6 +97,7 @@ class Draft:
             open_beside: opens a further checkpoint, by its location.
         """
         self.registry = registry
+        self._opened = opened
         self._open_beside = open_beside
         self.beside: list[Opened] = []
         """The further checkpoints that arrays are made of."""
@@ -130,6 +133,18 @@ class Draft:
         self.beside.append(self._open_beside(location))
         tree = self.beside[-1].tree
         return {path: self._stored(tree, number, len(self.beside)) for number, path in enumerate(tree.paths)}
+
+    def config_beside(self, key: str) -> Mapping[str, JSON]:
+        """The JSON object in a file that stands beside the arrays of other software's checkpoint.
+
+        Raises:
+            TransformError: if there is no such file.
+            CorruptCheckpointError: if there is no JSON object in it.
+        """
+        if self._opened.root is None:
+            with contextlib.suppress(ObjectNotFoundError):
+                return read_json_object(self._opened.store, key, constants="kept")
+        raise TransformError(f"there is no {key} beside the arrays")
 
     def with_leaves(self, leaves: Mapping[TreePath, Leaf]) -> Draft:
         """A draft of other leaves, to find arrays in that this one is put together with."""

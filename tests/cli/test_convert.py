@@ -10,7 +10,7 @@ from safetensors.numpy import load_file, save_file
 
 import ckptcore
 from ckptcore.cli.documents import ConvertDocument, ErrorDocument
-from ckptcore.model import HostArray
+from ckptcore.model import HostArray, dtype_from_name
 from tests.cli.conftest import Run, RunJson, flip
 
 
@@ -115,3 +115,22 @@ def test_several_checkpointables_are_not_mapped(run_json: RunJson, tmp_path: Pat
     _, document = run_json(ErrorDocument, "convert", tmp_path / "both", tmp_path / "copy", "--map", "bert-to-scanned")
     assert document["error"] == "TransformError" and "one by one" in document["message"]
     assert not (tmp_path / "copy").exists()
+
+
+def test_quantised_weights_are_made_numbers_before_they_are_mapped(run: Run, run_json: RunJson, tmp_path: Path) -> None:
+    values = np.full((4, 2), 0.5, dtype_from_name("float8_e4m3fn"))
+    arrays = {"encoder.layer.0.attention.output.dense.weight": values, "w.weight": np.ones(3, np.float32)}
+    scales = {"encoder.layer.0.attention.output.dense.weight_scale_inv": np.full((1, 1), 3, np.float32)}
+    ckptcore.save(tmp_path / "ours", {**arrays, **scales})
+    (tmp_path / "model").mkdir()
+    (tmp_path / "ours" / "model.safetensors").rename(tmp_path / "model" / "model.safetensors")
+    there = ["convert", tmp_path / "model", tmp_path / "numbers", "--dequantize"]
+    code, document = run_json(ErrorDocument, *there, "bfloat16")
+    assert (code, document["error"]) == (6, "TransformError") and "no config.json" in document["message"]
+    (tmp_path / "model" / "config.json").write_text('{"quantization_config": {"quant_method": "fp8"}}')
+    refused = run(*there, "bfloat17")
+    assert refused.exit_code == 2 and "bfloat17" in refused.stderr
+    code, written = run_json(ConvertDocument, *there, "bfloat16")
+    assert (code, written["arrays"], written["nbytes"]) == (0, 2, 8 * 2 + 3 * 4)
+    loaded = ckptcore.load(tmp_path / "numbers")["encoder.layer.0.attention.output.dense.weight"]
+    assert str(loaded.dtype) == "bfloat16" and (loaded == 1.5).all()

@@ -27,6 +27,7 @@ from ckptcore.derivations import (
     reinterpret,
     unpack_fp4,
 )
+from ckptcore.derivations.batches import Place
 from ckptcore.derived import Derived, derive
 from ckptcore.model import LEAF, ArrayRecord, ArraySpec, Box, HostArray, Node, TreeMetadata, dtype_from_name
 from ckptcore.opened import Opened
@@ -52,7 +53,7 @@ def _pair(values: HostArray, scales: HostArray) -> tuple[Derivation, Derivation]
 
 def _derived(opened: Opened, one: Derivation, most_bytes: int | None = None) -> Opened:
     tree = TreeMetadata(Node("list", (0,), (LEAF,)), (ArrayRecord(one.spec),))
-    return derive(opened, tree, {0: one}, most_bytes=most_bytes)
+    return derive(opened, tree, {0: one}, values={}, most_bytes=most_bytes)
 
 
 def _read(opened: Opened, box: Box) -> HostArray:
@@ -213,7 +214,7 @@ def test_bytes_are_read_into_their_place_as_another_dtype() -> None:
     derived = _derived(opened, one)
     assert isinstance(derived.derived, Derived)
     out = np.empty((4, 6), E8M0)
-    (fill,) = derived.derived._fills(0, one, Box.whole((4, 6)), out)
+    (fill,) = derived.derived._fills(one, [Place(0, Box.whole((4, 6)), out)])
     assert fill.held_bytes == 0 and fill.steps == []
     assert _read(derived, Box((1, 2), (3, 6))).tobytes() == codes[1:3, 2:6].tobytes()
     assert reinterpret(one, "float8_e8m0fnu") is one
@@ -228,7 +229,7 @@ def test_memory_is_that_of_batches() -> None:
     opened, _ = open_counted("memory://derivations/held")
     derived = _derived(opened, one, 20 << 20).derived
     assert isinstance(derived, Derived)
-    fills = derived._fills(0, one, Box.whole(codes.shape), np.empty(codes.shape, BFLOAT16))
+    fills = derived._fills(one, [Place(0, Box.whole(codes.shape), np.empty(codes.shape, BFLOAT16))])
     assert len(fills) == 4 and max(fill.held_bytes for fill in fills) <= 20 << 20
 
 

@@ -54,6 +54,13 @@ t: Any = transforms  # which what a user may write does not fit
         (lambda: t.Average("run/1"), r"Average\(others='run/1'\): expected locations in a list"),
         (lambda: t.Average([]), r"Average\(others=\[\]\)"),
         (lambda: t.Average(["a"], "12"), r"Average\(weights='12'\)"),
+        (lambda: t.Dequantize(re.compile("a"), "b"), r"Dequantize\(pattern=.*expected text"),
+        (lambda: t.Dequantize("a", None), r"Dequantize\(scales=None\): expected text"),
+        (lambda: t.Dequantize("a", "b", 128), r"Dequantize\(block=128\): expected at least 1 whole numbers"),
+        (lambda: t.Dequantize("a", "b", None, "flaot"), r"Dequantize\(dtype='flaot'\)"),
+        (lambda: t.DequantizeMxfp4("a", "b", 3), r"DequantizeMxfp4\(to=3\): expected text"),
+        (lambda: t.DequantizeMxfp4("a", "b", "c", 8), r"DequantizeMxfp4\(dtype=8\)"),
+        (lambda: t.DequantizeAsConfigured("bfloat17"), r"DequantizeAsConfigured\(dtype='bfloat17'\)"),
         (lambda: t.IfPresent(t.Drop), r"IfPresent\(.*expected a transform"),
     ],
 )  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,12 +13,15 @@ import pytest
 
 import ckptcore
 from ckptcore import AbstractArray, ArrayShard, Context, LoadReport, Matching, MemoryOptions, ShardedArray
-from ckptcore.model import Box
+from ckptcore.model import Box, dtype_from_name
 from ckptcore.transforms import (
     Apply,
     Average,
     Cast,
     Default,
+    Dequantize,
+    DequantizeAsConfigured,
+    DequantizeMxfp4,
     Drop,
     Fuse,
     IfPresent,
@@ -41,6 +45,18 @@ SIDE, RANK, SHARDS = 1024, 16, 8
 WHOLE = SIDE * SIDE * 4
 """Bytes of one of the arrays."""
 
+FLOAT8, BFLOAT16 = dtype_from_name("float8_e4m3fn"), dtype_from_name("bfloat16")
+
+QUANTIZED: dict[str, Any] = {
+    "q.weight": np.arange(SIDE * SIDE).astype(np.uint8).reshape(SIDE, SIDE).astype(np.float32).astype(FLOAT8),
+    "q.weight_scale_inv": np.full((8, 8), 0.5, np.float32),
+}
+
+PACKED: Any = np.full((SIDE, SIDE // 32, 16), 0x22, np.uint8), np.full((SIDE, SIDE // 32), 126, np.uint8)
+"""Ones, times 2 ** -1."""
+
+OF_QUANTIZED = (SIDE * SIDE + 4 * 64) / WHOLE
+
 QUIET = Context(durability="none", checksums=False)
 
 
@@ -54,6 +70,12 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any
     ckptcore.save(directory / "other", {name: array + 2 for name, array in state.items()}, context=QUIET)
     thin = {"l.0.B": np.ones((SIDE, RANK), np.float32), "l.0.A": np.ones((RANK, SIDE), np.float32)}
     ckptcore.save(directory / "adapter", thin, context=QUIET)
+    ckptcore.save(
+        directory / "quantised", {**QUANTIZED, "m.w_blocks": PACKED[0], "m.w_scales": PACKED[1]}, context=QUIET
+    )
+    (directory / "quantised" / "checkpoint.json").unlink()  # what is left is what Hugging Face's tools write
+    config = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
+    (directory / "quantised" / "config.json").write_text(json.dumps(config))
     return directory, state
 
 
@@ -95,6 +117,24 @@ CASES: dict[str, tuple[Any, Any, int, float, float]] = {
 }  # fmt: skip
 
 
+def _dequantized(state: dict[str, Any]) -> Any:
+    return (QUANTIZED["q.weight"].astype(np.float32) / 2).astype(BFLOAT16)
+
+
+CASES |= {
+    "dequantize": (
+        lambda d: [Dequantize("{n...}", "{n}_scale_inv", (128, 128)), Rename("q.weight", "w")], _dequantized, 0, OF_QUANTIZED, OF_QUANTIZED / 8,
+    ),
+    "dequantize as configured": (
+        lambda d: [DequantizeAsConfigured(), Rename("q.weight", "w")], _dequantized, 0, OF_QUANTIZED, OF_QUANTIZED / 8,
+    ),
+    "dequantize mxfp4": (
+        lambda d: [DequantizeMxfp4("m.{n}_blocks", "m.{n}_scales", "{n}")],
+        lambda s: np.full((SIDE, SIDE), 0.5, BFLOAT16), 0, 17 / 32 / 4, 17 / 32 / 4 / 8,
+    ),
+}  # fmt: skip
+
+
 def test_every_transform_is_counted() -> None:
     import ckptcore.transforms
 
@@ -128,12 +168,13 @@ def test_bytes_are_those_that_are_needed(saved: tuple[Path, dict[str, Any]], nam
     boxes = Box.whole(whole.shape).bands(axis, step)
     assert len(boxes) == SHARDS
     for own, share in ((boxes, of_all), (boxes[3:4], of_one)):
-        report = _loaded(directory / "c", whole, own, chain, load_bytes)
+        location = directory / ("quantised" if name.startswith("dequantize") else "c")
+        report = _loaded(location, whole, own, chain, load_bytes)
         assert report.bytes_read <= 1.1 * share * WHOLE
         assert report.bytes_read >= 0.99 * share * WHOLE, "or this counts what is not read"
 
 
-@pytest.mark.parametrize("name", ["cast", "transpose", "scale", "apply", "average", "lora", "stack"])
+@pytest.mark.parametrize("name", ["cast", "transpose", "scale", "apply", "average", "lora", "stack", "dequantize"])
 def test_devices_of_one_process_do_not_read_for_each_other_again(saved: tuple[Path, dict[str, Any]], name: str) -> None:
     """Shards across the rows of what is stored, with memory for one of them: each by itself would read all."""
     directory, state = saved
@@ -141,7 +182,8 @@ def test_devices_of_one_process_do_not_read_for_each_other_again(saved: tuple[Pa
     whole, chain = expected(state), make(directory)
     across = 2 if name == "stack" else 1 - axis
     boxes = Box.whole(whole.shape).bands(across, whole.shape[across] // SHARDS)
-    report = _loaded(directory / "c", whole, boxes, chain, 1 << 20)
+    location = directory / ("quantised" if name.startswith("dequantize") else "c")
+    report = _loaded(location, whole, boxes, chain, 1 << 20)
     assert report.bytes_read <= 1.1 * of_all * WHOLE
 
 

@@ -1,0 +1,57 @@
+"""Quantised arrays by their names: what the scales are called that stand beside them in checkpoints of Hugging Face."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from ckptcore.model.arrays import ArraySpec
+from ckptcore.model.metadata import ArrayRecord, TreeMetadata
+
+__all__ = ["BLOCKS", "SCALES", "SCALES_OF_BLOCKS", "WEIGHT", "find_quantized", "is_quantized", "names_of_scales"]
+
+WEIGHT: Final = ".weight"
+
+SCALES: Final = ("_scale_inv", "_scale")
+"""Behind the name of the array: of DeepSeek-V3, Qwen 3 and transformers; of AutoFP8, FBGEMM and compressed-tensors."""
+
+_SCALES_OF_MODULES: Final = (".scale", ".qscale_weight")
+"""Behind the name of the module: in DeepSeek-V4 and Mistral Large 4 (transformers' ``quantizer_finegrained_fp8.py``)."""
+
+BLOCKS: Final = "_blocks"
+SCALES_OF_BLOCKS: Final = "_scales"
+"""Behind the name of what gpt-oss has in MXFP4."""
+
+
+_SHOWN: Final = 100
+"""How many characters of a name are shown: it may be hostile."""
+
+
+def is_quantized(spec: ArraySpec) -> bool:
+    """Whether an array is of a dtype that weights have only where scales belong to them."""
+    return spec.dtype in ("int8", "int4") or (
+        spec.dtype.startswith(("float8_", "float6_", "float4_")) and spec.dtype != "float8_e8m0fnu"
+    )
+
+
+def names_of_scales(name: str) -> list[str]:
+    """What the scales of an array may be called."""
+    names = [name + end for end in SCALES]
+    if name.endswith(WEIGHT):
+        names += [name.removesuffix(WEIGHT) + end for end in _SCALES_OF_MODULES]
+    return names
+
+
+def find_quantized(tree: TreeMetadata) -> str | None:
+    """Tell of one quantised array in a tree, with the scales that stand beside it; None where there is none."""
+    names = {"/".join(map(str, path)): number for number, path in enumerate(tree.paths)}
+    for name, number in names.items():
+        record = tree.leaves[number]
+        if not isinstance(record, ArrayRecord):
+            continue
+        expected = names_of_scales(name) if is_quantized(record.spec) else []
+        if name.endswith(BLOCKS) and record.spec.dtype == "uint8":
+            expected = [name.removesuffix(BLOCKS) + SCALES_OF_BLOCKS]
+        for scales in expected:
+            if scales in names:
+                return f"{name[:_SHOWN]!r} is {record.spec}, and its scales {scales[:_SHOWN]!r} stand beside it"
+    return None
