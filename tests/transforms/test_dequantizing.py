@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.quantized_hf_storage import QuantizedHuggingFaceStorageReader
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
 import ckptcore
@@ -87,6 +89,18 @@ def test_blocks_of_float8_are_what_transformers_makes_of_them(files: int, tmp_pa
     assert torch.equal(owner._dequantize_one(stored[name], stored[name + "_scale_inv"], torch.bfloat16), expected[name])
     worst = (expected[name].float() - minilm()[name].float()).abs().max()
     assert 0 < worst < 0.07 * minilm()[name].float().abs().max(), "it is nearly the weight that was quantised"
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+def test_what_torch_makes_of_quantised_checkpoints_has_the_same_bits(tmp_path: Path) -> None:
+    """Its reader knows blocks of 128 by 128. Of MXFP4 that of torch 2.13 fills a few columns: its plan has extents of the stored bytes."""
+    stored, expected = _quantized_minilm(fp8_blocks, "_scale_inv")
+    publish(tmp_path, stored, FP8, files=2)
+    loaded = ckptcore.load(tmp_path, transforms=[DequantizeAsConfigured()])
+    reader = QuantizedHuggingFaceStorageReader(str(tmp_path), target_dtype=torch.bfloat16)
+    theirs = {name: torch.zeros(array.shape, dtype=torch.bfloat16) for name, array in loaded.items()}
+    dcp.load(theirs, storage_reader=reader, no_dist=True)  # type: ignore[attr-defined]  # it is public all the same
+    assert all(_same(loaded[name], theirs[name]) for name in expected)
 
 
 def test_blocks_that_the_end_of_an_axis_cuts_off(tmp_path: Path) -> None:
