@@ -16,7 +16,7 @@ from ckptcore.errors import UnsupportedLeafError
 from ckptcore.model import PLAIN_ARRAY, AbstractArray
 from ckptcore_torch.dtypes import encoding_of_stored
 
-__all__ = ["abstract_beside", "abstract_like", "abstract_subclass", "abstract_tensor", "empty_tensor"]
+__all__ = ["abstract_beside", "abstract_like", "abstract_subclass", "abstract_tensor", "empty_tensor", "expect_device"]
 
 
 def abstract_tensor(stored: AbstractArray) -> object:
@@ -77,6 +77,30 @@ def empty_tensor(shape: torch.Size, dtype: torch.dtype, device: torch.device | N
     fakes, mode = _fakes()
     fake: torch.Tensor = fakes.FakeTensor(mode, meta, device)
     return fake
+
+
+def expect_device(device: torch.device) -> None:
+    """Refuse a device that an abstract tensor asks for and that this process has not.
+
+    Raises:
+        UnsupportedLeafError
+    """
+    if not _is_here(device):
+        raise UnsupportedLeafError(
+            f"a tensor on {device} is asked for, and this process has no such device; ask for one on the CPU, by a tensor on the device "
+            "meta, or on a device that is here"
+        )
+
+
+@functools.cache
+def _is_here(device: torch.device) -> bool:
+    if device.type in ("cpu", "meta"):
+        return True
+    try:
+        module = torch.get_device_module(device.type)
+    except RuntimeError:  # of a backend that is not installed
+        return False
+    return bool(module.is_available()) and (device.index or 0) < module.device_count()
 
 
 @functools.cache

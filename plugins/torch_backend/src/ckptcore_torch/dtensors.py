@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from ckptcore.errors import PluginError, TreeMismatchError, UnsupportedLeafError
 from ckptcore.model import ArrayRecord, ArraySpec, Box, HostArray, LeafRecord, Pending, Shard, ValueRecord
 from ckptcore.protocols import HostBytes, HostMemory, Priority
-from ckptcore_torch.abstracts import empty_tensor
+from ckptcore_torch.abstracts import empty_tensor, expect_device
 from ckptcore_torch.conversions import elements_as
 from ckptcore_torch.dtypes import encoding_of
 from ckptcore_torch.placements import Pieces, Placed, placed_pieces, sharding_cuts, sharding_notes
@@ -117,8 +117,12 @@ class DTensorHandler:
 
         Raises:
             TreeMismatchError: if the shapes differ.
+            UnsupportedLeafError: if a local FakeTensor asks for a device that is not here.
         """
         _expect_shape(abstract, stored)
+        local = _local(abstract)
+        if is_fake(local):
+            expect_device(local.device)
         pieces = _pieces(abstract)
         return () if pieces is None else tuple(pieces.boxes)
 

@@ -22,7 +22,7 @@ from ckptcore.errors import PluginError, TreeMismatchError, UnsupportedLeafError
 from ckptcore.model import ArrayRecord, ArraySpec, Box, HostArray, LeafRecord, Pending, Shard, ValueRecord
 from ckptcore.planning import cuts_of
 from ckptcore.protocols import HostMemory, Priority
-from ckptcore_torch.abstracts import empty_tensor
+from ckptcore_torch.abstracts import empty_tensor, expect_device
 from ckptcore_torch.dtypes import encoding_of
 from ckptcore_torch.tensors import TensorHandler, is_fake
 
@@ -95,8 +95,12 @@ class ShardedTensorHandler:
 
         Raises:
             TreeMismatchError: if the shapes differ.
+            UnsupportedLeafError: if a FakeTensor asks for a device that is not here.
         """
         _expect_shape(abstract, stored)
+        for shard in abstract.local_shards():
+            if is_fake(shard.tensor):
+                expect_device(shard.tensor.device)
         return list(dict.fromkeys(box for box, _ in _local_shards(abstract)))
 
     def destination(self, abstract: Any, stored: ArrayRecord, box: Box) -> HostArray | None:

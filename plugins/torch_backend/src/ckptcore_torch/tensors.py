@@ -23,7 +23,7 @@ from ckptcore.model import (
     ValueRecord,
 )
 from ckptcore.protocols import HostBytes, HostMemory, LeafHandler, Priority
-from ckptcore_torch.abstracts import abstract_like, abstract_subclass
+from ckptcore_torch.abstracts import abstract_like, abstract_subclass, expect_device
 from ckptcore_torch.conversions import copy_elements, elements_as, host_view, lies_in
 from ckptcore_torch.dtypes import encoding_of
 from ckptcore_torch.transfers import finish_work_on, start_copy
@@ -222,7 +222,13 @@ class SubclassHandler:
         return _PLAIN.view_on_host(_plain(leaf), boxes)
 
     def wanted(self, abstract: Any, stored: ArrayRecord) -> Sequence[Box]:
-        """All of it."""
+        """All of it.
+
+        Raises:
+            UnsupportedLeafError: if a FakeTensor asks for a device that is not here.
+        """
+        if is_fake(abstract):
+            expect_device(abstract.device)
         return _whole_box(stored.spec.shape)
 
     def destination(self, abstract: Any, stored: ArrayRecord, box: Box) -> HostArray | None:
