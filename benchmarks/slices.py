@@ -171,7 +171,8 @@ def _experts(directory: Path, rounds: int) -> tuple[str, bool]:
         memory=nbytes,
     )
     share = report.bytes_read * _EXPERTS / nbytes
-    told = f"bytes read {share:.3f}/8, time {whole.median * 1e3:.0f} ms -> {part.median * 1e3:.0f} ms"
+    took = _EXPERTS * part.median / whole.median
+    told = f"bytes read {share:.3f}/8, time {whole.median * 1e3:.0f} ms -> {part.median * 1e3:.0f} ms = {took:.2f}/8"
     verdict = "reached" if share <= _MOST_READ else "MISSED"
     return (
         f"{'slices: 1/8 of the experts':42} {'load(select=experts(...))':36} {told}  {_MOST_READ}/8 {verdict}",

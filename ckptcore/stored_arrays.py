@@ -149,7 +149,9 @@ class StoredArray:
         ):
             view, held = self._view, self._held
             if held and not self._session.is_closed and held.is_at_hand(self._offset, self._offset + view.nbytes):
-                return view[index].copy()
+                found = view[index]
+                if found.nbytes <= _RUN_BYTES:
+                    return found.copy()
         indexed = index_box(index, self.shape)
         array = self._read(indexed)
         return array if indexed.is_plain else array[indexed.local]

@@ -20,8 +20,12 @@ _FEW_BLOCKS: Final = 8
 """Fewer are read by the calling thread alone."""
 
 
+_spares: Final = threading.local()
+"""The memory in which each thread verifies a block, given back when the thread ends."""
+
+
 class LastBlock:
-    """The block that was verified last, of whichever object; its memory is used for the next one. For who holds the lock.
+    """The block that was verified last of an object that may change unseen; its memory is used for the next one. For who holds the lock.
 
     Attributes:
         lock: of this.
@@ -106,22 +110,7 @@ class MarkedObject(NearObject):
 
     def _verify_block(self, number: int) -> None:
         begin = number * self._block_bytes
-        if not self._last.lock.acquire(blocking=False):
-            self._verify(begin, _memory(min(self._block_bytes, self._size - begin)))
-            return
-        try:
-            self._verify_last(begin)
-        finally:
-            self._last.lock.release()
-
-    def _verify_last(self, begin: int) -> memoryview:
-        """Make the block that begins at a byte the one that was verified last; for who holds the lock."""
-        last = self._last
-        block = last.memory()[: min(self._block_bytes, self._size - begin)]
-        last.key = None
-        self._verify(begin, block)
-        last.key, last.start = self._key, begin
-        return block
+        self._verify(begin, _spare(min(self._block_bytes, self._size - begin)))
 
     def read_into(self, start: int, memory: memoryview) -> None:
         """See `HeldObject.read_into`."""
@@ -152,16 +141,22 @@ class MarkedObject(NearObject):
 
     def _read_part(self, begin: int, position: int, memory: memoryview) -> None:
         """Fill memory with a part of the block that begins at a byte."""
-        last, within = self._last, position - begin
-        if not last.lock.acquire(blocking=False):  # threads that read different blocks do not wait for each other
-            block = _memory(min(self._block_bytes, self._size - begin))
+        nbytes, within = min(self._block_bytes, self._size - begin), position - begin
+        last = self._last
+        if self._near.stamp() is not None or not last.lock.acquire(
+            blocking=False
+        ):  # threads do not wait for each other
+            block = _spare(nbytes)
             self._verify(begin, block)
             memory[:] = block[within : within + len(memory)]
             return
+        # Nothing can be noted of it: who reads the rest of the block next finds it in memory.
         try:
-            is_there = last.key == self._key and last.start == begin
-            block = last.memory() if is_there else self._verify_last(begin)
-            memory[:] = block[within : within + len(memory)]
+            if last.key != self._key or last.start != begin:
+                last.key = None
+                self._verify(begin, last.memory()[:nbytes])
+                last.key, last.start = self._key, begin
+            memory[:] = last.memory()[within : within + len(memory)]
         finally:
             last.lock.release()
 
@@ -179,6 +174,14 @@ class MarkedObject(NearObject):
         first = start // self._block_bytes
         count = -(-len(memory) // self._block_bytes)
         marks[first : first + count] = b"\x01" * count
+
+
+def _spare(nbytes: int) -> memoryview:
+    """Memory of this thread, to be used until it asks for it again. To take a MiB from the system and touch it takes longer than to verify one."""
+    memory: memoryview | None = getattr(_spares, "memory", None)
+    if memory is None or len(memory) < nbytes:
+        memory = _spares.memory = _memory(nbytes)
+    return memory[:nbytes]
 
 
 def _memory(nbytes: int) -> memoryview:

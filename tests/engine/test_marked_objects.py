@@ -195,8 +195,10 @@ def test_what_is_not_verified_is_at_hand_once_some_of_it_was_read() -> None:
     assert reader.reads == [(500, 510)] and found.is_at_hand(0, 10)
 
 
-def test_threads_do_not_wait_for_each_other() -> None:
+@pytest.mark.parametrize("stamp", [0, None])
+def test_threads_do_not_wait_for_each_other(stamp: Hashable | None) -> None:
     reader = ChangingObject(data_of())
+    reader.now = stamp
     found, inside, go_on = held(reader), threading.Event(), threading.Event()
 
     def wait() -> None:
