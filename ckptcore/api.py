@@ -544,7 +544,7 @@ def abstract(state: Any, *, context: Context | None = None) -> Any:
 
     An object that has a state of its own (a module, an optimizer) stands as its state, under the names that it is saved by: what is
     loaded is such a state. It is the state that it has now: an optimizer that made no step has none. Where it can have more, give
-    `load` the object itself.
+    `load` the object itself. An object that writes files of its own has no abstract: give `load_checkpointables` that object.
 
     Args:
         state: a tree of containers and leaves that the installed plugins handle. Arrays in it may be deleted, donated, or still be

@@ -157,6 +157,15 @@ def test_an_object_with_a_state_stands_as_its_state(make: Any, tmp_path: Path) -
     assert_same_tree(loaded["object"], ckptcore.load(tmp_path / "c")["object"])
 
 
+def test_what_each_process_has_of_its_own_stays_so(tmp_path: Path) -> None:
+    state = {"model": {"w": np.ones(3)}, "own": ckptcore.PerProcess({"a": np.arange(3)})}
+    ckptcore.save_checkpointables(tmp_path / "c", state)
+    abstract = ckptcore.abstract(state)
+    assert abstract["own"] == ckptcore.PerProcess({"a": AbstractArray((3,), "int64")})
+    loaded = ckptcore.load_checkpointables(tmp_path / "c", abstract)
+    assert_same_tree(loaded, {"model": {"w": np.ones(3)}, "own": {"a": np.arange(3)}})
+
+
 def test_what_differs_is_told_as_for_any_abstract_tree(tmp_path: Path) -> None:
     ckptcore.save(tmp_path / "c", {"w": np.ones(3)})
     with pytest.raises(TreeMismatchError, match=r"float64\[4\] is asked for"):
