@@ -19,7 +19,6 @@ from ckptcore.load_reports import LeafChange
 from ckptcore.matching_options import Casting, Matching, ShapeChange
 from ckptcore.model.arrays import ArraySpec, Box, name_of_dtype
 from ckptcore.model.metadata import ArrayRecord, LeafRecord
-from ckptcore.model.tree import format_path
 from ckptcore.opened import Opened
 
 __all__ = ["Adjustment", "Refused", "adjust", "adjusted"]
@@ -176,6 +175,7 @@ def adjusted(opened: Opened, adjustments: Mapping[int, Adjustment], context: Con
     derivations: dict[int, Derivation] = {}
     aliases: dict[int, int] = {}
     first: dict[tuple[int, LeafChange | None], int] = {}
+    changes: dict[int, tuple[int, str]] = {}
     for number, record in enumerate(tree.leaves):
         if not isinstance(record, ArrayRecord):
             continue
@@ -187,11 +187,9 @@ def adjusted(opened: Opened, adjustments: Mapping[int, Adjustment], context: Con
         if (same := first.setdefault((original, change), number)) != number:
             aliases[number] = same
             continue
+        changes[number] = original, "" if change is None else str(change)
         before = Stored(record.spec, original) if below is None else below.derivations[original]
         derivations[number] = before if found is None else found.make(before)
-    told = "; ".join(
-        [f"{format_path(tree.paths[number])}: {found.change}" for number, found in sorted(adjustments.items())]
-    )
     values = {number: number for number, record in enumerate(leaves) if not isinstance(record, ArrayRecord)}
     first_below, *beside = (opened,) if below is None else below.below
     return derive(
@@ -201,5 +199,6 @@ def adjusted(opened: Opened, adjustments: Mapping[int, Adjustment], context: Con
         values=values if below is None else below.values,
         beside=beside,
         most_bytes=context.memory.load_bytes,
-        told=told if below is None else f"{below.told}\n{told}",
+        told="" if below is None else below.told,
+        changes=changes,
     )

@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final, Literal, TypeAlias
 
 from ckptcore.derivations.batches import Batch, Fill, Place, StoredRead
@@ -29,6 +29,9 @@ _USUAL_BYTES: Final = 256 << 20
 
 _LEAST_RUN_BYTES: Final = 16 << 20
 """Arrays are made in pieces only if these read runs that are no shorter: blocks at the ends of each are read twice."""
+
+_MOST_BAND_BYTES: Final = 8 << 20
+"""What ranks send each other is made of whole bands: none may be much longer than a message."""
 
 _MOST_AGAIN: Final = 1.02
 """How many times as much may be read for pieces as for all at once."""
@@ -82,7 +85,7 @@ class Derived:
         derivations: by number of the leaf, how each array is made; aliases may be left out.
         values: by number of each value that is one of the checkpoint that is read, its number there.
         most_bytes: the most memory that is used beside the arrays that are made. What cannot be made in pieces may exceed it, alone.
-        told: what is done, in words; in a job the same on every rank.
+        told, changes: see `MadeArrays`.
     """
 
     tree: TreeMetadata
@@ -91,6 +94,9 @@ class Derived:
     values: Mapping[int, int]
     most_bytes: int = _USUAL_BYTES
     told: str = ""
+    changes: Mapping[int, tuple[int, str]] = field(default_factory=dict)
+    _lying: dict[int, Counter[int]] = field(default_factory=dict, init=False, repr=False)
+    """By checkpoint, and leaf, the bytes that lie in objects as they are; looked up when it is asked for."""
 
     def read(self, plan: ReadPlan, buffers: Sequence[HostArray]) -> Iterator[int]:
         """See `Opened.read`.
@@ -124,6 +130,24 @@ class Derived:
                 if isinstance(one, Stored):
                     found.setdefault(one.checkpoint, {})[one.leaf] = None
         return {checkpoint: list(numbers) for checkpoint, numbers in found.items()}
+
+    def bands(self, leaf: int, nbytes: int) -> tuple[int, int] | None:
+        """See `MadeArrays.bands`."""
+        derivation = self.derivations[leaf]
+        spec, whole = derivation.spec, Box.whole(derivation.spec.shape)
+        if spec.nbytes <= nbytes:
+            return None
+        stored = sum([one.spec.nbytes for one in set(walk(derivation)) if isinstance(one, Stored)])
+        for axis, extent in enumerate(spec.shape):
+            step = max(1, extent * nbytes // spec.nbytes)
+            start = min(extent // 2, extent - step)
+            band = whole.band(axis, start, start + step)
+            if band.size * spec.numpy_dtype.itemsize > _MOST_BAND_BYTES:
+                continue
+            fill = Fill.of(derivation, [Place(0, band, allocate(ArraySpec(band.shape, spec.dtype)))])
+            if fill.read_bytes * extent / step <= stored * _MOST_AGAIN and not self._runs(fill)[None]:
+                return axis, step
+        return None
 
     def pieces(self, leaf: int, most_bytes: int) -> Sequence[Box]:
         """See `MadeArrays.pieces`."""
@@ -197,6 +221,11 @@ class Derived:
 
         Beside each long run there may be a short one: what lies at its ends is a small part of both. So are the scales of weights.
         """
+        counts = self._runs(fill)
+        return not counts[None] and counts["short"] <= counts["long"]
+
+    def _runs(self, fill: Fill) -> Counter[_Run | None]:
+        """How many runs of each sort are read for a piece."""
         boxes: dict[Stored, dict[Box, None]] = {}
         for read in fill.reads:
             boxes.setdefault(read.array, {})[read.box] = None
@@ -205,7 +234,7 @@ class Derived:
             around = _around(list(of_array))
             together = self._run_of(array, around) if sum([box.size for box in of_array]) == around.size else None
             counts.update([self._run_of(array, box) for box in of_array] if together is None else [together])
-        return not counts[None] and counts["short"] <= counts["long"]
+        return counts
 
     def _run_of(self, array: Stored, box: Box) -> _Run | None:
         """What run of elements a box is; None if it is none."""
@@ -222,9 +251,11 @@ class Derived:
         below = self.below[array.checkpoint]
         if below.derived is not None:
             return False  # it cuts what it makes itself
-        leaf = below.tree.aliases.get(array.leaf, array.leaf)
-        extents = below.layout.extents(below.tree, below.state)
-        return sum([stop - start for own, _, start, stop in extents if own == leaf]) == array.spec.nbytes
+        if (lying := self._lying.get(array.checkpoint)) is None:
+            lying = self._lying[array.checkpoint] = Counter()
+            for leaf, _, start, stop in below.layout.extents(below.tree, below.state):
+                lying[leaf] += stop - start
+        return lying[below.tree.aliases.get(array.leaf, array.leaf)] == array.spec.nbytes
 
 
 def derive(
@@ -236,6 +267,7 @@ def derive(
     beside: Sequence[Opened] = (),
     most_bytes: int | None = None,
     told: str = "",
+    changes: Mapping[int, tuple[int, str]] | None = None,
 ) -> Opened:
     """A checkpoint with another tree, whose arrays are made of those of one that is open as they are read.
 
@@ -249,7 +281,7 @@ def derive(
         beside: further checkpoints that arrays are made of: those with the numbers from 1 on in a `Stored`.
         most_bytes: the most memory that is used beside the arrays that are made, about; None: 256 MiB. What cannot be made in
             pieces may exceed it, alone.
-        told: what is done, in words; in a job the same on every rank.
+        told, changes: see `MadeArrays`.
 
     Raises:
         TransformError: if an array has no derivation, or one of another spec.
@@ -264,7 +296,15 @@ def derive(
             )
     if opened.derived is not None:
         told = f"{opened.derived.told}\n{told}"
-    derived = Derived(tree, (opened, *beside), derivations, values, most_bytes or _USUAL_BYTES, told)
+    derived = Derived(
+        tree,
+        (opened, *beside),
+        derivations,
+        values,
+        most_bytes or _USUAL_BYTES,
+        told,
+        {} if changes is None else changes,
+    )
     return dataclasses.replace(opened, tree=tree, derived=derived, copies=None)
 
 

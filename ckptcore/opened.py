@@ -103,7 +103,14 @@ class MadeArrays(Protocol):
 
     @property
     def told(self) -> str:
-        """What is done, in words; in a job the same on every rank."""
+        """What transforms do, in words; in a job the same on every rank. Empty where there are none."""
+        ...
+
+    @property
+    def changes(self) -> Mapping[int, tuple[int, str]]:
+        """By number of the leaf, of arrays that matching may have changed: its number before, and what was done, in words; other ranks may have
+        other ones.
+        """
         ...
 
     def read(self, plan: ReadPlan, buffers: Sequence[HostArray]) -> Iterable[int]:
@@ -112,6 +119,12 @@ class MadeArrays(Protocol):
 
     def stored(self, leaves: Sequence[int]) -> Mapping[int, Sequence[int]]:
         """By number of a checkpoint, those of its leaves that leaves of the tree are or are made of."""
+        ...
+
+    def bands(self, leaf: int, nbytes: int) -> tuple[int, int] | None:
+        """An axis of an array, and how many elements along it make bands of about so many bytes that lie together in what is stored, so
+        that each reads its own part of that. None where there are none, or the whole is one.
+        """
         ...
 
     def pieces(self, leaf: int, most_bytes: int) -> Sequence[Box]:

@@ -7,7 +7,7 @@ import itertools
 import json
 import secrets
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from typing import Any, Final, Generic, TypeVar
 
@@ -21,14 +21,14 @@ from ckptcore.errors import PluginError, RankFailedError
 from ckptcore.events import Recording
 from ckptcore.joint_steps import Replaced, take_step
 from ckptcore.model.arrays import Box, HostArray
-from ckptcore.model.metadata import ArrayRecord
-from ckptcore.model.transfer import Pending
+from ckptcore.model.transfer import Pending, StoredTile
 from ckptcore.model.tree import JSON
 from ckptcore.opened import Opened, Source, naming_arrays
 from ckptcore.protocols import Channels, Coordinator, PlacesTiles
 from ckptcore.read_groups import group_of
-from ckptcore.read_shares import MessageSizes, Request, SharedPlan, plan_shares
+from ckptcore.read_shares import MessageSizes, Request, SharedPlan, Tiles, plan_shares
 from ckptcore.reading import Planned, Reading
+from ckptcore.shared_arrays import SharedArray, renumbered, stored_below
 from ckptcore.tries import Tries
 
 __all__ = ["load_together"]
@@ -89,7 +89,8 @@ class _Attempt(Generic[T]):
         self._agreement = agreement
         self._number = number
         self._location = location
-        self._requests: list[Request] = []
+        self._requests: list[Mapping[SharedArray, Sequence[Box]]] = []
+        self._own: Mapping[int, SharedArray] = {}
         self._decided: Any = None
 
     def plan(self, plan: Callable[[Opened], Planned[T]]) -> Planned[T] | None:
@@ -104,7 +105,9 @@ class _Attempt(Generic[T]):
             with naming_arrays(opened):
                 found.append(plan(opened))
             reading = found[0].reading
-            told.append(_told(_request_of(reading)))
+            wanted = _request_of(reading)
+            self._own = {leaf: SharedArray.of(reading.opened, leaf) for leaf in wanted}
+            told.append([[self._own[leaf].to_json(), _boxes_told(boxes)] for leaf, boxes in wanted.items()])
             memory = self._context.memory
             options = [str(self._context.reads), memory.load_bytes, memory.exchange_bytes, _made_of(reading.opened)]
             return [_digest(told[0]), self._mark(opened), options, socket.gethostname()]
@@ -122,7 +125,7 @@ class _Attempt(Generic[T]):
         if decided["again"]:
             return None
         self._decided = decided
-        self._requests = self._exchange_requests(told[0])
+        self._requests = self._exchange_requests(told[0], stored_below(found[0].reading.opened))
         return found[0]
 
     def _mark(self, opened: Opened) -> str:
@@ -134,18 +137,18 @@ class _Attempt(Generic[T]):
             else xxhash.xxh3_128_hexdigest(root)
         )
 
-    def _exchange_requests(self, own: Sequence[JSON]) -> list[Request]:
+    def _exchange_requests(self, own: Sequence[JSON], stored: Opened) -> list[Mapping[SharedArray, Sequence[Box]]]:
         """What is wanted, each once; told by the first rank that wants it."""
         first = self._decided["first"]
         if len(first) == 1:
-            return [_request(own)]
+            return [_request(own, stored)]
         told = own if self._agreement.rank in first else None
         with self._agreement.stage(f"requests-{self._number}") as stage:
             stage.payload = told
         requests: Any = self._agreement.lead(
             f"all-requests-{self._number}", lambda: [stage.payloads[rank] for rank in first]
         )
-        return [_request(request) for request in requests]
+        return [_request(request, stored) for request in requests]
 
     def read(self, planned: Planned[T], recording: Recording) -> bool:
         """Read what was planned, together; False where the checkpoint was replaced meanwhile."""
@@ -181,16 +184,30 @@ class _Attempt(Generic[T]):
         opened, rank = reading.opened, self._agreement.rank
         group = group_of(rank, self._context.reads, self._decided["hosts"])
         request_of = {member: self._decided["of"][member] for member in group if member < self._agreement.size}
-        leaves = {leaf for number in set(request_of.values()) for leaf in self._requests[number]}
-        specs = {leaf: record.spec for leaf in leaves if isinstance(record := opened.tree.leaves[leaf], ArrayRecord)}
-        layout, memory = opened.layout, self._context.memory
+        wanted = {array for number in set(request_of.values()) for array in self._requests[number]}
+        arrays = sorted(wanted, key=lambda array: array.order)
+        number_of = {array: number for number, array in enumerate(arrays)}
+        requests: list[Request] = [
+            {number_of[array]: boxes for array, boxes in request.items() if array in number_of}
+            for request in self._requests
+        ]
+        specs = {number: array.spec for number, array in enumerate(arrays)}
+        memory, stored = self._context.memory, stored_below(opened)
         sizes = MessageSizes(
             message=max(1, min(_MESSAGE_BYTES, memory.exchange_bytes // _MOST_AT_ONCE)), round=memory.load_bytes
         )
-        if opened.derived is not None or not isinstance(layout, PlacesTiles):
-            return plan_shares(specs, self._requests, request_of, rank, sizes)
-        places = functools.partial(layout.tiles, opened.tree, opened.state)
-        return plan_shares(specs, self._requests, request_of, rank, sizes, places)
+
+        layout = stored.layout
+        places: Tiles | None = None
+        if isinstance(layout, PlacesTiles):
+            places = functools.partial(layout.tiles, stored.tree, stored.state)
+
+        def tiles(number: int) -> Iterable[StoredTile]:
+            array = arrays[number]
+            return array.tiles() if not array.is_stored else () if places is None else places(array.leaf)
+
+        plan = plan_shares(specs, requests, request_of, rank, sizes, tiles)
+        return renumbered(plan, {number_of[array]: leaf for leaf, array in self._own.items() if array in number_of})
 
     def _channels(self, shares: SharedPlan) -> Channels:
         """A way to those that this process shares with.
@@ -235,7 +252,7 @@ class _NoChannels:
 
 
 def _made_of(opened: Opened) -> str:
-    """What is done with a checkpoint before it is read: ranks share what it has by numbers and boxes of what is made."""
+    """What transforms do with a checkpoint: ranks call arrays by their numbers in what these make."""
     told = "" if opened.derived is None else opened.derived.told
     return told if len(told) <= _TOLD else f"{told[:_TOLD]}... ({_digest(told)})"
 
@@ -271,12 +288,15 @@ def _request_of(reading: Reading) -> Request:
     return {leaf: tuple(boxes) for leaf, boxes in sorted(wanted.items()) if boxes}
 
 
-def _told(request: Request) -> list[JSON]:
-    return [[leaf, [[list(box.start), list(box.stop)] for box in boxes]] for leaf, boxes in request.items()]
+def _boxes_told(boxes: Sequence[Box]) -> JSON:
+    return [[list(box.start), list(box.stop)] for box in boxes]
 
 
-def _request(told: Any) -> Request:
-    return {leaf: tuple([Box(tuple(start), tuple(stop)) for start, stop in boxes]) for leaf, boxes in told}
+def _request(told: Any, stored: Opened) -> Mapping[SharedArray, Sequence[Box]]:
+    return {
+        SharedArray.from_json(array, stored): tuple([Box(tuple(start), tuple(stop)) for start, stop in boxes])
+        for array, boxes in told
+    }
 
 
 def _digest(document: JSON) -> str:

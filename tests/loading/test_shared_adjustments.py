@@ -1,0 +1,224 @@
+"""Ranks that load together make what they want of stored arrays, each as it asks; what several want alike is read once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import ckptcore
+from ckptcore import AbstractArray, ArrayShard, Context, LoadReport, Matching, MemoryOptions, ShardedArray
+from ckptcore.testing import ThreadJob, ThreadNetwork
+from ckptcore.testing.strategies import partitions
+from ckptcore.transforms import Cast, Rename, Scale, Stack, Transform, Transpose
+
+NARROWING = Matching(cast="narrowing", shapes={"pad", "truncate", "reshape"}, unexpected="ignore")
+
+
+def run(size: int, work: Callable[[Context, int], Any], **options: Any) -> tuple[Sequence[Any], ThreadNetwork]:
+    """What each rank gets, and what was sent."""
+    network, job = ThreadNetwork(size, timeout_seconds=60), ThreadJob(size, timeout_seconds=60)
+
+    def of_rank(coordinator: Any) -> Any:
+        collectives = network.collectives(coordinator.rank)
+        context = Context(coordinator=coordinator, collectives=collectives, reads="broadcast", **options)
+        return work(context, coordinator.rank)
+
+    return job.run(of_rank), network
+
+
+LAYERS = {
+    f"layers.{number}.w": np.arange(number, number + 4096, dtype=np.float32).reshape(64, 64) for number in range(4)
+}
+STATE: dict[str, Any] = {**LAYERS, "embed": np.arange(8192.0).reshape(128, 64), "ids": np.arange(100)}
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    ckptcore.save(tmp_path / "c", STATE, context=Context(durability="none", checksums=False))
+    return tmp_path / "c"
+
+
+@pytest.mark.parametrize("layout", ["safetensors", "zarr3", "dcp"])
+def test_stages_of_a_pipeline_cast_their_own_layers(tmp_path: Path, layout: str) -> None:
+    """Two ranks have the first layers, two the last; the embedding is in both, and ids in all as they are stored."""
+    ckptcore.save(tmp_path / "c", STATE, layout=layout, context=Context(durability="none"))
+
+    def work(context: Context, rank: int) -> dict[str, Any]:
+        own = [f"layers.{number}.w" for number in range(2 * (rank // 2), 2 * (rank // 2) + 2)]
+        asked = {name: AbstractArray((64, 64), "bfloat16") for name in own}
+        asked |= {"embed": AbstractArray((128, 64), "float32"), "ids": AbstractArray((100,), "int64")}
+        loaded = ckptcore.load(tmp_path / "c", asked, matching=NARROWING, context=context)
+        assert isinstance(loaded, dict)
+        return loaded
+
+    loaded, network = run(4, work)
+    for rank, found in enumerate(loaded):
+        own = {f"layers.{number}.w" for number in range(2 * (rank // 2), 2 * (rank // 2) + 2)}
+        assert set(found) == own | {"embed", "ids"}
+        for name in own:
+            assert found[name].tobytes() == STATE[name].astype(found[name].dtype).tobytes()
+        assert np.array_equal(found["embed"], STATE["embed"].astype(np.float32)) and np.array_equal(
+            found["ids"], STATE["ids"]
+        )
+    assert {members for _, members, _ in network.sent} == {(0, 1), (2, 3), (0, 1, 2, 3)}
+    assert sum(nbytes for _, members, nbytes in network.sent if len(members) == 4) >= 128 * 64 * 4 + 800
+
+
+def test_one_array_may_be_wanted_in_several_ways(saved: Path) -> None:
+    asked: list[dict[str, Any]] = [
+        {"embed": AbstractArray((128, 64), "float16"), "ids": AbstractArray((100,), "int64")},
+        {"embed": AbstractArray((128, 64), "float64"), "ids": AbstractArray((120,), "int64")},
+        {"embed": AbstractArray((100, 64), "float16"), "ids": AbstractArray((100,), "int64")},
+        {"embed": AbstractArray((128, 64), "float16"), "ids": AbstractArray((10, 10), "int64")},
+    ]
+    loaded, network = run(
+        4, lambda context, rank: ckptcore.load(saved, asked[rank], matching=NARROWING, context=context)
+    )
+    for wanted, found in zip(asked, loaded, strict=True):
+        expected = STATE["embed"][: wanted["embed"].shape[0]].astype(wanted["embed"].dtype)
+        assert np.array_equal(found["embed"], expected) and found["embed"].dtype == expected.dtype
+    assert np.array_equal(loaded[1]["ids"], np.pad(STATE["ids"], (0, 20)))
+    assert np.array_equal(loaded[3]["ids"], STATE["ids"].reshape(10, 10))
+    assert {members for _, members, _ in network.sent} == {(0, 3), (0, 2)}
+
+
+def test_who_changes_nothing_shares_with_who_does(saved: Path) -> None:
+    reports = [LoadReport(), LoadReport()]
+
+    def work(context: Context, rank: int) -> Any:
+        asked: dict[str, Any] = {"embed": AbstractArray((128, 64), "float64")}
+        if rank:
+            asked["ids"] = AbstractArray((100,), "int32")
+        return ckptcore.load(saved, asked, matching=NARROWING, context=context, report=reports[rank])
+
+    loaded, network = run(2, work)
+    assert all(np.array_equal(found["embed"], STATE["embed"]) for found in loaded)
+    assert loaded[1]["ids"].dtype == np.int32 and {members for _, members, _ in network.sent} == {(0, 1)}
+    assert sum(report.bytes_read for report in reports) <= STATE["embed"].nbytes + STATE["ids"].nbytes
+    assert [list(report.changed) for report in reports] == [[], ["ids"]]
+
+
+def test_what_is_transformed_is_cast_by_each_as_it_asks(saved: Path) -> None:
+    chain: list[Transform] = [Stack("layers.{i}.w", "w"), Transpose("w"), Scale("w", 2)]
+    whole = np.stack(list(LAYERS.values())).swapaxes(1, 2) * 2
+
+    def work(context: Context, rank: int) -> Any:
+        asked = {
+            "w": AbstractArray((4, 64, 64), ("float32", "float16", "float32")[rank]),
+            "embed": AbstractArray((128, 64), "float64"),
+        }
+        return ckptcore.load(saved, asked, transforms=chain, matching=NARROWING, context=context)
+
+    loaded, network = run(3, work)
+    for found in loaded:
+        assert np.array_equal(found["w"], whole.astype(found["w"].dtype)) and np.array_equal(
+            found["embed"], STATE["embed"]
+        )
+    assert {members for _, members, _ in network.sent} == {(0, 2), (0, 1, 2)}
+
+
+def test_what_was_tied_is_shared_by_whatever_name(tmp_path: Path) -> None:
+    one = np.arange(4096.0)
+    ckptcore.save(tmp_path / "c", {"a": one, "b": one, "c": one}, context=Context(checksums=False))
+    reports = [LoadReport(), LoadReport()]
+
+    def work(context: Context, rank: int) -> Any:
+        asked = {"bc"[rank]: AbstractArray((4096,), "float32")}
+        return ckptcore.load(tmp_path / "c", asked, matching=NARROWING, context=context, report=reports[rank])
+
+    loaded, _ = run(2, work)
+    assert loaded[0]["b"].tobytes() == loaded[1]["c"].tobytes() == one.astype(np.float32).tobytes()
+    assert sum(report.bytes_read for report in reports) == one.nbytes
+
+
+@settings(max_examples=25, deadline=None)
+@given(data=st.data())
+def test_ranks_get_what_they_ask_for(data: st.DataObject) -> None:
+    arrays = {name: np.arange(24, dtype=dtype).reshape(4, 6) for name, dtype in (("a", "f4"), ("b", "i4"), ("c", "f8"))}
+    location = "memory://shared-adjustments/random"
+    ckptcore.save(location, {**arrays, "tied": arrays["a"]}, overwrite="non-atomic")
+    chain: list[Transform] = data.draw(
+        st.sampled_from([[], [Transpose("*")], [Rename("a", "z"), Rename("z", "a"), Cast("b", "int64")]])
+    )
+    told = ckptcore.metadata(location, transforms=chain).abstract
+    asked: list[dict[str, Any]] = []
+    for _ in range(3):
+        wanted: dict[str, Any] = {}
+        for name in data.draw(st.lists(st.sampled_from(sorted(told)), unique=True, min_size=1)):
+            shape = data.draw(st.sampled_from([told[name].shape, (5, 5), (3, 8), (24,)]))
+            dtype = data.draw(st.sampled_from([told[name].dtype, np.dtype("f8"), np.dtype("c16")]))
+            wanted[name] = AbstractArray(shape, dtype)
+            if data.draw(st.booleans()):
+                boxes = data.draw(partitions(shape))[:2]
+                wanted[name] = ShardedArray(shape, dtype, [ArrayShard(box) for box in boxes])
+        asked.append(wanted)
+    memory = MemoryOptions(load_bytes=data.draw(st.sampled_from([None, 100])))
+    alone = [ckptcore.load(location, wanted, transforms=chain, matching=NARROWING) for wanted in asked]
+    loaded, _ = run(
+        3,
+        lambda context, rank: ckptcore.load(
+            location, asked[rank], transforms=chain, matching=NARROWING, context=context
+        ),
+        memory=memory,
+    )
+    for expected, found in zip(alone, loaded, strict=True):
+        for name, leaf in expected.items():
+            if isinstance(leaf, ShardedArray):
+                for one, other in zip(leaf.shards, found[name].shards, strict=True):
+                    assert one.elements is not None and other.elements is not None
+                    assert one.box == other.box and one.elements.tobytes() == other.elements.tobytes()
+            else:
+                assert leaf.dtype == found[name].dtype and leaf.tobytes() == found[name].tobytes()
+
+
+ROWS, COLUMNS = 4096, 2048
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two matrices of 32 MiB; without checksums, for which whole blocks would be read."""
+    location = tmp_path_factory.mktemp("large") / "c"
+    rng = np.random.default_rng(0)
+    state = {f"l.{number}": rng.integers(0, 99, (ROWS, COLUMNS)).astype(np.float32) for number in range(2)}
+    ckptcore.save(location, state, context=Context(durability="none", checksums=False))
+    return location
+
+
+@pytest.mark.parametrize(
+    ("chain", "times"),
+    [
+        ([Cast("l.0", "bfloat16")], 1),
+        ([Transpose("l.0")], 1),
+        ([Transpose("l.0"), Cast("l.0", "bfloat16"), Scale("l.0", 2)], 1),
+        ([Stack("l.{i}", "l.0"), Transpose("l.0")], 2),
+        ([Stack("l.{i}", "l.0", -1)], 2),
+    ],
+)
+def test_messages_of_what_is_turned_are_cut_along_what_is_stored(
+    large: Path, chain: list[Transform], times: int
+) -> None:
+    expected: Any = ckptcore.load(large, transforms=chain)
+    reports = [LoadReport() for _ in range(4)]
+    asked = {"l.0": AbstractArray(expected["l.0"].shape, expected["l.0"].dtype)}
+
+    def work(context: Context, rank: int) -> None:
+        loaded: Any = ckptcore.load(
+            large,
+            asked,
+            transforms=chain,
+            context=context,
+            report=reports[rank],
+            matching=Matching(unexpected="ignore"),
+        )
+        assert np.array_equal(loaded["l.0"], expected["l.0"])
+
+    _, network = run(4, work)
+    read = sum(report.bytes_read for report in reports)
+    assert read <= 1.1 * times * ROWS * COLUMNS * 4
+    assert len({rank for rank, _, _ in network.sent}) > 1, "all read some of it"
