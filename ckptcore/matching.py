@@ -122,6 +122,8 @@ def match_leaves(
         differences[:0] = comparison.of_valueless(absent, place)
     adjustments: dict[int, Adjustment] = {}
     differences.extend(comparison.of_leaves(matching, adjustments))
+    if adjustments:
+        differences.extend(comparison.of_quantized(adjustments))
     if differences:
         from ckptcore.differences import mismatch
 
@@ -337,6 +339,21 @@ class _Comparison:
             return ()
         path = format_path(self.paths[position])
         return [Difference(refused.sort, f"{path}: {refused.reason}", refused.allowed_by) for refused in found]
+
+    def of_quantized(self, adjustments: Mapping[int, Adjustment]) -> Sequence[Difference]:
+        """What is told of quantised arrays that would be cast, and nobody asks for the scales without which they mean nothing."""
+        from ckptcore.differences import Difference
+        from ckptcore.quantized_names import scales_beside  # only where something differs
+
+        loaded = set(self.found)
+        told = []
+        for number, scales in scales_beside(self.tree):
+            found = adjustments.get(number)
+            if found is not None and found.change.cast != "error" and scales not in loaded:
+                path, beside = (format_path(self.tree.paths[one]) for one in (number, scales))
+                reason = f"{found.change.stored} is quantised: a cast would leave out its scales, {beside}"
+                told.append(Difference("dtype", f"{path}: dtype: {reason}"))
+        return told
 
 
 def _are_plain(asked: ArrayRecord, stored: ArrayRecord) -> bool:

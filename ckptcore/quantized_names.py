@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Final
 
 from ckptcore.model.arrays import ArraySpec
 from ckptcore.model.metadata import ArrayRecord, TreeMetadata
 
-__all__ = ["BLOCKS", "SCALES", "SCALES_OF_BLOCKS", "WEIGHT", "find_quantized", "is_quantized", "names_of_scales"]
+__all__ = [
+    "BLOCKS",
+    "SCALES",
+    "SCALES_OF_BLOCKS",
+    "WEIGHT",
+    "find_quantized",
+    "is_quantized",
+    "names_of_scales",
+    "scales_beside",
+]
 
 WEIGHT: Final = ".weight"
 
@@ -41,8 +51,8 @@ def names_of_scales(name: str) -> list[str]:
     return names
 
 
-def find_quantized(tree: TreeMetadata) -> str | None:
-    """Tell of one quantised array in a tree, with the scales that stand beside it; None where there is none."""
+def scales_beside(tree: TreeMetadata) -> Iterator[tuple[int, int]]:
+    """The numbers of the quantised arrays in a tree, each with that of the scales that stand beside it."""
     names = {"/".join(map(str, path)): number for number, path in enumerate(tree.paths)}
     for name, number in names.items():
         record = tree.leaves[number]
@@ -51,7 +61,16 @@ def find_quantized(tree: TreeMetadata) -> str | None:
         expected = names_of_scales(name) if is_quantized(record.spec) else []
         if name.endswith(BLOCKS) and record.spec.dtype == "uint8":
             expected = [name.removesuffix(BLOCKS) + SCALES_OF_BLOCKS]
-        for scales in expected:
-            if scales in names:
-                return f"{name[:_SHOWN]!r} is {record.spec}, and its scales {scales[:_SHOWN]!r} stand beside it"
+        found = next((names[scales] for scales in expected if scales in names), None)
+        if found is not None:
+            yield number, found
+
+
+def find_quantized(tree: TreeMetadata) -> str | None:
+    """Tell of one quantised array in a tree, with the scales that stand beside it; None where there is none."""
+    for number, scales in scales_beside(tree):
+        name, beside = ("/".join(map(str, tree.paths[one]))[:_SHOWN] for one in (number, scales))
+        record = tree.leaves[number]
+        assert isinstance(record, ArrayRecord)  # as it was looked for
+        return f"{name!r} is {record.spec}, and its scales {beside!r} stand beside it"
     return None

@@ -428,3 +428,32 @@ def test_who_asks_for_numbers_is_told_how_to_get_them(tmp_path: Path) -> None:
     with pytest.raises(TreeMismatchError) as caught:
         ckptcore.load("memory://dequantizing/plain", {"a.weight": np.ones(3, np.int16)})
     assert "quantised" not in str(caught.value)
+
+
+def test_a_cast_does_not_leave_scales_out(tmp_path: Path) -> None:
+    values, scales = fp8_blocks(torch.ones(4, 4))
+    publish(tmp_path, {"a.weight": values, "a.weight_scale_inv": scales, "b.weight": values}, FP8)
+    matching = ckptcore.Matching(cast="safe", unexpected="ignore")
+    wanted = {"a.weight": AbstractArray((4, 4), "bfloat16")}
+    with pytest.raises(TreeMismatchError, match=r"(?s)is quantised: a cast would leave out its scales.*Dequantize"):
+        ckptcore.load(tmp_path, wanted, matching=matching)
+    both = {**wanted, "a.weight_scale_inv": AbstractArray((1, 1), "float32")}
+    assert (ckptcore.load(tmp_path, both, matching=matching)["a.weight"] == 448).all(), "who asks for both has both"
+    alone = {"b.weight": AbstractArray((4, 4), "bfloat16")}
+    assert (ckptcore.load(tmp_path, alone, matching=matching)["b.weight"] == 448).all(), (
+        "nothing says that it is quantised"
+    )
+    numbers = ckptcore.load(
+        tmp_path, wanted, matching=matching, transforms=[Dequantize("a.{n}", "a.{n}_scale_inv", BLOCK)]
+    )
+    assert (numbers["a.weight"] == 1).all()
+
+
+def test_a_module_of_torch_is_filled_with_the_numbers(tmp_path: Path) -> None:
+    stored, expected = _quantized_minilm(fp8_blocks, "_scale_inv")
+    publish(tmp_path, stored, FP8)
+    name = "encoder.layer.0.intermediate.dense"
+    module = torch.nn.Linear(384, 1536, dtype=torch.bfloat16)
+    chain: list[Transform] = [DequantizeAsConfigured(), Rename(f"{name}.{{part}}", "{part}")]
+    ckptcore.load_into(tmp_path, module, transforms=chain, matching=ckptcore.Matching(unexpected="ignore"))
+    assert torch.equal(module.weight, expected[f"{name}.weight"]) and torch.equal(module.bias, expected[f"{name}.bias"])
