@@ -176,10 +176,10 @@ def _columns(tree: TreeMetadata, columns: Any) -> tuple[Sequence[int], Sequence[
         raise IndexError(f"leaves {min(leaves)} to {max(leaves)} of {len(tree.leaves)}")
     if min(numbers, default=0) < 0 or min(offsets, default=0) < 0:
         raise IndexError("a file or an offset below 0")
-    keys = [files[number] for number in numbers]
-    if {*map(type, keys)} - {str}:
+    keys = {number: files[number] for number in set(numbers)}
+    if {*map(type, keys.values())} - {str}:
         raise TypeError("a file name is expected")
-    return leaves, keys, offsets
+    return leaves, [keys[number] for number in numbers], offsets
 
 
 def _shape(tree: TreeMetadata, leaf: int) -> tuple[int, ...]:

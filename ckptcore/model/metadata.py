@@ -209,23 +209,20 @@ def _decode(encoded: JSON) -> TreeMetadata:
     if {*map(type, dtype_column)} - {int} or {*map(type, note_column)} - {int, type(None)}:
         raise CorruptCheckpointError("the saved tree cannot be read: a column of numbers has something else")
     free = range(count) if not values else [number for number, leaf in enumerate(leaves) if leaf is None]
-    records: dict[
-        tuple[int | None, ...], ArrayRecord
-    ] = {}  # most arrays are as others are, and records are not changed
-    for number, dtype_number, shape, note in zip(free, dtype_column, shape_column, note_column, strict=True):
-        extra = extras.get(str(number)) if extras else None
-        alike = (note, dtype_number, *shape)
-        known = records.get(alike)
-        if known is None or extra is not None:
-            spec = ArraySpec(tuple(shape), dtype_names[_natural(dtype_number)])
-            if 0 in shape and not spec.is_possible:  # the others are compared with the objects that hold them
-                raise CorruptCheckpointError(f"the saved tree cannot be read: {spec} is no array that can be")
-            notes = _NO_NOTES if note is None else note_table[_natural(note)]
+    # Most arrays are as others are, and records are not changed: one for all that are alike.
+    alike = list(zip(note_column, dtype_column, map(tuple, shape_column), strict=True))
+    records = {key: _plain_record(*key, note_table, dtype_names) for key in set(alike)}
+    if not values:
+        leaves = [records[key] for key in alike]
+    else:
+        for number, key in zip(free, alike, strict=True):
+            leaves[number] = records[key]
+    if extras:
+        for number, key in zip(free, alike, strict=True):
+            extra = extras.get(str(number))
             if extra is not None:
-                leaves[number] = _record_with_extra(spec, notes, _expect(extra, dict))
-                continue
-            known = records[alike] = ArrayRecord(spec, notes=notes)
-        leaves[number] = known
+                plain = records[key]
+                leaves[number] = _record_with_extra(plain.spec, plain.notes, _expect(extra, dict))
     aliases: dict[int, int] = {}
     for alias, target in _expect(table["aliases"], list):
         record, original = leaves[_natural(alias)], leaves[_natural(target)]
@@ -237,16 +234,28 @@ def _decode(encoded: JSON) -> TreeMetadata:
     return TreeMetadata(skeleton, tuple(cast(list[LeafRecord], leaves)), aliases, held_by)  # every one has come
 
 
+def _plain_record(
+    note: int | None, dtype_number: int, shape: tuple[int, ...], notes: list[Mapping[str, JSON]], dtypes: list[str]
+) -> ArrayRecord:
+    if len(shape) > 64:
+        raise CorruptCheckpointError(f"the saved tree cannot be read: an array has {len(shape)} axes")
+    if min(shape, default=0) < 0:
+        raise CorruptCheckpointError(f"the saved tree cannot be read: {min(shape)} is no extent of an array")
+    spec = ArraySpec(shape, dtypes[_natural(dtype_number)])
+    if 0 in shape and not spec.is_possible:  # the others are compared with the objects that hold them
+        raise CorruptCheckpointError(f"the saved tree cannot be read: {spec} is no array that can be")
+    return ArrayRecord(spec, notes=_NO_NOTES if note is None else notes[_natural(note)])
+
+
 def _check_shapes(column: list[Any]) -> None:
-    """Refuse what is no shape. Whole columns are looked at, for a checkpoint may have hundreds of thousands of arrays."""
+    """Refuse what are no lists of integers. Whole columns are looked at, for a checkpoint may have hundreds of thousands of arrays."""
     if {*map(type, column)} - {list, tuple}:
         raise CorruptCheckpointError("the saved tree cannot be read: a shape is no list")
-    if max(map(len, column), default=0) > 64:
-        raise CorruptCheckpointError(f"the saved tree cannot be read: an array has {max(map(len, column))} axes")
-    extents = list(itertools.chain.from_iterable(column))
-    if {*map(type, extents)} - {int} or min(extents, default=0) < 0:
-        wrong = next(extent for extent in extents if type(extent) is not int or extent < 0)
-        raise CorruptCheckpointError(f"the saved tree cannot be read: {wrong!r} is no extent of an array")
+    kinds = {*map(type, itertools.chain.from_iterable(column))} - {int}
+    if kinds:
+        raise CorruptCheckpointError(
+            f"the saved tree cannot be read: a {kinds.pop().__name__} is no extent of an array"
+        )
 
 
 def _held_by(encoded: JSON, count: int) -> dict[int, tuple[int, ...]]:
