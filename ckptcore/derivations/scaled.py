@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -28,11 +29,11 @@ _E8M0: Final = "float8_e8m0fnu"
 _MX_BYTES: Final = 16
 """Bytes of a block of 32 numbers of four bits."""
 
-_TILE: Final = (16, 4096)
-"""Rows and columns that are computed at a time: what is between the stored bytes and the result stays in a cache."""
+_TILE_ELEMENTS: Final = 1 << 16
+"""How many elements are computed at a time: what is between the stored bytes and the result stays in a cache."""
 
 _TURNED_TILE: Final = (512, 128)
-"""The same where columns lie one after the other in the result."""
+"""Extents along the axis that lies in memory in the result, and along the one that lies so in what is stored, where these are two."""
 
 _E4M3FN: Final = dtype_from_name("float8_e4m3fn")
 
@@ -82,78 +83,62 @@ class BlockScaled:
     def make(self, box: Box, parts: Sequence[HostArray], out: HostArray) -> None:
         """Multiply."""
         values, scales = parts
+        start, block = box.start, self.block
+        if not values.ndim:  # NumPy gives an element of what has no axes, and no array
+            values, scales, out, start, block = values[None], scales[None], out[None], (0,), (1,)
+        first = [low % extent for low, extent in zip(start, block, strict=True)]
+        tile, is_turned = _tile(out)
+        cuts = [
+            list(itertools.pairwise(_cuts(*of_axis))) for of_axis in zip(values.shape, tile, block, first, strict=True)
+        ]
         with np.errstate(all="ignore"):
             scales = scales.astype(np.float32)
-            for matrix in self._matrices(box, values, scales, out):
-                matrix.fill()
-
-    def _matrices(self, box: Box, values: HostArray, scales: HostArray, out: HostArray) -> Iterator[_Matrix]:
-        """The last two axes of a box, for each index along those before."""
-        while len(box.start) < 2:
-            box = Box((0, *box.start), (1, *box.stop))
-            values, scales, out = values[None], scales[None], out[None]
-        block = (1,) * (2 - len(self.block)) + self.block
-        first = (box.start[-2] % block[-2], box.start[-1] % block[-1])
-        for index in np.ndindex(box.shape[:-2]):
-            of_block = tuple(
-                [
-                    (low + number) // extent - low // extent
-                    for low, number, extent in zip(box.start, index, block, strict=False)
-                ]
-            )
-            yield _Matrix(values[index], scales[of_block], out[index], (block[-2], block[-1]), first)
-
-
-@dataclass(frozen=True, slots=True)
-class _Matrix:
-    """A matrix that is filled.
-
-    Attributes:
-        values: its elements.
-        scales: of the blocks, in float32.
-        out: what is filled.
-        block: extents of a block.
-        first: where in its block the first element is.
-    """
-
-    values: HostArray
-    scales: HostArray
-    out: HostArray
-    block: tuple[int, int]
-    first: tuple[int, int]
-
-    def fill(self) -> None:
-        """Multiply, tile by tile."""
-        across, along = (abs(stride) for stride in self.out.strides)
-        is_turned = across < along
-        rows, columns = (
-            list(itertools.pairwise(_cuts(extent, most, block, first)))
-            for extent, most, block, first in zip(
-                self.values.shape, _TURNED_TILE if is_turned else _TILE, self.block, self.first, strict=True
-            )
-        )
-        for left, right in columns:
-            for top, bottom in rows:
-                product = _in_float32(self.values[top:bottom, left:right])
-                np.multiply(product, self._factors(top, bottom, left, right), out=product)
-                out = self.out[top:bottom, left:right]
+            for bounds in itertools.product(*cuts):
+                place = tuple([slice(low, high) for low, high in bounds])
+                product = _in_float32(values[place])
+                np.multiply(product, _factors(scales, bounds, block, first), out=product)
                 if is_turned:  # ml_dtypes casts what lies apart much slower than NumPy copies it
-                    copy_elements(out, product.astype(out.dtype, copy=False))
+                    copy_elements(out[place], product.astype(out.dtype, copy=False))
                 else:
-                    np.copyto(out, product, casting="unsafe")
+                    np.copyto(out[place], product, casting="unsafe")
 
-    def _factors(self, top: int, bottom: int, left: int, right: int) -> HostArray:
-        """By element of a tile its scale; one row or column of them where all are equal."""
-        factors = self.scales
-        for axis, (low, high) in enumerate(((top, bottom), (left, right))):
-            block, first = self.block[axis], self.first[axis]
-            start, stop = (low + first) // block, (high + first - 1) // block + 1
-            factors = factors[start:stop] if axis == 0 else factors[:, start:stop]
-            if stop - start > 1 and block > 1:
-                offset = low + first - start * block
-                wide = np.repeat(factors, block, axis)
-                factors = wide[offset : offset + high - low] if axis == 0 else wide[:, offset : offset + high - low]
-        return factors
+
+def _tile(out: HostArray) -> tuple[Sequence[int], bool]:
+    """The extents of what is computed at a time, and whether the last axis is not that along which the result lies in memory."""
+    tile, left = [1] * out.ndim, _TILE_ELEMENTS
+    axes = list(reversed(range(out.ndim)))
+    fast = min(axes, key=lambda axis: abs(out.strides[axis]) if out.shape[axis] > 1 else sys.maxsize)
+    is_turned = fast != axes[0] and out.shape[axes[0]] > 1
+    if is_turned:
+        for axis, most in zip((fast, axes[0]), _TURNED_TILE, strict=True):
+            tile[axis] = min(out.shape[axis], most)
+            left //= tile[axis]
+        axes = [axis for axis in axes[1:] if axis != fast]
+    for axis in axes:
+        tile[axis] = min(out.shape[axis], left)
+        left = max(1, left // tile[axis])
+    return tile, is_turned
+
+
+def _factors(
+    scales: HostArray, bounds: Sequence[tuple[int, int]], block: Sequence[int], first: Sequence[int]
+) -> HostArray:
+    """By element of a tile its scale; along an axis one alone where all are equal.
+
+    Args:
+        scales: of the blocks that the box touches.
+        bounds: by axis, from where to where the tile is in the box.
+        block: extents of a block.
+        first: by axis, where in its block the first element of the box is.
+    """
+    for axis, (low, high) in enumerate(bounds):
+        before, size = (slice(None),) * axis, block[axis]
+        start, stop = (low + first[axis]) // size, (high + first[axis] - 1) // size + 1
+        scales = scales[(*before, slice(start, stop))]
+        if stop - start > 1 and size > 1:
+            offset = low + first[axis] - start * size
+            scales = np.repeat(scales, size, axis)[(*before, slice(offset, offset + high - low))]
+    return scales
 
 
 def _cuts(extent: int, most: int, block: int, first: int) -> list[int]:

@@ -116,6 +116,8 @@ class _Search:
                 if text.endswith(WEIGHT) and text + end in self.by_text:
                     raise ValueError(f"it is {spec}, which is not quantised, and {text + end!r} stands beside it")
             return None
+        if not scales and spec.dtype == "int8" and not text.endswith(WEIGHT):
+            return None  # a table or a mask of whole numbers
         module = text.removesuffix(WEIGHT)
         if self.config.keeps(module):
             if scales:
@@ -145,8 +147,7 @@ class _Search:
         if scales not in self.by_text:
             raise ValueError(f"it is {leaf.record.spec}, and {scales!r} is not there to be its scales")
         path = self.by_text[text]
-        assert isinstance(path[-1], str)  # its text ends with a word
-        to = (*path[:-1], path[-1].removesuffix(BLOCKS))
+        to = (*path[:-1], str(path[-1]).removesuffix(BLOCKS))
         return Quantized(path, self.by_text[scales], to, functools.partial(_turned, dtype=self.dtype))
 
     def _making(self, dtype: str) -> Making:

@@ -28,6 +28,7 @@ from ckptcore.derivations import (
     unpack_fp4,
 )
 from ckptcore.derivations.batches import Place
+from ckptcore.derivations.scaled import _tile
 from ckptcore.derived import Derived, derive
 from ckptcore.model import LEAF, ArrayRecord, ArraySpec, Box, HostArray, Node, TreeMetadata, dtype_from_name
 from ckptcore.opened import Opened
@@ -183,6 +184,21 @@ def test_boxes_of_fp4_read_the_bytes_and_scales_that_they_touch(data: st.DataObj
         count = box.shape[0] * box.shape[1]
         of_bytes, of_scales = (-(-box.stop[2] // size) - box.start[2] // size for size in (2, 32))
         assert counted.elements == count * (of_bytes + of_scales)
+
+
+def test_kernels_of_convolutions_are_made_in_few_steps() -> None:
+    """Of small matrices many are computed at a time: one by one they would take a second."""
+    shape, rng = (256, 128, 3, 3), np.random.default_rng(4)
+    codes = rng.integers(0, 127, shape, dtype=np.uint8).view(E4M3FN)
+    scales = rng.normal(size=(256, 1, 1, 1)).astype(np.float32)
+    expected = (codes.astype(np.float32) * scales).astype(BFLOAT16)
+    one = block_scaled(*_pair(codes, scales), None, "bfloat16")
+    for order in ((0, 1, 2, 3), (2, 3, 1, 0)):
+        out = np.empty([shape[axis] for axis in order], BFLOAT16).transpose(np.argsort(order))
+        one.make(Box.whole(shape), [codes, scales], out)
+        assert out.tobytes() == expected.tobytes()
+        tile, _ = _tile(out)
+        assert math.prod([-(-extent // most) for extent, most in zip(shape, tile, strict=True)]) < 40
 
 
 @pytest.mark.parametrize(("shape", "block"), [((600, 9000), (128, 128)), ((40, 9000), (1, 32)), ((3, 600), (2, 7))])

@@ -150,10 +150,11 @@ def test_whole_numbers_of_compressed_tensors(tmp_path: Path) -> None:
     weight = minilm()["encoder.layer.0.output.dense.weight"]
     scales = weight.float().abs().amax(1, keepdim=True) / 127
     stored = {"a.weight": torch.round(weight.float() / scales).to(torch.int8), "a.weight_scale": scales}
+    stored["a.mask"] = torch.ones(3, dtype=torch.int8)  # no weight
     config = {"config_groups": {"g": {"weights": {"num_bits": 8, "type": "int", "strategy": "channel"}}}}
     publish(tmp_path, stored, {"format": "int-quantized", **config})
     loaded = ckptcore.load(tmp_path, transforms=[DequantizeAsConfigured("float32")])
-    assert _same(loaded["a.weight"], stored["a.weight"].float() * scales)
+    assert _same(loaded["a.weight"], stored["a.weight"].float() * scales) and loaded["a.mask"].dtype == np.int8
 
 
 def test_mxfp8_scales_are_bytes_of_exponents(tmp_path: Path) -> None:
