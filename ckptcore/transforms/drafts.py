@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, TypeAlias
@@ -103,6 +104,8 @@ class Draft:
         """The further checkpoints that arrays are made of."""
         self._containers: dict[TreePath, tuple[NodeKind, str | None]] = {}
         self._empty: dict[TreePath, None] = {}
+        self._sequence: dict[TreePath, int] = {}
+        """Where leaves and empty containers stand among those that are stored, as far as it is known."""
         self.leaves: dict[TreePath, Leaf] = {}
         """By path; in no order that means anything but which came first."""
         self._note_containers(opened.tree.skeleton, ())
@@ -111,9 +114,11 @@ class Draft:
 
     def _note_containers(self, node: Skeleton, path: TreePath) -> None:
         if not isinstance(node, Node):
+            self._sequence[path] = len(self._sequence)
             return
         self._containers[path] = (node.kind, node.type)
         if not node.children:
+            self._sequence[path] = len(self._sequence)
             self._empty[path] = None
         for key, child in zip(node.keys, node.children, strict=True):
             self._note_containers(child, (*path, key))
@@ -224,8 +229,10 @@ class Draft:
         matched = self.present(template) if empty else self.find(template)
         moved = {path: to(path, fields) for path, fields in matched.items()}
         self._empty = {empty.get(path, path): None for path in self._empty}
-        for path, new in (*moved.items(), *empty.items()):
+        both = {**moved, **empty}
+        for path, new in both.items():
             self._move_containers(path, new)
+        self._sequence.update({new: self._sequence[path] for path, new in both.items() if path in self._sequence})
         self.replace({path: {new: self.leaves[path]} for path, new in moved.items()})
 
     def _move_containers(self, path: TreePath, new: TreePath) -> None:
@@ -311,7 +318,7 @@ class Draft:
         if () in self.leaves:
             raise _leaf_above((), next(path for path in self.leaves if path))
         root = _Branch({})
-        for path in (*self.leaves, *self._empty):
+        for path in self._paths():
             branch = root
             is_leaf = path in self.leaves
             for depth, key in enumerate(path[:-1] if is_leaf else path):
@@ -322,6 +329,15 @@ class Draft:
             if is_leaf and branch.children.setdefault(path[-1], None) is not None:
                 raise _leaf_above(path, path)
         return self._node(root, (), order)
+
+    def _paths(self) -> Iterator[TreePath]:
+        """Leaves in their order, and among them the empty containers where they stood."""
+        empty = deque(sorted(self._empty, key=lambda path: self._sequence[path]))
+        for path in self.leaves:
+            while empty and path in self._sequence and self._sequence[empty[0]] < self._sequence[path]:
+                yield empty.popleft()
+            yield path
+        yield from empty
 
     def _node(self, branch: _Branch, path: TreePath, order: list[TreePath]) -> Node:
         kind, note = self._containers.get(path, (None, None))

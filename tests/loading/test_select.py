@@ -288,6 +288,21 @@ def test_names_are_those_before_transforms(location: Path) -> None:
     assert set(loaded) == {"model", "params", "step"} and set(loaded["model"]) == {"kernel", "bias"}
 
 
+@pytest.mark.parametrize("layout", ["safetensors", "zarr3", "ocdbt", "dcp"])
+def test_a_load_without_the_optimizer_reads_the_parameters(tmp_path: Path, layout: str) -> None:
+    rng = np.random.default_rng(0)
+    kernels = {f"layer{number}": rng.integers(0, 9, (1024, 512), np.int32) for number in range(4)}
+    moments = [{name: kernel * times for name, kernel in kernels.items()} for times in (2, 3)]
+    train = {"params": kernels, "opt_state": Moments(*moments), "step": 7}
+    ckptcore.save(tmp_path / "c", train, layout=layout, context=Context(durability="none", checksums=False))
+    report = LoadReport()
+    loaded = ckptcore.load(tmp_path / "c", context=FAST, select=~select.names("opt_state"), report=report)
+    assert set(loaded) == {"params", "step"} and all(
+        np.array_equal(loaded["params"][name], kernels[name]) for name in kernels
+    )
+    assert report.bytes_read <= 1.1 * sum(kernel.nbytes for kernel in kernels.values())
+
+
 def mixture() -> dict[str, Any]:
     """Eight experts of 8 MiB in two layers, and a little around them; named as Hugging Face does."""
     rng = np.random.default_rng(0)
