@@ -20,8 +20,8 @@ __all__ = ["Session"]
 
 T = TypeVar("T")
 
-_MOST_HELD: Final = 200
-"""Objects that are held open: each takes a file descriptor, of which many systems give a process 1024."""
+_MOST_HELD: Final = 150
+"""Objects that are held open: each takes a file descriptor, and another one where it is mapped; many systems give a process 1024."""
 
 
 class Session:

@@ -84,6 +84,14 @@ class MarkedObject(NearObject):
     def _no_marks(self) -> bytearray:
         return bytearray(-(-self._size // self._block_bytes))
 
+    def _marks_of(self, stamp: Hashable) -> bytearray:
+        """What was verified with a stamp; none if that is another one than before."""
+        known, marks = self._marked
+        if known != stamp:
+            marks = self._no_marks()
+            self._marked = (stamp, marks)
+        return marks
+
     def is_at_hand(self, start: int, stop: int) -> bool:
         """See `HeldObject.is_at_hand`."""
         stamp, marks = self._marked
@@ -96,9 +104,10 @@ class MarkedObject(NearObject):
     def bring(self, start: int, stop: int, threads: IOThreads) -> bool:
         """See `HeldObject.bring`."""
         self._expect(start, stop)
-        if self.memory() is None or self._near.stamp() is None:
+        stamp = self._near.stamp()
+        if self.memory() is None or stamp is None:
             return False  # what is verified now would have to be verified again
-        _, marks = self._marked
+        marks = self._marks_of(stamp)
         block = self._block_bytes
         missing = [number for number in range(start // block, -(-stop // block)) if not marks[number]]
         if len(missing) < _FEW_BLOCKS:
@@ -167,10 +176,7 @@ class MarkedObject(NearObject):
         self._sums.verify(start, memory)
         if stamp is None:
             return  # who changed it now would not be noticed
-        known, marks = self._marked
-        if known != stamp:
-            marks = self._no_marks()
-            self._marked = (stamp, marks)
+        marks = self._marks_of(stamp)
         first = start // self._block_bytes
         count = -(-len(memory) // self._block_bytes)
         marks[first : first + count] = b"\x01" * count

@@ -13,8 +13,10 @@ from hypothesis import strategies as st
 from ckptcore.engine.checksums import BlockChecksums, RecordedChecksums
 from ckptcore.engine.held_objects import HeldObject
 from ckptcore.engine.holding import Holding
+from ckptcore.engine.threads import IOThreads
 from ckptcore.errors import ChecksumError, CorruptCheckpointError
 from ckptcore.model import ObjectRecord
+from ckptcore.protocols import RangeReader
 
 BLOCK = 100
 SIZE = 1030
@@ -27,7 +29,7 @@ class ChangingObject:
         data: the bytes.
         now: the stamp.
         reads: every range that was read.
-        before_read: called before each read with the number of it.
+        after_read: called after each read.
     """
 
     def __init__(self, data: bytes) -> None:
@@ -56,13 +58,13 @@ def data_of(size: int = SIZE) -> bytes:
     return np.random.default_rng(0).integers(0, 256, size, np.uint8).tobytes()
 
 
-def held(reader: ChangingObject, *, verified: bool = True) -> HeldObject:
+def held(reader: ChangingObject, far: RangeReader | None = None, *, verified: bool = True) -> HeldObject:
     sums = None
     if verified:
-        writer = BlockChecksums(len(reader.data), block_bytes=BLOCK)
-        writer.add(0, bytes(reader.data))
+        writer = BlockChecksums(SIZE, block_bytes=BLOCK)
+        writer.add(0, data_of())
         sums = RecordedChecksums(ObjectRecord("a", len(reader.data), writer.encode()), block_bytes=BLOCK)
-    return Holding(BLOCK, lambda nbytes: None).of("a", reader, len(reader.data), sums)
+    return Holding(BLOCK, lambda nbytes: None).of("a", far or reader, len(reader.data), sums)
 
 
 def read(found: HeldObject, start: int, stop: int) -> bytes:
@@ -81,6 +83,54 @@ def test_any_reads_give_the_bytes(bounds: list[tuple[int, int]], verified: bool)
             memory = found.memory()
             assert memory is not None and memory[start:stop] == reader.data[start:stop]
         assert read(found, start, stop) == reader.data[start:stop]
+
+
+class FarObject:
+    """The same bytes, to be read and nothing else."""
+
+    def __init__(self, inner: ChangingObject) -> None:
+        self.get_into = inner.get_into
+
+
+@given(st.lists(st.tuples(st.integers(0, SIZE), st.integers(0, SIZE)), max_size=20), st.booleans())
+def test_any_reads_of_what_is_far_give_the_bytes(bounds: list[tuple[int, int]], verified: bool) -> None:
+    reader = ChangingObject(data_of())
+    found = held(reader, FarObject(reader), verified=verified)
+    for pair in bounds:
+        start, stop = min(pair), max(pair)
+        assert not found.is_at_hand(start, stop) and not found.bring(start, stop, IOThreads(1))
+        assert read(found, start, stop) == reader.data[start:stop]
+
+
+def test_what_is_far_is_kept_where_it_was_verified() -> None:
+    reader = ChangingObject(data_of())
+    found = held(reader, FarObject(reader))
+    read(found, 250, 530)
+    read(found, 210, 300)
+    read(found, 599, 601)
+    assert reader.reads == [(200, 300), (500, 600), (300, 500), (600, 700)]
+    reader.data[350] ^= 1
+    with pytest.raises(ChecksumError, match="bytes 300 to 400"):
+        read(found, 340, 341)
+    assert len(read(held(reader, FarObject(reader), verified=False), 340, 341)) == 1 and reader.reads[-1] == (340, 341)
+
+
+def test_blocks_are_brought_at_hand_once() -> None:
+    reader = ChangingObject(data_of())
+    found = held(reader)
+    read(found, 250, 260)
+    assert found.bring(150, SIZE, IOThreads(3)) and found.is_at_hand(100, SIZE)
+    assert sorted(reader.reads) == [(begin, min(begin + BLOCK, SIZE)) for begin in range(100, SIZE, BLOCK)]
+    reader.data[450] ^= 1
+    reader.now = 1
+    with pytest.raises(ChecksumError, match="bytes 400 to 500"):
+        found.bring(0, SIZE, IOThreads(3))
+    assert found.bring(500, 700, IOThreads(3)) and not found.is_at_hand(400, 700)
+    reader.now = None
+    before = len(reader.reads)
+    assert not found.bring(500, 700, IOThreads(3)) and len(reader.reads) == before
+    with pytest.raises(CorruptCheckpointError, match="found 1030 bytes"):
+        found.bring(0, SIZE + 1, IOThreads(3))
 
 
 def test_a_block_is_verified_once() -> None:
