@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Final, TypeAlias
 
+import numpy as np
+import xxhash
+
 from ckptcore.context import Context
+from ckptcore.derivations import Constant, Derivation
+from ckptcore.derivations.derivation import walk
 from ckptcore.derived import derive
+from ckptcore.engine.elements import bytes_of
 from ckptcore.errors import CheckpointError, CorruptCheckpointError, TransformError, UnsupportedLeafError
 from ckptcore.locations import LocationLike
 from ckptcore.occupants import root_bytes
@@ -65,8 +71,20 @@ def apply_transforms(opened: Opened, transforms: Transforms, context: Context) -
         values=made.values,
         beside=draft.beside,
         most_bytes=context.memory.load_bytes,
-        told=describe(transforms),
+        told=_told(transforms, made.derivations.values()),
     )
+
+
+def _told(transforms: Transforms, made: Iterable[Derivation]) -> str:
+    """What ranks tell each other: what is done, and a digest of the elements that are not stored, which a line cannot show."""
+    constants = {one: None for derivation in made for one in walk(derivation) if isinstance(one, Constant)}
+    values = [one.value for one in constants if one.value.size > 1]
+    if not values:
+        return describe(transforms)
+    digest = xxhash.xxh3_128()
+    for value in values:
+        digest.update(bytes_of(np.ascontiguousarray(value)))
+    return f"{describe(transforms)}\nwith elements of {digest.hexdigest()}"
 
 
 def check_beside(opened: Opened) -> None:

@@ -68,7 +68,7 @@ class IfPresent(Transform):
         return f"{self.transform.describe()}, if there is any"
 
     def inverse(self) -> Transform:
-        """See `Transform`."""
+        """See `Transform`: what is there is taken back, also if something else has made it."""
         return IfPresent(self.transform.inverse())
 
 

@@ -15,7 +15,7 @@ import ckptcore
 from ckptcore import AbstractArray, ArrayShard, Context, LoadReport, Matching, MemoryOptions, ShardedArray
 from ckptcore.testing import ThreadJob, ThreadNetwork
 from ckptcore.testing.strategies import partitions
-from ckptcore.transforms import Cast, Rename, Scale, Stack, Transform, Transpose
+from ckptcore.transforms import Cast, Default, Rename, Scale, Stack, Transform, Transpose
 
 NARROWING = Matching(cast="narrowing", shapes={"pad", "truncate", "reshape"}, unexpected="ignore")
 
@@ -222,3 +222,17 @@ def test_messages_of_what_is_turned_are_cut_along_what_is_stored(
     read = sum(report.bytes_read for report in reports)
     assert read <= 1.1 * times * ROWS * COLUMNS * 4
     assert len({rank for rank, _, _ in network.sent}) > 1, "all read some of it"
+
+
+@pytest.mark.parametrize("alike", [True, False])
+def test_arrays_that_are_not_stored_are_those_of_each_rank_or_none(saved: Path, alike: bool) -> None:
+    def work(context: Context, rank: int) -> Any:
+        own = np.full((4, 4), 1 if alike else rank, np.float32)
+        return ckptcore.load(saved, transforms=[Default("head", own)], context=context)["head"]
+
+    if alike:
+        assert all((found == 1).all() for found in run(2, work)[0])
+        return
+    with pytest.raises(ExceptionGroup) as caught:
+        run(2, work)
+    assert all("different options" in str(error) for error in caught.value.exceptions)
