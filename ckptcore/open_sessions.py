@@ -29,6 +29,9 @@ class Session:
 
     All that is read is of the save that was opened: objects that are held open are those of it, and after any other read its root is
     looked at again.
+
+    Attributes:
+        is_closed: whether nothing can be read any more.
     """
 
     def __init__(self, location: Place, context: Context) -> None:
@@ -38,6 +41,7 @@ class Session:
             What `ckptcore.opening.open_checkpoint` does.
         """
         self.context = context
+        self.is_closed = False
         tries = Tries(location, context)
         opened = None
         while opened is None:
@@ -45,11 +49,6 @@ class Session:
         self._now: tuple[Tries, Opened] | None = (tries, opened)
         self._held: dict[str, HeldObject | None] = {}
         self._lock = threading.Lock()
-
-    @property
-    def is_closed(self) -> bool:
-        """Whether nothing can be read any more."""
-        return self._now is None
 
     @property
     def opened(self) -> Opened:
@@ -70,6 +69,7 @@ class Session:
         """Let go of it, and of its objects once nobody reads them."""
         with self._lock:
             self._now = None
+            self.is_closed = True
             self._held.clear()
 
     def attempt(self, read: Callable[[Opened], T]) -> T:

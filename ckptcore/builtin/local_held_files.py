@@ -52,7 +52,10 @@ class HeldFile:
         Raises:
             StorageError
         """
-        status = self._status()
+        try:
+            status = os.fstat(self._descriptor)  # not by a function of its own: it is asked for with each slice
+        except OSError as error:
+            raise local_error(error, "look at", self._file.path) from error
         changed = status.st_ctime_ns
         return (changed, status.st_size) if time.time_ns() - changed > _TICK_NANOSECONDS else None
 
@@ -62,7 +65,10 @@ class HeldFile:
         Raises:
             StorageError
         """
-        return self._status().st_size
+        try:
+            return os.fstat(self._descriptor).st_size
+        except OSError as error:
+            raise local_error(error, "look at", self._file.path) from error
 
     def memory(self) -> memoryview | None:
         """The file mapped; None where it is empty, cannot be mapped, or is not known to be on this machine.
@@ -73,9 +79,3 @@ class HeldFile:
             return memoryview(self._file.map()) if is_of_this_machine(self._descriptor) else None
         except (OSError, StorageError):
             return None  # memory that may be addressed is bounded: all of it can be read as well
-
-    def _status(self) -> os.stat_result:
-        try:
-            return os.fstat(self._descriptor)
-        except OSError as error:
-            raise local_error(error, "look at", self._file.path) from error
