@@ -94,6 +94,8 @@ class PartialSave:
         ranks: how many ranks were given away: to processes of sessions, of those that died too, and to who finalized and died. None
             is given twice, so that no two sessions write under one name.
         owner: the first rank of who may write now; None: nobody, until another session begins.
+        token: drawn by who owns it, or did last. Of two that saw the same and want to own it at once, each would take what the other
+            put for its own, were the bytes the same.
         sessions: those that are complete.
     """
 
@@ -103,6 +105,7 @@ class PartialSave:
     agreed: str
     ranks: int
     owner: int | None
+    token: str = ""
     sessions: tuple[Session, ...] = ()
 
     def own_by_next(self, size: int) -> PartialSave:
@@ -111,7 +114,7 @@ class PartialSave:
         Args:
             size: how many processes that are.
         """
-        return replace(self, ranks=self.ranks + size, owner=self.ranks)
+        return replace(self, ranks=self.ranks + size, owner=self.ranks, token=new_save_id())
 
     def complete(self, session: Session) -> PartialSave:
         """The same with one more session, and nobody who may write."""

@@ -132,7 +132,7 @@ def encode_partial(partial: PartialSave) -> bytes:
     ]
     return _seal({"format": _FORMAT, "version": _PARTIAL_VERSION, "state": "partial",
                   "save_id": partial.save_id, "created": partial.created, "layout": partial.layout, "agreed": partial.agreed,
-                  "ranks": partial.ranks, "owner": partial.owner, "sessions": sessions})  # fmt: skip
+                  "ranks": partial.ranks, "owner": partial.owner, "token": partial.token, "sessions": sessions})  # fmt: skip
 
 
 def is_partial(data: bytes) -> bool:
@@ -162,7 +162,7 @@ def _decode_partial(document: dict[str, Any]) -> PartialSave:
         raise CorruptCheckpointError(f"{ROOT_KEY} states the owner {owner} of {ranks} ranks", key=ROOT_KEY)
     return PartialSave(
         save_id, _text(document["created"]), _text(document["layout"]), _text(document["agreed"]), ranks, owner,
-        tuple(sessions),
+        _text(document["token"]), tuple(sessions),
     )  # fmt: skip
 
 

@@ -105,7 +105,7 @@ def persist_session(
 def _is_owned(location: Location, partial: PartialSave) -> bool:
     """Whether this process sees that its leader claimed the place."""
     found = find_partial(location)
-    return found is not None and (found.save_id, found.owner) == (partial.save_id, partial.owner)
+    return found is not None and (found.save_id, found.token) == (partial.save_id, partial.token)
 
 
 def _look_whether_complete(agreement: Agreement, location: Location, partial: PartialSave, error: Exception) -> None:

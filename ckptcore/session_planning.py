@@ -95,7 +95,15 @@ def plan_session(
         before.append((found, frozenset(kept)))
         partial = partial.own_by_next(agreement.size)
         return {
-            "partial": [partial.save_id, partial.created, partial.layout, partial.agreed, partial.ranks, partial.owner],
+            "partial": [
+                partial.save_id,
+                partial.created,
+                partial.layout,
+                partial.agreed,
+                partial.ranks,
+                partial.owner,
+                partial.token,
+            ],
             "taken": [[leaf, [[*box.start, *box.stop] for box in boxes]] for leaf, boxes in taken.items()],
         }
 
