@@ -160,6 +160,8 @@ def cut(of: Derivation, box: Box) -> Derivation:
         return of
     if isinstance(of, Cut):
         return Cut(of.of, _shifted(box, of.box.start))
+    if isinstance(of, Concatenation) and box.size:  # of layers that are stacked and taken apart again nothing is left
+        return concatenate([cut(of.inputs[part.number], part.box) for part in of.needed(box)], of.axis)
     return Cut(of, box)
 
 

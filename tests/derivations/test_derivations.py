@@ -132,6 +132,19 @@ def test_many_boxes_in_one_plan(location: str, dtype: str) -> None:
         assert made.tobytes() == expected[box.slices].tobytes()
 
 
+def test_what_is_taken_apart_again_is_what_it_was() -> None:
+    layers = [Stored(ArraySpec((24, 10), "float32"), leaf) for leaf in range(4)]
+    for axis in range(3):
+        stacked = stack(layers, axis)
+        for number, layer in enumerate(layers):
+            band = Box.whole(stacked.spec.shape).band(axis, number, number + 1)
+            assert reshape(cut(stacked, band), (24, 10)) == layer
+    fused = concatenate(layers, 0)
+    assert cut(fused, Box((24, 0), (48, 10))) == layers[1]
+    assert cut(fused, Box((24, 0), (72, 10))) == concatenate(layers[1:3], 0)
+    assert cut(fused, Box((30, 2), (40, 4))) == cut(layers[1], Box((6, 2), (16, 4)))
+
+
 def test_what_lies_where_it_goes_is_read_into_place(location: str) -> None:
     opened, counted = open_counted(location)
     rows = [cut(Stored(ArraySpec((24, 10), "float32"), 0), Box((row, 0), (row + 1, 10))) for row in (5, 2, 9)]
