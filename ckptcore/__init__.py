@@ -5,6 +5,7 @@ A map of the package:
 - `save`, `save_async`, `load`, `load_async`, `load_into`, `metadata`, `delete`, `verify`, `copy`, `copy_steps`, `convert`, `consolidate`: what users call (`ckptcore.api`)
 - `abstract`: what asks a load for a value like one that is there (`ckptcore.abstract_values`)
 - `save_partial`, `save_partial_async`, `finalize`: a checkpoint that is filled in several sessions (`ckptcore.session_claims`)
+- `save_update`, `save_update_async`: a checkpoint that refers to another one for what did not change (`ckptcore.references`)
 - `plan`, `plan_job`: what a save would write, ask and hold, without doing it (`ckptcore.save_plans`)
 - `open`, `load_slice`: single arrays and parts of arrays, read as they are asked for (`ckptcore.open_checkpoints`)
 - `load_parts`: all arrays in boxes, one after the other, with little in memory (`ckptcore.loaded_parts`)
@@ -55,6 +56,8 @@ if TYPE_CHECKING:
         save_checkpointables_async,
         save_partial,
         save_partial_async,
+        save_update,
+        save_update_async,
         verify,
     )
     from ckptcore.background import LoadHandle, Progress, SaveHandle
@@ -165,6 +168,8 @@ __all__ = [
     "save_checkpointables_async",
     "save_partial",
     "save_partial_async",
+    "save_update",
+    "save_update_async",
     "verify",
 ]
 

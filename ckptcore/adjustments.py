@@ -170,7 +170,8 @@ def adjusted(opened: Opened, adjustments: Mapping[int, Adjustment], context: Con
         return opened
     tree = opened.tree
     # What transforms make is adjusted in one go with them, so that it is made in pieces by what these read.
-    below = opened.derived if isinstance(opened.derived, Derived) else None
+    made = opened.derived
+    below = made if isinstance(made, Derived) and not made.opened_so else None
     leaves: list[LeafRecord] = list(tree.leaves)
     derivations: dict[int, Derivation] = {}
     aliases: dict[int, int] = {}

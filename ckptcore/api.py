@@ -69,6 +69,8 @@ __all__ = [
     "save_checkpointables_async",
     "save_partial",
     "save_partial_async",
+    "save_update",
+    "save_update_async",
     "verify",
 ]
 
@@ -179,6 +181,65 @@ def save_partial_async(
 def _session(location: LocationLike, state: object, layout: str | Layout) -> SaveRequest:
     return SaveRequest(
         location=location, values=OneTree(state), layout=layout, overwrite=False, custom=None, partial=True
+    )
+
+
+def save_update(
+    location: LocationLike,
+    state: object,
+    *,
+    base: LocationLike,
+    layout: str | Layout = "safetensors",
+    overwrite: Overwrite = False,
+    metadata: Mapping[str, JSON] | None = None,
+    context: Context | None = None,
+) -> None:
+    """Save a checkpoint of which only what is given is written, and all other arrays are those of a base. Returns once it is committed.
+
+    It is loaded, sliced, transformed, verified and converted as any other, as long as its base is there as it was; `copy` makes one that
+    needs none. Software that reads the layout sees only what was written. References are one deep: what the base refers to is referred to where it is.
+
+    Args:
+        location: a path or URL; a directory is made there.
+        state: what is new. Keys of mappings that are left out, and what a `PLACEHOLDER` stands for, are those of the base; other keys are
+            added. A container that is no mapping is given whole, or with placeholders.
+        base: the checkpoint that has the rest, of one tree, in the same directory; elsewhere in the same storage with
+            ``Context(bases="anywhere")``.
+        layout, overwrite, metadata, context: as for `save`. The layout may be another one than that of the base.
+
+    Raises:
+        TreeMismatchError: if the state does not go over the base. Nothing was written.
+        InvalidLocationError: if the base is where none may be.
+        SaveLostError: if the base was deleted or replaced meanwhile.
+        What `save` does, and for the base what `load` does.
+    """
+    perform_save(_update(location, state, base, layout, overwrite, metadata), context or default_context())
+
+
+def save_update_async(
+    location: LocationLike,
+    state: object,
+    *,
+    base: LocationLike,
+    layout: str | Layout = "safetensors",
+    overwrite: Overwrite = False,
+    metadata: Mapping[str, JSON] | None = None,
+    context: Context | None = None,
+) -> SaveHandle:
+    """Begin to save an update and return once it owns its memory, as `save_async` does. Takes and raises what `save_update` does."""
+    return begin_save(_update(location, state, base, layout, overwrite, metadata), context or default_context())
+
+
+def _update(
+    location: LocationLike,
+    state: object,
+    base: LocationLike,
+    layout: str | Layout,
+    overwrite: Overwrite,
+    metadata: Mapping[str, JSON] | None,
+) -> SaveRequest:
+    return SaveRequest(
+        location=location, values=OneTree(state), layout=layout, overwrite=overwrite, custom=metadata, base=base
     )
 
 
@@ -596,6 +657,7 @@ def delete(location: LocationLike, *, context: Context | None = None) -> None:
     Raises:
         CheckpointNotFoundError: if there is nothing.
         CheckpointExistsError: if what is there is no checkpoint of ckptcore; it is left alone.
+        CheckpointReferredError: if checkpoints beside it have arrays in it; names them. Those elsewhere cannot be known.
     """
     from ckptcore.deletion import delete_checkpoint  # who only saves or loads need not wait for it
 
@@ -663,6 +725,8 @@ def copy(
     there: it is committed as a save is. What other software wrote has no root: where directories are renamed it comes there as a
     whole; elsewhere ckptcore does not load it before all is there, but other software sees its files as they come.
 
+    Of one that refers to others (`save_update`) the copy is another save, in the same layout, that has all arrays itself.
+
     Blocks are compared with their checksums before they are written. A few pieces are in memory at a time, and nothing on disk.
 
     A copy that died, failed or was interrupted leaves what it wrote: copying again goes on with it. Objects that are there with their
@@ -686,9 +750,9 @@ def copy(
         SaveLostError: if another process copies the same to there, or saved there meanwhile.
         StorageError: if a storage fails. What was at the destination before is there still.
     """
-    from ckptcore.copying import copy_checkpoint  # who only saves or loads need not wait for it
+    from ckptcore.whole_copies import copy_whole  # who only saves or loads need not wait for it
 
-    return copy_checkpoint(
+    return copy_whole(
         source, destination, context or default_context(), overwrite=overwrite, verify=verify, progress=progress
     )
 

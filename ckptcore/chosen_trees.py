@@ -44,7 +44,7 @@ def chosen_leaves(
 
 
 def _chosen(opened: Opened, selection: Selection, describe: Callable[[Opened], Sequence[object]]) -> frozenset[int]:
-    if opened.derived is None:
+    if opened.derived is None or opened.derived.opened_so:
         return selection.leaves(LeafTable(opened.tree.paths, lambda: describe(opened)))
     below = opened.derived.below[0]  # names are those of what is loaded, not of checkpoints beside it
     kept = _chosen(below, selection, describe)

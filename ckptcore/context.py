@@ -69,6 +69,8 @@ class Context:
         without_conditions: what a save does on storage without real directories whose puts cannot be conditional, or ignore conditions.
             ``"refuse"``: it raises AtomicityError. ``"marker"``: it looks before and after each put instead, which keeps a checkpoint
             whole as long as one process at a time saves to a location.
+        bases: which checkpoints an updated copy may refer to, in a save and in a load: those ``"beside"`` it, in the same directory;
+            or ``"anywhere"`` in the same storage. What a checkpoint from a stranger refers to is read, and nothing in it runs.
         handlers: by type, handlers that come before those of all plugins.
         plugins: plugins beside the installed ones.
         storage: options of storages, by URL scheme. They may be secrets, and are not shown.
@@ -89,6 +91,7 @@ class Context:
     reads: Reads = "all"
     when_busy: Literal["wait", "queue"] = "wait"
     without_conditions: WithoutConditions = "refuse"
+    bases: Literal["beside", "anywhere"] = "beside"
     handlers: Mapping[type, Handler] = field(default_factory=dict)
     plugins: Sequence[object] = ()
     storage: Mapping[str, Mapping[str, JSON]] = field(default_factory=dict, repr=False)
@@ -103,6 +106,7 @@ class Context:
             ("durability", ("full", "none")),
             ("when_busy", ("wait", "queue")),
             ("without_conditions", WITHOUT_CONDITIONS),
+            ("bases", ("beside", "anywhere")),
         ):
             if getattr(self, name) not in allowed:
                 raise ValueError(

@@ -20,7 +20,7 @@ from ckptcore.context import Context
 from ckptcore.destinations import refuse_destination
 from ckptcore.errors import CheckpointNotFoundError, CorruptCheckpointError, NameCollisionError, TransformError
 from ckptcore.events import Recording
-from ckptcore.locations import Location, LocationLike, resolve_location
+from ckptcore.locations import Location, Place, resolve_location
 from ckptcore.members import is_deleted, open_member, present_members, while_composite_unchanged
 from ckptcore.model.arrays import Box, HostArray
 from ckptcore.model.objects import ObjectRecord
@@ -50,15 +50,22 @@ _PIECE_BYTES: Final = 1 << 24
 
 
 def convert_checkpoint(
-    source: LocationLike,
-    destination: LocationLike,
+    source: Place,
+    destination: Place,
     layout: str | Layout,
     overwrite: Overwrite,
     progress: ProgressCallback | None,
     context: Context,
     transforms: Transforms = (),
+    *,
+    save_id: str | None = None,
 ) -> None:
-    """See `ckptcore.convert`."""
+    """See `ckptcore.convert`.
+
+    Args:
+        source, destination, layout, overwrite, progress, context, transforms: as there.
+        save_id: of what is written; None: a new one.
+    """
     chosen = context.registry.layout(layout)
     durable = context.durability == "full"
     resolved = resolve_location(destination, context.registry, durable=durable, config=context.storage)
@@ -66,7 +73,7 @@ def convert_checkpoint(
     refuse_destination(read_from, resolved)
     refuse_to_replace(resolved, overwrite)
 
-    job = _Conversion(resolved, chosen, overwrite, progress, context, transforms)
+    job = _Conversion(resolved, chosen, overwrite, progress, context, transforms, save_id)
     composite = find_composite(source, job.reading)
     if composite is None:
         while_unchanged(source, job.reading, job.tree)
@@ -88,7 +95,9 @@ class _Conversion:
         progress: ProgressCallback | None,
         context: Context,
         transforms: Transforms,
+        save_id: str | None,
     ) -> None:
+        self._save_id = save_id
         self._transforms = transforms
         self._destination = destination
         self._layout = layout
@@ -105,7 +114,7 @@ class _Conversion:
         """Write a checkpoint that is one tree."""
         if self._transforms:
             opened = self._transformed(opened)
-        save_id = new_save_id()
+        save_id = self._save_id or new_save_id()
         part, captured = self._part("", "", opened, save_id, own=False)
         self._persist(save_id, [part], [captured], None, opened)
 
@@ -123,7 +132,7 @@ class _Conversion:
             )
         return apply_transforms(opened, self._transforms, self.reading)
 
-    def composite(self, source: LocationLike, composite: OpenedComposite) -> None:
+    def composite(self, source: Place, composite: OpenedComposite) -> None:
         """Write every checkpointable that is still there; files as they are."""
         save_id = new_save_id()
         members: dict[str, Member] = {}
@@ -145,7 +154,7 @@ class _Conversion:
                 captured.append(held)
         self._persist(save_id, parts, captured, members, composite)
 
-    def _open(self, composite: OpenedComposite, name: str, directory: str, source: LocationLike) -> Opened:
+    def _open(self, composite: OpenedComposite, name: str, directory: str, source: Place) -> Opened:
         try:
             return open_member(composite, name, directory, source, self.reading)
         except CheckpointNotFoundError as error:

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+
 from ckptcore.commit import remove_checkpoint, sweep_location
 from ckptcore.context import Context
 from ckptcore.errors import (
     CheckpointExistsError,
     CheckpointNotFoundError,
+    CheckpointReferredError,
     CorruptCheckpointError,
     UnsupportedVersionError,
 )
+from ckptcore.holds import StepHolds
 from ckptcore.locations import Location, LocationLike, resolve_location
 from ckptcore.occupants import read_root
-from ckptcore.root import new_save_id
+from ckptcore.protocols import AtomicDirectories
+from ckptcore.referrers import base_pin, find_referrers
+from ckptcore.root import Root, new_save_id
 from ckptcore.session_claims import find_partial, remove_partial
 
 __all__ = ["delete_checkpoint"]
@@ -22,8 +29,13 @@ def delete_checkpoint(location: LocationLike, context: Context) -> None:
     """See `ckptcore.delete`."""
     durable = context.durability == "full"
     resolved = resolve_location(location, context.registry, durable=durable, config=context.storage)
+    allowed: Callable[[], None] | None = None
     try:
-        ours = read_root(resolved.store) is not None
+        root = read_root(resolved.store)
+        ours = root is not None
+        if isinstance(root, Root):
+            allowed = functools.partial(_refuse_referred, resolved, root.save_id)
+            allowed()
     except (CorruptCheckpointError, UnsupportedVersionError):
         ours = True
     if not ours:
@@ -36,8 +48,30 @@ def delete_checkpoint(location: LocationLike, context: Context) -> None:
         remove_partial(resolved, new_save_id())
         sweep_location(resolved)
         return
-    remove_checkpoint(resolved, new_save_id(), context.conditions)
+    remove_checkpoint(resolved, new_save_id(), context.conditions, allowed)
     sweep_location(resolved)
+
+
+def _refuse_referred(location: Location, save_id: str) -> None:
+    """Do nothing if no checkpoint beside this one has arrays in it, nor is one being saved that will, where that can be told.
+
+    Raises:
+        CheckpointReferredError
+    """
+    names = find_referrers(location.parent, location.name, save_id)
+    if names:
+        raise CheckpointReferredError(
+            f"{location.display} has arrays of {', '.join(names[:20])}, beside it: delete {'that' if len(names) == 1 else 'those'} first, or put "
+            "a copy by ckptcore.copy in the place, which needs no base. Nothing was deleted"
+        )
+
+    if (
+        isinstance(location.parent, AtomicDirectories)
+        and base_pin(location.name) in StepHolds(location.parent, location.display).pinned()
+    ):
+        raise CheckpointReferredError(
+            f"an update that refers to {location.display} is being saved: delete that first, when it is there. Nothing was deleted"
+        )
 
 
 def _has_partial(location: Location) -> bool:

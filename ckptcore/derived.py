@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Final, Literal, TypeAlias
 
@@ -13,13 +14,13 @@ from ckptcore.derivations.batches import Batch, Fill, Place, StoredRead
 from ckptcore.derivations.derivation import Derivation, Stored, walk
 from ckptcore.derivations.made import Computed
 from ckptcore.engine.memory import allocate
-from ckptcore.errors import TransformError
+from ckptcore.errors import CorruptCheckpointError, TransformError
 from ckptcore.locations import LocationAddress
 from ckptcore.model.arrays import ArraySpec, Box, HostArray
 from ckptcore.model.metadata import ArrayRecord, TreeMetadata
 from ckptcore.model.transfer import ReadPlan
 from ckptcore.model.tree import format_path
-from ckptcore.opened import Opened
+from ckptcore.opened import Opened, naming_arrays
 from ckptcore.planning import plan_read
 
 __all__ = ["Derived", "Recipe", "derive"]
@@ -66,11 +67,11 @@ class Recipe:
     @classmethod
     def all_of(cls, opened: Opened) -> tuple[Recipe, ...]:
         """Those that make a checkpoint of the one that is stored, one after the other."""
-        if not isinstance(found := opened.derived, Derived):
+        if not isinstance(found := opened.derived, Derived) or found.opened_so:
             return ()
         below, *beside = found.below
         for other in beside:
-            assert other.derived is None  # further checkpoints are as they are stored
+            assert other.derived is None or other.derived.opened_so  # further checkpoints are as they are stored
         addresses = tuple([other.location.to_open for other in beside])
         return (*cls.all_of(below), cls(found.tree, found.derivations, found.values, found.most_bytes, addresses))
 
@@ -86,6 +87,7 @@ class Derived:
         values: by number of each value that is one of the checkpoint that is read, its number there.
         most_bytes: the most memory that is used beside the arrays that are made. What cannot be made in pieces may exceed it, alone.
         told, changes: see `MadeArrays`.
+        opened_so: whether opening the checkpoint makes it so by itself, because it refers to others.
     """
 
     tree: TreeMetadata
@@ -95,6 +97,7 @@ class Derived:
     most_bytes: int = _USUAL_BYTES
     told: str = ""
     changes: Mapping[int, tuple[int, str]] = field(default_factory=dict)
+    opened_so: bool = False
     _lying: dict[int, Counter[int]] = field(default_factory=dict, init=False, repr=False)
     """By checkpoint, and leaf, the bytes that lie in objects as they are; looked up when it is asked for."""
 
@@ -185,8 +188,9 @@ class Derived:
                 continue
             wanted = [(reads[number].array.leaf, (reads[number].box,)) for number in numbers]
             plan = plan_read(below.tree, below.state, wanted)
-            for there in below.read(plan, [reads[number].buffer for number in numbers]):
-                yield numbers[there]
+            with _told_of(below) if checkpoint else nullcontext():
+                for there in below.read(plan, [reads[number].buffer for number in numbers]):
+                    yield numbers[there]
 
     def _fills(self, derivation: Derivation, places: Sequence[Place]) -> Sequence[Fill]:
         """What fills boxes of an array: all at once, or in pieces, where that takes too much memory and they read little more.
@@ -306,6 +310,16 @@ def derive(
         {} if changes is None else changes,
     )
     return dataclasses.replace(opened, tree=tree, derived=derived, copies=None)
+
+
+@contextmanager
+def _told_of(opened: Opened) -> Iterator[None]:
+    """Let errors about bytes of a further checkpoint name that, and its arrays: who reads the first one knows the files of that one only."""
+    try:
+        with naming_arrays(opened):
+            yield
+    except CorruptCheckpointError as error:
+        raise type(error)(f"{error}. It is read for arrays of another checkpoint") from error
 
 
 def _around(boxes: Sequence[Box]) -> Box:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from typing import Final
 
@@ -77,15 +77,36 @@ def _hidden_name(location: Location, save_id: str) -> str:
     return f".{location.name}.{save_id}.ckptcore"
 
 
-def remove_directory(location: Location, directories: AtomicDirectories, save_id: str) -> None:
-    """Remove a checkpoint: under a hidden name, which a new save id makes, it is no longer there for anybody."""
-    remove_hidden(location, directories, location.name, save_id)
+def remove_directory(
+    location: Location, directories: AtomicDirectories, save_id: str, allowed: Callable[[], None] | None = None
+) -> None:
+    """Remove a checkpoint: under a hidden name, which a new save id makes, it is no longer there for anybody.
+
+    Args:
+        location: where it is.
+        directories: its storage.
+        save_id: a new one.
+        allowed: asked when it is hidden; if that raises an error it is put back.
+    """
+    remove_hidden(location, directories, location.name, save_id, allowed)
 
 
-def remove_hidden(location: Location, directories: AtomicDirectories, name: str, save_id: str) -> None:
+def remove_hidden(
+    location: Location,
+    directories: AtomicDirectories,
+    name: str,
+    save_id: str,
+    allowed: Callable[[], None] | None = None,
+) -> None:
     """Remove a directory beside or at a location, under a name first by which any save removes what is left of it."""
     hidden = _hidden_name(location, save_id)
     directories.rename(name, hidden)
+    if allowed is not None:
+        try:
+            allowed()
+        except BaseException:
+            directories.rename(hidden, name)
+            raise
     directories.delete_directory(hidden)
 
 

@@ -40,6 +40,7 @@
     ├── BackgroundSaveError            (RuntimeError)       an earlier asynchronous save failed unnoticed
     ├── UploadError                    (RuntimeError)       committed steps of the near tier are not in the far one
     ├── OnlyStepError                  (ValueError)         a deletion would leave a directory without a valid step
+    ├── CheckpointReferredError        (RuntimeError)       others have arrays in the checkpoint that is to be deleted
     ├── StepPinnedError                (RuntimeError)       a reader has pinned the step that is to be deleted
     ├── TargetUndefinedError           (RuntimeError)       ``load_into`` failed after it began to fill its target
     ├── CommitUnknownError             (RuntimeError)       whether the save committed cannot be known
@@ -60,6 +61,7 @@ __all__ = [
     "CheckpointError",
     "CheckpointExistsError",
     "CheckpointNotFoundError",
+    "CheckpointReferredError",
     "ChecksumError",
     "ClockSkewError",
     "CommitUnknownError",
@@ -300,6 +302,10 @@ class UploadError(CheckpointError, RuntimeError):
 
 class OnlyStepError(CheckpointError, ValueError):
     """A deletion would leave a directory of steps without a valid one. Nothing was deleted."""
+
+
+class CheckpointReferredError(CheckpointError, RuntimeError):
+    """Other checkpoints have arrays in the one that is to be deleted: they were saved by `ckptcore.save_update`. Nothing was deleted."""
 
 
 class StepPinnedError(CheckpointError, RuntimeError):

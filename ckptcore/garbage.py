@@ -11,14 +11,23 @@ from functools import partial
 
 from ckptcore.commit import remove_checkpoint, remove_leftover, sweep_leftovers
 from ckptcore.context import Context
-from ckptcore.errors import CheckpointError, CheckpointNotFoundError, OnlyStepError, StepPinnedError
+from ckptcore.errors import (
+    CheckpointError,
+    CheckpointNotFoundError,
+    CheckpointReferredError,
+    CorruptCheckpointError,
+    OnlyStepError,
+    StepPinnedError,
+    UnsupportedVersionError,
+)
 from ckptcore.events import Recording
 from ckptcore.holds import Hold, StepHolds
 from ckptcore.locations import Location, Place, resolve_location, subdirectory
 from ckptcore.occupants import is_committed
 from ckptcore.policies import PreservationPolicy, StepInfo, what_to_delete
 from ckptcore.protocols import AtomicDirectories, StorageBackend
-from ckptcore.root import new_save_id
+from ckptcore.referrers import find_referrers, summary_beside
+from ckptcore.root import Summary, new_save_id
 from ckptcore.steps import StepDirectory
 from ckptcore.verification import has_its_sizes
 
@@ -117,6 +126,7 @@ class StepDeleter:
         """That a claim is a dead one's, and that it goes, is one decision; nobody who saves waits for other deletions."""
         self._deciding = threading.Lock()
         """Whether another valid step stays, and that this one goes, is one decision."""
+        self._referred: set[int] = set()  # steps that stayed because others refer to them
         self._whole: set[str] = set()
         """The saves whose files were found to have their sizes."""
         self._going: dict[int, threading.Event] = {}
@@ -178,8 +188,14 @@ class StepDeleter:
         """
         with Recording("delete", self._steps.display, self._context.observers).phase("clean"):
             since = self._steps.changes()
-            doomed = what_to_delete(policy, policy_infos(self._steps, broken), time.time())
-            return [step for step in doomed if self._delete(step, broken, _Plan(since, keep))]
+            doomed = list(what_to_delete(policy, policy_infos(self._steps, broken), time.time()))
+            deleted: list[int] = []
+            while doomed:
+                # What others refer to goes once these are gone.
+                gone = [step for step in doomed if self._delete(step, broken, _Plan(since, keep))]
+                deleted += gone
+                doomed = [step for step in doomed if step in self._referred] if gone else []
+            return deleted
 
     def begin(
         self,
@@ -201,6 +217,7 @@ class StepDeleter:
             CheckpointNotFoundError: if it is not there, is being deleted already, or other software wrote it.
             OnlyStepError: if it is the only one that is valid.
             StepPinnedError: if a reader has pinned it, or it is being saved.
+            CheckpointReferredError: if others have arrays in it.
         """
         if not self._steps.is_committed(step):
             raise CheckpointNotFoundError(self._steps.missing(step))
@@ -213,6 +230,11 @@ class StepDeleter:
         if intent is None:
             raise StepPinnedError(f"step {step} in {self._steps.display} is pinned by a reader; delete it later")
         try:
+            if names := self._referrers(step):
+                raise CheckpointReferredError(
+                    f"step {step} in {self._steps.display} has arrays of {', '.join(names[:20])}: delete those first, or put a copy by "
+                    "ckptcore.copy in their place"
+                )
             if step in under_way():
                 raise StepPinnedError(f"step {step} in {self._steps.display} is being saved; delete it later")
             going = self._doom(step, broken, _Plan(self._steps.changes(), under_way), elsewhere)
@@ -248,10 +270,35 @@ class StepDeleter:
             logger.info("step %d in %s stays: a reader has pinned it", step, self._steps.display)
             return False
         with intent:
+            self._referred.discard(step)
+            if self._steps.is_committed(step) and (names := self._referrers(step)):
+                self._referred.add(step)
+                logger.info("step %d in %s stays: %s refer to it", step, self._steps.display, ", ".join(names))
+                return False
             going = self._doom(step, broken, plan) if self._steps.is_committed(step) else None
             if going is not None:
                 self._vanish(step, intent, going)
         return going is not None
+
+    def _referrers(self, step: int) -> Sequence[str]:
+        """The names of what refers to a step in the same directory, whoever saved it."""
+        try:
+            summary = self._steps.summary(step)
+        except (CheckpointNotFoundError, CorruptCheckpointError, UnsupportedVersionError):
+            return ()
+        if summary is None:
+            return ()
+        known = {self._steps.name(other): other for other in self._steps.candidates()}
+
+        def summary_of(store: StorageBackend, name: str) -> Summary | None:
+            if name not in known:
+                return summary_beside(store, name)
+            try:
+                return self._steps.summary(known[name])
+            except (CheckpointNotFoundError, CorruptCheckpointError, UnsupportedVersionError):
+                return None
+
+        return find_referrers(self._store, self._steps.name(step), summary.save_id, summary_of)
 
     def has_another(self, step: int, broken: Collection[int]) -> bool:
         """Whether another step than this one is valid, as far as the sizes of its files tell.

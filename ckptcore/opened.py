@@ -113,6 +113,11 @@ class MadeArrays(Protocol):
         """
         ...
 
+    @property
+    def opened_so(self) -> bool:
+        """Whether opening the checkpoint makes it so by itself, because it refers to others: to users it is one as any other."""
+        ...
+
     def read(self, plan: ReadPlan, buffers: Sequence[HostArray]) -> Iterable[int]:
         """See `Opened.read`."""
         ...

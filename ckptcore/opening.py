@@ -250,7 +250,12 @@ def open_root(resolved: Location, data: bytes | None, context: Context) -> Opene
         from ckptcore.host_copies import find_copies  # only who has hosts needs it
 
         copies = find_copies(resolved, root, context)
-    return Opened.of_root(resolved, root, layout, store, copies)
+    opened = Opened.of_root(resolved, root, layout, store, copies)
+    if root.references:
+        from ckptcore.bases import with_bases  # only who refers to others needs it
+
+        return with_bases(opened, root, context)
+    return opened
 
 
 def _not_finalized(location: Location, partial: PartialSave) -> UncommittedCheckpointError:

@@ -206,6 +206,7 @@ def describe_part(
     size: int,
     replicas: ReplicaOptions | None = None,
     executor: Executor | None = None,
+    placeholders: bool = False,
 ) -> PartDescription:
     """Look at what is to be saved under a name, and refuse what cannot be. Writes nothing.
 
@@ -217,6 +218,7 @@ def describe_part(
         rank, size: which process of how many this is.
         replicas: how those that hold the same elements share them; None: they do not.
         executor: the workers that hold the elements of leaves, where this process is their controller.
+        placeholders: whether some of the whole checkpoint may be left to the base of an update.
 
     Raises:
         UnsupportedLeafError, UnsupportedKeyError, NameCollisionError: say the name, too.
@@ -226,7 +228,9 @@ def describe_part(
             raise UnsupportedLeafError(
                 "PerProcess(...) is for what has a name of its own: use save_checkpointables. Nothing was written"
             )
-        return describe_tree("", value, layout, plugins, rank, size, replicas, executor, own=False)
+        return describe_tree(
+            "", value, layout, plugins, rank, size, replicas, executor, own=False, placeholders=placeholders
+        )
     own = isinstance(value, PerProcess)
     if isinstance(value, PerProcess):
         value = value.value

@@ -39,6 +39,7 @@ from ckptcore.worker_writes import HeldByWorkers
 if TYPE_CHECKING:
     from ckptcore.hosts import OnHosts
     from ckptcore.session_claims import PlannedSession
+    from ckptcore.updating import PlannedUpdate
 
 __all__ = [
     "NOTHING_COMMITTED",
@@ -77,6 +78,7 @@ class Described:
         agreement: with the other processes of the job.
         on_hosts: that it goes to a directory of each host; None: to one that all processes see.
         session: that it is a session of a partial save; None: a save of its own.
+        update: that arrays of its tree are in other checkpoints; None: it has all of them.
     """
 
     location: Location
@@ -92,6 +94,7 @@ class Described:
     agreement: Agreement
     on_hosts: OnHosts | None = None
     session: PlannedSession | None = None
+    update: PlannedUpdate | None = None
 
     @property
     def about(self) -> About:
@@ -394,6 +397,9 @@ def commit_tree(
     timeline = timeline_to_json(recording.events)
     if described.before_commit is not None:
         described.before_commit()
+    if described.update is not None:
+        described.update.expect_bases()
+        root = replace(root, tree=described.update.tree, references=described.update.references)
     root = replace(
         root,
         custom=described.custom,

@@ -100,7 +100,15 @@ def prepare_save(request: SaveRequest, context: Context, recording: Recording, a
         replicas = context.replicas if _share_replicas(chosen, request.exports, context) else None
         descriptions: _Descriptions = [
             describe_part(
-                name, value, chosen, context.registry, rank=rank, size=size, replicas=replicas, executor=executor
+                name,
+                value,
+                chosen,
+                context.registry,
+                rank=rank,
+                size=size,
+                replicas=replicas,
+                executor=executor,
+                placeholders=request.base is not None,
             )
             for name, value in values.items()
         ]
@@ -147,6 +155,12 @@ def prepare_save(request: SaveRequest, context: Context, recording: Recording, a
         session = plan_session(agreement, location, descriptions, save_id, created)
         save_id, created = session.planned.partial.save_id, session.planned.partial.created
         recording.save_id = save_id
+    update = None
+    if request.base is not None:
+        from ckptcore.updating import plan_update  # only who refers to others needs it
+
+        update, written = plan_update(agreement, location, descriptions, request.base, context)
+        descriptions = [written]
     hosts = None if request.on_hosts is None or len(request.on_hosts.hosts.groups) == 1 else request.on_hosts.hosts
     parts = []
     try:
@@ -178,6 +192,7 @@ def prepare_save(request: SaveRequest, context: Context, recording: Recording, a
         agreement=agreement,
         on_hosts=request.on_hosts,
         session=None if session is None else session.planned,
+        update=update,
     )
     copied: Sequence[CopyDescription] = ()
     if hosts is not None:

@@ -14,6 +14,7 @@ from ckptcore.errors import InvalidLocationError
 from ckptcore.model.metadata import TreeMetadata
 from ckptcore.model.objects import ObjectRecord
 from ckptcore.model.tree import JSON
+from ckptcore.references import Base, References
 
 __all__ = [
     "HOST_COPIES",
@@ -147,6 +148,7 @@ class Root:
         timeline: how long the save took at what, as `ckptcore.events` encodes it; not checked.
         member: whether it is one of several checkpointables of a composite, which its save id names.
         progress: how far the training was: ``step``, ``epoch``.
+        references: which arrays of the tree are stored in other checkpoints.
     """
 
     save_id: str
@@ -162,6 +164,7 @@ class Root:
     timeline: JSON = None
     member: bool = False
     progress: Mapping[str, int] = field(default_factory=dict)
+    references: References = field(default_factory=References)
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,6 +213,7 @@ class Summary:
         save_id, created, metrics, progress: as of a `Root`.
         members: the checkpointables by name; None of a checkpoint that is one tree.
         nbytes: bytes of its objects; None where the root names a part that has them, and 0 of a composite.
+        bases: the checkpoints that it refers to.
     """
 
     committed: bool
@@ -219,6 +223,7 @@ class Summary:
     progress: Mapping[str, int]
     members: Mapping[str, Member] | None
     nbytes: int | None
+    bases: tuple[Base, ...] = ()
 
 
 def new_save_id() -> str:

@@ -18,6 +18,7 @@ from ckptcore.model.columns import list_of_column
 from ckptcore.model.metadata import TreeMetadata
 from ckptcore.model.objects import BLOCK_BYTES, CHECKSUM_ALGORITHM, CHECKSUM_BYTES, ObjectRecord
 from ckptcore.model.tree import JSON
+from ckptcore.references import Base, References
 from ckptcore.root import (
     ROOT_KEY,
     Claimed,
@@ -43,12 +44,13 @@ __all__ = [
     "summarize_root",
 ]
 
-FORMAT_VERSION: Final = 2
+FORMAT_VERSION: Final = 3
 """The newest format of checkpoints that this version reads. A root is written in the oldest one that has what it needs."""
 
 _TREE_VERSION: Final = 1
 _COMPOSITE_VERSION: Final = 2
 _PARTIAL_VERSION: Final = 3
+_REFERRING_VERSION: Final = 3
 
 _FORMAT: Final = "ckptcore"
 _INLINE_BYTES: Final = 1 << 18
@@ -73,7 +75,7 @@ def summarize_root(data: bytes) -> Summary:
     try:
         document = _unseal(data)
         version = document["version"]
-        if type(version) is int and version > (_PARTIAL_VERSION if document["state"] == "partial" else FORMAT_VERSION):
+        if type(version) is int and version > FORMAT_VERSION:
             raise _newer(version)
         return Summary(
             document["state"] == "committed",
@@ -83,6 +85,7 @@ def summarize_root(data: bytes) -> Summary:
             _decode_progress(document.get("progress", {})),
             _decode_members(document["members"]) if "members" in document else None,
             _bytes_of_objects(document.get("tables", {}), document.get("parts", {})),
+            _decode_bases(document.get("bases", [])),
         )
     except InvalidLocationError as error:
         raise CorruptCheckpointError(f"{ROOT_KEY} names an object that cannot be: {error}", key=ROOT_KEY) from error
@@ -181,17 +184,19 @@ def _decode_progress(progress: Any) -> dict[str, int]:
 
 def encode_root(root: Root) -> tuple[bytes, Mapping[str, bytes]]:
     """The bytes of a committed root, and by key those of its parts, which must be written before it."""
-    return _encode(
-        root,
-        _COMPOSITE_VERSION if root.member else _TREE_VERSION,
-        {"layout": root.layout, **({"member": True} if root.member else {})},
-        {
-            "tree": root.tree.to_json(),
-            "layout": root.state,
-            "objects": _encode_objects(root.objects),
-            "custom": root.custom,
-        },
-    )
+    own: dict[str, JSON] = {"layout": root.layout, **({"member": True} if root.member else {})}
+    tables: dict[str, JSON] = {
+        "tree": root.tree.to_json(),
+        "layout": root.state,
+        "objects": _encode_objects(root.objects),
+        "custom": root.custom,
+    }
+    version = _COMPOSITE_VERSION if root.member else _TREE_VERSION
+    if references := root.references:
+        version = _REFERRING_VERSION
+        own["bases"] = [[base.path, base.save_id] for base in references.bases]
+        tables["references"] = {"leaf": references.leaf, "base": references.base, "stored": references.stored}
+    return _encode(root, version, own, tables)
 
 
 def encode_composite(composite: Composite) -> tuple[bytes, Mapping[str, bytes]]:
@@ -271,7 +276,7 @@ def _decode(data: bytes, read_part: ReadPart) -> Root | Composite | Claimed | Pa
     version = document["version"]
     if type(version) is not int or version < 1:
         raise CorruptCheckpointError(f"{ROOT_KEY} states the format version {version!r}", key=ROOT_KEY)
-    if version > (_PARTIAL_VERSION if document["state"] == "partial" else FORMAT_VERSION):
+    if version > FORMAT_VERSION:
         raise _newer(version)
     save_id, created = _text(document["save_id"]), _text(document["created"])
     if not is_save_id(save_id):
@@ -303,13 +308,14 @@ def _decode(data: bytes, read_part: ReadPart) -> Root | Composite | Claimed | Pa
             timeline=document.get("timeline"),
             progress=progress,
         )
+    tree = TreeMetadata.from_json(tables["tree"])
     return Root(
         save_id=save_id,
         created=created,
         writer=writer,
         layout=_text(document["layout"]),
         state=tables["layout"],
-        tree=TreeMetadata.from_json(tables["tree"]),
+        tree=tree,
         objects=_decode_objects(tables["objects"]),
         custom=dict(tables["custom"]),
         parts=tuple(parts),
@@ -317,7 +323,24 @@ def _decode(data: bytes, read_part: ReadPart) -> Root | Composite | Claimed | Pa
         timeline=document.get("timeline"),
         member=document.get("member") is True,
         progress=progress,
+        references=_decode_references(document.get("bases", []), tables.get("references"), tree),
     )
+
+
+def _decode_bases(bases: Any) -> tuple[Base, ...]:
+    decoded = tuple([Base(_text(path), _text(save_id)) for path, save_id in bases])
+    if not all(is_save_id(base.save_id) for base in decoded) or len(set(decoded)) != len(decoded):
+        raise CorruptCheckpointError(f"{ROOT_KEY} states the bases {str(bases)[:200]}", key=ROOT_KEY)
+    return decoded
+
+
+def _decode_references(bases: Any, table: Any, tree: TreeMetadata) -> References:
+    if table is None and not bases:
+        return References()
+    columns = [tuple(map(_count, table[name])) for name in ("leaf", "base", "stored")]
+    references = References(_decode_bases(bases), *columns)
+    references.check(tree)
+    return references
 
 
 def _decode_members(members: Any) -> dict[str, Member]:

@@ -52,6 +52,7 @@ class SaveRequest:
         exports: further checkpoints in other layouts, of the same copy.
         on_hosts: that it goes to a directory of each host; None: to one that all processes see.
         partial: whether it is a session of a partial save, of one tree.
+        base: the checkpoint that has what is not given; None: everything is given.
         name: what every rank of a job calls the location, whatever its path is on each; None: as it is given.
     """
 
@@ -70,6 +71,7 @@ class SaveRequest:
     exports: Sequence[Export] = ()
     on_hosts: OnHosts | None = None
     partial: bool = False
+    base: Place | None = None
     name: str | None = None
 
     @property

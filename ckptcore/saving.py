@@ -118,6 +118,9 @@ def _write(
             from ckptcore.session_persisting import persist_session  # only who saves in sessions needs it
 
             persist_session(described, described.session, holding.parts, context, recording, handle)
+        elif described.update is not None and described.agreement.rank == 0:
+            with described.update.held():
+                persist(described, holding.parts, context, recording, handle, holding.at_workers)
         elif described.on_hosts is None:
             persist(described, holding.parts, context, recording, handle, holding.at_workers)
         else:

@@ -38,7 +38,7 @@ class WorkerOptions:
     """What of a `Context` holds at a worker too. Plugins are those that are installed there.
 
     Attributes:
-        durability, checksums, verify, threads, storage, without_conditions: as of a `Context`.
+        durability, checksums, verify, threads, storage, without_conditions, bases: as of a `Context`.
     """
 
     durability: Literal["full", "none"]
@@ -47,6 +47,7 @@ class WorkerOptions:
     threads: int | None
     storage: Mapping[str, Mapping[str, JSON]]
     without_conditions: WithoutConditions
+    bases: Literal["beside", "anywhere"]
 
     @classmethod
     def of(cls, context: Context) -> WorkerOptions:
@@ -58,6 +59,7 @@ class WorkerOptions:
             threads=context.threads,
             storage={scheme: dict(options) for scheme, options in context.storage.items()},
             without_conditions=context.without_conditions,
+            bases=context.bases,
         )
 
     @property
@@ -76,6 +78,7 @@ def _context(options: bytes) -> Context:
         threads=found.threads,
         storage=found.storage,
         without_conditions=found.without_conditions,
+        bases=found.bases,
     )
 
 

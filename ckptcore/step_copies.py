@@ -8,7 +8,7 @@ from functools import partial
 from typing import TypeAlias
 
 from ckptcore.context import Context
-from ckptcore.copying import CopyReport, CopyVerification, copy_checkpoint
+from ckptcore.copying import CopyReport, CopyVerification
 from ckptcore.directories import read_directory_metadata, write_directory_metadata
 from ckptcore.errors import (
     CheckpointExistsError,
@@ -23,6 +23,7 @@ from ckptcore.occupants import Overwrite
 from ckptcore.protocols import StorageBackend
 from ckptcore.step_names import StepNames
 from ckptcore.steps import StepDirectory
+from ckptcore.whole_copies import copy_whole
 
 __all__ = ["StepProgressCallback", "StepsCopyReport", "copy_run"]
 
@@ -137,7 +138,7 @@ class _RunCopy:
 
         Raises:
             CheckpointExistsError: another save is there.
-            What `copy_checkpoint` does of the destination.
+            What `copy_whole` does of the destination.
         """
         name = self._here.name(step)
         if step in self._there.candidates() and self._there.name(step) != name:
@@ -150,7 +151,7 @@ class _RunCopy:
             return
         self._owned.check()
         try:
-            self._copied[step] = copy_checkpoint(
+            self._copied[step] = copy_whole(
                 self._here.place(step),
                 Within(self._there.directory, name),
                 self._context,

@@ -11,7 +11,7 @@ from ckptcore.flattening import Flat, flatten
 from ckptcore.model.arrays import ArraySpec, HostArray, Shard
 from ckptcore.model.metadata import ArrayRecord, LeafRecord, TreeMetadata
 from ckptcore.model.transfer import Pending, WriteItem, WritePlan
-from ckptcore.model.tree import format_path
+from ckptcore.model.tree import TreePath, format_path
 from ckptcore.planning import plan_write
 from ckptcore.plugins import Plugins
 from ckptcore.protocols import (
@@ -24,6 +24,7 @@ from ckptcore.protocols import (
     LeafBoxes,
     LeafHandler,
 )
+from ckptcore.references import pruned
 from ckptcore.root import Member
 from ckptcore.sharing import Owners, Pieces, ReplicaOptions, Shares, cut_for_replicas, owners_of
 
@@ -49,6 +50,7 @@ class TreeDescription:
         pieces: by array whose boxes are cut for their replicas, how; None where replica 0 writes all.
         replicas: by array, how many processes hold each box, of those that say so.
         at_workers: by worker of this controller and by leaf, the boxes that the worker holds; empty where none holds anything.
+        left: the paths that are left to the base of an update: placeholders stand there.
     """
 
     name: str
@@ -62,6 +64,7 @@ class TreeDescription:
     pieces: Mapping[int, Pieces] | None = None
     at_workers: Sequence[Mapping[int, Sequence[Shard]]] = ()
     replicas: Mapping[int, int] = field(default_factory=dict)
+    left: Sequence[TreePath] = ()
 
     def within(self, union: TreeMetadata, *, rank: int, size: int) -> TreeDescription:
         """The same leaves as a part of what all processes save together.
@@ -102,6 +105,24 @@ class TreeDescription:
         cut = self.pieces
         pieces = None if cut is None else {leaf: cut[place] for leaf, place in places.items() if place in cut}
         return replace(self, tree=union, shards=shards, places=places, pieces=pieces, replicas=replicas)
+
+    def placed_in(self, tree: TreeMetadata) -> TreeDescription:
+        """The same leaves, held as they are, by the numbers that they have in a tree which has all of them and perhaps others."""
+        numbers = {path: number for number, path in enumerate(tree.paths)}
+        own = [numbers[path] for path in self.tree.paths]
+        stored = [tree.aliases.get(number, number) for number in own]
+        places = self.places if self.places is not None else {leaf: leaf for leaf in range(len(own))}
+        pieces = None if self.pieces is None else {stored[leaf]: of for leaf, of in self.pieces.items()}
+        return replace(
+            self,
+            tree=tree,
+            shards={stored[leaf]: of for leaf, of in self.shards.items()},
+            elsewhere=frozenset([own[leaf] for leaf in self.elsewhere]),
+            places={own[leaf]: place for leaf, place in places.items()},
+            pieces=pieces,
+            replicas={stored[leaf]: count for leaf, count in self.replicas.items()},
+            at_workers=tuple([{stored[leaf]: of for leaf, of in one.items()} for one in self.at_workers]),
+        )
 
     def _leaf(self, number: int) -> tuple[object, LeafHandler]:
         place = number if self.places is None else self.places[number]
@@ -190,6 +211,7 @@ def describe_tree(
     executor: Executor | None,
     *,
     own: bool,
+    placeholders: bool = False,
 ) -> TreeDescription:
     """Look at a tree that is to be saved, and refuse what cannot be. Writes nothing.
 
@@ -202,13 +224,17 @@ def describe_tree(
         replicas: how those that hold the same elements share them; None: they do not.
         executor: the workers that hold the elements of leaves, where this process is their controller.
         own: whether every process saves one of its own.
+        placeholders: whether some of it may be left to the base of an update.
 
     Raises:
         UnsupportedLeafError: with every leaf that cannot be saved, up to 20.
         UnsupportedKeyError, NameCollisionError
     """
     rank, size = (0, 1) if own else (rank, size)
-    flat = flatten(value, plugins)
+    flat = flatten(value, plugins, placeholders=placeholders)
+    left: Sequence[TreePath] = ()
+    if placeholders:
+        flat, left = _without_placeholders(flat)
     at_workers: Sequence[dict[int, Sequence[Shard]]] = [{} for _ in executor.workers] if executor is not None else ()
     tree, shards, elsewhere = _describe_leaves(flat, rank, size, executor, at_workers)
     if not any(at_workers):
@@ -221,8 +247,28 @@ def describe_tree(
         tree, pieces = shares.tree, shares.pieces
     layout.check(tree, size + len(at_workers))
     return TreeDescription(
-        name, layout, tree, shards, elsewhere, flat, own, pieces=pieces, at_workers=at_workers, replicas=counts
+        name,
+        layout,
+        tree,
+        shards,
+        elsewhere,
+        flat,
+        own,
+        pieces=pieces,
+        at_workers=at_workers,
+        replicas=counts,
+        left=left,
     )
+
+
+def _without_placeholders(flat: Flat) -> tuple[Flat, Sequence[TreePath]]:
+    """What is given of a value, and the paths of the placeholders in it."""
+    kept = [number for number, handler in enumerate(flat.handlers) if handler is not None]
+    left = [path for path, handler in zip(flat.paths(), flat.handlers, strict=True) if handler is None]
+    if not left:
+        return flat, ()
+    leaves, handlers = [flat.leaves[number] for number in kept], [flat.handlers[number] for number in kept]
+    return replace(flat, skeleton=pruned(flat.skeleton, set(kept)), leaves=leaves, handlers=handlers), left
 
 
 def _count_replicas(flat: Flat, tree: TreeMetadata, size: int) -> dict[int, int]:

@@ -14,12 +14,14 @@ from ckptcore.engine.reader import ObjectReader
 from ckptcore.engine.requests import requests_of
 from ckptcore.errors import CheckpointError, CorruptCheckpointError, ObjectNotFoundError
 from ckptcore.loading import abstract_leaves
-from ckptcore.locations import LocationLike, Place, Within
+from ckptcore.locations import Place, Within
 from ckptcore.members import is_deleted, open_member, present_members, while_composite_unchanged
 from ckptcore.model.metadata import ArrayRecord
 from ckptcore.model.objects import BLOCK_BYTES, ObjectRecord
+from ckptcore.model.tree import format_path
+from ckptcore.occupants import root_bytes
 from ckptcore.opened import Opened, OpenedComposite, arrays_at, file_pieces, naming_arrays
-from ckptcore.opening import find_composite, open_checkpoint
+from ckptcore.opening import find_composite, open_checkpoint, open_root
 from ckptcore.reading import read_leaves
 from ckptcore.root import ROOT_KEY
 from ckptcore.tries import while_unchanged
@@ -75,7 +77,7 @@ class VerifyReport:
         return not self.problems
 
 
-def verify_checkpoint(location: LocationLike, context: Context, progress: ProgressCallback | None) -> VerifyReport:
+def verify_checkpoint(location: Place, context: Context, progress: ProgressCallback | None) -> VerifyReport:
     """Check the root, its parts and every block of every object.
 
     Raises:
@@ -121,13 +123,16 @@ def _open_directory(composite: OpenedComposite, name: str, directory: str, locat
 def _sizes_fit(opened: Opened) -> bool:
     try:
         present = opened.store.object_sizes.present(opened.objects)
-        return all(present[key] == record.size for key, record in opened.objects.items())
+        bases = () if opened.derived is None else opened.derived.below[1:]
+        return all(present[key] == record.size for key, record in opened.objects.items()) and all(
+            map(_sizes_fit, bases)
+        )
     except ObjectNotFoundError:
         return False
 
 
 def _verify_composite(
-    composite: OpenedComposite, location: LocationLike, context: Context, progress: ProgressCallback | None
+    composite: OpenedComposite, location: Place, context: Context, progress: ProgressCallback | None
 ) -> VerifyReport:
     """Verify every checkpointable that is still there; keys begin with its directory."""
     problems: list[Problem] = []
@@ -196,7 +201,26 @@ def _verify(opened: Opened, context: Context, progress: ProgressCallback | None)
     run_each(context.io_threads, check.pieces(), check.piece, parallelism=parallelism)
     unverified = tuple(record.key for record in opened.objects.values() if record.size and not record.checksums)
     objects = len(opened.objects) + 1 + len(opened.root.parts)
-    return VerifyReport(tuple(check.problems), objects, check.done, unverified)
+    problems = list(check.problems)
+    referred = _read_referred(opened, opened.root.references.leaf, context, problems)
+    return VerifyReport(tuple(problems), objects, check.done + referred, unverified)
+
+
+def _read_referred(opened: Opened, leaves: Sequence[int], context: Context, problems: list[Problem]) -> int:
+    """Read the arrays that are in other checkpoints, one after the other; their bytes. What those have beside is not looked at."""
+    array, _ = abstract_leaves(context.registry)
+    reading = context if context.verify else replace(context, verify=True)
+    checked = opened if reading is context else open_root(opened.location, root_bytes(opened.location.store), reading)
+    done = 0
+    for leaf in leaves:
+        record = opened.tree.leaves[leaf]
+        assert isinstance(record, ArrayRecord)  # references were checked
+        try:
+            read_leaves(checked, [leaf], [array], [None], reading)
+        except CheckpointError as error:
+            problems.append(Problem(None, None, None, (format_path(opened.tree.paths[leaf]),), str(error)))
+        done += record.spec.nbytes
+    return done
 
 
 class _Check:

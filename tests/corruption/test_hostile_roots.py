@@ -274,7 +274,7 @@ def test_columns_that_do_not_fit(tmp_path: Path) -> None:
         {"tables__layout__leaf": [1 << 40] * 4},
         {"layout": "no such layout"},
         {"layout": ["safetensors"]},
-        {"version": 3},
+        {"version": 4},
         {"version": "1"},
         {"state": "claimed"},
         {"state": "else"},

@@ -98,7 +98,7 @@ def _expect_committed(directory: Path, root: dict[str, Any]) -> None:
 
 def _root_and_tables(directory: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     root = _unsealed((directory / "checkpoint.json").read_bytes())
-    if root["format"] != "ckptcore" or root["version"] not in (1, 2):
+    if root["format"] != "ckptcore" or root["version"] not in (1, 2, 3):
         raise ValueError(f"format {root['format']!r}, version {root['version']!r}")
     if root["state"] != "committed":
         raise NotCommitted(root["state"])
@@ -115,11 +115,40 @@ def _tree(directory: Path, root: dict[str, Any], tables: dict[str, Any]) -> Any:
     objects = _verified_objects(directory, tables["objects"])
     if root["layout"] != "safetensors":
         raise ValueError(f"layout {root['layout']!r}")
-    leaves = iter(_leaves(tables["tree"], tables["layout"], objects))
+    leaves = iter(_leaves(tables["tree"], tables["layout"], objects, _referred(directory, root, tables)))
     tree = _grown(tables["tree"]["skeleton"], leaves)
     if next(leaves, None) is not None:
         raise ValueError("more leaves than the skeleton has")
     return tree
+
+
+def _referred(directory: Path, root: dict[str, Any], tables: dict[str, Any]) -> dict[int, Leaf]:
+    """The leaves that other checkpoints have."""
+    if "references" not in tables:
+        return {}
+    stored = []
+    for path, save_id in root["bases"]:
+        if path.startswith("/") or {"", "."} & set(path.split("/")):
+            raise ValueError(f"the base {path!r}")
+        base, inside = _root_and_tables(directory.parent / path)
+        if base["save_id"] != save_id:
+            raise ValueError(f"the base {path!r} was replaced")
+        objects = _verified_objects(directory.parent / path, inside["objects"])
+        there = _has_itself(inside)
+        leaves = _leaves(
+            inside["tree"], inside["layout"], objects, dict.fromkeys(range(inside["tree"]["count"])), there
+        )
+        stored.append({leaf: leaves[leaf] for leaf in there})
+    table = tables["references"]
+    rows = zip(table["leaf"], table["base"], table["stored"], strict=True)
+    return {leaf: stored[base][there] for leaf, base, there in rows}
+
+
+def _has_itself(tables: dict[str, Any]) -> list[int]:
+    """The leaves that a checkpoint has itself, ascending: in the table of its layout they are numbered by their places here."""
+    aliases = dict(tables["tree"]["aliases"])
+    referred = set(tables.get("references", {"leaf": []})["leaf"])
+    return [leaf for leaf in range(tables["tree"]["count"]) if aliases.get(leaf, leaf) not in referred]
 
 
 def _unsealed(data: bytes) -> dict[str, Any]:
@@ -156,20 +185,35 @@ def _verified_objects(directory: Path, table: dict[str, Any]) -> dict[str, bytes
     return objects
 
 
-def _leaves(tree: dict[str, Any], layout: dict[str, Any], objects: dict[str, bytes]) -> list[Leaf]:
+def _leaves(
+    tree: dict[str, Any],
+    layout: dict[str, Any],
+    objects: dict[str, bytes],
+    referred: dict[int, Any],
+    own: list[int] | None = None,
+) -> list[Any]:
+    """All leaves, those of `referred` from there; `own` are the others, if they are not told by these."""
+    tied = dict(tree["aliases"])
+    if own is None:
+        own = [leaf for leaf in range(tree["count"]) if tied.get(leaf, leaf) not in referred]
+    else:
+        referred = {leaf: None for leaf in referred if leaf not in own}
     places = {
-        leaf: (layout["files"][file], offset)
-        for leaf, file, offset in zip(layout["leaf"], layout["file"], layout["offset"], strict=True)
+        own[number]: (layout["files"][file], offset)
+        for number, file, offset in zip(layout["leaf"], layout["file"], layout["offset"], strict=True)
     }
     aliases = dict(tree["aliases"])
     values = {leaf: Leaf(kind, _value(kind, value)) for leaf, kind, value in tree["values"]}
     arrays = zip(tree["dtype"], tree["shape"], strict=True)
-    leaves = []
+    leaves: list[Any] = []
     for number in range(tree["count"]):
         if number in values:
             leaves.append(values[number])
             continue
         dtype_number, shape = next(arrays)
+        if aliases.get(number, number) in referred:
+            leaves.append(referred[aliases.get(number, number)])
+            continue
         dtype = _dtype(tree["dtypes"][dtype_number])
         key, offset = places[aliases.get(number, number)]
         count = int(np.prod(shape, dtype=np.int64))

@@ -21,6 +21,7 @@ __all__ = [
     "golden_composite",
     "golden_files",
     "golden_state",
+    "golden_update",
     "large_state",
 ]
 
@@ -71,6 +72,17 @@ def golden_state() -> dict[str, Any]:
         },
         "keys": {0: 1, "0": 2, -1: 3, "a.b": np.ones(1), "a": {"b": np.zeros(1)}, "": 4, "__metadata__": np.ones(2)},
         "tied": [tied, {"again": tied}],
+    }
+
+
+def golden_update() -> dict[str, Any]:
+    """What of the state the golden update writes; the rest is that of the golden checkpoint of version 1."""
+    state = golden_state()
+    return {
+        "dtypes": {name: state["dtypes"][name] for name in ("int8", "bfloat16")},
+        "shapes": [ckptcore.PLACEHOLDER, *state["shapes"][1:3], ckptcore.PLACEHOLDER],
+        "containers": {"settings": state["containers"]["settings"]},
+        "keys": {"a.b": state["keys"]["a.b"]},
     }
 
 

@@ -19,7 +19,7 @@ from tests.golden.independent_reader import Leaf, NotCommitted, read_checkpoint,
 from tests.golden.states import GOLDEN_PROCESSES, GoldenFiles, golden_composite, golden_files, golden_state, large_state
 
 CHECKPOINTS = Path(__file__).parent / "checkpoints"
-VERSIONS = sorted(path.name for path in CHECKPOINTS.iterdir())
+VERSIONS = sorted(path.name for path in CHECKPOINTS.glob("version-*"))
 
 
 def assert_same_tree(stored: Any, original: Any, path: str = "") -> None:
@@ -123,7 +123,7 @@ def test_the_reader_refuses_a_damaged_root(tmp_path: Path, position: int) -> Non
         read_checkpoint(tmp_path / "damaged")
 
 
-TREES = [CHECKPOINTS / "version-1", CHECKPOINTS / "version-2" / "state"]
+TREES = [CHECKPOINTS / "version-1", CHECKPOINTS / "version-2" / "state", CHECKPOINTS / "version-3"]
 COMPOSITES = [CHECKPOINTS / "version-2"]
 
 

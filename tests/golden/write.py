@@ -1,6 +1,7 @@
 """Writes the golden checkpoint of the current version of the format, once: ``python -m tests.golden.write``.
 
-That of version 1 is ``ckptcore.save(directory, golden_state(), metadata={"made for": "tests/golden"})``.
+That of version 1 is ``ckptcore.save(directory, golden_state(), metadata={"made for": "tests/golden"})``; that of version 2 is
+``ckptcore.save_checkpointables(directory, golden_composite(rank), metadata={"made for": "tests/golden"})`` in a job of `GOLDEN_PROCESSES`.
 """
 
 from __future__ import annotations
@@ -8,24 +9,14 @@ from __future__ import annotations
 from pathlib import Path
 
 import ckptcore
-from ckptcore.protocols import Coordinator
 from ckptcore.root_json import FORMAT_VERSION
-from ckptcore.testing import ThreadJob
-from tests.golden.states import GOLDEN_PROCESSES, golden_composite
+from tests.golden.states import golden_update
 
 if __name__ == "__main__":
     # Without overwrite: a golden checkpoint is never written again, or it would not show that old ones still load.
     directory = Path(__file__).parent / "checkpoints" / f"version-{FORMAT_VERSION}"
     directory.parent.mkdir(exist_ok=True)
-
-    def save(coordinator: Coordinator) -> None:
-        """What each process of the job does."""
-        ckptcore.save_checkpointables(
-            directory,
-            golden_composite(coordinator.rank),
-            metadata={"made for": "tests/golden"},
-            context=ckptcore.Context(coordinator=coordinator),
-        )
-
-    ThreadJob(GOLDEN_PROCESSES).run(save)
+    context = ckptcore.Context(durability="none")
+    base = directory.parent / "version-1"
+    ckptcore.save_update(directory, golden_update(), base=base, metadata={"made for": "tests/golden"}, context=context)
     print(f"wrote {directory}")

@@ -1,0 +1,1 @@
+"""Tests of updated copies: checkpoints that refer to others for what did not change."""
