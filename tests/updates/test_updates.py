@@ -24,7 +24,7 @@ from ckptcore.errors import (
 )
 from ckptcore.model import Box
 from ckptcore.protocols import Coordinator
-from ckptcore.testing import ThreadJob
+from ckptcore.testing import ThreadJob, ThreadNetwork
 from ckptcore.testing.faults import CrashAt, FaultPlan, SimulatedCrash
 from tests.copying.places import new_place, objects_at
 from tests.crashes.places import InterruptedPlan, faulty_context, through
@@ -364,3 +364,33 @@ def test_an_update_that_dies_leaves_its_base_and_a_place_to_save_to(moment: Any,
         ckptcore.save_update(f"{own}/2", {"step": 3}, base=f"{own}/1", overwrite="non-atomic")
         assert same_value(ckptcore.load(f"{own}/2"), {**_state(), "step": 3}), f"died {moment} {operation}"
     assert found == {None, 2}
+
+
+@pytest.mark.parametrize("matching", [ckptcore.Matching(), ckptcore.Matching(cast="narrowing")])
+def test_ranks_load_an_update_together(matching: ckptcore.Matching, run: str) -> None:
+    """Each array, whichever checkpoint it is in, is read once and sent to the others."""
+    size, big = 3, np.arange(60_000.0).reshape(300, 200)
+    ckptcore.save(f"{run}/1", {"big": big, "new": np.ones(3), "tied": (tied := np.arange(9.0)), "again": tied})
+    ckptcore.save_update(f"{run}/2", {"new": np.zeros((40, 5))}, base=f"{run}/1", layout="zarr3")
+    network = ThreadNetwork(size, timeout_seconds=20)
+    dtype = np.float32 if matching.cast == "narrowing" else np.float64
+    abstract = {
+        "big": ckptcore.AbstractArray(big.shape, np.dtype(dtype).name),
+        "new": np.zeros((40, 5)),
+        "tied": ...,
+        "again": tied,
+    }
+
+    def load(coordinator: Coordinator) -> tuple[Any, int]:
+        context = ckptcore.Context(
+            coordinator=coordinator, collectives=network.collectives(coordinator.rank), reads="broadcast"
+        )
+        report = ckptcore.LoadReport()
+        found = ckptcore.load(f"{run}/2", abstract, context=context, matching=matching, report=report)
+        return found, report.bytes_read
+
+    loaded = ThreadJob(size, timeout_seconds=20).run(load)
+    for found, _ in loaded:
+        assert np.array_equal(found["big"], big.astype(dtype)) and found["big"].dtype == dtype
+        assert np.array_equal(found["new"], np.zeros((40, 5))) and np.array_equal(found["again"], tied)
+    assert sum(nbytes for _, nbytes in loaded) < 2.5 * big.nbytes, "it was read by more than one rank"
