@@ -16,6 +16,9 @@ __all__ = ["Difference", "Remedy", "mismatch", "sequence_differences"]
 _SHOWN: Final = 30
 """How many differences an error's text lists; its attribute has all."""
 
+_LONGEST: Final = 600
+"""Of a line, in characters."""
+
 
 _ALLOW_MORE: Final = ("narrowing", "placeholder")
 """Choices of which each allows what the others of its option do, too."""
@@ -79,7 +82,7 @@ def mismatch(display: str, differences: Sequence[Difference], tree: TreeMetadata
     shown: list[str] = []
     for sort, count in _shares({sort: len(found) for sort, found in by_sort.items()}).items():
         found = by_sort[sort]
-        shown.extend([f"\n  {difference.line}" for difference in found[:count]])
+        shown.extend([f"\n  {_cut(difference.line)}" for difference in found[:count]])
         if len(found) > count:
             shown.append(f"\n  and {len(found) - count} more: {sort}")
     counted = ""
@@ -96,6 +99,11 @@ def mismatch(display: str, differences: Sequence[Difference], tree: TreeMetadata
         f"part is not to be loaded{allowing if remedies else ''}{dequantizing if quantized is not None else ''}",
         [difference.line for difference in differences],
     )
+
+
+def _cut(line: str) -> str:
+    """A line as the text has it: names may be hostile, and of any length."""
+    return line if len(line) <= _LONGEST else f"{line[: _LONGEST // 2]} ... {line[-_LONGEST // 2 :]}"
 
 
 def _shares(counts: Mapping[str, int]) -> dict[str, int]:

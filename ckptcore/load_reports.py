@@ -52,7 +52,8 @@ class LoadReport:
         changed: those of arrays that were cast, reshaped, truncated or padded, with what was done.
         defaulted: those of leaves that are not stored, and have the value that ``Matching(missing=...)`` says.
         skipped: those of placeholders in the abstract tree.
-        ignored: the paths of stored leaves that were not asked for, as they are in the checkpoint.
+        ignored: the paths of stored leaves that were not asked for, as they are in the checkpoint, or as transforms name them. What transforms
+            drop is in none of these.
         bytes_read: bytes that this process asked of the storage once it knew what the checkpoint holds: whole blocks, compressed
             chunks and what tells where they are included.
     """

@@ -25,6 +25,9 @@ Predicate: TypeAlias = Callable[[str, object], bool]
 
 _EXPERT: Final = "{expert}"
 
+_LONGEST: Final = 300
+"""Of a path that an error tells, in characters: it may be hostile."""
+
 
 @dataclass(frozen=True)
 class LeafTable:
@@ -309,7 +312,8 @@ def _not_there(absent: Sequence[str], below: Mapping[str, object]) -> TreeMismat
 
 def _shown(text: str) -> str:
     """A path for a person; in quotes where it has what a terminal would not print."""
-    return text if text.isprintable() else repr(text)
+    shown = text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
+    return shown if shown.isprintable() else repr(shown)
 
 
 def _numbers(own: Collection[int]) -> frozenset[int]:

@@ -29,6 +29,9 @@ Transforms: TypeAlias = Sequence[Transform]
 
 _METHODS: Final = ("apply", "describe", "inverse")
 
+_LONGEST: Final = 1200
+"""Of what an error tells, in characters: names may be hostile, and of any length."""
+
 
 def apply_transforms(opened: Opened, transforms: Transforms, context: Context) -> Opened:
     """A checkpoint as transforms make it; reads no array.
@@ -57,7 +60,7 @@ def apply_transforms(opened: Opened, transforms: Transforms, context: Context) -
             if isinstance(error, CheckpointError) and not isinstance(error, TransformError | UnsupportedLeafError):
                 raise  # about a further checkpoint, for which no transform is to blame
             raise TransformError(
-                f"{opened.location.display}, transform {number + 1} of {len(transforms)} ({transform.describe()}): {error}. "
+                f"{opened.location.display}, transform {number + 1} of {len(transforms)} ({_cut(transform.describe())}): {_cut(str(error))}. "
                 "Transforms are applied in order, each to what the ones before it made; IfPresent lets one match nothing"
             ) from error
     try:
@@ -73,6 +76,10 @@ def apply_transforms(opened: Opened, transforms: Transforms, context: Context) -
         most_bytes=context.memory.load_bytes,
         told=_told(transforms, made.derivations.values()),
     )
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= _LONGEST else f"{text[: _LONGEST // 2]} ... {text[-_LONGEST // 2 :]}"
 
 
 def _told(transforms: Transforms, made: Iterable[Derivation]) -> str:

@@ -149,6 +149,28 @@ def test_all_differences_are_in_one_error_that_can_be_read(tmp_path: Path) -> No
     assert "  and 25 more: shape" not in lines and any("more: missing" in line for line in lines)
 
 
+def test_names_of_any_length_make_an_error_that_can_be_read() -> None:
+    from ckptcore import select, transforms
+    from ckptcore.errors import TransformError
+
+    names = [letter * 100_000 for letter in "abcdefgh"]
+    ckptcore.save("memory://differences/long", dict.fromkeys(names, 1), overwrite="non-atomic")
+    with pytest.raises(TreeMismatchError) as caught:
+        ckptcore.load("memory://differences/long", {name + "x": 1 for name in names})
+    assert len(str(caught.value)) < 20_000 and len(caught.value.differences[0]) > 100_000
+    with pytest.raises(TreeMismatchError) as caught:
+        ckptcore.load("memory://differences/long", select=select.names(*[name + "x" for name in names]))
+    assert len(str(caught.value)) < 20_000
+    for transform in (
+        transforms.Cast("*", "int8"),
+        transforms.Stack("{i}", "all"),
+        transforms.Rename(names[0], names[1]),
+    ):
+        with pytest.raises(TransformError) as refused_by:
+            ckptcore.load("memory://differences/long", transforms=[transform])
+        assert len(str(refused_by.value)) < 20_000
+
+
 @pytest.mark.parametrize(
     ("name", "names", "expected"),
     [
