@@ -195,6 +195,6 @@ def _remove_tables_of_committed(location: Location) -> bool:
     if data is None:
         return False
     prefix = session_key(summarize_root(data).save_id, 0).removesuffix("0")
-    left = [key for key in location.store.list_names() if key.startswith(prefix)]
-    location.store.delete([*left, PARTIAL_KEY] if left else [])
+    left = [key for key in location.store.list_names() if key.startswith(prefix) or key == PARTIAL_KEY]
+    location.store.delete(left)
     return bool(left)
