@@ -202,8 +202,8 @@ class JobReceipts:
 
     def _chunk_state(self, leaf: list[int], chunk: list[int]) -> dict[str, JSON]:
         return {
-            "directory": "state", "save_id": _SAVE_ID, "name": "", "form": self.form, "files": [], "leaf": leaf, "chunk": chunk,
-            "file": [], "offset": [], "length": [], "digested_leaf": [], "digested_chunk": [], "digest": "",
+            "directory": "state", "save_id": _SAVE_ID, "name": "", "form": self.form, "session": None, "files": [],
+            "leaf": leaf, "chunk": chunk, "file": [], "offset": [], "length": [], "digested_leaf": [], "digested_chunk": [], "digest": "",
         }  # fmt: skip
 
     def _safetensors(

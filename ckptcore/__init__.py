@@ -2,7 +2,9 @@
 
 A map of the package:
 
-- `save`, `save_async`, `load`, `load_async`, `load_into`, `metadata`, `delete`, `verify`, `copy`, `copy_steps`, `convert`, `consolidate`: what users call (`ckptcore.api`)
+- `save`, `save_async`, `load`, `load_async`, `load_into`, `metadata`, `delete`, `verify`, `copy`, `copy_steps`, `convert`, `consolidate`: what users call (`ckptcore.api`, as
+  the functions below)
+- `save_checkpointables`, `save_checkpointables_async`, `load_checkpointables`, `checkpointables_metadata`: several objects in one checkpoint (`ckptcore.composites`)
 - `abstract`: what asks a load for a value like one that is there (`ckptcore.abstract_values`)
 - `save_partial`, `save_partial_async`, `finalize`: a checkpoint that is filled in several sessions (`ckptcore.session_claims`)
 - `save_update`, `save_update_async`: a checkpoint that refers to another one for what did not change (`ckptcore.references`)
@@ -10,7 +12,6 @@ A map of the package:
 - `open`, `load_slice`: single arrays and parts of arrays, read as they are asked for (`ckptcore.open_checkpoints`)
 - `load_parts`: all arrays in boxes, one after the other, with little in memory (`ckptcore.loaded_parts`)
 - `ckptcore.select`: which leaves a load reads
-- `save_checkpointables`, `save_checkpointables_async`, `load_checkpointables`, `checkpointables_metadata`: several objects in one checkpoint
 - `Checkpointer`: a run's steps; `CheckpointReader`: the same for who only reads (`ckptcore.checkpointer`, `ckptcore.reader`)
 - `NearTier`: a fast directory that steps are saved to, and uploaded from (`ckptcore.tiers`)
 - `ckptcore.policies`, `ckptcore.step_names`: when to save, which steps to keep, how they are named
@@ -31,35 +32,15 @@ import logging
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
-    from ckptcore.api import (
-        abstract,
-        checkpointables_metadata,
-        consolidate,
-        convert,
-        copy,
-        copy_steps,
-        delete,
-        finalize,
-        load,
-        load_async,
-        load_checkpointables,
-        load_into,
-        load_parts,
-        load_slice,
-        metadata,
-        open,
-        plan,
-        plan_job,
-        save,
-        save_async,
-        save_checkpointables,
-        save_checkpointables_async,
-        save_partial,
-        save_partial_async,
-        save_update,
-        save_update_async,
-        verify,
-    )
+    from ckptcore.api.copies import consolidate, convert, copy, copy_steps
+    from ckptcore.api.descriptions import abstract, checkpointables_metadata, metadata
+    from ckptcore.api.loads import load, load_async, load_checkpointables, load_into
+    from ckptcore.api.parts import load_parts, load_slice, open
+    from ckptcore.api.plans import plan, plan_job
+    from ckptcore.api.saves import save, save_async, save_checkpointables, save_checkpointables_async
+    from ckptcore.api.sessions import finalize, save_partial, save_partial_async
+    from ckptcore.api.updates import save_update, save_update_async
+    from ckptcore.api.upkeep import delete, verify
     from ckptcore.background import LoadHandle, Progress, SaveHandle
     from ckptcore.builtin.safetensors import SafetensorsLayout
     from ckptcore.builtin.sharded_arrays import ArrayShard, ShardedArray
@@ -176,7 +157,16 @@ __all__ = [
 # A library is silent unless the program asks; without this, Python prints warnings for it.
 logging.getLogger("ckptcore").addHandler(logging.NullHandler())
 
-_ELSEWHERE: Final = {
+_NAMES: Final[dict[str, tuple[str, ...]]] = {
+    "ckptcore.api.copies": ("consolidate", "convert", "copy", "copy_steps"),
+    "ckptcore.api.descriptions": ("abstract", "checkpointables_metadata", "metadata"),
+    "ckptcore.api.loads": ("load", "load_async", "load_checkpointables", "load_into"),
+    "ckptcore.api.parts": ("load_parts", "load_slice", "open"),
+    "ckptcore.api.plans": ("plan", "plan_job"),
+    "ckptcore.api.saves": ("save", "save_async", "save_checkpointables", "save_checkpointables_async"),
+    "ckptcore.api.sessions": ("finalize", "save_partial", "save_partial_async"),
+    "ckptcore.api.updates": ("save_update", "save_update_async"),
+    "ckptcore.api.upkeep": ("delete", "verify"),
     "ckptcore.background": (
         "LoadHandle",
         "Progress",
@@ -240,8 +230,8 @@ _ELSEWHERE: Final = {
         "VerifyReport",
     ),
 }
-"""Where the names of this page are defined that are not in `ckptcore.api`. Each is imported with the first use: a program that imports this package, or a plugin, and saves
-nothing does not wait for it."""
+"""The names of this page, by where they are defined. Each is imported with its first use: a program that imports this package, or a plugin, and saves nothing
+does not wait for it."""
 
 _MODULES: Final = (
     "errors",
@@ -260,10 +250,7 @@ _MODULES: Final = (
 )
 """The modules that are public, which need no import of their own."""
 
-_HOMES: Final = {
-    **dict.fromkeys(__all__, "ckptcore.api"),
-    **{name: module for module, names in _ELSEWHERE.items() for name in names},
-}
+_HOMES: Final = {name: module for module, names in _NAMES.items() for name in names}
 
 
 def __getattr__(name: str) -> object:

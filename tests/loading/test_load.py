@@ -265,10 +265,10 @@ def test_nothing_there_is_said(tmp_path: Path) -> None:
 
 
 def test_a_newer_format_is_refused_as_such(tmp_path: Path) -> None:
-    from ckptcore.root_json import _seal
+    from ckptcore.root_json import FORMAT_VERSION, _seal
 
     ckptcore.save(tmp_path / "c", {})
-    document: dict[str, JSON] = {"format": "ckptcore", "version": 3, "state": "committed"}
+    document: dict[str, JSON] = {"format": "ckptcore", "version": FORMAT_VERSION + 1, "state": "committed"}
     (tmp_path / "c" / "checkpoint.json").write_bytes(_seal(document))
     with pytest.raises(UnsupportedVersionError, match="upgrade"):
         ckptcore.load(tmp_path / "c")

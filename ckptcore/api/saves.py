@@ -1,0 +1,125 @@
+"""Saving a tree, or several objects into one checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from ckptcore.background import SaveHandle
+from ckptcore.context import Context, default_context
+from ckptcore.exports import Export
+from ckptcore.locations import LocationLike
+from ckptcore.model.tree import JSON
+from ckptcore.occupants import Overwrite
+from ckptcore.protocols import Layout
+from ckptcore.save_requests import OneTree, SaveRequest
+from ckptcore.saving import begin_save, perform_save
+
+__all__ = ["save", "save_async", "save_checkpointables", "save_checkpointables_async"]
+
+
+def save(
+    location: LocationLike,
+    state: object,
+    *,
+    layout: str | Layout = "safetensors",
+    overwrite: Overwrite = False,
+    metadata: Mapping[str, JSON] | None = None,
+    exports: Sequence[Export] = (),
+    context: Context | None = None,
+) -> None:
+    """Save a tree and return once it is committed. Arrays in host memory are not copied; do not change them meanwhile.
+
+    Args:
+        location: a path or URL; a directory is made there.
+        state: a tree of containers and leaves that the installed plugins handle.
+        layout: how arrays are laid out: a name, or a layout object with options.
+        overwrite: whether a checkpoint that is there is replaced, with every file that stands in its directory: True: atomically; ``"non-atomic"``: also where the storage
+            cannot do so, and a crash would leave neither.
+        metadata: JSON of the user's, kept with the checkpoint.
+        exports: further checkpoints of the state or of parts of it, in other layouts, that are written from the same copy in host
+            memory once this one is committed. What replaces and describes this one does so for them. The error of one says that
+            this one is committed.
+        context: options.
+
+    Raises:
+        CheckpointExistsError: if something is there that is not to be replaced.
+        UnsupportedLeafError, UnsupportedKeyError, NameCollisionError: for what cannot be saved; nothing was written.
+        BackgroundSaveError: if an earlier asynchronous save failed unnoticed; call again to save.
+        StorageError: if the storage fails. What was there before is there still.
+    """
+    request = SaveRequest(
+        location=location, values=OneTree(state), layout=layout, overwrite=overwrite, custom=metadata, exports=exports
+    )
+    perform_save(request, context or default_context())
+
+
+def save_async(
+    location: LocationLike,
+    state: object,
+    *,
+    layout: str | Layout = "safetensors",
+    overwrite: Overwrite = False,
+    metadata: Mapping[str, JSON] | None = None,
+    exports: Sequence[Export] = (),
+    context: Context | None = None,
+) -> SaveHandle:
+    """Begin to save a tree and return once the save owns its memory: what changes afterwards is not in the checkpoint.
+
+    Writing and the commit go on in the background; the handle tells when they are done. An error that nobody asks the
+    handle for is raised by the next save of the Context, and printed when the program ends.
+
+    Takes and raises what `save` does, as far as it is known before the writing begins.
+    """
+    request = SaveRequest(
+        location=location, values=OneTree(state), layout=layout, overwrite=overwrite, custom=metadata, exports=exports
+    )
+    return begin_save(request, context or default_context())
+
+
+def save_checkpointables(
+    location: LocationLike,
+    checkpointables: Mapping[str, object],
+    *,
+    layout: str | Layout = "safetensors",
+    overwrite: Overwrite = False,
+    metadata: Mapping[str, JSON] | None = None,
+    exports: Sequence[Export] = (),
+    context: Context | None = None,
+) -> None:
+    """Save several objects into one checkpoint, each under its name and in its own way; return once it is committed.
+
+    Args:
+        location: a path or URL; a directory is made there, with one for each name in it.
+        checkpointables: by name: trees, objects that have a state (modules, optimizers, iterators), objects that write
+            files of their own. What is a tree is by itself a checkpoint at ``location/name``.
+        layout: how arrays are laid out.
+        overwrite, metadata, exports, context: as for `save`.
+
+    Raises:
+        InvalidLocationError: if something cannot be a name.
+        What `save` does, and what the objects themselves raise; nothing was committed.
+    """
+    request = SaveRequest(
+        location=location, values=checkpointables, layout=layout, overwrite=overwrite, custom=metadata, exports=exports
+    )
+    perform_save(request, context or default_context())
+
+
+def save_checkpointables_async(
+    location: LocationLike,
+    checkpointables: Mapping[str, object],
+    *,
+    layout: str | Layout = "safetensors",
+    overwrite: Overwrite = False,
+    metadata: Mapping[str, JSON] | None = None,
+    exports: Sequence[Export] = (),
+    context: Context | None = None,
+) -> SaveHandle:
+    """Begin to save several objects and return once the save owns all it needs: they may change or advance afterwards.
+
+    Takes and raises what `save_checkpointables` does, as far as it is known before the writing begins.
+    """
+    request = SaveRequest(
+        location=location, values=checkpointables, layout=layout, overwrite=overwrite, custom=metadata, exports=exports
+    )
+    return begin_save(request, context or default_context())

@@ -1,0 +1,39 @@
+"""Verifying and deleting what is there."""
+
+from __future__ import annotations
+
+from ckptcore.context import Context, default_context
+from ckptcore.deletion import delete_checkpoint
+from ckptcore.locations import LocationLike
+from ckptcore.verification import ProgressCallback, VerifyReport, verify_checkpoint
+
+__all__ = ["delete", "verify"]
+
+
+def verify(
+    location: LocationLike, *, progress: ProgressCallback | None = None, context: Context | None = None
+) -> VerifyReport:
+    """Read every byte of a checkpoint and check it.
+
+    Args:
+        location: a path or URL.
+        progress: called with bytes checked and bytes in all, from any thread.
+        context: options.
+
+    Raises:
+        CheckpointNotFoundError, UncommittedCheckpointError: if there is nothing to verify.
+    """
+    return verify_checkpoint(location, context or default_context(), progress)
+
+
+def delete(location: LocationLike, *, context: Context | None = None) -> None:
+    """Delete a checkpoint of ours, also an unfinished or a damaged one; it is never there in part.
+
+    Every file in its directory goes with it.
+
+    Raises:
+        CheckpointNotFoundError: if there is nothing.
+        CheckpointExistsError: if what is there is no checkpoint of ckptcore; it is left alone.
+        CheckpointReferredError: if checkpoints beside it have arrays in it; names them. Those elsewhere cannot be known.
+    """
+    delete_checkpoint(location, context or default_context())
