@@ -282,6 +282,7 @@ class ObjectClaim:
         if self._done:
             return
         self._done = True
+        self.store.expect_claim()  # else the uploads are another's
         self.store.abort_uploads()
         debris = {*self.store.list(), *self.store.written} - {*kept, ROOT_KEY}
         if debris:

@@ -214,6 +214,8 @@ class _DirectorySession:
             if find_partial(location) != planned.before:
                 raise _changed(location)
             self.store.delete([ROOT_KEY])  # of one that died as it finalized
+            if planned.before is not None and planned.before.owner is not None:
+                remove_debris(self.store, planned.kept)  # before anything is written: it may be what fills the disk
             self.store.put(PARTIAL_KEY, encode_partial(planned.partial))
         except BaseException:
             try:
@@ -237,8 +239,8 @@ class _DirectorySession:
             if not self._planned.partial.sessions:
                 self._directories.delete_directory(self._name)
                 return
+            remove_debris(self.store, self._planned.kept)  # first: where the disk is full nothing can be put
             self.store.put(PARTIAL_KEY, encode_partial(replace(self._planned.partial, owner=None)))
-            remove_debris(self.store, self._planned.kept)
         finally:
             self._lock.__exit__(None, None, None)
 
@@ -260,6 +262,7 @@ class _ObjectSession:
             self._claim.clear()
         elif planned.before is not None and planned.before.owner is not None:
             self._claim.store.abort_uploads()
+            remove_debris(self.store, planned.kept)
 
     def complete(self, session: Session) -> None:
         self._claim.replace(encode_partial(self._planned.partial.complete(session)))

@@ -20,10 +20,11 @@ from ckptcore.errors import (
     CheckpointNotFoundError,
     SaveLostError,
     StorageError,
+    StorageFullError,
     TreeMismatchError,
     UncommittedCheckpointError,
 )
-from ckptcore.testing.faults import CrashAt, FailAt, FaultPlan, Operation, SimulatedCrash
+from ckptcore.testing.faults import CrashAt, FailAt, FaultPlan, FullAfter, Operation, SimulatedCrash
 from ckptcore.testing.simulated_disk import SimulatedDisk
 from tests.copying.places import new_place, objects_at
 from tests.crashes.places import SCHEME, InterruptedPlan, faulty_context, simulated_context, through
@@ -178,6 +179,37 @@ def test_a_storage_that_fails_once_is_told_and_loses_nothing(scheme: str, layout
             except CheckpointNotFoundError:
                 assert task is _finalize, f"{operation} failed"
             _expect_whole(place, 2)
+
+
+@pytest.mark.parametrize("scheme", ["file", "memory"])
+def test_a_session_removes_what_one_that_died_left(scheme: str, tmp_path: Path) -> None:
+    """It may be as large as all that is to come, and nobody finalizes for days."""
+    task = _session(1, "safetensors")
+    operations = _operations(_prepared(scheme, tmp_path, 1, "safetensors"), task)
+    last = [operation for operation in operations if operation.name == "put"][-1]
+    place = _prepared(scheme, tmp_path, 1, "safetensors")
+    _die(place, task, last, "before")
+    left = {key for key in objects_at(place.rpartition("/")[0]) if "session-00002" in key}
+    assert left
+    task(place, None)
+    assert not left & set(objects_at(place.rpartition("/")[0]))
+
+
+@pytest.mark.parametrize("scheme", ["file", "memory"])
+def test_a_session_that_finds_the_disk_full_leaves_nothing_on_it(scheme: str, tmp_path: Path) -> None:
+    place = _prepared(scheme, tmp_path, 1, "safetensors")
+    plan = FaultPlan()
+    _session(1, "safetensors")(through(place), faulty_context(place, plan))
+    room = sum(operation.nbytes for operation in plan.operations if operation.changes)
+    for nbytes in range(0, room, room // 20):
+        place = _prepared(scheme, tmp_path, 1, "safetensors")
+        before = set(objects_at(place.rpartition("/")[0]))
+        with pytest.raises(StorageFullError):
+            _session(1, "safetensors")(through(place), faulty_context(place, FaultPlan(FullAfter(nbytes))))
+        assert set(objects_at(place.rpartition("/")[0])) == before
+        _session(1, "safetensors")(place, None)
+        _finalize(place, None)
+        _expect_whole(place, 2)
 
 
 @pytest.mark.parametrize("scheme", ["file", "memory"])

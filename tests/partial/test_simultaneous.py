@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import ckptcore
-from ckptcore.errors import CheckpointError, CheckpointNotFoundError
+from ckptcore.errors import CheckpointError, CheckpointNotFoundError, StorageError
 from ckptcore.testing.faults import FaultPlan, Operation, Step
 from tests.copying.places import new_place
 from tests.crashes.places import InterruptedPlan, faulty_context, through
@@ -32,9 +32,10 @@ def _finalize(place: str, context: ckptcore.Context) -> None:
 
 
 class _Paused:
-    """Does a task in a thread, up to an operation of its storage, where it stands still until it may go on."""
+    """Does a task in a thread, up to an operation of its storage, where it stands still until it may go on, or fails."""
 
-    def __init__(self, task: _Task, place: str, operation: int) -> None:
+    def __init__(self, task: _Task, place: str, operation: int, then: Exception | None = None) -> None:
+        self._then = then
         self._there, self._go_on = threading.Event(), threading.Event()
         self.error: BaseException | None = None
         context = faulty_context(place, InterruptedPlan(operation, self._stand))
@@ -53,6 +54,8 @@ class _Paused:
     def _stand(self) -> None:
         self._there.set()
         assert self._go_on.wait(60)
+        if self._then is not None:
+            raise self._then
 
     def end(self) -> None:
         self._go_on.set()
@@ -70,6 +73,20 @@ class _Between(FaultPlan):
     def begin(self, name: str, keys: Sequence[str], offset: int = 0, nbytes: int = 0) -> Step:
         """Do it first."""
         self._meanwhile.pop(len(self.operations), lambda: None)()
+        return super().begin(name, keys, offset, nbytes)
+
+
+class _BeforeFinish(FaultPlan):
+    """No faults; before the first upload is complete something else is done."""
+
+    def __init__(self, meanwhile: Callable[[], None]) -> None:
+        super().__init__()
+        self._meanwhile = [meanwhile]
+
+    def begin(self, name: str, keys: Sequence[str], offset: int = 0, nbytes: int = 0) -> Step:
+        """Do it first."""
+        if name == "finish" and self._meanwhile:
+            self._meanwhile.pop()()
         return super().begin(name, keys, offset, nbytes)
 
 
@@ -126,3 +143,27 @@ def test_of_two_that_saw_the_same_only_one_goes_on(one: _Task, other: _Task, tmp
         assert set(found) == set(expected), moment
         assert all(np.array_equal(found[name], np.full(5000, value)) for name, value in expected.items()), moment
         assert ckptcore.verify(place).ok, moment
+
+
+@pytest.mark.parametrize("sessions", [0, 1])
+def test_a_session_that_lost_its_place_gives_up_no_upload_of_who_has_it(sessions: int, tmp_path: Path) -> None:
+    """It fails in the middle of what the other one writes, and cleans up."""
+
+    def prepared() -> str:
+        place = new_place("memory", tmp_path)
+        for number in range(sessions):
+            ckptcore.save_partial(place, {f"before {number}": np.ones(3)})
+        return place
+
+    def save(place: str, context: ckptcore.Context) -> None:
+        ckptcore.save_partial(place, {"large": np.ones(1 << 18)}, context=context)
+
+    plan, place = FaultPlan(), prepared()
+    _second(through(place), faulty_context(place, plan))
+    written = next(one.number for one in plan.operations if one.name == "put" and ".safetensors" in one.keys[0])
+    place = prepared()
+    lost = _Paused(_second, place, written, StorageError("the test lets it fail"))
+    save(through(place), faulty_context(place, _BeforeFinish(lost.end)))
+    assert isinstance(lost.error, StorageError)
+    ckptcore.finalize(place)
+    assert np.array_equal(ckptcore.load(place)["large"], np.ones(1 << 18))
