@@ -11,7 +11,7 @@ import numpy as np
 
 from ckptcore.model.arrays import Box
 
-__all__ = ["BasicIndex", "Indexed", "index_box"]
+__all__ = ["BasicIndex", "Indexed", "index_box", "rows_of"]
 
 BasicIndex: TypeAlias = (
     "SupportsIndex | slice | EllipsisType | None | tuple[SupportsIndex | slice | EllipsisType | None, ...]"
@@ -123,6 +123,35 @@ def index_box(index: object, shape: tuple[int, ...]) -> Indexed:
         steps.append(step)
         counts.append(count)
     return Indexed(tuple(starts), tuple(steps), tuple(counts), tuple(local), tuple(result))
+
+
+def rows_of(index: object, extent: int) -> tuple[int, int] | None:
+    """From which index of the first axis on, and up to which one, what is indexed lies; None where only `index_box` can tell, or nothing does.
+
+    Other axes are not looked at. Who gets an answer may give the index to NumPy: it has but integers and slices, no booleans and arrays.
+
+    Args:
+        index: what an array is indexed with.
+        extent: how long its first axis is.
+    """
+    kind = type(index)
+    if kind is tuple:
+        entries: tuple[object, ...] = index  # type: ignore[assignment]  # by its type
+        for entry in entries:
+            if type(entry) is not slice and type(entry) is not int:
+                return None
+        if not entries:
+            return None
+        index = entries[0]
+        kind = type(index)
+    if kind is slice:
+        start, stop, step = index.indices(extent)  # type: ignore[attr-defined]  # by its type
+        return (start, stop) if step > 0 and start < stop else None
+    if kind is int:
+        row: int = index  # type: ignore[assignment]  # by its type
+        if -extent <= row < extent:
+            return (row, row + 1) if row >= 0 else (row + extent, row + extent + 1)
+    return None
 
 
 def _slice_of(entry: slice[Any, Any, Any], extent: int) -> tuple[int, int, int]:

@@ -13,7 +13,7 @@ from ckptcore.engine.elements import bytes_of, copy_elements, is_little, little_
 from ckptcore.engine.held_objects import HeldObject
 from ckptcore.engine.tiles import c_strides
 from ckptcore.errors import CheckpointError
-from ckptcore.indexing import BasicIndex, Indexed, index_box
+from ckptcore.indexing import BasicIndex, Indexed, index_box, rows_of
 from ckptcore.mapped_arrays import map_array
 from ckptcore.model.arrays import ArraySpec, HostArray
 from ckptcore.model.objects import BLOCK_BYTES
@@ -38,10 +38,6 @@ _BATCH_PARTS: Final = 1024
 """Boxes that are read at once."""
 
 
-_PLAIN_ENTRIES: Final = frozenset({int, slice})
-"""What an index of an array that is all in memory may have for NumPy to be asked at once; not what needs a second look, as booleans do."""
-
-
 class StoredArray:
     """An array of an open checkpoint. Indexing reads the elements that it gives, and nothing else but what verifies them.
 
@@ -57,6 +53,7 @@ class StoredArray:
     __slots__ = (
         "_extent",
         "_held",
+        "_is_little",
         "_is_plain",
         "_leaf",
         "_offset",
@@ -77,6 +74,7 @@ class StoredArray:
         self.dtype = spec.numpy_dtype
         little = little_dtype(spec.numpy_dtype)
         self._is_plain = little == spec.numpy_dtype
+        self._is_little = is_little(spec.numpy_dtype)
         self._stored_dtype = spec.numpy_dtype if self._is_plain else little
         self._session = session
         self._leaf = leaf
@@ -135,29 +133,31 @@ class StoredArray:
             CheckpointNotFoundError: if the checkpoint was replaced since it was opened.
             ValueError: if it was closed.
         """
-        if type(index) is slice and index.step is None:
-            start, stop = index.start, index.stop
-            if type(start) is int and type(stop) is int and 0 <= start < stop <= self._extent and self._row:
-                rows = self._read_rows(start, stop)
-                if rows is not None:
-                    return rows
-        elif (
-            self._view is not None
-            and self._is_plain
-            and type(index) is tuple
-            and _PLAIN_ENTRIES.issuperset(map(type, index))
-        ):
-            view, held = self._view, self._held
-            if held and not self._session.is_closed and held.is_at_hand(self._offset, self._offset + view.nbytes):
+        rows = rows_of(index, self._extent)
+        if rows is not None and self._row:
+            start, stop = rows
+            held, view = self._held, self._view
+            if (
+                held
+                and view is not None
+                and held.is_at_hand(self._offset + start * self._row, self._offset + stop * self._row)
+                and not self._session.is_closed
+                and self._is_little
+            ):
+                # The common case: to cost no more than where nothing can be verified.
                 found = view[index]
                 if found.nbytes <= _RUN_BYTES:
-                    return found.copy()
+                    return found.copy() if self._is_plain else found.copy().view(self.dtype)
+            elif type(index) is slice and index.step is None:
+                array = self._read_rows(start, stop)
+                if array is not None:
+                    return array
         indexed = index_box(index, self.shape)
         array = self._read(indexed)
         return array if indexed.is_plain else array[indexed.local]
 
     def _read_rows(self, start: int, stop: int) -> HostArray | None:
-        """Some of the first axis; None where it is not in one object, or much. The common case: to cost no more than where nothing can be verified."""
+        """Some of the first axis; None where it is not in one object, or much."""
         session = self._session
         if session.is_closed:
             _ = session.opened  # says so
@@ -169,11 +169,9 @@ class StoredArray:
         if held is False or last - first > _RUN_BYTES:
             return None
         if held.is_at_hand(first, last):
-            view = self._view
-            if view is None:
-                view = self._mapped(held)
+            view = self._mapped(held) if self._view is None else self._view
             if view is not None:
-                return view[start:stop].copy() if self._is_plain else self._copy(view[start:stop])
+                return self._copy(view[start:stop])
         return self._read_run(held, first, (stop - start, *self.shape[1:]))
 
     def _read_run(self, held: HeldObject, first: int, shape: tuple[int, ...]) -> HostArray:
@@ -182,7 +180,7 @@ class StoredArray:
         self._read_into(held, first, bytes_of(array))
         if self._is_plain:
             return array
-        return array.view(self.dtype) if is_little(self.dtype) else self._copy(array)
+        return array.view(self.dtype) if self._is_little else self._copy(array)
 
     def _read_into(self, held: HeldObject, first: int, memory: memoryview) -> None:
         try:
@@ -207,7 +205,7 @@ class StoredArray:
 
     def _copy(self, view: HostArray) -> HostArray:
         """Elements as they are stored, as an array of their own."""
-        if is_little(self.dtype):
+        if self._is_little:
             return view.copy() if self._is_plain else view.copy().view(self.dtype)
         array = np.empty(view.shape, self.dtype)
         copy_elements(array, view)
@@ -276,7 +274,7 @@ class StoredArray:
             copy_elements(array[part.place], view[part.indexed.elements])
         if self._is_plain:
             return array
-        return array.view(self.dtype) if is_little(self.dtype) else self._copy(array)
+        return array.view(self.dtype) if self._is_little else self._copy(array)
 
     def _find(self) -> HeldObject | Literal[False]:
         """The object that it stands in; False where it is read as loads read it."""

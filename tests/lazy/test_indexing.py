@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from ckptcore.indexing import index_box
+from ckptcore.indexing import index_box, rows_of
 
 
 @st.composite
@@ -33,6 +33,47 @@ def test_what_is_taken_apart_gives_what_numpy_gives(drawn: tuple[tuple[int, ...]
     assert indexed.shape == np.shape(expected)
     assert not indexed.is_plain or np.array_equal(wanted, expected)
     assert indexed.is_box == (wanted.size == box.size) or not wanted.size
+
+
+@settings(max_examples=300, deadline=None)
+@given(indexed_shapes())
+def test_the_rows_of_an_index_hold_all_that_numpy_gives(drawn: tuple[tuple[int, ...], Any]) -> None:
+    shape, index = drawn
+    extent = shape[0] if shape else 0
+    rows = rows_of(index, extent)
+    if rows is None:
+        return
+    start, stop = rows
+    assert 0 <= start < stop <= extent
+    number_of_row = np.broadcast_to(np.arange(extent).reshape(-1, *[1] * (len(shape) - 1)), shape)
+    assert np.all((start <= number_of_row[index]) & (number_of_row[index] < stop))
+
+
+@pytest.mark.parametrize(
+    ("index", "rows"),
+    [
+        (slice(2, 5), (2, 5)),
+        (slice(None), (0, 9)),
+        (slice(-3, None, 2), (6, 9)),
+        ((slice(4, 100), slice(0, 0)), (4, 9)),
+        (3, (3, 4)),
+        ((-1, 0), (8, 9)),
+        (9, None),
+        (-10, None),
+        (slice(5, 2), None),
+        (slice(5, 2, -1), None),
+        ((), None),
+        (..., None),
+        ((None, 3), None),
+        (True, None),
+        ((3, True), None),
+        ([3], None),
+        ((3, [0]), None),
+        (np.int64(3), None),
+    ],
+)
+def test_only_integers_and_slices_have_rows(index: object, rows: tuple[int, int] | None) -> None:
+    assert rows_of(index, 9) == rows
 
 
 def test_integers_of_other_libraries_are_integers() -> None:

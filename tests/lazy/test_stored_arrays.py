@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -161,6 +161,51 @@ def test_slices_of_verified_blocks_read_just_themselves(
         if is_mapped:
             np.testing.assert_array_equal(opened["w"][::-3, 7], array[::-3, 7])
             assert opened.bytes_read == before  # all of it from memory
+
+
+@pytest.mark.parametrize("dtype", [np.int32, ml_dtypes.bfloat16])
+def test_what_lies_in_verified_rows_comes_out_of_memory(tmp_path: Path, long_ago: None, dtype: Any) -> None:
+    array = np.arange(1 << 20).reshape(64, 128, 128).astype(dtype)
+    ckptcore.save(tmp_path / "c", {"w": array}, context=FAST)
+    with ckptcore.open(tmp_path / "c", context=FAST) as opened:
+        opened["w"][20:24], opened["w"][20:24]
+        before = opened.bytes_read
+        assert before <= 2 * BLOCK_BYTES  # the others were never verified
+        indices: list[Any] = [21, (22, 5), (23, 1, 2), slice(20, 24, 2), (slice(20, 24), slice(None, None, -3), 7)]
+        for index in [*indices, (slice(-44, -40), slice(3, 3))]:
+            found, expected = opened["w"][index], array[index]
+            assert type(found) is type(expected) and found.dtype == expected.dtype
+            np.testing.assert_array_equal(found, expected)
+        assert opened.bytes_read == before
+
+
+@pytest.mark.parametrize(("context", "calls"), [(FAST, ["fstat"]), (TRUSTING, ["lseek"])], ids=["verified", "trusted"])
+def test_a_slice_of_what_is_at_hand_asks_the_system_once(
+    large: tuple[Path, np.ndarray[Any, Any]],
+    long_ago: None,
+    monkeypatch: pytest.MonkeyPatch,
+    context: Context,
+    calls: list[str],
+) -> None:
+    location, array = large
+    called: list[str] = []
+
+    def noted(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def noting(*arguments: Any, **options: Any) -> Any:
+            called.append(name)
+            return call(*arguments, **options)
+
+        return noting
+
+    with ckptcore.open(location, context=context) as opened:
+        opened["w"][3:5], opened["w"][3:5]
+        for name in ("fstat", "stat", "lseek", "preadv", "pread", "open"):
+            monkeypatch.setattr(os, name, noted(name, getattr(os, name)))
+        for index in (slice(3, 5), (slice(3, 5), slice(0, 16)), 4):
+            found = opened["w"][index]
+            assert called == calls
+            called.clear()
+            np.testing.assert_array_equal(found, array[index])
 
 
 def test_columns_verify_the_blocks_that_they_lie_in_once(

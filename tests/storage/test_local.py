@@ -8,6 +8,7 @@ import stat
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -557,3 +558,30 @@ def read_into(storage: LocalStorage, key: str, nbytes: int) -> bytes:
 def files_in(directory: Path) -> dict[str, bytes]:
     """Everything that is there, temporary files too."""
     return {str(path.relative_to(directory)): path.read_bytes() for path in directory.rglob("*") if path.is_file()}
+
+
+# --- held files -------------------------------------------------------------------------------------------------------
+
+
+def test_the_stamp_of_a_held_file_is_told_once_it_is_old_and_changes_with_the_file(
+    storage: LocalStorage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    storage.put("data", b"first" * 100)
+    held = storage.hold_open("data")
+    path = tmp_path / "directory" / "data"
+    changed = path.stat().st_ctime_ns
+    clock = changed
+    monkeypatch.setattr("ckptcore.builtin.local_held_files.time.time_ns", lambda: clock)
+    assert held.stamp() is None
+    clock += 3_000_000_000
+    stamp = held.stamp()
+    assert stamp is not None and held.stamp() == stamp
+    time.sleep(0.05)  # the clock of file systems is coarse
+    with path.open("r+b") as written:
+        written.write(b"other")
+    clock = path.stat().st_ctime_ns + 1_000_000_000
+    assert held.stamp() is None
+    clock += 3_000_000_000
+    assert held.stamp() not in (None, stamp)
+    os.truncate(path, 7)
+    assert held.stamp() != stamp and held.size() == 7
