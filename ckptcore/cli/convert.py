@@ -30,6 +30,7 @@ __all__ = ["command"]
 @click.option("--overwrite-non-atomic", is_flag=True, help="... also where a crash would leave neither.")
 @click.option("--map", "map_name", help="Rename, stack and turn weights: llama-to-maxtext, or the other way round.")
 @click.option("--head-dim", type=click.IntRange(min=2), help="Elements of a head, where the map needs them.")
+@click.option("--rope-type", type=click.Choice(["default", "llama3.1"]), help="Of MaxText's configuration: likewise.")
 @click.option("--prefix", default="", help="What the names of the map begin with in Hugging Face's checkpoint: bert.")
 @click.option("--dequantize", metavar="DTYPE", help="Make numbers of quantised weights, such as bfloat16.")
 def command(
@@ -41,6 +42,7 @@ def command(
     overwrite_non_atomic: bool,
     map_name: str | None,
     head_dim: int | None,
+    rope_type: Literal["default", "llama3.1"] | None,
     prefix: str,
     dequantize: str | None,
 ) -> ExitCode:
@@ -49,8 +51,8 @@ def command(
     SOURCE may be of any layout that is installed, written by ckptcore or by other software; it is not changed. Of several
     checkpointables each is converted; files that objects wrote are copied.
 
-    Maps: bert-to-scanned, llama-to-scanned (layers in one array, as Flax runs them by a scan) and llama-to-maxtext, from Hugging Face's
-    names; scanned-to-bert, scanned-to-llama and maxtext-to-llama back to these.
+    Maps: bert-to-scanned, llama-to-scanned (layers in one array, as Flax runs them by a scan), llama-to-maxtext and qwen-to-maxtext, from
+    Hugging Face's names; scanned-to-bert, scanned-to-llama, maxtext-to-llama and maxtext-to-qwen back to these.
 
     Quantised weights of Hugging Face models are made numbers by what the config.json beside them says, before they are mapped.
     """
@@ -58,8 +60,8 @@ def command(
 
     replace: bool | Literal["non-atomic"] = "non-atomic" if overwrite_non_atomic else overwrite
     transforms: list[Transform] = []
-    if map_name is None and (head_dim is not None or prefix):
-        raise click.UsageError("--head-dim and --prefix are of a map: give --map, too.")
+    if map_name is None and (head_dim is not None or rope_type is not None or prefix):
+        raise click.UsageError("--head-dim, --rope-type and --prefix are of a map: give --map, too.")
     if dequantize is not None:
         from ckptcore.transforms import DequantizeAsConfigured  # only who transforms waits for it
 
@@ -70,7 +72,7 @@ def command(
     if map_name is not None:
         from ckptcore.transforms.maps import find_map
 
-        transforms += find_map(map_name, head_dim, prefix)
+        transforms += find_map(map_name, head_dim, prefix, rope_type)
     context = command_context()
     with byte_progress("converting") as progress:
         ckptcore.convert(

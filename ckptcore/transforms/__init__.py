@@ -3,7 +3,7 @@
 ``load(location, abstract, transforms=[Rename(...), Stack(...)])`` applies them in order. They read nothing: what makes an array reads
 as little as the part of it takes that is asked for. What matches nothing, or does not fit, is an error.
 
-- `Rename`, `RenameTable`, `Drop`, `Default`: paths
+- `Rename`, `RenameTable`, `Drop`, `Refuse`, `Default`: paths
 - `Cast`, `Transpose`, `Reshape`, `SplitAxis`, `MergeAxes`, `Scale`, `Slice`, `Pad`, `Apply`: single arrays
 - `Dequantize`, `DequantizeMxfp4`, `DequantizeAsConfigured`: quantised weights and their scales to numbers
 - `Stack`, `Unstack`, `Split`, `Fuse`: several arrays to one, one to several
@@ -19,7 +19,7 @@ from ckptcore.transforms.configured import DequantizeAsConfigured
 from ckptcore.transforms.dequantizing import Dequantize, DequantizeMxfp4
 from ckptcore.transforms.elements import Apply, Cast, Pad, Scale, Slice
 from ckptcore.transforms.merges import Average, MergeLora
-from ckptcore.transforms.moves import Default, Drop, Rename, RenameTable
+from ckptcore.transforms.moves import Default, Drop, Refuse, Rename, RenameTable
 from ckptcore.transforms.patterns import Pattern
 from ckptcore.transforms.several import Fuse, Split, Stack, Unstack
 from ckptcore.transforms.transform import IfPresent, Transform
@@ -39,6 +39,7 @@ __all__ = [
     "MergeLora",
     "Pad",
     "Pattern",
+    "Refuse",
     "Rename",
     "RenameTable",
     "Reshape",

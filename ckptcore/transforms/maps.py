@@ -1,7 +1,7 @@
 """Maps: ready-made transforms between how libraries name, stack and turn the weights of one family of models.
 
-Each function gives the transforms from Hugging Face's names; `ckptcore.transforms.inverse` of them is the way back. What a map does not know stays
-as it is.
+Each function gives the transforms from Hugging Face's names; `ckptcore.transforms.inverse` of them is the way back. What stands beside the model, as
+heads do, stays as it is; what a map does not know of the model itself is an error, either way.
 
 Hugging Face's names are those of the modules of ``transformers``, and its kernels lie as ``[outputs, inputs]``, as PyTorch's. *Scanned* is a tree as
 Flax NNX makes it of layers that are run by ``jax.lax.scan``: one array for all layers, the first axis of which counts them; ``kernel`` as ``[inputs,
@@ -13,16 +13,32 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Final, Literal, TypeAlias, get_args
 
 from ckptcore.errors import TransformError
 from ckptcore.transforms.applying import inverse
 from ckptcore.transforms.axes import MergeAxes, SplitAxis, Transpose
 from ckptcore.transforms.elements import Scale
-from ckptcore.transforms.moves import Rename
+from ckptcore.transforms.moves import Refuse, Rename
 from ckptcore.transforms.several import Stack
 from ckptcore.transforms.transform import IfPresent, Transform
 
-__all__ = ["MAPS", "NamedMap", "bert_to_scanned", "find_map", "llama_to_maxtext", "llama_to_scanned"]
+__all__ = [
+    "MAPS",
+    "NamedMap",
+    "RopeType",
+    "bert_to_scanned",
+    "find_map",
+    "llama_to_maxtext",
+    "llama_to_scanned",
+    "qwen_to_maxtext",
+]
+
+RopeType: TypeAlias = Literal["default", "llama3.1"]
+"""What MaxText's configuration has as ``rope_type``."""
+
+_MAXTEXT: Final = "params/params"
+"""Where the weights stand in a checkpoint of MaxText: the parameters of its train state, and in them a collection of Flax."""
 
 
 def bert_to_scanned(prefix: str = "") -> list[Transform]:
@@ -52,10 +68,12 @@ def bert_to_scanned(prefix: str = "") -> list[Transform]:
         stacks.extend([Stack(f"{layer}.{name}.{stored}", f"{layers}/{path}/{made}") for name, path in norms.items()])
         stacks.append(Rename(f"{own}embeddings.LayerNorm.{stored}", f"{to}embeddings/norm/{made}"))
     return [
+        Refuse(f"{to}encoder/**"),
         *stacks,
         Rename(f"{own}embeddings.{{table}}_embeddings.weight", f"{to}embeddings/{{table}}_embeddings/embedding"),
         IfPresent(Rename(f"{own}embeddings.position_ids", f"{to}embeddings/position_ids")),
         Transpose(f"{to}{{module...}}/kernel"),
+        Refuse(f"{own}encoder.**"),
     ]
 
 
@@ -73,6 +91,7 @@ def llama_to_scanned(prefix: str = "") -> list[Transform]:
     own, to = _prefixes(prefix)
     layer, layers = f"{own}model.layers.{{i}}", f"{to}layers"
     return [
+        Refuse(f"{layers}/**"),
         Rename(f"{own}model.embed_tokens.weight", f"{to}embed_tokens/embedding"),
         Rename(f"{own}model.norm.weight", f"{to}norm/scale"),
         IfPresent(Rename(f"{own}lm_head.weight", f"{to}lm_head/kernel")),
@@ -83,36 +102,82 @@ def llama_to_scanned(prefix: str = "") -> list[Transform]:
         IfPresent(Stack(f"{layer}.mlp.{{part}}_proj.bias", f"{layers}/mlp/{{part}}_proj/bias")),
         Stack(f"{layer}.{{name}}_layernorm.weight", f"{layers}/{{name}}_layernorm/scale"),
         Transpose(f"{to}{{module...}}/kernel"),
+        Refuse(f"{own}model.**"),
     ]
 
 
-def llama_to_maxtext(head_dim: int, prefix: str = "") -> list[Transform]:
-    """Llama 2 and 3 from Hugging Face to the parameters of MaxText, with scanned layers and its ``param_scan_axis`` of 1.
+def llama_to_maxtext(head_dim: int, rope_type: RopeType, prefix: str = "") -> list[Transform]:
+    """Llama 2 and 3 and Mistral from Hugging Face to a checkpoint of MaxText, with scanned layers and its ``param_scan_axis`` of 1.
 
-    MaxText keeps a rotated pair of a head's elements side by side, where Hugging Face has all first ones before all second ones, and has queries
-    divided by the root of `head_dim`: they come back bit-equal where that is a power of two, and else rounded. Source:
-    AI-Hypercomputer/maxtext, ``ckpt_conversion/strategies/llama.py``.
+    ``params/params/decoder/layers/self_attention/query/kernel``, ``params/params/token_embedder/embedding``; ``lm_head`` may be missing: it is tied then.
+
+    MaxText does not divide queries by the root of `head_dim` as it runs: kernels are. They come back bit-equal where that is a power of two; else they are
+    rounded once each way, as its ``to_maxtext`` and ``to_huggingface`` do. Source: AI-Hypercomputer/maxtext, ``checkpoint_conversion``.
 
     Args:
         head_dim: elements of a head; even.
+        rope_type: of MaxText's configuration: ``"llama3.1"``, also where its ``model_name`` begins with that, keeps a rotated pair of a head's elements
+            side by side; ``"default"``, of Llama 2 and 3 and Mistral, has all first ones before all second ones, as Hugging Face. The other one gives a
+            model that loads and computes something else.
         prefix: what the names begin with before ``model`` and ``lm_head``, as ``"language_model."``; MaxText's have none.
+
+    Raises:
+        TransformError: if `head_dim` is odd, there is no such `rope_type`, or the prefix does not end with a dot.
+    """
+    if rope_type not in get_args(RopeType):
+        raise TransformError(
+            f"llama_to_maxtext(rope_type={rope_type!r}): expected 'default' or 'llama3.1', as MaxText's configuration has it"
+        )
+    root = math.sqrt(head_dim)
+    return _to_maxtext(
+        "llama_to_maxtext",
+        head_dim,
+        prefix,
+        [
+            *(_rotated_pairs(head_dim) if rope_type == "llama3.1" else []),
+            Scale(f"{_MAXTEXT}/decoder/layers/self_attention/query/kernel", 1 / root, root),
+        ],
+    )
+
+
+def qwen_to_maxtext(head_dim: int, prefix: str = "") -> list[Transform]:
+    """Qwen 2, 2.5 and 3 without experts from Hugging Face to a checkpoint of MaxText, as `llama_to_maxtext`; biases and norms of heads go with them.
+
+    MaxText divides the queries of these as it runs, and rotates halves: all comes back bit-equal. Source: as there.
+
+    Args:
+        head_dim: elements of a head; even.
+        prefix: as there.
 
     Raises:
         TransformError: if `head_dim` is odd, or the prefix does not end with a dot.
     """
     own, _ = _prefixes(prefix)
+    layer, attention = f"{own}model.layers.{{i}}.self_attn", f"{_MAXTEXT}/decoder/layers/self_attention"
+    transforms: list[Transform] = []
+    for part in ("query", "key", "value"):
+        bias = f"{attention}/{part}/bias"
+        transforms += [
+            IfPresent(Stack(f"{layer}.{part[0]}_proj.bias", bias)),
+            IfPresent(SplitAxis(bias, 1, (-1, head_dim))),
+            IfPresent(Transpose(bias, (1, 0, 2))),
+        ]
+    for part in ("query", "key"):
+        transforms.append(IfPresent(Stack(f"{layer}.{part[0]}_norm.weight", f"{attention}/{part}_norm/scale", axis=1)))
+    return _to_maxtext("qwen_to_maxtext", head_dim, prefix, transforms)
+
+
+def _to_maxtext(name: str, head_dim: int, prefix: str, further: list[Transform]) -> list[Transform]:
+    """What all decoders have in common, and what one family has besides.
+
+    Raises:
+        TransformError
+    """
+    own, _ = _prefixes(prefix)
     if head_dim < 2 or head_dim % 2:
-        raise TransformError(f"llama_to_maxtext(head_dim={head_dim}): give an even number above 0")
-    layer, layers = f"{own}model.layers.{{i}}", "params/decoder/layers"
-    attention, pair = f"{layers}/self_attention", head_dim // 2
-    transforms: list[Transform] = [
-        Rename(f"{own}model.embed_tokens.weight", "params/token_embedder/embedding"),
-        Rename(f"{own}model.norm.weight", "params/decoder/decoder_norm/scale"),
-        IfPresent(Rename(f"{own}lm_head.weight", "params/decoder/logits_dense/kernel")),
-        IfPresent(Transpose("params/decoder/logits_dense/kernel")),
-        Stack(f"{layer}.input_layernorm.weight", f"{layers}/pre_self_attention_layer_norm/scale", axis=1),
-        Stack(f"{layer}.post_attention_layernorm.weight", f"{layers}/post_self_attention_layer_norm/scale", axis=1),
-    ]
+        raise TransformError(f"{name}(head_dim={head_dim}): give an even number above 0")
+    decoder, layer = f"{_MAXTEXT}/decoder", f"{own}model.layers.{{i}}"
+    layers, attention = f"{decoder}/layers", f"{decoder}/layers/self_attention"
     kernels = {
         f"{attention}/query/kernel": "self_attn.q_proj",
         f"{attention}/key/kernel": "self_attn.k_proj",
@@ -122,23 +187,38 @@ def llama_to_maxtext(head_dim: int, prefix: str = "") -> list[Transform]:
         f"{layers}/mlp/wi_1/kernel": "mlp.up_proj",
         f"{layers}/mlp/wo/kernel": "mlp.down_proj",
     }
-    for path, name in kernels.items():
-        transforms += [Stack(f"{layer}.{name}.weight", path), Transpose(path, (2, 0, 1))]
-    for part in ("query", "key"):
-        path = f"{attention}/{part}/kernel"
-        transforms += [
-            SplitAxis(path, 2, (-1, 2, pair)),
-            Transpose(path, (0, 1, 2, 4, 3)),
-            MergeAxes(path, 3, (pair, 2)),
-        ]
-    scale = math.sqrt(head_dim)
+    transforms: list[Transform] = [
+        Refuse(f"{_MAXTEXT}/**"),
+        Rename(f"{own}model.embed_tokens.weight", f"{_MAXTEXT}/token_embedder/embedding"),
+        Rename(f"{own}model.norm.weight", f"{decoder}/decoder_norm/scale"),
+        IfPresent(Rename(f"{own}lm_head.weight", f"{decoder}/logits_dense/kernel")),
+        IfPresent(Transpose(f"{decoder}/logits_dense/kernel")),
+        Stack(f"{layer}.input_layernorm.weight", f"{layers}/pre_self_attention_layer_norm/scale", axis=1),
+        Stack(f"{layer}.post_attention_layernorm.weight", f"{layers}/post_self_attention_layer_norm/scale", axis=1),
+    ]
+    for path, stored in kernels.items():
+        transforms += [Stack(f"{layer}.{stored}.weight", path), Transpose(path, (2, 0, 1))]
+    transforms += [SplitAxis(f"{attention}/{part}/kernel", 2, (-1, head_dim)) for part in ("query", "key", "value")]
     return [
         *transforms,
-        SplitAxis(f"{attention}/value/kernel", 2, (-1, head_dim)),
         SplitAxis(f"{attention}/out/kernel", 0, (-1, head_dim)),
         Transpose(f"{attention}/out/kernel", (0, 2, 1, 3)),
-        Scale(f"{attention}/query/kernel", 1 / scale, scale),
+        *further,
+        Refuse(f"{own}model.**"),
     ]
+
+
+def _rotated_pairs(head_dim: int) -> list[Transform]:
+    """The elements of heads that are rotated together side by side, where all first ones were before all second ones."""
+    transforms: list[Transform] = []
+    for part in ("query", "key"):
+        path = f"{_MAXTEXT}/decoder/layers/self_attention/{part}/kernel"
+        transforms += [
+            SplitAxis(path, 3, (2, head_dim // 2)),
+            Transpose(path, (0, 1, 2, 4, 3)),
+            MergeAxes(path, 3, (head_dim // 2, 2)),
+        ]
+    return transforms
 
 
 def _prefixes(prefix: str) -> tuple[str, str]:
@@ -157,41 +237,53 @@ class NamedMap:
     """A map that has a name, for the command line.
 
     Attributes:
-        make: gives its transforms, from `head_dim`, where it needs that, and a prefix of names.
-        needs_head_dim: whether it does.
+        make: gives its transforms, from a prefix of names and what it needs, in that order.
+        needs: what it needs besides a prefix: ``head_dim``, ``rope_type``.
     """
 
-    make: Callable[[int, str], list[Transform]]
-    needs_head_dim: bool = False
+    make: Callable[..., list[Transform]]
+    needs: tuple[str, ...] = ()
 
 
 MAPS: Mapping[str, NamedMap] = {
-    "bert-to-scanned": NamedMap(lambda head_dim, prefix: bert_to_scanned(prefix)),
-    "llama-to-scanned": NamedMap(lambda head_dim, prefix: llama_to_scanned(prefix)),
-    "llama-to-maxtext": NamedMap(llama_to_maxtext, needs_head_dim=True),
+    "bert-to-scanned": NamedMap(bert_to_scanned),
+    "llama-to-scanned": NamedMap(llama_to_scanned),
+    "llama-to-maxtext": NamedMap(llama_to_maxtext, ("head_dim", "rope_type")),
+    "qwen-to-maxtext": NamedMap(qwen_to_maxtext, ("head_dim",)),
 }
 """The maps by name; with the two sides of a name exchanged it is the way back."""
 
+_TOLD: Final = {
+    "head_dim": "the elements of a head, as the model's config.json has them",
+    "rope_type": "'default' or 'llama3.1', as MaxText's configuration has it",
+}
+"""What a map may need."""
 
-def find_map(name: str, head_dim: int | None = None, prefix: str = "") -> list[Transform]:
+
+def find_map(
+    name: str, head_dim: int | None = None, prefix: str = "", rope_type: RopeType | None = None
+) -> list[Transform]:
     """The transforms of a map, or the way back.
 
     Args:
         name: as in `MAPS`, or with its sides exchanged, as ``scanned-to-bert``.
-        head_dim: elements of a head, for the maps that need it.
+        head_dim: elements of a head, for the maps that need it; of the others None.
         prefix: what Hugging Face's names begin with, as ``"bert."``.
+        rope_type: of MaxText's configuration, likewise; see `llama_to_maxtext`.
 
     Raises:
-        TransformError: if there is none of this name, or it lacks what it needs.
+        TransformError: if there is none of this name, it lacks what it needs, or has no use for what is given.
     """
     first, _, second = name.partition("-to-")
     back = f"{second}-to-{first}"
     found = MAPS.get(name) or MAPS.get(back)
     if found is None:
         raise TransformError(f"there is no map {name!r}; there are {', '.join(MAPS)}, and each the other way round")
-    if found.needs_head_dim and head_dim is None:
-        raise TransformError(
-            f"the map {name!r} needs the elements of a head: give head_dim, as the model's config.json has it"
-        )
-    transforms = found.make(head_dim or 0, prefix)
+    given: Mapping[str, int | str | None] = {"head_dim": head_dim, "rope_type": rope_type}
+    for option, value in given.items():
+        if value is None and option in found.needs:
+            raise TransformError(f"the map {name!r} needs {option}: give {_TOLD[option]}")
+        if value is not None and option not in found.needs:
+            raise TransformError(f"the map {name!r} has no use for {option}={value!r}: leave it out")
+    transforms = found.make(prefix=prefix, **{option: given[option] for option in found.needs})
     return transforms if name in MAPS else inverse(transforms)

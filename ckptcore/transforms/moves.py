@@ -1,22 +1,26 @@
-"""Transforms that give leaves other paths, take them away, or add them: no array is computed."""
+"""Transforms that give leaves other paths, take them away, add or refuse them: no array is computed."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
+from ckptcore.amounts import count
 from ckptcore.derivations import constant
 from ckptcore.errors import TransformError
 from ckptcore.model.arrays import Box
 from ckptcore.model.metadata import ValueRecord
-from ckptcore.model.tree import TreePath
+from ckptcore.model.tree import TreePath, format_path
 from ckptcore.transforms.arguments import expect_pattern, expect_text
 from ckptcore.transforms.drafts import Draft, DraftArray, DraftValue, Leaf
 from ckptcore.transforms.patterns import Pattern, Template, exactly, text_path
 from ckptcore.transforms.transform import Transform, not_invertible
 
-__all__ = ["Default", "Drop", "Rename", "RenameTable"]
+__all__ = ["Default", "Drop", "Refuse", "Rename", "RenameTable"]
+
+_SHOWN: Final = 200
+"""How many characters of a path an error shows: it may be hostile."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +120,37 @@ class Drop(Transform):
     def inverse(self) -> Transform:
         """See `Transform`."""
         raise not_invertible(self, "for what was dropped is not there")
+
+
+@dataclass(frozen=True, slots=True)
+class Refuse(Transform):
+    """An error where leaves are that the transforms around this one do not know; else nothing: so that none is left out silently.
+
+    Attributes:
+        pattern: of which leaves; there are to be none.
+    """
+
+    pattern: Pattern
+
+    def __post_init__(self) -> None:
+        expect_pattern(self, "pattern")
+
+    def apply(self, draft: Draft) -> None:
+        """See `Transform`."""
+        found = list(draft.present(Template(self.pattern)))
+        if found:
+            others = "" if len(found) == 1 else f" and {count(len(found) - 1, 'other')}"
+            raise TransformError(
+                f"{format_path(found[0])[:_SHOWN]}{others} would be left, which none of the transforms knows: drop or rename what is not needed before"
+            )
+
+    def describe(self) -> str:
+        """See `Transform`."""
+        return f"expect nothing at {Template(self.pattern)}"
+
+    def inverse(self) -> Transform:
+        """See `Transform`."""
+        return self
 
 
 @dataclass(frozen=True, slots=True)

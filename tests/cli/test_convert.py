@@ -95,7 +95,7 @@ def test_names_with_a_prefix_are_mapped_by_it(run: Run, run_json: RunJson, tmp_p
     )
 
 
-@pytest.mark.parametrize("option", [("--prefix", "text."), ("--head-dim", "64")])
+@pytest.mark.parametrize("option", [("--prefix", "text."), ("--head-dim", "64"), ("--rope-type", "default")])
 def test_what_is_of_a_map_needs_one(run: Run, checkpoint: Path, tmp_path: Path, option: tuple[str, str]) -> None:
     result = run("convert", checkpoint, tmp_path / "copy", *option)
     assert result.exit_code == 2 and "give --map" in result.output and not (tmp_path / "copy").exists()
@@ -105,8 +105,11 @@ def test_a_map_that_does_not_fit(run_json: RunJson, checkpoint: Path, tmp_path: 
     code, document = run_json(ErrorDocument, "convert", checkpoint, tmp_path / "copy", "--map", "llama-to-scanned")
     assert (code, document["error"]) == (6, "TransformError")
     assert "'model.embed_tokens.weight' matches nothing" in document["message"]
-    code, document = run_json(ErrorDocument, "convert", checkpoint, tmp_path / "copy", "--map", "llama-to-maxtext")
-    assert (code, document["error"]) == (6, "TransformError")
+    to_maxtext = ["convert", checkpoint, tmp_path / "copy", "--map", "llama-to-maxtext"]
+    for options, needed in (([], "head_dim"), (["--head-dim", 64], "rope_type")):
+        code, document = run_json(ErrorDocument, *to_maxtext, *options)
+        assert (code, document["error"]) == (6, "TransformError")
+        assert f"needs {needed}" in document["message"]
     assert not (tmp_path / "copy").exists()
 
 

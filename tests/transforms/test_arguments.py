@@ -25,6 +25,7 @@ t: Any = transforms  # which what a user may write does not fit
         (lambda: t.RenameTable([("a", "b")]), r"RenameTable\(.*expected a mapping of paths"),
         (lambda: t.RenameTable({"a": 1}), r"RenameTable\(.*expected a mapping of paths"),
         (lambda: t.Drop(["a"]), r"Drop\(pattern="),
+        (lambda: t.Refuse(None), r"Refuse\(pattern=None\)"),
         (lambda: t.Default(("a",), 1), r"Default\(path=\('a',\)\): expected text"),
         (lambda: t.Cast("a", "float33"), r"Cast\(dtype='float33'\): expected a dtype of NumPy or ml_dtypes, or its name"),
         (lambda: t.Cast("a", None, "flaot"), r"Cast\(stored='flaot'\)"),

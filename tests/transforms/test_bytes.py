@@ -28,6 +28,7 @@ from ckptcore.transforms import (
     MergeAxes,
     MergeLora,
     Pad,
+    Refuse,
     Rename,
     RenameTable,
     Reshape,
@@ -87,7 +88,7 @@ CASES: dict[str, tuple[Any, Any, int, float, float]] = {
     # By name: transforms that make w, what NumPy makes, along which axis w is cut, how many matrices all of w takes, and an eighth.
     "rename": (lambda d: [Rename("l.0", "w")], lambda s: s["l.0"], 0, 1, 1 / 8),
     "table": (lambda d: [RenameTable({"l.0": "w", "l.1": "l.0"})], lambda s: s["l.0"], 0, 1, 1 / 8),
-    "drop": (lambda d: [Drop("l.1"), IfPresent(Drop("l.9")), Rename("l.0", "w")], lambda s: s["l.0"], 0, 1, 1 / 8),
+    "drop": (lambda d: [Drop("l.1"), IfPresent(Drop("l.9")), Rename("l.0", "w"), Refuse("l.1")], lambda s: s["l.0"], 0, 1, 1 / 8),
     "default": (lambda d: [Default("w", np.ones((8, 8), np.float32))], lambda s: np.ones((8, 8), np.float32), 0, 0, 0),
     "cast": (lambda d: [Rename("l.0", "w"), Cast("w", "float64")], lambda s: s["l.0"].astype("f8"), 0, 1, 1 / 8),
     "transpose": (lambda d: [Rename("l.0", "w"), Transpose("w")], lambda s: s["l.0"].T, 1, 1, 1 / 8),

@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-import math
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +17,15 @@ from safetensors.numpy import load_file
 import ckptcore
 from ckptcore.errors import TransformError
 from ckptcore.testing import assert_same_tree
-from ckptcore.transforms import Transform, inverse
-from ckptcore.transforms.maps import MAPS, bert_to_scanned, find_map, llama_to_maxtext, llama_to_scanned
+from ckptcore.transforms import Drop, Transform, inverse
+from ckptcore.transforms.maps import (
+    MAPS,
+    bert_to_scanned,
+    find_map,
+    llama_to_maxtext,
+    llama_to_scanned,
+    qwen_to_maxtext,
+)
 from examples.minilm.pretrained import model_directory
 
 LAYERS, EMBED, HEADS, KV_HEADS, HEAD_DIM, MLP, VOCABULARY = 3, 16, 4, 2, 16, 24, 66
@@ -101,31 +108,6 @@ def test_what_is_built_like_llama_is_scanned(biases: str, norms: bool, prefix: s
         assert_same_tree(made["layers"]["self_attn"]["q_norm"]["scale"][1], state[f"{layer}.self_attn.q_norm.weight"])
 
 
-def test_of_heads_whose_root_is_no_power_of_two_queries_alone_are_rounded(tmp_path: Path) -> None:
-    state = {f"text.{name}": array for name, array in _llama(head_dim=8, dtype="bfloat16").items()}
-    ckptcore.save(tmp_path / "first", state)
-    made = ckptcore.load(tmp_path / "first", transforms=llama_to_maxtext(8, "text."))
-    ckptcore.save(tmp_path / "second", made)
-    back = ckptcore.load(tmp_path / "second", transforms=inverse(llama_to_maxtext(8, "text.")))
-    assert sorted(back) == sorted(state)
-    for name, array in state.items():
-        if "q_proj" in name:  # two roundings of bfloat16
-            assert np.allclose(back[name].astype(np.float32), array.astype(np.float32), rtol=2**-7)
-        else:
-            assert_same_tree(back[name], array)
-    layers, half = made["params"]["decoder"]["layers"], 4
-    keys = state["text.model.layers.2.self_attn.k_proj.weight"].T.reshape(EMBED, KV_HEADS, 8)
-    found = layers["self_attention"]["key"]["kernel"][:, 2]
-    assert np.array_equal(found[..., ::2], keys[..., :half]) and np.array_equal(found[..., 1::2], keys[..., half:])
-    values = state["text.model.layers.2.self_attn.v_proj.weight"].T.reshape(EMBED, KV_HEADS, 8)
-    assert np.array_equal(layers["self_attention"]["value"]["kernel"][:, 2], values)
-    queries = state["text.model.layers.2.self_attn.q_proj.weight"].T.reshape(EMBED, HEADS, 8)
-    scaled = (queries.astype(np.float32) * np.float32(1 / math.sqrt(8))).astype(queries.dtype)
-    assert np.array_equal(layers["self_attention"]["query"]["kernel"][:, 2, :, ::2], scaled[..., :half])
-    gates = state["text.model.layers.2.mlp.gate_proj.weight"].T
-    assert np.array_equal(layers["mlp"]["wi_0"]["kernel"][:, 2], gates)
-
-
 def _bert(layers: int = 12) -> dict[str, Any]:
     """An encoder with heads, as Transformers names it."""
     rng = np.random.default_rng(0)
@@ -168,47 +150,52 @@ def test_an_encoder_with_heads_is_scanned_and_its_heads_stay(prefix: str, tmp_pa
 
 @pytest.mark.parametrize("prefix", ["bert", ".", "a..", "*.", "a/b.", "{x}."])
 def test_what_is_no_prefix_is_refused(prefix: str) -> None:
-    for make in (bert_to_scanned, llama_to_scanned, lambda prefix: llama_to_maxtext(64, prefix)):
+    for make in (
+        bert_to_scanned,
+        llama_to_scanned,
+        partial(llama_to_maxtext, 64, "default"),
+        partial(qwen_to_maxtext, 64),
+    ):
         with pytest.raises(TransformError, match="is no prefix of names"):
             make(prefix)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_llama_is_what_maxtext_has(dtype: str, tmp_path: Path) -> None:
-    state = _llama(dtype=dtype)
-    made = _there_and_back(state, llama_to_maxtext(HEAD_DIM), tmp_path)["params"]
-    layers, half = made["decoder"]["layers"], HEAD_DIM // 2
-    attention = layers["self_attention"]
-    assert attention["query"]["kernel"].shape == (EMBED, LAYERS, HEADS, HEAD_DIM)
-    assert attention["key"]["kernel"].shape == (EMBED, LAYERS, KV_HEADS, HEAD_DIM)
-    assert attention["out"]["kernel"].shape == (HEADS, LAYERS, HEAD_DIM, EMBED)
-    assert layers["mlp"]["wi_0"]["kernel"].shape == (EMBED, LAYERS, MLP)
-    assert layers["mlp"]["wo"]["kernel"].shape == (MLP, LAYERS, EMBED)
-    assert layers["pre_self_attention_layer_norm"]["scale"].shape == (EMBED, LAYERS)
-    assert made["decoder"]["logits_dense"]["kernel"].shape == (EMBED, VOCABULARY)
-    assert made["token_embedder"]["embedding"].shape == (VOCABULARY, EMBED)
-    for layer in range(LAYERS):
-        stored = state[f"model.layers.{layer}.self_attn.q_proj.weight"].T.reshape(EMBED, HEADS, HEAD_DIM)
-        query = attention["query"]["kernel"][:, layer].astype(np.float32) * np.float32(math.sqrt(HEAD_DIM))
-        assert np.array_equal(query[..., ::2], stored[..., :half].astype(np.float32))
-        assert np.array_equal(query[..., 1::2], stored[..., half:].astype(np.float32))
-        out = state[f"model.layers.{layer}.self_attn.o_proj.weight"].T.reshape(HEADS, HEAD_DIM, EMBED)
-        assert_same_tree(np.ascontiguousarray(attention["out"]["kernel"][:, layer]), out)
-        down = state[f"model.layers.{layer}.mlp.down_proj.weight"].T
-        assert_same_tree(np.ascontiguousarray(layers["mlp"]["wo"]["kernel"][:, layer]), np.ascontiguousarray(down))
-
-
 def test_maps_are_found_by_name_and_the_other_way_round() -> None:
     assert find_map("bert-to-scanned") == bert_to_scanned()
-    assert find_map("maxtext-to-llama", 128) == inverse(llama_to_maxtext(128))
+    assert find_map("maxtext-to-llama", 128, rope_type="default") == inverse(llama_to_maxtext(128, "default"))
+    assert find_map("qwen-to-maxtext", 128, "text.") == qwen_to_maxtext(128, "text.")
     with pytest.raises(TransformError, match="there is no map 'gpt-to-scanned'; there are bert-to-scanned"):
         find_map("gpt-to-scanned")
-    with pytest.raises(TransformError, match="needs the elements of a head"):
-        find_map("llama-to-maxtext")
+    with pytest.raises(TransformError, match="needs head_dim: give the elements of a head"):
+        find_map("llama-to-maxtext", rope_type="default")
+    with pytest.raises(TransformError, match="needs rope_type: give 'default' or 'llama3.1'"):
+        find_map("llama-to-maxtext", 64)
     with pytest.raises(TransformError, match="an even number"):
-        find_map("llama-to-maxtext", 7)
-    for name in MAPS:
-        assert find_map(name, 64, "model.") != find_map(name, 64)
+        find_map("qwen-to-maxtext", 7)
+    given: dict[str, Any] = {"head_dim": 64, "rope_type": "llama3.1"}
+    for name, known in MAPS.items():
+        needed = {option: given[option] for option in known.needs}
+        assert find_map(name, prefix="model.", **needed) != find_map(name, **needed)
+        for option in given.keys() - known.needs:
+            with pytest.raises(TransformError, match=f"has no use for {option}="):
+                find_map(name, **needed, **{option: given[option]})
+
+
+def test_what_a_map_does_not_know_of_a_model_is_refused(tmp_path: Path) -> None:
+    """Old checkpoints of Llama have frequencies in each layer; what is dropped is said."""
+    state = _llama()
+    odd = {f"model.layers.{layer}.self_attn.rotary_emb.inv_freq": np.ones(4, np.float32) for layer in range(LAYERS)}
+    ckptcore.save(tmp_path / "old", {**state, **odd})
+    with pytest.raises(TransformError, match=r"inv_freq.* and 2 others would be left, .* drop or rename what"):
+        ckptcore.load(tmp_path / "old", transforms=llama_to_scanned())
+    made = ckptcore.load(tmp_path / "old", transforms=[Drop("**.inv_freq"), *llama_to_scanned()])
+    assert sorted(made) == ["embed_tokens", "layers", "lm_head", "norm"]
+    ckptcore.save(tmp_path / "bert", {**_bert(), "encoder.layer.0.adapter.weight": np.ones((2, 2))})
+    with pytest.raises(TransformError, match=r"encoder\.layer\.0\.adapter\.weight.* would be left"):
+        ckptcore.load(tmp_path / "bert", transforms=bert_to_scanned())
+    ckptcore.save(tmp_path / "scanned", {**made, "layers": {**made["layers"], "adapter": {"kernel": np.ones((2, 2))}}})
+    with pytest.raises(TransformError, match="layers/adapter/kernel would be left"):
+        ckptcore.load(tmp_path / "scanned", transforms=inverse(llama_to_scanned()))
 
 
 @pytest.mark.filterwarnings("ignore:Sharding info not provided:UserWarning")

@@ -29,6 +29,7 @@ from ckptcore.transforms import (
     MergeAxes,
     MergeLora,
     Pad,
+    Refuse,
     Rename,
     RenameTable,
     Reshape,
@@ -249,6 +250,8 @@ def test_a_further_checkpoint_that_is_replaced_meanwhile_is_noticed(tmp_path: Pa
         (Apply("step", lambda w: w), "no array"),
         (RenameTable({"step": "s", "spte": "t"}), "matches nothing"),
         (MergeLora("{name}", "{name}.B", "{name}.A", 1.0), "matches nothing"),
+        (Refuse("layers.0.*"), r"layers\.0\.q\.weight.* and 1 other would be left.*drop or rename what"),
+        (Refuse("step"), "step would be left, which"),
         (Default("x", object()), "no leaf that an installed plugin handles"),
     ],
 )
@@ -280,6 +283,12 @@ def test_what_transforms_make_is_matched() -> None:
         _load({"w": _array(2)}, Rename("w", "v"), abstract={"w": AbstractArray((2,), "float32")})
     with pytest.raises(TreeMismatchError, match=r"float64\[2\] is stored"):
         _load({"w": _array(2)}, Cast("w", "float64"), abstract={"w": AbstractArray((2,), "float32")})
+
+
+def test_what_is_refused_and_not_there_changes_nothing() -> None:
+    refuse = Refuse("**.inv_freq")
+    assert_same_tree(_load(_layers(1), refuse), _layers(1))
+    assert inverse([refuse]) == [refuse] and describe([refuse]) == "1. expect nothing at '**.inv_freq'"
 
 
 def test_a_plan_is_told_before_anything_runs() -> None:

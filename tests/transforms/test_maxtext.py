@@ -1,0 +1,184 @@
+"""Maps to MaxText make what its own converter makes, bit for bit, and models that compute what Hugging Face's compute."""
+
+# mypy: allow-untyped-calls
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as orbax  # type: ignore[import-untyped]  # it has no types
+import pytest
+from safetensors.numpy import load_file
+
+import ckptcore
+from ckptcore.errors import TransformError
+from ckptcore.testing import assert_same_tree
+from ckptcore.transforms import Pad, Transform, describe, inverse
+from ckptcore.transforms.maps import llama_to_maxtext, qwen_to_maxtext
+from tests.transforms.maxtext import Family, maxtext_logits, maxtext_tree
+from tests.transforms.published import EPSILON, HEAD_DIM, TOKENS, logits, publish
+
+LLAMA = Family(pairs=False, scaled=True)
+LLAMA_31 = Family(pairs=True, scaled=True)
+QWEN = Family(pairs=False, scaled=False)
+
+MODELS: dict[str, tuple[str, Family, Callable[[int, str], list[Transform]]]] = {
+    "llama": ("Llama", LLAMA, lambda head_dim, prefix: llama_to_maxtext(head_dim, "default", prefix)),
+    "llama 3.1": ("Llama", LLAMA_31, lambda head_dim, prefix: llama_to_maxtext(head_dim, "llama3.1", prefix)),
+    "mistral": ("Mistral", LLAMA, lambda head_dim, prefix: llama_to_maxtext(head_dim, "default", prefix)),
+    "qwen 2": ("Qwen2", QWEN, qwen_to_maxtext),
+    "qwen 3": ("Qwen3", QWEN, qwen_to_maxtext),
+}
+"""By name: Hugging Face's class of models, how MaxText has it, and the map."""
+
+
+def _assert_same(tree: Any, expected: Any) -> None:
+    """Equal bits under equal keys, in any order."""
+    assert_same_tree(_in_order(tree), _in_order(expected))
+
+
+def _in_order(node: Any) -> Any:
+    return {key: _in_order(node[key]) for key in sorted(node)} if isinstance(node, dict) else np.ascontiguousarray(node)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("name", MODELS)
+def test_weights_are_those_of_its_own_converter_and_come_back(
+    name: str, tied: bool, dtype: str, tmp_path: Path
+) -> None:
+    kind, family, make = MODELS[name]
+    publish(tmp_path / "published", kind, tied=tied, dtype=dtype)
+    state = load_file(tmp_path / "published" / "model.safetensors")
+    assert ("lm_head.weight" in state) != tied
+    transforms = make(HEAD_DIM, "")
+    made = ckptcore.load(tmp_path / "published", transforms=transforms)
+    _assert_same(made, maxtext_tree(state, HEAD_DIM, family))
+    ckptcore.save(tmp_path / "maxtext", made, layout="ocdbt")
+    back = ckptcore.load(tmp_path / "maxtext", transforms=inverse(transforms))
+    _assert_same(back, state)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:Sharding info not provided:UserWarning")
+def test_what_is_converted_is_restored_as_maxtext_does(tmp_path: Path) -> None:
+    """By the call of ``load_params_from_path`` in ``common/checkpointing.py``, of the parameters of a train state."""
+    publish(tmp_path / "published", "Llama")
+    ckptcore.convert(
+        tmp_path / "published", tmp_path / "maxtext", layout="ocdbt", transforms=llama_to_maxtext(HEAD_DIM, "llama3.1")
+    )
+    expected = maxtext_tree(load_file(tmp_path / "published" / "model.safetensors"), HEAD_DIM, LLAMA_31)["params"]
+    asked = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), expected)
+    reader = orbax.Checkpointer(orbax.PyTreeCheckpointHandler(use_ocdbt=True, use_zarr3=True))
+    restore_args = {"params": orbax.checkpoint_utils.construct_restore_args(asked)}
+    restored = reader.restore(
+        tmp_path / "maxtext" / "state", item={"params": asked}, transforms={}, restore_args=restore_args
+    )
+    _assert_same(jax.tree.map(np.asarray, restored["params"]), expected)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_maxtext_computes_what_transformers_compute(name: str, tmp_path: Path) -> None:
+    kind, family, make = MODELS[name]
+    model = publish(tmp_path, kind)
+    expected = logits(model)
+    tree = ckptcore.load(tmp_path, transforms=make(HEAD_DIM, ""))
+    assert np.allclose(maxtext_logits(tree, TOKENS, HEAD_DIM, family, EPSILON), expected, rtol=1e-3, atol=1e-4)
+    other = Family(pairs=not family.pairs, scaled=family.scaled)
+    wrong = maxtext_logits(tree, TOKENS, HEAD_DIM, other, EPSILON)
+    assert np.abs(wrong - expected).max() > 0.01, "or no order of the elements of heads would show"
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_queries_are_rounded_where_the_root_is_no_power_of_two(dtype: str, tmp_path: Path) -> None:
+    """As MaxText's converter rounds them, once each way; all else comes back as it was."""
+    head_dim, root = 8, math.sqrt(8)
+    publish(tmp_path / "published", "Llama", head_dim=head_dim, dtype=dtype)
+    state = load_file(tmp_path / "published" / "model.safetensors")
+    transforms = llama_to_maxtext(head_dim, "llama3.1")
+    made = ckptcore.load(tmp_path / "published", transforms=transforms)
+    _assert_same(made, maxtext_tree(state, head_dim, LLAMA_31))
+    ckptcore.save(tmp_path / "maxtext", made)
+    back = ckptcore.load(tmp_path / "maxtext", transforms=inverse(transforms))
+    assert sorted(back) == sorted(state)
+    for name, array in state.items():
+        if "q_proj" in name:
+            there = (array.astype(np.float32) * np.float32(1 / root)).astype(array.dtype)
+            again = (there.astype(np.float32) * np.float32(root)).astype(array.dtype)
+            assert_same_tree(back[name], again)
+            assert not np.array_equal(again, array), "or nothing was rounded"
+        else:
+            assert_same_tree(back[name], array)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_names_that_begin_with_something_are_of_a_part_of_another_model(name: str, tmp_path: Path) -> None:
+    kind, family, make = MODELS[name]
+    publish(tmp_path / "published", kind)
+    state = load_file(tmp_path / "published" / "model.safetensors")
+    whole = {f"text.{name}": array for name, array in state.items()} | {"vision.layers.0.kernel": np.ones((2, 3))}
+    ckptcore.save(tmp_path / "whole", whole)
+    made = ckptcore.load(tmp_path / "whole", transforms=make(HEAD_DIM, "text."))
+    _assert_same(made, {**maxtext_tree(state, HEAD_DIM, family), "vision.layers.0.kernel": np.ones((2, 3))})
+    ckptcore.save(tmp_path / "maxtext", made)
+    _assert_same(ckptcore.load(tmp_path / "maxtext", transforms=inverse(make(HEAD_DIM, "text."))), whole)
+
+
+def test_a_padded_vocabulary_is_taken_back(tmp_path: Path) -> None:
+    """As MaxText pads it: with rows of zeros, and columns of them where logits have a kernel of their own."""
+    publish(tmp_path / "published", "Qwen3")
+    state = load_file(tmp_path / "published" / "model.safetensors")
+    weights = "params/params"
+    padded = [
+        *qwen_to_maxtext(HEAD_DIM),
+        Pad(f"{weights}/token_embedder/embedding", 128, stored=66),
+        Pad(f"{weights}/decoder/logits_dense/kernel", 128, axis=1, stored=66),
+    ]
+    made = ckptcore.load(tmp_path / "published", transforms=padded)
+    tree = made["params"]["params"]
+    embedding, logits = tree["token_embedder"]["embedding"], tree["decoder"]["logits_dense"]["kernel"]
+    assert embedding.shape == (128, 24) and logits.shape == (24, 128)
+    assert not embedding[66:].any() and not logits[:, 66:].any()
+    ckptcore.save(tmp_path / "maxtext", made)
+    back = ckptcore.load(tmp_path / "maxtext", transforms=inverse(padded))
+    _assert_same(back, state)
+
+
+@pytest.mark.parametrize(
+    ("kind", "transforms", "told"),
+    [
+        ("Qwen2", llama_to_maxtext(HEAD_DIM, "default"), r"model\.layers\.0\.self_attn\.k_proj\.bias.* and 8 others"),
+        ("Qwen3", llama_to_maxtext(HEAD_DIM, "default"), r"model\.layers\.0\.self_attn\.k_norm\.weight.* and 5 others"),
+        ("Llama", llama_to_maxtext(7 * 2, "default"), r"-1, 14"),
+    ],
+)  # fmt: skip
+def test_a_model_of_another_family_is_refused(
+    kind: str, transforms: list[Transform], told: str, tmp_path: Path
+) -> None:
+    publish(tmp_path / "published", kind)
+    with pytest.raises(TransformError, match=told):
+        ckptcore.convert(tmp_path / "published", tmp_path / "made", transforms=transforms)
+    assert not (tmp_path / "made").exists()
+
+
+def test_on_the_way_back_too(tmp_path: Path) -> None:
+    publish(tmp_path / "published", "Qwen2")
+    made = ckptcore.load(tmp_path / "published", transforms=qwen_to_maxtext(HEAD_DIM))
+    ckptcore.save(tmp_path / "maxtext", {**made, "step": 3, "opt_state": {"mu": np.ones(2)}})
+    back = ckptcore.load(tmp_path / "maxtext", transforms=inverse(qwen_to_maxtext(HEAD_DIM)))
+    assert back["step"] == 3 and back["opt_state"]["mu"].shape == (2,), "what is beside the weights stays"
+    with pytest.raises(TransformError, match=r"params/params/decoder/layers/self_attention/key/bias and 2 others"):
+        ckptcore.load(tmp_path / "maxtext", transforms=inverse(llama_to_maxtext(HEAD_DIM, "default")))
+
+
+def test_the_kind_of_rotary_embeddings_is_told_and_never_guessed() -> None:
+    with pytest.raises(TransformError, match="rope_type='yarn'.*'default' or 'llama3.1'"):
+        llama_to_maxtext(HEAD_DIM, "yarn")  # type: ignore[arg-type]  # that is what is tested
+    with pytest.raises(TypeError, match="rope_type"):
+        llama_to_maxtext(HEAD_DIM)  # type: ignore[call-arg]  # that is what is tested
+    pairs, halves = (describe(llama_to_maxtext(HEAD_DIM, rope)) for rope in ("llama3.1", "default"))
+    assert pairs != halves
