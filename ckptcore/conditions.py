@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Final, Literal, TypeAlias
 
 from ckptcore.engine.new_objects import LooksBefore
-from ckptcore.errors import AtomicityError, ConditionFailedError, ObjectNotFoundError
+from ckptcore.errors import AtomicityError, ConditionFailedError, ObjectNotFoundError, SaveLostError
 from ckptcore.locations import Location, Subdirectory
 from ckptcore.protocols import IF_ABSENT, AtomicDirectories, IfAbsent, IfTag, ObjectWriter, PutCondition, StorageBackend
 from ckptcore.root import ROOT_KEY
@@ -57,15 +57,14 @@ class Conditions:
 
         Raises:
             AtomicityError: it ignores them, and nothing says what to do then.
+            SaveLostError: the root was deleted meanwhile, so that it could be put; it is removed again.
         """
         if isinstance(location.parent, _Looks):
             return location
         service = _service(location.absolute)
         if service not in self._kept:
             try:
-                kept = all(
-                    _is_kept(location.store, root, condition) for condition in (IF_ABSENT, IfTag(_other_tag(tag)))
-                )
+                kept = all(_is_kept(location, root, condition) for condition in (IF_ABSENT, IfTag(_other_tag(tag))))
             except AtomicityError as error:
                 raise refuse_conditions(location, f"its storage cannot put on conditions: {error}") from error
             if service:
@@ -96,7 +95,19 @@ def _service(url: str) -> str:
     return f"{parts.scheme}://{parts.netloc}" if parts.scheme else ""
 
 
-def _is_kept(store: StorageBackend, root: bytes, condition: PutCondition) -> bool:
+def _is_kept(location: Location, root: bytes, condition: PutCondition) -> bool:
+    if _is_refused(location.store, root, condition):
+        return True
+    if not _is_refused(location.store, root, condition):
+        return False
+    # Once it is there again, the condition is kept: it was not there before. Nothing else is: whoever deletes does the root last.
+    location.store.delete([ROOT_KEY])
+    raise SaveLostError(
+        f"what stood at {location.display} was deleted at the same time; look at what is there and call again. Nothing was changed"
+    )
+
+
+def _is_refused(store: StorageBackend, root: bytes, condition: PutCondition) -> bool:
     try:
         store.put(ROOT_KEY, root, condition=condition)
     except (ConditionFailedError, ObjectNotFoundError):

@@ -305,6 +305,7 @@ class ObjectClaim:
             if lists_claim and was_empty:
                 break
         if not was_listed:
+            self.store.expect_claim()  # another one may have removed it
             raise StorageError(
                 f"cannot tell whether all that was at {self._location.display} is removed: its storage lists what was there before, "
                 f"{_ATTEMPTS} times. A claim stays there, so that nothing takes the rest for a checkpoint; delete it again later, or "
