@@ -45,7 +45,8 @@ def delete_checkpoint(location: LocationLike, context: Context) -> None:
             )
         if not _has_partial(resolved):
             raise CheckpointNotFoundError(f"there is nothing at {resolved.display} to delete")
-        remove_partial(resolved, new_save_id())
+        if not remove_partial(resolved, new_save_id()):
+            return delete_checkpoint(location, context)  # it was finalized or deleted since: look again
         sweep_location(resolved)
         return
     remove_checkpoint(resolved, new_save_id(), context.conditions, allowed)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -27,7 +28,7 @@ from ckptcore.model.tree import JSON, format_path
 from ckptcore.occupants import root_bytes
 from ckptcore.parts import Part
 from ckptcore.persisting import NOTHING_COMMITTED, Described, commit_tree, finish_part
-from ckptcore.protocols import Layout, StorageBackend, WritesSessions
+from ckptcore.protocols import Layout, StorageBackend
 from ckptcore.root import PartialSave
 from ckptcore.root_json import summarize_root
 from ckptcore.save_requests import check_custom
@@ -73,26 +74,17 @@ def _finalize(
     agreement: Agreement,
     recording: Recording,
 ) -> None:
+    examined = functools.partial(_examine, location, layout, context)
     try:
         with recording.phase("claim"):
-            partial, claim = claim_to_finalize(location, context.conditions)
+            partial, claim, (layout, tree, receipts) = claim_to_finalize(location, examined, context.conditions)
     except CheckpointNotFoundError:
         if _remove_tables_of_committed(location):
             return  # who finalized it died right after the commit
         raise
     recording.save_id = partial.save_id
     try:
-        layout = context.registry.layout(partial.layout) if layout is None else layout
-        expect_same_layout(location, partial, layout, layout_of_sessions(layout))
-        if not partial.sessions:
-            raise CheckpointNotFoundError(
-                f"no session of the partial save to {location.display} is complete: save with ckptcore.save_partial first, or remove it "
-                "with ckptcore.delete"
-            )
         with recording.phase("commit"):
-            tree, receipts = _read_united(location, partial, claim.store, layout_of_sessions(layout))
-            _expect_whole(tree, receipts)
-            layout.check(tree, partial.ranks)
             tables = [session.key for session in partial.sessions]
             remove_debris(claim.store, {record.key for one in receipts for record in one.objects} | set(tables))
             part = Part("", layout, WritePlan(tree, (), 0, 1, partial.save_id), False)
@@ -119,12 +111,31 @@ def _finalize(
     _remove_tables(location, partial)
 
 
-def _read_united(
-    location: Location, partial: PartialSave, store: StorageBackend, layout: WritesSessions
-) -> tuple[TreeMetadata, Sequence[Receipt]]:
+def _examine(
+    location: Location, layout: Layout | None, context: Context, partial: PartialSave, store: StorageBackend
+) -> tuple[Layout, TreeMetadata, Sequence[Receipt]]:
+    """The layout of sessions, and what all of them wrote, if that can be finalized. Writes nothing.
+
+    Raises:
+        CheckpointNotFoundError: no session is complete.
+        TreeMismatchError: arrays are not whole.
+        CheckpointError: the layout is another one, or cannot store this.
+        CorruptCheckpointError: what sessions wrote down cannot be read.
+    """
+    layout = context.registry.layout(partial.layout) if layout is None else layout
+    of_sessions = layout_of_sessions(layout)
+    expect_same_layout(location, partial, layout, of_sessions)
+    if not partial.sessions:
+        raise CheckpointNotFoundError(
+            f"no session of the partial save to {location.display} is complete: save with ckptcore.save_partial first, or remove it "
+            "with ckptcore.delete"
+        )
     sessions = read_sessions(store, partial)
     with _told_as_damage(location):
-        return unite_sessions(sessions, layout)
+        tree, receipts = unite_sessions(sessions, of_sessions)
+    _expect_whole(tree, receipts)
+    layout.check(tree, partial.ranks)
+    return layout, tree, receipts
 
 
 @contextmanager
@@ -194,7 +205,10 @@ def _remove_tables_of_committed(location: Location) -> bool:
     data = root_bytes(location.store)
     if data is None:
         return False
-    prefix = session_key(summarize_root(data).save_id, 0).removesuffix("0")
+    summary = summarize_root(data)
+    if not summary.committed:
+        return False  # of sessions that are not complete
+    prefix = session_key(summary.save_id, 0).removesuffix("0")
     left = [key for key in location.store.list_names() if key.startswith(prefix) or key == PARTIAL_KEY]
     location.store.delete(left)
     return bool(left)

@@ -125,9 +125,8 @@ class PartialSave:
         """Which sessions there are, for a person."""
         told = [f"one at {one.created} with {one.arrays} arrays" for one in self.sessions[-_TOLD:]]
         more = [f"{len(self.sessions) - _TOLD} before"] if len(self.sessions) > _TOLD else []
-        return (
-            f"{len(self.sessions)} complete sessions ({', '.join([*more, *told])})" if told else "no complete session"
-        )
+        sessions = "1 complete session" if len(self.sessions) == 1 else f"{len(self.sessions)} complete sessions"
+        return f"{sessions} ({', '.join([*more, *told])})" if told else "no complete session"
 
 
 @dataclass(frozen=True, slots=True)

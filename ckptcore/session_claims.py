@@ -7,10 +7,10 @@ of it is on condition of what was there. There the next session takes over from 
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Callable, Collection, Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, replace
-from typing import Final, Protocol
+from typing import Final, Protocol, TypeVar
 
 from ckptcore.commit import Claim
 from ckptcore.conditions import Conditions
@@ -21,7 +21,13 @@ from ckptcore.directory_claims import (
     partial_store,
     remove_hidden,
 )
-from ckptcore.errors import CheckpointNotFoundError, CorruptCheckpointError, ObjectNotFoundError, SaveLostError
+from ckptcore.errors import (
+    CheckpointExistsError,
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    ObjectNotFoundError,
+    SaveLostError,
+)
 from ckptcore.fences import FencedStore
 from ckptcore.locations import Location
 from ckptcore.object_claims import ObjectClaim, find_root
@@ -35,7 +41,9 @@ __all__ = [
     "SessionClaim",
     "claim_session",
     "claim_to_finalize",
+    "expect_no_checkpoint",
     "find_partial",
+    "read_unchanged",
     "remove_debris",
     "remove_partial",
     "session_store",
@@ -43,6 +51,8 @@ __all__ = [
 ]
 
 _OWN_KEYS: Final = (ROOT_KEY, PARTIAL_KEY)
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,58 +143,110 @@ def claim_session(location: Location, planned: PlannedSession, conditions: Condi
     return _ObjectSession(location, planned, conditions)
 
 
-def claim_to_finalize(location: Location, conditions: Conditions) -> tuple[PartialSave, Claim]:
-    """The partial save at a location, and the right to commit it. To leave the claim leaves the sessions.
+def claim_to_finalize(
+    location: Location, examine: Callable[[PartialSave, StorageBackend], T], conditions: Conditions
+) -> tuple[PartialSave, Claim, T]:
+    """The partial save at a location, the right to commit it, and what was found in it. To leave the claim leaves the sessions.
+
+    Args:
+        location: where it is.
+        examine: is given what stands in the place of the root, and where sessions wrote. What it raises ends this, and where nobody can
+            tell whether a session is under way none is disturbed: the claim comes after it, if nothing changed since.
+        conditions: what is known of those of storages.
 
     Raises:
         CheckpointNotFoundError: there is none.
         CheckpointExistsError: a checkpoint stands in its place.
-        SaveLostError: a session is under way, where that can be told.
+        SaveLostError: a session is under way, or began or ended meanwhile.
     """
     if isinstance(location.parent, AtomicDirectories):
         name = partial_name(location)
         if find_partial(location) is None:
             raise _nothing(location)
+        expect_no_checkpoint(location)
         claim = DirectoryClaim(location, location.parent, name, False, continued=name)
         try:
             partial = find_partial(location)  # again, now that nobody else changes it
+            if partial is not None:
+                return partial, claim, examine(partial, claim.store)
         except BaseException:
             claim.leave()
             raise
-        if partial is None:
-            claim.abort()  # the lock made the directory again
-            raise _nothing(location)
-        return partial, claim
+        claim.abort()  # the lock made the directory again
+        raise _nothing(location)
     location = conditions.open(location)
     found = find_root(location.store)
     before = None if found is None else parse_root(location.store, found[0])
     if not isinstance(before, PartialSave):
         raise _nothing(location)
+    with read_unchanged(location, before):
+        examined = examine(before, location.store)
     owned = before.own_by_next(1)
-    claimed = ObjectClaim(location, owned, found, conditions)
+    try:
+        claimed = ObjectClaim(location, owned, found, conditions)
+    except SaveLostError as error:
+        raise _changed(location) from error
     if before.owner is not None:
         claimed.store.abort_uploads()
-    return owned, claimed
+    return owned, claimed, examined
 
 
-def remove_partial(location: Location, save_id: str) -> None:
+@contextmanager
+def read_unchanged(location: Location, partial: PartialSave | None) -> Iterator[None]:
+    """Let what is missing be no damage where sessions go on, or are finalized or deleted, while they are read without a claim.
+
+    Args:
+        location: where they are.
+        partial: what was found there before.
+
+    Raises:
+        SaveLostError: something else stands there by now.
+    """
+    try:
+        yield
+    except CorruptCheckpointError as error:
+        if find_partial(location) != partial:
+            raise _changed(location) from error
+        raise
+
+
+def expect_no_checkpoint(location: Location) -> None:
+    """Do nothing where sessions may write, or be finalized.
+
+    Raises:
+        CheckpointExistsError: something stands there; on object stores also a partial save.
+    """
+    if refuse_to_replace(location, True) == "checkpoint":
+        raise _occupied(location)
+
+
+def remove_partial(location: Location, save_id: str) -> bool:
     """Remove a partial save from a storage with real directories; elsewhere it goes as any checkpoint does.
 
     Args:
         location: where it is.
         save_id: a new one, for the name under which it is hidden first.
 
+    Returns whether it was there: it may have been finalized or deleted since somebody looked.
+
     Raises:
         SaveLostError: a session is under way.
     """
     if not isinstance(location.parent, AtomicDirectories):
-        return
+        return False
     name = partial_name(location)
     lock = location.parent.lock_directory(name)
     if lock is None:
         raise _under_way(location)
     with lock:
+        store = partial_store(location)
+        try:
+            store.size(PARTIAL_KEY)
+        except ObjectNotFoundError:
+            _remove_empty(location.parent, store, name)
+            return False
         remove_hidden(location, location.parent, name, save_id)
+    return True
 
 
 def remove_debris(store: StorageBackend, kept: Collection[str]) -> None:
@@ -198,12 +260,11 @@ class _DirectorySession:
     """See `SessionClaim`."""
 
     def __init__(self, location: Location, directories: AtomicDirectories, planned: PlannedSession) -> None:
+        self._location = location
         self._directories = directories
         self._name = partial_name(location)
         self._planned = planned
         self._done = False
-        if planned.before is None:
-            refuse_to_replace(location, False)
         lock = directories.lock_directory(self._name)
         if lock is None:
             raise _under_way(location)
@@ -211,21 +272,22 @@ class _DirectorySession:
         self._lock.__enter__()
         try:
             self.store = partial_store(location)
+            expect_no_checkpoint(location)  # now that nobody finalizes
             if find_partial(location) != planned.before:
                 raise _changed(location)
             self.store.delete([ROOT_KEY])  # of one that died as it finalized
-            if planned.before is not None and planned.before.owner is not None:
+            if planned.before is None or planned.before.owner is not None:
                 remove_debris(self.store, planned.kept)  # before anything is written: it may be what fills the disk
             self.store.put(PARTIAL_KEY, encode_partial(planned.partial))
         except BaseException:
             try:
-                if planned.before is None and find_partial(location) is None:
-                    directories.delete_directory(self._name)  # it was made by the lock
+                _remove_empty(directories, self.store, self._name)
             finally:
                 self._lock.__exit__(None, None, None)
             raise
 
     def complete(self, session: Session) -> None:
+        expect_no_checkpoint(self._location)  # a save that had begun before does not see sessions
         self._directories.sync_directory(self._name)
         self.store.put(PARTIAL_KEY, encode_partial(self._planned.partial.complete(session)))
         self._done = True
@@ -255,7 +317,9 @@ class _ObjectSession:
         before = None if found is None or not is_partial(found[0]) else parse_root(location.store, found[0])
         if before != planned.before:
             raise _changed(location)
-        left = "nothing" if before is not None else find_occupant(location, None if found is None else found[0], False)
+        left = "nothing" if before is not None else find_occupant(location, None if found is None else found[0], True)
+        if left == "checkpoint":
+            raise _occupied(location)
         self._claim = ObjectClaim(location, planned.partial, found, conditions)
         self.store: StorageBackend = self._claim.store
         if left != "nothing":
@@ -275,6 +339,19 @@ class _ObjectSession:
             self._claim.give_back(self._planned.kept, encode_partial(replace(self._planned.partial, owner=None)))
 
 
+def _remove_empty(directories: AtomicDirectories, store: StorageBackend, name: str) -> None:
+    """Remove a directory that nothing but its lock made; the lock is this process's."""
+    if not store.list_names():
+        directories.delete_directory(name)
+
+
+def _occupied(location: Location) -> CheckpointExistsError:
+    return CheckpointExistsError(
+        f"{location.display} holds a checkpoint, and a partial save replaces none: save to another location, or remove the checkpoint "
+        "with ckptcore.delete first. Nothing was changed"
+    )
+
+
 def _under_way(location: Location) -> SaveLostError:
     return SaveLostError(
         f"a session of the partial save to {location.display} is under way in another process, or it is being finalized or deleted: "
@@ -284,7 +361,8 @@ def _under_way(location: Location) -> SaveLostError:
 
 def _changed(location: Location) -> SaveLostError:
     return SaveLostError(
-        f"another session of the partial save to {location.display} began or ended at the same time; save again. Nothing was written"
+        f"the partial save to {location.display} was changed at the same time: another session began or ended, or it was finalized or "
+        "deleted. Look at what is there and call again. Nothing was written"
     )
 
 

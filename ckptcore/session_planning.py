@@ -12,11 +12,16 @@ from ckptcore.locations import Location
 from ckptcore.model.arrays import Box
 from ckptcore.model.transfer import WritePlan
 from ckptcore.model.tree import JSON
-from ckptcore.occupants import refuse_to_replace
 from ckptcore.parts import PartDescription
 from ckptcore.protocols import AtomicDirectories, Layout, WritesSessions
 from ckptcore.root import PartialSave
-from ckptcore.session_claims import PlannedSession, find_partial, sessions_store
+from ckptcore.session_claims import (
+    PlannedSession,
+    expect_no_checkpoint,
+    find_partial,
+    read_unchanged,
+    sessions_store,
+)
 from ckptcore.session_tables import read_sessions
 from ckptcore.session_unions import boxes_taken, refuse_boxes
 from ckptcore.tree_descriptions import TreeDescription
@@ -80,14 +85,15 @@ def plan_session(
         kept: set[str] = set()
         taken: Mapping[int, Sequence[Box]] = {}
         if found is None:
-            refuse_to_replace(location, False)
+            expect_no_checkpoint(location)
             partial = PartialSave(save_id, created, description.layout.name, layout.agreed, 0, None)
         else:
             partial = found
             if isinstance(location.parent, AtomicDirectories):
-                refuse_to_replace(location, False)  # the sessions are beside it
+                expect_no_checkpoint(location)  # the sessions are beside it
             expect_same_layout(location, found, description.layout, layout)
-            sessions = read_sessions(sessions_store(location), found)
+            with read_unchanged(location, found):
+                sessions = read_sessions(sessions_store(location), found)
             taken = boxes_taken(sessions, description.tree, layout)
             receipts = [receipt for session in sessions for receipt in session.receipts]
             kept = {record.key for receipt in receipts for record in receipt.objects}

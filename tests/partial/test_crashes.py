@@ -350,7 +350,7 @@ def _kills(task: str, warm: Saver, directory: Path, *, sample: int | None) -> No
         _try_kill(place, warm, task, point)
         committed = place.exists()
         if not committed:
-            with pytest.raises(UncommittedCheckpointError, match=r"[12] complete sessions"):
+            with pytest.raises(UncommittedCheckpointError, match=r"[12] complete session"):
                 ckptcore.load(place)
             _save_missing(str(place), [1, 2], "safetensors")
         try:

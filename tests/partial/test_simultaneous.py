@@ -1,19 +1,27 @@
-"""Sessions and ends that look at a place at the same time, where no lock keeps them apart: one of them is told that it lost."""
+"""Sessions, ends and deletions that look at a place at the same time: one of them is told that it lost, and nothing else is."""
 
 from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 import ckptcore
-from ckptcore.errors import CheckpointError, CheckpointNotFoundError, StorageError
+from ckptcore.errors import (
+    CheckpointError,
+    CheckpointExistsError,
+    CheckpointNotFoundError,
+    ObjectNotFoundError,
+    SaveLostError,
+    StorageError,
+    TreeMismatchError,
+)
 from ckptcore.testing.faults import FaultPlan, Operation, Step
-from tests.copying.places import new_place
+from tests.copying.places import new_place, objects_at
 from tests.crashes.places import InterruptedPlan, faulty_context, through
 
 _Task = Callable[[str, ckptcore.Context], None]
@@ -167,3 +175,139 @@ def test_a_session_that_lost_its_place_gives_up_no_upload_of_who_has_it(sessions
     assert isinstance(lost.error, StorageError)
     ckptcore.finalize(place)
     assert np.array_equal(ckptcore.load(place)["large"], np.ones(1 << 18))
+
+
+def _delete(place: str, context: ckptcore.Context) -> None:
+    ckptcore.delete(place, context=context)
+
+
+def _beside(place: str) -> set[str]:
+    """The names in the directory that a place is in."""
+    run = place.rpartition("/")[0]
+    if place.startswith("file:"):
+        return {entry.name for entry in Path(run.removeprefix("file://")).iterdir()}
+    return {key.partition("/")[0] for key in objects_at(run)}
+
+
+def _each_moment(
+    task: _Task, prepare: Callable[[], str], meanwhile: _Task
+) -> Iterator[tuple[str, Exception | None, bool]]:
+    """Do a task as often as it has operations, and before one of them what another process does meanwhile: all of it, or it fails.
+
+    Gives the place, the error of the task, and whether the other one was done.
+    """
+    plan, place = FaultPlan(), prepare()
+    task(through(place), faulty_context(place, plan))
+    for number in range(len(plan.operations)):
+        place = prepare()
+        done: list[bool] = []
+
+        def between(place: str = place, done: list[bool] = done) -> None:
+            try:
+                meanwhile(place, ckptcore.Context(durability="none", threads=1))
+                done.append(True)
+            except CheckpointError:
+                pass
+
+        error = None
+        try:
+            task(through(place), faulty_context(place, InterruptedPlan(number, between)))
+        except CheckpointError as failure:
+            error = failure
+        yield place, error, bool(done)
+
+
+@pytest.mark.parametrize("scheme", ["file", "memory"])
+@pytest.mark.parametrize("task", [_first, _finalize])
+def test_what_was_finalized_meanwhile_is_not_told_as_damage(task: _Task, scheme: str, tmp_path: Path) -> None:
+    """Tables of sessions that are gone would be; and who is told to delete what is damaged deletes the checkpoint."""
+
+    def prepare() -> str:
+        place = new_place(scheme, tmp_path)
+        ckptcore.save_partial(place, {"before": np.full(5, 0.0)})
+        return place
+
+    told = set()
+    for place, error, done in _each_moment(task, prepare, _finalize):
+        assert error is None or isinstance(error, SaveLostError | CheckpointExistsError | CheckpointNotFoundError), (
+            error
+        )
+        told.add(type(error))
+        if done:
+            assert set(ckptcore.load(place)) == {"before"}
+            assert _beside(place) == {"step"}, "something is left"
+    assert len(told) > 1, "it was never disturbed"
+
+
+@pytest.mark.parametrize("scheme", ["file", "memory"])
+def test_no_session_begins_beside_a_checkpoint_that_came_meanwhile(scheme: str, tmp_path: Path) -> None:
+    def fill(place: str, context: ckptcore.Context) -> None:
+        _second(place, context)
+        _finalize(place, context)
+
+    def save(place: str, context: ckptcore.Context) -> None:
+        ckptcore.save(place, {"second": np.full(5, 2.0)}, context=context)
+
+    for meanwhile in (fill, save):
+        for place, error, done in _each_moment(_first, lambda: new_place(scheme, tmp_path), meanwhile):
+            if done:
+                assert isinstance(error, SaveLostError | CheckpointExistsError), error
+                assert _beside(place) == {"step"} and set(ckptcore.load(place)) == {"second"}
+
+
+@pytest.mark.parametrize("scheme", ["file", "memory"])
+@pytest.mark.parametrize(
+    ("committed", "meanwhile"),
+    [(False, _delete), (True, _delete), (False, _finalize)],
+    ids=["both", "of a checkpoint", "end"],
+)
+def test_a_deletion_says_that_it_is_done_only_where_nothing_is_there(
+    committed: bool, meanwhile: _Task, scheme: str, tmp_path: Path
+) -> None:
+    def prepare() -> str:
+        place = new_place(scheme, tmp_path)
+        ckptcore.save_partial(place, {"before": np.full(5, 0.0)})
+        if committed:
+            ckptcore.finalize(place)
+        return place
+
+    for place, error, done in _each_moment(_delete, prepare, meanwhile):
+        if error is None:
+            with pytest.raises(CheckpointNotFoundError):
+                ckptcore.load(place)
+            assert not _beside(place)
+        else:
+            assert done
+            expected = (SaveLostError, CheckpointNotFoundError, CheckpointExistsError, ObjectNotFoundError)
+            assert isinstance(error, expected), error
+            if meanwhile is _finalize:
+                assert set(ckptcore.load(place)) == {"before"}
+
+
+@pytest.mark.parametrize("scheme", ["file", "memory"])
+def test_who_finalizes_too_early_disturbs_no_session(scheme: str, tmp_path: Path) -> None:
+    """Some program may try it again and again, until all is there."""
+    parts = [ckptcore.ShardedArray.part(np.full(2, number), (2 * number,), (6,)) for number in range(3)]
+
+    def save(number: int) -> _Task:
+        return lambda place, context: ckptcore.save_partial(place, {"w": parts[number]}, layout="dcp", context=context)
+
+    def prepare(sessions: int) -> str:
+        place = new_place(scheme, tmp_path)
+        for number in range(sessions):
+            save(number)(place, ckptcore.Context())
+        return place
+
+    def with_another_layout(place: str, context: ckptcore.Context) -> None:
+        ckptcore.finalize(place, layout="zarr3", context=context)
+
+    for sessions, early in itertools.product((0, 1), (_finalize, with_another_layout)):
+        for place, error, done in _each_moment(save(sessions), lambda sessions=sessions: prepare(sessions), early):  # type: ignore[misc]  # of a lambda
+            assert error is None and not done
+            save(sessions + 1)(place, ckptcore.Context())  # reads what those before wrote down
+    place = prepare(2)
+    with pytest.raises(TreeMismatchError, match="4 of its 6"):
+        ckptcore.finalize(place)
+    save(2)(place, ckptcore.Context())
+    ckptcore.finalize(place)
+    assert ckptcore.load(place)["w"].tolist() == [0, 0, 1, 1, 2, 2]
