@@ -6,7 +6,7 @@ import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from ckptcore.background import BackgroundSaves
 from ckptcore.conditions import WITHOUT_CONDITIONS, Conditions, WithoutConditions
@@ -19,6 +19,9 @@ from ckptcore.plugins import Handler, Plugins, installed_plugins
 from ckptcore.protocols import Collectives, Coordinator, Executor, Rejoinable
 from ckptcore.read_groups import READS, ReadGroups, Reads
 from ckptcore.sharing import ReplicaOptions
+
+if TYPE_CHECKING:
+    from ckptcore.known_roots import KnownRoots
 
 __all__ = ["Context", "MemoryOptions", "default_context"]
 
@@ -140,6 +143,13 @@ class Context:
     def staging(self) -> StagingPool:
         """The memory that asynchronous saves copy into."""
         return StagingPool()
+
+    @cached_property
+    def known_roots(self) -> KnownRoots:
+        """The roots of checkpoints that were opened last."""
+        from ckptcore.known_roots import KnownRoots  # only who opens checkpoints to read parts of them needs it
+
+        return KnownRoots()
 
     def exchange_key(self, location: object, *, job: Coordinator | None = None) -> str:
         """A key for the exchanges of an operation: the same on every rank that began as many at this location in this job.

@@ -42,7 +42,7 @@ class Session:
         """
         self.context = context
         self.is_closed = False
-        tries = Tries(location, context)
+        tries = Tries(location, context, context.known_roots)
         opened = None
         while opened is None:
             opened = tries.open()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from ckptcore.builtin.files_layout import FilesLayout
 from ckptcore.builtin.keys import check_key
@@ -25,9 +25,12 @@ from ckptcore.model.objects import ObjectRecord
 from ckptcore.model.tree import Node
 from ckptcore.occupants import holds_members, parse_root, root_bytes
 from ckptcore.opened import Opened, OpenedComposite
-from ckptcore.protocols import InspectedComposite, InspectsComposites, StorageBackend
+from ckptcore.protocols import InspectedComposite, InspectsComposites, Layout, StorageBackend
 from ckptcore.root import ROOT_KEY, Claimed, Composite, Member, PartialSave, Root
 from ckptcore.step_names import StepNames
+
+if TYPE_CHECKING:
+    from ckptcore.known_roots import KnownRoots
 
 __all__ = [
     "ATTEMPTS",
@@ -214,13 +217,25 @@ def _resolve(location: Place, context: Context) -> Location:
     return resolve_location(location, context.registry, durable=False, config=context.storage)
 
 
-def open_root(resolved: Location, data: bytes | None, context: Context) -> Opened:
+def open_root(resolved: Location, data: bytes | None, context: Context, known: KnownRoots | None = None) -> Opened:
     """Open the checkpoint that these bytes are the root of; a foreign one where there are none.
+
+    Args:
+        resolved: where it is.
+        data: the bytes of its root.
+        context: how it is read.
+        known: roots that need not be parsed again, for who gives out nothing of them that could be changed; None: it is parsed.
 
     Raises:
         What `open_checkpoint` does.
     """
-    root = None if data is None else parse_root(resolved.store, data)
+    root = None
+    if data is not None:
+        root = (
+            parse_root(resolved.store, data)
+            if known is None
+            else known.root(data, lambda: parse_root(resolved.store, data))
+        )
     if isinstance(root, Claimed) or is_hidden_name(resolved.name):
         raise UncommittedCheckpointError(
             f"{resolved.display} holds a save that was not committed"
@@ -243,7 +258,11 @@ def open_root(resolved: Location, data: bytes | None, context: Context) -> Opene
         raise _several(resolved, list(root.members))
     if root.member:
         expect_committed(resolved, root)
-    layout = FilesLayout() if root.layout == FilesLayout.name else context.registry.layout(root.layout)
+    layout = (
+        _layout_of(root, context)
+        if known is None or data is None
+        else known.layout(data, root, lambda: _layout_of(root, context))
+    )
     store = ObjectReader(resolved.store, root.objects, context.io_threads, verify=context.verify, strict=True)
     copies = None
     if resolved.of_host:
@@ -256,6 +275,10 @@ def open_root(resolved: Location, data: bytes | None, context: Context) -> Opene
 
         return with_bases(opened, root, context)
     return opened
+
+
+def _layout_of(root: Root, context: Context) -> Layout:
+    return FilesLayout() if root.layout == FilesLayout.name else context.registry.layout(root.layout)
 
 
 def _not_finalized(location: Location, partial: PartialSave) -> UncommittedCheckpointError:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from ckptcore.context import Context
 from ckptcore.errors import (
@@ -17,6 +17,9 @@ from ckptcore.locations import resolve_location
 from ckptcore.occupants import root_bytes
 from ckptcore.opened import Opened, Source, naming_arrays
 from ckptcore.opening import ATTEMPTS, expect_committed, open_root, replaced_too_often, root_mark
+
+if TYPE_CHECKING:
+    from ckptcore.known_roots import KnownRoots
 
 __all__ = ["Tries", "while_unchanged"]
 
@@ -53,8 +56,9 @@ class Tries:
     What is open already is opened once, as it is, and taken to stand.
     """
 
-    def __init__(self, location: Source, context: Context) -> None:
-        """Open nothing yet."""
+    def __init__(self, location: Source, context: Context, known: KnownRoots | None = None) -> None:
+        """Open nothing yet; `known` is as for `ckptcore.opening.open_root`."""
+        self._known = known
         self._location = location
         self._context = context
         self._left = ATTEMPTS
@@ -79,7 +83,7 @@ class Tries:
         self._now = None
         try:
             before = root_bytes(resolved.store)
-            self._now = open_root(resolved, before, context), before
+            self._now = open_root(resolved, before, context, self._known), before
         except (CorruptCheckpointError, CheckpointNotFoundError, InvalidLocationError, ObjectNotFoundError):
             # A member is not of the composite around it while that is exchanged: who finds the same twice has found it.
             now = root_mark(resolved.store), root_mark(resolved.parent)
