@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import posixpath
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -11,7 +11,17 @@ from ckptcore.errors import CorruptCheckpointError, TreeMismatchError
 from ckptcore.model.metadata import ArrayRecord, LeafRecord, TreeMetadata
 from ckptcore.model.tree import LEAF, Node, Skeleton, TreePath, format_path
 
-__all__ = ["Base", "Overlaid", "References", "overlay", "pruned", "stored_leaves", "stored_numbers", "stored_tree"]
+__all__ = [
+    "Base",
+    "Overlaid",
+    "References",
+    "cut_containers",
+    "overlay",
+    "pruned",
+    "stored_leaves",
+    "stored_numbers",
+    "stored_tree",
+]
 
 _MAPPINGS: Final = ("dict", "OrderedDict")
 _SHOWN: Final = 20
@@ -140,6 +150,22 @@ def _pruned(skeleton: Skeleton, kept: Collection[int], number: int) -> tuple[Ske
     return Node(kind, keys, nodes), number
 
 
+def cut_containers(skeleton: Skeleton, kept: Collection[int]) -> Mapping[TreePath, Node]:
+    """The containers that lose something by `pruned`, as they are before that."""
+    leaves = [path for path, node in _places((), skeleton) if not isinstance(node, Node)]
+    lost = [path for number, path in enumerate(leaves) if number not in kept]
+    losing = {path[:length] for path in lost for length in range(len(path))}
+    return {path: node for path, node in _places((), skeleton) if path in losing and isinstance(node, Node)}
+
+
+def _places(path: TreePath, skeleton: Skeleton) -> Iterator[tuple[TreePath, Skeleton]]:
+    """All containers and leaves, each container before its children."""
+    yield path, skeleton
+    if isinstance(skeleton, Node):
+        for key, child in zip(skeleton.keys, skeleton.children, strict=True):
+            yield from _places((*path, key), child)
+
+
 @dataclass(frozen=True, slots=True)
 class Overlaid:
     """A tree that was put over another one.
@@ -153,25 +179,42 @@ class Overlaid:
     from_below: Mapping[int, int]
 
 
-def overlay(below: TreeMetadata, above: TreeMetadata, left: Sequence[TreePath] = ()) -> Overlaid:
+def overlay(
+    below: TreeMetadata, above: TreeMetadata, left: Sequence[TreePath] = (), cut: Mapping[TreePath, Node] | None = None
+) -> Overlaid:
     """A tree over another one: what the upper one has comes from there, and all else from the lower one.
 
     Mappings have the keys of both, those of the lower one first; so has a container of which only some children were given. Any other
-    container of the upper tree takes the place of what is below, or of its children where it has the same.
+    container of the upper tree takes the place of what is below, or of its children where it has the same. An upper tree without anything
+    leaves all as it is.
 
     Args:
         below, above: the trees.
         left: paths that were left to the lower tree by name.
+        cut: containers that lost children by that, as they were given.
 
     Raises:
         TreeMismatchError: if something cannot be put over what is below, or nothing is below a path that was left.
     """
     walk = _Overlay(below, above)
-    skeleton = walk.node((), below.skeleton, above.skeleton)
-    known = {path[:length] for path in below.paths for length in range(len(path) + 1)}
+    is_nothing = isinstance(above.skeleton, Node) and above.skeleton.kind in _MAPPINGS and not above.skeleton.keys
+    skeleton = walk.node((), below.skeleton, None if is_nothing else above.skeleton)
+    known = dict(_places((), below.skeleton)) if left else {}
     for path in left:
         if path not in known:
             walk.differences.append(f"{format_path(path)}: a placeholder stands there, and the base has nothing")
+    for path, given in (cut or {}).items():
+        found = known.get(path)
+        if (
+            given.kind in _MAPPINGS
+            or not isinstance(found, Node)
+            or (found.kind, found.keys) == (given.kind, given.keys)
+        ):
+            continue
+        walk.differences.append(
+            f"{format_path(path)}: a {given.kind} of {len(given.keys)} with placeholders is given, and the base has a {found.kind} of "
+            f"{len(found.keys)}"
+        )
     if walk.differences:
         shown = "".join(f"\n  {line}" for line in walk.differences[:_SHOWN])
         more = f"\n  and {len(walk.differences) - _SHOWN} more" if len(walk.differences) > _SHOWN else ""

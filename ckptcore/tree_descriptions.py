@@ -11,7 +11,7 @@ from ckptcore.flattening import Flat, flatten
 from ckptcore.model.arrays import ArraySpec, HostArray, Shard
 from ckptcore.model.metadata import ArrayRecord, LeafRecord, TreeMetadata
 from ckptcore.model.transfer import Pending, WriteItem, WritePlan
-from ckptcore.model.tree import TreePath, format_path
+from ckptcore.model.tree import Node, TreePath, format_path
 from ckptcore.planning import plan_write
 from ckptcore.plugins import Plugins
 from ckptcore.protocols import (
@@ -24,7 +24,7 @@ from ckptcore.protocols import (
     LeafBoxes,
     LeafHandler,
 )
-from ckptcore.references import pruned
+from ckptcore.references import cut_containers, pruned
 from ckptcore.root import Member
 from ckptcore.sharing import Owners, Pieces, ReplicaOptions, Shares, cut_for_replicas, owners_of
 
@@ -51,6 +51,7 @@ class TreeDescription:
         replicas: by array, how many processes hold each box, of those that say so.
         at_workers: by worker of this controller and by leaf, the boxes that the worker holds; empty where none holds anything.
         left: the paths that are left to the base of an update: placeholders stand there.
+        cut: by path, the containers that these stand in, as they were given.
     """
 
     name: str
@@ -65,6 +66,7 @@ class TreeDescription:
     at_workers: Sequence[Mapping[int, Sequence[Shard]]] = ()
     replicas: Mapping[int, int] = field(default_factory=dict)
     left: Sequence[TreePath] = ()
+    cut: Mapping[TreePath, Node] = field(default_factory=dict)
 
     def within(self, union: TreeMetadata, *, rank: int, size: int) -> TreeDescription:
         """The same leaves as a part of what all processes save together.
@@ -233,8 +235,9 @@ def describe_tree(
     rank, size = (0, 1) if own else (rank, size)
     flat = flatten(value, plugins, placeholders=placeholders)
     left: Sequence[TreePath] = ()
+    cut: Mapping[TreePath, Node] = {}
     if placeholders:
-        flat, left = _without_placeholders(flat)
+        flat, left, cut = _without_placeholders(flat)
     at_workers: Sequence[dict[int, Sequence[Shard]]] = [{} for _ in executor.workers] if executor is not None else ()
     tree, shards, elsewhere = _describe_leaves(flat, rank, size, executor, at_workers)
     if not any(at_workers):
@@ -258,17 +261,19 @@ def describe_tree(
         at_workers=at_workers,
         replicas=counts,
         left=left,
+        cut=cut,
     )
 
 
-def _without_placeholders(flat: Flat) -> tuple[Flat, Sequence[TreePath]]:
-    """What is given of a value, and the paths of the placeholders in it."""
+def _without_placeholders(flat: Flat) -> tuple[Flat, Sequence[TreePath], Mapping[TreePath, Node]]:
+    """What is given of a value, the paths of the placeholders in it, and the containers that these stand in."""
     kept = [number for number, handler in enumerate(flat.handlers) if handler is not None]
     left = [path for path, handler in zip(flat.paths(), flat.handlers, strict=True) if handler is None]
     if not left:
-        return flat, ()
+        return flat, (), {}
     leaves, handlers = [flat.leaves[number] for number in kept], [flat.handlers[number] for number in kept]
-    return replace(flat, skeleton=pruned(flat.skeleton, set(kept)), leaves=leaves, handlers=handlers), left
+    given = replace(flat, skeleton=pruned(flat.skeleton, set(kept)), leaves=leaves, handlers=handlers)
+    return given, left, cut_containers(flat.skeleton, set(kept))
 
 
 def _count_replicas(flat: Flat, tree: TreeMetadata, size: int) -> dict[int, int]:

@@ -132,7 +132,7 @@ def _planned(
         raise InvalidLocationError(
             f"{location.display} cannot refer to itself: save the update to another location. Nothing was written"
         )
-    over = overlay(root.tree, description.tree, description.left)
+    over = overlay(root.tree, description.tree, description.left, description.cut)
     known = {
         leaf: (base, stored)
         for leaf, base, stored in zip(root.references.leaf, root.references.base, root.references.stored, strict=True)
