@@ -64,7 +64,7 @@ def base_path(location: Location, base: Location) -> str:
     """The path by which a checkpoint refers to a base.
 
     Raises:
-        InvalidLocationError: if it is in another storage.
+        InvalidLocationError: if it is in another storage, hidden, or around the checkpoint.
     """
     here, there = location.to_open, base.to_open
     own, other = (_AUTHORITY.match(one.parent) for one in (here, there))
@@ -74,7 +74,14 @@ def base_path(location: Location, base: Location) -> str:
             "ckptcore.save"
         )
     begin = 0 if own is None else own.end()
-    return posixpath.relpath(f"/{there.parent[begin:]}/{there.name}", f"/{here.parent[begin:]}")
+    path = posixpath.relpath(f"/{there.parent[begin:]}/{there.name}", f"/{here.parent[begin:]}")
+    if there.name.startswith(".") or set(path.split("/")) <= {".", ".."}:
+        why = "has a hidden name" if there.name.startswith(".") else "is around it"
+        raise InvalidLocationError(
+            f"{location.display} cannot refer to {base.display}, which {why}: save the update to another location, or rename the base. "
+            "Nothing was written"
+        )
+    return path
 
 
 def read_base(referring: str, at: Location, save_id: str) -> Root:

@@ -35,9 +35,11 @@ def delete_checkpoint(location: LocationLike, context: Context) -> None:
         ours = root is not None
         if isinstance(root, Root):
             allowed = functools.partial(_refuse_referred, resolved, root.save_id)
-            allowed()
     except (CorruptCheckpointError, UnsupportedVersionError):
         ours = True
+        allowed = functools.partial(_refuse_referred, resolved, None)
+    if allowed is not None:
+        allowed()
     if not ours:
         if resolved.is_object or resolved.store.list_names():
             raise CheckpointExistsError(
@@ -53,25 +55,29 @@ def delete_checkpoint(location: LocationLike, context: Context) -> None:
     sweep_location(resolved)
 
 
-def _refuse_referred(location: Location, save_id: str) -> None:
+def _refuse_referred(location: Location, save_id: str | None) -> None:
     """Do nothing if no checkpoint beside this one has arrays in it, nor is one being saved that will, where that can be told.
+
+    First those that are being saved: once one is not any more it is there.
+
+    Args:
+        location: of the checkpoint.
+        save_id: its own; None where that cannot be read.
 
     Raises:
         CheckpointReferredError
     """
-    names = find_referrers(location.parent, location.name, save_id)
-    if names:
-        raise CheckpointReferredError(
-            f"{location.display} has arrays of {', '.join(names[:20])}, beside it: delete {'that' if len(names) == 1 else 'those'} first, or put "
-            "a copy by ckptcore.copy in the place, which needs no base. Nothing was deleted"
-        )
-
-    if (
-        isinstance(location.parent, AtomicDirectories)
-        and base_pin(location.name) in StepHolds(location.parent, location.display).pinned()
+    if isinstance(location.parent, AtomicDirectories) and StepHolds(location.parent, location.display).is_pinned(
+        base_pin(location.name)
     ):
         raise CheckpointReferredError(
             f"an update that refers to {location.display} is being saved: delete that first, when it is there. Nothing was deleted"
+        )
+    names = find_referrers(location.parent, location.name, save_id)
+    if names:
+        raise CheckpointReferredError(
+            f"{location.display} has arrays of {', '.join(names[:20])}, beside it: delete {'that' if len(names) == 1 else 'those'} first; a copy "
+            "by ckptcore.copy needs no base. Nothing was deleted"
         )
 
 

@@ -26,8 +26,9 @@ from ckptcore.locations import Location, Place, resolve_location, subdirectory
 from ckptcore.occupants import is_committed
 from ckptcore.policies import PreservationPolicy, StepInfo, what_to_delete
 from ckptcore.protocols import AtomicDirectories, StorageBackend
-from ckptcore.referrers import find_referrers, summary_beside
-from ckptcore.root import Summary, new_save_id
+from ckptcore.references import Base
+from ckptcore.referrers import bases_beside, find_referrers
+from ckptcore.root import new_save_id
 from ckptcore.steps import StepDirectory
 from ckptcore.verification import has_its_sizes
 
@@ -232,8 +233,8 @@ class StepDeleter:
         try:
             if names := self._referrers(step):
                 raise CheckpointReferredError(
-                    f"step {step} in {self._steps.display} has arrays of {', '.join(names[:20])}: delete those first, or put a copy by "
-                    "ckptcore.copy in their place"
+                    f"step {step} in {self._steps.display} has arrays of {', '.join(names[:20])}: delete those first; a copy by ckptcore.copy "
+                    "needs no base"
                 )
             if step in under_way():
                 raise StepPinnedError(f"step {step} in {self._steps.display} is being saved; delete it later")
@@ -282,23 +283,28 @@ class StepDeleter:
 
     def _referrers(self, step: int) -> Sequence[str]:
         """The names of what refers to a step in the same directory, whoever saved it."""
+        save_id = None
         try:
             summary = self._steps.summary(step)
-        except (CheckpointNotFoundError, CorruptCheckpointError, UnsupportedVersionError):
+            if summary is None:
+                return ()
+            save_id = summary.save_id
+        except CheckpointNotFoundError:
             return ()
-        if summary is None:
-            return ()
+        except (CorruptCheckpointError, UnsupportedVersionError):
+            pass  # which save it is cannot be known
         known = {self._steps.name(other): other for other in self._steps.candidates()}
 
-        def summary_of(store: StorageBackend, name: str) -> Summary | None:
-            if name not in known:
-                return summary_beside(store, name)
-            try:
-                return self._steps.summary(known[name])
-            except (CheckpointNotFoundError, CorruptCheckpointError, UnsupportedVersionError):
-                return None
+        def bases_of(store: StorageBackend, name: str) -> Sequence[Base]:
+            if name in known:
+                try:
+                    found = self._steps.summary(known[name])
+                    return () if found is None else found.bases
+                except (CheckpointNotFoundError, CorruptCheckpointError, UnsupportedVersionError):
+                    pass  # bases can be read where not all can
+            return bases_beside(store, name)
 
-        return find_referrers(self._store, self._steps.name(step), summary.save_id, summary_of)
+        return find_referrers(self._store, self._steps.name(step), save_id, bases_of)
 
     def has_another(self, step: int, broken: Collection[int]) -> bool:
         """Whether another step than this one is valid, as far as the sizes of its files tell.

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from ckptcore.errors import CorruptCheckpointError, ObjectNotFoundError, UnsupportedVersionError
+from ckptcore.directory_claims import is_hidden_name
+from ckptcore.errors import CorruptCheckpointError, ObjectNotFoundError
+from ckptcore.holds import ADMINISTRATION
 from ckptcore.locations import subdirectory
 from ckptcore.protocols import StorageBackend
-from ckptcore.root import ROOT_KEY, Summary
-from ckptcore.root_json import summarize_root
+from ckptcore.references import Base
+from ckptcore.root import ROOT_KEY
+from ckptcore.root_json import bases_of_root
 
-__all__ = ["base_pin", "find_referrers", "summary_beside"]
+__all__ = ["base_pin", "bases_beside", "find_referrers"]
 
 
 def base_pin(name: str) -> str:
@@ -18,11 +21,19 @@ def base_pin(name: str) -> str:
     return f"{name}.base"
 
 
+def bases_beside(directory: StorageBackend, name: str) -> Sequence[Base]:
+    """What a checkpoint in a directory refers to, whichever version wrote it; nothing where no root is that can be read."""
+    try:
+        return bases_of_root(subdirectory(directory, name).get(ROOT_KEY))
+    except (ObjectNotFoundError, CorruptCheckpointError):
+        return ()
+
+
 def find_referrers(
     directory: StorageBackend,
     name: str,
-    save_id: str,
-    summary_of: Callable[[StorageBackend, str], Summary | None] | None = None,
+    save_id: str | None,
+    bases_of: Callable[[StorageBackend, str], Sequence[Base]] = bases_beside,
 ) -> Sequence[str]:
     """The names of checkpoints in a directory that have arrays in one of them. One listing, and a small request for each other name.
 
@@ -31,24 +42,14 @@ def find_referrers(
     Args:
         directory: the storage, opened at the directory.
         name: the checkpoint that may be referred to.
-        save_id: the save that it is.
-        summary_of: gives what a root says, or None; None: it is read.
+        save_id: the save that it is; None: that cannot be known, and any counts.
+        bases_of: gives what one of them refers to.
     """
-    read = summary_of or summary_beside
     found = []
     for entry in directory.list_names():
         other = entry.removesuffix("/")
-        if other == entry or other == name or other.startswith("."):
+        if other in (entry, name, ADMINISTRATION) or is_hidden_name(other):
             continue
-        summary = read(directory, other)
-        if summary is not None and any(base.path == name and base.save_id == save_id for base in summary.bases):
+        if any(base.path == name and save_id in (None, base.save_id) for base in bases_of(directory, other)):
             found.append(other)
     return found
-
-
-def summary_beside(directory: StorageBackend, name: str) -> Summary | None:
-    """What the root of a checkpoint in a directory says; None where there is none that can be read."""
-    try:
-        return summarize_root(subdirectory(directory, name).get(ROOT_KEY))
-    except (ObjectNotFoundError, CorruptCheckpointError, UnsupportedVersionError):
-        return None

@@ -34,6 +34,7 @@ from ckptcore.root import (
 
 __all__ = [
     "FORMAT_VERSION",
+    "bases_of_root",
     "decode_root",
     "encode_claim",
     "encode_composite",
@@ -92,6 +93,18 @@ def summarize_root(data: bytes) -> Summary:
     except CheckpointError:
         raise
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+        raise CorruptCheckpointError(f"{ROOT_KEY} cannot be read: {error!r}", key=ROOT_KEY) from error
+
+
+def bases_of_root(data: bytes) -> tuple[Base, ...]:
+    """Which other checkpoints these bytes of a root, which may be hostile, refer to. Every version says so in the same way.
+
+    Raises:
+        CorruptCheckpointError
+    """
+    try:
+        return _decode_bases(_unseal(data).get("bases", []))
+    except (ValueError, TypeError) as error:
         raise CorruptCheckpointError(f"{ROOT_KEY} cannot be read: {error!r}", key=ROOT_KEY) from error
 
 

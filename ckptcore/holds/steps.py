@@ -119,6 +119,14 @@ class StepHolds:
         """
         return self._holds.living("pins")
 
+    def is_pinned(self, name: str) -> bool:
+        """Whether somebody pins a step who is alive, or may be.
+
+        Raises:
+            StorageError
+        """
+        return bool(self._holds.living("pins", name))
+
     def intend_deletion(self, name: str) -> Hold | None:
         """Announce that a step is going to be deleted; None if it is pinned and must stay.
 

@@ -9,19 +9,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-import xxhash
 
 import ckptcore
 from ckptcore.errors import CheckpointError, CorruptCheckpointError, InvalidLocationError
 from ckptcore.model import JSON
 from ckptcore.testing.hostile_json import tampered
 from tests.copying.places import new_place, store_at
-
-
-def _sealed(document: Any) -> bytes:
-    body = json.dumps({name: value for name, value in document.items() if name != "checksum"}, separators=(",", ":"))
-    digest = xxhash.xxh3_64_hexdigest(body[:-1].encode())
-    return f'{body[:-1]},"checksum":"xxh3_64:{digest}"}}\n'.encode()
+from tests.updates.roots import sealed
 
 
 @pytest.fixture
@@ -45,7 +39,7 @@ def _forge(run: str, name: str, **changes: JSON) -> None:
         within = document if member in document else document["tables"]["references"]
         assert member in within
         within[member] = value
-    store_at(f"{run}/{name}").put("checkpoint.json", _sealed(document))
+    store_at(f"{run}/{name}").put("checkpoint.json", sealed(document))
 
 
 def test_references_that_do_not_fit_are_refused(run: str) -> None:
@@ -89,7 +83,7 @@ def test_references_that_do_not_fit_are_refused(run: str) -> None:
             )
         ],
     ):
-        store_at(f"{run}/2").put("checkpoint.json", _sealed(document))
+        store_at(f"{run}/2").put("checkpoint.json", sealed(document))
         assert ckptcore.load(f"{run}/2")["n"] == 1
         _forge(run, "2", **changes)  # type: ignore[arg-type]  # JSON
         for look in (ckptcore.load, ckptcore.metadata):
@@ -131,7 +125,7 @@ def test_a_tampered_root_with_references_is_an_error_or_right(run: str) -> None:
                 into[member] = changed[member]
             else:
                 del into[member]
-        store_at(f"{run}/3").put("checkpoint.json", _sealed(forged))
+        store_at(f"{run}/3").put("checkpoint.json", sealed(forged))
         for context in (ckptcore.Context(), ckptcore.Context(bases="anywhere")):
             with suppress(CheckpointError):
                 found = ckptcore.load(f"{run}/3", context=context)

@@ -1,0 +1,118 @@
+"""However the operations of an update and of a deletion of its base come one after the other, no update is there without its base."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import ckptcore
+from ckptcore.errors import (
+    CheckpointError,
+    CheckpointNotFoundError,
+    CheckpointReferredError,
+    SaveLostError,
+    StepPinnedError,
+)
+from ckptcore.garbage import StepDeleter
+from ckptcore.holds import own_directory
+from ckptcore.holds.clocks import SystemClock
+from ckptcore.step_names import StepNames
+from ckptcore.steps import StepDirectory
+from tests.copying.places import new_place
+from tests.crashes.places import faulty_context, through
+from tests.holds.interleavings import Actor, Turns
+
+_Delete = Callable[[str, ckptcore.Context], None]
+
+
+class _Schedule:
+    """Which of two goes on at each turn: they change over after so many turns of the one and the other, and then no more."""
+
+    def __init__(self, lengths: Sequence[int]) -> None:
+        """Begin with the first actor."""
+        turns = [[number % 2] * length for number, length in enumerate(lengths)]
+        self._turns = itertools.chain(*turns, itertools.repeat(len(lengths) % 2))
+
+    def choose(self, count: int) -> int:
+        """See `Choices`."""
+        return next(self._turns) % count
+
+
+def _sleep(clock: SystemClock, seconds: float) -> None:
+    actor = Actor.current()
+    assert actor is not None
+    actor.sleep(seconds)  # let the other go first
+
+
+def _by_hand(run: str, context: ckptcore.Context) -> None:
+    ckptcore.delete(f"{run}/1", context=context)
+
+
+def _as_owner(run: str, context: ckptcore.Context) -> None:
+    """As a `Checkpointer` does it."""
+    steps = StepDirectory(run, StepNames(), context)
+    steps.replace(steps.list_names())
+    store = steps.open_to_write()
+    with own_directory(store, run, if_in_use="error") as owned:
+        deleter = StepDeleter(steps, store, owned, context)
+        deleter.begin(1, broken=(), under_way=frozenset, elsewhere=lambda: True).perform()
+
+
+def _schedules(deletion: int, update: int, most: int) -> Sequence[Sequence[int]]:
+    """Some of: part of the deletion, of the update up to about its commit, of the deletion again, and the update to its end."""
+    found = [
+        (first, second, third)
+        for first, second, third in itertools.product(range(deletion), range(update - 8, update), range(1, deletion))
+        if first + third < deletion
+    ]
+    return random.Random(0).sample(found, most)
+
+
+def _saved_without_base(run: str, schedule: Sequence[int], delete: _Delete) -> tuple[bool, int, int]:
+    """Whether that came of a schedule; and the turns of both."""
+    ckptcore.save(f"{run}/1", {"a": np.ones(4), "n": 1})
+    deleting, updating = Actor("delete"), Actor("update")
+
+    def begin_deletion() -> None:
+        with suppress(CheckpointReferredError, StepPinnedError):
+            delete(through(run), faulty_context(run, deleting))
+
+    def begin_update() -> None:
+        context = faulty_context(run, updating)
+        with suppress(CheckpointNotFoundError, SaveLostError):
+            ckptcore.save_update(through(f"{run}/2"), {"n": 2}, base=through(f"{run}/1"), context=context)
+
+    deleting.start(begin_deletion)
+    updating.start(begin_update)
+    Turns(_Schedule(schedule), [deleting, updating]).run()
+    try:
+        lost = ckptcore.load(f"{run}/2")["n"] != 2
+    except CheckpointNotFoundError:
+        lost = False
+    except CheckpointError:
+        lost = True
+    return lost, len(deleting.operations), len(updating.operations)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "delete", "most"), [("file", _by_hand, 120), ("file", _as_owner, 40), ("memory", _as_owner, 40)]
+)
+def test_no_order_leaves_an_update_without_its_base(
+    scheme: str, delete: _Delete, most: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(SystemClock, "sleep", _sleep)
+    run = new_place(scheme, tmp_path)
+    _, deletion, _ = _saved_without_base(f"{run}/deleted", (1000,), delete)
+    _, _, update = _saved_without_base(f"{run}/saved", (0, 1000), delete)
+    lost = [
+        schedule
+        for number, schedule in enumerate(_schedules(deletion, update, most))
+        if _saved_without_base(f"{run}/{number}", schedule, delete)[0]
+    ]
+    assert not lost

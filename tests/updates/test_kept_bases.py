@@ -1,0 +1,84 @@
+"""What refers to a checkpoint keeps it from being deleted, whatever its name, its version, and the state of the base."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import ckptcore
+from ckptcore.errors import CheckpointReferredError, InvalidLocationError
+from tests.copying.places import new_place, store_at
+from tests.updates.roots import sealed
+
+
+@pytest.fixture(params=["file", "memory"])
+def run(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    run = new_place(request.param, tmp_path)
+    ckptcore.save(f"{run}/1", {"a": np.ones(4), "n": 1})
+    return run
+
+
+@pytest.mark.parametrize("name", [".best", "best.ckptcore", "1.base", "x\ny", "ü %2F?#", "-rf"])
+def test_whatever_its_name(name: str, run: str) -> None:
+    if run.startswith("file") and "?" in name:
+        name = "ü"
+    ckptcore.save_update(f"{run}/{name}", {"n": 2}, base=f"{run}/1")
+    with pytest.raises(CheckpointReferredError):
+        ckptcore.delete(f"{run}/1")
+    with ckptcore.Checkpointer(run, preservation_policy=ckptcore.policies.LatestN(1)) as checkpointer:
+        for step in (2, 3):
+            checkpointer.save(step, {"n": step})
+            checkpointer.wait()
+        with pytest.raises(CheckpointReferredError):
+            checkpointer.delete(1)
+    assert ckptcore.load(f"{run}/{name}")["a"].sum() == 4
+    assert ckptcore.CheckpointReader(run).steps == (1, 3)
+
+
+@pytest.mark.parametrize("name", ["2", "best"])
+def test_whichever_version_wrote_it(name: str, run: str) -> None:
+    """An older ckptcore must not delete what a newer one's checkpoint refers to."""
+    ckptcore.save_update(f"{run}/{name}", {"n": 2}, base=f"{run}/1")
+    root = store_at(f"{run}/{name}").get("checkpoint.json")
+    store_at(f"{run}/{name}").put("checkpoint.json", sealed({**json.loads(root), "version": 99}))
+    with pytest.raises(CheckpointReferredError):
+        ckptcore.delete(f"{run}/1")
+    with ckptcore.Checkpointer(run, preservation_policy=ckptcore.policies.LatestN(1)) as checkpointer:
+        checkpointer.save(3, {"n": 3})
+        checkpointer.wait()
+        with pytest.raises(CheckpointReferredError):
+            checkpointer.delete(1)
+    store_at(f"{run}/{name}").put("checkpoint.json", root)
+    assert ckptcore.load(f"{run}/{name}")["a"].sum() == 4
+
+
+@pytest.mark.parametrize("damage", ["newer", "cut"])
+def test_whatever_the_root_of_the_base_says(damage: str, run: str) -> None:
+    """Which save it is cannot be known, so it may be the one that is meant: its root can be put back from elsewhere."""
+    ckptcore.save_update(f"{run}/2", {"n": 2}, base=f"{run}/1")
+    root = store_at(f"{run}/1").get("checkpoint.json")
+    store_at(f"{run}/1").put(
+        "checkpoint.json", sealed({**json.loads(root), "version": 99}) if damage == "newer" else root[:-3]
+    )
+    with pytest.raises(CheckpointReferredError, match="2, beside it"):
+        ckptcore.delete(f"{run}/1")
+    with ckptcore.Checkpointer(run) as checkpointer, pytest.raises(CheckpointReferredError):
+        checkpointer.delete(1)
+    store_at(f"{run}/1").put("checkpoint.json", root)
+    assert ckptcore.load(f"{run}/2")["a"].sum() == 4
+    ckptcore.delete(f"{run}/2")
+    store_at(f"{run}/1").put("checkpoint.json", root[:-3])
+    ckptcore.delete(f"{run}/1")
+
+
+def test_a_base_is_where_a_path_leads_to(run: str) -> None:
+    ckptcore.save(f"{run}/.hidden", {"a": np.ones(2)})
+    with pytest.raises(InvalidLocationError, match=r"which has a hidden name.*Nothing was written"):
+        ckptcore.save_update(f"{run}/2", {}, base=f"{run}/.hidden")
+    anywhere = ckptcore.Context(bases="anywhere")
+    for below in ("1/2", "1/2/3"):
+        with pytest.raises(InvalidLocationError, match="/1, which is around it"):
+            ckptcore.save_update(f"{run}/{below}", {}, base=f"{run}/1", context=anywhere)
