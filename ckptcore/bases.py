@@ -18,8 +18,8 @@ from ckptcore.model.metadata import ArrayRecord
 from ckptcore.model.tree import format_path
 from ckptcore.occupants import parse_root, root_bytes
 from ckptcore.opened import Opened
-from ckptcore.references import Base, stored_numbers, stored_tree
-from ckptcore.root import Root
+from ckptcore.references import stored_numbers, stored_tree
+from ckptcore.root import Base, Root
 
 __all__ = ["base_location", "base_path", "open_base", "read_base", "with_bases"]
 

@@ -26,9 +26,8 @@ from ckptcore.locations import Location, Place, resolve_location, subdirectory
 from ckptcore.occupants import is_committed
 from ckptcore.policies import PreservationPolicy, StepInfo, what_to_delete
 from ckptcore.protocols import AtomicDirectories, StorageBackend
-from ckptcore.references import Base
 from ckptcore.referrers import bases_beside, find_referrers
-from ckptcore.root import new_save_id
+from ckptcore.root import Base, new_save_id
 from ckptcore.steps import StepDirectory
 from ckptcore.verification import has_its_sizes
 

@@ -1,20 +1,18 @@
-"""References: arrays of a checkpoint that are stored in other ones, its bases, and the trees that follow from that. Pure."""
+"""What references make of trees: of one the part that a checkpoint has itself, and of two the one over the other. Pure."""
 
 from __future__ import annotations
 
-import posixpath
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
-from ckptcore.errors import CorruptCheckpointError, TreeMismatchError
-from ckptcore.model.metadata import ArrayRecord, LeafRecord, TreeMetadata
+from ckptcore.errors import TreeMismatchError
+from ckptcore.model.metadata import LeafRecord, TreeMetadata
 from ckptcore.model.tree import LEAF, Node, Skeleton, TreePath, format_path
+from ckptcore.root import References
 
 __all__ = [
-    "Base",
     "Overlaid",
-    "References",
     "cut_containers",
     "overlay",
     "pruned",
@@ -25,74 +23,6 @@ __all__ = [
 
 _MAPPINGS: Final = ("dict", "OrderedDict")
 _SHOWN: Final = 20
-
-
-@dataclass(frozen=True, slots=True)
-class Base:
-    """A checkpoint that another one refers to.
-
-    Attributes:
-        path: where it is, relative to the directory that the referring one is in; ``/`` between names, ``..`` in front only.
-        save_id: the save that is meant.
-    """
-
-    path: str
-    save_id: str
-
-    def __post_init__(self) -> None:
-        """Refuse a path that is none.
-
-        Raises:
-            CorruptCheckpointError
-        """
-        names = self.path.lstrip("/").split("/")
-        while names and names[0] == "..":
-            names.pop(0)
-        plain = all(name not in ("", ".", "..") and "\0" not in name for name in names)
-        if not names or not plain or posixpath.isabs(self.path) or names[-1].startswith("."):
-            raise CorruptCheckpointError(
-                f"a checkpoint refers to a base at {self.path[:200]!r}: expected a relative path to a checkpoint; load another one"
-            )
-
-    @property
-    def is_beside(self) -> bool:
-        """Whether it is in the directory that the referring one is in."""
-        return "/" not in self.path
-
-
-@dataclass(frozen=True, slots=True)
-class References:
-    """Which arrays of a tree are stored in bases, a column for each thing.
-
-    Attributes:
-        bases: the checkpoints that have them.
-        leaf: the numbers of the arrays, ascending; of tied ones the first.
-        base: for each, the number of its base.
-        stored: for each, the number of the leaf in the tree of that base, which is stored there: references are one deep.
-    """
-
-    bases: tuple[Base, ...] = ()
-    leaf: tuple[int, ...] = ()
-    base: tuple[int, ...] = ()
-    stored: tuple[int, ...] = ()
-
-    def __bool__(self) -> bool:
-        """Whether there are any."""
-        return bool(self.leaf)
-
-    def check(self, tree: TreeMetadata) -> None:
-        """Refuse references that do not fit a tree; both may be hostile.
-
-        Raises:
-            CorruptCheckpointError
-        """
-        ascending = all(first < second for first, second in zip(self.leaf, self.leaf[1:], strict=False))
-        fitting = len(self.leaf) == len(self.base) == len(self.stored) and all(
-            leaf < len(tree.leaves) and isinstance(tree.leaves[leaf], ArrayRecord) and leaf not in tree.aliases
-            for leaf in self.leaf
-        )
-        if not ascending or not fitting or any(base >= len(self.bases) for base in self.base):
-            raise CorruptCheckpointError("the references of a checkpoint do not fit its tree; load another one")
 
 
 def stored_leaves(tree: TreeMetadata, references: References) -> list[int]:

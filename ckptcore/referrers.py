@@ -9,8 +9,7 @@ from ckptcore.errors import CorruptCheckpointError, ObjectNotFoundError
 from ckptcore.holds import ADMINISTRATION
 from ckptcore.locations import subdirectory
 from ckptcore.protocols import StorageBackend
-from ckptcore.references import Base
-from ckptcore.root import ROOT_KEY
+from ckptcore.root import ROOT_KEY, Base
 from ckptcore.root_json import bases_of_root
 
 __all__ = ["base_pin", "bases_beside", "find_referrers"]

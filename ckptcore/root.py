@@ -4,25 +4,27 @@ from __future__ import annotations
 
 import functools
 import os
+import posixpath
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Final, Literal
 
 from ckptcore.builtin.keys import check_key
-from ckptcore.errors import InvalidLocationError
-from ckptcore.model.metadata import TreeMetadata
+from ckptcore.errors import CorruptCheckpointError, InvalidLocationError
+from ckptcore.model.metadata import ArrayRecord, TreeMetadata
 from ckptcore.model.objects import ObjectRecord
 from ckptcore.model.tree import JSON
-from ckptcore.references import Base, References
 
 __all__ = [
     "HOST_COPIES",
     "ROOT_KEY",
+    "Base",
     "Claimed",
     "Composite",
     "Member",
     "PartialSave",
+    "References",
     "Root",
     "Session",
     "Summary",
@@ -127,6 +129,74 @@ class PartialSave:
         more = [f"{len(self.sessions) - _TOLD} before"] if len(self.sessions) > _TOLD else []
         sessions = "1 complete session" if len(self.sessions) == 1 else f"{len(self.sessions)} complete sessions"
         return f"{sessions} ({', '.join([*more, *told])})" if told else "no complete session"
+
+
+@dataclass(frozen=True, slots=True)
+class Base:
+    """A checkpoint that another one refers to.
+
+    Attributes:
+        path: where it is, relative to the directory that the referring one is in; ``/`` between names, ``..`` in front only.
+        save_id: the save that is meant.
+    """
+
+    path: str
+    save_id: str
+
+    def __post_init__(self) -> None:
+        """Refuse a path that is none.
+
+        Raises:
+            CorruptCheckpointError
+        """
+        names = self.path.lstrip("/").split("/")
+        while names and names[0] == "..":
+            names.pop(0)
+        plain = all(name not in ("", ".", "..") and "\0" not in name for name in names)
+        if not names or not plain or posixpath.isabs(self.path) or names[-1].startswith("."):
+            raise CorruptCheckpointError(
+                f"a checkpoint refers to a base at {self.path[:200]!r}: expected a relative path to a checkpoint; load another one"
+            )
+
+    @property
+    def is_beside(self) -> bool:
+        """Whether it is in the directory that the referring one is in."""
+        return "/" not in self.path
+
+
+@dataclass(frozen=True, slots=True)
+class References:
+    """Which arrays of a tree are stored in bases, a column for each thing.
+
+    Attributes:
+        bases: the checkpoints that have them.
+        leaf: the numbers of the arrays, ascending; of tied ones the first.
+        base: for each, the number of its base.
+        stored: for each, the number of the leaf in the tree of that base, which is stored there: references are one deep.
+    """
+
+    bases: tuple[Base, ...] = ()
+    leaf: tuple[int, ...] = ()
+    base: tuple[int, ...] = ()
+    stored: tuple[int, ...] = ()
+
+    def __bool__(self) -> bool:
+        """Whether there are any."""
+        return bool(self.leaf)
+
+    def check(self, tree: TreeMetadata) -> None:
+        """Refuse references that do not fit a tree; both may be hostile.
+
+        Raises:
+            CorruptCheckpointError
+        """
+        ascending = all(first < second for first, second in zip(self.leaf, self.leaf[1:], strict=False))
+        fitting = len(self.leaf) == len(self.base) == len(self.stored) and all(
+            leaf < len(tree.leaves) and isinstance(tree.leaves[leaf], ArrayRecord) and leaf not in tree.aliases
+            for leaf in self.leaf
+        )
+        if not ascending or not fitting or any(base >= len(self.bases) for base in self.base):
+            raise CorruptCheckpointError("the references of a checkpoint do not fit its tree; load another one")
 
 
 @dataclass(frozen=True, slots=True)

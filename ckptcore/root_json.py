@@ -18,13 +18,14 @@ from ckptcore.model.columns import list_of_column
 from ckptcore.model.metadata import TreeMetadata
 from ckptcore.model.objects import BLOCK_BYTES, CHECKSUM_ALGORITHM, CHECKSUM_BYTES, ObjectRecord
 from ckptcore.model.tree import JSON
-from ckptcore.references import Base, References
 from ckptcore.root import (
     ROOT_KEY,
+    Base,
     Claimed,
     Composite,
     Member,
     PartialSave,
+    References,
     Root,
     Session,
     Summary,

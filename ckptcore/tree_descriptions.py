@@ -24,7 +24,6 @@ from ckptcore.protocols import (
     LeafBoxes,
     LeafHandler,
 )
-from ckptcore.references import cut_containers, pruned
 from ckptcore.root import Member
 from ckptcore.sharing import Owners, Pieces, ReplicaOptions, Shares, cut_for_replicas, owners_of
 
@@ -271,6 +270,8 @@ def _without_placeholders(flat: Flat) -> tuple[Flat, Sequence[TreePath], Mapping
     left = [path for path, handler in zip(flat.paths(), flat.handlers, strict=True) if handler is None]
     if not left:
         return flat, (), {}
+    from ckptcore.references import cut_containers, pruned  # only who refers to others needs it
+
     leaves, handlers = [flat.leaves[number] for number in kept], [flat.handlers[number] for number in kept]
     given = replace(flat, skeleton=pruned(flat.skeleton, set(kept)), leaves=leaves, handlers=handlers)
     return given, left, cut_containers(flat.skeleton, set(kept))

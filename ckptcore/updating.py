@@ -18,9 +18,9 @@ from ckptcore.model.metadata import ArrayRecord, TreeMetadata
 from ckptcore.opened import Opened
 from ckptcore.opening import open_checkpoint
 from ckptcore.parts import PartDescription
-from ckptcore.references import Base, References, overlay, stored_tree
+from ckptcore.references import overlay, stored_tree
 from ckptcore.referrers import base_pin
-from ckptcore.root import Root
+from ckptcore.root import Base, References, Root
 from ckptcore.tree_descriptions import TreeDescription
 
 __all__ = ["PlannedUpdate", "plan_update"]
