@@ -6,13 +6,19 @@ import ctypes
 import errno
 import functools
 import os
+import struct
 import sys
 from collections.abc import Callable
 from typing import Final
 
-__all__ = ["allocate", "is_of_this_machine", "start_writeback"]
+__all__ = ["allocate", "is_of_this_machine", "open_without_links", "start_writeback"]
 
 _SYNC_FILE_RANGE_WRITE: Final = 2  # linux/fs.h
+_OPENAT2: Final = 437  # the same on all machines that are younger than it; asm-generic/unistd.h
+_OPENAT2_MACHINES: Final = frozenset({"x86_64", "aarch64", "riscv64", "ppc64le", "s390x", "loongarch64"})
+_AT_FDCWD: Final = -100  # linux/fcntl.h
+_RESOLVE_NO_SYMLINKS: Final = 0x04  # linux/openat2.h, as is struct open_how: flags, mode and resolve, 64 bits each
+_OPEN_HOW: Final = struct.Struct("=QQQ")
 _STATFS_BYTES: Final = 256  # struct statfs has 120 of them
 _LOCAL_FILE_SYSTEMS: Final = frozenset({
     0xEF53,  # ext2, ext3, ext4; these are from linux/magic.h
@@ -39,6 +45,47 @@ def allocate(descriptor: int, nbytes: int) -> bool:
     """
     function = _function("fallocate", (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64))
     return function is not None and _done(function(descriptor, 0, 0, nbytes))
+
+
+def open_without_links(path: str, flags: int) -> int | None:
+    """Open a file on whose path no symbolic link is, so that it is where its path says.
+
+    Args:
+        path: of the file.
+        flags: as for `os.open`; not to create it.
+
+    Returns:
+        A descriptor. None where the system cannot, where a link is on the path, and where the file cannot be opened: `os.open` says why.
+    """
+    opener = _opener(flags)
+    return None if opener is None else opener(path)
+
+
+@functools.cache
+def _opener(flags: int) -> Callable[[str], int | None] | None:
+    """What opens files without links with these flags; None where the system cannot."""
+    if sys.platform != "linux" or os.uname().machine not in _OPENAT2_MACHINES:
+        return None
+    call = getattr(ctypes.CDLL(None, use_errno=True), "syscall", None)
+    if call is None:
+        return None
+    call.argtypes = (ctypes.c_long, ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p, ctypes.c_size_t)
+    call.restype = ctypes.c_long
+    how = ctypes.create_string_buffer(_OPEN_HOW.pack(flags, 0, _RESOLVE_NO_SYMLINKS), _OPEN_HOW.size)
+
+    def open_file(path: str) -> int | None:
+        encoded = os.fsencode(path)
+        if b"\0" in encoded:
+            return None  # C would see less of it
+        sys.audit("open", path, None, flags)
+        descriptor: int = call(_OPENAT2, _AT_FDCWD, encoded, how, _OPEN_HOW.size)
+        return descriptor if descriptor >= 0 else None
+
+    root = open_file("/")  # an old system does not know it, and who runs in a box may not be allowed to
+    if root is None:
+        return None
+    os.close(root)
+    return open_file
 
 
 def start_writeback(descriptor: int, offset: int, nbytes: int) -> bool:

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Sequence
 from typing import Final
 
+from ckptcore.builtin.linux_calls import open_without_links
 from ckptcore.builtin.local_cold_reads import ColdReader, open_cold_reader
 from ckptcore.builtin.local_directories import LocalDirectories
 from ckptcore.builtin.local_errors import local_error
@@ -17,6 +18,8 @@ from ckptcore.errors import CorruptCheckpointError, ObjectNotFoundError
 
 __all__ = ["LocalFile", "LocalFiles"]
 
+# Without O_NONBLOCK a named pipe in a hostile checkpoint would hold the reader for ever.
+_OPEN_FILE: Final = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
 _OPEN_FILES: Final = 64
 _MOST_BUFFERS: Final = 1024  # IOV_MAX of Linux and macOS
 _MOST_BYTES: Final = 1 << 30  # of one system call, below the 2 GiB that Linux moves at most
@@ -40,14 +43,15 @@ class LocalFile:
         self.key = key
         self.path = path
         try:
-            # Without O_NONBLOCK a named pipe in a hostile checkpoint would hold the reader for ever.
-            self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+            descriptor = open_without_links(path, _OPEN_FILE)
+            self._descriptor = os.open(path, _OPEN_FILE) if descriptor is None else descriptor
             self.status = os.fstat(self._descriptor)
         except OSError as error:
             raise local_error(error, "open", path) from error
         if not stat.S_ISREG(self.status.st_mode):
             raise ObjectNotFoundError(f"cannot open {path}: expected a file, found a directory or device")
-        directories.check_within(self._descriptor, path)
+        if descriptor is None:
+            directories.check_within(self._descriptor, path)
 
     def __del__(self) -> None:
         if self._descriptor >= 0:

@@ -19,7 +19,14 @@ from hypothesis import given, settings
 from ckptcore.builtin import linux_calls, local_cold_reads, renames
 from ckptcore.builtin.local import LocalStorage, open_local
 from ckptcore.builtin.local_cold_reads import ColdReader
-from ckptcore.errors import AtomicityError, ConditionFailedError, CorruptCheckpointError
+from ckptcore.builtin.local_directories import LocalDirectories
+from ckptcore.errors import (
+    AtomicityError,
+    ConditionFailedError,
+    CorruptCheckpointError,
+    InvalidLocationError,
+    ObjectNotFoundError,
+)
 from ckptcore.protocols import IF_ABSENT, StorageOptions
 
 SIZE = (5 << 20) + 777
@@ -112,6 +119,75 @@ def test_a_writeback_that_fails_is_an_error(storage: LocalStorage, monkeypatch: 
         writer.write_at(0, pattern(SIZE))
     writer.abort()
     assert list(storage.list()) == []
+
+
+# --- opening without links --------------------------------------------------------------------------------------------
+
+
+def test_a_file_is_opened_without_links_where_there_are_none(tmp_path: Path) -> None:
+    (tmp_path / "d").mkdir()
+    (tmp_path / "d/a").write_bytes(b"bytes")
+    (tmp_path / "d/link").symlink_to("a")
+    (tmp_path / "e").symlink_to("d")
+    found = linux_calls.open_without_links(f"{tmp_path}/d/a", os.O_RDONLY | os.O_CLOEXEC)
+    if found is None:
+        pytest.skip("this system does not open files so")
+    try:
+        assert os.read(found, 9) == b"bytes" and not os.get_inheritable(found)
+    finally:
+        os.close(found)
+    for path in ("d/link", "e/a", "e/link", "absent", "d/a\0b", "d/a/b"):
+        assert linux_calls.open_without_links(f"{tmp_path}/{path}", os.O_RDONLY) is None
+
+
+@pytest.mark.parametrize("number", [None, errno.ENOSYS, errno.EPERM])
+def test_a_system_that_cannot_open_without_links(monkeypatch: pytest.MonkeyPatch, number: int | None) -> None:
+    class Library:
+        def __init__(self, *_: object, **__: object) -> None:
+            if number is not None:
+                self.syscall = Refusing()
+
+    class Refusing:
+        def __call__(self, *_: object) -> int:
+            ctypes.set_errno(number or 0)
+            return -1
+
+    monkeypatch.setattr(ctypes, "CDLL", Library)
+    linux_calls._opener.cache_clear()
+    try:
+        assert linux_calls.open_without_links("/", os.O_RDONLY) is None
+    finally:
+        linux_calls._opener.cache_clear()
+
+
+@pytest.mark.parametrize("can_without_links", [True, False])
+def test_links_are_looked_at_either_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, can_without_links: bool
+) -> None:
+    if not can_without_links:
+        monkeypatch.setattr("ckptcore.builtin.local_files.open_without_links", lambda path, flags: None)
+    elif linux_calls.open_without_links("/", os.O_RDONLY) is None:
+        pytest.skip("this system does not open files so")
+    looked: list[str] = []
+    check = LocalDirectories.check_within
+
+    def noting(directories: LocalDirectories, descriptor: int, path: str) -> None:
+        looked.append(path)
+        check(directories, descriptor, path)
+
+    directory = tmp_path / "directory"
+    storage = open_local(str(directory), StorageOptions())
+    (tmp_path / "secret").write_bytes(b"secret")
+    storage.put("plain", b"1")
+    (directory / "within").symlink_to("plain")
+    (directory / "out").symlink_to(tmp_path / "secret")
+    monkeypatch.setattr(LocalDirectories, "check_within", noting)
+    assert storage.get("plain") == b"1" and bool(looked) is not can_without_links
+    assert storage.get("within") == b"1"
+    with pytest.raises(InvalidLocationError, match="leads out"):
+        storage.get("out")
+    with pytest.raises(ObjectNotFoundError):
+        storage.get("absent")
 
 
 # --- past the page cache ----------------------------------------------------------------------------------------------
