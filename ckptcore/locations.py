@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Final, TypeAlias, cast
 
 from ckptcore.backed_directories import BackedDirectory
+from ckptcore.builtin.linux_calls import real_path
 from ckptcore.engine.new_objects import abort_uploads, open_new
 from ckptcore.engine.requests import requests_of
 from ckptcore.engine.sources import hold_reader, open_reader
@@ -279,7 +280,7 @@ def _address(location: Place) -> tuple[str, str]:
         )
     scheme = matched[1].lower() if matched else "file"
     if scheme == "file":
-        return scheme, os.path.realpath(_local_path(text) if matched else text)
+        return scheme, real_path(_local_path(text) if matched else text)
     return scheme, text.rstrip("/")
 
 

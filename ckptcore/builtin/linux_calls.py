@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable
 from typing import Final
 
-__all__ = ["allocate", "is_of_this_machine", "open_without_links", "start_writeback"]
+__all__ = ["allocate", "is_of_this_machine", "open_without_links", "real_path", "start_writeback"]
 
 _SYNC_FILE_RANGE_WRITE: Final = 2  # linux/fs.h
 _OPENAT2: Final = 437  # the same on all machines that are younger than it; asm-generic/unistd.h
@@ -59,6 +59,18 @@ def open_without_links(path: str, flags: int) -> int | None:
     """
     opener = _opener(flags)
     return None if opener is None else opener(path)
+
+
+def real_path(path: str) -> str:
+    """What `os.path.realpath` gives, which looks at every directory on the way: where no link is on the path the system says so by one look."""
+    absolute = path if path.startswith("/") else f"{os.getcwd()}/{path}"
+    # `link/..` is not where it stands, and two slashes in front mean something to some systems.
+    if sys.platform == "linux" and ".." not in absolute.split("/") and not absolute.startswith("//"):
+        descriptor = open_without_links(absolute, os.O_PATH | os.O_CLOEXEC)
+        if descriptor is not None:
+            os.close(descriptor)
+            return os.path.normpath(absolute)
+    return os.path.realpath(path)
 
 
 @functools.cache

@@ -59,7 +59,7 @@ def open_local(url: str, options: StorageOptions) -> LocalStorage:
     if not path or "\0" in path:
         raise InvalidLocationError(f"{url!r} is no path of a directory: it is empty or has a NUL character")
     # Not abspath: `link/..` is not where it stands.
-    path = os.path.join(os.getcwd(), path)
+    path = path if path.startswith("/") else os.path.join(os.getcwd(), path)
     return LocalStorage(path if ".." not in path.split("/") else os.path.realpath(path), options)
 
 

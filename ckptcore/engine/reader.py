@@ -107,7 +107,8 @@ class ObjectReader:
         """Bytes of objects, by key; those that are not known are asked for."""
         records = {key: self._record(key) for key in keys}
         known = {key: record.size for key, record in records.items() if record is not None}
-        return {**known, **self.object_sizes.present([key for key in records if key not in known])}
+        asked = [key for key in records if key not in known]
+        return {**known, **self.object_sizes.present(asked)} if asked else known
 
     def list_names(self, prefix: str = "") -> Sequence[str]:
         """Names one level below a directory, sorted; those of directories end in ``/``."""

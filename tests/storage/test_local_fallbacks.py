@@ -140,6 +140,37 @@ def test_a_file_is_opened_without_links_where_there_are_none(tmp_path: Path) -> 
         assert linux_calls.open_without_links(f"{tmp_path}/{path}", os.O_RDONLY) is None
 
 
+@pytest.mark.parametrize("can_without_links", [True, False])
+def test_real_paths_are_those_of_python(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, can_without_links: bool
+) -> None:
+    if not can_without_links:
+        monkeypatch.setattr(linux_calls, "open_without_links", lambda path, flags: None)
+    (tmp_path / "d/e").mkdir(parents=True)
+    (tmp_path / "link").symlink_to("d/e")
+    (tmp_path / "loop").symlink_to("loop")
+    monkeypatch.chdir(tmp_path / "d")
+    paths = [
+        "e",
+        "./e/",
+        "../link",
+        "../link/../e",
+        "absent/x",
+        "../loop/x",
+        ".",
+        "",
+        "/",
+        "//",
+        "///d",
+        "/proc/self/fd",
+    ]
+    for path in [
+        *paths,
+        *[f"{tmp_path}{tail}" for tail in ("", "//d/./e/", "/link", "/link/..", "/d/absent", "/loop")],
+    ]:
+        assert linux_calls.real_path(path) == os.path.realpath(path), path
+
+
 @pytest.mark.parametrize("number", [None, errno.ENOSYS, errno.EPERM])
 def test_a_system_that_cannot_open_without_links(monkeypatch: pytest.MonkeyPatch, number: int | None) -> None:
     class Library:
