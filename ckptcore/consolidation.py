@@ -18,7 +18,7 @@ import xxhash
 from ckptcore.agreement import Agreement
 from ckptcore.builtin.safetensors import SafetensorsLayout
 from ckptcore.context import Context
-from ckptcore.destinations import refuse_destination
+from ckptcore.destinations import refuse_destination, refuse_further
 from ckptcore.errors import (
     CheckpointError,
     CorruptCheckpointError,
@@ -113,6 +113,7 @@ def _consolidate(
         read_from = resolve_location(source, context.registry, durable=False, config=context.storage)
         refuse_destination(read_from, location)
         found = _open(source, path, context)
+        refuse_further(found.opened, location)
         tree = found.subtree.tree
         layout.check(tree, agreement.size)
         check_sizes(found.opened, set(found.subtree.sources))

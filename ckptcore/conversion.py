@@ -17,7 +17,7 @@ from ckptcore.builtin.files_layout import FilesLayout, empty_directories, state_
 from ckptcore.builtin.single_process import SingleProcess
 from ckptcore.commit import remove_checkpoint
 from ckptcore.context import Context
-from ckptcore.destinations import refuse_destination
+from ckptcore.destinations import refuse_destination, refuse_further
 from ckptcore.errors import CheckpointNotFoundError, CorruptCheckpointError, NameCollisionError, TransformError
 from ckptcore.events import Recording
 from ckptcore.locations import Location, Place, resolve_location
@@ -58,13 +58,13 @@ def convert_checkpoint(
     context: Context,
     transforms: Transforms = (),
     *,
-    save_id: str | None = None,
+    save_id_of: Callable[[str], str] | None = None,
 ) -> None:
     """See `ckptcore.convert`.
 
     Args:
         source, destination, layout, overwrite, progress, context, transforms: as there.
-        save_id: of what is written; None: a new one.
+        save_id_of: gives that of what is written, from that of the source; None: a new one.
     """
     chosen = context.registry.layout(layout)
     durable = context.durability == "full"
@@ -73,7 +73,7 @@ def convert_checkpoint(
     refuse_destination(read_from, resolved)
     refuse_to_replace(resolved, overwrite)
 
-    job = _Conversion(resolved, chosen, overwrite, progress, context, transforms, save_id)
+    job = _Conversion(resolved, chosen, overwrite, progress, context, transforms, save_id_of)
     composite = find_composite(source, job.reading)
     if composite is None:
         while_unchanged(source, job.reading, job.tree)
@@ -95,9 +95,9 @@ class _Conversion:
         progress: ProgressCallback | None,
         context: Context,
         transforms: Transforms,
-        save_id: str | None,
+        save_id_of: Callable[[str], str] | None,
     ) -> None:
-        self._save_id = save_id
+        self._save_id_of = save_id_of
         self._transforms = transforms
         self._destination = destination
         self._layout = layout
@@ -114,7 +114,9 @@ class _Conversion:
         """Write a checkpoint that is one tree."""
         if self._transforms:
             opened = self._transformed(opened)
-        save_id = self._save_id or new_save_id()
+        refuse_further(opened, self._destination)
+        root = opened.root
+        save_id = new_save_id() if self._save_id_of is None or root is None else self._save_id_of(root.save_id)
         part, captured = self._part("", "", opened, save_id, own=False)
         self._persist(save_id, [part], [captured], None, opened)
 

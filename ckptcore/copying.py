@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal, TypeAlias
+from typing import Final, Literal, TypeAlias
 
 from ckptcore.commit import Claim, continue_claim, sweep_location
 from ckptcore.context import Context
@@ -35,14 +35,15 @@ from ckptcore.protocols import StorageBackend
 from ckptcore.root import ROOT_KEY, Claimed
 from ckptcore.verification import ProgressCallback
 
-__all__ = ["CopyReport", "CopyVerification", "copy_checkpoint", "send_objects"]
+__all__ = ["VERIFICATIONS", "CopyReport", "CopyVerification", "copy_checkpoint", "send_objects"]
 
 logger = logging.getLogger("ckptcore.copying")
 
 CopyVerification: TypeAlias = Literal["passing", "read-back"]
 """How a copy is verified: bytes are compared with their checksums as they pass; all is read at the destination, too."""
 
-_VERIFICATIONS = ("passing", "read-back")
+VERIFICATIONS: Final = ("passing", "read-back")
+"""The values of `CopyVerification`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,8 +87,8 @@ def copy_checkpoint(
         is_stopped: asked before each piece; who says True gets a `CancelledError`, and what was copied stays for the next copy.
         before_commit: called when all but the root is there; what it raises is raised, and what was copied stays.
     """
-    if verify not in _VERIFICATIONS:
-        raise ValueError(f"verify={verify!r}: expected one of {', '.join(map(repr, _VERIFICATIONS))}")
+    if verify not in VERIFICATIONS:
+        raise ValueError(f"verify={verify!r}: expected one of {', '.join(map(repr, VERIFICATIONS))}")
     durable = context.durability == "full"
     to = resolve_location(destination, context.registry, durable=durable, config=context.storage)
     refuse_destination(resolve_location(source, context.registry, durable=False, config=context.storage), to)

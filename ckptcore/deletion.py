@@ -19,7 +19,7 @@ from ckptcore.locations import Location, LocationLike, resolve_location
 from ckptcore.occupants import read_root
 from ckptcore.protocols import AtomicDirectories
 from ckptcore.referrers import base_pin, find_referrers
-from ckptcore.root import Root, new_save_id
+from ckptcore.root import Composite, Root, new_save_id
 from ckptcore.session_claims import find_partial, remove_partial
 
 __all__ = ["delete_checkpoint"]
@@ -33,11 +33,11 @@ def delete_checkpoint(location: LocationLike, context: Context) -> None:
     try:
         root = read_root(resolved.store)
         ours = root is not None
-        if isinstance(root, Root):
-            allowed = functools.partial(_refuse_referred, resolved, root.save_id)
+        if isinstance(root, Root | Composite):
+            allowed = functools.partial(_refuse_referred, resolved, root.save_id, context)
     except (CorruptCheckpointError, UnsupportedVersionError):
         ours = True
-        allowed = functools.partial(_refuse_referred, resolved, None)
+        allowed = functools.partial(_refuse_referred, resolved, None, context)
     if allowed is not None:
         allowed()
     if not ours:
@@ -55,7 +55,7 @@ def delete_checkpoint(location: LocationLike, context: Context) -> None:
     sweep_location(resolved)
 
 
-def _refuse_referred(location: Location, save_id: str | None) -> None:
+def _refuse_referred(location: Location, save_id: str | None, context: Context) -> None:
     """Do nothing if no checkpoint beside this one has arrays in it, nor is one being saved that will, where that can be told.
 
     First those that are being saved: once one is not any more it is there.
@@ -63,6 +63,7 @@ def _refuse_referred(location: Location, save_id: str | None) -> None:
     Args:
         location: of the checkpoint.
         save_id: its own; None where that cannot be read.
+        context: options.
 
     Raises:
         CheckpointReferredError
@@ -73,7 +74,7 @@ def _refuse_referred(location: Location, save_id: str | None) -> None:
         raise CheckpointReferredError(
             f"an update that refers to {location.display} is being saved: delete that first, when it is there. Nothing was deleted"
         )
-    names = find_referrers(location.parent, location.name, save_id)
+    names = find_referrers(location.parent, location.name, save_id, context.io_threads)
     if names:
         raise CheckpointReferredError(
             f"{location.display} has arrays of {', '.join(names[:20])}, beside it: delete {'that' if len(names) == 1 else 'those'} first; a copy "

@@ -5,9 +5,10 @@ from __future__ import annotations
 from ckptcore.errors import InvalidLocationError
 from ckptcore.locations import Location
 from ckptcore.occupants import read_root
+from ckptcore.opened import Opened
 from ckptcore.root import Root
 
-__all__ = ["refuse_destination"]
+__all__ = ["refuse_destination", "refuse_further"]
 
 
 def refuse_destination(source: Location, destination: Location) -> None:
@@ -33,4 +34,23 @@ def refuse_destination(source: Location, destination: Location) -> None:
             raise InvalidLocationError(
                 f"{destination.display} is one of the checkpointables of the source, {source.display}, and would be lost from it; "
                 "give another location. Nothing was written"
+            )
+
+
+def refuse_further(opened: Opened, destination: Location) -> None:
+    """Refuse a place where what is replaced has, or is, a further checkpoint that is read: a base, or one that a transform names.
+
+    Raises:
+        InvalidLocationError: before anything is written.
+    """
+    if opened.derived is None:
+        return
+    first, *further = opened.derived.below
+    refuse_further(first, destination)
+    for other in further:
+        refuse_further(other, destination)
+        if other.location.lies_in(destination):
+            raise InvalidLocationError(
+                f"{destination.display} {'is' if other.location.identity == destination.identity else 'is around'} {other.location.display}, "
+                f"which has arrays of {first.location.display} and would be replaced while they are read; give another location. Nothing was written"
             )

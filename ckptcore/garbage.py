@@ -292,7 +292,10 @@ class StepDeleter:
             return ()
         except (CorruptCheckpointError, UnsupportedVersionError):
             pass  # which save it is cannot be known
-        known = {self._steps.name(other): other for other in self._steps.candidates()}
+        known = {}
+        if not isinstance(self._store, AtomicDirectories):
+            # Elsewhere a root is a request, and a step that was committed stays as it was; who else overwrites it is not heard of.
+            known = {self._steps.name(other): other for other in self._steps.candidates()}
 
         def bases_of(store: StorageBackend, name: str) -> Sequence[Base]:
             if name in known:
@@ -303,7 +306,7 @@ class StepDeleter:
                     pass  # bases can be read where not all can
             return bases_beside(store, name)
 
-        return find_referrers(self._store, self._steps.name(step), save_id, bases_of)
+        return find_referrers(self._store, self._steps.name(step), save_id, self._context.io_threads, bases_of)
 
     def has_another(self, step: int, broken: Collection[int]) -> bool:
         """Whether another step than this one is valid, as far as the sizes of its files tell.

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from ckptcore.directory_claims import is_hidden_name
+from ckptcore.engine.errands import ask_each
+from ckptcore.engine.requests import requests_of
+from ckptcore.engine.threads import IOThreads
 from ckptcore.errors import CorruptCheckpointError, ObjectNotFoundError
 from ckptcore.holds import ADMINISTRATION
 from ckptcore.locations import subdirectory
@@ -32,23 +35,26 @@ def find_referrers(
     directory: StorageBackend,
     name: str,
     save_id: str | None,
+    threads: IOThreads,
     bases_of: Callable[[StorageBackend, str], Sequence[Base]] = bases_beside,
 ) -> Sequence[str]:
-    """The names of checkpoints in a directory that have arrays in one of them. One listing, and a small request for each other name.
+    """The names of checkpoints in a directory that have arrays in one of them. One listing, and a small request for each other name, many at once.
 
     Those elsewhere cannot be known. One whose root cannot be read refers to nothing: nobody can load it.
 
     Args:
         directory: the storage, opened at the directory.
         name: the checkpoint that may be referred to.
-        save_id: the save that it is; None: that cannot be known, and any counts.
-        bases_of: gives what one of them refers to.
+        save_id: the save that it is; None: that cannot be known, and any counts. What refers to something inside it counts in any case.
+        threads: on which they are asked.
+        bases_of: gives what one of them refers to; called on any thread.
     """
-    found = []
-    for entry in directory.list_names():
-        other = entry.removesuffix("/")
-        if other in (entry, name, ADMINISTRATION) or is_hidden_name(other):
-            continue
-        if any(base.path == name and save_id in (None, base.save_id) for base in bases_of(directory, other)):
-            found.append(other)
-    return found
+    directories = [entry[:-1] for entry in directory.list_names() if entry.endswith("/")]
+    others = [other for other in directories if other not in (name, ADMINISTRATION) and not is_hidden_name(other)]
+    parallelism = requests_of(directory).concurrency
+    bases = ask_each(threads, others, lambda other: bases_of(directory, other), parallelism=parallelism)
+
+    def is_meant(base: Base) -> bool:
+        return (base.path == name and save_id in (None, base.save_id)) or base.path.startswith(f"{name}/")
+
+    return [other for other, of in zip(others, bases, strict=True) if any(map(is_meant, of))]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import posixpath
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -127,11 +126,15 @@ def _expect_own(opened: Opened) -> Root:
 def _planned(
     location: Location, opened: Opened, root: Root, description: TreeDescription, context: Context
 ) -> PlannedUpdate:
-    path = base_path(location, opened.location)
-    if path == location.name:
+    if opened.location.identity == location.identity:
         raise InvalidLocationError(
             f"{location.display} cannot refer to itself: save the update to another location. Nothing was written"
         )
+    direct = Base(base_path(location, opened.location), root.save_id)
+    further = [
+        Base(base_path(location, base_location(opened.location, first, context)), first.save_id)
+        for first in root.references.bases
+    ]
     over = overlay(root.tree, description.tree, description.left, description.cut)
     known = {
         leaf: (base, stored)
@@ -143,18 +146,18 @@ def _planned(
         if not isinstance(over.tree.leaves[leaf], ArrayRecord) or leaf in over.tree.aliases:
             continue
         target = root.tree.aliases.get(below, below)
-        base, stored = Base(path, root.save_id), target
+        base, stored = direct, target
         if target in known:  # what the base refers to is referred to where it is: references are one deep
             number, stored = known[target]
-            first = root.references.bases[number]
-            base = Base(posixpath.normpath(posixpath.join(posixpath.dirname(path), first.path)), first.save_id)
+            base = further[number]
         columns.append((leaf, bases.setdefault(base, len(bases)), stored))
-    if any(base.path == location.name for base in bases):
-        raise InvalidLocationError(
-            f"arrays of {opened.location.display} are in {location.display}, which the update would replace: save it to another location. "
-            "Nothing was written"
-        )
     leaves, numbers, stored_leaves = zip(*columns, strict=True) if columns else ((), (), ())
     references = References(tuple(bases), leaves, numbers, stored_leaves)
     places = tuple([base_location(location, base, context) for base in bases])
+    for at in places:
+        if at.lies_in(location):
+            raise InvalidLocationError(
+                f"arrays of {opened.location.display} are in {at.display}, which the update to {location.display} would replace: save it to "
+                "another location. Nothing was written"
+            )
     return PlannedUpdate(location, over.tree, references, places)

@@ -6,7 +6,7 @@ import xxhash
 
 from ckptcore.context import Context
 from ckptcore.conversion import convert_checkpoint
-from ckptcore.copying import CopyReport, CopyVerification, copy_checkpoint
+from ckptcore.copying import VERIFICATIONS, CopyReport, CopyVerification, copy_checkpoint
 from ckptcore.errors import CorruptCheckpointError
 from ckptcore.locations import Place, resolve_location
 from ckptcore.occupants import Overwrite, read_root, root_bytes
@@ -34,7 +34,9 @@ def copy_whole(
     data = None if here.is_object else root_bytes(here.store)
     if data is None or is_claim(data) or is_partial(data) or not summarize_root(data).bases:
         return copy_checkpoint(source, destination, context, overwrite=overwrite, verify=verify, progress=progress)
-    save_id = xxhash.xxh3_64_hexdigest(b"whole copy of " + data)
+    if verify not in VERIFICATIONS:
+        raise ValueError(f"verify={verify!r}: expected one of {', '.join(map(repr, VERIFICATIONS))}")
+    save_id = _save_id_of(summarize_root(data).save_id)
     there = resolve_location(destination, context.registry, durable=False, config=context.storage)
     before = root_bytes(there.store)
     kept = (
@@ -47,8 +49,13 @@ def copy_whole(
         kept = False
         found = read_root(here.store)
         assert isinstance(found, Root)  # nothing else has bases
-        convert_checkpoint(source, destination, found.layout, overwrite, progress, context, save_id=save_id)
+        convert_checkpoint(source, destination, found.layout, overwrite, progress, context, save_id_of=_save_id_of)
     return _report(destination, context, kept=kept, verify=verify)
+
+
+def _save_id_of(source: str) -> str:
+    """The save id of a whole copy of a save."""
+    return xxhash.xxh3_64_hexdigest(f"whole copy of {source}".encode())
 
 
 def _report(destination: Place, context: Context, *, kept: bool, verify: CopyVerification) -> CopyReport:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from ckptcore.background import SaveHandle
 from ckptcore.context import Context, default_context
-from ckptcore.locations import LocationLike
+from ckptcore.locations import LocationLike, absolute_location
 from ckptcore.model.tree import JSON
 from ckptcore.occupants import Overwrite
 from ckptcore.protocols import Layout
@@ -41,7 +41,7 @@ def save_update(
 
     Raises:
         TreeMismatchError: if the state does not go over the base. Nothing was written.
-        InvalidLocationError: if the base is where none may be.
+        InvalidLocationError: if the base is where none may be, or is none.
         SaveLostError: if the base was deleted or replaced meanwhile.
         What `save` does, and for the base what `load` does.
     """
@@ -70,6 +70,7 @@ def _update(
     overwrite: Overwrite,
     metadata: Mapping[str, JSON] | None,
 ) -> SaveRequest:
+    absolute_location(base)  # None would make a checkpoint without the rest
     return SaveRequest(
         location=location, values=OneTree(state), layout=layout, overwrite=overwrite, custom=metadata, base=base
     )

@@ -82,3 +82,29 @@ def test_a_base_is_where_a_path_leads_to(run: str) -> None:
     for below in ("1/2", "1/2/3"):
         with pytest.raises(InvalidLocationError, match="/1, which is around it"):
             ckptcore.save_update(f"{run}/{below}", {}, base=f"{run}/1", context=anywhere)
+
+
+def test_what_refers_to_one_of_several_keeps_all(run: str) -> None:
+    anywhere = ckptcore.Context(bases="anywhere")
+    ckptcore.save_checkpointables(f"{run}/2", {"model": {"a": np.ones(4)}, "other": {"b": 1}})
+    ckptcore.save_update(f"{run}/3", {"n": 2}, base=f"{run}/2/model", context=anywhere)
+    with pytest.raises(CheckpointReferredError, match="3, beside it"):
+        ckptcore.delete(f"{run}/2")
+    with ckptcore.Checkpointer(run) as checkpointer, pytest.raises(CheckpointReferredError):
+        checkpointer.delete(2)
+    assert ckptcore.load(f"{run}/3", context=anywhere)["a"].sum() == 4
+
+
+def test_a_step_that_an_update_replaced_since_it_was_listed(tmp_path: Path) -> None:
+    run = f"{tmp_path}/run"
+    for step in (1, 2, 3):
+        ckptcore.save(f"{run}/{step}", {"a": np.ones(4), "n": step})
+    with ckptcore.Checkpointer(run, preservation_policy=ckptcore.policies.LatestN(3)) as checkpointer:
+        checkpointer.save(4, {"n": 4})
+        checkpointer.wait()  # it has read all roots for the policy
+        ckptcore.save_update(f"{run}/4", {"n": 5}, base=f"{run}/2", overwrite=True)
+        checkpointer.save(5, {"n": 5})
+        checkpointer.wait()
+        with pytest.raises(CheckpointReferredError):
+            checkpointer.delete(2)
+    assert ckptcore.load(f"{run}/4")["a"].sum() == 4

@@ -1,0 +1,96 @@
+"""Nothing that is made of an update is written over what it is made of, wherever its bases are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import ckptcore
+from ckptcore import transforms
+from ckptcore.errors import InvalidLocationError
+from tests.copying.places import new_place
+from tests.crashes.states import same_value
+
+_STATE: dict[str, Any] = {"a": np.ones(4), "b": np.zeros(3), "n": 1}
+_ANYWHERE = ckptcore.Context(bases="anywhere")
+
+
+@pytest.fixture(params=["file", "memory"])
+def run(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    return new_place(request.param, tmp_path)
+
+
+def _copy(source: str, destination: str) -> None:
+    ckptcore.copy(source, destination, overwrite="non-atomic")
+
+
+def _convert(source: str, destination: str) -> None:
+    ckptcore.convert(source, destination, layout="dcp", overwrite="non-atomic")
+
+
+def _consolidate(source: str, destination: str) -> None:
+    ckptcore.consolidate(source, destination, overwrite="non-atomic")
+
+
+@pytest.mark.parametrize("write", [_copy, _convert, _consolidate])
+def test_what_is_made_of_an_update_does_not_replace_its_base(write: Callable[[str, str], None], run: str) -> None:
+    """Where nothing is exchanged the base would be gone before it is read, and with it both."""
+    ckptcore.save(f"{run}/1", _STATE)
+    ckptcore.save_update(f"{run}/2", {"n": 2}, base=f"{run}/1")
+    with pytest.raises(InvalidLocationError, match=r"/1 is .*/1, which has arrays of .*/2 .*Nothing was written"):
+        write(f"{run}/2", f"{run}/1")
+    assert same_value(ckptcore.load(f"{run}/1"), _STATE)
+    assert same_value(ckptcore.load(f"{run}/2"), {**_STATE, "n": 2})
+
+
+def test_a_conversion_does_not_replace_what_a_transform_reads(run: str) -> None:
+    ckptcore.save(f"{run}/1", _STATE)
+    ckptcore.save(f"{run}/2", {**_STATE, "a": np.full(4, 7.0)})
+    with pytest.raises(InvalidLocationError, match="Nothing was written"):
+        ckptcore.convert(
+            f"{run}/1",
+            f"{run}/2",
+            layout="dcp",
+            overwrite="non-atomic",
+            transforms=[transforms.Average([f"{run}/2"])],
+        )
+    assert ckptcore.load(f"{run}/2")["a"][0] == 7
+
+
+def test_an_update_does_not_replace_what_its_base_refers_to(run: str) -> None:
+    """Also where that is told by another path than its name."""
+    ckptcore.save(f"{run}/here/1", _STATE)
+    ckptcore.save_update(f"{run}/there/2", {"n": 2}, base=f"{run}/here/1", context=_ANYWHERE)
+    with pytest.raises(InvalidLocationError, match="would replace"):
+        ckptcore.save_update(
+            f"{run}/here/1", {"n": 3}, base=f"{run}/there/2", overwrite="non-atomic", context=_ANYWHERE
+        )
+    assert same_value(ckptcore.load(f"{run}/here/1"), _STATE)
+
+
+def test_what_is_beside_is_referred_to_as_such(run: str) -> None:
+    """It is kept, and read without more ado, whatever way led to it."""
+    ckptcore.save(f"{run}/here/1", _STATE)
+    ckptcore.save_update(f"{run}/there/2", {"n": 2}, base=f"{run}/here/1", context=_ANYWHERE)
+    ckptcore.save_update(f"{run}/here/3", {"n": 3}, base=f"{run}/there/2", context=_ANYWHERE)
+    assert same_value(ckptcore.load(f"{run}/here/3"), {**_STATE, "n": 3})
+    with pytest.raises(ckptcore.errors.CheckpointReferredError):
+        ckptcore.delete(f"{run}/here/1")
+
+
+def test_an_update_without_a_base_is_refused(run: str) -> None:
+    """It would be a checkpoint of what is given alone, and nobody would know what it lacks."""
+    for save in (ckptcore.save_update, ckptcore.save_update_async):
+        with pytest.raises(InvalidLocationError):
+            save(f"{run}/1", {"n": 2}, base=None)  # type: ignore[arg-type]  # what is tested
+
+
+def test_a_copy_of_an_update_is_verified_as_asked(run: str) -> None:
+    ckptcore.save(f"{run}/1", _STATE)
+    ckptcore.save_update(f"{run}/2", {"n": 2}, base=f"{run}/1")
+    with pytest.raises(ValueError, match="verify='never'"):
+        ckptcore.copy(f"{run}/2", f"{run}/3", verify="never")  # type: ignore[arg-type]  # what is tested
