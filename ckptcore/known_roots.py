@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
-from ckptcore.model.metadata import ValueRecord
+from ckptcore.model.metadata import ArrayRecord, ValueRecord
 from ckptcore.protocols import Layout
 from ckptcore.root import Claimed, Composite, PartialSave, Root
 
@@ -78,4 +78,7 @@ class KnownRoots:
 
 def _has_containers(root: Root) -> bool:
     """Whether a value of the tree is a list or mapping, which its handler may give out as it is."""
-    return any(isinstance(record, ValueRecord) and isinstance(record.value, list | dict) for record in root.tree.leaves)
+    leaves = root.tree.leaves
+    if {*map(type, leaves)} == {ArrayRecord}:  # as most are, and sooner told
+        return False
+    return any(isinstance(record, ValueRecord) and isinstance(record.value, list | dict) for record in leaves)

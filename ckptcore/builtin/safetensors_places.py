@@ -179,7 +179,7 @@ def _columns(tree: TreeMetadata, columns: Any) -> tuple[Sequence[int], Sequence[
     keys = {number: files[number] for number in set(numbers)}
     if {*map(type, keys.values())} - {str}:
         raise TypeError("a file name is expected")
-    return leaves, [keys[number] for number in numbers], offsets
+    return leaves, [*map(keys.__getitem__, numbers)], offsets
 
 
 def _shape(tree: TreeMetadata, leaf: int) -> tuple[int, ...]:

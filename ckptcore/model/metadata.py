@@ -209,19 +209,16 @@ def _decode(encoded: JSON) -> TreeMetadata:
     if {*map(type, dtype_column)} - {int} or {*map(type, note_column)} - {int, type(None)}:
         raise CorruptCheckpointError("the saved tree cannot be read: a column of numbers has something else")
     free = range(count) if not values else [number for number, leaf in enumerate(leaves) if leaf is None]
-    # Most arrays are as others are, and records are not changed: one for all that are alike.
-    alike = list(zip(note_column, dtype_column, map(tuple, shape_column), strict=True))
-    records = {key: _plain_record(*key, note_table, dtype_names) for key in set(alike)}
+    arrays = _array_records(note_column, dtype_column, shape_column, note_table, dtype_names)
     if not values:
-        leaves = [records[key] for key in alike]
+        leaves = [*arrays]
     else:
-        for number, key in zip(free, alike, strict=True):
-            leaves[number] = records[key]
+        for number, array in zip(free, arrays, strict=True):
+            leaves[number] = array
     if extras:
-        for number, key in zip(free, alike, strict=True):
+        for number, plain in zip(free, arrays, strict=True):
             extra = extras.get(str(number))
             if extra is not None:
-                plain = records[key]
                 leaves[number] = _record_with_extra(plain.spec, plain.notes, _expect(extra, dict))
     aliases: dict[int, int] = {}
     for alias, target in _expect(table["aliases"], list):
@@ -232,6 +229,23 @@ def _decode(encoded: JSON) -> TreeMetadata:
         aliases[alias] = target
     held_by = _held_by(table.get("held_by", []), count)
     return TreeMetadata(skeleton, tuple(cast(list[LeafRecord], leaves)), aliases, held_by)  # every one has come
+
+
+def _array_records(
+    note_column: list[Any],
+    dtype_column: list[Any],
+    shape_column: list[Any],
+    notes: list[Mapping[str, JSON]],
+    dtypes: list[str],
+) -> list[ArrayRecord]:
+    """A record for each row. Most arrays are as others are, and records are not changed: there is one for all that are alike."""
+    shapes = [*map(tuple, shape_column)]
+    if not notes and len(set(dtype_column)) == 1:  # most often: then their shapes tell them apart
+        of_shape = {shape: _plain_record(None, dtype_column[0], shape, notes, dtypes) for shape in set(shapes)}
+        return [*map(of_shape.__getitem__, shapes)]
+    alike = [*zip(note_column, dtype_column, shapes, strict=True)]
+    records = {key: _plain_record(*key, notes, dtypes) for key in set(alike)}
+    return [*map(records.__getitem__, alike)]
 
 
 def _plain_record(

@@ -226,7 +226,7 @@ def _decode(encoded: JSON, left: list[int], depth: int) -> Skeleton:
     else:
         if not isinstance(keys_json, list) or len(keys_json) != len(children):
             raise _bad_skeleton(keys_json)
-        keys = tuple([key if type(key) is str else _key_from_json(key) for key in keys_json])
+        keys = tuple(keys_json if {*map(type, keys_json)} == {str} else map(_key_from_json, keys_json))
         if len(set(keys)) != len(keys):
             raise _bad_skeleton("a container that has one key twice")
     return Node(kind, keys, children, note)
