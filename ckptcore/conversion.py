@@ -59,12 +59,14 @@ def convert_checkpoint(
     transforms: Transforms = (),
     *,
     save_id_of: Callable[[str], str] | None = None,
+    before_commit: Callable[[], None] = lambda: None,
 ) -> None:
     """See `ckptcore.convert`.
 
     Args:
         source, destination, layout, overwrite, progress, context, transforms: as there.
         save_id_of: gives that of what is written, from that of the source; None: a new one.
+        before_commit: called right before the commit; what it raises stops that.
     """
     chosen = context.registry.layout(layout)
     durable = context.durability == "full"
@@ -73,7 +75,7 @@ def convert_checkpoint(
     refuse_destination(read_from, resolved)
     refuse_to_replace(resolved, overwrite)
 
-    job = _Conversion(resolved, chosen, overwrite, progress, context, transforms, save_id_of)
+    job = _Conversion(resolved, chosen, overwrite, progress, context, transforms, save_id_of, before_commit)
     composite = find_composite(source, job.reading)
     if composite is None:
         while_unchanged(source, job.reading, job.tree)
@@ -96,7 +98,9 @@ class _Conversion:
         context: Context,
         transforms: Transforms,
         save_id_of: Callable[[str], str] | None,
+        before_commit: Callable[[], None],
     ) -> None:
+        self._before_commit = before_commit
         self._save_id_of = save_id_of
         self._transforms = transforms
         self._destination = destination
@@ -201,7 +205,7 @@ class _Conversion:
             created=save_created(),
             parts=parts,
             members=members,
-            before_commit=self._check_beside(source),
+            before_commit=functools.partial(self._check, source),
             agreement=Agreement(SingleProcess(), "convert"),
         )
         total = sum(part.plan.tree.nbytes for part in parts)
@@ -216,13 +220,13 @@ class _Conversion:
         recording.finish(total)
         self._written = save_id
 
-    def _check_beside(self, source: Opened | OpenedComposite) -> Callable[[], None] | None:
-        """Looks, before the commit, whether further checkpoints that were read are still those that were opened."""
-        if not isinstance(source, Opened) or source.derived is None:
-            return None
-        from ckptcore.transforms import check_beside  # is there by now
+    def _check(self, source: Opened | OpenedComposite) -> None:
+        """Look, before the commit, whether further checkpoints that were read are still those that were opened."""
+        if isinstance(source, Opened) and source.derived is not None:
+            from ckptcore.transforms import check_beside  # only who reads further ones needs it
 
-        return functools.partial(check_beside, source)
+            check_beside(source)
+        self._before_commit()
 
     def _take_back(self) -> None:
         """Remove what an attempt before wrote where it cannot be replaced, and nothing that somebody else saved there since."""

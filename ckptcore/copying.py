@@ -26,23 +26,24 @@ from ckptcore.errors import (
     StorageError,
 )
 from ckptcore.locations import Location, Place, resolve_location
-from ckptcore.manifests import Manifest, read_manifest
+from ckptcore.manifests import Manifest, StoredRoot, read_manifest
 from ckptcore.model.objects import ObjectRecord
 from ckptcore.occupants import Overwrite, is_claimed_by, root_bytes
 from ckptcore.opening import ATTEMPTS, replaced_too_often, root_mark
 from ckptcore.preparing import save_created
 from ckptcore.protocols import StorageBackend
 from ckptcore.root import ROOT_KEY, Claimed
+from ckptcore.root_json import bases_of_root
 from ckptcore.verification import ProgressCallback
 
-__all__ = ["VERIFICATIONS", "CopyReport", "CopyVerification", "copy_checkpoint", "send_objects"]
+__all__ = ["CopyReport", "CopyVerification", "copy_checkpoint", "send_objects"]
 
 logger = logging.getLogger("ckptcore.copying")
 
 CopyVerification: TypeAlias = Literal["passing", "read-back"]
 """How a copy is verified: bytes are compared with their checksums as they pass; all is read at the destination, too."""
 
-VERIFICATIONS: Final = ("passing", "read-back")
+_VERIFICATIONS: Final = ("passing", "read-back")
 """The values of `CopyVerification`."""
 
 
@@ -79,6 +80,7 @@ def copy_checkpoint(
     progress: ProgressCallback | None = None,
     is_stopped: Callable[[], bool] = lambda: False,
     before_commit: Callable[[], None] = lambda: None,
+    copy_referring: Callable[[StoredRoot], CopyReport] | None = None,
 ) -> CopyReport:
     """See `ckptcore.copy`.
 
@@ -86,14 +88,17 @@ def copy_checkpoint(
         source, destination, context, overwrite, verify, progress: as there.
         is_stopped: asked before each piece; who says True gets a `CancelledError`, and what was copied stays for the next copy.
         before_commit: called when all but the root is there; what it raises is raised, and what was copied stays.
+        copy_referring: copies what refers to others, as its root says; None: such is copied as it is.
     """
-    if verify not in VERIFICATIONS:
-        raise ValueError(f"verify={verify!r}: expected one of {', '.join(map(repr, VERIFICATIONS))}")
+    if verify not in _VERIFICATIONS:
+        raise ValueError(f"verify={verify!r}: expected one of {', '.join(map(repr, _VERIFICATIONS))}")
     durable = context.durability == "full"
     to = resolve_location(destination, context.registry, durable=durable, config=context.storage)
     refuse_destination(resolve_location(source, context.registry, durable=False, config=context.storage), to)
     for _ in range(ATTEMPTS):
         manifest = read_manifest(source, context, without=to)
+        if copy_referring is not None and manifest.root is not None and bases_of_root(manifest.root.data):
+            return copy_referring(manifest.root)
         copy = _Copy(manifest, to, verify, progress, is_stopped, before_commit, context)
         if not overwrite and copy.is_there():
             sweep_location(to)

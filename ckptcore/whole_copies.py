@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from concurrent.futures import CancelledError
+
 import xxhash
 
 from ckptcore.context import Context
 from ckptcore.conversion import convert_checkpoint
-from ckptcore.copying import VERIFICATIONS, CopyReport, CopyVerification, copy_checkpoint
+from ckptcore.copying import CopyReport, CopyVerification, copy_checkpoint
 from ckptcore.errors import CorruptCheckpointError
 from ckptcore.locations import Place, resolve_location
-from ckptcore.occupants import Overwrite, read_root, root_bytes
+from ckptcore.manifests import StoredRoot
+from ckptcore.occupants import Overwrite, parse_root, read_root, root_bytes
+from ckptcore.protocols import StorageBackend
 from ckptcore.root import Root
 from ckptcore.root_json import encode_root, is_claim, is_partial, summarize_root
 from ckptcore.verification import ProgressCallback, verify_checkpoint
@@ -25,32 +30,63 @@ def copy_whole(
     overwrite: Overwrite = False,
     verify: CopyVerification = "passing",
     progress: ProgressCallback | None = None,
+    is_stopped: Callable[[], bool] = lambda: False,
+    before_commit: Callable[[], None] = lambda: None,
 ) -> CopyReport:
     """See `ckptcore.copy`: as it is, or where it refers to others, with what these have.
 
-    Such a copy is another save, whose id every copy of the same checkpoint has: what is at the destination already is known by it.
+    Such a copy is another save, whose id every copy of the same checkpoint has: what is at the destination already is known by it. One that
+    is stopped begins anew the next time.
+
+    Args:
+        source, destination, context, overwrite, verify, progress, is_stopped, before_commit: as of `copy_checkpoint`.
     """
-    here = resolve_location(source, context.registry, durable=False, config=context.storage)
-    data = None if here.is_object else root_bytes(here.store)
-    if data is None or is_claim(data) or is_partial(data) or not summarize_root(data).bases:
-        return copy_checkpoint(source, destination, context, overwrite=overwrite, verify=verify, progress=progress)
-    if verify not in VERIFICATIONS:
-        raise ValueError(f"verify={verify!r}: expected one of {', '.join(map(repr, VERIFICATIONS))}")
-    save_id = _save_id_of(summarize_root(data).save_id)
-    there = resolve_location(destination, context.registry, durable=False, config=context.storage)
-    before = root_bytes(there.store)
-    kept = (
-        before is not None
-        and not is_claim(before)
-        and not is_partial(before)
-        and summarize_root(before).save_id == save_id
+
+    def copy_referring(root: StoredRoot) -> CopyReport:
+        def tell(done: int, total: int) -> None:
+            if is_stopped():
+                raise CancelledError
+            if progress is not None:
+                progress(done, total)
+
+        there = resolve_location(destination, context.registry, durable=False, config=context.storage)
+        kept = not overwrite and _save_id(there.store) == _save_id_of(summarize_root(root.data).save_id)
+        if not kept:
+            found = parse_root(
+                resolve_location(source, context.registry, durable=False, config=context.storage).store, root.data
+            )
+            assert isinstance(found, Root)  # nothing else has bases
+            convert_checkpoint(
+                source,
+                destination,
+                found.layout,
+                overwrite,
+                tell,
+                context,
+                save_id_of=_save_id_of,
+                before_commit=before_commit,
+            )
+        return _report(destination, context, kept=kept, verify=verify)
+
+    return copy_checkpoint(
+        source,
+        destination,
+        context,
+        overwrite=overwrite,
+        verify=verify,
+        progress=progress,
+        is_stopped=is_stopped,
+        before_commit=before_commit,
+        copy_referring=copy_referring,
     )
-    if not kept or overwrite:
-        kept = False
-        found = read_root(here.store)
-        assert isinstance(found, Root)  # nothing else has bases
-        convert_checkpoint(source, destination, found.layout, overwrite, progress, context, save_id_of=_save_id_of)
-    return _report(destination, context, kept=kept, verify=verify)
+
+
+def _save_id(store: StorageBackend) -> str | None:
+    """Of the checkpoint that is there; None where none is that is committed."""
+    data = root_bytes(store)
+    if data is None or is_claim(data) or is_partial(data):
+        return None
+    return summarize_root(data).save_id
 
 
 def _save_id_of(source: str) -> str:

@@ -72,9 +72,10 @@ class CopiesSteps:
         before_commit: Callable[[], None],
     ) -> int:
         """See `Send`."""
-        from ckptcore.copying import copy_checkpoint  # only who uploads copies
+        from ckptcore.whole_copies import copy_whole  # only who uploads copies
 
-        report = copy_checkpoint(
+        # What refers to others is uploaded whole: whether these ever come there is for policies to say.
+        report = copy_whole(
             self._near.place(step),
             Within(self._far.directory, name),
             self._context,
