@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import logging
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from typing import Final
 
@@ -30,7 +30,15 @@ from ckptcore.protocols import IF_ABSENT, IfTag, StorageBackend
 from ckptcore.root import ROOT_KEY, Claimed, PartialSave, new_save_id
 from ckptcore.root_json import encode_claim, encode_partial, is_claim, summarize_root
 
-__all__ = ["ObjectClaim", "claim_objects", "continue_objects", "find_root", "remove_dead_save", "remove_objects"]
+__all__ = [
+    "ObjectClaim",
+    "claim_objects",
+    "continue_objects",
+    "find_debris",
+    "find_root",
+    "remove_dead_save",
+    "remove_objects",
+]
 
 logger = logging.getLogger("ckptcore.commit")
 
@@ -284,9 +292,9 @@ class ObjectClaim:
         self._done = True
         self.store.expect_claim()  # else the uploads are another's
         self.store.abort_uploads()
-        debris = {*self.store.list(), *self.store.written} - {*kept, ROOT_KEY}
+        debris = find_debris({*self.store.list(), *self.store.written}, {*kept, ROOT_KEY})
         if debris:
-            self.store.delete(sorted(debris))
+            self.store.delete(debris)
         self.replace(root)
 
     def give_up(self) -> None:
@@ -312,6 +320,17 @@ class ObjectClaim:
                 "save there"
             )
         self.store.delete([ROOT_KEY])
+
+
+def find_debris(keys: Collection[str], kept: Collection[str]) -> Sequence[str]:
+    """The keys of what nobody needs at a location; not those in a checkpoint below it, which another save put there.
+
+    Args:
+        keys: all that are there, and those that a list may not show.
+        kept: those that are needed.
+    """
+    below = tuple([key.removesuffix(ROOT_KEY) for key in keys if key.endswith(f"/{ROOT_KEY}")])
+    return sorted([key for key in keys if key not in kept and not key.startswith(below)])
 
 
 def find_root(store: StorageBackend) -> tuple[bytes, str] | None:

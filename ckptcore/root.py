@@ -125,7 +125,10 @@ class PartialSave:
 
     def __str__(self) -> str:
         """Which sessions there are, for a person."""
-        told = [f"one at {one.created} with {one.arrays} arrays" for one in self.sessions[-_TOLD:]]
+        told = [
+            f"one at {one.created} with {one.arrays} array{'' if one.arrays == 1 else 's'}"
+            for one in self.sessions[-_TOLD:]
+        ]
         more = [f"{len(self.sessions) - _TOLD} before"] if len(self.sessions) > _TOLD else []
         sessions = "1 complete session" if len(self.sessions) == 1 else f"{len(self.sessions)} complete sessions"
         return f"{sessions} ({', '.join([*more, *told])})" if told else "no complete session"

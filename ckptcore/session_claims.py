@@ -30,7 +30,7 @@ from ckptcore.errors import (
 )
 from ckptcore.fences import FencedStore
 from ckptcore.locations import Location
-from ckptcore.object_claims import ObjectClaim, find_root
+from ckptcore.object_claims import ObjectClaim, find_debris, find_root
 from ckptcore.occupants import find_occupant, parse_root, refuse_to_replace
 from ckptcore.protocols import AtomicDirectories, StorageBackend
 from ckptcore.root import ROOT_KEY, PartialSave, Session
@@ -251,7 +251,7 @@ def remove_partial(location: Location, save_id: str) -> bool:
 
 def remove_debris(store: StorageBackend, kept: Collection[str]) -> None:
     """Remove what no complete session wrote; the claim on the store is this process's."""
-    debris = sorted(set(store.list()) - {*kept, *_OWN_KEYS})
+    debris = find_debris(list(store.list()), {*kept, *_OWN_KEYS})
     if debris:
         store.delete(debris)
 

@@ -137,7 +137,7 @@ def test_nothing_is_loaded_before_it_is_finalized(place: str) -> None:
     ckptcore.save_partial(place, {"c": np.ones(3)})
     for look in (ckptcore.load, ckptcore.metadata, ckptcore.verify, ckptcore.open, ckptcore.load_checkpointables):
         with pytest.raises(
-            UncommittedCheckpointError, match=r"2 complete sessions .*2 arrays.*1 arrays.*ckptcore\.finalize"
+            UncommittedCheckpointError, match=r"2 complete sessions .*2 arrays.*1 array\).*ckptcore\.finalize"
         ):
             look(place)
     with pytest.raises(UncommittedCheckpointError, match="finalize"):
@@ -239,6 +239,27 @@ def test_a_checkpointer_leaves_it_alone(place: str) -> None:
     ckptcore.finalize(f"{run}/7")
     assert ckptcore.CheckpointReader(run).steps == (7, 9)
     assert same_value(ckptcore.CheckpointReader(run).load(7), {"a": np.ones(3)})
+
+
+def test_a_checkpoint_below_it_stays(tmp_path: Path) -> None:
+    """What no session wrote is removed, but that is not debris; on file systems the end is refused instead."""
+    place = new_place("memory", tmp_path)
+    below = f"{place}/tokenizer/1"
+
+    class Broken(ckptcore.SafetensorsLayout):
+        def write(self, snapshot: Any, store: Any) -> Any:
+            raise RuntimeError("the test lets it fail")
+
+    ckptcore.save_partial(place, {"a": np.ones(3)})
+    ckptcore.save(below, {"t": np.ones(4)})
+    with pytest.raises(RuntimeError, match="lets it fail"):
+        ckptcore.save_partial(place, {"b": np.ones(3)}, layout=Broken())
+    ckptcore.finalize(place)
+    assert same_value(ckptcore.load(place), {"a": np.ones(3)})
+    assert same_value(ckptcore.load(below), {"t": np.ones(4)})
+    ckptcore.delete(place)
+    with pytest.raises(CheckpointNotFoundError):
+        ckptcore.load(below)
 
 
 def test_a_session_that_fails_does_not_count(place: str) -> None:
