@@ -85,6 +85,28 @@ def test_every_dtype_and_shape_bit_for_bit(tmp_path: Path) -> None:
     assert_whole_items(tmp_path / "c")
 
 
+def test_what_sessions_wrote(tmp_path: Path) -> None:
+    """Every dtype and shape, a nested state dict, tied tensors, and one whose boxes come in different sessions."""
+    specs = {f"{dtype}-{shape}": ArraySpec(shape, dtype) for dtype in DTYPES for shape in SHAPES}
+    tensors = {name: tensor_of(spec) for name, spec in specs.items()}
+    tied, rows = torch.randn(3, 2), torch.arange(24.0).reshape(6, 4)
+    state = {**NESTED, "tensors": tensors, "tied": {"first": tied, "second": tied}, "boxes": rows}
+    for session in range(3):
+        given = {name: child for place, (name, child) in enumerate(state.items()) if place % 3 == session}
+        given["tensors"] = dict(list(tensors.items())[session::3])
+        part = rows[2 * session : 2 * session + 2].numpy()
+        given["boxes"] = ckptcore.ShardedArray.part(part, (2 * session, 0), (6, 4))
+        ckptcore.save_partial(tmp_path / "c", given, layout="dcp")
+    ckptcore.finalize(tmp_path / "c")
+    like = loaded(tmp_path / "c", blank(state))
+    found = like.pop("tensors")
+    for name, tensor in tensors.items():
+        assert found[name].dtype == tensor.dtype and found[name].shape == tensor.shape, name
+        assert bytes_of(found[name]) == bytes_of(tensor), name
+    assert_same(like, {name: child for name, child in state.items() if name != "tensors"})
+    assert_whole_items(tmp_path / "c")
+
+
 def test_tensors_that_do_not_lie_in_order(tmp_path: Path) -> None:
     base = torch.randn(4, 3, 6, 5)
     state = {

@@ -63,6 +63,24 @@ def test_version_1_loads_every_bit(saved, layout, state):
 
 
 @pytest.mark.parametrize("state", STATES)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_version_1_loads_every_bit_of_what_sessions_wrote(layout, state, tmp_path):
+    """Three sessions, of which each has some of the entries and some of the arrays."""
+    whole = STATES[state]()
+    tied = np.arange(30.0, dtype=np.float32).reshape(5, 6)
+    whole |= {"tied": {"first": tied, "second": tied}, "boxes": np.arange(48, dtype=np.int16).reshape(12, 4)}
+    for session in range(3):
+        given = {name: child for place, (name, child) in enumerate(whole.items()) if place % 3 == session}
+        if "arrays" in whole:
+            given["arrays"] = dict(list(whole["arrays"].items())[session::3])
+        rows = slice(4 * session, 4 * session + 4)
+        given["boxes"] = ckptcore.ShardedArray.part(whole["boxes"][rows], (rows.start, 0), (12, 4), cuts=((4, 8), ()))
+        ckptcore.save_partial(tmp_path / "saved", given, layout=LAYOUTS[layout])
+    ckptcore.finalize(tmp_path / "saved", layout=LAYOUTS[layout])
+    assert_same(v1.load(tmp_path / "saved"), seen_by_orbax(whole))
+
+
+@pytest.mark.parametrize("state", STATES)
 @pytest.mark.parametrize("layout", FEW)
 def test_version_1_loads_the_checkpointable(saved, layout, state):
     loaded = v1.load_checkpointables(saved(layout, state))
