@@ -164,6 +164,8 @@ def is_partial(data: bytes) -> bool:
 
 def _decode_partial(document: dict[str, Any]) -> PartialSave:
     save_id, ranks, owner = _text(document["save_id"]), _count(document["ranks"]), document["owner"]
+    if not is_save_id(save_id):
+        raise CorruptCheckpointError(f"{ROOT_KEY} has {save_id[:80]!r} where a save id is expected", key=ROOT_KEY)
     sessions = []
     for first, size, created, arrays, nbytes, key, key_bytes, checksum in document["sessions"]:
         sessions.append(

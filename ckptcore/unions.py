@@ -53,16 +53,10 @@ def unite_trees(
     """
     uniting = _Uniting(trees, ranks, size, elsewhere or [()] * len(trees), savers)
     skeleton = uniting.node((), list(enumerate(tree.skeleton for tree in trees)))
+    uniting.expect_no_difference()  # else leaves below it have no number
     aliases = uniting.aliases()
     held_by = uniting.held_by(skeleton, aliases)
-    if uniting.differences:
-        lines = uniting.differences
-        shown = "".join(f"\n  {line}" for line in lines[:_SHOWN])
-        more = f"\n  and {len(lines) - _SHOWN} more" if len(lines) > _SHOWN else ""
-        raise TreeMismatchError(
-            f"the {savers}s save different trees, and they cannot be united:{shown}{more}\n{_RULES[savers]}. Nothing was written",
-            lines,
-        )
+    uniting.expect_no_difference()
     return TreeMetadata(skeleton, tuple(uniting.records), aliases, held_by)
 
 
@@ -75,7 +69,7 @@ class _Uniting:
         ranks: Sequence[Sequence[int]],
         size: int,
         elsewhere: Sequence[Collection[int]],
-        savers: str,
+        savers: Literal["rank", "session"],
     ) -> None:
         self.savers = savers
         self.trees = trees
@@ -106,6 +100,20 @@ class _Uniting:
         children = [(tree, dict(zip(node.keys, node.children, strict=True))) for tree, node in nodes]
         united = [self.node((*path, key), [(tree, of[key]) for tree, of in children if key in of]) for key in keys]
         return Node(first.kind, keys, tuple(united), first.type)
+
+    def expect_no_difference(self) -> None:
+        """Raises:
+        TreeMismatchError: lists what was found so far.
+        """
+        lines = self.differences
+        if lines:
+            shown = "".join(f"\n  {line}" for line in lines[:_SHOWN])
+            more = f"\n  and {len(lines) - _SHOWN} more" if len(lines) > _SHOWN else ""
+            raise TreeMismatchError(
+                f"the {self.savers}s save different trees, and they cannot be united:{shown}{more}\n{_RULES[self.savers]}. Nothing was "
+                "written",
+                lines,
+            )
 
     def aliases(self) -> dict[int, int]:
         """Leaves that share their bytes with an earlier one, where all ranks that have both agree."""

@@ -74,6 +74,13 @@ def test_what_cannot_be_united_is_listed_with_ranks(first: Any, second: Any, tol
     assert caught.value.differences == (told,)
 
 
+def test_containers_that_differ_are_told_also_above_tied_arrays() -> None:
+    tied = _tree({"x": {"a": np.ones(2), "b": np.ones(2)}}, {1: 0})
+    with pytest.raises(TreeMismatchError) as caught:
+        _unite(tied, {"x": [1]})
+    assert caught.value.differences == ("x: dict on rank 0; list on rank 1",)
+
+
 def test_arrays_that_are_cut_elsewhere_differ() -> None:
     def cut(at: int) -> TreeMetadata:
         return TreeMetadata(_tree({"w": 1}).skeleton, (ArrayRecord(ArraySpec((4,), "int8"), cuts=((at,),)),))
