@@ -129,7 +129,7 @@ def test_lists_and_tuples_are_told_apart_unless_either_will_do(tmp_path: Path) -
 
 
 def test_all_differences_are_in_one_error_that_can_be_read(tmp_path: Path) -> None:
-    stored = {f"layers.{number}.attention.weight": ONES for number in range(200)}
+    stored = {f"layers.{number}.attention.weight": ONES for number in range(500)}
     ckptcore.save(tmp_path / "c", {**stored, **{f"x{n}": np.ones(2) for n in range(50)}, **dict.fromkeys("abcd", 1)})
     asked: dict[str, Any] = {name.replace("attention.weight", "attn.weight"): ONES for name in stored}
     asked |= {f"x{number}": np.ones(3 if number % 2 else 2, "f4") for number in range(50)}
@@ -137,12 +137,12 @@ def test_all_differences_are_in_one_error_that_can_be_read(tmp_path: Path) -> No
     began = time.monotonic()
     error = refused(tmp_path / "c", asked)
     assert time.monotonic() - began < 20  # a quadratic comparison takes minutes
-    assert len(error.differences) == 479
+    assert len(error.differences) == 1079
     assert "missing: ['layers.117.attn.weight'] is not stored; did you mean ['layers.117.attention.weight']?" in (
         error.differences
     )
     lines = str(error).splitlines()
-    assert "(479 differences: 200 missing, 200 unexpected, 50 dtype, 25 shape, 4 kind)" in lines[0]
+    assert "(1079 differences: 500 missing, 500 unexpected, 50 dtype, 25 shape, 4 kind)" in lines[0]
     assert len(lines) < 40 and max(map(len, lines)) < 400
     for sort in ("missing: ", "unexpected: ", ": shape: ", ": dtype: ", ": kind: "):
         assert sum(sort in line for line in lines) >= 4

@@ -10,8 +10,6 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 import ckptcore
 from ckptcore import AbstractArray
@@ -26,17 +24,14 @@ from ckptcore.transforms import (
     Drop,
     Fuse,
     IfPresent,
-    MergeAxes,
     MergeLora,
     Pad,
     Refuse,
     Rename,
     RenameTable,
     Reshape,
-    Scale,
     Slice,
     Split,
-    SplitAxis,
     Stack,
     Transform,
     Transpose,
@@ -295,82 +290,6 @@ def test_a_plan_is_told_before_anything_runs() -> None:
     assert describe([Stack("l.{i}", "l"), IfPresent(Drop(re.compile("opt.*"))), Cast("*", "bfloat16")]) == (
         "1. stack 'l.{i}' along axis 0 as 'l'\n2. drop /opt.*/, if there is any\n3. cast '*' to bfloat16"
     )
-
-
-@pytest.mark.parametrize(
-    "transform",
-    [
-        Drop("a"),
-        Default("a", 1),
-        Cast("a", "int8"),
-        Reshape("a", (1,)),
-        Slice("a", 0, 1),
-        Pad("a", 4),
-        Average(["x"]),
-        MergeLora("a", "b", "c", 1.0),
-        Apply("a", abs),
-        Rename("*", "{x}"),
-        Rename("{a}.{b}", "{a}"),
-        RenameTable({"a": "c", "b": "c"}),
-    ],
-)
-def test_what_cannot_be_undone_says_so(transform: Transform) -> None:
-    with pytest.raises(TransformError, match="cannot be undone"):
-        inverse([transform])
-
-
-_INVERTIBLE: list[Transform] = [
-    Rename("layers.{i}.{rest...}", "layers/{i:d}/{rest}"),
-    Rename("layers/{i:d}/{rest...}", "blocks.{i}/{rest}"),
-    Rename("{name...}.weight", "{name}.kernel"),
-    RenameTable({"embed.weight": "table", "norm": "embed.weight"}),
-    Stack("layers.{i}.{rest...}", "stacked/{rest}"),
-    Stack("layers.{i}.{rest...}", "stacked/{rest}", axis=1),
-    Fuse(["layers.{i}.q.weight", "layers.{i}.k.weight"], "layers.{i}.qk.weight"),
-    Fuse(["layers.{i}.q.weight", "layers.{i}.k.weight"], "layers.{i}.qk.weight", axis=-1),
-    Split("embed.weight", ["low", "high"]),
-    Split("embed.weight", ["low", "high"], sizes=[3, 7]),
-    Transpose("embed.weight"),
-    Transpose("{any...}.q.weight", (1, 0)),
-    Reshape("embed.weight", (5, 2, -1), stored=(10, 4)),
-    Pad("embed.weight", 16, stored=10),
-    Cast("**weight", "float64", stored="float32"),
-    Apply("norm", np.negative, undo=np.negative),
-    Scale("norm", 0.5),
-    SplitAxis("embed.weight", -1, (2, 2)),
-    SplitAxis("layers.{i}.q.bias", 0, (2, -1)),
-    MergeAxes("layers.{i}.q.weight", 0, (4, -1)),
-    Unstack("layers.{i}.k.weight", "rows/{i}/{row}", -1),
-]
-
-
-@settings(max_examples=60, deadline=None)
-@given(picked=st.lists(st.sampled_from(_INVERTIBLE), min_size=1, max_size=5))
-def test_inverses_take_a_tree_back(picked: list[Transform]) -> None:
-    state = {**_layers(), "norm": _array(4)}
-    for number in range(3):
-        state[f"layers.{number}.k.weight"] = _array(4, 4) - number
-    location = f"memory://transforms/{next(_numbers)}"
-    ckptcore.save(location, state)
-    applied: list[Transform] = []
-    for transform in picked:  # those that fit where they come
-        try:
-            ckptcore.metadata(location, transforms=[*applied, transform])
-        except TransformError:
-            continue
-        applied.append(transform)
-    made = ckptcore.load(location, transforms=applied)
-    there = f"memory://transforms/{next(_numbers)}"
-    ckptcore.save(there, made)
-    back = ckptcore.load(there, transforms=inverse(applied))
-    assert_same_tree({name: back[name] for name in state}, state)
-    both = ckptcore.load(location, transforms=[*applied, *inverse(applied)])
-    assert_same_tree({name: both[name] for name in state}, state)
-    if any(isinstance(one, Pad) for one in applied):
-        return  # what is cut off again does not tell that it was a padding
-    again = inverse(inverse(applied))
-    assert_same_tree(ckptcore.load(location, transforms=again), made)
-    assert inverse(inverse(again)) == again and len(describe(again).splitlines()) == len(applied)
 
 
 def test_attributes_are_matched_by_their_names() -> None:

@@ -1,0 +1,226 @@
+"""What other software does unasked is refused, and each option allows its own difference and no other."""
+
+# mypy: allow-untyped-calls
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, get_args
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from flax import serialization
+from orbax import checkpoint as v0  # type: ignore[import-untyped]  # it has no types
+from orbax.checkpoint import v1  # type: ignore[import-untyped]  # it has no types
+from safetensors.numpy import load_file, save_file
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+
+import ckptcore
+from ckptcore import PLACEHOLDER, AbstractArray, Matching
+from ckptcore.errors import TreeMismatchError
+from ckptcore.matching_options import Casting, Missing, Sequences, ShapeChange, Unexpected
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning", "ignore::FutureWarning")
+
+W = np.arange(6, dtype=np.float32).reshape(2, 3) + np.float32(0.7)
+STORED: dict[str, Any] = {"w": W, "b": np.ones(3, np.float32), "t": (np.ones(2), np.zeros(2))}
+
+Peer = Callable[[Path, Mapping[str, Any]], tuple[Path, Any]]
+"""Saves what is stored, loads into a tree, and gives where it saved and what came."""
+
+
+def _orbax_1(directory: Path, asked: Mapping[str, Any]) -> tuple[Path, Any]:
+    v1.save(directory / "theirs", STORED)
+    return directory / "theirs", v1.load(directory / "theirs", dict(asked))
+
+
+def _orbax_0(directory: Path, asked: Mapping[str, Any]) -> tuple[Path, Any]:
+    with v0.StandardCheckpointer() as checkpointer:
+        checkpointer.save(directory / "theirs", STORED)
+        checkpointer.wait_until_finished()
+        return directory / "theirs", checkpointer.restore(directory / "theirs", dict(asked))
+
+
+def _distributed_checkpoint(directory: Path, asked: Mapping[str, Any]) -> tuple[Path, Any]:
+    tensors = {name: torch.from_numpy(STORED[name].copy()) for name in ("w", "b")}
+    state_dict_saver.save(tensors, checkpoint_id=directory / "theirs", no_dist=True)
+    target = {name: torch.from_numpy(array.copy()) for name, array in asked.items() if name != "t"}
+    state_dict_loader.load(target, checkpoint_id=directory / "theirs", no_dist=True)
+    return directory / "theirs", {name: tensor.numpy() for name, tensor in target.items()}
+
+
+def _module(directory: Path, asked: Mapping[str, Any]) -> tuple[Path, Any]:
+    module = torch.nn.Module()
+    for name in ("w", "b"):
+        module.register_buffer(name, torch.from_numpy(asked[name].copy()))
+    torch.save({name: torch.from_numpy(STORED[name].copy()) for name in ("w", "b")}, directory / "theirs.pt")
+    module.load_state_dict(torch.load(directory / "theirs.pt"))
+    return directory / "theirs.pt", {name: tensor.numpy() for name, tensor in module.named_buffers()}
+
+
+def _flax(directory: Path, asked: Mapping[str, Any]) -> tuple[Path, Any]:
+    ckptcore.save(directory / "ours", STORED)  # a file of msgpack says less: a tuple is a list there
+    return directory / "ours", serialization.from_bytes(dict(asked), serialization.to_bytes(STORED))
+
+
+def _is_whole_numbers(made: Any) -> bool:
+    return made["w"].dtype == np.int8 and np.array_equal(made["w"], W.astype(np.int8))
+
+
+def _is_half(made: Any) -> bool:
+    return made["w"].dtype == np.float16 and np.array_equal(made["w"], W.astype(np.float16))
+
+
+def _lacks_b(made: Any) -> bool:
+    return "w" in made and "b" not in made
+
+
+def _has_another_shape(made: Any) -> bool:
+    return bool(made["w"].shape == (2, 3))
+
+
+def _has_a_list(made: Any) -> bool:
+    return isinstance(made["t"], list)
+
+
+WHOLE, HALF = {"w": np.zeros((2, 3), np.int8)}, {"w": np.zeros((2, 3), np.float16)}
+OTHER_SHAPE = {"w": np.zeros((4, 2), np.float32)}
+LIST = {"t": [np.zeros(2), np.zeros(2)]}
+
+UNASKED: list[tuple[Peer, dict[str, Any], Callable[[Any], bool], str, str]] = [
+    # Who does it, what it is asked for, how one sees that it did so, the difference that is listed, and the option that allows it.
+    (_orbax_1, WHOLE, _is_whole_numbers, "w: dtype: int8[2, 3] is asked for, float32[2, 3] is stored", ""),
+    (_orbax_0, WHOLE, _is_whole_numbers, "w: dtype: int8[2, 3] is asked for, float32[2, 3] is stored", ""),
+    (_distributed_checkpoint, WHOLE, _is_whole_numbers, "w: dtype: int8[2, 3] is asked for", ""),
+    (_module, WHOLE, _is_whole_numbers, "w: dtype: int8[2, 3] is asked for", ""),
+    (_orbax_1, HALF, _is_half, "w: dtype: float16[2, 3] is asked for", "cast"),
+    (_orbax_0, HALF, _is_half, "w: dtype: float16[2, 3] is asked for", "cast"),
+    (_distributed_checkpoint, HALF, _is_half, "w: dtype: float16[2, 3] is asked for", "cast"),
+    (_module, HALF, _is_half, "w: dtype: float16[2, 3] is asked for", "cast"),
+    (_orbax_1, OTHER_SHAPE, _has_another_shape, "w: shape: float32[4, 2] is asked for", "shapes"),
+    (_orbax_0, OTHER_SHAPE, _has_another_shape, "w: shape: float32[4, 2] is asked for", "shapes"),
+    (_flax, OTHER_SHAPE, _has_another_shape, "w: shape: float32[4, 2] is asked for", "shapes"),
+    (_distributed_checkpoint, {"b": None}, _lacks_b, "unexpected: b is stored and not asked for", "unexpected"),
+    (_flax, {"b": None}, _lacks_b, "unexpected: b is stored and not asked for", "unexpected"),
+    (_flax, LIST, _has_a_list, "t: sequence: a list is asked for, a tuple is stored", "sequences"),
+]
+
+
+@pytest.mark.parametrize(
+    ("peer", "changed", "did_so", "told", "option"),
+    UNASKED,
+    ids=[f"{peer.__name__[1:]}-{told.split(' is ')[0]}" for peer, _, _, told, _ in UNASKED],
+)
+def test_what_others_do_unasked_is_refused(
+    peer: Peer, changed: dict[str, Any], did_so: Callable[[Any], bool], told: str, option: str, tmp_path: Path
+) -> None:
+    asked = {name: leaf for name, leaf in {**STORED, **changed}.items() if leaf is not None}
+    location, made = peer(tmp_path, asked)
+    assert did_so(made), "the peer no longer does it: take it from the list"
+    held = ckptcore.metadata(location).abstract
+    assert isinstance(held, dict)
+    asked = {name: leaf for name, leaf in asked.items() if name in held}
+    with pytest.raises(TreeMismatchError) as caught:
+        ckptcore.load(location, asked)
+    (difference,) = caught.value.differences
+    assert difference.startswith(told)
+    assert (
+        f"matching=Matching({option}=" in str(caught.value)
+        if option
+        else "the one is not cast to the other" in str(caught.value)
+    )
+
+
+def test_weights_that_a_file_lacks_are_not_made_up(tmp_path: Path) -> None:
+    """transformers fills them with random numbers, and says so in a line of its log."""
+    config = transformers.BertConfig(
+        vocab_size=9, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8
+    )
+    transformers.BertModel(config).save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    state = load_file(file)
+    lost = state.pop("pooler.dense.weight")
+    save_file(state, file, {"format": "pt"})
+    filled = transformers.BertModel.from_pretrained(tmp_path).state_dict()["pooler.dense.weight"].numpy()
+    assert filled.shape == lost.shape and not np.array_equal(filled, lost)
+    model = transformers.BertModel(config)
+    with pytest.raises(TreeMismatchError) as caught:
+        ckptcore.load_into(file, dict(model.state_dict()))
+    assert caught.value.differences == ("missing: ['pooler.dense.weight'] is not stored",)
+    assert str(caught.value).endswith('matching=Matching(missing="keep")')
+
+
+def test_a_chunk_that_is_not_there_is_not_zeros(tmp_path: Path) -> None:
+    """TensorStore, by itself, reads zeros where a file is gone."""
+    import tensorstore as ts
+
+    ckptcore.save(tmp_path / "c", {"w": W}, layout="zarr3")
+    (array,) = [path.parent for path in (tmp_path / "c").rglob("zarr.json") if '"array"' in path.read_text()]
+    for chunk in (array / "c").rglob("*"):
+        if chunk.is_file():
+            chunk.unlink()
+    kept = {"driver": "file", "path": str(array)}
+    zeros = ts.open({"driver": "zarr3", "kvstore": kept}, open=True).result().read().result()
+    assert zeros.shape == W.shape and not zeros.any()
+    with pytest.raises(ckptcore.CheckpointError):
+        ckptcore.load(tmp_path / "c")
+
+
+DIFFERENCES: dict[str, dict[str, Any]] = {
+    # By option and choice, what is asked for other than it is stored.
+    "unexpected=ignore": {"b": None},
+    "missing=keep": {"new": np.full(2, 7.0)},
+    "missing=placeholder": {"new": AbstractArray((2,), "float32")},
+    "cast=safe": {"h": AbstractArray((4,), "float32")},
+    "cast=narrowing": {"f": AbstractArray((4,), "float16")},
+    "shapes=reshape": {"f": AbstractArray((2, 2), "float32")},
+    "shapes=truncate": {"f": AbstractArray((3,), "float32")},
+    "shapes=pad": {"f": AbstractArray((5,), "float32")},
+    "sequences=either": {"t": [1, 2]},
+}
+
+INCLUDED = {("cast=narrowing", "cast=safe"), ("missing=placeholder", "missing=keep")}
+"""Choices that allow what another one does too: what is missing may also be left out where a value could be kept."""
+
+
+def _choice(text: str) -> Matching:
+    option, _, choice = text.partition("=")
+    return Matching(**{option: [choice] if option == "shapes" else choice})  # type: ignore[arg-type]
+
+
+def test_every_option_is_looked_at() -> None:
+    choices = {
+        "unexpected": get_args(Unexpected),
+        "missing": get_args(Missing),
+        "cast": get_args(Casting),
+        "shapes": get_args(ShapeChange),
+        "sequences": get_args(Sequences),
+    }
+    assert {field.name for field in dataclasses.fields(Matching)} == {*choices, "pad_value"}
+    defaults = {getattr(Matching(), option) for option in choices if option != "shapes"}
+    expected = {f"{option}={one}" for option, ones in choices.items() for one in ones if one not in defaults}
+    assert set(DIFFERENCES) == expected
+    assert {option for *_, option in UNASKED} | {"missing"} == {*choices, ""}
+
+
+@pytest.mark.parametrize("given", DIFFERENCES)
+@pytest.mark.parametrize("found", DIFFERENCES)
+def test_an_option_allows_its_own_difference_and_no_other(given: str, found: str, tmp_path: Path) -> None:
+    stored: dict[str, Any] = {"f": np.arange(4, dtype=np.float32), "h": np.ones(4, np.float16), "b": 1, "t": (1, 2)}
+    ckptcore.save(tmp_path / "c", stored, context=ckptcore.Context(durability="none"))
+    asked = {name: leaf for name, leaf in {**stored, **DIFFERENCES[found]}.items() if leaf is not None}
+    with pytest.raises(TreeMismatchError):
+        ckptcore.load(tmp_path / "c", asked)
+    if given != found and (given, found) not in INCLUDED:
+        with pytest.raises(TreeMismatchError) as caught:
+            ckptcore.load(tmp_path / "c", asked, matching=_choice(given))
+        assert len(caught.value.differences) == 1
+        return
+    loaded = ckptcore.load(tmp_path / "c", asked, matching=_choice(given))
+    assert loaded.keys() == asked.keys()
+    if "new" in asked:
+        assert loaded["new"] is (PLACEHOLDER if given == "missing=placeholder" else asked["new"])
