@@ -26,6 +26,7 @@ from ckptcore.transforms import (
     MergeAxes,
     MergeLora,
     Pad,
+    Refuse,
     Rename,
     RenameTable,
     Reshape,
@@ -130,7 +131,7 @@ def _rename(draw: st.DrawFn, chain: Chain, path: str) -> None:
     part = chain.tree[path]
     pick = draw(st.sampled_from(["rename", "table", "maybe"]))
     if pick == "rename":
-        chain.replace(path, {new: part}, Rename(exactly(path), new))
+        chain.replace(path, {new: part}, Refuse(new), Rename(exactly(path), new), Refuse(exactly(path)))
     elif pick == "table":
         chain.replace(path, {new: part}, RenameTable({path: new}))
     else:
