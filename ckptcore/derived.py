@@ -207,12 +207,18 @@ class Derived:
             step = -(-extent // count)
             if step == extent:
                 continue
-            pieces = [Fill.of(derivation, _within(filled, band)) for band in around.bands(axis, step)]
+            bands = [_within(filled, band) for band in around.bands(axis, step)]
+            pieces = [Fill.of(derivation, band) for band in bands]
             if sum([piece.read_bytes for piece in pieces]) <= fill.read_bytes * _MOST_AGAIN and all(
                 map(self._reads_runs, pieces)
             ):
                 empty = [place for place in places if not place.box.size]
-                return [*pieces, Fill.of(derivation, empty)] if empty else pieces
+                # A layer of a stack may still be too large, and is cut along another axis then.
+                parts = [
+                    [piece] if piece.held_bytes <= self.most_bytes else self._fills(derivation, band)
+                    for piece, band in zip(pieces, bands, strict=True)
+                ]
+                return [*itertools.chain(*parts), *([Fill.of(derivation, empty)] if empty else [])]
         if len(filled) == 1 or any(isinstance(one, Computed) for one in walk(derivation)):
             return [fill]
         if all(self._is_plain(read.array) for read in fill.reads):

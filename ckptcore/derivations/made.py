@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 
 from ckptcore.derivations.derivation import Derivation, OfNothing, Part
+from ckptcore.derivations.pieces import Piece, pieces
 from ckptcore.derivations.rounding import copy_rounded
 from ckptcore.dtype_values import may_become
 from ckptcore.engine.elements import copy_elements
@@ -26,6 +27,9 @@ __all__ = [
     "merge_low_rank",
     "weighted_sum",
 ]
+
+_PRODUCT_ELEMENTS: Final = 1 << 21
+"""Of a product that is computed at a time: of smaller ones the threads of a BLAS wait for each other longer than they compute."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,12 +107,15 @@ class WeightedSum(_Elementwise):
         return ArraySpec(self.inputs[0].spec.shape, self.dtype)
 
     def make(self, box: Box, parts: Sequence[HostArray], out: HostArray) -> None:
-        """Sum the elements."""
-        total: HostArray = np.zeros(out.shape, _sum_dtype([part.dtype for part in parts]))
-        with np.errstate(all="ignore"):
-            for part, weight in zip(parts, self.weights, strict=True):
-                total += part.astype(total.dtype) * total.dtype.type(weight)
-        _round(out, total, parts)
+        """Sum the elements, a piece at a time: what is computed is wider than what is given."""
+        dtype = _sum_dtype([part.dtype for part in parts])
+        for piece in pieces(out.shape):
+            own = [part[piece] for part in parts]
+            total: HostArray = np.zeros(own[0].shape, dtype)
+            with np.errstate(all="ignore"):
+                for part, weight in zip(own, self.weights, strict=True):
+                    total += part.astype(dtype) * dtype.type(weight)
+            _round(out[piece], total, own)
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,13 +160,23 @@ class LowRankMerge:
         return None
 
     def make(self, box: Box, parts: Sequence[HostArray], out: HostArray) -> None:
-        """Multiply and add."""
+        """Multiply and add, a piece at a time: the product is as large as the base, and wider."""
         dtype = _sum_dtype([part.dtype for part in parts])
-        base, *thin = [part.astype(dtype) for part in parts]
+        base, *thin = parts
+        thin = [part.astype(dtype) for part in thin]
+        for piece in pieces(out.shape, _PRODUCT_ELEMENTS):
+            _round(out[piece], self._merged(base[piece], thin, piece, dtype), [base[piece], *thin])
+
+    def _merged(self, base: HostArray, thin: Sequence[HostArray], piece: Piece, dtype: np.dtype[Any]) -> HostArray:
+        """A piece of the base with the product of its rows and columns of the thin matrices, if they have any."""
+        if not thin:
+            return base.astype(dtype)
+        rows, columns = piece[0], piece[1:]
         with np.errstate(all="ignore"):
-            if thin:
-                base += dtype.type(self.scale) * (thin[0] @ thin[1])
-        _round(out, base, parts)
+            made: HostArray = thin[0][rows] @ thin[1][:, *columns]
+            made *= dtype.type(self.scale)
+            made += base
+        return made
 
 
 @dataclass(frozen=True, slots=True)

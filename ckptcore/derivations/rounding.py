@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator
-from types import EllipsisType
-from typing import Final
-
 import numpy as np
 
+from ckptcore.derivations.pieces import pieces
 from ckptcore.dtype_values import FloatValues, float_values, int_range
 from ckptcore.model.arrays import HostArray, name_of_dtype
 
 __all__ = ["copy_rounded"]
-
-_PIECE_ELEMENTS: Final = 1 << 20
 
 
 def copy_rounded(out: HostArray, source: HostArray, between: str | None = None) -> None:
@@ -31,7 +25,7 @@ def copy_rounded(out: HostArray, source: HostArray, between: str | None = None) 
     Raises:
         ValueError: if there is a number that the dtype has nothing near to.
     """
-    for piece in _pieces(source.shape):
+    for piece in pieces(source.shape):  # what is compared of one takes memory, too
         _copy(out[piece], source[piece], between)
 
 
@@ -77,16 +71,6 @@ def _expect_near(source: HostArray, out: HostArray, dtype: str, values: FloatVal
     if lost.any():
         first = source[lost].flat[0]
         raise ValueError(f"{dtype} has nothing near {first}: its largest value is {values.most}")
-
-
-def _pieces(shape: tuple[int, ...]) -> Iterator[slice | EllipsisType]:
-    """What to index an array with to get it piece by piece: what is compared of one takes memory, too."""
-    if not shape:
-        yield ...  # gives an array, where () gives its element
-        return
-    rows = max(1, _PIECE_ELEMENTS // max(1, math.prod(shape[1:])))
-    for start in range(0, shape[0], rows):
-        yield slice(start, start + rows)
 
 
 def _rounds_up_to(values: FloatValues) -> float:

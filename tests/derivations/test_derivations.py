@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import tracemalloc
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -29,6 +30,7 @@ from ckptcore.derivations import (
     weighted_sum,
 )
 from ckptcore.derivations.batches import Place
+from ckptcore.derivations.pieces import pieces
 from ckptcore.derived import Derived, derive
 from ckptcore.errors import TransformError
 from ckptcore.model import LEAF, ArrayRecord, ArraySpec, Box, HostArray, Node, TreeMetadata
@@ -185,6 +187,58 @@ def test_large_arrays_are_made_in_pieces_with_little_memory(tmp_path: Path) -> N
     across = derive(opened, _tree([permute(one, (1, 0))]), {0: permute(one, (1, 0))}, most_bytes=16 << 20, values={})
     assert (_read(across, [(0, Box.whole(array.T.shape))])[0] == array.T).all()
     assert opened.store.bytes_read <= 2.2 * array.nbytes  # cut along the axis that lies in runs
+
+
+def test_a_layer_of_a_stack_that_is_too_large_is_cut_itself() -> None:
+    shape = (8192, 8192)
+    ckptcore.save(
+        "memory://derivations/layers", [np.zeros(shape, np.int8), np.ones(shape, np.int8)], overwrite="non-atomic"
+    )
+    opened = open_checkpoint("memory://derivations/layers", Context())
+    one = cast(stack([Stored(ArraySpec(shape, "int8"), number) for number in range(2)], 0), "int16")
+    derived = derive(opened, _tree([one]), {0: one}, most_bytes=20 << 20, values={}).derived
+    assert isinstance(derived, Derived)
+    out = np.empty(one.spec.shape, np.int16)
+    fills = derived._fills(one, [Place(0, Box.whole(out.shape), out)])
+    assert len(fills) == 8 and max(fill.held_bytes for fill in fills) <= 20 << 20
+
+
+def test_pieces_are_all_of_an_array_and_no_larger_than_they_are_to_be() -> None:
+    for shape in (
+        (),
+        (0,),
+        (3, 0, 2),
+        (5,),
+        (1 << 19,),
+        (3, 1 << 19),
+        (2, 3, 200_000),
+        (1 << 10, 1 << 9),
+        (1 << 18, 3),
+    ):
+        counts = np.zeros(shape, np.int8)
+        for piece in pieces(shape):
+            assert counts[piece].size <= 1 << 18 and isinstance(counts[piece], np.ndarray)
+            counts[piece] += 1
+        assert (counts == 1).all()
+
+
+@pytest.mark.parametrize("merged", [False, True])
+def test_sums_are_computed_with_little_memory(merged: bool) -> None:
+    """In float32 all of an array would be twice as large as what is stored, and several of it are held at once."""
+    shape = (4096, 2048)
+    base, up, down = [
+        Stored(ArraySpec(of, "bfloat16"), number) for number, of in enumerate((shape, (4096, 4), (4, 2048)))
+    ]
+    one = merge_low_rank(base, up, down, 2) if merged else weighted_sum([base, base], [1, 2])
+    parts = [np.ones(part.spec.shape, part.spec.numpy_dtype) for part in one.inputs]
+    out = np.empty(shape, base.spec.numpy_dtype)
+    tracemalloc.start()
+    try:
+        one.make(Box.whole(shape), parts, out)
+        _, most = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert (out == (9 if merged else 3)).all() and most <= 14 << 20 < out.nbytes
 
 
 def test_a_stack_is_written_again_by_layers(tmp_path: Path) -> None:

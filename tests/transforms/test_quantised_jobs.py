@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 from safetensors.torch import save_file
 
@@ -17,6 +18,7 @@ from tests.transforms.quantizing import fp8_blocks, mxfp4_experts, publish, turn
 PROGRAM = Path(__file__).with_name("quantised_job.py")
 
 
+@pytest.mark.slow
 def test_processes_of_torchrun_load_dtensors(tmp_path: Path) -> None:
     """448 rows: the fourth block of 128 is cut off, and quarters begin in the middle of others."""
     generator = torch.Generator().manual_seed(0)

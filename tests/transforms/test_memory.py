@@ -1,0 +1,105 @@
+"""What a load holds beside its result stays within the bytes that its options give, whatever it computes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import ckptcore
+
+MIB = 1 << 20
+ROWS, COLUMNS = 8192, 4096
+LOAD_BYTES = 32 * MIB
+
+SLACK_BYTES = 16 * MIB
+"""The buffers of 4 MiB of some threads, and pieces in float32 that are computed at a time."""
+
+# In a process of its own, whose memory is nobody else's; the peak is set back before each load.
+PROGRAM = """
+import gc
+import json
+import sys
+
+import ckptcore
+from ckptcore import AbstractArray, Context, Matching, MemoryOptions
+from ckptcore.transforms import Average, Cast, Dequantize, MergeLora, Pad, Rename, Scale, SplitAxis, Stack
+
+large, small, load_bytes = sys.argv[1:]
+context = Context(memory=MemoryOptions(load_bytes=int(load_bytes)))
+
+
+def loads(place):
+    weights, floats = place + "/weights", Matching(cast="safe")
+    held = {name: AbstractArray(leaf.shape, "float32") for name, leaf in ckptcore.metadata(weights).abstract.items()}
+    lora = MergeLora("{n...}", "{n...}.B", "{n...}.A", 0.5, place + "/adapter")
+    return {
+        "as it is": (weights, None, {"transforms": [Rename("w.{i}", "v.{i}")]}),
+        "cast": (weights, None, {"transforms": [Cast("*", "float32")]}),
+        "cast by matching": (weights, held, {"matching": floats}),
+        "scaled": (weights, None, {"transforms": [Scale("*", 0.5)]}),
+        "stacked and cast": (weights, None, {"transforms": [Stack("w.{i}", "w"), Cast("w", "float32")]}),
+        "split, padded and cast": (weights, None, {"transforms": [SplitAxis("*", 0, (8, -1)), Pad("*", 12), Cast("*", "float32")]}),
+        "averaged": (weights, None, {"transforms": [Average([place + "/other"])]}),
+        "merged": (weights, None, {"transforms": [lora]}),
+        "dequantised": (place + "/quantised", None, {"transforms": [Dequantize("{n...}", "{n}_scale", (128, 128))]}),
+    }
+
+
+def told(name):
+    with open("/proc/self/status") as status:
+        return next(int(line.split()[1]) << 10 for line in status if line.startswith(name))
+
+
+found = {}
+for place in (small, large):  # what modules and threads take is there the second time
+    for name, (location, abstract, options) in loads(place).items():
+        gc.collect()
+        with open("/proc/self/clear_refs", "w") as peak:
+            peak.write("5")
+        before = told("VmRSS:")
+        loaded = ckptcore.load(location, abstract, context=context, **options)
+        found[name] = told("VmHWM:") - before - sum(array.nbytes for array in loaded.values())
+        del loaded
+print(json.dumps(found))
+"""
+
+
+def _save(directory: Path, rows: int) -> None:
+    context = ckptcore.Context(durability="none")
+    state: dict[str, Any] = {f"w.{number}": np.ones((rows, COLUMNS), ml_dtypes.bfloat16) for number in range(2)}
+    for name in ("weights", "other"):
+        ckptcore.save(directory / name, state, context=context)
+    thin: dict[str, Any] = {}
+    quantised: dict[str, Any] = {}
+    for name in state:
+        thin |= {f"{name}.B": np.ones((rows, 8), np.float32), f"{name}.A": np.ones((8, COLUMNS), np.float32)}
+        quantised[name] = np.ones((rows, COLUMNS), ml_dtypes.float8_e4m3fn)
+        quantised[f"{name}_scale"] = np.ones((rows // 128, COLUMNS // 128), np.float32)
+    ckptcore.save(directory / "adapter", thin, context=context)
+    ckptcore.save(directory / "quantised", quantised, context=context)
+
+
+@pytest.mark.slow
+def test_a_load_holds_as_much_as_it_is_given_beside_its_result(tmp_path: Path) -> None:
+    """Of two arrays of 64 MiB, of which each alone is more than that."""
+    try:
+        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+    except OSError:
+        pytest.skip("this system does not count the memory that a process uses at most")
+    _save(tmp_path / "large", ROWS)
+    _save(tmp_path / "small", 256)
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, str(tmp_path / "large"), str(tmp_path / "small"), str(LOAD_BYTES)],
+        capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    held = {name: round(nbytes / MIB) for name, nbytes in json.loads(done.stdout).items()}
+    assert max(held.values()) <= (LOAD_BYTES + SLACK_BYTES) // MIB, held
+    assert held["as it is"] <= SLACK_BYTES // MIB, "what is only moved is read into its place"
