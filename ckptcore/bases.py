@@ -11,7 +11,9 @@ from ckptcore.builtin.files_layout import FilesLayout
 from ckptcore.context import Context
 from ckptcore.derivations.derivation import Derivation, Stored
 from ckptcore.derived import Derived, derive
+from ckptcore.engine.errands import ask_each
 from ckptcore.engine.reader import ObjectReader
+from ckptcore.engine.requests import requests_of
 from ckptcore.errors import CorruptCheckpointError, InvalidLocationError
 from ckptcore.locations import Location, LocationAddress, open_address
 from ckptcore.model.metadata import ArrayRecord
@@ -139,10 +141,12 @@ def with_bases(opened: Opened, root: Root, context: Context) -> Opened:
     """
     references, location = root.references, opened.location
     own = dataclasses.replace(opened, tree=stored_tree(root.tree, references), copies=None)
-    bases = [
-        open_base(location.display, base_location(location, base, context), base.save_id, context)
-        for base in references.bases
-    ]
+
+    def open_one(base: Base) -> Opened:
+        return open_base(location.display, base_location(location, base, context), base.save_id, context)
+
+    parallelism = requests_of(location.parent).concurrency
+    bases = ask_each(context.io_threads, references.bases, open_one, parallelism=parallelism)
     derivations: dict[int, Derivation] = {}
     values: dict[int, int] = {}
     for leaf, number in stored_numbers(root.tree, references).items():

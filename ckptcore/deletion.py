@@ -18,7 +18,7 @@ from ckptcore.holds import StepHolds
 from ckptcore.locations import Location, LocationLike, resolve_location
 from ckptcore.occupants import read_root
 from ckptcore.protocols import AtomicDirectories
-from ckptcore.referrers import base_pin, find_referrers
+from ckptcore.referrers import base_pin, find_bases, referring_to
 from ckptcore.root import Composite, Root, new_save_id
 from ckptcore.session_claims import find_partial, remove_partial
 
@@ -74,7 +74,8 @@ def _refuse_referred(location: Location, save_id: str | None, context: Context) 
         raise CheckpointReferredError(
             f"an update that refers to {location.display} is being saved: delete that first, when it is there. Nothing was deleted"
         )
-    names = find_referrers(location.parent, location.name, save_id, context.io_threads)
+    beside = find_bases(location.parent, context.io_threads, without=location.name)
+    names = referring_to(location.name, save_id, beside)
     if names:
         raise CheckpointReferredError(
             f"{location.display} has arrays of {', '.join(names[:20])}, beside it: delete {'that' if len(names) == 1 else 'those'} first; a copy "

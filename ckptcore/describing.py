@@ -54,6 +54,7 @@ class CheckpointMetadata:
         objects: its objects, by key.
         metrics: measurements that were given with it.
         timeline: what the save did until its commit; empty where other software wrote it.
+        bases: the checkpoints that have arrays of it, as paths relative to the directory that it is in; empty where it has all itself.
     """
 
     abstract: Any
@@ -66,6 +67,7 @@ class CheckpointMetadata:
     objects: Mapping[str, ObjectRecord]
     metrics: Mapping[str, float] = field(default_factory=dict)
     timeline: Sequence[Event] = ()
+    bases: tuple[str, ...] = ()
 
     @property
     def nbytes(self) -> int:
@@ -128,6 +130,7 @@ def _describe_opened(context: Context, opened: Opened) -> CheckpointMetadata:
         objects=opened.objects,
         metrics=opened.metrics,
         timeline=_timeline(root.timeline, opened.location.display) if root else (),
+        bases=tuple(dict.fromkeys([base.path for base in root.references.bases])) if root else (),
     )
 
 

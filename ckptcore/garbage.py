@@ -26,7 +26,7 @@ from ckptcore.locations import Location, Place, resolve_location, subdirectory
 from ckptcore.occupants import is_committed
 from ckptcore.policies import PreservationPolicy, StepInfo, what_to_delete
 from ckptcore.protocols import AtomicDirectories, StorageBackend
-from ckptcore.referrers import bases_beside, find_referrers
+from ckptcore.referrers import bases_beside, find_bases, referring_to
 from ckptcore.root import Base, new_save_id
 from ckptcore.steps import StepDirectory
 from ckptcore.verification import has_its_sizes
@@ -306,7 +306,9 @@ class StepDeleter:
                     pass  # bases can be read where not all can
             return bases_beside(store, name)
 
-        return find_referrers(self._store, self._steps.name(step), save_id, self._context.io_threads, bases_of)
+        name = self._steps.name(step)
+        beside = find_bases(self._store, self._context.io_threads, bases_of, without=name)
+        return referring_to(name, save_id, beside)
 
     def has_another(self, step: int, broken: Collection[int]) -> bool:
         """Whether another step than this one is valid, as far as the sizes of its files tell.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from ckptcore.directory_claims import is_hidden_name
 from ckptcore.engine.errands import ask_each
@@ -15,7 +15,7 @@ from ckptcore.protocols import StorageBackend
 from ckptcore.root import ROOT_KEY, Base
 from ckptcore.root_json import bases_of_root
 
-__all__ = ["base_pin", "bases_beside", "find_referrers"]
+__all__ = ["base_pin", "bases_beside", "find_bases", "referring_to"]
 
 
 def base_pin(name: str) -> str:
@@ -31,30 +31,43 @@ def bases_beside(directory: StorageBackend, name: str) -> Sequence[Base]:
         return ()
 
 
-def find_referrers(
+def find_bases(
     directory: StorageBackend,
-    name: str,
-    save_id: str | None,
     threads: IOThreads,
     bases_of: Callable[[StorageBackend, str], Sequence[Base]] = bases_beside,
-) -> Sequence[str]:
-    """The names of checkpoints in a directory that have arrays in one of them. One listing, and a small request for each other name, many at once.
+    *,
+    without: str = "",
+) -> Mapping[str, Sequence[Base]]:
+    """By name, what the checkpoints in a directory refer to. One listing, and a small request for each name, many at once.
 
-    Those elsewhere cannot be known. One whose root cannot be read refers to nothing: nobody can load it.
+    One whose root cannot be read refers to nothing: nobody can load it.
 
     Args:
         directory: the storage, opened at the directory.
-        name: the checkpoint that may be referred to.
-        save_id: the save that it is; None: that cannot be known, and any counts. What refers to something inside it counts in any case.
         threads: on which they are asked.
         bases_of: gives what one of them refers to; called on any thread.
+        without: a name that is not asked.
     """
     directories = [entry[:-1] for entry in directory.list_names() if entry.endswith("/")]
-    others = [other for other in directories if other not in (name, ADMINISTRATION) and not is_hidden_name(other)]
+    names = [name for name in directories if name not in (without, ADMINISTRATION) and not is_hidden_name(name)]
     parallelism = requests_of(directory).concurrency
-    bases = ask_each(threads, others, lambda other: bases_of(directory, other), parallelism=parallelism)
+    bases = ask_each(threads, names, lambda name: bases_of(directory, name), parallelism=parallelism)
+    return dict(zip(names, bases, strict=True))
 
-    def is_meant(base: Base) -> bool:
-        return (base.path == name and save_id in (None, base.save_id)) or base.path.startswith(f"{name}/")
 
-    return [other for other, of in zip(others, bases, strict=True) if any(map(is_meant, of))]
+def referring_to(name: str, save_id: str | None, bases: Mapping[str, Sequence[Base]]) -> Sequence[str]:
+    """The names of those that have arrays in a checkpoint, or in something inside it.
+
+    Args:
+        name: the checkpoint that may be referred to.
+        save_id: the save that it is; None: that cannot be known, and any counts.
+        bases: of the others, as by `find_bases`.
+    """
+    return [
+        other
+        for other, of in bases.items()
+        if other != name
+        and any(
+            (base.path == name and save_id in (None, base.save_id)) or base.path.startswith(f"{name}/") for base in of
+        )
+    ]

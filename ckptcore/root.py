@@ -198,7 +198,7 @@ class References:
             leaf < len(tree.leaves) and isinstance(tree.leaves[leaf], ArrayRecord) and leaf not in tree.aliases
             for leaf in self.leaf
         )
-        if not ascending or not fitting or any(base >= len(self.bases) for base in self.base):
+        if not ascending or not fitting or set(self.base) != set(range(len(self.bases))):
             raise CorruptCheckpointError("the references of a checkpoint do not fit its tree; load another one")
 
 

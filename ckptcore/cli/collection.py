@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ckptcore.cli.survey import Found, StepState, find_pinned, look_at_steps
@@ -11,6 +11,7 @@ from ckptcore.errors import CheckpointError
 from ckptcore.garbage import policy_infos
 from ckptcore.policies import PreservationPolicy, explain, what_to_delete
 from ckptcore.protocols import AtomicDirectories
+from ckptcore.referrers import find_bases, referring_to
 from ckptcore.steps import StepDirectory
 
 __all__ = ["Fate", "Plan", "plan_collection"]
@@ -76,6 +77,7 @@ def plan_collection(steps: StepDirectory, policy: PreservationPolicy, now: float
     infos = {info.step: info for info in policy_infos(steps, broken)}
     doomed = set(what_to_delete(policy, list(infos.values()), now))
     pinned = find_pinned(steps.store, steps.display) or frozenset()
+    referring = _referring(steps, doomed, context)
     reasons = explain(policy, list(infos.values()), now)
     read = [step for step in steps.candidates() if step in doomed or step not in infos]
     looked_at = {found.step: found for found in look_at_steps(steps, read, context)}
@@ -95,11 +97,31 @@ def plan_collection(steps: StepDirectory, policy: PreservationPolicy, now: float
         found = Found(step, found.name, "committed", created, found.nbytes, infos[step].metrics)
         if step in doomed and found.name in pinned:
             fates.append(Fate(found, goes=False, reasons=("pinned by a reader",)))
+        elif step in referring:
+            fates.append(Fate(found, goes=False, reasons=(f"has arrays of {', '.join(referring[step])}",)))
         elif step in doomed:
             fates.append(Fate(found, goes=True, reasons=()))
         else:
             fates.append(Fate(found, goes=False, reasons=reasons[step]))
     return Plan(fates, leftovers, broken)
+
+
+def _referring(steps: StepDirectory, doomed: Collection[int], context: Context) -> Mapping[int, Sequence[str]]:
+    """By step that a policy gives up, the names of what stays and has arrays in it."""
+    if not doomed:
+        return {}
+    bases = find_bases(steps.store, context.io_threads)
+    saves = {step: summary.save_id for step in doomed if (summary := steps.summary(step)) is not None}
+    going = dict(saves)
+    while True:
+        names = {steps.name(step) for step in going}
+        staying = {name: of for name, of in bases.items() if name not in names}
+        kept = [step for step, save_id in going.items() if referring_to(steps.name(step), save_id, staying)]
+        if not kept:
+            break
+        for step in kept:
+            del going[step]
+    return {step: referring_to(steps.name(step), saves[step], staying) for step in saves if step not in going}
 
 
 def _claims(steps: StepDirectory) -> frozenset[int]:

@@ -134,6 +134,7 @@ class InspectDocument(TypedDict):
     totals: TotalsDocument
     metrics: dict[str, float | str]  #: "nan", "inf", "-inf" where it is none that JSON has
     timeline: list[EventDocument]  #: empty where none was kept
+    bases: list[str]  #: the checkpoints that have arrays of it, relative to the directory that it is in
 
 
 class CheckpointableDocument(TypedDict):

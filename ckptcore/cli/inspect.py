@@ -115,6 +115,7 @@ def _document(
         "totals": _totals(found),
         "metrics": _metrics(found.metrics),
         "timeline": _event_documents(found.timeline),
+        "bases": list(found.bases),
     }
 
 
@@ -188,9 +189,10 @@ def _leaf_documents(tree: TreeMetadata) -> Iterator[LeafDocument]:
 
 
 def _print_summary(location: str, found: CheckpointMetadata | CheckpointablesMetadata) -> None:
-    layout, deleted = None, None
+    layout, deleted, bases = None, None, None
     if isinstance(found, ckptcore.CheckpointMetadata):
         layout, held = found.layout, _holds(found)
+        bases = ", ".join(found.bases)
     else:
         held = f"{count(len(found.checkpointables), 'checkpointable')} of {size(found.nbytes)}"
         deleted = ", ".join(found.deleted)
@@ -201,6 +203,7 @@ def _print_summary(location: str, found: CheckpointMetadata | CheckpointablesMet
         ("created", found.created),
         ("save id", found.save_id),
         ("holds", held),
+        ("refers to", bases),
         ("deleted", deleted),
         ("metrics", metrics_text(found.metrics)),
         ("custom", json.dumps(dict(found.custom), ensure_ascii=False) if found.custom else None),

@@ -59,6 +59,7 @@ def test_references_that_do_not_fit_are_refused(run: str) -> None:
         {"stored": [1 << 60]},
         {"stored": []},
         {"bases": []},
+        {"bases": [["1", save_id], *[[f"x{number}", save_id] for number in range(1000)]]},
         {"bases": [["1", "0123456789abcdef"]]},
         {"bases": [["nothing", save_id]]},
         {"bases": [["1", save_id], ["1", save_id]]},
