@@ -296,8 +296,12 @@ def _spec(tree: TreeMetadata, leaf: int) -> ArraySpec:
 
 
 def _segments(snapshot: Snapshot, items: Sequence[int]) -> list[ArraySegment]:
-    """The elements of an array, a segment for each item of it."""
+    """The elements of an array, a segment for each item of it; none where it has no elements: the boxes may be a part of those."""
     plan = snapshot.plan
+    if items and not plan.items[items[0]].spec.size:
+        for number in items:
+            snapshot.release(number)
+        return []
     if len(items) == 1:
         return [_segment(snapshot, items[0], Box.whole(plan.items[items[0]].spec.shape))]
     return [_segment(snapshot, number, plan.items[number].boxes[0]) for number in items]

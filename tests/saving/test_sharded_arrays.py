@@ -52,6 +52,28 @@ def test_parts_of_processes_are_one_array(layout: str, tmp_path: Path) -> None:
     ThreadJob(2, timeout_seconds=60).run(job)
 
 
+@pytest.mark.parametrize("layout", ["safetensors", "dcp", "zarr3", "ocdbt"])
+def test_parts_of_an_array_without_elements(layout: str, tmp_path: Path) -> None:
+    """It lies in a file of arrays that a process holds whole, or in one that nobody does, or alone."""
+    empty = np.zeros((4, 0), np.float32)
+
+    def job(coordinator: Coordinator) -> None:
+        rank = coordinator.rank
+        rows: tuple[list[int], list[int]] = ([2], [])
+        state: dict[str, Any] = {"empty": ShardedArray.part(empty[:2], (2 * rank, 0), (4, 0), cuts=rows)}
+        context = job_context(coordinator)
+        ckptcore.save(tmp_path / "alone", state, layout=layout, context=context)
+        ckptcore.save(tmp_path / "whole", {**state, "b": np.ones(2)}, layout=layout, context=context)
+        state["w"] = ShardedArray.part(WHOLE[2 * rank : 2 * rank + 2], (2 * rank, 0), (4, 6), cuts=rows)
+        ckptcore.save(tmp_path / "part", state, layout=layout, context=context)
+
+    ThreadJob(2, timeout_seconds=60).run(job)
+    for name in ("alone", "whole", "part"):
+        found = ckptcore.load(tmp_path / name)["empty"]
+        assert found.shape == (4, 0) and found.dtype == np.float32
+        assert ckptcore.verify(tmp_path / name).ok
+
+
 def test_parts_are_filled_in_place(tmp_path: Path) -> None:
     _save(tmp_path / "c")
     rows, column = np.zeros((2, 6), np.float32), np.zeros((5, 3), np.float32)[:, 1:2]
