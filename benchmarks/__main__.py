@@ -17,6 +17,7 @@ from benchmarks.jobs import rows as job_rows
 from benchmarks.object_stores import rows as object_store_rows
 from benchmarks.orbax import jax_state, orbax_blocking_rows, orbax_large_cases, orbax_peak_rows, orbax_small_cases
 from benchmarks.processes import process_cases
+from benchmarks.quantised import QUANTISED_GIGABYTES, quantised_cases
 from benchmarks.resharding import rows as resharding_rows
 from benchmarks.scale import rows as scale_rows
 from benchmarks.slices import rows as slice_rows
@@ -56,6 +57,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     print(line, flush=True)
                 if options.only:
                     return 1 if missed else 0
+        if options.only in "quantised":
+            for case in quantised_cases(scratch):
+                missed += report(case, options.rounds, QUANTISED_GIGABYTES)
+            if options.only:
+                return 1 if missed else 0
         if options.only in "orbax":
             missed += orbax(scratch, options.rounds, options.gigabytes)
             if options.only:
