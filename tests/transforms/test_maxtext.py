@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -153,7 +154,8 @@ def test_a_padded_vocabulary_is_taken_back(tmp_path: Path) -> None:
     [
         ("Qwen2", llama_to_maxtext(HEAD_DIM, "default"), r"model\.layers\.0\.self_attn\.k_proj\.bias.* and 8 others"),
         ("Qwen3", llama_to_maxtext(HEAD_DIM, "default"), r"model\.layers\.0\.self_attn\.k_norm\.weight.* and 5 others"),
-        ("Llama", llama_to_maxtext(7 * 2, "default"), r"-1, 14"),
+        ("Llama", llama_to_maxtext(HEAD_DIM // 2, "default"), "says that a head has 16 elements: give that as head_dim"),
+        ("Qwen3", qwen_to_maxtext(HEAD_DIM * 2), "says that a head has 16 elements: give that as head_dim"),
     ],
 )  # fmt: skip
 def test_a_model_of_another_family_is_refused(
@@ -163,6 +165,29 @@ def test_a_model_of_another_family_is_refused(
     with pytest.raises(TransformError, match=told):
         ckptcore.convert(tmp_path / "published", tmp_path / "made", transforms=transforms)
     assert not (tmp_path / "made").exists()
+
+
+@pytest.mark.parametrize(
+    ("config", "told"),
+    [
+        ({"head_dim": 8}, "a head has 8 elements"),
+        ({"head_dim": "16"}, "a head has '16' elements"),
+        ({"head_dim": None, "hidden_size": 96, "num_attention_heads": 4}, "a head has 24 elements"),
+        ({"text_config": {"hidden_size": 96, "num_attention_heads": 4}}, "a head has 24 elements"),
+        ({"hidden_size": 64, "num_attention_heads": 4}, None),
+        ({"hidden_size": 64, "num_attention_heads": 0}, None),
+        ({}, None),
+    ],
+)
+def test_heads_are_as_large_as_a_config_says(config: dict[str, Any], told: str | None, tmp_path: Path) -> None:
+    publish(tmp_path, "Llama")
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    transforms = llama_to_maxtext(HEAD_DIM, "default")
+    if told is None:
+        assert ckptcore.load(tmp_path, transforms=transforms)["params"]
+        return
+    with pytest.raises(TransformError, match=told):
+        ckptcore.load(tmp_path, transforms=transforms)
 
 
 def test_on_the_way_back_too(tmp_path: Path) -> None:
