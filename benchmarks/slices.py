@@ -2,7 +2,8 @@
 
 Both sides give out copies. Safetensors maps its file and verifies nothing; ckptcore verifies a block of 1 MiB when something of it is read first.
 So there are rows for what is open and was read before, where both do the same work, and rows that open the checkpoint each time, where ckptcore
-reads and verifies sixteen times the bytes that are wanted. Beside each stands what it takes with `Context(verify=False)`.
+reads and verifies sixteen times the bytes that are wanted. Beside each stands what it takes with `Context(verify=False)`. A Context remembers what the
+roots said that it opened last: rows of openings stand for the second one and all after it, and those with a new Context for the first.
 """
 
 from __future__ import annotations
@@ -55,7 +56,10 @@ def rows(directory: Path, rounds: int) -> Iterator[tuple[str, bool]]:
         "slices: an open checkpoint, anywhere", _in_place(directory, file, wanted[:150], rows_of, rounds), 1.0
     )
     yield from _case("slices: an open checkpoint, columns", _in_place(directory, file, walk, columns_of, rounds), 1.0)
+    many = {f"layers.{number}.weight": generator.random((64, 64), np.float32) for number in range(1000)}
+    ckptcore.save(directory / "many", many, context=_FAST)
     yield from _case("slices: open, one slice", _opening(directory, file, wanted[:1], rounds), None)
+    yield from _case("slices: open 1000 arrays, one slice", _opening_many(directory / "many", rounds), None)
     yield from _case("slices: open, one slice of each array", _opening(directory, file, wanted[:48], rounds), None)
     del state
     yield _experts(directory, rounds)
@@ -88,14 +92,6 @@ def _opening(directory: Path, file: Path, wanted: list[tuple[str, int]], rounds:
             for name, start in wanted:
                 theirs.get_slice(name)[start : start + _ROWS]
 
-    def opening(location: Path, context: ckptcore.Context) -> Callable[[], None]:
-        def run() -> None:
-            with ckptcore.open(location, context=context) as opened:
-                for name, start in wanted:
-                    opened[name][start : start + _ROWS]
-
-        return run
-
     def loading() -> None:
         for name, start in wanted:
             box = Box((start, 0), (start + _ROWS, 1024))
@@ -105,9 +101,49 @@ def _opening(directory: Path, file: Path, wanted: list[tuple[str, int]], rounds:
     if len(wanted) == 1:
         contenders.append(Contender("load_slice, safetensors", loading))
     contenders += [
-        Contender(_named(layout, context), opening(directory / layout, context)) for layout, context in _ours()
+        Contender(_named(layout, context), _reading_anew(directory / layout, context, wanted))
+        for layout, context in _ours()
+    ]
+    contenders += _first_openings(directory / "safetensors", wanted)
+    return [(outcome.name, outcome.median, outcome.ratio) for outcome in compare(contenders, rounds=rounds)]
+
+
+def _opening_many(location: Path, rounds: int) -> list[tuple[str, float, float]]:
+    """The same of a checkpoint whose arrays are many, where what it takes to know them is most of it."""
+    wanted = [("layers.7.weight", 0)]
+
+    def reference() -> None:
+        with safe_open(location / "model.safetensors", "numpy") as theirs:
+            for name, start in wanted:
+                theirs.get_slice(name)[start : start + _ROWS]
+
+    contenders = [
+        Contender("safe_open, get_slice", reference),
+        Contender("ckptcore.open", _reading_anew(location, _FAST, wanted)),
+        Contender("ckptcore.open, verify=False", _reading_anew(location, _TRUSTING, wanted)),
+        *_first_openings(location, wanted),
     ]
     return [(outcome.name, outcome.median, outcome.ratio) for outcome in compare(contenders, rounds=rounds)]
+
+
+def _first_openings(location: Path, wanted: list[tuple[str, int]]) -> list[Contender]:
+    return [
+        Contender(f"ckptcore.open, new Context{told}", _reading_anew(location, None, wanted, verify=verify))
+        for verify, told in ((True, ""), (False, ", verify=False"))
+    ]
+
+
+def _reading_anew(
+    location: Path, context: ckptcore.Context | None, wanted: list[tuple[str, int]], *, verify: bool = True
+) -> Callable[[], None]:
+    """Open a checkpoint, by a Context of its own where none is given, and read slices."""
+
+    def run() -> None:
+        with ckptcore.open(location, context=context or ckptcore.Context(verify=verify)) as opened:
+            for name, start in wanted:
+                opened[name][start : start + _ROWS]
+
+    return run
 
 
 def _ours() -> Iterator[tuple[str, ckptcore.Context]]:

@@ -119,7 +119,7 @@ class MarkedObject(NearObject):
 
     def _verify_block(self, number: int) -> None:
         begin = number * self._block_bytes
-        self._verify(begin, _spare(min(self._block_bytes, self._size - begin)))
+        self._verify(begin, _spare(min(self._block_bytes, self._size - begin)), self._near.stamp())
 
     def read_into(self, start: int, memory: memoryview) -> None:
         """See `HeldObject.read_into`."""
@@ -142,7 +142,7 @@ class MarkedObject(NearObject):
             end = min(begin + self._block_bytes, self._size)
             if position == begin and end <= stop:
                 end = stop if stop == self._size else stop - stop % self._block_bytes
-                self._verify(begin, memory[position - start : end - start])
+                self._verify(begin, memory[position - start : end - start], self._near.stamp())
             else:
                 end = min(end, stop)
                 self._read_part(begin, position, memory[position - start : end - start])
@@ -151,27 +151,24 @@ class MarkedObject(NearObject):
     def _read_part(self, begin: int, position: int, memory: memoryview) -> None:
         """Fill memory with a part of the block that begins at a byte."""
         nbytes, within = min(self._block_bytes, self._size - begin), position - begin
-        last = self._last
-        if self._near.stamp() is not None or not last.lock.acquire(
-            blocking=False
-        ):  # threads do not wait for each other
+        last, stamp = self._last, self._near.stamp()
+        if stamp is not None or not last.lock.acquire(blocking=False):  # threads do not wait for each other
             block = _spare(nbytes)
-            self._verify(begin, block)
+            self._verify(begin, block, stamp)
             memory[:] = block[within : within + len(memory)]
             return
         # Nothing can be noted of it: who reads the rest of the block next finds it in memory.
         try:
             if last.key != self._key or last.start != begin:
                 last.key = None
-                self._verify(begin, last.memory()[:nbytes])
+                self._verify(begin, last.memory()[:nbytes], None)
                 last.key, last.start = self._key, begin
             memory[:] = last.memory()[within : within + len(memory)]
         finally:
             last.lock.release()
 
-    def _verify(self, start: int, memory: memoryview) -> None:
-        """Fill memory with whole blocks, verify them, and note it."""
-        stamp = self._near.stamp()
+    def _verify(self, start: int, memory: memoryview, stamp: Hashable | None) -> None:
+        """Fill memory with whole blocks, verify them, and note it for the stamp that the object had before."""
         self._fill(start, memory)
         self._sums.verify(start, memory)
         if stamp is None:

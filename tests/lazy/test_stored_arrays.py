@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from hypothesis.extra import numpy as arrays
 
 import ckptcore
 from ckptcore import ArrayShard, Context, ShardedArray, StoredArray
+from ckptcore.builtin import linux_calls
 from ckptcore.builtin.local import LocalStorage
 from ckptcore.engine.held_objects import VerifiedBlocks, Window
 from ckptcore.errors import CheckpointNotFoundError, ChecksumError, CorruptCheckpointError, NotMappableError
@@ -179,15 +181,8 @@ def test_what_lies_in_verified_rows_comes_out_of_memory(tmp_path: Path, long_ago
         assert opened.bytes_read == before
 
 
-@pytest.mark.parametrize(("context", "calls"), [(FAST, ["fstat"]), (TRUSTING, ["lseek"])], ids=["verified", "trusted"])
-def test_a_slice_of_what_is_at_hand_asks_the_system_once(
-    large: tuple[Path, np.ndarray[Any, Any]],
-    long_ago: None,
-    monkeypatch: pytest.MonkeyPatch,
-    context: Context,
-    calls: list[str],
-) -> None:
-    location, array = large
+def note_calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The system calls that are made of files from now on."""
     called: list[str] = []
 
     def noted(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
@@ -197,10 +192,43 @@ def test_a_slice_of_what_is_at_hand_asks_the_system_once(
 
         return noting
 
+    for name in ("fstat", "stat", "lstat", "lseek", "preadv", "pread", "open", "readlink"):
+        monkeypatch.setattr(os, name, noted(name, getattr(os, name)))
+    opening = linux_calls.open_without_links
+    for module in ("linux_calls", "local_files"):
+        monkeypatch.setattr(f"ckptcore.builtin.{module}.open_without_links", noted("openat2", opening))
+    return called
+
+
+def test_opening_and_a_slice_ask_the_system_a_few_times(
+    large: tuple[Path, np.ndarray[Any, Any]], long_ago: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    location, array = large
+    if linux_calls.open_without_links("/", os.O_RDONLY) is None:
+        pytest.skip("this system opens files in another way")
+    looks = {"openat2": 4, "fstat": 3, "pread": 2, "preadv": 1}  # the location, the root twice, the file
+    for context, more in ((FAST, {"fstat": 1}), (TRUSTING, {})):
+        for _ in range(2):
+            with monkeypatch.context() as patch:
+                called = note_calls(patch)
+                with ckptcore.open(location, context=context) as opened:
+                    found = opened["w"][20:24]
+            assert Counter(called) == Counter(looks) + Counter(more)
+            np.testing.assert_array_equal(found, array[20:24])
+
+
+@pytest.mark.parametrize(("context", "calls"), [(FAST, ["fstat"]), (TRUSTING, ["lseek"])], ids=["verified", "trusted"])
+def test_a_slice_of_what_is_at_hand_asks_the_system_once(
+    large: tuple[Path, np.ndarray[Any, Any]],
+    long_ago: None,
+    monkeypatch: pytest.MonkeyPatch,
+    context: Context,
+    calls: list[str],
+) -> None:
+    location, array = large
     with ckptcore.open(location, context=context) as opened:
         opened["w"][3:5], opened["w"][3:5]
-        for name in ("fstat", "stat", "lseek", "preadv", "pread", "open"):
-            monkeypatch.setattr(os, name, noted(name, getattr(os, name)))
+        called = note_calls(monkeypatch)
         for index in (slice(3, 5), (slice(3, 5), slice(0, 16)), 4):
             found = opened["w"][index]
             assert called == calls
