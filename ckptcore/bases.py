@@ -14,7 +14,7 @@ from ckptcore.derived import Derived, derive
 from ckptcore.engine.errands import ask_each
 from ckptcore.engine.reader import ObjectReader
 from ckptcore.engine.requests import requests_of
-from ckptcore.errors import CorruptCheckpointError, InvalidLocationError
+from ckptcore.errors import CorruptCheckpointError, InvalidLocationError, UnsupportedVersionError
 from ckptcore.locations import Location, LocationAddress, open_address
 from ckptcore.model.metadata import ArrayRecord
 from ckptcore.model.tree import format_path
@@ -99,9 +99,10 @@ def read_base(referring: str, at: Location, save_id: str) -> Root:
     """
     try:
         data = root_bytes(at.store)
-    except InvalidLocationError as error:
-        raise CorruptCheckpointError(f"{referring} refers to {at.display}, which cannot be read: {error}") from error
-    root = None if data is None else parse_root(at.store, data)
+        root = None if data is None else parse_root(at.store, data)
+    except (InvalidLocationError, CorruptCheckpointError, UnsupportedVersionError) as error:
+        kind = CorruptCheckpointError if isinstance(error, InvalidLocationError) else type(error)
+        raise kind(f"{referring} refers to {at.display}, which cannot be read: {error}") from error
     if isinstance(root, Root) and root.save_id == save_id:
         return root
     found = "is gone" if root is None else f"holds another save now ({root.save_id})"

@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Final, Literal, TypeAlias
 
@@ -14,13 +14,13 @@ from ckptcore.derivations.batches import Batch, Fill, Place, StoredRead
 from ckptcore.derivations.derivation import Derivation, Stored, walk
 from ckptcore.derivations.made import Computed
 from ckptcore.engine.memory import allocate
-from ckptcore.errors import CorruptCheckpointError, TransformError
+from ckptcore.errors import TransformError
 from ckptcore.locations import LocationAddress
 from ckptcore.model.arrays import ArraySpec, Box, HostArray
 from ckptcore.model.metadata import ArrayRecord, TreeMetadata
 from ckptcore.model.transfer import ReadPlan
 from ckptcore.model.tree import format_path
-from ckptcore.opened import Opened, naming_arrays
+from ckptcore.opened import Opened, naming_further
 from ckptcore.planning import plan_read
 
 __all__ = ["Derived", "Recipe", "derive"]
@@ -188,7 +188,7 @@ class Derived:
                 continue
             wanted = [(reads[number].array.leaf, (reads[number].box,)) for number in numbers]
             plan = plan_read(below.tree, below.state, wanted)
-            with _told_of(below) if checkpoint else nullcontext():
+            with naming_further(below) if checkpoint else nullcontext():
                 for there in below.read(plan, [reads[number].buffer for number in numbers]):
                     yield numbers[there]
 
@@ -316,16 +316,6 @@ def derive(
         {} if changes is None else changes,
     )
     return dataclasses.replace(opened, tree=tree, derived=derived, copies=None)
-
-
-@contextmanager
-def _told_of(opened: Opened) -> Iterator[None]:
-    """Let errors about bytes of a further checkpoint name that, and its arrays: who reads the first one knows the files of that one only."""
-    try:
-        with naming_arrays(opened):
-            yield
-    except CorruptCheckpointError as error:
-        raise type(error)(f"{error}. It is read for arrays of another checkpoint") from error
 
 
 def _around(boxes: Sequence[Box]) -> Box:

@@ -30,6 +30,7 @@ __all__ = [
     "check_file",
     "file_pieces",
     "naming_arrays",
+    "naming_further",
 ]
 
 _PIECE_BYTES: Final = 1 << 24
@@ -195,6 +196,16 @@ def naming_arrays(opened: Opened) -> Iterator[None]:
         raise CorruptCheckpointError(
             f"{opened.location.display} lacks an object that it is made of: {error}"
         ) from error
+
+
+@contextmanager
+def naming_further(opened: Opened) -> Iterator[None]:
+    """Let errors about bytes of a further checkpoint name that, and its arrays: who reads the first one knows the files of that one only."""
+    try:
+        with naming_arrays(opened):
+            yield
+    except CorruptCheckpointError as error:
+        raise type(error)(f"{error}. It is read for arrays of another checkpoint") from error
 
 
 def arrays_at(opened: Opened, key: str | None, start: int | None, stop: int | None) -> list[str]:

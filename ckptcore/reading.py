@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
@@ -14,7 +15,7 @@ from ckptcore.flattening import PLACEHOLDER
 from ckptcore.model.arrays import ArraySpec, Box, HostArray
 from ckptcore.model.metadata import ArrayRecord, LeafRecord, TreeMetadata, ValueRecord
 from ckptcore.model.tree import format_path
-from ckptcore.opened import Opened
+from ckptcore.opened import Opened, naming_further
 from ckptcore.planning import plan_read
 from ckptcore.protocols import Executor, LeafHandler, WantedLeaf
 from ckptcore.scalars import are_interchangeable, array_of, value_of
@@ -401,7 +402,8 @@ def check_sizes(opened: Opened, wanted: Collection[int]) -> None:
     """
     if opened.derived is not None:
         for checkpoint, stored in opened.derived.stored(sorted(wanted)).items():
-            check_sizes(opened.derived.below[checkpoint], stored)
+            with naming_further(opened.derived.below[checkpoint]) if checkpoint else nullcontext():
+                check_sizes(opened.derived.below[checkpoint], stored)
         return
     if opened.root is None:
         return  # its layout has looked at its files itself

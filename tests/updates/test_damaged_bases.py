@@ -1,0 +1,60 @@
+"""Whatever is wrong with a base, the error names the base and not the update, whose files are sound."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import ckptcore
+from ckptcore.errors import CheckpointError, CorruptCheckpointError, UnsupportedVersionError
+from tests.updates.roots import sealed
+
+
+def _cut(base: Path) -> None:
+    (base / "model.safetensors").write_bytes((base / "model.safetensors").read_bytes()[:100])
+
+
+def _lose(base: Path) -> None:
+    (base / "model.safetensors").unlink()
+
+
+def _flip(base: Path) -> None:
+    content = bytearray((base / "model.safetensors").read_bytes())
+    content[-5] ^= 1
+    (base / "model.safetensors").write_bytes(content)
+
+
+def _garble(base: Path) -> None:
+    (base / "checkpoint.json").write_text("nothing")
+
+
+def _empty(base: Path) -> None:
+    (base / "checkpoint.json").write_bytes(b"")
+
+
+def _renew(base: Path) -> None:
+    (base / "checkpoint.json").write_bytes(sealed({"format": "ckptcore", "version": 99, "state": "committed"}))
+
+
+@pytest.mark.parametrize("damage", [_cut, _lose, _flip, _garble, _empty, _renew])
+def test_the_error_names_the_base(damage: Callable[[Path], None], tmp_path: Path) -> None:
+    ckptcore.save(tmp_path / "base", {"a": np.ones(1000), "c": np.ones(3)})
+    ckptcore.save_update(tmp_path / "update", {"c": np.zeros(3)}, base=tmp_path / "base")
+    with ckptcore.open(tmp_path / "update") as opened:
+        damage(tmp_path / "base")
+        looks: list[Callable[[], object]] = [lambda: ckptcore.load(tmp_path / "update"), lambda: opened["a"][5:9]]
+        for look in looks:
+            with pytest.raises(CheckpointError) as caught:
+                look()
+            assert str(tmp_path / "base") in str(caught.value)
+            assert "is in c" not in str(caught.value), "that is an array of the update, in a file of the same name"
+            if damage in (_garble, _empty, _renew):
+                break  # what is open has read its roots
+    with pytest.raises(UnsupportedVersionError if damage is _renew else CorruptCheckpointError):
+        ckptcore.copy(tmp_path / "update", tmp_path / "copied")
+    assert not (tmp_path / "copied").exists()
+    if damage is not _renew:
+        assert not ckptcore.verify(tmp_path / "update").ok
