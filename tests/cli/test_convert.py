@@ -75,6 +75,34 @@ def test_a_map_and_the_way_back(run: Run, run_json: RunJson, tmp_path: Path) -> 
     assert all(np.array_equal(written[name], array) for name, array in arrays.items())
 
 
+@pytest.mark.parametrize(("family", "options"), [("llama", ["--rope-type", "llama3.1"]), ("qwen", [])])
+def test_to_maxtext_and_back(run: Run, family: str, options: list[str], tmp_path: Path) -> None:
+    arrays: dict[str, HostArray] = {
+        "model.embed_tokens.weight": np.ones((6, 4), np.float32),
+        "model.norm.weight": np.ones(4),
+    }
+    for layer in range(2):
+        prefix = f"model.layers.{layer}"
+        for part in "qkvo":
+            arrays[f"{prefix}.self_attn.{part}_proj.weight"] = np.arange(16.0).reshape(4, 4) + layer
+        for part in ("gate", "up", "down"):
+            arrays[f"{prefix}.mlp.{part}_proj.weight"] = np.arange(16.0).reshape(4, 4) * layer
+        for norm in ("input", "post_attention"):
+            arrays[f"{prefix}.{norm}_layernorm.weight"] = np.ones(4)
+    save_file(arrays, tmp_path / "model.safetensors")
+    told = ["--head-dim", 4, *options]
+    there = ["convert", tmp_path / "model.safetensors", tmp_path / "maxtext", "--layout", "ocdbt"]
+    assert run(*there, "--map", f"{family}-to-maxtext", *told).exit_code == 0
+    made = ckptcore.load(tmp_path / "maxtext")["params"]["params"]["decoder"]["layers"]["self_attention"]
+    assert made["query"]["kernel"].shape == (4, 2, 1, 4)
+    assert (
+        run("convert", tmp_path / "maxtext", tmp_path / "back", "--map", f"maxtext-to-{family}", *told).exit_code == 0
+    )
+    written = load_file(tmp_path / "back" / "model.safetensors")
+    assert written.keys() == arrays.keys()
+    assert all(np.array_equal(written[name], array) for name, array in arrays.items())
+
+
 def test_names_with_a_prefix_are_mapped_by_it(run: Run, run_json: RunJson, tmp_path: Path) -> None:
     arrays: dict[str, HostArray] = {
         "text.model.embed_tokens.weight": np.ones((4, 2)),

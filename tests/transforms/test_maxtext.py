@@ -17,7 +17,9 @@ import pytest
 from safetensors.numpy import load_file
 
 import ckptcore
+from ckptcore import PLACEHOLDER, ArrayShard, Context, LoadReport, ShardedArray
 from ckptcore.errors import TransformError
+from ckptcore.model import Box
 from ckptcore.testing import assert_same_tree
 from ckptcore.transforms import Pad, Transform, describe, inverse
 from ckptcore.transforms.maps import llama_to_maxtext, qwen_to_maxtext
@@ -127,6 +129,64 @@ def test_names_that_begin_with_something_are_of_a_part_of_another_model(name: st
     _assert_same(made, {**maxtext_tree(state, HEAD_DIM, family), "vision.layers.0.kernel": np.ones((2, 3))})
     ckptcore.save(tmp_path / "maxtext", made)
     _assert_same(ckptcore.load(tmp_path / "maxtext", transforms=inverse(make(HEAD_DIM, "text."))), whole)
+
+
+SHARDED = {
+    # By path the axis of which a process of tensor parallelism has a part: outputs of a kernel, which are rows of what is stored.
+    "token_embedder/embedding": 0,
+    "decoder/logits_dense/kernel": 1,
+    "decoder/layers/self_attention/query/kernel": 2,
+    "decoder/layers/self_attention/key/kernel": 2,
+    "decoder/layers/self_attention/value/kernel": 2,
+    "decoder/layers/self_attention/out/kernel": 3,
+    "decoder/layers/mlp/wi_0/kernel": 2,
+    "decoder/layers/mlp/wi_1/kernel": 2,
+    "decoder/layers/mlp/wo/kernel": 2,
+}
+
+
+def test_a_rank_reads_its_part_of_what_is_mapped(tmp_path: Path) -> None:
+    embed, head_dim, mlp = 256, 32, 512
+    rows = {"q_proj": 8 * head_dim, "k_proj": 4 * head_dim, "v_proj": 4 * head_dim, "gate_proj": mlp, "up_proj": mlp}
+    rng = np.random.default_rng(0)
+    state: dict[str, Any] = {"model.norm.weight": rng.random(embed, np.float32)}
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        state[name] = rng.random((512, embed), np.float32)
+    for layer in range(3):
+        of_layer = f"model.layers.{layer}"
+        for part, outputs in rows.items():
+            block = "self_attn" if part[0] in "qkv" else "mlp"
+            state[f"{of_layer}.{block}.{part}.weight"] = rng.random((outputs, embed), np.float32)
+        state[f"{of_layer}.self_attn.o_proj.weight"] = rng.random((embed, 8 * head_dim), np.float32)
+        state[f"{of_layer}.mlp.down_proj.weight"] = rng.random((embed, mlp), np.float32)
+        for norm in ("input", "post_attention"):
+            state[f"{of_layer}.{norm}_layernorm.weight"] = rng.random(embed, np.float32)
+    ckptcore.save(tmp_path / "c", state, context=Context(durability="none", checksums=False))
+    whole = maxtext_tree(state, head_dim, LLAMA_31)
+    boxes: dict[tuple[str, ...], Box] = {}
+
+    def asked(node: Any, path: tuple[str, ...]) -> Any:
+        if isinstance(node, dict):
+            return {key: asked(below, (*path, key)) for key, below in node.items()}
+        if (axis := SHARDED.get("/".join(path[2:]))) is None:
+            return PLACEHOLDER
+        boxes[path] = Box.whole(node.shape).bands(axis, node.shape[axis] // 4)[1]
+        return ShardedArray(node.shape, node.dtype, [ArrayShard(boxes[path])])
+
+    report = LoadReport()
+    transforms = llama_to_maxtext(head_dim, "llama3.1")
+    loaded = ckptcore.load(tmp_path / "c", asked(whole, ()), transforms=transforms, report=report)
+    assert len(boxes) == len(SHARDED)
+    needed = 0
+    for path, box in boxes.items():
+        found: Any = loaded
+        expected: Any = whole
+        for key in path:
+            found, expected = found[key], expected[key]
+        (shard,) = found.shards
+        assert np.array_equal(shard.elements, expected[box.slices])
+        needed += shard.elements.nbytes
+    assert needed <= report.bytes_read <= 1.1 * needed
 
 
 def test_a_padded_vocabulary_is_taken_back(tmp_path: Path) -> None:
