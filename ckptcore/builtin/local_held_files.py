@@ -58,12 +58,12 @@ class HeldFile:
             status = os.fstat(self._descriptor)  # not by a function of its own: it is asked for with each slice
         except OSError as error:
             raise local_error(error, "look at", self._file.path) from error
-        settled, changed, size = self._settled, status.st_ctime_ns, status.st_size
-        if changed == settled[0] and size == settled[1]:
-            return settled
-        if time.time_ns() - changed <= _TICK_NANOSECONDS:
+        found = (status.st_ctime_ns, status.st_size)
+        if found == self._settled:
+            return found
+        if time.time_ns() - found[0] <= _TICK_NANOSECONDS:
             return None
-        self._settled = found = (changed, size)
+        self._settled = found
         return found
 
     def size(self) -> int:

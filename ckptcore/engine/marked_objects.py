@@ -94,12 +94,13 @@ class MarkedObject(NearObject):
 
     def is_at_hand(self, start: int, stop: int) -> bool:
         """See `HeldObject.is_at_hand`."""
+        if not 0 <= start < stop <= self._size:
+            return False
         stamp, marks = self._marked
-        return (
-            0 <= start < stop <= self._size
-            and marks.find(0, start // self._block_bytes, (stop - 1) // self._block_bytes + 1) < 0
-            and self._near.stamp() == stamp
-        )
+        first, last = start // self._block_bytes, (stop - 1) // self._block_bytes
+        if not marks[first] or (first != last and marks.find(0, first, last + 1) >= 0):
+            return False
+        return self._near.stamp() == stamp
 
     def bring(self, start: int, stop: int, threads: IOThreads) -> bool:
         """See `HeldObject.bring`."""
