@@ -71,16 +71,16 @@ class StoredArray:
         """An array of a session, by the number of its leaf; reads nothing."""
         self.path = path
         self.shape = spec.shape
-        self.dtype = spec.numpy_dtype
-        little = little_dtype(spec.numpy_dtype)
-        self._is_plain = little == spec.numpy_dtype
-        self._is_little = is_little(spec.numpy_dtype)
-        self._stored_dtype = spec.numpy_dtype if self._is_plain else little
+        self.dtype = dtype = spec.numpy_dtype
+        little = little_dtype(dtype)
+        self._is_plain = little == dtype
+        self._is_little = is_little(dtype)
+        self._stored_dtype = dtype if self._is_plain else little
         self._session = session
         self._leaf = leaf
         self._spec = spec
         self._extent = spec.shape[0] if spec.shape else 0
-        self._row = math.prod(spec.shape[1:]) * spec.numpy_dtype.itemsize
+        self._row = math.prod(spec.shape[1:]) * dtype.itemsize
         self._offset = 0
         self._held: HeldObject | Literal[False] | None = (
             None  # False: it does not stand in one place; None: nobody has looked
