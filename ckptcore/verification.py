@@ -16,13 +16,15 @@ from ckptcore.errors import CheckpointError, CorruptCheckpointError, ObjectNotFo
 from ckptcore.loading import abstract_leaves
 from ckptcore.locations import Place, Within
 from ckptcore.members import is_deleted, open_member, present_members, while_composite_unchanged
+from ckptcore.model.arrays import ArraySpec
 from ckptcore.model.metadata import ArrayRecord
 from ckptcore.model.objects import BLOCK_BYTES, ObjectRecord
 from ckptcore.model.tree import format_path
 from ckptcore.occupants import root_bytes
 from ckptcore.opened import Opened, OpenedComposite, arrays_at, file_pieces, naming_arrays
 from ckptcore.opening import find_composite, open_checkpoint, open_root
-from ckptcore.reading import read_leaves
+from ckptcore.planning import plan_read
+from ckptcore.reading import allocate_for, check_sizes, read_leaves, unread
 from ckptcore.root import ROOT_KEY
 from ckptcore.tries import while_unchanged
 
@@ -30,6 +32,9 @@ __all__ = ["Problem", "ProgressCallback", "VerifyReport", "has_its_sizes", "veri
 
 ProgressCallback: TypeAlias = Callable[[int, int], None]
 """Called with bytes done and bytes in all."""
+
+_REFERRED_BYTES: Final = 1 << 24
+"""Of an array in another checkpoint that is read at once."""
 
 _PIECE_BLOCKS: Final = 8
 
@@ -207,8 +212,7 @@ def _verify(opened: Opened, context: Context, progress: ProgressCallback | None)
 
 
 def _read_referred(opened: Opened, leaves: Sequence[int], context: Context, problems: list[Problem]) -> int:
-    """Read the arrays that are in other checkpoints, one after the other; their bytes. What those have beside is not looked at."""
-    array, _ = abstract_leaves(context.registry)
+    """Read the arrays that are in other checkpoints, a piece after the other; their bytes. What those have beside is not looked at."""
     reading = context if context.verify else replace(context, verify=True)
     checked = opened if reading is context else open_root(opened.location, root_bytes(opened.location.store), reading)
     done = 0
@@ -216,11 +220,26 @@ def _read_referred(opened: Opened, leaves: Sequence[int], context: Context, prob
         record = opened.tree.leaves[leaf]
         assert isinstance(record, ArrayRecord)  # references were checked
         try:
-            read_leaves(checked, [leaf], [array], [None], reading)
+            _read_in_pieces(checked, leaf, record.spec)
         except CheckpointError as error:
             problems.append(Problem(None, None, None, (format_path(opened.tree.paths[leaf]),), str(error)))
         done += record.spec.nbytes
     return done
+
+
+def _read_in_pieces(opened: Opened, leaf: int, spec: ArraySpec) -> None:
+    """Read an array, of which little is in memory at a time.
+
+    Raises:
+        CheckpointError: it cannot be read, or is damaged.
+    """
+    check_sizes(opened, [leaf])
+    assert opened.derived is not None  # it is in another checkpoint
+    for box in opened.derived.pieces(leaf, _REFERRED_BYTES) if spec.size else ():
+        plan = plan_read(opened.tree, opened.state, [(leaf, (box,))])
+        buffer = allocate_for(opened, leaf, ArraySpec(box.shape, spec.dtype))
+        if not list(opened.read(plan, [buffer])):
+            raise unread(opened, leaf)
 
 
 class _Check:

@@ -10,6 +10,9 @@ import pytest
 
 import ckptcore
 from ckptcore.errors import CheckpointError, CorruptCheckpointError, UnsupportedVersionError
+from ckptcore.model import ArraySpec, HostArray
+from ckptcore.opened import Opened
+from ckptcore.reading import allocate_for
 from tests.updates.roots import sealed
 
 
@@ -58,3 +61,24 @@ def test_the_error_names_the_base(damage: Callable[[Path], None], tmp_path: Path
     assert not (tmp_path / "copied").exists()
     if damage is not _renew:
         assert not ckptcore.verify(tmp_path / "update").ok
+
+
+def test_what_is_in_bases_is_verified_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An array that is larger than the memory is verified all the same."""
+    big = np.arange(5 << 20, dtype=np.float64).reshape(5 << 10, 1 << 10)
+    ckptcore.save(tmp_path / "base", {"big": big, "none": np.ones((0, 3)), "one": np.float64(3)})
+    ckptcore.save_update(tmp_path / "update", {"n": 1}, base=tmp_path / "base")
+    taken: list[int] = []
+
+    def noting(opened: Opened, leaf: int, spec: ArraySpec) -> HostArray:
+        taken.append(spec.nbytes)
+        return allocate_for(opened, leaf, spec)
+
+    monkeypatch.setattr("ckptcore.verification.allocate_for", noting)
+    report = ckptcore.verify(tmp_path / "update")
+    assert report.ok and report.nbytes > big.nbytes
+    assert max(taken) <= 1 << 24 and sum(taken) == big.nbytes + 8
+    content = bytearray((tmp_path / "base" / "model.safetensors").read_bytes())
+    content[-(20 << 20)] ^= 1
+    (tmp_path / "base" / "model.safetensors").write_bytes(content)
+    assert [problem.arrays for problem in ckptcore.verify(tmp_path / "update").problems] == [("big",)]
