@@ -10,7 +10,14 @@ from typing import Any
 from ckptcore.agreement import Agreement
 from ckptcore.bases import base_location, base_path, read_base
 from ckptcore.context import Context
-from ckptcore.errors import CheckpointError, InvalidLocationError, SaveLostError, StorageError
+from ckptcore.errors import (
+    CheckpointError,
+    CorruptCheckpointError,
+    InvalidLocationError,
+    SaveLostError,
+    StorageError,
+    UnsupportedVersionError,
+)
 from ckptcore.holds import StepHolds
 from ckptcore.locations import Location, Place
 from ckptcore.model.metadata import ArrayRecord, TreeMetadata
@@ -46,11 +53,12 @@ class PlannedUpdate:
 
         Raises:
             SaveLostError: one was deleted or replaced.
+            StorageError: the storage failed, so it cannot be known.
         """
         for at, base in zip(self.bases, self.references.bases, strict=True):
             try:
                 read_base(self.location.display, at, base.save_id)
-            except CheckpointError as error:
+            except (CorruptCheckpointError, UnsupportedVersionError) as error:
                 raise SaveLostError(
                     f"the base {at.display} of the update to {self.location.display} was deleted or replaced while that was saved; save with "
                     f"another base, or everything: {error}"

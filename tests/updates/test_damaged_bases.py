@@ -9,10 +9,13 @@ import numpy as np
 import pytest
 
 import ckptcore
-from ckptcore.errors import CheckpointError, CorruptCheckpointError, UnsupportedVersionError
+from ckptcore.errors import CheckpointError, CorruptCheckpointError, StorageError, UnsupportedVersionError
 from ckptcore.model import ArraySpec, HostArray
 from ckptcore.opened import Opened
 from ckptcore.reading import allocate_for
+from ckptcore.testing.faults import FailAt, FaultPlan
+from tests.copying.places import new_place
+from tests.crashes.places import faulty_context, through
 from tests.updates.roots import sealed
 
 
@@ -82,3 +85,20 @@ def test_what_is_in_bases_is_verified_in_pieces(tmp_path: Path, monkeypatch: pyt
     content[-(20 << 20)] ^= 1
     (tmp_path / "base" / "model.safetensors").write_bytes(content)
     assert [problem.arrays for problem in ckptcore.verify(tmp_path / "update").problems] == [("big",)]
+
+
+def test_a_storage_that_fails_is_not_a_base_that_is_gone(tmp_path: Path) -> None:
+    run, state = new_place("file", tmp_path), {"a": np.ones(2), "step": 1}
+    ckptcore.save(f"{run}/0/1", state)
+    plan = FaultPlan()
+    ckptcore.save_update(
+        through(f"{run}/0/2"), {"step": 2}, base=through(f"{run}/0/1"), context=faulty_context(run, plan)
+    )
+    looks = [one.number for one in plan.operations if one.name == "get" and one.keys[0].endswith("1/checkpoint.json")]
+    assert len(looks) == 2, "when it is opened, and before the commit"
+    for number in looks:
+        failing = faulty_context(run, FaultPlan(FailAt(number, StorageError("the network is down"))))
+        with pytest.raises(StorageError, match="the network is down"):
+            ckptcore.save_update(through(f"{run}/0/3"), {"step": 3}, base=through(f"{run}/0/1"), context=failing)
+        ckptcore.save_update(f"{run}/0/3", {"step": 3}, base=f"{run}/0/1")
+        ckptcore.delete(f"{run}/0/3")
