@@ -1,4 +1,4 @@
-"""Bytes that a job reads which loads together: of each stored byte once, checksums verified."""
+"""Bytes that loads read: what a job wants of each stored byte once, checksums verified, and as many as a report tells."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from ckptcore.builtin.local import LocalStorage
 from ckptcore.model import Box
 from ckptcore.protocols import Coordinator, Layout, StorageBackend, StorageOpener, StorageOptions
 from ckptcore.testing import FaultPlan, FaultyStorage, ThreadJob, ThreadNetwork
+from ckptcore.transforms import Cast, Stack
 
 RANKS = 4
 
@@ -139,3 +140,26 @@ def test_a_compressed_chunk_that_two_ranks_cut_is_read_once(layout: Any, tmp_pat
     nbytes, sent = _read(tmp_path / "saved", wanted, state)
     assert nbytes <= state["w"].nbytes + (RANKS * 3 << 20), "a few blocks for each rank, and no chunk twice"
     assert sum(sent) > 0
+
+
+@pytest.mark.parametrize("layout", ["safetensors", "dcp", "zarr3", "ocdbt"])
+def test_a_report_tells_what_the_system_counts(layout: str, tmp_path: Path) -> None:
+    """Of rows of a stack that are cast: nothing is read beside what is told, but the root and what says where elements lie."""
+
+    def counted() -> int:
+        return int(Path("/proc/self/io").read_text(encoding="ascii").split()[1])
+
+    if not Path("/proc/self/io").exists():
+        pytest.skip("this system does not count what a process reads")
+    state = {f"w.{number}": np.full((4096, 1024), number, np.float32) for number in range(3)}
+    ckptcore.save(tmp_path / "c", state, layout=layout, context=Context(durability="none"))
+    box = Box((0, 1024, 0), (3, 2048, 1024))
+    asked = {"w": ShardedArray((3, 4096, 1024), np.dtype(np.float64), [ArrayShard(box)])}
+    report = ckptcore.LoadReport()
+    before = counted()
+    loaded = ckptcore.load(
+        tmp_path / "c", asked, transforms=[Stack("w.{i}", "w"), Cast("w", "float64")], report=report
+    )["w"]
+    read = counted() - before
+    assert (loaded.shards[0].elements == np.arange(3.0)[:, None, None]).all()
+    assert 12 << 20 <= report.bytes_read <= read <= report.bytes_read + (256 << 10)
