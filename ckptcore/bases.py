@@ -45,15 +45,17 @@ def base_location(location: Location, base: Base, context: Context) -> Location:
         )
     authority = _AUTHORITY.match(found.parent)
     assert authority is not None  # it may be empty
-    names = found.parent[authority.end() :].strip("/").split("/")
+    names = [name for name in found.parent[authority.end() :].split("/") if name]
     for name in base.path.split("/"):
-        if name == ".." and not (names and names[0]):
+        if name != "..":
+            names.append(name)
+        elif names:
+            names.pop()
+        else:
             raise InvalidLocationError(
                 f"{location.display} refers to a base at {display}, which is outside of its storage"
             )
-        names[len(names) if name != ".." else -1 :] = [name] if name != ".." else []
-    root = authority[0] if authority[0] and names[0] else ""
-    parent = "/".join([root, *names[:-1]]) or "/"
+    parent = "/".join([authority[0], *names[:-1]]) or "/"
     return open_address(
         LocationAddress(display, found.scheme, parent, names[-1]),
         context.registry,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,9 +12,10 @@ import pytest
 
 import ckptcore
 from ckptcore import transforms
-from ckptcore.errors import InvalidLocationError
-from tests.copying.places import new_place
+from ckptcore.errors import CorruptCheckpointError, InvalidLocationError
+from tests.copying.places import new_place, store_at
 from tests.crashes.states import same_value
+from tests.updates.roots import sealed
 
 _STATE: dict[str, Any] = {"a": np.ones(4), "b": np.zeros(3), "n": 1}
 _ANYWHERE = ckptcore.Context(bases="anywhere")
@@ -70,6 +72,29 @@ def test_an_update_does_not_replace_what_its_base_refers_to(run: str) -> None:
             f"{run}/here/1", {"n": 3}, base=f"{run}/there/2", overwrite="non-atomic", context=_ANYWHERE
         )
     assert same_value(ckptcore.load(f"{run}/here/1"), _STATE)
+
+
+@pytest.mark.parametrize(
+    ("base", "update"), [("1", "2"), ("x/y/1", "2"), ("1", "x/y/2"), ("x/1", "y/2"), ("x/1", "x/y/2")]
+)
+def test_a_base_is_found_from_anywhere_in_its_storage(base: str, update: str, run: str) -> None:
+    """Also from where nothing is around."""
+    top = run if run.startswith("file") else run.removesuffix("/step")
+    ckptcore.save(f"{top}/{base}", _STATE)
+    ckptcore.save_update(f"{top}/{update}", {"n": 2}, base=f"{top}/{base}", context=_ANYWHERE)
+    assert same_value(ckptcore.load(f"{top}/{update}", context=_ANYWHERE), {**_STATE, "n": 2})
+
+
+@pytest.mark.parametrize("path", ["../../1", "../../../../../../../../../1", "../../../../../../../../../etc/1"])
+def test_a_base_outside_of_its_storage_is_refused(path: str, run: str) -> None:
+    ckptcore.save(f"{run}/1", _STATE)
+    ckptcore.save_update(f"{run}/2", {"n": 2}, base=f"{run}/1")
+    store = store_at(f"{run}/2")
+    root = json.loads(store.get("checkpoint.json"))
+    root["bases"][0][0] = path
+    store.put("checkpoint.json", sealed(root))
+    with pytest.raises((CorruptCheckpointError, InvalidLocationError)):
+        ckptcore.load(f"{run}/2", context=_ANYWHERE)
 
 
 def test_what_is_beside_is_referred_to_as_such(run: str) -> None:
