@@ -6,7 +6,6 @@ It is held by a lock that dies with its process, so what dead saves left is told
 from __future__ import annotations
 
 import logging
-import re
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from typing import Final
@@ -20,6 +19,7 @@ from ckptcore.errors import (
     SaveLostError,
     StorageError,
 )
+from ckptcore.hidden_names import HIDDEN, name_of_partial, name_of_save
 from ckptcore.locations import Location
 from ckptcore.occupants import Overwrite, refuse_to_replace, root_bytes
 from ckptcore.protocols import AtomicDirectories, StorageBackend
@@ -29,8 +29,6 @@ __all__ = [
     "PARTIAL_KEY",
     "DirectoryClaim",
     "hidden_store",
-    "is_hidden_name",
-    "is_leftover_name",
     "partial_name",
     "partial_store",
     "remove_directory",
@@ -41,26 +39,13 @@ __all__ = [
 
 logger = logging.getLogger("ckptcore.commit")
 
-_HIDDEN: Final = re.compile(r"\.(.+)\.([0-9a-f]{16})\.ckptcore", re.DOTALL)
-_PARTIAL: Final = re.compile(r"\.(.+)\.partial\.ckptcore", re.DOTALL)
-
 PARTIAL_KEY: Final = "checkpoint.partial.json"
 """What says in the hidden directory of a partial save which sessions there are. Elsewhere it stands in the place of the root."""
 
 
-def is_hidden_name(name: str) -> bool:
-    """Whether this is the name of a directory that is no checkpoint yet, or no more: of a save under way, a dead one, or a partial one."""
-    return is_leftover_name(name) or _PARTIAL.fullmatch(name) is not None
-
-
-def is_leftover_name(name: str) -> bool:
-    """Whether this is the name of a directory in which a save is under way, or was when it died. One of sessions stays until they are deleted."""
-    return _HIDDEN.fullmatch(name) is not None
-
-
 def partial_name(location: Location) -> str:
     """The hidden directory in which sessions of a partial save to a location write."""
-    return f".{location.name}.partial.ckptcore"
+    return name_of_partial(location.name)
 
 
 def partial_store(location: Location) -> StorageBackend:
@@ -70,11 +55,7 @@ def partial_store(location: Location) -> StorageBackend:
 
 def hidden_store(location: Location, save_id: str) -> StorageBackend:
     """The hidden directory in which a save to a location writes, as a storage."""
-    return Location(location.display, location.parent, _hidden_name(location, save_id)).store
-
-
-def _hidden_name(location: Location, save_id: str) -> str:
-    return f".{location.name}.{save_id}.ckptcore"
+    return Location(location.display, location.parent, name_of_save(location.name, save_id)).store
 
 
 def remove_directory(
@@ -99,7 +80,7 @@ def remove_hidden(
     allowed: Callable[[], None] | None = None,
 ) -> None:
     """Remove a directory beside or at a location, under a name first by which any save removes what is left of it."""
-    hidden = _hidden_name(location, save_id)
+    hidden = name_of_save(location.name, save_id)
     directories.rename(name, hidden)
     if allowed is not None:
         try:
@@ -121,7 +102,7 @@ def sweep_beside(location: Location, directories: AtomicDirectories, continued: 
         if entry == f"{partial}/" and continued != partial:
             _refuse_partial(location)
             _delete_if_dead(directories, partial)  # a session that died as it began: there is nothing in it
-        matched = _HIDDEN.fullmatch(entry.removesuffix("/"))
+        matched = HIDDEN.fullmatch(entry.removesuffix("/"))
         if matched is None or matched[1] != location.name or not entry.endswith("/") or matched[2] == continued:
             continue
         _delete_if_dead(directories, matched[0])
@@ -176,7 +157,7 @@ class DirectoryClaim:
         self._directories = directories
         self._overwrite = overwrite
         self._hidden = (
-            partial_name(location) if continued == partial_name(location) else _hidden_name(location, save_id)
+            partial_name(location) if continued == partial_name(location) else name_of_save(location.name, save_id)
         )
         self._done = False
         replaces = refuse_to_replace(location, overwrite) == "checkpoint"
@@ -268,7 +249,7 @@ class DirectoryClaim:
         except AtomicityError:
             if self._overwrite != "non-atomic":
                 raise
-        aside = _hidden_name(self._location, "0" * 16)
+        aside = name_of_save(self._location.name, "0" * 16)
         self._directories.delete_directory(aside)
         self._directories.rename(name, aside)
         try:

@@ -10,10 +10,10 @@ from typing import Final
 import xxhash
 
 from ckptcore.context import Context
-from ckptcore.directory_claims import is_hidden_name
 from ckptcore.engine.errands import run_each
 from ckptcore.engine.requests import requests_of
 from ckptcore.errors import CorruptCheckpointError, InvalidLocationError, ObjectNotFoundError
+from ckptcore.hidden_names import is_hidden_name
 from ckptcore.locations import Location, Place
 from ckptcore.members import is_deleted, open_member, present_members, while_composite_unchanged
 from ckptcore.model.objects import BLOCK_BYTES, ObjectRecord

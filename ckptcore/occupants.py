@@ -5,7 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final, Literal, TypeAlias
 
-from ckptcore.errors import CheckpointExistsError, CorruptCheckpointError, ObjectNotFoundError, StorageError
+from ckptcore.errors import (
+    CheckpointExistsError,
+    CorruptCheckpointError,
+    InvalidLocationError,
+    ObjectNotFoundError,
+    StorageError,
+)
+from ckptcore.hidden_names import is_hidden_name
 from ckptcore.locations import Location
 from ckptcore.protocols import AtomicDirectories, StorageBackend
 from ckptcore.root import ROOT_KEY, Claimed, Composite, PartialSave, Root
@@ -42,6 +49,7 @@ def refuse_to_replace(location: Location, overwrite: Overwrite) -> Occupant:
 
     Raises:
         CheckpointExistsError: if it may not.
+        InvalidLocationError: if no checkpoint can have its name.
         ValueError: if `overwrite` is none of its values.
     """
     if location.is_object:
@@ -60,8 +68,13 @@ def find_occupant(location: Location, root: bytes | None, overwrite: Overwrite) 
         overwrite: whether a checkpoint is replaced.
 
     Raises:
-        CheckpointExistsError, ValueError: as by `refuse_to_replace`.
+        CheckpointExistsError, InvalidLocationError, ValueError: as by `refuse_to_replace`.
     """
+    if is_hidden_name(location.name):
+        raise InvalidLocationError(
+            f"{location.display} has the name of a save that is not committed, which no load takes for a checkpoint and which saves remove; "
+            "save to a name that does not begin with a dot"
+        )
     if overwrite not in (True, False, "non-atomic"):
         raise ValueError(f"overwrite={overwrite!r}: expected True, False or 'non-atomic'")
     if root is not None:

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Final
 from ckptcore.builtin.files_layout import FilesLayout
 from ckptcore.builtin.keys import check_key
 from ckptcore.context import Context
-from ckptcore.directory_claims import is_hidden_name
 from ckptcore.engine.reader import ObjectReader
 from ckptcore.errors import (
     CheckpointError,
@@ -19,6 +18,7 @@ from ckptcore.errors import (
     ObjectNotFoundError,
     UncommittedCheckpointError,
 )
+from ckptcore.hidden_names import is_hidden_name
 from ckptcore.locations import Location, Place, resolve_location
 from ckptcore.model.metadata import TreeMetadata
 from ckptcore.model.objects import ObjectRecord

@@ -15,10 +15,10 @@ from ckptcore.agreement import Agreement
 from ckptcore.background import SaveHandle
 from ckptcore.commit import Claim, claim_location, claimed_store, sweep_leftovers
 from ckptcore.context import Context
-from ckptcore.directory_claims import is_leftover_name
 from ckptcore.engine.recorder import ObjectRecorder
 from ckptcore.errors import CheckpointError, CommitUnknownError, PluginError
 from ckptcore.events import Recording
+from ckptcore.hidden_names import is_leftover_name
 from ckptcore.locations import Location, subdirectory
 from ckptcore.marking import mark_composite, mark_tree
 from ckptcore.model.metadata import TreeMetadata

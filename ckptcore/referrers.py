@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from ckptcore.directory_claims import is_hidden_name
 from ckptcore.engine.errands import ask_each
 from ckptcore.engine.requests import requests_of
 from ckptcore.engine.threads import IOThreads
 from ckptcore.errors import CorruptCheckpointError, ObjectNotFoundError
+from ckptcore.hidden_names import is_hidden_name
 from ckptcore.holds import ADMINISTRATION
 from ckptcore.locations import subdirectory
 from ckptcore.protocols import StorageBackend

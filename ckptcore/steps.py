@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TypeVar
 
 from ckptcore.context import Context
-from ckptcore.directory_claims import is_leftover_name
 from ckptcore.engine.errands import ask_each
 from ckptcore.engine.requests import requests_of
 from ckptcore.engine.threads import renew_in_children
@@ -23,6 +22,7 @@ from ckptcore.errors import (
     ObjectNotFoundError,
     StorageError,
 )
+from ckptcore.hidden_names import is_leftover_name
 from ckptcore.locations import LocationLike, Within, absolute_location, open_directory, subdirectory
 from ckptcore.occupants import is_committed, root_bytes
 from ckptcore.opening import open_checkpoint

@@ -61,7 +61,7 @@ def command(as_json: bool, directory: str) -> ExitCode:
 
 
 def _checkpoints(directory: str) -> Sequence[ListedDocument]:
-    from ckptcore.directory_claims import is_hidden_name, is_leftover_name
+    from ckptcore.hidden_names import is_hidden_name, is_leftover_name
     from ckptcore.holds import ADMINISTRATION
     from ckptcore.root import ROOT_KEY
 

@@ -263,6 +263,25 @@ def test_a_location_that_is_none_is_refused(location: Any) -> None:
         ckptcore.save(location, {})
 
 
+@pytest.mark.parametrize("name", [".model.0123456789abcdef.ckptcore", ".model.partial.ckptcore"])
+@pytest.mark.parametrize("place", ["file", "memory"])
+def test_the_names_of_saves_under_way_are_refused(name: str, place: str, tmp_path: Path) -> None:
+    """No load takes what is there for a checkpoint, and a save to the name within removes it."""
+    where = str(tmp_path) if place == "file" else f"memory://save/{tmp_path.name}"
+    ckptcore.save(f"{where}/source", {"a": np.ones(3)})
+    for save in (
+        lambda: ckptcore.save(f"{where}/{name}", {"a": np.ones(3)}),
+        lambda: ckptcore.save_async(f"{where}/{name}", {"a": np.ones(3)}).result(),
+        lambda: ckptcore.save_partial(f"{where}/{name}", {"a": np.ones(3)}),
+        lambda: ckptcore.save_update(f"{where}/{name}", {}, base=f"{where}/source"),
+        lambda: ckptcore.copy(f"{where}/source", f"{where}/{name}"),
+        lambda: ckptcore.convert(f"{where}/source", f"{where}/{name}"),
+    ):
+        with pytest.raises(InvalidLocationError, match="not committed.*save to a name that does not begin with a dot"):
+            save()
+    assert place == "memory" or {path.name for path in tmp_path.iterdir()} <= {"source", ".ckptcore"}
+
+
 def test_an_unknown_scheme_or_layout_names_those_there_are(tmp_path: Path) -> None:
     with pytest.raises(UnknownPluginError, match="memory://"):
         ckptcore.save("nowhere://x/y", {})
