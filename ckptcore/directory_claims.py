@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Final
 
 from ckptcore.errors import (
@@ -81,14 +81,17 @@ def remove_hidden(
 ) -> None:
     """Remove a directory beside or at a location, under a name first by which any save removes what is left of it."""
     hidden = name_of_save(location.name, save_id)
-    directories.rename(name, hidden)
-    if allowed is not None:
-        try:
-            allowed()
-        except BaseException:
-            directories.rename(hidden, name)
-            raise
-    directories.delete_directory(hidden)
+    # While it may yet be put back it must not be taken for what a dead deletion left.
+    lock = None if allowed is None else directories.lock_directory(name)
+    with lock or nullcontext():
+        directories.rename(name, hidden)
+        if allowed is not None:
+            try:
+                allowed()
+            except BaseException:
+                directories.rename(hidden, name)
+                raise
+        directories.delete_directory(hidden)
 
 
 def sweep_beside(location: Location, directories: AtomicDirectories, continued: str | None = None) -> None:
