@@ -12,6 +12,7 @@ from ckptcore.errors import (
     CheckpointNotFoundError,
     CheckpointReferredError,
     CorruptCheckpointError,
+    StorageError,
     UnsupportedVersionError,
 )
 from ckptcore.holds import StepHolds
@@ -67,6 +68,7 @@ def _refuse_referred(location: Location, save_id: str | None, context: Context) 
 
     Raises:
         CheckpointReferredError
+        StorageError: that cannot be told.
     """
     if isinstance(location.parent, AtomicDirectories) and StepHolds(location.parent, location.display).is_pinned(
         base_pin(location.name)
@@ -74,7 +76,14 @@ def _refuse_referred(location: Location, save_id: str | None, context: Context) 
         raise CheckpointReferredError(
             f"an update that refers to {location.display} is being saved: delete that first, when it is there. Nothing was deleted"
         )
-    beside = find_bases(location.parent, context.io_threads, without=location.name)
+    try:
+        beside = find_bases(location.parent, context.io_threads, without=location.name)
+    except StorageError as error:
+        error.add_note(
+            f"Nothing was deleted: whether others have arrays in {location.display} is looked up in the directory that it is in, which must be "
+            "listed and read for that"
+        )
+        raise
     names = referring_to(location.name, save_id, beside)
     if names:
         raise CheckpointReferredError(

@@ -9,8 +9,10 @@ import numpy as np
 import pytest
 
 import ckptcore
-from ckptcore.errors import CheckpointReferredError, InvalidLocationError
+from ckptcore.errors import CheckpointReferredError, InvalidLocationError, StoragePermissionError
+from ckptcore.testing.faults import FailAt, FaultPlan
 from tests.copying.places import new_place, store_at
+from tests.crashes.places import faulty_context, through
 from tests.updates.roots import sealed
 
 
@@ -127,3 +129,15 @@ def test_a_base_that_is_put_back_is_not_swept_away(tmp_path: Path, monkeypatch: 
     with pytest.raises(CheckpointReferredError):
         ckptcore.delete(f"{run}/1")
     assert ckptcore.load(f"{run}/1")["a"].sum() == 4
+
+
+def test_who_may_not_look_beside_a_checkpoint_does_not_delete_it(run: str) -> None:
+    plan = FaultPlan()
+    ckptcore.save(f"{run}/2", {"n": 2})
+    ckptcore.delete(through(f"{run}/2"), context=faulty_context(run, plan))
+    listing = next(one.number for one in plan.operations if one.name == "list_names" and one.keys == ("",))
+    failing = faulty_context(run, FaultPlan(FailAt(listing, StoragePermissionError("you may not list"))))
+    with pytest.raises(StoragePermissionError, match="may not list") as caught:
+        ckptcore.delete(through(f"{run}/1"), context=failing)
+    assert "Nothing was deleted: whether others have arrays" in str(caught.value.__notes__)
+    assert ckptcore.load(f"{run}/1")["n"] == 1
