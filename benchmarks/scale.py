@@ -25,20 +25,20 @@ import ckptcore
 from benchmarks.scale_job import SimulatedJob
 from benchmarks.scale_receipts import JobReceipts, expect_alike
 from benchmarks.scale_transport import CountingStore, DiscardingStorage, PlannedSnapshot, SimulatedCoordinator, Wire
-from ckptcore.agreement import Agreement, encode_outcome
 from ckptcore.engine.recorder import ObjectRecorder
-from ckptcore.gathering import Gathering
+from ckptcore.jobs.agreement import Agreement, encode_outcome
+from ckptcore.jobs.gathering import Gathering
 from ckptcore.model import Receipt, TreeMetadata
-from ckptcore.parts import describe_part
-from ckptcore.persisting import merge_objects
 from ckptcore.planning import check_coverage, plan_write
-from ckptcore.preparing import tree_digest
 from ckptcore.protocols import Layout
-from ckptcore.receipts import decode_receipts, encode_receipts
-from ckptcore.root import Root
-from ckptcore.root_json import encode_root
+from ckptcore.roots.receipts import decode_receipts, encode_receipts
+from ckptcore.roots.root import Root
+from ckptcore.roots.root_json import encode_root
+from ckptcore.saves.parts import describe_part
+from ckptcore.saves.persisting import merge_objects
+from ckptcore.saves.preparing import tree_digest
 from ckptcore.sharing import Owners, ReplicaOptions, Shares, owners_of
-from ckptcore.tree_descriptions import TreeDescription
+from ckptcore.trees.tree_descriptions import TreeDescription
 
 __all__ = ["LAYOUTS", "Measured", "Simulation", "rows"]
 

@@ -4,21 +4,21 @@ A map of the package:
 
 - `save`, `save_async`, `load`, `load_async`, `load_into`, `metadata`, `delete`, `verify`, `copy`, `copy_steps`, `convert`, `consolidate`: what users call (`ckptcore.api`, as
   the functions below)
-- `save_checkpointables`, `save_checkpointables_async`, `load_checkpointables`, `checkpointables_metadata`: several objects in one checkpoint (`ckptcore.composites`)
-- `abstract`: what asks a load for a value like one that is there (`ckptcore.abstract_values`)
-- `save_partial`, `save_partial_async`, `finalize`: a checkpoint that is filled in several sessions (`ckptcore.session_claims`)
-- `save_update`, `save_update_async`: a checkpoint that refers to another one for what did not change (`ckptcore.references`)
-- `plan`, `plan_job`: what a save would write, ask and hold, without doing it (`ckptcore.save_plans`)
-- `open`, `load_slice`: single arrays and parts of arrays, read as they are asked for (`ckptcore.open_checkpoints`)
-- `load_parts`: all arrays in boxes, one after the other, with little in memory (`ckptcore.loaded_parts`)
+- `save_checkpointables`, `save_checkpointables_async`, `load_checkpointables`, `checkpointables_metadata`: several objects in one checkpoint (`ckptcore.loads.composites`)
+- `abstract`: what asks a load for a value like one that is there (`ckptcore.trees.abstract_values`)
+- `save_partial`, `save_partial_async`, `finalize`: a checkpoint that is filled in several sessions (`ckptcore.commits.session_claims`)
+- `save_update`, `save_update_async`: a checkpoint that refers to another one for what did not change (`ckptcore.roots.references`)
+- `plan`, `plan_job`: what a save would write, ask and hold, without doing it (`ckptcore.saves.save_plans`)
+- `open`, `load_slice`: single arrays and parts of arrays, read as they are asked for (`ckptcore.slices.open_checkpoints`)
+- `load_parts`: all arrays in boxes, one after the other, with little in memory (`ckptcore.slices.loaded_parts`)
 - `ckptcore.select`: which leaves a load reads
 - `Checkpointer`: a run's steps; `CheckpointReader`: the same for who only reads (`ckptcore.checkpointer`, `ckptcore.reader`)
 - `NearTier`: a fast directory that steps are saved to, and uploaded from (`ckptcore.tiers`)
 - `ckptcore.policies`, `ckptcore.step_names`: when to save, which steps to keep, how they are named
 - `Context`, `MemoryOptions`, `ReplicaOptions`, `ReadGroups`: options (`ckptcore.context`, `ckptcore.sharing`, `ckptcore.read_groups`)
-- `Export`, `StepExport`: further checkpoints of one save in other layouts (`ckptcore.exports`)
+- `Export`, `StepExport`: further checkpoints of one save in other layouts (`ckptcore.saves.exports`)
 - `ShardedArray`, `ArrayShard`: NumPy arrays of which each process holds a part
-- `Matching`, `LoadReport`: which differences a load allows, and what it did (`ckptcore.matching_options`, `ckptcore.load_reports`); `LoadAs`: the same for one of several objects
+- `Matching`, `LoadReport`: which differences a load allows, and what it did (`ckptcore.loads.matching_options`, `ckptcore.loads.load_reports`); `LoadAs`: the same for one of several objects
 - `ckptcore.transforms`: what a load changes of the stored tree before it is matched
 - `AbstractArray`, `PLACEHOLDER`: what a load asks for; `PerProcess`: what differs from process to process
 - `SafetensorsLayout`: the built-in layout with its options
@@ -46,24 +46,20 @@ if TYPE_CHECKING:
     from ckptcore.builtin.sharded_arrays import ArrayShard, ShardedArray
     from ckptcore.checkpointer import Checkpointer
     from ckptcore.context import Context, MemoryOptions
-    from ckptcore.copying import CopyReport
+    from ckptcore.copies.copying import CopyReport
     from ckptcore.describing import CheckpointablesMetadata, CheckpointMetadata
     from ckptcore.errors import CheckpointError
-    from ckptcore.exports import Export, StepExport
-    from ckptcore.flattening import PLACEHOLDER
     from ckptcore.hookspecs import hookimpl
-    from ckptcore.load_reports import LeafChange, LoadReport
-    from ckptcore.load_requests import LoadAs
-    from ckptcore.loaded_parts import LoadedPart
-    from ckptcore.matching_options import Matching
+    from ckptcore.loads.load_reports import LeafChange, LoadReport
+    from ckptcore.loads.load_requests import LoadAs
+    from ckptcore.loads.matching_options import Matching
     from ckptcore.model import AbstractArray
-    from ckptcore.open_checkpoints import OpenCheckpoint, StoredTree
-    from ckptcore.parts import PerProcess
     from ckptcore.protocols import StatefulCheckpointable
     from ckptcore.read_groups import ReadGroups
     from ckptcore.reader import CheckpointReader
-    from ckptcore.restoring import SkippedStep
-    from ckptcore.save_plans import (
+    from ckptcore.saves.exports import Export, StepExport
+    from ckptcore.saves.parts import PerProcess
+    from ckptcore.saves.save_plans import (
         ExportPlan,
         MemoryPlan,
         ObjectPlan,
@@ -72,11 +68,15 @@ if TYPE_CHECKING:
         SavePlan,
     )
     from ckptcore.sharing import ReplicaOptions
-    from ckptcore.step_copies import StepsCopyReport
+    from ckptcore.slices.loaded_parts import LoadedPart
+    from ckptcore.slices.open_checkpoints import OpenCheckpoint, StoredTree
+    from ckptcore.slices.stored_arrays import StoredArray
     from ckptcore.step_names import StepNameFormat, StepNames
-    from ckptcore.stored_arrays import StoredArray
+    from ckptcore.steps.restoring import SkippedStep
+    from ckptcore.steps.step_copies import StepsCopyReport
     from ckptcore.tiers.near import NearTier
     from ckptcore.tiers.status import UploadStatus
+    from ckptcore.trees.flattening import PLACEHOLDER
     from ckptcore.verification import Problem, VerifyReport
 
 __all__ = [
@@ -182,33 +182,33 @@ _NAMES: Final[dict[str, tuple[str, ...]]] = {
         "Context",
         "MemoryOptions",
     ),
-    "ckptcore.copying": ("CopyReport",),
+    "ckptcore.copies.copying": ("CopyReport",),
     "ckptcore.describing": (
         "CheckpointMetadata",
         "CheckpointablesMetadata",
     ),
     "ckptcore.errors": ("CheckpointError",),
-    "ckptcore.exports": (
+    "ckptcore.saves.exports": (
         "Export",
         "StepExport",
     ),
-    "ckptcore.flattening": ("PLACEHOLDER",),
+    "ckptcore.trees.flattening": ("PLACEHOLDER",),
     "ckptcore.hookspecs": ("hookimpl",),
-    "ckptcore.load_reports": ("LeafChange", "LoadReport"),
-    "ckptcore.load_requests": ("LoadAs",),
-    "ckptcore.loaded_parts": ("LoadedPart",),
-    "ckptcore.matching_options": ("Matching",),
+    "ckptcore.loads.load_reports": ("LeafChange", "LoadReport"),
+    "ckptcore.loads.load_requests": ("LoadAs",),
+    "ckptcore.slices.loaded_parts": ("LoadedPart",),
+    "ckptcore.loads.matching_options": ("Matching",),
     "ckptcore.model": ("AbstractArray",),
-    "ckptcore.open_checkpoints": (
+    "ckptcore.slices.open_checkpoints": (
         "OpenCheckpoint",
         "StoredTree",
     ),
-    "ckptcore.parts": ("PerProcess",),
+    "ckptcore.saves.parts": ("PerProcess",),
     "ckptcore.protocols": ("StatefulCheckpointable",),
     "ckptcore.read_groups": ("ReadGroups",),
     "ckptcore.reader": ("CheckpointReader",),
-    "ckptcore.restoring": ("SkippedStep",),
-    "ckptcore.save_plans": (
+    "ckptcore.steps.restoring": ("SkippedStep",),
+    "ckptcore.saves.save_plans": (
         "ExportPlan",
         "MemoryPlan",
         "ObjectPlan",
@@ -217,12 +217,12 @@ _NAMES: Final[dict[str, tuple[str, ...]]] = {
         "SavePlan",
     ),
     "ckptcore.sharing": ("ReplicaOptions",),
-    "ckptcore.step_copies": ("StepsCopyReport",),
+    "ckptcore.steps.step_copies": ("StepsCopyReport",),
     "ckptcore.step_names": (
         "StepNameFormat",
         "StepNames",
     ),
-    "ckptcore.stored_arrays": ("StoredArray",),
+    "ckptcore.slices.stored_arrays": ("StoredArray",),
     "ckptcore.tiers.near": ("NearTier",),
     "ckptcore.tiers.status": ("UploadStatus",),
     "ckptcore.verification": (

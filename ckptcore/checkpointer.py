@@ -8,11 +8,9 @@ from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Literal, TypeAlias, TypeVar
 
-from ckptcore.agreement import Agreement
 from ckptcore.background import SaveHandle
-from ckptcore.cleaning import Cleaner
+from ckptcore.commits.occupants import Overwrite
 from ckptcore.context import Context, default_context
-from ckptcore.deciding import Past, SaveDecider
 from ckptcore.errors import (
     CheckpointError,
     CorruptCheckpointError,
@@ -20,20 +18,22 @@ from ckptcore.errors import (
     UnsupportedVersionError,
     UploadError,
 )
-from ckptcore.exports import StepExport, check_exports
+from ckptcore.jobs.agreement import Agreement
 from ckptcore.locations import Backed, LocationLike, Place
 from ckptcore.model.tree import JSON
-from ckptcore.occupants import Overwrite
 from ckptcore.policies import EveryStep, PreservationPolicy, PreserveAll, SavePolicy
 from ckptcore.preemption import PreemptionNotice
 from ckptcore.protocols import Layout, Rejoinable
 from ckptcore.reader import CheckpointReader
-from ckptcore.restoring import Loading
-from ckptcore.save_requests import OneTree
+from ckptcore.saves.deciding import Past, SaveDecider
+from ckptcore.saves.exports import StepExport, check_exports
+from ckptcore.saves.save_requests import OneTree
 from ckptcore.step_names import StepNames, step_number, whole_number
-from ckptcore.step_saves import StepSaves
 from ckptcore.step_saving import StepOptions, StepOrder, StepSaver
-from ckptcore.steps import StepDirectory
+from ckptcore.steps.cleaning import Cleaner
+from ckptcore.steps.restoring import Loading
+from ckptcore.steps.step_saves import StepSaves
+from ckptcore.steps.steps import StepDirectory
 from ckptcore.tiers.collector import Collector
 from ckptcore.tiers.near import NearTier
 from ckptcore.tiers.run_deleter import RunDeleter

@@ -9,11 +9,11 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Literal
 
 from ckptcore.background import BackgroundSaves
-from ckptcore.conditions import WITHOUT_CONDITIONS, Conditions, WithoutConditions
+from ckptcore.commits.conditions import WITHOUT_CONDITIONS, Conditions, WithoutConditions
 from ckptcore.engine.memory import StagingPool
 from ckptcore.engine.threads import IOThreads
 from ckptcore.events import Observer
-from ckptcore.exchanges import exchange_counts
+from ckptcore.jobs.exchanges import exchange_counts
 from ckptcore.model.tree import JSON
 from ckptcore.plugins import Handler, Plugins, installed_plugins
 from ckptcore.protocols import Collectives, Coordinator, Executor, Rejoinable
@@ -21,7 +21,7 @@ from ckptcore.read_groups import READS, ReadGroups, Reads
 from ckptcore.sharing import ReplicaOptions
 
 if TYPE_CHECKING:
-    from ckptcore.known_roots import KnownRoots
+    from ckptcore.roots.known_roots import KnownRoots
 
 __all__ = ["Context", "MemoryOptions", "default_context"]
 
@@ -147,7 +147,7 @@ class Context:
     @cached_property
     def known_roots(self) -> KnownRoots:
         """The roots of checkpoints that were opened last."""
-        from ckptcore.known_roots import KnownRoots  # only who opens checkpoints to read parts of them needs it
+        from ckptcore.roots.known_roots import KnownRoots  # only who opens checkpoints to read parts of them needs it
 
         return KnownRoots()
 

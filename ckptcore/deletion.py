@@ -5,7 +5,9 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 
-from ckptcore.commit import remove_checkpoint, sweep_location
+from ckptcore.commits.commit import remove_checkpoint, sweep_location
+from ckptcore.commits.occupants import read_root
+from ckptcore.commits.session_claims import find_partial, remove_partial
 from ckptcore.context import Context
 from ckptcore.errors import (
     CheckpointExistsError,
@@ -17,11 +19,9 @@ from ckptcore.errors import (
 )
 from ckptcore.holds import StepHolds
 from ckptcore.locations import Location, LocationLike, resolve_location
-from ckptcore.occupants import read_root
 from ckptcore.protocols import AtomicDirectories
-from ckptcore.referrers import base_pin, find_bases, referring_to
-from ckptcore.root import Composite, Root, new_save_id
-from ckptcore.session_claims import find_partial, remove_partial
+from ckptcore.roots.root import Composite, Root, new_save_id
+from ckptcore.stored.referrers import base_pin, find_bases, referring_to
 
 __all__ = ["delete_checkpoint"]
 

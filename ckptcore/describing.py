@@ -15,16 +15,16 @@ from ckptcore.errors import (
     StorageError,
 )
 from ckptcore.events import Event
-from ckptcore.loading import abstract_tree, is_files, transformed
+from ckptcore.loads.loading import abstract_tree, is_files, transformed
 from ckptcore.locations import Place
-from ckptcore.members import is_deleted, open_composite, open_member, present_members, while_composite_unchanged
 from ckptcore.model.metadata import TreeMetadata
 from ckptcore.model.objects import ObjectRecord
 from ckptcore.model.tree import JSON
-from ckptcore.opened import Opened, OpenedComposite
-from ckptcore.opening import find_composite
+from ckptcore.stored.members import is_deleted, open_composite, open_member, present_members, while_composite_unchanged
+from ckptcore.stored.opened import Opened, OpenedComposite
+from ckptcore.stored.opening import find_composite
+from ckptcore.stored.tries import while_unchanged
 from ckptcore.timelines import timeline_from_json
-from ckptcore.tries import while_unchanged
 
 if TYPE_CHECKING:
     from ckptcore.transforms import Transforms

@@ -11,7 +11,6 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Final, TypeAlias, cast
 
-from ckptcore.backed_directories import BackedDirectory
 from ckptcore.builtin.linux_calls import real_path
 from ckptcore.engine.new_objects import abort_uploads, open_new
 from ckptcore.engine.requests import requests_of
@@ -29,6 +28,7 @@ from ckptcore.protocols import (
     StorageBackend,
     StorageOptions,
 )
+from ckptcore.roots.backed_directories import BackedDirectory
 
 __all__ = [
     "AtomicSubdirectories",

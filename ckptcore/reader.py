@@ -10,30 +10,30 @@ from contextlib import ExitStack, contextmanager
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Self, TypeVar
 
-from ckptcore.agreement import Agreement
-from ckptcore.composites import load_composite
 from ckptcore.context import Context, default_context
 from ckptcore.describing import (
     CheckpointablesMetadata,
     CheckpointMetadata,
     describe_either,
 )
-from ckptcore.directories import read_directory_metadata
 from ckptcore.events import Recording
-from ckptcore.load_requests import LoadRequest
-from ckptcore.loading import load_into_target, load_value
+from ckptcore.jobs.agreement import Agreement
+from ckptcore.loads.composites import load_composite
+from ckptcore.loads.load_requests import LoadRequest
+from ckptcore.loads.loading import load_into_target, load_value
+from ckptcore.loads.matching_options import EXACT, Matching
+from ckptcore.loads.wanted import Everything, Wanted
 from ckptcore.locations import LocationLike, Place
-from ckptcore.matching_options import EXACT, Matching
 from ckptcore.model.tree import JSON
 from ckptcore.policies import StepInfo
-from ckptcore.restoring import Loading, SkippedStep, StepLoader
 from ckptcore.step_names import StepNames, step_number
-from ckptcore.steps import StepDirectory
-from ckptcore.tiered_steps import TieredSteps
-from ckptcore.wanted import Everything, Wanted
+from ckptcore.steps.directories import read_directory_metadata
+from ckptcore.steps.restoring import Loading, SkippedStep, StepLoader
+from ckptcore.steps.steps import StepDirectory
+from ckptcore.steps.tiered_steps import TieredSteps
 
 if TYPE_CHECKING:
-    from ckptcore.load_reports import LoadReport
+    from ckptcore.loads.load_reports import LoadReport
     from ckptcore.select import Selection
     from ckptcore.transforms import Transforms
 

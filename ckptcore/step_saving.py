@@ -9,20 +9,20 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
-from ckptcore.agreement import Agreement
 from ckptcore.background import SaveHandle
+from ckptcore.commits.occupants import Overwrite
 from ckptcore.context import Context
-from ckptcore.deciding import Past, SaveDecider
 from ckptcore.errors import CheckpointExistsError
-from ckptcore.exports import StepExport
-from ckptcore.hosts import OnHosts
+from ckptcore.jobs.agreement import Agreement
+from ckptcore.jobs.hosts import OnHosts
 from ckptcore.locations import Within
 from ckptcore.model.tree import JSON
-from ckptcore.occupants import Overwrite
 from ckptcore.protocols import Coordinator, Layout
-from ckptcore.save_requests import OneTree, SaveRequest
-from ckptcore.saving import begin_save, perform_save
-from ckptcore.step_saves import StepSaves
+from ckptcore.saves.deciding import Past, SaveDecider
+from ckptcore.saves.exports import StepExport
+from ckptcore.saves.save_requests import OneTree, SaveRequest
+from ckptcore.saves.saving import begin_save, perform_save
+from ckptcore.steps.step_saves import StepSaves
 from ckptcore.tiers.run_tiers import RunTiers
 
 __all__ = ["StepOptions", "StepOrder", "StepSaver"]

@@ -8,25 +8,25 @@ from dataclasses import dataclass, replace
 from typing import Final, TypeAlias
 
 from ckptcore.builtin.files_layout import FilesLayout
+from ckptcore.commits.occupants import root_bytes
 from ckptcore.context import Context
 from ckptcore.engine.errands import run_each
 from ckptcore.engine.reader import ObjectReader
 from ckptcore.engine.requests import requests_of
 from ckptcore.errors import CheckpointError, CorruptCheckpointError, ObjectNotFoundError
-from ckptcore.loading import abstract_leaves
+from ckptcore.loads.loading import abstract_leaves
+from ckptcore.loads.reading import allocate_for, check_sizes, read_leaves, unread
 from ckptcore.locations import Place, Within
-from ckptcore.members import is_deleted, open_member, present_members, while_composite_unchanged
 from ckptcore.model.arrays import ArraySpec
 from ckptcore.model.metadata import ArrayRecord
 from ckptcore.model.objects import BLOCK_BYTES, ObjectRecord
 from ckptcore.model.tree import format_path
-from ckptcore.occupants import root_bytes
-from ckptcore.opened import Opened, OpenedComposite, arrays_at, file_pieces, naming_arrays
-from ckptcore.opening import find_composite, open_checkpoint, open_root
 from ckptcore.planning import plan_read
-from ckptcore.reading import allocate_for, check_sizes, read_leaves, unread
-from ckptcore.root import ROOT_KEY
-from ckptcore.tries import while_unchanged
+from ckptcore.roots.root import ROOT_KEY
+from ckptcore.stored.members import is_deleted, open_member, present_members, while_composite_unchanged
+from ckptcore.stored.opened import Opened, OpenedComposite, arrays_at, file_pieces, naming_arrays
+from ckptcore.stored.opening import find_composite, open_checkpoint, open_root
+from ckptcore.stored.tries import while_unchanged
 
 __all__ = ["Problem", "ProgressCallback", "VerifyReport", "has_its_sizes", "verify_checkpoint"]
 

@@ -5,20 +5,20 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from ckptcore.builtin.safetensors import SafetensorsLayout
-from ckptcore.consolidation import FilePath, consolidate_checkpoint
+from ckptcore.commits.occupants import Overwrite
 from ckptcore.context import Context, default_context
-from ckptcore.conversion import convert_checkpoint
-from ckptcore.copying import CopyReport, CopyVerification
+from ckptcore.copies.consolidation import FilePath, consolidate_checkpoint
+from ckptcore.copies.conversion import convert_checkpoint
+from ckptcore.copies.copying import CopyReport, CopyVerification
+from ckptcore.copies.whole_copies import copy_whole
 from ckptcore.holds.ownership import IfInUse
 from ckptcore.locations import LocationLike
-from ckptcore.occupants import Overwrite
 from ckptcore.protocols import Layout
-from ckptcore.step_copies import StepProgressCallback, StepsCopyReport, copy_run
 from ckptcore.step_names import StepNames
-from ckptcore.subtrees import SubtreePath
+from ckptcore.steps.step_copies import StepProgressCallback, StepsCopyReport, copy_run
 from ckptcore.transforms import Transforms
+from ckptcore.trees.subtrees import SubtreePath
 from ckptcore.verification import ProgressCallback
-from ckptcore.whole_copies import copy_whole
 
 __all__ = ["consolidate", "convert", "copy", "copy_steps"]
 

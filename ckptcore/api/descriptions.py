@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ckptcore.abstract_values import abstract_value
 from ckptcore.context import Context, default_context
 from ckptcore.describing import (
     CheckpointablesMetadata,
@@ -13,6 +12,7 @@ from ckptcore.describing import (
     describe_checkpointables,
 )
 from ckptcore.locations import LocationLike
+from ckptcore.trees.abstract_values import abstract_value
 
 if TYPE_CHECKING:
     from ckptcore.transforms import Transforms

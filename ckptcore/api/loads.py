@@ -6,16 +6,16 @@ import functools
 from typing import TYPE_CHECKING, Any
 
 from ckptcore.background import LoadHandle
-from ckptcore.composites import load_composite
 from ckptcore.context import Context, default_context
-from ckptcore.load_requests import LoadRequest
-from ckptcore.loading import load_into_target, load_value, recorded_load
+from ckptcore.loads.composites import load_composite
+from ckptcore.loads.load_requests import LoadRequest
+from ckptcore.loads.loading import load_into_target, load_value, recorded_load
+from ckptcore.loads.matching_options import EXACT, Matching
+from ckptcore.loads.wanted import Wanted
 from ckptcore.locations import LocationLike
-from ckptcore.matching_options import EXACT, Matching
-from ckptcore.wanted import Wanted
 
 if TYPE_CHECKING:
-    from ckptcore.load_reports import LoadReport
+    from ckptcore.loads.load_reports import LoadReport
     from ckptcore.select import Selection
     from ckptcore.transforms import Transforms
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from ckptcore.context import Context, default_context
-from ckptcore.load_reports import LoadReport
-from ckptcore.load_requests import LoadRequest
-from ckptcore.loaded_parts import LoadedPart, load_in_parts
+from ckptcore.loads.load_reports import LoadReport
+from ckptcore.loads.load_requests import LoadRequest
 from ckptcore.locations import LocationLike
 from ckptcore.model.arrays import Box, HostArray
-from ckptcore.open_checkpoints import OpenCheckpoint, StoredPath, load_box
 from ckptcore.select import Selection
+from ckptcore.slices.loaded_parts import LoadedPart, load_in_parts
+from ckptcore.slices.open_checkpoints import OpenCheckpoint, StoredPath, load_box
 from ckptcore.transforms import Transforms
 
 __all__ = ["load_parts", "load_slice", "open"]

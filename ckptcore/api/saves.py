@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from ckptcore.background import SaveHandle
+from ckptcore.commits.occupants import Overwrite
 from ckptcore.context import Context, default_context
-from ckptcore.exports import Export
 from ckptcore.locations import LocationLike
 from ckptcore.model.tree import JSON
-from ckptcore.occupants import Overwrite
 from ckptcore.protocols import Layout
-from ckptcore.save_requests import OneTree, SaveRequest
-from ckptcore.saving import begin_save, perform_save
+from ckptcore.saves.exports import Export
+from ckptcore.saves.save_requests import OneTree, SaveRequest
+from ckptcore.saves.saving import begin_save, perform_save
 
 __all__ = ["save", "save_async", "save_checkpointables", "save_checkpointables_async"]
 

@@ -6,12 +6,12 @@ from collections.abc import Mapping
 
 from ckptcore.background import SaveHandle
 from ckptcore.context import Context, default_context
-from ckptcore.finalizing import finalize_sessions
 from ckptcore.locations import LocationLike
 from ckptcore.model.tree import JSON
 from ckptcore.protocols import Layout
-from ckptcore.save_requests import OneTree, SaveRequest
-from ckptcore.saving import begin_save, perform_save
+from ckptcore.saves.finalizing import finalize_sessions
+from ckptcore.saves.save_requests import OneTree, SaveRequest
+from ckptcore.saves.saving import begin_save, perform_save
 
 __all__ = ["finalize", "save_partial", "save_partial_async"]
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from ckptcore.background import SaveHandle
+from ckptcore.commits.occupants import Overwrite
 from ckptcore.context import Context, default_context
 from ckptcore.locations import LocationLike, absolute_location
 from ckptcore.model.tree import JSON
-from ckptcore.occupants import Overwrite
 from ckptcore.protocols import Layout
-from ckptcore.save_requests import OneTree, SaveRequest
-from ckptcore.saving import begin_save, perform_save
+from ckptcore.saves.save_requests import OneTree, SaveRequest
+from ckptcore.saves.saving import begin_save, perform_save
 
 __all__ = ["save_update", "save_update_async"]
 

@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 from ckptcore.cli.survey import Found, StepState, find_pinned, look_at_steps
 from ckptcore.context import Context
 from ckptcore.errors import CheckpointError
-from ckptcore.garbage import policy_infos
 from ckptcore.policies import PreservationPolicy, explain, what_to_delete
 from ckptcore.protocols import AtomicDirectories
-from ckptcore.referrers import find_bases, referring_to
-from ckptcore.steps import StepDirectory
+from ckptcore.steps.garbage import policy_infos
+from ckptcore.steps.steps import StepDirectory
+from ckptcore.stored.referrers import find_bases, referring_to
 
 __all__ = ["Fate", "Plan", "plan_collection"]
 

@@ -21,9 +21,9 @@ from ckptcore.step_names import StepNames
 
 if TYPE_CHECKING:
     from ckptcore import CopyReport, StepsCopyReport
-    from ckptcore.copying import CopyVerification
+    from ckptcore.commits.occupants import Overwrite
+    from ckptcore.copies.copying import CopyVerification
     from ckptcore.holds.ownership import IfInUse
-    from ckptcore.occupants import Overwrite
 
 __all__ = ["command"]
 

@@ -11,8 +11,8 @@ import numpy.typing as npt
 from ckptcore.cli.documents import DifferenceDocument
 from ckptcore.cli.options import command_context
 from ckptcore.errors import CorruptCheckpointError
-from ckptcore.opened import Opened
-from ckptcore.opening import open_files
+from ckptcore.stored.opened import Opened
+from ckptcore.stored.opening import open_files
 
 __all__ = ["FilesComparison"]
 

@@ -18,12 +18,12 @@ from ckptcore.cli.options import command_context
 from ckptcore.cli.survey import find_steps, step_names
 from ckptcore.cli.table import Cell, Column, print_table
 from ckptcore.context import Context
-from ckptcore.garbage import StepDeleter
 from ckptcore.holds import own_directory
 from ckptcore.holds.looking import look_at_owner
 from ckptcore.holds.ownership import IfInUse
 from ckptcore.policies import PreservationPolicy, parse_preservation
-from ckptcore.steps import StepDirectory
+from ckptcore.steps.garbage import StepDeleter
+from ckptcore.steps.steps import StepDirectory
 
 __all__ = ["command"]
 

@@ -61,9 +61,9 @@ def command(as_json: bool, directory: str) -> ExitCode:
 
 
 def _checkpoints(directory: str) -> Sequence[ListedDocument]:
-    from ckptcore.hidden_names import is_hidden_name, is_leftover_name
+    from ckptcore.commits.hidden_names import is_hidden_name, is_leftover_name
     from ckptcore.holds import ADMINISTRATION
-    from ckptcore.root import ROOT_KEY
+    from ckptcore.roots.root import ROOT_KEY
 
     context = command_context()
     names = names_in(directory, context)

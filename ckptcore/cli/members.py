@@ -11,8 +11,8 @@ from ckptcore.context import Context
 from ckptcore.describing import describe_checkpoint, describe_checkpointables, describe_either
 from ckptcore.errors import CheckpointNotFoundError
 from ckptcore.locations import Place
-from ckptcore.members import is_deleted, present_members
-from ckptcore.opening import find_composite
+from ckptcore.stored.members import is_deleted, present_members
+from ckptcore.stored.opening import find_composite
 
 __all__ = ["describe", "describe_directories"]
 

@@ -11,6 +11,7 @@ from typing import Final, Literal, TypeAlias
 import click
 
 from ckptcore.cli.locating import names_in
+from ckptcore.commits.occupants import parse_root, root_bytes
 from ckptcore.context import Context
 from ckptcore.describing import describe_either
 from ckptcore.errors import (
@@ -22,14 +23,13 @@ from ckptcore.errors import (
 )
 from ckptcore.holds import StepHolds
 from ckptcore.locations import resolve_location, subdirectory
-from ckptcore.members import present_members
-from ckptcore.occupants import parse_root, root_bytes
-from ckptcore.opened import OpenedComposite
 from ckptcore.protocols import StorageBackend
-from ckptcore.root import ROOT_KEY, Composite, Root, Summary
-from ckptcore.root_json import summarize_root
+from ckptcore.roots.root import ROOT_KEY, Composite, Root, Summary
+from ckptcore.roots.root_json import summarize_root
 from ckptcore.step_names import StepNames
-from ckptcore.steps import StepDirectory
+from ckptcore.steps.steps import StepDirectory
+from ckptcore.stored.members import present_members
+from ckptcore.stored.opened import OpenedComposite
 
 __all__ = ["Found", "StepState", "find_pinned", "find_steps", "look_at_steps", "step_names"]
 

@@ -6,15 +6,15 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from ckptcore.builtin.files_layout import FilesLayout
-from ckptcore.commit import Claim
+from ckptcore.commits.commit import Claim
 from ckptcore.context import Context
 from ckptcore.locations import subdirectory
 from ckptcore.model.transfer import Receipt
-from ckptcore.persisting import Described, finish_part, put_root
 from ckptcore.protocols import About, Layout, MarksCheckpoints
 from ckptcore.rehearsals.sizes import SizeRecorder
-from ckptcore.root import Composite, Root, this_writer
-from ckptcore.root_json import encode_composite, encode_root
+from ckptcore.roots.root import Composite, Root, this_writer
+from ckptcore.roots.root_json import encode_composite, encode_root
+from ckptcore.saves.persisting import Described, finish_part, put_root
 
 __all__ = ["rehearse_commit"]
 

@@ -9,8 +9,8 @@ from contextlib import AbstractContextManager, nullcontext
 
 from ckptcore.errors import ConditionFailedError, ObjectNotFoundError
 from ckptcore.protocols import Buffer, IfTag, ObjectWriter, PutCondition, StorageAddress
-from ckptcore.root import ROOT_KEY
-from ckptcore.save_plans import RequestCounts
+from ckptcore.roots.root import ROOT_KEY
+from ckptcore.saves.save_plans import RequestCounts
 
 __all__ = ["CountingDirectories", "CountingObjects"]
 

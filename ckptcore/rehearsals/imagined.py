@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn, TypeVar
 
-from ckptcore.agreement import Agreement, Stage
 from ckptcore.errors import PluginError
 from ckptcore.events import Recording
+from ckptcore.jobs.agreement import Agreement, Stage
 from ckptcore.model.tree import JSON
 
 __all__ = ["ImaginedAgreement", "ImaginedJob", "NotToldYetError"]

@@ -17,7 +17,7 @@ from ckptcore.builtin.memory import MemoryStorages
 from ckptcore.hookspecs import hookimpl
 from ckptcore.model import Box
 from ckptcore.protocols import Coordinator, Layout, StorageBackend, StorageOpener, StorageOptions
-from ckptcore.save_plans import ObjectPlan, ProcessPlan
+from ckptcore.saves.save_plans import ObjectPlan, ProcessPlan
 from ckptcore.testing.faults import FaultPlan
 from ckptcore.testing.faulty_storage import with_faults
 from ckptcore.testing.thread_coordinator import ThreadJob

@@ -11,6 +11,7 @@ from functools import cache
 
 import numpy as np
 
+from ckptcore.commits.session_unions import SessionReceipts, unite_sessions
 from ckptcore.engine.checksums import BlockChecksums
 from ckptcore.engine.reader import ObjectReader
 from ckptcore.engine.threads import IOThreads
@@ -39,8 +40,7 @@ from ckptcore.model import (
 from ckptcore.model.columns import list_of_column
 from ckptcore.planning import cuts_of
 from ckptcore.protocols import About, Layout, MarksCheckpoints, ReadStore, StorageBackend, WritesSessions
-from ckptcore.receipts import decode_receipts, encode_receipts
-from ckptcore.session_unions import SessionReceipts, unite_sessions
+from ckptcore.roots.receipts import decode_receipts, encode_receipts
 from ckptcore.testing.arrays import assert_same_bits, bit_patterns
 from ckptcore.testing.layout_stores import HeldSnapshot, StoredObject, StrictReadStore, StrictWriteStore, objects_below
 

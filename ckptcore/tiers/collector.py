@@ -6,10 +6,10 @@ import time
 from collections.abc import Callable, Collection
 from functools import partial
 
-from ckptcore.cleaning import Cleaner
-from ckptcore.hosts import OnHosts
+from ckptcore.jobs.hosts import OnHosts
 from ckptcore.model.tree import JSON
 from ckptcore.policies import CustomPreservation, PreserveAll, StepInfo, what_to_delete
+from ckptcore.steps.cleaning import Cleaner
 from ckptcore.tiers.owned import OwnedTier
 from ckptcore.tiers.run_tiers import RunTiers
 

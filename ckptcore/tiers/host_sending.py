@@ -16,9 +16,11 @@ from concurrent.futures import CancelledError
 from dataclasses import dataclass
 from typing import Any, Final
 
-from ckptcore.commit import claimed_store, continue_claim
+from ckptcore.commits.commit import claimed_store, continue_claim
+from ckptcore.commits.occupants import parse_root, read_root, root_bytes
 from ckptcore.context import Context
-from ckptcore.copying import send_objects
+from ckptcore.copies.copying import send_objects
+from ckptcore.copies.manifests import Manifest, StoredRoot
 from ckptcore.errors import (
     CheckpointError,
     CheckpointNotFoundError,
@@ -27,16 +29,14 @@ from ckptcore.errors import (
     StorageError,
 )
 from ckptcore.holds import ADMINISTRATION
-from ckptcore.hosts import Hosts
+from ckptcore.jobs.hosts import Hosts
+from ckptcore.jobs.visibility import show_claim
 from ckptcore.locations import Location, Within, resolve_location, subdirectory
-from ckptcore.manifests import Manifest, StoredRoot
 from ckptcore.model.objects import ObjectRecord
-from ckptcore.occupants import parse_root, read_root, root_bytes
-from ckptcore.preparing import save_created
 from ckptcore.protocols import StorageBackend
-from ckptcore.root import HOST_COPIES, ROOT_KEY, Claimed, PartialSave, Root
-from ckptcore.steps import StepDirectory
-from ckptcore.visibility import show_claim
+from ckptcore.roots.root import HOST_COPIES, ROOT_KEY, Claimed, PartialSave, Root
+from ckptcore.saves.preparing import save_created
+from ckptcore.steps.steps import StepDirectory
 
 __all__ = ["HostSender", "SendsFromHosts"]
 

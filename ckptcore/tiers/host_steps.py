@@ -6,17 +6,17 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from ckptcore.agreement import Agreement
-from ckptcore.commit import remove_checkpoint
+from ckptcore.commits.commit import remove_checkpoint
+from ckptcore.commits.occupants import read_root, root_bytes
 from ckptcore.context import Context
 from ckptcore.errors import CheckpointNotFoundError, CorruptCheckpointError, UnsupportedVersionError
+from ckptcore.jobs.agreement import Agreement
 from ckptcore.locations import Location, Place, Within, resolve_location, subdirectory
 from ckptcore.model.objects import ObjectRecord
 from ckptcore.model.tree import JSON
-from ckptcore.occupants import read_root, root_bytes
-from ckptcore.root import Claimed, PartialSave, Root, new_save_id
-from ckptcore.root_json import summarize_root
-from ckptcore.steps import StepDirectory
+from ckptcore.roots.root import Claimed, PartialSave, Root, new_save_id
+from ckptcore.roots.root_json import summarize_root
+from ckptcore.steps.steps import StepDirectory
 
 __all__ = ["HostSteps", "agreed_steps", "is_whole_here"]
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 
 from ckptcore.context import Context
-from ckptcore.garbage import StepDeleter, policy_infos
 from ckptcore.holds import Hold, own_directory
 from ckptcore.holds.ownership import IfInUse
 from ckptcore.locations import Place
 from ckptcore.policies import PreservationPolicy, PreserveAll, StepInfo
 from ckptcore.protocols import StorageBackend
-from ckptcore.steps import StepDirectory
+from ckptcore.steps.garbage import StepDeleter, policy_infos
+from ckptcore.steps.steps import StepDirectory
 from ckptcore.verification import has_its_sizes
 
 __all__ = ["OwnedTier"]

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
 
-from ckptcore.agreement import Agreement
-from ckptcore.cleaning import Cleaner
 from ckptcore.errors import CheckpointNotFoundError
-from ckptcore.garbage import BegunDeletion
+from ckptcore.jobs.agreement import Agreement
+from ckptcore.steps.cleaning import Cleaner
+from ckptcore.steps.garbage import BegunDeletion
 from ckptcore.tiers.owned import OwnedTier
 from ckptcore.tiers.run_tiers import RunTiers
 from ckptcore.tiers.uploads import Uploads

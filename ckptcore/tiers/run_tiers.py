@@ -5,19 +5,19 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import partial
 
-from ckptcore.agreement import Agreement
 from ckptcore.context import Context
-from ckptcore.directories import write_directory_metadata
 from ckptcore.holds.ownership import IfInUse
-from ckptcore.hosts import Hosts, find_hosts
+from ckptcore.jobs.agreement import Agreement
+from ckptcore.jobs.hosts import Hosts, find_hosts
+from ckptcore.jobs.visibility import expect_one_directory
 from ckptcore.model.tree import JSON
 from ckptcore.policies import PreservationPolicy
-from ckptcore.tiered_steps import TieredSteps
+from ckptcore.steps.directories import write_directory_metadata
+from ckptcore.steps.tiered_steps import TieredSteps
 from ckptcore.tiers.host_steps import HostSteps, is_whole_here
 from ckptcore.tiers.near import NearTier
 from ckptcore.tiers.owned import OwnedTier
 from ckptcore.verification import has_its_sizes
-from ckptcore.visibility import expect_one_directory
 
 __all__ = ["RunTiers"]
 

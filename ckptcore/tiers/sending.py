@@ -7,7 +7,7 @@ from typing import Protocol
 
 from ckptcore.context import Context
 from ckptcore.locations import Within
-from ckptcore.steps import StepDirectory
+from ckptcore.steps.steps import StepDirectory
 
 __all__ = ["CopiesSteps", "Send"]
 
@@ -72,7 +72,7 @@ class CopiesSteps:
         before_commit: Callable[[], None],
     ) -> int:
         """See `Send`."""
-        from ckptcore.whole_copies import copy_whole  # only who uploads copies
+        from ckptcore.copies.whole_copies import copy_whole  # only who uploads copies
 
         # What refers to others is uploaded whole: whether these ever come there is for policies to say.
         report = copy_whole(

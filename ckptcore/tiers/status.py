@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from ckptcore.background import Progress
-from ckptcore.deciding import Past
 from ckptcore.errors import UploadError
-from ckptcore.restoring import SkippedStep
+from ckptcore.saves.deciding import Past
+from ckptcore.steps.restoring import SkippedStep
 
 __all__ = ["UploadState", "UploadStatus"]
 

@@ -14,7 +14,6 @@ from concurrent.futures import CancelledError
 from typing import Final
 
 from ckptcore.background import Progress
-from ckptcore.deciding import Past
 from ckptcore.engine.threads import renew_in_children
 from ckptcore.errors import (
     CheckpointError,
@@ -26,7 +25,8 @@ from ckptcore.errors import (
 )
 from ckptcore.events import Observer, Recording
 from ckptcore.policies import Moment, StepInfo
-from ckptcore.steps import StepDirectory
+from ckptcore.saves.deciding import Past
+from ckptcore.steps.steps import StepDirectory
 from ckptcore.tiers.backlog import given_up, next_upload
 from ckptcore.tiers.near import NearTier
 from ckptcore.tiers.owned import OwnedTier

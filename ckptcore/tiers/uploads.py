@@ -7,8 +7,8 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import partial
 
-from ckptcore.agreement import Agreement
 from ckptcore.context import Context
+from ckptcore.jobs.agreement import Agreement
 from ckptcore.tiers.run_tiers import RunTiers
 from ckptcore.tiers.sending import CopiesSteps, Send
 from ckptcore.tiers.status import UploadStatus

@@ -8,16 +8,16 @@ from typing import Final, TypeAlias
 import numpy as np
 import xxhash
 
+from ckptcore.commits.occupants import root_bytes
 from ckptcore.context import Context
 from ckptcore.derivations import Constant, Derivation
 from ckptcore.derivations.derivation import walk
-from ckptcore.derived import derive
 from ckptcore.engine.elements import bytes_of
 from ckptcore.errors import CheckpointError, CorruptCheckpointError, TransformError, UnsupportedLeafError
 from ckptcore.locations import LocationLike
-from ckptcore.occupants import root_bytes
-from ckptcore.opened import Opened
-from ckptcore.opening import open_checkpoint
+from ckptcore.stored.derived import derive
+from ckptcore.stored.opened import Opened
+from ckptcore.stored.opening import open_checkpoint
 from ckptcore.transforms.drafts import Draft
 from ckptcore.transforms.transform import Transform
 

@@ -16,8 +16,8 @@ from ckptcore.locations import LocationLike
 from ckptcore.model.metadata import PLAIN_ARRAY, ArrayRecord, LeafRecord, TreeMetadata, ValueRecord
 from ckptcore.model.tree import JSON, LEAF, Key, Node, NodeKind, Skeleton, TreePath, format_path
 from ckptcore.near_names import NearNames
-from ckptcore.opened import Opened
 from ckptcore.plugins import Plugins
+from ckptcore.stored.opened import Opened
 from ckptcore.transforms.patterns import Fields, Template, path_text
 
 __all__ = ["Draft", "DraftArray", "DraftValue", "Finished", "Leaf", "NothingMatches"]

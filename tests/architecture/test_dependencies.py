@@ -122,7 +122,7 @@ def test_forbidden_imports_are_noticed(tmp_path: Path) -> None:
     path.write_text("import os\nimport numpy\ndef f():\n    from torch import nn\n", encoding="utf-8")
     assert [line.rpartition(" ")[2] for line in foreign_imports(Source(path, "ckptcore.guest"))] == ["torch"]
     path.write_text(
-        "import ckptcore\nfrom ckptcore.model.tree import Node\nfrom ckptcore import saving\nimport ckptcore.engine.x\n",
+        "import ckptcore\nfrom ckptcore.model.tree import Node\nfrom ckptcore import saves\nimport ckptcore.engine.x\n",
         encoding="utf-8",
     )
     found = [line.split()[2] for line in internal_imports(Source(path, "guest"))]

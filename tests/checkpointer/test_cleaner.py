@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from ckptcore.cleaning import Cleaner
+from ckptcore.steps.cleaning import Cleaner
 
 
 @pytest.fixture

@@ -16,8 +16,8 @@ import pytest
 from ckptcore import Checkpointer, CheckpointReader
 from ckptcore.errors import CheckpointError, CheckpointNotFoundError, OnlyStepError, StepPinnedError, StorageError
 from ckptcore.policies import AnyPreservation, BestN, CustomPreservation, EveryNSteps, LatestN, StepInfo
-from ckptcore.root import Claimed
-from ckptcore.root_json import encode_claim
+from ckptcore.roots.root import Claimed
+from ckptcore.roots.root_json import encode_claim
 from tests.checkpointer.runs import (
     ROOT,
     Gate,

@@ -164,9 +164,9 @@ def test_the_leader_decides_by_its_clock(directory: str, monkeypatch: pytest.Mon
         def time() -> float:
             return next(clocks.get(threading.current_thread().name, clocks["rank 0"]))
 
-    import ckptcore.deciding
+    import ckptcore.saves.deciding
 
-    monkeypatch.setattr(ckptcore.deciding, "time", Time)
+    monkeypatch.setattr(ckptcore.saves.deciding, "time", Time)
 
     def work(run: Checkpointer, rank: int) -> list[bool]:
         return [run.save(step, tree(step)) is not None for step in range(12)]

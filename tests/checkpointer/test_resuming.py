@@ -22,8 +22,8 @@ from ckptcore.errors import (
     UnsupportedVersionError,
 )
 from ckptcore.policies import EpochInterval
-from ckptcore.root import Claimed
-from ckptcore.root_json import encode_claim
+from ckptcore.roots.root import Claimed
+from ckptcore.roots.root_json import encode_claim
 from tests.checkpointer.runs import (
     ROOT,
     Watch,

@@ -18,8 +18,8 @@ import ckptcore
 from ckptcore.cli.documents import ErrorDocument, GcDocument
 from ckptcore.holds.holders import Holder
 from ckptcore.locations import open_directory
-from ckptcore.root import Claimed
-from ckptcore.root_json import encode_claim
+from ckptcore.roots.root import Claimed
+from ckptcore.roots.root_json import encode_claim
 from tests.cli.conftest import Run, RunJson, flip
 from tests.cli.runs import save_run
 

@@ -16,10 +16,10 @@ import ckptcore
 from ckptcore.amounts import age
 from ckptcore.cli import survey
 from ckptcore.cli.documents import ErrorDocument, StepsDocument
-from ckptcore.occupants import root_bytes
+from ckptcore.commits.occupants import root_bytes
 from ckptcore.protocols import StorageBackend
-from ckptcore.root import Claimed
-from ckptcore.root_json import encode_claim
+from ckptcore.roots.root import Claimed
+from ckptcore.roots.root_json import encode_claim
 from tests.cli.conftest import Run, RunJson, flip
 from tests.cli.runs import checkpointables, save_run
 

@@ -22,8 +22,8 @@ from ckptcore.errors import (
     UnsupportedLeafError,
 )
 from ckptcore.model import BLOCK_BYTES
-from ckptcore.opening import open_checkpoint
-from ckptcore.root_json import encode_root
+from ckptcore.roots.root_json import encode_root
+from ckptcore.stored.opening import open_checkpoint
 from tests.composites.objects import Files, Linear
 
 LARGE = (16 << 20) + 12345

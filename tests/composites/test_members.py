@@ -14,8 +14,8 @@ import ckptcore
 from ckptcore.errors import CheckpointError, CheckpointNotFoundError, CorruptCheckpointError, UncommittedCheckpointError
 from ckptcore.plugins import installed_plugins
 from ckptcore.protocols import StorageOptions
-from ckptcore.root import ROOT_KEY, Claimed
-from ckptcore.root_json import encode_claim
+from ckptcore.roots.root import ROOT_KEY, Claimed
+from ckptcore.roots.root_json import encode_claim
 from tests.composites.objects import Counter, Files, Linear
 from tests.crashes.states import same_value
 

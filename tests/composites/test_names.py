@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 import ckptcore
-from ckptcore.composites import load_composite
 from ckptcore.errors import (
     CheckpointNotFoundError,
     CompositeCheckpointError,
@@ -21,9 +20,10 @@ from ckptcore.errors import (
     UnsupportedKeyError,
     UnsupportedLeafError,
 )
-from ckptcore.loading import recorded_load
-from ckptcore.root import check_name
-from ckptcore.wanted import Everything
+from ckptcore.loads.composites import load_composite
+from ckptcore.loads.loading import recorded_load
+from ckptcore.loads.wanted import Everything
+from ckptcore.roots.root import check_name
 from tests.composites.objects import Counter, Files, Linear
 from tests.crashes.states import same_value
 
@@ -136,8 +136,8 @@ def test_a_deletion_that_died_leaves_the_others() -> None:
     """On storage without directories a deletion first turns the root into a claim."""
     from ckptcore.plugins import installed_plugins
     from ckptcore.protocols import StorageOptions
-    from ckptcore.root import ROOT_KEY, Claimed
-    from ckptcore.root_json import encode_claim
+    from ckptcore.roots.root import ROOT_KEY, Claimed
+    from ckptcore.roots.root_json import encode_claim
 
     location = "memory://half-deleted/c"
     save_all(location)

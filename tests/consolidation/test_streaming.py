@@ -15,12 +15,12 @@ import pytest
 from ckptcore_tensorstore import Zarr3Layout
 
 import ckptcore
+from ckptcore.copies.streaming import StreamedSnapshot, StreamSizes, items_by_object
 from ckptcore.errors import CorruptCheckpointError, PluginError, SaveLostError
 from ckptcore.model import ArraySpec, Box, HostArray, ReadPlan, WriteItem, WritePlan
-from ckptcore.opened import Opened
-from ckptcore.opening import open_checkpoint
 from ckptcore.protocols import Layout, ReadsChunks, ReadStore
-from ckptcore.streaming import StreamedSnapshot, StreamSizes, items_by_object
+from ckptcore.stored.opened import Opened
+from ckptcore.stored.opening import open_checkpoint
 from tests.consolidation.test_jobs import CountedFiles
 
 ARRAYS, ARRAY_BYTES = 10, 8000

@@ -12,7 +12,7 @@ import pytest
 
 import ckptcore
 from ckptcore.context import default_context
-from ckptcore.copying import copy_checkpoint
+from ckptcore.copies.copying import copy_checkpoint
 from ckptcore.errors import (
     AtomicityError,
     CheckpointExistsError,
@@ -22,8 +22,8 @@ from ckptcore.errors import (
     InvalidLocationError,
     UncommittedCheckpointError,
 )
-from ckptcore.root import Claimed
-from ckptcore.root_json import encode_claim
+from ckptcore.roots.root import Claimed
+from ckptcore.roots.root_json import encode_claim
 from tests.copying.places import new_place, objects_at, store_at
 from tests.crashes.states import LARGE, make_composite, make_state, version_at
 

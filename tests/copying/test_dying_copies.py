@@ -9,9 +9,9 @@ from typing import Final, Literal
 import pytest
 
 import ckptcore
+from ckptcore.commits.occupants import Overwrite
 from ckptcore.engine.new_objects import abort_uploads
 from ckptcore.errors import CheckpointError, CommitUnknownError, StorageError
-from ckptcore.occupants import Overwrite
 from ckptcore.testing.faults import CrashAt, FailAt, Fault, FaultPlan, Operation, SimulatedCrash
 from tests.copying.places import new_place, objects_at, store_at
 from tests.crashes.places import faulty_context, through

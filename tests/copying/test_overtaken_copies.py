@@ -11,7 +11,7 @@ import pytest
 
 import ckptcore
 from ckptcore.context import default_context
-from ckptcore.copying import copy_checkpoint
+from ckptcore.copies.copying import copy_checkpoint
 from ckptcore.errors import CheckpointError, CheckpointExistsError, SaveLostError
 from ckptcore.testing.faults import FaultPlan, Operation
 from tests.copying.places import new_place, objects_at

@@ -23,7 +23,7 @@ from ckptcore.errors import (
     StorageError,
 )
 from ckptcore.policies import LatestN
-from ckptcore.root import ROOT_KEY
+from ckptcore.roots.root import ROOT_KEY
 from tests.crashes.answers import SCHEME, Answers, Kept, Mishap, Storages, quietly
 
 LOCATION = f"{SCHEME}://bucket/run/step_1"

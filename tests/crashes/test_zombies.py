@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 import ckptcore
+from ckptcore.commits.occupants import Overwrite
 from ckptcore.errors import CheckpointError, CheckpointExistsError, CorruptCheckpointError, SaveLostError
-from ckptcore.occupants import Overwrite
 from ckptcore.testing.faults import FaultPlan, Operation
 from tests.crashes.places import InterruptedPlan, faulty_context, through
 from tests.crashes.states import make_state, version_at, version_of

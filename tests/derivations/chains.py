@@ -24,9 +24,9 @@ from ckptcore.derivations import (
     weighted_sum,
 )
 from ckptcore.model import ArraySpec, Box, HostArray, ReadPlan
-from ckptcore.opened import Opened
-from ckptcore.opening import open_checkpoint
 from ckptcore.protocols import ReadStore
+from ckptcore.stored.opened import Opened
+from ckptcore.stored.opening import open_checkpoint
 from ckptcore.testing.strategies import boxes
 
 CASTS = ("float32", "bfloat16", "float16", "int8", "float64", "float8_e4m3fn")

@@ -31,12 +31,12 @@ from ckptcore.derivations import (
 )
 from ckptcore.derivations.batches import Place
 from ckptcore.derivations.pieces import pieces
-from ckptcore.derived import Derived, derive
 from ckptcore.errors import TransformError
 from ckptcore.model import LEAF, ArrayRecord, ArraySpec, Box, HostArray, Node, TreeMetadata
-from ckptcore.opened import Opened
-from ckptcore.opening import open_checkpoint
 from ckptcore.planning import plan_read
+from ckptcore.stored.derived import Derived, derive
+from ckptcore.stored.opened import Opened
+from ckptcore.stored.opening import open_checkpoint
 from ckptcore.testing.strategies import boxes
 from ckptcore.transforms import Stack, Transform, Transpose
 from tests.derivations.chains import Chain, chains, open_counted

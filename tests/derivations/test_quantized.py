@@ -29,10 +29,10 @@ from ckptcore.derivations import (
 )
 from ckptcore.derivations.batches import Place
 from ckptcore.derivations.scaled import _tile
-from ckptcore.derived import Derived, derive
 from ckptcore.model import LEAF, ArrayRecord, ArraySpec, Box, HostArray, Node, TreeMetadata, dtype_from_name
-from ckptcore.opened import Opened
 from ckptcore.planning import plan_read
+from ckptcore.stored.derived import Derived, derive
+from ckptcore.stored.opened import Opened
 from ckptcore.testing.strategies import boxes
 from tests.derivations.chains import open_counted
 

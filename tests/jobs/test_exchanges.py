@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 import ckptcore
-from ckptcore.agreement import Agreement
 from ckptcore.errors import CheckpointError, CoordinationTimeoutError, RankFailedError
-from ckptcore.exchanges import ExchangeCounts
 from ckptcore.hookspecs import hookimpl
+from ckptcore.jobs.agreement import Agreement
+from ckptcore.jobs.exchanges import ExchangeCounts
 from ckptcore.protocols import Coordinator, Rejoinable
 from ckptcore.testing import ThreadJob
 

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 import ckptcore
-from ckptcore import agreement as agreements
-from ckptcore.agreement import Agreement
 from ckptcore.errors import CheckpointError, CoordinationTimeoutError, RankFailedError
-from ckptcore.gathering import Gathering
+from ckptcore.jobs import agreement as agreements
+from ckptcore.jobs.agreement import Agreement
+from ckptcore.jobs.gathering import Gathering
 from ckptcore.model import JSON, HostArray
 from ckptcore.protocols import Coordinator, GathersInGroups
 from ckptcore.testing import ThreadJob

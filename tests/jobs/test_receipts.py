@@ -24,9 +24,9 @@ from ckptcore.model import (
     TreeMetadata,
     WriteItem,
 )
-from ckptcore.receipts import decode_receipts, encode_receipts
-from ckptcore.root import Root
-from ckptcore.root_json import decode_root, encode_root
+from ckptcore.roots.receipts import decode_receipts, encode_receipts
+from ckptcore.roots.root import Root
+from ckptcore.roots.root_json import decode_root, encode_root
 
 _SHAPES = ((), (1 << 40,), (300, 70_000), (5, 0, 3))
 _TREE = TreeMetadata(

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from ckptcore.builtin.host_leaves import leaf_handler
 from ckptcore.errors import CorruptCheckpointError, TreeMismatchError
-from ckptcore.flattening import flatten
 from ckptcore.model import ArrayRecord, ArraySpec, TreeMetadata, ValueRecord, format_path
 from ckptcore.plugins import installed_plugins
+from ckptcore.trees.flattening import flatten
 from ckptcore.unions import unite_trees
 
 

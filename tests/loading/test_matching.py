@@ -12,10 +12,10 @@ from safetensors.numpy import save_file
 import ckptcore
 from ckptcore import PLACEHOLDER, AbstractArray
 from ckptcore.errors import TreeMismatchError
-from ckptcore.flattening import flatten
-from ckptcore.matching import match_leaves
+from ckptcore.loads.matching import match_leaves
 from ckptcore.model import TreeMetadata, format_path
 from ckptcore.plugins import installed_plugins
+from ckptcore.trees.flattening import flatten
 
 ONE, TWO = np.ones(1), np.ones(2)
 

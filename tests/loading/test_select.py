@@ -14,14 +14,14 @@ from hypothesis import strategies as st
 
 import ckptcore
 from ckptcore import PLACEHOLDER, AbstractArray, Context, LoadReport, select
-from ckptcore.chosen_trees import chosen_leaves
 from ckptcore.derivations import Stored, stack
-from ckptcore.derived import derive
 from ckptcore.errors import TreeMismatchError
 from ckptcore.model import BLOCK_BYTES, LEAF, ArrayRecord, ArraySpec, Node, TreeMetadata
-from ckptcore.opening import open_checkpoint
 from ckptcore.protocols import Coordinator
 from ckptcore.select import LeafTable, Selection
+from ckptcore.stored.chosen_trees import chosen_leaves
+from ckptcore.stored.derived import derive
+from ckptcore.stored.opening import open_checkpoint
 from ckptcore.testing import ThreadJob, ThreadNetwork
 from ckptcore.transforms import Default, Rename, apply_transforms
 

@@ -158,7 +158,7 @@ def test_nothing_there_is_the_same_for_all(tmp_path: Path) -> None:
 
 def test_a_rank_that_cannot_build_fails_all(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It has taken part to the end, so that nobody waits for it."""
-    from ckptcore.reading import Reading
+    from ckptcore.loads.reading import Reading
 
     place = Reading.place
 
@@ -213,7 +213,7 @@ def test_a_job_of_one_reads_for_itself(saved: Path) -> None:
 def test_a_checkpoint_that_is_replaced_meanwhile_is_loaded_anew_by_all(
     saved: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from ckptcore.broadcasts import Broadcasts
+    from ckptcore.loads.broadcasts import Broadcasts
 
     run = Broadcasts.run
     newer = dict(STATE) | {"w": STATE["w"] + 1}

@@ -16,8 +16,8 @@ import pytest
 
 import ckptcore
 from ckptcore.locations import open_directory
-from ckptcore.root import ROOT_KEY, Claimed
-from ckptcore.root_json import encode_claim
+from ckptcore.roots.root import ROOT_KEY, Claimed
+from ckptcore.roots.root_json import encode_claim
 from ckptcore.testing import FaultProxy, InterruptAfter, InterruptBefore, RequestsFailing
 from tests.crashes.states import SMALL, make_state, version_at, version_of
 from tests.object_stores.clients import Client, Program, Task

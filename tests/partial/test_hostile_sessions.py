@@ -13,11 +13,11 @@ import pytest
 import xxhash
 
 import ckptcore
+from ckptcore.commits.session_tables import decode_session
 from ckptcore.errors import CheckpointError, CorruptCheckpointError, UnsupportedVersionError
 from ckptcore.model import JSON
-from ckptcore.root import Session
-from ckptcore.root_json import decode_root
-from ckptcore.session_tables import decode_session
+from ckptcore.roots.root import Session
+from ckptcore.roots.root_json import decode_root
 from ckptcore.testing.hostile_json import tampered
 from tests.copying.places import new_place, objects_at, store_at
 

@@ -13,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptcore.cells import cells_of_wants, cut_box
+from ckptcore.loads.read_shares import Message, MessageSizes, Request, SharedPlan, Tiles, message_offsets, plan_shares
 from ckptcore.model import ReadItem, StoredTile
 from ckptcore.model.arrays import ArraySpec, Box
-from ckptcore.read_shares import Message, MessageSizes, Request, SharedPlan, Tiles, message_offsets, plan_shares
 from ckptcore.testing import strategies
 
 SHAPES = ((7, 5), (6,), (), (3, 0), (4, 3, 2))

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptcore.model import ArraySpec, Box, StoredTile
-from ckptcore.stored_pieces import BatchSizes, StoredPiece, TileIndex, batches_of, pieces_of
+from ckptcore.stored.stored_pieces import BatchSizes, StoredPiece, TileIndex, batches_of, pieces_of
 from ckptcore.testing import strategies
 
 

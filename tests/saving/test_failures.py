@@ -26,8 +26,8 @@ from ckptcore.errors import (
 )
 from ckptcore.model import Box, Shard
 from ckptcore.protocols import Coordinator
-from ckptcore.save_requests import OneTree, SaveRequest
-from ckptcore.saving import perform_save
+from ckptcore.saves.save_requests import OneTree, SaveRequest
+from ckptcore.saves.saving import perform_save
 from ckptcore.testing import ThreadJob
 
 

@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 
 import ckptcore
-from ckptcore.agreement import Agreement
 from ckptcore.builtin.local import LocalStorage
 from ckptcore.errors import (
     CheckpointError,
@@ -23,9 +22,10 @@ from ckptcore.errors import (
     StorageError,
     UnsupportedLeafError,
 )
+from ckptcore.jobs.agreement import Agreement
 from ckptcore.protocols import Coordinator
 from ckptcore.testing import ThreadJob
-from ckptcore.tree_descriptions import TreeDescription
+from ckptcore.trees.tree_descriptions import TreeDescription
 from tests.composites.objects import Files
 from tests.saving.test_failures import job_context
 

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 import ckptcore
-from ckptcore import persisting
 from ckptcore.builtin.memory import MemoryStorage
 from ckptcore.errors import CheckpointNotFoundError, CorruptCheckpointError, StorageError, UncommittedCheckpointError
+from ckptcore.saves import persisting
 
 
 @pytest.fixture

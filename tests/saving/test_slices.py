@@ -15,12 +15,12 @@ import ckptcore
 from ckptcore import Export, SafetensorsLayout
 from ckptcore.builtin.host_leaves import HostArrayHandler
 from ckptcore.builtin.safetensors_places import Places
+from ckptcore.commits.occupants import read_root
 from ckptcore.errors import CheckpointError, ChecksumError, CorruptCheckpointError
 from ckptcore.locations import resolve_location
 from ckptcore.model import ArraySpec, Box, Shard
-from ckptcore.occupants import read_root
 from ckptcore.protocols import Coordinator
-from ckptcore.root import Root
+from ckptcore.roots.root import Root
 from ckptcore.testing import ThreadJob, bit_patterns
 from tests.saving.test_failures import job_context
 

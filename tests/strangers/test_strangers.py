@@ -103,10 +103,13 @@ def test_an_internal_import_is_noticed(tmp_path: Path) -> None:
     """The test above can fail."""
     source = tmp_path / "nosy.py"
     source.write_text(
-        "from ckptcore.model import Box\nimport ckptcore.saving\ndef f():\n    from ckptcore import commit, load\n",
+        "from ckptcore.model import Box\nimport ckptcore.saves.saving\ndef f():\n    from ckptcore import commits, load\n",
         encoding="utf-8",
     )
-    assert [line.rpartition(" ")[2] for line in internal_imports(source)] == ["ckptcore.saving", "ckptcore.commit"]
+    assert [line.rpartition(" ")[2] for line in internal_imports(source)] == [
+        "ckptcore.saves.saving",
+        "ckptcore.commits",
+    ]
 
 
 def test_nothing_of_ours_mentions_the_strangers() -> None:

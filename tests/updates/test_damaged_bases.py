@@ -10,9 +10,9 @@ import pytest
 
 import ckptcore
 from ckptcore.errors import CheckpointError, CorruptCheckpointError, StorageError, UnsupportedVersionError
+from ckptcore.loads.reading import allocate_for
 from ckptcore.model import ArraySpec, HostArray
-from ckptcore.opened import Opened
-from ckptcore.reading import allocate_for
+from ckptcore.stored.opened import Opened
 from ckptcore.testing.faults import FailAt, FaultPlan
 from tests.copying.places import new_place
 from tests.crashes.places import faulty_context, through

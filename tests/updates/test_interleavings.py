@@ -19,11 +19,11 @@ from ckptcore.errors import (
     SaveLostError,
     StepPinnedError,
 )
-from ckptcore.garbage import StepDeleter
 from ckptcore.holds import own_directory
 from ckptcore.holds.clocks import SystemClock
 from ckptcore.step_names import StepNames
-from ckptcore.steps import StepDirectory
+from ckptcore.steps.garbage import StepDeleter
+from ckptcore.steps.steps import StepDirectory
 from tests.copying.places import new_place
 from tests.crashes.places import faulty_context, through
 from tests.holds.interleavings import Actor, Turns

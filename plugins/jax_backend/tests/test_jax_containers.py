@@ -18,10 +18,10 @@ from ckptcore_jax.plugin import ckpt_container_handler
 from flax import nnx
 
 from ckptcore.errors import UnsupportedKeyError
-from ckptcore.flattening import flatten, rebuild, unflatten
 from ckptcore.model import LEAF, Attribute, Node, TreeMetadata, format_path
 from ckptcore.plugins import installed_plugins
 from ckptcore.testing import ContainerExample, ContainerHandlerTests
+from ckptcore.trees.flattening import flatten, rebuild, unflatten
 
 HANDLER = RegisteredContainer()
 

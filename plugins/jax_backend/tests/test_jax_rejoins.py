@@ -16,7 +16,7 @@ from jax._src import distributed
 
 import ckptcore
 from ckptcore import Context
-from ckptcore.exchanges import ExchangeCounts
+from ckptcore.jobs.exchanges import ExchangeCounts
 from ckptcore.protocols import Rejoinable
 
 REJOINED = Path(__file__).with_name("rejoined_jax_job.py")

@@ -55,7 +55,7 @@ def _little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
             raise MemoryError(f"no memory for {spec}")
         return allocate(spec)
 
-    monkeypatch.setattr("ckptcore.reading.allocate", limited)
+    monkeypatch.setattr("ckptcore.loads.reading.allocate", limited)
 
 
 def _attempts(location: Path) -> Iterator[Callable[[], object]]:

@@ -12,8 +12,8 @@ from ckptcore_tensorstore.codec import EncodingChunk
 
 from ckptcore import Context
 from ckptcore.model import Segment
-from ckptcore.parts import describe_part
 from ckptcore.protocols import Layout
+from ckptcore.saves.parts import describe_part
 from ckptcore.snapshots import HeldSnapshot
 
 

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 import ckptcore
-from ckptcore import visibility
 from ckptcore.errors import NotSharedError, RankFailedError
+from ckptcore.jobs import visibility
 from ckptcore.protocols import Coordinator
 from plugins.ray_coordinator.tests.ranks import Ranks
 

@@ -18,9 +18,9 @@ from ckptcore_ray.jobs import RayJob, make_job
 from ray.exceptions import GetTimeoutError, RayActorError
 
 import ckptcore
-from ckptcore import persisting
 from ckptcore.errors import CheckpointError
 from ckptcore.model import Box
+from ckptcore.saves import persisting
 from plugins.ray_coordinator.tests.ranks import new_name
 
 End: TypeAlias = Literal["works", "raises", "dies", "hangs"]

@@ -9,7 +9,7 @@ from ckptcore_obstore.failures import Failure, FailureKind, RequestFailed
 from ckptcore_s3.testing import S3Server
 
 import ckptcore
-from ckptcore import persisting
+from ckptcore.saves import persisting
 
 
 def test_what_another_save_committed_meanwhile_stays(ministack: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,8 +20,8 @@ from ckptcore_torch.store_coordinator import StoreCoordinator, store_of_job
 
 import ckptcore
 from ckptcore import Context
-from ckptcore.broadcasts import Broadcasts
 from ckptcore.errors import CheckpointError
+from ckptcore.loads.broadcasts import Broadcasts
 
 _PATIENT_SECONDS: Final = 120
 _MESSAGE_SECONDS: Final = {signal.SIGKILL: 600, signal.SIGSTOP: 5}

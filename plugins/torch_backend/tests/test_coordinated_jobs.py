@@ -19,7 +19,7 @@ from ckptcore_torch.store_coordinator import StoreCoordinator, _GroupCoordinator
 import ckptcore
 from ckptcore import Context
 from ckptcore.errors import PluginError
-from ckptcore.exchanges import ExchangeCounts
+from ckptcore.jobs.exchanges import ExchangeCounts
 from ckptcore.protocols import Rejoinable
 
 PROGRAM = Path(__file__).with_name("coordinated_job.py")

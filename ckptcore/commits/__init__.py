@@ -1,0 +1,1 @@
+"""Commits: claiming a place, alone or in sessions, and turning the claim into a committed checkpoint."""

@@ -1,0 +1,289 @@
+"""A claim in a storage with real directories: a hidden sibling directory, which is renamed or exchanged as the commit.
+
+It is held by a lock that dies with its process, so what dead saves left is told from what living ones write, and removed.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Final
+
+from ckptcore.commits.hidden_names import HIDDEN, name_of_partial, name_of_save
+from ckptcore.commits.occupants import Overwrite, refuse_to_replace, root_bytes
+from ckptcore.errors import (
+    AtomicityError,
+    CheckpointExistsError,
+    CommitUnknownError,
+    ConditionFailedError,
+    ObjectNotFoundError,
+    SaveLostError,
+    StorageError,
+)
+from ckptcore.locations import Location
+from ckptcore.protocols import AtomicDirectories, StorageBackend
+from ckptcore.roots.root import ROOT_KEY
+
+__all__ = [
+    "PARTIAL_KEY",
+    "DirectoryClaim",
+    "hidden_store",
+    "partial_name",
+    "partial_store",
+    "remove_directory",
+    "remove_hidden",
+    "sweep_beside",
+    "sweep_directories",
+]
+
+logger = logging.getLogger("ckptcore.commit")
+
+PARTIAL_KEY: Final = "checkpoint.partial.json"
+"""What says in the hidden directory of a partial save which sessions there are. Elsewhere it stands in the place of the root."""
+
+
+def partial_name(location: Location) -> str:
+    """The hidden directory in which sessions of a partial save to a location write."""
+    return name_of_partial(location.name)
+
+
+def partial_store(location: Location) -> StorageBackend:
+    """The hidden directory in which sessions of a partial save to a location write, as a storage."""
+    return Location(location.display, location.parent, partial_name(location)).store
+
+
+def hidden_store(location: Location, save_id: str) -> StorageBackend:
+    """The hidden directory in which a save to a location writes, as a storage."""
+    return Location(location.display, location.parent, name_of_save(location.name, save_id)).store
+
+
+def remove_directory(
+    location: Location, directories: AtomicDirectories, save_id: str, allowed: Callable[[], None] | None = None
+) -> None:
+    """Remove a checkpoint: under a hidden name, which a new save id makes, it is no longer there for anybody.
+
+    Args:
+        location: where it is.
+        directories: its storage.
+        save_id: a new one.
+        allowed: asked when it is hidden; if that raises an error it is put back.
+    """
+    remove_hidden(location, directories, location.name, save_id, allowed)
+
+
+def remove_hidden(
+    location: Location,
+    directories: AtomicDirectories,
+    name: str,
+    save_id: str,
+    allowed: Callable[[], None] | None = None,
+) -> None:
+    """Remove a directory beside or at a location, under a name first by which any save removes what is left of it."""
+    hidden = name_of_save(location.name, save_id)
+    # While it may yet be put back it must not be taken for what a dead deletion left.
+    lock = None if allowed is None else directories.lock_directory(name)
+    with lock or nullcontext():
+        directories.rename(name, hidden)
+        if allowed is not None:
+            try:
+                allowed()
+            except BaseException:
+                directories.rename(hidden, name)
+                raise
+        directories.delete_directory(hidden)
+
+
+def sweep_beside(location: Location, directories: AtomicDirectories, continued: str | None = None) -> None:
+    """Delete the hidden directories of saves to this location that died, but for one that is continued.
+
+    Raises:
+        CheckpointExistsError: a partial save to the location is not finalized.
+    """
+    partial = partial_name(location)
+    for entry in location.parent.list_names():
+        if entry == f"{partial}/" and continued != partial:
+            _refuse_partial(location)
+            _delete_if_dead(directories, partial)  # a session that died as it began: there is nothing in it
+        matched = HIDDEN.fullmatch(entry.removesuffix("/"))
+        if matched is None or matched[1] != location.name or not entry.endswith("/") or matched[2] == continued:
+            continue
+        _delete_if_dead(directories, matched[0])
+
+
+def _refuse_partial(location: Location) -> None:
+    try:
+        partial_store(location).size(PARTIAL_KEY)
+    except ObjectNotFoundError:
+        return
+    raise CheckpointExistsError(
+        f"{location.display} is being filled by a partial save that is not finalized, and nothing replaces that: call "
+        "ckptcore.finalize, or ckptcore.delete, first"
+    )
+
+
+def sweep_directories(directories: AtomicDirectories, names: Iterable[str]) -> None:
+    """Delete those of these hidden directories that no living save holds."""
+    for name in names:
+        _delete_if_dead(directories, name)
+
+
+def _delete_if_dead(directories: AtomicDirectories, name: str) -> None:
+    lock = directories.lock_directory(name)
+    if lock is None:
+        return  # a save that is alive
+    with lock:
+        logger.info("removing what a dead save left: %s", name)
+        directories.delete_directory(name)
+
+
+class DirectoryClaim:
+    """A hidden sibling directory, held by a lock that dies with this process. See `ckptcore.commits.commit.Claim`."""
+
+    def __init__(
+        self,
+        location: Location,
+        directories: AtomicDirectories,
+        save_id: str,
+        overwrite: Overwrite,
+        continued: str | None = None,
+    ) -> None:
+        """Claim a location, and remove what dead saves left beside it; raises what `ckptcore.commits.commit.claim_location` does.
+
+        Args:
+            location, save_id, overwrite: as there.
+            directories: its storage.
+            continued: the save id under which an earlier process wrote what is to stay, or `partial_name` for what sessions wrote;
+                None if nothing is.
+        """
+        self._location = location
+        self._directories = directories
+        self._overwrite = overwrite
+        self._hidden = (
+            partial_name(location) if continued == partial_name(location) else name_of_save(location.name, save_id)
+        )
+        self._done = False
+        replaces = refuse_to_replace(location, overwrite) == "checkpoint"
+        sweep_beside(location, directories, continued)
+        lock = directories.lock_directory(self._hidden)
+        if lock is None:
+            raise SaveLostError(f"another process holds {self._hidden} beside {location.display}; save again")
+        self._lock: AbstractContextManager[None] = lock
+        self._lock.__enter__()
+        self.store = Location(location.display, location.parent, self._hidden).store
+        if replaces and overwrite != "non-atomic":
+            try:
+                self._probe_exchange()
+            except BaseException:
+                if continued is None:
+                    self.abort()
+                else:
+                    self.leave()
+                raise
+
+    def _probe_exchange(self) -> None:
+        """Find out before anything is written whether directories can be exchanged here."""
+        first, second = f"{self._hidden}/.exchange-1", f"{self._hidden}/.exchange-2"
+        for name in (first, second):
+            lock = self._directories.lock_directory(name)
+            if lock is not None:
+                with lock:
+                    pass
+        try:
+            self._directories.exchange(first, second)
+        except AtomicityError as error:
+            raise AtomicityError(
+                f"{self._location.display} holds a checkpoint, and this file system cannot exchange it for another one "
+                "atomically; save to another location, or pass overwrite='non-atomic'. Nothing was changed"
+            ) from error
+        finally:
+            self._directories.delete_directory(first)
+            self._directories.delete_directory(second)
+
+    def commit(self, root: bytes | None, parts: Mapping[str, bytes]) -> None:
+        """See `ckptcore.commits.commit.Claim`."""
+        for key, data in parts.items():
+            self.store.put(key, data)
+        if root is not None:
+            self.store.put(ROOT_KEY, root)
+        self._directories.sync_directory(self._hidden)
+        try:
+            replaced = self._publish()
+        except (CheckpointExistsError, SaveLostError, AtomicityError):
+            raise
+        except BaseException as error:
+            # What is under the hidden name may be the old checkpoint by now: nothing may be deleted on a guess.
+            if _holds_other_root(self._location, root):
+                raise
+            self._done = True
+            self._lock.__exit__(None, None, None)
+            raise CommitUnknownError(
+                f"the save to {self._location.display} is in place, or may be, but the storage failed as it was committed: "
+                f"{error}. It may not survive a loss of power; look at the location before saving again"
+            ) from error
+        self._done = True
+        self._lock.__exit__(None, None, None)
+        if replaced is not None:
+            try:
+                self._directories.delete_directory(replaced)
+            except OSError as error:
+                # The new checkpoint is committed; the next save tries again to remove the old one.
+                logger.warning("%s is saved, but what it replaced cannot be removed: %s", self._location.display, error)
+
+    def _publish(self) -> str | None:
+        """Rename or exchange; the hidden name under which a replaced checkpoint now is, or None."""
+        name = self._location.name
+        try:
+            self._directories.rename(self._hidden, name)
+            return None
+        except ConditionFailedError as error:
+            if refuse_to_replace(self._location, self._overwrite) == "nothing":
+                raise SaveLostError(
+                    f"something stands at {self._location.display} that is no file and was not there, or not seen, when the "
+                    "save began (a broken link?); remove it and save again"
+                ) from error
+        except ObjectNotFoundError as error:
+            raise SaveLostError(
+                f"{self._hidden} was removed beside {self._location.display} while it was saved; save again"
+            ) from error
+        try:
+            self._directories.exchange(self._hidden, name)
+            return self._hidden
+        except AtomicityError:
+            if self._overwrite != "non-atomic":
+                raise
+        aside = name_of_save(self._location.name, "0" * 16)
+        self._directories.delete_directory(aside)
+        self._directories.rename(name, aside)
+        try:
+            self._directories.rename(self._hidden, name)
+        except BaseException:
+            self._directories.rename(aside, name)
+            raise
+        return aside
+
+    def abort(self) -> None:
+        """See `ckptcore.commits.commit.Claim`."""
+        if self._done:
+            return
+        self._done = True
+        try:
+            self._directories.delete_directory(self._hidden)
+        finally:
+            self._lock.__exit__(None, None, None)
+
+    def leave(self) -> None:
+        """See `ckptcore.commits.commit.Claim`."""
+        if not self._done:
+            self._done = True
+            self._lock.__exit__(None, None, None)
+
+
+def _holds_other_root(location: Location, root: bytes | None) -> bool:
+    """Whether a location certainly does not hold this root, or without one nothing; False where that cannot be read."""
+    try:
+        if root is None:
+            return not location.store.list_names()
+        return root_bytes(location.store) != root
+    except StorageError:
+        return False

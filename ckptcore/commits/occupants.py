@@ -1,0 +1,170 @@
+"""What stands at a location: a checkpoint, a claim, something else or nothing, and whether a save may replace it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final, Literal, TypeAlias
+
+from ckptcore.commits.hidden_names import is_hidden_name
+from ckptcore.errors import (
+    CheckpointExistsError,
+    CorruptCheckpointError,
+    InvalidLocationError,
+    ObjectNotFoundError,
+    StorageError,
+)
+from ckptcore.locations import Location
+from ckptcore.protocols import AtomicDirectories, StorageBackend
+from ckptcore.roots.root import ROOT_KEY, Claimed, Composite, PartialSave, Root
+from ckptcore.roots.root_json import decode_root, is_claim, is_partial, summarize_root
+
+__all__ = [
+    "Occupant",
+    "Overwrite",
+    "find_occupant",
+    "holds_members",
+    "is_claimed_by",
+    "is_committed",
+    "parse_root",
+    "read_root",
+    "refuse_to_replace",
+    "root_bytes",
+]
+
+Overwrite: TypeAlias = bool | Literal["non-atomic"]
+"""Whether a save replaces the checkpoint at its location: no; yes, atomically; yes, also where that cannot be atomic."""
+
+Occupant: TypeAlias = Literal["nothing", "claim", "checkpoint"]
+"""What stands at a location."""
+
+_MOST_MEMBERS: Final = 1000
+"""How many directories are looked into; a checkpoint has a handful."""
+
+_HEAD_BYTES: Final = 1 << 12
+"""In so many bytes a root says what it is; its tables come later."""
+
+
+def refuse_to_replace(location: Location, overwrite: Overwrite) -> Occupant:
+    """Look whether a save may go to a location, and at what it replaces there.
+
+    Raises:
+        CheckpointExistsError: if it may not.
+        InvalidLocationError: if no checkpoint can have its name.
+        ValueError: if `overwrite` is none of its values.
+    """
+    if location.is_object:
+        raise CheckpointExistsError(
+            f"{location.display} is a file; a checkpoint is a directory: save to another location, or remove the file"
+        )
+    return find_occupant(location, root_bytes(location.store), overwrite)
+
+
+def find_occupant(location: Location, root: bytes | None, overwrite: Overwrite) -> Occupant:
+    """What a save to a location replaces there, if it may.
+
+    Args:
+        location: where.
+        root: the bytes of the root there; None where there is none.
+        overwrite: whether a checkpoint is replaced.
+
+    Raises:
+        CheckpointExistsError, InvalidLocationError, ValueError: as by `refuse_to_replace`.
+    """
+    if is_hidden_name(location.name):
+        raise InvalidLocationError(
+            f"{location.display} has the name of a save that is not committed, which no load takes for a checkpoint and which saves remove; "
+            "save to a name that does not begin with a dot"
+        )
+    if overwrite not in (True, False, "non-atomic"):
+        raise ValueError(f"overwrite={overwrite!r}: expected True, False or 'non-atomic'")
+    if root is not None:
+        if is_partial(root):
+            raise CheckpointExistsError(
+                f"{location.display} is being filled by a partial save that is not finalized, and nothing replaces that: call "
+                "ckptcore.finalize, or ckptcore.delete, first"
+            )
+        # One that cannot be read counts as a checkpoint: it is replaced only when asked.
+        occupant: Occupant = "claim" if is_claim(root) else "checkpoint"
+    elif not (names := location.store.list_names()):
+        return "nothing"
+    elif _are_members(location.store, names):
+        occupant = "checkpoint"  # of several checkpointables, that lost its root
+    else:
+        raise CheckpointExistsError(
+            f"{location.display} holds files that are no checkpoint of ckptcore ({', '.join(names[:5])}), and they are not "
+            "replaced; save to another location, or remove them"
+        )
+    if occupant == "checkpoint" and not overwrite:
+        raise CheckpointExistsError(
+            f"{location.display} holds a checkpoint already; save to another location, or pass overwrite=True"
+        )
+    return occupant
+
+
+def holds_members(store: StorageBackend) -> bool:
+    """Whether directories in a directory are members of a checkpoint of several checkpointables. For one without a root."""
+    return _are_members(store, store.list_names())
+
+
+def _are_members(store: StorageBackend, names: Sequence[str]) -> bool:
+    for entry in names[:_MOST_MEMBERS]:
+        if not entry.endswith("/") or entry.startswith("."):
+            continue
+        try:
+            if b'"member":true' in store.get(f"{entry}{ROOT_KEY}", 0, _HEAD_BYTES):
+                return True
+        except StorageError:
+            continue  # it has no root, or none that can be read
+    return False
+
+
+def read_root(store: StorageBackend) -> Root | Composite | Claimed | PartialSave | None:
+    """The root of a checkpoint, or None if there is none.
+
+    Raises:
+        CorruptCheckpointError: if it or a part of it is not what was written.
+        UnsupportedVersionError: if a newer version wrote it.
+    """
+    data = root_bytes(store)
+    return None if data is None else parse_root(store, data)
+
+
+def root_bytes(store: StorageBackend) -> bytes | None:
+    """The bytes of the root of a checkpoint, which no two saves share; None if there is none."""
+    try:
+        return store.get(ROOT_KEY)
+    except ObjectNotFoundError:
+        return None
+
+
+def is_claimed_by(location: Location, save_id: str) -> bool:
+    """Whether the root at a location is the claim of a save; never where directories are renamed, which claim by their names."""
+    data = root_bytes(location.store)
+    return data is not None and is_claim(data) and summarize_root(data).save_id == save_id
+
+
+def is_committed(store: StorageBackend) -> bool | None:
+    """Whether a checkpoint of ours is there; None where there is no root. One small request; the root is not checked."""
+    if isinstance(store, AtomicDirectories):
+        try:
+            store.size(ROOT_KEY)  # a claim never stands under the name of a checkpoint
+        except ObjectNotFoundError:
+            return None
+        return True
+    try:
+        head = store.get(ROOT_KEY, 0, 128)
+        return b'"state":"claimed"' not in head and b'"state":"partial"' not in head
+    except ObjectNotFoundError:
+        return None
+
+
+def parse_root(store: StorageBackend, data: bytes) -> Root | Composite | Claimed | PartialSave:
+    """The root that these bytes are, its parts read from the storage; raises what `read_root` does."""
+
+    def read_part(key: str, size: int) -> bytes:
+        try:
+            return store.get(key, 0, size)
+        except ObjectNotFoundError as error:
+            raise CorruptCheckpointError(f"{key}, a part of the root, is missing: {error}", key=key) from error
+
+    return decode_root(data, read_part)

@@ -1,0 +1,1 @@
+"""Copies: a checkpoint again, elsewhere, in another layout or for other software."""

@@ -1,0 +1,278 @@
+"""Converting a checkpoint to another layout, with little of it in memory at a time.
+
+A layout that takes arrays in pieces gets pieces of up to 64 MiB, any other gets whole arrays. They are read ahead of the writer,
+by threads of their own.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+
+from ckptcore.builtin.files_layout import FilesLayout, empty_directories, state_of_files
+from ckptcore.builtin.single_process import SingleProcess
+from ckptcore.commits.commit import remove_checkpoint
+from ckptcore.commits.occupants import Overwrite, read_root, refuse_to_replace
+from ckptcore.context import Context
+from ckptcore.copies.destinations import refuse_destination, refuse_further
+from ckptcore.copies.streaming import StreamedSnapshot, StreamSizes, items_by_object, reading_context
+from ckptcore.errors import CheckpointNotFoundError, CorruptCheckpointError, NameCollisionError, TransformError
+from ckptcore.events import Recording
+from ckptcore.jobs.agreement import Agreement
+from ckptcore.loads.reading import check_sizes
+from ckptcore.locations import Location, Place, resolve_location
+from ckptcore.model.arrays import Box, HostArray
+from ckptcore.model.objects import ObjectRecord
+from ckptcore.model.transfer import ArraySegment, WritePlan
+from ckptcore.model.tree import JSON
+from ckptcore.planning import plan_write
+from ckptcore.protocols import AtomicDirectories, Layout, WriteStore
+from ckptcore.roots.root import Member, check_name, new_save_id
+from ckptcore.saves.parts import Captured, Part, TreeCaptured
+from ckptcore.saves.persisting import Described, persist
+from ckptcore.saves.preparing import save_created
+from ckptcore.saves.reporting import ReportedSave
+from ckptcore.stored.members import is_deleted, open_member, present_members, while_composite_unchanged
+from ckptcore.stored.opened import Opened, OpenedComposite, check_file
+from ckptcore.stored.opening import find_composite
+from ckptcore.stored.tries import while_unchanged
+from ckptcore.verification import ProgressCallback
+
+if TYPE_CHECKING:
+    from ckptcore.transforms import Transforms
+
+__all__ = ["convert_checkpoint"]
+
+_PIECE_BYTES: Final = 1 << 24
+
+
+def convert_checkpoint(
+    source: Place,
+    destination: Place,
+    layout: str | Layout,
+    overwrite: Overwrite,
+    progress: ProgressCallback | None,
+    context: Context,
+    transforms: Transforms = (),
+    *,
+    save_id_of: Callable[[str], str] | None = None,
+    before_commit: Callable[[], None] = lambda: None,
+) -> None:
+    """See `ckptcore.convert`.
+
+    Args:
+        source, destination, layout, overwrite, progress, context, transforms: as there.
+        save_id_of: gives that of what is written, from that of the source; None: a new one.
+        before_commit: called right before the commit; what it raises stops that.
+    """
+    chosen = context.registry.layout(layout)
+    durable = context.durability == "full"
+    resolved = resolve_location(destination, context.registry, durable=durable, config=context.storage)
+    read_from = resolve_location(source, context.registry, durable=False, config=context.storage)
+    refuse_destination(read_from, resolved)
+    refuse_to_replace(resolved, overwrite)
+
+    job = _Conversion(resolved, chosen, overwrite, progress, context, transforms, save_id_of, before_commit)
+    composite = find_composite(source, job.reading)
+    if composite is None:
+        while_unchanged(source, job.reading, job.tree)
+    elif transforms:
+        raise TransformError(
+            f"{composite.location.display} holds several checkpointables, and transforms are of one tree: convert them one by one, "
+            f"as in convert({source}/NAME, ..., transforms=...). Nothing was converted"
+        )
+    else:
+        while_composite_unchanged(composite, source, job.reading, functools.partial(job.composite, source))
+
+
+class _Conversion:
+    def __init__(
+        self,
+        destination: Location,
+        layout: Layout,
+        overwrite: Overwrite,
+        progress: ProgressCallback | None,
+        context: Context,
+        transforms: Transforms,
+        save_id_of: Callable[[str], str] | None,
+        before_commit: Callable[[], None],
+    ) -> None:
+        self._before_commit = before_commit
+        self._save_id_of = save_id_of
+        self._transforms = transforms
+        self._destination = destination
+        self._layout = layout
+        self._overwrite = overwrite
+        self._progress = progress
+        self._context = context
+        self.reading = reading_context(context)
+        """What the source is read with."""
+        self._snapshots: list[StreamedSnapshot] = []
+        self._written: str | None = None
+        """The save id under which an attempt wrote the source, which was replaced meanwhile."""
+
+    def tree(self, opened: Opened) -> None:
+        """Write a checkpoint that is one tree."""
+        if self._transforms:
+            opened = self._transformed(opened)
+        refuse_further(opened, self._destination)
+        root = opened.root
+        save_id = new_save_id() if self._save_id_of is None or root is None else self._save_id_of(root.save_id)
+        part, captured = self._part("", "", opened, save_id, own=False)
+        self._persist(save_id, [part], [captured], None, opened)
+
+    def _transformed(self, opened: Opened) -> Opened:
+        """A checkpoint as the transforms make it.
+
+        Raises:
+            TransformError: if it has no tree, or they do not fit.
+        """
+        from ckptcore.transforms import apply_transforms  # only who transforms waits for it
+
+        if opened.layout.name == FilesLayout.name:
+            raise TransformError(
+                f"{opened.location.display} holds files that an object wrote, and no tree to transform"
+            )
+        return apply_transforms(opened, self._transforms, self.reading)
+
+    def composite(self, source: Place, composite: OpenedComposite) -> None:
+        """Write every checkpointable that is still there; files as they are."""
+        save_id = new_save_id()
+        members: dict[str, Member] = {}
+        parts, captured = [], []
+        for name, directories in present_members(composite).items():
+            member = composite.members[name]
+            check_name(name)  # other software has other rules
+            there = [directory for directory in directories if not is_deleted(composite, directory)]
+            if there and len(there) < (member.processes or 1):
+                raise CorruptCheckpointError(
+                    f"{name!r} in {composite.location.display} has a state for each of {member.processes} processes, and only "
+                    f"{len(there)} are there; delete those too, or convert another checkpoint"
+                )
+            for directory in there:
+                members[name] = member
+                opened = self._open(composite, name, directory, source)
+                part, held = self._part(name, directory, opened, save_id, own=member.processes is not None)
+                parts.append(part)
+                captured.append(held)
+        self._persist(save_id, parts, captured, members, composite)
+
+    def _open(self, composite: OpenedComposite, name: str, directory: str, source: Place) -> Opened:
+        try:
+            return open_member(composite, name, directory, source, self.reading)
+        except CheckpointNotFoundError as error:
+            if composite.root is None:
+                error.add_note(
+                    f"nothing was converted; the others can be, one by one, as in convert({source}/NAME, ...)"
+                )
+            raise
+
+    def _part(self, name: str, directory: str, opened: Opened, save_id: str, *, own: bool) -> tuple[Part, Captured]:
+        tree = opened.tree
+        if opened.layout.name == FilesLayout.name:
+            _refuse_own_names(opened)
+            plan = plan_write(tree, {}, rank=0, size=1, save_id=save_id, name=name)
+            return Part(directory, opened.layout, plan, own), _StoredFiles(opened)
+        self._layout.check(tree, 1)
+        check_sizes(opened, range(len(tree.leaves)))
+        sources, sizes = range(len(tree.leaves)), StreamSizes.of(self._context)
+        objects = items_by_object(self._layout, tree, opened, sources, sizes)
+        plan = WritePlan(tree, tuple([item for items in objects for item in items]), 0, 1, save_id, name)
+        snapshot = StreamedSnapshot(plan, opened, sources, sizes)
+        self._snapshots.append(snapshot)
+        return Part(directory, self._layout, plan, own), TreeCaptured(snapshot)
+
+    def _persist(
+        self,
+        save_id: str,
+        parts: Sequence[Part],
+        captured: Sequence[Captured],
+        members: Mapping[str, Member] | None,
+        source: Opened | OpenedComposite,
+    ) -> None:
+        self._take_back()
+        display = self._destination.display
+        described = Described(
+            location=self._destination,
+            overwrite=self._overwrite,
+            custom=source.custom,
+            metrics=source.metrics,
+            progress=source.root.progress if source.root is not None else {},
+            save_id=save_id,
+            created=save_created(),
+            parts=parts,
+            members=members,
+            before_commit=functools.partial(self._check, source),
+            agreement=Agreement(SingleProcess(), "convert"),
+        )
+        total = sum(part.plan.tree.nbytes for part in parts)
+        handle = ReportedSave(display, total, self._progress) if self._progress is not None else None
+        recording = Recording("save", display, self._context.observers, save_id=save_id)
+        try:
+            persist(described, captured, self._context, recording, handle)
+        finally:
+            for snapshot in self._snapshots:
+                snapshot.close()
+            self._snapshots.clear()
+        recording.finish(total)
+        self._written = save_id
+
+    def _check(self, source: Opened | OpenedComposite) -> None:
+        """Look, before the commit, whether further checkpoints that were read are still those that were opened."""
+        if isinstance(source, Opened) and source.derived is not None:
+            from ckptcore.transforms import check_beside  # only who reads further ones needs it
+
+            check_beside(source)
+        self._before_commit()
+
+    def _take_back(self) -> None:
+        """Remove what an attempt before wrote where it cannot be replaced, and nothing that somebody else saved there since."""
+        written, self._written = self._written, None
+        if written is None or (self._overwrite and isinstance(self._destination.parent, AtomicDirectories)):
+            return
+        there = read_root(self._destination.store)
+        if there is not None and there.save_id == written:
+            remove_checkpoint(self._destination, new_save_id(), self._context.conditions)
+
+
+def _refuse_own_names(opened: Opened) -> None:
+    """Refuse files of other software that have the names of ckptcore's own.
+
+    Raises:
+        NameCollisionError
+    """
+    for key in opened.objects:
+        if key.startswith("checkpoint."):
+            raise NameCollisionError(
+                f"{opened.location.display} has the file {key!r}; names that begin with 'checkpoint.' are those of ckptcore's own "
+                "files, so it cannot stand in a checkpoint of ckptcore. Nothing was converted"
+            )
+
+
+class _StoredFiles:
+    """Files of an object that are read from the source as they are written."""
+
+    def __init__(self, opened: Opened) -> None:
+        self._opened = opened
+
+    def write(self, part: Part, store: WriteStore) -> JSON:
+        """See `Captured`."""
+        for record in self._opened.objects.values():
+            check_file(self._opened, record)  # before anything is made of a size that a hostile root may state
+            store.write(record.key, [self._piece(record, start) for start in range(0, record.size, _PIECE_BYTES)])
+        return state_of_files(empty_directories(self._opened.state))  # checked: the source may be hostile
+
+    def _piece(self, record: ObjectRecord, start: int) -> ArraySegment:
+        box = Box((0,), (min(_PIECE_BYTES, record.size - start),))
+
+        def read() -> Sequence[tuple[Box, HostArray]]:
+            data = self._opened.store.get(record.key, start, start + box.size)
+            return ((box, np.frombuffer(data, np.uint8)),)
+
+        return ArraySegment(box, 1, read, lambda: None)
+
+    def close(self) -> None:
+        """Nothing is held."""

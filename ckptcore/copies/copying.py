@@ -1,0 +1,366 @@
+"""Copying a checkpoint as it is, object by object, between any two storages; a copy that died is gone on with by the next one."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Final, Literal, TypeAlias
+
+from ckptcore.commits.commit import Claim, continue_claim, sweep_location
+from ckptcore.commits.occupants import Overwrite, is_claimed_by, root_bytes
+from ckptcore.context import Context
+from ckptcore.copies.destinations import refuse_destination
+from ckptcore.copies.manifests import Manifest, StoredRoot, read_manifest
+from ckptcore.engine.errands import run_each
+from ckptcore.engine.new_objects import abort_uploads
+from ckptcore.engine.requests import requests_of
+from ckptcore.engine.transfers import Transfer
+from ckptcore.errors import (
+    CheckpointError,
+    CheckpointExistsError,
+    CorruptCheckpointError,
+    InvalidLocationError,
+    ObjectNotFoundError,
+    SaveLostError,
+    StorageError,
+)
+from ckptcore.locations import Location, Place, resolve_location
+from ckptcore.model.objects import ObjectRecord
+from ckptcore.protocols import StorageBackend
+from ckptcore.roots.root import ROOT_KEY, Claimed
+from ckptcore.roots.root_json import bases_of_root
+from ckptcore.saves.preparing import save_created
+from ckptcore.stored.opening import ATTEMPTS, replaced_too_often, root_mark
+from ckptcore.verification import ProgressCallback
+
+__all__ = ["CopyReport", "CopyVerification", "copy_checkpoint", "send_objects"]
+
+logger = logging.getLogger("ckptcore.copying")
+
+CopyVerification: TypeAlias = Literal["passing", "read-back"]
+"""How a copy is verified: bytes are compared with their checksums as they pass; all is read at the destination, too."""
+
+_VERIFICATIONS: Final = ("passing", "read-back")
+"""The values of `CopyVerification`."""
+
+
+@dataclass(frozen=True, slots=True)
+class CopyReport:
+    """What a copy did.
+
+    Attributes:
+        objects: how many objects the checkpoint has, its root included.
+        nbytes: bytes of all of them.
+        sent_bytes: bytes that were written at the destination.
+        kept_bytes: bytes that were there already, of a copy that died, or of one that was complete.
+        read_back_bytes: bytes that were read at the destination.
+        requests: ranges read, pieces written, objects begun and completed; without those that look around.
+        unverified: keys of objects of which no checksums are kept: they were copied as they were read.
+    """
+
+    objects: int
+    nbytes: int
+    sent_bytes: int
+    kept_bytes: int
+    read_back_bytes: int
+    requests: int
+    unverified: tuple[str, ...]
+
+
+def copy_checkpoint(
+    source: Place,
+    destination: Place,
+    context: Context,
+    *,
+    overwrite: Overwrite = False,
+    verify: CopyVerification = "passing",
+    progress: ProgressCallback | None = None,
+    is_stopped: Callable[[], bool] = lambda: False,
+    before_commit: Callable[[], None] = lambda: None,
+    copy_referring: Callable[[StoredRoot], CopyReport] | None = None,
+) -> CopyReport:
+    """See `ckptcore.copy`.
+
+    Args:
+        source, destination, context, overwrite, verify, progress: as there.
+        is_stopped: asked before each piece; who says True gets a `CancelledError`, and what was copied stays for the next copy.
+        before_commit: called when all but the root is there; what it raises is raised, and what was copied stays.
+        copy_referring: copies what refers to others, as its root says; None: such is copied as it is.
+    """
+    if verify not in _VERIFICATIONS:
+        raise ValueError(f"verify={verify!r}: expected one of {', '.join(map(repr, _VERIFICATIONS))}")
+    durable = context.durability == "full"
+    to = resolve_location(destination, context.registry, durable=durable, config=context.storage)
+    refuse_destination(resolve_location(source, context.registry, durable=False, config=context.storage), to)
+    for _ in range(ATTEMPTS):
+        manifest = read_manifest(source, context, without=to)
+        if copy_referring is not None and manifest.root is not None and bases_of_root(manifest.root.data):
+            return copy_referring(manifest.root)
+        copy = _Copy(manifest, to, verify, progress, is_stopped, before_commit, context)
+        if not overwrite and copy.is_there():
+            sweep_location(to)
+            return copy.report_of_complete()
+        _refuse_alien_composite(manifest, to)
+        try:
+            if copy.attempt(overwrite):
+                return copy.report()
+        except (CheckpointExistsError, SaveLostError) as error:
+            # Another copy of the same save may have been faster, or have taken over from this one.
+            if error is copy.refused or (not copy.is_there() and not copy.is_claimed()):
+                raise
+        except StorageError as error:
+            # ... or have committed, and given up the uploads of this one.
+            if error is copy.refused or overwrite or not copy.is_known_to_be_there():
+                raise
+    raise replaced_too_often(source)
+
+
+def _refuse_alien_composite(manifest: Manifest, destination: Location) -> None:
+    """Refuse to place one of several checkpointables in a checkpoint that it does not belong to: it would not count there.
+
+    Raises:
+        InvalidLocationError: before anything is written.
+    """
+    if manifest.root is not None and b'"member":true' in manifest.root.data[:4096] and root_bytes(destination.parent):
+        raise InvalidLocationError(
+            f"{destination.display} is inside another checkpoint, and {manifest.location.display} is one of several "
+            "checkpointables, which count only in the one that they were saved with; copy it to a location of its own"
+        )
+
+
+def send_objects(
+    manifest: Manifest,
+    records: Sequence[ObjectRecord],
+    store: StorageBackend,
+    context: Context,
+    *,
+    progress: Callable[[int], None] = lambda nbytes: None,
+    is_stopped: Callable[[], bool] = lambda: False,
+) -> Transfer:
+    """Send some objects of a checkpoint, and nothing that makes it one; the transfer, which has counts.
+
+    Args:
+        manifest: of the checkpoint.
+        records: which of its objects.
+        store: where they go: that of a claim.
+        context: options.
+        progress: called with a number of bytes each time that many more are there, from any thread.
+        is_stopped: as for `copy_checkpoint`.
+
+    Raises:
+        What `Transfer.send` does.
+    """
+    transfer = Transfer(manifest.location.store, store, context.io_threads, sent=progress, is_stopped=is_stopped)
+    transfer.send(records)
+    return transfer
+
+
+class _Copy:
+    """An attempt to copy what a manifest says."""
+
+    def __init__(
+        self,
+        manifest: Manifest,
+        destination: Location,
+        verify: CopyVerification,
+        progress: ProgressCallback | None,
+        is_stopped: Callable[[], bool],
+        before_commit: Callable[[], None],
+        context: Context,
+    ) -> None:
+        self.refused: BaseException | None = None  # what `before_commit` raised
+        self._before_commit = before_commit
+        self._manifest = manifest
+        self._destination = destination
+        self._verify = verify
+        self._progress = progress
+        self._is_stopped = is_stopped
+        self._context = context
+        self._records = (*manifest.objects, *manifest.marks)
+        self._total = manifest.nbytes
+        self._done = 0
+        self._kept = 0
+        self._roots_bytes = 0
+        self._lock = threading.Lock()
+        self._transfer: Transfer = self._begin(destination.store)
+
+    def _begin(self, store: StorageBackend) -> Transfer:
+        self._transfer = Transfer(
+            self._manifest.location.store,
+            store,
+            self._context.io_threads,
+            sent=self._moved,
+            is_stopped=self._is_stopped,
+        )
+        return self._transfer
+
+    def _moved(self, nbytes: int) -> None:
+        with self._lock:
+            self._done += nbytes
+            if self._progress is not None:
+                self._progress(self._done, self._total)
+
+    def is_there(self) -> bool:
+        """Whether this very checkpoint stands at the destination already."""
+        root = self._manifest.root
+        return root is not None and root_mark(self._destination.store) == root.data
+
+    def is_known_to_be_there(self) -> bool:
+        """Whether it stands there; False where that cannot be read."""
+        try:
+            return self.is_there()
+        except StorageError:
+            return False
+
+    def report_of_complete(self) -> CopyReport:
+        """The report of a copy that was complete before.
+
+        Raises:
+            CorruptCheckpointError: what is there is damaged, as far as it was asked for.
+        """
+        self._kept = self._total
+        self._moved(self._total)
+        if self._verify == "read-back":
+            self._expect_sound(self._records)
+        return self.report()
+
+    def is_claimed(self) -> bool:
+        """Whether a copy of this very checkpoint to the destination is under way or died, where such copies cannot be told apart."""
+        return is_claimed_by(self._destination, self._manifest.copy_id)
+
+    def attempt(self, overwrite: Overwrite) -> bool:
+        """Copy and commit; False if the source was replaced meanwhile. What was written of that is removed, and stays after an error.
+
+        Raises:
+            What `copy_checkpoint` does.
+        """
+        claim = continue_claim(
+            self._destination, Claimed(self._manifest.copy_id, save_created()), overwrite, self._context.conditions
+        )
+        try:
+            if self._commit(claim):
+                return True
+        except BaseException:
+            claim.leave()
+            raise
+        claim.abort()
+        return False
+
+    def _commit(self, claim: Claim) -> bool:
+        try:
+            self._send(claim.store)
+        except CheckpointError:
+            if self._is_unchanged():
+                raise
+            return False
+        if not self._is_unchanged():
+            return False
+        try:
+            self._before_commit()
+        except BaseException as error:
+            self.refused = error
+            raise
+        root = self._manifest.root
+        if root is None:
+            claim.commit(None, {})
+        else:
+            claim.commit(root.data, root.parts)
+            self._count_root(root.nbytes)
+        self._abort_uploads()
+        return True
+
+    def _abort_uploads(self) -> None:
+        """Give up what copies before this one had begun to upload: where it is kept, it is paid for, and nobody finishes it."""
+        try:
+            abort_uploads(self._destination.store)
+        except StorageError as error:
+            # The copy is committed; who may write need not be allowed to look at uploads.
+            logger.warning(
+                "%s is copied, but unfinished uploads to it cannot be looked for: %s", self._destination.display, error
+            )
+
+    def _is_unchanged(self) -> bool:
+        return root_mark(self._manifest.location.store) == self._manifest.mark
+
+    def _send(self, store: StorageBackend) -> None:
+        """Write all but the root, and check what is to be checked."""
+        transfer = self._begin(store)
+        kept = self._keep(store)
+        checked = [record for record in self._records if record.key in kept]
+        for some in (self._manifest.objects, self._manifest.marks):
+            checked.extend(transfer.send([record for record in some if record.key not in kept]))
+        if self._verify == "read-back":
+            self._expect_sound([record for record in checked if record.key not in kept])
+        for member in self._manifest.members:
+            # Its root last: it is what makes a checkpointable count, once all is committed.
+            for key, data in (*member.parts.items(), (ROOT_KEY, member.data)):
+                store.put(f"{member.directory}/{key}", data)
+            self._count_root(member.nbytes)
+
+    def _count_root(self, nbytes: int) -> None:
+        self._roots_bytes += nbytes
+        self._moved(nbytes)
+
+    def _keep(self, store: StorageBackend) -> frozenset[str]:
+        """The keys of objects that a copy before this one completed; what else it left is removed.
+
+        An object is kept if it has its size and its bytes. Those are read: files have a size before they have their bytes, a source
+        without checksums may have been written anew, and where lists are old, or a save that lost its claim is not dead yet, an object
+        may be another save's of the same shapes.
+        """
+        found = [key for key in store.list() if key != ROOT_KEY]
+        sizes: dict[str, int] = {}
+        look = partial(_add_size, store, sizes)
+        run_each(self._context.io_threads, found, look, parallelism=requests_of(store).concurrency)
+        there = [record for record in self._records if sizes.get(record.key) == record.size]
+        wrong = self._transfer.read_back(there)
+        kept = [record for record in there if record.key not in wrong]
+        keys = frozenset([record.key for record in kept])
+        # Not the roots, which are written anyway: a copy of the same may be about to commit them.
+        roots = {f"{member.directory}/{key}" for member in self._manifest.members for key in (*member.parts, ROOT_KEY)}
+        if self._manifest.root is not None:
+            roots.update(self._manifest.root.parts)
+        if useless := [key for key in found if key not in keys and key not in roots]:
+            store.delete(useless)
+        if kept:
+            store.sync([record.key for record in kept])  # who wrote them may have died before they were durable
+            self._kept = sum(record.size for record in kept)
+            self._moved(self._kept)
+        return keys
+
+    def _expect_sound(self, records: Sequence[ObjectRecord]) -> None:
+        """Read objects at the destination.
+
+        Raises:
+            CorruptCheckpointError: they are not what was sent.
+        """
+        wrong = self._transfer.read_back(records)
+        for key, error in wrong.items():
+            raise CorruptCheckpointError(
+                f"{self._destination.display} is not what was copied ({len(wrong)} of {len(records)} objects, the first is {key}): "
+                f"{error}",
+                key=key,
+            ) from error
+
+    def report(self) -> CopyReport:
+        """What was done."""
+        counts = self._transfer.counts
+        return CopyReport(
+            objects=self._manifest.count,
+            nbytes=self._total,
+            sent_bytes=counts.sent_bytes + self._roots_bytes,
+            kept_bytes=self._kept,
+            read_back_bytes=counts.read_back_bytes,
+            requests=counts.requests,
+            unverified=tuple([record.key for record in self._records if record.size and not record.checksums]),
+        )
+
+
+def _add_size(store: StorageBackend, sizes: dict[str, int], key: str) -> None:
+    try:
+        sizes[key] = store.size(key)
+    except ObjectNotFoundError:
+        return  # removed meanwhile, or not there in spite of a list

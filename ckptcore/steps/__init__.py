@@ -1,0 +1,1 @@
+"""Steps: the checkpoints of a run in a directory: found, restored, copied, given up."""

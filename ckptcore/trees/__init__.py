@@ -1,0 +1,1 @@
+"""Trees: values taken apart into skeletons and leaves, described, and put together again."""

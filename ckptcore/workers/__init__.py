@@ -1,0 +1,1 @@
+"""What the workers of a single controller are sent to do."""
