@@ -19,7 +19,7 @@ equinox = pytest.importorskip("equinox")
 optax = pytest.importorskip("optax")
 nnx = pytest.importorskip("flax.nnx")
 train_state = pytest.importorskip("flax.training.train_state")
-checkpoint = pytest.importorskip("orbax.checkpoint.v1")
+checkpoint = pytest.importorskip("orbax.checkpoint.experimental.v1")
 linen = pytest.importorskip("flax.linen")
 
 

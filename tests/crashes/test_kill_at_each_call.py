@@ -187,9 +187,16 @@ def _go_on(scenario: Scenario, point: KillPoint, warm: Saver, directory: Path) -
 def test_a_copy_that_was_killed_is_gone_on_with(warm: Saver, tmp_path: Path) -> None:
     scenario = SCENARIOS["copy, large, by several threads"]
     points = _points(scenario, warm, tmp_path)
-    chosen = points[:: max(1, len(points) // _SAMPLE)]
-    reports = [_go_on(scenario, point, warm, tmp_path / str(number)) for number, point in enumerate(chosen)]
-    assert len({report.kept_bytes for report in reports}) > 2, "no copy was killed between two objects"
+    step = max(1, len(points) // _SAMPLE)
+    others = [point for number, point in enumerate(points) if number % step]
+    partial = 0
+    # Which threads have written what by a call differs from run to run: a kill between two objects is looked for until it is found.
+    for number, point in enumerate([*points[::step], *others]):
+        if number >= len(points[::step]) and partial:
+            break
+        report = _go_on(scenario, point, warm, tmp_path / str(number))
+        partial += 0 < report.kept_bytes < report.nbytes
+    assert partial, "no copy was killed between two objects"
 
 
 @pytest.mark.slow

@@ -1,0 +1,61 @@
+"""Tests skip where a library is missing, and none of these is missing where all that is pinned is installed: a name that is wrong would skip for ever."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SOURCES = [path for folder in ("tests", "plugins") for path in sorted((ROOT / folder).rglob("test_*.py"))]
+
+NOT_PINNED = {"peft"}
+"""What no test needs: PEFT wrote the golden adapters, and who has it compares more."""
+
+
+def skipped_without(source: str) -> Iterator[str]:
+    """The modules without which what is in a source skips."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "pytest.importorskip":
+            name = node.args[0]
+            if isinstance(name, ast.Constant):  # others are told by parameters
+                yield str(name.value)
+
+
+def is_there(name: str) -> bool:
+    """Whether a module is installed; imports nothing."""
+    top, *inner = name.split(".")
+    spec = find_spec(top)
+    if spec is None:
+        return False
+    folders = [Path(folder) for folder in spec.submodule_search_locations or ()]
+    for part in inner:
+        found = [folder / part for folder in folders if (folder / part).is_dir()]
+        if not found and not any((folder / f"{part}.py").is_file() for folder in folders):
+            return False
+        folders = found
+    return True
+
+
+def test_no_test_skips_for_a_module_that_is_not_there() -> None:
+    names = {(path, name) for path in SOURCES for name in skipped_without(path.read_text(encoding="utf-8"))}
+    assert len(names) > 10
+    assert [f"{path.relative_to(ROOT)}: {name}" for path, name in sorted(names) if not is_there(name)] == [
+        f"{path.relative_to(ROOT)}: {name}" for path, name in sorted(names) if name in NOT_PINNED
+    ]
+
+
+def test_a_wrong_name_is_noticed() -> None:
+    """The test above can fail."""
+    source = 'import pytest\ndef f():\n    json = pytest.importorskip("json.nothing")\n'
+    (name,) = skipped_without(source)
+    assert not is_there(name)
+    assert is_there("json.decoder") and not is_there("nothing_of_this_name")
+
+
+@pytest.mark.parametrize("name", ["json", "xml.etree.ElementTree"])
+def test_a_right_name_is_found(name: str) -> None:
+    assert is_there(name)
