@@ -15,7 +15,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from ckptcore.builtin.safetensors_files import METADATA, encode_header, file_metadata, file_names, physical
+from ckptcore.builtin.safetensors_dtypes import header_entry
+from ckptcore.builtin.safetensors_files import METADATA, encode_header, file_metadata, file_names
 from ckptcore.builtin.safetensors_header import TensorEntry, inspect_files
 from ckptcore.builtin.safetensors_places import KnownPlaces, SliceColumns, StoredSlice
 from ckptcore.builtin.safetensors_slices import write_slices
@@ -129,16 +130,17 @@ class SafetensorsLayout:
                 segments: list[Segment] = []
                 positions: list[int] = []
                 for leaf in files[number]:
-                    spec = _spec(plan.tree, leaf)
-                    dtype, shape = physical(spec)
+                    record = _record(plan.tree, leaf)
+                    dtype, shape = header_entry(record)
+                    nbytes = record.spec.nbytes
                     header[names[leaf]] = {
                         "dtype": dtype,
                         "shape": shape,
-                        "data_offsets": [position, position + spec.nbytes],
+                        "data_offsets": [position, position + nbytes],
                     }
                     positions.append(position)
                     segments.extend(_segments(snapshot, items.pop(leaf, ())))
-                    position += spec.nbytes
+                    position += nbytes
                 head = encode_header(header, position)
                 leaf_column.extend(files[number])
                 file_column.extend([number] * len(positions))
@@ -289,10 +291,14 @@ def _own_files(plan: WritePlan, items: Mapping[int, Sequence[int]], files: Seque
     return own
 
 
-def _spec(tree: TreeMetadata, leaf: int) -> ArraySpec:
+def _record(tree: TreeMetadata, leaf: int) -> ArrayRecord:
     record = tree.leaves[leaf]
     assert isinstance(record, ArrayRecord)  # plans have no other items
-    return record.spec
+    return record
+
+
+def _spec(tree: TreeMetadata, leaf: int) -> ArraySpec:
+    return _record(tree, leaf).spec
 
 
 def _segments(snapshot: Snapshot, items: Sequence[int]) -> list[ArraySegment]:
@@ -356,5 +362,5 @@ def _inspection(entries: Sequence[TensorEntry], metadata: Mapping[str, JSON]) ->
         "file": [numbers[entry.key] for entry in entries],
         "offset": [entry.offset for entry in entries],
     }
-    tree = TreeMetadata(skeleton, tuple([ArrayRecord(entry.spec) for entry in entries]))
+    tree = TreeMetadata(skeleton, tuple([entry.record for entry in entries]))
     return Inspection(tree, state, "safetensors", dict(metadata))

@@ -1,4 +1,4 @@
-"""Files in the safetensors format as they are written: headers, names, what the format calls a dtype."""
+"""Files in the safetensors format as they are written: headers and names."""
 
 from __future__ import annotations
 
@@ -6,12 +6,10 @@ import json
 from collections.abc import Collection, Mapping
 from typing import Final
 
-from ckptcore.builtin.safetensors_header import FORMAT_DTYPES
-from ckptcore.model.arrays import ArraySpec
 from ckptcore.model.metadata import TreeMetadata
 from ckptcore.model.tree import JSON
 
-__all__ = ["METADATA", "encode_header", "file_metadata", "file_names", "physical"]
+__all__ = ["METADATA", "encode_header", "file_metadata", "file_names"]
 
 METADATA: Final = "__metadata__"
 """The name in a header under which the metadata of the file stands."""
@@ -19,17 +17,6 @@ METADATA: Final = "__metadata__"
 _ALIGNMENT: Final = 64
 _LARGE_ALIGNMENT: Final = 4096
 """Where elements begin in a large file, in bytes: a page, so that direct I/O needs no copy."""
-
-
-def physical(spec: ArraySpec) -> tuple[str, list[int]]:
-    """The dtype and shape that the header states for an array."""
-    shape = list(spec.shape)
-    if (known := FORMAT_DTYPES.get(spec.dtype)) is not None:
-        return known, shape
-    dtype = spec.numpy_dtype
-    if dtype.kind in "mM":
-        return "I64", shape
-    return "U8", shape if dtype.itemsize == 1 else [*shape, dtype.itemsize]
 
 
 def encode_header(header: Mapping[str, JSON], data_bytes: int) -> bytes:

@@ -8,42 +8,18 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from ckptcore.builtin.json_objects import parse_json_object, read_json_object
+from ckptcore.builtin.safetensors_dtypes import record_of
 from ckptcore.errors import (
     CheckpointNotFoundError,
     CorruptCheckpointError,
     ObjectNotFoundError,
-    UnsupportedLeafError,
 )
-from ckptcore.model.arrays import ArraySpec
+from ckptcore.model.metadata import ArrayRecord
 from ckptcore.model.tree import JSON
 from ckptcore.protocols import ReadStore
 
-__all__ = ["FORMAT_DTYPES", "TensorEntry", "inspect_files"]
+__all__ = ["TensorEntry", "inspect_files"]
 
-FORMAT_DTYPES: Final[Mapping[str, str]] = {
-    "bool": "BOOL",
-    "int8": "I8",
-    "int16": "I16",
-    "int32": "I32",
-    "int64": "I64",
-    "uint8": "U8",
-    "uint16": "U16",
-    "uint32": "U32",
-    "uint64": "U64",
-    "float16": "F16",
-    "bfloat16": "BF16",
-    "float32": "F32",
-    "float64": "F64",
-    "complex64": "C64",
-    "float8_e4m3fn": "F8_E4M3",
-    "float8_e5m2": "F8_E5M2",
-    "float8_e8m0fnu": "F8_E8M0",
-    "float8_e4m3fnuz": "F8_E4M3FNUZ",
-    "float8_e5m2fnuz": "F8_E5M2FNUZ",
-}
-"""The names that safetensors 0.8 has for dtypes of ours. Its F4 and F6 pack several elements into bytes; ours do not."""
-
-_DTYPES: Final = {theirs: ours for ours, theirs in FORMAT_DTYPES.items()}
 _MAX_HEADER_BYTES: Final = 100_000_000
 """What the safetensors library itself accepts."""
 
@@ -63,13 +39,13 @@ class TensorEntry:
 
     Attributes:
         name: its name.
-        spec: its shape and dtype.
+        record: the array that it is.
         key: the file.
         offset: where its first element is in the file, in bytes.
     """
 
     name: str
-    spec: ArraySpec
+    record: ArrayRecord
     key: str
     offset: int
 
@@ -208,7 +184,7 @@ def _read_header(store: ReadStore, key: str) -> tuple[Sequence[TensorEntry], Map
         raise CorruptCheckpointError(f"the __metadata__ of {key} is not a map of strings", key=key)
     start = 8 + header_bytes
     entries = [_entry(name, described, key, start) for name, described in header.items()]
-    entries.sort(key=lambda entry: (entry.offset, entry.spec.nbytes))
+    entries.sort(key=lambda entry: (entry.offset, entry.record.spec.nbytes))
     position = start
     for entry in entries:
         if entry.offset != position:
@@ -216,7 +192,7 @@ def _read_header(store: ReadStore, key: str) -> tuple[Sequence[TensorEntry], Map
                 f"the tensor {entry.name!r} of {key} begins at byte {entry.offset}, where byte {position} is expected",
                 key=key,
             )
-        position += entry.spec.nbytes
+        position += entry.record.spec.nbytes
     if position != file_bytes:
         raise CorruptCheckpointError(
             f"{key} has {file_bytes} bytes, where its header describes {position}; the file is cut off or damaged",
@@ -244,15 +220,10 @@ def _entry(name: str, described: Any, key: str, start: int) -> TensorEntry:
             f"the header of {key} describes {name!r} with dtype {dtype}, shape {shape} and offsets {first} to {last}",
             key=key,
         )
-    ours = _DTYPES.get(dtype)
-    if ours is None:
-        raise UnsupportedLeafError(
-            f"the tensor {name!r} of {key} has the dtype {dtype[:40]!r}, which NumPy cannot hold; "
-            "its other tensors can be read by another program only"
-        )
-    spec = ArraySpec(tuple(shape), ours)
-    if spec.nbytes != last - first or not spec.is_possible:
+    record = record_of(dtype, shape, last - first)
+    if record is None:
         raise CorruptCheckpointError(
-            f"the tensor {name!r} of {key} is {spec}, {spec.nbytes} bytes, and {last - first} bytes are stated", key=key
+            f"the tensor {name!r} of {key} cannot be: its header states dtype {dtype[:40]!r}, shape {shape} and {last - first} bytes",
+            key=key,
         )
-    return TensorEntry(name, spec, key, start + first)
+    return TensorEntry(name, record, key, start + first)

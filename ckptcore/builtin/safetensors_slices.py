@@ -14,9 +14,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from ckptcore.builtin.safetensors_files import METADATA, encode_header, file_metadata, physical
+from ckptcore.builtin.safetensors_dtypes import header_entry
+from ckptcore.builtin.safetensors_files import METADATA, encode_header, file_metadata
 from ckptcore.builtin.safetensors_places import SliceColumns, StoredSlice
 from ckptcore.model.arrays import ArraySpec, Box, HostArray
+from ckptcore.model.metadata import ArrayRecord
 from ckptcore.model.transfer import ArraySegment, BytesSegment, Segment, WritePlan
 from ckptcore.model.tree import JSON
 from ckptcore.protocols import Snapshot, WriteStore
@@ -78,7 +80,9 @@ def write_slices(
             for part in slices:
                 item = plan.items[part.item]
                 spec = ArraySpec(part.box.shape, item.spec.dtype)
-                dtype, shape = physical(spec)
+                # Packed elements stay bytes: torch's reader of slices (hf_storage.py, torch 2.13.0) knows neither their dtypes nor a
+                # shape that is not in the units of the offsets.
+                dtype, shape = header_entry(ArrayRecord(spec))
                 name = names[item.leaf]
                 header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [position, position + spec.nbytes]}
                 begins[name] = {"saved_offsets": [*part.box.start, *[0] * (len(shape) - len(part.box.start))]}

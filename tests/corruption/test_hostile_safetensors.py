@@ -160,7 +160,7 @@ _IMPOSSIBLE: Final[dict[str, bytes]] = {
     "nothing of very much": _file({**_HEADER, "empty": {"dtype": "I64", "shape": [0, 1 << 62], "data_offsets": [58, 58]}}),
     "a negative shape": _file(_entry(shape=[-3, -4])),
     "a shape of truths": _file(_entry(shape=[True, 12])),
-    "a dtype of nobody": _file(_entry(dtype="F33")),
+    "a dtype of nobody": _file(_entry(dtype="F 33")),
     "a dtype that is a list": _file(_entry(dtype=["F32"])),
     "metadata that is no text": _file({**_HEADER, "__metadata__": {"a": 1}}),
     "metadata that is a list": _file({**_HEADER, "__metadata__": []}),

@@ -117,3 +117,23 @@ def test_slices_of_ckptcore_are_what_torch_loads(tmp_path: Path) -> None:
         assert np.array_equal(found[name].numpy(), array)
     (tmp_path / "ours" / "checkpoint.json").unlink()
     expect_shards(tmp_path / "ours", {name: torch.from_numpy(array) for name, array in state.items()})
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable):UserWarning")
+def test_pairs_of_float4_in_parts_that_torch_wrote(tmp_path: Path) -> None:
+    pairs = torch.arange(12, dtype=torch.uint8).reshape(3, 4)
+    state = {"w": pairs.view(torch.float4_e2m1fn_x2), "x": torch.ones(2)}
+    dcp.save(state, storage_writer=dcp.HuggingFaceStorageWriter(str(tmp_path), save_distributed=True), no_dist=True)
+    expect_shards(tmp_path, {"w": pairs, "x": torch.ones(2)})
+    found = inspect_dcp(Directory(tmp_path), None)
+    assert found is not None
+    kinds = {path: record.kind for path, record in zip(found.tree.paths, found.tree.leaves, strict=True)}
+    assert kinds == {("w",): "torch.float4_e2m1fn_x2", ("x",): "array"}
+
+
+def test_offsets_of_pairs_are_in_pairs(tmp_path: Path) -> None:
+    """The writer states the offsets of its tensors, which have pairs, and the shape that the format has, in elements."""
+    pairs = np.arange(12, dtype=np.uint8).reshape(2, 6)
+    _shard(tmp_path, 1, _header([0, 0], [2, 4], 4, "F4"), pairs[:, :2].tobytes())
+    _shard(tmp_path, 2, _header([0, 2], [2, 8], 8, "F4"), pairs[:, 2:].tobytes())
+    expect_shards(tmp_path, {"w": torch.from_numpy(pairs)})

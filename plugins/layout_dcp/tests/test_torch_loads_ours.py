@@ -260,6 +260,29 @@ def test_dtypes_that_torch_lacks_are_bytes_for_it(tmp_path: Path, dtype: str) ->
     assert ours["empty"].shape == (0, 4) and ours["empty"].dtype == array.dtype
 
 
+def test_pairs_of_float4(tmp_path: Path) -> None:
+    pairs = torch.arange(12, dtype=torch.uint8).reshape(3, 4)
+    state = {"w": pairs.view(torch.float4_e2m1fn_x2), "x": torch.ones(2)}
+    ckptcore.save(tmp_path / "ours", state, layout="dcp")
+    dcp.save(state, checkpoint_id=tmp_path / "theirs", no_dist=True)
+    ours, theirs = metadata_of(tmp_path / "ours"), metadata_of(tmp_path / "theirs")
+    assert ours.state_dict_metadata == theirs.state_dict_metadata
+    for location in (tmp_path / "ours", tmp_path / "theirs"):
+        assert_same(ckptcore.load(location, {name: tensor.to("meta") for name, tensor in state.items()}), state)
+        assert ckptcore.load(location)["w"].tolist() == pairs.tolist()
+        none = {"w": torch.zeros(3, 4, dtype=torch.uint8).view(torch.float4_e2m1fn_x2), "x": torch.zeros(2)}
+        assert_same(loaded(location, none), state)
+
+
+@pytest.mark.parametrize("dtype", ["int4", "uint4", "int1", "uint7"])
+def test_bytes_that_torch_cannot_copy_are_uint8_for_it(tmp_path: Path, dtype: str) -> None:
+    data = torch.arange(12, dtype=torch.uint8)
+    state = {"w": data.view(getattr(torch, dtype))}
+    ckptcore.save(tmp_path / "c", state, layout="dcp")
+    assert_same(loaded(tmp_path / "c", {"w": torch.zeros(12, dtype=torch.uint8)}), {"w": data})
+    assert_same(ckptcore.load(tmp_path / "c", {"w": state["w"].to("meta")}), state)
+
+
 def test_empty_containers(tmp_path: Path) -> None:
     """torch drops a mapping with nothing in it, and keeps an empty list."""
     state = {"a": {}, "b": {"c": {}, "d": []}, "f": {"g": torch.zeros(0)}}

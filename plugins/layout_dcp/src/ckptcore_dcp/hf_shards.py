@@ -14,9 +14,10 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from ckptcore.errors import CorruptCheckpointError, UnsupportedLeafError
-from ckptcore.model import LEAF, ArrayRecord, ArraySpec, Box, Node, TreeMetadata
+from ckptcore.model import LEAF, ArrayRecord, Box, Node, TreeMetadata
 from ckptcore.planning import cuts_of
 from ckptcore.protocols import Inspection, ReadStore
+from ckptcore_dcp.dtypes import spec_and_kind
 from ckptcore_dcp.state import Chunk, ChunkColumns
 
 __all__ = ["inspect_shards"]
@@ -46,7 +47,11 @@ _DTYPES: Final = {
     "F8_E8M0": "float8_e8m0fnu",
     "F8_E4M3FNUZ": "float8_e4m3fnuz",
     "F8_E5M2FNUZ": "float8_e5m2fnuz",
+    "F4": "float4_e2m1fn_x2",
 }
+"""Dtypes of torch, by their names in headers."""
+_PAIRS: Final = "F4"
+"""The dtype of which torch has two elements in one of its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +91,7 @@ def inspect_shards(store: ReadStore, names: Sequence[str]) -> Inspection | None:
                 f"the parts of the tensor {name!r} are of different dtypes or axes", key=first.key
             )
         shape = tuple([max(stops) for stops in zip(*[part.box.stop for part in parts], strict=True)])
-        spec = ArraySpec(shape, first.dtype)
+        spec, kind = spec_and_kind(first.dtype, shape)
         if not spec.is_possible:
             raise CorruptCheckpointError(
                 f"the tensor {name!r} is {spec}, for which no memory has addresses", key=first.key
@@ -97,7 +102,7 @@ def inspect_shards(store: ReadStore, names: Sequence[str]) -> Inspection | None:
                 boxes.setdefault(part.box, part)  # each process writes what it has, so a copy of a box is nothing rare
         for box, part in boxes.items():
             columns.add(len(leaves), Chunk(box, part.key, part.offset))
-        leaves.append(ArrayRecord(spec, cuts=cuts_of(shape, boxes) if len(boxes) > 1 else None))
+        leaves.append(ArrayRecord(spec, kind, cuts=cuts_of(shape, boxes) if len(boxes) > 1 else None))
     skeleton = Node("dict", tuple(by_name), (LEAF,) * len(by_name))
     return Inspection(
         TreeMetadata(skeleton, tuple(leaves)), columns.to_json(), "torch.distributed.checkpoint (safetensors)"
@@ -126,7 +131,7 @@ def _read_parts(store: ReadStore, key: str) -> Sequence[_Part] | None:
                 f"the tensor {part.name!r} of {key} begins at byte {part.offset}, where byte {position} is expected",
                 key=key,
             )
-        position += ArraySpec(part.box.shape, part.dtype).nbytes
+        position += spec_and_kind(part.dtype, part.box.shape)[0].nbytes
     return parts
 
 
@@ -145,7 +150,14 @@ def _part(name: str, described: Any, info: Any, key: str, start: int, file_bytes
         raise UnsupportedLeafError(
             f"the tensor {name!r} of {key} has the dtype {str(dtype)[:40]!r}, which NumPy cannot hold"
         )
-    spec = ArraySpec(tuple(shape), _DTYPES[dtype])
+    if dtype == _PAIRS:
+        if not shape or shape[-1] % 2:
+            raise CorruptCheckpointError(
+                f"the tensor {name!r} of {key} has the shape {shape}, of which no elements make up pairs", key=key
+            )
+        # The writer states offsets in pairs, as its tensors have them, and shapes in elements, as the format has them.
+        shape = [*shape[:-1], shape[-1] // 2]
+    spec, _ = spec_and_kind(_DTYPES[dtype], tuple(shape))
     if spec.nbytes != last - first or start + last > file_bytes:
         raise CorruptCheckpointError(
             f"the tensor {name!r} of {key} is {spec}, {spec.nbytes} bytes, and bytes {first} to {last} of "
@@ -153,7 +165,7 @@ def _part(name: str, described: Any, info: Any, key: str, start: int, file_bytes
             key=key,
         )
     stop = tuple([offset + extent for offset, extent in zip(offsets, shape, strict=True)])
-    return _Part(name, spec.dtype, Box(tuple(offsets), stop), key, start + first)
+    return _Part(name, _DTYPES[dtype], Box(tuple(offsets), stop), key, start + first)
 
 
 def _parse(data: bytes, key: str) -> dict[str, Any]:

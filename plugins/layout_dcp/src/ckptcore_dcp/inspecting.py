@@ -18,9 +18,10 @@ from collections.abc import Mapping, Sequence
 from typing import Final
 
 from ckptcore.errors import CorruptCheckpointError, UncommittedCheckpointError
-from ckptcore.model import LEAF, ArrayRecord, ArraySpec, LeafRecord, Skeleton, TreeMetadata
+from ckptcore.model import LEAF, ArrayRecord, LeafRecord, Skeleton, TreeMetadata
 from ckptcore.protocols import Inspection, ReadStore
 from ckptcore_dcp.directories import WRITER, names_of_dcp
+from ckptcore_dcp.dtypes import spec_and_kind
 from ckptcore_dcp.hf_shards import inspect_shards
 from ckptcore_dcp.inspected_chunks import InspectedChunks
 from ckptcore_dcp.metadata import DcpChunk, DcpMetadata, DcpPath, DcpTensor, DcpValue, read_metadata
@@ -79,7 +80,7 @@ def _united(parts: Sequence[DcpMetadata], keys: Sequence[str]) -> DcpMetadata:
             first = tensors.setdefault(name, tensor)
             if (first.dtype, first.shape) != (tensor.dtype, tensor.shape) or name in values:
                 raise CorruptCheckpointError(
-                    f"{key} says that {name!r} is {ArraySpec(tensor.shape, tensor.dtype)}, and another process something else; each "
+                    f"{key} says that {name!r} is {tensor.dtype}{list(tensor.shape)}, and another process something else; each "
                     "saved a state of its own, and they make up no whole: load the files of one rank with torch",
                     key=key,
                 )
@@ -113,7 +114,7 @@ def _inspection(metadata: DcpMetadata, values: Mapping[str, ReadValue]) -> Inspe
         tensor = metadata.tensors.get(name)
         if tensor is not None:
             tensors[len(leaves)] = tensor
-            leaves.append(ArrayRecord(ArraySpec(tensor.shape, tensor.dtype)))
+            leaves.append(ArrayRecord(*spec_and_kind(tensor.dtype, tensor.shape)))
             continue
         value = values[name]
         for leaf in value.leaves:
@@ -125,6 +126,6 @@ def _inspection(metadata: DcpMetadata, values: Mapping[str, ReadValue]) -> Inspe
     for number, (leaf_number, tensor) in enumerate(tensors.items()):
         cuts = chunks.cuts(number, tensor.shape)
         if cuts is not None:
-            leaves[leaf_number] = ArrayRecord(ArraySpec(tensor.shape, tensor.dtype), cuts=cuts)
+            leaves[leaf_number] = ArrayRecord(*spec_and_kind(tensor.dtype, tensor.shape), cuts=cuts)
     tree = TreeMetadata(skeleton, tuple(leaves), places.aliases)
     return Inspection(tree, state_with_places(chunks.to_json(), places), WRITER)

@@ -16,9 +16,9 @@ from typing import Final
 
 from isal import isal_zlib
 
-from ckptcore.model import ArraySpec
+from ckptcore.model import PLAIN_ARRAY, ArraySpec
 from ckptcore_dcp.descriptor_sums import DescriptorSum
-from ckptcore_dcp.dtypes import STORAGES
+from ckptcore_dcp.dtypes import STORAGES, torch_dtype
 from ckptcore_dcp.pickles import Call, Global, Persistent, Value, write_pickle
 from ckptcore_dcp.zip_records import DESCRIPTOR_FOLLOWS, DIRECTORY_ENTRY, END, END64, FULL32, LOCAL_HEADER, LOCATOR
 
@@ -60,24 +60,25 @@ class TensorItem:
     tail: DescriptorSum
 
 
-def tensor_item(spec: ArraySpec, position: int) -> TensorItem:
+def tensor_item(spec: ArraySpec, position: int, kind: str = PLAIN_ARRAY) -> TensorItem:
     """What stands around the elements of a tensor.
 
     Args:
         spec: its shape, and a dtype that torch has.
         position: where the item begins in its file, in bytes; a multiple of 64.
+        kind: of the leaf.
     """
     alignment = _LARGE_ALIGNMENT if spec.nbytes >= _LARGE else _ALIGNMENT
-    return _tensor_item(spec, alignment, position % alignment)
+    return _tensor_item(spec, torch_dtype(spec.dtype, kind), alignment, position % alignment)
 
 
 @lru_cache(maxsize=1024)
-def _tensor_item(spec: ArraySpec, alignment: int, phase: int) -> TensorItem:
+def _tensor_item(spec: ArraySpec, dtype: str, alignment: int, phase: int) -> TensorItem:
     """The item of any tensor of a shape and dtype that begins so many bytes behind a multiple of the alignment.
 
     Layers repeat, so a few of these make up a model; small ones are the same wherever they begin.
     """
-    members, front = _front(write_pickle(_tensor(spec), protocol=2))
+    members, front = _front(write_pickle(_tensor(spec, dtype), protocol=2))
     nbytes = spec.nbytes
     name = _FOLDER + b"data/0"
     unpadded = len(front) + LOCAL_HEADER.size + len(name) + 4
@@ -159,9 +160,9 @@ def _front(pickle: bytes) -> tuple[Sequence[_Member], bytes]:
     return found, bytes(front)
 
 
-def _tensor(spec: ArraySpec) -> Value:
-    """What torch pickles of a tensor whose elements are ``data/0``, in C order."""
-    storage = _STORAGE_OF.get(spec.dtype)
+def _tensor(spec: ArraySpec, dtype: str) -> Value:
+    """What torch pickles of a tensor of a dtype of its own whose elements are ``data/0``, in C order."""
+    storage = _STORAGE_OF.get(dtype)
     strides: list[int] = []
     step = 1
     for extent in reversed(spec.shape):
@@ -174,8 +175,8 @@ def _tensor(spec: ArraySpec) -> Value:
         elements = Persistent(("storage", Global("torch", storage), "0", "cpu", spec.size))
         return Call(Global("torch._utils", "_rebuild_tensor_v2"), (elements, 0, shape, steps, False, hooks))
     elements = Persistent(("storage", Global("torch.storage", "UntypedStorage"), "0", "cpu", spec.nbytes))
-    dtype = Global("torch", spec.dtype)
-    return Call(Global("torch._utils", "_rebuild_tensor_v3"), (elements, 0, shape, steps, False, hooks, dtype))
+    arguments = (elements, 0, shape, steps, False, hooks, Global("torch", dtype))
+    return Call(Global("torch._utils", "_rebuild_tensor_v3"), arguments)
 
 
 def _whole_entry(member: _Member) -> bytes:

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from ckptcore.errors import PluginError
-from ckptcore.model import JSON, ArrayRecord, ArraySpec, HostArray, ReadPlan, Receipt, StoredTile, TreeMetadata
+from ckptcore.model import JSON, ArrayRecord, HostArray, ReadPlan, Receipt, StoredTile, TreeMetadata
 from ckptcore.protocols import InspectedComposite, Inspection, ReadStore, Snapshot, WriteStore
 from ckptcore_dcp.directories import inspect_step_directory
-from ckptcore_dcp.dtypes import physical_spec
+from ckptcore_dcp.dtypes import physical_spec, torch_dtype
 from ckptcore_dcp.inspecting import inspect_dcp
 from ckptcore_dcp.metadata import ChunkRows, DcpMetadata, DcpTensor, DcpValue, write_metadata
 from ckptcore_dcp.names import KnownNames, StoredNames
@@ -146,10 +146,10 @@ def _file(receipt: Receipt) -> str:
     return file_of(receipt.rank, spread=state["spread"])
 
 
-def _spec(tree: TreeMetadata, leaf: int) -> ArraySpec:
+def _record(tree: TreeMetadata, leaf: int) -> ArrayRecord:
     record = tree.leaves[leaf]
     assert isinstance(record, ArrayRecord)  # nothing else has boxes
-    return record.spec
+    return record
 
 
 def _metadata(
@@ -157,7 +157,8 @@ def _metadata(
 ) -> DcpMetadata:
     tensors = {}
     for stored in names.arrays:
-        physical = physical_spec(_spec(tree, stored.leaf))
+        record = _record(tree, stored.leaf)
+        physical = physical_spec(record.spec)
         leaf = tree.aliases.get(stored.leaf, stored.leaf)
-        tensors[stored.name] = DcpTensor(physical.dtype, physical.shape, chunks.get(leaf, ()))
+        tensors[stored.name] = DcpTensor(torch_dtype(physical.dtype, record.kind), physical.shape, chunks.get(leaf, ()))
     return DcpMetadata(tensors, values, names.paths)

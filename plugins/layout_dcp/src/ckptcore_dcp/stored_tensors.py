@@ -9,7 +9,7 @@ from typing import Final
 
 from ckptcore.errors import CorruptCheckpointError, UnsupportedLeafError
 from ckptcore.model import PLAIN_ARRAY, ArraySpec
-from ckptcore_dcp.dtypes import STORAGES, TORCH_DTYPES
+from ckptcore_dcp.dtypes import STORAGES, known_dtype, spec_and_kind
 from ckptcore_dcp.pickles import Call, Global, Persistent, Value, brief
 
 __all__ = ["StoredTensor", "check_bounds", "storage_size", "stored_tensor"]
@@ -20,9 +20,6 @@ _MOST_REPEATED: Final = 64
 """An array may have so many times the bytes that are stored of it, where several of its elements are the same one."""
 _REPEATED_ALWAYS: Final = 1 << 26
 """... and this many bytes in any case."""
-
-_RAW_BYTES: Final = frozenset(["float4_e2m1fn_x2", *(f"{sign}int{bits}" for bits in range(1, 8) for sign in ("", "u"))])
-"""Dtypes of a byte whose content torch does not define: kept as uint8, and the kind of the leaf says which it was."""
 
 _TENSOR_TYPES: Final = frozenset(
     [
@@ -268,10 +265,9 @@ def _dtype_of(value: Value, key: str, path: str) -> tuple[str, str]:
     """The dtype of the elements that a dtype of torch stands for, and the kind of the leaf."""
     if not isinstance(value, Global) or value.module != "torch":
         raise _corrupt(key, path, "the dtype of a tensor is missing")
-    if (known := TORCH_DTYPES.get(value.name)) is not None:
-        return known, PLAIN_ARRAY
-    if value.name in _RAW_BYTES:
-        return "uint8", f"torch.{value.name}"
+    if (known := known_dtype(value.name)) is not None:
+        spec, kind = spec_and_kind(known, ())
+        return spec.dtype, kind
     raise _unsupported(path, f"of torch.{value.name[:40]}, which no array can hold: save a view of it as integers")
 
 

@@ -8,7 +8,17 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from ckptcore.model import JSON, ArraySegment, ArraySpec, Box, BytesSegment, ChecksumSegment, HostArray, Segment
+from ckptcore.model import (
+    JSON,
+    ArrayRecord,
+    ArraySegment,
+    ArraySpec,
+    Box,
+    BytesSegment,
+    ChecksumSegment,
+    HostArray,
+    Segment,
+)
 from ckptcore.protocols import Snapshot, WriteStore
 from ckptcore_dcp.dtypes import physical_box, physical_spec
 from ckptcore_dcp.items import tensor_item, value_item
@@ -99,12 +109,13 @@ def _segments(snapshot: Snapshot | None, values: Sequence[StoredValue], written:
     for number, planned in enumerate(snapshot.plan.items if snapshot is not None else ()):
         assert snapshot is not None  # it has items
         boxes = _ItemBoxes(snapshot, number)
-        spec = planned.spec
+        spec, record = planned.spec, snapshot.plan.tree.leaves[planned.leaf]
+        assert isinstance(record, ArrayRecord)  # a plan has no other items
         physical = physical_spec(spec)
         for part, box in enumerate(planned.boxes):
             shape = box.shape if physical is spec else physical_box(spec, box).shape
             stored = physical if shape == physical.shape else ArraySpec(shape, physical.dtype)
-            item = tensor_item(stored, position)
+            item = tensor_item(stored, position, record.kind)
             elements = position + len(item.head)
             stop = elements + stored.nbytes + item.tail.nbytes
             written.leaf.append(planned.leaf)

@@ -38,7 +38,7 @@ class DcpTensor:
     """A tensor.
 
     Attributes:
-        dtype: as ckptcore names it; one that torch has.
+        dtype: of torch, as `ckptcore_dcp.dtypes.known_dtype` names it.
         shape: elements along each axis.
         chunks: its parts; none twice.
         requires_grad: whether it was trained.

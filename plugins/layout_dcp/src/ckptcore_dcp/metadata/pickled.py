@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final, NoReturn, TypeAlias
 
 from ckptcore.errors import CorruptCheckpointError, UnsupportedLeafError
-from ckptcore.model import ArraySpec
-from ckptcore_dcp.dtypes import TORCH_DTYPES
+from ckptcore_dcp.dtypes import known_dtype, spec_and_kind
 from ckptcore_dcp.metadata.classes import class_of_torch
 from ckptcore_dcp.metadata.entries import DcpChunk, DcpMetadata, DcpPath, DcpTensor, DcpValue
 from ckptcore_dcp.pickles import Call, Global, Value, brief
@@ -106,8 +105,9 @@ class PickledMetadata:
         state = self.state_of(entry, "TensorStorageMetadata")
         dtype, requires_grad = self.properties(name, state.get("properties"))
         shape = self.size(state.get("size"))
-        if not ArraySpec(shape, dtype).is_possible:
-            self.refuse(f"the tensor {name!r} is {ArraySpec(shape, dtype)}, for which no memory has addresses")
+        spec, _ = spec_and_kind(dtype, shape)
+        if not spec.is_possible:
+            self.refuse(f"the tensor {name!r} is {spec}, for which no memory has addresses")
         listed = state.get("chunks")
         if type(listed) is not list:
             self.refuse(f"the chunks of {name!r} are {brief(listed)}")
@@ -150,13 +150,13 @@ class PickledMetadata:
                 self.refuse(f"the properties of {name!r} are {brief(state)}")
         if not isinstance(dtype, Global) or dtype.module != "torch":
             self.refuse(f"the dtype of {name!r} is {brief(dtype)}")
-        ours = TORCH_DTYPES.get(dtype.name)
-        if ours is None:
+        known = known_dtype(dtype.name)
+        if known is None:
             raise UnsupportedLeafError(
                 f"the tensor {name!r} has the dtype torch.{dtype.name[:40]}, which no array of NumPy has; "
                 "load it with torch, and save it as another dtype"
             )
-        return ours, requires_grad
+        return known, requires_grad
 
     def storage_meta(self, found: Value) -> tuple[str | None, str | None]:
         """The save id and the location; what is written of either in a form that is not known counts as nothing."""

@@ -11,7 +11,8 @@ from typing import Any, Final
 
 import numpy as np
 
-from ckptcore.model import ArraySpec, HostArray
+from ckptcore.model import HostArray
+from ckptcore_dcp.dtypes import spec_and_kind
 from ckptcore_dcp.metadata.chunk_places import PlaceTable, keys_of_boxes, places_of_chunks
 from ckptcore_dcp.metadata.chunk_rows import ChunkRows, ChunkTableColumns
 from ckptcore_dcp.metadata.entries import DcpMetadata, DcpTensor, DcpValue
@@ -244,7 +245,7 @@ class _Tensors:
                 self.kinds[tensor] = kind
                 shape = self.shapes[tensor] = tuple(size[:count])
                 if (shape, kind[0]) not in possible:
-                    if not ArraySpec(shape, kind[0]).is_possible:
+                    if not spec_and_kind(kind[0], shape)[0].is_possible:
                         self.reader.refuse(f"no memory has addresses for the tensor {self.names[tensor]!r}")
                     possible.add((shape, kind[0]))
             self.reader.take(len(found))
