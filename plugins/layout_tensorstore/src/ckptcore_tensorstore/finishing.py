@@ -30,7 +30,14 @@ from ckptcore_tensorstore.ocdbt import Value, encode_database
 from ckptcore_tensorstore.orbax import item_files, value_array
 from ckptcore_tensorstore.state import DIGEST_BYTES, ArraysState, Extents, StoredName
 from ckptcore_tensorstore.stored_arrays import SESSIONS, Form, array_names, stored_format
-from ckptcore_tensorstore.zarr import encode_metadata, zarr2_array, zarr3_array
+from ckptcore_tensorstore.zarr import (
+    ZarrFormat,
+    encode_group,
+    encode_metadata,
+    groups_around,
+    zarr2_array,
+    zarr3_array,
+)
 
 __all__ = ["finish_arrays"]
 
@@ -93,7 +100,7 @@ def finish_arrays(tree: TreeMetadata, receipts: Sequence[Receipt], form: Form, s
     if form.storage == "ocdbt":
         _write_database(tree, arrays, chunks, small, receipts, prefix, store)
     else:
-        _write_documents(arrays, small, prefix, store)
+        _write_documents(arrays, small, form.zarr_format, prefix, store)
     shapes = {leaf: (stored.form.chunk, stored.form.inner) for leaf, stored in arrays.items()}
     database, zarr3 = form.storage == "ocdbt", form.zarr_format == 3
     files = item_files(tree, shapes, use_ocdbt=database, use_zarr3=zarr3)
@@ -200,12 +207,20 @@ def _inline(data: bytes) -> Value:
 
 
 def _write_documents(
-    arrays: Mapping[int, StoredName], small: Mapping[int, tuple[StoredName, bytes]], prefix: str, store: WriteStore
+    arrays: Mapping[int, StoredName],
+    small: Mapping[int, tuple[StoredName, bytes]],
+    zarr_format: ZarrFormat,
+    prefix: str,
+    store: WriteStore,
 ) -> None:
-    """Write the format of every array, and small values, as objects."""
+    """Write the groups around arrays, the format of every array, and small values, as objects."""
+    described = [*arrays.values(), *(stored for stored, _ in small.values())]
 
     def objects() -> Iterator[tuple[str, bytes]]:
-        for stored in [*arrays.values(), *(stored for stored, _ in small.values())]:
+        key, group = encode_group(zarr_format)
+        for path in groups_around([stored.name for stored in described]):
+            yield f"{path}/{key}" if path else key, group
+        for stored in described:
             yield f"{stored.prefix}{stored.form.metadata_key}", encode_metadata(stored.form)
         for stored, data in small.values():
             if data:

@@ -144,8 +144,8 @@ class _OrbaxLayout:
         return {**columns, **{name: [leaves[leaf] for leaf in columns[name]] for name in ("leaf", "digested_leaf")}}
 
     def mark(self, about: About, store: WriteStore) -> None:
-        """Write the files by which Orbax knows a checkpoint."""
-        mark_checkpoint(about, self.item, store)
+        """Write the files by which Orbax knows a checkpoint, and the group by which readers of zarr do."""
+        mark_checkpoint(about, self._form(), store)
 
     def read(self, plan: ReadPlan, buffers: Sequence[HostArray], store: ReadStore) -> Iterator[int]:
         """Read every box out of the chunks that it touches."""

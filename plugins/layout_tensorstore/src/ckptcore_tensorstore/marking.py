@@ -1,4 +1,4 @@
-"""Marking a checkpoint as one of Orbax's: the files that stand in its directory beside those of its items."""
+"""Marking a checkpoint as one of Orbax's and as a group of zarr: the files in its directory beside those of its items."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from typing import Final
 
 from ckptcore.protocols import About, WriteStore
 from ckptcore_tensorstore.orbax import PYTREE_HANDLER, encode_metrics, marker_files
+from ckptcore_tensorstore.stored_arrays import Form
+from ckptcore_tensorstore.zarr import encode_group
 
 __all__ = ["mark_checkpoint"]
 
@@ -14,17 +16,22 @@ _METRICS: Final = "metrics"
 """The item in which Orbax's managers of steps look for metrics; a checkpointable of this name comes first."""
 
 
-def mark_checkpoint(about: About, item: str, store: WriteStore) -> None:
-    """Write what Orbax looks for in the directory of a checkpoint.
+def mark_checkpoint(about: About, form: Form, store: WriteStore) -> None:
+    """Write what Orbax and readers of zarr look for in the directory of a checkpoint.
 
     Args:
         about: what is said of it.
-        item: the directory of the tree, where it is one tree; empty where the tree lies in that of the checkpoint.
+        form: how its arrays are stored.
         store: at the directory.
     """
+    item = form.item
     trees = [name for name, kind in about.members.items() if kind == "tree"] if about.members else [item]
     handlers = PYTREE_HANDLER if trees == [""] else dict.fromkeys(trees, PYTREE_HANDLER)
     if about.metrics and isinstance(handlers, dict) and _METRICS not in (*about.members, item):
         store.put(f"{_METRICS}/{_METRICS}", encode_metrics(about.metrics))
     for key, data in marker_files(handlers, about.created, time.time_ns(), about.custom, about.metrics).items():
         store.put(key, data)
+    key, group = encode_group(form.zarr_format)
+    # A tree in the directory itself has its group already.
+    if form.storage == "objects" and (about.members or item) and key not in about.members:
+        store.put(key, group)

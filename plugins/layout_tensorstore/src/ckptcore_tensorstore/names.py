@@ -76,7 +76,7 @@ def _is_plain(part: str) -> bool:
         and "\0" not in part
         and len(part.encode()) <= _MOST_BYTES
         and not part.startswith("ocdbt.process_")
-        and part not in (".zarray", "zarr.json")
+        and part not in (".zarray", ".zgroup", "zarr.json")
     )
 
 

@@ -1,4 +1,4 @@
-"""Arrays of zarr 2 and 3: what their metadata says, where their chunks and the inner chunks of those lie."""
+"""Arrays and groups of zarr 2 and 3: what their metadata says, where their chunks and the inner chunks of those lie."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from ckptcore_tensorstore.zarr.blosc import expect_blosc_size, is_blosc
 from ckptcore_tensorstore.zarr.documents import encode_document
 from ckptcore_tensorstore.zarr.dtypes import STORED_DTYPES, ZarrFormat, stored_spec
 from ckptcore_tensorstore.zarr.formats import ArrayFormat, ChunkKeys, Compression, CompressionName
+from ckptcore_tensorstore.zarr.groups import encode_group, groups_around
 from ckptcore_tensorstore.zarr.shard_index import (
     MISSING,
     ShardIndex,
@@ -29,9 +30,11 @@ __all__ = [
     "ZarrFormat",
     "decode_index",
     "dense_index",
+    "encode_group",
     "encode_index",
     "encode_metadata",
     "expect_blosc_size",
+    "groups_around",
     "index_range",
     "inner_array",
     "inner_offsets",
