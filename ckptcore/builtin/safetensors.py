@@ -239,7 +239,7 @@ class SafetensorsLayout:
             yield StoredTile(part.key, part.offset, part.box, True, is_exact=True)
 
     def inspect(self, store: ReadStore, entry: str | None) -> Inspection | None:
-        """A file ``*.safetensors``, an index, or a directory that has one of them."""
+        """A file of any name, an index, or a directory that has a file ``*.safetensors`` or an index."""
         found = inspect_files(store, entry)
         if found is None:
             return None

@@ -57,7 +57,7 @@ def inspect_files(store: ReadStore, entry: str | None) -> tuple[Sequence[TensorE
 
     Args:
         store: where to look.
-        entry: the one file that was named, or None for a directory.
+        entry: the one file that was named, whatever its suffix, or None for a directory.
 
     Raises:
         CorruptCheckpointError: if there is, and it is broken.
@@ -70,9 +70,9 @@ def inspect_files(store: ReadStore, entry: str | None) -> tuple[Sequence[TensorE
                 return _with_config(store, *found)
             except CorruptCheckpointError:
                 return found  # who names the file can have its tensors whatever stands beside it
-        if entry.endswith(_FILE):
-            return _read_header(store, entry)
-        return _read_index(store, entry) if entry.endswith(_INDEX) else None
+        if entry.endswith(_INDEX):
+            return _read_index(store, entry)
+        return _read_header(store, entry) if entry.endswith(_FILE) or _has_header(store, entry) else None
     names = store.list_names("")
     indexes = [name for name in names if name.endswith(_INDEX)]
     files = [name for name in names if name.endswith(_FILE)]
@@ -168,12 +168,27 @@ def _read_index(store: ReadStore, key: str) -> tuple[Sequence[TensorEntry], Mapp
     return [entry for entry in entries if entry.name in weight_map], metadata
 
 
+def _has_header(store: ReadStore, key: str) -> bool:
+    """Whether a file begins as a safetensors file does: with a length that fits into it, and the JSON object of that length.
+
+    The files of torch.save, and other files that begin with a few letters, state a length beyond any limit.
+    """
+    file_bytes = store.size(key)
+    begin = store.get(key, 0, min(file_bytes, 9))
+    return _fits(int.from_bytes(begin[:8], "little"), file_bytes) and begin[8:] == b"{"
+
+
+def _fits(header_bytes: int, file_bytes: int) -> bool:
+    """Whether a header of this length can be in a file of that length."""
+    return 2 <= header_bytes <= min(_MAX_HEADER_BYTES, file_bytes - 8)
+
+
 def _read_header(store: ReadStore, key: str) -> tuple[Sequence[TensorEntry], Mapping[str, str]]:
     file_bytes = store.size(key)
     if file_bytes < 8:
         raise CorruptCheckpointError(f"{key} is no safetensors file: it has {file_bytes} bytes", key=key)
     header_bytes = int.from_bytes(store.get(key, 0, 8), "little")
-    if not 2 <= header_bytes <= min(_MAX_HEADER_BYTES, file_bytes - 8):
+    if not _fits(header_bytes, file_bytes):
         raise CorruptCheckpointError(
             f"{key} is no safetensors file, or is cut off: it has {file_bytes} bytes and states a header of {header_bytes}",
             key=key,
