@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from ckptcore.builtin.safetensors import SafetensorsLayout
 from ckptcore.commits.occupants import Overwrite
 from ckptcore.context import Context, default_context
-from ckptcore.copies.consolidation import FilePath, consolidate_checkpoint
+from ckptcore.copies.consolidation import FilePath, TiedNames, consolidate_checkpoint
 from ckptcore.copies.conversion import convert_checkpoint
 from ckptcore.copies.copying import CopyReport, CopyVerification
 from ckptcore.copies.whole_copies import copy_whole
@@ -146,6 +146,8 @@ def consolidate(
     subtree: SubtreePath = (),
     max_file_bytes: int = 5_000_000_000,
     stem: str = "model",
+    metadata: Mapping[str, str] | None = None,
+    tied: TiedNames = "each",
     files: Sequence[FilePath] = (),
     overwrite: Overwrite = False,
     progress: ProgressCallback | None = None,
@@ -162,6 +164,9 @@ def consolidate(
             checkpointables it begins with a name. Empty: all of it.
         max_file_bytes: the most elements a file holds, in bytes, unless one array is larger.
         stem: what the names of files begin with.
+        metadata: texts for the ``__metadata__`` of every file, which is ``{"format": "pt"}`` without them.
+        tied: an array that has several names is stored under each of them (``"each"``), so that every loader finds all names; or
+            under the first one (``"once"``), with the others in the ``__metadata__``, as `safetensors.torch.save_model` does.
         files: local files that go along under their names, such as ``config.json``; those of the leader.
         overwrite: as for `save`.
         progress: called with bytes written and bytes in all, of this process, from any thread.
@@ -177,7 +182,9 @@ def consolidate(
     """
     if max_file_bytes < 1:
         raise ValueError(f"consolidate(max_file_bytes={max_file_bytes}): give a number of bytes above 0")
-    layout = SafetensorsLayout(max_file_bytes, stem)
+    if tied not in ("each", "once"):
+        raise ValueError(f"consolidate(tied={tied!r}): give 'each' or 'once'")
+    layout = SafetensorsLayout(max_file_bytes, stem, metadata or {})
     consolidate_checkpoint(
-        source, destination, subtree, layout, files, overwrite, progress, context or default_context()
+        source, destination, subtree, layout, tied, files, overwrite, progress, context or default_context()
     )

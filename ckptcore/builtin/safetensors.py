@@ -19,7 +19,7 @@ from ckptcore.builtin.safetensors_dtypes import header_entry
 from ckptcore.builtin.safetensors_files import METADATA, encode_header, file_metadata, file_names
 from ckptcore.builtin.safetensors_header import TensorEntry, inspect_files
 from ckptcore.builtin.safetensors_places import KnownPlaces, SliceColumns, StoredSlice
-from ckptcore.builtin.safetensors_slices import write_slices
+from ckptcore.builtin.safetensors_slices import SHARDING, write_slices
 from ckptcore.errors import CheckpointError, PluginError
 from ckptcore.model.arrays import ArraySpec, Box, HostArray
 from ckptcore.model.metadata import ArrayRecord, TreeMetadata
@@ -55,13 +55,15 @@ class SafetensorsLayout:
         max_file_bytes: the most elements a file holds, in bytes, unless one array is larger.
         stem: what the names of files begin with, for software that looks for another one than ``model``: ``adapter_model`` for
             PEFT, ``diffusion_pytorch_model`` for diffusers.
+        metadata: texts for the ``__metadata__`` of every file. They replace ``"format": "pt"`` if they have a ``format``.
 
     Raises:
-        ValueError: for a stem that is no part of a name of a file.
+        ValueError: for a stem that is no part of a name of a file, and for metadata that is not of texts.
     """
 
     max_file_bytes: int = 5_000_000_000
     stem: str = "model"
+    metadata: Mapping[str, str] = field(default_factory=dict, hash=False)
     _known: KnownPlaces = field(default_factory=KnownPlaces, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -74,6 +76,13 @@ class SafetensorsLayout:
             raise ValueError(
                 f"SafetensorsLayout(stem={self.stem!r}): names that begin with 'checkpoint.' are ckptcore's own; give another stem"
             )
+        object.__setattr__(self, "metadata", dict(self.metadata))  # the caller's may change while a save runs
+        for name, text in self.metadata.items():
+            if not isinstance(name, str) or not isinstance(text, str) or name == SHARDING:
+                raise ValueError(
+                    f"SafetensorsLayout(metadata={{{name!r}: {text!r}}}): the format takes texts under names that are texts, "
+                    f"and {SHARDING} is written for slices; give another name, or json.dumps(...) of the value"
+                )
 
     @property
     def name(self) -> str:
@@ -125,7 +134,7 @@ class SafetensorsLayout:
 
         def objects() -> Iterator[tuple[str, Sequence[Segment]]]:
             for number in own:
-                header: dict[str, JSON] = {METADATA: file_metadata(plan.tree, names, files[number])}
+                header: dict[str, JSON] = {METADATA: file_metadata(plan.tree, names, files[number], self.metadata)}
                 position = 0
                 segments: list[Segment] = []
                 positions: list[int] = []
@@ -155,7 +164,15 @@ class SafetensorsLayout:
         if plan.session is not None:
             state["files"], state["name"] = keys, [names[leaf] for leaf in leaf_column]
         if left:
-            slices = write_slices(snapshot, left, names, store, stem=self.stem, max_file_bytes=self.max_file_bytes)
+            slices = write_slices(
+                snapshot,
+                left,
+                names,
+                store,
+                stem=self.stem,
+                max_file_bytes=self.max_file_bytes,
+                metadata=self.metadata,
+            )
             state["slices"] = slices.to_json()
         return state
 
@@ -168,7 +185,7 @@ class SafetensorsLayout:
         if any(isinstance(receipt.state, dict) and "files" in receipt.state for receipt in receipts):
             from ckptcore.builtin.safetensors_sessions import finish_sessions  # only who saves in sessions needs it
 
-            return finish_sessions(tree, receipts, self.stem, store)
+            return finish_sessions(tree, receipts, self.stem, self.metadata, store)
         files = self.arrays_by_object(tree)
         keys = file_names(self.stem, len(files))
         states: list[Any] = [receipt.state for receipt in receipts if receipt.state is not None]

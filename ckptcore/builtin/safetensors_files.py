@@ -39,11 +39,17 @@ def file_names(stem: str, count: int) -> list[str]:
     return [f"{stem}-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
 
 
-def file_metadata(tree: TreeMetadata, names: Mapping[int, str], leaves: Collection[int]) -> dict[str, JSON]:
-    """The metadata of a file with these leaves: from the names of arrays that share one of them to its name."""
+def file_metadata(
+    tree: TreeMetadata, names: Mapping[int, str], leaves: Collection[int], own: Mapping[str, str]
+) -> dict[str, JSON]:
+    """The metadata of a file with these leaves: from the names of arrays that share one of them to its name, and the user's own.
+
+    Entries of the user's replace others, as in `safetensors.torch.save_model`.
+    """
     here = set(leaves)
     metadata: dict[str, JSON] = {
         names[alias]: names[target] for alias, target in tree.aliases.items() if target in here
     }
     metadata["format"] = "pt"  # Hugging Face loaders ask for it; it says nothing of who wrote the file
+    metadata.update(own)
     return metadata

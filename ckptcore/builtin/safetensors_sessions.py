@@ -7,10 +7,10 @@ files there will be nobody knows as they are written. Whoever reads the format b
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ckptcore.builtin.safetensors_files import METADATA, encode_header
+from ckptcore.builtin.safetensors_files import METADATA, encode_header, file_metadata
 from ckptcore.builtin.safetensors_places import SliceColumns
 from ckptcore.model.metadata import TreeMetadata
 from ckptcore.model.transfer import Receipt
@@ -29,7 +29,9 @@ def renumbered_places(state: JSON, leaves: Sequence[int]) -> JSON:
     return made
 
 
-def finish_sessions(tree: TreeMetadata, receipts: Sequence[Receipt], stem: str, store: WriteStore) -> JSON:
+def finish_sessions(
+    tree: TreeMetadata, receipts: Sequence[Receipt], stem: str, metadata: Mapping[str, str], store: WriteStore
+) -> JSON:
     """Put together where sessions wrote arrays, and write the index; one empty file where there are no arrays at all.
 
     The index has the names that stand in the files. Where arrays are in slices there is none, as after any save.
@@ -50,7 +52,7 @@ def finish_sessions(tree: TreeMetadata, receipts: Sequence[Receipt], stem: str, 
         store.put(f"{stem}.safetensors.index.json", json.dumps(index, indent=2).encode())
     elif not slices:
         keys = [f"{stem}.safetensors"]
-        store.put(keys[0], encode_header({METADATA: {"format": "pt"}}, 0))
+        store.put(keys[0], encode_header({METADATA: file_metadata(tree, {}, (), metadata)}, 0))
     numbers = {key: number for number, key in enumerate(keys)}
     state = {
         "files": keys,

@@ -23,9 +23,11 @@ from ckptcore.model.transfer import ArraySegment, BytesSegment, Segment, WritePl
 from ckptcore.model.tree import JSON
 from ckptcore.protocols import Snapshot, WriteStore
 
-__all__ = ["write_slices"]
+__all__ = ["SHARDING", "write_slices"]
 
-_SHARDING: Final = "DCP_SHARDING_INFO"
+SHARDING: Final = "DCP_SHARDING_INFO"
+"""The entry in the metadata of a file that says where its boxes begin."""
+
 _TOGETHER_BYTES: Final = 256 << 20
 """Arrays of which a process holds several boxes apart stay in memory until the last of them is written: so many bytes of them."""
 
@@ -53,6 +55,7 @@ def write_slices(
     *,
     stem: str,
     max_file_bytes: int,
+    metadata: Mapping[str, str],
 ) -> SliceColumns:
     """Write items of a plan into files of this process.
 
@@ -63,6 +66,7 @@ def write_slices(
         store: where to write.
         stem: what the names of files have in them.
         max_file_bytes: the most elements that a file holds, in bytes, unless one box is larger.
+        metadata: of the user's, for every file.
     """
     plan = snapshot.plan
     files = _files(plan, items, max_file_bytes)
@@ -89,9 +93,9 @@ def write_slices(
                 positions.append(position)
                 segments.append(users.segment(part))
                 position += spec.nbytes
-            metadata = file_metadata(plan.tree, names, [plan.items[part.item].leaf for part in slices])
-            metadata[_SHARDING] = json.dumps(begins, separators=(",", ":"))
-            head = encode_header({METADATA: metadata, **header}, position)
+            about = file_metadata(plan.tree, names, [plan.items[part.item].leaf for part in slices], metadata)
+            about[SHARDING] = json.dumps(begins, separators=(",", ":"))
+            head = encode_header({METADATA: about, **header}, position)
             for part, start in zip(slices, positions, strict=True):
                 columns.add(plan.items[part.item].leaf, StoredSlice(key, len(head) + start, part.box))
             yield key, [BytesSegment(head), *segments]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from typing import Final, Literal
 
@@ -37,6 +38,18 @@ def _bytes(context: click.Context, parameter: click.Parameter, text: str) -> int
     return nbytes
 
 
+def _metadata(context: click.Context, parameter: click.Parameter, entries: tuple[str, ...]) -> dict[str, str]:
+    """Names and texts, of ``NAME=TEXT``.
+
+    Raises:
+        click.BadParameter
+    """
+    for entry in entries:
+        if not entry.partition("=")[0] or "=" not in entry:
+            raise click.BadParameter(f"{entry!r} is no entry; give a name, '=' and a text, such as format=pt")
+    return {name: text for name, _, text in (entry.partition("=") for entry in entries)}
+
+
 @checkpoint_command("consolidate")
 @click.argument("source")
 @click.argument("destination")
@@ -50,6 +63,20 @@ def _bytes(context: click.Context, parameter: click.Parameter, text: str) -> int
     help="The most elements a file holds.",
 )
 @click.option("--stem", default="model", show_default=True, help="What the names of files begin with.")
+@click.option(
+    "--metadata",
+    multiple=True,
+    callback=_metadata,
+    metavar="NAME=TEXT",
+    help="An entry of the files' __metadata__; again for more.",
+)
+@click.option(
+    "--tied",
+    type=click.Choice(["each", "once"]),
+    default="each",
+    show_default=True,
+    help="Store an array that has several names under each of them, or under the first.",
+)
 @click.option("--file", "files", multiple=True, help="A file that goes along, such as config.json; again for more.")
 @click.option("--overwrite", is_flag=True, help="Replace a checkpoint at DESTINATION, atomically.")
 @click.option("--overwrite-non-atomic", is_flag=True, help="... also where a crash would leave neither.")
@@ -60,6 +87,8 @@ def command(
     subtree: str,
     max_file_size: int,
     stem: str,
+    metadata: dict[str, str],
+    tied: Literal["each", "once"],
     files: tuple[str, ...],
     overwrite: bool,
     overwrite_non_atomic: bool,
@@ -72,9 +101,9 @@ def command(
 
     replace: bool | Literal["non-atomic"] = "non-atomic" if overwrite_non_atomic else overwrite
     try:
-        layout = ckptcore.SafetensorsLayout(max_file_size, stem)
+        layout = ckptcore.SafetensorsLayout(max_file_size, stem, metadata)
     except ValueError as error:
-        raise click.BadParameter(str(error), param_hint="--stem") from error
+        raise click.BadParameter(str(error)) from error
     context = command_context()
     with byte_progress("consolidating") as progress:
         ckptcore.consolidate(
@@ -83,12 +112,16 @@ def command(
             subtree=subtree,
             max_file_bytes=max_file_size,
             stem=stem,
+            metadata=metadata,
+            tied=tied,
             files=files,
             overwrite=replace,
             progress=progress,
             context=context,
         )
     tree = ckptcore.metadata(destination, context=context).tree
+    if tied == "each":
+        tree = dataclasses.replace(tree, aliases={})
     written = layout.file_names(tree)
     document: ConsolidateDocument = {
         "schema": "ckptcore.consolidate/1",

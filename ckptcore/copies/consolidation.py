@@ -9,8 +9,8 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Final, TypeAlias
+from dataclasses import dataclass, replace
+from typing import Any, Final, Literal, TypeAlias
 
 import numpy as np
 import xxhash
@@ -46,10 +46,13 @@ from ckptcore.stored.tries import while_unchanged
 from ckptcore.trees.subtrees import Subtree, SubtreePath, find_subtree, path_keys
 from ckptcore.verification import ProgressCallback
 
-__all__ = ["FilePath", "consolidate_checkpoint"]
+__all__ = ["FilePath", "TiedNames", "consolidate_checkpoint"]
 
 FilePath: TypeAlias = str | os.PathLike[str]
 """Where a local file is."""
+
+TiedNames: TypeAlias = Literal["each", "once"]
+"""Under which of its names an array is stored that has several: all of them, or the first."""
 
 _FILE_PIECE_BYTES: Final = 1 << 24
 
@@ -74,6 +77,7 @@ def consolidate_checkpoint(
     destination: LocationLike,
     subtree: SubtreePath,
     layout: SafetensorsLayout,
+    tied: TiedNames,
     files: Sequence[FilePath],
     overwrite: Overwrite,
     progress: ProgressCallback | None,
@@ -85,7 +89,7 @@ def consolidate_checkpoint(
     recording = Recording("save", str(destination), context.observers, rank=job.rank)
     try:
         nbytes = _consolidate(
-            source, destination, subtree, layout, files, overwrite, progress, context, Agreement(job, key, recording), recording
+            source, destination, subtree, layout, tied, files, overwrite, progress, context, Agreement(job, key, recording), recording
         )  # fmt: skip
     except BaseException as error:
         recording.finish(error=error)
@@ -98,6 +102,7 @@ def _consolidate(
     destination: LocationLike,
     path: SubtreePath,
     layout: SafetensorsLayout,
+    tied: TiedNames,
     files: Sequence[FilePath],
     overwrite: Overwrite,
     progress: ProgressCallback | None,
@@ -115,6 +120,9 @@ def _consolidate(
         found = _open(source, path, context)
         refuse_further(found.opened, location)
         tree = found.subtree.tree
+        shared = tree.aliases if tied == "each" else {}
+        if shared:
+            tree = replace(tree, aliases={})
         layout.check(tree, agreement.size)
         check_sizes(found.opened, set(found.subtree.sources))
         objects = items_by_object(layout, tree, found.opened, found.subtree.sources, sizes)
@@ -123,7 +131,7 @@ def _consolidate(
             refuse_to_replace(location, overwrite)
             beside = _files_by_name(files)
         if agreement.size > 1:
-            stage.payload = _digest(found, objects, layout.file_names(tree))
+            stage.payload = _digest(found, objects, layout.file_names(tree), layout.metadata)
     payloads = stage.payloads
     decided = agreement.lead("save", lambda: _same_source(payloads, str(source)))
     recording.save_id = decided["save_id"]
@@ -138,7 +146,7 @@ def _consolidate(
         progress=found.opened.root.progress if found.opened.root is not None else {},
         save_id=decided["save_id"],
         created=decided["created"],
-        parts=[Part("", layout, plan, own=False)],
+        parts=[Part("", layout, plan, own=False, shared=shared)],
         members=None,
         before_commit=None,
         agreement=agreement,
@@ -191,12 +199,14 @@ def _files_by_name(files: Sequence[FilePath]) -> Mapping[str, FilePath]:
     return found
 
 
-def _digest(source: _Source, objects: Sequence[Sequence[WriteItem]], files: Sequence[str]) -> JSON:
-    """Equal on two ranks exactly if they read the same save, cut it in the same way, and call files the same."""
+def _digest(
+    source: _Source, objects: Sequence[Sequence[WriteItem]], files: Sequence[str], metadata: Mapping[str, str]
+) -> JSON:
+    """Equal on two ranks exactly if they read the same save, cut it in the same way, and give files the same names and metadata."""
     opened = source.opened
     saved: JSON = opened.root.save_id if opened.root is not None else [opened.tree.to_json(), opened.state]
     items = [[[item.leaf, [[box.start, box.stop] for box in item.boxes]] for item in of_one] for of_one in objects]
-    document = json.dumps([saved, list(source.subtree.sources), items, list(files)], sort_keys=True)
+    document = json.dumps([saved, list(source.subtree.sources), items, list(files), dict(metadata)], sort_keys=True)
     return xxhash.xxh3_128_hexdigest(document.encode())
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeAlias, TypeVar
 
 from ckptcore.builtin.files_layout import FilesLayout, state_of_files
@@ -67,6 +67,8 @@ class Part:
         own: whether this process writes it alone, and every process one of its own.
         worker_plans: what each worker of this controller writes of it; empty where none holds anything of it.
         copies: whether it is no part of the checkpoint, but a copy beside it that only this host has.
+        shared: arrays that the plan has as arrays of their own, and that the root says are the same one: the aliases of a tree whose
+            arrays are stored under each of their names.
     """
 
     directory: str
@@ -75,6 +77,7 @@ class Part:
     own: bool
     worker_plans: tuple[WritePlan, ...] = ()
     copies: bool = False
+    shared: Mapping[int, int] = field(default_factory=dict)
 
     @property
     def plans(self) -> tuple[WritePlan, ...]:

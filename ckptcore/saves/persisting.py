@@ -316,7 +316,7 @@ def finish_part(described: Described, part: Part, receipts: Sequence[Receipt], r
         writer=this_writer(),
         layout=part.layout.name,
         state=state,
-        tree=tree,
+        tree=replace(tree, aliases={**tree.aliases, **part.shared}) if part.shared else tree,
         objects=merge_objects(part.layout.name, receipts, recorder.objects),
         member=described.members is not None,
     )

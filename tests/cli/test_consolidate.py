@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from safetensors import safe_open
 from safetensors.numpy import load_file
 
 import ckptcore
@@ -34,6 +35,26 @@ def test_json(run_json: RunJson, sharded: Path, tmp_path: Path) -> None:
     assert (code, document["arrays"], document["nbytes"]) == (0, 2, 2400)
     assert document["files"] == ["adapter_model.safetensors"]
     assert set(load_file(tmp_path / "hf" / "adapter_model.safetensors")) == {"model.a", "model.b"}
+
+
+def test_metadata_and_tied_arrays(run_json: RunJson, tmp_path: Path) -> None:
+    shared = np.ones(300, np.float32)
+    ckptcore.save(tmp_path / "tied", {"a": shared, "b": shared})
+    options = ["--metadata", "by=us", "--metadata", "license=a=b", "--max-file-size", "1.2kB"]
+    _, document = run_json(ConsolidateDocument, "consolidate", tmp_path / "tied", tmp_path / "each", *options)
+    assert (document["arrays"], document["nbytes"]) == (2, 2400)
+    for name, file in zip("ab", document["files"], strict=True):
+        with safe_open(tmp_path / "each" / file, "np") as opened:
+            assert opened.keys() == [name] and opened.metadata() == {"format": "pt", "by": "us", "license": "a=b"}
+    _, document = run_json(ConsolidateDocument, "consolidate", tmp_path / "tied", tmp_path / "once", "--tied", "once")
+    assert (document["files"], document["nbytes"]) == (["model.safetensors"], 1200)
+    assert list(load_file(tmp_path / "once" / "model.safetensors")) == ["a"]
+
+
+@pytest.mark.parametrize("entry", ["by", "=us", ""])
+def test_what_is_no_entry(entry: str, run: Run, sharded: Path, tmp_path: Path) -> None:
+    result = run("consolidate", sharded, tmp_path / "hf", "--metadata", entry)
+    assert result.exit_code == 2 and not (tmp_path / "hf").exists()
 
 
 def test_a_part_that_is_not_there(run_json: RunJson, sharded: Path, tmp_path: Path) -> None:
