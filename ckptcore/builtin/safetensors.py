@@ -13,11 +13,10 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from ckptcore.builtin.safetensors_dtypes import header_entry
 from ckptcore.builtin.safetensors_files import METADATA, encode_header, file_metadata, file_names
-from ckptcore.builtin.safetensors_header import TensorEntry, inspect_files
 from ckptcore.builtin.safetensors_places import KnownPlaces, SliceColumns, StoredSlice
 from ckptcore.builtin.safetensors_slices import SHARDING, write_slices
 from ckptcore.errors import CheckpointError, PluginError
@@ -37,6 +36,9 @@ from ckptcore.model.tree import JSON, LEAF, Node, format_path
 from ckptcore.planning import leaf_names
 from ckptcore.protocols import Inspection, ReadStore, Snapshot, WriteStore
 from ckptcore.runs import run_extent
+
+if TYPE_CHECKING:
+    from ckptcore.builtin.safetensors_header import TensorEntry
 
 __all__ = ["SafetensorsLayout"]
 
@@ -257,6 +259,8 @@ class SafetensorsLayout:
 
     def inspect(self, store: ReadStore, entry: str | None) -> Inspection | None:
         """A file of any name, an index, or a directory that has a file ``*.safetensors`` or an index."""
+        from ckptcore.builtin.safetensors_header import inspect_files  # only who reads files of others needs it
+
         found = inspect_files(store, entry)
         if found is None:
             return None
