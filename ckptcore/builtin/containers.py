@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from ckptcore.model.tree import Attribute
@@ -39,6 +39,17 @@ class _Dict:
             made[key] = child
         return made
 
+    def is_object(self, value: dict[Any, Any]) -> bool:
+        return False
+
+    def replaceable(self, target: dict[Any, Any]) -> Collection[int]:
+        return range(len(target))
+
+    def replace(self, target: dict[Any, Any], children: Mapping[int, object]) -> None:
+        keys = list(target)
+        for position, child in children.items():
+            target[keys[position]] = child
+
 
 class _List:
     """list and subclasses."""
@@ -55,6 +66,16 @@ class _List:
         made = copy.copy(like)
         made[:] = children
         return made
+
+    def is_object(self, value: list[Any]) -> bool:
+        return False
+
+    def replaceable(self, target: list[Any]) -> Collection[int]:
+        return range(len(target))
+
+    def replace(self, target: list[Any], children: Mapping[int, object]) -> None:
+        for position, child in children.items():
+            target[position] = child
 
 
 class _Tuple:
@@ -87,16 +108,31 @@ class _Dataclass:
     priority = Priority.FALLBACK
 
     def flatten(self, value: Any) -> Flattened:
-        names = [field.name for field in dataclasses.fields(value) if hasattr(value, field.name)]
+        names = _field_names(value)
         children = tuple([getattr(value, name) for name in names])
         return Flattened("object", tuple([Attribute(name) for name in names]), children, _qualified(value))
 
     def unflatten(self, like: Any, children: Sequence[object]) -> object:
         made = copy.copy(like)
-        names = [field.name for field in dataclasses.fields(like) if hasattr(like, field.name)]
-        for name, child in zip(names, children, strict=True):
+        for name, child in zip(_field_names(like), children, strict=True):
             object.__setattr__(made, name, child)  # also where the dataclass is frozen
         return made
+
+    def is_object(self, value: Any) -> bool:
+        return False
+
+    def replaceable(self, target: Any) -> Collection[int]:
+        setter: object = type(target).__setattr__
+        return range(len(_field_names(target)) if setter is object.__setattr__ else 0)  # that of a frozen one refuses
+
+    def replace(self, target: Any, children: Mapping[int, object]) -> None:
+        names = _field_names(target)
+        for position, child in children.items():
+            setattr(target, names[position], child)
+
+
+def _field_names(value: Any) -> list[str]:
+    return [field.name for field in dataclasses.fields(value) if hasattr(value, field.name)]
 
 
 def container_handler(value_type: type) -> ContainerHandler | None:

@@ -12,6 +12,7 @@ import numpy as np
 
 from ckptcore.errors import CorruptCheckpointError, PluginError, UnsupportedLeafError
 from ckptcore.model.arrays import AbstractArray, ArraySpec, Box, HostArray, Shard, name_of_dtype
+from ckptcore.model.memory import StridedMemory
 from ckptcore.model.metadata import ArrayRecord, LeafRecord, ValueRecord
 from ckptcore.model.transfer import Pending, Ready
 from ckptcore.model.tree import JSON, text_from_json, text_to_json
@@ -118,6 +119,11 @@ class HostArrayHandler:
                 np.copyto(part, elements, casting="equiv")
         return True
 
+    def memory_to_fill(self, target: Any) -> Sequence[StridedMemory] | None:
+        """That of an array that is writable."""
+        writable = isinstance(target, np.ndarray) and target.flags.writeable
+        return [StridedMemory.of(target)] if writable else None
+
 
 class HostValueHandler:
     """bool, int, float, complex, str, bytes and None. They live in the root, long str and bytes in arrays of uint8."""
@@ -180,6 +186,9 @@ class HostValueHandler:
     def fill(self, target: Any, stored: LeafRecord, boxes: Sequence[tuple[Box, HostArray]]) -> bool:
         """False: these are immutable."""
         return False
+
+    def memory_to_fill(self, target: Any) -> None:
+        """None: these are immutable."""
 
 
 _VALUE_KINDS: Final[dict[type, str]] = {

@@ -11,6 +11,7 @@ import numpy as np
 
 from ckptcore.errors import PluginError, UnsupportedLeafError
 from ckptcore.model.arrays import ArraySpec, Box, HostArray, Shard, dtype_from_name, name_of_dtype
+from ckptcore.model.memory import StridedMemory
 from ckptcore.model.metadata import ArrayRecord, LeafRecord, ValueRecord
 from ckptcore.model.transfer import Pending, Ready
 from ckptcore.protocols import HostBytes, HostMemory, Priority
@@ -215,6 +216,15 @@ class ShardedArrayHandler:
             if part is not None and not np.may_share_memory(part, elements):
                 np.copyto(part, elements, casting="equiv")
         return True
+
+    def memory_to_fill(self, target: ShardedArray) -> Sequence[StridedMemory] | None:
+        """That of its shards; None where one has no elements, or cannot be written."""
+        found = []
+        for shard in target.shards:
+            if shard.elements is None or not shard.elements.flags.writeable:
+                return None
+            found.append(StridedMemory.of(shard.elements))
+        return found
 
 
 def _elements(leaf: ShardedArray, box: Box) -> HostArray:

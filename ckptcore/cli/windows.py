@@ -146,3 +146,6 @@ class _WindowHandler:
 
     def fill(self, target: Any, stored: LeafRecord, boxes: Sequence[tuple[Box, HostArray]]) -> bool:
         return False
+
+    def memory_to_fill(self, target: Any) -> None:
+        return None

@@ -14,13 +14,14 @@ from ckptcore.errors import PluginError, TargetUndefinedError, TreeMismatchError
 from ckptcore.events import Recording
 from ckptcore.loads.load_requests import AS_IT_IS, LoadRequest
 from ckptcore.loads.matching import Matched, match_leaves
-from ckptcore.loads.reading import Planned, Reading, other_form, perform, plan_reading
+from ckptcore.loads.reading import Planned, Reading, perform, plan_reading
+from ckptcore.loads.targets import check_shared_containers, check_shared_memory
 from ckptcore.locations import Place
 from ckptcore.model.arrays import AbstractArray
-from ckptcore.model.metadata import ArrayRecord, TreeMetadata, ValueRecord
+from ckptcore.model.metadata import ArrayRecord, TreeMetadata
 from ckptcore.model.tree import MAX_DEPTH, Attribute, Skeleton, TreePath, format_path
 from ckptcore.plugins import Plugins
-from ckptcore.protocols import LeafHandler
+from ckptcore.protocols import LeafHandler, MutableContainerHandler
 from ckptcore.stored.opened import Opened, Source, file_pieces
 from ckptcore.stored.tries import while_unchanged
 from ckptcore.trees.flattening import Flat, first_stuck, flatten, rebuild, restore, unflatten
@@ -35,7 +36,6 @@ __all__ = [
     "abstract_tree",
     "account_of",
     "check_target",
-    "check_tree_of_objects",
     "chosen_of",
     "holds_objects",
     "is_files",
@@ -206,39 +206,20 @@ def check_target(opened: Opened, target: object, context: Context, request: Load
 
 
 def holds_objects(tree: object, registry: Plugins) -> bool:
-    """Whether a tree has an object with a state of its own below it. The tree itself is none."""
+    """Return whether a tree is, or has in it, an object that is restored in place."""
     return _holds_objects(tree, registry, MAX_DEPTH)
 
 
 def _holds_objects(node: object, registry: Plugins, depth: int) -> bool:
-    container = registry.dispatch(node).container
+    found = registry.dispatch(node)
+    if found.checkpointable is not None:
+        return True
+    container = found.container
     if container is None or depth == 0:
-        return False  # what is too deep is refused as it is flattened
-    return any(
-        registry.dispatch(child).checkpointable is not None or _holds_objects(child, registry, depth - 1)
-        for child in container.flatten(node).children
-    )
-
-
-def check_tree_of_objects(opened: Opened, tree: object, context: Context, request: LoadRequest) -> None:
-    """Refuse a tree with objects in it that cannot be loaded into. Changes and reads nothing.
-
-    Raises:
-        TreeMismatchError: also if a leaf beside the objects may have to be replaced, and nothing that holds it can be changed.
-        TransformError, ValueError: as `load_into_target` does.
-    """
-    _refuse_placeholders(request)
-    opened = transformed(opened, request.transforms, context)
-    flat = flatten(tree, context.registry, placeholders=True, stored_at=_stored_at(opened, context.registry))
-    stuck = first_stuck(flat.shape, [handler is not None for handler in flat.handlers])
-    if stuck is not None:
-        path = format_path(list(flat.paths())[stuck])
-        raise TreeMismatchError(
-            f"{path} stands beside objects that are restored in place, in a {type(tree).__qualname__} that cannot be changed; save "
-            "and load each object under a name of its own, or hold them in a dict. Nothing was changed",
-            [f"{path}: cannot be replaced beside objects that are restored in place"],
-        )
-    _match_target(opened, flat, context, request)
+        return False  # flattening refuses a tree that is too deep
+    if isinstance(container, MutableContainerHandler) and container.is_object(node):
+        return True
+    return any(_holds_objects(child, registry, depth - 1) for child in container.flatten(node).children)
 
 
 def _match(opened: Opened, flat: Flat, context: Context, request: LoadRequest) -> Matched:
@@ -294,21 +275,22 @@ def _match_target(opened: Opened, flat: Flat, context: Context, request: LoadReq
         TreeMismatchError: also if a leaf can be filled neither in place nor replaced.
     """
     matched = _match(opened, flat, context, request)
-    # Also an array that is stored where a number is asked for is replaced, and a number that becomes an array fills one.
-    replaced = [
-        number is not None
-        and handler is not None
-        and isinstance(other_form(opened, number, handler, leaf) or opened.tree.leaves[number], ValueRecord)
-        for number, handler, leaf in zip(matched.numbers, flat.handlers, flat.leaves, strict=True)
+    memory = [
+        None if number is None or handler is None else handler.memory_to_fill(leaf)
+        for number, handler, leaf in zip(matched.numbers, matched.handlers, flat.leaves, strict=True)
     ]
+    replaced = [number is not None and found is None for number, found in zip(matched.numbers, memory, strict=True)]
     stuck = first_stuck(flat.shape, replaced)
     if stuck is not None:
         path = format_path(list(flat.paths())[stuck])
         raise TreeMismatchError(
-            f"{path} of the target cannot be filled in place, and nothing that holds it can be changed; "
-            "use load() and keep its result. The target is as it was",
+            f"{path} of the target cannot be filled in place, and no container that holds it can be changed; use load() and keep "
+            "its result, or hold the leaf in a dict. To restore objects beside it, save each under a name of its own. Nothing was "
+            "changed",
             [f"{path}: cannot be filled in place"],
         )
+    check_shared_memory(opened, matched.numbers, memory)
+    check_shared_containers(opened, matched.numbers, flat.shape)
     return matched
 
 

@@ -9,7 +9,7 @@ from typing import Generic, TypeVar
 
 from ckptcore.context import Context
 from ckptcore.engine.memory import allocate
-from ckptcore.errors import CorruptCheckpointError, PluginError, TreeMismatchError, UnsupportedLeafError
+from ckptcore.errors import CorruptCheckpointError, PluginError, UnsupportedLeafError
 from ckptcore.model.arrays import ArraySpec, Box, HostArray
 from ckptcore.model.metadata import ArrayRecord, LeafRecord, TreeMetadata, ValueRecord
 from ckptcore.model.tree import format_path
@@ -116,15 +116,11 @@ def plan_reading(
         opened, numbers, handlers, abstracts: as for `read_leaves`.
         executor: the workers of this controller, if it has some.
         filled: where `abstracts` are a target to be filled in place, which of its leaves stay as they are.
-
-    Raises:
-        TreeMismatchError: if two leaves of a target are one array in memory and two in the checkpoint.
     """
     tree = opened.tree
     leaves: list[object] = [PLACEHOLDER] * len(numbers)
     units: list[Unit] = []
     tied: dict[tuple[object, ...], Unit] = {}
-    in_memory: dict[object, int] = {}
     for position, (number, handler, abstract) in enumerate(zip(numbers, handlers, abstracts, strict=True)):
         if handler is None:
             continue
@@ -156,14 +152,6 @@ def plan_reading(
         memory: object = None
         if filled is not None:
             memory = (handler if there is None else there).identity(abstract) or position
-            if in_memory.setdefault((id(handler), memory), original) != original:
-                other = format_path(tree.paths[in_memory[id(handler), memory]])
-                own = format_path(tree.paths[number])
-                raise TreeMismatchError(
-                    f"{other} and {own} are one array in the target and two in {opened.location.display}: they cannot both be "
-                    "filled; use load(), or a target in which they are apart. The target is as it was",
-                    [f"{own}: tied to {other} in the target, not in the checkpoint"],
-                )
         if not tree.aliases:
             units.append(Unit(number, record, handler, abstract, [position], boxes, array, kind, at_workers=at_workers))
             continue

@@ -16,7 +16,7 @@ from ckptcore.errors import (
     UnknownCheckpointableError,
 )
 from ckptcore.loads.load_requests import AS_IT_IS, LoadAs, LoadRequest
-from ckptcore.loads.loading import check_target, check_tree_of_objects, holds_objects
+from ckptcore.loads.loading import check_target, holds_objects
 from ckptcore.locations import Place, Within
 from ckptcore.near_names import NearNames
 from ckptcore.protocols import FilesHandler
@@ -105,8 +105,7 @@ def plan_requests(
         source = opened if opened.root is None else Within(location, directory)
         request = _request(name, source, member, like, how, context)
         if request.in_place and not request.is_files:
-            check = check_target if context.registry.dispatch(like).checkpointable else check_tree_of_objects
-            check(opened, like, context, how)
+            check_target(opened, like, context, how)
         yield request
 
 
@@ -198,6 +197,4 @@ def _request(name: str, source: Source, member: Member, like: object, how: LoadR
                 [f"{name}: files are stored"],
             )
         return Request(name, source, like, how, named.files, is_files, in_place=True)
-    is_object = context.registry.dispatch(like).checkpointable is not None
-    in_place = is_object or holds_objects(like, context.registry)
-    return Request(name, source, like, how, None, is_files, in_place=in_place)
+    return Request(name, source, like, how, None, is_files, in_place=holds_objects(like, context.registry))

@@ -3,6 +3,7 @@
 from ckptcore.model.arrays import AbstractArray, ArraySpec, Box, HostArray, Shard, dtype_from_name, name_of_dtype
 from ckptcore.model.columns import IntegerColumn, ItemColumns
 from ckptcore.model.keys import check_directory_key, check_key
+from ckptcore.model.memory import StridedMemory
 from ckptcore.model.metadata import PLAIN_ARRAY, ArrayRecord, LeafRecord, TreeMetadata, ValueRecord
 from ckptcore.model.objects import BLOCK_BYTES, ObjectRecord
 from ckptcore.model.transfer import (
@@ -53,6 +54,7 @@ __all__ = [
     "Shard",
     "Skeleton",
     "StoredTile",
+    "StridedMemory",
     "TileRead",
     "TreeMetadata",
     "TreePath",

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Protocol, TypeAlias, runtime_checkable
 
 from ckptcore.model.arrays import ArraySpec, Box, HostArray, Shard
+from ckptcore.model.memory import StridedMemory
 from ckptcore.model.metadata import ArrayRecord, LeafRecord
 from ckptcore.model.transfer import Pending
 from ckptcore.model.tree import Key, NodeKind
@@ -24,6 +25,7 @@ __all__ = [
     "HostMemory",
     "LazyCheckpointableHandler",
     "LeafHandler",
+    "MutableContainerHandler",
     "PerProcessHandler",
     "Priority",
     "StatefulCheckpointable",
@@ -76,6 +78,30 @@ class ContainerHandler(Protocol):
 
         `children` are in the order in which `flatten(like)` gives them.
         """
+        ...
+
+
+@runtime_checkable
+class MutableContainerHandler(Protocol):
+    """A `ContainerHandler` of containers whose children can be replaced: dicts, lists, modules that are containers.
+
+    ``load_into`` asks it where a child cannot be filled in place. Without it the container itself is replaced in what holds it.
+    """
+
+    def is_object(self, value: Any) -> bool:
+        """Return whether programs hold `value` as an object with an identity, as they hold a module.
+
+        ``load_checkpointables`` restores such a container in place. It builds other containers anew: dicts, and containers
+        of abstract leaves.
+        """
+        ...
+
+    def replaceable(self, target: Any) -> Collection[int]:
+        """Return which children of `target` can be replaced, by their positions in what `flatten` gives."""
+        ...
+
+    def replace(self, target: Any, children: Mapping[int, object]) -> None:
+        """Replace children in `target` itself, by position."""
         ...
 
 
@@ -270,6 +296,14 @@ class LeafHandler(Protocol):
         """Make `target` itself hold the elements, in place; False where it cannot be changed.
 
         Only asked by ``load_into``. A box that `destination` gave memory for comes with that memory, filled.
+        """
+        ...
+
+    def memory_to_fill(self, target: Any) -> Sequence[StridedMemory] | None:
+        """Return the memory of this process that `fill` changes, or None if `fill` returns False.
+
+        Only asked by ``load_into``, before anything is read. The memory of two targets must not overlap. Empty if this
+        process holds no element of `target`.
         """
         ...
 

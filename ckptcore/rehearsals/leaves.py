@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 from ckptcore.context import Context
 from ckptcore.errors import PluginError, UnsupportedLeafError
 from ckptcore.model.arrays import Box, HostArray, Shard
+from ckptcore.model.memory import StridedMemory
 from ckptcore.model.metadata import ArrayRecord, LeafRecord
 from ckptcore.model.transfer import Pending
 from ckptcore.plugins import Plugins, installed_plugins
@@ -118,6 +119,9 @@ class _RunningLeaves:
         _refuse()
 
     def fill(self, target: Any, stored: LeafRecord, boxes: Sequence[tuple[Box, HostArray]]) -> bool:
+        _refuse()
+
+    def memory_to_fill(self, target: Any) -> Sequence[StridedMemory] | None:
         _refuse()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 import json
+import math
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Final
@@ -155,6 +156,7 @@ class LeafHandlerTests:
         for box, _ in zeros:
             assert self.handler.destination(abstract, stored, box) is None, "destination of an abstract leaf"
         assert self.handler.fill(abstract, stored, zeros) is False, "fill of an abstract leaf"
+        assert self.handler.memory_to_fill(abstract) is None, "memory of an abstract leaf"
         assert_same_value(array_example.elements(leaf), array_example.expected, "the leaf of an abstract one")
 
     def test_the_abstract_of_a_leaf_lets_it_go(self, array_example: LeafExample) -> None:
@@ -371,6 +373,24 @@ class LeafHandlerTests:
         assert self.handler.fill(target, stored, loaded) is True, "a leaf that can be mutated can be filled"
         assert_same_value(mutable_example.elements(target), mutable_example.expected, "fill")
 
+    def test_memory_to_fill_is_that_of_the_leaf(self, mutable_example: LeafExample) -> None:
+        target, other = mutable_example.make(), mutable_example.make()
+        memory = self.handler.memory_to_fill(target)
+        assert memory is not None, "a leaf that can be filled has memory"
+        again = self.handler.memory_to_fill(target)
+        assert again is not None and list(memory) == list(again)
+        assert not any(part.overlaps_itself() for part in memory)
+        if other is not target:
+            others = self.handler.memory_to_fill(other)
+            assert others is not None
+            assert not any(one.shares_bytes(two) for one in memory for two in others), (
+                "two leaves have memory of their own"
+            )
+        nbytes = sum(math.prod(part.shape) * part.itemsize for part in memory)
+        assert nbytes == sum(box.size for box in self.handler.wanted(target, self._array_record(target))) * (
+            self._array_record(target).spec.numpy_dtype.itemsize
+        )
+
     def test_fill_keeps_what_was_read_into_a_destination(self, mutable_example: LeafExample) -> None:
         target = mutable_example.make()
         stored = self._array_record(target)
@@ -395,6 +415,7 @@ class LeafHandlerTests:
         for box, _ in zeros:
             assert self.handler.destination(target, stored, box) is None
         assert self.handler.fill(target, stored, zeros) is False
+        assert self.handler.memory_to_fill(target) is None, "memory of a leaf that cannot be changed"
         assert_same_value(array_example.elements(target), array_example.expected, "a leaf that cannot be changed")
 
     # --- ties

@@ -78,5 +78,8 @@ class RemoteArrayHandler:
         """Not here."""
         self._refuse()
 
+    def memory_to_fill(self, target: Any) -> None:
+        """None: workers make the array anew."""
+
     def _refuse(self) -> NoReturn:
         raise AssertionError("the controller was asked for elements that its workers hold")

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, TypeAlias, cast
+from typing import Any, Final, TypeAlias
 
 from ckptcore.errors import CheckpointError, UnsupportedKeyError, UnsupportedLeafError
 from ckptcore.model.tree import LEAF, MAX_DEPTH, Attribute, Key, Node, Skeleton, TreePath, format_path, leaf_paths
@@ -15,6 +16,7 @@ from ckptcore.protocols import (
     ContainerHandler,
     LazyCheckpointableHandler,
     LeafHandler,
+    MutableContainerHandler,
     PerProcessHandler,
 )
 
@@ -26,6 +28,7 @@ __all__ = [
     "of_each_process",
     "rebuild",
     "restore",
+    "shared_containers",
     "unflatten",
     "unflatten_states",
 ]
@@ -294,11 +297,18 @@ def _first_stuck(shape: Shape, changed: Sequence[bool], position: Iterator[int],
     if shape is None:
         number = next(position)
         return number if changed[number] else None
-    if isinstance(shape, _Checkpointable) or (live and _holds_by_key(shape)):
+    if isinstance(shape, _Checkpointable):
+        _skip(shape, position)
+        return None
+    replaceable = _replaceable(shape) if live else ()
+    if len(replaceable) == len(shape.children):
         _skip(shape, position)
         return None
     live = live and _children_are_live(shape)
-    for child in shape.children:
+    for number, child in enumerate(shape.children):
+        if number in replaceable:
+            _skip(child, position)
+            continue
         stuck = _first_stuck(child, changed, position, live=live)
         if stuck is not None:
             return stuck
@@ -311,11 +321,41 @@ def _children_are_live(shape: _Container) -> bool:
     return all(child is None or now is child.like for now, child in zip(again, shape.children, strict=True))
 
 
-def _holds_by_key(shape: _Container) -> bool:
-    """Whether the children are the items of a dict or list, which can be replaced one by one."""
-    if isinstance(shape.like, dict):
-        return tuple(shape.like) == shape.keys
-    return isinstance(shape.like, list) and tuple(range(len(shape.like))) == shape.keys
+def _replaceable(shape: _Container) -> Collection[int]:
+    """Positions of the children that can be replaced in the container itself."""
+    handler = shape.handler
+    if not _can_be_mutable(type(handler)):
+        return ()
+    assert isinstance(handler, MutableContainerHandler)
+    return handler.replaceable(shape.like)
+
+
+@functools.cache
+def _can_be_mutable(handler_type: type) -> bool:
+    """Return whether a handler is a `MutableContainerHandler`. Cached: the check is slow."""
+    return issubclass(handler_type, MutableContainerHandler)
+
+
+def shared_containers(shape: Shape) -> Sequence[tuple[range, range]]:
+    """Find containers that are in a value twice and can be changed. Gives the numbers of their leaves in both places."""
+    pairs: list[tuple[range, range]] = []
+    _find_shared(shape, 0, {}, pairs)
+    return pairs
+
+
+def _find_shared(shape: Shape, start: int, found: dict[int, range], pairs: list[tuple[range, range]]) -> int:
+    """Add the shared containers of a node whose leaves begin at `start`. Return where they end."""
+    if shape is None:
+        return start + 1
+    if isinstance(shape, _Checkpointable):
+        return _find_shared(shape.state, start, {}, [])  # the object makes its state anew each time
+    stop = start
+    for child in shape.children:
+        stop = _find_shared(child, stop, found, pairs)
+    first = found.setdefault(id(shape.like), range(start, stop))
+    if first.start != start and _replaceable(shape):
+        pairs.append((first, range(start, stop)))
+    return stop
 
 
 def _skip(shape: Shape, position: Iterator[int]) -> None:
@@ -354,13 +394,13 @@ def _restore(
     replaced = [_restore(child, leaves, filled, position) for child in shape.children]
     if all(child is _KEPT for child in replaced):
         return _KEPT
-    if _holds_by_key(shape):
-        holder = cast(dict[object, object], shape.like)  # or a list, whose keys are its indices
-        for key, child in zip(shape.keys, replaced, strict=True):
-            if child is not _KEPT and child is not _CHANGED:
-                holder[key] = child
-        return _CHANGED
-    if all(child is _KEPT or child is _CHANGED for child in replaced) and _children_are_live(shape):
+    others = {number: child for number, child in enumerate(replaced) if child is not _KEPT and child is not _CHANGED}
+    replaceable = _replaceable(shape) if others else ()
+    moved = any(child is _CHANGED for child in replaced) and not _children_are_live(shape)
+    if not moved and all(number in replaceable for number in others):
+        if others:
+            assert isinstance(shape.handler, MutableContainerHandler)  # or nothing is replaceable
+            shape.handler.replace(shape.like, others)
         return _CHANGED
     current = shape.handler.flatten(shape.like).children
     merged = []

@@ -163,7 +163,7 @@ def test_a_read_only_target_is_refused(tmp_path: Path) -> None:
     ckptcore.save(tmp_path / "c", np.ones(3))
     frozen = np.zeros(3)
     frozen.flags.writeable = False
-    with pytest.raises(TargetUndefinedError, match="changed neither in place nor"):
+    with pytest.raises(TreeMismatchError, match="<root> of the target cannot be filled in place"):
         ckptcore.load_into(tmp_path / "c", frozen)
 
 
@@ -185,6 +185,63 @@ def test_a_target_that_is_tied_where_the_checkpoint_is_not_is_refused(tmp_path: 
     with pytest.raises(TreeMismatchError, match="a and b are one array in the target and two"):
         ckptcore.load_into(tmp_path / "c", {"a": shared, "b": shared})
     assert (shared == 7).all()
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        lambda x: (x[:3], x[1:4]),
+        lambda x: (x[2:5], x[:3]),
+        lambda x: (x[1:6:2], x[::-2][:3]),
+        lambda x: (x[:3], x[1:4].view(np.int64).view(np.float64)),
+        lambda x: (np.lib.stride_tricks.as_strided(x, (3,), (0,)), np.zeros(3)),
+        lambda x: (np.lib.stride_tricks.as_strided(x, (2, 3), (8, 8))[1], x[3:6]),
+    ],
+)
+def test_a_target_whose_arrays_overlap_is_refused(parts: Any, tmp_path: Path) -> None:
+    ckptcore.save(tmp_path / "c", {"a": np.zeros(3), "b": np.ones(3)})
+    memory = np.full(8, 7.0)
+    first, second = parts(memory)
+    with pytest.raises(TreeMismatchError, match="that overlap in the target|elements that share memory"):
+        ckptcore.load_into(tmp_path / "c", {"a": first, "b": second})
+    assert (memory == 7).all()
+
+
+@pytest.mark.parametrize("parts", [lambda x: (x[::2], x[1::2]), lambda x: (x[4:], x[3::-1]), lambda x: (x[:4], x[4:])])
+def test_arrays_of_a_target_may_interleave(parts: Any, tmp_path: Path) -> None:
+    saved = {"a": np.arange(4.0), "b": -np.arange(4.0)}
+    ckptcore.save(tmp_path / "c", saved)
+    first, second = parts(np.full(8, 7.0))
+    ckptcore.load_into(tmp_path / "c", {"a": first, "b": second})
+    assert first.tolist() == saved["a"].tolist() and second.tolist() == saved["b"].tolist()
+
+
+def test_an_array_whose_elements_share_memory_is_refused(tmp_path: Path) -> None:
+    ckptcore.save(tmp_path / "c", np.arange(6.0).reshape(2, 3))
+    memory = np.full(8, 7.0)
+    with pytest.raises(TreeMismatchError, match="elements that share memory"):
+        ckptcore.load_into(tmp_path / "c", np.lib.stride_tricks.as_strided(memory, (2, 3), (8, 8)))
+    assert (memory == 7).all()
+
+
+def test_tied_arrays_that_overlap_in_the_target_are_refused(tmp_path: Path) -> None:
+    tied = np.arange(3.0)
+    ckptcore.save(tmp_path / "c", {"a": tied, "b": tied})
+    memory = np.full(8, 7.0)
+    with pytest.raises(TreeMismatchError, match="a and b are arrays that overlap"):
+        ckptcore.load_into(tmp_path / "c", {"a": memory[:3], "b": memory[1:4]})
+    assert (memory == 7).all()
+
+
+def test_one_container_at_two_places_of_a_target_takes_one_version(tmp_path: Path) -> None:
+    ckptcore.save(tmp_path / "c", {"a": {"n": 1, "x": [2]}, "b": {"n": 1, "x": [3]}})
+    shared: dict[str, Any] = {"n": 0, "x": [0]}
+    with pytest.raises(TreeMismatchError, match=r"a/x\[0\] and b/x\[0\] are one object"):
+        ckptcore.load_into(tmp_path / "c", {"a": shared, "b": shared})
+    assert shared == {"n": 0, "x": [0]}
+    ckptcore.save(tmp_path / "d", {"a": {"n": 1, "x": [2]}, "b": {"n": 1, "x": [2]}})
+    ckptcore.load_into(tmp_path / "d", {"a": shared, "b": shared})
+    assert shared == {"n": 1, "x": [2]}
 
 
 def test_a_plain_array_asked_for_is_what_comes(tmp_path: Path) -> None:

@@ -338,3 +338,39 @@ def test_loading_like_a_new_optimizer_gives_its_state_dict(tmp_path: Path) -> No
     new.scheduler.load_state_dict(loaded["scheduler"])
     new.generator.set_state(loaded["generator"]["state"])
     assert new.steps(2) == training.steps(2)
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        lambda x: (x[:3], x[1:4]),
+        lambda x: (x[:3], x[1:4].numpy()),
+        lambda x: (x.as_strided((3,), (2,), 1), x[3:6]),
+    ],
+)
+def test_a_target_whose_tensors_overlap_is_refused(parts: Any, tmp_path: Path) -> None:
+    ckptcore.save(tmp_path / "c", {"a": torch.zeros(3), "b": torch.ones(3)}, context=QUICK)
+    memory = torch.full((8,), 7.0)
+    first, second = parts(memory)
+    with pytest.raises(TreeMismatchError, match="arrays that overlap in the target"):
+        ckptcore.load_into(tmp_path / "c", {"a": first, "b": second})
+    assert memory.eq(7).all()
+
+
+def test_tensors_of_a_target_may_interleave(tmp_path: Path) -> None:
+    ckptcore.save(tmp_path / "c", {"a": torch.zeros(4), "b": torch.ones(4)}, context=QUICK)
+    memory = torch.full((8,), 7.0)
+    ckptcore.load_into(tmp_path / "c", {"a": memory[::2], "b": memory[1::2]})
+    assert memory.tolist() == [0, 1] * 4
+
+
+def test_a_tensor_whose_elements_share_memory_is_replaced_or_refused(tmp_path: Path) -> None:
+    ckptcore.save(tmp_path / "c", {"a": torch.arange(3.0)}, context=QUICK)
+    ckptcore.save(tmp_path / "d", torch.arange(3.0), context=QUICK)
+    memory = torch.full((8,), 7.0)
+    target = {"a": memory.as_strided((3,), (0,))}
+    ckptcore.load_into(tmp_path / "c", target)
+    assert target["a"].tolist() == [0, 1, 2] and memory.eq(7).all()
+    with pytest.raises(TreeMismatchError, match="cannot be filled in place"):
+        ckptcore.load_into(tmp_path / "d", memory.as_strided((3,), (0,)))
+    assert memory.eq(7).all()

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import functools
+import sys
 import types
 from collections import OrderedDict, defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, MutableMapping, MutableSequence, Sequence
 from typing import Any, Final
 
 import jax
@@ -13,7 +14,7 @@ import numpy as np
 from jax import tree_util
 
 from ckptcore.errors import UnsupportedKeyError
-from ckptcore.model import Attribute, Key
+from ckptcore.model import AbstractArray, Attribute, Key
 from ckptcore.protocols import ContainerHandler, Flattened, Priority
 
 __all__ = ["RegisteredContainer", "container_handler"]
@@ -43,6 +44,9 @@ class RegisteredContainer:
 
     Functions among the children (the activation of an Equinox module) are taken as static too: they are code and
     not state. They are not saved, and a load takes them from the abstract tree.
+
+    A child is replaced in the container itself if the type was registered with names of attributes or keys, and the child is
+    what the container has under that name or key. Other containers are values, as those of frozen dataclasses are.
     """
 
     priority = Priority.REGISTERED
@@ -53,9 +57,8 @@ class RegisteredContainer:
         Raises:
             UnsupportedKeyError: if the type was registered with a key that is neither an int, a str nor an attribute.
         """
-        keyed, _ = _one_level(value)
-        kept = [(path, child) for path, child in keyed if type(child) not in _FUNCTION_TYPES]
-        keys = tuple([_key_of(path[0], value) for path, _ in kept])
+        kept = _children(value)
+        keys = tuple([_key_of(entry, value) for entry, _ in kept])
         if len(set(keys)) != len(keys):
             raise UnsupportedKeyError(
                 f"{_name_of(value)} has two children under one key, among {keys}: the function it was registered with "
@@ -70,6 +73,39 @@ class RegisteredContainer:
         merged = [child if type(child) in _FUNCTION_TYPES else next(given) for _, child in keyed]
         return tree_util.tree_unflatten(structure, merged)
 
+    def is_object(self, value: Any) -> bool:
+        """Return False: functions of JAX take registered containers as values, and return others."""
+        return False
+
+    def replaceable(self, target: Any) -> Collection[int]:
+        """Return the children that are attributes which can be set, or items of a mutable mapping or sequence."""
+        setter: object = type(target).__setattr__
+        attributes = vars(target) if setter is object.__setattr__ and hasattr(target, "__dict__") else {}
+        found = set()
+        for position, (entry, child) in enumerate(_children(target)):
+            key = _key_of(entry, target)
+            if isinstance(key, Attribute):
+                held = attributes.get(key.name, _NOTHING)
+            elif isinstance(target, MutableMapping):
+                held = target.get(key, _NOTHING)
+            elif isinstance(target, MutableSequence) and type(key) is int and key < len(target):
+                held = target[key]
+            else:
+                continue
+            if held is child:
+                found.add(position)
+        return found
+
+    def replace(self, target: Any, children: Mapping[int, object]) -> None:
+        """Set attributes and items."""
+        kept = _children(target)
+        for position, child in children.items():
+            key = _key_of(kept[position][0], target)
+            if isinstance(key, Attribute):
+                setattr(target, key.name, child)
+            else:
+                target[key] = child
+
 
 class _RegisteredSubclass(RegisteredContainer):
     """Registered subclasses of dict, list and tuple: they may carry more than their items, which ckptcore would not see."""
@@ -77,8 +113,33 @@ class _RegisteredSubclass(RegisteredContainer):
     priority = Priority.EXACT + 1
 
 
+class _FlaxModule(RegisteredContainer):
+    """Modules, optimizers and random streams of Flax NNX, which programs change in place."""
+
+    def is_object(self, value: Any) -> bool:
+        """Return True unless all arrays in it are abstract, as those of ``nnx.eval_shape`` are."""
+        leaves = tree_util.tree_leaves(value)
+        return any(not isinstance(leaf, jax.ShapeDtypeStruct | AbstractArray) for leaf in leaves)
+
+    def replaceable(self, target: Any) -> Collection[int]:
+        """Return all children: NNX itself sets attributes to update a module."""
+        return range(len(_children(target)))
+
+
+class _FlaxVariable(_FlaxModule):
+    """Variables of Flax NNX."""
+
+    def replace(self, target: Any, children: Mapping[int, object]) -> None:
+        """Set the value as ``nnx.update`` does: without the hooks that see what a program sets."""
+        for child in children.values():
+            target.set_raw_value(child)
+
+
+_NOTHING: Final = object()
 _HANDLER: Final = RegisteredContainer()
 _SUBCLASS_HANDLER: Final = _RegisteredSubclass()
+_FLAX_MODULE_HANDLER: Final = _FlaxModule()
+_FLAX_VARIABLE_HANDLER: Final = _FlaxVariable()
 
 
 def container_handler(value_type: type, example: object) -> ContainerHandler | None:
@@ -86,7 +147,18 @@ def container_handler(value_type: type, example: object) -> ContainerHandler | N
     named_tuple = issubclass(value_type, tuple) and hasattr(value_type, "_fields")
     if value_type in _PYTHON_TYPES or named_tuple or tree_util.all_leaves([example]):
         return None
+    nnx = sys.modules.get("flax.nnx")  # nobody has a value of its types who did not import it
+    if nnx is not None and issubclass(value_type, nnx.Variable):
+        return _FLAX_VARIABLE_HANDLER
+    if nnx is not None and issubclass(value_type, nnx.Pytree):
+        return _FLAX_MODULE_HANDLER
     return _SUBCLASS_HANDLER if issubclass(value_type, dict | list | tuple) else _HANDLER
+
+
+def _children(value: object) -> list[tuple[Any, Any]]:
+    """The children that are no functions, each with its key as JAX gives it."""
+    keyed, _ = _one_level(value)
+    return [(path[0], child) for path, child in keyed if type(child) not in _FUNCTION_TYPES]
 
 
 def _one_level(value: object) -> tuple[list[tuple[tuple[Any, ...], Any]], Any]:

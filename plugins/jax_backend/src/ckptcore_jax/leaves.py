@@ -216,6 +216,9 @@ class JaxLeafHandler:
         """False: arrays are immutable."""
         return False
 
+    def memory_to_fill(self, target: Any) -> None:
+        """None: arrays are immutable."""
+
 
 class _Arriving:
     """A box on its way from a device. Any thread."""

@@ -11,7 +11,17 @@ import torch
 from torch.distributed.tensor import DTensor, Replicate
 
 from ckptcore.errors import PluginError, TreeMismatchError, UnsupportedLeafError
-from ckptcore.model import ArrayRecord, ArraySpec, Box, HostArray, LeafRecord, Pending, Shard, ValueRecord
+from ckptcore.model import (
+    ArrayRecord,
+    ArraySpec,
+    Box,
+    HostArray,
+    LeafRecord,
+    Pending,
+    Shard,
+    StridedMemory,
+    ValueRecord,
+)
 from ckptcore.protocols import HostBytes, HostMemory, Priority
 from ckptcore_torch.abstracts import empty_tensor, expect_device
 from ckptcore_torch.conversions import elements_as
@@ -157,6 +167,11 @@ class DTensorHandler:
         array = _gathered(target, stored, boxes)
         record = ArrayRecord(ArraySpec(tuple(local.shape), stored.spec.dtype), stored.kind)
         return _LOCAL.fill(local, record, [(Box.whole(tuple(local.shape)), array)])
+
+    def memory_to_fill(self, target: Any) -> Sequence[StridedMemory] | None:
+        """That of the local tensor; None where it has no elements."""
+        local = _local(target)
+        return None if is_fake(local) else _LOCAL.memory_to_fill(local)
 
 
 def _over(like: Any, local: torch.Tensor) -> torch.Tensor:

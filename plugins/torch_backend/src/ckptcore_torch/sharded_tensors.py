@@ -19,7 +19,17 @@ from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed._shard.sharded_tensor.shard import Shard as LocalShard
 
 from ckptcore.errors import PluginError, TreeMismatchError, UnsupportedLeafError
-from ckptcore.model import ArrayRecord, ArraySpec, Box, HostArray, LeafRecord, Pending, Shard, ValueRecord
+from ckptcore.model import (
+    ArrayRecord,
+    ArraySpec,
+    Box,
+    HostArray,
+    LeafRecord,
+    Pending,
+    Shard,
+    StridedMemory,
+    ValueRecord,
+)
 from ckptcore.planning import cuts_of
 from ckptcore.protocols import HostMemory, Priority
 from ckptcore_torch.abstracts import empty_tensor, expect_device
@@ -135,6 +145,16 @@ class ShardedTensorHandler:
             elements = [(Box.whole(box.shape), arrays[box])]
             filled = not is_fake(local) and _LOCAL.fill(local, record, elements) and filled
         return filled
+
+    def memory_to_fill(self, target: Any) -> Sequence[StridedMemory] | None:
+        """That of the shards of this process; None if one cannot be changed."""
+        found: list[StridedMemory] = []
+        for _, local in _local_shards(target):
+            memory = None if is_fake(local) else _LOCAL.memory_to_fill(local)
+            if memory is None:
+                return None
+            found.extend(memory)
+        return found
 
 
 def sharded_like(leaf: ShardedTensor, dtype: torch.dtype) -> ShardedTensor:

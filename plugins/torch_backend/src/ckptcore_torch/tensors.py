@@ -20,6 +20,7 @@ from ckptcore.model import (
     Pending,
     Ready,
     Shard,
+    StridedMemory,
     ValueRecord,
 )
 from ckptcore.protocols import HostBytes, HostMemory, LeafHandler, Priority
@@ -167,6 +168,17 @@ class TensorHandler:
                 copy_elements(target, source)
         return True
 
+    def memory_to_fill(self, target: Any) -> Sequence[StridedMemory] | None:
+        """That of the elements, on whichever device; None as `fill` returns False."""
+        if target.is_meta or _overlaps_itself(target):
+            return None
+        if not target.data_ptr():
+            return []
+        itemsize = target.element_size()
+        strides = tuple([stride * itemsize for stride in target.stride()])
+        space = "host" if target.is_cpu else str(target.device)
+        return [StridedMemory(space, target.data_ptr(), tuple(target.shape), strides, itemsize)]
+
 
 class SubclassHandler:
     """Subclasses of tensors that lie over plain memory, and FakeTensors as abstract leaves.
@@ -248,6 +260,10 @@ class SubclassHandler:
     def fill(self, target: Any, stored: LeafRecord, boxes: Sequence[tuple[Box, HostArray]]) -> bool:
         """As of a plain tensor; False for a FakeTensor."""
         return False if is_fake(target) else _PLAIN.fill(_plain(target), stored, boxes)
+
+    def memory_to_fill(self, target: Any) -> Sequence[StridedMemory] | None:
+        """As of a plain tensor; None for a FakeTensor."""
+        return None if is_fake(target) else _PLAIN.memory_to_fill(_plain(target))
 
 
 _CPU: Final = torch.device("cpu")

@@ -18,6 +18,7 @@ from ckptcore.model import (
     Pending,
     Ready,
     Shard,
+    StridedMemory,
     ValueRecord,
     dtype_from_name,
 )
@@ -95,6 +96,9 @@ class GridHandler:
         for box, elements in self._only(stored, boxes):
             whole[box.slices] = elements
         return True
+
+    def memory_to_fill(self, target: Any) -> Sequence[StridedMemory] | None:
+        return [StridedMemory.of(cells_of(target))] if isinstance(target, Grid) else None
 
     def _only(self, stored: LeafRecord, boxes: Sequence[tuple[Box, HostArray]]) -> Sequence[tuple[Box, HostArray]]:
         if isinstance(stored, ValueRecord):
