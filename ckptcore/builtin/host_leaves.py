@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import binascii
-import math
+import sys
 from collections.abc import Hashable, Sequence
 from typing import Any, Final
 
@@ -14,6 +14,7 @@ from ckptcore.errors import CorruptCheckpointError, PluginError, UnsupportedLeaf
 from ckptcore.model.arrays import AbstractArray, ArraySpec, Box, HostArray, Shard, name_of_dtype
 from ckptcore.model.memory import StridedMemory
 from ckptcore.model.metadata import ArrayRecord, LeafRecord, ValueRecord
+from ckptcore.model.numbers import float_from_json, float_to_json
 from ckptcore.model.transfer import Pending, Ready
 from ckptcore.model.tree import JSON, text_from_json, text_to_json
 from ckptcore.protocols import HostBytes, HostMemory, LeafHandler, Priority
@@ -38,8 +39,8 @@ class HostArrayHandler:
     def describe(self, leaf: Any) -> LeafRecord:
         """Shape and dtype; a scalar has the kind ``numpy.scalar``; another byte order is noted and converted."""
         dtype: np.dtype[Any] = leaf.dtype
-        if isinstance(leaf, np.ma.MaskedArray):
-            raise UnsupportedLeafError("a masked array cannot be stored as one array; save its .data and .mask")
+        if isinstance(leaf, np.ndarray) and type(leaf) is not np.ndarray:
+            _refuse_subclass(type(leaf))
         spec = ArraySpec(leaf.shape, name_of_dtype(dtype))
         if isinstance(leaf, np.generic):
             return ArrayRecord(spec, _SCALAR)
@@ -104,7 +105,7 @@ class HostArrayHandler:
             return _decode_value(stored)
         array = _assemble(stored.spec, boxes)
         if isinstance(abstract, np.generic) or (stored.kind == _SCALAR and abstract is None):
-            return array[()]
+            return _scalar(array) if stored.kind == _SCALAR else array[()]
         if stored.kind in ("str", "bytes") and abstract is None and array.dtype == np.uint8:
             return _decode_text(stored.kind, array)
         return array
@@ -227,6 +228,37 @@ def abstract_of_stored(record: ArrayRecord) -> object:
     return AbstractArray(spec.shape, spec.dtype)
 
 
+def _refuse_subclass(array_type: type) -> None:
+    """Refuse arrays that are more than their elements, which alone are stored.
+
+    Raises:
+        UnsupportedLeafError
+    """
+    if issubclass(array_type, np.ma.MaskedArray):
+        raise UnsupportedLeafError("a masked array cannot be stored as one array; save its .data and .mask")
+    if not issubclass(array_type, np.memmap):  # an array like others, in a file
+        raise UnsupportedLeafError(
+            f"a {array_type.__module__}.{array_type.__qualname__} would come back as a plain array; save np.asarray(value) and "
+            "what else it carries, or give Context(handlers=...) a handler for it"
+        )
+
+
+def _scalar(array: HostArray) -> object:
+    """A NumPy scalar. NumPy takes text from an array without the NULs at its end, which belong to a scalar.
+
+    Raises:
+        CorruptCheckpointError: if text has no code points.
+    """
+    if array.dtype.kind == "S":
+        return np.bytes_(array.tobytes())
+    if array.dtype.kind != "U":
+        return array[()]
+    try:
+        return np.str_(array.tobytes().decode(f"utf-32-{sys.byteorder[0]}e", "surrogatepass"))
+    except UnicodeDecodeError as error:
+        raise CorruptCheckpointError(f"a saved numpy.str_ is not UTF-32: {error}") from error
+
+
 def _assemble(spec: ArraySpec, boxes: Sequence[tuple[Box, HostArray]]) -> HostArray:
     if len(boxes) == 1 and boxes[0][0].shape == spec.shape:
         return boxes[0][1]
@@ -259,14 +291,10 @@ def _encode_value(leaf: Any) -> JSON:
         # Readers in other languages keep 53 bits of a JSON number; and Python refuses very long decimal ones.
         return leaf if abs(leaf) < 1 << 53 else hex(leaf)
     if isinstance(leaf, float):
-        return leaf if math.isfinite(leaf) else _special(leaf)
+        return float_to_json(leaf)
     if isinstance(leaf, complex):
         return [_encode_value(leaf.real), _encode_value(leaf.imag)]
     return base64.b64encode(leaf).decode("ascii")
-
-
-def _special(number: float) -> str:
-    return "nan" if math.isnan(number) else "inf" if number > 0 else "-inf"
 
 
 def _decode_value(record: ValueRecord) -> object:
@@ -284,9 +312,9 @@ def _decode_value(record: ValueRecord) -> object:
             case "int", str():
                 return int(value, 16)
             case "float", float() | int() | str() if not isinstance(value, bool):
-                return _decode_float(value)
+                return float_from_json(value)
             case "complex", [real, imaginary]:
-                return complex(_decode_float(real), _decode_float(imaginary))
+                return complex(float_from_json(real), float_from_json(imaginary))
             case "bytes", str():
                 return base64.b64decode(value, validate=True)
             case (("none" | "bool" | "str" | "int" | "float" | "complex" | "bytes"), _):
@@ -296,13 +324,3 @@ def _decode_value(record: ValueRecord) -> object:
     except (ValueError, TypeError, OverflowError, binascii.Error) as error:
         raise CorruptCheckpointError(f"a saved {record.kind} cannot be read from {str(value)[:80]!r}") from error
     raise CorruptCheckpointError(f"a saved {record.kind} cannot be read from {str(value)[:80]!r}")
-
-
-def _decode_float(value: JSON) -> float:
-    if isinstance(value, str):
-        if value not in ("nan", "inf", "-inf"):
-            raise ValueError(value)
-        return float(value)
-    if isinstance(value, float | int) and not isinstance(value, bool):
-        return float(value)
-    raise ValueError(value)

@@ -11,7 +11,7 @@ from ckptcore.model.metadata import TreeMetadata
 from ckptcore.model.tree import Attribute, Key, Node, Skeleton, TreePath, format_path
 from ckptcore.quantized_names import find_quantized
 
-__all__ = ["Difference", "Remedy", "mismatch", "sequence_differences"]
+__all__ = ["Difference", "Remedy", "container_differences", "mismatch"]
 
 _SHOWN: Final = 30
 """How many differences an error's text lists; its attribute has all."""
@@ -19,6 +19,8 @@ _SHOWN: Final = 30
 _LONGEST: Final = 600
 """Of a line, in characters."""
 
+
+_SEQUENCES: Final = ("list", "tuple")
 
 _ALLOW_MORE: Final = ("narrowing", "placeholder")
 """Choices of which each allows what the others of its option do, too."""
@@ -118,8 +120,11 @@ def _shares(counts: Mapping[str, int]) -> dict[str, int]:
     return shares
 
 
-def sequence_differences(asked: Skeleton, stored: Skeleton) -> list[Difference]:
-    """Where a list is asked for and a tuple is stored, or the other way round. Keys match as leaves' do."""
+def container_differences(asked: Skeleton, stored: Skeleton) -> list[Difference]:
+    """Where a list is asked for and a tuple is stored, or an empty dict and an empty sequence; or the other way round.
+
+    Keys match as those of leaves do. What is not empty differs by its leaves.
+    """
     found: list[Difference] = []
     _compare(asked, stored, (), found)
     return found
@@ -128,9 +133,15 @@ def sequence_differences(asked: Skeleton, stored: Skeleton) -> list[Difference]:
 def _compare(asked: Skeleton, stored: Skeleton, path: TreePath, found: list[Difference]) -> None:
     if not isinstance(asked, Node) or not isinstance(stored, Node):
         return
+    empty = (
+        not asked.keys and not stored.keys and "object" not in (asked.kind, stored.kind)
+    )  # that comes back as either
     if {asked.kind, stored.kind} == {"list", "tuple"}:
         line = f"{format_path(path)}: sequence: a {asked.kind} is asked for, a {stored.kind} is stored"
         found.append(Difference("sequence", line, Remedy("sequences", "either")))
+    elif empty and (asked.kind in _SEQUENCES) != (stored.kind in _SEQUENCES):
+        line = f"{format_path(path)}: kind: an empty {asked.kind} is asked for, an empty {stored.kind} is stored"
+        found.append(Difference("kind", line))
     if not any(isinstance(child, Node) for child in asked.children):
         return
     exact = dict(zip(stored.keys, stored.children, strict=True))

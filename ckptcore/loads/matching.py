@@ -98,10 +98,12 @@ def match_leaves(
                 _match_loosely(paths, found, missing, stored, of_asked, of_stored)
                 missing = [position for position in missing if found[position] is None]
         skipped = [path for path, handler in zip(paths, flat.handlers, strict=True) if handler is None]
-        if not by_name and matching.sequences == "exact":
-            from ckptcore.loads.differences import sequence_differences  # only where trees differ
+        if not by_name:
+            from ckptcore.loads.differences import container_differences  # only where trees differ
 
-            differences = sequence_differences(flat.skeleton, tree.skeleton)
+            allowed = "sequence" if matching.sequences == "either" else None
+            found_of_containers = container_differences(flat.skeleton, tree.skeleton)
+            differences = [difference for difference in found_of_containers if difference.sort != allowed]
     if chosen is not None:
         left_out = [number is not None and number not in chosen for number in found]
         flat = replace(

@@ -5,6 +5,7 @@ from ckptcore.model.columns import IntegerColumn, ItemColumns
 from ckptcore.model.keys import check_directory_key, check_key
 from ckptcore.model.memory import StridedMemory
 from ckptcore.model.metadata import PLAIN_ARRAY, ArrayRecord, LeafRecord, TreeMetadata, ValueRecord
+from ckptcore.model.numbers import float_from_json, float_to_json
 from ckptcore.model.objects import BLOCK_BYTES, ObjectRecord
 from ckptcore.model.transfer import (
     ArraySegment,
@@ -64,6 +65,8 @@ __all__ = [
     "check_directory_key",
     "check_key",
     "dtype_from_name",
+    "float_from_json",
+    "float_to_json",
     "format_path",
     "name_of_dtype",
 ]

@@ -27,6 +27,7 @@ from ckptcore.model import (
     TreeMetadata,
     TreePath,
     ValueRecord,
+    float_from_json,
     format_path,
 )
 from ckptcore.planning import leaf_names
@@ -235,9 +236,9 @@ def _python_value(record: ValueRecord, keys: TreePath) -> Value:
             case "int", str():
                 return int(value, 16)
             case "float", _:
-                return _float(value)
+                return float_from_json(value)
             case "complex", [real, imaginary]:
-                return complex(_float(real), _float(imaginary))
+                return complex(float_from_json(real), float_from_json(imaginary))
             case "str", str():
                 return value
             case "str", {"utf8": str(text)}:
@@ -257,16 +258,6 @@ def _bad_value(record: ValueRecord, keys: TreePath) -> CorruptCheckpointError:
     return CorruptCheckpointError(
         f"{format_path(keys)}: a {record.kind} cannot be read from {str(record.value)[:80]!r}"
     )
-
-
-def _float(value: JSON) -> float:
-    if isinstance(value, str):
-        if value not in ("nan", "inf", "-inf"):
-            raise ValueError(value)
-        return float(value)
-    if isinstance(value, float | int) and not isinstance(value, bool):
-        return float(value)
-    raise ValueError(value)
 
 
 def _plain(value: JSON) -> Value:

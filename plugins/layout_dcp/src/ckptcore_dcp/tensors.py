@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final, TypeAlias
@@ -20,6 +19,7 @@ from ckptcore.model import (
     Skeleton,
     TreePath,
     ValueRecord,
+    float_to_json,
     format_path,
 )
 from ckptcore.model.tree import NodeKind
@@ -282,7 +282,7 @@ def _encoded(leaf: Leaf) -> JSON:
     if isinstance(leaf, int):
         return leaf if abs(leaf) < 1 << 53 else hex(leaf)
     if isinstance(leaf, float):
-        return leaf if math.isfinite(leaf) else "nan" if math.isnan(leaf) else "inf" if leaf > 0 else "-inf"
+        return float_to_json(leaf)
     if isinstance(leaf, complex):
         return [_encoded(leaf.real), _encoded(leaf.imag)]
     return base64.b64encode(leaf).decode("ascii")

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import base64
 import json
-import math
 from typing import Final
 
 import numpy as np
 
 from ckptcore.errors import CorruptCheckpointError
-from ckptcore.model import JSON, HostArray, LeafRecord, ValueRecord
+from ckptcore.model import JSON, HostArray, LeafRecord, ValueRecord, float_from_json, float_to_json
 
 __all__ = ["NONE", "scalar_record", "value_array", "value_record", "value_text", "value_type"]
 
@@ -31,9 +30,9 @@ def value_record(value: object) -> ValueRecord | None:
         case int():
             return ValueRecord("int", value if abs(value) < _EXACT else hex(value))
         case float():
-            return ValueRecord("float", _float_to_json(value))
+            return ValueRecord("float", float_to_json(value))
         case complex():
-            return ValueRecord("complex", [_float_to_json(value.real), _float_to_json(value.imag)])
+            return ValueRecord("complex", [float_to_json(value.real), float_to_json(value.imag)])
         case str():
             if not value.isascii() and any("\ud800" <= character <= "\udfff" for character in value):
                 data = value.encode("utf-8", "surrogatepass")
@@ -96,9 +95,9 @@ def value_array(record: ValueRecord) -> HostArray | None:
                     return np.asarray(number, np.int64)
                 return np.asarray(number, np.uint64) if 0 <= number < 1 << 64 else None
             case "float":
-                return np.asarray(_float_of(value), np.float64)
+                return np.asarray(float_from_json(value), np.float64)
             case "complex" if isinstance(value, list | tuple) and len(value) == 2:
-                return np.asarray(complex(_float_of(value[0]), _float_of(value[1])), np.complex128)
+                return np.asarray(complex(float_from_json(value[0]), float_from_json(value[1])), np.complex128)
             case "bytes" if isinstance(value, str):
                 return np.frombuffer(base64.b64decode(value, validate=True), np.uint8)
             case "bool" | "int" | "complex" | "bytes":
@@ -126,15 +125,3 @@ def _int_of(value: JSON) -> int | None:
     if isinstance(value, str):
         return int(value, 16)
     return value if isinstance(value, int) and not isinstance(value, bool) else None
-
-
-def _float_of(value: JSON) -> float:
-    if isinstance(value, int | float | str) and not isinstance(value, bool):
-        return float(value)
-    raise ValueError(value)
-
-
-def _float_to_json(number: float) -> JSON:
-    if math.isfinite(number):
-        return number
-    return "nan" if math.isnan(number) else "inf" if number > 0 else "-inf"
