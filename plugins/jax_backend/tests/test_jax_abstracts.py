@@ -159,20 +159,30 @@ def test_a_checkpointable_of_several_is_described_like_one(tmp_path):
 # --- what JAX did not save, and what it cannot hold
 
 
-def test_arrays_of_numpy_have_no_sharding(tmp_path):
-    metadata = saved(tmp_path / "c", {"w": np.arange(6, dtype=np.float16).reshape(2, 3), "b": np.array([True, False])})
+@pytest.mark.parametrize("layout", ["safetensors", "ocdbt", "zarr3", "dcp"])
+def test_arrays_of_numpy_stay_arrays_of_numpy(tmp_path, layout):
+    state = {"w": np.arange(6, dtype=np.float16).reshape(2, 3), "b": np.array([True, False]), "j": jnp.ones(2)}
+    metadata = saved(tmp_path / "c", state, layout)
     abstract = abstract_arrays(metadata)
-    assert abstract["w"] == jax.ShapeDtypeStruct((2, 3), jnp.float16) and abstract["w"].sharding is None
+    assert {**abstract, "j": None} == {**metadata.abstract, "j": None}
     loaded = ckptcore.load(tmp_path / "c", abstract, context=CONTEXT)
-    assert isinstance(loaded["w"], jax.Array) and not loaded["w"].committed
-    assert isinstance(loaded["b"], jax.Array) and loaded["b"].dtype == jnp.bool_
+    assert {name: type(leaf) for name, leaf in loaded.items()} == {name: type(leaf) for name, leaf in state.items()}
 
 
-def test_arrays_of_torch_have_no_sharding(tmp_path):
+def test_arrays_of_torch_are_not_those_of_jax(tmp_path):
     torch = pytest.importorskip("torch")
     pytest.importorskip("ckptcore_torch")
-    abstract = abstract_arrays(saved(tmp_path / "c", {"w": torch.ones(2, 3, dtype=torch.bfloat16)}))
-    assert abstract["w"] == jax.ShapeDtypeStruct((2, 3), jnp.bfloat16) and abstract["w"].sharding is None
+    metadata = saved(tmp_path / "c", {"w": torch.ones(2, 3, dtype=torch.bfloat16)})
+    assert abstract_arrays(metadata) == metadata.abstract
+
+
+def test_arrays_of_other_software_are_arrays_of_jax(tmp_path):
+    safetensors = pytest.importorskip("safetensors.numpy")
+    safetensors.save_file({"w": np.ones((2, 3), np.float16)}, tmp_path / "model.safetensors")
+    abstract = abstract_arrays(ckptcore.metadata(tmp_path))
+    assert abstract["w"] == jax.ShapeDtypeStruct((2, 3), jnp.float16) and abstract["w"].sharding is None
+    loaded = ckptcore.load(tmp_path, abstract, context=CONTEXT)["w"]
+    assert isinstance(loaded, jax.Array) and not loaded.committed
 
 
 def test_values_and_what_jax_cannot_hold_stay_what_they_are(tmp_path):

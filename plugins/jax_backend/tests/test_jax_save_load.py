@@ -427,3 +427,59 @@ def test_other_shapes_are_a_mismatch(tmp_path):
     ckptcore.save(tmp_path / "checkpoint", {"w": jnp.ones((4, 2))}, context=CONTEXT)
     with pytest.raises(TreeMismatchError, match="w: shape"):
         ckptcore.load(tmp_path / "checkpoint", {"w": jax.ShapeDtypeStruct((2, 4), jnp.float32)}, context=CONTEXT)
+
+
+# --- abstract meshes
+
+NEEDS_SET_MESH = pytest.mark.skipif(not hasattr(jax, "set_mesh"), reason="this version of JAX has no jax.set_mesh")
+
+
+def on_abstract_mesh(mesh, *spec, shape=(8, 4)) -> jax.ShapeDtypeStruct:
+    sharding = NamedSharding(mesh.abstract_mesh, P(*spec))
+    return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=sharding)
+
+
+@NEEDS_SET_MESH
+def test_a_sharding_over_an_abstract_mesh_is_one_over_the_mesh_that_is_set(tmp_path):
+    values, mesh = jnp.arange(32.0).reshape(8, 4), jax.make_mesh((4, 2), ("a", "b"))
+    ckptcore.save(tmp_path / "c", {"w": values, "k": jax.random.split(jax.random.key(0), 4)})
+    keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), 4))
+    keys = jax.ShapeDtypeStruct((4,), keys.dtype, sharding=NamedSharding(mesh.abstract_mesh, P("a")))
+    abstract = {"w": on_abstract_mesh(mesh, "a", "b"), "k": keys}
+    with jax.set_mesh(mesh):
+        loaded = ckptcore.load(tmp_path / "c", abstract)
+        resolved = ckptcore.abstract(abstract)
+    again = ckptcore.load_async(tmp_path / "c", resolved).result()
+    for found in (loaded, again):
+        assert found["w"].sharding == NamedSharding(mesh, P("a", "b")) and (found["w"] == values).all()
+        assert found["k"].sharding == NamedSharding(mesh, P("a"))
+
+
+@NEEDS_SET_MESH
+def test_a_sharding_over_an_abstract_mesh_needs_the_mesh_to_be_set(tmp_path):
+    ckptcore.save(tmp_path / "c", {"w": jnp.zeros((8, 4))})
+    mesh = jax.make_mesh((4, 2), ("a", "b"))
+    abstract = {"w": on_abstract_mesh(mesh, "a")}
+    with pytest.raises(UnsupportedLeafError, match=r"no mesh is set in this thread"):
+        ckptcore.load(tmp_path / "c", abstract)
+    for other in (jax.make_mesh((2, 4), ("a", "b")), jax.make_mesh((4, 2), ("b", "a")), jax.make_mesh((8,), ("a",))):
+        with jax.set_mesh(other), pytest.raises(UnsupportedLeafError, match=r"the mesh that is set has"):
+            ckptcore.load(tmp_path / "c", abstract)
+
+
+@NEEDS_SET_MESH
+def test_a_module_that_nnx_made_under_a_mesh_loads_onto_it(tmp_path):
+    nnx = pytest.importorskip("flax.nnx")
+
+    def make():
+        init = nnx.with_partitioning(nnx.initializers.lecun_normal(), ("a", "b"))
+        return nnx.Linear(8, 4, kernel_init=init, rngs=nnx.Rngs(0))
+
+    mesh = jax.make_mesh((4, 2), ("a", "b"))
+    with jax.set_mesh(mesh):
+        module, abstract = make(), nnx.eval_shape(make)
+        ckptcore.save_checkpointables(tmp_path / "c", {"model": module})
+        loaded = ckptcore.load_checkpointables(tmp_path / "c", {"model": abstract})["model"]
+    assert isinstance(abstract.kernel.get_raw_value().sharding.mesh, jax.sharding.AbstractMesh)
+    assert loaded.kernel.get_raw_value().sharding == NamedSharding(mesh, P("a", "b"))
+    assert (loaded.kernel.get_raw_value() == module.kernel.get_raw_value()).all()

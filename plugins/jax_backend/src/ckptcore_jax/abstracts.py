@@ -21,15 +21,15 @@ __all__ = ["abstract_arrays"]
 
 
 def abstract_arrays(metadata: ckptcore.CheckpointMetadata, devices: Sequence[jax.Device] | None = None) -> Any:
-    """The abstract tree of a checkpoint with a `jax.ShapeDtypeStruct` for each array: given to `load`, it makes arrays of JAX.
+    """The abstract tree of a checkpoint with a `jax.ShapeDtypeStruct` for each array of JAX: `load` makes arrays of JAX for it.
 
     Arrays that JAX saved get the sharding, memory kind and weak type they had, and random keys are keys again. An array has no
-    sharding where the devices there are do not fit (`sharding_from_notes`), where none was noted because something else than JAX
-    saved it, and where it was on one device that is JAX's default now: then it is loaded to the default device, uncommitted, so
-    that it can be used with arrays that are elsewhere.
+    sharding where the devices there are do not fit (`sharding_from_notes`), and where it was on one device that is JAX's default
+    now: then it is loaded to the default device, uncommitted, so that it can be used with arrays that are elsewhere.
 
-    What no array of JAX can hold stays as it is in `metadata.abstract`, and is loaded as NumPy: dtypes of 64 bits while
-    jax_enable_x64 is off, text, dates. So do values and NumPy scalars.
+    Other leaves stay as they are in `metadata.abstract`, and are loaded as NumPy: values, NumPy scalars, and arrays that NumPy or
+    another framework saved, which have no sharding in their notes. So do arrays that JAX cannot hold now: text, dates, and dtypes
+    of 64 bits while jax_enable_x64 is off. Of a checkpoint that other software wrote all arrays are taken for those of JAX.
 
     Args:
         metadata: what `ckptcore.metadata` told, or one of what `ckptcore.checkpointables_metadata` did.
@@ -42,7 +42,9 @@ def abstract_arrays(metadata: ckptcore.CheckpointMetadata, devices: Sequence[jax
     """
     if metadata.abstract is None:
         return None
-    return _replaced(metadata.tree.skeleton, metadata.abstract, iter(metadata.tree.leaves), _Shardings(devices))
+    is_foreign = metadata.save_id is None  # only ckptcore notes the sharding of every array of JAX
+    records = [record if is_foreign or _is_of_jax(record) else None for record in metadata.tree.leaves]
+    return _replaced(metadata.tree.skeleton, metadata.abstract, iter(records), _Shardings(devices))
 
 
 class _Shardings:
@@ -63,7 +65,11 @@ class _Shardings:
         return _fitted(self._made[key], shape)
 
 
-def _replaced(skeleton: Skeleton, abstract: Any, records: Iterator[LeafRecord], shardings: _Shardings) -> Any:
+def _is_of_jax(record: LeafRecord) -> bool:
+    return isinstance(record, ArrayRecord) and (record.kind == random_keys.KIND or "sharding" in record.notes)
+
+
+def _replaced(skeleton: Skeleton, abstract: Any, records: Iterator[LeafRecord | None], shardings: _Shardings) -> Any:
     if not isinstance(skeleton, Node):
         record = next(records)
         return _abstract_array(record, abstract, shardings) if _is_array(record, abstract) else abstract
@@ -75,7 +81,7 @@ def _replaced(skeleton: Skeleton, abstract: Any, records: Iterator[LeafRecord], 
     return type(abstract)(zip(keys, children, strict=True)) if isinstance(abstract, dict) else type(abstract)(children)
 
 
-def _is_array(record: LeafRecord, abstract: object) -> bool:
+def _is_array(record: LeafRecord | None, abstract: object) -> bool:
     return isinstance(record, ArrayRecord) and isinstance(abstract, ckptcore.AbstractArray)
 
 

@@ -21,6 +21,7 @@ from ckptcore_jax.leaves import alive, is_committed, plain
 from ckptcore_jax.pathways import devices_by_host
 from ckptcore_jax.placements import box_of
 from ckptcore_jax.placing import cast_elements, check_dtype, with_weak_type
+from ckptcore_jax.shardings import concrete
 from ckptcore_jax.worker_links import Cuts, ReadSpecs, WorkerLink
 
 __all__ = ["ColocatedExecutor"]
@@ -113,7 +114,7 @@ class ColocatedExecutor:
         """See `Executor`."""
         if not isinstance(abstract, jax.Array | jax.ShapeDtypeStruct) or isinstance(abstract, jax.core.Tracer):
             return False
-        sharding = abstract.sharding
+        sharding = concrete(abstract.sharding)
         if sharding is None or not is_committed(abstract) or not self._has(sharding):
             return False
         return not random_keys.is_key(abstract.dtype) or random_keys.data_sharding(sharding) is not None
@@ -229,10 +230,8 @@ class ColocatedExecutor:
 
 def _plain_sharding(abstract: Any) -> Sharding:
     """That of the array which holds the elements of a leaf."""
-    if not random_keys.is_key(abstract.dtype):
-        sharding: Sharding = abstract.sharding
-        return sharding
-    of_data = random_keys.data_sharding(abstract.sharding)
+    sharding = concrete(abstract.sharding)
+    of_data = random_keys.data_sharding(sharding) if random_keys.is_key(abstract.dtype) else sharding
     if of_data is None:
         raise UnsupportedLeafError(f"random keys with {abstract.sharding} are made by the controller")
     return of_data

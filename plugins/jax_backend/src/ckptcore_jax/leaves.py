@@ -31,6 +31,7 @@ from ckptcore.protocols import HostBytes, HostMemory, LeafHandler, Priority
 from ckptcore_jax import random_keys
 from ckptcore_jax.placements import placement_of, shards_in_process, shards_of
 from ckptcore_jax.placing import placed
+from ckptcore_jax.shardings import concrete
 
 __all__ = ["LACKING", "JaxLeafHandler", "alive", "is_committed", "leaf_handler", "plain"]
 
@@ -68,17 +69,21 @@ class JaxLeafHandler:
 
         A deleted or donated array is described: it still says as an abstract leaf what a load is to make.
         """
-        return _record_of(leaf.shape, leaf.dtype, leaf.sharding, getattr(leaf, "weak_type", False))
+        return _record_of(leaf.shape, leaf.dtype, concrete(leaf.sharding), getattr(leaf, "weak_type", False))
 
     def abstract(self, leaf: Any) -> jax.ShapeDtypeStruct:
         """Shape, dtype, weak type and sharding, with its memory kind; no sharding where the array is not committed to its devices.
 
+        A sharding over an abstract mesh becomes one over the mesh that is set in this thread.
+
         Of keys the dtype is that of keys. An array may be deleted, donated or still be computed.
         """
         self.describe(leaf)  # refuses what cannot be stored
-        if isinstance(leaf, jax.ShapeDtypeStruct):
+        sharding = concrete(leaf.sharding)
+        if isinstance(leaf, jax.ShapeDtypeStruct) and sharding is leaf.sharding:
             return leaf
-        sharding = leaf.sharding if is_committed(leaf) else None
+        if not is_committed(leaf):
+            sharding = None
         make: Any = jax.ShapeDtypeStruct  # JAX leaves its constructor untyped
         made: jax.ShapeDtypeStruct = make(
             leaf.shape, leaf.dtype, sharding=sharding, weak_type=getattr(leaf, "weak_type", False)
@@ -137,7 +142,8 @@ class JaxLeafHandler:
 
     def replicas(self, leaf: Any, size: int) -> int:
         """How many processes have devices that hold each box; all of them, of an array on devices of one process alone."""
-        replicas = None if leaf.sharding is None else placement_of(leaf.sharding, leaf.shape).replicas
+        sharding = concrete(leaf.sharding)
+        replicas = None if sharding is None else placement_of(sharding, leaf.shape).replicas
         return size if replicas is None else replicas
 
     def copy_to_host(self, leaf: Any, boxes: Sequence[Box], memory: HostMemory) -> Sequence[Pending[HostArray]]:
@@ -180,7 +186,7 @@ class JaxLeafHandler:
             UnsupportedLeafError: if the stored array cannot become what is asked for.
         """
         random_keys.check(abstract.dtype, stored)
-        sharding = abstract.sharding
+        sharding = concrete(abstract.sharding)
         if random_keys.is_key(abstract.dtype):
             sharding = random_keys.data_sharding(sharding)
         if sharding is None or (isinstance(sharding, SingleDeviceSharding) and sharding.is_fully_addressable):
@@ -204,7 +210,7 @@ class JaxLeafHandler:
                 f"a {stored.kind} of Python was saved and a jax.Array is asked for; give a {stored.kind} in the "
                 "abstract tree and convert what is loaded with jnp.asarray"
             )
-        sharding = abstract.sharding if is_committed(abstract) else None
+        sharding = concrete(abstract.sharding) if is_committed(abstract) else None
         if random_keys.is_key(abstract.dtype):
             random_keys.check(abstract.dtype, stored)
             return random_keys.built(abstract.dtype, sharding, boxes, stored.spec.shape)
@@ -311,7 +317,7 @@ def _data_shape(leaf: Any) -> tuple[int, ...]:
 
 def _data_sharding(leaf: Any) -> Sharding | None:
     """The sharding of that array; None where none is said."""
-    sharding: Sharding | None = leaf.sharding
+    sharding = concrete(leaf.sharding)
     if sharding is not None and random_keys.is_key(leaf.dtype):
         return random_keys.data_sharding(sharding)
     return sharding

@@ -10,12 +10,38 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
+from ckptcore.errors import UnsupportedLeafError
 from ckptcore.model import JSON
 
-__all__ = ["notes_of", "sharding_from_notes"]
+__all__ = ["concrete", "notes_of", "sharding_from_notes"]
 
 _CACHED = 1 << 12
 """Shardings of which the notes are kept; a model has far fewer."""
+
+
+def concrete(sharding: Sharding | None) -> Sharding | None:
+    """The sharding itself, or the same one over the mesh that `jax.set_mesh` set in this thread if its own mesh is abstract.
+
+    Raises:
+        UnsupportedLeafError: if no mesh is set, or one with other axes.
+    """
+    abstract_mesh: Any = getattr(jax.sharding, "AbstractMesh", None)  # versions before 0.5 have none
+    if not isinstance(sharding, NamedSharding) or abstract_mesh is None or not isinstance(sharding.mesh, abstract_mesh):
+        return sharding
+    get_mesh: Any = getattr(jax.sharding, "get_mesh", None)  # versions before 0.7 do not tell it
+    mesh = None if get_mesh is None else get_mesh()
+    asked = dict(sharding.mesh.shape)
+    if mesh is None or mesh.empty:
+        raise UnsupportedLeafError(
+            f"a sharding {sharding.spec} is over an abstract mesh with the axes {asked}, and no mesh is set in this thread; load "
+            "within `with jax.set_mesh(mesh):`, or give ckptcore.abstract(tree) made there"
+        )
+    if list(mesh.shape.items()) != list(asked.items()):
+        raise UnsupportedLeafError(
+            f"a sharding {sharding.spec} is over an abstract mesh with the axes {asked}, and the mesh that is set has "
+            f"{dict(mesh.shape)}; set a mesh with the same axes, or make the abstract tree with the mesh that is set"
+        )
+    return NamedSharding(mesh, sharding.spec, memory_kind=sharding.memory_kind)
 
 
 @functools.lru_cache(maxsize=_CACHED)
