@@ -11,12 +11,10 @@ from typing import Any, Final
 import numpy as np
 
 from ckptcore.errors import CorruptCheckpointError, PluginError, UnsupportedLeafError
-from ckptcore.model.arrays import AbstractArray, ArraySpec, Box, HostArray, Shard, name_of_dtype
-from ckptcore.model.memory import StridedMemory
+from ckptcore.model.arrays import AbstractArray, ArraySpec, Box, HostArray, Shard, StridedMemory, name_of_dtype
 from ckptcore.model.metadata import ArrayRecord, LeafRecord, ValueRecord
-from ckptcore.model.numbers import float_from_json, float_to_json
 from ckptcore.model.transfer import Pending, Ready
-from ckptcore.model.tree import JSON, text_from_json, text_to_json
+from ckptcore.model.tree import JSON, float_from_json, float_to_json, text_from_json, text_to_json
 from ckptcore.protocols import HostBytes, HostMemory, LeafHandler, Priority
 
 __all__ = ["HostArrayHandler", "HostValueHandler", "abstract_of_stored", "leaf_handler"]
@@ -229,17 +227,17 @@ def abstract_of_stored(record: ArrayRecord) -> object:
 
 
 def _refuse_subclass(array_type: type) -> None:
-    """Refuse arrays that are more than their elements, which alone are stored.
+    """Refuse arrays that are more than their elements.
 
     Raises:
-        UnsupportedLeafError
+        UnsupportedLeafError: unless it is the type of arrays in files.
     """
     if issubclass(array_type, np.ma.MaskedArray):
         raise UnsupportedLeafError("a masked array cannot be stored as one array; save its .data and .mask")
-    if not issubclass(array_type, np.memmap):  # an array like others, in a file
+    if not issubclass(array_type, np.memmap):
         raise UnsupportedLeafError(
-            f"a {array_type.__module__}.{array_type.__qualname__} would come back as a plain array; save np.asarray(value) and "
-            "what else it carries, or give Context(handlers=...) a handler for it"
+            f"a {array_type.__module__}.{array_type.__qualname__} is more than its elements, and these alone are stored; use "
+            "np.asarray(value) and save what else it carries, or give Context(handlers=...) a handler for it"
         )
 
 

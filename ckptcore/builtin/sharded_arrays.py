@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 
 from ckptcore.errors import PluginError, UnsupportedLeafError
-from ckptcore.model.arrays import ArraySpec, Box, HostArray, Shard, dtype_from_name, name_of_dtype
-from ckptcore.model.memory import StridedMemory
+from ckptcore.model.arrays import ArraySpec, Box, HostArray, Shard, StridedMemory, dtype_from_name, name_of_dtype
 from ckptcore.model.metadata import ArrayRecord, LeafRecord, ValueRecord
 from ckptcore.model.transfer import Pending, Ready
 from ckptcore.protocols import HostBytes, HostMemory, Priority

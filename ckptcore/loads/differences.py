@@ -19,7 +19,6 @@ _SHOWN: Final = 30
 _LONGEST: Final = 600
 """Of a line, in characters."""
 
-
 _SEQUENCES: Final = ("list", "tuple")
 
 _ALLOW_MORE: Final = ("narrowing", "placeholder")
@@ -133,9 +132,8 @@ def container_differences(asked: Skeleton, stored: Skeleton) -> list[Difference]
 def _compare(asked: Skeleton, stored: Skeleton, path: TreePath, found: list[Difference]) -> None:
     if not isinstance(asked, Node) or not isinstance(stored, Node):
         return
-    empty = (
-        not asked.keys and not stored.keys and "object" not in (asked.kind, stored.kind)
-    )  # that comes back as either
+    # Without its type, an object comes back as a dict or a list.
+    empty = not asked.keys and not stored.keys and "object" not in (asked.kind, stored.kind)
     if {asked.kind, stored.kind} == {"list", "tuple"}:
         line = f"{format_path(path)}: sequence: a {asked.kind} is asked for, a {stored.kind} is stored"
         found.append(Difference("sequence", line, Remedy("sequences", "either")))

@@ -15,7 +15,6 @@ from ckptcore.events import Recording
 from ckptcore.loads.load_requests import AS_IT_IS, LoadRequest
 from ckptcore.loads.matching import Matched, match_leaves
 from ckptcore.loads.reading import Planned, Reading, perform, plan_reading
-from ckptcore.loads.targets import check_shared_containers, check_shared_memory
 from ckptcore.locations import Place
 from ckptcore.model.arrays import AbstractArray
 from ckptcore.model.metadata import ArrayRecord, TreeMetadata
@@ -289,6 +288,8 @@ def _match_target(opened: Opened, flat: Flat, context: Context, request: LoadReq
             "changed",
             [f"{path}: cannot be filled in place"],
         )
+    from ckptcore.loads.targets import check_shared_containers, check_shared_memory  # only a target needs it
+
     check_shared_memory(opened, matched.numbers, memory)
     check_shared_containers(opened, matched.numbers, flat.shape)
     return matched

@@ -306,7 +306,10 @@ class _Comparison:
             if number is None or handler is None:
                 continue
             record = self.tree.leaves[number]
-            asked = handler.describe(self.flat.leaves[position])
+            try:
+                asked = handler.describe(self.flat.leaves[position])
+            except UnsupportedLeafError as error:
+                raise UnsupportedLeafError(f"{format_path(self.paths[position])}: {error}") from error
             if asked is record:
                 continue
             if isinstance(asked, ArrayRecord) and isinstance(record, ArrayRecord) and _are_plain(asked, record):

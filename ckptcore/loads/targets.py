@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 
 from ckptcore.errors import TreeMismatchError
-from ckptcore.model.memory import StridedMemory
+from ckptcore.model.arrays import StridedMemory
 from ckptcore.model.metadata import LeafRecord, ValueRecord
 from ckptcore.model.tree import format_path
 from ckptcore.stored.opened import Opened
@@ -42,6 +42,8 @@ def check_shared_memory(
         for extent, number, part in filled:
             before = [one for one in before if one[0].stop > extent.start]
             for _, other, others in before:
+                if number == other and part.shares_bytes(others):
+                    raise _refusal(opened, number, number, "elements that share memory")
                 if part == others:
                     if tree.aliases.get(number, number) != tree.aliases.get(other, other):
                         raise _refusal(opened, other, number, "one array")

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Protocol, TypeAlias, runtime_checkable
 
-from ckptcore.model.arrays import ArraySpec, Box, HostArray, Shard
-from ckptcore.model.memory import StridedMemory
+from ckptcore.model.arrays import ArraySpec, Box, HostArray, Shard, StridedMemory
 from ckptcore.model.metadata import ArrayRecord, LeafRecord
 from ckptcore.model.transfer import Pending
 from ckptcore.model.tree import Key, NodeKind

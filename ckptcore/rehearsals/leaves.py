@@ -9,8 +9,7 @@ from typing import Any, NoReturn
 
 from ckptcore.context import Context
 from ckptcore.errors import PluginError, UnsupportedLeafError
-from ckptcore.model.arrays import Box, HostArray, Shard
-from ckptcore.model.memory import StridedMemory
+from ckptcore.model.arrays import Box, HostArray, Shard, StridedMemory
 from ckptcore.model.metadata import ArrayRecord, LeafRecord
 from ckptcore.model.transfer import Pending
 from ckptcore.plugins import Plugins, installed_plugins

@@ -74,7 +74,7 @@ class TestHostArrays(LeafHandlerTests):
         lambda: np.ma.masked_array([1, 2], [True, False]),
         lambda: np.zeros((1, 2)).view(np.matrix),
         lambda: np.char.array(["a ", "b"]),
-        lambda: np.rec.array([(1, 2.0)]),
+        lambda: np.zeros(2, [("a", "i4"), ("b", "f8")]).view(np.recarray),
         lambda: np.zeros(2, "V3"),
         lambda: np.zeros(2, np.longdouble),
     )

@@ -102,7 +102,7 @@ def test_text_that_has_no_code_points_is_damage(tmp_path: Path) -> None:
         np.zeros((1, 2)).view(np.matrix),
         np.zeros(2).view(Quantity),
         np.char.array(["a ", "b"]),
-        np.rec.array([(1, 2.0)]),
+        np.zeros(2, [("a", "i4"), ("b", "f8")]).view(np.recarray),
         np.ma.masked_array([1, 2], [True, False]),
         np.array([None]),
         Number.ONE,

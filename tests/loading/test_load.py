@@ -10,15 +10,17 @@ import numpy as np
 import pytest
 
 import ckptcore
-from ckptcore import PLACEHOLDER, AbstractArray
+from ckptcore import PLACEHOLDER, AbstractArray, ShardedArray
+from ckptcore.builtin.sharded_arrays import ArrayShard
 from ckptcore.errors import (
     CheckpointNotFoundError,
     CorruptCheckpointError,
     TargetUndefinedError,
     TreeMismatchError,
+    UnsupportedLeafError,
     UnsupportedVersionError,
 )
-from ckptcore.model import JSON
+from ckptcore.model import JSON, Box
 
 
 class Pair(NamedTuple):
@@ -222,6 +224,21 @@ def test_an_array_whose_elements_share_memory_is_refused(tmp_path: Path) -> None
     with pytest.raises(TreeMismatchError, match="elements that share memory"):
         ckptcore.load_into(tmp_path / "c", np.lib.stride_tricks.as_strided(memory, (2, 3), (8, 8)))
     assert (memory == 7).all()
+
+
+def test_shards_of_one_array_that_share_memory_are_refused(tmp_path: Path) -> None:
+    ckptcore.save(tmp_path / "c", np.arange(8.0))
+    memory = np.full(6, 7.0)
+    shards = [ArrayShard(Box((0,), (4,)), memory[:4]), ArrayShard(Box((4,), (8,)), memory[2:])]
+    with pytest.raises(TreeMismatchError, match="elements that share memory"):
+        ckptcore.load_into(tmp_path / "c", ShardedArray((8,), np.float64, shards))
+    assert (memory == 7).all()
+
+
+def test_a_leaf_that_cannot_be_asked_for_is_named(tmp_path: Path) -> None:
+    ckptcore.save(tmp_path / "c", {"a": np.zeros((1, 2))})
+    with pytest.raises(UnsupportedLeafError, match=r"^a: a numpy.matrix is more than its elements"):
+        ckptcore.load(tmp_path / "c", {"a": np.zeros((1, 2)).view(np.matrix)})
 
 
 def test_tied_arrays_that_overlap_in_the_target_are_refused(tmp_path: Path) -> None:
