@@ -104,7 +104,12 @@ _WEIGHTS: Mapping[str, tuple[tuple[int, int], tuple[str, str]]] = {
     "down_proj": ((_WIDE, _HIDDEN), (_TENSOR, _FSDP)),
 }
 _SIZES = Sizes(
-    block=_BLOCK_BYTES, task=16 * _BLOCK_BYTES, inline=_BLOCK_BYTES, direct=_BLOCK_BYTES, run=4 * _BLOCK_BYTES
+    block=_BLOCK_BYTES,
+    task=16 * _BLOCK_BYTES,
+    write=16 * _BLOCK_BYTES,
+    inline=_BLOCK_BYTES,
+    direct=_BLOCK_BYTES,
+    run=4 * _BLOCK_BYTES,
 )
 
 

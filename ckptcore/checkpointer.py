@@ -292,7 +292,7 @@ class Checkpointer(CheckpointReader):
         force: bool = False,
         overwrite: Overwrite = False,
     ) -> bool:
-        """Save a tree as a step and return once it is committed; arrays in host memory are not copied.
+        """Save a tree as a step and return once it is committed; see `ckptcore.save`.
 
         Takes and raises what `save` does.
 

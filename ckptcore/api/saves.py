@@ -27,7 +27,9 @@ def save(
     exports: Sequence[Export] = (),
     context: Context | None = None,
 ) -> None:
-    """Save a tree and return once it is committed. Arrays in host memory are not copied; do not change them meanwhile.
+    """Save a tree and return once it is committed. Arrays in host memory are copied block by block as they are written.
+
+    Do not change arrays meanwhile. The checkpoint of an array that changes can be loaded, but mixes old and new elements.
 
     Args:
         location: a path or URL; a directory is made there.

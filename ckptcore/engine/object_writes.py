@@ -40,7 +40,7 @@ class ObjectWrites:
             objects: keys, and what the objects are made of; asked for the next one when a thread begins it.
             sizes: how much is moved at a time.
             checksums: whether checksums are kept.
-            bounce: memory of a task each, for bytes that lie apart; what was taken is put back.
+            bounce: memory of `Sizes.write` bytes each, that bytes are copied to; what was taken is put back.
             progress: called with a number of bytes each time that many more are written.
         """
         self._storage = storage
@@ -70,7 +70,7 @@ class ObjectWrites:
                 elif task is None:
                     self._finish(target)
                 else:
-                    if task.data is None and bounce is None:
+                    if bounce is None:
                         bounce = self._take_bounce()
                     if not self._write_task(target, task, bounce):
                         break
@@ -181,12 +181,12 @@ class ObjectWrites:
         if self._progress is not None:
             self._progress(len(data))
 
-    def _write_task(self, target: _Large, task: WriteTask, bounce: memoryview | None) -> bool:
-        """Write bytes of an object, and complete it if they are the last; False if writing failed elsewhere meanwhile."""
-        data = task.data
-        if data is None:
-            assert bounce is not None  # there is some for what has to be put together
-            data = task.fill(bounce)
+    def _write_task(self, target: _Large, task: WriteTask, bounce: memoryview) -> bool:
+        """Write bytes of an object, and complete it if they are the last; False if writing failed elsewhere meanwhile.
+
+        Arrays may change while they are saved. So their bytes are copied, and all checksums are of the copy that is written.
+        """
+        data = task.fill(bounce)
         if task.summed:
             self._sum(task, data)
         if task.trailers and not self._place_trailers(task, data):
@@ -253,7 +253,7 @@ class ObjectWrites:
         try:
             return self._bounce.pop()
         except IndexError:
-            return map_pages(self._sizes.task).memory()
+            return map_pages(self._sizes.write).memory()
 
 
 class _Small:

@@ -77,16 +77,16 @@ class ObjectRecorder:
         """Write an object made of these segments, in this order.
 
         Array segments are opened one after the other, and closed as their bytes are written, or when it failed. Memory
-        for a few pieces is used (of 4 MiB; of `ManyRequests.part_bytes` where the storage says so, one for each request under
-        way), and none for arrays whose memory holds what is written. Checksums that stand in
-        the object are computed piece by piece, each by the thread that writes the piece.
+        for a few pieces is used (of 1 MiB; of `ManyRequests.part_bytes` where the storage says so, one for each request under
+        way): bytes are copied to it, and checksums are of the copy that is written, also if the arrays change meanwhile.
+        Checksums that are part of the object are computed piece by piece, each by the thread that writes the piece.
 
         Raises:
             PluginError: if the arrays of a segment do not make up its box, or a checksum is of what it cannot be of.
             StorageError: the first error of a thread; the object is given up.
         """
         nbytes = sum([segment.nbytes for segment in segments])
-        pieces = -(-nbytes // self._sizes.task) if nbytes >= self._sizes.inline else 1
+        pieces = -(-nbytes // self._sizes.write) if nbytes >= self._sizes.inline else 1
         self._write_all(iter([(key, segments)]), pieces, self._concurrency)
 
     def write_many(self, objects: Iterable[tuple[str, Sequence[Segment]]]) -> None:

@@ -25,18 +25,16 @@ class WriteTask:
     """Bytes `start` to `stop` of an object, to be written together: whole blocks, or up to the end of the object.
 
     Attributes:
-        data: the bytes where they lie in one piece of memory, else None: then `fill` puts them together.
         credits: (number of a segment, bytes of it that are in this task), for arrays only.
         summed: (checksum, start, stop): bytes of the task that a checksum in the object is of, from its own start on.
         trailers: (checksum, position, start, stop): where in the task bytes of a checksum go, that `fill` leaves out.
     """
 
-    __slots__ = ("_pieces", "credits", "data", "start", "stop", "summed", "trailers")
+    __slots__ = ("_pieces", "credits", "start", "stop", "summed", "trailers")
 
     def __init__(self, start: int) -> None:
         self.start = start
         self.stop = start
-        self.data: memoryview | None = None
         self.credits: list[tuple[int, int]] = []
         self.summed: list[tuple[Trailer, int, int]] = []
         self.trailers: list[tuple[Trailer, int, int, int]] = []
@@ -61,7 +59,7 @@ class WriteTask:
                 summed.append((trailer, position, stop - self.start))
 
     def fill(self, memory: memoryview) -> memoryview:
-        """Put the bytes together at the start of some memory."""
+        """Copy the bytes to the start of some memory, reading each byte of an array once: its owner may change it meanwhile."""
         whole = np.frombuffer(memory, np.uint8)
         for position, run, start, stop in self._pieces:
             end = position + stop - start
@@ -87,9 +85,7 @@ class ObjectSegments:
         self._segments = segments
         self._sizes = segment_sizes
         self._size = sum(segment_sizes)
-        self._block_bytes = sizes.block
-        self._task_bytes = sizes.task
-        self._whole_tasks = sizes.whole_tasks
+        self._task_bytes = sizes.write
         self._opened = 0
         self._outstanding: dict[int, int] = {}
         self._position = 0
@@ -103,35 +99,14 @@ class ObjectSegments:
             for _ in self._runs:  # segments without bytes are opened and closed too
                 raise AssertionError("a segment has more bytes than it said")
             return None
-        run = self._run_here()
         task = WriteTask(position)
         limit = min((position // self._task_bytes + 1) * self._task_bytes, self._size)
-        stop = self._whole_blocks(run, position, limit)
-        if stop > position and isinstance(run.source, memoryview) and (stop == limit or not self._whole_tasks):
+        while (position := self._position) < limit:
+            run = self._run_here()
+            stop = min(run.stop, limit)
             task.add(run, position, stop)
-            task.data = run.source[position - run.start : stop - run.start]
             self._position = stop
-        else:
-            while (position := self._position) < limit:
-                run = self._run_here()
-                if (
-                    not self._whole_tasks
-                    and position > task.start
-                    and position % self._block_bytes == 0
-                    and isinstance(run.source, memoryview)
-                    and self._whole_blocks(run, position, limit) > position
-                ):
-                    break
-                # Block by block, so that a large array after the first block is written from where it lies.
-                stop = min(run.stop, limit, (position // self._block_bytes + 1) * self._block_bytes)
-                task.add(run, position, stop)
-                self._position = stop
         return task
-
-    def _whole_blocks(self, run: _Run, position: int, limit: int) -> int:
-        """Where the whole blocks end that lie in a run from `position` on."""
-        stop = min(run.stop, limit)
-        return stop if stop == self._size else max(stop // self._block_bytes * self._block_bytes, position)
 
     def _run_here(self) -> _Run:
         """The run that holds the byte at the position; opened not before it is needed."""
@@ -329,26 +304,25 @@ def _mismatch(segment: ArraySegment, arrays: Sequence[tuple[Box, HostArray]]) ->
     )
 
 
-def join_segments(segments: Sequence[Segment], sizes: Sequence[int]) -> bytes:
-    """All bytes of the segments of a small object; opens arrays and closes none."""
-    parts: list[bytes | memoryview] = []
-    begins: list[int] = []  # with which part each segment begins
-    before = -1
+def join_segments(segments: Sequence[Segment], sizes: Sequence[int]) -> memoryview:
+    """All bytes of the segments of a small object; opens arrays and closes none. Each byte of an array is read once."""
+    memory = memoryview(bytearray(sum(sizes)))
+    begins: list[int] = []
+    position, before = 0, -1
     for number, (segment, size) in enumerate(zip(segments, sizes, strict=True)):
-        begins.append(len(parts))
+        begins.append(position)
         if isinstance(segment, BytesSegment):
-            parts.append(segment.data)
-            continue
-        if isinstance(segment, ChecksumSegment):
-            begin = begins[first_covered(segments, number, segment, before)]
-            covered = parts[begin] if len(parts) - begin == 1 else b"".join(parts[begin:])
-            parts.append(encoded(segment.checksum, segment.checksum.of(memoryview(covered))))
+            memory[position : position + size] = segment.data
+        elif isinstance(segment, ChecksumSegment):
+            covered = memory[begins[first_covered(segments, number, segment, before)] : position]
+            memory[position : position + size] = encoded(segment.checksum, segment.checksum.of(covered))
             before = number
-            continue
-        for start, stop, source in _open(segment, size):
-            if isinstance(source, _Gathering):
-                memory = memoryview(bytearray(stop - start))
-                source.copy_range(0, stop - start, memory)
-                source = memory
-            parts.append(source)
-    return b"".join(parts)
+        else:
+            for start, stop, source in _open(segment, size):
+                target = memory[position + start : position + stop]
+                if isinstance(source, _Gathering):
+                    source.copy_range(0, stop - start, target)
+                else:
+                    target[:] = source
+        position += size
+    return memory

@@ -16,26 +16,25 @@ class Sizes:
 
     Attributes:
         block: what one checksum covers.
-        task: what a thread moves before it looks for other work, where there is so much; a multiple of `block`.
+        task: what a thread reads before it looks for other work, where there is so much; a multiple of `block`.
+        write: what a thread copies, checks and writes at a time; a multiple of `block`. Small enough to stay in a processor's cache.
         inline: objects and reads of fewer bytes are left to the calling thread alone.
         direct: from here on bytes that only one array wants, as they are, are read straight into it.
         run: from here on each run of elements of a box is read straight into its array, block by block.
-        whole_tasks: whether a task of writing is put together where its bytes lie apart, so that it is one request of the storage;
-            else each piece that is large enough is written from where it lies.
     """
 
     block: int = BLOCK_BYTES
     task: int = 4 << 20
+    write: int = BLOCK_BYTES
     inline: int = 1 << 20
     direct: int = 64 << 10
     run: int = 4 << 20
-    whole_tasks: bool = False
 
     def for_parts(self, part_bytes: int) -> Sizes:
         """The sizes that suit a storage of which a request carries so many bytes; 1: as they are."""
         if part_bytes == 1:
             return self
-        return replace(self, task=-(-part_bytes // self.block) * self.block, whole_tasks=True)
+        return replace(self, write=-(-part_bytes // self.block) * self.block)
 
     def for_requests(self, request_bytes: int) -> Sizes:
         """The sizes that suit a storage of which many requests of so many bytes are under way: each is a task."""

@@ -223,8 +223,8 @@ def _memory(
     viewed = sum([taken.viewed for taken in saved])
     copied = sum([taken.copied for taken in saved])
     array_bytes = sum([item.nbytes for snapshot in snapshots for item in snapshot.plan.items])
-    pieces = -(-array_bytes // SIZES.task) if array_bytes >= SIZES.inline else 0
-    buffers = buffer_bytes + min(pieces, context.io_threads.count) * SIZES.task
+    pieces = -(-array_bytes // SIZES.write) if array_bytes >= SIZES.inline else 0
+    buffers = buffer_bytes + min(pieces, context.io_threads.count) * SIZES.write
     ahead = max([snapshot.viewed_peak for snapshot in snapshots], default=0)
     kept = sum([taken.viewed for taken in exported])  # until the exports are written
     blocking = min(viewed, ahead + max([taken.viewed for taken in saved], default=0) + kept)

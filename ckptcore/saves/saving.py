@@ -22,7 +22,7 @@ __all__ = ["begin_save", "perform_save"]
 
 
 def perform_save(request: SaveRequest, context: Context) -> None:
-    """Save and return once it is committed; arrays are not copied.
+    """Save and return once it is committed; arrays are copied only block by block, as they are written.
 
     Raises:
         CheckpointError: why it is not.

@@ -23,7 +23,7 @@ from ckptcore.model import (
 )
 from ckptcore.testing.strategies import arrays, boxes, partitions
 
-TINY = Sizes(block=64, task=256, inline=0, direct=48, run=128)
+TINY = Sizes(block=64, task=256, write=256, inline=0, direct=48, run=128)
 """Sizes that make arrays of a few hundred bytes go through every path of large ones."""
 
 

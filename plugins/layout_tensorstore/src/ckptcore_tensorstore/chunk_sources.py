@@ -109,13 +109,16 @@ class ChunkSource:
         return found
 
     def gathered(self, box: Box) -> HostArray:
-        """The elements of a box as far as the array goes: little endian, in C order."""
+        """A copy of the elements of a box as far as the array goes: little endian, in C order.
+
+        Always a copy: the array may change between the digest of the elements and their encoding.
+        """
         valid = box.intersect(self._whole)
         assert valid is not None  # every chunk holds an element
         dtype = self.form.spec.numpy_dtype.newbyteorder("<")
         parts = self.filled_parts(valid)
         if len(parts) == 1:
-            return np.ascontiguousarray(parts[0][1], dtype=dtype).reshape(valid.shape)
+            return np.array(parts[0][1], dtype, order="C").reshape(valid.shape)
         whole = np.empty(valid.shape, dtype)
         for part, array in parts:
             whole[part.within(valid)] = array
