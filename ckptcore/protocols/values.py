@@ -265,7 +265,8 @@ class LeafHandler(Protocol):
     def copy_to_host(self, leaf: Any, boxes: Sequence[Box], memory: HostMemory) -> Sequence[Pending[HostArray]]:
         """For asynchronous saves: the elements of each box, in memory that nobody can change or free.
 
-        An array that is immutable needs no copy. Starts the copies and does not wait for them.
+        Memory that nobody can change needs no copy. Immutable is not enough: other objects may share the memory of an array, and
+        change it. Starts the copies and does not wait for them.
         """
         ...
 

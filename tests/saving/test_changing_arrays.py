@@ -1,14 +1,21 @@
-"""Blocking saves of arrays that change meanwhile: elements may be of any time, but what is committed can be read."""
+"""Arrays that change while they are saved.
+
+A blocking save may take elements of any time, but what it commits can be read. An asynchronous one takes those of its call.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import numpy.typing as npt
 import pytest
+import torch
 from ckptcore_dcp.layouts import DcpLayout
 from ckptcore_tensorstore import OcdbtLayout, Zarr3Layout, ZarrLayout, codec
 
@@ -16,7 +23,8 @@ import ckptcore
 from ckptcore import Context
 from ckptcore.builtin import local_writer, memory
 from ckptcore.commits.occupants import Overwrite
-from ckptcore.protocols import Layout
+from ckptcore.model import JSON, Box
+from ckptcore.protocols import Layout, Snapshot, WriteStore
 
 LAYOUTS: Mapping[str, Layout] = {
     "safetensors": ckptcore.SafetensorsLayout(),
@@ -88,3 +96,46 @@ def test_what_was_committed_can_be_read(layout: Layout, directory: str, owner: O
         assert {name: array.shape for name, array in loaded.items()} == {
             name: array.shape for name, array in owner.state.items()
         }
+
+
+@dataclasses.dataclass(frozen=True)
+class LateLayout(ckptcore.SafetensorsLayout):
+    """Writes nothing before it may."""
+
+    may_write: threading.Event = dataclasses.field(default_factory=threading.Event)
+
+    def write(self, snapshot: Snapshot, store: WriteStore) -> JSON:
+        self.may_write.wait()
+        return super().write(snapshot, store)
+
+
+def read_only(array: Array) -> Array:
+    view = array.view()
+    view.flags.writeable = False
+    return view
+
+
+ALIASES: Mapping[str, Callable[[torch.Tensor], Any]] = {
+    "JAX of PyTorch": jax.dlpack.from_dlpack,
+    "PyTorch": lambda tensor: tensor,
+    "PyTorch, negated lazily": lambda tensor: torch._neg_view(tensor.neg_()),
+    "NumPy of PyTorch": lambda tensor: tensor.numpy(),
+    "NumPy, a view that cannot be written": lambda tensor: read_only(tensor.numpy()),
+    "NumPy over a memoryview": lambda tensor: np.frombuffer(tensor.numpy().data, np.int32),
+    "a part of a ShardedArray": lambda tensor: ckptcore.ShardedArray(
+        (1 << 18,), np.int32, [ckptcore.ArrayShard(Box.whole((1 << 18,)), tensor.numpy())]
+    ),
+}
+
+
+@pytest.mark.parametrize("alias", ALIASES.values(), ids=ALIASES)
+def test_what_changes_after_save_async_returned_is_not_saved(
+    alias: Callable[[torch.Tensor], Any], tmp_path: Path
+) -> None:
+    tensor = torch.full((1 << 18,), 7, dtype=torch.int32)
+    leaf, layout = alias(tensor), LateLayout()
+    handle = ckptcore.save_async(tmp_path / "x", {"x": leaf}, layout=layout, context=Context(durability="none"))
+    tensor[:] = 8
+    layout.may_write.set()
+    handle.result()
+    assert (np.asarray(ckptcore.load(tmp_path / "x")["x"]) == 7).all()

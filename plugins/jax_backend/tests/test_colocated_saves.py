@@ -16,14 +16,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from ckptcore_jax import ColocatedExecutor, JaxLeafHandler, pathways, worker_links
+from ckptcore_jax.colocated import _HeldArrays
 from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 import ckptcore
 from ckptcore import hookimpl
 from ckptcore.errors import PluginError, RankFailedError, UnsupportedLeafError
-from ckptcore.model import JSON, ArrayRecord, ArraySpec
-from ckptcore.protocols import Snapshot, WantedLeaf, WriteStore
+from ckptcore.model import JSON, ArrayRecord, ArraySpec, Box
+from ckptcore.protocols import LeafBoxes, Snapshot, WantedLeaf, WriteStore
 
 LAYOUTS = ("safetensors", "ocdbt", "zarr3", "dcp")
 
@@ -200,6 +201,20 @@ def test_arrays_may_be_deleted_once_an_asynchronous_save_began(context: ckptcore
         handle.result()
     assert len(messages) == 4
     assert_same(ckptcore.load(tmp_path / "it", asked, context=context), expected)
+
+
+def test_workers_copy_arrays_that_alias_memory_of_the_caller(executor: ColocatedExecutor) -> None:
+    memory = np.zeros(4096 + 64, np.uint8)
+    mine = memory[-memory.ctypes.data % 64 :][:4096]
+    leaf = jax.device_put(mine, NamedSharding(grid(), P()))
+    for worker in range(2):
+        mine[:] = 7
+        held = executor.copy(worker, [LeafBoxes(leaf, [Box.whole(mine.shape)])])
+        held.wait()
+        mine[:] = 8
+        assert (np.asarray(leaf) == 8).all(), "this does not alias, and tests nothing"
+        assert isinstance(held, _HeldArrays)
+        assert [(np.asarray(array) == 7).all() for array in held.arrays] == [True]
 
 
 def test_each_worker_writes_its_own_objects(context: ckptcore.Context, tmp_path: Path) -> None:

@@ -34,7 +34,7 @@ def test_deleted_and_abstract_arrays_are_planned_as_live_ones() -> None:
     }
     plan = ckptcore.plan(live, layout="dcp")
     assert plan.array_bytes == rows * 16 * 4 + 8
-    assert plan.memory[0].copied == plan.memory[0].viewed == 0  # immutable, and in host memory
+    assert (plan.memory[0].copied, plan.memory[0].viewed) == (rows * 16 * 4 + 8, 0)  # in host memory
     assert ckptcore.plan(deleted, layout="dcp") == plan
     assert ckptcore.plan(abstract, layout="dcp") == plan
 
@@ -45,8 +45,9 @@ def test_what_has_no_device_counts_as_copied() -> None:
     assert memory.copied == memory.viewed == 320
     packed = ckptcore.plan({"w": jnp.ones(8, jnp.int4)}).memory[0]
     assert packed.viewed == packed.copied == 8
-    copying = ckptcore.Context(handlers={jax.Array: JaxLeafHandler(copy=True)})
-    assert ckptcore.plan({"w": jnp.ones(8)}, context=copying).memory[0].copied == 32
+    viewing = ckptcore.Context(handlers={jax.Array: JaxLeafHandler(copy=False)})
+    assert ckptcore.plan({"w": jnp.ones(8)}, context=viewing).memory[0].copied == 0
+    assert ckptcore.plan({"w": jnp.ones(8)}).memory[0].copied == 32
 
 
 def test_handlers_tell_of_leaves() -> None:

@@ -6,6 +6,7 @@ import math
 import subprocess
 import sys
 import textwrap
+import threading
 from typing import Any
 
 import equinox as eqx
@@ -278,7 +279,7 @@ class Watching(JaxLeafHandler):
     """Keeps what it hands out for a save."""
 
     def __init__(self):
-        super().__init__()
+        super().__init__(copy=False)
         object.__setattr__(self, "handed", [])
 
     def copy_to_host(self, leaf, boxes, memory):
@@ -294,7 +295,7 @@ class Watching(JaxLeafHandler):
         return pending
 
 
-def test_an_asynchronous_save_copies_not_one_byte(tmp_path):
+def test_an_asynchronous_save_copies_not_one_byte_where_it_is_told_so(tmp_path):
     state = train_step(new_train_state())
     sharded = {"x": jax.device_put(jnp.arange(4096.0), NamedSharding(mesh(a=8), P("a")))}
     handler = Watching()
@@ -333,17 +334,68 @@ def test_arrays_can_be_deleted_and_donated_once_save_async_returned(tmp_path, sh
     assert len(noise) == count
 
 
-def test_arrays_that_alias_the_callers_memory_can_be_copied(tmp_path):
-    memory = np.empty((1 << 20) + 64, np.uint8)
-    mine = memory[-memory.ctypes.data % 64 :][: 1 << 20].view(np.float32)
+class LateLayout(ckptcore.SafetensorsLayout):
+    """Writes nothing before it may."""
+
+    def __init__(self):
+        super().__init__()
+        object.__setattr__(self, "may_write", threading.Event())
+
+    def write(self, snapshot, store):
+        self.may_write.wait()
+        return super().write(snapshot, store)
+
+
+def from_shards(array):
+    parts = np.split(array, 8)
+    shards = [jax.device_put(part, device) for part, device in zip(parts, jax.devices(), strict=True)]
+    return jax.make_array_from_single_device_arrays(array.shape, NamedSharding(mesh(a=8), P("a")), shards)
+
+
+ALIASES = {
+    "device_put": jax.device_put,
+    "device_put may_alias=False": lambda array: jax.device_put(array, may_alias=False),
+    "device_put replicated": lambda array: jax.device_put(array, NamedSharding(mesh(a=8), P())),
+    "device_put in pinned_host": lambda array: jax.device_put(
+        array, SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host")
+    ),
+    "dlpack": jax.dlpack.from_dlpack,
+    "make_array_from_callback": lambda array: jax.make_array_from_callback(
+        array.shape, NamedSharding(mesh(a=8), P("a")), lambda index: array[index]
+    ),
+    "make_array_from_single_device_arrays": from_shards,
+    "key data": lambda array: jax.random.wrap_key_data(jax.device_put(array.reshape(-1, 2))),
+}
+
+
+@pytest.mark.parametrize("alias", ALIASES.values(), ids=ALIASES)
+def test_what_the_caller_changes_after_save_async_returned_is_not_saved(tmp_path, alias):
+    layout = LateLayout()
+    size = 1 << 18
+    memory = np.empty(4 * size + 64, np.uint8)
+    mine = memory[-memory.ctypes.data % 64 :][: 4 * size].view(np.uint32)
     mine[:] = 7
-    leaf = jax.device_put(mine)
-    assert leaf.unsafe_buffer_pointer() == mine.ctypes.data, "this does not alias, and would test nothing"
-    context = ckptcore.Context(durability="none", handlers={jax.Array: JaxLeafHandler(copy=True)})
-    handle = ckptcore.save_async(tmp_path / "checkpoint", {"x": leaf}, context=context)
-    mine[:] = -1
+    leaf = alias(mine)
+    handle = ckptcore.save_async(tmp_path / "checkpoint", {"x": leaf}, layout=layout, context=CONTEXT)
+    mine[:] = 8
+    layout.may_write.set()
     handle.result()
-    assert (ckptcore.load(tmp_path / "checkpoint")["x"] == 7).all()
+    assert (data(leaf) == 8).any(), "this does not alias, and tests nothing"
+    loaded = data(ckptcore.load(tmp_path / "checkpoint", {"x": leaf})["x"])
+    assert loaded.size == size
+    assert (loaded == 7).all()
+
+
+def test_an_array_can_be_donated_in_place_once_save_async_returned(tmp_path):
+    state = jax.jit(lambda: jnp.arange(1 << 18, dtype=jnp.float32))()
+    before = state.unsafe_buffer_pointer()
+    layout = LateLayout()
+    handle = ckptcore.save_async(tmp_path / "checkpoint", {"x": state}, layout=layout, context=CONTEXT)
+    after = jax.jit(lambda array: array - 1, donate_argnums=0)(state)
+    layout.may_write.set()
+    assert after.unsafe_buffer_pointer() == before
+    handle.result()
+    assert np.array_equal(ckptcore.load(tmp_path / "checkpoint")["x"], np.arange(1 << 18, dtype=np.float32))
 
 
 # --- memory

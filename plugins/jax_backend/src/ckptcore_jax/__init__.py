@@ -4,7 +4,7 @@ Nothing here has to be imported to save and load: ckptcore finds `ckptcore_jax.p
 this package does not import JAX; asking it for one of these names does:
 
     ColocatedExecutor      the workers of a single controller, reached by JAX's colocated Python
-    JaxLeafHandler         the leaf handler; ``JaxLeafHandler(copy=True)`` for arrays that alias memory you change
+    JaxLeafHandler         the leaf handler; ``JaxLeafHandler(copy=False)`` where no array aliases memory that changes
     RegisteredContainer    the handler of registered containers
     KeyValueCoordinator    the coordinator of a jax.distributed job; ``KeyValueCoordinator.of_job(timeout_seconds=...)``
     abstract_arrays        what a checkpoint holds as abstract arrays, to load it sharded as it was saved

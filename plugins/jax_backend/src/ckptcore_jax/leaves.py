@@ -49,15 +49,17 @@ LACKING: Final = frozenset({"float6_e2m3fn", "float6_e3m2fn", "int1", "uint1"})
 class JaxLeafHandler:
     """`jax.Array`, typed random keys, and `jax.ShapeDtypeStruct`.
 
-    Arrays are immutable: in host memory they are not copied, also not on an asynchronous save, and what was handed out
-    keeps their memory: the caller may delete them, or donate them to a jitted function, at once.
+    An asynchronous save copies arrays of the CPU backend before it returns. Such an array can be memory of NumPy or PyTorch
+    that the caller changes (`jax.device_put` of a NumPy array, also with ``may_alias=False``, `jax.dlpack.from_dlpack`,
+    `jax.make_array_from_callback`), and JAX does not tell who owns its memory. Arrays of an accelerator are not copied
+    again: the transfer to the host has made a copy, and memory of the kind ``pinned_host`` belongs to JAX there.
 
     Attributes:
-        copy: copy arrays in host memory on an asynchronous save nevertheless. For states with arrays that alias memory
-            which the caller changes: made by `jax.device_put` of a NumPy array, or by `jax.dlpack.from_dlpack`.
+        copy: False: an asynchronous save keeps views of arrays of the CPU backend instead of copies. Only for states in which
+            no array aliases memory that anybody changes. Arrays can be deleted and donated either way.
     """
 
-    copy: bool = False
+    copy: bool = True
 
     @property
     def priority(self) -> int:
@@ -130,7 +132,7 @@ class JaxLeafHandler:
         return shards_in_process(sharding, shape, process, rank, size)
 
     def host_bytes(self, leaf: Any, boxes: Sequence[Box]) -> HostBytes:
-        """None where the elements are in host memory and NumPy can see them there, or copies if this handler makes them."""
+        """No bytes for views of arrays of the CPU backend. An asynchronous save copies them, if this handler does."""
         record = self.describe(leaf)
         assert isinstance(record, ArrayRecord)  # what JAX has are arrays
         dtype = record.spec.numpy_dtype
@@ -147,7 +149,7 @@ class JaxLeafHandler:
         return size if replicas is None else replicas
 
     def copy_to_host(self, leaf: Any, boxes: Sequence[Box], memory: HostMemory) -> Sequence[Pending[HostArray]]:
-        """Views that keep the memory, or copies if this handler makes them; from other devices starts all transfers."""
+        """Copies of arrays of the CPU backend, or views that keep the memory; from other devices starts all transfers."""
         if not self.copy:
             return self.view_on_host(leaf, boxes)
         leaf = plain(alive(leaf))
