@@ -1,5 +1,6 @@
 """The leaf handler alone: what it says of arrays, hands out of them and builds."""
 
+import dataclasses
 import gc
 import json
 import math
@@ -9,7 +10,8 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from ckptcore_jax import JaxLeafHandler
+from ckptcore_jax import JaxLeafHandler, leaves
+from ckptcore_jax.placements import placement_of
 from ckptcore_jax.plugin import ckpt_leaf_handler
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -307,6 +309,20 @@ def test_arrays_that_alias_the_callers_memory_are_copied(make):
     mine[:] = -1
     assert np.array_equal(copied, np.arange(1024, dtype=np.float32))
     assert (aliased == -1).all(), "README says what this option is not for"
+
+
+def test_arrays_that_an_accelerator_offloaded_to_the_host_are_copied(monkeypatch):
+    mine = aligned(np.arange(1024, dtype=np.float32))
+    leaf = jax.device_put(mine, SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host"))
+    assert leaf.unsafe_buffer_pointer() == mine.ctypes.data, "this does not alias, and would test nothing"
+
+    def of_an_accelerator(sharding, shape):
+        return dataclasses.replace(placement_of(sharding, shape), on_cpu=False)
+
+    monkeypatch.setattr(leaves, "placement_of", of_an_accelerator)
+    (copied,) = on_host(leaf).values()
+    mine[:] = -1
+    assert np.array_equal(copied, np.arange(1024, dtype=np.float32))
 
 
 def test_building_takes_aligned_memory_as_it_is():

@@ -49,13 +49,14 @@ LACKING: Final = frozenset({"float6_e2m3fn", "float6_e3m2fn", "int1", "uint1"})
 class JaxLeafHandler:
     """`jax.Array`, typed random keys, and `jax.ShapeDtypeStruct`.
 
-    An asynchronous save copies arrays of the CPU backend before it returns. Such an array can be memory of NumPy or PyTorch
-    that the caller changes (`jax.device_put` of a NumPy array, also with ``may_alias=False``, `jax.dlpack.from_dlpack`,
-    `jax.make_array_from_callback`), and JAX does not tell who owns its memory. Arrays of an accelerator are not copied
-    again: the transfer to the host has made a copy, and memory of the kind ``pinned_host`` belongs to JAX there.
+    An asynchronous save copies arrays in host memory before it returns: those of the CPU backend, and those that are
+    offloaded to the host (``memory_kind="pinned_host"``). Such an array can be memory of NumPy or PyTorch that the caller
+    changes (`jax.device_put` of a NumPy array, also with ``may_alias=False``, `jax.dlpack.from_dlpack`,
+    `jax.make_array_from_callback`), and JAX does not tell who owns its memory. Arrays in memory of an accelerator are not
+    copied again: the transfer to the host has made a copy.
 
     Attributes:
-        copy: False: an asynchronous save keeps views of arrays of the CPU backend instead of copies. Only for states in which
+        copy: False: an asynchronous save keeps views of arrays in host memory instead of copies. Only for states in which
             no array aliases memory that anybody changes. Arrays can be deleted and donated either way.
     """
 
@@ -149,13 +150,12 @@ class JaxLeafHandler:
         return size if replicas is None else replicas
 
     def copy_to_host(self, leaf: Any, boxes: Sequence[Box], memory: HostMemory) -> Sequence[Pending[HostArray]]:
-        """Copies of arrays of the CPU backend, or views that keep the memory; from other devices starts all transfers."""
-        if not self.copy:
-            return self.view_on_host(leaf, boxes)
+        """Copies of arrays in host memory, or views that keep the memory; from other devices starts all transfers."""
         leaf = plain(alive(leaf))
-        if not placement_of(leaf.sharding, leaf.shape).on_cpu or leaf.dtype in _PACKED:
-            return self.view_on_host(leaf, boxes)
-        return [memory.copy(pending.result()) for pending in self.view_on_host(leaf, boxes)]
+        views = self.view_on_host(leaf, boxes)
+        if not self.copy or leaf.dtype in _PACKED or not _may_alias(leaf.sharding, leaf.shape):
+            return views
+        return [memory.copy(view.result()) for view in views]
 
     def view_on_host(self, leaf: Any, boxes: Sequence[Box]) -> Sequence[Pending[HostArray]]:
         """Views that keep the memory, where the elements are in host memory; else starts all transfers from devices.
@@ -226,6 +226,11 @@ class JaxLeafHandler:
 
     def memory_to_fill(self, target: Any) -> None:
         """None: arrays are immutable."""
+
+
+def _may_alias(sharding: Sharding, shape: tuple[int, ...]) -> bool:
+    """Return True if the elements can be in memory of the host that others change: on the CPU, or offloaded to the host."""
+    return placement_of(sharding, shape).on_cpu or (sharding.memory_kind or "").endswith("_host")
 
 
 class _Arriving:
