@@ -28,10 +28,11 @@ class ReadGroups:
         object.__setattr__(self, "groups", made)
 
 
-Reads: TypeAlias = Literal["all", "broadcast", "per_node"] | ReadGroups
-"""Who reads: every process what it wants itself, the job as one group, the processes of each host as one, or groups as given."""
+Reads: TypeAlias = Literal["all", "alone", "broadcast", "per_node"] | ReadGroups
+"""Who reads: every process what it wants itself, this process without the others, the job as one group, the processes of each host as
+one, or groups as given."""
 
-READS: Final = ("all", "broadcast", "per_node")
+READS: Final = ("all", "alone", "broadcast", "per_node")
 
 
 def group_of(rank: int, reads: Reads, hosts: Sequence[str]) -> tuple[int, ...]:

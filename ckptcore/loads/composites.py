@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -44,7 +44,7 @@ def load_composite(
         raise TypeError(f"what is wanted is a list of names, or a mapping; write [{wanted!r}]")
     changed: list[str] = []
     """The names of what was restored in place, also by an attempt that was overtaken."""
-    job = context.job() if context.reads != "all" else None
+    job = context.job() if context.reads != "alone" else None
     try:
         if job is not None and job.size > 1:
             return _load_together(location, wanted, context, recording, job, changed)
@@ -79,7 +79,15 @@ def _load_once(
         request.name: _load_request(request, context, recording, changed)
         for request in sorted(requests, key=lambda request: request.in_place)
     }
-    return {request.name: loaded[request.name] for request in requests}
+    return _as_asked_for(loaded, wanted, composite)
+
+
+def _as_asked_for(
+    loaded: Mapping[str, object], wanted: Wanted | Everything, composite: OpenedComposite
+) -> dict[str, object]:
+    """What was loaded, in the order in which it was asked for; in that of the save, if all was."""
+    names = composite.members if wanted is None or isinstance(wanted, Everything) else wanted
+    return {name: loaded[name] for name in names if name in loaded}
 
 
 def _load_request(request: Request, context: Context, recording: Recording, changed: list[str]) -> object:
@@ -113,9 +121,10 @@ def _load_together(
 
     Adds the names of what was restored in place to `changed`, also where it fails.
     """
-    from ckptcore.loads.joint_steps import take_step  # only who shares needs it
+    from ckptcore.loads.joint_loading import agreed_name  # only jobs need it
+    from ckptcore.loads.joint_steps import take_step
 
-    agreement = Agreement(job, context.exchange_key(f"{location}/names"), recording)
+    agreement = Agreement(job, context.exchange_key(f"{agreed_name(location, recording)}/names"), recording)
     for number in range(ATTEMPTS):
         attempt = _JointAttempt(location, wanted, context, recording, changed)
         joint = take_step(agreement, f"begin-{number}", attempt.begin, stands=attempt.stands)
@@ -183,7 +192,7 @@ class _JointAttempt:
         is_shared = member.processes is None and member.kind == "tree"
         if request is not None:
             # What a process saved for itself it reads for itself.
-            context = self._context if is_shared else replace(self._context, reads="all")
+            context = self._context if is_shared else replace(self._context, reads="alone")
             self._loaded[name] = _load_request(request, context, self._recording, self._changed)
         elif is_shared:
             opened = open_member(composite, name, name, self._location, self._context)
@@ -193,7 +202,7 @@ class _JointAttempt:
 
     def end(self) -> JSON:
         """Make sure that all was read of one save."""
-        from ckptcore.loads.joint_steps import Replaced  # only who shares needs it
+        from ckptcore.loads.joint_steps import Replaced  # only jobs need it
 
         if not self.stands():
             raise Replaced
@@ -201,7 +210,8 @@ class _JointAttempt:
 
     def loaded(self) -> dict[str, object]:
         """By name, in the order in which it was asked for."""
-        return {name: self._loaded[name] for name in self._requests}
+        assert self._composite is not None  # the first step has opened it
+        return _as_asked_for(self._loaded, self._wanted, self._composite)
 
 
 def _add(names: list[str], name: str) -> None:

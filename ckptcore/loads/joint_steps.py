@@ -81,7 +81,7 @@ def take_step(agreement: Agreement, name: str, work: Callable[[], JSON], *, stan
             raise own
         rank, is_gone, reason = decided["found"]
         kind = CheckpointNotFoundError if is_gone else CorruptCheckpointError
-        raise kind(f"rank {rank}, which reads for others: {reason}")
+        raise kind(f"rank {rank}: {reason}")
     if own is not None:
         raise RankFailedError("another rank sent that it failed to read, and told no reason; look at the logs of all")
     return Joint([payload for _, _, payload in told], again=False)

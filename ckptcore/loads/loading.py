@@ -153,11 +153,16 @@ def load_nothing(location: Source, context: Context, recording: Recording) -> No
 
 def _load(location: Source, context: Context, recording: Recording, plan: Callable[[Opened], Planned[T]]) -> T:
     """Open a checkpoint and load what is planned of it: here, or together with the other processes of the job."""
-    job = context.job() if context.reads != "all" else None
+    job = context.job() if context.reads != "alone" else None
     if job is not None and job.size > 1:
-        from ckptcore.loads.shared_loading import load_together  # costs as much to import as a tenth of the rest
+        from ckptcore.loads.joint_loading import JointAttempt, load_jointly  # only jobs need it
 
-        return load_together(location, context, recording, job, plan)
+        attempt_type = JointAttempt
+        if context.reads != "all":
+            from ckptcore.loads.shared_loading import SharedAttempt  # costs as much to import as a tenth of the rest
+
+            attempt_type = SharedAttempt
+        return load_jointly(location, context, recording, job, plan, attempt_type)
 
     def attempt(opened: Opened) -> T:
         planned = plan(opened)

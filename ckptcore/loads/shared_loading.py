@@ -3,35 +3,32 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import json
 import secrets
 import socket
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack, closing
-from typing import Any, Final, Generic, TypeVar
+from typing import Any, Final, TypeVar
 
 import numpy as np
 import xxhash
 
-from ckptcore.context import Context
 from ckptcore.errors import PluginError, RankFailedError
 from ckptcore.events import Recording
-from ckptcore.jobs.agreement import Agreement
 from ckptcore.loads.broadcasts import AHEAD, Broadcasts
-from ckptcore.loads.joint_steps import Replaced, take_step
+from ckptcore.loads.joint_loading import JointAttempt
+from ckptcore.loads.joint_steps import Replaced
 from ckptcore.loads.read_shares import MessageSizes, Request, SharedPlan, Tiles, plan_shares
 from ckptcore.loads.reading import Planned, Reading
 from ckptcore.loads.shared_arrays import SharedArray, renumbered, stored_below
 from ckptcore.model.arrays import Box, HostArray
 from ckptcore.model.transfer import Pending, StoredTile
 from ckptcore.model.tree import JSON
-from ckptcore.protocols import Channels, Coordinator, PlacesTiles
+from ckptcore.protocols import Channels, PlacesTiles
 from ckptcore.read_groups import group_of
-from ckptcore.stored.opened import Opened, Source, naming_arrays
-from ckptcore.stored.tries import Tries
+from ckptcore.stored.opened import Opened, naming_arrays
 
-__all__ = ["load_together"]
+__all__ = ["SharedAttempt"]
 
 T = TypeVar("T")
 
@@ -43,79 +40,30 @@ _MOST_AT_ONCE: Final = 2 * AHEAD
 """Messages in memory, at most."""
 
 
-def load_together(
-    location: Source,
-    context: Context,
-    recording: Recording,
-    job: Coordinator,
-    plan: Callable[[Opened], Planned[T]],
-) -> T:
-    """Load on all ranks of a job: each says what it wants, and what several want one of them reads and sends to the others.
-
-    Called on every rank, for the same checkpoint. It is begun again on all of them where it was replaced meanwhile.
-
-    Args:
-        location: where it is.
-        context: options.
-        recording: is told the phases.
-        job: the processes, several.
-        plan: plans what this process wants.
+class SharedAttempt(JointAttempt):
+    """One try to load in which each process says what it wants: what several want, one of them reads and sends to the others.
 
     Raises:
         ValueError: if the ranks have different options.
         PluginError: if there are no collectives to send over.
-        RankFailedError: if another rank failed.
-        What opening, planning and reading do.
     """
-    agreement = Agreement(job, context.exchange_key(f"{location}/load"), recording)
-    tries = Tries(location, context)
-    for number in itertools.count():  # `tries` says when it is enough
-        attempt: _Attempt[T] = _Attempt(tries, context, job, agreement, number, str(location))
-        planned = attempt.plan(plan)
-        if planned is not None and attempt.read(planned, recording):
-            return planned.finish(planned.reading.leaves)
-    raise AssertionError("counting ends only by an error")
 
+    _requests: list[Mapping[SharedArray, Sequence[Box]]]
+    _own: Mapping[int, SharedArray]
+    _told: Sequence[JSON]
+    _decided: Any
 
-class _Attempt(Generic[T]):
-    """One try to load together. Each method is called on every rank, or on none."""
+    def _told_of(self, opened: Opened, reading: Reading) -> JSON:
+        """A digest of what this rank wants, which save it opened, its options and its host."""
+        wanted = _request_of(reading)
+        self._own = {leaf: SharedArray.of(reading.opened, leaf) for leaf in wanted}
+        self._told = [[self._own[leaf].to_json(), _boxes_told(boxes)] for leaf, boxes in wanted.items()]
+        memory = self._context.memory
+        options = [str(self._context.reads), memory.load_bytes, memory.exchange_bytes, _made_of(reading.opened)]
+        return [_digest(self._told), self._mark(opened), options, socket.gethostname()]
 
-    def __init__(
-        self, tries: Tries, context: Context, job: Coordinator, agreement: Agreement, number: int, location: str
-    ) -> None:
-        self._tries = tries
-        self._context = context
-        self._job = job
-        self._agreement = agreement
-        self._number = number
-        self._location = location
-        self._requests: list[Mapping[SharedArray, Sequence[Box]]] = []
-        self._own: Mapping[int, SharedArray] = {}
-        self._decided: Any = None
-
-    def plan(self, plan: Callable[[Opened], Planned[T]]) -> Planned[T] | None:
-        """Open the checkpoint, plan, and learn what all want; None where it was replaced meanwhile."""
-        found: list[Planned[T]] = []
-        told: list[Sequence[JSON]] = []
-
-        def work() -> JSON:
-            opened = self._tries.open()
-            if opened is None:
-                raise Replaced
-            with naming_arrays(opened):
-                found.append(plan(opened))
-            reading = found[0].reading
-            wanted = _request_of(reading)
-            self._own = {leaf: SharedArray.of(reading.opened, leaf) for leaf in wanted}
-            told.append([[self._own[leaf].to_json(), _boxes_told(boxes)] for leaf, boxes in wanted.items()])
-            memory = self._context.memory
-            options = [str(self._context.reads), memory.load_bytes, memory.exchange_bytes, _made_of(reading.opened)]
-            return [_digest(told[0]), self._mark(opened), options, socket.gethostname()]
-
-        joint = take_step(self._agreement, f"plan-{self._number}", work, stands=self._tries.stands)
-        if joint.again:
-            return None
-        decided: Any = self._agreement.lead(f"decide-{self._number}", lambda: _decide(joint.payloads))
+    def _agree(self, payloads: Sequence[JSON], reading: Reading) -> bool:
+        decided: Any = self._agreement.lead(f"decide-{self._number}", lambda: _decide(payloads))
         if decided["differ"]:
             raise ValueError(
                 f"the ranks load {self._location} with different options, or open different checkpoints there: "
@@ -123,10 +71,10 @@ class _Attempt(Generic[T]):
                 'trees, transforms and matching by which the same arrays are made alike; else load with reads="all"'
             )
         if decided["again"]:
-            return None
+            return False
         self._decided = decided
-        self._requests = self._exchange_requests(told[0], stored_below(found[0].reading.opened))
-        return found[0]
+        self._requests = self._exchange_requests(self._told, stored_below(reading.opened))
+        return True
 
     def _mark(self, opened: Opened) -> str:
         """Equal on ranks that opened the same save."""
@@ -174,11 +122,7 @@ class _Attempt(Generic[T]):
                     raise Replaced
                 return None
 
-            for name, work in (("connect", connect), ("read", read)):
-                joint = take_step(self._agreement, f"{name}-{self._number}", work, stands=self._tries.stands)
-                if joint.again:
-                    return False
-        return True
+            return not any(self._take_step(name, work).again for name, work in (("connect", connect), ("read", read)))
 
     def _shares(self, reading: Reading) -> SharedPlan:
         opened, rank = reading.opened, self._agreement.rank

@@ -69,6 +69,8 @@ def plan_requests(
 ) -> Iterator[Request]:
     """What is to be loaded, each looked at as it comes: whether it is there, and whether what it is loaded into can take it.
 
+    The order is that of the save, whatever the order in which they are asked for.
+
     Raises:
         CheckpointNotFoundError: if a name was never saved, or was deleted.
         CorruptCheckpointError: also if everything that was saved is asked for, and some of it is gone.
@@ -82,7 +84,9 @@ def plan_requests(
         likes = _all_for(composite, present, context)
     else:
         likes = _likes(wanted)
-    for name, asked in likes.items():
+    order = {name: number for number, name in enumerate(members)}
+    # Every process of a job asks objects for their states in this order: that may be collective.
+    for name, asked in sorted(likes.items(), key=lambda item: order.get(item[0], -1)):
         like, how = _unwrapped(asked)
         if like is PLACEHOLDER:
             continue

@@ -98,10 +98,11 @@ def prepare_save(request: SaveRequest, context: Context, recording: Recording, a
             for name in values:
                 check_name(name)
         replicas = context.replicas if _share_replicas(chosen, request.exports, context) else None
-        descriptions: _Descriptions = [
-            describe_part(
+        # In one order on every process of a job: asking objects for their states may be collective.
+        described_by_name = {
+            name: describe_part(
                 name,
-                value,
+                values[name],
                 chosen,
                 context.registry,
                 rank=rank,
@@ -110,8 +111,9 @@ def prepare_save(request: SaveRequest, context: Context, recording: Recording, a
                 executor=executor,
                 placeholders=request.base is not None,
             )
-            for name, value in values.items()
-        ]
+            for name in sorted(values)
+        }
+        descriptions: _Descriptions = [described_by_name[name] for name in values]
         if size > 1:
             _refuse_what_differs(values, descriptions, size)
         members = (

@@ -21,6 +21,7 @@ from ckptcore.errors import (
 from ckptcore.events import Recording
 from ckptcore.holds import Hold, StepHolds
 from ckptcore.jobs.agreement import Agreement
+from ckptcore.loads.joint_steps import take_step
 from ckptcore.loads.loading import recorded_load
 from ckptcore.locations import Place, open_directory
 from ckptcore.model.tree import JSON
@@ -305,7 +306,7 @@ class StepLoader:
         return None
 
     def _attempt(self, copy: _Copy, loading: Loading[T], agreement: Agreement) -> T:
-        """Load a copy of a step. Where processes read for each other, all begin or none does: `agreement` is for that."""
+        """Load a copy of a step. All processes begin, or none does: `agreement` is for that."""
         steps, step = self._copies.tiers[copy.tier], copy.step
         place = self._place(step, copy.tier)
         with ExitStack() as held:
@@ -316,12 +317,7 @@ class StepLoader:
                 held.enter_context(self._pinned_to_load(copy))
                 return None
 
-            if self._context.reads == "all":
-                begin()
-            else:
-                from ckptcore.loads.joint_steps import take_step  # only who shares needs it
-
-                take_step(agreement, "pin", begin, stands=lambda: True)
+            take_step(agreement, "pin", begin, stands=lambda: True)
             with recorded_load(place, self._context, step=step) as recording:
                 return loading.run(place, recording)
 

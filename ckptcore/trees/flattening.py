@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import functools
-from collections import OrderedDict
+import itertools
+from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, TypeAlias, cast
 
 from ckptcore.errors import CheckpointError, UnsupportedKeyError, UnsupportedLeafError
 from ckptcore.model.tree import LEAF, MAX_DEPTH, Attribute, Key, Node, Skeleton, TreePath, format_path, leaf_paths
@@ -64,6 +65,8 @@ class _Container:
     handler: ContainerHandler
     keys: tuple[Key, ...]
     children: tuple[Shape, ...]
+    leaves: int
+    order: tuple[int, ...] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,10 +74,15 @@ class _Checkpointable:
     like: object
     handler: CheckpointableHandler
     state: Shape
+    leaves: int
 
 
 Shape: TypeAlias = _Container | _Checkpointable | None
-"""What a node of a value was: a container, a checkpointable around its state, or None for a leaf."""
+"""What a node of a value was: a container, a checkpointable around its state, or None for a leaf.
+
+``leaves`` is the number of leaves below a node. ``order`` is the order in which the children of a container are visited that
+are no leaves, by position; None if it is that of the keys. See `_visiting_order`.
+"""
 
 
 def flatten(
@@ -162,35 +170,75 @@ class _Flattening:
         else:
             assert isinstance(handler, LazyCheckpointableHandler)  # only then is it looked up
             state = handler.flatten_to_load(value, stored)
+        before = len(self.leaves)
         skeleton, shape = self.node(state)
-        return skeleton, _Checkpointable(value, handler, shape)
+        return skeleton, _Checkpointable(value, handler, shape, len(self.leaves) - before)
 
     def _container(self, value: object, handler: ContainerHandler) -> tuple[Skeleton, Shape]:
         flattened = handler.flatten(value)
-        keys = tuple(flattened.keys)
-        skeletons: list[Skeleton] = []
-        shapes: list[Shape] = []
-        path, dispatch, leaves, handlers = self.path, self.dispatch, self.leaves, self.handlers
-        for key, child in zip(keys, flattened.children, strict=True):
+        keys, children = tuple(flattened.keys), flattened.children
+        for key in keys:
             if type(key) is not str and type(key) is not int and type(key) is not Attribute:
                 raise UnsupportedKeyError(
-                    f"{format_path(tuple(path))} has the key {key!r} of type {type(key).__qualname__}; "
+                    f"{format_path(tuple(self.path))} has the key {key!r} of type {type(key).__qualname__}; "
                     "keys are int or str: convert it. Nothing was written"
                 )
-            # A leaf, the common case, is handled here: a call less for each.
-            if (leaf := dispatch(child).leaf) is not None:
-                leaves.append(child)
-                handlers.append(leaf)
-                skeletons.append(LEAF)
-                shapes.append(None)
-                continue
-            path.append(key)
-            skeleton, shape = self.node(child)
-            path.pop()
-            skeletons.append(skeleton)
-            shapes.append(shape)
+        dispatch = self.dispatch
+        found = [dispatch(child).leaf for child in children]
+        inner = [position for position, leaf in enumerate(found) if leaf is None]
+        order = _visiting_order(keys, inner)
+        before = len(self.leaves)
+        skeletons: list[Skeleton] = [LEAF] * len(found)
+        shapes: list[Shape] = [None] * len(found)
+        if order is None:
+            # Leaves, the common case, are taken as a run: no call for each.
+            start = 0
+            for position in inner:
+                self.leaves.extend(children[start:position])
+                self.handlers.extend(found[start:position])
+                skeletons[position], shapes[position] = self._child(keys[position], children[position])
+                start = position + 1
+            self.leaves.extend(children[start:])
+            self.handlers.extend(found[start:])
+        else:
+            leaves, handlers = self.leaves, self.handlers
+            parts: dict[int, tuple[list[object], list[LeafHandler | None]]] = {}
+            for position in order:
+                parts[position] = self.leaves, self.handlers = [], []
+                skeletons[position], shapes[position] = self._child(keys[position], children[position])
+            self.leaves, self.handlers = leaves, handlers
+            for position, (child, leaf) in enumerate(zip(children, found, strict=True)):
+                below, of_them = parts.get(position, ([child], [leaf]))
+                leaves.extend(below)
+                handlers.extend(of_them)
+            order = tuple([position for position in order if shapes[position] is not None])
         node = Node(flattened.kind, keys, tuple(skeletons), flattened.type)
-        return node, _Container(value, handler, keys, tuple(shapes))
+        return node, _Container(value, handler, keys, tuple(shapes), len(self.leaves) - before, order)
+
+    def _child(self, key: Key, child: object) -> tuple[Skeleton, Shape]:
+        self.path.append(key)
+        made = self.node(child)
+        self.path.pop()
+        return made
+
+
+def _visiting_order(keys: Sequence[Key], inner: Sequence[int]) -> tuple[int, ...] | None:
+    """The order in which the children of a container are visited that are no leaves; None if it is that of the keys.
+
+    It is the order of the sorted keys: ints before names. Every process of a job visits alike then, whatever the order of its
+    dicts. It has to, because the methods of objects may be collective: the state dict of a module under FSDP gathers.
+    """
+    if len(inner) < 2:
+        return None
+    order = tuple(sorted(inner, key=lambda position: _rank_of(keys[position])))
+    return None if order == tuple(inner) else order
+
+
+def _rank_of(key: Key) -> tuple[bool, int, str]:
+    """A value that sorts keys of all types."""
+    if isinstance(key, int):
+        return False, key, ""
+    return True, 0, key.name if isinstance(key, Attribute) else key
 
 
 def of_each_process(shape: Shape) -> Iterator[tuple[TreePath, object]]:
@@ -225,8 +273,24 @@ def _unflatten(shape: Shape, leaves: Iterator[object], of_state: Callable[[_Chec
         return next(leaves)
     if isinstance(shape, _Checkpointable):
         return of_state(shape, _unflatten(shape.state, leaves, of_state))
-    children = [next(leaves) if child is None else _unflatten(child, leaves, of_state) for child in shape.children]
-    return shape.handler.unflatten(shape.like, children)
+    return shape.handler.unflatten(
+        shape.like, _in_order(shape, leaves, lambda child, below: _unflatten(child, below, of_state))
+    )
+
+
+def _in_order(
+    shape: _Container, leaves: Iterator[object], make: Callable[[Shape, Iterator[object]], object]
+) -> list[object]:
+    """The children of a container, in the order of its keys; `make` is called in the visiting order."""
+    if shape.order is None:
+        return [next(leaves) if child is None else make(child, leaves) for child in shape.children]
+    children = [
+        next(leaves) if child is None else list(itertools.islice(leaves, child.leaves)) for child in shape.children
+    ]
+    for position in shape.order:
+        below = cast("list[object]", children[position])
+        children[position] = make(shape.children[position], iter(below))
+    return children
 
 
 def _loaded(shape: _Checkpointable, state: object) -> object:
@@ -280,7 +344,11 @@ def restore(shape: Shape, leaves: Sequence[object], filled: Sequence[bool], path
         raise CheckpointError(
             f"{format_path(paths[stuck])} can be changed neither in place nor in what holds it; use load() and keep its result"
         )
-    _restore(shape, leaves, filled, iter(range(len(leaves))))
+    objects: list[tuple[TreePath, _Checkpointable, Sequence[object]]] = []
+    _restore(shape, leaves, filled, iter(range(len(leaves))), (), objects)
+    # In one order on every process of a job, as they were visited: restoring may be collective, too.
+    for _, found, state in sorted(objects, key=lambda item: [_rank_of(key) for key in item[0]]):
+        found.handler.restore(found.like, _unflatten(found.state, iter(state), _loaded))
 
 
 def first_stuck(shape: Shape, changed: Sequence[bool]) -> int | None:
@@ -360,13 +428,7 @@ def _find_shared(shape: Shape, start: int, found: dict[int, range], pairs: list[
 
 def _skip(shape: Shape, position: Iterator[int]) -> None:
     """Move past the leaves of a node."""
-    if shape is None:
-        next(position)
-    elif isinstance(shape, _Checkpointable):
-        _skip(shape.state, position)
-    else:
-        for child in shape.children:
-            _skip(child, position)
+    deque(itertools.islice(position, 1 if shape is None else shape.leaves), maxlen=0)
 
 
 class _Kept:
@@ -382,16 +444,23 @@ def _restore(
     leaves: Sequence[object],
     filled: Sequence[bool],
     position: Iterator[int],
+    path: TreePath,
+    objects: list[tuple[TreePath, _Checkpointable, Sequence[object]]],
 ) -> object:
-    """The value that a container must hold in place of this node; `_KEPT` or `_CHANGED` where it holds the right one."""
+    """The value that a container must hold in place of this node; `_KEPT` or `_CHANGED` where it holds the right one.
+
+    Adds the objects that are to be restored, with their paths and the leaves of their states.
+    """
     if shape is None:
         number = next(position)
         return _KEPT if filled[number] else leaves[number]
     if isinstance(shape, _Checkpointable):
-        state = _state(shape.state, leaves, position)
-        shape.handler.restore(shape.like, state)
+        objects.append((path, shape, [leaves[number] for number in itertools.islice(position, shape.leaves)]))
         return _KEPT
-    replaced = [_restore(child, leaves, filled, position) for child in shape.children]
+    replaced = [
+        _restore(child, leaves, filled, position, path if child is None else (*path, key), objects)
+        for key, child in zip(shape.keys, shape.children, strict=True)
+    ]
     if all(child is _KEPT for child in replaced):
         return _KEPT
     others = {number: child for number, child in enumerate(replaced) if child is not _KEPT and child is not _CHANGED}
@@ -410,11 +479,3 @@ def _restore(
         else:
             merged.append(old if new is _KEPT else new)
     return shape.handler.unflatten(shape.like, merged)
-
-
-def _state(shape: Shape, leaves: Sequence[object], position: Iterator[int]) -> object:
-    if shape is None:
-        return leaves[next(position)]
-    if isinstance(shape, _Checkpointable):
-        return shape.handler.unflatten(shape.like, _state(shape.state, leaves, position))
-    return shape.handler.unflatten(shape.like, [_state(child, leaves, position) for child in shape.children])

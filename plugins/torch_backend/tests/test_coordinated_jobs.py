@@ -50,11 +50,13 @@ def test_a_group_of_one_process_is_none() -> None:
 
 
 def test_a_group_without_a_store_is_told_what_to_do_where_it_has_to_agree(tmp_path: Path) -> None:
-    """The fake backend stands for mpi, of which torch seldom comes with a working one. A load asks nobody."""
+    """The fake backend stands for mpi, of which torch seldom comes with a working one. A process that loads alone asks nobody."""
     ckptcore.save(tmp_path / "c", {"w": np.ones(3)})
     with in_group("fake", 4):
         assert Context().job().size == 4
-        assert ckptcore.load(tmp_path / "c")["w"].tolist() == [1, 1, 1]
+        assert ckptcore.load(tmp_path / "c", context=Context(reads="alone"))["w"].tolist() == [1, 1, 1]
+        with pytest.raises(PluginError, match=r"4 processes.*'fake'.*Context\(coordinator="):
+            ckptcore.load(tmp_path / "c")
         for save in (ckptcore.save, ckptcore.save_async):
             with pytest.raises(PluginError, match=r"4 processes.*'fake'.*Context\(coordinator="):
                 save(tmp_path / "d", {"w": np.ones(3)})
