@@ -1,12 +1,13 @@
-"""Leaves that live in host memory: NumPy arrays and scalars, Python scalars, strings, bytes, None."""
+"""Leaves that live in host memory: NumPy arrays and scalars, Python scalars, strings, bytes, None, and `io.BytesIO`."""
 
 from __future__ import annotations
 
 import base64
 import binascii
+import io
 import sys
 from collections.abc import Hashable, Sequence
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import numpy as np
 
@@ -17,7 +18,7 @@ from ckptcore.model.transfer import Pending, Ready
 from ckptcore.model.tree import JSON, float_from_json, float_to_json, text_from_json, text_to_json
 from ckptcore.protocols import HostBytes, HostMemory, LeafHandler, Priority
 
-__all__ = ["HostArrayHandler", "HostValueHandler", "abstract_of_stored", "leaf_handler"]
+__all__ = ["BytesIOHandler", "HostArrayHandler", "HostValueHandler", "abstract_of_stored", "leaf_handler"]
 
 _INLINE_BYTES: Final = 1 << 14
 """A str or bytes up to this size lives in the root, a longer one is stored as an array of uint8, in bytes."""
@@ -190,6 +191,66 @@ class HostValueHandler:
         """None: these are immutable."""
 
 
+class BytesIOHandler:
+    """`io.BytesIO`, which programs put into a state for what ``torch.save`` wrote. It is stored as its bytes are.
+
+    A load without an abstract tree gives bytes. A buffer that is built is at its beginning.
+    """
+
+    priority = Priority.EXACT
+
+    def describe(self, leaf: io.BytesIO) -> LeafRecord:
+        """As of the bytes."""
+        return _VALUE_HANDLER.describe(leaf.getvalue())
+
+    def abstract(self, leaf: io.BytesIO) -> object:
+        """An empty buffer."""
+        return io.BytesIO()
+
+    def identity(self, leaf: io.BytesIO) -> Hashable | None:
+        """None: values are not tied."""
+        return None
+
+    def shards(self, leaf: io.BytesIO, rank: int, size: int) -> Sequence[Shard]:
+        """All of it, which every process holds alike."""
+        return _VALUE_HANDLER.shards(leaf.getvalue(), rank, size)
+
+    def shards_of(self, leaf: io.BytesIO, process: int | None, rank: int, size: int) -> Sequence[Shard]:
+        """All of it, which every process holds alike."""
+        return self.shards(leaf, rank, size)
+
+    def host_bytes(self, leaf: io.BytesIO, boxes: Sequence[Box]) -> HostBytes:
+        """None: the buffer copies its bytes only when it is written to while they are read."""
+        return HostBytes(0, 0)
+
+    def copy_to_host(self, leaf: io.BytesIO, boxes: Sequence[Box], memory: HostMemory) -> Sequence[Pending[HostArray]]:
+        """The bytes as they are now, immutable."""
+        return self.view_on_host(leaf, boxes)
+
+    def view_on_host(self, leaf: io.BytesIO, boxes: Sequence[Box]) -> Sequence[Pending[HostArray]]:
+        """The bytes as they are now."""
+        return _VALUE_HANDLER.view_on_host(leaf.getvalue(), boxes)
+
+    def wanted(self, abstract: Any, stored: ArrayRecord) -> Sequence[Box]:
+        """All of it."""
+        return (Box.whole(stored.spec.shape),)
+
+    def destination(self, abstract: Any, stored: ArrayRecord, box: Box) -> HostArray | None:
+        """None: the size may change."""
+        return None
+
+    def build(self, abstract: Any, stored: LeafRecord, boxes: Sequence[tuple[Box, HostArray]]) -> object:
+        """A buffer with the bytes that were saved."""
+        return io.BytesIO(cast(bytes, _VALUE_HANDLER.build(b"", stored, boxes)))
+
+    def fill(self, target: Any, stored: LeafRecord, boxes: Sequence[tuple[Box, HostArray]]) -> bool:
+        """False: it is replaced, as bytes are."""
+        return False
+
+    def memory_to_fill(self, target: Any) -> None:
+        """None: it is replaced, as bytes are."""
+
+
 _VALUE_KINDS: Final[dict[type, str]] = {
     type(None): "none",
     bool: "bool",
@@ -201,6 +262,7 @@ _VALUE_KINDS: Final[dict[type, str]] = {
 }
 _ARRAY_HANDLER: Final = HostArrayHandler()
 _VALUE_HANDLER: Final = HostValueHandler()
+_BYTES_IO_HANDLER: Final = BytesIOHandler()
 
 
 def leaf_handler(leaf_type: type) -> LeafHandler | None:
@@ -209,6 +271,8 @@ def leaf_handler(leaf_type: type) -> LeafHandler | None:
         return _ARRAY_HANDLER
     if leaf_type in _VALUE_KINDS:
         return _VALUE_HANDLER
+    if leaf_type is io.BytesIO:
+        return _BYTES_IO_HANDLER
     return None
 
 

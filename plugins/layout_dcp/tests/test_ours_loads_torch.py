@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import itertools
 from pathlib import Path
 from typing import Any
@@ -346,3 +347,13 @@ def test_tensors_in_compressed_tuples_are_refused_by_name(tmp_path: Path) -> Non
         ckptcore.load(tmp_path / "theirs")
     asked = {"pair": (ckptcore.PLACEHOLDER, 0), "w": torch.zeros(3)}
     assert torch.equal(ckptcore.load(tmp_path / "theirs", asked)["w"], torch.ones(3))
+
+
+def test_buffers_load_as_bytes_and_into_buffers(tmp_path: Path) -> None:
+    """TorchTitan keeps what torch.save wrote in a BytesIO of its state."""
+    buffer = io.BytesIO()
+    torch.save([1, 2.5], buffer)
+    saved({"state": {"blob": buffer, "empty": io.BytesIO()}}, tmp_path / "theirs")
+    assert ckptcore.load(tmp_path / "theirs")["state"] == {"blob": buffer.getvalue(), "empty": b""}
+    found = ckptcore.load(tmp_path / "theirs", {"state": {"blob": io.BytesIO(), "empty": io.BytesIO()}})
+    assert torch.load(found["state"]["blob"]) == [1, 2.5]

@@ -37,6 +37,7 @@ _MOST_DEPTH: Final = 150
 _ORDERED: Final = Global("collections", "OrderedDict")
 _MAPS: Final = frozenset([_ORDERED, Global("collections", "defaultdict"), Global("collections", "Counter")])
 _BUILTINS: Final = ("builtins", "__builtin__")
+_BYTES_IO: Final = Global("_io", "BytesIO")
 _MAKERS: Final = frozenset([Global("copyreg", "_reconstructor"), Global("copy_reg", "_reconstructor")])
 
 
@@ -235,6 +236,8 @@ def _plain(function: Global, call: Call) -> Value:
         return f"{arguments[0]}:{number}" if type(number) is int else arguments[0]
     if function == Global("torch", "Size") and len(arguments) == 1 and isinstance(arguments[0], tuple):
         return arguments[0]
+    if function == _BYTES_IO and not arguments and isinstance(call.state, tuple) and call.state:
+        return call.state[0]  # the bytes; the position and the attributes follow
     if (number := scalar_value(call)) is not None:
         return number
     first = arguments[0] if arguments else None

@@ -12,7 +12,7 @@ from ckptcore.errors import NameCollisionError, UnsupportedLeafError
 from ckptcore.model import AbstractArray
 from ckptcore_torch.abstracts import abstract_beside
 from ckptcore_torch.names import plain_names
-from ckptcore_torch.optimizers import OptimizerHandler, numbered_parameters
+from ckptcore_torch.optimizers import OptimizerHandler, numbered_parameters, numbers_parameters
 
 __all__ = ["NamedState", "named_state"]
 
@@ -51,6 +51,11 @@ def named_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Nam
     for name, parameter in named:
         names_of.setdefault(parameter, []).append(plain[name])
     state = optimizer.state_dict()
+    if not numbers_parameters(state):
+        raise UnsupportedLeafError(
+            f"the state dict of this {type(optimizer).__name__} does not number its parameters, as after torch.distributed.checkpoint "
+            "has patched it; save the optimizer itself, which keeps its own form"
+        )
     if others := sorted(map(str, state.keys() - {"state", "param_groups"})):
         raise UnsupportedLeafError(
             f"the {type(optimizer).__name__} keeps {', '.join(others)} beside the state of its parameters and their groups, and what is "

@@ -15,7 +15,14 @@ from ckptcore.protocols import Priority
 from ckptcore_torch.abstracts import abstract_beside, abstract_tensor
 from ckptcore_torch.tensors import same_memory
 
-__all__ = ["OptimizerHandler", "numbered_parameters", "options_to_load", "parameter_keys", "slots_to_load"]
+__all__ = [
+    "OptimizerHandler",
+    "numbered_parameters",
+    "numbers_parameters",
+    "options_to_load",
+    "parameter_keys",
+    "slots_to_load",
+]
 
 
 class OptimizerHandler:
@@ -24,6 +31,10 @@ class OptimizerHandler:
     ``load(location, optimizer)`` gives a state dict; ``load_into`` fills the optimizer, also a new one that made no step
     and has no state yet, and takes the state from one that was saved without. Nothing is cast: moments of float32 stay so,
     also where the parameters are of bfloat16. State of a DTensor, of its shape, is a DTensor with its placements.
+
+    An optimizer may give a state dict of another form: one that torch.distributed.checkpoint has patched names the
+    parameters, and a container of optimizers gives the states of its own. Such a state is saved as it is, and what is stored
+    goes to the ``load_state_dict`` of the same optimizer.
     """
 
     priority = Priority.FRAMEWORK
@@ -36,11 +47,14 @@ class OptimizerHandler:
         """The state dict, with the state of each parameter as it is stored, and the options that are not there yet.
 
         Raises:
-            TreeMismatchError: if what is stored names the parameters.
+            TreeMismatchError: if what is stored names the parameters and the optimizer numbers them, or the other way round.
         """
         state = value.state_dict()
         if not isinstance(stored, Mapping):
             return state
+        if not numbers_parameters(state):
+            _refuse_numbers(value, stored)
+            return state_to_load(state, stored, array=abstract_tensor)
         stored_groups = stored.get("param_groups")
         if not isinstance(stored_groups, list | tuple):
             stored_groups = ()  # of no optimizer; the core says what is missing
@@ -68,6 +82,9 @@ class OptimizerHandler:
 
         Left to itself, an optimizer casts its state to the dtypes of the parameters and copies its tensor options.
         """
+        if not numbers_parameters(state):
+            target.load_state_dict(state)
+            return
         filled = [
             (parameter, name, held)
             for parameter, slots in target.state.items()
@@ -139,6 +156,28 @@ def parameter_keys(stored_groups: object) -> Iterator[object]:
             keys = group.get("params") if isinstance(group, Mapping) else None
             if isinstance(keys, list | tuple):
                 yield from keys
+
+
+def numbers_parameters(state: Any) -> bool:
+    """Whether a state dict has the form that `torch.optim.Optimizer.state_dict` gives."""
+    if not isinstance(state, Mapping) or not isinstance(state.get("state"), Mapping):
+        return False
+    groups = state.get("param_groups")
+    return isinstance(groups, list) and all(isinstance(key, int) for key in parameter_keys(groups))
+
+
+def _refuse_numbers(optimizer: torch.optim.Optimizer, stored: Mapping[Any, Any]) -> None:
+    """Refuse a state by the numbers of parameters for an optimizer whose state dict has another form."""
+    if not numbers_parameters(stored):
+        return
+    difference = (
+        f"the stored state numbers the parameters, and the state dict of this {type(optimizer).__name__} does not"
+    )
+    raise TreeMismatchError(
+        f"{difference}; load into the optimizer before torch.distributed.checkpoint patches it, or into an optimizer that "
+        "numbers them",
+        [difference],
+    )
 
 
 def _refuse_names(optimizer: torch.optim.Optimizer, stored_groups: object) -> None:
