@@ -8,7 +8,7 @@ import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TypeAlias
+from typing import Literal, TypeAlias
 
 from ckptcore.model.arrays import Box, Shard
 from ckptcore.model.metadata import ArrayRecord, TreeMetadata
@@ -37,12 +37,20 @@ class ReplicaOptions:
     Attributes:
         piece_bytes: a box is cut for its replicas into pieces of at least so many bytes.
         most: how many replicas share one box at most; 1: none is cut. More requests at once are not always faster.
+        objects: which state is saved of an object that has one of its own, such as a data loader or a wrapper of a model with
+            ``state_dict``, in a tree that the processes save together. ``"refuse"``: none, because the states may differ from
+            process to process. ``"lowest_rank"``: as torch.distributed.checkpoint saves it. The union of the keys of all
+            processes is saved, and each process writes its shards of distributed arrays. Of a value or an array that each
+            process has for itself, the one of the lowest rank that has it is saved, and the others are not.
     """
 
     piece_bytes: int = 1 << 24
     most: int = 32
+    objects: Literal["refuse", "lowest_rank"] = "refuse"
 
     def __post_init__(self) -> None:
+        if self.objects not in ("refuse", "lowest_rank"):
+            raise ValueError(f"ReplicaOptions(objects={self.objects!r}): expected 'refuse' or 'lowest_rank'")
         for name in ("piece_bytes", "most"):
             if getattr(self, name) < 1:
                 raise ValueError(f"ReplicaOptions({name}={getattr(self, name)}): give at least 1")

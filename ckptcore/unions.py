@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Final, Literal
 
 from ckptcore.errors import TreeMismatchError
-from ckptcore.model.metadata import ArrayRecord, LeafRecord, TreeMetadata
+from ckptcore.model.metadata import ArrayRecord, LeafRecord, TreeMetadata, ValueRecord
 from ckptcore.model.tree import LEAF, Node, Skeleton, TreePath, format_path, leaf_paths
 
 __all__ = ["unite_trees"]
@@ -30,6 +30,7 @@ def unite_trees(
     *,
     size: int,
     elsewhere: Sequence[Collection[int]] | None = None,
+    may_differ: Sequence[Collection[int]] | None = None,
     savers: Literal["rank", "session"] = "rank",
 ) -> TreeMetadata:
     """One tree with every leaf of all of them.
@@ -46,12 +47,14 @@ def unite_trees(
         ranks: by tree, the ranks that have it; of all trees together, every rank of the job once.
         size: processes of the job.
         elsewhere: by tree, the numbers of the arrays that its ranks only know of: others hold them.
+        may_differ: by tree, the numbers of the leaves that other trees may have otherwise. That of the first tree is taken.
         savers: what errors call those who save: ranks of a job, or sessions of a partial save.
 
     Raises:
         TreeMismatchError: lists what cannot be united, with the ranks.
     """
-    uniting = _Uniting(trees, ranks, size, elsewhere or [()] * len(trees), savers)
+    nothing: Sequence[Collection[int]] = [()] * len(trees)
+    uniting = _Uniting(trees, ranks, size, elsewhere or nothing, may_differ or nothing, savers)
     skeleton = uniting.node((), list(enumerate(tree.skeleton for tree in trees)))
     uniting.expect_no_difference()  # else leaves below it have no number
     aliases = uniting.aliases()
@@ -69,6 +72,7 @@ class _Uniting:
         ranks: Sequence[Sequence[int]],
         size: int,
         elsewhere: Sequence[Collection[int]],
+        may_differ: Sequence[Collection[int]],
         savers: Literal["rank", "session"],
     ) -> None:
         self.savers = savers
@@ -76,6 +80,7 @@ class _Uniting:
         self.ranks = ranks
         self.size = size
         self.elsewhere = [frozenset(numbers) for numbers in elsewhere]
+        self.may_differ = [frozenset(numbers) for numbers in may_differ]
         self.differences: list[str] = []
         self.records: list[LeafRecord] = []
         self.sources: list[Mapping[int, int]] = []
@@ -172,7 +177,9 @@ class _Uniting:
         sources = {tree: self._numbers[tree][path] for tree in trees}
         records = {tree: self.trees[tree].leaves[number] for tree, number in sources.items()}
         texts = {tree: _compared(record) for tree, record in records.items()}
-        if len(set(texts.values())) > 1:
+        if len(set(texts.values())) > 1 and not all(
+            number in self.may_differ[tree] and _is_whole(records[tree]) for tree, number in sources.items()
+        ):
             self._differ(path, {tree: _shown(record) for tree, record in records.items()}, texts)
         self.records.append(records[trees[0]])
         self.sources.append(sources)
@@ -192,6 +199,11 @@ class _Uniting:
 
 def _keys_of(nodes: Sequence[tuple[int, Node]]) -> Mapping[int, object]:
     return {tree: node.keys for tree, node in nodes}
+
+
+def _is_whole(record: LeafRecord) -> bool:
+    """Whether a process has all of a leaf: a value, or an array that is not spread over processes."""
+    return isinstance(record, ValueRecord) or record.cuts is None
 
 
 def _compared(record: LeafRecord) -> str:

@@ -25,7 +25,7 @@ from ckptcore.saves.exports import Export
 from ckptcore.saves.parts import Part, PartDescription, describe_part, naming
 from ckptcore.saves.persisting import NOTHING_COMMITTED, Described, fail_before_claim, fail_everywhere
 from ckptcore.saves.save_requests import OneTree, SaveRequest, check_custom, check_metrics, check_progress
-from ckptcore.trees.flattening import of_each_process
+from ckptcore.trees.flattening import leaves_of_each_process, of_each_process
 from ckptcore.trees.subtrees import path_keys
 from ckptcore.trees.tree_descriptions import TreeDescription
 from ckptcore.unions import unite_trees
@@ -114,7 +114,7 @@ def prepare_save(request: SaveRequest, context: Context, recording: Recording, a
             for name in sorted(values)
         }
         descriptions: _Descriptions = [described_by_name[name] for name in values]
-        if size > 1:
+        if size > 1 and context.replicas.objects == "refuse":
             _refuse_what_differs(values, descriptions, size)
         members = (
             {name: part.member(size) for name, part in zip(values, descriptions, strict=True)} if composite else None
@@ -232,8 +232,9 @@ def _refuse_what_differs(values: Mapping[str, object], descriptions: _Descriptio
             more = f"; and {len(found) - 20} more" if len(found) > 20 else ""
             raise UnsupportedLeafError(
                 f"{where}{'; '.join(found[:20])}{more}: every process has one of its own, and of a tree that {size} processes "
-                "save together only one would be stored; it goes under a name of its own in save_checkpointables. "
-                "Nothing was written"
+                "save together only one would be stored. To keep one for each rank, put it under a name of its own in "
+                "save_checkpointables. To store what torch.distributed.checkpoint does, the shards of all and else the lowest "
+                'rank\'s state, save with Context(replicas=ReplicaOptions(objects="lowest_rank")). Nothing was written'
             )
 
 
@@ -356,7 +357,11 @@ def _unite(
     own = dict(_common_trees(descriptions))
     with agreement.stage("trees", meaning=NOTHING_COMMITTED) as stage:
         stage.payload = {
-            number: [own[int(number)].tree.to_json(), sorted(own[int(number)].elsewhere)]
+            number: [
+                own[int(number)].tree.to_json(),
+                sorted(own[int(number)].elsewhere),
+                sorted(leaves_of_each_process(own[int(number)].flat)),
+            ]
             for number, ranks in senders.items()
             if agreement.rank in ranks
         }
@@ -365,12 +370,18 @@ def _unite(
     def unite() -> dict[str, str]:
         united = {}
         for number, ranks in senders.items():
-            trees, elsewhere = zip(*[told_trees[rank][number] for rank in ranks], strict=True)
+            trees, elsewhere, may_differ = zip(*[told_trees[rank][number] for rank in ranks], strict=True)
             found = [TreeMetadata.from_json(tree) for tree in trees]
             description = descriptions[int(number)]
             assert isinstance(description, TreeDescription)  # only trees are told
             with naming(description.name):
-                tree = unite_trees(found, _groups(number, payloads), size=agreement.size, elsewhere=elsewhere)
+                tree = unite_trees(
+                    found,
+                    _groups(number, payloads),
+                    size=agreement.size,
+                    elsewhere=elsewhere,
+                    may_differ=may_differ,
+                )
                 description.layout.check(tree, agreement.size)
             united[number] = json.dumps(tree.to_json())
         return united

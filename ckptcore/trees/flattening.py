@@ -26,6 +26,7 @@ __all__ = [
     "Flat",
     "first_stuck",
     "flatten",
+    "leaves_of_each_process",
     "of_each_process",
     "rebuild",
     "restore",
@@ -256,6 +257,17 @@ def _of_each_process(shape: Shape, path: TreePath) -> Iterator[tuple[TreePath, o
         for key, child in zip(shape.keys, shape.children, strict=True):
             if child is not None:
                 yield from _of_each_process(child, (*path, key))
+
+
+def leaves_of_each_process(flat: Flat) -> frozenset[int]:
+    """The numbers of the leaves in objects of which every process of a job has one of its own."""
+    objects = {path for path, _ in of_each_process(flat.shape)}
+    if not objects:
+        return frozenset()
+    lengths = sorted({len(path) for path in objects})
+    return frozenset(
+        [number for number, path in enumerate(flat.paths()) if any(path[:length] in objects for length in lengths)]
+    )
 
 
 def unflatten(shape: Shape, leaves: Sequence[object]) -> object:

@@ -25,7 +25,7 @@ from ckptcore.protocols import (
 )
 from ckptcore.roots.root import Member
 from ckptcore.sharing import Owners, Pieces, ReplicaOptions, Shares, cut_for_replicas, owners_of
-from ckptcore.trees.flattening import Flat, flatten
+from ckptcore.trees.flattening import Flat, flatten, leaves_of_each_process
 
 __all__ = ["StartTransfer", "TreeDescription", "describe_tree"]
 
@@ -87,7 +87,7 @@ class TreeDescription:
         for leaf, place in places.items():
             if leaf in union.aliases or not isinstance(union.leaves[leaf], ArrayRecord):
                 continue
-            if place in self.elsewhere:
+            if place in self.elsewhere or not isinstance(self.tree.leaves[place], ArrayRecord):
                 continue
             holders = union.held_by.get(leaf)
             if holders is None and place in self.shards:
@@ -101,7 +101,7 @@ class TreeDescription:
             except UnsupportedLeafError as error:
                 raise UnsupportedLeafError(f"{format_path(union.paths[leaf])}: {error}. Nothing was written") from error
             shards[leaf] = found or ()
-            if leaf in replicas and isinstance(handler, CountsReplicas):
+            if replicas.get(leaf, 1) > 1 and isinstance(handler, CountsReplicas):
                 replicas[leaf] = handler.replicas(self.flat.leaves[place], count) or 1
         cut = self.pieces
         pieces = None if cut is None else {leaf: cut[place] for leaf, place in places.items() if place in cut}
@@ -245,6 +245,9 @@ def describe_tree(
     pieces, counts = None, dict[int, int]()
     if replicas is not None and sharing > 1:
         counts = {} if at_workers else _count_replicas(flat, tree, size)  # of workers their handlers do not know
+        for leaf in leaves_of_each_process(flat):
+            if counts.get(leaf, size) == size:
+                counts[leaf] = 1  # each process has its own, and all of it: replica 0 writes it
         shares = cut_for_replicas(tree, replicas, size=sharing, replicas=counts)
         tree, pieces = shares.tree, shares.pieces
     layout.check(tree, size + len(at_workers))

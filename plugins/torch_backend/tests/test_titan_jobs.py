@@ -1,0 +1,27 @@
+"""Jobs of real processes with a tree like TorchTitan's: they save, and jobs of another size resume with the same losses."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PROGRAM = Path(__file__).with_name("titan_job.py")
+
+
+@pytest.mark.slow
+def test_another_world_size_resumes(tmp_path: Path) -> None:
+    for task, size in (("save", 4), ("load", 2)):
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size)]
+        done = subprocess.run(
+            [*command, str(PROGRAM), task, str(tmp_path)],
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+            timeout=600,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr[-6000:]

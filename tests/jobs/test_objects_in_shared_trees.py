@@ -1,0 +1,127 @@
+"""Objects with a state of their own in a tree that the ranks of a job save together, as torch.distributed.checkpoint saves them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import ckptcore
+from ckptcore import ArrayShard, Context, ReplicaOptions, ShardedArray
+from ckptcore.errors import CheckpointError, RankFailedError, TreeMismatchError, UnsupportedLeafError
+from ckptcore.model import Box
+from ckptcore.protocols import Coordinator
+from ckptcore.testing import ThreadJob
+
+SIZE = 3
+
+
+class Stateful:
+    """What `torch.distributed.checkpoint` calls by this name."""
+
+    def __init__(self, state: dict[str, Any]) -> None:
+        self.state = state
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.state = state
+
+
+def run(work: Callable[[Context], Any], *, size: int = SIZE, **replicas: Any) -> list[Any]:
+    options = ReplicaOptions(piece_bytes=64, **replicas)
+    job = ThreadJob(size, timeout_seconds=60)
+    return list(job.run(lambda one: work(Context(coordinator=one, replicas=options, durability="none"))))
+
+
+def tree(job: Coordinator) -> dict[str, Any]:
+    rank = job.rank
+    rows = np.arange(12.0).reshape(6, 2)
+    part = ArrayShard(Box((2 * rank, 0), (2 * rank + 2, 2)), rows[2 * rank : 2 * rank + 2])
+    return {
+        "model": Stateful({"sharded": ShardedArray((6, 2), "float64", [part], cuts=[(2, 4), ()])}),
+        "data": Stateful({f"rank_{rank}": bytes([rank]) * 3, "world": SIZE}),
+        "progress": Stateful(
+            {
+                "number": rank,
+                "large": np.full(100, float(rank)),
+                "text": str(rank) * (10 + 20_000 * rank),
+                "length": np.arange(4 - rank),
+                "sort": np.ones(2) if rank == 0 else None,
+            }
+        ),
+        "shared": np.arange(50.0),
+    }
+
+
+@pytest.mark.parametrize("layout", ["safetensors", "dcp", "zarr3", "ocdbt"])
+def test_shards_of_all_and_else_the_state_of_the_lowest_rank(tmp_path: Path, layout: str) -> None:
+    run(
+        lambda context: ckptcore.save(tmp_path / "x", tree(context.job()), context=context, layout=layout),
+        objects="lowest_rank",
+    )
+    found = ckptcore.load(tmp_path / "x")
+    assert found["model"]["sharded"].tolist() == np.arange(12.0).reshape(6, 2).tolist()
+    assert found["data"] == {"rank_0": b"\0\0\0", "rank_1": b"\1\1\1", "rank_2": b"\2\2\2", "world": SIZE}
+    progress = found["progress"]
+    assert (progress["number"], progress["text"]) == (0, "0" * 10)
+    assert [progress[name].tolist() for name in ("large", "length", "sort")] == [[0.0] * 100, [0, 1, 2, 3], [1.0, 1.0]]
+    assert found["shared"].tolist() == list(range(50))
+    assert ckptcore.verify(tmp_path / "x").ok
+
+
+def test_the_state_is_loaded_by_jobs_of_other_sizes(tmp_path: Path) -> None:
+    run(lambda context: ckptcore.save(tmp_path / "x", tree(context.job()), context=context), objects="lowest_rank")
+
+    def load(context: Context) -> Any:
+        target: dict[str, Any] = {name: Stateful({}) for name in ("data", "progress", "model")}
+        ckptcore.load_into(tmp_path / "x", {**target, "shared": np.zeros(50)}, context=context)
+        assert target["model"].state["sharded"].tolist() == np.arange(12.0).reshape(6, 2).tolist()
+        return target["progress"].state["number"], sorted(target["data"].state)
+
+    assert run(load, size=2) == [(0, ["rank_0", "rank_1", "rank_2", "world"])] * 2
+
+
+def test_an_array_that_is_equal_in_all_trees_is_of_the_lowest_rank_too(tmp_path: Path) -> None:
+    def save(context: Context) -> None:
+        state = {name: np.full(500, float(context.job().rank)) for name in "abcdef"}
+        ckptcore.save(tmp_path / "x", {"rng": Stateful(state)}, context=context, layout="zarr3")
+
+    run(save, objects="lowest_rank")
+    assert {value for array in ckptcore.load(tmp_path / "x")["rng"].values() for value in array.tolist()} == {0.0}
+
+
+def test_without_the_option_the_error_names_it(tmp_path: Path) -> None:
+    def save(context: Context) -> None:
+        expected = r"data is a .*Stateful.*save_checkpointables.*ReplicaOptions\(objects=\"lowest_rank\"\)"
+        with pytest.raises(UnsupportedLeafError, match=expected):
+            ckptcore.save(tmp_path / "x", {"data": Stateful({"n": 1})}, context=context)
+
+    run(save)
+    assert not (tmp_path / "x").exists()
+
+
+def test_what_is_outside_of_objects_must_be_equal_all_the_same(tmp_path: Path) -> None:
+    def save(context: Context) -> None:
+        with pytest.raises((TreeMismatchError, RankFailedError), match="step: int 0 on rank 0; int 1 on rank 1"):
+            ckptcore.save(tmp_path / "x", {"data": Stateful({}), "step": context.job().rank}, context=context)
+
+    run(save, objects="lowest_rank")
+
+
+def test_containers_of_another_length_are_refused(tmp_path: Path) -> None:
+    def save(context: Context) -> None:
+        with pytest.raises(CheckpointError, match=r"data/list: list of 0 on rank 0; list of 1 on rank 1"):
+            state = {"list": [1] * context.job().rank}
+            ckptcore.save(tmp_path / "x", {"data": Stateful(state)}, context=context)
+
+    run(save, objects="lowest_rank", size=2)
+
+
+def test_an_option_that_does_not_exist() -> None:
+    with pytest.raises(ValueError, match="'refuse' or 'lowest_rank'"):
+        ReplicaOptions(objects="any")  # type: ignore[arg-type]  # what is not allowed
