@@ -224,6 +224,17 @@ class _Comparison:
     found: Sequence[int | None]
     by_name: bool
 
+    def _described(self, handler: LeafHandler, position: int) -> LeafRecord:
+        """What a leaf of the abstract tree asks for.
+
+        Raises:
+            UnsupportedLeafError: names the leaf.
+        """
+        try:
+            return handler.describe(self.flat.leaves[position])
+        except UnsupportedLeafError as error:
+            raise UnsupportedLeafError(f"{format_path(self.paths[position])}: {error}") from error
+
     def absent(self) -> list[int]:
         """The positions of leaves that are asked for and not stored."""
         return [
@@ -231,7 +242,7 @@ class _Comparison:
             for position, (number, handler) in enumerate(zip(self.found, self.flat.handlers, strict=True))
             if number is None
             and handler is not None
-            and not (self.by_name and _is_none(handler.describe(self.flat.leaves[position])))
+            and not (self.by_name and _is_none(self._described(handler, position)))
         ]
 
     def unexpected(self, skipped: Sequence[TreePath]) -> list[int]:
@@ -288,7 +299,7 @@ class _Comparison:
         for position in absent:
             handler, leaf = self.flat.handlers[position], self.flat.leaves[position]
             assert handler is not None  # only what is asked for is absent
-            if isinstance(handler.describe(leaf), ValueRecord):
+            if isinstance(self._described(handler, position), ValueRecord):
                 continue
             try:
                 handler.shards(leaf, *place)  # refuses what has no elements
@@ -306,10 +317,7 @@ class _Comparison:
             if number is None or handler is None:
                 continue
             record = self.tree.leaves[number]
-            try:
-                asked = handler.describe(self.flat.leaves[position])
-            except UnsupportedLeafError as error:
-                raise UnsupportedLeafError(f"{format_path(self.paths[position])}: {error}") from error
+            asked = self._described(handler, position)
             if asked is record:
                 continue
             if isinstance(asked, ArrayRecord) and isinstance(record, ArrayRecord) and _are_plain(asked, record):

@@ -5,7 +5,8 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable
-from typing import Any
+from pathlib import Path
+from typing import Any, Self
 
 import ml_dtypes
 import numpy as np
@@ -14,8 +15,10 @@ import torch
 from ckptcore_torch.dtypes import encoding_of
 from ckptcore_torch.tensors import SubclassHandler, TensorHandler, handler_of_type, same_memory
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.masked import masked_tensor
 
-from ckptcore.errors import PluginError, TreeMismatchError, UnsupportedLeafError
+import ckptcore
+from ckptcore.errors import PluginError, TargetUndefinedError, TreeMismatchError, UnsupportedLeafError
 from ckptcore.model import ArrayRecord, ArraySpec, Box, HostArray, ValueRecord
 from ckptcore.testing import SHAPES, LateHostMemory, LeafExample, LeafHandlerTests, assert_same_bits, bit_patterns
 
@@ -24,6 +27,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental"),
     pytest.mark.filterwarnings("ignore:Sparse .* tensor support is in beta"),
     pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype"),
+    pytest.mark.filterwarnings("ignore:The PyTorch API of MaskedTensors is in prototype"),
 ]
 
 DTYPES = [
@@ -270,6 +274,70 @@ def test_a_tensor_whose_storage_was_freed_is_refused() -> None:
     assert PLAIN.identity(leaf) is None
     with pytest.raises(UnsupportedLeafError, match="storage of this tensor was freed"):
         PLAIN.shards(leaf, 0, 1)
+
+
+def test_nothing_is_loaded_into_a_tensor_whose_storage_was_freed(tmp_path: Path) -> None:
+    ckptcore.save(tmp_path / "x", {"w": torch.ones(3)})
+    leaf = torch.zeros(3)
+    leaf.untyped_storage().resize_(0)
+    with pytest.raises(TargetUndefinedError, match="w: the storage of this tensor was freed.*gather the parameters"):
+        ckptcore.load_into(tmp_path / "x", {"w": leaf})
+
+
+class Opaque(torch.Tensor):
+    """A wrapper that answers nothing."""
+
+    @staticmethod
+    def __new__(cls, shape: tuple[int, ...]) -> Self:
+        made: Self = torch.Tensor._make_wrapper_subclass(cls, shape)  # type: ignore[attr-defined]
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise NotImplementedError(f"{function} is not for this tensor")
+
+
+def _fake() -> torch.Tensor:
+    with FakeTensorMode():
+        return torch.ones(3)
+
+
+REFUSED: dict[str, tuple[Callable[[], torch.Tensor], str]] = {
+    "masked": (lambda: masked_tensor(torch.ones(2), torch.tensor([True, False])), r"\.get_data\(\) and \.get_mask\(\)"),
+    "opaque": (lambda: Opaque((3,)), "Opaque does not give its elements .*save the tensors that it is made of"),
+    "nested": (lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]), r"\.unbind\(\)"),
+    "jagged": (
+        lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged),
+        r"\.unbind\(\)",
+    ),
+    "sparse": (lambda: torch.eye(3).to_sparse(), r"\.to_dense\(\)"),
+    "csr": (lambda: torch.eye(3).to_sparse_csr(), r"\.to_dense\(\)"),
+    "uninitialized": (torch.nn.UninitializedParameter, "call the module once"),
+    "fake": (_fake, "save the tensor that it stands for"),
+    "meta": (lambda: torch.ones(3, device="meta"), "Save the tensor it stands for"),
+    "zeros": (lambda: torch._efficientzerotensor((3,)), "the storage of this tensor was freed"),
+}
+ABSTRACT = ("fake", "meta", "zeros")
+"""Those that tell what to load."""
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_what_cannot_be_saved_is_refused_by_its_path_with_advice(kind: str, tmp_path: Path) -> None:
+    make, advice = REFUSED[kind]
+    leaf = make()
+    for save in (ckptcore.save, ckptcore.save_async):
+        with pytest.raises(UnsupportedLeafError, match=f"^x/w: .*{advice}"):
+            save(tmp_path / "x", {"x": {"w": leaf}})
+    with pytest.raises(UnsupportedLeafError, match=f"^in 'x': w: .*{advice}"):
+        ckptcore.save_checkpointables(tmp_path / "x", {"x": {"w": leaf}})
+    assert not (tmp_path / "x").exists()
+    if kind not in ABSTRACT:
+        ckptcore.save(tmp_path / "x", {"x": {"w": torch.ones(3)}})
+        for load in (ckptcore.load, ckptcore.load_into):
+            with pytest.raises(UnsupportedLeafError, match=f"^x/w: .*{advice}"):
+                load(tmp_path / "x", {"x": {"w": leaf}})
+        with pytest.raises(UnsupportedLeafError, match=f"x/w: .*{advice}"):
+            ckptcore.abstract({"x": {"w": leaf}})
 
 
 def test_a_functorch_wrapper_is_refused() -> None:

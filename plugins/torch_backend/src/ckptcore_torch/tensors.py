@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Hashable, Sequence
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import numpy as np
 import torch
@@ -156,6 +156,8 @@ class TensorHandler:
         """
         if target.is_meta or _overlaps_itself(target):
             return False
+        if target.numel() and not target.data_ptr() and not target.untyped_storage().nbytes():
+            raise UnsupportedLeafError(f"{_FREED}; gather the parameters before loading into them")
         if len(boxes) == 1 and lies_in(boxes[0][1], target):  # it was read into the memory that `destination` gave
             torch.autograd.graph.increment_version(target)
             return True
@@ -207,7 +209,10 @@ class SubclassHandler:
             UnsupportedLeafError: also of a tensor on another device than the CPU.
         """
         self.describe(leaf)  # refuses what cannot be stored
-        return leaf if is_fake(leaf) or leaf.is_meta else abstract_subclass(_plain(leaf), leaf)
+        if is_fake(leaf):
+            return cast(torch.Tensor, leaf)
+        plain = _plain(leaf)
+        return cast(torch.Tensor, leaf) if plain.is_meta else abstract_subclass(plain, leaf)
 
     def identity(self, leaf: Any) -> Hashable | None:
         """As of a plain tensor; a FakeTensor is only itself."""
@@ -267,6 +272,7 @@ class SubclassHandler:
 
 
 _CPU: Final = torch.device("cpu")
+_FREED: Final = "the storage of this tensor was freed, as FSDP does with parameters that are not in use"
 _PLAIN: Final = TensorHandler()
 _SUBCLASSES: Final = SubclassHandler()
 
@@ -371,10 +377,7 @@ def _check_has_memory(leaf: torch.Tensor) -> None:
         raise UnsupportedLeafError(
             "a meta tensor has no elements to save; it can only say what to load. Save the tensor it stands for"
         )
-    raise UnsupportedLeafError(
-        "the storage of this tensor was freed, as FSDP does with parameters that are not in use; "
-        "gather the parameters before saving them"
-    )
+    raise UnsupportedLeafError(f"{_FREED}; gather the parameters before saving them")
 
 
 def _overlaps_itself(target: torch.Tensor) -> bool:
@@ -419,15 +422,29 @@ def _extent(extent: Any) -> int:
 
 def _plain(leaf: torch.Tensor) -> torch.Tensor:
     """The same memory as a `torch.Tensor`; a subclass that is made of other tensors is refused."""
+    name = f"{type(leaf).__module__}.{type(leaf).__qualname__}"
     if hasattr(leaf, "__tensor_flatten__"):
-        name = f"{type(leaf).__module__}.{type(leaf).__qualname__}"
         remedy = (
             "save its .values() and .offsets(), or .unbind()"
             if leaf.is_nested
             else "save the tensors that its __tensor_flatten__() names as leaves of their own"
         )
         raise UnsupportedLeafError(f"a {name} is made of other tensors and is not one array in memory; {remedy}")
-    # Otherwise a subclass's __torch_function__ could see, and wrap, what is asked of its memory.
-    with torch._C.DisableTorchFunctionSubclass():
-        plain = leaf.detach().as_subclass(torch.Tensor)
-        return plain.requires_grad_() if leaf.requires_grad else plain
+    if _is_masked(leaf):
+        raise UnsupportedLeafError(f"a {name} is two arrays; save its .get_data() and .get_mask()")
+    try:
+        # Otherwise a subclass's __torch_function__ could see, and wrap, what is asked of its memory.
+        with torch._C.DisableTorchFunctionSubclass():
+            plain = leaf.detach().as_subclass(torch.Tensor)
+            return plain.requires_grad_() if leaf.requires_grad else plain
+    except (TypeError, RuntimeError) as error:  # NotImplementedError is a RuntimeError
+        raise UnsupportedLeafError(
+            f"a {name} does not give its elements as one array in memory ({str(error).splitlines()[0]}); save the tensors that it is "
+            "made of as leaves of their own"
+        ) from error
+
+
+def _is_masked(leaf: torch.Tensor) -> bool:
+    """Whether this is a MaskedTensor: elements, and which of them count."""
+    module = sys.modules.get("torch.masked.maskedtensor.core")
+    return module is not None and isinstance(leaf, module.MaskedTensor)
