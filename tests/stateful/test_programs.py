@@ -36,6 +36,29 @@ def test_data_loaders_go_on(tmp_path: Path) -> None:
     assert len(run("torchdata_resume.py", tmp_path).splitlines()) == 12
 
 
+@pytest.mark.skipif(find_spec("torchdata") is None, reason="torchdata is not installed")
+def test_only_a_sampler_with_a_state_resumes_to_the_bit(tmp_path: Path) -> None:
+    """As the page on resuming a run says: killed in the first epoch and in the second."""
+    told = dict(line.split(": ") for line in run("torchdata_samplers.py", tmp_path).splitlines())
+    found = {name: tuple(said.split()) for name, said in told.items()}
+    assert found == {
+        "torchdata 3": ("True", "True", "0"),
+        "torchdata 8": ("True", "True", "0"),
+        "torch 3": ("True", "True", "1"),
+        "torch 8": ("False", "True", "1"),
+        "subset 3": ("True", "True", "1"),
+        "subset 8": ("False", "True", "1"),
+        "weighted 3": ("True", "True", "1"),
+        "weighted 8": ("False", "True", "1"),
+        "batches 3": ("True", "True", "1"),
+        "batches 8": ("False", "True", "1"),
+        "one generator 3": ("False", "True", "1"),
+        "one generator 8": ("False", "True", "1"),
+        "no generator 3": ("True", "False", "0"),  # the loader draws from the global generator
+        "no generator 8": ("True", "False", "0"),
+    }
+
+
 @pytest.mark.skipif(find_spec("keras") is None, reason="Keras is not installed")
 @pytest.mark.parametrize("backend", ["jax", "torch"])
 def test_keras_goes_on(backend: str, tmp_path: Path) -> None:

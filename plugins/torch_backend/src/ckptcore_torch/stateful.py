@@ -9,6 +9,7 @@ import torch
 from ckptcore.handlers import state_to_load
 from ckptcore.protocols import CheckpointableHandler, Priority
 from ckptcore_torch.abstracts import abstract_tensor
+from ckptcore_torch.data_loaders import DataLoaderHandler, is_stateful_loader
 from ckptcore_torch.modules import ModuleHandler
 from ckptcore_torch.named_optimizers import (
     NamedOptimizer,
@@ -71,6 +72,7 @@ _NAMED_OPTIMIZERS: Final = NamedOptimizerHandler()
 _NAMED_OPTIMIZER_PARTS: Final = NamedOptimizerPartHandler()
 _STATE_DICTS: Final = StateDictHandler()
 _GENERATORS: Final = GeneratorHandler()
+_DATA_LOADERS: Final = DataLoaderHandler()
 
 
 def handler_of_type(value_type: type) -> CheckpointableHandler | None:
@@ -88,4 +90,6 @@ def handler_of_type(value_type: type) -> CheckpointableHandler | None:
         return _STATE_DICTS
     if issubclass(value_type, torch.Generator):
         return _GENERATORS
+    if is_stateful_loader(value_type):
+        return _DATA_LOADERS
     return None

@@ -1,0 +1,130 @@
+"""A program whose runs are killed and resumed with each sampler: prints what a resumed run does as one that was not killed.
+
+A line for each sampler and step of the kill: whether the batches are the same, whether the random numbers are, and how many
+warnings were logged.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.data import BatchSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler
+from torchdata.stateful_dataloader import StatefulDataLoader  # type: ignore[import-untyped]  # ships no types
+from torchdata.stateful_dataloader.sampler import RandomSampler as KeptSampler  # type: ignore[import-untyped]  # likewise
+
+import ckptcore
+
+STEPS = 15
+KILLED_AT = (3, 8)
+"""In the first epoch of 6 batches, and in the second."""
+
+NUMBERS: Any = list(range(12))
+
+
+def seeded() -> torch.Generator:
+    """The generator of a sampler."""
+    return torch.Generator().manual_seed(3)
+
+
+def loader(sampler: Any) -> Any:
+    """A loader with a generator of its own."""
+    return StatefulDataLoader(NUMBERS, batch_size=2, sampler=sampler, generator=torch.Generator())
+
+
+LOADERS: dict[str, Callable[[], Any]] = {
+    "torchdata": lambda: loader(KeptSampler(NUMBERS, generator=seeded())),
+    "torch": lambda: loader(RandomSampler(NUMBERS, generator=seeded())),
+    "subset": lambda: loader(SubsetRandomSampler(NUMBERS, generator=seeded())),
+    "weighted": lambda: loader(WeightedRandomSampler([1.0] * 12, 12, generator=seeded())),
+    "batches": lambda: StatefulDataLoader(
+        NUMBERS,
+        batch_sampler=BatchSampler(KeptSampler(NUMBERS, generator=seeded()), 2, drop_last=False),
+        generator=torch.Generator(),
+    ),
+    "one generator": lambda: StatefulDataLoader(NUMBERS, batch_size=2, shuffle=True, generator=seeded()),
+    "no generator": lambda: StatefulDataLoader(NUMBERS, batch_size=2, shuffle=True),
+}
+
+
+class Count(logging.Handler):
+    """Counts warnings."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.found = 0
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """One more."""
+        self.found += 1
+
+
+def train(name: str, directory: Path, *, killed_at: int | None) -> None:
+    """Run to the end, or until the process kills itself; what the steps saw is in a file."""
+    torch.manual_seed(0)
+    count = Count()
+    logging.getLogger("ckptcore.torch").addHandler(count)
+    state = {"data": LOADERS[name](), "random": torch.default_generator}
+    run = directory / name / "run"
+    first = 0
+    if run.exists() and killed_at is None:
+        ckptcore.load_checkpointables(run, wanted=state)
+        first = json.loads((directory / name / "first").read_text())
+    seen = []
+    step = first
+    while step < STEPS:
+        for batch in state["data"]:
+            step += 1
+            seen.append([batch.tolist(), float(torch.rand(()))])
+            if step == killed_at:
+                ckptcore.save_checkpointables(run, state, overwrite=True)
+                (directory / name / "first").write_text(json.dumps(step))
+                (directory / name / "warnings").write_text(json.dumps(count.found))
+                os.kill(os.getpid(), signal.SIGKILL)
+            if step == STEPS:
+                break
+    (directory / name / "seen").write_text(json.dumps(seen))
+
+
+def process(name: str, directory: Path, *, killed_at: int | None) -> None:
+    """Train in a process of its own, and wait for its end."""
+    child = os.fork()
+    if child == 0:
+        try:
+            train(name, directory, killed_at=killed_at)
+        finally:
+            os._exit(0)
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == (0 if killed_at is None else -signal.SIGKILL), (name, status)
+
+
+def main(directory: Path) -> None:
+    """Compare runs with each loader."""
+    warnings.simplefilter("ignore", UserWarning)  # torchdata calls what PyTorch deprecates
+    torch.set_num_threads(1)  # the processes are forked
+    for name in LOADERS:
+        (directory / name).mkdir()
+        process(name, directory, killed_at=None)
+        whole = json.loads((directory / name / "seen").read_text())
+        for step in KILLED_AT:
+            process(name, directory, killed_at=step)
+            process(name, directory, killed_at=None)
+            resumed = json.loads((directory / name / "seen").read_text())
+            assert len(resumed) == STEPS - step, name
+            batches, numbers = (
+                [one[part] for one in resumed] == [one[part] for one in whole[step:]] for part in (0, 1)
+            )
+            logged = json.loads((directory / name / "warnings").read_text())
+            print(f"{name} {step}: {batches} {numbers} {logged}")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
