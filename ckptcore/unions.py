@@ -202,7 +202,7 @@ def _keys_of(nodes: Sequence[tuple[int, Node]]) -> Mapping[int, object]:
 
 
 def _is_whole(record: LeafRecord) -> bool:
-    """Whether a process has all of a leaf: a value, or an array that is not spread over processes."""
+    """Return whether a process has all of a leaf: a value, or an array that is not spread over processes."""
     return isinstance(record, ValueRecord) or record.cuts is None
 
 

@@ -114,7 +114,7 @@ class JointAttempt:
         return not self._take_step("read", read).again
 
     def _told_of(self, opened: Opened, reading: Reading) -> JSON:
-        """What the leader is told of a plan."""
+        """Return what this rank tells the leader of its plan."""
         return None
 
     def _agree(self, payloads: Sequence[JSON], reading: Reading) -> bool:

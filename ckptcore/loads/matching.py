@@ -225,7 +225,7 @@ class _Comparison:
     by_name: bool
 
     def _described(self, handler: LeafHandler, position: int) -> LeafRecord:
-        """What a leaf of the abstract tree asks for.
+        """Describe a leaf of the abstract tree.
 
         Raises:
             UnsupportedLeafError: names the leaf.

@@ -159,7 +159,7 @@ def parameter_keys(stored_groups: object) -> Iterator[object]:
 
 
 def numbers_parameters(state: Any) -> bool:
-    """Whether a state dict has the form that `torch.optim.Optimizer.state_dict` gives."""
+    """Return whether a state dict has the form that `torch.optim.Optimizer.state_dict` gives."""
     if not isinstance(state, Mapping) or not isinstance(state.get("state"), Mapping):
         return False
     groups = state.get("param_groups")

@@ -1,7 +1,8 @@
-"""Objects of PyTorch that have a state: schedulers, gradient scalers, random generators; and who handles each type."""
+"""Objects of PyTorch that have a state: schedulers, gradient scalers, data loaders, random generators; and who handles each type."""
 
 from __future__ import annotations
 
+import logging
 from typing import Any, Final
 
 import torch
@@ -9,7 +10,7 @@ import torch
 from ckptcore.handlers import state_to_load
 from ckptcore.protocols import CheckpointableHandler, Priority
 from ckptcore_torch.abstracts import abstract_tensor
-from ckptcore_torch.data_loaders import DataLoaderHandler, is_stateful_loader
+from ckptcore_torch.data_loaders import is_stateful_loader, lost_order
 from ckptcore_torch.modules import ModuleHandler
 from ckptcore_torch.named_optimizers import (
     NamedOptimizer,
@@ -19,7 +20,9 @@ from ckptcore_torch.named_optimizers import (
 )
 from ckptcore_torch.optimizers import OptimizerHandler
 
-__all__ = ["GeneratorHandler", "StateDictHandler", "handler_of_type"]
+__all__ = ["DataLoaderHandler", "GeneratorHandler", "StateDictHandler", "handler_of_type"]
+
+logger = logging.getLogger("ckptcore.torch")
 
 
 class StateDictHandler:
@@ -45,6 +48,27 @@ class StateDictHandler:
     def restore(self, target: Any, state: object) -> None:
         """Load the state dict."""
         target.load_state_dict(state)
+
+
+class DataLoaderHandler(StateDictHandler):
+    """`StatefulDataLoader` of torchdata. Each process has a state of its own.
+
+    Logs a warning if the state does not have the order of a random sampler: a run that resumes gets other batches then.
+    """
+
+    per_process = True
+
+    def flatten(self, value: Any) -> object:
+        """The state dict."""
+        reason = lost_order(value)
+        if reason is not None:
+            logger.warning(
+                "a run that resumes gets other batches than one that goes on: %s of this %s. Give it "
+                "sampler=torchdata.stateful_dataloader.sampler.RandomSampler(dataset, generator=torch.Generator()) and a generator of its own",
+                reason,
+                type(value).__qualname__,
+            )
+        return super().flatten(value)
 
 
 class GeneratorHandler:

@@ -445,6 +445,6 @@ def _plain(leaf: torch.Tensor) -> torch.Tensor:
 
 
 def _is_masked(leaf: torch.Tensor) -> bool:
-    """Whether this is a MaskedTensor: elements, and which of them count."""
+    """Return whether this is a MaskedTensor: elements, and a mask of those that count."""
     module = sys.modules.get("torch.masked.maskedtensor.core")
     return module is not None and isinstance(leaf, module.MaskedTensor)
