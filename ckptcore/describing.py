@@ -10,7 +10,6 @@ from ckptcore.context import Context
 from ckptcore.errors import (
     CheckpointError,
     CheckpointNotFoundError,
-    CompositeCheckpointError,
     CorruptCheckpointError,
     StorageError,
 )
@@ -20,10 +19,10 @@ from ckptcore.locations import Place
 from ckptcore.model.metadata import TreeMetadata
 from ckptcore.model.objects import ObjectRecord
 from ckptcore.model.tree import JSON
-from ckptcore.stored.members import is_deleted, open_composite, open_member, present_members, while_composite_unchanged
+from ckptcore.stored.members import is_deleted, open_member, present_members
 from ckptcore.stored.opened import Opened, OpenedComposite
-from ckptcore.stored.opening import find_composite
-from ckptcore.stored.tries import while_unchanged
+from ckptcore.stored.opening import open_either, open_names
+from ckptcore.stored.tries import while_tree_unchanged, while_unchanged
 from ckptcore.timelines import timeline_from_json
 
 if TYPE_CHECKING:
@@ -114,7 +113,7 @@ def describe_checkpoint(place: Place, context: Context, transforms: Transforms =
     def describe(opened: Opened) -> CheckpointMetadata:
         return _describe_opened(context, transformed(opened, transforms, context))
 
-    return while_unchanged(place, context, describe)
+    return while_tree_unchanged(place, context, describe)
 
 
 def _describe_opened(context: Context, opened: Opened) -> CheckpointMetadata:
@@ -140,11 +139,8 @@ def _timeline(stored: JSON, location: str) -> Sequence[Event]:
 
 def describe_checkpointables(location: Place, context: Context) -> CheckpointablesMetadata:
     """See `ckptcore.checkpointables_metadata`."""
-    return while_composite_unchanged(
-        open_composite(location, context),
-        location,
-        context,
-        lambda composite: _describe_composite(composite, location, context),
+    return while_unchanged(
+        location, context, lambda composite: _describe_composite(composite, location, context), open_names
     )
 
 
@@ -156,13 +152,13 @@ def describe_either(location: Place, context: Context) -> CheckpointMetadata | C
     Raises:
         What `describe_checkpoint` and `describe_checkpointables` do.
     """
-    try:
-        found = describe_checkpoint(location, context)
-    except CompositeCheckpointError:
-        return describe_checkpointables(location, context)
-    if found.save_id is None and find_composite(location, context) is not None:
-        return describe_checkpointables(location, context)
-    return found
+
+    def describe(found: Opened | OpenedComposite) -> CheckpointMetadata | CheckpointablesMetadata:
+        if isinstance(found, Opened):
+            return _describe_opened(context, found)
+        return _describe_composite(found, location, context)
+
+    return while_unchanged(location, context, describe, open_either)
 
 
 def _describe_composite(composite: OpenedComposite, location: Place, context: Context) -> CheckpointablesMetadata:

@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from typing import Final, TypeAlias
 
 from ckptcore.builtin.files_layout import FilesLayout
-from ckptcore.commits.occupants import root_bytes
 from ckptcore.context import Context
 from ckptcore.engine.errands import run_each
 from ckptcore.engine.reader import ObjectReader
@@ -23,10 +22,10 @@ from ckptcore.model.objects import BLOCK_BYTES, ObjectRecord
 from ckptcore.model.tree import format_path
 from ckptcore.planning import plan_read
 from ckptcore.roots.root import ROOT_KEY
-from ckptcore.stored.members import is_deleted, open_member, present_members, while_composite_unchanged
+from ckptcore.stored.members import is_deleted, open_member, present_members
 from ckptcore.stored.opened import Opened, OpenedComposite, arrays_at, file_pieces, naming_arrays
-from ckptcore.stored.opening import find_composite, open_checkpoint, open_root
-from ckptcore.stored.tries import while_unchanged
+from ckptcore.stored.opening import open_either, open_tree
+from ckptcore.stored.tries import open_checkpoint, while_unchanged
 
 __all__ = ["Problem", "ProgressCallback", "VerifyReport", "has_its_sizes", "verify_checkpoint"]
 
@@ -88,13 +87,14 @@ def verify_checkpoint(location: Place, context: Context, progress: ProgressCallb
     Raises:
         CheckpointNotFoundError: if there is no checkpoint.
     """
+
+    def verify(found: Opened | OpenedComposite) -> VerifyReport:
+        if isinstance(found, Opened):
+            return _verify(found, context, progress)
+        return _verify_composite(found, location, context, progress)
+
     try:
-        composite = find_composite(location, context)
-        if composite is None:
-            return while_unchanged(location, context, lambda opened: _verify(opened, context, progress))
-        return while_composite_unchanged(
-            composite, location, context, lambda found: _verify_composite(found, location, context, progress)
-        )
+        return while_unchanged(location, context, verify, open_either)
     except CorruptCheckpointError as error:
         return VerifyReport((Problem(error.key, error.start, error.stop, (), str(error)),), 1, 0, ())
 
@@ -105,17 +105,18 @@ def has_its_sizes(location: Place, context: Context) -> bool:
     Raises:
         CheckpointError: if a root cannot be read.
     """
-    composite = find_composite(location, context)
-    if composite is None:
-        return _sizes_fit(open_checkpoint(location, context))
-    present = present_members(composite)
-    if present.keys() != composite.members.keys():
-        return False
-    return all(
-        _sizes_fit(_open_directory(composite, name, directory, location, context))
-        for name, directories in present.items()
-        for directory in directories
-    )
+
+    def fits(found: Opened | OpenedComposite) -> bool:
+        if isinstance(found, Opened):
+            return _sizes_fit(found)
+        present = present_members(found)
+        return present.keys() == found.members.keys() and all(
+            _sizes_fit(_open_directory(found, name, directory, location, context))
+            for name, directories in present.items()
+            for directory in directories
+        )
+
+    return while_unchanged(location, context, fits, open_either)
 
 
 def _open_directory(composite: OpenedComposite, name: str, directory: str, location: Place, context: Context) -> Opened:
@@ -214,7 +215,7 @@ def _verify(opened: Opened, context: Context, progress: ProgressCallback | None)
 def _read_referred(opened: Opened, leaves: Sequence[int], context: Context, problems: list[Problem]) -> int:
     """Read the arrays that are in other checkpoints, a piece after the other; their bytes. What those have beside is not looked at."""
     reading = context if context.verify else replace(context, verify=True)
-    checked = opened if reading is context else open_root(opened.location, root_bytes(opened.location.store), reading)
+    checked = opened if reading is context else open_tree(opened.location, opened.mark, reading)
     done = 0
     for leaf in leaves:
         record = opened.tree.leaves[leaf]

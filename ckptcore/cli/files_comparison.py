@@ -13,6 +13,7 @@ from ckptcore.cli.options import command_context
 from ckptcore.errors import CorruptCheckpointError
 from ckptcore.stored.opened import Opened
 from ckptcore.stored.opening import open_files
+from ckptcore.stored.tries import Tries
 
 __all__ = ["FilesComparison"]
 
@@ -31,8 +32,7 @@ class FilesComparison:
         Raises:
             What `ckptcore.metadata` does.
         """
-        self._a = open_files(a, command_context())
-        self._b = open_files(b, command_context())
+        self._a, self._b = (Tries(place, command_context(), open_files).open() for place in (a, b))
 
     @property
     def files(self) -> int:

@@ -12,7 +12,9 @@ from ckptcore.describing import describe_checkpoint, describe_checkpointables, d
 from ckptcore.errors import CheckpointNotFoundError
 from ckptcore.locations import Place
 from ckptcore.stored.members import is_deleted, present_members
-from ckptcore.stored.opening import find_composite
+from ckptcore.stored.opened import Opened, OpenedComposite
+from ckptcore.stored.opening import open_either
+from ckptcore.stored.tries import while_unchanged
 
 __all__ = ["describe", "describe_directories"]
 
@@ -37,18 +39,21 @@ def describe_directories(location: str) -> Mapping[str, tuple[str, CheckpointMet
         What `ckptcore.metadata` does.
     """
     context = command_context()
-    composite = find_composite(location, context)
-    if composite is None:
-        return {"": (location, describe_checkpoint(location, context))}
-    if composite.root is None:
-        found = describe_checkpointables(location, context)
-        for reason in found.unreadable.values():
-            raise CheckpointNotFoundError(f"{reason}; name one of the others by its own location")
-        return {name: (child_location(location, name), told) for name, told in found.checkpointables.items()}
-    places = {
-        directory: child_location(location, directory)
-        for directories in present_members(composite).values()
-        for directory in directories
-        if not is_deleted(composite, directory)
-    }
-    return {directory: (place, describe_checkpoint(place, context)) for directory, place in places.items()}
+
+    def describe_each(found: Opened | OpenedComposite) -> Mapping[str, tuple[str, CheckpointMetadata]]:
+        if isinstance(found, Opened):
+            return {"": (location, describe_checkpoint(location, context))}
+        if found.root is None:
+            told = describe_checkpointables(location, context)
+            for reason in told.unreadable.values():
+                raise CheckpointNotFoundError(f"{reason}; name one of the others by its own location")
+            return {name: (child_location(location, name), one) for name, one in told.checkpointables.items()}
+        places = {
+            directory: child_location(location, directory)
+            for directories in present_members(found).values()
+            for directory in directories
+            if not is_deleted(found, directory)
+        }
+        return {directory: (place, describe_checkpoint(place, context)) for directory, place in places.items()}
+
+    return while_unchanged(location, context, describe_each, open_either)

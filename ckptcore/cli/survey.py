@@ -29,7 +29,8 @@ from ckptcore.roots.root_json import summarize_root
 from ckptcore.step_names import StepNames
 from ckptcore.steps.steps import StepDirectory
 from ckptcore.stored.members import present_members
-from ckptcore.stored.opened import OpenedComposite
+from ckptcore.stored.opened import Mark, OpenedComposite, root_mark
+from ckptcore.stored.tries import ATTEMPTS
 
 __all__ = ["Found", "StepState", "find_pinned", "find_steps", "look_at_steps", "step_names"]
 
@@ -113,10 +114,23 @@ def look_at_steps(steps: StepDirectory, chosen: Sequence[int], context: Context)
 
 
 def _look(steps: StepDirectory, context: Context, step: int) -> Found:
+    """Look at a step, again while it is committed, replaced or deleted meanwhile."""
+    store = subdirectory(steps.store, steps.name(step))
+    for _ in range(ATTEMPTS):
+        mark = root_mark(store)
+        found = _look_once(steps, context, step, mark)
+        if found.state == "committed" or root_mark(store) == mark:
+            break
+    return found
+
+
+def _look_once(steps: StepDirectory, context: Context, step: int, data: bytes | str | None) -> Found:
+    """Look at a step of which this is the mark."""
     name = steps.name(step)
     store = subdirectory(steps.store, name)
+    if isinstance(data, str):
+        return Found(step, name, "unreadable", error=data)
     try:
-        data = root_bytes(store)
         if data is None:
             return _look_at_foreign(steps, context, step)
         summary = summarize_root(data)
@@ -160,7 +174,7 @@ def _bytes_of_members(steps: StepDirectory, step: int, data: bytes, summary: Sum
     location = resolve_location(steps.place(step), context.registry, durable=False, config=context.storage)
     composite = Composite(summary.save_id, summary.created, {}, summary.members or {})
     total = 0
-    for directories in present_members(OpenedComposite.of_root(location, data, composite)).values():
+    for directories in present_members(OpenedComposite.of_root(location, Mark(data), composite)).values():
         for directory in directories:
             inside = subdirectory(location.store, directory)
             found = root_bytes(inside)

@@ -6,9 +6,11 @@ tree alone.
 
 from __future__ import annotations
 
+import functools
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Final, Literal, TypeAlias
 
@@ -30,7 +32,7 @@ from ckptcore.errors import (
 from ckptcore.events import Recording
 from ckptcore.jobs.agreement import Agreement
 from ckptcore.loads.reading import check_sizes
-from ckptcore.locations import LocationLike, Place, Within, resolve_location
+from ckptcore.locations import LocationLike, Within, resolve_location
 from ckptcore.model.arrays import Box, HostArray
 from ckptcore.model.transfer import ArraySegment, WriteItem, WritePlan
 from ckptcore.model.tree import JSON
@@ -40,9 +42,9 @@ from ckptcore.saves.parts import Part
 from ckptcore.saves.persisting import NOTHING_COMMITTED, Described, persist
 from ckptcore.saves.preparing import save_created
 from ckptcore.saves.reporting import ReportedSave
-from ckptcore.stored.opened import Opened, naming_arrays
-from ckptcore.stored.opening import find_composite, root_mark
-from ckptcore.stored.tries import while_unchanged
+from ckptcore.stored.opened import Opened, OpenedComposite, naming_arrays
+from ckptcore.stored.opening import open_either
+from ckptcore.stored.tries import while_tree_unchanged, while_unchanged
 from ckptcore.trees.subtrees import Subtree, SubtreePath, find_subtree, path_keys
 from ckptcore.verification import ProgressCallback
 
@@ -63,12 +65,10 @@ class _Source:
 
     Attributes:
         opened: the checkpoint.
-        mark: what changes when it is replaced.
         subtree: the part of it that is written.
     """
 
     opened: Opened
-    mark: bytes | str | None
     subtree: Subtree
 
 
@@ -124,8 +124,9 @@ def _consolidate(
         if shared:
             tree = replace(tree, aliases={})
         layout.check(tree, agreement.size)
-        check_sizes(found.opened, set(found.subtree.sources))
-        objects = items_by_object(layout, tree, found.opened, found.subtree.sources, sizes)
+        with _expect_same(found.opened):
+            check_sizes(found.opened, set(found.subtree.sources))
+            objects = items_by_object(layout, tree, found.opened, found.subtree.sources, sizes)
         beside: Mapping[str, FilePath] = {}
         if agreement.rank == 0:
             refuse_to_replace(location, overwrite)
@@ -164,14 +165,19 @@ def _open(source: LocationLike, path: SubtreePath, context: Context) -> _Source:
     """Open what is to be read; of several checkpointables the one that the path begins with."""
     reading = reading_context(context)
     keys = path_keys(path)
-    place: Place = source
-    if keys and isinstance(keys[0], str) and find_composite(source, reading) is not None:
-        place, keys = Within(source, keys[0]), keys[1:]
 
-    def opened(found: Opened) -> _Source:
-        return _Source(found, root_mark(found.location.store), find_subtree(found.tree, keys))
+    def open_below(found: Opened, below: SubtreePath) -> _Source:
+        return _Source(found, find_subtree(found.tree, below))
 
-    return while_unchanged(place, reading, opened)
+    def open_found(found: Opened | OpenedComposite) -> _Source:
+        if isinstance(found, Opened):
+            return open_below(found, keys)
+        member = Within(source, str(keys[0]))
+        return while_tree_unchanged(member, reading, functools.partial(open_below, below=keys[1:]))
+
+    if keys and isinstance(keys[0], str):
+        return while_unchanged(source, reading, open_found, open_either)
+    return while_tree_unchanged(source, reading, functools.partial(open_below, below=keys))
 
 
 def _files_by_name(files: Sequence[FilePath]) -> Mapping[str, FilePath]:
@@ -255,22 +261,29 @@ class _Consolidated:
             CorruptCheckpointError: also if the source was replaced meanwhile.
         """
         opened = self._source.opened
-        try:
-            with naming_arrays(opened):
-                state = part.layout.write(self._snapshot, store)
-        except CheckpointError as error:
-            if root_mark(opened.location.store) != self._source.mark:
-                raise _replaced(opened) from error
-            raise
+        with _expect_same(opened):
+            state = part.layout.write(self._snapshot, store)
         for name, path in self._files.items():
             store.write(name, _file_segments(path))
-        if root_mark(opened.location.store) != self._source.mark:
+        if not opened.mark.is_at(opened.location):
             raise _replaced(opened)
         return state
 
     def close(self) -> None:
         """Let go of what was read; again is no error."""
         self._snapshot.close()
+
+
+@contextmanager
+def _expect_same(opened: Opened) -> Iterator[None]:
+    """Let an error say so if the source was replaced, and else name the arrays that it is about."""
+    try:
+        with naming_arrays(opened):
+            yield
+    except CheckpointError as error:
+        if opened.mark.is_at(opened.location):
+            raise
+        raise _replaced(opened) from error
 
 
 def _replaced(opened: Opened) -> CorruptCheckpointError:

@@ -35,18 +35,22 @@ from ckptcore.saves.parts import Captured, Part, TreeCaptured
 from ckptcore.saves.persisting import Described, persist
 from ckptcore.saves.preparing import save_created
 from ckptcore.saves.reporting import ReportedSave
-from ckptcore.stored.members import is_deleted, open_member, present_members, while_composite_unchanged
+from ckptcore.stored.members import is_deleted, open_member, present_members
 from ckptcore.stored.opened import Opened, OpenedComposite, check_file
-from ckptcore.stored.opening import find_composite
+from ckptcore.stored.opening import open_either
 from ckptcore.stored.tries import while_unchanged
 from ckptcore.verification import ProgressCallback
 
 if TYPE_CHECKING:
     from ckptcore.transforms import Transforms
 
-__all__ = ["convert_checkpoint"]
+__all__ = ["SourceReplaced", "convert_checkpoint"]
 
 _PIECE_BYTES: Final = 1 << 24
+
+
+class SourceReplaced(Exception):
+    """The source is no longer the save that was to be converted. Nothing of it is at the destination."""
 
 
 def convert_checkpoint(
@@ -60,6 +64,7 @@ def convert_checkpoint(
     *,
     save_id_of: Callable[[str], str] | None = None,
     before_commit: Callable[[], None] = lambda: None,
+    only: bytes | None = None,
 ) -> None:
     """See `ckptcore.convert`.
 
@@ -67,6 +72,11 @@ def convert_checkpoint(
         source, destination, layout, overwrite, progress, context, transforms: as there.
         save_id_of: gives that of what is written, from that of the source; None: a new one.
         before_commit: called right before the commit; what it raises stops that.
+        only: the root of the save that is converted; None: whichever is there.
+
+    Raises:
+        SourceReplaced: if the source has another root than `only`.
+        What `ckptcore.convert` does.
     """
     chosen = context.registry.layout(layout)
     durable = context.durability == "full"
@@ -75,17 +85,8 @@ def convert_checkpoint(
     refuse_destination(read_from, resolved)
     refuse_to_replace(resolved, overwrite)
 
-    job = _Conversion(resolved, chosen, overwrite, progress, context, transforms, save_id_of, before_commit)
-    composite = find_composite(source, job.reading)
-    if composite is None:
-        while_unchanged(source, job.reading, job.tree)
-    elif transforms:
-        raise TransformError(
-            f"{composite.location.display} holds several checkpointables, and transforms are of one tree: convert them one by one, "
-            f"as in convert({source}/NAME, ..., transforms=...). Nothing was converted"
-        )
-    else:
-        while_composite_unchanged(composite, source, job.reading, functools.partial(job.composite, source))
+    job = _Conversion(resolved, chosen, overwrite, progress, context, transforms, save_id_of, before_commit, only)
+    while_unchanged(source, job.reading, functools.partial(job.either, source), open_either)
 
 
 class _Conversion:
@@ -99,8 +100,10 @@ class _Conversion:
         transforms: Transforms,
         save_id_of: Callable[[str], str] | None,
         before_commit: Callable[[], None],
+        only: bytes | None,
     ) -> None:
         self._before_commit = before_commit
+        self._only = only
         self._save_id_of = save_id_of
         self._transforms = transforms
         self._destination = destination
@@ -114,7 +117,22 @@ class _Conversion:
         self._written: str | None = None
         """The save id under which an attempt wrote the source, which was replaced meanwhile."""
 
-    def tree(self, opened: Opened) -> None:
+    def either(self, source: Place, found: Opened | OpenedComposite) -> None:
+        """Write a checkpoint of either sort."""
+        if self._only is not None and found.mark.root != self._only:
+            self._take_back()
+            raise SourceReplaced
+        if isinstance(found, Opened):
+            self._tree(found)
+        elif self._transforms:
+            raise TransformError(
+                f"{found.location.display} holds several checkpointables, and transforms are of one tree: convert them one by one, "
+                f"as in convert({source}/NAME, ..., transforms=...). Nothing was converted"
+            )
+        else:
+            self._composite(source, found)
+
+    def _tree(self, opened: Opened) -> None:
         """Write a checkpoint that is one tree."""
         if self._transforms:
             opened = self._transformed(opened)
@@ -138,7 +156,7 @@ class _Conversion:
             )
         return apply_transforms(opened, self._transforms, self.reading)
 
-    def composite(self, source: Place, composite: OpenedComposite) -> None:
+    def _composite(self, source: Place, composite: OpenedComposite) -> None:
         """Write every checkpointable that is still there; files as they are."""
         save_id = new_save_id()
         members: dict[str, Member] = {}

@@ -33,7 +33,8 @@ from ckptcore.protocols import StorageBackend
 from ckptcore.roots.root import ROOT_KEY, Claimed
 from ckptcore.roots.root_json import bases_of_root
 from ckptcore.saves.preparing import save_created
-from ckptcore.stored.opening import ATTEMPTS, replaced_too_often, root_mark
+from ckptcore.stored.opened import root_mark
+from ckptcore.stored.tries import ATTEMPTS, replaced_too_often
 from ckptcore.verification import ProgressCallback
 
 __all__ = ["CopyReport", "CopyVerification", "copy_checkpoint", "send_objects"]
@@ -80,7 +81,7 @@ def copy_checkpoint(
     progress: ProgressCallback | None = None,
     is_stopped: Callable[[], bool] = lambda: False,
     before_commit: Callable[[], None] = lambda: None,
-    copy_referring: Callable[[StoredRoot], CopyReport] | None = None,
+    copy_referring: Callable[[StoredRoot], CopyReport | None] | None = None,
 ) -> CopyReport:
     """See `ckptcore.copy`.
 
@@ -88,7 +89,7 @@ def copy_checkpoint(
         source, destination, context, overwrite, verify, progress: as there.
         is_stopped: asked before each piece; who says True gets a `CancelledError`, and what was copied stays for the next copy.
         before_commit: called when all but the root is there; what it raises is raised, and what was copied stays.
-        copy_referring: copies what refers to others, as its root says; None: such is copied as it is.
+        copy_referring: copies what refers to others, as its root says, and gives None if it was replaced meanwhile; None: such is copied as it is.
     """
     if verify not in _VERIFICATIONS:
         raise ValueError(f"verify={verify!r}: expected one of {', '.join(map(repr, _VERIFICATIONS))}")
@@ -98,7 +99,10 @@ def copy_checkpoint(
     for _ in range(ATTEMPTS):
         manifest = read_manifest(source, context, without=to)
         if copy_referring is not None and manifest.root is not None and bases_of_root(manifest.root.data):
-            return copy_referring(manifest.root)
+            report = copy_referring(manifest.root)
+            if report is None:
+                continue
+            return report
         copy = _Copy(manifest, to, verify, progress, is_stopped, before_commit, context)
         if not overwrite and copy.is_there():
             sweep_location(to)
@@ -283,7 +287,7 @@ class _Copy:
             )
 
     def _is_unchanged(self) -> bool:
-        return root_mark(self._manifest.location.store) == self._manifest.mark
+        return self._manifest.mark.is_at(self._manifest.location)
 
     def _send(self, store: StorageBackend) -> None:
         """Write all but the root, and check what is to be checked."""

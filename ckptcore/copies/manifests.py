@@ -10,7 +10,6 @@ from typing import Final
 import xxhash
 
 from ckptcore.commits.hidden_names import is_hidden_name
-from ckptcore.commits.occupants import root_bytes
 from ckptcore.context import Context
 from ckptcore.engine.errands import run_each
 from ckptcore.engine.requests import requests_of
@@ -20,9 +19,9 @@ from ckptcore.model.objects import BLOCK_BYTES, ObjectRecord
 from ckptcore.protocols import StorageBackend
 from ckptcore.roots.root import ROOT_KEY
 from ckptcore.roots.root_json import decode_root
-from ckptcore.stored.members import is_deleted, open_member, present_members, while_composite_unchanged
-from ckptcore.stored.opened import Opened, OpenedComposite
-from ckptcore.stored.opening import find_names, root_mark
+from ckptcore.stored.members import is_deleted, open_member, present_members
+from ckptcore.stored.opened import Mark, Opened, OpenedComposite
+from ckptcore.stored.opening import open_either
 from ckptcore.stored.tries import while_unchanged
 
 __all__ = ["Manifest", "StoredRoot", "read_manifest"]
@@ -57,7 +56,7 @@ class Manifest:
 
     Attributes:
         location: where it is.
-        mark: what changes when it is replaced; None of other software's, where that cannot be told.
+        mark: what was there when it was opened.
         root: its root; None where other software wrote it.
         members: the roots of its checkpointables.
         objects: the other objects but `marks`, the largest first.
@@ -65,7 +64,7 @@ class Manifest:
     """
 
     location: Location
-    mark: bytes | str | None
+    mark: Mark
     root: StoredRoot | None
     members: tuple[StoredRoot, ...]
     objects: tuple[ObjectRecord, ...]
@@ -75,12 +74,12 @@ class Manifest:
     def of(
         cls,
         location: Location,
+        mark: Mark,
         root: StoredRoot | None,
         members: Sequence[StoredRoot],
         records: Iterable[ObjectRecord],
     ) -> Manifest:
         """One with these objects, told apart."""
-        mark = root_mark(location.store) if root is None else root.data
         marks: list[ObjectRecord] = []
         objects: list[ObjectRecord] = []
         for record in sorted(records, key=lambda record: (-record.size, record.key)):
@@ -131,10 +130,7 @@ def read_manifest(source: Place, context: Context, *, without: Location | None =
         CorruptCheckpointError: if a root cannot be read, or an object is not there with the size that it was written with.
     """
     reading = _Reading(source, context, without)
-    composite = find_names(source, context)
-    if composite is None:
-        return while_unchanged(source, context, reading.tree)
-    return while_composite_unchanged(composite, source, context, reading.composite)
+    return while_unchanged(source, context, reading.either, open_either)
 
 
 class _Reading:
@@ -143,21 +139,23 @@ class _Reading:
         self._context = context
         self._without = without
 
-    def tree(self, opened: Opened) -> Manifest:
+    def either(self, found: Opened | OpenedComposite) -> Manifest:
+        """The manifest of a checkpoint."""
+        if found.root is None:
+            return self._foreign(found)
+        return self._tree(found) if isinstance(found, Opened) else self._composite(found)
+
+    def _tree(self, opened: Opened) -> Manifest:
         """The manifest of a checkpoint that is one tree, or files."""
         location = opened.location
-        if opened.root is None:
-            return self._foreign(location)
-        root = _stored_root(location.store, "")
+        root = _stored_root(opened, "")
         named = self._sized(location.store, opened.objects.values())
         beside = self._beside(location, opened.objects.keys(), {""})
-        return Manifest.of(location, root, (), [*named, *beside])
+        return Manifest.of(location, opened.mark, root, (), [*named, *beside])
 
-    def composite(self, composite: OpenedComposite) -> Manifest:
+    def _composite(self, composite: OpenedComposite) -> Manifest:
         """The manifest of a checkpoint of several checkpointables, of those that are still there."""
         location = composite.location
-        if composite.root is None:
-            return self._foreign(location)
         members, records, deleted = [], [], []
         for name, directories in present_members(composite).items():
             for directory in directories:
@@ -165,22 +163,23 @@ class _Reading:
                     deleted.append(directory)
                     continue
                 opened = open_member(composite, name, directory, self._source, self._context)
-                members.append(_stored_root(opened.location.store, directory))
+                members.append(_stored_root(opened, directory))
                 records.extend([replace(record, key=f"{directory}/{record.key}") for record in opened.objects.values()])
-        root = _stored_root(location.store, "")
+        root = _stored_root(composite, "")
         named = self._sized(location.store, records)
         own = {"", *[member.directory for member in members]}
         beside = self._beside(location, {record.key for record in records}, own, deleted)
-        return Manifest.of(location, root, members, [*named, *beside])
+        return Manifest.of(location, composite.mark, root, members, [*named, *beside])
 
-    def _foreign(self, location: Location) -> Manifest:
+    def _foreign(self, found: Opened | OpenedComposite) -> Manifest:
         """The manifest of what other software wrote: every file."""
-        if location.is_object:
+        location = found.location
+        if found.mark.is_object:
             raise InvalidLocationError(
                 f"{location.display} is one file, and what is copied is a directory: give the directory that it is in, or copy the "
                 "file with your own tools"
             )
-        return Manifest.of(location, None, (), self._beside(location, (), ()))
+        return Manifest.of(location, found.mark, None, (), self._beside(location, (), ()))
 
     def _beside(
         self, location: Location, named: Collection[str], own: Collection[str], deleted: Collection[str] = ()
@@ -252,13 +251,15 @@ def _look_at(store: StorageBackend, sizes: dict[str, int], record: ObjectRecord)
         return  # which the caller sees
 
 
-def _stored_root(store: StorageBackend, directory: str) -> StoredRoot:
-    """The root of a directory as it is stored, and its parts, which are checked.
+def _stored_root(found: Opened | OpenedComposite, directory: str) -> StoredRoot:
+    """The root of a checkpoint of ours as it is stored, and its parts, which are checked.
 
     Args:
-        store: of the directory.
-        directory: its name within the checkpoint.
+        found: the checkpoint.
+        directory: its name within the checkpoint that is copied.
     """
+    store, data = found.location.store, found.mark.root
+    assert isinstance(data, bytes)  # it is one of ours
     parts: dict[str, bytes] = {}
 
     def read_part(key: str, size: int) -> bytes:
@@ -268,10 +269,5 @@ def _stored_root(store: StorageBackend, directory: str) -> StoredRoot:
             raise CorruptCheckpointError(f"{key}, a part of the root, is missing: {error}", key=key) from error
         return data
 
-    data = root_bytes(store)
-    if data is None:
-        raise CorruptCheckpointError(
-            f"the {ROOT_KEY} has gone since it was read; it was replaced or deleted", key=ROOT_KEY
-        )
     decode_root(data, read_part)
     return StoredRoot(directory, data, parts)

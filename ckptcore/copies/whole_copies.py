@@ -7,16 +7,16 @@ from concurrent.futures import CancelledError
 
 import xxhash
 
-from ckptcore.commits.occupants import Overwrite, parse_root, read_root, root_bytes
+from ckptcore.commits.occupants import Overwrite, read_root, root_bytes
 from ckptcore.context import Context
-from ckptcore.copies.conversion import convert_checkpoint
+from ckptcore.copies.conversion import SourceReplaced, convert_checkpoint
 from ckptcore.copies.copying import CopyReport, CopyVerification, copy_checkpoint
 from ckptcore.copies.manifests import StoredRoot
-from ckptcore.errors import CorruptCheckpointError
+from ckptcore.errors import CorruptCheckpointError, SaveLostError
 from ckptcore.locations import Place, resolve_location
 from ckptcore.protocols import StorageBackend
 from ckptcore.roots.root import Root
-from ckptcore.roots.root_json import encode_root, is_claim, is_partial, summarize_root
+from ckptcore.roots.root_json import decode_root, encode_root, is_claim, is_partial, summarize_root
 from ckptcore.verification import ProgressCallback, verify_checkpoint
 
 __all__ = ["copy_whole"]
@@ -42,7 +42,7 @@ def copy_whole(
         source, destination, context, overwrite, verify, progress, is_stopped, before_commit: as of `copy_checkpoint`.
     """
 
-    def copy_referring(root: StoredRoot) -> CopyReport:
+    def copy_referring(root: StoredRoot) -> CopyReport | None:
         def tell(done: int, total: int) -> None:
             if is_stopped():
                 raise CancelledError
@@ -52,20 +52,22 @@ def copy_whole(
         there = resolve_location(destination, context.registry, durable=False, config=context.storage)
         kept = not overwrite and _save_id(there.store) == _save_id_of(summarize_root(root.data).save_id)
         if not kept:
-            found = parse_root(
-                resolve_location(source, context.registry, durable=False, config=context.storage).store, root.data
-            )
+            found = decode_root(root.data, lambda key, size: root.parts[key])
             assert isinstance(found, Root)  # nothing else has bases
-            convert_checkpoint(
-                source,
-                destination,
-                found.layout,
-                overwrite,
-                tell,
-                context,
-                save_id_of=_save_id_of,
-                before_commit=before_commit,
-            )
+            try:
+                convert_checkpoint(
+                    source,
+                    destination,
+                    found.layout,
+                    overwrite,
+                    tell,
+                    context,
+                    save_id_of=_save_id_of,
+                    before_commit=before_commit,
+                    only=root.data,
+                )
+            except SourceReplaced:
+                return None
         return _report(destination, context, kept=kept, verify=verify)
 
     return copy_checkpoint(
@@ -97,7 +99,8 @@ def _save_id_of(source: str) -> str:
 def _report(destination: Place, context: Context, *, kept: bool, verify: CopyVerification) -> CopyReport:
     there = resolve_location(destination, context.registry, durable=False, config=context.storage)
     root = read_root(there.store)
-    assert isinstance(root, Root)
+    if not isinstance(root, Root):
+        raise SaveLostError(f"{there.display} was replaced or deleted right after it was copied; copy again")
     read_back = 0
     if verify == "read-back":
         report = verify_checkpoint(destination, context, None)

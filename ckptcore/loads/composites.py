@@ -20,10 +20,10 @@ from ckptcore.loads.wanted import Everything, Request, Wanted, plan_requests
 from ckptcore.locations import Place, Within
 from ckptcore.model.tree import JSON
 from ckptcore.protocols import Coordinator
-from ckptcore.stored.members import open_composite, open_member, told_names, while_composite_unchanged
+from ckptcore.stored.members import open_member, told_names
 from ckptcore.stored.opened import Opened, OpenedComposite, file_pieces
-from ckptcore.stored.opening import ATTEMPTS, replaced_too_often, root_mark
-from ckptcore.stored.tries import while_unchanged
+from ckptcore.stored.opening import open_names
+from ckptcore.stored.tries import ATTEMPTS, Tries, replaced_too_often, while_tree_unchanged, while_unchanged
 
 __all__ = ["load_composite"]
 
@@ -48,11 +48,11 @@ def load_composite(
     try:
         if job is not None and job.size > 1:
             return _load_together(location, wanted, context, recording, job, changed)
-        return while_composite_unchanged(
-            open_composite(location, context),
+        return while_unchanged(
             location,
             context,
             lambda composite: _load_once(composite, location, wanted, context, recording, changed),
+            open_names,
         )
     except Exception as error:
         if not changed or isinstance(error, TargetUndefinedError):
@@ -168,17 +168,18 @@ class _JointAttempt:
         self._context = context
         self._recording = recording
         self._changed = changed
+        self._tries = Tries(location, context, open_names)
         self._composite: OpenedComposite | None = None
         self._requests: dict[str, Request] = {}
         self._loaded: dict[str, object] = {}
 
     def stands(self) -> bool:
         """Whether what was opened is there still."""
-        return self._composite is None or root_mark(self._composite.location.store) == self._composite.data
+        return self._tries.stands()
 
     def begin(self) -> JSON:
         """Open the composite, and look whether what is wanted is there."""
-        self._composite = open_composite(self._location, self._context)
+        self._composite = self._tries.open()
         with self._recording.phase("open"):
             requests = plan_requests(self._composite, self._location, self._wanted, self._context)
             self._requests = {request.name: request for request in requests}
@@ -204,7 +205,7 @@ class _JointAttempt:
         """Make sure that all was read of one save."""
         from ckptcore.loads.joint_steps import Replaced  # only jobs need it
 
-        if not self.stands():
+        if not self._tries.is_unchanged():
             raise Replaced
         return None
 
@@ -256,7 +257,7 @@ def _load_files(request: Request, context: Context, recording: Recording) -> obj
             directory.close()
 
     try:
-        return while_unchanged(request.source, context, attempt)
+        return while_tree_unchanged(request.source, context, attempt)
     except Exception as error:
         if not began or isinstance(error, TargetUndefinedError):
             raise

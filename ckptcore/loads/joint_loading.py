@@ -14,7 +14,7 @@ from ckptcore.loads.reading import Planned, Reading, perform
 from ckptcore.model.tree import JSON
 from ckptcore.protocols import Coordinator
 from ckptcore.stored.opened import Opened, Source, naming_arrays
-from ckptcore.stored.tries import Tries
+from ckptcore.stored.tries import Tries, tries_of
 
 __all__ = ["JointAttempt", "agreed_name", "load_jointly"]
 
@@ -48,7 +48,7 @@ def load_jointly(
         What opening, planning, reading and finishing do.
     """
     agreement = Agreement(job, context.exchange_key(f"{agreed_name(location, recording)}/load"), recording)
-    tries = Tries(location, context)
+    tries = tries_of(location, context)
     for number in itertools.count():  # `tries` says when it is enough
         attempt = attempt_type(tries, context, job, agreement, number, str(location))
         planned = attempt.plan(plan)
@@ -68,7 +68,7 @@ class JointAttempt:
     """One try to load, in which every process reads for itself. Each method is called on every rank, or on none."""
 
     def __init__(
-        self, tries: Tries, context: Context, job: Coordinator, agreement: Agreement, number: int, location: str
+        self, tries: Tries[Opened], context: Context, job: Coordinator, agreement: Agreement, number: int, location: str
     ) -> None:
         self._tries = tries
         self._context = context
@@ -83,10 +83,7 @@ class JointAttempt:
         planned: list[Planned[T]] = []
 
         def open_it() -> JSON:
-            found = self._tries.open()
-            if found is None:
-                raise Replaced
-            opened.append(found)
+            opened.append(self._tries.open())
             return None
 
         def plan_it() -> JSON:

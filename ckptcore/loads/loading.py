@@ -22,7 +22,7 @@ from ckptcore.model.tree import MAX_DEPTH, Attribute, Skeleton, TreePath, format
 from ckptcore.plugins import Plugins
 from ckptcore.protocols import LeafHandler, MutableContainerHandler
 from ckptcore.stored.opened import Opened, Source, file_pieces
-from ckptcore.stored.tries import while_unchanged
+from ckptcore.stored.tries import while_tree_unchanged
 from ckptcore.trees.flattening import Flat, first_stuck, flatten, rebuild, restore, unflatten
 
 if TYPE_CHECKING:
@@ -171,7 +171,7 @@ def _load(location: Source, context: Context, recording: Recording, plan: Callab
             perform(planned.reading, context)
         return planned.finish(planned.reading.leaves)
 
-    return while_unchanged(location, context, attempt)
+    return while_tree_unchanged(location, context, attempt)
 
 
 def is_files(opened: Opened) -> bool:

@@ -78,11 +78,11 @@ class SharedAttempt(JointAttempt):
 
     def _mark(self, opened: Opened) -> str:
         """Equal on ranks that opened the same save."""
-        root = self._tries.root
+        root = opened.mark.root
         return (
-            "tree " + _digest([opened.tree.to_json(), opened.state])
-            if root is None
-            else xxhash.xxh3_128_hexdigest(root)
+            xxhash.xxh3_128_hexdigest(root)
+            if isinstance(root, bytes)
+            else "tree " + _digest([opened.tree.to_json(), opened.state])
         )
 
     def _exchange_requests(self, own: Sequence[JSON], stored: Opened) -> list[Mapping[SharedArray, Sequence[Box]]]:

@@ -25,8 +25,8 @@ from ckptcore.roots.root import Base, References, Root
 from ckptcore.saves.parts import PartDescription
 from ckptcore.stored.bases import base_location, base_path, read_base
 from ckptcore.stored.opened import Opened
-from ckptcore.stored.opening import open_checkpoint
 from ckptcore.stored.referrers import base_pin
+from ckptcore.stored.tries import open_checkpoint
 from ckptcore.trees.tree_descriptions import TreeDescription
 
 __all__ = ["PlannedUpdate", "plan_update"]

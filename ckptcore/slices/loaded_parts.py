@@ -71,15 +71,21 @@ def load_in_parts(
     recording = Recording("load", str(location), context.observers, rank=context.job().rank)
     session = Session(location, context)
     try:
-        with recording.phase("open"):
-            refuse_files(session.opened)
-            opened = transformed(session.opened, request.transforms, context)
-            account = account_of(request)
-            classes = _classes(opened, request.select, [first] if isinstance(first, Selection) else first, context)
+        account = account_of(request)
+        selections = [first] if isinstance(first, Selection) else first
+
+        def plan(found: Opened) -> tuple[Opened, Sequence[Sequence[int]]]:
+            refuse_files(found)
+            made = transformed(found, request.transforms, context)
+            classes = _classes(made, request.select, selections, context)
             chosen = {leaf for leaves in classes for leaf in leaves}
-            check_sizes(opened, chosen)
+            check_sizes(made, chosen)
             if account is not None:
-                account.planned(opened, _matched(opened, chosen, context), opened.tree.skeleton)
+                account.planned(made, _matched(made, chosen, context), made.tree.skeleton)
+            return made, classes
+
+        with recording.phase("open"):
+            opened, classes = session.attempt(plan)
         batch_bytes = max(1, (context.memory.load_bytes or _BUDGET_BYTES) // _BATCHES)
         batches = (batch for leaves in classes for batch in _batches(opened, leaves, batch_bytes))
     except BaseException as error:
@@ -151,7 +157,7 @@ def _parts(
 
     def read(batch: Sequence[StoredPiece]) -> list[LoadedPart]:
         with recording.phase("read", sum([piece.box.size * piece.itemsize for piece in batch])):
-            return session.attempt(lambda _: _read(opened, batch, tied))
+            return session.guard(lambda _: _read(opened, batch, tied))
 
     given = 0
     try:
@@ -159,7 +165,8 @@ def _parts(
             while parts:
                 given += parts[0].elements.nbytes
                 yield parts.pop(0)
-        session.guard(lambda _: _check_beside(opened))
+        session.attempt(lambda _: _check_beside(opened))
+        session.expect_there()
     except GeneratorExit:  # whoever takes the parts has enough of them
         recording.finish(given)
         raise

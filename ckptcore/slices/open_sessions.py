@@ -14,7 +14,7 @@ from ckptcore.locations import Place
 from ckptcore.model.arrays import Box, HostArray
 from ckptcore.planning import plan_read
 from ckptcore.stored.opened import Opened, naming_arrays
-from ckptcore.stored.tries import Tries
+from ckptcore.stored.tries import tries_of
 
 __all__ = ["Session"]
 
@@ -38,15 +38,11 @@ class Session:
         """Open it; reads its root and no array.
 
         Raises:
-            What `ckptcore.stored.opening.open_checkpoint` does.
+            What `ckptcore.stored.opening.open_tree` does.
         """
         self.context = context
         self.is_closed = False
-        tries = Tries(location, context, context.known_roots)
-        opened = None
-        while opened is None:
-            opened = tries.open()
-        self._now: tuple[Tries, Opened] | None = (tries, opened)
+        self._now: Opened | None = tries_of(location, context, context.known_roots).open()
         self._held: dict[str, HeldObject | None] = {}
         self._lock = threading.Lock()
 
@@ -57,9 +53,6 @@ class Session:
         Raises:
             ValueError: if it was closed.
         """
-        return self._still_open()[1]
-
-    def _still_open(self) -> tuple[Tries, Opened]:
         now = self._now
         if now is None:
             raise ValueError("the checkpoint is closed; open it again, or read before the end of its with block")
@@ -79,9 +72,8 @@ class Session:
             CheckpointNotFoundError: if the checkpoint was replaced or deleted, where `read` raises something for it.
             What `read` does, with errors about bytes naming the arrays that lie there.
         """
-        _, opened = self._still_open()
         try:
-            return read(opened)
+            return read(self.opened)
         except CheckpointError as error:
             self.explain(error)
 
@@ -93,8 +85,8 @@ class Session:
             CheckpointError: else the error, naming the arrays that lie where bytes are wrong.
             ValueError: if the checkpoint was closed.
         """
-        tries, opened = self._still_open()
-        if not tries.stands():
+        opened = self.opened
+        if not opened.mark.is_at(opened.location):
             raise _replaced(opened) from error
         with naming_arrays(opened):
             raise error
@@ -106,11 +98,21 @@ class Session:
             CheckpointNotFoundError: if the checkpoint was replaced or deleted, whatever `read` raises or gives then.
             What `read` does, with errors about bytes naming the arrays that lie there.
         """
-        tries, opened = self._still_open()
+        opened = self.opened
         made = self.attempt(read)
-        if not tries.is_unchanged():
+        if not opened.mark.has_stayed_at(opened.location):
             raise _replaced(opened)
         return made
+
+    def expect_there(self) -> None:
+        """Look whether all of the checkpoint is there still, once everything was read.
+
+        Raises:
+            CheckpointNotFoundError: if it was replaced or deleted.
+        """
+        opened = self.opened
+        if not opened.mark.is_at(opened.location):
+            raise _replaced(opened)
 
     def hold(self, key: str) -> HeldObject | None:
         """An object of the checkpoint, open; None where its storage does not hold objects open, or so many are that no more should be.

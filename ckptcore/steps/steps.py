@@ -30,7 +30,8 @@ from ckptcore.protocols import StorageBackend
 from ckptcore.roots.root import ROOT_KEY, Summary
 from ckptcore.roots.root_json import summarize_root
 from ckptcore.step_names import StepNames
-from ckptcore.stored.opening import open_checkpoint
+from ckptcore.stored.opening import open_either
+from ckptcore.stored.tries import Tries
 
 __all__ = ["StepDirectory"]
 
@@ -256,7 +257,9 @@ class StepDirectory:
             self._unlisted.discard(name)
             if not listed and ours is None and self._found.get(step) == name:
                 del self._found[step]
-        committed = ours is True or (ours is None and listed and self._is_foreign(name))
+        committed = ours is True
+        if ours is None and listed:
+            committed, ours = self._look_inside(name)
         with self._lock:
             if committed and self._found.get(step) == name:
                 self._ours[name] = ours is True
@@ -266,15 +269,16 @@ class StepDirectory:
                 self._summaries.pop(name, None)
         return committed
 
-    def _is_foreign(self, name: str) -> bool:
+    def _look_inside(self, name: str) -> tuple[bool, bool]:
+        """Look for a checkpoint that had no root: whether one is there, and whether it is ours, committed since."""
         try:
-            return open_checkpoint(Within(self.directory, name), self._context).root is None
+            return True, Tries(Within(self.directory, name), self._context, open_either).open().root is not None
         except (CheckpointNotFoundError, ObjectNotFoundError):
-            return False  # the second: a list is behind, and shows what was deleted
+            return False, False  # the second: a list is behind, and shows what was deleted
         except CompositeCheckpointError:
-            return True  # of several checkpointables
+            return True, False  # of several checkpointables
         except CorruptCheckpointError:
-            return True  # it is a checkpoint of some layout, and damaged
+            return True, False  # it is a checkpoint of some layout, and damaged
 
     def is_ours(self, step: int) -> bool:
         """Whether a step is there, committed, and written by ckptcore."""

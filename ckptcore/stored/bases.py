@@ -8,7 +8,7 @@ import re
 from typing import Final
 
 from ckptcore.builtin.files_layout import FilesLayout
-from ckptcore.commits.occupants import parse_root, root_bytes
+from ckptcore.commits.occupants import parse_root
 from ckptcore.context import Context
 from ckptcore.derivations.derivation import Derivation, Stored
 from ckptcore.engine.errands import ask_each
@@ -21,7 +21,7 @@ from ckptcore.model.tree import format_path
 from ckptcore.roots.references import stored_numbers, stored_tree
 from ckptcore.roots.root import Base, Root
 from ckptcore.stored.derived import Derived, derive
-from ckptcore.stored.opened import Opened
+from ckptcore.stored.opened import Mark, Opened, read_mark
 
 __all__ = ["base_location", "base_path", "open_base", "read_base", "with_bases"]
 
@@ -88,8 +88,8 @@ def base_path(location: Location, base: Location) -> str:
     return path
 
 
-def read_base(referring: str, at: Location, save_id: str) -> Root:
-    """The root of a base.
+def read_base(referring: str, at: Location, save_id: str) -> tuple[Mark, Root]:
+    """The root of a base, with the mark of what is there.
 
     Args:
         referring: the checkpoint that refers to it, as the user knows it.
@@ -100,13 +100,15 @@ def read_base(referring: str, at: Location, save_id: str) -> Root:
         CorruptCheckpointError: if it is gone, or another one.
     """
     try:
-        data = root_bytes(at.store)
-        root = None if data is None else parse_root(at.store, data)
+        mark = read_mark(at)
+        if isinstance(mark.root, str):
+            raise InvalidLocationError(mark.root)
+        root = None if mark.root is None else parse_root(at.store, mark.root)
     except (InvalidLocationError, CorruptCheckpointError, UnsupportedVersionError) as error:
         kind = CorruptCheckpointError if isinstance(error, InvalidLocationError) else type(error)
         raise kind(f"{referring} refers to {at.display}, which cannot be read: {error}") from error
     if isinstance(root, Root) and root.save_id == save_id:
-        return root
+        return mark, root
     found = "is gone" if root is None else f"holds another save now ({root.save_id})"
     raise CorruptCheckpointError(
         f"arrays of {referring} are in {at.display} (save {save_id}), which {found}: put that back, or load another checkpoint. A copy by "
@@ -120,13 +122,13 @@ def open_base(referring: str, at: Location, save_id: str, context: Context) -> O
     Raises:
         CorruptCheckpointError: as by `read_base`; also if it holds files of an object.
     """
-    root = read_base(referring, at, save_id)
+    mark, root = read_base(referring, at, save_id)
     if root.layout == FilesLayout.name:
         raise CorruptCheckpointError(
             f"{referring} refers to {at.display}, which holds no tree; load another checkpoint"
         )
     store = ObjectReader(at.store, root.objects, context.io_threads, verify=context.verify, strict=True)
-    opened = Opened.of_root(at, root, context.registry.layout(root.layout), store, None)
+    opened = Opened.of_root(at, mark, root, context.registry.layout(root.layout), store, None)
     return dataclasses.replace(opened, tree=stored_tree(root.tree, root.references))
 
 

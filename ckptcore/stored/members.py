@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Callable, Collection
-from typing import Final, TypeVar
+from collections.abc import Collection
+from typing import Final
 
 from ckptcore.builtin.files_layout import FilesLayout
 from ckptcore.commits.occupants import root_bytes
@@ -21,35 +21,18 @@ from ckptcore.locations import Location, Place, Within, subdirectory
 from ckptcore.roots.root import ROOT_KEY
 from ckptcore.roots.root_json import is_claim
 from ckptcore.stored.opened import Opened, OpenedComposite
-from ckptcore.stored.opening import ATTEMPTS, find_names, open_checkpoint, open_files, replaced_too_often, root_mark
+from ckptcore.stored.opening import open_files, open_tree
+from ckptcore.stored.tries import Tries, open_checkpoint
 
 __all__ = [
     "is_deleted",
-    "open_composite",
     "open_member",
     "present_members",
     "told_names",
-    "while_composite_unchanged",
 ]
-
-T = TypeVar("T")
 
 _NAMES_TOLD: Final = 20
 _OF_RANK: Final = re.compile(r"(.+)\.rank_(0|[1-9][0-9]{0,8})", re.DOTALL)
-
-
-def open_composite(location: Place, context: Context) -> OpenedComposite:
-    """Open a checkpoint of several checkpointables, or one tree that the software which wrote it knows by a name.
-
-    Raises:
-        CompositeCheckpointError: if it is one tree.
-        CheckpointNotFoundError, UncommittedCheckpointError, CorruptCheckpointError: if there is none.
-    """
-    found = find_names(location, context)
-    if found is not None:
-        return found
-    opened = open_checkpoint(location, context)
-    raise CompositeCheckpointError(f"{opened.location.display} is one tree and has no names: use load")
 
 
 def present_members(composite: OpenedComposite) -> dict[str, list[str]]:
@@ -133,13 +116,11 @@ def open_member(composite: OpenedComposite, name: str, directory: str, location:
 def _open_foreign_member(
     composite: OpenedComposite, name: str, directory: str, location: Place, context: Context
 ) -> Opened:
-    place = Within(location, directory)
+    opener = open_files if composite.members[name].kind == "files" else open_tree
     others = told_names([other for other in composite.members if other != name])
     hint = f"ask load_checkpointables for the names that you need, to load the others without it: {others}"
     try:
-        return (
-            open_files(place, context) if composite.members[name].kind == "files" else open_checkpoint(place, context)
-        )
+        return Tries(Within(location, directory), context, opener).open()
     except (CheckpointNotFoundError, CompositeCheckpointError) as error:
         raise CheckpointNotFoundError(
             f"{name!r} in {composite.location.display} is nothing that an installed plugin reads: {error}; {hint}"
@@ -147,27 +128,6 @@ def _open_foreign_member(
     except CheckpointError as error:
         error.add_note(hint)
         raise
-
-
-def while_composite_unchanged(
-    composite: OpenedComposite, location: Place, context: Context, attempt: Callable[[OpenedComposite], T]
-) -> T:
-    """Read a checkpoint of several checkpointables; begin again if it was replaced meanwhile, so that all is of one save.
-
-    Raises:
-        What `open_composite` and `attempt` do.
-    """
-    for _ in range(ATTEMPTS):
-        try:
-            made = attempt(composite)
-        except CheckpointError:
-            if root_mark(composite.location.store) == composite.data:
-                raise
-        else:
-            if root_mark(composite.location.store) == composite.data:
-                return made
-        composite = open_composite(location, context)
-    raise replaced_too_often(location)
 
 
 def told_names(names: Collection[str]) -> str:

@@ -1,4 +1,4 @@
-"""Opened: a checkpoint that can be read, and what its objects hold."""
+"""Opened: a checkpoint that can be read, what its objects hold, and the mark by which it is known to be there still."""
 
 from __future__ import annotations
 
@@ -7,15 +7,16 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, Protocol, TypeAlias
 
+from ckptcore.commits.occupants import root_bytes
 from ckptcore.engine.reader import ObjectReader
-from ckptcore.errors import CorruptCheckpointError, ObjectNotFoundError
+from ckptcore.errors import CheckpointError, CorruptCheckpointError, InvalidLocationError, ObjectNotFoundError
 from ckptcore.locations import Location, Place
 from ckptcore.model.arrays import Box, HostArray
 from ckptcore.model.metadata import TreeMetadata
 from ckptcore.model.objects import ObjectRecord
 from ckptcore.model.transfer import ReadPlan
 from ckptcore.model.tree import JSON, format_path
-from ckptcore.protocols import Layout
+from ckptcore.protocols import Layout, StorageBackend
 from ckptcore.roots.root import Composite, Member, Root
 
 if TYPE_CHECKING:
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "MadeArrays",
+    "Mark",
     "Opened",
     "OpenedComposite",
     "Source",
@@ -31,9 +33,89 @@ __all__ = [
     "file_pieces",
     "naming_arrays",
     "naming_further",
+    "read_mark",
+    "replaced_beside",
+    "root_mark",
 ]
 
 _PIECE_BYTES: Final = 1 << 24
+
+_HEAD_BYTES: Final = 1 << 12
+"""The start of a root, which says whether it is one of a member."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """What was at a location when it was looked at. It changes when a checkpoint is committed, replaced or deleted there.
+
+    Checkpoints of other software have no root. Of these only the appearance of a root, and other names, are seen.
+
+    Attributes:
+        root: the bytes of the root, of which no two saves have the same; None where there is none; a text that says why it
+            cannot be read.
+        around: the root of the composite, for a member of one.
+        names: the names in a directory without a root.
+        nbytes: the size of an object; None of a directory.
+    """
+
+    root: bytes | str | None
+    around: bytes | str | None = None
+    names: tuple[str, ...] = ()
+    nbytes: int | None = None
+
+    @property
+    def is_object(self) -> bool:
+        """True if the location is one object (file), and no directory."""
+        return self.nbytes is not None
+
+    def is_at(self, location: Location) -> bool:
+        """Return True if all of it is at a location still, so that an error about it is one of the checkpoint.
+
+        Raises:
+            StorageError
+        """
+        return read_mark(location) == self
+
+    def has_stayed_at(self, location: Location) -> bool:
+        """Return True if the root is the same still, so that what was read without an error is of one save. One request.
+
+        A member counts once the composite around it was found committed, so that is not looked at again. Other names are not
+        looked for either: reads of checkpoints of other software are many, and lists are long.
+
+        Raises:
+            StorageError
+        """
+        return root_mark(location.store) == self.root
+
+
+def read_mark(location: Location) -> Mark:
+    """Read the mark of a location: its root first, and names only where there is no root.
+
+    Raises:
+        StorageError
+    """
+    root = root_mark(location.store)
+    if isinstance(root, str):
+        return Mark(root)
+    if root is not None:
+        is_member = b'"member":true' in root[:_HEAD_BYTES]
+        return Mark(root, around=root_mark(location.parent) if is_member else None)
+    try:
+        nbytes = location.parent.size(location.name)
+    except ObjectNotFoundError:
+        return Mark(None, names=tuple(location.store.list_names()))
+    return Mark(None, nbytes=nbytes)
+
+
+def root_mark(store: StorageBackend) -> bytes | str | None:
+    """The bytes of a root; None where there is none, and a text where it cannot be read.
+
+    A directory that is exchanged while its root is opened looks like a link that leads out of it.
+    """
+    try:
+        return root_bytes(store)
+    except InvalidLocationError as error:
+        return str(error)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +124,7 @@ class Opened:
 
     Attributes:
         location: where it is.
+        mark: what was there when it was opened.
         root: its root; None where other software wrote it.
         layout, state: how its arrays lie in its objects.
         tree: what is in it.
@@ -57,6 +140,7 @@ class Opened:
     """
 
     location: Location
+    mark: Mark
     root: Root | None
     layout: Layout
     state: JSON
@@ -72,11 +156,11 @@ class Opened:
 
     @classmethod
     def of_root(
-        cls, location: Location, root: Root, layout: Layout, store: ObjectReader, copies: HostCopies | None
+        cls, location: Location, mark: Mark, root: Root, layout: Layout, store: ObjectReader, copies: HostCopies | None
     ) -> Opened:
         """One of ours."""
         return cls(
-            location, root, layout, root.state, root.tree, root.objects, store, _writer(root), root.custom, root.metrics, root.created,
+            location, mark, root, layout, root.state, root.tree, root.objects, store, _writer(root), root.custom, root.metrics, root.created,
             copies,
         )  # fmt: skip
 
@@ -150,14 +234,14 @@ class OpenedComposite:
 
     Attributes:
         location: where it is.
-        data: the bytes of its root, which no two saves share; None where other software wrote it.
+        mark: what was there when it was opened.
         root: its root; None where other software wrote it.
         members: what is in it, by name; what was deleted since is still listed.
         writer, custom, metrics, created: as of an `Opened`.
     """
 
     location: Location
-    data: bytes | None
+    mark: Mark
     root: Composite | None
     members: Mapping[str, Member]
     writer: str
@@ -166,9 +250,9 @@ class OpenedComposite:
     created: str | None = None
 
     @classmethod
-    def of_root(cls, location: Location, data: bytes, root: Composite) -> OpenedComposite:
+    def of_root(cls, location: Location, mark: Mark, root: Composite) -> OpenedComposite:
         """One of ours."""
-        return cls(location, data, root, root.members, _writer(root), root.custom, root.metrics, root.created)
+        return cls(location, mark, root, root.members, _writer(root), root.custom, root.metrics, root.created)
 
 
 def _writer(root: Root | Composite) -> str:
@@ -204,8 +288,19 @@ def naming_further(opened: Opened) -> Iterator[None]:
     try:
         with naming_arrays(opened):
             yield
-    except CorruptCheckpointError as error:
+    except CheckpointError as error:
+        if not opened.mark.is_at(opened.location):
+            raise replaced_beside(opened) from error
+        if not isinstance(error, CorruptCheckpointError):
+            raise
         raise type(error)(f"{error}. It is read for arrays of another checkpoint") from error
+
+
+def replaced_beside(opened: Opened) -> CorruptCheckpointError:
+    """The error for a further checkpoint that was replaced while arrays of it were read."""
+    return CorruptCheckpointError(
+        f"{opened.location.display} was replaced while arrays of it were put together with those of another checkpoint; load again"
+    )
 
 
 def arrays_at(opened: Opened, key: str | None, start: int | None, stop: int | None) -> list[str]:

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Final
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Final, TypeAlias, TypeVar
 
 from ckptcore.builtin.files_layout import FilesLayout
 from ckptcore.builtin.keys import check_key
 from ckptcore.commits.hidden_names import is_hidden_name
-from ckptcore.commits.occupants import holds_members, parse_root, root_bytes
+from ckptcore.commits.occupants import holds_members, parse_root
 from ckptcore.context import Context
 from ckptcore.engine.reader import ObjectReader
 from ckptcore.errors import (
-    CheckpointError,
     CheckpointNotFoundError,
     CompositeCheckpointError,
     CorruptCheckpointError,
@@ -20,33 +19,25 @@ from ckptcore.errors import (
     ObjectNotFoundError,
     UncommittedCheckpointError,
 )
-from ckptcore.locations import Location, Place, resolve_location
+from ckptcore.locations import Location
 from ckptcore.model.metadata import TreeMetadata
 from ckptcore.model.objects import ObjectRecord
 from ckptcore.model.tree import Node
-from ckptcore.protocols import InspectedComposite, InspectsComposites, Layout, StorageBackend
+from ckptcore.protocols import InspectedComposite, InspectsComposites, Layout
 from ckptcore.roots.root import ROOT_KEY, Claimed, Composite, Member, PartialSave, Root
 from ckptcore.step_names import StepNames
-from ckptcore.stored.opened import Opened, OpenedComposite
+from ckptcore.stored.opened import Mark, Opened, OpenedComposite
 
 if TYPE_CHECKING:
     from ckptcore.roots.known_roots import KnownRoots
 
-__all__ = [
-    "ATTEMPTS",
-    "expect_committed",
-    "find_composite",
-    "find_names",
-    "open_checkpoint",
-    "open_files",
-    "open_resolved",
-    "open_root",
-    "replaced_too_often",
-    "root_mark",
-]
+__all__ = ["Opener", "open_either", "open_files", "open_names", "open_tree"]
 
-ATTEMPTS: Final = 20
-"""How often a checkpoint that is replaced while it is read is read again."""
+_Found = TypeVar("_Found", bound=Opened | OpenedComposite)
+
+Opener: TypeAlias = Callable[[Location, Mark, Context], _Found]
+"""Opens what is at a location, given its mark. What it opens is of that save, or the mark is another one afterwards."""
+
 
 _STEPS_TOLD: Final = 10
 
@@ -54,69 +45,16 @@ _HEAD_BYTES: Final = 1 << 12
 """In so many bytes a root says whether it is one of a member."""
 
 
-def find_composite(location: Place, context: Context) -> OpenedComposite | None:
-    """The checkpoint of several checkpointables at a location; None if what is there is none, or nothing is.
-
-    What other software wrote is none if it has one name only and is opened as a tree without it.
-
-    Raises:
-        CorruptCheckpointError: if its root cannot be read.
-    """
-    found = find_names(location, context)
-    if found is None or found.root is not None or len(found.members) != 1:
-        return found
-    return None if _is_tree(found.location, context) else found
-
-
-def find_names(location: Place, context: Context) -> OpenedComposite | None:
-    """What has names at a location: also one tree that the software which wrote it knows by a name.
-
-    Raises:
-        What `find_composite` does.
-    """
-    refused = None
-    for attempt in range(ATTEMPTS):
-        resolved = _resolve(location, context)
-        try:
-            data = root_bytes(resolved.store)
-        except InvalidLocationError as error:
-            # A directory that was exchanged as its root was opened looks like a link that leads out of it.
-            if str(error) == refused:
-                raise
-            refused = str(error)
-            continue
-        if is_hidden_name(resolved.name):
-            return None
-        if data is None:
-            try:
-                found = _find_foreign_names(resolved, context)
-            except CheckpointError:
-                if attempt + 1 == ATTEMPTS or root_mark(resolved.store) is None:
-                    raise
-                continue
-            if found is not None or root_mark(resolved.store) is None:
-                return found
-            continue  # a save has committed meanwhile
-        try:
-            root = parse_root(resolved.store, data)
-        except CheckpointError:
-            # A part of the root is gone with a checkpoint that was replaced since.
-            if attempt + 1 < ATTEMPTS and root_mark(resolved.store) != data:
-                continue
-            raise
-        return OpenedComposite.of_root(resolved, data, root) if isinstance(root, Composite) else None
-    raise replaced_too_often(location)
-
-
-def _find_foreign_names(location: Location, context: Context) -> OpenedComposite | None:
+def _find_foreign_names(location: Location, mark: Mark, context: Context) -> OpenedComposite | None:
     """Ask every layout that knows checkpoints of several checkpointables.
 
     Raises:
         CorruptCheckpointError: also if a name is none that a directory can have, or it was written by ckptcore and lost its root.
     """
     layouts = [layout for layout in context.registry.layouts() if isinstance(layout, InspectsComposites)]
-    if not layouts or location.is_object:
+    if not layouts or not mark.names:
         return None
+    _expect_no_root(location, mark)
     store = ObjectReader(location.store, {}, context.io_threads, verify=context.verify)
     found: InspectedComposite | None = None
     for layout in layouts:
@@ -128,7 +66,20 @@ def _find_foreign_names(location: Location, context: Context) -> OpenedComposite
     for name in found.members:
         _check_member(location, name)
     members = {name: Member(kind) for name, kind in found.members.items()}
-    return OpenedComposite(location, None, None, members, found.writer, found.custom, found.metrics, found.created)
+    return OpenedComposite(location, mark, None, members, found.writer, found.custom, found.metrics, found.created)
+
+
+def _expect_no_root(location: Location, mark: Mark) -> None:
+    """Refuse files among which a root has come, or has not gone yet, since it was asked for.
+
+    Raises:
+        CheckpointNotFoundError
+    """
+    if ROOT_KEY in mark.names:
+        raise CheckpointNotFoundError(
+            f"there is no checkpoint at {location.display}: {ROOT_KEY} is listed there and cannot be read, so it is being "
+            "written or deleted; load again when that is done, or look whether it is a broken link"
+        )
 
 
 def _check_member(location: Location, name: str) -> None:
@@ -149,127 +100,132 @@ def _check_member(location: Location, name: str) -> None:
         raise _lost_root(location)
 
 
-def _is_tree(location: Location, context: Context) -> bool:
-    try:
-        _open_tree(location, context)
-    except UncommittedCheckpointError:
-        raise
-    except (CheckpointNotFoundError, CompositeCheckpointError):
-        return False
-    return True
+def open_tree(location: Location, mark: Mark, context: Context, known: KnownRoots | None = None) -> Opened:
+    """Open the tree at a location, or the files that an object wrote there.
 
-
-def open_checkpoint(location: Place, context: Context) -> Opened:
-    """Open the checkpoint at a location.
+    Args:
+        location: where it is.
+        mark: what is there: the bytes of its root, or the names of files of other software.
+        context: how it is read.
+        known: roots that need not be parsed again, for callers that give out nothing of them that could be changed; None: it is parsed.
 
     Raises:
         CheckpointNotFoundError: if there is nothing that any installed layout reads.
         UncommittedCheckpointError: if a save began there and never committed.
+        CompositeCheckpointError: if it holds several checkpointables.
         CorruptCheckpointError: if it cannot be read.
     """
-    return open_resolved(_resolve(location, context), context)
+    root = _root_of(location, mark, known)
+    if root is None:
+        return _open_foreign(location, mark, context)
+    if isinstance(root, Composite):
+        raise _several(location, list(root.members))
+    return _open_own(location, mark, root, context, known)
 
 
-def open_resolved(location: Location, context: Context) -> Opened:
-    """Open the checkpoint at a location whose storage is open.
+def open_names(location: Location, mark: Mark, context: Context) -> OpenedComposite:
+    """Open a checkpoint of several checkpointables, or one tree that the software which wrote it knows by a name.
 
     Raises:
-        What `open_checkpoint` does.
+        CompositeCheckpointError: if it is one tree.
+        What `open_tree` does.
     """
-    return open_root(location, root_bytes(location.store), context)
+    root = _root_of(location, mark)
+    if isinstance(root, Composite):
+        return OpenedComposite.of_root(location, mark, root)
+    if root is None and (found := _find_foreign_names(location, mark, context)) is not None:
+        return found
+    opened = open_tree(location, mark, context)
+    raise CompositeCheckpointError(f"{opened.location.display} is one tree and has no names: use load")
 
 
-def open_files(location: Place, context: Context) -> Opened:
+def open_either(location: Location, mark: Mark, context: Context) -> Opened | OpenedComposite:
+    """Open a checkpoint of either sort. What other software wrote under one name is a tree if it can be opened without that.
+
+    Raises:
+        What `open_tree` does.
+    """
+    root = _root_of(location, mark)
+    if isinstance(root, Composite):
+        return OpenedComposite.of_root(location, mark, root)
+    if root is not None:
+        return _open_own(location, mark, root, context, None)
+    found = _find_foreign_names(location, mark, context)
+    if found is None:
+        return _open_foreign(location, mark, context)
+    if len(found.members) != 1:
+        return found
+    try:
+        return _open_tree(location, mark, context)
+    except UncommittedCheckpointError:
+        raise
+    except (CheckpointNotFoundError, CompositeCheckpointError):
+        return found
+
+
+def open_files(location: Location, mark: Mark, context: Context) -> Opened:
     """Open files that an object wrote: as a checkpoint of ours, or where there is none, every file that is there.
 
     Raises:
         CheckpointNotFoundError: if there is no file.
-        What `open_checkpoint` does.
+        What `open_tree` does.
     """
-    resolved = _resolve(location, context)
-    data = root_bytes(resolved.store)
-    if data is not None:
-        return open_root(resolved, data, context)
-    objects = {key: ObjectRecord(key, resolved.store.size(key)) for key in resolved.store.list()}
+    if mark.root is not None:
+        return open_tree(location, mark, context)
+    _expect_no_root(location, mark)
+    objects = {key: ObjectRecord(key, location.store.size(key)) for key in location.store.list()}
     if not objects:
-        raise CheckpointNotFoundError(f"there is no file at {resolved.display}; check the path")
-    store = ObjectReader(resolved.store, objects, context.io_threads, verify=context.verify, strict=True)
+        raise CheckpointNotFoundError(f"there is no file at {location.display}; check the path")
+    store = ObjectReader(location.store, objects, context.io_threads, verify=context.verify, strict=True)
     tree = TreeMetadata(Node("dict", (), ()), ())
-    return Opened(resolved, None, FilesLayout(), None, tree, objects, store, "", {})
+    return Opened(location, mark, None, FilesLayout(), None, tree, objects, store, "", {})
 
 
-def root_mark(store: StorageBackend) -> bytes | str | None:
-    """What changes when a checkpoint is replaced: the bytes of its root, or in words why there is none that can be read."""
-    try:
-        return root_bytes(store)
-    except InvalidLocationError as error:
-        return str(error)
-
-
-def replaced_too_often(location: Place) -> CorruptCheckpointError:
-    """What is raised where every one of `ATTEMPTS` was overtaken."""
-    return CorruptCheckpointError(
-        f"{location} was replaced {ATTEMPTS} times while it was read; load it when it is saved less often"
-    )
-
-
-def _resolve(location: Place, context: Context) -> Location:
-    return resolve_location(location, context.registry, durable=False, config=context.storage)
-
-
-def open_root(resolved: Location, data: bytes | None, context: Context, known: KnownRoots | None = None) -> Opened:
-    """Open the checkpoint that these bytes are the root of; a foreign one where there are none.
-
-    Args:
-        resolved: where it is.
-        data: the bytes of its root.
-        context: how it is read.
-        known: roots that need not be parsed again, for who gives out nothing of them that could be changed; None: it is parsed.
+def _root_of(location: Location, mark: Mark, known: KnownRoots | None = None) -> Root | Composite | None:
+    """The root of a checkpoint that is committed; None where there is none.
 
     Raises:
-        What `open_checkpoint` does.
+        InvalidLocationError, CorruptCheckpointError, UnsupportedVersionError: if it cannot be read.
+        UncommittedCheckpointError: if it is none of a committed checkpoint.
     """
+    data = mark.root
     root = None
+    if isinstance(data, str):
+        raise InvalidLocationError(data)
     if data is not None:
         root = (
-            parse_root(resolved.store, data)
+            parse_root(location.store, data)
             if known is None
-            else known.root(data, lambda: parse_root(resolved.store, data))
+            else known.root(data, lambda: parse_root(location.store, data))
         )
-    if isinstance(root, Claimed) or is_hidden_name(resolved.name):
+    if isinstance(root, Claimed) or is_hidden_name(location.name):
         raise UncommittedCheckpointError(
-            f"{resolved.display} holds a save that was not committed"
+            f"{location.display} holds a save that was not committed"
             + (f" (it began at {root.created})" if root is not None else "")
             + ": it is under way or died; load another checkpoint, or save here again"
         )
     if isinstance(root, PartialSave):
-        raise _not_finalized(resolved, root)
-    if root is None:
-        try:
-            return _open_foreign(resolved, context)
-        except CheckpointNotFoundError:
-            from ckptcore.commits.session_claims import find_partial  # only where nothing else is there
+        raise _not_finalized(location, root)
+    return root
 
-            partial = find_partial(resolved)
-            if partial is None:
-                raise
-            raise _not_finalized(resolved, partial) from None
-    if isinstance(root, Composite):
-        raise _several(resolved, list(root.members))
+
+def _open_own(location: Location, mark: Mark, root: Root, context: Context, known: KnownRoots | None) -> Opened:
+    """Open what ckptcore wrote."""
     if root.member:
-        expect_committed(resolved, root)
+        _expect_committed(location, mark, root)
+    data = mark.root
     layout = (
-        _layout_of(root, context)
-        if known is None or data is None
-        else known.layout(data, root, lambda: _layout_of(root, context))
+        known.layout(data, root, lambda: _layout_of(root, context))
+        if known is not None and isinstance(data, bytes)
+        else _layout_of(root, context)
     )
-    store = ObjectReader(resolved.store, root.objects, context.io_threads, verify=context.verify, strict=True)
+    store = ObjectReader(location.store, root.objects, context.io_threads, verify=context.verify, strict=True)
     copies = None
-    if resolved.of_host:
+    if location.of_host:
         from ckptcore.stored.host_copies import find_copies  # only who has hosts needs it
 
-        copies = find_copies(resolved, root, context)
-    opened = Opened.of_root(resolved, root, layout, store, copies)
+        copies = find_copies(location, root, context)
+    opened = Opened.of_root(location, mark, root, layout, store, copies)
     if root.references:
         from ckptcore.stored.bases import with_bases  # only who refers to others needs it
 
@@ -289,7 +245,7 @@ def _not_finalized(location: Location, partial: PartialSave) -> UncommittedCheck
     )
 
 
-def expect_committed(resolved: Location, member: Root) -> None:
+def _expect_committed(location: Location, mark: Mark, member: Root) -> None:
     """Do nothing if the composite that a member belongs to is committed.
 
     Where there is no composite around it, somebody copied the member out. It is whole by itself: its root was written after
@@ -298,33 +254,41 @@ def expect_committed(resolved: Location, member: Root) -> None:
     Raises:
         UncommittedCheckpointError
     """
-    data = root_bytes(resolved.parent)
-    hidden = is_hidden_name(resolved.parent_name)
+    data = mark.around
+    hidden = is_hidden_name(location.parent_name)
     if data is None and not hidden:
         return
-    around = None if data is None else parse_root(resolved.parent, data)
+    if isinstance(data, str):
+        raise InvalidLocationError(data)
+    around = None if data is None else parse_root(location.parent, data)
     if hidden or not isinstance(around, Composite) or around.save_id != member.save_id:
         raise UncommittedCheckpointError(
-            f"{resolved.display} belongs to a checkpoint of several checkpointables that was not committed, or was replaced "
+            f"{location.display} belongs to a checkpoint of several checkpointables that was not committed, or was replaced "
             "meanwhile; load another checkpoint, or save again"
         )
 
 
-def _open_foreign(location: Location, context: Context) -> Opened:
-    """Open what other software wrote.
+def _open_foreign(location: Location, mark: Mark, context: Context) -> Opened:
+    """Open the tree that other software wrote.
 
     Raises:
         CompositeCheckpointError: if it has several names, and none stands for all of it.
+        UncommittedCheckpointError: if sessions write there.
     """
     try:
-        return _open_tree(location, context)
+        return _open_tree(location, mark, context)
     except UncommittedCheckpointError:
         raise
     except CheckpointNotFoundError:
-        found = _find_foreign_names(location, context)
-        if found is None:
+        from ckptcore.commits.session_claims import find_partial  # only where nothing else is there
+
+        found = _find_foreign_names(location, mark, context)
+        if found is not None:
+            raise _several(location, list(found.members)) from None
+        partial = find_partial(location)
+        if partial is None:
             raise
-        raise _several(location, list(found.members)) from None
+        raise _not_finalized(location, partial) from None
 
 
 def _several(location: Location, names: Sequence[str]) -> CompositeCheckpointError:
@@ -335,18 +299,19 @@ def _several(location: Location, names: Sequence[str]) -> CompositeCheckpointErr
     )
 
 
-def _open_tree(location: Location, context: Context) -> Opened:
+def _open_tree(location: Location, mark: Mark, context: Context) -> Opened:
     """Open the tree that other software wrote.
 
     Raises:
         CheckpointNotFoundError: if no layout finds one.
     """
-    entry = location.name if location.is_object else None
+    entry = location.name if mark.is_object else None
     storage = location.parent if entry is not None else location.store
-    if entry is None and not storage.list_names():
+    if entry is None and not mark.names:
         raise CheckpointNotFoundError(
             f"there is nothing at {location.display}; check the path, or list the directory above"
         )
+    _expect_no_root(location, mark)
     store = ObjectReader(storage, {}, context.io_threads, verify=context.verify)
     layouts = context.registry.layouts()
     for layout in layouts:
@@ -354,6 +319,7 @@ def _open_tree(location: Location, context: Context) -> Opened:
         if inspection is not None:
             return Opened(
                 location,
+                mark,
                 None,
                 layout,
                 inspection.state,
@@ -367,7 +333,7 @@ def _open_tree(location: Location, context: Context) -> Opened:
             )
     if entry is None and holds_members(storage):
         raise _lost_root(location)
-    if entry is None and (steps := StepNames().find([name[:-1] for name in storage.list_names() if name[-1] == "/"])):
+    if entry is None and (steps := StepNames().find([name[:-1] for name in mark.names if name[-1] == "/"])):
         raise CheckpointNotFoundError(_of_steps(location, steps))
     failed = "".join(f"; {name} cannot be used: {reason}" for name, reason in context.registry.failed_layouts().items())
     raise CheckpointNotFoundError(

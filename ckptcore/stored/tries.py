@@ -1,47 +1,143 @@
-"""Tries: reading a checkpoint until it was not replaced meanwhile."""
+"""Tries: reading a checkpoint until it was not replaced meanwhile. Everything that reads a checkpoint does it by these."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, TypeVar
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Final, Generic, TypeVar
 
-from ckptcore.commits.occupants import root_bytes
 from ckptcore.context import Context
-from ckptcore.errors import (
-    CheckpointError,
-    CheckpointNotFoundError,
-    CorruptCheckpointError,
-    InvalidLocationError,
-    ObjectNotFoundError,
-)
-from ckptcore.locations import resolve_location
-from ckptcore.stored.opened import Opened, Source, naming_arrays
-from ckptcore.stored.opening import ATTEMPTS, expect_committed, open_root, replaced_too_often, root_mark
+from ckptcore.errors import CheckpointError, CorruptCheckpointError
+from ckptcore.locations import Location, Place, resolve_location
+from ckptcore.stored.opened import Mark, Opened, OpenedComposite, Source, naming_arrays, read_mark
+from ckptcore.stored.opening import Opener, open_tree
 
 if TYPE_CHECKING:
     from ckptcore.roots.known_roots import KnownRoots
 
-__all__ = ["Tries", "while_unchanged"]
+__all__ = [
+    "ATTEMPTS",
+    "Tries",
+    "open_checkpoint",
+    "replaced_too_often",
+    "tries_of",
+    "while_tree_unchanged",
+    "while_unchanged",
+]
 
+Found = TypeVar("Found", bound=Opened | OpenedComposite)
 T = TypeVar("T")
 
+ATTEMPTS: Final = 20
+"""How often a checkpoint that is replaced while it is read is read again."""
 
-def while_unchanged(location: Source, context: Context, attempt: Callable[[Opened], T]) -> T:
+
+class Tries(Generic[Found]):
+    """Tries to read a checkpoint, each of which opens it, until it was not replaced from its opening to its end."""
+
+    def __init__(self, location: Place, context: Context, opener: Opener[Found]) -> None:
+        """Open nothing yet."""
+        self._location = location
+        self._context = context
+        self._opener = opener
+        self._left = ATTEMPTS
+        self._found: Found | None = None
+
+    def open(self) -> Found:
+        """Begin a try. What was opened is of one save.
+
+        Raises:
+            CorruptCheckpointError: also if it was replaced too often.
+            What the opener does.
+        """
+        context = self._context
+        while self._left:
+            self._left -= 1
+            # Opened anew each time: a storage may keep objects open by name.
+            resolved = resolve_location(self._location, context.registry, durable=False, config=context.storage)
+            mark = read_mark(resolved)
+            self._found = None
+            try:
+                found = self._opener(resolved, mark, context)
+            except CheckpointError:
+                if mark.is_at(resolved):
+                    raise
+                continue
+            # What has no root was looked for in files, which may be of a save that was committed meanwhile.
+            if mark.root is not None or mark.is_at(resolved):
+                self._found = found
+                return found
+        raise replaced_too_often(self._location)
+
+    def stands(self) -> bool:
+        """Return True if what was opened last is there still, so that an error about it is one of the checkpoint."""
+        return self._found is None or self._found.mark.is_at(self._found.location)
+
+    def is_unchanged(self) -> bool:
+        """Return True if what was read without an error, since it was opened last, is of one save."""
+        if self._found is None:
+            return True
+        mark, location = self._found.mark, self._found.location
+        return mark.is_at(location) if mark.root is None else mark.has_stayed_at(location)
+
+
+class _Standing(Tries[Opened]):
+    """One try with what is open already. Whoever opened it finds out whether it was replaced."""
+
+    def __init__(self, opened: Opened) -> None:
+        self._opened = opened
+
+    def open(self) -> Opened:
+        return self._opened
+
+    def stands(self) -> bool:
+        return True
+
+    def is_unchanged(self) -> bool:
+        return True
+
+
+def tries_of(source: Source, context: Context, known: KnownRoots | None = None) -> Tries[Opened]:
+    """Tries to read a tree. What is open already is read as it was opened.
+
+    Args:
+        source: a place, or what is open already.
+        context: options.
+        known: roots that need not be parsed again, for callers that give out nothing of them that could be changed.
+    """
+    if isinstance(source, Opened):
+        return _Standing(source)
+
+    def opener(location: Location, mark: Mark, context: Context) -> Opened:
+        return open_tree(location, mark, context, known)
+
+    return Tries(source, context, opener)
+
+
+def while_unchanged(location: Place, context: Context, attempt: Callable[[Found], T], opener: Opener[Found]) -> T:
     """Open and read a checkpoint; begin again if it was replaced meanwhile, so that the result is of one save.
 
-    One that is open already is read as it was opened: who opened it looks whether it was replaced.
+    Raises:
+        What `opener` and `attempt` do, with errors about bytes naming the arrays that have them.
+    """
+    return _while_unchanged(Tries(location, context, opener), attempt)
+
+
+def while_tree_unchanged(source: Source, context: Context, attempt: Callable[[Opened], T]) -> T:
+    """Open and read a tree as `while_unchanged` does. What is open already is read as it was opened.
 
     Raises:
-        What `open_checkpoint` and `attempt` do, with errors about bytes naming the arrays that lie there.
+        What `open_tree` and `attempt` do, with errors about bytes naming the arrays that have them.
     """
-    tries = Tries(location, context)
+    return _while_unchanged(tries_of(source, context), attempt)
+
+
+def _while_unchanged(tries: Tries[Found], attempt: Callable[[Found], T]) -> T:
     while True:
-        opened = tries.open()
-        if opened is None:
-            continue
+        found = tries.open()
         try:
-            with naming_arrays(opened):
-                made = attempt(opened)
+            with naming_arrays(found) if isinstance(found, Opened) else nullcontext():
+                made = attempt(found)
         except CheckpointError:
             if tries.stands():
                 raise
@@ -50,70 +146,17 @@ def while_unchanged(location: Source, context: Context, attempt: Callable[[Opene
             return made
 
 
-class Tries:
-    """Tries to read a checkpoint, each of which opens it, until it was not replaced from its opening to its end.
+def open_checkpoint(location: Place, context: Context) -> Opened:
+    """Open the tree at a location. Whoever reads it finds out whether it was replaced since.
 
-    What is open already is opened once, as it is, and taken to stand.
+    Raises:
+        What `open_tree` does.
     """
-
-    def __init__(self, location: Source, context: Context, known: KnownRoots | None = None) -> None:
-        """Open nothing yet; `known` is as for `ckptcore.stored.opening.open_root`."""
-        self._known = known
-        self._location = location
-        self._context = context
-        self._left = ATTEMPTS
-        self._failed_at: tuple[object, object] | None = None
-        self._now: tuple[Opened, bytes | None] | None = None
-
-    def open(self) -> Opened | None:
-        """Begin a try; None where it was exchanged as it was opened, so that another one is to begin.
-
-        Raises:
-            CorruptCheckpointError: also if it was replaced too often.
-            What `open_checkpoint` does.
-        """
-        if isinstance(self._location, Opened):
-            return self._location
-        if not self._left:
-            raise replaced_too_often(self._location)
-        self._left -= 1
-        # Opened anew each time: a storage may keep objects open by name.
-        context = self._context
-        resolved = resolve_location(self._location, context.registry, durable=False, config=context.storage)
-        self._now = None
-        try:
-            before = root_bytes(resolved.store)
-            self._now = open_root(resolved, before, context, self._known), before
-        except (CorruptCheckpointError, CheckpointNotFoundError, InvalidLocationError, ObjectNotFoundError):
-            # A member is not of the composite around it while that is exchanged: who finds the same twice has found it.
-            now = root_mark(resolved.store), root_mark(resolved.parent)
-            if now in ((None, None), self._failed_at):
-                raise
-            self._failed_at = now
-            return None
-        return self._now[0]
-
-    def stands(self) -> bool:
-        """Whether what was opened last is there still, so that an error about it is one of the checkpoint."""
-        return self._now is None or _still_stands(*self._now)
-
-    def is_unchanged(self) -> bool:
-        """Whether what was opened last is there still, so that what was read is of one save."""
-        return self._now is None or root_mark(self._now[0].location.store) == self._now[1]
-
-    @property
-    def root(self) -> bytes | None:
-        """The bytes of the root of what was opened last; None where it has none, or was open already."""
-        return None if self._now is None else self._now[1]
+    return Tries(location, context, open_tree).open()
 
 
-def _still_stands(opened: Opened, before: bytes | None) -> bool:
-    """Whether a checkpoint, and the composite that it is a member of, are those that were opened."""
-    if root_mark(opened.location.store) != before:
-        return False
-    if opened.root is not None and opened.root.member:
-        try:
-            expect_committed(opened.location, opened.root)
-        except CheckpointError:
-            return False
-    return True
+def replaced_too_often(location: Place) -> CorruptCheckpointError:
+    """The error for a checkpoint that was replaced in every one of `ATTEMPTS`."""
+    return CorruptCheckpointError(
+        f"{location} was replaced {ATTEMPTS} times while it was read; load it when it is saved less often"
+    )

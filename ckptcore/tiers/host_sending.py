@@ -37,6 +37,7 @@ from ckptcore.protocols import StorageBackend
 from ckptcore.roots.root import HOST_COPIES, ROOT_KEY, Claimed, PartialSave, Root
 from ckptcore.saves.preparing import save_created
 from ckptcore.steps.steps import StepDirectory
+from ckptcore.stored.opened import Mark
 
 __all__ = ["HostSender", "SendsFromHosts"]
 
@@ -98,7 +99,7 @@ def _read_part(location: Location) -> _Part:
         records.append(ObjectRecord(key, size, record.checksums) if key in known else record)
     stored = StoredRoot("", data, {key: store.get(key) for key in root.parts})
     return _Part(
-        Manifest.of(location, stored, (), [record for record in records if record.key not in late]),
+        Manifest.of(location, Mark(data), stored, (), [record for record in records if record.key not in late]),
         tuple([record for record in records if record.key in late]),
         {key: record.size for key, record in known.items()},
     )

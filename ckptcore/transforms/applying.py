@@ -8,16 +8,15 @@ from typing import Final, TypeAlias
 import numpy as np
 import xxhash
 
-from ckptcore.commits.occupants import root_bytes
 from ckptcore.context import Context
 from ckptcore.derivations import Constant, Derivation
 from ckptcore.derivations.derivation import walk
 from ckptcore.engine.elements import bytes_of
-from ckptcore.errors import CheckpointError, CorruptCheckpointError, TransformError, UnsupportedLeafError
+from ckptcore.errors import CheckpointError, TransformError, UnsupportedLeafError
 from ckptcore.locations import LocationLike
 from ckptcore.stored.derived import derive
-from ckptcore.stored.opened import Opened
-from ckptcore.stored.opening import open_checkpoint
+from ckptcore.stored.opened import Opened, replaced_beside
+from ckptcore.stored.tries import open_checkpoint
 from ckptcore.transforms.drafts import Draft
 from ckptcore.transforms.transform import Transform
 
@@ -105,12 +104,8 @@ def check_beside(opened: Opened) -> None:
     first, *beside = opened.derived.below
     check_beside(first)
     for other in beside:
-        now = root_bytes(other.location.store)
-        if other.root is not None and (now is None or other.root.save_id.encode() not in now):
-            raise CorruptCheckpointError(
-                f"{other.location.display} was replaced while arrays of it were put together with those of {first.location.display}; "
-                "load again"
-            )
+        if not other.mark.has_stayed_at(other.location):
+            raise replaced_beside(other)
 
 
 def describe(transforms: Transforms) -> str:

@@ -24,8 +24,8 @@ from ckptcore.planning import plan_read
 from ckptcore.protocols import Layout
 from ckptcore.roots.root import Claimed
 from ckptcore.snapshots import HeldSnapshot
-from ckptcore.stored.opened import Opened
-from ckptcore.stored.opening import open_resolved
+from ckptcore.stored.opened import Opened, read_mark
+from ckptcore.stored.opening import open_tree
 
 if TYPE_CHECKING:
     from ckptcore.stored.derived import Recipe
@@ -207,7 +207,7 @@ class ReadBoxes:
     def _open(self, address: LocationAddress) -> Opened:
         context = self.options.context
         location = open_address(address, context.registry, durable=False, config=context.storage)
-        return open_resolved(location, context)
+        return open_tree(location, read_mark(location), context)
 
 
 def _done(result: object) -> bytes:

@@ -96,7 +96,7 @@ def test_roots_of_others_are_not_read(run_json: RunJson, tmp_path: Path, monkeyp
         read.append(store)
         return root_bytes(store)
 
-    monkeypatch.setattr(survey, "root_bytes", counted)
+    monkeypatch.setattr(survey, "root_mark", counted)
     run_json(StepsDocument, "steps", tmp_path / "run", "--last", 3)
     assert len(read) == 3
 

@@ -23,7 +23,7 @@ from ckptcore.errors import (
 )
 from ckptcore.model import BLOCK_BYTES
 from ckptcore.roots.root_json import encode_root
-from ckptcore.stored.opening import open_checkpoint
+from ckptcore.stored.tries import open_checkpoint
 from tests.composites.objects import Files, Linear
 
 LARGE = (16 << 20) + 12345

@@ -20,7 +20,7 @@ from ckptcore.errors import CorruptCheckpointError, PluginError, SaveLostError
 from ckptcore.model import ArraySpec, Box, HostArray, ReadPlan, WriteItem, WritePlan
 from ckptcore.protocols import Layout, ReadsChunks, ReadStore
 from ckptcore.stored.opened import Opened
-from ckptcore.stored.opening import open_checkpoint
+from ckptcore.stored.tries import open_checkpoint
 from tests.consolidation.test_jobs import CountedFiles
 
 ARRAYS, ARRAY_BYTES = 10, 8000

@@ -26,7 +26,7 @@ from ckptcore.derivations import (
 from ckptcore.model import ArraySpec, Box, HostArray, ReadPlan
 from ckptcore.protocols import ReadStore
 from ckptcore.stored.opened import Opened
-from ckptcore.stored.opening import open_checkpoint
+from ckptcore.stored.tries import open_checkpoint
 from ckptcore.testing.strategies import boxes
 
 CASTS = ("float32", "bfloat16", "float16", "int8", "float64", "float8_e4m3fn")

@@ -36,7 +36,7 @@ from ckptcore.model import LEAF, ArrayRecord, ArraySpec, Box, HostArray, Node, T
 from ckptcore.planning import plan_read
 from ckptcore.stored.derived import Derived, derive
 from ckptcore.stored.opened import Opened
-from ckptcore.stored.opening import open_checkpoint
+from ckptcore.stored.tries import open_checkpoint
 from ckptcore.testing.strategies import boxes
 from ckptcore.transforms import Stack, Transform, Transpose
 from tests.derivations.chains import Chain, chains, open_counted

@@ -21,7 +21,7 @@ from ckptcore.protocols import Coordinator
 from ckptcore.select import LeafTable, Selection
 from ckptcore.stored.chosen_trees import chosen_leaves
 from ckptcore.stored.derived import derive
-from ckptcore.stored.opening import open_checkpoint
+from ckptcore.stored.tries import open_checkpoint
 from ckptcore.testing import ThreadJob, ThreadNetwork
 from ckptcore.transforms import Default, Rename, apply_transforms
 

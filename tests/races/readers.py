@@ -1,0 +1,181 @@
+"""Everything that reads a checkpoint, each with an outcome that can be compared."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Final, TypeAlias
+
+import numpy as np
+
+import ckptcore
+from ckptcore.cli.members import describe
+from ckptcore.errors import CheckpointError, TargetUndefinedError
+from ckptcore.model import AbstractArray, Box
+from ckptcore.slices.stored_arrays import StoredArray
+from ckptcore.verification import has_its_sizes
+
+__all__ = ["READERS", "Outcome", "Reader", "outcome_of"]
+
+Outcome: TypeAlias = str
+"""What a reader gave, as text: equal for two reads of the same save, different for two saves."""
+
+Reader: TypeAlias = Callable[[str, ckptcore.Context], object]
+
+_REPLACED: Final = ("was replaced or deleted after it was opened", "was replaced while it was consolidated")
+_numbers = itertools.count()
+
+
+def outcome_of(reader: Reader, location: str, context: ckptcore.Context) -> Outcome:
+    """The outcome of one read; of an error its type.
+
+    Any error but a `CheckpointError` is raised.
+    """
+    try:
+        return _plain(reader(location, context))
+    except CheckpointError as error:
+        reason: BaseException = error
+        if isinstance(error, TargetUndefinedError) and error.__cause__ is not None:
+            reason = error.__cause__  # a target that was filled before, by a try that was overtaken
+        return "replaced" if any(text in str(reason) for text in _REPLACED) else type(reason).__name__
+
+
+def _plain(value: object) -> str:
+    """A value as text, types and elements included."""
+    if isinstance(value, Mapping):
+        return "{" + ", ".join([f"{key}: {_plain(value[key])}" for key in value]) + "}"
+    if isinstance(value, list | tuple):
+        return f"{type(value).__name__}({', '.join(map(_plain, value))})"
+    if isinstance(value, np.ndarray | np.generic):
+        return f"{value.dtype}{value.tolist()}"
+    if isinstance(value, AbstractArray):
+        return f"{value.dtype}{value.shape}"
+    return repr(value)
+
+
+def _load(location: str, context: ckptcore.Context) -> object:
+    return ckptcore.load(location, context=context)
+
+
+def _load_into(location: str, context: ckptcore.Context) -> object:
+    target = {"a": {"w": np.zeros(3, np.int64)}}
+    ckptcore.load_into(location, target, context=context, matching=ckptcore.Matching(unexpected="ignore"))
+    return target
+
+
+def _load_member(location: str, context: ckptcore.Context) -> object:
+    return ckptcore.load(location + "/a", context=context)
+
+
+def _load_checkpointables(location: str, context: ckptcore.Context) -> object:
+    return ckptcore.load_checkpointables(location, context=context)
+
+
+def _told(found: ckptcore.CheckpointMetadata) -> object:
+    return {"tree": found.abstract, "custom": found.custom, "layout": found.layout, "ours": found.save_id is not None}
+
+
+def _told_of_several(found: ckptcore.CheckpointablesMetadata) -> object:
+    return {
+        "members": {name: _told(one) for name, one in found.checkpointables.items()},
+        "custom": found.custom,
+        "deleted": found.deleted,
+        "unreadable": list(found.unreadable),
+        "ours": found.save_id is not None,
+    }
+
+
+def _metadata(location: str, context: ckptcore.Context) -> object:
+    return _told(ckptcore.metadata(location, context=context))
+
+
+def _checkpointables_metadata(location: str, context: ckptcore.Context) -> object:
+    return _told_of_several(ckptcore.checkpointables_metadata(location, context=context))
+
+
+def _inspect(location: str, context: ckptcore.Context) -> object:
+    found = describe(location, context)
+    return _told(found) if isinstance(found, ckptcore.CheckpointMetadata) else _told_of_several(found)
+
+
+def _open(location: str, context: ckptcore.Context) -> object:
+    with ckptcore.open(location, context=context) as opened:
+        return _elements(opened)
+
+
+def _elements(found: Any) -> object:
+    if isinstance(found, ckptcore.StoredTree):
+        return {key: _elements(found[key]) for key in found}
+    return found[...] if isinstance(found, StoredArray) else found
+
+
+def _load_slice(location: str, context: ckptcore.Context) -> object:
+    return ckptcore.load_slice(location, "a/w", Box((1,), (3,)), context=context)
+
+
+def _load_parts(location: str, context: ckptcore.Context) -> object:
+    parts: Iterable[ckptcore.LoadedPart] = ckptcore.load_parts(location, context=context)
+    return {part.name: part.elements for part in parts}
+
+
+def _verify(location: str, context: ckptcore.Context) -> object:
+    report = ckptcore.verify(location, context=context)
+    problems = [(problem.key, problem.message) for problem in report.problems]
+    return {"problems": problems, "unverified": sorted(report.unverified), "deleted": report.deleted}
+
+
+def _has_its_sizes(location: str, context: ckptcore.Context) -> object:
+    return has_its_sizes(location, context)
+
+
+def _copy(location: str, context: ckptcore.Context) -> object:
+    return _made(lambda to: ckptcore.copy(location, to, context=context))
+
+
+def _convert(location: str, context: ckptcore.Context) -> object:
+    return _made(lambda to: ckptcore.convert(location, to, layout="safetensors", context=context))
+
+
+def _consolidate(location: str, context: ckptcore.Context) -> object:
+    return _made(lambda to: ckptcore.consolidate(location, to, context=context))
+
+
+def _consolidate_subtree(location: str, context: ckptcore.Context) -> object:
+    return _made(lambda to: ckptcore.consolidate(location, to, subtree="a", context=context))
+
+
+def _made(make: Callable[[str], object]) -> object:
+    """What is at a new place in memory once it was made there."""
+    destination = f"memory://copies-{next(_numbers)}/copy"
+    make(destination)
+    found = describe(destination, ckptcore.Context())
+    if isinstance(found, ckptcore.CheckpointMetadata):
+        return {"told": _told(found), "value": ckptcore.load(destination)}
+    return {"told": _told_of_several(found), "value": ckptcore.load_checkpointables(destination)}
+
+
+def _steps(location: str, context: ckptcore.Context) -> object:
+    with ckptcore.CheckpointReader(location.rpartition("/")[0], context=context) as reader:
+        return reader.steps
+
+
+READERS: Final[Mapping[str, Reader]] = {
+    "load": _load,
+    "load_into": _load_into,
+    "load_member": _load_member,
+    "load_checkpointables": _load_checkpointables,
+    "metadata": _metadata,
+    "checkpointables_metadata": _checkpointables_metadata,
+    "inspect": _inspect,
+    "open": _open,
+    "load_slice": _load_slice,
+    "load_parts": _load_parts,
+    "verify": _verify,
+    "has_its_sizes": _has_its_sizes,
+    "copy": _copy,
+    "convert": _convert,
+    "consolidate": _consolidate,
+    "consolidate_subtree": _consolidate_subtree,
+    "steps": _steps,
+}
+"""By name: each reads a checkpoint at a location."""

@@ -1,0 +1,171 @@
+"""States that a place can be in, and a place that goes from one to another in one step."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+import ckptcore
+from ckptcore.builtin.renames import exchange
+from ckptcore.commits.directory_claims import PARTIAL_KEY
+from ckptcore.commits.hidden_names import name_of_partial, name_of_save
+from ckptcore.roots.root import ROOT_KEY, Claimed
+from ckptcore.roots.root_json import encode_claim
+from tests.copying.places import objects_at, store_at
+
+__all__ = [
+    "LAYOUTS",
+    "SCHEMES",
+    "STATES",
+    "Objects",
+    "Place",
+    "save_composite",
+    "save_tree",
+    "save_update",
+    "state_of",
+    "tree_of",
+]
+
+LAYOUTS: Final = ("safetensors", "dcp", "ocdbt", "zarr3", "zarr")
+"""Every layout that saves."""
+
+SCHEMES: Final = ("file", "memory")
+
+Objects = Mapping[str, bytes]
+"""Objects of a directory by key."""
+
+_NAME: Final = "3"
+"""The name of the place in its directory, which is that of a step."""
+
+_numbers = itertools.count()
+
+
+def tree_of(version: int) -> dict[str, object]:
+    """A tree that other software's view does not give as it is, every leaf of which tells the version."""
+    return {"version": version, "a": {"w": np.full(3, version), "empty": {}}, "b": (np.full(2, version), "text")}
+
+
+def save_tree(version: int, layout: str, location: str, **options: Any) -> None:
+    """Save `tree_of` a version."""
+    ckptcore.save(location, tree_of(version), layout=layout, metadata={"version": version}, **options)
+
+
+def save_composite(version: int, layout: str, location: str, **options: Any) -> None:
+    """Save several trees of a version."""
+    members = {"a": {"w": np.full(3, version)}, "other": tree_of(version)}
+    ckptcore.save_checkpointables(location, members, layout=layout, metadata={"version": version}, **options)
+
+
+def save_update(version: int, layout: str, location: str, *, base: str, **options: Any) -> None:
+    """Save an update of a version over `tree_of` it."""
+    ckptcore.save_update(location, {"b": (np.full(2, version + 1), "text")}, base=base, layout=layout, **options)
+
+
+def _save_with_base(version: int, layout: str, location: str) -> None:
+    base = f"{location.rpartition('/')[0]}/base"
+    save_tree(version, layout, base)
+    save_update(version, layout, location, base=base)
+
+
+def _save_partial(version: int, layout: str, location: str) -> None:
+    ckptcore.save_partial(location, tree_of(version), layout=layout)
+
+
+def _nothing(version: int, layout: str, location: str) -> None:
+    """Write nothing."""
+
+
+_WRITERS: Final[Mapping[str, tuple[int, Callable[..., None]]]] = {
+    "nothing": (0, _nothing),
+    "tree": (1, save_tree),
+    "other tree": (2, save_tree),
+    "several": (3, save_composite),
+    "other several": (4, save_composite),
+    "update": (5, _save_with_base),
+    "partial": (7, _save_partial),
+    "claim": (8, save_tree),
+    "claim of several": (9, save_composite),
+    "foreign": (10, save_tree),
+    "foreign several": (11, save_composite),
+}
+
+STATES: Final = tuple(_WRITERS)
+"""What can be at a place."""
+
+
+@functools.cache
+def state_of(name: str, layout: str, scheme: str, version: int | None = None) -> Objects:
+    """The objects of the directory around a place that is in a state; always those of the same save.
+
+    Each state has a version of its own, if none is given.
+
+    A claim has all objects of a save that was not committed: its own root is the claim of another save, as far as readers can tell.
+    Where directories are renamed it is hidden.
+    """
+    usual, write = _WRITERS[name]
+    version = usual if version is None else version
+    directory = f"memory://states-{next(_numbers)}/run"
+    write(version, layout, f"{directory}/{_NAME}")
+    objects = objects_at(directory)
+    if name.startswith("foreign"):
+        objects = {key: data for key, data in objects.items() if not key.rpartition("/")[2].startswith("checkpoint.")}
+    if name.startswith("claim"):
+        if scheme == "file":
+            return {f"{name_of_save(_NAME, '0' * 16)}/{key.partition('/')[2]}": data for key, data in objects.items()}
+        objects[f"{_NAME}/{ROOT_KEY}"] = _claim()
+    if name == "partial" and scheme == "file":
+        root = objects.pop(f"{_NAME}/{ROOT_KEY}")
+        inside = {f"{name_of_partial(_NAME)}/{key.partition('/')[2]}": data for key, data in objects.items()}
+        return {**inside, f"{name_of_partial(_NAME)}/{PARTIAL_KEY}": root}
+    return objects
+
+
+def _claim() -> bytes:
+    return encode_claim(Claimed("0" * 16, "2026-01-01T00:00:00+00:00"))
+
+
+class Place:
+    """A place whose state changes in one step for readers that do nothing meanwhile."""
+
+    def __init__(self, scheme: str, directory: Path, state: Objects) -> None:
+        """Make a place in a state, in a directory of its own."""
+        name = f"place-{next(_numbers)}"
+        self._above = directory / name / "run" if scheme == "file" else None
+        around = f"file://{self._above}" if scheme == "file" else f"memory://{name}/run"
+        self.location = f"{around}/{_NAME}"
+        self._around = around
+        if self._above is not None:
+            self._above.mkdir(parents=True)
+        self.become(state)
+
+    def become(self, state: Objects) -> None:
+        """Go over to another state."""
+        if self._above is None:
+            store = store_at(self._around)
+            store.delete([key for key in store.list() if key not in state])
+            for key, data in state.items():
+                store.put(key, data)
+            return
+        new = self._above.with_name(f"new-{next(_numbers)}")
+        new.mkdir()
+        for key, data in state.items():
+            path = new / key
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(data)
+        names = {key.partition("/")[0] for key in state}
+        for name in {*names, *os.listdir(self._above)}:
+            source, destination = str(new / name), str(self._above / name)
+            if name in names and os.path.exists(destination):
+                exchange(source, destination)
+            elif name in names:
+                os.rename(source, destination)
+            else:
+                os.rename(destination, source)
+        shutil.rmtree(new)
