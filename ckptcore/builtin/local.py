@@ -92,7 +92,7 @@ class LocalStorage:
         self._prefix = self._root if self._root.endswith("/") else self._root + "/"
         self._durable = options.durable
         self._directories = LocalDirectories(self._root)
-        self._files = LocalFiles(self._directories, direct=direct)
+        self._files = LocalFiles(self._root, direct=direct)
 
     def __repr__(self) -> str:
         return f"LocalStorage({self._root!r})"
@@ -128,7 +128,7 @@ class LocalStorage:
 
     def get(self, key: str, start: int = 0, stop: int | None = None) -> bytes:
         """Bytes `start` to `stop` of an object; fewer where it ends before."""
-        return LocalFile(key, self._path(key), self._directories).read(start, stop)
+        return LocalFile(key, self._path(key), self._root).read(start, stop)
 
     def get_with_tag(self, key: str) -> tuple[bytes, str]:
         """A small object whole, and its tag: the tag of two objects with the same bytes is the same."""
@@ -145,11 +145,11 @@ class LocalStorage:
 
     def hold_open(self, key: str) -> HeldFile:
         """Open a file for many small reads, all of this file and through the page cache."""
-        return HeldFile(LocalFile(key, self._path(key), self._directories))
+        return HeldFile(LocalFile(key, self._path(key), self._root))
 
     def size(self, key: str) -> int:
         """Bytes of an object."""
-        return LocalFile(key, self._path(key), self._directories).status.st_size
+        return LocalFile(key, self._path(key), self._root).status.st_size
 
     # --- writing ------------------------------------------------------------------------------------------------------
 

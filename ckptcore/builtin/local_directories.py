@@ -6,14 +6,15 @@ import errno
 import fcntl
 import os
 import stat
-import sys
 import threading
 import time
 from contextlib import suppress
 
+from ckptcore.builtin.linux_calls import open_without_links
 from ckptcore.builtin.local_errors import ABSENT, local_error
+from ckptcore.builtin.local_links import open_inside
 from ckptcore.builtin.local_syncs import sync_directory
-from ckptcore.errors import InvalidLocationError, StorageError
+from ckptcore.errors import StorageError
 
 __all__ = ["LocalDirectories"]
 
@@ -29,38 +30,16 @@ class LocalDirectories:
 
     def __init__(self, root: str) -> None:
         self.root = root
-        self._real_root: str | None = None
         self._created: set[str] = set()
         # Path, device and inode of directories whose own names are durable: a directory made anew is another one.
         self._durable: set[tuple[str, int, int]] = set()
         self._lock = threading.Lock()
 
-    def check_within(self, descriptor: int, path: str) -> None:
-        """Refuse a file or directory that was opened by a path within the root but is not in it: a symbolic link led out.
-
-        Links within the root are followed, and so is the link that the root itself may be. The cache of the Hugging
-        Face hub is as it was made: links in ``models--*/snapshots/`` lead to ``models--*/blobs/``.
-
-        Raises:
-            InvalidLocationError
-        """
-        real = _path_of(descriptor, path)
-        if _is_below(real, self.root) or (self._real_root is not None and _is_below(real, self._real_root)):
-            return
-        # The root may have been created, or become another directory, since it was last looked at.
-        self._real_root = os.path.realpath(self.root)
-        if _is_below(real, self._real_root) or _is_hub_blob(real, os.path.realpath(os.path.dirname(path))):
-            return
-        raise InvalidLocationError(
-            f"{path} leads out of {self.root}, to {real}; links out of a checkpoint are not followed. "
-            "Copy the file into the checkpoint, or name the place it is in as the location"
-        )
-
     def ensure(self, directory: str) -> None:
         """Create a directory of the storage, and those above it, where they are missing.
 
         Raises:
-            InvalidLocationError: a symbolic link leads out of the root.
+            InvalidLocationError: a symbolic link leads out of the checkpoint.
             StorageError
         """
         # Others may remove directories that are empty while this creates one in them: then all of it begins anew.
@@ -79,39 +58,37 @@ class LocalDirectories:
         """Whether a directory of the storage exists.
 
         Raises:
-            InvalidLocationError: a symbolic link leads out of the root.
+            InvalidLocationError: a symbolic link leads out of the checkpoint.
             StorageError: something else stands there.
         """
         try:
-            descriptor = os.open(directory, _OPEN_DIRECTORY)
+            os.close(self._open(directory))
         except FileNotFoundError:
             return False
         except OSError as error:
             raise self._not_a_directory(error, directory) from error
-        try:
-            if directory != self.root:
-                self.check_within(descriptor, directory)
-        finally:
-            os.close(descriptor)
         return True
 
     def check_parent(self, path: str) -> None:
-        """Refuse what links lead to outside the root; what is not there is left to who looks for it.
+        """Refuse a path whose directory is behind a link that leads out; a missing directory is left to the caller.
 
         Raises:
             InvalidLocationError
         """
         directory = os.path.dirname(path)
-        if directory == self.root:
-            return
-        try:
-            descriptor = os.open(directory, _OPEN_DIRECTORY)
-        except OSError:
-            return
-        try:
-            self.check_within(descriptor, directory)
-        finally:
-            os.close(descriptor)
+        if directory != self.root:
+            with suppress(OSError):
+                os.close(self._open(directory))
+
+    def _open(self, directory: str) -> int:
+        """Open the root or a directory below it. See `open_inside`."""
+        descriptor = open_without_links(directory, _OPEN_DIRECTORY)
+        if descriptor is not None:
+            return descriptor
+        if not _is_below(directory, self.root):
+            return os.open(directory, _OPEN_DIRECTORY)
+        # With a component after it the first one is held to the rule for checkpoints, not to that for files.
+        return open_inside(self.root, f"{directory}/.", _OPEN_DIRECTORY)
 
     def _make(self, directory: str) -> None:
         try:
@@ -230,16 +207,3 @@ def _is_free(descriptor: int) -> bool:
 
 def _is_below(path: str, directory: str) -> bool:
     return path.startswith(directory if directory.endswith("/") else directory + "/")
-
-
-def _is_hub_blob(real: str, link_directory: str) -> bool:
-    repository, found, _ = link_directory.partition("/snapshots/")
-    return bool(found) and "--" in os.path.basename(repository) and real.startswith(repository + "/blobs/")
-
-
-def _path_of(descriptor: int, path: str) -> str:
-    """The path of an open file without symbolic links."""
-    if sys.platform == "linux":
-        with suppress(OSError):  # where /proc is not mounted, the path is resolved instead
-            return os.readlink(f"/proc/self/fd/{descriptor}")
-    return os.path.realpath(path)

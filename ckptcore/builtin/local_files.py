@@ -12,14 +12,15 @@ from typing import Final
 
 from ckptcore.builtin.linux_calls import open_without_links
 from ckptcore.builtin.local_cold_reads import ColdReader, open_cold_reader
-from ckptcore.builtin.local_directories import LocalDirectories
 from ckptcore.builtin.local_errors import local_error
+from ckptcore.builtin.local_links import open_inside
 from ckptcore.errors import CorruptCheckpointError, ObjectNotFoundError
 
 __all__ = ["LocalFile", "LocalFiles"]
 
 # Without O_NONBLOCK a named pipe in a hostile checkpoint would hold the reader for ever.
 _OPEN_FILE: Final = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
+_IS_SOCKET: Final = (errno.ENXIO, errno.EOPNOTSUPP)  # of Linux and macOS; of a device without a driver too
 _OPEN_FILES: Final = 64
 _MOST_BUFFERS: Final = 1024  # IOV_MAX of Linux and macOS
 _MOST_BYTES: Final = 1 << 30  # of one system call, below the 2 GiB that Linux moves at most
@@ -30,12 +31,17 @@ class LocalFile:
 
     __slots__ = ("_descriptor", "cold", "key", "path", "status")
 
-    def __init__(self, key: str, path: str, directories: LocalDirectories) -> None:
+    def __init__(self, key: str, path: str, root: str) -> None:
         """Open a file.
+
+        Args:
+            key: of the file, for errors.
+            path: of the file, below the root.
+            root: the directory of its storage.
 
         Raises:
             ObjectNotFoundError: there is none, or it is no regular file.
-            InvalidLocationError: a symbolic link leads out of the storage.
+            InvalidLocationError: a symbolic link leads out of the checkpoint.
             StorageError
         """
         self._descriptor = -1
@@ -44,14 +50,14 @@ class LocalFile:
         self.path = path
         try:
             descriptor = open_without_links(path, _OPEN_FILE)
-            self._descriptor = os.open(path, _OPEN_FILE) if descriptor is None else descriptor
+            self._descriptor = open_inside(root, path, _OPEN_FILE) if descriptor is None else descriptor
             self.status = os.fstat(self._descriptor)
         except OSError as error:
+            if error.errno in _IS_SOCKET:
+                raise _no_file(path) from error
             raise local_error(error, "open", path) from error
         if not stat.S_ISREG(self.status.st_mode):
-            raise ObjectNotFoundError(f"cannot open {path}: expected a file, found a directory or device")
-        if descriptor is None:
-            directories.check_within(self._descriptor, path)
+            raise _no_file(path)
 
     def __del__(self) -> None:
         if self._descriptor >= 0:
@@ -158,6 +164,10 @@ class LocalFile:
         )
 
 
+def _no_file(path: str) -> ObjectNotFoundError:
+    return ObjectNotFoundError(f"cannot open {path}: expected a file, found a directory, device or socket")
+
+
 def _for_one_call(buffers: list[memoryview]) -> list[memoryview]:
     """As many of the first buffers as one system call takes."""
     if len(buffers) == 1 and len(buffers[0]) <= _MOST_BYTES:
@@ -187,10 +197,10 @@ class LocalFiles:
     A file is opened anew when its path leads to another one, as after a directory was exchanged.
     """
 
-    def __init__(self, directories: LocalDirectories, *, direct: bool) -> None:
-        """Keep files of some directories; `direct` says whether cold ones may be read past the page cache."""
+    def __init__(self, root: str, *, direct: bool) -> None:
+        """Keep files below a root; `direct` says whether cold ones may be read past the page cache."""
         self._direct = direct
-        self._directories = directories
+        self._root = root
         self._files: dict[str, LocalFile] = {}
         self._lock = threading.Lock()
 
@@ -208,7 +218,7 @@ class LocalFiles:
             except OSError as error:
                 self.forget(path)
                 raise local_error(error, "open", path) from error
-        file = LocalFile(key, path, self._directories)
+        file = LocalFile(key, path, self._root)
         if self._direct:
             file.cold = open_cold_reader(path, file.status)
         with self._lock:

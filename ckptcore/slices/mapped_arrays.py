@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from typing import Final
 from urllib.parse import unquote
 
 import numpy as np
 
-from ckptcore.builtin.local_directories import LocalDirectories
 from ckptcore.builtin.local_files import LocalFile
 from ckptcore.engine.elements import is_little
 from ckptcore.errors import CorruptCheckpointError, NotMappableError
@@ -50,7 +50,7 @@ def map_array(opened: Opened, leaf: int, spec: ArraySpec, name: str) -> HostArra
             f"does not stand in one file as it is in memory: the layout {opened.layout.name} has it compressed, or in pieces",
         )
     root = unquote(address.url.removeprefix(_FILE), errors="surrogateescape").rstrip("/") or "/"
-    file = LocalFile(place.key, f"{root}/{place.key}", LocalDirectories(root))
+    file = LocalFile(place.key, f"{root}/{place.key}", os.path.dirname(root))
     stop = place.offset + spec.nbytes
     if stop > file.status.st_size:
         raise CorruptCheckpointError(

@@ -8,7 +8,7 @@ from ckptcore.commits.hidden_names import is_hidden_name
 from ckptcore.engine.errands import ask_each
 from ckptcore.engine.requests import requests_of
 from ckptcore.engine.threads import IOThreads
-from ckptcore.errors import CorruptCheckpointError, ObjectNotFoundError
+from ckptcore.errors import CorruptCheckpointError, InvalidLocationError, ObjectNotFoundError
 from ckptcore.holds import ADMINISTRATION
 from ckptcore.locations import subdirectory
 from ckptcore.protocols import StorageBackend
@@ -27,8 +27,8 @@ def bases_beside(directory: StorageBackend, name: str) -> Sequence[Base]:
     """What a checkpoint in a directory refers to, whichever version wrote it; nothing where no root is that can be read."""
     try:
         return bases_of_root(subdirectory(directory, name).get(ROOT_KEY))
-    except (ObjectNotFoundError, CorruptCheckpointError):
-        return ()
+    except (ObjectNotFoundError, CorruptCheckpointError, InvalidLocationError):
+        return ()  # a link, such as `latest`, is no checkpoint of this directory
 
 
 def find_bases(

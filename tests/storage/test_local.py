@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
+import socket
 import stat
 import subprocess
 import sys
@@ -205,17 +207,117 @@ def test_put_replaces_a_link_and_not_what_it_leads_to(tmp_path: Path, storage: L
 
 
 def test_links_within_are_followed(tmp_path: Path, storage: LocalStorage) -> None:
-    storage.put("real/a", b"1")
-    (tmp_path / "directory/link").symlink_to("real")
-    (tmp_path / "directory/absolute").symlink_to(tmp_path / "directory/real/a")
-    assert storage.get("link/a") == b"1"
-    assert storage.get("absolute") == b"1"
-    assert read_into(storage, "absolute", 1) == b"1"
-    assert storage.list_names() == ["absolute", "link/", "real/"]
-    assert list(storage.list()) == ["absolute", "real/a"]
+    storage.put("step/real/a", b"1")
+    step = tmp_path / "directory/step"
+    (step / "link").symlink_to("real")
+    (step / "absolute").symlink_to(step / "real/a")
+    (step / "real/above").symlink_to("../link/../real/./a")
+    for key in ("step/link/a", "step/absolute", "step/real/above", "step/link/above"):
+        assert storage.get(key) == b"1"
+        assert storage.size(key) == 1
+        assert read_into(storage, key, 1) == b"1"
+    assert storage.list_names("step") == ["absolute", "link/", "real/"]
+    assert storage.list_names("step/link") == ["a", "above"]
+    assert list(storage.list()) == ["step/absolute", "step/real/a", "step/real/above"]
+    storage.put("step/link/new", b"2")
+    assert storage.get("step/real/new") == b"2"
+    (tmp_path / "directory/file").symlink_to("step/real/a")
+    assert storage.get("file") == b"1"
 
 
-def test_the_cache_of_the_hugging_face_hub_can_be_read(tmp_path: Path) -> None:
+@pytest.fixture(params=[True, False], ids=["openat2", "each component"])
+def opens(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both ways to open files, whatever this system can."""
+    if not request.param:
+        for module in ("local_files", "local_directories"):
+            monkeypatch.setattr(f"ckptcore.builtin.{module}.open_without_links", lambda path, flags: None)
+
+
+LINKS_OUT = {
+    "a neighbour": ("step/a", "../other/secret"),
+    "an absolute path of a neighbour": ("step/a", "{root}/other/secret"),
+    "a file beside it": ("step/a", "../secret"),
+    "a directory of a neighbour": ("step/d", "../other"),
+    "the directory above": ("step/d", ".."),
+    "itself from above": ("step/d", "../step"),
+    "the checkpoint itself": ("step", "other"),
+    "the absolute path of it": ("step", "{root}/other"),
+    "two links": ("step/a", "d/../../other/secret"),
+    "a name that begins alike": ("step/a", "{root}/step_2/secret"),
+    "the root": ("step/d", "/"),
+}
+"""By what a link leads to: where the link is, and what it says."""
+
+
+@pytest.mark.parametrize("what", LINKS_OUT)
+def test_links_from_a_checkpoint_to_its_neighbours_are_not_followed(
+    tmp_path: Path, opens: None, what: str, storage: LocalStorage
+) -> None:
+    root = tmp_path / "directory"
+    for key in ("other/secret", "step_2/secret", "secret"):
+        storage.put(key, b"secret")
+    place, target = LINKS_OUT[what]
+    if what == "two links":
+        (root / "step").mkdir()
+        (root / "step/d").symlink_to(".")
+    (root / place).parent.mkdir(exist_ok=True)
+    (root / place).symlink_to(target.format(root=root))
+    key = "step/secret" if place == "step" else place if place == "step/a" else "step/d/secret"
+    for read in (
+        storage.get,
+        storage.get_with_tag,
+        storage.size,
+        storage.open_reader,
+        storage.hold_open,
+        lambda key: read_into(storage, key, 6),
+    ):
+        with pytest.raises(InvalidLocationError, match="leads out"):
+            read(key)
+    if place == "step/a":
+        return
+    directory = key.rpartition("/")[0]
+    for call in (
+        lambda: list(storage.list(directory)),
+        lambda: storage.list_names(directory),
+        lambda: storage.delete([key]),
+        lambda: storage.sync([key]),
+        lambda: storage.sync_directory(f"{directory}/x"),
+        lambda: storage.delete_directory(f"{directory}/x"),
+        lambda: storage.open_writer(key),
+        lambda: storage.put(key, b"1"),
+        lambda: storage.put(f"{directory}/new", b"1"),
+        lambda: storage.lock_directory(f"{directory}/new"),
+        lambda: storage.rename("step_2", f"{directory}/new"),
+    ):
+        with pytest.raises(InvalidLocationError, match="leads out"):
+            call()
+    assert files_in(root / "other") == {"secret": b"secret"}
+    assert storage.get("step_2/secret") == storage.get("secret") == b"secret"
+
+
+def test_a_link_that_goes_through_another_does_not_come_out(tmp_path: Path, opens: None, storage: LocalStorage) -> None:
+    """By its text the first stays inside; the second is shorter than its name."""
+    storage.put("secret", b"secret")
+    storage.put("step/sub/b", b"1")
+    step = tmp_path / "directory/step"
+    (step / "sub/here").symlink_to("..")
+    (step / "a").symlink_to("sub/here/../secret")
+    with pytest.raises(InvalidLocationError, match="leads out"):
+        storage.get("step/a")
+
+
+def test_what_is_above_a_location_may_be_a_link(tmp_path: Path, opens: None) -> None:
+    (tmp_path / "real/run/step/d").mkdir(parents=True)
+    (tmp_path / "real/run/step/d/a").write_bytes(b"1")
+    (tmp_path / "link").symlink_to("real")
+    storage = open_local(str(tmp_path / "link/run"), StorageOptions())
+    assert storage.get("step/d/a") == b"1"
+    assert storage.list_names("step/d") == ["a"]
+    storage.put("step/d/b", b"2")
+    assert list(storage.list()) == ["step/d/a", "step/d/b"]
+
+
+def test_the_cache_of_the_hugging_face_hub_can_be_read(tmp_path: Path, opens: None) -> None:
     """Its snapshots are links to blobs beside them."""
     repository = tmp_path / "hub/models--owner--name"
     snapshot = repository / "snapshots/0123abcd"
@@ -224,6 +326,11 @@ def test_the_cache_of_the_hugging_face_hub_can_be_read(tmp_path: Path) -> None:
     (repository / "blobs/ffff").write_bytes(b"weights")
     (snapshot / "model.safetensors").symlink_to("../../blobs/ffff")
     (snapshot / "sub/model.safetensors").symlink_to("../../../blobs/ffff")
+    (snapshot / "absolute").symlink_to(repository / "blobs/ffff")
+    deep = open_local(str(snapshot), NOT_DURABLE)
+    assert deep.get("sub/model.safetensors") == b"weights"
+    assert deep.get("absolute") == b"weights"
+    (snapshot / "absolute").unlink()
     for opened, prefix in ((snapshot, ""), (snapshot.parent, "0123abcd/")):
         storage = open_local(str(opened), NOT_DURABLE)
         assert storage.get(f"{prefix}model.safetensors") == b"weights"
@@ -238,23 +345,64 @@ def test_the_cache_of_the_hugging_face_hub_can_be_read(tmp_path: Path) -> None:
         ("models--a/snapshots/b", "models--a/elsewhere/file"),
         ("plain/snapshots/b", "plain/blobs/file"),
         ("models--a/snapshots/b", "models--b/blobs/file"),
+        ("models--a/snapshots/b", "models--a/blobs/deep/file"),
+        ("models--a/snapshots/b", "models--a/snapshots/c/file"),
+        ("models--a/snapshots/b", "models--a/snapshots/blobs/file"),
+        ("models--a", "blobs/file"),
+        ("x/snapshots/models--a", "x/blobs/file"),
     ],
 )
-def test_nothing_else_is_taken_for_that_cache(tmp_path: Path, directory: str, target: str) -> None:
+def test_nothing_else_is_taken_for_that_cache(tmp_path: Path, opens: None, directory: str, target: str) -> None:
     (tmp_path / directory).mkdir(parents=True)
     (tmp_path / target).parent.mkdir(parents=True, exist_ok=True)
     (tmp_path / target).write_bytes(b"secret")
     (tmp_path / directory / "a").symlink_to(tmp_path / target)
     with pytest.raises(InvalidLocationError, match="leads out"):
         open_local(str(tmp_path / directory), NOT_DURABLE).get("a")
+    with pytest.raises(InvalidLocationError, match="leads out"):
+        open_local(str((tmp_path / directory).parent), NOT_DURABLE).get(f"{Path(directory).name}/a")
 
 
-def test_named_pipes_and_devices_are_no_objects(tmp_path: Path, storage: LocalStorage) -> None:
+@pytest.mark.parametrize("what", ["blob", "blobs"])
+def test_the_blobs_of_that_cache_are_no_links(tmp_path: Path, opens: None, what: str) -> None:
+    repository = tmp_path / "hub/models--a"
+    (repository / "snapshots/b").mkdir(parents=True)
+    (tmp_path / "secrets").mkdir()
+    (tmp_path / "secrets/file").write_bytes(b"secret")
+    if what == "blobs":
+        (repository / "blobs").symlink_to(tmp_path / "secrets")
+    else:
+        (repository / "blobs").mkdir()
+        (repository / "blobs/file").symlink_to(tmp_path / "secrets/file")
+    (repository / "snapshots/b/a").symlink_to("../../blobs/file")
+    with pytest.raises((InvalidLocationError, StorageError)):
+        open_local(str(repository / "snapshots"), NOT_DURABLE).get("b/a")
+
+
+def test_a_checkpoint_cannot_bring_such_a_cache(tmp_path: Path, opens: None) -> None:
+    """Only where the user names a snapshot are its blobs beside it: names inside a checkpoint are the checkpoint's own."""
+    inside = tmp_path / "checkpoint/models--a/snapshots/b"
+    inside.mkdir(parents=True)
+    (tmp_path / "blobs").mkdir()
+    (tmp_path / "blobs/file").write_bytes(b"secret")
+    (tmp_path / "checkpoint/models--a/blobs").symlink_to(tmp_path / "blobs")
+    (inside / "a").symlink_to("../../blobs/file")
+    with pytest.raises(InvalidLocationError, match="leads out"):
+        open_local(str(tmp_path), NOT_DURABLE).get("checkpoint/models--a/snapshots/b/a")
+
+
+def test_named_pipes_and_devices_are_no_objects(tmp_path: Path, opens: None, storage: LocalStorage) -> None:
     storage.put("a", b"1")
     os.mkfifo(tmp_path / "directory/pipe")
-    for read in (storage.get, storage.size, lambda key: read_into(storage, key, 1)):
-        with pytest.raises(ObjectNotFoundError):
-            read("pipe")
+    with (
+        socket.socket(socket.AF_UNIX) as listening,
+        contextlib.chdir(tmp_path / "directory"),
+    ):  # its path may be too long
+        listening.bind("socket")
+    for key in ("pipe", "socket"):
+        for read in (storage.get, storage.size, storage.hold_open, lambda key: read_into(storage, key, 1)):
+            with pytest.raises(ObjectNotFoundError):
+                read(key)
     assert list(storage.list()) == ["a"]
     assert storage.list_names() == ["a"]
 

@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from ckptcore.builtin import linux_calls, local_cold_reads, renames
 from ckptcore.builtin.local import LocalStorage, open_local
 from ckptcore.builtin.local_cold_reads import ColdReader
-from ckptcore.builtin.local_directories import LocalDirectories
+from ckptcore.builtin.local_links import open_inside
 from ckptcore.errors import (
     AtomicityError,
     ConditionFailedError,
@@ -199,12 +199,11 @@ def test_links_are_looked_at_either_way(
         monkeypatch.setattr("ckptcore.builtin.local_files.open_without_links", lambda path, flags: None)
     elif linux_calls.open_without_links("/", os.O_RDONLY) is None:
         pytest.skip("this system does not open files so")
-    looked: list[str] = []
-    check = LocalDirectories.check_within
+    walked: list[str] = []
 
-    def noting(directories: LocalDirectories, descriptor: int, path: str) -> None:
-        looked.append(path)
-        check(directories, descriptor, path)
+    def noting(root: str, path: str, flags: int) -> int:
+        walked.append(path)
+        return open_inside(root, path, flags)
 
     directory = tmp_path / "directory"
     storage = open_local(str(directory), StorageOptions())
@@ -212,8 +211,8 @@ def test_links_are_looked_at_either_way(
     storage.put("plain", b"1")
     (directory / "within").symlink_to("plain")
     (directory / "out").symlink_to(tmp_path / "secret")
-    monkeypatch.setattr(LocalDirectories, "check_within", noting)
-    assert storage.get("plain") == b"1" and bool(looked) is not can_without_links
+    monkeypatch.setattr("ckptcore.builtin.local_files.open_inside", noting)
+    assert storage.get("plain") == b"1" and bool(walked) is not can_without_links
     assert storage.get("within") == b"1"
     with pytest.raises(InvalidLocationError, match="leads out"):
         storage.get("out")
