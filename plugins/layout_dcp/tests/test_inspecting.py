@@ -21,6 +21,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+import zstandard
 from ckptcore_dcp.inspecting import inspect_dcp
 from ckptcore_dcp.state import Chunk, ChunkTable
 from torch.distributed.checkpoint import metadata as theirs
@@ -298,6 +299,36 @@ def test_transforms_that_are_not_known_are_named(tmp_path: Path) -> None:
     (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata))
     with pytest.raises(UnsupportedLeafError, match=r"stream\.secret/1"):
         _inspect(tmp_path)
+
+
+@pytest.mark.parametrize("transform", ["stream.zstd/1", None])
+def test_a_value_that_becomes_a_thousand_times_as_much(transform: str | None, tmp_path: Path) -> None:
+    """Its pickle is compressed with its item, or in it; also behind a value of the same length that has nothing to compress."""
+    chance = random.Random(3)
+    pickles = {
+        "random": b"\x80\x02(" + b"".join([b"K" + chance.randbytes(1) for _ in range(15_000)]) + b"l.",
+        "zeros": b"\x80\x02(" + b"K\0" * 15_000 + b"l.",
+    }
+    _save(tmp_path, {"random": "x", "zeros": "y"})
+    metadata: theirs.Metadata = pickle.loads((tmp_path / ".metadata").read_bytes())
+    data = b""
+    for index, info in metadata.storage_data.items():
+        item = io.BytesIO()
+        with zipfile.ZipFile(item, "w", zipfile.ZIP_STORED if transform else zipfile.ZIP_DEFLATED) as file:
+            file.writestr(zipfile.ZipInfo("archive/data.pkl"), pickles[index.fqn], file.compression)
+        stored = zstandard.compress(item.getvalue()) if transform else item.getvalue()
+        info.offset, info.length = len(data), len(stored)
+        info.transform_descriptors = [transform] if transform else None
+        data += stored
+    for path in tmp_path.glob("*.distcp"):
+        path.write_bytes(data)
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(CorruptCheckpointError, match=r"data\.pkl.*at most"):
+        _inspect(tmp_path)
+    del metadata.storage_data[next(index for index in metadata.storage_data if index.fqn == "zeros")]
+    del metadata.state_dict_metadata["zeros"]
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata))
+    assert len(_inspect(tmp_path).tree.leaves) == 15_000
 
 
 class _Evil:

@@ -498,3 +498,37 @@ def test_a_state_that_promises_more_than_there_can_be_makes_no_memory(tmp_path: 
         state["arrays"][0][3] = [0] if compression == 0 else None
         with pytest.raises(error):
             list(TorchLayout().extents(tree, state))
+
+
+def test_a_deflated_pickle_that_becomes_a_thousand_times_as_much(tmp_path: Path) -> None:
+    """4 kB of deflate became 4 MB of pickle, and a million of objects for each of them."""
+    for name, opcode in (("sets", b"\x8f"), ("dicts", b"}"), ("numbers", b"K\0")):
+        path = tmp_path / f"{name}.pt"
+        with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as file:
+            file.writestr("archive/data.pkl", b"\x80\x02(" + opcode * 4_000_000 + b"l.")
+            file.writestr("archive/version", b"3\n")
+        assert path.stat().st_size < 10_000
+        tracemalloc.start()
+        try:
+            with pytest.raises(CorruptCheckpointError, match=r"data\.pkl"):
+                _load(path)
+            assert not ckptcore.verify(path).ok
+            peak = tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+        assert peak < 2 << 20
+
+
+def test_a_file_that_was_zipped_again_with_compression(tmp_path: Path) -> None:
+    """By other software than torch. Its pickle grows some five times."""
+    state = {f"layers.{number}.weight": torch.full((3,), number) for number in range(500)}
+    _save({"model": state, "rates": [0.125] * 100}, tmp_path / "stored.pt")
+    with (
+        zipfile.ZipFile(tmp_path / "stored.pt") as stored,
+        zipfile.ZipFile(tmp_path / "deflated.pt", "w", zipfile.ZIP_DEFLATED) as deflated,
+    ):
+        for name in stored.namelist():
+            deflated.writestr(name, stored.read(name))
+    loaded = _load(tmp_path / "deflated.pt")
+    assert loaded["model"]["layers.400.weight"].tolist() == [400] * 3
+    assert loaded["rates"] == [0.125] * 100

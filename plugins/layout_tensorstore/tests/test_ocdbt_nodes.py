@@ -245,6 +245,28 @@ def test_what_grows_without_end(stated: bool) -> None:
         _decode_data(frame)
 
 
+def test_entries_that_grow_without_end() -> None:
+    """Half a million keys of 3 bytes that ascend, with values of no bytes: some kB with zstd, 75 MB as objects."""
+    count = 1 << 19
+    keys = np.arange(count, dtype=">u4").view(np.uint8).reshape(-1, 4)[:, 1:]
+    shared = (keys[1:] == keys[:-1]).cumprod(1).sum(1).astype(np.uint64)
+    suffixes = b"".join([bytes(key[share:]) for key, share in zip(keys[1:], shared, strict=True)])
+    body = b"".join(
+        (
+            _column(0, 0),
+            encode_varint(count),
+            encode_varints(shared),
+            encode_varints(np.append(np.uint64(3), 3 - shared)),
+            bytes(keys[0]) + suffixes,
+            bytes(2 * count),
+        )
+    )
+    frame = _frame(_zstd(body), compression=1)
+    assert len(frame) < 10_000
+    with _little_memory(10 << 20), pytest.raises(CorruptCheckpointError, match="grow to 524288 entries"):
+        _decode_data(frame)
+
+
 def test_keys_that_share_without_end() -> None:
     """300,000 keys of 60,000 bytes, each of which shares all but 3 with the one before."""
     count = 300_000

@@ -24,7 +24,7 @@ from ckptcore_dcp.transforms import undone
 from ckptcore_dcp.whole_reads import is_read_whole
 from ckptcore_dcp.zip_directories import Fetch
 from ckptcore_dcp.zip_records import STORED
-from ckptcore_dcp.zips import ZipMember, read_member, read_zip, torch_members
+from ckptcore_dcp.zips import ZipMember, most_pickle_bytes, read_member, read_zip, torch_members
 
 __all__ = ["read_items"]
 
@@ -185,7 +185,10 @@ def _place(
     members = torch_members(read_zip(fetch, start, stop, key=key))
     expected = _chunk_spec(tree, found)
     pickle = members.get("data.pkl")
-    value = None if pickle is None else read_pickle(read_member(fetch, pickle, key=key), key=key)[0]
+    value = None
+    if pickle is not None:
+        limit = most_pickle_bytes(found.chunk.nbytes)  # not of the item, which may have been compressed as a whole
+        value, _ = read_pickle(read_member(fetch, pickle, key=key, limit=limit), key=key)
     tensor = stored_tensor(value, key=key, path=path)
     if tensor is None or tensor.spec != expected:
         raise CorruptCheckpointError(

@@ -21,7 +21,7 @@ from ckptcore_dcp.pickles import read_pickle
 from ckptcore_dcp.storages import KnownPlaces, PlaceColumns, StoredBytes, read_places, storage_of, storages_of
 from ckptcore_dcp.stored_tensors import StoredTensor
 from ckptcore_dcp.tensors import Leaf, leaf_record, tree_of
-from ckptcore_dcp.zips import read_member, read_zip, torch_members
+from ckptcore_dcp.zips import most_pickle_bytes, read_member, read_zip, torch_members
 
 __all__ = ["TorchLayout"]
 
@@ -157,7 +157,8 @@ def _read_file(store: ReadStore, key: str) -> _Content | None:
         members = torch_members(read_zip(fetch, 0, store.size(key), key=key))
         if "data.pkl" not in members:
             return None  # a zip of something else, such as arrays of NumPy
-        pickle = read_member(fetch, members["data.pkl"], key=key)
+        member = members["data.pkl"]
+        pickle = read_member(fetch, member, key=key, limit=most_pickle_bytes(member.nbytes))
         value, _ = read_pickle(pickle, key=key)
         skeleton, leaves = tree_of(value, key=key, limit=len(pickle) + (1 << 16))
         return _Content(skeleton, leaves, storages_of(members, fetch, key=key))

@@ -17,7 +17,7 @@ from ckptcore_dcp.stored_tensors import StoredTensor
 from ckptcore_dcp.tensors import Leaf, tree_of
 from ckptcore_dcp.transforms import undone
 from ckptcore_dcp.zip_directories import Fetch
-from ckptcore_dcp.zips import read_member, read_zip, torch_members
+from ckptcore_dcp.zips import most_pickle_bytes, read_member, read_zip, torch_members
 
 __all__ = ["ReadValue", "read_values"]
 
@@ -120,8 +120,12 @@ def _value(name: str, value: DcpValue, item: bytes, templates: _Templates) -> Re
         item = undone(item, value.transforms, what=f"the value {name!r}", key=key, limit=limit)
         start = 0
 
+    limit = most_pickle_bytes(value.length)
     known = templates.match(None, memoryview(item))
-    pickle = _pickle(name, key, item, start, templates) if known is None else bytes(known[0])
+    if known is None or len(known[0]) > limit:
+        pickle = _pickle(name, key, item, start, templates, limit)
+    else:
+        pickle = bytes(known[0])
     read, _ = read_pickle(pickle, key=key)
     skeleton, leaves = tree_of(read, key=key, limit=len(pickle) + 1024)
     storages: Mapping[str, StoredBytes] | None = None
@@ -136,15 +140,14 @@ def _fetching(item: bytes, start: int) -> Fetch:
     return lambda first, last: item[max(first - start, 0) : max(last - start, 0)]
 
 
-def _pickle(name: str, key: str, item: bytes, start: int, templates: _Templates) -> bytes:
-    """The pickle of an item that lies at `start`, verified."""
-
+def _pickle(name: str, key: str, item: bytes, start: int, templates: _Templates, limit: int) -> bytes:
+    """The pickle of an item that lies at `start`, verified; of at most `limit` bytes."""
     fetch = _fetching(item, start)
     members = torch_members(read_zip(fetch, start, start + len(item), key=key))
     if "data.pkl" not in members:
         raise CorruptCheckpointError(
             f"the value {name!r} in {key!r} is nothing that torch.save wrote: there is no data.pkl in it", key=key
         )
-    pickle = read_member(fetch, members["data.pkl"], key=key)
+    pickle = read_member(fetch, members["data.pkl"], key=key, limit=limit)
     templates.learn(None, memoryview(item), start, members, "data.pkl", None)
     return pickle

@@ -19,12 +19,16 @@ from ckptcore.errors import ChecksumError
 from ckptcore_dcp.zip_directories import ENCRYPTED, Entry, Fetch, Window, corrupt_zip, find_directory, read_entries
 from ckptcore_dcp.zip_records import DEFLATED, DESCRIPTOR_FOLLOWS, LOCAL_HEADER, STORED
 
-__all__ = ["ZipMember", "read_member", "read_zip", "torch_members"]
+__all__ = ["ZipMember", "most_pickle_bytes", "read_member", "read_zip", "torch_members"]
 
 _ALIGNMENT: Final = 64
 """To what torch aligns the bytes of members, at least."""
 _NEAR_BYTES: Final = 1 << 16
 """Local headers that are no farther apart are read in one request."""
+
+_MOST_PICKLE_GROWTH: Final = 16
+"""How many times longer than compressed a pickle may be. Pickles of torch.save are not compressed; zipped again they grow some 5 times."""
+_ANY_PICKLE: Final = 1 << 12
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +108,14 @@ def read_member(fetch: Fetch, member: ZipMember, *, key: str, limit: int = 1 << 
             stop=stop,
         )
     return data
+
+
+def most_pickle_bytes(stored: int) -> int:
+    """How long a pickle may be, in bytes, that takes so many bytes in a file.
+
+    Each byte of a pickle can be an object of 200 bytes. Without this limit 4 kB of deflate become 4 MB of pickle and 1 GB of objects.
+    """
+    return max(_ANY_PICKLE, _MOST_PICKLE_GROWTH * stored)
 
 
 def torch_members(members: Mapping[str, ZipMember]) -> Mapping[str, ZipMember]:

@@ -24,7 +24,7 @@ HEAD_BYTES: Final = 12
 _FOOT_BYTES: Final = 4
 _LEAST_BYTES: Final = HEAD_BYTES + 2 + _FOOT_BYTES
 
-_ANY_BODY: Final = 64 << 20
+_ANY_BODY: Final = 4 << 20
 _MOST_GROWTH: Final = 1000
 _MOST_BODY: Final = (1 << 31) - 1
 """A body may have `_ANY_BODY` bytes, or `_MOST_GROWTH` times what it has compressed, but never more than this. zstd grows

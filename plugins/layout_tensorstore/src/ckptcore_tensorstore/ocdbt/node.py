@@ -47,9 +47,14 @@ MOST_KEY_BYTES: Final = 65535
 MOST_INLINE_BYTES: Final = 1 << 20
 """As tensorstore has them."""
 
-_ANY_KEYS: Final = 128 << 20
+_ANY_KEYS: Final = 4 << 20
 _MOST_GROWTH: Final = 64
 """The keys of a node may have `_ANY_KEYS` bytes (Orbax bounds a node at 100 MB), or `_MOST_GROWTH` times what its body has."""
+
+_ANY_ENTRIES: Final = 1 << 14
+_MOST_ENTRIES: Final = 16
+"""A node may have `_ANY_ENTRIES` entries, or `_MOST_ENTRIES` for each byte that it takes in its file. An entry has 5 bytes before zstd
+compresses it, and takes 30 times as many in memory."""
 
 _ENTRY_BYTES: Final = 150
 """What an entry takes in memory beside its key, in bytes."""
@@ -169,6 +174,8 @@ def decode_node(data: bytes, reference: NodeReference, place: Place) -> Node:
     count = cursor.count("the number of entries")
     if count == 0:
         raise place.damaged("it has no entries")
+    if count > (most := max(_ANY_ENTRIES, _MOST_ENTRIES * len(data))):
+        raise place.damaged(f"its {len(data)} bytes grow to {count} entries, expected at most {most}")
     node: Node
     if height:
         node = _decode_interior(cursor, files, count, height, len(body))
