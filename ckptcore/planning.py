@@ -94,6 +94,8 @@ def uncovered(spec: ArraySpec, boxes: Sequence[Box]) -> str | None:
             return f"{_span(box)} lies outside of it"
     total = sum(box.size for box in filled)
     expected = math.prod(spec.shape)
+    if total < expected:
+        return f"at least {expected - total} of its {expected} elements are in no box"
     active: list[Box] = []
     for box in sorted(filled, key=lambda box: box.start):
         active = [other for other in active if not other.stop or other.stop[0] > box.start[0]]
@@ -101,8 +103,6 @@ def uncovered(spec: ArraySpec, boxes: Sequence[Box]) -> str | None:
             if other.intersect(box) is not None:
                 return f"{_span(box)} and {_span(other)} overlap"
         active.append(box)
-    if total != expected:
-        return f"{expected - total} of its {expected} elements are in no box"
     return None
 
 

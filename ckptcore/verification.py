@@ -21,6 +21,7 @@ from ckptcore.model.metadata import ArrayRecord
 from ckptcore.model.objects import BLOCK_BYTES, ObjectRecord
 from ckptcore.model.tree import format_path
 from ckptcore.planning import plan_read
+from ckptcore.roots.references import stored_leaves
 from ckptcore.roots.root import ROOT_KEY
 from ckptcore.stored.members import is_deleted, open_member, present_members
 from ckptcore.stored.opened import Opened, OpenedComposite, arrays_at, file_pieces, naming_arrays
@@ -208,8 +209,21 @@ def _verify(opened: Opened, context: Context, progress: ProgressCallback | None)
     unverified = tuple(record.key for record in opened.objects.values() if record.size and not record.checksums)
     objects = len(opened.objects) + 1 + len(opened.root.parts)
     problems = list(check.problems)
+    problems.extend(_find_unstored(opened, problems))
     referred = _read_referred(opened, opened.root.references.leaf, context, problems)
     return VerifyReport(tuple(problems), objects, check.done + referred, unverified)
+
+
+def _find_unstored(opened: Opened, known: Sequence[Problem]) -> Sequence[Problem]:
+    """Find an array of its own that the objects do not hold as the root describes it. Nothing where objects are damaged."""
+    if known or opened.root is None:
+        return ()
+    arrays = [leaf for leaf in stored_leaves(opened.tree, opened.root.references) if leaf not in opened.tree.aliases]
+    try:
+        check_sizes(opened, arrays)
+    except CheckpointError as error:
+        return (Problem(ROOT_KEY, None, None, (), str(error)),)
+    return ()
 
 
 def _read_referred(opened: Opened, leaves: Sequence[int], context: Context, problems: list[Problem]) -> int:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
@@ -248,6 +248,10 @@ class SafetensorsLayout:
                 reads.append(TileRead(part.key, part.offset, part.box, buffer.itemsize, ((number, item.box, buffer),)))
         yield from store.read_tiles(_shared_tiles(reads))
 
+    def check_arrays(self, tree: TreeMetadata, state: JSON, leaves: Collection[int]) -> None:
+        """Refuse arrays that their slices do not make up."""
+        self._known.places(tree, state).check(tree, leaves)
+
     def extents(self, tree: TreeMetadata, state: JSON) -> Iterator[tuple[int, str, int, int]]:
         """Where each array lies, or its slices."""
         yield from self._known.places(tree, state).extents(tree)
@@ -348,15 +352,13 @@ def _segment(snapshot: Snapshot, item_number: int, box: Box) -> ArraySegment:
 
 def _shared_tiles(reads: Sequence[TileRead]) -> list[TileRead]:
     """Put the targets of one array together, so that its bytes are read once."""
-    tiles: dict[tuple[str, int], TileRead] = {}
+    tiles: dict[tuple[str, int, Box, int], list[TileRead]] = {}
     for read in reads:
-        place = (read.key, read.offset)
-        first = tiles.get(place)
-        if first is None or (first.box, first.itemsize) != (read.box, read.itemsize):
-            tiles[place if first is None else (read.key, -1 - len(tiles))] = read
-        else:
-            tiles[place] = TileRead(read.key, read.offset, read.box, read.itemsize, (*first.targets, *read.targets))
-    return list(tiles.values())
+        tiles.setdefault((read.key, read.offset, read.box, read.itemsize), []).append(read)
+    return [
+        TileRead(key, offset, box, itemsize, tuple([target for read in same for target in read.targets]))
+        for (key, offset, box, itemsize), same in tiles.items()
+    ]
 
 
 def _expect_files(names: Sequence[str], files: Sequence[Sequence[int]], receipts: Sequence[Receipt]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Collection, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -129,6 +129,12 @@ class Places:
                 f"{format_path(tree.paths[leaf])} ({record.spec}) is not stored whole: {reason}"
             )
         return slices
+
+    def check(self, tree: TreeMetadata, leaves: Collection[int]) -> None:
+        """Refuse arrays that their slices do not make up. See `ckptcore.protocols.ChecksArrays`."""
+        for leaf in leaves:
+            if leaf not in self.whole:
+                self.of(tree, leaf)
 
     def extents(self, tree: TreeMetadata) -> Iterator[tuple[int, str, int, int]]:
         """Where arrays lie: (leaf, key, start, stop), in bytes."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+from typing import Final, Generic, TypeVar
 
 from ckptcore.context import Context
 from ckptcore.engine.memory import allocate
@@ -14,7 +14,7 @@ from ckptcore.model.arrays import ArraySpec, Box, HostArray
 from ckptcore.model.metadata import ArrayRecord, LeafRecord, TreeMetadata, ValueRecord
 from ckptcore.model.tree import format_path
 from ckptcore.planning import plan_read
-from ckptcore.protocols import Executor, LeafHandler, WantedLeaf
+from ckptcore.protocols import ChecksArrays, Executor, LeafHandler, WantedLeaf
 from ckptcore.stored.opened import Opened, naming_further
 from ckptcore.trees.flattening import PLACEHOLDER
 from ckptcore.trees.scalars import are_interchangeable, array_of, value_of
@@ -34,6 +34,9 @@ __all__ = [
 ]
 
 T_co = TypeVar("T_co", covariant=True)
+
+_MOST_GROWTH: Final = 1 << 16
+"""How many times larger than all objects an array may be. zstd compresses zeros to a 30,000th."""
 
 
 @dataclass(slots=True)
@@ -379,7 +382,7 @@ def _fits(buffer: HostArray, box: Box, record: ArrayRecord) -> bool:
 
 
 def check_sizes(opened: Opened, wanted: Collection[int]) -> None:
-    """Refuse arrays that the objects cannot hold before memory is taken for them: a hostile root may state any shape.
+    """Refuse arrays that are not stored whole, before memory is taken for them: a few hostile bytes may state any shape.
 
     Args:
         opened: the checkpoint.
@@ -393,8 +396,21 @@ def check_sizes(opened: Opened, wanted: Collection[int]) -> None:
             with naming_further(opened.derived.below[checkpoint]) if checkpoint else nullcontext():
                 check_sizes(opened.derived.below[checkpoint], stored)
         return
+    if isinstance(opened.layout, ChecksArrays):
+        tree = opened.tree
+        originals = sorted({tree.aliases.get(leaf, leaf) for leaf in wanted})
+        arrays = [leaf for leaf in originals if isinstance(tree.leaves[leaf], ArrayRecord)]
+        opened.layout.check_arrays(tree, opened.state, arrays)
     if opened.root is None:
         return  # its layout has looked at its files itself
+    stored = sum([record.size for record in opened.objects.values()])
+    for leaf in sorted(wanted):
+        record = opened.tree.leaves[leaf]
+        if isinstance(record, ArrayRecord) and record.spec.nbytes > _MOST_GROWTH * stored:
+            raise CorruptCheckpointError(
+                f"{format_path(opened.tree.paths[leaf])} of {opened.location.display} is said to be {record.spec}, {record.spec.nbytes} "
+                f"bytes, and all objects together have {stored}; the root is damaged: load another checkpoint"
+            )
     extents = [extent for extent in opened.layout.extents(opened.tree, opened.state) if extent[0] in wanted]
     # Not what the root states, or only a little of it: an object may be cut off, and a hostile root may state anything.
     keys = dict.fromkeys([key for _, key, _, _ in extents])

@@ -30,6 +30,7 @@ from ckptcore.protocols.execution import (
 )
 from ckptcore.protocols.layouts import (
     About,
+    ChecksArrays,
     ForecastsWrites,
     InspectedComposite,
     Inspection,
@@ -94,6 +95,7 @@ __all__ = [
     "Buffer",
     "Channels",
     "CheckpointableHandler",
+    "ChecksArrays",
     "Collectives",
     "ContainerHandler",
     "Continuation",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol, TypeAlias, runtime_checkable
 
@@ -14,6 +14,7 @@ from ckptcore.protocols.storage import StorageAddress
 
 __all__ = [
     "About",
+    "ChecksArrays",
     "ForecastsWrites",
     "InspectedComposite",
     "Inspection",
@@ -329,6 +330,27 @@ class ReadsChunks(Protocol):
 
         A conversion that cuts arrays does it between chunks: else it would decode each of them several times. At least 1 each;
         `state` may be hostile.
+        """
+        ...
+
+
+@runtime_checkable
+class ChecksArrays(Protocol):
+    """A layout whose state says of which boxes an array is made up, and may be wrong about it."""
+
+    def check_arrays(self, tree: TreeMetadata, state: JSON, leaves: Collection[int]) -> None:
+        """Refuse arrays that are not made up by what is stored of them. Reads nothing; called before memory is taken for them.
+
+        A few bytes of a hostile state may describe an array of any shape. The time taken must be about that of reading the state.
+
+        Args:
+            tree: that was saved.
+            state: may be hostile.
+            leaves: the numbers of arrays in the tree; never of aliases.
+
+        Raises:
+            CorruptCheckpointError: names the first such array.
+            UnsupportedLeafError: an array is stored in a way that cannot be read.
         """
         ...
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from ckptcore.context import Context
+from ckptcore.errors import CorruptCheckpointError
 from ckptcore.events import Recording
 from ckptcore.loads.load_requests import LoadRequest
 from ckptcore.loads.loading import abstract_leaves, account_of, chosen_of, refuse_files, transformed
@@ -38,6 +39,9 @@ _BATCHES: Final = 2
 
 _ITEM_BYTES: Final = 512 << 20
 """What can only be read whole is not cut up to here: each part of it would cost as much as all."""
+
+_MOST_CUTS: Final = 1 << 20
+"""Parts that a box without known places is cut into: more than of any array that exists; a hostile shape may state any number."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +127,11 @@ def _batches(opened: Opened, leaves: Sequence[int], most_bytes: int) -> Iterable
     alone: list[Sequence[StoredPiece]] = []
     for leaf in leaves:
         for piece in _pieces(opened, leaf, most_bytes):
+            if piece.tile is None and piece.nbytes > most_bytes * _MOST_CUTS:
+                raise CorruptCheckpointError(
+                    f"{format_path(opened.tree.paths[leaf])} of {opened.location.display} is said to be {_spec_of(opened, leaf)}, which "
+                    f"would come in more than {_MOST_CUTS} parts; what describes it is damaged: load another checkpoint"
+                )
             is_whole = piece.tile is not None and not piece.tile.is_plain
             if is_whole and most_bytes < piece.nbytes <= _ITEM_BYTES:
                 alone.append((piece,))

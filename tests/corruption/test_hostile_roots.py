@@ -14,9 +14,11 @@ from typing import Any, Final
 import numpy as np
 import pytest
 import xxhash
+from ckptcore_tensorstore import OcdbtLayout, Zarr3Layout
 
 import ckptcore
 from ckptcore.errors import CheckpointError, CorruptCheckpointError, InvalidLocationError
+from ckptcore.model import Box
 from ckptcore.testing.hostile_json import tampered
 from tests.corruption.checkpoints import bounded_memory
 
@@ -146,6 +148,7 @@ def test_impossible_shapes(name: str, tmp_path: Path) -> None:
     forgery = _Forgery(tmp_path)
     forgery.forge(forgery.changed(tables__tree__shape__1=_SHAPES[name]))
     forgery.assert_refused()
+    assert not _is_sound(forgery.location)
 
 
 def test_an_object_that_is_said_to_be_large_enough(tmp_path: Path) -> None:
@@ -201,6 +204,65 @@ def test_a_root_of_great_depth(depth: int, tmp_path: Path) -> None:
         tree = ["dict", ["a"], [tree]]
     forgery.forge(forgery.changed(tables__tree__skeleton=tree))
     forgery.assert_refused()
+
+
+_LAYOUTS: Final[dict[str, Any]] = {
+    "safetensors": "safetensors",
+    "dcp": "dcp",
+    "zarr3": "zarr3",
+    "compressed zarr3": Zarr3Layout(compression="zstd"),
+    "zarr": "zarr",
+    "ocdbt": "ocdbt",
+    "compressed ocdbt": OcdbtLayout(compression="zstd"),
+}
+
+
+@pytest.mark.parametrize("shape", [[1 << 62, 10], [1 << 40, 4], [7, 10]], ids=str)
+@pytest.mark.parametrize("name", _LAYOUTS)
+def test_an_array_that_is_larger_than_what_is_stored_of_it(name: str, shape: list[int], tmp_path: Path) -> None:
+    """Nothing is read of it, and no memory is taken for it; neither is it called sound."""
+    location = tmp_path / "c"
+    ckptcore.save(location, {"w": np.zeros((6, 10), np.float32), "v": np.ones(3)}, layout=_LAYOUTS[name])
+    forged = json.loads((location / "checkpoint.json").read_bytes())
+    del forged["checksum"]
+    tree = forged["tables"]["tree"]
+    tree["shape"][tree["shape"].index([6, 10])] = shape
+    _describe(forged["tables"]["layout"], [6, 10], shape)
+    body = json.dumps(forged, separators=(",", ":")).encode()[:-1]
+    checksum = xxhash.xxh3_64_hexdigest(body)
+    (location / "checkpoint.json").write_bytes(body + f',"checksum":"xxh3_64:{checksum}"}}\n'.encode())
+    tracemalloc.start()
+    try:
+        for read in (
+            ckptcore.load,
+            lambda location: list(ckptcore.load_parts(location)),
+            lambda location: ckptcore.convert(location, tmp_path / "copy", layout="safetensors"),
+        ):
+            with pytest.raises(CorruptCheckpointError):
+                read(location)
+        if name != "safetensors":  # of an array in one place only the bytes of the slice are looked at
+            with pytest.raises(CorruptCheckpointError):
+                ckptcore.load_slice(location, "w", Box((0, 0), (1, 1)))
+        assert not _is_sound(location)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < _MEMORY_BYTES
+
+
+def _describe(table: Any, before: list[int], after: list[int]) -> None:
+    """Let the documents of arrays in a layout's table agree with a shape."""
+    for value in table.values() if isinstance(table, dict) else table if isinstance(table, list) else ():
+        if isinstance(table, dict) and value == before and table.get("shape") == before:
+            table["shape"] = after
+        _describe(value, before, after)
+
+
+def _is_sound(location: Path) -> bool:
+    try:
+        return ckptcore.verify(location).ok
+    except CheckpointError:
+        return False
 
 
 _KEYS: Final = (

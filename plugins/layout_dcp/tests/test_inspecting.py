@@ -28,6 +28,7 @@ from torch.distributed.checkpoint import metadata as theirs
 from torch.distributed.checkpoint._extension import ZStandard
 from torch.distributed.checkpoint.filesystem import FileSystemWriter, _StorageInfo
 
+import ckptcore
 from ckptcore.builtin.host_leaves import HostValueHandler
 from ckptcore.errors import (
     CheckpointError,
@@ -36,7 +37,7 @@ from ckptcore.errors import (
     UncommittedCheckpointError,
     UnsupportedLeafError,
 )
-from ckptcore.model import ArrayRecord, LeafRecord, Node, Skeleton, TreeMetadata, ValueRecord
+from ckptcore.model import ArrayRecord, Box, LeafRecord, Node, Skeleton, TreeMetadata, ValueRecord
 from ckptcore.protocols import Inspection
 from plugins.layout_dcp.tests.directories import Directory
 from plugins.layout_dcp.tests.test_hf_shards import expect_shards
@@ -329,6 +330,25 @@ def test_a_value_that_becomes_a_thousand_times_as_much(transform: str | None, tm
     del metadata.state_dict_metadata["zeros"]
     (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata))
     assert len(_inspect(tmp_path).tree.leaves) == 15_000
+
+
+@pytest.mark.parametrize("shape", [(1 << 50, 10), (7, 10)])
+def test_a_tensor_that_is_larger_than_its_chunks(shape: tuple[int, ...], tmp_path: Path) -> None:
+    """Nothing is read of it, and it is not called sound; the others load."""
+    _save(tmp_path, {"w": torch.zeros(6, 10), "v": torch.ones(3)})
+    metadata: theirs.Metadata = pickle.loads((tmp_path / ".metadata").read_bytes())
+    metadata.state_dict_metadata["w"].size = torch.Size(shape)  # type: ignore[union-attr]  # it is a tensor
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata))
+    assert ckptcore.load(tmp_path, {"w": ckptcore.PLACEHOLDER, "v": np.zeros(3, np.float32)})["v"].tolist() == [1, 1, 1]
+    for read in (
+        ckptcore.load,
+        lambda location: list(ckptcore.load_parts(location)),
+        lambda location: ckptcore.load_slice(location, "w", Box((0, 0), (1, 1))),
+        lambda location: ckptcore.convert(location, tmp_path.parent / "copy", layout="safetensors"),
+    ):
+        with pytest.raises(CorruptCheckpointError, match="w .*not stored whole"):
+            read(tmp_path)
+    assert not ckptcore.verify(tmp_path).ok
 
 
 class _Evil:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -15,6 +15,7 @@ from ckptcore_dcp.inspecting import inspect_dcp
 from ckptcore_dcp.metadata import ChunkRows, DcpMetadata, DcpTensor, DcpValue, write_metadata
 from ckptcore_dcp.names import KnownNames, StoredNames
 from ckptcore_dcp.places_in_values import places_of_state, read_boxes_and_places
+from ckptcore_dcp.reading import expect_whole
 from ckptcore_dcp.state import KnownTables
 from ckptcore_dcp.storages import KnownPlaces
 from ckptcore_dcp.writing import file_of, write_items, write_values
@@ -111,6 +112,11 @@ class DcpLayout:
         table = self._known.table(plan.tree, plan.state)
         places = places_of_state(self._places, plan.tree, plan.state)
         yield from read_boxes_and_places(plan, buffers, store, table, places)
+
+    def check_arrays(self, tree: TreeMetadata, state: JSON, leaves: Collection[int]) -> None:
+        """Refuse arrays that their chunks do not make up."""
+        places = places_of_state(self._places, tree, state)
+        expect_whole(tree, [leaf for leaf in leaves if leaf not in places], self._known.table(tree, state))
 
     def extents(self, tree: TreeMetadata, state: JSON) -> Iterator[tuple[int, str, int, int]]:
         """Where the elements of each array lie; the items of other software for elements and what is around them."""

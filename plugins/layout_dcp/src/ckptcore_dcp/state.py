@@ -9,7 +9,8 @@ from typing import Any, Final, Literal, get_args
 import numpy as np
 
 from ckptcore.errors import CorruptCheckpointError
-from ckptcore.model import JSON, ArrayRecord, Box, HostArray, TreeMetadata
+from ckptcore.model import JSON, ArrayRecord, ArraySpec, Box, HostArray, TreeMetadata
+from ckptcore.planning import uncovered
 
 __all__ = ["Chunk", "ChunkColumns", "ChunkTable", "Content", "KnownTables"]
 
@@ -92,6 +93,7 @@ class ChunkTable:
         "_leaf",
         "_nbytes",
         "_offset",
+        "_reasons",
         "_rows",
         "_transforms",
         "content",
@@ -145,6 +147,7 @@ class ChunkTable:
         sizes: Sequence[int] = columns["nbytes"] if self.content == "items" else [-1] * count
         self._columns = (columns["file"], columns["offset"], sizes, self._begin.tolist())
         self._bounds: Sequence[int] = columns["box"]
+        self._reasons: dict[int, str | None] = {}
 
     def chunks(self, leaf: int, within: Box | None = None) -> Sequence[Chunk]:
         """The chunks of a leaf; with a box, those that have elements of it."""
@@ -157,6 +160,19 @@ class ChunkTable:
             touched = ((starts < np.array(within.stop)) & (stops > np.array(within.start))).all(axis=1)
             rows = rows[touched]
         return [self._chunk(row) for row in rows.tolist()]
+
+    def uncovered(self, leaf: int, spec: ArraySpec) -> str | None:
+        """Return why the chunks of a leaf do not make up an array, for a person; None if they do. Known once it was found out."""
+        order, bounds = self._rows
+        first, last = bounds[leaf], bounds[leaf + 1]
+        if last - first == 1:
+            begins = self._columns[3]
+            row = order[first]
+            if list(self._bounds[begins[row] : begins[row + 1]]) == [0] * len(spec.shape) + list(spec.shape):
+                return None
+        if leaf not in self._reasons:
+            self._reasons[leaf] = uncovered(spec, [chunk.box for chunk in self.chunks(leaf)])
+        return self._reasons[leaf]
 
     def _chunk(self, row: int) -> Chunk:
         files, offsets, sizes, begins = self._columns

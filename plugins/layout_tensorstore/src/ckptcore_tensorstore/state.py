@@ -6,6 +6,7 @@ import base64
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any, Final, Literal
 
 from ckptcore.errors import CorruptCheckpointError, UnsupportedLeafError
@@ -223,6 +224,13 @@ def _decode(encoded: Any, tree: TreeMetadata) -> ArraysState:
         {_natural(int(leaf)): base64.b64decode(data, validate=True) for leaf, data in encoded.get(name, {}).items()}
         for name in ("digests", "embedded")
     )
+    for leaf, digest in digests.items():
+        form = arrays[leaf].form
+        if len(digest) != prod(form.grid) * prod(form.inner_grid) * DIGEST_BYTES:
+            raise CorruptCheckpointError(
+                f"{format_path(tree.paths[leaf])} is said to be {form.spec}, and has {len(digest) // DIGEST_BYTES} checksums of chunks; "
+                "what describes the arrays is damaged: load another checkpoint"
+            )
     return ArraysState(
         directory=directory,
         storage=storage,
