@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Final, Generic, TypeVar
 
 from ckptcore.errors import BackgroundSaveError
+from ckptcore.redaction import redacted
 
 __all__ = ["BackgroundSaves", "LoadHandle", "Progress", "SaveHandle"]
 
@@ -38,7 +39,7 @@ class SaveHandle:
     """A save that goes on in the background."""
 
     def __init__(self, location: str, total: int) -> None:
-        self.location = location
+        self.location = redacted(location)
         self._future: Future[None] = Future()
         self._total = total
         self._written = 0

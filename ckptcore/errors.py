@@ -54,6 +54,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from ckptcore.redaction import redacted
+
 __all__ = [
     "AtomicityError",
     "BackgroundSaveError",
@@ -103,7 +105,20 @@ __all__ = [
 
 
 class CheckpointError(Exception):
-    """The root of every error that ckptcore raises on purpose."""
+    """The root of every error that ckptcore raises on purpose.
+
+    Its text has no secrets of URLs in it: passwords, and the values of queries, are shown as ``***``.
+    """
+
+    def __str__(self) -> str:
+        return redacted(super().__str__())
+
+    def __repr__(self) -> str:
+        return redacted(super().__repr__())
+
+    def add_note(self, note: str, /) -> None:
+        """Add a line that is printed below the error, without secrets as the error itself."""
+        super().add_note(redacted(note))
 
 
 class CheckpointNotFoundError(CheckpointError, FileNotFoundError):

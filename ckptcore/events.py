@@ -53,6 +53,8 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Final, Literal, Self, TypeAlias
 
+from ckptcore.redaction import redacted
+
 __all__ = ["ERROR_CHARACTERS", "Event", "Observer", "Operation", "Phase", "Recording", "RunningPhase"]
 
 Operation: TypeAlias = Literal["save", "load", "delete", "upload"]
@@ -79,7 +81,7 @@ class Event:
     Attributes:
         phase: its name, a `Phase`; in a timeline that a newer version stored, possibly one that this version does not know.
         operation: the operation that it is part of.
-        location: what is saved, loaded or deleted, as a path or URL.
+        location: what is saved, loaded or deleted, as a path or URL without its secrets.
         step: the training step, or None outside a `Checkpointer`.
         rank: the process of the job.
         began: when, in seconds since the epoch, UTC. Within one operation the differences are those of a monotonic clock.
@@ -142,7 +144,7 @@ class Recording:
     """The events of one operation on one rank. Any thread; the operation begins when this is made.
 
     Attributes:
-        operation, location, step, rank: as given, for every event.
+        operation, location, step, rank: as given, for every event; the location without secrets.
         save_id: to be set once it is known; events told before say None, those of `events` all have it.
     """
 
@@ -157,7 +159,7 @@ class Recording:
         save_id: str | None = None,
     ) -> None:
         self.operation: Operation = operation
-        self.location = location
+        self.location = redacted(location)
         self.step = step
         self.rank = rank
         self.save_id = save_id
@@ -246,7 +248,7 @@ _Row: TypeAlias = tuple[Phase, float, float, int | None, str | None]
 
 
 def _describe(error: BaseException) -> str:
-    text = str(error)
+    text = redacted(str(error))
     return (f"{type(error).__name__}: {text}" if text else type(error).__name__)[:ERROR_CHARACTERS]
 
 

@@ -28,6 +28,7 @@ from ckptcore.protocols import (
     StorageBackend,
     StorageOptions,
 )
+from ckptcore.redaction import redacted
 from ckptcore.roots.backed_directories import BackedDirectory
 
 __all__ = [
@@ -69,7 +70,7 @@ class Within:
 
     def __str__(self) -> str:
         around = self.location if isinstance(self.location, Within | Backed) else os.fspath(self.location)
-        return f"{str(around).rstrip('/')}/{self.directory}"
+        return f"{redacted(str(around)).rstrip('/')}/{self.directory}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +98,7 @@ class LocationAddress:
     """Where a checkpoint is or will be, to be opened by another process: a `Location` has its storage open and does not travel.
 
     Attributes:
-        display: as the user knows it.
+        display: as the user knows it, without secrets.
         scheme: of the storage.
         parent: what the storage opens: an absolute path, or the URL without its scheme.
         name: the checkpoint's name in it.
@@ -114,7 +115,7 @@ class Location:
     """Where a checkpoint is or will be.
 
     Attributes:
-        display: as the user knows it.
+        display: as the user knows it, without secrets.
         parent: the storage, opened at the directory that the checkpoint is in.
         name: the checkpoint's name in it, without ``/``.
         identity: the same for two spellings of one location, as far as they can be told to be.
@@ -197,7 +198,7 @@ def resolve_location(
         raise InvalidLocationError(
             f"{text!r} names the root of a storage; a checkpoint needs a directory of its own below it"
         )
-    return Location(text, plugins.storage(scheme)(parent, options), name, f"{scheme}:{parent}/{name}")
+    return Location(redacted(text), plugins.storage(scheme)(parent, options), name, f"{scheme}:{parent}/{name}")
 
 
 def _within(place: Within, plugins: Plugins, durable: bool, config: Mapping[str, Mapping[str, JSON]]) -> Location:

@@ -26,6 +26,7 @@ from ckptcore.loads.wanted import Everything, Wanted
 from ckptcore.locations import LocationLike, Place
 from ckptcore.model.tree import JSON
 from ckptcore.policies import StepInfo
+from ckptcore.redaction import redacted
 from ckptcore.step_names import StepNames, step_number
 from ckptcore.steps.directories import read_directory_metadata
 from ckptcore.steps.restoring import Loading, SkippedStep, StepLoader
@@ -91,7 +92,7 @@ class CheckpointReader:
         )
 
     def __repr__(self) -> str:
-        return f"<{type(self).__name__} {self.directory!r}>"
+        return redacted(f"<{type(self).__name__} {self.directory!r}>")
 
     def __enter__(self) -> Self:
         """Itself."""

@@ -27,6 +27,7 @@ from ckptcore.errors import (
 from ckptcore.locations import LocationLike, Within, absolute_location, open_directory, subdirectory
 from ckptcore.policies import StepInfo
 from ckptcore.protocols import StorageBackend
+from ckptcore.redaction import redacted
 from ckptcore.roots.root import ROOT_KEY, Summary
 from ckptcore.roots.root_json import summarize_root
 from ckptcore.step_names import StepNames
@@ -53,7 +54,7 @@ class StepDirectory:
             names: how steps are named.
             context: options.
         """
-        self._display = os.fspath(directory)
+        self._display = redacted(os.fspath(directory))
         # Found out once: a program may change its working directory.
         self.directory = absolute_location(directory)
         self.names = names

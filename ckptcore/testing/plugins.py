@@ -32,6 +32,7 @@ PUBLIC_MODULES: Final = (
     "ckptcore.model",
     "ckptcore.planning",
     "ckptcore.protocols",
+    "ckptcore.redaction",
     "ckptcore.testing",
 )
 """The modules that plugins may import; of the packages among them also what is inside."""

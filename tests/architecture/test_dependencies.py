@@ -28,6 +28,7 @@ PUBLIC = {
     "ckptcore.model",
     "ckptcore.planning",
     "ckptcore.protocols",
+    "ckptcore.redaction",
     "ckptcore.testing",
 }
 """The modules that a plugin may import; of the two packages among them also the modules inside."""

@@ -28,6 +28,7 @@ PUBLIC_MODULES = {
     "ckptcore.planning",
     "ckptcore.policies",
     "ckptcore.protocols",
+    "ckptcore.redaction",
     "ckptcore.select",
     "ckptcore.step_names",
     "ckptcore.timelines",

@@ -17,6 +17,7 @@ from ckptcore.errors import (
     StorageThrottledError,
     StorageTimeoutError,
 )
+from ckptcore.redaction import chainable, redacted
 
 __all__ = ["NOT_THERE", "failure", "first_line", "telling"]
 
@@ -32,7 +33,7 @@ _STATUS_NAMES: Final = ("status", "status_code", "code")
 
 def first_line(error: BaseException) -> str:
     """An error in one line: its type, and the beginning of what it says."""
-    text = " ".join(str(error).split())
+    text = redacted(" ".join(str(error).split()))  # before it is cut, which could end a URL in its password
     return f"{type(error).__name__}: {text[:_LONGEST]}" if text else type(error).__name__
 
 
@@ -50,8 +51,8 @@ def telling(what: str) -> Iterator[None]:
         yield
     except CheckpointError:
         raise
-    except Exception as error:
-        raise failure(error, what) from error
+    except Exception as error:  # noqa: BLE001  # it is raised again, as one of ours
+        raise failure(error, what) from chainable(error)
 
 
 def failure(error: BaseException, what: str) -> StorageError:

@@ -15,6 +15,7 @@ from fsspec.dircache import DirCache  # type: ignore[import-untyped]  # it has n
 
 from ckptcore.errors import CheckpointError, InvalidLocationError, PluginError, UnknownPluginError
 from ckptcore.model.tree import JSON
+from ckptcore.redaction import chainable
 from ckptcore_fsspec.failures import failure, first_line
 
 __all__ = ["Connection", "FileSystem"]
@@ -68,8 +69,11 @@ class Connection:
         try:
             self.path = str(self._type._strip_protocol(url))
             named = dict(self._type._get_kwargs_from_urls(url))
-        except Exception as error:
-            raise InvalidLocationError(f"fsspec finds no path in {url!r}: {first_line(error)}") from error
+        except Exception as error:  # noqa: BLE001  # it is raised again, as one of ours
+            # What it says may be a part of a password that is not escaped.
+            raise InvalidLocationError(
+                f"fsspec finds no path in {url!r} ({type(error).__name__}); write characters such as / and @ in a password as %2F and %40"
+            ) from None
         named.pop("path", None)
         self.protocol = protocol
         self._options = json.dumps({**named, **options}, sort_keys=True)
@@ -98,9 +102,9 @@ class Connection:
             raise PluginError(
                 f"fsspec's {self._type.__name__} does not take the options {sorted(options)}: {first_line(error)}; "
                 f"Context(storage={{{self.protocol!r}: {{...}}}}) gives what its documentation names"
-            ) from error
-        except Exception as error:
-            raise failure(error, f"cannot open {self.protocol}://") from error
+            ) from chainable(error)
+        except Exception as error:  # noqa: BLE001  # it is raised again, as one of ours
+            raise failure(error, f"cannot open {self.protocol}://") from chainable(error)
         if isinstance(system.dircache, DirCache):
             system.dircache.use_listings_cache = False
         return cast(FileSystem, system)

@@ -12,6 +12,7 @@ from fsspec.asyn import AsyncFileSystem  # type: ignore[import-untyped]  # it ha
 from ckptcore.errors import AtomicityError, ObjectNotFoundError, StorageError
 from ckptcore.model import check_directory_key, check_key
 from ckptcore.protocols import ObjectWriter, PutCondition, StorageAddress
+from ckptcore.redaction import chainable, redacted
 from ckptcore_fsspec.failures import NOT_THERE, failure, telling
 from ckptcore_fsspec.file_systems import Connection, FileSystem
 from ckptcore_fsspec.places import Places, places_of
@@ -34,7 +35,7 @@ class FsspecStorage:
 
     def __init__(self, connection: Connection, url: str) -> None:
         self._connection = connection
-        self._url = url
+        self._url = redacted(url)  # for errors, logs and people
         self._scheme = url.partition("://")[0]
         self._root = connection.path.rstrip("/")
 
@@ -62,12 +63,12 @@ class FsspecStorage:
         try:
             data = system.cat_file(path, start=first, end=stop)
         except NOT_THERE as error:
-            raise failure(error, f"cannot read {key!r} in {self._url}") from error
-        except Exception as error:
+            raise failure(error, f"cannot read {key!r} in {self._url}") from chainable(error)
+        except Exception as error:  # noqa: BLE001  # it is raised again, as one of ours
             # Most services call it an error where a range begins behind the end.
             if first is not None and self.size(key) <= start:
                 return b""
-            raise failure(error, f"cannot read {key!r} in {self._url}") from error
+            raise failure(error, f"cannot read {key!r} in {self._url}") from chainable(error)
         return bytes(data if stop is None else data[: stop - start])
 
     def get_with_tag(self, key: str) -> tuple[bytes, str]:
@@ -140,7 +141,8 @@ class FsspecStorage:
         with telling(f"cannot list {self._url}"):
             system.invalidate_cache(below)
             found = _found(system, below) if _lists_at_once(system) else _walked(system, below)
-        return iter(sorted({path[len(self._root) + 1 :] for path in found}))
+            keys = {path[len(self._root) + 1 :] for path in found}  # which asks the file system
+        return iter(sorted(keys))
 
     def list_names(self, prefix: str = "") -> Sequence[str]:
         """Names one level below a directory, sorted; those of directories end in ``/``."""
@@ -149,7 +151,8 @@ class FsspecStorage:
         with telling(f"cannot list {self._url}"):
             system.invalidate_cache(below)
             entries = _entries(system, below)
-        return sorted({path[len(below) + 1 :] + ("/" if is_directory else "") for path, is_directory in entries})
+            names = {path[len(below) + 1 :] + ("/" if is_directory else "") for path, is_directory in entries}
+        return sorted(names)
 
     # --- paths
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from ckptcore.errors import CheckpointError
 from ckptcore.protocols import IfTag, PutCondition
+from ckptcore.redaction import chainable
 from ckptcore_obstore.failures import Failure, FailureKind, RequestFailed, failure_of_text
 from ckptcore_obstore.limits import AdaptiveLimit
 from ckptcore_obstore.plain_requests import PlainRequests
@@ -273,4 +274,4 @@ def _translated(request: Callable[[], T]) -> T:
         failure = failure_of_text(str(error))
         if failure.kind is FailureKind.OTHER and isinstance(error, FileNotFoundError):
             failure = Failure(FailureKind.MISSING, None, "", failure.message)
-        raise RequestFailed(failure) from error
+        raise RequestFailed(failure) from chainable(error)

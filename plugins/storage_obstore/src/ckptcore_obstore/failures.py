@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from typing import Final
 from xml.etree import ElementTree
 
+from ckptcore.redaction import redacted
+
 __all__ = ["Failure", "FailureKind", "RequestFailed", "Tried", "failure_of_answer", "failure_of_text"]
 
 
@@ -175,7 +177,7 @@ class RequestFailed(Exception):
     """
 
     def __init__(self, failure: Failure) -> None:
-        super().__init__(failure.told)
+        super().__init__(redacted(failure.told))
         self.failure = failure
         self.tried = Tried()
 

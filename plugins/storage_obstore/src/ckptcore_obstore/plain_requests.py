@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import quote, urlsplit
 
 from ckptcore.protocols import Buffer
+from ckptcore.redaction import chainable
 from ckptcore_obstore.failures import Failure, FailureKind, RequestFailed, failure_of_answer
 from ckptcore_obstore.forks import renew_in_children
 from ckptcore_obstore.services import Service
@@ -99,11 +100,11 @@ class PlainRequests:
                 method, url, body=pieces, headers=sent, redirect=False, retries=False
             )
         except urllib3.exceptions.NewConnectionError as error:  # which is one of TimeoutError too
-            raise RequestFailed(Failure(FailureKind.CONNECTION, None, "", _words(error))) from error
+            raise RequestFailed(Failure(FailureKind.CONNECTION, None, "", _words(error))) from chainable(error)
         except urllib3.exceptions.TimeoutError as error:
-            raise RequestFailed(Failure(FailureKind.TIMEOUT, None, "", _words(error))) from error
+            raise RequestFailed(Failure(FailureKind.TIMEOUT, None, "", _words(error))) from chainable(error)
         except (urllib3.exceptions.HTTPError, OSError) as error:
-            raise RequestFailed(Failure(FailureKind.CONNECTION, None, "", _words(error))) from error
+            raise RequestFailed(Failure(FailureKind.CONNECTION, None, "", _words(error))) from chainable(error)
         data = response.data
         if response.status >= 300:
             raise RequestFailed(

@@ -1,0 +1,78 @@
+"""Redaction: text without the passwords, tokens and signatures that URLs may have."""
+
+from __future__ import annotations
+
+import re
+from typing import Final
+
+__all__ = ["chainable", "redacted"]
+
+_HIDDEN: Final = "***"
+
+_URL: Final = re.compile(r"([a-zA-Z][a-zA-Z0-9+.-]*)(:/{1,2})([^\s<>\"]+)")
+"""A URL in a text, also one that `pathlib` took a slash of; what follows it up to a space may belong to the text."""
+
+_LOCAL: Final = frozenset({"file", "local", "memory"})
+"""Schemes whose names may have any character, and hide nothing."""
+
+_VALUE: Final = re.compile(r"=[^&;#]*")
+_PARAMETER: Final = re.compile(
+    r"((?:[?&#]|%3F|%26|%23)[\w.-]*(?:auth|cred|key|passw|secret|sig|token)[\w.-]*(?:=|%3D))(?!\*\*\*)(?:(?!%26)[^&;#/\s'\"])+",
+    re.IGNORECASE,
+)
+"""A parameter with a telling name, of a query without its URL, as in the key of an object, also escaped. Local paths may
+have others."""
+_TAIL: Final = re.compile(r"[')\],.;:]*\Z")
+_PORT: Final = re.compile(r"[^:]*(?::[0-9]*)?\Z")
+
+
+def redacted(text: str) -> str:
+    """Return a text in which URLs have no passwords, and queries and fragments have no values.
+
+    ``https://user:password@host/a?token=value`` becomes ``https://user:***@host/a?token=***``.
+    """
+    if ":/" in text:
+        text = _URL.sub(_redacted_url, text)
+    return _PARAMETER.sub(rf"\1{_HIDDEN}", text)
+
+
+def chainable(error: BaseException) -> BaseException | None:
+    """Return an error that may be raised from, or None if it, or an error behind it, would print a secret.
+
+    Errors of other libraries have URLs in their texts, and a traceback prints them. `CheckpointError` redacts its own text.
+    """
+    found: BaseException | None = error
+    while found is not None:
+        for text in (str(found), repr(found), *getattr(found, "__notes__", ())):
+            if redacted(text) != text:
+                return None
+        found = found.__cause__ or (None if found.__suppress_context__ else found.__context__)
+    return error
+
+
+def _redacted_url(matched: re.Match[str]) -> str:
+    scheme, slashes, rest = matched.groups()
+    if scheme.lower() in _LOCAL:
+        return matched[0]
+    end = _TAIL.search(rest)
+    assert end is not None  # it matches the empty text, too
+    rest, tail = rest[: end.start()], rest[end.start() :]
+    begin = min([place for place in (rest.find("?"), rest.find("#")) if place >= 0], default=len(rest))
+    place, query = rest[:begin], rest[begin:]
+    if query:
+        query = _VALUE.sub(f"={_HIDDEN}", query) if "=" in query else query[0] + _HIDDEN
+    return f"{scheme}{slashes}{_without_password(place, scheme)}{query}{tail}"
+
+
+def _without_password(place: str, scheme: str) -> str:
+    """The authority and path of a URL; a password may have slashes that nobody escaped."""
+    authority = place.partition("/")[0]
+    if "@" not in authority and (_PORT.match(authority) or "@" not in place):
+        return place
+    user, _, host = (authority if "@" in authority else place).rpartition("@")
+    rest = place[len(authority) :] if "@" in authority else ""
+    name, colon, _ = user.partition(":")
+    if colon:
+        return f"{name}:{_HIDDEN}@{host}{rest}"
+    # The name alone may be a token there.
+    return f"{_HIDDEN if scheme.lower() in ('http', 'https') else name}@{host}{rest}"
