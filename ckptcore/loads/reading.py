@@ -403,13 +403,13 @@ def check_sizes(opened: Opened, wanted: Collection[int]) -> None:
         opened.layout.check_arrays(tree, opened.state, arrays)
     if opened.root is None:
         return  # its layout has looked at its files itself
-    stored = sum([record.size for record in opened.objects.values()])
+    held = sum([record.size for record in opened.objects.values()])
     for leaf in sorted(wanted):
         record = opened.tree.leaves[leaf]
-        if isinstance(record, ArrayRecord) and record.spec.nbytes > _MOST_GROWTH * stored:
+        if isinstance(record, ArrayRecord) and record.spec.nbytes > _MOST_GROWTH * held:
             raise CorruptCheckpointError(
                 f"{format_path(opened.tree.paths[leaf])} of {opened.location.display} is said to be {record.spec}, {record.spec.nbytes} "
-                f"bytes, and all objects together have {stored}; the root is damaged: load another checkpoint"
+                f"bytes, and all objects together have {held}; the root is damaged: load another checkpoint"
             )
     extents = [extent for extent in opened.layout.extents(opened.tree, opened.state) if extent[0] in wanted]
     # Not what the root states, or only a little of it: an object may be cut off, and a hostile root may state anything.

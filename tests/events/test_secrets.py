@@ -53,7 +53,7 @@ CALLS: Mapping[str, Callable[[str, ckptcore.Context], object]] = {
     "delete": lambda url, context: ckptcore.delete(url, context=context),
     "copy": lambda url, context: ckptcore.copy(url, "memory://secrets/there", context=context),
     "Checkpointer": lambda url, context: _train(url, context),
-    "CheckpointReader": lambda url, context: ckptcore.CheckpointReader(url, context=context).latest(),
+    "CheckpointReader": lambda url, context: ckptcore.CheckpointReader(url, context=context),
 }
 
 
