@@ -95,7 +95,7 @@ def uncovered(spec: ArraySpec, boxes: Sequence[Box]) -> str | None:
     total = sum(box.size for box in filled)
     expected = math.prod(spec.shape)
     if total < expected:
-        return f"at least {expected - total} of its {expected} elements are in no box"
+        return f"{expected - total} of its {expected} elements are in no box"
     active: list[Box] = []
     for box in sorted(filled, key=lambda box: box.start):
         active = [other for other in active if not other.stop or other.stop[0] > box.start[0]]
