@@ -58,7 +58,7 @@ check: $(STAMP)  ## lint, format, types, import order and documentation
 	$(MAKE) docs
 
 bench: $(STAMP)  ## measure ckptcore beside the libraries a user would pick instead
-	$(BIN)/python -m benchmarks
+	$(BIN)/python -m benchmarks --out benchmarks/results.json
 
 docs: $(STAMP)  ## build the documentation into docs/_build/html
 	$(BIN)/sphinx-build --fail-on-warning --keep-going --quiet docs docs/_build/html

@@ -1,1 +1,29 @@
-"""Benchmarks side by side with the libraries a user would pick instead: ``python -m benchmarks``."""
+"""Benchmarks beside the libraries a user would pick instead: ``python -m benchmarks``.
+
+A benchmark is a module of this package with a function ``rows(setting: Setting) -> Iterator[Row]``. Its name in
+`BENCHMARKS` makes it part of ``make bench`` and of the tests.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+__all__ = ["BENCHMARKS"]
+
+BENCHMARKS: Final = (
+    "local",
+    "processes",
+    "stall",
+    "slices",
+    "quantised",
+    "dcp",
+    "dcp_metadata",
+    "dcp_reshard",
+    "orbax",
+    "resharding",
+    "jobs",
+    "broadcast",
+    "object_stores",
+    "scale",
+)
+"""Modules with benchmarks, in the order in which they run."""

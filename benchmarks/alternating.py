@@ -1,17 +1,20 @@
-"""Timing contenders in turn, so that a noisy machine is noisy for all of them."""
+"""Timing contenders in turn, so that noise of the machine affects all of them alike."""
 
 from __future__ import annotations
 
 import gc
-import json
 import mmap
+import os
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
-__all__ = ["Contender", "Outcome", "compare", "huge", "outcomes_of_ranks", "touch"]
+from benchmarks.report import PageCache, Row
+
+__all__ = ["Case", "Contender", "Times", "compare", "huge", "measure", "timed_rows"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,100 +25,166 @@ class Contender:
         name: in the table.
         run: what is timed.
         prepare: what is done before each run, not timed.
+        after: what is done with the result of each run, not timed.
+        seconds: gives the time from the result, for runs that measure it themselves.
+        target: the least ratio that is required of ckptcore against this contender.
     """
 
     name: str
-    run: Callable[[], object]
+    run: Callable[[], Any]
     prepare: Callable[[], object] = lambda: None
+    after: Callable[[Any], object] = lambda _: None
+    seconds: Callable[[Any], float] | None = None
+    target: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
-    """The times of a contender.
+class Case:
+    """A comparison. The first contender is ckptcore's, and the others are compared with it.
 
     Attributes:
         name: in the table.
-        seconds: of each round.
-        ratios: of each round: the first contender's time divided by this one's; above 1 is faster than the first.
+        contenders: at least one.
+        nbytes: bytes that each run moves; 0 if its time does not depend on them.
+        writes: the runs write files. The system then writes back all dirty pages before each run, and the rows report
+            the page cache.
+        memory: bytes of memory to fault in before each run; None: `nbytes`, twice if the case writes.
     """
 
     name: str
-    seconds: tuple[float, ...]
-    ratios: tuple[float, ...]
+    contenders: Sequence[Contender]
+    nbytes: int = 0
+    writes: bool = False
+    memory: int | None = None
 
-    @property
-    def median(self) -> float:
-        """The median time, in seconds."""
-        return statistics.median(self.seconds)
 
-    @property
-    def ratio(self) -> float:
-        """The median of the ratios."""
-        return statistics.median(self.ratios)
+@dataclass(slots=True)
+class Times:
+    """Measurements of a contender, one for each round.
+
+    Attributes:
+        seconds: the time.
+        cpu: processor time of this process, in seconds.
+        nbytes_read: bytes that this process read from files, in the page cache or not, as Linux counts them.
+        page_caches: state before the run, if it writes.
+    """
+
+    seconds: list[float] = field(default_factory=list)
+    cpu: list[float] = field(default_factory=list)
+    nbytes_read: list[int] = field(default_factory=list)
+    page_caches: list[PageCache] = field(default_factory=list)
 
 
 def huge(nbytes: int) -> memoryview:
-    """Fresh memory in huge pages where the system has them."""
+    """Return fresh memory, in huge pages if the system has them."""
     pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         pages.madvise(mmap.MADV_HUGEPAGE)
     return memoryview(pages)
 
 
-def touch(nbytes: int) -> None:
-    """Take memory, write to every page of it and give it back.
+def _fault_in(nbytes: int) -> None:
+    """Write to every page of fresh memory and free it.
 
-    The host of a virtual machine takes back memory that is free for a while, and the next program that is given it waits
-    for the host: five times as long as a load takes, in runs that nobody can foresee. After this the machine has the
-    memory at hand, whichever contender is next.
+    The host of a virtual machine takes back memory that was free for a while. The next program that uses it waits for
+    the host, five times as long as a load takes. After this call the memory is available to whichever contender is next.
     """
     if nbytes:
         pages = huge(nbytes)
         pages[:: mmap.PAGESIZE] = bytes(len(range(0, nbytes, mmap.PAGESIZE)))
 
 
-def compare(contenders: Sequence[Contender], *, rounds: int, warm_up: int = 1, memory: int = 0) -> Sequence[Outcome]:
-    """Run every contender once per round, each round beginning with another one; the first is what others are compared with.
+def compare(case: Case, rounds: int) -> Sequence[Row]:
+    """Measure a case in this process."""
+    return timed_rows(case, measure(case, rounds))
+
+
+def measure(case: Case, rounds: int, barrier: Callable[[], object] = lambda: None) -> Mapping[str, Times]:
+    """Run every contender once per round, after a round that does not count. Each round begins with another contender.
 
     Args:
-        contenders: what is timed, the reference first.
+        case: what is compared.
         rounds: how often.
-        warm_up: rounds before them, not timed.
-        memory: bytes of memory that are touched before each run.
+        barrier: called before and after each run; waits for the other processes of a job, which call this too.
     """
-    times: dict[str, list[float]] = {contender.name: [] for contender in contenders}
-    for number in range(-warm_up, rounds):
+    contenders = case.contenders
+    memory = case.nbytes * (2 if case.writes else 1) if case.memory is None else case.memory
+    times = {contender.name: Times() for contender in contenders}
+    for number in range(-1, rounds):
         shift = number % len(contenders)
         for contender in [*contenders[shift:], *contenders[:shift]]:
+            into = times[contender.name] if number >= 0 else Times()
             contender.prepare()
-            touch(memory)
-            gc.collect()
-            gc.disable()
-            start = time.perf_counter()
-            kept = contender.run()
-            seconds = time.perf_counter() - start
-            gc.enable()
-            del kept
-            if number >= 0:
-                times[contender.name].append(seconds)
-    return _outcomes(times)
+            if case.writes:
+                os.sync()
+            _fault_in(memory)
+            if case.writes:
+                into.page_caches.append(PageCache.now())
+            barrier()
+            result = _run_once(contender, into)
+            barrier()
+            contender.after(result)
+    return times
 
 
-def outcomes_of_ranks(results: Path) -> Sequence[Outcome]:
-    """What the processes of a job measured: a round takes as long as the slowest of them.
+def _run_once(contender: Contender, into: Times) -> Any:
+    gc.collect()
+    gc.disable()
+    try:
+        read, cpu, start = _bytes_read(), time.process_time(), time.perf_counter()
+        result = contender.run()
+        stop, cpu_stop, read_stop = time.perf_counter(), time.process_time(), _bytes_read()
+    finally:
+        gc.enable()
+    into.seconds.append(stop - start if contender.seconds is None else contender.seconds(result))
+    into.cpu.append(cpu_stop - cpu)
+    into.nbytes_read.append(read_stop - read)
+    return result
 
-    Args:
-        results: a directory with a file of JSON for each rank: by contender, the reference first, the seconds of each round.
-    """
-    ranks = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(results.iterdir())]
-    return _outcomes({name: [max(of_round) for of_round in zip(*[rank[name] for rank in ranks], strict=True)]
-                      for name in ranks[0]})  # fmt: skip
+
+def _bytes_read() -> int:
+    path = Path("/proc/self/io")
+    for line in path.read_text(encoding="ascii").splitlines() if path.exists() else ():
+        name, _, value = line.partition(":")
+        if name == "rchar":
+            return int(value)
+    return 0
 
 
-def _outcomes(times: Mapping[str, Sequence[float]]) -> Sequence[Outcome]:
-    """By contender, the reference first, with the seconds of each round."""
-    first, *_ = times.values()
-    return [
-        Outcome(name, tuple(own), tuple(reference / mine for reference, mine in zip(first, own, strict=True)))
-        for name, own in times.items()
-    ]
+def timed_rows(case: Case, times: Mapping[str, Times]) -> Sequence[Row]:
+    """Summarise the measurements of a case, by contender."""
+    ours = times[case.contenders[0].name].seconds
+    rows = []
+    for contender in case.contenders:
+        own = times[contender.name]
+        ratio = statistics.median([theirs / base for theirs, base in zip(own.seconds, ours, strict=True)])
+        row = Row(
+            case.name,
+            contender.name,
+            statistics.median(own.seconds),
+            ratio=ratio,
+            spread=_spread(own.seconds),
+            cpu=statistics.median(own.cpu) if own.cpu else None,
+            nbytes=case.nbytes,
+            target="" if contender.target is None else f"at least {contender.target:.2f}",
+            reached=contender.target is None or ratio >= contender.target,
+            page_cache=_median(own.page_caches),
+        )
+        rows.append(row)
+    return rows
+
+
+def _spread(seconds: Sequence[float]) -> float:
+    """Return the interquartile range divided by the median."""
+    if len(seconds) < 2:
+        return 0.0
+    low, middle, high = statistics.quantiles(seconds, n=4, method="inclusive")
+    return (high - low) / middle
+
+
+def _median(found: Sequence[PageCache]) -> PageCache | None:
+    if not found:
+        return None
+    columns = ([cache.free for cache in found], [cache.cached for cache in found], [cache.dirty for cache in found])
+    free, cached, dirty = (int(statistics.median(column)) for column in columns)
+    return PageCache(free, cached, dirty)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +15,14 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 import ckptcore
-from benchmarks.alternating import Contender
-from benchmarks.cases import Case, Clearing, write_raw
-from benchmarks.dcp_metadata import dcp_metadata_cases
+from benchmarks.alternating import Case, Contender, compare
+from benchmarks.local import Clearing, write_raw
+from benchmarks.report import Row
+from benchmarks.setting import Setting
+from benchmarks.states import large_state, small_state
 
-__all__ = ["dcp_large_cases", "dcp_small_cases"]
+__all__ = ["rows"]
 
-_CHUNKS = 100_000
-"""Of the metadata that is merged, written and read: as many tensors as a large model has on a few hundred accelerators."""
 _FULL = ckptcore.Context()
 _FAST = ckptcore.Context(durability="none")
 
@@ -46,90 +47,88 @@ class _Torch:
         load(target, checkpoint_id=location, no_dist=True)
 
 
+def rows(setting: Setting) -> Iterator[Row]:
+    """Measure many small tensors, as many Python integers, and one large state."""
+    peer = _Torch()
+    small: Mapping[str, Any] = small_state(setting.count(1000))
+    integers = {f"count.{number}": number for number in range(len(small))}
+    for name, part in (("tensors", small), ("integers", integers)):
+        for case in _small_cases(setting.directory, name, part, peer):
+            yield from compare(case, setting.rounds)
+    for case in _large_cases(setting.directory, large_state(1.5 * setting.scale), peer):
+        yield from compare(case, setting.rounds)
+
+
 def _targets(state: Mapping[str, Any]) -> dict[str, Any]:
     return {name: torch.zeros_like(value) if isinstance(value, torch.Tensor) else 0 for name, value in state.items()}
 
 
-def dcp_large_cases(directory: Path, state: dict[str, torch.Tensor]) -> Sequence[Case]:
-    """Saving and loading one large state."""
-    peer = _Torch()
+def _large_cases(directory: Path, state: dict[str, torch.Tensor], peer: _Torch) -> Sequence[Case]:
     theirs, ours, written = directory / "dcp", directory / "ckptcore-dcp", directory / "dcp-raw"
-    prepare = Clearing(theirs, ours, written)
+    clear = Clearing(theirs, ours, written)
     their_ready, ready = directory / "ready-torch-dcp", directory / "ready-dcp"
     peer.save(their_ready, state)
     ckptcore.save(ready, state, layout="dcp", context=_FAST)
     target = _targets(state)
     views = [np.asarray(tensor.view(torch.int16)).reshape(-1) for tensor in state.values()]
     total = sum(view.nbytes for view in views)
+    save = partial(ckptcore.save, ours, state, layout="dcp")
     return [
         Case(
             "dcp: save",
             [
-                Contender("dcp.save", lambda: peer.save(theirs, state), prepare),
-                Contender(
-                    "ckptcore.save, dcp", lambda: ckptcore.save(ours, state, layout="dcp", context=_FULL), prepare
-                ),
-                Contender("raw pwrite + fdatasync", lambda: write_raw(written, views, total, durable=True), prepare),
+                Contender("ckptcore.save, dcp", lambda: save(context=_FULL), clear),
+                Contender("dcp.save", lambda: peer.save(theirs, state), clear, target=2.0),
+                Contender("raw pwrite + fdatasync", lambda: write_raw(written, views, total, durable=True), clear),
             ],
-            2.0,
+            total,
+            writes=True,
         ),
         Case(
             "dcp: save, not durable",
             [
-                Contender("dcp.save, fastest settings", lambda: peer.save_fast(theirs, state), prepare),
-                Contender(
-                    "ckptcore.save, dcp", lambda: ckptcore.save(ours, state, layout="dcp", context=_FAST), prepare
-                ),
+                Contender("ckptcore.save, dcp", lambda: save(context=_FAST), clear),
+                Contender("dcp.save, fastest settings", lambda: peer.save_fast(theirs, state), clear, target=1.2),
             ],
-            1.2,
+            total,
+            writes=True,
         ),
         Case(
             "dcp: load",
             [
-                Contender("dcp.load", lambda: peer.load(their_ready, target)),
                 Contender("ckptcore.load_into", lambda: ckptcore.load_into(ready, target)),
+                Contender("dcp.load", lambda: peer.load(their_ready, target), target=4.0),
                 Contender("ckptcore.load_into of torch's", lambda: ckptcore.load_into(their_ready, target)),
                 Contender("ckptcore.load", lambda: ckptcore.load(ready, target)),
             ],
-            4.0,
+            total,
         ),
     ]
 
 
-def dcp_small_cases(directory: Path, state: Mapping[str, torch.Tensor]) -> Iterator[Case]:
-    """1000 tensors of 16 floats, and as many Python integers; then metadata of very many chunks, made when it is its turn."""
-    peer = _Torch()
-    integers: dict[str, Any] = {f"count.{number}": number for number in range(len(state))}
-    for name, part in (("tensors", dict(state)), ("integers", integers)):
-        yield from _small(directory, name, part, peer)
-    yield from dcp_metadata_cases(directory, _CHUNKS)
-
-
-def _small(directory: Path, name: str, state: dict[str, Any], peer: _Torch) -> Sequence[Case]:
+def _small_cases(directory: Path, name: str, state: Mapping[str, Any], peer: _Torch) -> Sequence[Case]:
     theirs, ours = directory / f"dcp-{name}", directory / f"ckptcore-dcp-{name}"
-    prepare = Clearing(theirs, ours)
+    clear = Clearing(theirs, ours)
     their_ready, ready = directory / f"ready-torch-{name}", directory / f"ready-dcp-{name}"
-    peer.save(their_ready, state)
-    ckptcore.save(ready, state, layout="dcp", context=_FAST)
-    target = _targets(state)
+    held = dict(state)
+    peer.save(their_ready, held)
+    ckptcore.save(ready, held, layout="dcp", context=_FAST)
+    target = _targets(held)
     return [
         Case(
-            f"dcp: save 1000 {name}",
+            f"dcp: save {len(held)} {name}",
             [
-                Contender("dcp.save", lambda: peer.save(theirs, state), prepare),
-                Contender(
-                    "ckptcore.save, dcp", lambda: ckptcore.save(ours, state, layout="dcp", context=_FULL), prepare
-                ),
+                Contender("ckptcore.save, dcp", lambda: ckptcore.save(ours, held, layout="dcp", context=_FULL), clear),
+                Contender("dcp.save", lambda: peer.save(theirs, held), clear, target=5.0),
             ],
-            5.0,
+            writes=True,
         ),
         Case(
-            f"dcp: load 1000 {name}",
+            f"dcp: load {len(held)} {name}",
             [
-                Contender("dcp.load", lambda: peer.load(their_ready, target)),
                 Contender("ckptcore.load", lambda: ckptcore.load(ready, target)),
+                Contender("dcp.load", lambda: peer.load(their_ready, target), target=5.0),
                 Contender("ckptcore.load of torch's", lambda: ckptcore.load(their_ready, target)),
             ],
-            5.0,
         ),
     ]

@@ -1,27 +1,27 @@
 """Four processes that save one state together, beside torch.distributed.checkpoint and Orbax, each under its own launcher.
 
-32 matrices of 4096 x 4096 bfloat16 with elements that do not compress, a GB, of which each process holds a quarter of the rows. All are durable when a save returns. The
-contenders save in turn, each over nothing; a round takes as long as the slowest process.
+The state is 32 matrices of 4096 x 4096 bfloat16, 1 GB whose elements do not compress. Each process holds a quarter of
+the rows. All saves are durable, and write to a directory that does not exist. A round takes as long as the slowest
+process.
 """
 
 from __future__ import annotations
 
-import json
-import os
 import shutil
 import socket
-import subprocess
 import sys
-import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 
 import ckptcore
-from benchmarks.alternating import outcomes_of_ranks
+from benchmarks.alternating import Contender
+from benchmarks.in_jobs import end, joined_rows, measure_rank, start, torchrun
+from benchmarks.report import Row
+from benchmarks.setting import Setting
 from ckptcore.model import HostArray
 
 __all__ = ["rows"]
@@ -29,77 +29,57 @@ __all__ = ["rows"]
 _PROCESSES: Final = 4
 _MATRICES: Final = 32
 _SIDE: Final = 4096
-_ROUNDS: Final = 5
+_TARGETS: Final = {"dcp.save": 1.0, "orbax PyTreeCheckpointer.save": 1.0}
 
 
-def rows(scratch: Path) -> Iterator[tuple[str, bool]]:
-    """Rows to print, and whether each is at least as fast as its peer, which comes first."""
-    for launcher, start in (("torchrun", _torchrun), ("jax.distributed", _jax_processes)):
-        directory = scratch / f"jobs-{launcher}"
+def rows(setting: Setting) -> Iterator[Row]:
+    """Measure saves of jobs of torchrun and of jax.distributed."""
+    side, processes = setting.side(_SIDE), setting.count(_PROCESSES, least=2)
+    for launcher, launch in (("torchrun", _torchrun), ("jax.distributed", _jax_processes)):
+        directory = setting.directory / launcher
         (directory / "results").mkdir(parents=True)
-        _end(start(directory))
-        nbytes = _MATRICES * _SIDE * _SIDE * 2
-        case = f"jobs: {_PROCESSES} processes of {launcher} save"
-        for found in outcomes_of_ranks(directory / "results"):
-            ok = found.ratio >= 1  # that of the reference is 1
-            row = f"{case:42} {found.name:36} {found.median * 1e3:7.0f} ms {found.ratio:7.2f}"
-            yield f"{row}  {nbytes / found.median / 1e9:.2f} GB/s{'' if ok else ', 1 MISSED'}", ok
+        launch(directory, side, processes, setting.rounds)
+        yield from joined_rows(
+            f"jobs: {processes} processes of {launcher} save",
+            directory / "results",
+            nbytes=_MATRICES * side * side * 2,
+            targets=_TARGETS,
+        )
         shutil.rmtree(directory)
 
 
-def _torchrun(directory: Path) -> list[subprocess.Popen[bytes]]:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(_PROCESSES)]
-    return [_start([*command, "-m", "benchmarks.jobs", "torch", str(directory)])]
+def _torchrun(directory: Path, side: int, processes: int, rounds: int) -> None:
+    torchrun(processes, "benchmarks.jobs", "torch", directory, side, rounds)
 
 
-def _jax_processes(directory: Path) -> list[subprocess.Popen[bytes]]:
+def _jax_processes(directory: Path, side: int, processes: int, rounds: int) -> None:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port = str(listener.getsockname()[1])
-    command = [sys.executable, "-m", "benchmarks.jobs", "jax", str(directory), port]
-    return [_start([*command, str(rank)]) for rank in range(_PROCESSES)]
-
-
-def _start(command: list[str]) -> subprocess.Popen[bytes]:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "JAX_PLATFORMS": "cpu"}
-    return subprocess.Popen(command, env=environment, cwd=Path(__file__).parents[1], stderr=subprocess.PIPE)
-
-
-def _end(processes: list[subprocess.Popen[bytes]]) -> None:
-    for process in processes:
-        _, told = process.communicate()
-        if process.returncode:
-            raise RuntimeError(told.decode(errors="replace")[-4000:])
+    command = ["-m", "benchmarks.jobs", "jax", str(directory), str(side), str(rounds), port, str(processes)]
+    end([start(*command, str(rank)) for rank in range(processes)])
 
 
 def _measure(
-    directory: Path,
-    rank: int,
-    barrier: Callable[[], object],
-    saves: Mapping[str, Callable[[Path], object]],
+    directory: Path, rounds: int, rank: int, barrier: Callable[[], object], saves: dict[str, Callable[[Path], object]]
 ) -> None:
-    seconds: dict[str, list[float]] = {name: [] for name in saves}
-    for number in range(_ROUNDS + 1):  # the first is not counted: it reads modules, too
-        for place, (name, save) in enumerate(saves.items()):
-            location = directory / f"{place}-{number}"
-            barrier()
-            start = time.perf_counter()
-            save(location)
-            taken = time.perf_counter() - start
-            barrier()
+    def contender(name: str, save: Callable[[Path], object], location: Path) -> Contender:
+        def clear(_: object) -> None:
             if rank == 0:
                 shutil.rmtree(location)
-            if number:
-                seconds[name].append(taken)
-    (directory / "results" / f"{rank}.json").write_text(json.dumps(seconds), encoding="utf-8")
+
+        return Contender(name, lambda: save(location), after=clear)
+
+    contenders = [contender(name, save, directory / str(place)) for place, (name, save) in enumerate(saves.items())]
+    measure_rank(contenders, rounds, directory / "results", rank=rank, barrier=barrier, writes=True)
 
 
-def _elements(rank: int, number: int) -> HostArray:
-    """A process's part of a matrix, as the bits of its elements."""
-    return np.random.default_rng([rank, number]).integers(0, 1 << 15, (_SIDE // _PROCESSES, _SIDE), np.int16)
+def _elements(rank: int, number: int, side: int, processes: int) -> HostArray:
+    """Return a process's part of a matrix, as the bits of its elements."""
+    return np.random.default_rng([rank, number]).integers(0, 1 << 15, (side // processes, side), np.int16)
 
 
-def _torch(directory: Path) -> None:
+def _torch(directory: Path, side: int, rounds: int) -> None:
     import torch
     import torch.distributed as dist
     from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
@@ -109,23 +89,24 @@ def _torch(directory: Path) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     try:
-        mesh = init_device_mesh("cpu", (_PROCESSES,))
-        local = [torch.from_numpy(_elements(dist.get_rank(), number)) for number in range(_MATRICES)]
+        rank, processes = dist.get_rank(), dist.get_world_size()
+        mesh = init_device_mesh("cpu", (processes,))
+        local = [torch.from_numpy(_elements(rank, number, side, processes)) for number in range(_MATRICES)]
         state = {
             f"layers.{number}.weight": DTensor.from_local(part.view(torch.bfloat16), mesh, [Shard(0)], run_check=False)
             for number, part in enumerate(local)
         }
         saves: dict[str, Callable[[Path], object]] = {
-            "dcp.save": lambda location: dcp_save(state, checkpoint_id=location),
             "ckptcore.save, dcp": lambda location: ckptcore.save(location, state, layout="dcp"),
+            "dcp.save": lambda location: dcp_save(state, checkpoint_id=location),
             "ckptcore.save, safetensors": lambda location: ckptcore.save(location, state),
         }
-        _measure(directory, dist.get_rank(), dist.barrier, saves)
+        _measure(directory, rounds, rank, dist.barrier, saves)
     finally:
         dist.destroy_process_group()
 
 
-def _jax(directory: Path, port: str, rank: int) -> None:
+def _jax(directory: Path, side: int, rounds: int, port: str, processes: int, rank: int) -> None:
     import jax
     import jax.numpy as jnp
     import orbax.checkpoint as ocp  # type: ignore[import-untyped]  # it has no type stubs
@@ -134,33 +115,34 @@ def _jax(directory: Path, port: str, rank: int) -> None:
 
     config: Any = jax.config
     config.update("jax_cpu_collectives_implementation", "gloo")
-    jax.distributed.initialize(f"127.0.0.1:{port}", num_processes=_PROCESSES, process_id=rank)
+    jax.distributed.initialize(f"127.0.0.1:{port}", num_processes=processes, process_id=rank)
     spec: Any = PartitionSpec
     sharding = NamedSharding(Mesh(np.array(jax.devices()), ("x",)), spec("x"))
-    shape = (_SIDE, _SIDE)
+    shape = (side, side)
 
     def matrix(number: int) -> jax.Array:
-        part = _elements(rank, number).view(jnp.bfloat16)
+        part = _elements(rank, number, side, processes).view(jnp.bfloat16)
         return jax.make_array_from_callback(shape, sharding, lambda index: part)
 
     state = {f"layers.{number}.weight": matrix(number) for number in range(_MATRICES)}
     orbax: Any = ocp.PyTreeCheckpointer()
     saves: dict[str, Callable[[Path], object]] = {
-        "orbax PyTreeCheckpointer.save": lambda location: orbax.save(location, state),
         "ckptcore.save, ocdbt": lambda location: ckptcore.save(location, state, layout="ocdbt"),
+        "orbax PyTreeCheckpointer.save": lambda location: orbax.save(location, state),
         "ckptcore.save, zarr3": lambda location: ckptcore.save(location, state, layout="zarr3"),
     }
-    _measure(directory, rank, lambda: multihost_utils.sync_global_devices("round"), saves)
+    _measure(directory, rounds, rank, lambda: multihost_utils.sync_global_devices("round"), saves)
     jax.distributed.shutdown()  # type: ignore[no-untyped-call]  # JAX says no types here
 
 
-def main(framework: str, directory: str, *rest: str) -> None:
-    """What each process of a job does."""
+def main(framework: str, directory: str, side: str, rounds: str, *rest: str) -> None:
+    """Measure in one process of a job."""
     warnings.simplefilter("ignore")
     if framework == "torch":
-        _torch(Path(directory))
+        _torch(Path(directory), int(side), int(rounds))
     else:
-        _jax(Path(directory), rest[0], int(rest[1]))
+        port, processes, rank = rest
+        _jax(Path(directory), int(side), int(rounds), port, int(processes), int(rank))
 
 
 if __name__ == "__main__":

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import logging
-import statistics
-import subprocess
-import sys
-import time
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,45 +16,44 @@ import torch
 from ckptcore_tensorstore import OcdbtLayout
 
 import ckptcore
-from benchmarks.alternating import Contender, huge
-from benchmarks.cases import Case, Clearing, read_raw, write_raw
+from benchmarks.alternating import Case, Contender, compare, huge
+from benchmarks.local import Clearing, read_raw, write_raw
+from benchmarks.report import Row
+from benchmarks.setting import Setting
+from benchmarks.states import large_state, small_state
 
-__all__ = ["jax_state", "orbax_blocking_rows", "orbax_large_cases", "orbax_peak_rows", "orbax_small_cases"]
+__all__ = ["jax_state", "rows"]
 
 Arrays = dict[str, jax.Array]
 
 _FULL = ckptcore.Context()
 _FAST = ckptcore.Context(durability="none")
 
-_PEAK = """
-import sys, logging, warnings
-logging.disable(logging.CRITICAL); warnings.filterwarnings("ignore")
-sys.path.insert(0, {root!r})
-import jax, ckptcore
-from orbax.checkpoint import v1
-from benchmarks.orbax import jax_state
-from benchmarks.states import large_state
-def peak():
-    for line in open("/proc/self/status"):
-        if line.startswith("VmHWM"):
-            return int(line.split()[1]) * 1024
-def save(location, arrays):
-    if {ours!r}:
-        ckptcore.save(location, arrays, layout="ocdbt")
-    else:
-        with v1.Context(array_options=v1.options.ArrayOptions(saving=v1.options.ArrayOptions.Saving(use_compression={zstd!r}))):
-            v1.save(location, arrays)
-state = jax_state(large_state({gigabytes}))
-save({location!r} + "-warm", {{"w": next(iter(state.values()))[:4]}})
-open("/proc/self/clear_refs", "w").write("5")
-before = peak()
-save({location!r}, state)
-print(peak() - before, sum(array.nbytes for array in state.values()))
-"""
+
+def rows(setting: Setting) -> Iterator[Row]:
+    """Measure many small arrays, and one large state."""
+    orbax = _Orbax()
+    small = jax_state(small_state(setting.count(1000)))
+    yield from _cases(setting, "small", orbax, small, _small_cases)
+    large = jax_state(large_state(1.5 * setting.scale))
+    yield from _cases(setting, "large", orbax, large, _large_cases)
+
+
+def _cases(
+    setting: Setting,
+    name: str,
+    orbax: _Orbax,
+    arrays: Arrays,
+    cases: Callable[[Path, _Orbax, Arrays], Sequence[Case]],
+) -> Iterator[Row]:
+    directory = setting.directory / name
+    directory.mkdir()
+    for case in (*cases(directory, orbax, arrays), _blocking_case(directory, orbax, arrays)):
+        yield from compare(case, setting.rounds)
 
 
 def jax_state(state: Mapping[str, torch.Tensor]) -> Arrays:
-    """The same elements as arrays of JAX."""
+    """Return the same elements as arrays of JAX."""
     arrays = {}
     for name, tensor in state.items():
         if tensor.dtype == torch.bfloat16:
@@ -103,164 +99,125 @@ def _abstract(arrays: Arrays) -> dict[str, jax.ShapeDtypeStruct]:
     }
 
 
-def orbax_large_cases(directory: Path, arrays: Arrays) -> Sequence[Case]:
-    """Saving and loading one large state."""
-    orbax = _Orbax()
-    theirs, ours = directory / "orbax", directory / "ocdbt"
-    written = directory / "written"
-    prepare = Clearing(theirs, ours, written)
+def _large_cases(directory: Path, orbax: _Orbax, arrays: Arrays) -> Sequence[Case]:
+    total = sum(array.nbytes for array in arrays.values())
+    views = [np.asarray(array).view(np.int16).reshape(-1) for array in arrays.values()]
+    return [*_save_cases(directory, orbax, arrays, views, total), *_load_cases(directory, orbax, arrays, views, total)]
+
+
+def _save_cases(directory: Path, orbax: _Orbax, arrays: Arrays, views: Sequence[Any], total: int) -> Sequence[Case]:
+    theirs, ours, raw = directory / "orbax", directory / "ocdbt", directory / "written"
+    clear = Clearing(theirs, ours, raw)
+    save = partial(ckptcore.save, ours, arrays)
+    compressed = OcdbtLayout(compression="zstd")
+    case = partial(Case, nbytes=total, writes=True)
+    return [
+        case(
+            "orbax: save",
+            [
+                Contender("ckptcore.save, ocdbt", lambda: save(layout="ocdbt", context=_FULL), clear),
+                Contender(
+                    "Orbax v1, its default (zstd)",
+                    lambda: orbax.save(theirs, arrays, compressed=True),
+                    clear,
+                    target=5.0,
+                ),
+                Contender("Orbax v1", lambda: orbax.save(theirs, arrays, compressed=False), clear, target=2.0),
+                Contender("raw pwrite + fdatasync", lambda: write_raw(raw, views, total, durable=True), clear),
+                Contender("ckptcore.save, not durable", lambda: save(layout="ocdbt", context=_FAST), clear),
+                Contender("ckptcore.save, zstd", lambda: save(layout=compressed, context=_FULL), clear),
+            ],
+        ),
+    ]
+
+
+def _load_cases(directory: Path, orbax: _Orbax, arrays: Arrays, views: Sequence[Any], total: int) -> Sequence[Case]:
     zstd, plain, ready = directory / "ready-zstd", directory / "ready-plain", directory / "ready-ocdbt"
     orbax.save(zstd, arrays, compressed=True)
     orbax.save(plain, arrays, compressed=False)
     ckptcore.save(ready, arrays, layout="ocdbt", context=_FAST)
-    abstract = _abstract(arrays)
-    total = sum(array.nbytes for array in arrays.values())
-    views = [np.asarray(array).view(np.int16).reshape(-1) for array in arrays.values()]
     raw = directory / "raw"
     write_raw(raw, views, total)
-    save = Contender(
-        "ckptcore.save, ocdbt", lambda: ckptcore.save(ours, arrays, layout="ocdbt", context=_FULL), prepare
-    )
-    load = Contender("ckptcore.load", lambda: _load(ready, abstract))
+    abstract = _abstract(arrays)
     return [
         Case(
-            "orbax: save",
+            "orbax: load",
             [
-                Contender("Orbax v1, its default (zstd)", lambda: orbax.save(theirs, arrays, compressed=True), prepare),
-                save,
+                Contender("ckptcore.load", lambda: _load(ready, abstract)),
+                Contender("Orbax v1, its default (zstd)", lambda: orbax.load(zstd), target=8.0),
+                Contender("Orbax v1, no compression", lambda: orbax.load(plain), target=4.0),
+                Contender("raw preadv, huge pages, 2 threads", lambda: read_raw(raw, huge(total)), target=0.7),
+                Contender("ckptcore.load (NumPy)", lambda: ckptcore.load(ready)),
             ],
-            5.0,
+            total,
         ),
-        Case(
-            "orbax: save, no compression",
-            [
-                Contender("Orbax v1", lambda: orbax.save(theirs, arrays, compressed=False), prepare),
-                save,
-                Contender("raw pwrite + fdatasync", lambda: write_raw(written, views, total, durable=True), prepare),
-            ],
-            2.0,
-        ),
-        Case(
-            "orbax: save, other ways",
-            [
-                Contender("Orbax v1, its default (zstd)", lambda: orbax.save(theirs, arrays, compressed=True), prepare),
-                Contender(
-                    "ckptcore.save, not durable",
-                    lambda: ckptcore.save(ours, arrays, layout="ocdbt", context=_FAST),
-                    prepare,
-                ),
-                Contender(
-                    "ckptcore.save, zstd",
-                    lambda: ckptcore.save(ours, arrays, layout=OcdbtLayout(compression="zstd"), context=_FULL),
-                    prepare,
-                ),
-            ],
-            None,
-        ),
-        Case("orbax: load", [Contender("Orbax v1, its default (zstd)", lambda: orbax.load(zstd)), load], 8.0),
-        Case("orbax: load, no compression", [Contender("Orbax v1", lambda: orbax.load(plain)), load], 4.0),
         Case(
             "orbax: load what Orbax saved",
             [
-                Contender("Orbax v1", lambda: orbax.load(plain)),
                 Contender("ckptcore.load", lambda: _load(plain, abstract)),
+                Contender("Orbax v1", lambda: orbax.load(plain)),
                 Contender("ckptcore.load of zstd", lambda: _load(zstd, abstract)),
             ],
-            None,
-        ),
-        Case(
-            "orbax: load beside the raw limit",
-            [
-                Contender("raw preadv, huge pages, 2 threads", lambda: read_raw(raw, huge(total))),
-                load,
-                Contender("ckptcore.load (NumPy)", lambda: ckptcore.load(ready)),
-            ],
-            0.7,
+            total,
         ),
     ]
 
 
-def orbax_small_cases(directory: Path, arrays: Arrays) -> Sequence[Case]:
-    """1000 arrays of 16 floats, and how long an asynchronous save blocks."""
-    orbax = _Orbax()
-    theirs, ours = directory / "orbax-small", directory / "ocdbt-small"
-    prepare = Clearing(theirs, ours)
-    orbax_ready, ready = directory / "ready-orbax-small", directory / "ready-ocdbt-small"
-    orbax.save(orbax_ready, arrays, compressed=True)
+def _small_cases(directory: Path, orbax: _Orbax, arrays: Arrays) -> Sequence[Case]:
+    theirs, ours = directory / "orbax", directory / "ocdbt"
+    clear = Clearing(theirs, ours)
+    their_ready, ready = directory / "ready-orbax", directory / "ready-ocdbt"
+    orbax.save(their_ready, arrays, compressed=True)
     ckptcore.save(ready, arrays, layout="ocdbt", context=_FAST)
     abstract = _abstract(arrays)
+    count = len(arrays)
     return [
         Case(
-            "orbax: save 1000 small",
+            f"orbax: save {count} small",
             [
-                Contender("Orbax v1", lambda: orbax.save(theirs, arrays, compressed=True), prepare),
-                Contender("ckptcore.save, ocdbt", lambda: ckptcore.save(ours, arrays, layout="ocdbt"), prepare),
+                Contender("ckptcore.save, ocdbt", lambda: ckptcore.save(ours, arrays, layout="ocdbt"), clear),
+                Contender("Orbax v1", lambda: orbax.save(theirs, arrays, compressed=True), clear, target=10.0),
             ],
-            10.0,
+            writes=True,
         ),
         Case(
-            "orbax: load 1000 small",
+            f"orbax: load {count} small",
             [
-                Contender("Orbax v1", lambda: orbax.load(orbax_ready)),
                 Contender("ckptcore.load", lambda: _load(ready, abstract)),
+                Contender("Orbax v1", lambda: orbax.load(their_ready), target=10.0),
                 Contender("ckptcore.load (NumPy)", lambda: ckptcore.load(ready)),
-                Contender("ckptcore.load of Orbax's", lambda: _load(orbax_ready, abstract)),
+                Contender("ckptcore.load of Orbax's", lambda: _load(their_ready, abstract)),
             ],
-            10.0,
         ),
         Case(
-            "orbax: metadata of 1000 small",
+            f"orbax: metadata of {count} small",
             [
-                Contender("Orbax v1", lambda: orbax.metadata(orbax_ready)),
                 Contender("ckptcore.metadata", lambda: ckptcore.metadata(ready)),
-                Contender("ckptcore.metadata of Orbax's", lambda: ckptcore.metadata(orbax_ready)),
+                Contender("Orbax v1", lambda: orbax.metadata(their_ready), target=10.0),
+                Contender("ckptcore.metadata of Orbax's", lambda: ckptcore.metadata(their_ready)),
             ],
-            10.0,
         ),
     ]
 
 
-def orbax_blocking_rows(directory: Path, arrays: Arrays, name: str, rounds: int) -> Iterator[tuple[str, bool]]:
-    """How long an asynchronous save blocks its caller, in turn; rows to print, and whether ours blocks no longer."""
-    orbax = _Orbax()
+def _blocking_case(directory: Path, orbax: _Orbax, arrays: Arrays) -> Case:
+    """Compare the time for which an asynchronous save blocks its caller."""
     theirs, ours = directory / "orbax-async", directory / "ocdbt-async"
     clear = Clearing(theirs, ours)
-    blocked: dict[str, list[float]] = {"Orbax v1": [], "ckptcore.save_async, ocdbt": []}
-    for number in range(-1, rounds):
-        for contender, start_save in (
-            ("Orbax v1", lambda: orbax.save_async(theirs, arrays)),
-            ("ckptcore.save_async, ocdbt", lambda: ckptcore.save_async(ours, arrays, layout="ocdbt")),
-        ):
-            clear()
-            start = time.perf_counter()
-            pending = start_save()
-            seconds = time.perf_counter() - start
-            pending.result()
-            if number >= 0:
-                blocked[contender].append(seconds)
-    peer = statistics.median(blocked["Orbax v1"])
-    for contender, seconds_of in blocked.items():
-        own = statistics.median(seconds_of)
-        verdict = "" if contender == "Orbax v1" else f"1.00 {'reached' if own <= peer else 'MISSED'}"
-        yield f"{name:42} {contender:36} {own * 1e3:7.2f} ms {peer / own:7.2f}  {verdict}", own <= peer
 
+    def finish(pending: Any) -> None:
+        pending.result()
 
-def orbax_peak_rows(scratch: Path, gigabytes: float) -> Iterator[tuple[str, bool]]:
-    """Memory above the state that a blocking save takes, in processes of their own."""
-    root = str(Path(__file__).parents[1])
-    for name, ours, zstd in (
-        ("Orbax v1", False, True),
-        ("Orbax v1, no compression", False, False),
-        ("ckptcore.save, ocdbt", True, False),
-    ):
-        program = _PEAK.format(
-            root=root, location=str(scratch / f"peak-{name[0]}-{zstd}"), gigabytes=gigabytes, ours=ours, zstd=zstd
-        )
-        done = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True)
-        above, size = map(int, done.stdout.split()[-2:])
-        reached = not ours or above <= size / 10
-        verdict = f"0.10 {'reached' if reached else 'MISSED'}" if ours else ""
-        yield (
-            f"{'orbax: peak memory of save / state':42} {name:36} {above / 2**20:6.0f} MiB {above / size:7.2f}  {verdict}",
-            reached,
-        )
+    return Case(
+        f"orbax: save_async of {len(arrays)} arrays blocks",
+        [
+            Contender(
+                "ckptcore.save_async, ocdbt",
+                lambda: ckptcore.save_async(ours, arrays, layout="ocdbt"),
+                clear,
+                after=finish,
+            ),
+            Contender("Orbax v1", lambda: orbax.save_async(theirs, arrays), clear, after=finish, target=1.0),
+        ],
+        writes=True,
+    )

@@ -1,22 +1,41 @@
-"""What needs a process of its own: the cost of importing, the peak of memory, and leaves of JAX."""
+"""Costs that need a process of their own: importing, the first save and the first load, and peaks of memory."""
 
 from __future__ import annotations
 
 import os
-import statistics
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
-__all__ = ["process_cases"]
+from benchmarks.alternating import Case, Contender, compare
+from benchmarks.local import Clearing
+from benchmarks.report import Row
+from benchmarks.setting import Setting
 
-_IMPORT = "import numpy, time; start = time.perf_counter(); import ckptcore; print(time.perf_counter() - start)"
+__all__ = ["rows"]
+
+_TIMED = """
+import numpy, os, sys, time
+{setup}
+before, start = set(sys.modules), time.perf_counter()
+{timed}
+print(time.perf_counter() - start, len(set(sys.modules) - before))
+# What was timed has no threads that must end, and the end of an interpreter is not part of it.
+sys.stdout.flush()
+os._exit(0)
+"""
+_STATE = "state = {'w': numpy.ones(1 << 18, numpy.float32)}"
+_OURS = "import ckptcore"
+_THEIRS = "import safetensors.numpy"
 
 _PEAK = """
-import sys, pathlib, threading, time
+import logging, warnings
+logging.disable(logging.CRITICAL)
+warnings.filterwarnings("ignore")
 import torch, ckptcore
-sys.path.insert(0, {root!r})
 from benchmarks.states import large_state
 def peak():
     for line in open("/proc/self/status"):
@@ -24,58 +43,146 @@ def peak():
             return int(line.split()[1]) * 1024
 def reset():
     open("/proc/self/clear_refs", "w").write("5")
+    return peak()
 location = {location!r}
 state = large_state({gigabytes})
 size = sum(tensor.nbytes for tensor in state.values())
-ckptcore.save(location + "-warm", {{"w": torch.zeros(4)}})
-ckptcore.load(location + "-warm", {{"w": torch.zeros(4, device="meta")}})
-reset(); before = peak()
+"""
+_TORCH_PEAK = """
+ckptcore.save(location + "-warm", {"w": torch.zeros(4)})
+ckptcore.load(location + "-warm", {"w": torch.zeros(4, device="meta")})
+before = reset()
 ckptcore.save(location, state)
-print(peak() - before)
-abstract = {{name: torch.empty_like(tensor, device="meta") for name, tensor in state.items()}}
+saved = peak() - before
+abstract = {name: torch.empty_like(tensor, device="meta") for name, tensor in state.items()}
 del state
-reset(); before = peak()
+before = reset()
 loaded = ckptcore.load(location, abstract)
-print(peak() - before - size)
+print(size, saved, peak() - before - size)
 """
-
-_JAX = """
-import os, sys, statistics, time
-import jax, jax.numpy as jnp, numpy as np, ckptcore
-state = {{str(n): jnp.full((16,), float(n)) for n in range(1000)}}
-jax.block_until_ready(state)
-context = ckptcore.Context(durability="none")
-times = []
-for number in range(15):
-    start = time.perf_counter()
-    handle = ckptcore.save_async({location!r}, state, overwrite=True, context=context)
-    times.append(time.perf_counter() - start)
-    handle.result()
-print(statistics.median(times[3:]) / len(state) * 1e6)
+_JAX_PEAK = """
+from orbax.checkpoint import v1
+from benchmarks.orbax import jax_state
+def save(location, arrays):
+    {save}
+state = jax_state(state)
+save(location + "-warm", {{"w": next(iter(state.values()))[:4]}})
+before = reset()
+save(location, state)
+print(size, peak() - before)
 """
+_JAX_SAVES = {
+    "ckptcore.save, ocdbt": 'ckptcore.save(location, arrays, layout="ocdbt")',
+    "Orbax v1": "v1.save(location, arrays)",
+    "Orbax v1, no compression": (
+        "with v1.Context(array_options=v1.options.ArrayOptions("
+        "saving=v1.options.ArrayOptions.Saving(use_compression=False))): v1.save(location, arrays)"
+    ),
+}
+_MOST_IMPORT_SECONDS = 0.1
+_MOST_PEAK_BYTES = 128 << 20
 
 
-def process_cases(scratch: Path, gigabytes: float) -> Iterator[tuple[str, bool]]:
-    """Rows to print, and whether each reached its target."""
-    root = str(Path(__file__).parents[1])
-    _run(_IMPORT)
-    seconds = statistics.median(float(_run(_IMPORT)[0]) for _ in range(11))
-    yield _row("import ckptcore after numpy", f"{seconds * 1e3:.1f} ms", "under 100 ms", seconds < 0.1)
-    saved, loaded = map(int, _run(_PEAK.format(root=root, location=str(scratch / "peak"), gigabytes=gigabytes)))
-    limit = 128 << 20
-    yield _row("peak memory of save above the state", f"{saved / 2**20:.0f} MiB", "128 MiB", saved <= limit)
-    yield _row("peak memory of load above the state", f"{loaded / 2**20:.0f} MiB", "128 MiB", loaded <= limit)
-    micros = float(_run(_JAX.format(location=str(scratch / "jax")))[0])
-    yield _row("save_async blocks, jax.Arrays, per leaf", f"{micros:.1f} us", "20 us", micros <= 20)
+def rows(setting: Setting) -> Iterator[Row]:
+    """Measure imports and first calls in new processes, and peaks of memory."""
+    yield from _import_rows(setting)
+    yield from _first_rows(setting)
+    yield from _peak_rows(setting)
 
 
-def _run(program: str) -> list[str]:
+def _import_rows(setting: Setting) -> Iterator[Row]:
+    modules: dict[str, int] = {}
+    contenders = [
+        _in_process("import ckptcore", modules, timed=_OURS),
+        _in_process("import safetensors.numpy", modules, timed=_THEIRS),
+    ]
+    ours, *others = compare(Case("import after numpy", contenders), setting.rounds)
+    most = f"at most {_MOST_IMPORT_SECONDS * 1e3:.0f} ms"
+    yield _told(ours, modules, target=most, reached=ours.median <= _MOST_IMPORT_SECONDS)
+    for other in others:
+        yield _told(other, modules)
+
+
+def _first_rows(setting: Setting) -> Iterator[Row]:
+    """Measure the first save and the first load of a process, of one array of a mebibyte, with the import."""
+    ours, theirs = setting.directory / "first", setting.directory / "first.safetensors"
+    save = f"{_OURS}; ckptcore.save({str(ours)!r}, state)"
+    save_file = f"{_THEIRS}; safetensors.numpy.save_file(state, {str(theirs)!r})"
+    clear = Clearing(ours, theirs)
+    for case, saves, programs in (
+        ("first save of a process", True, (save, save_file)),
+        (
+            "first load of a process",
+            False,
+            (f"{_OURS}; ckptcore.load({str(ours)!r})", f"{_THEIRS}; safetensors.numpy.load_file({str(theirs)!r})"),
+        ),
+    ):
+        modules: dict[str, int] = {}
+        contenders = [
+            _in_process(name, modules, setup=_STATE, timed=timed, clear=clear if saves else None)
+            for name, timed in zip(("ckptcore", "safetensors"), programs, strict=True)
+        ]
+        if not saves:  # the last round removed what one of them saved
+            clear()
+            for timed in (save, save_file):
+                _run(_TIMED.format(setup=_STATE, timed=timed))
+        for row in compare(Case(case, contenders, writes=saves), setting.rounds):
+            yield _told(row, modules)
+
+
+def _in_process(
+    name: str, modules: dict[str, int], *, timed: str, setup: str = "", clear: Clearing | None = None
+) -> Contender:
+    """Time statements in a new process, and note how many modules they import."""
+    program = _TIMED.format(setup=setup, timed=timed)
+
+    def note(found: Sequence[float]) -> None:
+        modules[name] = int(found[1])
+
+    return Contender(name, partial(_run, program), clear or (lambda: None), note, lambda found: float(found[0]))
+
+
+def _told(row: Row, modules: dict[str, int], *, target: str = "", reached: bool = True) -> Row:
+    imported = f"{modules[row.contender]} modules imported"
+    return replace(row, cpu=None, note=imported, target=target, reached=reached)
+
+
+def _peak_rows(setting: Setting) -> Iterator[Row]:
+    """Measure the memory that saves and loads take above the state."""
+    gigabytes = 1.5 * setting.scale
+    head = _PEAK.format(location=str(setting.directory / "peak"), gigabytes=gigabytes)
+    _, saved, loaded = _run(head + _TORCH_PEAK)
+    limit = f"at most {_MOST_PEAK_BYTES >> 20} MiB"
+    for name, above in (("ckptcore.save", saved), ("ckptcore.load", loaded)):
+        reached = above <= _MOST_PEAK_BYTES
+        yield Row("peak memory above the state", name, above, "B", target=limit, reached=reached)
+    for number, (name, save) in enumerate(_JAX_SAVES.items()):
+        head = _PEAK.format(location=str(setting.directory / f"peak-{number}"), gigabytes=gigabytes)
+        size, above = _run(head + _JAX_PEAK.format(save=save))
+        is_ours = number == 0
+        yield Row(
+            "peak memory above the state, jax.Arrays",
+            name,
+            above,
+            "B",
+            target="at most 10 % of the state" if is_ours else "",
+            reached=not is_ours or above <= size / 10,
+            note=f"{above / size:.0%} of the state",
+        )
+
+
+def _run(program: str) -> Sequence[float]:
+    """Run a program, and return the numbers on the last line that it prints."""
     # With compiled modules kept, as an installed package has them.
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
-    command = [sys.executable, "-c", program]
-    done = subprocess.run(command, check=True, capture_output=True, text=True, env=environment)
-    return done.stdout.split()
-
-
-def _row(name: str, value: str, target: str, ok: bool) -> tuple[str, bool]:
-    return f"{name:79} {value:>10}          {target} {'reached' if ok else 'MISSED'}", ok
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        check=False,
+        capture_output=True,
+        text=True,
+        env=environment,
+        cwd=Path(__file__).parents[1],
+    )
+    if done.returncode:
+        raise RuntimeError(done.stderr[-4000:])
+    return [float(word) for word in done.stdout.splitlines()[-1].split()]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import safetensors.torch
@@ -20,44 +20,41 @@ from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 import ckptcore
-from benchmarks.alternating import Contender
-from benchmarks.cases import Case, State
+from benchmarks.alternating import Case, Contender, compare
+from benchmarks.local import State
+from benchmarks.report import Row
+from benchmarks.setting import Setting
 from ckptcore.transforms import DequantizeAsConfigured
 
-__all__ = ["QUANTISED_GIGABYTES", "quantised_cases"]
+__all__ = ["rows"]
 
-_SIDE = 4096
 _MATRICES = 12
-_EXPERTS, _OUTPUTS, _INPUTS = 16, 2880, 2880
 _BLOCK = 128
-
-QUANTISED_GIGABYTES = 0.4
-"""Of bfloat16 that each case makes, about."""
+_TARGETS = {"load_file, transformers": 1.0}
 
 
-def quantised_cases(directory: Path) -> Sequence[Case]:
-    """Blocks of float8 as DeepSeek-V3 has them, and experts in MXFP4 as gpt-oss has them.
-
-    Args:
-        directory: where the checkpoints are written.
+def rows(setting: Setting) -> Iterator[Row]:
+    """Measure blocks of float8 as in DeepSeek-V3, and experts in MXFP4 as in gpt-oss.
 
     Raises:
-        AssertionError: if one of the contenders makes other bits.
+        AssertionError: a contender loads other bits.
     """
-    return [_float8(directory / "fp8"), _mxfp4(directory / "mxfp4")]
+    for case in (_float8(setting), _mxfp4(setting)):
+        yield from compare(case, setting.rounds)
 
 
-def _float8(directory: Path) -> Case:
+def _float8(setting: Setting) -> Case:
+    directory, side = setting.directory / "fp8", setting.side(4096, _BLOCK)
     generator = torch.Generator().manual_seed(0)
     stored: State = {}
     for number in range(_MATRICES):
         name = f"model.layers.{number}.mlp.up_proj.weight"
-        stored[name] = torch.randn(_SIDE, _SIDE, generator=generator).to(torch.float8_e4m3fn)
-        stored[f"{name}_scale_inv"] = torch.rand(_SIDE // _BLOCK, _SIDE // _BLOCK, generator=generator)
+        stored[name] = torch.randn(side, side, generator=generator).to(torch.float8_e4m3fn)
+        stored[f"{name}_scale_inv"] = torch.rand(side // _BLOCK, side // _BLOCK, generator=generator)
     names = [name for name in stored if name.endswith(".weight")]
     _publish(directory, stored, {"quant_method": "fp8", "weight_block_size": [_BLOCK, _BLOCK]})
     del stored
-    target = {name: torch.empty(_SIDE, _SIDE, dtype=torch.bfloat16, device="meta") for name in names}
+    target = {name: torch.empty(side, side, dtype=torch.bfloat16, device="meta") for name in names}
     owner = Fp8Dequantize(None)
 
     def transformers_way() -> State:
@@ -65,36 +62,38 @@ def _float8(directory: Path) -> Case:
         return {name: owner._dequantize_one(held[name], held[f"{name}_scale_inv"], torch.bfloat16) for name in names}
 
     def torch_way() -> State:
-        made = {name: torch.empty(_SIDE, _SIDE, dtype=torch.bfloat16) for name in names}
+        made = {name: torch.empty(side, side, dtype=torch.bfloat16) for name in names}
         reader = QuantizedHuggingFaceStorageReader(str(directory), target_dtype=torch.bfloat16)
         with warnings.catch_warnings(action="ignore", category=UserWarning):
             state_dict_loader.load(made, storage_reader=reader, no_dist=True)
         return made
 
     ways = {
-        "load_file, transformers": transformers_way,
         "ckptcore.load": lambda: _ours(directory, target),
+        "load_file, transformers": transformers_way,
         "torch, QuantizedHuggingFaceStorageReader": torch_way,
     }
-    return _case("dequantise: float8 by blocks", ways, 1.0)
+    return _case("dequantise: float8 by blocks", ways)
 
 
-def _mxfp4(directory: Path) -> Case:
+def _mxfp4(setting: Setting) -> Case:
+    directory, experts, outputs = setting.directory / "mxfp4", 16, setting.side(2880, 32)
+    inputs = outputs
     generator = torch.Generator().manual_seed(0)
-    groups = _INPUTS // 32
-    blocks = torch.randint(0, 256, (_EXPERTS, _OUTPUTS, groups, 16), dtype=torch.uint8, generator=generator)
-    scales = torch.randint(110, 130, (_EXPERTS, _OUTPUTS, groups), dtype=torch.uint8, generator=generator)
+    groups = inputs // 32
+    blocks = torch.randint(0, 256, (experts, outputs, groups, 16), dtype=torch.uint8, generator=generator)
+    scales = torch.randint(110, 130, (experts, outputs, groups), dtype=torch.uint8, generator=generator)
     name = "model.layers.0.mlp.experts.down_proj"
     _publish(directory, {f"{name}_blocks": blocks, f"{name}_scales": scales}, {"quant_method": "mxfp4"})
     del blocks, scales
-    target = {name: torch.empty(_EXPERTS, _INPUTS, _OUTPUTS, dtype=torch.bfloat16, device="meta")}
+    target = {name: torch.empty(experts, inputs, outputs, dtype=torch.bfloat16, device="meta")}
 
     def transformers_way() -> State:
         held = safetensors.torch.load_file(directory / "model.safetensors")
         return {name: convert_moe_packed_tensors(held[f"{name}_blocks"], held[f"{name}_scales"])}
 
-    ways = {"load_file, transformers": transformers_way, "ckptcore.load": lambda: _ours(directory, target)}
-    return _case("dequantise: MXFP4 experts", ways, 1.0)
+    ways = {"ckptcore.load": lambda: _ours(directory, target), "load_file, transformers": transformers_way}
+    return _case("dequantise: MXFP4 experts", ways)
 
 
 def _ours(directory: Path, target: State) -> State:
@@ -102,11 +101,11 @@ def _ours(directory: Path, target: State) -> State:
     return made
 
 
-def _case(name: str, ways: Mapping[str, Callable[[], State]], target: float) -> Case:
-    """A case of contenders that make the same.
+def _case(name: str, ways: Mapping[str, Callable[[], State]]) -> Case:
+    """Return a case of contenders that load the same bits.
 
     Raises:
-        AssertionError
+        AssertionError: they do not.
     """
     first, *others = ways
     expected = ways[first]()
@@ -115,7 +114,8 @@ def _case(name: str, ways: Mapping[str, Callable[[], State]], target: float) -> 
         for key, tensor in expected.items():
             same = made[key].dtype == tensor.dtype and torch.equal(made[key].contiguous(), tensor.contiguous())
             assert same, f"{other} makes something else of {key}"
-    return Case(name, [Contender(way, run) for way, run in ways.items()], target)
+    nbytes = sum(tensor.nbytes for tensor in expected.values())
+    return Case(name, [Contender(way, run, target=_TARGETS.get(way)) for way, run in ways.items()], nbytes)
 
 
 def _publish(directory: Path, tensors: State, quantization: Mapping[str, object]) -> None:

@@ -22,9 +22,11 @@ from pathlib import Path
 from typing import Any, Final, TypeVar
 
 import ckptcore
-from benchmarks.scale_job import SimulatedJob
+from benchmarks.report import Row
+from benchmarks.scale_job import LAYERS, SimulatedJob
 from benchmarks.scale_receipts import JobReceipts, expect_alike
 from benchmarks.scale_transport import CountingStore, DiscardingStorage, PlannedSnapshot, SimulatedCoordinator, Wire
+from benchmarks.setting import Setting
 from ckptcore.engine.recorder import ObjectRecorder
 from ckptcore.jobs.agreement import Agreement, encode_outcome
 from ckptcore.jobs.gathering import Gathering
@@ -45,6 +47,8 @@ __all__ = ["LAYOUTS", "Measured", "Simulation", "rows"]
 LAYOUTS: Final = ("safetensors", "ocdbt", "zarr3", "dcp")
 
 _SAVE_ID: Final = "0" * 16
+_SIZES: Final = (64, 16384)
+"""Processes of the jobs, ascending."""
 _SECONDS: Final = 60.0
 """What the leader may take in all."""
 
@@ -320,24 +324,27 @@ def _status(name: str) -> int:
     raise RuntimeError(f"/proc/self/status has no {name}")
 
 
-def rows(scratch: Path, sizes: Sequence[int] = (64, 16384)) -> Iterator[tuple[str, bool]]:
-    """Rows to print, and whether the leader needs no more than a minute."""
-    for size in sizes:
+def rows(setting: Setting) -> Iterator[Row]:
+    """Simulate saves of jobs, each in a process of its own."""
+    for size in [size for size in _SIZES if size <= setting.count(_SIZES[-1], least=_SIZES[0])]:
         for layout in LAYOUTS:
-            found = scratch / f"scale-{size}-{layout}.json"
-            subprocess.run([sys.executable, "-m", "benchmarks.scale", str(size), layout, str(found)], check=True)
+            found = setting.directory / f"scale-{size}-{layout}.json"
+            layers = setting.count(LAYERS)
+            command = [sys.executable, "-m", "benchmarks.scale", str(size), layout, str(found), str(layers)]
+            subprocess.run(command, check=True, cwd=Path(__file__).parents[1])
             measured: dict[str, Any] = json.loads(found.read_text(encoding="utf-8"))
             seconds, own = sum(measured["leader"].values()), sum(measured["process"].values())
-            ok = seconds < _SECONDS
             case = f"scale: {size} processes, {measured['chunks']} chunks"
-            yield f"{case:42} {f'{layout}, the leader':36} {seconds:8.1f} s  {'' if ok else '60 s MISSED'}", ok
-            yield f"{case:42} {f'{layout}, another process':36} {own:8.2f} s", True
+            target = f"at most {_SECONDS:.0f} s"
+            yield Row(case, f"{layout}, the leader", seconds, target=target, reached=seconds <= _SECONDS)
+            yield Row(case, f"{layout}, another process", own)
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Simulate one save and write what it took."""
-    size, layout, found = arguments
-    measured = Simulation(SimulatedJob.of_size(int(size)), layout).run()
+    """Simulate one save and write its measurements."""
+    size, layout, found, *layers = arguments
+    job = SimulatedJob.of_size(int(size), layers=int(layers[0]) if layers else LAYERS)
+    measured = Simulation(job, layout).run()
     Path(found).write_text(json.dumps(asdict(measured)), encoding="utf-8")
 
 

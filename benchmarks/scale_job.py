@@ -20,9 +20,9 @@ import numpy as np
 import ckptcore
 from ckptcore.model import Box, Shard, dtype_from_name
 
-__all__ = ["SimulatedJob"]
+__all__ = ["LAYERS", "SimulatedJob"]
 
-_LAYERS: Final = 126
+LAYERS: Final = 126
 _HIDDEN: Final = 16384
 _FEED_FORWARD: Final = 53248
 _KEY_VALUE: Final = 8 * 128
@@ -79,10 +79,10 @@ class SimulatedJob:
     tensor: int
     sharded: int
     replicas: int
-    layers: int = _LAYERS
+    layers: int = LAYERS
 
     @classmethod
-    def of_size(cls, size: int, *, layers: int = _LAYERS) -> SimulatedJob:
+    def of_size(cls, size: int, *, layers: int = LAYERS) -> SimulatedJob:
         """A job of so many processes, a multiple of 8: up to 1,024 it is sharded, beyond it is replicated."""
         sharded = min(128, size // 8)
         return cls(8, sharded, size // (8 * sharded), layers)

@@ -10,7 +10,11 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +22,12 @@ import numpy as np
 from safetensors import safe_open
 
 import ckptcore
-from benchmarks.alternating import Contender, compare
+from benchmarks.alternating import Case, Contender, compare
+from benchmarks.report import Row
+from benchmarks.setting import Setting
 from ckptcore import LoadReport, select
 from ckptcore.model import Box
+from ckptcore.select import Selection
 
 __all__ = ["rows"]
 
@@ -36,94 +43,114 @@ _MOST_READ = 1.05
 """How many times an eighth of the bytes of the experts a process may read that wants an eighth of them."""
 
 
-def rows(directory: Path, rounds: int) -> Iterator[tuple[str, bool]]:
-    """Lines of the table, and whether each reached its target."""
+def rows(setting: Setting) -> Iterator[Row]:
+    """Measure slices of open checkpoints, openings, and a selection of experts."""
+    directory = setting.directory
+    for case in chain(_slice_cases(setting, directory), _opening_cases(setting, directory)):
+        yield from compare(case, setting.rounds)
+    yield from _experts(setting, directory)
+
+
+def _slice_cases(setting: Setting, directory: Path) -> Iterator[Case]:
     generator = np.random.default_rng(0)
-    state = {f"layers.{number}.weight": generator.random((1024, 1024), np.float32) for number in range(48)}
+    arrays = setting.count(48, least=8)
+    state = {f"layers.{number}.weight": generator.random((1024, 1024), np.float32) for number in range(arrays)}
     for layout in _LAYOUTS:
         ckptcore.save(directory / layout, state, layout=layout, context=_FAST)
     time.sleep(_SETTLED_SECONDS)
-    file = directory / "safetensors" / "model.safetensors"
-    wanted = [(name, start) for name in state for start in range(0, 1024 - _ROWS, 8 * _ROWS)]
-    random.Random(0).shuffle(wanted)
     walk = [("layers.7.weight", start) for start in range(0, 1024, _ROWS)]
-    rows_of, columns_of = (
-        (lambda start: slice(start, start + _ROWS)),
-        (lambda start: (slice(None), slice(start, start + _ROWS))),
-    )
-    yield from _case("slices: an open checkpoint, in order", _in_place(directory, file, walk, rows_of, rounds), 1.0)
-    yield from _case(
-        "slices: an open checkpoint, anywhere", _in_place(directory, file, wanted[:150], rows_of, rounds), 1.0
-    )
-    yield from _case("slices: an open checkpoint, columns", _in_place(directory, file, walk, columns_of, rounds), 1.0)
-    many = {f"layers.{number}.weight": generator.random((64, 64), np.float32) for number in range(1000)}
-    ckptcore.save(directory / "many", many, context=_FAST)
-    yield from _case("slices: open, one slice", _opening(directory, file, wanted[:1], rounds), None)
-    yield from _case("slices: open 1000 arrays, one slice", _opening_many(directory / "many", rounds), None)
-    yield from _case("slices: open, one slice of each array", _opening(directory, file, wanted[:48], rounds), None)
-    del state
-    yield _experts(directory, rounds)
+    anywhere = _places(arrays)[:150]
+    with ExitStack() as stack:
+        theirs = stack.enter_context(safe_open(directory / "safetensors" / "model.safetensors", "numpy"))
+        ours = {
+            _named(layout, context): stack.enter_context(ckptcore.open(directory / layout, context=context))
+            for layout, context in _ours()
+        }
+        yield _in_place(f"slices: {len(walk)} in order", ours, theirs, walk, _rows_of)
+        yield _in_place(f"slices: {len(anywhere)} anywhere", ours, theirs, anywhere, _rows_of)
+        yield _in_place(f"slices: {len(walk)} of columns", ours, theirs, walk, _columns_of)
+
+
+def _opening_cases(setting: Setting, directory: Path) -> Iterator[Case]:
+    arrays = setting.count(48, least=8)
+    many = setting.count(1000, least=8)
+    small = {f"layers.{number}.weight": np.full((64, 64), number, np.float32) for number in range(many)}
+    ckptcore.save(directory / "many", small, context=_FAST)
+    yield _opening("slices: open, one slice", directory, _places(arrays)[:1])
+    yield _opening_many(f"slices: open {many} arrays, one slice", directory / "many")
+    yield _opening(f"slices: open, {arrays} slices", directory, _places(arrays)[:arrays])
+
+
+def _places(arrays: int) -> list[tuple[str, int]]:
+    found = [
+        (f"layers.{number}.weight", start) for number in range(arrays) for start in range(0, 1024 - _ROWS, 8 * _ROWS)
+    ]
+    random.Random(0).shuffle(found)
+    return found
+
+
+def _rows_of(start: int) -> slice:
+    return slice(start, start + _ROWS)
+
+
+def _columns_of(start: int) -> tuple[slice, slice]:
+    return slice(None), slice(start, start + _ROWS)
 
 
 def _in_place(
-    directory: Path, file: Path, wanted: list[tuple[str, int]], index: Callable[[int], Any], rounds: int
-) -> list[tuple[str, float, float]]:
-    """Slices of what is open; of each contender the name, the seconds for one slice, and the ratio."""
-    with safe_open(file, "numpy") as theirs:
+    name: str, ours: Mapping[str, Any], theirs: Any, wanted: list[tuple[str, int]], index: Callable[[int], Any]
+) -> Case:
+    """Compare slices of checkpoints that are open."""
 
-        def reference() -> None:
-            for name, start in wanted:
-                theirs.get_slice(name)[index(start)]
-
-        contenders = [Contender("safe_open, get_slice", reference)]
-        for layout, context in _ours():
-            contenders.append(Contender(_named(layout, context), _reading(directory / layout, context, wanted, index)))
-        return [
-            (outcome.name, outcome.median / len(wanted), outcome.ratio)
-            for outcome in compare(contenders, rounds=rounds)
-        ]
-
-
-def _opening(directory: Path, file: Path, wanted: list[tuple[str, int]], rounds: int) -> list[tuple[str, float, float]]:
-    """The same with what opens the checkpoint; the seconds are those of all."""
+    def reading(opened: Any) -> None:
+        for array, start in wanted:
+            opened[array][index(start)]
 
     def reference() -> None:
-        with safe_open(file, "numpy") as theirs:
-            for name, start in wanted:
-                theirs.get_slice(name)[start : start + _ROWS]
+        for array, start in wanted:
+            theirs.get_slice(array)[index(start)]
+
+    first, *others = [Contender(of_one, partial(reading, opened)) for of_one, opened in ours.items()]
+    return Case(name, [first, Contender("safe_open, get_slice", reference, target=1.0), *others])
+
+
+def _opening(name: str, directory: Path, wanted: list[tuple[str, int]]) -> Case:
+    """Compare slices with the opening of their checkpoint."""
 
     def loading() -> None:
-        for name, start in wanted:
+        for array, start in wanted:
             box = Box((start, 0), (start + _ROWS, 1024))
-            ckptcore.load_slice(directory / "safetensors", name, box, context=_FAST)
+            ckptcore.load_slice(directory / "safetensors", array, box, context=_FAST)
 
-    contenders = [Contender("safe_open, get_slice", reference)]
-    if len(wanted) == 1:
-        contenders.append(Contender("load_slice, safetensors", loading))
-    contenders += [
+    ours, *others = [
         Contender(_named(layout, context), _reading_anew(directory / layout, context, wanted))
         for layout, context in _ours()
     ]
-    contenders += _first_openings(directory / "safetensors", wanted)
-    return [(outcome.name, outcome.median, outcome.ratio) for outcome in compare(contenders, rounds=rounds)]
+    location = directory / "safetensors"
+    contenders = [ours, Contender("safe_open, get_slice", partial(_theirs, location, wanted))]
+    if len(wanted) == 1:
+        contenders.append(Contender("load_slice, safetensors", loading))
+    return Case(name, [*contenders, *others, *_first_openings(location, wanted)])
 
 
-def _opening_many(location: Path, rounds: int) -> list[tuple[str, float, float]]:
-    """The same of a checkpoint whose arrays are many, where what it takes to know them is most of it."""
+def _theirs(location: Path, wanted: list[tuple[str, int]]) -> None:
+    with safe_open(location / "model.safetensors", "numpy") as theirs:
+        for array, start in wanted:
+            theirs.get_slice(array)[start : start + _ROWS]
+
+
+def _opening_many(name: str, location: Path) -> Case:
+    """The same with many arrays, whose metadata takes most of the time."""
     wanted = [("layers.7.weight", 0)]
-
-    def reference() -> None:
-        with safe_open(location / "model.safetensors", "numpy") as theirs:
-            for name, start in wanted:
-                theirs.get_slice(name)[start : start + _ROWS]
-
-    contenders = [
-        Contender("safe_open, get_slice", reference),
-        Contender("ckptcore.open", _reading_anew(location, _FAST, wanted)),
-        Contender("ckptcore.open, verify=False", _reading_anew(location, _TRUSTING, wanted)),
-        *_first_openings(location, wanted),
-    ]
-    return [(outcome.name, outcome.median, outcome.ratio) for outcome in compare(contenders, rounds=rounds)]
+    return Case(
+        name,
+        [
+            Contender("ckptcore.open", _reading_anew(location, _FAST, wanted)),
+            Contender("safe_open, get_slice", partial(_theirs, location, wanted)),
+            Contender("ckptcore.open, verify=False", _reading_anew(location, _TRUSTING, wanted)),
+            *_first_openings(location, wanted),
+        ],
+    )
 
 
 def _first_openings(location: Path, wanted: list[tuple[str, int]]) -> list[Contender]:
@@ -157,37 +184,12 @@ def _named(layout: str, context: ckptcore.Context) -> str:
     return f"ckptcore.open, {layout}" + ("" if context.verify else ", verify=False")
 
 
-def _reading(
-    location: Path, context: ckptcore.Context, wanted: list[tuple[str, int]], index: Callable[[int], Any]
-) -> Callable[[], None]:
-    opened = ckptcore.open(location, context=context)
-
-    def run() -> None:
-        for name, start in wanted:
-            opened[name][index(start)]
-
-    return run
-
-
-def _case(name: str, measured: list[tuple[str, float, float]], target: float | None) -> Iterator[tuple[str, bool]]:
-    for number, (contender, seconds, ratio) in enumerate(measured):
-        is_ours = target is not None and contender == "ckptcore.open, safetensors"
-        reached = not is_ours or target is None or ratio >= target
-        verdict = f"{target:.2f} {'reached' if reached else 'MISSED'}" if is_ours else ""
-        yield (
-            f"{name if number == 0 or is_ours else '':42} {contender:36} {seconds * 1e6:7.1f} us {ratio:7.2f}  {verdict}",
-            reached,
-        )
-
-
-def _experts(directory: Path, rounds: int) -> tuple[str, bool]:
-    """The experts of one process of eight; 8 MiB each in two arrays, in the order in which Hugging Face has them."""
+def _experts(setting: Setting, directory: Path) -> Iterator[Row]:
+    """Load the experts of one process of eight, in the order of Hugging Face."""
     generator = np.random.default_rng(0)
+    side = setting.count(1 << 11, least=64)
     state = {
-        f"model.layers.{layer}.mlp.experts.{expert}.{part}.weight": generator.integers(
-            0, 99, (1 << 11, 1 << 10), np.int32
-        )
-        for layer in range(1)
+        f"model.layers.0.mlp.experts.{expert}.{part}.weight": generator.integers(0, 99, (side, 1 << 10), np.int32)
         for expert in range(4 * _EXPERTS)
         for part in ("w1", "w2")
     }
@@ -197,20 +199,20 @@ def _experts(directory: Path, rounds: int) -> tuple[str, bool]:
     del state
     report = LoadReport()
     own = select.experts("model.layers.*.mlp.experts.{expert}.*", range(4))
-
-    whole, part = compare(
+    case = Case(
+        "slices: 1/8 of the experts",
         [
-            Contender("all", lambda: ckptcore.load(location, context=_FAST)),
-            Contender("own", lambda: ckptcore.load(location, context=_FAST, select=own, report=report)),
+            Contender("ckptcore.load(select=...)", partial(_load_own, location, own, report)),
+            Contender("ckptcore.load, all experts", partial(ckptcore.load, location, context=_FAST)),
         ],
-        rounds=rounds,
         memory=nbytes,
     )
+    part, whole = compare(case, setting.rounds)
     share = report.bytes_read * _EXPERTS / nbytes
-    took = _EXPERTS * part.median / whole.median
-    told = f"bytes read {share:.3f}/8, time {whole.median * 1e3:.0f} ms -> {part.median * 1e3:.0f} ms = {took:.2f}/8"
-    verdict = "reached" if share <= _MOST_READ else "MISSED"
-    return (
-        f"{'slices: 1/8 of the experts':42} {'load(select=experts(...))':36} {told}  {_MOST_READ}/8 {verdict}",
-        share <= _MOST_READ,
-    )
+    reached = share <= _MOST_READ
+    yield replace(part, target=f"at most {_MOST_READ}/8 read", reached=reached, note=f"{share:.3f}/8 of the bytes read")
+    yield whole
+
+
+def _load_own(location: Path, own: Selection, report: LoadReport) -> object:
+    return ckptcore.load(location, context=_FAST, select=own, report=report)

@@ -7,14 +7,14 @@ begins only when the one before has written everything.
 
 from __future__ import annotations
 
-import gc
 import logging
 import shutil
 import statistics
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias
 
@@ -22,22 +22,32 @@ import numpy as np
 import torch
 
 import ckptcore
+from benchmarks.alternating import Case, Contender, compare
+from benchmarks.report import Row
+from benchmarks.setting import Setting
 from ckptcore.events import Event
 
-__all__ = ["stall_rows"]
+__all__ = ["rows"]
 
 Array: TypeAlias = "np.ndarray[Any, Any]"
 
 _STEP_SECONDS = 0.05
+_ARRAYS = 40
+_ARRAY_ELEMENTS = 1_250_000
+"""Of float32: 200 MB in all arrays."""
 
 
 @dataclass(slots=True)
 class _Cost:
-    """What the saves of a contender cost the loop, in seconds and bytes, a number for each save."""
+    """Other costs of the saves of a contender, in seconds and bytes, a number for each save."""
 
-    blocked: list[float] = field(default_factory=list)
     waited: list[float] = field(default_factory=list)
     copied: list[int] = field(default_factory=list)
+
+    def told(self) -> str:
+        """Return medians."""
+        copied = f", {statistics.median(self.copied) / 1e6:.0f} MB copied" if self.copied else ""
+        return f"waited {statistics.median(self.waited) * 1e3:.2f} ms{copied}"
 
 
 class _Saver(Protocol):
@@ -124,11 +134,12 @@ class _DCP:
             self._pending.result()
 
 
-def stall_rows(scratch: Path, rounds: int, megabytes: int = 200) -> Iterator[tuple[str, bool]]:
-    """Rows to print, and whether each reached its target: lower than the peer."""
+def rows(setting: Setting) -> Iterator[Row]:
+    """Train loops that save every few steps, and measure for how long each save blocks them."""
     logging.getLogger("absl").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", module="torch.distributed.checkpoint")
-    arrays = {f"layer_{number}": np.full(megabytes * 250_000 // 40, number, np.float32) for number in range(40)}
+    elements = setting.count(_ARRAY_ELEMENTS)
+    arrays = {f"layer_{number}": np.full(elements, number, np.float32) for number in range(_ARRAYS)}
     tensors = {name: torch.from_numpy(array.copy()) for name, array in arrays.items()}
     import jax
 
@@ -136,15 +147,31 @@ def stall_rows(scratch: Path, rounds: int, megabytes: int = 200) -> Iterator[tup
     for array in jax_arrays.values():
         array.block_until_ready()
     kept = {name: array.copy() for name, array in arrays.items()}
-    raw = statistics.median(_copy_seconds(kept, arrays) for _ in range(7))
-    yield f"{f'stall, {megabytes} MB':32} {'raw memcpy, one thread':24} blocked {raw * 1e3:8.2f} ms", True
+    size = sum(array.nbytes for array in arrays.values())
     for every, told in ((4, "every 4th step"), (1, "every step")):
-        for peer, opener, state in (
-            ("DCP async_save", _DCP, tensors),
-            ("Orbax Checkpointer", _Orbax, jax_arrays),
+        steps = range(1, 3 * every + 1 if every > 1 else 5)
+        for kind, peer, opener, state in (
+            ("of torch", "DCP async_save", _DCP, tensors),
+            ("of JAX", "Orbax Checkpointer", _Orbax, jax_arrays),
         ):
-            costs = _alternate(scratch, [opener, _Ours], state, rounds, every)
-            yield from _rows(f"stall, {megabytes} MB, {told}", peer, costs)
+            costs = {"ckptcore.Checkpointer": _Cost(), peer: _Cost()}
+            contenders = [
+                Contender(
+                    name,
+                    partial(_train, setting.directory / "run", of_one, state, costs[name], steps, every),
+                    seconds=statistics.median,
+                    target=None if of_one is _Ours else 1.0,
+                )
+                for name, of_one in (("ckptcore.Checkpointer", _Ours), (peer, opener))
+            ]
+            memcpy = Contender(
+                "memcpy, one thread", partial(_copy_seconds, kept, arrays), seconds=lambda seconds: float(seconds)
+            )
+            case = Case(
+                f"stall, {size / 1e6:.0f} MB {kind}, {told}", [*contenders, memcpy], writes=True, memory=2 * size
+            )
+            for row in compare(case, setting.rounds):
+                yield replace(row, cpu=None, note=costs[row.contender].told() if row.contender in costs else "")
 
 
 def _copy_seconds(targets: Mapping[str, Array], sources: Mapping[str, Array]) -> float:
@@ -154,47 +181,27 @@ def _copy_seconds(targets: Mapping[str, Array], sources: Mapping[str, Array]) ->
     return time.perf_counter() - start
 
 
-def _alternate(
-    scratch: Path, openers: Sequence[Callable[[Path, Any, _Cost], _Saver]], state: Any, rounds: int, every: int
-) -> Sequence[_Cost]:
-    costs = [_Cost() for _ in openers]
-    for number in range(-1, rounds):
-        order = list(range(len(openers)))
-        shift = number % len(order)
-        for position in [*order[shift:], *order[:shift]]:
-            cost = costs[position] if number >= 0 else _Cost()
-            _train(scratch / "run", openers[position], state, cost, every)
-    return costs
-
-
-def _train(directory: Path, opener: Callable[[Path, Any, _Cost], _Saver], state: Any, cost: _Cost, every: int) -> None:
-    shutil.rmtree(directory, ignore_errors=True)
+def _train(
+    directory: Path,
+    opener: Callable[[Path, Any, _Cost], _Saver],
+    state: Any,
+    cost: _Cost,
+    steps: Sequence[int],
+    every: int,
+) -> Sequence[float]:
+    """Train in a new directory; return the seconds for which each save blocked the loop."""
     directory.mkdir(parents=True)
     saver = opener(directory, state, cost)
-    gc.collect()
     weights = np.ones((256, 256), np.float32)
-    for step in range(1, 3 * every + 1 if every > 1 else 5):
+    all_blocked = []
+    for step in steps:
         until = time.perf_counter() + _STEP_SECONDS
         while time.perf_counter() < until:
             weights = np.tanh(weights @ weights)
         if step % every == 0:
             blocked, waited = saver.save(step)
-            cost.blocked.append(blocked)
+            all_blocked.append(blocked)
             cost.waited.append(waited)
     saver.finish()
-    shutil.rmtree(directory, ignore_errors=True)
-
-
-def _rows(name: str, peer: str, costs: Sequence[_Cost]) -> Iterator[tuple[str, bool]]:
-    theirs, ours = costs
-    their_blocked, our_blocked = statistics.median(theirs.blocked), statistics.median(ours.blocked)
-    for label, cost in ((peer, theirs), ("ckptcore.Checkpointer", ours)):
-        blocked, waited = statistics.median(cost.blocked) * 1e3, statistics.median(cost.waited) * 1e3
-        copied = f"{statistics.median(cost.copied) / 1e6:.0f} MB copied" if cost.copied else ""
-        ratio = their_blocked / statistics.median(cost.blocked)
-        is_ours = cost is ours
-        verdict = ("lower reached" if our_blocked < their_blocked else "lower MISSED") if is_ours else ""
-        yield (
-            f"{name:32} {label:24} blocked {blocked:8.2f} ms  waited {waited:8.2f} ms {ratio:7.2f}  {copied:15} {verdict}",
-            not is_ours or our_blocked < their_blocked,
-        )
+    shutil.rmtree(directory)
+    return all_blocked

@@ -1,0 +1,153 @@
+"""The rows of a report, as a table for people and as JSON for charts."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any, Final
+
+from benchmarks.setting import Setting
+
+__all__ = ["TABLE_HEAD", "PageCache", "Row", "write_report"]
+
+TABLE_HEAD: Final = f"{'case':44} {'contender':38} {'median':>11} {'ratio':>7} {'spread':>6}"
+"""The head of the table that `Row.line` continues."""
+
+_DISTRIBUTIONS: Final = (
+    "ckptcore", "numpy", "torch", "jax", "safetensors", "orbax-checkpoint", "tensorstore", "transformers", "obstore",
+    "s3fs", "gcsfs",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class PageCache:
+    """The memory of the system before a run that writes, in bytes, from ``/proc/meminfo``.
+
+    Attributes:
+        free: memory that is not used. A write to the page cache is slow if the host must provide the memory first.
+        cached: memory of the page cache.
+        dirty: memory of the page cache that is not on the disk yet.
+    """
+
+    free: int
+    cached: int
+    dirty: int
+
+    @classmethod
+    def now(cls) -> PageCache:
+        """Read the present state; zeros if the system does not report it."""
+        found = {"MemFree": 0, "Cached": 0, "Dirty": 0}
+        path = Path("/proc/meminfo")
+        for line in path.read_text(encoding="ascii").splitlines() if path.exists() else ():
+            name, _, value = line.partition(":")
+            if name in found:
+                found[name] = int(value.split()[0]) << 10
+        return cls(found["MemFree"], found["Cached"], found["Dirty"])
+
+    def __str__(self) -> str:
+        return f"free {self.free / 1e9:.1f} GB, cached {self.cached / 1e9:.1f} GB, dirty {self.dirty / 1e6:.0f} MB"
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One measured number.
+
+    Attributes:
+        case: what was measured.
+        contender: whose number it is.
+        median: the median of the rounds, in `unit`.
+        unit: ``s``, ``B``, or the name of what is counted.
+        ratio: median over the rounds of the contender's time divided by ckptcore's. Above 1, ckptcore is faster.
+        spread: interquartile range of the rounds divided by their median.
+        cpu: median of the processor time of this process, in seconds.
+        nbytes: bytes that were moved in the time; 0 if the time does not depend on them.
+        target: the number that is required, in words; empty if none is.
+        reached: False if the target was missed.
+        page_cache: medians before each run of a case that writes.
+        note: other findings.
+    """
+
+    case: str
+    contender: str
+    median: float
+    unit: str = "s"
+    ratio: float | None = None
+    spread: float | None = None
+    cpu: float | None = None
+    nbytes: int = 0
+    target: str = ""
+    reached: bool = True
+    page_cache: PageCache | None = None
+    note: str = ""
+
+    def line(self) -> str:
+        """Return the row of the table."""
+        ratio = "" if self.ratio is None else f"{self.ratio:.3g}"
+        spread = "" if self.spread is None else f"{self.spread:.0%}"
+        verdict = f"{self.target}: {'reached' if self.reached else 'MISSED'}" if self.target else ""
+        speed = f"{self.nbytes / self.median / 1e9:.2f} GB/s" if self.nbytes and self.unit == "s" else ""
+        told = [verdict, speed, self.note, str(self.page_cache or "")]
+        numbers = f"{_amount(self.median, self.unit):>11} {ratio:>7} {spread:>6}"
+        return f"{self.case:44} {self.contender:38} {numbers}  {'; '.join(filter(None, told))}".rstrip()
+
+
+def _amount(value: float, unit: str) -> str:
+    if unit == "s":
+        for factor, name in ((1.0, "s"), (1e3, "ms")):
+            if value * factor >= 1:
+                return f"{value * factor:.2f} {name}"
+        return f"{value * 1e6:.1f} us"
+    if unit == "B":
+        return f"{value / 2**20:.1f} MiB"
+    return f"{value:g} {unit}"
+
+
+def write_report(path: Path, setting: Setting, rows: Mapping[str, Sequence[Row]]) -> None:
+    """Write a report as JSON: the machine, the versions, the setting, and the rows of each benchmark."""
+    found = {
+        "machine": _machine(setting.directory),
+        "versions": {"python": platform.python_version(), **_versions()},
+        "setting": {"rounds": setting.rounds, "scale": setting.scale},
+        "benchmarks": {name: [asdict(row) for row in of_one] for name, of_one in rows.items()},
+    }
+    path.write_text(json.dumps(found, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+
+
+def _machine(directory: Path) -> dict[str, Any]:
+    return {
+        "processor": _processor(),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "memory": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "system": f"{platform.system()} {platform.release()}",
+        "file_system": _file_system(directory),
+    }
+
+
+def _processor() -> str:
+    path = Path("/proc/cpuinfo")
+    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.machine()
+
+
+def _file_system(directory: Path) -> str:
+    """Return the type of the file system of a directory; that of the longest mount point above it."""
+    path, found = Path("/proc/mounts"), ("", "unknown")
+    here = directory.resolve()
+    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
+        _, mounted, kind, *_ = line.split(" ")
+        if here.is_relative_to(mounted) and len(mounted) >= len(found[0]):
+            found = mounted, kind
+    return found[1]
+
+
+def _versions() -> dict[str, str]:
+    names = {found.metadata["Name"] for found in metadata.distributions()}
+    plugins = sorted(name for name in names if name and name.startswith("ckptcore-"))
+    return {name: metadata.version(name) for name in (*_DISTRIBUTIONS, *plugins) if name in names}
