@@ -28,7 +28,7 @@ def torchrun(processes: int, module: str, *arguments: object) -> None:
 
 def start(*arguments: str) -> subprocess.Popen[bytes]:
     """Start a Python process whose libraries use one thread."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "JAX_PLATFORMS": "cpu"}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
     command = [sys.executable, *arguments]
     return subprocess.Popen(command, env=environment, cwd=Path(__file__).parents[1], stderr=subprocess.PIPE)
 

@@ -9,17 +9,87 @@ import sys
 import threading
 import traceback
 import weakref
+from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Final, Generic, TypeVar
+from typing import Any, Final, Generic, TypeVar
 
 from ckptcore.errors import BackgroundSaveError
 from ckptcore.redaction import redacted
 
-__all__ = ["BackgroundSaves", "LoadHandle", "Progress", "SaveHandle"]
+__all__ = ["BackgroundSaves", "BackgroundThreads", "LoadHandle", "Progress", "SaveHandle"]
 
 T = TypeVar("T")
+
+
+class BackgroundThreads:
+    """Threads that call functions in the order in which they were submitted, and end when none is left. Any thread.
+
+    The interpreter waits for them at exit. The executors of `concurrent.futures` refuse work once the main thread has
+    ended, and their module cannot be imported then. Here `submit` calls the function itself where no thread can be
+    started, and in exit handlers.
+    """
+
+    def __init__(self, most: int, name: str) -> None:
+        """Start no thread yet.
+
+        Args:
+            most: how many functions run at once.
+            name: of the threads.
+        """
+        self._most = most
+        self._name = name
+        self._work: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
+        self._running = 0
+        self._lock = threading.Lock()
+        self._idle = threading.Condition(self._lock)
+
+    def submit(self, function: Callable[[], T]) -> Future[T]:
+        """Call a function on one of the threads."""
+        future: Future[T] = Future()
+        with self._lock:
+            self._work.append((future, function))
+            if self._running >= self._most:
+                return future
+            self._running += 1
+        main = threading.main_thread()
+        if main.is_alive() or threading.current_thread() is not main:
+            try:
+                threading.Thread(target=self._serve, name=self._name).start()
+            except RuntimeError:  # the system has no more threads
+                pass
+            else:
+                return future
+        # The main thread runs exit handlers after all threads were joined: no one would wait for a new one.
+        self._serve()
+        return future
+
+    def join(self, *, cancel: bool = False) -> None:
+        """Wait until all functions have returned; `cancel` drops those that have not begun."""
+        with self._lock:
+            while cancel and self._work:
+                future, _ = self._work.popleft()
+                future.cancel()
+            self._idle.wait_for(lambda: self._running == 0)
+
+    def _serve(self) -> None:
+        while True:
+            with self._lock:
+                if not self._work:
+                    self._running -= 1
+                    self._idle.notify_all()
+                    return
+                future, function = self._work.popleft()
+            if future.set_running_or_notify_cancel():
+                try:
+                    result = function()
+                except BaseException as error:  # noqa: BLE001  # raised by whoever asks for the result
+                    future.set_exception(error)
+                else:
+                    future.set_result(result)
+                    del result
+            del future, function  # this frame must not hold them while it waits, nor in the traceback of an error
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,22 +197,16 @@ class BackgroundSaves:
 
     def _begin_anew(self) -> None:
         """Without saves or threads, as at first; the threads of a process do not follow it into a forked child."""
-        self._executor: ThreadPoolExecutor | None = None
-        self._lock = threading.Lock()
+        self._threads = BackgroundThreads(1, "ckptcore-save")
+        self._lock = threading.RLock()  # a save that cannot have a thread runs while it is held
         self._handles: list[SaveHandle] = []
 
     def run(self, handle: SaveHandle, work: Callable[[], None]) -> None:
-        """Do the work of a save after those before it; its outcome goes to the handle.
-
-        Raises:
-            RuntimeError: if the program is ending, and no more work can begin.
-        """
+        """Do the work of a save after those before it; its outcome goes to the handle."""
         with self._lock:
-            if self._executor is None:
-                self._executor = ThreadPoolExecutor(1, thread_name_prefix="ckptcore-save")
             handle._kept_by = weakref.ref(self)
-            self._executor.submit(_run, handle, work)
             self._handles = [*(other for other in self._handles if other.matters), handle]
+            self._threads.submit(functools.partial(_run, handle, work))
 
     def _forget(self, handle: SaveHandle) -> None:
         with self._lock:
@@ -150,16 +214,7 @@ class BackgroundSaves:
 
     def load(self, work: Callable[[], T]) -> LoadHandle[T]:
         """Do the work of a load on a thread of its own."""
-        future: Future[T] = Future()
-
-        def run() -> None:
-            try:
-                future.set_result(work())
-            except BaseException as error:  # noqa: BLE001  # handed to whoever asks for the result
-                future.set_exception(error)
-
-        threading.Thread(target=run, name="ckptcore-load").start()
-        return LoadHandle(future)
+        return LoadHandle(BackgroundThreads(1, "ckptcore-load").submit(work))
 
     def wait(self) -> None:
         """Wait until no save is under way; errors stay for whoever asks."""

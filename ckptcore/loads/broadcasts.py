@@ -5,9 +5,10 @@ from __future__ import annotations
 import queue
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 from typing import Final
 
+from ckptcore.background import BackgroundThreads
 from ckptcore.engine.elements import copy_elements
 from ckptcore.loads.joint_steps import PeerFailure
 from ckptcore.loads.read_shares import Message, Round, SharedPlan, message_offsets
@@ -77,12 +78,12 @@ class Broadcasts:
                 by_leaf.setdefault(unit.leaf, []).append(unit)
             else:
                 self._guard(lambda unit=unit: self._place_empty(unit))  # type: ignore[misc]  # the default is a Unit
-        executor = ThreadPoolExecutor(2, thread_name_prefix="ckptcore-read")
+        readers = BackgroundThreads(2, "ckptcore-read")
         try:
             for part in self._plan.rounds:
-                self._run_round(part, by_leaf, executor)
+                self._run_round(part, by_leaf, readers)
         finally:
-            executor.shutdown(cancel_futures=True)
+            readers.join(cancel=True)
         if self._error is not None:
             raise self._error
         if self._peer_failed:
@@ -105,16 +106,16 @@ class Broadcasts:
         self._reading.take_memory(unit)
         self._reading.place(unit)
 
-    def _run_round(self, part: Round, by_leaf: Mapping[int, Sequence[Unit]], executor: ThreadPoolExecutor) -> None:
+    def _run_round(self, part: Round, by_leaf: Mapping[int, Sequence[Unit]], readers: BackgroundThreads) -> None:
         places = _Places(self._reading)
         self._guard(lambda: places.add([unit for leaf in sorted(part.leaves) for unit in by_leaf.get(leaf, ())]))
         if self._failed or not part.direct:
-            self._send_all(part.messages, places, None, executor)
+            self._send_all(part.messages, places, None, readers)
         else:
             direct = _Direct(self._reading.opened, part.direct, places)
-            reader = executor.submit(direct.read)
+            reader = readers.submit(direct.read)
             try:
-                self._send_all(part.messages, places, direct, executor)
+                self._send_all(part.messages, places, direct, readers)
                 self._guard(lambda: self._finish_direct(direct, reader, places))
             finally:
                 direct.stop()  # it must not read into memory that is given up
@@ -126,7 +127,7 @@ class Broadcasts:
         reader.result()
 
     def _send_all(
-        self, messages: Sequence[Message], places: _Places, direct: _Direct | None, executor: ThreadPoolExecutor
+        self, messages: Sequence[Message], places: _Places, direct: _Direct | None, readers: BackgroundThreads
     ) -> None:
         """Send and receive the messages of a round in their order, as many at once as the channels take."""
         to_read = deque(message for message in messages if message.reader == self._rank)
@@ -136,7 +137,7 @@ class Broadcasts:
             # One piece of memory is kept for what comes next; all that can be is read ahead into the others.
             while to_read and len(being_read) < AHEAD and self._free:
                 memory = self._free.pop()
-                being_read.append((memory, self._start_reading(to_read.popleft(), memory, executor)))
+                being_read.append((memory, self._start_reading(to_read.popleft(), memory, readers)))
             if message.reader == self._rank:
                 memory, read = being_read.popleft()
                 self._guard(lambda read=read: read.result() if read is not None else None)  # type: ignore[misc]  # the default is a Future
@@ -151,11 +152,11 @@ class Broadcasts:
         while under_way:
             self._land(*under_way.popleft(), places)
 
-    def _start_reading(self, message: Message, memory: HostArray, executor: ThreadPoolExecutor) -> Future[None] | None:
+    def _start_reading(self, message: Message, memory: HostArray, readers: BackgroundThreads) -> Future[None] | None:
         if self._failed:
             return None
         opened, views = self._reading.opened, self._views(message, memory)
-        return executor.submit(lambda: _read_all(opened, message.pieces, views))
+        return readers.submit(lambda: _read_all(opened, message.pieces, views))
 
     def _start_sending(self, message: Message, memory: HostArray) -> Pending[None]:
         if len(message.members) == 1:

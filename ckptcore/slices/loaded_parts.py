@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Generator, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
+from ckptcore.background import BackgroundThreads
 from ckptcore.context import Context
 from ckptcore.errors import CorruptCheckpointError
 from ckptcore.events import Recording
@@ -193,15 +195,18 @@ def _read_ahead(
     batches: Iterable[Sequence[StoredPiece]], read: Callable[[Sequence[StoredPiece]], list[LoadedPart]]
 ) -> Iterator[list[LoadedPart]]:
     """Read batches, each while what was read before is used."""
-    with ThreadPoolExecutor(1, "ckptcore-read-ahead") as reader:
-        before: Future[list[LoadedPart]] | None = None
+    reader = BackgroundThreads(1, "ckptcore-read-ahead")
+    before: Future[list[LoadedPart]] | None = None
+    try:
         for batch in batches:
-            ahead = reader.submit(read, batch)
+            ahead = reader.submit(partial(read, batch))
             if before is not None:
                 yield before.result()
             before = ahead
         if before is not None:
             yield before.result()
+    finally:
+        reader.join()
 
 
 def _read(opened: Opened, batch: Sequence[StoredPiece], tied: Mapping[int, Sequence[TreePath]]) -> list[LoadedPart]:

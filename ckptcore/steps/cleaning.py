@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from threading import Lock
+from concurrent.futures import Future
+from functools import partial
+from threading import RLock
 from typing import Final
+
+from ckptcore.background import BackgroundThreads
 
 __all__ = ["Cleaner"]
 
@@ -29,9 +32,9 @@ class Cleaner:
             directory: what is cleaned, as the log calls it.
         """
         self._directory = directory
-        self._lock = Lock()
+        self._lock = RLock()  # work that cannot have a thread runs while it is held
         self._refuses = False
-        self._thread: ThreadPoolExecutor | None = None
+        self._threads = BackgroundThreads(1, "ckptcore-clean")
         self._asked: list[Future[None]] = []
 
     def __len__(self) -> int:
@@ -44,14 +47,7 @@ class Cleaner:
         with self._lock:
             if self._refuses:
                 return
-            if self._thread is None:
-                self._thread = ThreadPoolExecutor(1, thread_name_prefix="ckptcore-clean")
-            self._asked = self._unheard()
-            try:
-                self._asked.append(self._thread.submit(self._do, work))
-            except RuntimeError as error:
-                # The program is ending; what was saved is saved, and the next owner cleans.
-                logger.info("%s is not cleaned now: %s", self._directory, error)
+            self._asked = [*self._unheard(), self._threads.submit(partial(self._do, work))]
 
     def take_errors(self) -> Sequence[BaseException]:
         """Wait until all that was asked for before this call is done; what failed, each told once.
@@ -73,8 +69,7 @@ class Cleaner:
     def close(self) -> None:
         """Take no more work, and return once what was asked for is done. Again is no error."""
         self.refuse()
-        if self._thread is not None:
-            self._thread.shutdown(wait=True)
+        self._threads.join()
 
     def _unheard(self) -> list[Future[None]]:
         failed = [work for work in self._asked if work.done() and work.exception() is not None]

@@ -210,3 +210,58 @@ def test_load_async_gives_what_load_does(tmp_path: Path) -> None:
     assert handle.result()["w"].tolist() == [1, 1, 1] and handle.done() and handle.exception() is None
     with pytest.raises(ckptcore.errors.CheckpointNotFoundError):
         ckptcore.load_async(tmp_path / "d").result()
+
+
+_AFTER_MAIN = """
+import sys, threading
+import numpy as np
+import ckptcore
+from ckptcore.policies import LatestN
+
+directory = sys.argv[1]
+state = {"w": np.arange(1 << 12, dtype=np.float32)}
+
+def train():
+    threading.main_thread().join()
+    ckptcore.save(directory + "/blocking", state)
+    ckptcore.save_async(directory + "/first", state).result()
+    ckptcore.save_async(directory + "/second", state)
+    assert len(list(ckptcore.load_parts(directory + "/first"))) == 1
+    assert ckptcore.load_async(directory + "/first").result()["w"][7] == 7
+    with ckptcore.Checkpointer(directory + "/run", preservation_policy=LatestN(1)) as checkpointer:
+        for step in range(3):
+            checkpointer.save(step, state)
+    print([str(step) for step in ckptcore.CheckpointReader(directory + "/run").steps])
+
+threading.Thread(target=train).start()
+"""
+
+
+def test_a_thread_that_outlives_the_main_thread_saves_and_loads(tmp_path: Path) -> None:
+    """The executors of `concurrent.futures` take no more work once the main thread has ended."""
+    done = subprocess.run(
+        [sys.executable, "-c", _AFTER_MAIN, str(tmp_path)], capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stderr, done.stdout) == (0, "", "['2']\n")
+    assert ckptcore.load(tmp_path / "second")["w"][7] == 7
+
+
+_AT_EXIT = """
+import atexit, sys
+import numpy as np
+import ckptcore
+
+def at_exit():
+    handle = ckptcore.save_async(sys.argv[1], {"w": np.arange(8)})
+    assert handle.done() and handle.exception() is None
+
+atexit.register(at_exit)
+"""
+
+
+def test_a_save_at_exit_is_committed(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", _AT_EXIT, str(tmp_path / "saved")], capture_output=True, text=True, check=False
+    )
+    assert done.stderr == ""
+    assert ckptcore.load(tmp_path / "saved")["w"].tolist() == list(range(8))
