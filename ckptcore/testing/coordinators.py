@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TypeVar
 
 import pytest
@@ -86,8 +87,9 @@ class CoordinatorTests:
         for results in self.run(size, _exchanges_on_threads, timeout_seconds=self.long_seconds):
             assert results == {f"thread {number}": b"%d" % number for number in range(4)}
 
-    def test_the_leader_is_told_who_did_not_come(self, several: int) -> None:
-        outcomes = self.run(several, _AbsentFromGather(several - 1), timeout_seconds=self.short_seconds)
+    def test_the_leader_is_told_who_did_not_come(self, several: int, tmp_path: Path) -> None:
+        job = _AbsentFromGather(several - 1, str(tmp_path), self.long_seconds)
+        outcomes = self.run(several, job, timeout_seconds=self.short_seconds)
         assert outcomes[0] == [several - 1], "CoordinationTimeoutError.missing names the rank"
 
     def test_a_rank_is_told_that_the_leader_did_not_come(self, several: int) -> None:
@@ -201,18 +203,41 @@ def _exchanges_on_threads(coordinator: Coordinator) -> dict[str, bytes]:
 
 @dataclass(frozen=True, slots=True)
 class _AbsentFromGather:
-    """A gather to which one rank does not come; gives the missing ranks as the leader was told them."""
+    """A gather without one rank; returns the missing ranks that the leader's error names.
+
+    The leader waits for files of the other ranks, which they create once they have given their payloads, and only then
+    gathers: on a busy machine they could come after its short deadline.
+
+    Attributes:
+        absent: the rank that stays away.
+        directory: where the files are created; all ranks see it.
+        seconds: the longest wait for them.
+    """
 
     absent: int
+    directory: str
+    seconds: float
 
     def __call__(self, coordinator: Coordinator) -> list[int] | None:
         if coordinator.rank == self.absent:
             return None
+        if coordinator.rank:
+            coordinator.gather("incomplete", b"here")
+            self._given(coordinator.rank).touch()
+            return None
+        deadline = time.monotonic() + self.seconds
+        present = [rank for rank in range(1, coordinator.size) if rank != self.absent]
+        while not all(self._given(rank).exists() for rank in present):
+            assert time.monotonic() < deadline, "a rank that is not the leader waits in `gather`, or did not start"
+            time.sleep(0.001)
         try:
             coordinator.gather("incomplete", b"here")
         except CoordinationTimeoutError as error:
             return list(error.missing)
         return None
+
+    def _given(self, rank: int) -> Path:
+        return Path(self.directory, str(rank))
 
 
 def _absent_leader(coordinator: Coordinator) -> list[int] | None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TypeVar
 
 import pytest
@@ -40,3 +42,21 @@ class TestThreadCoordinator(CoordinatorTests):
         with pytest.raises(ExceptionGroup) as caught:
             ThreadJob(3).run(fail)
         assert [str(error) for error in caught.value.exceptions] == ["rank 1 is unwell"]
+
+
+class _Sleepy(CoordinatorTests):
+    """Rank 1 starts after the deadline of the others, as on a busy machine."""
+
+    short_seconds = 0.05
+
+    def run(self, size: int, job: Callable[[Coordinator], T], *, timeout_seconds: float) -> Sequence[T]:
+        def late(coordinator: Coordinator) -> T:
+            if coordinator.rank == 1:
+                time.sleep(4 * self.short_seconds)
+            return job(coordinator)
+
+        return ThreadJob(size, timeout_seconds=timeout_seconds).run(late)
+
+
+def test_a_rank_that_starts_late_is_not_taken_for_the_absent_one(tmp_path: Path) -> None:
+    _Sleepy().test_the_leader_is_told_who_did_not_come(4, tmp_path)
