@@ -11,6 +11,8 @@ import sys
 from collections.abc import Callable
 from typing import Final
 
+from ckptcore.builtin.local_errors import close_descriptor, working_directory
+
 __all__ = ["allocate", "is_of_this_machine", "open_without_links", "real_path", "start_writeback"]
 
 _SYNC_FILE_RANGE_WRITE: Final = 2  # linux/fs.h
@@ -63,12 +65,12 @@ def open_without_links(path: str, flags: int) -> int | None:
 
 def real_path(path: str) -> str:
     """What `os.path.realpath` gives, which looks at every directory on the way: where no link is on the path the system says so by one look."""
-    absolute = path if path.startswith("/") else f"{os.getcwd()}/{path}"
+    absolute = path if path.startswith("/") else f"{working_directory()}/{path}"
     # `link/..` is not where it stands, and two slashes in front mean something to some systems.
     if sys.platform == "linux" and ".." not in absolute.split("/") and not absolute.startswith("//"):
         descriptor = open_without_links(absolute, os.O_PATH | os.O_CLOEXEC)
         if descriptor is not None:
-            os.close(descriptor)
+            close_descriptor(descriptor, absolute)
             return os.path.normpath(absolute)
     return os.path.realpath(path)
 

@@ -16,7 +16,7 @@ import xxhash
 from ckptcore.builtin.keys import check_directory_key, check_key
 from ckptcore.builtin.linux_calls import allocate
 from ckptcore.builtin.local_directories import LocalDirectories
-from ckptcore.builtin.local_errors import ABSENT, local_error
+from ckptcore.builtin.local_errors import ABSENT, close_descriptor, local_error, working_directory
 from ckptcore.builtin.local_files import LocalFile, LocalFiles
 from ckptcore.builtin.local_held_files import HeldFile
 from ckptcore.builtin.local_listing import list_files, list_names
@@ -59,7 +59,7 @@ def open_local(url: str, options: StorageOptions) -> LocalStorage:
     if not path or "\0" in path:
         raise InvalidLocationError(f"{url!r} is no path of a directory: it is empty or has a NUL character")
     # Not abspath: `link/..` is not where it stands.
-    path = path if path.startswith("/") else os.path.join(os.getcwd(), path)
+    path = path if path.startswith("/") else os.path.join(working_directory(), path)
     return LocalStorage(path if ".." not in path.split("/") else os.path.realpath(path), options)
 
 
@@ -165,7 +165,7 @@ class LocalStorage:
                 if self._durable:
                     sync_file(descriptor)
             finally:
-                os.close(descriptor)
+                close_descriptor(descriptor, temporary)
             if isinstance(condition, IfAbsent):
                 _place_new(temporary, path, key)
             else:
@@ -193,6 +193,7 @@ class LocalStorage:
             try:
                 if size is not None and size >= _LEAST_ALLOCATED_BYTES:
                     allocate(descriptor, size)
+                return LocalWriter(path, descriptor, size, self._directories, durable=self._durable)
             except BaseException:
                 os.close(descriptor)
                 self._remove(path)
@@ -201,7 +202,6 @@ class LocalStorage:
             raise
         except OSError as error:
             raise local_error(error, "create", path, size) from error
-        return LocalWriter(path, descriptor, size, self._directories, durable=self._durable)
 
     def _create(self, path: str) -> int:
         directory = os.path.dirname(path)

@@ -51,11 +51,12 @@ def open_cold_reader(path: str, status: os.stat_result) -> ColdReader | None:
                 raise OSError(errno.EINVAL, "another file came in its place", path)
         # Asking for a page must not make the system read more than it.
         os.posix_fadvise(descriptors[0], 0, 0, os.POSIX_FADV_RANDOM)
-    except OSError:
-        # Every file that could be opened plainly can be read plainly: nothing is lost.
+    except BaseException as error:
         for descriptor in descriptors:
             os.close(descriptor)
-        return None
+        if not isinstance(error, OSError):
+            raise
+        return None  # a file that was opened plainly can be read plainly
     return ColdReader(descriptors[0], descriptors[1], status.st_size)
 
 

@@ -11,7 +11,7 @@ import time
 from contextlib import suppress
 
 from ckptcore.builtin.linux_calls import open_without_links
-from ckptcore.builtin.local_errors import ABSENT, local_error
+from ckptcore.builtin.local_errors import ABSENT, close_descriptor, local_error
 from ckptcore.builtin.local_links import open_inside
 from ckptcore.builtin.local_syncs import sync_directory
 from ckptcore.errors import StorageError
@@ -62,11 +62,12 @@ class LocalDirectories:
             StorageError: something else stands there.
         """
         try:
-            os.close(self._open(directory))
+            descriptor = self._open(directory)
         except FileNotFoundError:
             return False
         except OSError as error:
             raise self._not_a_directory(error, directory) from error
+        close_descriptor(descriptor, directory)
         return True
 
     def check_parent(self, path: str) -> None:
@@ -77,8 +78,11 @@ class LocalDirectories:
         """
         directory = os.path.dirname(path)
         if directory != self.root:
-            with suppress(OSError):
-                os.close(self._open(directory))
+            try:
+                descriptor = self._open(directory)
+            except OSError:
+                return
+            close_descriptor(descriptor, directory)
 
     def _open(self, directory: str) -> int:
         """Open the root or a directory below it. See `open_inside`."""
@@ -164,7 +168,7 @@ class LocalDirectories:
         except OSError as error:
             raise local_error(error, "make durable the names in", directory) from error
         finally:
-            os.close(descriptor)
+            close_descriptor(descriptor, directory)
 
     def remove_empty(self, directory: str) -> None:
         """Remove a directory if it is empty and nobody holds it, then those above it likewise; never the root.
@@ -188,7 +192,7 @@ class LocalDirectories:
                     return
                 raise local_error(error, "remove the empty directory", directory) from error
             finally:
-                os.close(descriptor)
+                close_descriptor(descriptor, directory)
             directory = os.path.dirname(directory)
 
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import errno
+import os
 from typing import Final
 
-from ckptcore.errors import ObjectNotFoundError, StorageError, StorageFullError
+from ckptcore.errors import InvalidLocationError, ObjectNotFoundError, StorageError, StorageFullError
 
-__all__ = ["ABSENT", "local_error"]
+__all__ = ["ABSENT", "close_descriptor", "local_error", "working_directory"]
 
 ABSENT: Final = (errno.ENOENT, errno.ENOTDIR)
 """What the system answers where there is nothing: also where a file stands in the place of a directory."""
@@ -41,3 +42,30 @@ def local_error(error: OSError, doing: str, path: str, nbytes: int | None = None
         found = StorageError(f"cannot {doing} {path}{amount}: {reason}")
     found.errno = error.errno
     return found
+
+
+def close_descriptor(descriptor: int, path: str) -> None:
+    """Close an open file or directory. A network file system may report here that it lost what was written.
+
+    Raises:
+        StorageError
+    """
+    try:
+        os.close(descriptor)
+    except OSError as error:
+        raise local_error(error, "close", path) from error
+
+
+def working_directory() -> str:
+    """Return the working directory of this process.
+
+    Raises:
+        InvalidLocationError: it was removed.
+    """
+    try:
+        return os.getcwd()
+    except OSError as error:
+        raise InvalidLocationError(
+            f"cannot resolve a relative path: the working directory of this process cannot be found ({error.strerror}). "
+            "Pass an absolute path, or change to a directory that exists"
+        ) from error

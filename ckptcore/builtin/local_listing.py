@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Callable, Iterator
+from functools import partial
 
 from ckptcore.builtin.local_errors import ABSENT, local_error
 
@@ -22,9 +24,9 @@ def list_files(directory: str, prefix: str, is_hidden: Callable[[str], bool]) ->
     while pending:
         path, start = pending.pop()
         for entry in _entries(path):
-            if entry.is_dir(follow_symlinks=False):
+            if _follows(partial(entry.is_dir, follow_symlinks=False), entry):
                 pending.append((entry.path, f"{start}{entry.name}/"))
-            elif not is_hidden(entry.name) and entry.is_file():
+            elif not is_hidden(entry.name) and _follows(entry.is_file, entry):
                 files.append(start + entry.name)
     return iter(sorted(files))
 
@@ -37,9 +39,9 @@ def list_names(directory: str, is_hidden: Callable[[str], bool]) -> list[str]:
     """
     names = []
     for entry in _entries(directory):
-        if entry.is_dir():
+        if _follows(entry.is_dir, entry):
             names.append(entry.name + "/")
-        elif not is_hidden(entry.name) and entry.is_file():
+        elif not is_hidden(entry.name) and _follows(entry.is_file, entry):
             names.append(entry.name)
     return sorted(names)
 
@@ -52,3 +54,13 @@ def _entries(directory: str) -> list[os.DirEntry[str]]:
         if error.errno in ABSENT:
             return []
         raise local_error(error, "list", directory) from error
+
+
+def _follows(is_kind: Callable[[], bool], entry: os.DirEntry[str]) -> bool:
+    """Return the type of an entry; False for a link that leads nowhere, or to itself."""
+    try:
+        return is_kind()
+    except OSError as error:
+        if error.errno == errno.ELOOP or error.errno in ABSENT:
+            return False
+        raise local_error(error, "look at", entry.path) from error

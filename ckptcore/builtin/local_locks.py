@@ -11,34 +11,63 @@ from contextlib import contextmanager
 from types import TracebackType
 from typing import Final
 
+from ckptcore.builtin.local_errors import close_descriptor, local_error
+
 __all__ = ["DirectoryLock", "lock_object", "try_to_lock"]
 
 
 class DirectoryLock:
-    """A directory that is held; `close` or leaving the ``with`` block lets it go."""
+    """A lock of a directory; `close` or leaving the ``with`` block releases it."""
 
-    __slots__ = ("__weakref__", "_descriptor")
+    __slots__ = ("__weakref__", "_descriptor", "_path")
 
-    def __init__(self, descriptor: int) -> None:
-        self._descriptor = descriptor
+    def __init__(self, path: str) -> None:
+        """Open a directory; `acquire` locks it.
+
+        Raises:
+            OSError
+        """
+        self._descriptor = -1
+        self._path = path
         _HELD.add(self)
+        self._descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+
+    def acquire(self) -> None:
+        """Lock the directory.
+
+        Raises:
+            BlockingIOError: another holds it.
+            FileNotFoundError: another directory came in its place.
+            OSError
+        """
+        fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if not os.path.samestat(os.fstat(self._descriptor), os.stat(self._path)):
+            raise FileNotFoundError(errno.ENOENT, "another directory came in its place", self._path)
 
     def close(self) -> None:
-        """Let the directory go; again is no error."""
-        descriptor, self._descriptor = self._descriptor, -1
-        if descriptor >= 0:
-            _HELD.discard(self)
+        """Release the lock. Closing again is no error.
+
+        Raises:
+            StorageError
+        """
+        if self._descriptor >= 0:
             try:
-                # Unlocked by name: a child process that was forked meanwhile may still have the file open.
-                fcntl.flock(descriptor, fcntl.LOCK_UN)
+                # Unlocked explicitly: a child process that was forked meanwhile may still have the file open.
+                fcntl.flock(self._descriptor, fcntl.LOCK_UN)
+            except OSError as error:
+                raise local_error(error, "unlock the directory", self._path) from error
             finally:
-                os.close(descriptor)
+                self.forget()
 
     def forget(self) -> None:
-        """Close the file without unlocking: what a forked child does with the lock of its parent."""
+        """Close the file without unlocking: what a forked child does with the lock of its parent.
+
+        Raises:
+            StorageError
+        """
         descriptor, self._descriptor = self._descriptor, -1
         if descriptor >= 0:
-            os.close(descriptor)
+            close_descriptor(descriptor, self._path)
 
     def __enter__(self) -> None:
         return None
@@ -75,18 +104,16 @@ def try_to_lock(directory: str) -> DirectoryLock | None:
         FileNotFoundError: it is not there, or is no longer.
         OSError
     """
-    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    lock = DirectoryLock(directory)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if not os.path.samestat(os.fstat(descriptor), os.stat(directory)):
-            raise FileNotFoundError(errno.ENOENT, "another directory came in its place", directory)
+        lock.acquire()
     except BlockingIOError:
-        os.close(descriptor)
+        lock.forget()
         return None
     except BaseException:
-        os.close(descriptor)
+        lock.forget()
         raise
-    return DirectoryLock(descriptor)
+    return lock
 
 
 @contextmanager
@@ -110,7 +137,7 @@ def lock_object(path: str) -> Iterator[int | None]:
             yield descriptor
             return
         finally:
-            os.close(descriptor)
+            close_descriptor(descriptor, path)
 
 
 def _open_to_lock(path: str) -> int | None:

@@ -44,10 +44,12 @@ class LocalWriter:
         self._dirty_bytes = 0
         self._dirty_start = sys.maxsize
         self._dirty_stop = 0
-        self._busy = 0
         self._complete = False
         self._status = os.fstat(descriptor)
-        self._state = threading.Condition(threading.Lock())
+        self._lock = threading.Lock()
+        self._state = threading.Condition(self._lock)
+        # Identifiers of the threads that write. A thread that was interrupted may leave its own here, and then aborts.
+        self._writing: set[int] = set()
 
     def write_at(self, offset: int, data: Buffer) -> None:
         """Write bytes at an offset.
@@ -59,17 +61,18 @@ class LocalWriter:
         nbytes = len(data)
         if offset < 0 or (self._size is not None and offset + nbytes > self._size):
             raise ValueError(f"cannot write bytes {offset} to {offset + nbytes} of {self._path}: it has {self._size}")
-        with self._state:
-            self._expect_open()
-            self._busy += 1
+        thread = threading.get_ident()
         try:
+            with self._lock:
+                self._expect_open()
+                self._writing.add(thread)
             self._write(offset, data)
             self._count(offset, nbytes)
         except OSError as error:
             raise local_error(error, "write", self._path, nbytes) from error
         finally:
-            with self._state:
-                self._busy -= 1
+            with self._lock:
+                self._writing.discard(thread)
                 self._state.notify_all()
 
     def _write(self, offset: int, data: Buffer) -> None:
@@ -80,7 +83,7 @@ class LocalWriter:
             rest = rest[count:]
 
     def _count(self, offset: int, nbytes: int) -> None:
-        with self._state:
+        with self._lock:
             self._written += nbytes
             if not self._durable:
                 return
@@ -101,9 +104,9 @@ class LocalWriter:
             StorageError: bytes are missing, or it could not be made durable.
             ValueError: after `finish` or `abort`.
         """
-        with self._state:
+        with self._lock:
             self._expect_open()
-            self._state.wait_for(lambda: self._busy == 0)
+            self._wait_for_writes()
             self._expect_open()
             if self._size is not None and self._written != self._size:
                 raise StorageError(
@@ -121,8 +124,8 @@ class LocalWriter:
 
     def abort(self) -> None:
         """Remove the file, once no thread writes to it; nothing after a `finish` that succeeded."""
-        with self._state:
-            self._state.wait_for(lambda: self._busy == 0)
+        with self._lock:
+            self._wait_for_writes()
             # What cannot be removed is found again with the directory it is in; an abort follows an error that says more.
             with suppress(OSError):
                 self._close()
@@ -131,6 +134,10 @@ class LocalWriter:
                     if os.path.samestat(os.lstat(self._path), self._status):
                         os.unlink(self._path)
                         self._directories.remove_empty(os.path.dirname(self._path))
+
+    def _wait_for_writes(self) -> None:
+        self._writing.discard(threading.get_ident())
+        self._state.wait_for(lambda: not self._writing)
 
     def _expect_open(self) -> None:
         if self._descriptor < 0:

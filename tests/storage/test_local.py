@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+import ckptcore
 from ckptcore.builtin.local import LocalStorage, open_local
 from ckptcore.errors import (
     ConditionFailedError,
@@ -733,3 +734,25 @@ def test_the_stamp_of_a_held_file_is_told_once_it_is_old_and_changes_with_the_fi
     assert held.stamp() not in (None, stamp)
     os.truncate(path, 7)
     assert held.stamp() != stamp and held.size() == 7
+
+
+def test_a_link_to_itself_is_no_object(storage: LocalStorage, tmp_path: Path) -> None:
+    storage.put("directory/object", b"data")
+    (found,) = tmp_path.rglob("object")
+    (found.parent / "loop").symlink_to("loop")
+    assert list(storage.list()) == ["directory/object"]
+    assert list(storage.list_names("directory")) == ["object"]
+
+
+def test_a_relative_location_without_a_working_directory_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    with pytest.raises(InvalidLocationError, match="working directory"):
+        open_local("relative", StorageOptions())
+    with pytest.raises(InvalidLocationError, match="working directory"):
+        ckptcore.load("relative")
+    monkeypatch.chdir(tmp_path)
