@@ -29,6 +29,7 @@ _LEASE: Final = f"{ADMINISTRATION}/owner.json"
 _RECORD_BYTES: Final = 1 << 16
 _LOCK_ATTEMPTS: Final = 4
 _LOCK_SECONDS: Final = 0.05
+_RECORD_ATTEMPTS: Final = 200
 _LOOKS_PER_LEASE: Final = 8
 
 
@@ -71,9 +72,10 @@ def own_directory(
 
 def _own_by_lock(store: StorageBackend, directories: AtomicDirectories, display: str, clock: Clock) -> Hold:
     lock = directories.lock_directory(_LOCKED)
-    for _ in range(_LOCK_ATTEMPTS):
-        # For an instant a directory is also held by who looks whether it is empty, and by a process that is being killed.
-        if lock is not None:
+    for attempt in range(_RECORD_ATTEMPTS):
+        # A process that is being killed, or that checks whether the directory is empty, holds it for a moment. An owner
+        # that has just locked the directory writes its record next, and the error below names the owner.
+        if lock is not None or (attempt >= _LOCK_ATTEMPTS and decode_holder(_read_record(store)) is not None):
             break
         clock.sleep(_LOCK_SECONDS)
         lock = directories.lock_directory(_LOCKED)

@@ -34,6 +34,31 @@ def test_a_second_owner_is_refused_and_told_who_the_first_is(place: Place, tmp_p
     own_directory(store, "the/run", clock=clock).close()
 
 
+@where_locked
+def test_who_is_refused_waits_for_the_record_of_the_owner(
+    place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a busy machine the owner may not have written its record when others have tried often enough."""
+    store, clock = place(tmp_path), FakeClock()
+    put = store.put
+
+    def late_put(key: str, data: bytes, *, condition: PutCondition | None = None) -> str:
+        left = iter(range(20))
+
+        def look(_: float) -> None:
+            if next(left, None) == 15:
+                put(key, data)
+
+        monkeypatch.setattr(clock, "sleep", look)
+        with pytest.raises(DirectoryInUseError, match=r"the/run is in use: this process, process \d+ on .* since 20"):
+            own_directory(store, "the/run", clock=clock)
+        return put(key, data, condition=condition)
+
+    monkeypatch.setattr(store, "put", late_put)
+    with own_directory(store, "the/run", clock=FakeClock()) as first:
+        first.check()
+
+
 @everywhere
 def test_the_error_is_a_blocking_io_error(place: Place, tmp_path: Path) -> None:
     store = place(tmp_path)
