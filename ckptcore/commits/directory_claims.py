@@ -39,6 +39,9 @@ __all__ = [
 
 logger = logging.getLogger("ckptcore.commit")
 
+_PUBLISH_TRIES: Final = 100
+"""Times that a commit is tried while others delete what it replaces."""
+
 PARTIAL_KEY: Final = "checkpoint.partial.json"
 """What says in the hidden directory of a partial save which sessions there are. Elsewhere it stands in the place of the root."""
 
@@ -231,21 +234,44 @@ class DirectoryClaim:
                 logger.warning("%s is saved, but what it replaced cannot be removed: %s", self._location.display, error)
 
     def _publish(self) -> str | None:
-        """Rename or exchange; the hidden name under which a replaced checkpoint now is, or None."""
+        """Rename or exchange; return the hidden name of the replaced checkpoint, or None.
+
+        A deletion may remove the old checkpoint after the rename has failed because of it. Then both are tried again.
+        """
         name = self._location.name
-        try:
-            self._directories.rename(self._hidden, name)
-            return None
-        except ConditionFailedError as error:
-            if refuse_to_replace(self._location, self._overwrite) == "nothing":
+        for left in reversed(range(_PUBLISH_TRIES)):
+            try:
+                self._directories.rename(self._hidden, name)
+                return None
+            except ConditionFailedError as error:
+                if refuse_to_replace(self._location, self._overwrite) == "nothing":
+                    if left:
+                        continue
+                    raise SaveLostError(
+                        f"something stands at {self._location.display} that is no file and was not there, or not seen, "
+                        "when the save began (a broken link?); remove it and save again"
+                    ) from error
+            except ObjectNotFoundError as error:
                 raise SaveLostError(
-                    f"something stands at {self._location.display} that is no file and was not there, or not seen, when the "
-                    "save began (a broken link?); remove it and save again"
+                    f"{self._hidden} was removed beside {self._location.display} while it was saved; save again"
                 ) from error
-        except ObjectNotFoundError as error:
-            raise SaveLostError(
-                f"{self._hidden} was removed beside {self._location.display} while it was saved; save again"
-            ) from error
+            try:
+                return self._replace()
+            except ObjectNotFoundError as error:
+                if not left:
+                    raise SaveLostError(
+                        f"{self._location.display} was deleted again and again while it was being replaced; save again "
+                        "when no other process deletes it"
+                    ) from error
+        raise AssertionError("the last try returns or raises")
+
+    def _replace(self) -> str:
+        """Put the new checkpoint in the place of the old one; return the hidden name of the old one.
+
+        Raises:
+            ObjectNotFoundError: there is no old one any more.
+        """
+        name = self._location.name
         try:
             self._directories.exchange(self._hidden, name)
             return self._hidden

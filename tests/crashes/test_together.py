@@ -16,6 +16,7 @@ from typing import Any, Final
 import pytest
 
 import ckptcore
+from ckptcore.builtin.local import LocalStorage
 from ckptcore.errors import CheckpointExistsError, SaveLostError
 from tests.crashes.saver import LOST, OLD
 from tests.crashes.states import make_state, version_at, version_of
@@ -165,3 +166,31 @@ def test_kills_at_any_time(task: str, warm: Saver, tmp_path: Path) -> None:
         assert found in expected
         expected = {found}
     _assert_next_save_cleans_up(location)
+
+
+@pytest.mark.parametrize("call", ["exchange", "rename"])
+def test_a_save_whose_old_checkpoint_is_deleted_as_it_commits_succeeds(
+    call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    location = tmp_path / "saved"
+    ckptcore.save(location, make_state(_ONE), context=_FAST)
+    unpatched: Any = getattr(LocalStorage, call)
+    deleted = []
+
+    def meet_a_deletion(storage: LocalStorage, first: str, second: str) -> None:
+        if second != location.name or deleted:
+            unpatched(storage, first, second)
+            return
+        try:
+            if call == "rename":  # it fails because of the old checkpoint, which is gone at the next look
+                unpatched(storage, first, second)
+        finally:
+            deleted.append(second)
+            ckptcore.delete(location, context=_FAST)
+        unpatched(storage, first, second)
+
+    monkeypatch.setattr(LocalStorage, call, meet_a_deletion)
+    ckptcore.save(location, make_state(_OTHER), overwrite=True, context=_FAST)
+    assert deleted
+    assert version_at(str(location)) == _OTHER
+    assert [path.name for path in tmp_path.iterdir()] == [location.name]
