@@ -18,9 +18,23 @@ from typing import Any, Final, Generic, TypeVar
 from ckptcore.errors import BackgroundSaveError
 from ckptcore.redaction import redacted
 
-__all__ = ["BackgroundSaves", "BackgroundThreads", "LoadHandle", "Progress", "SaveHandle"]
+__all__ = ["BackgroundSaves", "BackgroundThreads", "LoadHandle", "Progress", "SaveHandle", "call_into"]
 
 T = TypeVar("T")
+
+
+def call_into(future: Future[T], function: Callable[[], T]) -> None:
+    """Call a function unless its future was cancelled, and give the future its result or error."""
+    if not future.set_running_or_notify_cancel():
+        return
+    try:
+        result = function()
+    except BaseException as error:  # noqa: BLE001  # raised by whoever asks for the result
+        future.set_exception(error)
+    else:
+        future.set_result(result)
+    finally:
+        del future, function  # the traceback of an error holds this frame
 
 
 class BackgroundThreads:
@@ -81,15 +95,8 @@ class BackgroundThreads:
                     self._idle.notify_all()
                     return
                 future, function = self._work.popleft()
-            if future.set_running_or_notify_cancel():
-                try:
-                    result = function()
-                except BaseException as error:  # noqa: BLE001  # raised by whoever asks for the result
-                    future.set_exception(error)
-                else:
-                    future.set_result(result)
-                    del result
-            del future, function  # this frame must not hold them while it waits, nor in the traceback of an error
+            call_into(future, function)
+            del future, function  # this frame must not hold them while it waits
 
 
 @dataclass(frozen=True, slots=True)

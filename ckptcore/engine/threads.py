@@ -8,7 +8,10 @@ import threading
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
+from functools import partial
 from typing import Final, Protocol, TypeVar
+
+from ckptcore.background import call_into
 
 __all__ = ["Crew", "IOThreads", "renew_in_children"]
 
@@ -52,17 +55,7 @@ class IOThreads:
     def submit(self, function: Callable[[], T]) -> Future[T]:
         """Call `function` on one of the threads; here and now where there can be none."""
         future: Future[T] = Future()
-
-        def work() -> None:
-            if not future.set_running_or_notify_cancel():
-                return
-            try:
-                result = function()
-            except BaseException as error:  # noqa: BLE001  # raised by whoever asks for the result
-                future.set_exception(error)
-            else:
-                future.set_result(result)
-
+        work = partial(call_into, future, function)
         if not self._near.give(work, self.count):
             work()
         return future

@@ -175,7 +175,7 @@ def test_a_save_whose_old_checkpoint_is_deleted_as_it_commits_succeeds(
     location = tmp_path / "saved"
     ckptcore.save(location, make_state(_ONE), context=_FAST)
     unpatched: Any = getattr(LocalStorage, call)
-    deleted = []
+    deleted: list[str] = []
 
     def meet_a_deletion(storage: LocalStorage, first: str, second: str) -> None:
         if second != location.name or deleted:
