@@ -55,7 +55,7 @@ class BackgroundThreads:
         self._most = most
         self._name = name
         self._work: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
-        self._running = 0
+        self._serving: set[int] = set()  # identifiers of threads
         self._lock = threading.Lock()
         self._idle = threading.Condition(self._lock)
 
@@ -64,9 +64,8 @@ class BackgroundThreads:
         future: Future[T] = Future()
         with self._lock:
             self._work.append((future, function))
-            if self._running >= self._most:
+            if len(self._serving) >= self._most:
                 return future
-            self._running += 1
         main = threading.main_thread()
         if main.is_alive() or threading.current_thread() is not main:
             try:
@@ -85,13 +84,21 @@ class BackgroundThreads:
             while cancel and self._work:
                 future, _ = self._work.popleft()
                 future.cancel()
-            self._idle.wait_for(lambda: self._running == 0)
+        self._serve()  # what an interrupt of `submit` left without a thread
+        with self._lock:
+            self._idle.wait_for(lambda: not self._work and not self._serving)
 
     def _serve(self) -> None:
+        """Call functions until none is left, unless enough threads do."""
+        thread = threading.get_ident()
+        with self._lock:
+            if len(self._serving) >= self._most or thread in self._serving:
+                return
+            self._serving.add(thread)
         while True:
             with self._lock:
                 if not self._work:
-                    self._running -= 1
+                    self._serving.remove(thread)
                     self._idle.notify_all()
                     return
                 future, function = self._work.popleft()
