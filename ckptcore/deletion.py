@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
-
 from ckptcore.commits.commit import remove_checkpoint, sweep_location
 from ckptcore.commits.occupants import read_root
 from ckptcore.commits.session_claims import find_partial, remove_partial
@@ -17,11 +14,10 @@ from ckptcore.errors import (
     StorageError,
     UnsupportedVersionError,
 )
-from ckptcore.holds import StepHolds
 from ckptcore.locations import Location, LocationLike, resolve_location
-from ckptcore.protocols import AtomicDirectories
-from ckptcore.roots.root import Composite, Root, new_save_id
-from ckptcore.stored.referrers import base_pin, find_bases, referring_to
+from ckptcore.roots.root import Claimed, Composite, PartialSave, Root, new_save_id
+from ckptcore.stored.base_holds import announced_deletion
+from ckptcore.stored.referrers import find_bases, referring_to
 
 __all__ = ["delete_checkpoint"]
 
@@ -30,17 +26,12 @@ def delete_checkpoint(location: LocationLike, context: Context) -> None:
     """See `ckptcore.delete`."""
     durable = context.durability == "full"
     resolved = resolve_location(location, context.registry, durable=durable, config=context.storage)
-    allowed: Callable[[], None] | None = None
+    root: Root | Composite | Claimed | PartialSave | None = None
     try:
         root = read_root(resolved.store)
         ours = root is not None
-        if isinstance(root, Root | Composite):
-            allowed = functools.partial(_refuse_referred, resolved, root.save_id, context)
     except (CorruptCheckpointError, UnsupportedVersionError):
         ours = True
-        allowed = functools.partial(_refuse_referred, resolved, None, context)
-    if allowed is not None:
-        allowed()
     if not ours:
         if resolved.is_object or resolved.store.list_names():
             raise CheckpointExistsError(
@@ -52,14 +43,17 @@ def delete_checkpoint(location: LocationLike, context: Context) -> None:
             return delete_checkpoint(location, context)  # it was finalized or deleted since: look again
         sweep_location(resolved)
         return
-    remove_checkpoint(resolved, new_save_id(), context.conditions, allowed)
+    if isinstance(root, Claimed | PartialSave):
+        remove_checkpoint(resolved, new_save_id(), context.conditions)
+    else:
+        with announced_deletion(resolved, context.conditions):
+            _refuse_referred(resolved, None if root is None else root.save_id, context)
+            remove_checkpoint(resolved, new_save_id(), context.conditions)
     sweep_location(resolved)
 
 
 def _refuse_referred(location: Location, save_id: str | None, context: Context) -> None:
-    """Do nothing if no checkpoint beside this one has arrays in it, nor is one being saved that will, where that can be told.
-
-    First those that are being saved: once one is not any more it is there.
+    """Do nothing if no checkpoint beside this one has arrays in it.
 
     Args:
         location: of the checkpoint.
@@ -70,12 +64,6 @@ def _refuse_referred(location: Location, save_id: str | None, context: Context) 
         CheckpointReferredError
         StorageError: that cannot be told.
     """
-    if isinstance(location.parent, AtomicDirectories) and StepHolds(location.parent, location.display).is_pinned(
-        base_pin(location.name)
-    ):
-        raise CheckpointReferredError(
-            f"an update that refers to {location.display} is being saved: delete that first, when it is there. Nothing was deleted"
-        )
     try:
         beside = find_bases(location.parent, context.io_threads, without=location.name)
     except StorageError as error:

@@ -7,7 +7,7 @@ the claim. Either way a checkpoint is there whole or not at all, and what dead s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Protocol
 
 from ckptcore.commits.conditions import Conditions
@@ -15,7 +15,7 @@ from ckptcore.commits.directory_claims import (
     DirectoryClaim,
     hidden_store,
     partial_name,
-    remove_directory,
+    remove_hidden,
     sweep_beside,
     sweep_directories,
 )
@@ -107,22 +107,19 @@ def claimed_store(location: Location, save_id: str, conditions: Conditions) -> S
     return FencedStore(conditions.open(location), save_id)
 
 
-def remove_checkpoint(
-    location: Location, save_id: str, conditions: Conditions, allowed: Callable[[], None] | None = None
-) -> None:
+def remove_checkpoint(location: Location, save_id: str, conditions: Conditions) -> None:
     """Remove the checkpoint of ours at a location, so that it is never there in part.
 
     Args:
         location: where it is.
         save_id: a new one, for the name under which it is hidden first, or for the claim that replaces it.
         conditions: what is known of those of storages.
-        allowed: asked on storage with real directories when it is hidden; if that raises an error it is put back.
 
     Raises:
         SaveLostError: something else was put in its place meanwhile, and stays.
     """
     if isinstance(location.parent, AtomicDirectories):
-        remove_directory(location, location.parent, save_id, allowed)
+        remove_hidden(location, location.parent, location.name, save_id)
     else:
         remove_objects(location, save_id, conditions)
 

@@ -6,11 +6,11 @@ It is held by a lock that dies with its process, so what dead saves left is told
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from typing import Final
 
-from ckptcore.commits.hidden_names import HIDDEN, name_of_partial, name_of_save
+from ckptcore.commits.hidden_names import is_save_of, name_of_partial, name_of_save
 from ckptcore.commits.occupants import Overwrite, refuse_to_replace, root_bytes
 from ckptcore.errors import (
     AtomicityError,
@@ -23,15 +23,16 @@ from ckptcore.errors import (
 )
 from ckptcore.locations import Location
 from ckptcore.protocols import AtomicDirectories, StorageBackend
-from ckptcore.roots.root import ROOT_KEY
+from ckptcore.roots.root import ROOT_KEY, new_save_id
 
 __all__ = [
     "PARTIAL_KEY",
     "DirectoryClaim",
     "hidden_store",
+    "hold_beside",
+    "is_claimed_beside",
     "partial_name",
     "partial_store",
-    "remove_directory",
     "remove_hidden",
     "sweep_beside",
     "sweep_directories",
@@ -61,40 +62,39 @@ def hidden_store(location: Location, save_id: str) -> StorageBackend:
     return Location(location.display, location.parent, name_of_save(location.name, save_id)).store
 
 
-def remove_directory(
-    location: Location, directories: AtomicDirectories, save_id: str, allowed: Callable[[], None] | None = None
-) -> None:
-    """Remove a checkpoint: under a hidden name, which a new save id makes, it is no longer there for anybody.
+def remove_hidden(location: Location, directories: AtomicDirectories, name: str, save_id: str) -> None:
+    """Remove a directory beside or at a location: rename it first, to a hidden name that the next save removes.
 
     Args:
         location: where it is.
         directories: its storage.
+        name: of the directory.
         save_id: a new one.
-        allowed: asked when it is hidden; if that raises an error it is put back.
     """
-    remove_hidden(location, directories, location.name, save_id, allowed)
-
-
-def remove_hidden(
-    location: Location,
-    directories: AtomicDirectories,
-    name: str,
-    save_id: str,
-    allowed: Callable[[], None] | None = None,
-) -> None:
-    """Remove a directory beside or at a location, under a name first by which any save removes what is left of it."""
     hidden = name_of_save(location.name, save_id)
-    # While it may yet be put back it must not be taken for what a dead deletion left.
-    lock = None if allowed is None else directories.lock_directory(name)
-    with lock or nullcontext():
-        directories.rename(name, hidden)
-        if allowed is not None:
-            try:
-                allowed()
-            except BaseException:
-                directories.rename(hidden, name)
-                raise
-        directories.delete_directory(hidden)
+    directories.rename(name, hidden)
+    directories.delete_directory(hidden)
+
+
+@contextmanager
+def hold_beside(location: Location, directories: AtomicDirectories) -> Iterator[None]:
+    """Claim a location as a save does, by an empty hidden directory, so that `is_claimed_beside` is true."""
+    lock = None
+    while lock is None:  # a save that sweeps may hold a directory that was just created
+        hidden = name_of_save(location.name, new_save_id())
+        lock = directories.lock_directory(hidden)
+    with lock:
+        try:
+            yield
+        finally:
+            directories.delete_directory(hidden)
+
+
+def is_claimed_beside(location: Location, directories: AtomicDirectories) -> bool:
+    """Return whether a save to a location, or a deletion of it, is running. Deletes the directories of those that were killed."""
+    names = [entry.removesuffix("/") for entry in location.parent.list_names() if entry.endswith("/")]
+    alive = [name for name in names if is_save_of(location.name, name) and not _delete_if_dead(directories, name)]
+    return bool(alive)
 
 
 def sweep_beside(location: Location, directories: AtomicDirectories, continued: str | None = None) -> None:
@@ -104,14 +104,16 @@ def sweep_beside(location: Location, directories: AtomicDirectories, continued: 
         CheckpointExistsError: a partial save to the location is not finalized.
     """
     partial = partial_name(location)
+    kept = None if continued is None else name_of_save(location.name, continued)
     for entry in location.parent.list_names():
-        if entry == f"{partial}/" and continued != partial:
+        name = entry.removesuffix("/")
+        if name == entry:
+            continue
+        if name == partial and continued != partial:
             _refuse_partial(location)
             _delete_if_dead(directories, partial)  # a session that died as it began: there is nothing in it
-        matched = HIDDEN.fullmatch(entry.removesuffix("/"))
-        if matched is None or matched[1] != location.name or not entry.endswith("/") or matched[2] == continued:
-            continue
-        _delete_if_dead(directories, matched[0])
+        elif is_save_of(location.name, name) and name != kept:
+            _delete_if_dead(directories, name)
 
 
 def _refuse_partial(location: Location) -> None:
@@ -131,13 +133,15 @@ def sweep_directories(directories: AtomicDirectories, names: Iterable[str]) -> N
         _delete_if_dead(directories, name)
 
 
-def _delete_if_dead(directories: AtomicDirectories, name: str) -> None:
+def _delete_if_dead(directories: AtomicDirectories, name: str) -> bool:
+    """Delete a hidden directory unless a process holds it. Return whether it was deleted."""
     lock = directories.lock_directory(name)
     if lock is None:
-        return  # a save that is alive
+        return False
     with lock:
         logger.info("removing what a dead save left: %s", name)
         directories.delete_directory(name)
+    return True
 
 
 class DirectoryClaim:

@@ -17,6 +17,7 @@ from ckptcore.saves.persisting import Described, fail_before_claim, fail_everywh
 from ckptcore.saves.preparing import PreparedSave, prepare_save
 from ckptcore.saves.save_requests import SaveRequest
 from ckptcore.snapshots import BoundedSnapshot
+from ckptcore.stored.base_holds import pinned_bases
 
 __all__ = ["begin_save", "perform_save"]
 
@@ -119,7 +120,7 @@ def _write(
 
             persist_session(described, described.session, holding.parts, context, recording, handle)
         elif described.update is not None and described.agreement.rank == 0:
-            with described.update.held():
+            with pinned_bases(described.update.bases, context.conditions):
                 persist(described, holding.parts, context, recording, handle, holding.at_workers)
         elif described.on_hosts is None:
             persist(described, holding.parts, context, recording, handle, holding.at_workers)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,10 +12,8 @@ from ckptcore.errors import (
     CorruptCheckpointError,
     InvalidLocationError,
     SaveLostError,
-    StorageError,
     UnsupportedVersionError,
 )
-from ckptcore.holds import StepHolds
 from ckptcore.jobs.agreement import Agreement
 from ckptcore.locations import Location, Place
 from ckptcore.model.metadata import ArrayRecord, TreeMetadata
@@ -25,7 +22,6 @@ from ckptcore.roots.root import Base, References, Root
 from ckptcore.saves.parts import PartDescription
 from ckptcore.stored.bases import base_location, base_path, read_base
 from ckptcore.stored.opened import Opened
-from ckptcore.stored.referrers import base_pin
 from ckptcore.stored.tries import open_checkpoint
 from ckptcore.trees.tree_descriptions import TreeDescription
 
@@ -63,23 +59,6 @@ class PlannedUpdate:
                     f"the base {at.display} of the update to {self.location.display} was deleted or replaced while that was saved; save with "
                     f"another base, or everything: {error}"
                 ) from error
-
-    @contextmanager
-    def held(self) -> Iterator[None]:
-        """On the leader: keep a `Checkpointer` from deleting the bases meanwhile. Where nothing can be written they are not held.
-
-        Raises:
-            CheckpointNotFoundError: one is being deleted.
-        """
-        with ExitStack() as held:
-            for at in self.bases:
-                holds = StepHolds(at.parent, at.display)
-                try:
-                    for name in (at.name, base_pin(at.name)):
-                        held.enter_context(holds.pin(name))
-                except StorageError:
-                    continue  # the look before the commit is what there is
-            yield
 
 
 def plan_update(

@@ -15,12 +15,7 @@ from ckptcore.protocols import StorageBackend
 from ckptcore.roots.root import ROOT_KEY, Base
 from ckptcore.roots.root_json import bases_of_root
 
-__all__ = ["base_pin", "bases_beside", "find_bases", "referring_to"]
-
-
-def base_pin(name: str) -> str:
-    """Under what name an update that is being saved pins its base beside the pin of a reader: who deletes by hand asks for this one alone."""
-    return f"{name}.base"
+__all__ = ["bases_beside", "find_bases", "referring_to"]
 
 
 def bases_beside(directory: StorageBackend, name: str) -> Sequence[Base]:

@@ -14,6 +14,7 @@ import pytest
 import ckptcore
 from ckptcore.errors import (
     CheckpointError,
+    CheckpointExistsError,
     CheckpointNotFoundError,
     CheckpointReferredError,
     SaveLostError,
@@ -101,7 +102,8 @@ def _saved_without_base(run: str, schedule: Sequence[int], delete: _Delete) -> t
 
 
 @pytest.mark.parametrize(
-    ("scheme", "delete", "most"), [("file", _by_hand, 120), ("file", _as_owner, 40), ("memory", _as_owner, 40)]
+    ("scheme", "delete", "most"),
+    [("file", _by_hand, 120), ("memory", _by_hand, 40), ("file", _as_owner, 40), ("memory", _as_owner, 40)],
 )
 def test_no_order_leaves_an_update_without_its_base(
     scheme: str, delete: _Delete, most: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -116,3 +118,89 @@ def test_no_order_leaves_an_update_without_its_base(
         if _saved_without_base(f"{run}/{number}", schedule, delete)[0]
     ]
     assert not lost
+
+
+def _kill_a_deletion(run: str, begun: int, before: int, after: int) -> tuple[bool, bool]:
+    """Kill the deletion of a base of an update, after so many operations before and after the update ends.
+
+    Loads the update after each operation that follows its commit, and again after others tidied up.
+
+    Args:
+        run: the directory of both.
+        begun: operations of the update that come first.
+        before, after: operations of the deletion.
+
+    Returns:
+        Whether the deletion had ended, or waited for the update, before that ended; and whether it ended before it could be killed.
+    """
+    ckptcore.save(f"{run}/1", {"a": np.ones(4), "n": 1})
+    deleting, updating = Actor("delete"), Actor("update")
+
+    def begin_deletion() -> None:
+        with suppress(CheckpointReferredError):
+            _by_hand(through(run), faulty_context(run, deleting))
+
+    def begin_update() -> None:
+        with suppress(CheckpointNotFoundError, SaveLostError):
+            context = faulty_context(run, updating)
+            ckptcore.save_update(through(f"{run}/2"), {"n": 2}, base=through(f"{run}/1"), context=context)
+            committed.append(run)
+
+    def check() -> None:
+        if committed:
+            assert ckptcore.load(f"{run}/2")["a"].sum() == 4
+
+    def delete_on() -> None:
+        if deleting.state != "done":
+            deleting.go_on()
+
+    committed: list[str] = []
+    updating.start(begin_update)
+    for _ in range(begun):
+        if updating.state != "done":
+            updating.go_on()
+    deleting.start(begin_deletion)
+    for _ in range(before):
+        delete_on()
+    ended_before = deleting.state != "ready"
+    while updating.state != "done":
+        if updating.state == "waiting":
+            delete_on()
+        updating.go_on()
+    for _ in range(after):
+        check()
+        delete_on()
+    ended = deleting.state == "done"
+    if not ended:
+        deleting.die()
+    for actor in (deleting, updating):
+        if actor.error is not None:
+            raise actor.error
+    check()
+    ckptcore.Checkpointer(run).close()
+    with suppress(CheckpointExistsError):
+        ckptcore.save(f"{run}/1", {"n": 3}, context=ckptcore.Context(durability="none"))
+    if committed:
+        check()
+        with pytest.raises(CheckpointReferredError):
+            ckptcore.delete(f"{run}/1")
+    return ended_before, ended
+
+
+@pytest.mark.parametrize("scheme", ["file", "memory"])
+def test_a_deletion_that_is_killed_or_refused_leaves_the_base_of_an_update(
+    scheme: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(SystemClock, "sleep", _sleep)
+    top = new_place(scheme, tmp_path)
+    _, _, update = _saved_without_base(f"{top}/saved", (0, 1000), _by_hand)
+    for begun in (0, update - 4, update):
+        ended_before, before, kills = False, 0, 0
+        while not ended_before:
+            ended, after = False, 0
+            while not ended:
+                ended_before, ended = _kill_a_deletion(f"{top}/{begun}-{before}-{after}", begun, before, after)
+                after += 1
+                kills += not ended
+            before += 1
+        assert before > 5 and kills >= 5, (begun, before, kills)

@@ -112,22 +112,25 @@ def test_a_step_that_an_update_replaced_since_it_was_listed(tmp_path: Path) -> N
     assert ckptcore.load(f"{run}/4")["a"].sum() == 4
 
 
-def test_a_base_that_is_put_back_is_not_swept_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is hidden while it is found out whether it may go: whoever tidies up then must not take it for a leftover."""
+def test_a_base_is_visible_and_safe_while_a_deletion_looks_for_updates(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process that tidies up at that moment removes nothing, and a load finds the base."""
     run = f"{tmp_path}/run"
     ckptcore.save(f"{run}/1", {"a": np.ones(4), "n": 1})
     looks: list[None] = []
 
     def refuse(*asked: object) -> None:
         looks.append(None)
-        if len(looks) == 2:
-            ckptcore.Checkpointer(run).close()
-            ckptcore.save(f"{run}/2", {"n": 2})
-            raise CheckpointReferredError("an update was saved meanwhile")
+        ckptcore.Checkpointer(run).close()
+        ckptcore.save(f"{run}/2", {"n": 2})
+        assert ckptcore.load(f"{run}/1")["a"].sum() == 4
+        raise CheckpointReferredError("an update was saved meanwhile")
 
     monkeypatch.setattr("ckptcore.deletion._refuse_referred", refuse)
     with pytest.raises(CheckpointReferredError):
         ckptcore.delete(f"{run}/1")
+    assert len(looks) == 1
     assert ckptcore.load(f"{run}/1")["a"].sum() == 4
 
 
