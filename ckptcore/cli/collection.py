@@ -10,7 +10,7 @@ from ckptcore.context import Context
 from ckptcore.errors import CheckpointError
 from ckptcore.policies import PreservationPolicy, explain, what_to_delete
 from ckptcore.protocols import AtomicDirectories
-from ckptcore.steps.garbage import policy_infos
+from ckptcore.steps.garbage import policy_infos, readable_steps
 from ckptcore.steps.steps import StepDirectory
 from ckptcore.stored.referrers import find_bases, referring_to
 
@@ -127,7 +127,7 @@ def _referring(steps: StepDirectory, doomed: Collection[int], context: Context) 
 def _claims(steps: StepDirectory) -> frozenset[int]:
     """Steps whose root is a claim, though the storage says that they are committed: they were copied from another storage."""
     claims = set()
-    committed = steps.steps()
+    committed = readable_steps(steps)
     steps.look_ahead(committed)
     for step in committed:
         try:

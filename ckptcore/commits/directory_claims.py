@@ -128,9 +128,20 @@ def _refuse_partial(location: Location) -> None:
 
 
 def sweep_directories(directories: AtomicDirectories, names: Iterable[str]) -> None:
-    """Delete those of these hidden directories that no living save holds."""
+    """Delete those of these hidden directories that no living save holds.
+
+    Raises:
+        StorageError: one cannot be deleted; all others are.
+    """
+    failed: StorageError | None = None
     for name in names:
-        _delete_if_dead(directories, name)
+        try:
+            _delete_if_dead(directories, name)
+        except StorageError as error:
+            logger.warning("cannot remove what a dead save left: %s", error)
+            failed = failed or error
+    if failed is not None:
+        raise failed
 
 
 def _delete_if_dead(directories: AtomicDirectories, name: str) -> bool:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Final
 
 from ckptcore.commits.commit import remove_checkpoint, remove_leftover, sweep_leftovers
 from ckptcore.commits.occupants import is_committed
@@ -19,6 +21,7 @@ from ckptcore.errors import (
     CorruptCheckpointError,
     OnlyStepError,
     StepPinnedError,
+    StorageError,
     UnsupportedVersionError,
 )
 from ckptcore.events import Recording
@@ -31,36 +34,62 @@ from ckptcore.steps.steps import StepDirectory
 from ckptcore.stored.referrers import bases_beside, find_bases, referring_to
 from ckptcore.verification import has_its_sizes
 
-__all__ = ["BegunDeletion", "StepDeleter", "policy_infos"]
+__all__ = ["BegunDeletion", "StepDeleter", "policy_infos", "readable_steps"]
 
 logger = logging.getLogger("ckptcore.garbage")
+
+_NOT_ALLOWED: Final = frozenset({errno.EACCES, errno.EPERM})
 
 
 def policy_infos(steps: StepDirectory, broken: Collection[int] = ()) -> Sequence[StepInfo]:
     """What a preservation policy decides over: committed steps of ours that can be read, ascending.
 
     What other software wrote, what is known to be broken, and what a newer version wrote is left alone, and counts for nothing.
+    So are steps that cannot be read, and two names of one save: if one is a link to the other, deleting either loses both.
 
     Args:
         steps: the directory.
         broken: steps that were found to be damaged.
     """
-    infos = []
-    committed = steps.steps()
+    infos: list[StepInfo] = []
+    saves: dict[str, list[int]] = {}
+    committed = readable_steps(steps)
     steps.look_ahead(committed)
     for step in committed:
-        if step in broken or not steps.is_ours(step):
+        if step in broken:
             continue
         try:
+            if not steps.is_ours(step):
+                continue
             summary = steps.summary(step)
             if summary is None or not summary.committed:
                 continue  # a claim that was copied from storage that has claims
             infos.append(steps.info(step))
+            saves.setdefault(summary.save_id, []).append(step)
         except CheckpointNotFoundError:
             continue  # deleted since it was listed
         except CheckpointError as error:
             logger.warning("step %d in %s is left alone: its root cannot be read: %s", step, steps.display, error)
+    for same in saves.values():
+        if len(same) > 1:
+            logger.warning("steps %s in %s are left alone: links to one save, or copies of it", same, steps.display)
+            infos = [info for info in infos if info.step not in same]
     return infos
+
+
+def readable_steps(steps: StepDirectory) -> Sequence[int]:
+    """Return every committed step, ascending. Steps for which the storage fails are logged and left out."""
+
+    def is_committed(step: int) -> bool:
+        try:
+            return steps.is_committed(step)
+        except StorageError as error:
+            logger.warning("step %d in %s is left alone: it cannot be read: %s", step, steps.display, error)
+            return False
+
+    candidates = steps.candidates()
+    there = steps.ask_each(candidates, is_committed)
+    return [step for step, committed in zip(candidates, there, strict=True) if committed]
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,8 +199,15 @@ class StepDeleter:
                 remove_leftover(self._location(step), new_save_id(), self._context.conditions)
 
     def _is_claimed(self, step: int) -> bool:
-        """Whether a claim stands in the place of a step, and nothing that is committed. One small request."""
-        return is_committed(subdirectory(self._store, self._steps.name(step))) is False
+        """Whether a claim stands in the place of a step, and nothing that is committed. One small request.
+
+        A step that cannot be read counts as none, and is left alone.
+        """
+        try:
+            return is_committed(subdirectory(self._store, self._steps.name(step))) is False
+        except StorageError as error:
+            logger.warning("step %d in %s is left alone: it cannot be read: %s", step, self._steps.display, error)
+            return False
 
     def collect(
         self, policy: PreservationPolicy, *, keep: Callable[[], Collection[int]], broken: Collection[int]
@@ -184,17 +220,32 @@ class StepDeleter:
             broken: steps that are damaged; they are left alone.
 
         Raises:
-            StorageError, SaveLostError: some may be deleted.
+            StorageError: some steps cannot be deleted; all others are.
+            SaveLostError: another job owns the directory; some may be deleted.
         """
         with Recording("delete", self._steps.display, self._context.observers).phase("clean"):
             since = self._steps.changes()
             doomed = list(what_to_delete(policy, policy_infos(self._steps, broken), time.time()))
             deleted: list[int] = []
+            failed: list[StorageError] = []
+
+            def is_deleted(step: int) -> bool:
+                try:
+                    return self._delete(step, broken, _Plan(since, keep))
+                except StorageError as error:
+                    logger.warning("step %d in %s cannot be deleted: %s", step, self._steps.display, error)
+                    failed.append(error)
+                    return False
+
             while doomed:
                 # What others refer to goes once these are gone.
-                gone = [step for step in doomed if self._delete(step, broken, _Plan(since, keep))]
+                gone = [step for step in doomed if is_deleted(step)]
                 deleted += gone
                 doomed = [step for step in doomed if step in self._referred] if gone else []
+            if failed:
+                for other in failed[1:]:
+                    failed[0].add_note(f"another step cannot be deleted: {other}")
+                raise failed[0]
             return deleted
 
     def begin(
@@ -298,13 +349,19 @@ class StepDeleter:
             known = {self._steps.name(other): other for other in self._steps.candidates()}
 
         def bases_of(store: StorageBackend, name: str) -> Sequence[Base]:
-            if name in known:
-                try:
-                    found = self._steps.summary(known[name])
-                    return () if found is None else found.bases
-                except (CheckpointNotFoundError, CorruptCheckpointError, UnsupportedVersionError):
-                    pass  # bases can be read where not all can
-            return bases_beside(store, name)
+            try:
+                if name in known:
+                    try:
+                        found = self._steps.summary(known[name])
+                        return () if found is None else found.bases
+                    except (CheckpointNotFoundError, CorruptCheckpointError, UnsupportedVersionError):
+                        pass  # bases can be read where not all can
+                return bases_beside(store, name)
+            except StorageError as error:
+                if not isinstance(error, PermissionError) and error.errno not in _NOT_ALLOWED:
+                    raise
+                logger.warning("%s in %s is taken to refer to no step: %s", name, self._steps.display, error)
+                return ()
 
         name = self._steps.name(step)
         beside = find_bases(self._store, self._context.io_threads, bases_of, without=name)

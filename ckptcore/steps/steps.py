@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import logging
 import math
 import os
 import threading
@@ -22,7 +23,6 @@ from ckptcore.errors import (
     CorruptCheckpointError,
     InvalidLocationError,
     ObjectNotFoundError,
-    StorageError,
 )
 from ckptcore.locations import LocationLike, Within, absolute_location, open_directory, subdirectory
 from ckptcore.policies import StepInfo
@@ -35,6 +35,8 @@ from ckptcore.stored.opening import open_either
 from ckptcore.stored.tries import Tries
 
 __all__ = ["StepDirectory"]
+
+logger = logging.getLogger("ckptcore.steps")
 
 T = TypeVar("T")
 
@@ -66,6 +68,8 @@ class StepDirectory:
         self._summaries: dict[str, Summary] = {}
         self._unlisted: set[str] = set()
         """Names of steps that were committed and are not listed any more; whether they are there is to be asked."""
+        self._led_out: set[str] = set()
+        """Names that are links out of the directory, and were logged."""
         self._hidden: set[int] = set()
         """Steps that are being deleted."""
         self._changes: dict[int, tuple[int, str | None]] = {}
@@ -252,7 +256,11 @@ class StepDirectory:
 
     def _find_out(self, step: int, name: str) -> bool:
         """Ask the storage whether a step is committed, and remember the answer."""
-        ours = is_committed(subdirectory(self._store, name))
+        try:
+            ours = is_committed(subdirectory(self._store, name))
+        except InvalidLocationError as error:
+            self._pass_over(name, error)
+            return False
         with self._lock:
             listed = name not in self._unlisted
             self._unlisted.discard(name)
@@ -270,12 +278,23 @@ class StepDirectory:
                 self._summaries.pop(name, None)
         return committed
 
+    def _pass_over(self, name: str, error: InvalidLocationError) -> None:
+        """Log once that a name is a link out of the directory, so that nothing here reads or deletes it."""
+        with self._lock:
+            is_known = name in self._led_out
+            self._led_out.add(name)
+        if not is_known:
+            logger.warning("%s in %s is passed over and left alone: %s", name, self.display, error)
+
     def _look_inside(self, name: str) -> tuple[bool, bool]:
         """Look for a checkpoint that had no root: whether one is there, and whether it is ours, committed since."""
         try:
             return True, Tries(Within(self.directory, name), self._context, open_either).open().root is not None
         except (CheckpointNotFoundError, ObjectNotFoundError):
             return False, False  # the second: a list is behind, and shows what was deleted
+        except InvalidLocationError as error:
+            self._pass_over(name, error)
+            return False, False
         except CompositeCheckpointError:
             return True, False  # of several checkpointables
         except CorruptCheckpointError:
@@ -308,19 +327,13 @@ class StepDirectory:
         return ask_each(self._context.io_threads, steps, ask, parallelism=parallelism)
 
     def look_ahead(self, steps: Sequence[int]) -> None:
-        """Read what the roots of steps say before `summary` is asked for each.
-
-        Raises:
-            StorageError
-        """
+        """Read what the roots of steps say before `summary` is asked for each. Ignores errors: `summary` raises them."""
         if requests_of(self._store).concurrency > 1:
             self.ask_each(steps, self._look_ahead)
 
     def _look_ahead(self, step: int) -> None:
         try:
             self.summary(step)
-        except StorageError:
-            raise
         except CheckpointError:
             return  # who asks for it is told, and knows what it means
 

@@ -19,11 +19,14 @@ __all__ = ["bases_beside", "find_bases", "referring_to"]
 
 
 def bases_beside(directory: StorageBackend, name: str) -> Sequence[Base]:
-    """What a checkpoint in a directory refers to, whichever version wrote it; nothing where no root is that can be read."""
+    """What a checkpoint in a directory refers to, whichever version wrote it; nothing where no root is that can be read.
+
+    Links out of the directory are not followed: a checkpoint behind one has its bases in its own directory.
+    """
     try:
         return bases_of_root(subdirectory(directory, name).get(ROOT_KEY))
     except (ObjectNotFoundError, CorruptCheckpointError, InvalidLocationError):
-        return ()  # a link, such as `latest`, is no checkpoint of this directory
+        return ()
 
 
 def find_bases(

@@ -9,7 +9,12 @@ from typing import Any
 from ckptcore.commits.commit import remove_checkpoint
 from ckptcore.commits.occupants import read_root, root_bytes
 from ckptcore.context import Context
-from ckptcore.errors import CheckpointNotFoundError, CorruptCheckpointError, UnsupportedVersionError
+from ckptcore.errors import (
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    InvalidLocationError,
+    UnsupportedVersionError,
+)
 from ckptcore.jobs.agreement import Agreement
 from ckptcore.locations import Location, Place, Within, resolve_location, subdirectory
 from ckptcore.model.objects import ObjectRecord
@@ -40,12 +45,12 @@ class HostSteps:
         """Every step that is committed on this host, with its name and save id; one listing, and one root for each step."""
         found: dict[str, JSON] = {}
         for step, name in self._steps.list_names().items():
-            data = root_bytes(subdirectory(self._steps.store, name))
-            if data is None:
-                continue
             try:
+                data = root_bytes(subdirectory(self._steps.store, name))
+                if data is None:
+                    continue
                 summary = summarize_root(data)
-            except (CorruptCheckpointError, UnsupportedVersionError) as error:
+            except (CorruptCheckpointError, InvalidLocationError, UnsupportedVersionError) as error:
                 logger.warning("step %d in %s does not count: %s", step, self._steps.display, error)
                 continue
             if summary.committed:

@@ -1,0 +1,123 @@
+"""One step that is a link, or that the storage cannot read or delete, does not stop the collection of the others."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+import ckptcore
+from ckptcore import Checkpointer, CheckpointReader
+from ckptcore.cli.application import application
+from ckptcore.errors import StorageError
+from ckptcore.policies import LatestN
+from tests.checkpointer.runs import Watch, save_steps, through, watched
+from tests.checkpointer.test_collecting import step_names
+
+_LATEST = LatestN(2)
+
+
+def _damage(kind: str, run: Path) -> None:
+    """Put something in the place of step 3."""
+    other, step = run.parent / "other", run / "3"
+    shutil.rmtree(step)
+    if kind == "link out":
+        step.symlink_to(other)
+    elif kind == "link in":
+        step.symlink_to(run / "2")
+    elif kind == "broken link":
+        step.symlink_to(run.parent / "nothing")
+    elif kind == "file":
+        step.write_text("x")
+    elif kind == "root in a link":
+        step.mkdir()
+        (step / "checkpoint.json").symlink_to(other / "checkpoint.json")
+    else:
+        (step / "checkpoint.json").mkdir(parents=True)
+
+
+@pytest.mark.parametrize(
+    "kind", ["link out", "link in", "broken link", "file", "root in a link", "directory in place of the root"]
+)
+@pytest.mark.parametrize("is_open", [False, True])
+def test_what_stands_in_the_place_of_a_step_stops_nothing(
+    kind: str, is_open: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = tmp_path / "run"
+    ckptcore.save(tmp_path / "other", {"n": 3})
+    for step in (1, 2, 3):
+        ckptcore.save(run / str(step), {"n": step})
+    if not is_open:
+        _damage(kind, run)
+    with Checkpointer(run, preservation_policy=_LATEST) as checkpointer:
+        if is_open:
+            _damage(kind, run)
+            checkpointer.reload()
+        save_steps(checkpointer, range(4, 9))
+        checkpointer.wait()
+    with Checkpointer(run, preservation_policy=_LATEST) as checkpointer:
+        checkpointer.save(9, {"n": 9})
+    # Nobody can tell a link to a step from a copy of it, so both names of one save stay.
+    kept = {"2", "3"} if kind == "link in" else {"3"}
+    assert {path.name for path in run.iterdir()} == {*kept, "8", "9", ".ckptcore"}
+    assert ckptcore.load(tmp_path / "other") == {"n": 3}
+    assert CheckpointReader(run).load() == {"n": 9}
+    said = {record.getMessage().split(":")[0] for record in caplog.records if record.levelno >= logging.WARNING}
+    if kind == "link in":
+        assert f"steps [2, 3] in {run} are left alone" in said
+    elif kind in ("link out", "root in a link"):
+        assert f"3 in {run} is passed over and left alone" in said
+
+
+@pytest.mark.parametrize("kind", ["link out", "root in a link"])
+def test_a_link_out_of_a_run_stops_neither_deletions_nor_the_command(kind: str, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    ckptcore.save(tmp_path / "other", {"n": 3})
+    for step in (1, 2, 3, 4, 5):
+        ckptcore.save(run / str(step), {"n": step})
+    _damage(kind, run)
+    ckptcore.delete(run / "1")
+    ended = CliRunner().invoke(application, ["gc", str(run), "--policy", "latest_n=1", "--yes"])
+    assert ended.exit_code == 0, ended.output
+    assert {path.name for path in run.iterdir()} == {"3", "5", ".ckptcore"}
+    assert ckptcore.load(tmp_path / "other") == {"n": 3}
+
+
+def test_a_step_that_cannot_be_read_stops_nothing(directory: str) -> None:
+    """It is left alone, and so is what it may refer to only where a user names that."""
+    watch = Watch()
+    refused = StorageError("permission denied by the test")
+    refused.errno = 13
+
+    def fail(name: str, keys: Sequence[str]) -> None:
+        if keys[0].startswith("2/"):
+            raise refused
+
+    with Checkpointer(through(directory), context=watched(watch)) as run:
+        save_steps(run, range(1, 5))
+    watch.before = fail
+    with Checkpointer(through(directory), preservation_policy=_LATEST, context=watched(watch)) as run:
+        save_steps(run, [5, 6])
+        run.wait()
+    assert step_names(directory) == ["2", "5", "6"]
+
+
+def test_a_step_that_cannot_be_deleted_stops_nothing(directory: str) -> None:
+    watch = Watch()
+
+    def fail(name: str, keys: Sequence[str]) -> None:
+        if name in ("rename", "put") and keys[0].startswith("2"):
+            raise StorageError("the test said so")
+
+    with Checkpointer(through(directory), context=watched(watch)) as run:
+        save_steps(run, range(1, 5))
+    watch.before = fail
+    run = Checkpointer(through(directory), preservation_policy=_LATEST, context=watched(watch))
+    run.save(5, {"n": 5})
+    with pytest.raises(StorageError, match="the test said so"):
+        run.close()
+    assert step_names(directory) == ["2", "4", "5"]
