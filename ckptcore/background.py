@@ -10,7 +10,7 @@ import threading
 import traceback
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Final, Generic, TypeVar
@@ -18,7 +18,15 @@ from typing import Any, Final, Generic, TypeVar
 from ckptcore.errors import BackgroundSaveError
 from ckptcore.redaction import redacted
 
-__all__ = ["BackgroundSaves", "BackgroundThreads", "LoadHandle", "Progress", "SaveHandle", "call_into"]
+__all__ = [
+    "BackgroundSaves",
+    "BackgroundThreads",
+    "LoadHandle",
+    "Progress",
+    "SaveHandle",
+    "call_into",
+    "wait_for_saves_to",
+]
 
 T = TypeVar("T")
 
@@ -215,12 +223,24 @@ class BackgroundSaves:
         self._lock = threading.RLock()  # a save that cannot have a thread runs while it is held
         self._handles: list[SaveHandle] = []
 
-    def run(self, handle: SaveHandle, work: Callable[[], None]) -> None:
-        """Do the work of a save after those before it; its outcome goes to the handle."""
+    def run(self, handle: SaveHandle, work: Callable[[], None], locations: Sequence[str] = ()) -> None:
+        """Do the work of a save after those before it; its outcome goes to the handle.
+
+        Args:
+            handle: of the save.
+            work: writes and commits it.
+            locations: what the save replaces; it also waits for earlier saves of other Contexts to these.
+        """
         with self._lock:
             handle._kept_by = weakref.ref(self)
             self._handles = [*(other for other in self._handles if other.matters), handle]
-            self._threads.submit(functools.partial(_run, handle, work))
+            # Under the lock: turns must come in the order of the queue, or two saves could wait for each other.
+            turn = _ORDER.take(locations)
+            try:
+                self._threads.submit(functools.partial(_run, handle, work, turn))
+            except BaseException:
+                turn.end()
+                raise
 
     def _forget(self, handle: SaveHandle) -> None:
         with self._lock:
@@ -263,10 +283,83 @@ class BackgroundSaves:
             return [handle for handle in self._handles if handle.done() and handle.matters]
 
 
+class _Turn:
+    """The place of an asynchronous save among those to the same locations."""
+
+    def __init__(self, order: _SaveOrder, locations: Sequence[str], before: Sequence[_Turn]) -> None:
+        self.locations = locations
+        self._order = order
+        self._before = before
+        self._ended = threading.Event()
+
+    def begin(self) -> None:
+        """Wait for the saves before this one, on the thread that runs it."""
+        for turn in self._before:
+            turn.wait()
+        self._before = ()
+        self._order.running.turn = self
+
+    def wait(self) -> None:
+        """Wait until the save has committed or failed."""
+        self._ended.wait()
+
+    def end(self) -> None:
+        """Let the saves after this one begin."""
+        self._order.running.turn = None
+        self._order.remove(self)
+        self._ended.set()
+
+
+class _SaveOrder:
+    """The asynchronous saves of all Contexts to each location, in the order in which they began. Any thread."""
+
+    def __init__(self) -> None:
+        self.begin_anew()
+
+    def begin_anew(self) -> None:
+        """Forget all saves: a forked child runs none of those of its parent."""
+        self._lock = threading.Lock()
+        self._last: dict[str, _Turn] = {}
+        self.running = threading.local()
+
+    def take(self, locations: Sequence[str]) -> _Turn:
+        """Give a save its turn after those that began before."""
+        with self._lock:
+            before = [self._last[location] for location in locations if location in self._last]
+            turn = _Turn(self, locations, before)
+            self._last.update(dict.fromkeys(locations, turn))
+            return turn
+
+    def remove(self, turn: _Turn) -> None:
+        """Forget a save that ended."""
+        with self._lock:
+            for location in turn.locations:
+                if self._last.get(location) is turn:
+                    del self._last[location]
+
+    def wait_for(self, location: str) -> None:
+        """Wait for the saves to a location that began before. A save that runs in its turn has waited already."""
+        if getattr(self.running, "turn", None) is not None:
+            return
+        with self._lock:
+            turn = self._last.get(location)
+        if turn is not None:
+            turn.wait()
+
+
+_ORDER: Final = _SaveOrder()
+
+
+def wait_for_saves_to(location: str) -> None:
+    """Wait for the asynchronous saves of all Contexts of this process to a location. Returns at once inside such a save."""
+    _ORDER.wait_for(location)
+
+
 _ALL: Final[weakref.WeakSet[BackgroundSaves]] = weakref.WeakSet()
 
 
 def _after_fork() -> None:
+    _ORDER.begin_anew()
     for saves in _ALL:
         saves._begin_anew()
 
@@ -275,9 +368,13 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_after_fork)
 
 
-def _run(handle: SaveHandle, work: Callable[[], None]) -> None:
+def _run(handle: SaveHandle, work: Callable[[], None], turn: _Turn) -> None:
     try:
-        work()
+        turn.begin()
+        try:
+            work()
+        finally:
+            turn.end()
     except BaseException as error:  # noqa: BLE001  # handed to whoever asks for the result, or told at exit
         del work
         _empty_frames(error)

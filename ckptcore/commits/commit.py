@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Protocol
 
+from ckptcore.background import wait_for_saves_to
 from ckptcore.commits.conditions import Conditions
 from ckptcore.commits.directory_claims import (
     DirectoryClaim,
@@ -68,7 +69,7 @@ class Claim(Protocol):
 
 
 def claim_location(location: Location, claimed: Claimed, overwrite: Overwrite, conditions: Conditions) -> Claim:
-    """Claim a location and remove what dead saves left there.
+    """Claim a location and remove what dead saves left there. Waits for asynchronous saves of this process that began before.
 
     Args:
         location: where.
@@ -80,6 +81,7 @@ def claim_location(location: Location, claimed: Claimed, overwrite: Overwrite, c
         CheckpointExistsError: if something is there that is not to be replaced.
         AtomicityError: if replacing it atomically was asked for and the storage cannot, or if it keeps no conditions.
     """
+    wait_for_saves_to(location.identity)
     if isinstance(location.parent, AtomicDirectories):
         return DirectoryClaim(location, location.parent, claimed.save_id, overwrite)
     return claim_objects(location, claimed, overwrite, conditions)
@@ -95,6 +97,7 @@ def continue_claim(location: Location, claimed: Claimed, overwrite: Overwrite, c
         SaveLostError: another process is at it; where there are locks.
         What `claim_location` does.
     """
+    wait_for_saves_to(location.identity)
     if isinstance(location.parent, AtomicDirectories):
         return DirectoryClaim(location, location.parent, claimed.save_id, overwrite, continued=claimed.save_id)
     return continue_objects(location, claimed, overwrite, conditions)

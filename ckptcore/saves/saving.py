@@ -150,6 +150,10 @@ def _go_on(
 ) -> None:
     """Write in the background what is held; of the request nothing is kept, because it has the state."""
 
+    saves = [described, *(export.described for export in exports)]
+    # The leader commits; ranks may be threads of one process.
+    locations = [save.location.identity for save in saves] if described.agreement.rank == 0 else []
+
     def work() -> None:
         try:
             _write(committed, described, exports, holding, context, recording, handle)
@@ -160,7 +164,7 @@ def _go_on(
                 context.staging.release_unused()
 
     try:
-        context.saves.run(handle, work)
+        context.saves.run(handle, work, locations)
     except RuntimeError as error:  # the program is ending, and nothing can be begun
         holding.close()
         memory.close()
