@@ -29,11 +29,11 @@ def verify(
 def delete(location: LocationLike, *, context: Context | None = None) -> None:
     """Delete a checkpoint of ours, also an unfinished or a damaged one; it is never there in part.
 
-    Every file in its directory goes with it.
+    Every file in its directory is deleted with it, but never another checkpoint.
 
     Raises:
         CheckpointNotFoundError: if there is nothing.
-        CheckpointExistsError: if what is there is no checkpoint of ckptcore; it is left alone.
+        CheckpointExistsError: if what is there is no checkpoint of ckptcore, or if another checkpoint is inside its directory; nothing is deleted.
         CheckpointReferredError: if checkpoints beside it have arrays in it; names them. Those elsewhere cannot be known.
     """
     delete_checkpoint(location, context or default_context())

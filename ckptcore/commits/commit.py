@@ -21,8 +21,9 @@ from ckptcore.commits.directory_claims import (
     sweep_directories,
 )
 from ckptcore.commits.fences import FencedStore
+from ckptcore.commits.nested import expect_no_nested
 from ckptcore.commits.object_claims import claim_objects, continue_objects, remove_dead_save, remove_objects
-from ckptcore.commits.occupants import Overwrite
+from ckptcore.commits.occupants import IsForeign, Overwrite, none_is_foreign
 from ckptcore.locations import Location
 from ckptcore.protocols import AtomicDirectories, StorageBackend
 from ckptcore.roots.root import Claimed
@@ -68,7 +69,13 @@ class Claim(Protocol):
         ...
 
 
-def claim_location(location: Location, claimed: Claimed, overwrite: Overwrite, conditions: Conditions) -> Claim:
+def claim_location(
+    location: Location,
+    claimed: Claimed,
+    overwrite: Overwrite,
+    conditions: Conditions,
+    is_foreign: IsForeign = none_is_foreign,
+) -> Claim:
     """Claim a location and remove what dead saves left there. Waits for asynchronous saves of this process that began before.
 
     Args:
@@ -76,6 +83,7 @@ def claim_location(location: Location, claimed: Claimed, overwrite: Overwrite, c
         claimed: the save.
         overwrite: whether a checkpoint there is replaced.
         conditions: what is known of those of storages.
+        is_foreign: tells checkpoints of other software, which are replaced like those of ckptcore.
 
     Raises:
         CheckpointExistsError: if something is there that is not to be replaced.
@@ -83,11 +91,17 @@ def claim_location(location: Location, claimed: Claimed, overwrite: Overwrite, c
     """
     wait_for_saves_to(location.identity)
     if isinstance(location.parent, AtomicDirectories):
-        return DirectoryClaim(location, location.parent, claimed.save_id, overwrite)
-    return claim_objects(location, claimed, overwrite, conditions)
+        return DirectoryClaim(location, location.parent, claimed.save_id, overwrite, is_foreign=is_foreign)
+    return claim_objects(location, claimed, overwrite, conditions, is_foreign)
 
 
-def continue_claim(location: Location, claimed: Claimed, overwrite: Overwrite, conditions: Conditions) -> Claim:
+def continue_claim(
+    location: Location,
+    claimed: Claimed,
+    overwrite: Overwrite,
+    conditions: Conditions,
+    is_foreign: IsForeign = none_is_foreign,
+) -> Claim:
     """Claim a location as `claim_location` does; what a process that died or left had written under this save id stays.
 
     Where there are no locks, nobody can tell that such a process is dead: while it lives, both write, so under one save id must
@@ -99,8 +113,8 @@ def continue_claim(location: Location, claimed: Claimed, overwrite: Overwrite, c
     """
     wait_for_saves_to(location.identity)
     if isinstance(location.parent, AtomicDirectories):
-        return DirectoryClaim(location, location.parent, claimed.save_id, overwrite, continued=claimed.save_id)
-    return continue_objects(location, claimed, overwrite, conditions)
+        return DirectoryClaim(location, location.parent, claimed.save_id, overwrite, claimed.save_id, is_foreign)
+    return continue_objects(location, claimed, overwrite, conditions, is_foreign)
 
 
 def claimed_store(location: Location, save_id: str, conditions: Conditions) -> StorageBackend:
@@ -119,8 +133,10 @@ def remove_checkpoint(location: Location, save_id: str, conditions: Conditions) 
         conditions: what is known of those of storages.
 
     Raises:
+        CheckpointExistsError: another checkpoint is in its directory. Nothing was removed.
         SaveLostError: something else was put in its place meanwhile, and stays.
     """
+    expect_no_nested(location)
     if isinstance(location.parent, AtomicDirectories):
         remove_hidden(location, location.parent, location.name, save_id)
     else:
@@ -138,9 +154,11 @@ def remove_leftover(location: Location, save_id: str, conditions: Conditions) ->
         conditions: what is known of those of storages.
 
     Raises:
+        CheckpointExistsError: another checkpoint is in its directory. Nothing was removed.
         SaveLostError: something else took its place meanwhile, and stays.
     """
     if not isinstance(location.parent, AtomicDirectories):
+        expect_no_nested(location)
         remove_dead_save(location, save_id, conditions)
 
 

@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Final
 
 from ckptcore.commits.hidden_names import is_save_of, name_of_partial, name_of_save
-from ckptcore.commits.occupants import Overwrite, refuse_to_replace, root_bytes
+from ckptcore.commits.occupants import IsForeign, Overwrite, none_is_foreign, refuse_to_replace, root_bytes
 from ckptcore.errors import (
     AtomicityError,
     CheckpointExistsError,
@@ -165,11 +165,12 @@ class DirectoryClaim:
         save_id: str,
         overwrite: Overwrite,
         continued: str | None = None,
+        is_foreign: IsForeign = none_is_foreign,
     ) -> None:
         """Claim a location, and remove what dead saves left beside it; raises what `ckptcore.commits.commit.claim_location` does.
 
         Args:
-            location, save_id, overwrite: as there.
+            location, save_id, overwrite, is_foreign: as there.
             directories: its storage.
             continued: the save id under which an earlier process wrote what is to stay, or `partial_name` for what sessions wrote;
                 None if nothing is.
@@ -177,11 +178,12 @@ class DirectoryClaim:
         self._location = location
         self._directories = directories
         self._overwrite = overwrite
+        self._is_foreign = is_foreign
         self._hidden = (
             partial_name(location) if continued == partial_name(location) else name_of_save(location.name, save_id)
         )
         self._done = False
-        replaces = refuse_to_replace(location, overwrite) == "checkpoint"
+        replaces = refuse_to_replace(location, overwrite, is_foreign) == "checkpoint"
         sweep_beside(location, directories, continued)
         lock = directories.lock_directory(self._hidden)
         if lock is None:
@@ -259,7 +261,7 @@ class DirectoryClaim:
                 self._directories.rename(self._hidden, name)
                 return None
             except ConditionFailedError as error:
-                if refuse_to_replace(self._location, self._overwrite) == "nothing":
+                if refuse_to_replace(self._location, self._overwrite, self._is_foreign) == "nothing":
                     if left:
                         continue
                     raise SaveLostError(

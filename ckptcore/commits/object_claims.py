@@ -15,7 +15,7 @@ from typing import Final
 
 from ckptcore.commits.conditions import Conditions, refuse_conditions
 from ckptcore.commits.fences import FencedStore
-from ckptcore.commits.occupants import Occupant, Overwrite, find_occupant
+from ckptcore.commits.occupants import IsForeign, Occupant, Overwrite, find_occupant
 from ckptcore.errors import (
     AtomicityError,
     CommitUnknownError,
@@ -46,22 +46,26 @@ _ATTEMPTS: Final = 5
 """How often a root is put that the storage says to be another one than it is."""
 
 
-def claim_objects(location: Location, claimed: Claimed, overwrite: Overwrite, conditions: Conditions) -> ObjectClaim:
+def claim_objects(
+    location: Location, claimed: Claimed, overwrite: Overwrite, conditions: Conditions, is_foreign: IsForeign
+) -> ObjectClaim:
     """Claim a location, and remove what dead saves left there; raises what `ckptcore.commits.commit.claim_location` does."""
     location = conditions.open(location)
     found = find_root(location.store)  # with its tag: if it is another one after it was looked at, the claim fails
-    replaces = _expect_replaceable(location, found, overwrite)
+    replaces = _expect_replaceable(location, found, overwrite, is_foreign)
     claim = ObjectClaim(location, claimed, found, conditions)
     if replaces != "nothing":
         claim.clear()
     return claim
 
 
-def continue_objects(location: Location, claimed: Claimed, overwrite: Overwrite, conditions: Conditions) -> ObjectClaim:
+def continue_objects(
+    location: Location, claimed: Claimed, overwrite: Overwrite, conditions: Conditions, is_foreign: IsForeign
+) -> ObjectClaim:
     """Claim a location, where objects stay that were written under this save id; see `ckptcore.commits.commit.continue_claim`."""
     location = conditions.open(location)
     found = find_root(location.store)
-    replaces = _expect_replaceable(location, found, overwrite)
+    replaces = _expect_replaceable(location, found, overwrite, is_foreign)
     begun = found is not None and is_claim(found[0]) and summarize_root(found[0]).save_id == claimed.save_id
     if replaces == "nothing" or begun:
         return ObjectClaim(location, claimed, found, conditions)
@@ -71,8 +75,10 @@ def continue_objects(location: Location, claimed: Claimed, overwrite: Overwrite,
     return ObjectClaim(location, claimed, first.root, conditions)
 
 
-def _expect_replaceable(location: Location, found: tuple[bytes, str] | None, overwrite: Overwrite) -> Occupant:
-    replaces = find_occupant(location, None if found is None else found[0], overwrite)
+def _expect_replaceable(
+    location: Location, found: tuple[bytes, str] | None, overwrite: Overwrite, is_foreign: IsForeign
+) -> Occupant:
+    replaces = find_occupant(location, None if found is None else found[0], overwrite, is_foreign)
     if replaces == "checkpoint" and overwrite != "non-atomic":
         raise AtomicityError(
             f"{location.display} holds a checkpoint, and this storage cannot replace it atomically; "

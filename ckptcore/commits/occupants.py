@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Final, Literal, TypeAlias
 
 from ckptcore.commits.hidden_names import is_hidden_name
+from ckptcore.commits.nested import expect_no_nested, refuse_inside
 from ckptcore.errors import (
     CheckpointExistsError,
     CorruptCheckpointError,
@@ -19,12 +20,14 @@ from ckptcore.roots.root import ROOT_KEY, Claimed, Composite, PartialSave, Root
 from ckptcore.roots.root_json import decode_root, is_claim, is_partial, summarize_root
 
 __all__ = [
+    "IsForeign",
     "Occupant",
     "Overwrite",
     "find_occupant",
     "holds_members",
     "is_claimed_by",
     "is_committed",
+    "none_is_foreign",
     "parse_root",
     "read_root",
     "refuse_to_replace",
@@ -33,6 +36,9 @@ __all__ = [
 
 Overwrite: TypeAlias = bool | Literal["non-atomic"]
 """Whether a save replaces the checkpoint at its location: no; yes, atomically; yes, also where that cannot be atomic."""
+
+IsForeign: TypeAlias = Callable[[Location], bool]
+"""Returns whether the directory at a location is a checkpoint that other software wrote."""
 
 Occupant: TypeAlias = Literal["nothing", "claim", "checkpoint"]
 """What stands at a location."""
@@ -44,28 +50,40 @@ _HEAD_BYTES: Final = 1 << 12
 """In so many bytes a root says what it is; its tables come later."""
 
 
-def refuse_to_replace(location: Location, overwrite: Overwrite) -> Occupant:
+def none_is_foreign(location: Location) -> bool:
+    """Return False: see `IsForeign`."""
+    return False
+
+
+def refuse_to_replace(location: Location, overwrite: Overwrite, is_foreign: IsForeign = none_is_foreign) -> Occupant:
     """Look whether a save may go to a location, and at what it replaces there.
+
+    Args:
+        location: where.
+        overwrite: whether a checkpoint is replaced.
+        is_foreign: tells checkpoints of other software; asked if there is something else than a checkpoint of ours.
 
     Raises:
         CheckpointExistsError: if it may not.
-        InvalidLocationError: if no checkpoint can have its name.
+        InvalidLocationError: if no checkpoint can have its name, or it is inside a checkpoint.
         ValueError: if `overwrite` is none of its values.
     """
     if location.is_object:
         raise CheckpointExistsError(
             f"{location.display} is a file; a checkpoint is a directory: save to another location, or remove the file"
         )
-    return find_occupant(location, root_bytes(location.store), overwrite)
+    return find_occupant(location, root_bytes(location.store), overwrite, is_foreign)
 
 
-def find_occupant(location: Location, root: bytes | None, overwrite: Overwrite) -> Occupant:
+def find_occupant(
+    location: Location, root: bytes | None, overwrite: Overwrite, is_foreign: IsForeign = none_is_foreign
+) -> Occupant:
     """What a save to a location replaces there, if it may.
 
     Args:
         location: where.
         root: the bytes of the root there; None where there is none.
-        overwrite: whether a checkpoint is replaced.
+        overwrite, is_foreign: as for `refuse_to_replace`.
 
     Raises:
         CheckpointExistsError, InvalidLocationError, ValueError: as by `refuse_to_replace`.
@@ -77,6 +95,7 @@ def find_occupant(location: Location, root: bytes | None, overwrite: Overwrite) 
         )
     if overwrite not in (True, False, "non-atomic"):
         raise ValueError(f"overwrite={overwrite!r}: expected True, False or 'non-atomic'")
+    refuse_inside(location)
     if root is not None:
         if is_partial(root):
             raise CheckpointExistsError(
@@ -87,17 +106,18 @@ def find_occupant(location: Location, root: bytes | None, overwrite: Overwrite) 
         occupant: Occupant = "claim" if is_claim(root) else "checkpoint"
     elif not (names := location.store.list_names()):
         return "nothing"
-    elif _are_members(location.store, names):
-        occupant = "checkpoint"  # of several checkpointables, that lost its root
+    elif _are_members(location.store, names) or is_foreign(location):
+        occupant = "checkpoint"  # of several checkpointables, that lost its root; or of other software
     else:
         raise CheckpointExistsError(
-            f"{location.display} holds files that are no checkpoint of ckptcore ({', '.join(names[:5])}), and they are not "
-            "replaced; save to another location, or remove them"
+            f"{location.display} holds files that are no checkpoint of ckptcore ({', '.join(names[:5])}), nor a directory that is one of "
+            "other software, and they are not replaced; save to another location, or remove them"
         )
     if occupant == "checkpoint" and not overwrite:
         raise CheckpointExistsError(
             f"{location.display} holds a checkpoint already; save to another location, or pass overwrite=True"
         )
+    expect_no_nested(location)
     return occupant
 
 

@@ -42,6 +42,7 @@ from ckptcore.saves.parts import Part
 from ckptcore.saves.persisting import NOTHING_COMMITTED, Described, persist
 from ckptcore.saves.preparing import save_created
 from ckptcore.saves.reporting import ReportedSave
+from ckptcore.stored.foreign import foreign_checkpoints
 from ckptcore.stored.opened import Opened, OpenedComposite, naming_arrays
 from ckptcore.stored.opening import open_either
 from ckptcore.stored.tries import while_tree_unchanged, while_unchanged
@@ -129,7 +130,7 @@ def _consolidate(
             objects = items_by_object(layout, tree, found.opened, found.subtree.sources, sizes)
         beside: Mapping[str, FilePath] = {}
         if agreement.rank == 0:
-            refuse_to_replace(location, overwrite)
+            refuse_to_replace(location, overwrite, foreign_checkpoints(context))
             beside = _files_by_name(files)
         if agreement.size > 1:
             stage.payload = _digest(found, objects, layout.file_names(tree), layout.metadata)

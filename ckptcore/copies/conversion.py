@@ -35,6 +35,7 @@ from ckptcore.saves.parts import Captured, Part, TreeCaptured
 from ckptcore.saves.persisting import Described, persist
 from ckptcore.saves.preparing import save_created
 from ckptcore.saves.reporting import ReportedSave
+from ckptcore.stored.foreign import foreign_checkpoints
 from ckptcore.stored.members import is_deleted, open_member, present_members
 from ckptcore.stored.opened import Opened, OpenedComposite, check_file
 from ckptcore.stored.opening import open_either
@@ -83,7 +84,7 @@ def convert_checkpoint(
     resolved = resolve_location(destination, context.registry, durable=durable, config=context.storage)
     read_from = resolve_location(source, context.registry, durable=False, config=context.storage)
     refuse_destination(read_from, resolved)
-    refuse_to_replace(resolved, overwrite)
+    refuse_to_replace(resolved, overwrite, foreign_checkpoints(context))
 
     job = _Conversion(resolved, chosen, overwrite, progress, context, transforms, save_id_of, before_commit, only)
     while_unchanged(source, job.reading, functools.partial(job.either, source), open_either)

@@ -33,6 +33,7 @@ from ckptcore.protocols import StorageBackend
 from ckptcore.roots.root import ROOT_KEY, Claimed
 from ckptcore.roots.root_json import bases_of_root
 from ckptcore.saves.preparing import save_created
+from ckptcore.stored.foreign import foreign_checkpoints
 from ckptcore.stored.opened import root_mark
 from ckptcore.stored.tries import ATTEMPTS, replaced_too_often
 from ckptcore.verification import ProgressCallback
@@ -242,7 +243,11 @@ class _Copy:
             What `copy_checkpoint` does.
         """
         claim = continue_claim(
-            self._destination, Claimed(self._manifest.copy_id, save_created()), overwrite, self._context.conditions
+            self._destination,
+            Claimed(self._manifest.copy_id, save_created()),
+            overwrite,
+            self._context.conditions,
+            foreign_checkpoints(self._context),
         )
         try:
             if self._commit(claim):

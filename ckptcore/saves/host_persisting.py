@@ -30,6 +30,7 @@ from ckptcore.saves.persisting import (
     encode_written,
     write_parts,
 )
+from ckptcore.stored.foreign import foreign_checkpoints
 
 __all__ = ["persist_on_hosts"]
 
@@ -81,7 +82,13 @@ def persist_on_hosts(
         with agreement.stage("claim", meaning=NOTHING_COMMITTED):
             if agreement.rank == hosts.first_of(agreement.rank):
                 with recording.phase("claim"):
-                    claim = claim_location(described.location, claimed, described.overwrite, context.conditions)
+                    claim = claim_location(
+                        described.location,
+                        claimed,
+                        described.overwrite,
+                        context.conditions,
+                        foreign_checkpoints(context),
+                    )
                     show_claim(claim, claimed, described.location)
         store = (
             claim.store

@@ -33,6 +33,7 @@ from ckptcore.roots.root_json import encode_composite, encode_root
 from ckptcore.saves.marking import mark_composite, mark_tree
 from ckptcore.saves.parts import Captured, Part
 from ckptcore.saves.worker_writes import HeldByWorkers
+from ckptcore.stored.foreign import foreign_checkpoints
 from ckptcore.timelines import timeline_to_json
 from ckptcore.workers.stages import WorkerOptions
 
@@ -155,7 +156,13 @@ def persist(
         ):
             if agreement.rank == 0:
                 with recording.phase("claim"):
-                    claim = claim_location(described.location, claimed, described.overwrite, context.conditions)
+                    claim = claim_location(
+                        described.location,
+                        claimed,
+                        described.overwrite,
+                        context.conditions,
+                        foreign_checkpoints(context),
+                    )
                     if agreement.size > 1 or at_workers is not None:
                         show_claim(claim, claimed, described.location)
         if claim is not None:

@@ -25,6 +25,7 @@ from ckptcore.saves.exports import Export
 from ckptcore.saves.parts import Part, PartDescription, describe_part, naming
 from ckptcore.saves.persisting import NOTHING_COMMITTED, Described, fail_before_claim, fail_everywhere
 from ckptcore.saves.save_requests import OneTree, SaveRequest, check_custom, check_metrics, check_progress
+from ckptcore.stored.foreign import foreign_checkpoints
 from ckptcore.trees.flattening import leaves_of_each_process, of_each_process
 from ckptcore.trees.subtrees import path_keys
 from ckptcore.trees.tree_descriptions import TreeDescription
@@ -123,13 +124,13 @@ def prepare_save(request: SaveRequest, context: Context, recording: Recording, a
             if request.allowed is not None:
                 request.allowed()
             if not request.partial:
-                refuse_to_replace(location, request.overwrite)
+                refuse_to_replace(location, request.overwrite, foreign_checkpoints(context))
 
         def plan_all() -> Sequence[PlannedExport]:  # of the descriptions there are when it is called
             found = plan_exports(request.exports, location, list(values), descriptions, context, size=size)
             if rank == 0:
                 for export in found:
-                    refuse_to_replace(export.location, request.overwrite)
+                    refuse_to_replace(export.location, request.overwrite, foreign_checkpoints(context))
             return found
 
         planned: Sequence[PlannedExport] = ()

@@ -16,6 +16,7 @@ from ckptcore.commits.occupants import is_committed
 from ckptcore.context import Context
 from ckptcore.errors import (
     CheckpointError,
+    CheckpointExistsError,
     CheckpointNotFoundError,
     CheckpointReferredError,
     CorruptCheckpointError,
@@ -196,7 +197,10 @@ class StepDeleter:
                     self._steps.display,
                 )
                 self._owned.check()
-                remove_leftover(self._location(step), new_save_id(), self._context.conditions)
+                try:
+                    remove_leftover(self._location(step), new_save_id(), self._context.conditions)
+                except CheckpointExistsError as error:
+                    logger.warning("step %d in %s stays: %s", step, self._steps.display, error)
 
     def _is_claimed(self, step: int) -> bool:
         """Whether a claim stands in the place of a step, and nothing that is committed. One small request.
@@ -232,6 +236,9 @@ class StepDeleter:
             def is_deleted(step: int) -> bool:
                 try:
                     return self._delete(step, broken, _Plan(since, keep))
+                except CheckpointExistsError as error:  # another checkpoint is inside the step
+                    logger.warning("step %d in %s stays: %s", step, self._steps.display, error)
+                    return False
                 except StorageError as error:
                     logger.warning("step %d in %s cannot be deleted: %s", step, self._steps.display, error)
                     failed.append(error)

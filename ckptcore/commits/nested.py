@@ -1,0 +1,79 @@
+"""Checkpoints inside the directory of another one: no save makes them, and nothing removes them with it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+from ckptcore.errors import (
+    CheckpointExistsError,
+    CorruptCheckpointError,
+    InvalidLocationError,
+    ObjectNotFoundError,
+    UnsupportedVersionError,
+)
+from ckptcore.locations import Location
+from ckptcore.protocols import StorageBackend
+from ckptcore.roots.root import ROOT_KEY, Claimed, PartialSave, Root
+from ckptcore.roots.root_json import decode_root
+
+__all__ = ["expect_no_nested", "refuse_inside"]
+
+_SHOWN: Final = 5
+
+
+def refuse_inside(location: Location) -> None:
+    """Do nothing unless the directory that a save goes to is a checkpoint, or a claim. One small request.
+
+    Raises:
+        InvalidLocationError
+    """
+    try:
+        location.parent.size(ROOT_KEY)
+    except ObjectNotFoundError:
+        return
+    above = location.display.rstrip("/").rpartition("/")[0]
+    raise InvalidLocationError(
+        f"cannot save to {location.display}: it is inside {above}, which is around it and is a checkpoint or an unfinished save. A checkpoint owns "
+        "its directory: save beside it. Nothing was written"
+    )
+
+
+def expect_no_nested(location: Location) -> None:
+    """Do nothing if no other checkpoint is inside the directory of the checkpoint at a location. Lists the directory.
+
+    Raises:
+        CheckpointExistsError
+        StorageError
+    """
+    names = _nested(location.store)
+    if names:
+        inside = ", ".join([f"{location.display.rstrip('/')}/{name}" for name in names[:_SHOWN]])
+        raise CheckpointExistsError(
+            f"{location.display} has another checkpoint in its directory ({inside}), which would be removed with it: move or delete that "
+            "first. Nothing was changed"
+        )
+
+
+def _nested(store: StorageBackend) -> Sequence[str]:
+    """The directories, below the one that a storage is opened at, of checkpoints that are no members and no stored files."""
+    names = [key.removesuffix(f"/{ROOT_KEY}") for key in store.list() if key.endswith(f"/{ROOT_KEY}")]
+    roots = {name: root for name in names if (root := _committed(store, name)) is not None}
+    members = {name: root for name, root in roots.items() if isinstance(root, Root) and root.member}
+    stored = {f"{name}/{key}" for name, root in members.items() for key in root.objects}
+    return [name for name in roots if name not in members and f"{name}/{ROOT_KEY}" not in stored]
+
+
+def _committed(store: StorageBackend, name: str) -> object | None:
+    """The root of a checkpoint that somebody could load; None where there is none."""
+
+    def read_part(key: str, size: int) -> bytes:
+        return store.get(f"{name}/{key}", 0, size)
+
+    try:
+        root = decode_root(store.get(f"{name}/{ROOT_KEY}"), read_part)
+    except (CorruptCheckpointError, ObjectNotFoundError):
+        return None
+    except UnsupportedVersionError as newer:
+        return newer
+    return None if isinstance(root, Claimed | PartialSave) else root

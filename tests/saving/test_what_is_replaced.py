@@ -1,0 +1,262 @@
+"""What a save replaces and a deletion removes: a checkpoint of any software as a whole, and never another one inside it."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+import numpy as np
+import orbax.checkpoint
+import pytest
+import torch
+import torch.distributed.checkpoint
+
+import ckptcore
+from ckptcore.errors import AtomicityError, CheckpointExistsError, InvalidLocationError
+from ckptcore.policies import LatestN
+from ckptcore.roots.root import Claimed
+from ckptcore.roots.root_json import encode_claim
+from ckptcore.testing.faults import CrashAt, FaultPlan, SimulatedCrash
+from tests.copying.places import new_place, store_at
+from tests.crashes.places import faulty_context, through
+
+_Save = Callable[[str], object]
+
+
+@pytest.fixture(params=["file", "memory"])
+def top(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    return new_place(request.param, tmp_path)
+
+
+def _finish(save: Callable[..., ckptcore.SaveHandle]) -> _Save:
+    return lambda location: save(location, {"a": {"n": 1}}).result()
+
+
+_SAVES: dict[str, _Save] = {
+    "save": lambda location: ckptcore.save(location, {"n": 1}),
+    "save_async": _finish(ckptcore.save_async),
+    "save_checkpointables": lambda location: ckptcore.save_checkpointables(location, {"a": {"n": 1}}),
+    "save_checkpointables_async": _finish(ckptcore.save_checkpointables_async),
+    "save_partial": lambda location: ckptcore.save_partial(location, {"n": 1}),
+    "copy": lambda location: ckptcore.copy(f"{location}/../../source", location),
+}
+
+
+@pytest.mark.parametrize("how", _SAVES)
+@pytest.mark.parametrize("around", ["checkpoint", "composite", "claim"])
+def test_a_save_into_a_checkpoint_is_refused(how: str, around: str, top: str) -> None:
+    if around == "claim" and top.startswith("file"):
+        around = "checkpoint"  # a claim is beside it
+    if around == "checkpoint":
+        ckptcore.save(f"{top}/x", {"n": 0})
+    elif around == "composite":
+        ckptcore.save_checkpointables(f"{top}/x", {"model": {"n": 0}})
+    else:
+        store_at(f"{top}/x").put("checkpoint.json", encode_claim(Claimed("0123456789abcdef", "2020-01-01")))
+    ckptcore.save(f"{top}/source", {"n": 1})
+    before = sorted(store_at(f"{top}/x").list())
+    save = _SAVES[how]
+    if how == "copy":
+        save = lambda location: ckptcore.copy(f"{top}/source", location)  # needs the place
+    with pytest.raises(InvalidLocationError, match=r"cannot save to .*/x/1: it is inside .*/x, .*save beside it"):
+        save(f"{top}/x/1")
+    assert sorted(store_at(f"{top}/x").list()) == before
+    ckptcore.save(f"{top}/y", {"n": 2})
+
+
+@pytest.mark.parametrize("remove", ["delete", "save", "save_checkpointables", "copy", "convert"])
+@pytest.mark.parametrize("around", ["checkpoint", "composite"])
+def test_a_checkpoint_inside_another_is_never_removed_with_it(remove: str, around: str, top: str) -> None:
+    """It can get there by other tools, or below a directory that is none of the checkpoint."""
+    if around == "checkpoint":
+        ckptcore.save(f"{top}/x", {"n": 0})
+    else:
+        ckptcore.save_checkpointables(f"{top}/x", {"model": {"n": 0}, "own": ckptcore.PerProcess({"n": 0})})
+    ckptcore.save(f"{top}/source", {"n": 1})
+    ckptcore.save(f"{top}/x/a/1", {"n": 5})
+    removals: dict[str, Callable[[], object]] = {
+        "delete": lambda: ckptcore.delete(f"{top}/x"),
+        "save": lambda: ckptcore.save(f"{top}/x", {"n": 1}, overwrite="non-atomic"),
+        "save_checkpointables": lambda: ckptcore.save_checkpointables(
+            f"{top}/x", {"other": {"n": 1}}, overwrite="non-atomic"
+        ),
+        "copy": lambda: ckptcore.copy(f"{top}/source", f"{top}/x", overwrite="non-atomic"),
+        "convert": lambda: ckptcore.convert(f"{top}/source", f"{top}/x", layout="dcp", overwrite="non-atomic"),
+    }
+    with pytest.raises(CheckpointExistsError, match=r"/x has another checkpoint in its directory \(.*/x/a/1\)"):
+        removals[remove]()
+    assert ckptcore.load(f"{top}/x/a/1") == {"n": 5}
+    ckptcore.delete(f"{top}/x/a/1")
+    removals[remove]()
+    assert not list(store_at(f"{top}/x/a").list())
+
+
+def test_what_an_object_stored_is_no_checkpoint_of_its_own(top: str) -> None:
+    """A checkpoint among the files of an object goes with the checkpoint that has them."""
+
+    class SavesItself:
+        def save(self, directory: Path) -> None:
+            ckptcore.save(directory / "a" / "b", {"n": 1})
+
+        def load(self, directory: Path) -> None:
+            raise NotImplementedError
+
+    ckptcore.save_checkpointables(f"{top}/x", {"model": {"n": 0}, "files": SavesItself()})
+    ckptcore.save_checkpointables(f"{top}/x", {"files": SavesItself()}, overwrite="non-atomic")
+    ckptcore.delete(f"{top}/x")
+    assert not list(store_at(f"{top}/x").list())
+
+
+def test_a_step_with_another_checkpoint_inside_stays_and_stops_nothing(
+    top: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Plain files that somebody added to a step go with it."""
+    with ckptcore.Checkpointer(top, preservation_policy=LatestN(2)) as run:
+        for step in (1, 2):
+            run.save(step, {"n": step})
+        run.wait()
+        ckptcore.save(f"{top}/1/a/b", {"n": 5})
+        store_at(f"{top}/2").put("notes.txt", b"mine")
+        for step in (3, 4, 5):
+            run.save(step, {"n": step})
+        run.wait()
+        with pytest.raises(CheckpointExistsError, match="/1 has another checkpoint"):
+            run.delete(1)
+            run.wait()
+    assert ckptcore.CheckpointReader(top).steps == (1, 4, 5)
+    assert ckptcore.load(f"{top}/1/a/b") == {"n": 5}
+    assert any("step 1" in record.getMessage() and record.levelno == logging.WARNING for record in caplog.records)
+
+
+def _write_dcp(location: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        torch.distributed.checkpoint.save({"a": torch.ones(5)}, checkpoint_id=str(location), no_dist=True)
+
+
+def _write_orbax(location: Path) -> None:
+    with orbax.checkpoint.PyTreeCheckpointer() as checkpointer:
+        checkpointer.save(location, {"a": np.ones(5, np.float32)})
+
+
+def _write_orbax_items(location: Path) -> None:
+    items = orbax.checkpoint.args.Composite(
+        model=orbax.checkpoint.args.StandardSave({"a": np.ones(5)}), notes=orbax.checkpoint.args.JsonSave({"n": 1})
+    )
+    with orbax.checkpoint.Checkpointer(orbax.checkpoint.CompositeCheckpointHandler()) as checkpointer:
+        checkpointer.save(location, items)
+
+
+_FOREIGN = {"dcp": _write_dcp, "orbax": _write_orbax, "orbax items": _write_orbax_items}
+
+
+def _place(scheme: str, kind: str, tmp_path: Path) -> str:
+    """What other software wrote, in a storage."""
+    location = tmp_path / "run" / "step"
+    _FOREIGN[kind](location)
+    if scheme == "file":
+        return f"file://{location}"
+    place = new_place(scheme, tmp_path)
+    for file in location.rglob("*"):
+        if file.is_file():
+            store_at(place).put(str(file.relative_to(location)), file.read_bytes())
+    return place
+
+
+@pytest.mark.parametrize("kind", _FOREIGN)
+@pytest.mark.parametrize("scheme", ["file", "memory"])
+def test_a_checkpoint_of_other_software_is_replaced(kind: str, scheme: str, tmp_path: Path) -> None:
+    place = _place(scheme, kind, tmp_path)
+    with pytest.raises(CheckpointExistsError, match="overwrite=True"):
+        ckptcore.save(place, {"n": 2})
+    if scheme == "memory":
+        with pytest.raises(AtomicityError):
+            ckptcore.save(place, {"n": 2}, overwrite=True)
+    ckptcore.save(place, {"n": 2}, overwrite=True if scheme == "file" else "non-atomic")
+    assert ckptcore.load(place) == {"n": 2}
+    assert sorted(store_at(place).list()) == ["checkpoint.json", "model.safetensors"]
+
+
+@pytest.mark.parametrize(
+    "how", ["save_async", "save_checkpointables", "copy", "convert", "consolidate", "Checkpointer"]
+)
+def test_whatever_writes_replaces_a_checkpoint_of_other_software(how: str, tmp_path: Path) -> None:
+    place = _place("file", "dcp", tmp_path)
+    source = f"{tmp_path}/source"
+    ckptcore.save(source, {"a": np.zeros(3)})
+    if how == "save_async":
+        ckptcore.save_async(place, {"n": 2}, overwrite=True).result()
+    elif how == "save_checkpointables":
+        ckptcore.save_checkpointables(place, {"a": {"n": 2}}, overwrite=True)
+    elif how == "copy":
+        ckptcore.copy(source, place, overwrite=True)
+    elif how == "convert":
+        ckptcore.convert(source, place, layout="ocdbt", overwrite=True)
+    elif how == "consolidate":
+        ckptcore.consolidate(source, place, overwrite=True)
+    else:
+        (tmp_path / "run" / "step").rename(tmp_path / "run" / "1")
+        place = f"{tmp_path}/run/1"
+        with ckptcore.Checkpointer(tmp_path / "run") as run:
+            run.save(1, {"n": 2}, overwrite=True)
+    assert not store_at(place).list_names()[0].startswith(".metadata")
+    assert not [key for key in store_at(place).list() if key.endswith(".distcp")]
+
+
+def _hugging_face(location: Path) -> None:
+    """A model with a tokenizer: a checkpoint is one file of it."""
+    ckptcore.save(location, {"a": np.ones(5)})
+    (location / "checkpoint.json").unlink()
+    (location / "tokenizer.json").write_text("{}")
+
+
+def _torch_files(location: Path) -> None:
+    location.mkdir(parents=True)
+    torch.save({"a": torch.ones(5)}, location / "pytorch_model.bin")
+    (location / "notes.txt").write_text("mine")
+
+
+def _run_of_orbax(location: Path) -> None:
+    _write_orbax(location / "1")
+    _write_orbax(location / "2")
+
+
+def _run_of_dcp(location: Path) -> None:
+    _write_dcp(location / "best")
+    _write_dcp(location / "last")
+
+
+def _unfinished_dcp(location: Path) -> None:
+    _write_dcp(location)
+    (location / ".metadata").unlink()
+
+
+@pytest.mark.parametrize("write", [_hugging_face, _torch_files, _run_of_orbax, _run_of_dcp, _unfinished_dcp])
+def test_a_directory_that_is_no_checkpoint_is_not_replaced(write: Callable[[Path], None], tmp_path: Path) -> None:
+    location = tmp_path / "x"
+    write(location)
+    before = {path: path.read_bytes() for path in location.rglob("*") if path.is_file()}
+    with pytest.raises(CheckpointExistsError, match="they are not replaced"):
+        ckptcore.save(location, {"n": 2}, overwrite=True)
+    assert {path: path.read_bytes() for path in location.rglob("*") if path.is_file()} == before
+
+
+def test_a_kill_leaves_the_checkpoint_of_other_software_or_the_new_one(tmp_path: Path) -> None:
+    found: list[float] = []
+    crashed = True
+    while crashed:
+        location = tmp_path / str(len(found)) / "step"
+        _write_dcp(location)
+        plan = FaultPlan(CrashAt(len(found)))
+        place = f"file://{location}"
+        with suppress(SimulatedCrash):
+            ckptcore.save(through(place), {"a": np.zeros(5)}, overwrite=True, context=faulty_context(place, plan))
+        crashed = plan.crashed
+        found.append(float(np.asarray(ckptcore.load(place)["a"]).sum()))
+        ckptcore.save(place, {"n": 3}, overwrite=True)
+        assert [path.name for path in location.parent.iterdir()] == ["step"]
+    assert found == sorted(found, reverse=True)
+    assert set(found) == {0.0, 5.0} and len(found) > 20
