@@ -48,9 +48,14 @@ class Holder:
         document: dict[str, JSON] = {"format": _FORMAT, "version": 1, **asdict(self)}
         return json.dumps(document).encode() + b"\n"
 
+    @property
+    def is_here(self) -> bool:
+        """Whether this process is the holder, so that it is certainly alive."""
+        return (self.host, self.pid) == (platform.node(), os.getpid())
+
     def describe(self) -> str:
         """In words, for an error."""
-        whose = "this process, " if (self.host, self.pid) == (platform.node(), os.getpid()) else ""
+        whose = "this process, " if self.is_here else ""
         return f"{whose}process {self.pid} on {self.host or 'a machine without a name'} since {self.since}"
 
 

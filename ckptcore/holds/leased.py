@@ -60,6 +60,17 @@ class LeasedSteps:
         self._sightings.forget_others(directory + "/", keys)
         return frozenset(found)
 
+    def is_pinned_here(self, name: str) -> bool:
+        """Return whether this process pins a step."""
+        for entry in self._store.list_names(f"{ADMINISTRATION}/pins"):
+            matched = _NAME.fullmatch(entry)
+            if matched is None or matched[1] != name:
+                continue
+            seen = look_at_lease(self._store, f"{ADMINISTRATION}/pins/{entry}")
+            if seen is not None and seen.holder is not None and seen.holder.is_here and not seen.is_released:
+                return True
+        return False
+
     def _is_held(self, key: str) -> bool:
         seen = look_at_lease(self._store, key)
         if seen is None:

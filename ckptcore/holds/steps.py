@@ -127,6 +127,14 @@ class StepHolds:
         """
         return bool(self._holds.living("pins", name))
 
+    def is_pinned_here(self, name: str) -> bool:
+        """Return whether this process pins a step by a lease, which is certainly alive then.
+
+        Raises:
+            StorageError
+        """
+        return isinstance(self._holds, LeasedSteps) and self._holds.is_pinned_here(name)
+
     def intend_deletion(self, name: str) -> Hold | None:
         """Announce that a step is going to be deleted; None if it is pinned and must stay.
 

@@ -96,7 +96,7 @@ def announced_deletion(location: Location, conditions: Conditions) -> Iterator[N
 def _intend(holds: StepHolds, location: Location) -> Hold:
     deadline = SYSTEM_CLOCK.now() + _PIN_SECONDS
     while (intent := holds.intend_deletion(_pin_name(location))) is None:
-        if SYSTEM_CLOCK.now() >= deadline:
+        if SYSTEM_CLOCK.now() >= deadline or holds.is_pinned_here(_pin_name(location)):
             raise _being_referred(location)
         SYSTEM_CLOCK.sleep(_LAST_POLL_SECONDS)
     return intent
