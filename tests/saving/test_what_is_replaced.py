@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
-import orbax.checkpoint
+import orbax.checkpoint  # type: ignore[import-untyped]  # it has no types
 import pytest
 import torch
 import torch.distributed.checkpoint
@@ -134,7 +134,9 @@ def test_a_step_with_another_checkpoint_inside_stays_and_stops_nothing(
 def _write_dcp(location: Path) -> None:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        torch.distributed.checkpoint.save({"a": torch.ones(5)}, checkpoint_id=str(location), no_dist=True)
+        torch.distributed.checkpoint.save(  # type: ignore[attr-defined]  # it is public
+            {"a": torch.ones(5)}, checkpoint_id=str(location), no_dist=True
+        )
 
 
 def _write_orbax(location: Path) -> None:
