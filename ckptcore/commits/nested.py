@@ -14,7 +14,7 @@ from ckptcore.errors import (
 )
 from ckptcore.locations import Location
 from ckptcore.protocols import StorageBackend
-from ckptcore.roots.root import ROOT_KEY, Claimed, PartialSave, Root
+from ckptcore.roots.root import ROOT_KEY, Claimed, Composite, PartialSave, Root
 from ckptcore.roots.root_json import decode_root
 
 __all__ = ["expect_no_nested", "refuse_inside"]
@@ -61,17 +61,23 @@ def _nested(store: StorageBackend) -> Sequence[str]:
     roots = {name: root for name in names if (root := _committed(store, name)) is not None}
     members = {name: root for name, root in roots.items() if isinstance(root, Root) and root.member}
     stored = {f"{name}/{key}" for name, root in members.items() for key in root.objects}
-    return [name for name in roots if name not in members and f"{name}/{ROOT_KEY}" not in stored]
+    others = [name for name in roots if name not in members and f"{name}/{ROOT_KEY}" not in stored]
+    own = _committed(store, "") if others else None
+    # Exports into the directory of their save began with it.
+    created = own.created if isinstance(own, Root | Composite) else None
+    return [name for name in others if created is None or getattr(roots[name], "created", None) != created]
 
 
 def _committed(store: StorageBackend, name: str) -> object | None:
     """The root of a checkpoint that somebody could load; None where there is none."""
 
+    prefix = f"{name}/" if name else ""
+
     def read_part(key: str, size: int) -> bytes:
-        return store.get(f"{name}/{key}", 0, size)
+        return store.get(f"{prefix}{key}", 0, size)
 
     try:
-        root = decode_root(store.get(f"{name}/{ROOT_KEY}"), read_part)
+        root = decode_root(store.get(f"{prefix}{ROOT_KEY}"), read_part)
     except (CorruptCheckpointError, ObjectNotFoundError):
         return None
     except UnsupportedVersionError as newer:

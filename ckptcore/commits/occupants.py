@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Final, Literal, TypeAlias
 
 from ckptcore.commits.hidden_names import is_hidden_name
-from ckptcore.commits.nested import expect_no_nested, refuse_inside
+from ckptcore.commits.nested import expect_no_nested
 from ckptcore.errors import (
     CheckpointExistsError,
     CorruptCheckpointError,
@@ -65,7 +65,7 @@ def refuse_to_replace(location: Location, overwrite: Overwrite, is_foreign: IsFo
 
     Raises:
         CheckpointExistsError: if it may not.
-        InvalidLocationError: if no checkpoint can have its name, or it is inside a checkpoint.
+        InvalidLocationError: if no checkpoint can have its name.
         ValueError: if `overwrite` is none of its values.
     """
     if location.is_object:
@@ -95,7 +95,6 @@ def find_occupant(
         )
     if overwrite not in (True, False, "non-atomic"):
         raise ValueError(f"overwrite={overwrite!r}: expected True, False or 'non-atomic'")
-    refuse_inside(location)
     if root is not None:
         if is_partial(root):
             raise CheckpointExistsError(

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import xxhash
 
+from ckptcore.commits.nested import refuse_inside
 from ckptcore.commits.occupants import refuse_to_replace
 from ckptcore.context import Context
 from ckptcore.errors import CheckpointError, TreeMismatchError, UnsupportedLeafError
@@ -123,6 +124,7 @@ def prepare_save(request: SaveRequest, context: Context, recording: Recording, a
         if rank == 0:
             if request.allowed is not None:
                 request.allowed()
+            refuse_inside(location)
             if not request.partial:
                 refuse_to_replace(location, request.overwrite, foreign_checkpoints(context))
 
