@@ -400,10 +400,9 @@ def test_names_that_ckptcore_has_for_itself_are_not_converted(
     assert not (tmp_path / "ours").exists()
 
 
-def test_a_save_of_ours_does_not_replace_it(shelf: Path, context: ckptcore.Context) -> None:
-    for overwrite in (False, True):
-        with pytest.raises(ckptcore.errors.CheckpointExistsError):
-            ckptcore.save(shelf, PARAMS, overwrite=overwrite, context=context)
+def test_a_save_of_ours_replaces_it_only_when_asked(shelf: Path, context: ckptcore.Context) -> None:
+    with pytest.raises(ckptcore.errors.CheckpointExistsError):
+        ckptcore.save(shelf, PARAMS, context=context)
     with pytest.raises(ckptcore.errors.CheckpointExistsError):
         ckptcore.delete(shelf, context=context)
 

@@ -17,6 +17,7 @@ from ckptcore.protocols import StorageOptions
 from ckptcore.roots.root import ROOT_KEY, Claimed
 from ckptcore.roots.root_json import encode_claim
 from tests.composites.objects import Counter, Files, Linear
+from tests.copying.places import store_at
 from tests.crashes.states import same_value
 
 
@@ -105,9 +106,13 @@ def test_a_member_of_a_hidden_directory_does_not_count(rooted: bool, tmp_path: P
 @pytest.mark.parametrize("name", ["model", "data", "files"])
 def test_a_member_that_was_replaced_is_refused(name: str, place: str) -> None:
     save_all(place + "/c")
-    ckptcore.save(
-        f"{place}/c/{name}", {"weight": np.ones((3, 4), np.float32), "bias": np.ones(4)}, overwrite="non-atomic"
+    ckptcore.save(f"{place}/other", {"weight": np.ones((3, 4), np.float32), "bias": np.ones(4)})
+    inside, other = (
+        store_at(f"{place}/{at}" if "://" in place else f"file://{place}/{at}") for at in (f"c/{name}", "other")
     )
+    inside.delete(list(inside.list()))
+    for key in other.list():
+        inside.put(key, other.get(key))
     target = {"model": Linear(0), "data": Counter(), "files": Files()}[name]
     for wanted in ([name], {name: target}, None):
         with pytest.raises(CorruptCheckpointError, match="replaced"):
