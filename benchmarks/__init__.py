@@ -12,6 +12,7 @@ __all__ = ["BENCHMARKS"]
 
 BENCHMARKS: Final = (
     "local",
+    "saved_bytes",
     "processes",
     "stall",
     "slices",

@@ -15,7 +15,7 @@ from typing import Final
 
 from ckptcore.commits.conditions import Conditions, refuse_conditions
 from ckptcore.commits.fences import FencedStore
-from ckptcore.commits.occupants import IsForeign, Occupant, Overwrite, find_occupant
+from ckptcore.commits.occupants import IsForeign, Occupant, Overwrite, find_occupant, none_is_foreign
 from ckptcore.errors import (
     AtomicityError,
     CommitUnknownError,
@@ -47,7 +47,11 @@ _ATTEMPTS: Final = 5
 
 
 def claim_objects(
-    location: Location, claimed: Claimed, overwrite: Overwrite, conditions: Conditions, is_foreign: IsForeign
+    location: Location,
+    claimed: Claimed,
+    overwrite: Overwrite,
+    conditions: Conditions,
+    is_foreign: IsForeign = none_is_foreign,
 ) -> ObjectClaim:
     """Claim a location, and remove what dead saves left there; raises what `ckptcore.commits.commit.claim_location` does."""
     location = conditions.open(location)

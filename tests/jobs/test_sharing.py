@@ -155,7 +155,7 @@ def test_boxes_on_several_devices_of_each_process_are_shared_where_their_replica
 
 
 def test_cuts_are_those_of_a_regular_grid() -> None:
-    def cuts_of(shape: tuple[int, ...], cuts: _Cuts, size: int = 4, **options: int) -> tuple[_Cuts, int]:
+    def cuts_of(shape: tuple[int, ...], cuts: _Cuts, size: int = 4, **options: Any) -> tuple[_Cuts, int]:
         shares = cut_for_replicas(_tree([(shape, cuts)]), ReplicaOptions(**{"piece_bytes": 1, **options}), size=size)
         record = shares.tree.leaves[0]
         assert isinstance(record, ArrayRecord)
@@ -182,7 +182,8 @@ def test_without_owners_replica_0_writes_all() -> None:
 
 
 def test_options_that_cannot_be() -> None:
-    for wrong in ({"piece_bytes": 0}, {"most": 0}):
+    wrongs: list[dict[str, Any]] = [{"piece_bytes": 0}, {"most": 0}]
+    for wrong in wrongs:
         with pytest.raises(ValueError, match="at least 1"):
             ReplicaOptions(**wrong)
 

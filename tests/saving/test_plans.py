@@ -86,7 +86,7 @@ class DeviceHandler:
     def wanted(self, *_: Any) -> Any:
         raise NotImplementedError
 
-    destination = build = fill = wanted
+    destination = build = fill = memory_to_fill = wanted
 
 
 class UntouchableHandler(DeviceHandler):
