@@ -1,4 +1,4 @@
-"""Programs that read zarr list what a checkpoint holds: zarr-python opens it as a group, with every array in it."""
+"""Programs that read zarr list what a checkpoint holds: zarr-python and, of zarr 3, xarray open it with every array in it."""
 
 from __future__ import annotations
 
@@ -182,9 +182,56 @@ def test_sessions_and_updates_have_groups(tmp_path: Path, layout: str) -> None:
     assert list(_arrays(zarr.open_group(str(tmp_path / "u"), mode="r"))) == ["state/b"]
 
 
+def test_xarray_opens_the_tree(tmp_path: Path) -> None:
+    import xarray  # its import takes a second, and other tests do without it
+
+    state = _state()
+    state["params"]["square"] = np.arange(16, dtype=np.int64).reshape(4, 4)
+    state["text"] = np.array(["ab", "c"])  # stored with one more axis, of bytes
+    ckptcore.save(tmp_path / "c", state, layout=Zarr3Layout(chunk_bytes=16))
+    expected = {**_leaves(), "params.square": state["params"]["square"]}
+    with xarray.open_datatree(tmp_path / "c", engine="zarr", consolidated=False) as tree:
+        for name, array in expected.items():
+            group, _, variable = f"state/{EXPECTED.get(name, name)}".rpartition("/")
+            found = tree[group].dataset[variable]
+            assert found.dtype == array.dtype and np.array_equal(found.values, array)
+        assert tree["state"].dataset["params.square"].dims == ("axis0_4", "axis1_4")
+        assert tree["state"].dataset["text"].dims == ("axis0_2", "axis1_8")
+        assert tree["state"].dataset["step"].dims == ()
+    with xarray.open_dataset(tmp_path / "c", engine="zarr", group="state", consolidated=False) as opened:
+        assert np.array_equal(opened["params.w"].values, state["params"]["w"])
+
+
+def test_equal_arrays_of_zarr_3_share_their_metadata_in_the_root(tmp_path: Path) -> None:
+    """Axes have names by their number and length, not by their array."""
+    ckptcore.save(tmp_path / "c", {f"w{number}": np.ones((2, 3)) for number in range(10)}, layout="zarr3")
+    root = (tmp_path / "c" / "checkpoint.json").read_text()
+    assert root.count('"axis0_2"') == root.count('"axis1_3"') == 1
+
+
+@pytest.mark.parametrize("compression", [None, "zstd"])
+def test_arrays_without_names_of_axes_load(tmp_path: Path, compression: str | None) -> None:
+    """Names of axes are optional in zarr 3. With zstd, TensorStore opens the files itself."""
+    state: dict[str, Any] = {"params": {"w": np.arange(12, dtype=np.float32).reshape(3, 4)}, "a/b": np.arange(5)}
+    ckptcore.save(tmp_path / "c", state, layout=Zarr3Layout(compression=compression))
+    ours: Any = ckptcore.load(tmp_path / "c")
+    (tmp_path / "c" / "checkpoint.json").unlink()
+    named: Any = ckptcore.load(tmp_path / "c")
+    for path in (tmp_path / "c").rglob("zarr.json"):
+        document = json.loads(path.read_text())
+        assert ("dimension_names" in document) == (document["node_type"] == "array")
+        document.pop("dimension_names", None)
+        path.write_text(json.dumps(document))
+    unnamed: Any = ckptcore.load(tmp_path / "c")
+    for loaded in (ours, named, unnamed):
+        assert np.array_equal(loaded["params"]["w"], state["params"]["w"])
+        assert loaded["a/b"].tolist() == [0, 1, 2, 3, 4]
+
+
 def test_a_database_has_no_groups(tmp_path: Path) -> None:
     """No reader of zarr opens a database; TensorStore, which does, opens arrays."""
     ckptcore.save(tmp_path / "c", _state(), layout=OcdbtLayout())
     store = {"driver": "ocdbt", "base": f"file://{tmp_path}/c/state/"}
-    keys = tensorstore.KvStore.open(store).result().list().result()
-    assert not [key for key in keys if key in (b"zarr.json", b"a/zarr.json")]
+    opened = tensorstore.KvStore.open(store).result()
+    assert not [key for key in opened.list().result() if key in (b"zarr.json", b"a/zarr.json")]
+    assert "dimension_names" not in json.loads(opened[b"params.w/zarr.json"])

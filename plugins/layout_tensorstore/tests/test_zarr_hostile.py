@@ -112,6 +112,9 @@ def test_random_damage_raises_nothing_else() -> None:
         {"chunk_grid": {"name": "regular", "configuration": {"chunk_shape": [4]}}},
         {"chunk_grid": {"name": "regular", "configuration": {"chunk_shape": [2**40, 2**40]}}},
         {"chunk_key_encoding": {"name": "default", "configuration": {"separator": "../"}}},
+        {"dimension_names": None}, {"dimension_names": "ab"}, {"dimension_names": {"a": 1, "b": 2}},
+        {"dimension_names": []}, {"dimension_names": ["a"]}, {"dimension_names": ["a", "b", "c"]},
+        {"dimension_names": ["a", 1]}, {"dimension_names": [["a"], "b"]}, {"dimension_names": [False, "b"]},
     ],
 )  # fmt: skip
 def test_metadata_that_describes_no_array(changes: dict[str, Any]) -> None:
@@ -152,7 +155,8 @@ def test_metadata_that_is_beyond_us(changes: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     "changes",
     [
-        {"attributes": {"a": [1]}}, {"dimension_names": ["x", None]}, {"storage_transformers": []},
+        {"attributes": {"a": [1]}}, {"dimension_names": ["x", None]}, {"dimension_names": ["", "x"]},
+        {"dimension_names": ["x", "x"]}, {"storage_transformers": []},
         {"new": {"must_understand": False}}, {"codecs": ["bytes"]}, {"codecs": [{"name": "other", "more": 1}]},
         {"chunk_key_encoding": "default"},
     ],

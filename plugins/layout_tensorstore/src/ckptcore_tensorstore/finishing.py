@@ -29,7 +29,7 @@ from ckptcore_tensorstore.grids import unflat_index
 from ckptcore_tensorstore.ocdbt import Value, encode_database
 from ckptcore_tensorstore.orbax import item_files, value_array
 from ckptcore_tensorstore.state import DIGEST_BYTES, ArraysState, Extents, StoredName
-from ckptcore_tensorstore.stored_arrays import SESSIONS, Form, array_names, stored_format
+from ckptcore_tensorstore.stored_arrays import SESSIONS, Form, array_names, dimension_names, stored_format
 from ckptcore_tensorstore.zarr import (
     ZarrFormat,
     encode_group,
@@ -135,7 +135,8 @@ def _small_array(name: str, array: HostArray, form: Form) -> tuple[StoredName, b
     if form.zarr_format == 2:
         return StoredName(name, zarr2_array(spec, chunk, compression=None)), little
     checksum = form.options.checksum
-    made = zarr3_array(spec, chunk, chunk, checksum=checksum, compression=None)
+    names = dimension_names(spec, form.storage)
+    made = zarr3_array(spec, chunk, chunk, checksum=checksum, dimension_names=names)
     return StoredName(name, made), little + (CRC32C.encode(CRC32C.of(memoryview(little))) if checksum else b"")
 
 

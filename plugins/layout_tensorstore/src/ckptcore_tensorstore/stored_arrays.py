@@ -26,7 +26,16 @@ from ckptcore_tensorstore.zarr import (
     zarr3_array,
 )
 
-__all__ = ["SESSIONS", "Form", "array_names", "stored_box", "stored_format", "stored_target", "stored_view"]
+__all__ = [
+    "SESSIONS",
+    "Form",
+    "array_names",
+    "dimension_names",
+    "stored_box",
+    "stored_format",
+    "stored_target",
+    "stored_view",
+]
 
 SESSIONS: Final = 2
 """Of how many processes an array is thought to come that is written in sessions: several, however many there will be."""
@@ -85,6 +94,15 @@ def array_names(tree: TreeMetadata, form: Form) -> dict[int, str]:
     return names
 
 
+def dimension_names(stored: ArraySpec, storage: Literal["ocdbt", "objects"]) -> Sequence[str] | None:
+    """Return names for the axes of a zarr 3 array, such as ``axis0_512``; None in a database, which xarray does not open.
+
+    xarray opens no group with an array that lacks them, or with a name that has two lengths. Names depend on the shape
+    alone, so that arrays of one shape share their metadata.
+    """
+    return [f"axis{axis}_{extent}" for axis, extent in enumerate(stored.shape)] if storage == "objects" else None
+
+
 def stored_format(record: ArrayRecord, name: str, form: Form, size: int) -> ArrayFormat:
     """How an array is stored; every process comes to the same.
 
@@ -98,7 +116,8 @@ def stored_format(record: ArrayRecord, name: str, form: Form, size: int) -> Arra
         UnsupportedLeafError: if it cannot be.
     """
     try:
-        return _format_of(record.spec, record.cuts, size, form.zarr_format, options_of(name, form.options, form.rules))
+        options = options_of(name, form.options, form.rules)
+        return _format_of(record.spec, record.cuts, size, form.zarr_format, form.storage, options)
     except (UnsupportedLeafError, CorruptCheckpointError) as error:
         raise UnsupportedLeafError(f"{name}: {record.spec} cannot be stored: {error}. Nothing was written") from error
 
@@ -109,6 +128,7 @@ def _format_of(
     cuts: tuple[tuple[int, ...], ...] | None,
     size: int,
     zarr_format: Literal[2, 3],
+    storage: Literal["ocdbt", "objects"],
     options: ArrayOptions,
 ) -> ArrayFormat:
     """One object for all arrays of one kind, of which a model has few: what is done for each format is done once."""
@@ -120,7 +140,14 @@ def _format_of(
     if zarr_format == 2:
         made = zarr2_array(stored, inner, compression=options.compression)
     else:
-        made = zarr3_array(stored, chunk, inner, checksum=options.checksum, compression=options.compression)
+        made = zarr3_array(
+            stored,
+            chunk,
+            inner,
+            checksum=options.checksum,
+            compression=options.compression,
+            dimension_names=dimension_names(stored, storage),
+        )
     # What a reader refuses as hostile must not be written: it would be committed and never load.
     (parse_zarr2 if zarr_format == 2 else parse_zarr3)(encode_metadata(made), "the array")
     if options.compression is not None and options.compression.name == "blosc" and made.inner_bytes > _MOST_BLOSC_BYTES:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Final, Literal
 
@@ -52,6 +53,7 @@ def zarr3_array(
     *,
     checksum: bool,
     compression: Compression | None = None,
+    dimension_names: Sequence[str] | None = None,
 ) -> ArrayFormat:
     """The format of an array to write: in C order, little endian, with ``sharding_indexed`` where `inner` is smaller.
 
@@ -61,6 +63,7 @@ def zarr3_array(
         inner: the read chunk, in elements; divides the write chunk.
         checksum: whether the CRC32C of each inner chunk stands behind it.
         compression: of each inner chunk; None leaves elements as they are.
+        dimension_names: of all axes; None for metadata without any.
 
     Raises:
         UnsupportedLeafError: for a dtype that `stored_spec` would have replaced.
@@ -85,6 +88,8 @@ def zarr3_array(
         "shape": list(spec.shape),
         "zarr_format": 3,
     }
+    if dimension_names is not None:
+        document["dimension_names"] = list(dimension_names)
     return ArrayFormat(
         zarr_format=3,
         spec=spec,
@@ -149,6 +154,8 @@ def _parse(data: bytes) -> ArrayFormat:
     spec = ArraySpec(shape, _dtype(document.get("data_type")))
     chunk = _chunk(document.get("chunk_grid"), shape)
     check_amounts(spec, chunk)
+    if "dimension_names" in document:
+        _check_dimension_names(document["dimension_names"], len(shape))
     codecs = chunk_codecs(document.get("codecs"), chunk, spec.numpy_dtype.itemsize)
     return ArrayFormat(
         zarr_format=3,
@@ -184,6 +191,14 @@ def _chunk(value: JSON, shape: tuple[int, ...]) -> tuple[int, ...]:
         raise UnsupportedLeafError(f"its chunk_grid is {name[:80]!r}, and only regular ones are known")
     configuration = expect(grid.get("configuration"), dict, "the configuration of its chunk_grid")
     return chunk_from(configuration.get("chunk_shape"), shape, "its chunk")
+
+
+def _check_dimension_names(value: JSON, axes: int) -> None:
+    names = expect(value, list, "its dimension_names")
+    if len(names) != axes or not all(name is None or isinstance(name, str) for name in names):
+        raise CorruptCheckpointError(
+            f"its dimension_names are {str(names)[:80]}, where {axes} strings or nulls are expected"
+        )
 
 
 def _keys(value: JSON) -> ChunkKeys:
