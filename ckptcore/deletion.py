@@ -17,6 +17,7 @@ from ckptcore.errors import (
 from ckptcore.locations import Location, LocationLike, resolve_location
 from ckptcore.roots.root import Claimed, Composite, PartialSave, Root, new_save_id
 from ckptcore.stored.base_holds import announced_deletion
+from ckptcore.stored.opened import Mark, read_mark
 from ckptcore.stored.referrers import find_bases, referring_to
 
 __all__ = ["delete_checkpoint"]
@@ -33,7 +34,10 @@ def delete_checkpoint(location: LocationLike, context: Context) -> None:
     except (CorruptCheckpointError, UnsupportedVersionError):
         ours = True
     if not ours:
-        if resolved.is_object or resolved.store.list_names():
+        mark = read_mark(resolved)
+        if mark.root is not None or (mark != Mark(None) and not mark.is_at(resolved)):
+            return delete_checkpoint(location, context)  # a save was committed, or deleted, meanwhile
+        if mark != Mark(None):
             raise CheckpointExistsError(
                 f"{resolved.display} was not written by ckptcore and is left alone; remove it with your own tools"
             )

@@ -238,8 +238,8 @@ class DirectoryClaim:
             self._done = True
             self._lock.__exit__(None, None, None)
             raise CommitUnknownError(
-                f"the save to {self._location.display} is in place, or may be, but the storage failed as it was committed: "
-                f"{error}. It may not survive a loss of power; look at the location before saving again"
+                f"the save to {self._location.display} is in place, or may be, but its commit was interrupted: "
+                f"{str(error) or type(error).__name__}. It may not survive a loss of power; look at the location before saving again"
             ) from error
         self._done = True
         self._lock.__exit__(None, None, None)

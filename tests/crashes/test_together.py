@@ -8,6 +8,7 @@ import random
 import signal
 import threading
 import time
+import uuid
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -17,7 +18,9 @@ import pytest
 
 import ckptcore
 from ckptcore.builtin.local import LocalStorage
-from ckptcore.errors import CheckpointExistsError, SaveLostError
+from ckptcore.commits.occupants import read_root
+from ckptcore.errors import CheckpointExistsError, CheckpointNotFoundError, SaveLostError
+from ckptcore.protocols import StorageBackend
 from tests.crashes.saver import LOST, OLD
 from tests.crashes.states import make_state, version_at, version_of
 from tests.crashes.tracing import Saver
@@ -194,3 +197,24 @@ def test_a_save_whose_old_checkpoint_is_deleted_as_it_commits_succeeds(
     assert deleted
     assert version_at(str(location)) == _OTHER
     assert [path.name for path in tmp_path.iterdir()] == [location.name]
+
+
+@pytest.mark.parametrize("scheme", ["file", "memory"])
+def test_a_deletion_removes_a_save_that_commits_as_it_looks(
+    scheme: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    location = str(tmp_path / "saved") if scheme == "file" else f"memory://{uuid.uuid4().hex}/saved"
+    looks: list[object] = []
+
+    def look_before_a_save(store: StorageBackend) -> object:
+        found = read_root(store)
+        if not looks:
+            ckptcore.save(location, make_state(_ONE), context=_FAST)
+        looks.append(found)
+        return found
+
+    monkeypatch.setattr("ckptcore.deletion.read_root", look_before_a_save)
+    ckptcore.delete(location, context=_FAST)
+    assert looks[0] is None and len(looks) == 2
+    with pytest.raises(CheckpointNotFoundError):
+        ckptcore.load(location)
