@@ -6,6 +6,7 @@ import errno
 import os
 import posixpath
 import re
+from contextlib import ExitStack
 from typing import Final
 
 from ckptcore.errors import InvalidLocationError
@@ -63,9 +64,10 @@ class _Walk:
         self._directories = [os.open(root, _OPEN_ROOT)]
 
     def close(self) -> None:
-        """Close the directories on the way."""
-        for descriptor in self._directories:
-            os.close(descriptor)
+        """Close the directories on the way, each once, also if closing one is interrupted."""
+        with ExitStack() as closing:
+            while self._directories:
+                closing.callback(os.close, self._directories.pop())
 
     def enter_checkpoint(self, name: str) -> None:
         """Go to a directory right below the root, and keep to it from now on."""
@@ -73,10 +75,13 @@ class _Walk:
         try:
             descriptor = os.open(name, _OPEN_DIRECTORY, dir_fd=self._directories[0])
         except OSError as error:
-            raise _leads_out(path, self._target(name, error)) from None
-        os.close(self._directories[0])
-        self._directories = [descriptor]
+            target = self._target(name, error.errno)
+            if target is None:
+                raise
+            raise _leads_out(path, target) from None
+        above, self._directories = self._directories[0], [descriptor]
         self._boundary = path
+        os.close(above)
 
     def open(self, below: str, flags: int) -> int:
         """Open what is at a path below the boundary."""
@@ -100,7 +105,10 @@ class _Walk:
                     name, _OPEN_DIRECTORY if pending else flags | os.O_NOFOLLOW, dir_fd=self._directories[-1]
                 )
             except OSError as error:
-                target = self._target(name, error)
+                found = self._target(name, error.errno)
+                if found is None:
+                    raise
+                target = found
             else:
                 if not pending:
                     return descriptor
@@ -115,14 +123,21 @@ class _Walk:
                 return _open_blob(*blob, flags)
             pending += self._from_here(link, target)[::-1]
 
-    def _target(self, name: str, error: OSError) -> str:
-        """What a link in the last directory says; raises `error` if it is no link."""
-        if error.errno not in _IS_LINK:
-            raise error
+    def _target(self, name: str, number: int | None) -> str | None:
+        """Return what a link in the last directory says; None if it is no link.
+
+        Args:
+            name: in the last directory.
+            number: of the error that opening it gave.
+        """
+        if number not in _IS_LINK:
+            return None
         try:
             return os.readlink(name, dir_fd=self._directories[-1])
-        except OSError as found:
-            raise error if found.errno == errno.EINVAL else found from None
+        except OSError as error:
+            if error.errno == errno.EINVAL:
+                return None
+            raise
 
     def _from_here(self, link: str, target: str) -> list[str]:
         """The components of a link's target, from the last directory on. An absolute one begins at the boundary."""

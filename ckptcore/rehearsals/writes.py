@@ -8,6 +8,7 @@ from typing import Final, Literal, TypeAlias
 
 from ckptcore.commits.commit import Claim, claim_location, claimed_store
 from ckptcore.commits.conditions import Conditions
+from ckptcore.commits.nested import refuse_inside
 from ckptcore.commits.occupants import refuse_to_replace
 from ckptcore.context import Context
 from ckptcore.engine.sizes import SIZES
@@ -149,7 +150,8 @@ def _rehearse(
     location = Location(described.location.display, storage, _NAME)
     claimed = Claimed(described.save_id, described.created)
     conditions = Conditions()  # they are tried out, as by the first save of a process
-    refuse_to_replace(location, False)  # as the save looks before it claims
+    refuse_inside(location)  # as the save looks before it claims
+    refuse_to_replace(location, False)
     claim = claim_location(location, claimed, False, conditions)
     if described.agreement.size > 1:
         show_claim(claim, claimed, location)

@@ -17,7 +17,6 @@ from ckptcore.saves.persisting import Described, fail_before_claim, fail_everywh
 from ckptcore.saves.preparing import PreparedSave, prepare_save
 from ckptcore.saves.save_requests import SaveRequest
 from ckptcore.snapshots import BoundedSnapshot
-from ckptcore.stored.base_holds import pinned_bases
 
 __all__ = ["begin_save", "perform_save"]
 
@@ -120,7 +119,7 @@ def _write(
 
             persist_session(described, described.session, holding.parts, context, recording, handle)
         elif described.update is not None and described.agreement.rank == 0:
-            with pinned_bases(described.update.bases, context.conditions):
+            with described.update.pinned(context.conditions):
                 persist(described, holding.parts, context, recording, handle, holding.at_workers)
         elif described.on_hosts is None:
             persist(described, holding.parts, context, recording, handle, holding.at_workers)

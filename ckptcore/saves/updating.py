@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
+from ckptcore.commits.conditions import Conditions
 from ckptcore.context import Context
 from ckptcore.errors import (
     CheckpointError,
@@ -20,6 +22,7 @@ from ckptcore.model.metadata import ArrayRecord, TreeMetadata
 from ckptcore.roots.references import overlay, stored_tree
 from ckptcore.roots.root import Base, References, Root
 from ckptcore.saves.parts import PartDescription
+from ckptcore.stored.base_holds import pinned_bases
 from ckptcore.stored.bases import base_location, base_path, read_base
 from ckptcore.stored.opened import Opened
 from ckptcore.stored.tries import open_checkpoint
@@ -43,6 +46,10 @@ class PlannedUpdate:
     tree: TreeMetadata
     references: References
     bases: tuple[Location, ...]
+
+    def pinned(self, conditions: Conditions) -> AbstractContextManager[None]:
+        """On the leader: keep the bases from being deleted. See `pinned_bases`."""
+        return pinned_bases(self.bases, conditions)
 
     def expect_bases(self) -> None:
         """On the leader, right before the commit: make sure that the bases are those that were opened.

@@ -46,14 +46,13 @@ def policy_infos(steps: StepDirectory, broken: Collection[int] = ()) -> Sequence
     """What a preservation policy decides over: committed steps of ours that can be read, ascending.
 
     What other software wrote, what is known to be broken, and what a newer version wrote is left alone, and counts for nothing.
-    So are steps that cannot be read, and two names of one save: if one is a link to the other, deleting either loses both.
+    So are steps that cannot be read, and symbolic links.
 
     Args:
         steps: the directory.
         broken: steps that were found to be damaged.
     """
-    infos: list[StepInfo] = []
-    saves: dict[str, list[int]] = {}
+    infos = []
     committed = readable_steps(steps)
     steps.look_ahead(committed)
     for step in committed:
@@ -66,15 +65,10 @@ def policy_infos(steps: StepDirectory, broken: Collection[int] = ()) -> Sequence
             if summary is None or not summary.committed:
                 continue  # a claim that was copied from storage that has claims
             infos.append(steps.info(step))
-            saves.setdefault(summary.save_id, []).append(step)
         except CheckpointNotFoundError:
             continue  # deleted since it was listed
         except CheckpointError as error:
             logger.warning("step %d in %s is left alone: its root cannot be read: %s", step, steps.display, error)
-    for same in saves.values():
-        if len(same) > 1:
-            logger.warning("steps %s in %s are left alone: links to one save, or copies of it", same, steps.display)
-            infos = [info for info in infos if info.step not in same]
     return infos
 
 

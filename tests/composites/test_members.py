@@ -26,6 +26,16 @@ def save_all(location: str, version: int = 3, **options: Any) -> None:
     ckptcore.save_checkpointables(location, objects, **options)
 
 
+def put_in_the_place_of(place: str, replaced: str, other: str) -> None:
+    """Copy a checkpoint, object by object, to where another one is: no save goes inside a checkpoint."""
+    target, source = (
+        store_at(f"{place}/{at}" if "://" in place else f"file://{place}/{at}") for at in (replaced, other)
+    )
+    target.delete(list(target.list()))
+    for key in source.list():
+        target.put(key, source.get(key))
+
+
 def test_other_software_opens_a_member(tmp_path: Path) -> None:
     save_all(str(tmp_path / "c"))
     arrays = safetensors.numpy.load_file(tmp_path / "c" / "model" / "model.safetensors")
@@ -107,12 +117,7 @@ def test_a_member_of_a_hidden_directory_does_not_count(rooted: bool, tmp_path: P
 def test_a_member_that_was_replaced_is_refused(name: str, place: str) -> None:
     save_all(place + "/c")
     ckptcore.save(f"{place}/other", {"weight": np.ones((3, 4), np.float32), "bias": np.ones(4)})
-    inside, other = (
-        store_at(f"{place}/{at}" if "://" in place else f"file://{place}/{at}") for at in (f"c/{name}", "other")
-    )
-    inside.delete(list(inside.list()))
-    for key in other.list():
-        inside.put(key, other.get(key))
+    put_in_the_place_of(place, f"c/{name}", "other")
     target = {"model": Linear(0), "data": Counter(), "files": Files()}[name]
     for wanted in ([name], {name: target}, None):
         with pytest.raises(CorruptCheckpointError, match="replaced"):
@@ -128,7 +133,8 @@ def test_a_member_that_was_replaced_is_refused(name: str, place: str) -> None:
 
 def test_a_member_that_became_a_composite_is_refused(place: str) -> None:
     save_all(place + "/c")
-    save_all(place + "/c/model", overwrite="non-atomic")
+    save_all(place + "/other")
+    put_in_the_place_of(place, "c/model", "other")
     with pytest.raises(CheckpointError):
         ckptcore.load_checkpointables(place + "/c", ["model"])
     assert not ckptcore.verify(place + "/c").ok
