@@ -1,4 +1,4 @@
-"""Benchmarks beside the libraries a user would pick instead: ``python -m benchmarks``.
+"""Benchmarks against the libraries a user would pick instead: ``python -m benchmarks``.
 
 A benchmark is a module of this package with a function ``rows(setting: Setting) -> Iterator[Row]``. Its name in
 `BENCHMARKS` makes it part of ``make bench`` and of the tests.

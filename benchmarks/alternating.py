@@ -25,8 +25,8 @@ class Contender:
         name: in the table.
         run: what is timed.
         prepare: what is done before each run, not timed.
-        after: what is done with the result of each run, not timed.
-        seconds: gives the time from the result, for runs that measure it themselves.
+        after: called with the result of each run, not timed.
+        seconds: returns the time from the result, for runs that measure it themselves.
         target: the least ratio that is required of ckptcore against this contender.
     """
 
@@ -87,7 +87,7 @@ def _fault_in(nbytes: int) -> None:
     """Write to every page of fresh memory and free it.
 
     The host of a virtual machine takes back memory that was free for a while. The next program that uses it waits for
-    the host, five times as long as a load takes. After this call the memory is available to whichever contender is next.
+    the host, five times as long as a load takes. After this call the memory is available to every contender.
     """
     if nbytes:
         pages = huge(nbytes)

@@ -1,4 +1,4 @@
-"""Four processes of torchrun that load one state which all of them want whole, beside torch's own ways.
+"""Four processes of torchrun that all load one whole state, compared with PyTorch's own methods.
 
 The state is 32 matrices of 4096 x 4096 bfloat16, 1 GB, saved as ``dcp`` by one process. A round takes as long as the
 slowest process. All processes are on one host, and the checkpoint is in its page cache: reading it four times is cheap,

@@ -1,4 +1,4 @@
-"""Saves and loads on a local disk, beside safetensors and the raw limit of the machine."""
+"""Saves and loads on a local disk, compared with safetensors and the raw limit of the machine."""
 
 from __future__ import annotations
 

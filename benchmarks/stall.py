@@ -34,7 +34,7 @@ Array: TypeAlias = "np.ndarray[Any, Any]"
 _STEP_SECONDS = 0.05
 _ARRAYS = 40
 _ARRAY_ELEMENTS = 1_250_000
-"""Of float32: 200 MB in all arrays."""
+"""Elements of float32 in each array: 200 MB in all."""
 
 
 @dataclass(slots=True)

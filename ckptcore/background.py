@@ -46,7 +46,7 @@ def call_into(future: Future[T], function: Callable[[], T]) -> None:
 
 
 class BackgroundThreads:
-    """Threads that call functions in the order in which they were submitted, and end when none is left. Any thread.
+    """Threads that call functions in the order of submission, and end once the queue is empty. Thread-safe.
 
     The interpreter waits for them at exit. The executors of `concurrent.futures` refuse work once the main thread has
     ended, and their module cannot be imported then. Here `submit` calls the function itself where no thread can be
@@ -92,12 +92,12 @@ class BackgroundThreads:
             while cancel and self._work:
                 future, _ = self._work.popleft()
                 future.cancel()
-        self._serve()  # what an interrupt of `submit` left without a thread
+        self._serve()  # functions for which an interrupted `submit` started no thread
         with self._lock:
             self._idle.wait_for(lambda: not self._work and not self._serving)
 
     def _serve(self) -> None:
-        """Call functions until none is left, unless enough threads do."""
+        """Call functions until the queue is empty. Return at once if enough threads do."""
         thread = threading.get_ident()
         with self._lock:
             if len(self._serving) >= self._most or thread in self._serving:
@@ -229,7 +229,7 @@ class BackgroundSaves:
         Args:
             handle: of the save.
             work: writes and commits it.
-            locations: what the save replaces; it also waits for earlier saves of other Contexts to these.
+            locations: the save's targets; it also waits for earlier saves of other Contexts to them.
         """
         with self._lock:
             handle._kept_by = weakref.ref(self)
@@ -304,14 +304,14 @@ class _Turn:
         self._ended.wait()
 
     def end(self) -> None:
-        """Let the saves after this one begin."""
+        """End the turn, so that later saves begin."""
         self._order.running.turn = None
         self._order.remove(self)
         self._ended.set()
 
 
 class _SaveOrder:
-    """The asynchronous saves of all Contexts to each location, in the order in which they began. Any thread."""
+    """The asynchronous saves of all Contexts to each location, in the order in which they began. Thread-safe."""
 
     def __init__(self) -> None:
         self.begin_anew()
@@ -338,7 +338,7 @@ class _SaveOrder:
                     del self._last[location]
 
     def wait_for(self, location: str) -> None:
-        """Wait for the saves to a location that began before. A save that runs in its turn has waited already."""
+        """Wait for earlier saves to a location. A save that runs in its turn has waited already."""
         if getattr(self.running, "turn", None) is not None:
             return
         with self._lock:
@@ -351,7 +351,7 @@ _ORDER: Final = _SaveOrder()
 
 
 def wait_for_saves_to(location: str) -> None:
-    """Wait for the asynchronous saves of all Contexts of this process to a location. Returns at once inside such a save."""
+    """Wait for asynchronous saves of all Contexts of this process to a location. Inside such a save, return at once."""
     _ORDER.wait_for(location)
 
 

@@ -66,8 +66,8 @@ class Context:
         replicas: how processes of a job that hold the same elements share the work of writing them.
         reads: who reads what several processes of a job want of a checkpoint that they load. ``"all"``: each for itself.
             ``"broadcast"``: one of them, and sends it to the others. ``"per_node"``: one on each host, for those there.
-            `ReadGroups`: one of each group. In these cases every process of the job loads the same checkpoints, and a load
-            returns when all have loaded. ``"alone"``: this process loads, and the others need not.
+            `ReadGroups`: one of each group. In these cases every process of the job loads the same checkpoints, and a
+            load returns when all have loaded. ``"alone"``: this process loads without the others.
         when_busy: what `save_async` does while another save runs: ``"wait"`` for it, or copy at once and ``"queue"`` behind it;
             one waits so at most, and a third waits for the first.
         without_conditions: what a save does on storage without real directories whose puts cannot be conditional, or ignore conditions.

@@ -57,7 +57,7 @@ def delete_checkpoint(location: LocationLike, context: Context) -> None:
 
 
 def _refuse_referred(location: Location, save_id: str | None, context: Context) -> None:
-    """Do nothing if no checkpoint beside this one has arrays in it.
+    """Refuse to delete a checkpoint to which another one in the same directory refers.
 
     Args:
         location: of the checkpoint.

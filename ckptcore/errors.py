@@ -107,7 +107,7 @@ __all__ = [
 class CheckpointError(Exception):
     """The root of every error that ckptcore raises on purpose.
 
-    Its text has no secrets of URLs in it: passwords, and the values of queries, are shown as ``***``.
+    Secrets of URLs in its text, passwords and values of queries, are shown as ``***``.
     """
 
     def __str__(self) -> str:
@@ -117,7 +117,7 @@ class CheckpointError(Exception):
         return redacted(super().__repr__())
 
     def add_note(self, note: str, /) -> None:
-        """Add a line that is printed below the error, without secrets as the error itself."""
+        """Add a line that is printed below the error. Secrets of URLs are shown as ``***``."""
         super().add_note(redacted(note))
 
 

@@ -29,8 +29,8 @@ class ReadGroups:
 
 
 Reads: TypeAlias = Literal["all", "alone", "broadcast", "per_node"] | ReadGroups
-"""Who reads: every process what it wants itself, this process without the others, the job as one group, the processes of each host as
-one, or groups as given."""
+"""Readers: each process for itself, this process without the others, one of the job, one of each host, or one of each
+given group."""
 
 READS: Final = ("all", "alone", "broadcast", "per_node")
 

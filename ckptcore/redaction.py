@@ -10,18 +10,18 @@ __all__ = ["chainable", "redacted"]
 _HIDDEN: Final = "***"
 
 _URL: Final = re.compile(r"([a-zA-Z][a-zA-Z0-9+.-]*)(:/{1,2})([^\s<>\"]+)")
-"""A URL in a text, also one that `pathlib` took a slash of; what follows it up to a space may belong to the text."""
+"""A URL in a text, also with a slash removed by `pathlib`. Characters before the next space may belong to the text."""
 
 _LOCAL: Final = frozenset({"file", "local", "memory"})
-"""Schemes whose names may have any character, and hide nothing."""
+"""Schemes whose names may contain any character, and no secrets."""
 
 _VALUE: Final = re.compile(r"=[^&;#]*")
 _PARAMETER: Final = re.compile(
     r"((?:[?&#]|%3F|%26|%23)[\w.-]*(?:auth|cred|key|passw|secret|sig|token)[\w.-]*(?:=|%3D))(?!\*\*\*)(?:(?!%26)[^&;#/\s'\"])+",
     re.IGNORECASE,
 )
-"""A parameter with a telling name, of a query without its URL, as in the key of an object, also escaped. Local paths may
-have others."""
+"""A query parameter with the name of a secret, outside a URL, as in the key of an object; may be percent-encoded. Other
+parameters are kept, because local paths may contain them."""
 _TAIL: Final = re.compile(r"[')\],.;:]*\Z")
 _PORT: Final = re.compile(r"[^:]*(?::[0-9]*)?\Z")
 
@@ -39,7 +39,7 @@ def redacted(text: str) -> str:
 def chainable(error: BaseException) -> BaseException | None:
     """Return an error that may be raised from, or None if it, or an error behind it, would print a secret.
 
-    Errors of other libraries have URLs in their texts, and a traceback prints them. `CheckpointError` redacts its own text.
+    Errors of other libraries may contain URLs, and a traceback prints them. `CheckpointError` redacts its own text.
     """
     found: BaseException | None = error
     while found is not None:
@@ -65,7 +65,7 @@ def _redacted_url(matched: re.Match[str]) -> str:
 
 
 def _without_password(place: str, scheme: str) -> str:
-    """The authority and path of a URL; a password may have slashes that nobody escaped."""
+    """Return the authority and path of a URL without the password, which may have unescaped slashes."""
     authority = place.partition("/")[0]
     if "@" not in authority and (_PORT.match(authority) or "@" not in place):
         return place

@@ -37,11 +37,11 @@ class ReplicaOptions:
     Attributes:
         piece_bytes: a box is cut for its replicas into pieces of at least so many bytes.
         most: how many replicas share one box at most; 1: none is cut. More requests at once are not always faster.
-        objects: which state is saved of an object that has one of its own, such as a data loader or a wrapper of a model with
-            ``state_dict``, in a tree that the processes save together. ``"refuse"``: none, because the states may differ from
-            process to process. ``"lowest_rank"``: as torch.distributed.checkpoint saves it. The union of the keys of all
-            processes is saved, and each process writes its shards of distributed arrays. Of a value or an array that each
-            process has for itself, the one of the lowest rank that has it is saved, and the others are not.
+        objects: how to save objects with a state, such as a data loader or a wrapper of a model with ``state_dict``, in
+            a tree that several processes save together. ``"refuse"``: raise an error, because the states may differ
+            between processes. ``"lowest_rank"``: as torch.distributed.checkpoint does. The keys of all processes are
+            saved, and each process writes its shards of distributed arrays. Of any other array or value, that of the
+            lowest rank that has it is saved.
     """
 
     piece_bytes: int = 1 << 24

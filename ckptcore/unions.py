@@ -47,7 +47,7 @@ def unite_trees(
         ranks: by tree, the ranks that have it; of all trees together, every rank of the job once.
         size: processes of the job.
         elsewhere: by tree, the numbers of the arrays that its ranks only know of: others hold them.
-        may_differ: by tree, the numbers of the leaves that other trees may have otherwise. That of the first tree is taken.
+        may_differ: by tree, the numbers of leaves that may differ between trees. That of the first tree is taken.
         savers: what errors call those who save: ranks of a job, or sessions of a partial save.
 
     Raises:
@@ -202,7 +202,7 @@ def _keys_of(nodes: Sequence[tuple[int, Node]]) -> Mapping[int, object]:
 
 
 def _is_whole(record: LeafRecord) -> bool:
-    """Return whether a process has all of a leaf: a value, or an array that is not spread over processes."""
+    """Return whether a process has all of a leaf: a value, or an array that is not sharded over processes."""
     return isinstance(record, ValueRecord) or record.cuts is None
 
 

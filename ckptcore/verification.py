@@ -215,7 +215,7 @@ def _verify(opened: Opened, context: Context, progress: ProgressCallback | None)
 
 
 def _find_unstored(opened: Opened, known: Sequence[Problem]) -> Sequence[Problem]:
-    """Find an array of its own that the objects do not hold as the root describes it. Nothing where objects are damaged."""
+    """Find an array that is larger than its stored bytes. Returns nothing if other problems are known."""
     if known or opened.root is None:
         return ()
     arrays = [leaf for leaf in stored_leaves(opened.tree, opened.root.references) if leaf not in opened.tree.aliases]

@@ -164,9 +164,10 @@ def consolidate(
             checkpointables it begins with a name. Empty: all of it.
         max_file_bytes: the most elements a file holds, in bytes, unless one array is larger.
         stem: what the names of files begin with.
-        metadata: texts for the ``__metadata__`` of every file, which is ``{"format": "pt"}`` without them.
-        tied: an array that has several names is stored under each of them (``"each"``), so that every loader finds all names; or
-            under the first one (``"once"``), with the others in the ``__metadata__``, as `safetensors.torch.save_model` does.
+        metadata: entries to add to the ``__metadata__`` of every file, ``{"format": "pt"}`` by default.
+        tied: ``"each"`` stores an array that has several names under each of them, so that every loader finds all
+            names. ``"once"`` stores it under the first name, with the others in the ``__metadata__``, as
+            `safetensors.torch.save_model` does.
         files: local files that go along under their names, such as ``config.json``; those of the leader.
         overwrite: as for `save`.
         progress: called with bytes written and bytes in all, of this process, from any thread.

@@ -106,8 +106,8 @@ def load_into(
 ) -> Any:
     """Load a checkpoint into what is there: arrays and tensors are filled in place; returns the target.
 
-    Leaves that cannot be changed (numbers, jax.Arrays) are replaced in their dict, list or object. So are containers that cannot
-    be changed: tuples, frozen dataclasses. A target whose arrays overlap in memory is refused.
+    Leaves that cannot be changed (numbers, jax.Arrays) are replaced in their dict, list or object. So are containers
+    that cannot be changed: tuples, frozen dataclasses. A target whose arrays overlap in memory is refused.
 
     Args:
         location: as for `load`.
@@ -144,7 +144,8 @@ def load_checkpointables(
         location: a path or URL.
         wanted: None for all there are, names, or names with what each is to be loaded as: an object that has a state of its own
             (a module, an optimizer, an iterator) is restored in place, and so is a tree that has such objects in it; any other
-            tree is built anew as `load` does, also one of abstract leaves alone; None gives what was saved in Python's and NumPy's own types (files as bytes by their paths), `PLACEHOLDER` leaves it out. `LoadAs`
+            tree is built anew as `load` does, even if it has only abstract leaves; None gives what was saved in
+            Python's and NumPy's own types (files as bytes by their paths), `PLACEHOLDER` leaves it out. `LoadAs`
             around any of them gives it a selection, transforms, and differences that are allowed.
         context: options.
 

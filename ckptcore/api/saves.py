@@ -29,7 +29,7 @@ def save(
 ) -> None:
     """Save a tree and return once it is committed. Arrays in host memory are copied block by block as they are written.
 
-    Do not change arrays meanwhile. The checkpoint of an array that changes can be loaded, but mixes old and new elements.
+    Do not change arrays during the save: the checkpoint could be loaded, but would mix old and new elements.
 
     Args:
         location: a path or URL; a directory is made there.

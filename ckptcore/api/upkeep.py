@@ -33,7 +33,8 @@ def delete(location: LocationLike, *, context: Context | None = None) -> None:
 
     Raises:
         CheckpointNotFoundError: if there is nothing.
-        CheckpointExistsError: if what is there is no checkpoint of ckptcore, or if another checkpoint is inside its directory; nothing is deleted.
+        CheckpointExistsError: if the location holds no checkpoint of ckptcore, or if another checkpoint is inside its
+            directory. Nothing is deleted.
         CheckpointReferredError: if checkpoints beside it have arrays in it; names them. Those elsewhere cannot be known.
     """
     delete_checkpoint(location, context or default_context())

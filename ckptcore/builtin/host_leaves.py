@@ -120,7 +120,7 @@ class HostArrayHandler:
         return True
 
     def memory_to_fill(self, target: Any) -> Sequence[StridedMemory] | None:
-        """That of an array that is writable."""
+        """The memory of a writable array; None for other arrays."""
         writable = isinstance(target, np.ndarray) and target.flags.writeable
         return [StridedMemory.of(target)] if writable else None
 
@@ -192,15 +192,15 @@ class HostValueHandler:
 
 
 class BytesIOHandler:
-    """`io.BytesIO`, which programs put into a state for what ``torch.save`` wrote. It is stored as its bytes are.
+    """`io.BytesIO`, which programs use for the output of ``torch.save``. It is stored like bytes.
 
-    A load without an abstract tree gives bytes. A buffer that is built is at its beginning.
+    A load without an abstract tree returns bytes. A buffer that a load builds is at position 0.
     """
 
     priority = Priority.EXACT
 
     def describe(self, leaf: io.BytesIO) -> LeafRecord:
-        """As of the bytes."""
+        """The record of its bytes."""
         return _VALUE_HANDLER.describe(leaf.getvalue())
 
     def abstract(self, leaf: io.BytesIO) -> object:
@@ -244,11 +244,11 @@ class BytesIOHandler:
         return io.BytesIO(cast(bytes, _VALUE_HANDLER.build(b"", stored, boxes)))
 
     def fill(self, target: Any, stored: LeafRecord, boxes: Sequence[tuple[Box, HostArray]]) -> bool:
-        """False: it is replaced, as bytes are."""
+        """False: it is replaced, like bytes."""
         return False
 
     def memory_to_fill(self, target: Any) -> None:
-        """None: it is replaced, as bytes are."""
+        """None: it is replaced, like bytes."""
 
 
 _VALUE_KINDS: Final[dict[type, str]] = {
@@ -291,22 +291,22 @@ def abstract_of_stored(record: ArrayRecord) -> object:
 
 
 def _refuse_subclass(array_type: type) -> None:
-    """Refuse arrays that are more than their elements.
+    """Refuse subclasses of `numpy.ndarray`, which may carry more than elements.
 
     Raises:
-        UnsupportedLeafError: unless it is the type of arrays in files.
+        UnsupportedLeafError: for every subclass but `numpy.memmap`.
     """
     if issubclass(array_type, np.ma.MaskedArray):
         raise UnsupportedLeafError("a masked array cannot be stored as one array; save its .data and .mask")
     if not issubclass(array_type, np.memmap):
         raise UnsupportedLeafError(
-            f"a {array_type.__module__}.{array_type.__qualname__} is more than its elements, and these alone are stored; use "
-            "np.asarray(value) and save what else it carries, or give Context(handlers=...) a handler for it"
+            f"a {array_type.__module__}.{array_type.__qualname__} is more than its elements, and only the elements "
+            "would be stored: save np.asarray(value) and its other data, or give Context(handlers=...) a handler for it"
         )
 
 
 def _scalar(array: HostArray) -> object:
-    """A NumPy scalar. NumPy takes text from an array without the NULs at its end, which belong to a scalar.
+    """Return a NumPy scalar. Indexing an array would drop trailing NULs of text, which belong to the scalar.
 
     Raises:
         CorruptCheckpointError: if text has no code points.

@@ -85,8 +85,8 @@ class LocalStorage:
         direct = config.pop("direct_io", True)
         if not isinstance(direct, bool) or config:
             raise ValueError(
-                f"local storage has the option direct_io, True or False; found the options {sorted(map(str, options.config))}. Correct "
-                "the options of the storage in the Context"
+                "local storage has the option direct_io, True or False; found the options "
+                f"{sorted(map(str, options.config))}. Correct the options of the storage in the Context"
             )
         self._root = os.path.normpath(directory)
         self._prefix = self._root if self._root.endswith("/") else self._root + "/"

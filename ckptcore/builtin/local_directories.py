@@ -91,7 +91,7 @@ class LocalDirectories:
             return descriptor
         if not _is_below(directory, self.root):
             return os.open(directory, _OPEN_DIRECTORY)
-        # With a component after it the first one is held to the rule for checkpoints, not to that for files.
+        # With "/." after it, the first component is checked as a checkpoint, not as a file.
         return open_inside(self.root, f"{directory}/.", _OPEN_DIRECTORY)
 
     def _make(self, directory: str) -> None:

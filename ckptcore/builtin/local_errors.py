@@ -45,7 +45,7 @@ def local_error(error: OSError, doing: str, path: str, nbytes: int | None = None
 
 
 def close_descriptor(descriptor: int, path: str) -> None:
-    """Close an open file or directory. A network file system may report here that it lost what was written.
+    """Close an open file or directory. A network file system may report lost writes here.
 
     Raises:
         StorageError
@@ -66,6 +66,7 @@ def working_directory() -> str:
         return os.getcwd()
     except OSError as error:
         raise InvalidLocationError(
-            f"cannot resolve a relative path: the working directory of this process cannot be found ({error.strerror}). "
-            "Pass an absolute path, or change to a directory that exists"
+            "cannot resolve a relative path: the working directory of this process cannot be determined "
+            f"({error.strerror}). "
+            "Pass an absolute path, or change to another directory"
         ) from error

@@ -19,18 +19,18 @@ _OPEN_DIRECTORY: Final = _OPEN_ROOT | os.O_NOFOLLOW
 _MOST_LINKS: Final = 40  # as Linux follows in one path
 
 _IS_LINK: Final = frozenset({errno.ELOOP, errno.ENOTDIR, errno.EMLINK})
-"""What systems answer to an open with O_NOFOLLOW that meets a link; ENOTDIR also means a file in place of a directory."""
+"""Errors of an open with O_NOFOLLOW at a link. ENOTDIR also means a file in place of a directory."""
 
 _HUB_SNAPSHOT: Final = re.compile(r"(.*/[a-z]+s--[^/]+)/snapshots/[^/]+(?:/.*)?", re.DOTALL)
-"""A snapshot in the cache of the Hugging Face hub, such as ``models--owner--name/snapshots/<revision>``, and its repository."""
+"""A snapshot in a Hugging Face cache, such as ``models--owner--name/snapshots/<revision>``, with its repository."""
 
 
 def open_inside(root: str, path: str, flags: int) -> int:
     """Open a file or directory below a root, component by component.
 
-    A link is followed if its target is in the same checkpoint: below the first component of the path, which must not be a
-    link itself. A file right below the root may link to any file below the root. A snapshot in a cache of the Hugging Face
-    hub may link to the ``blobs`` of its own repository.
+    A link is followed if its target is in the same checkpoint: below the first component of the path, which must not
+    be a link itself. A file right below the root may link to any file below the root. A snapshot in a cache of the
+    Hugging Face hub may link to the ``blobs`` of its own repository.
 
     Args:
         root: the directory of the storage. It may be a link, and be below links: the user named it.
@@ -70,7 +70,7 @@ class _Walk:
                 closing.callback(os.close, self._directories.pop())
 
     def enter_checkpoint(self, name: str) -> None:
-        """Go to a directory right below the root, and keep to it from now on."""
+        """Enter a directory right below the root, which becomes the boundary."""
         path = posixpath.join(self._boundary, name)
         try:
             descriptor = os.open(name, _OPEN_DIRECTORY, dir_fd=self._directories[0])
@@ -84,7 +84,7 @@ class _Walk:
         os.close(above)
 
     def open(self, below: str, flags: int) -> int:
-        """Open what is at a path below the boundary."""
+        """Open a path below the boundary."""
         pending = below.split("/")[::-1]
         link = target = ""
         links = 0
@@ -124,7 +124,7 @@ class _Walk:
             pending += self._from_here(link, target)[::-1]
 
     def _target(self, name: str, number: int | None) -> str | None:
-        """Return what a link in the last directory says; None if it is no link.
+        """Return the target of a link in the last directory, or None if it is no link.
 
         Args:
             name: in the last directory.
@@ -169,6 +169,6 @@ def _open_blob(blobs: str, name: str, flags: int) -> int:
 
 def _leads_out(link: str, target: str) -> InvalidLocationError:
     return InvalidLocationError(
-        f"{link} leads out of the checkpoint, to {target}: symbolic links are followed only inside a checkpoint. Copy the file into "
-        "it, or give the place that the link leads to as the location"
+        f"{link} leads out of the checkpoint, to {target}: symbolic links are followed only inside a checkpoint. Copy "
+        "the file into the checkpoint, or give the target of the link as the location"
     )

@@ -57,7 +57,7 @@ def _entries(directory: str) -> list[os.DirEntry[str]]:
 
 
 def _follows(is_kind: Callable[[], bool], entry: os.DirEntry[str]) -> bool:
-    """Return the type of an entry; False for a link that leads nowhere, or to itself."""
+    """Return the type of an entry; False for a broken link or a cycle of links."""
     try:
         return is_kind()
     except OSError as error:

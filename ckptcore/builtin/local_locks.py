@@ -37,7 +37,7 @@ class DirectoryLock:
 
         Raises:
             BlockingIOError: another holds it.
-            FileNotFoundError: another directory came in its place.
+            FileNotFoundError: the directory was replaced.
             OSError
         """
         fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -60,7 +60,7 @@ class DirectoryLock:
                 self.forget()
 
     def forget(self) -> None:
-        """Close the file without unlocking: what a forked child does with the lock of its parent.
+        """Close the file without unlocking, as a forked child must with the lock of its parent.
 
         Raises:
             StorageError

@@ -57,10 +57,11 @@ class SafetensorsLayout:
         max_file_bytes: the most elements a file holds, in bytes, unless one array is larger.
         stem: what the names of files begin with, for software that looks for another one than ``model``: ``adapter_model`` for
             PEFT, ``diffusion_pytorch_model`` for diffusers.
-        metadata: texts for the ``__metadata__`` of every file. They replace ``"format": "pt"`` if they have a ``format``.
+        metadata: entries to add to the ``__metadata__`` of every file, names and values as str. A ``format`` among them
+            replaces ``"format": "pt"``.
 
     Raises:
-        ValueError: for a stem that is no part of a name of a file, and for metadata that is not of texts.
+        ValueError: if the stem cannot be part of a file name, or if metadata is not a mapping of str to str.
     """
 
     max_file_bytes: int = 5_000_000_000
@@ -78,12 +79,12 @@ class SafetensorsLayout:
             raise ValueError(
                 f"SafetensorsLayout(stem={self.stem!r}): names that begin with 'checkpoint.' are ckptcore's own; give another stem"
             )
-        object.__setattr__(self, "metadata", dict(self.metadata))  # the caller's may change while a save runs
+        object.__setattr__(self, "metadata", dict(self.metadata))  # the caller may change its mapping while a save runs
         for name, text in self.metadata.items():
             if not isinstance(name, str) or not isinstance(text, str) or name == SHARDING:
                 raise ValueError(
-                    f"SafetensorsLayout(metadata={{{name!r}: {text!r}}}): the format takes texts under names that are texts, "
-                    f"and {SHARDING} is written for slices; give another name, or json.dumps(...) of the value"
+                    f"SafetensorsLayout(metadata={{{name!r}: {text!r}}}): names and values must be str, and the name "
+                    f"{SHARDING} is reserved for slices; give another name, or json.dumps(...) of the value"
                 )
 
     @property
@@ -249,7 +250,7 @@ class SafetensorsLayout:
         yield from store.read_tiles(_shared_tiles(reads))
 
     def check_arrays(self, tree: TreeMetadata, state: JSON, leaves: Collection[int]) -> None:
-        """Refuse arrays that their slices do not make up."""
+        """Refuse arrays whose slices do not cover them exactly."""
         self._known.places(tree, state).check(tree, leaves)
 
     def extents(self, tree: TreeMetadata, state: JSON) -> Iterator[tuple[int, str, int, int]]:
@@ -263,7 +264,7 @@ class SafetensorsLayout:
 
     def inspect(self, store: ReadStore, entry: str | None) -> Inspection | None:
         """A file of any name, an index, or a directory that has a file ``*.safetensors`` or an index."""
-        from ckptcore.builtin.safetensors_header import inspect_files  # only who reads files of others needs it
+        from ckptcore.builtin.safetensors_header import inspect_files  # only needed for files of other software
 
         found = inspect_files(store, entry)
         if found is None:

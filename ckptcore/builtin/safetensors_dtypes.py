@@ -1,7 +1,8 @@
-"""Dtypes of the safetensors format: the name and shape that a header states for an array, and the array that a header describes.
+"""Dtypes of the safetensors format: conversion between arrays and the dtypes and shapes in headers.
 
-The names are those of safetensors 0.8 (``safetensors/src/tensor.rs``). Shapes in headers are in elements, also of dtypes that are
-smaller than a byte: the elements of a tensor are packed and end at the boundary of a byte, or the library refuses the file.
+The names are those of safetensors 0.8 (``safetensors/src/tensor.rs``). Shapes in headers are in elements, also for
+dtypes smaller than a byte. Their elements are packed; the library refuses a tensor that does not end at a byte
+boundary.
 """
 
 from __future__ import annotations
@@ -43,13 +44,13 @@ _WHOLE_BYTES: Final[Mapping[str, str]] = {
 _OURS: Final = {theirs: ours for ours, theirs in _WHOLE_BYTES.items()}
 
 _BITS: Final[Mapping[str, int]] = {"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6}
-"""Bits per element of the dtypes that are smaller than a byte. The elements of ml_dtypes have a byte each: other dtypes."""
+"""Bits per element of dtypes smaller than a byte. Those of ml_dtypes have a byte per element and are other dtypes."""
 
 _PAIRS: Final = "torch.float4_e2m1fn_x2"
-"""The kind of an array of bytes with two elements of F4 in each. The safetensors library reads and writes F4 as this dtype."""
+"""The kind of an array of bytes with two F4 elements each: the dtype that the safetensors library uses for F4."""
 
 _RAW: Final = "safetensors."
-"""What the kind of an array begins with that has the bytes of a tensor whose dtype no array has; its name follows."""
+"""Prefix of the kind of an array that holds the bytes of a tensor whose dtype NumPy lacks. The dtype's name follows."""
 
 _NAME: Final = re.compile(r"\w{1,40}", re.ASCII)
 
@@ -72,7 +73,7 @@ def header_entry(record: ArrayRecord) -> tuple[str, Sequence[int]]:
 
 
 def _raw_entry(record: ArrayRecord) -> tuple[str, Sequence[int]] | None:
-    """What a header said of bytes that `record_of` described; None if they are not those of a dtype that the format has."""
+    """Return the dtype and shape from which `record_of` made a record of bytes; None for other records."""
     name = record.kind.removeprefix(_RAW)
     bits, shape = _BITS.get(name), record.notes.get("shape")
     if bits is None or not isinstance(shape, list) or not all(type(extent) is int for extent in shape):
@@ -83,10 +84,10 @@ def _raw_entry(record: ArrayRecord) -> tuple[str, Sequence[int]] | None:
 
 
 def record_of(dtype: str, shape: Sequence[int], nbytes: int) -> ArrayRecord | None:
-    """The array that a header describes; None if no tensor can be so.
+    """Return the array that a header describes; None if the header is inconsistent.
 
-    A tensor of F4 is an array of bytes with two elements in each, the first in the lower half. Any other tensor whose dtype no
-    array has is an array of its bytes, without its axes; `kind` and `notes` have its dtype and its shape.
+    A tensor of F4 is an array of bytes with two elements each, the first in the lower half. A tensor of any other dtype
+    that NumPy lacks is a one-dimensional array of its bytes; `kind` and `notes` have its dtype and its shape.
 
     Args:
         dtype: its name in the format; one of a newer version has other names.

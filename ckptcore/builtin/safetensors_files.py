@@ -42,9 +42,9 @@ def file_names(stem: str, count: int) -> list[str]:
 def file_metadata(
     tree: TreeMetadata, names: Mapping[int, str], leaves: Collection[int], own: Mapping[str, str]
 ) -> dict[str, JSON]:
-    """The metadata of a file with these leaves: from the names of arrays that share one of them to its name, and the user's own.
+    """Return the metadata of a file with these leaves: aliases with the names of their arrays, and the user's entries.
 
-    Entries of the user's replace others, as in `safetensors.torch.save_model`.
+    The user's entries replace others, as in `safetensors.torch.save_model`.
     """
     here = set(leaves)
     metadata: dict[str, JSON] = {

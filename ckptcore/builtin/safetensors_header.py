@@ -39,7 +39,7 @@ class TensorEntry:
 
     Attributes:
         name: its name.
-        record: the array that it is.
+        record: its array.
         key: the file.
         offset: where its first element is in the file, in bytes.
     """
@@ -169,9 +169,9 @@ def _read_index(store: ReadStore, key: str) -> tuple[Sequence[TensorEntry], Mapp
 
 
 def _has_header(store: ReadStore, key: str) -> bool:
-    """Whether a file begins as a safetensors file does: with a length that fits into it, and the JSON object of that length.
+    """Return whether a file begins like a safetensors file: with the length of a header that fits into it, and "{".
 
-    The files of torch.save, and other files that begin with a few letters, state a length beyond any limit.
+    Files of torch.save, and others that begin with letters, state a length beyond any limit.
     """
     file_bytes = store.size(key)
     begin = store.get(key, 0, min(file_bytes, 9))
@@ -179,7 +179,7 @@ def _has_header(store: ReadStore, key: str) -> bool:
 
 
 def _fits(header_bytes: int, file_bytes: int) -> bool:
-    """Whether a header of this length can be in a file of that length."""
+    """Return whether a header of this length fits into a file of that length."""
     return 2 <= header_bytes <= min(_MAX_HEADER_BYTES, file_bytes - 8)
 
 
@@ -238,7 +238,8 @@ def _entry(name: str, described: Any, key: str, start: int) -> TensorEntry:
     record = record_of(dtype, shape, last - first)
     if record is None:
         raise CorruptCheckpointError(
-            f"the tensor {name!r} of {key} cannot be: its header states dtype {dtype[:40]!r}, shape {shape} and {last - first} bytes",
+            f"the header of {key} is damaged: the tensor {name!r} has dtype {dtype[:40]!r}, shape {shape} and "
+            f"{last - first} bytes, which do not agree",
             key=key,
         )
     return TensorEntry(name, record, key, start + first)

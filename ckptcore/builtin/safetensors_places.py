@@ -131,7 +131,7 @@ class Places:
         return slices
 
     def check(self, tree: TreeMetadata, leaves: Collection[int]) -> None:
-        """Refuse arrays that their slices do not make up. See `ckptcore.protocols.ChecksArrays`."""
+        """Refuse arrays whose slices do not cover them exactly. See `ckptcore.protocols.ChecksArrays`."""
         for leaf in leaves:
             if leaf not in self.whole:
                 self.of(tree, leaf)

@@ -66,7 +66,7 @@ def write_slices(
         store: where to write.
         stem: what the names of files have in them.
         max_file_bytes: the most elements that a file holds, in bytes, unless one box is larger.
-        metadata: of the user's, for every file.
+        metadata: the user's entries for every file.
     """
     plan = snapshot.plan
     files = _files(plan, items, max_file_bytes)
@@ -84,8 +84,8 @@ def write_slices(
             for part in slices:
                 item = plan.items[part.item]
                 spec = ArraySpec(part.box.shape, item.spec.dtype)
-                # Packed elements stay bytes: torch's reader of slices (hf_storage.py, torch 2.13.0) knows neither their dtypes nor a
-                # shape that is not in the units of the offsets.
+                # Packed elements stay bytes: torch's reader of slices (hf_storage.py, torch 2.13.0) supports neither
+                # their dtypes nor shapes in other units than the offsets.
                 dtype, shape = header_entry(ArrayRecord(spec))
                 name = names[item.leaf]
                 header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [position, position + spec.nbytes]}

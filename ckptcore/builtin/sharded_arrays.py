@@ -217,7 +217,7 @@ class ShardedArrayHandler:
         return True
 
     def memory_to_fill(self, target: ShardedArray) -> Sequence[StridedMemory] | None:
-        """That of its shards; None where one has no elements, or cannot be written."""
+        """The memory of its shards; None if one has no elements or is read-only."""
         found = []
         for shard in target.shards:
             if shard.elements is None or not shard.elements.flags.writeable:

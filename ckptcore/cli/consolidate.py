@@ -39,7 +39,7 @@ def _bytes(context: click.Context, parameter: click.Parameter, text: str) -> int
 
 
 def _metadata(context: click.Context, parameter: click.Parameter, entries: tuple[str, ...]) -> dict[str, str]:
-    """Names and texts, of ``NAME=TEXT``.
+    """Parse entries of the form ``NAME=TEXT``.
 
     Raises:
         click.BadParameter

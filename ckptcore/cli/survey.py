@@ -114,7 +114,7 @@ def look_at_steps(steps: StepDirectory, chosen: Sequence[int], context: Context)
 
 
 def _look(steps: StepDirectory, context: Context, step: int) -> Found:
-    """Look at a step, again while it is committed, replaced or deleted meanwhile."""
+    """Look at a step. Look again if it was committed, replaced or deleted in between."""
     store = subdirectory(steps.store, steps.name(step))
     for _ in range(ATTEMPTS):
         mark = root_mark(store)

@@ -76,14 +76,14 @@ def claim_location(
     conditions: Conditions,
     is_foreign: IsForeign = none_is_foreign,
 ) -> Claim:
-    """Claim a location and remove what dead saves left there. Waits for asynchronous saves of this process that began before.
+    """Claim a location and remove what dead saves left there. Waits for earlier asynchronous saves of this process.
 
     Args:
         location: where.
         claimed: the save.
         overwrite: whether a checkpoint there is replaced.
         conditions: what is known of those of storages.
-        is_foreign: tells checkpoints of other software, which are replaced like those of ckptcore.
+        is_foreign: recognises checkpoints of other software, which are replaced like those of ckptcore.
 
     Raises:
         CheckpointExistsError: if something is there that is not to be replaced.

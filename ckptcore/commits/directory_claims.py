@@ -41,7 +41,7 @@ __all__ = [
 logger = logging.getLogger("ckptcore.commit")
 
 _PUBLISH_TRIES: Final = 100
-"""Times that a commit is tried while others delete what it replaces."""
+"""Attempts to commit while other processes delete the old checkpoint."""
 
 PARTIAL_KEY: Final = "checkpoint.partial.json"
 """What says in the hidden directory of a partial save which sessions there are. Elsewhere it stands in the place of the root."""
@@ -63,7 +63,7 @@ def hidden_store(location: Location, save_id: str) -> StorageBackend:
 
 
 def remove_hidden(location: Location, directories: AtomicDirectories, name: str, save_id: str) -> None:
-    """Remove a directory beside or at a location: rename it first, to a hidden name that the next save removes.
+    """Remove a directory: rename it first, to a hidden name that the next save to the location removes.
 
     Args:
         location: where it is.
@@ -91,7 +91,7 @@ def hold_beside(location: Location, directories: AtomicDirectories) -> Iterator[
 
 
 def is_claimed_beside(location: Location, directories: AtomicDirectories) -> bool:
-    """Return whether a save to a location, or a deletion of it, is running. Deletes the directories of those that were killed."""
+    """Return whether a save to a location, or a deletion of it, is running. Remove the directories of killed ones."""
     names = [entry.removesuffix("/") for entry in location.parent.list_names() if entry.endswith("/")]
     alive = [name for name in names if is_save_of(location.name, name) and not _delete_if_dead(directories, name)]
     return bool(alive)
@@ -265,28 +265,28 @@ class DirectoryClaim:
                     if left:
                         continue
                     raise SaveLostError(
-                        f"something stands at {self._location.display} that is no file and was not there, or not seen, "
-                        "when the save began (a broken link?); remove it and save again"
+                        f"cannot commit {self._location.display}: its path has an entry that is no file, and was not "
+                        "found when the save began (a broken link?); remove it and save again"
                     ) from error
             except ObjectNotFoundError as error:
                 raise SaveLostError(
-                    f"{self._hidden} was removed beside {self._location.display} while it was saved; save again"
+                    f"{self._hidden}, next to {self._location.display}, was removed during the save; save again"
                 ) from error
             try:
                 return self._replace()
             except ObjectNotFoundError as error:
                 if not left:
                     raise SaveLostError(
-                        f"{self._location.display} was deleted again and again while it was being replaced; save again "
-                        "when no other process deletes it"
+                        f"cannot replace {self._location.display}: other processes deleted it {_PUBLISH_TRIES} times "
+                        "during the commit; save again when no other process deletes it"
                     ) from error
         raise AssertionError("the last try returns or raises")
 
     def _replace(self) -> str:
-        """Put the new checkpoint in the place of the old one; return the hidden name of the old one.
+        """Exchange the old checkpoint for the new one; return the hidden name of the old one.
 
         Raises:
-            ObjectNotFoundError: there is no old one any more.
+            ObjectNotFoundError: the old one was deleted.
         """
         name = self._location.name
         try:

@@ -1,4 +1,4 @@
-"""Checkpoints inside the directory of another one: no save makes them, and nothing removes them with it."""
+"""Nested checkpoints: saves into the directory of another checkpoint, and removals that would include one."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _SHOWN: Final = 5
 
 
 def refuse_inside(location: Location) -> None:
-    """Do nothing unless the directory that a save goes to is a checkpoint, or a claim. One small request.
+    """Refuse a location whose parent directory is a checkpoint or a claim. One small request.
 
     Raises:
         InvalidLocationError
@@ -34,13 +34,13 @@ def refuse_inside(location: Location) -> None:
         return
     above = location.display.rstrip("/").rpartition("/")[0]
     raise InvalidLocationError(
-        f"cannot save to {location.display}: it is inside {above}, which is around it and is a checkpoint or an unfinished save. A checkpoint owns "
-        "its directory: save beside it. Nothing was written"
+        f"cannot save to {location.display}: it is inside {above}, which is a checkpoint or an unfinished save. A "
+        "checkpoint owns its directory: save outside it. Nothing was written"
     )
 
 
 def expect_no_nested(location: Location) -> None:
-    """Do nothing if no other checkpoint is inside the directory of the checkpoint at a location. Lists the directory.
+    """Refuse to remove a checkpoint that has another one in its directory. Lists the directory.
 
     Raises:
         CheckpointExistsError
@@ -50,13 +50,13 @@ def expect_no_nested(location: Location) -> None:
     if names:
         inside = ", ".join([f"{location.display.rstrip('/')}/{name}" for name in names[:_SHOWN]])
         raise CheckpointExistsError(
-            f"{location.display} has another checkpoint in its directory ({inside}), which would be removed with it: move or delete that "
-            "first. Nothing was changed"
+            f"{location.display} has another checkpoint in its directory ({inside}), which would be removed with it: "
+            "move or delete that one first. Nothing was changed"
         )
 
 
 def _nested(store: StorageBackend) -> Sequence[str]:
-    """The directories, below the one that a storage is opened at, of checkpoints that are no members and no stored files."""
+    """Return the directories of nested checkpoints that are no members, stored files or exports of this one."""
     names = [key.removesuffix(f"/{ROOT_KEY}") for key in store.list() if key.endswith(f"/{ROOT_KEY}")]
     roots = {name: root for name in names if (root := _committed(store, name)) is not None}
     members = {name: root for name, root in roots.items() if isinstance(root, Root) and root.member}
@@ -69,8 +69,7 @@ def _nested(store: StorageBackend) -> Sequence[str]:
 
 
 def _committed(store: StorageBackend, name: str) -> object | None:
-    """The root of a checkpoint that somebody could load; None where there is none."""
-
+    """Return the root of a committed checkpoint, or None."""
     prefix = f"{name}/" if name else ""
 
     def read_part(key: str, size: int) -> bytes:

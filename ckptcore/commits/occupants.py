@@ -61,7 +61,7 @@ def refuse_to_replace(location: Location, overwrite: Overwrite, is_foreign: IsFo
     Args:
         location: where.
         overwrite: whether a checkpoint is replaced.
-        is_foreign: tells checkpoints of other software; asked if there is something else than a checkpoint of ours.
+        is_foreign: recognises checkpoints of other software; called if the location has files but no root.
 
     Raises:
         CheckpointExistsError: if it may not.
@@ -109,8 +109,8 @@ def find_occupant(
         occupant = "checkpoint"  # of several checkpointables, that lost its root; or of other software
     else:
         raise CheckpointExistsError(
-            f"{location.display} holds files that are no checkpoint of ckptcore ({', '.join(names[:5])}), nor a directory that is one of "
-            "other software, and they are not replaced; save to another location, or remove them"
+            f"{location.display} holds files that are no checkpoint ({', '.join(names[:5])}), and they are not "
+            "replaced; save to another location, or remove them"
         )
     if occupant == "checkpoint" and not overwrite:
         raise CheckpointExistsError(

@@ -55,7 +55,7 @@ FilePath: TypeAlias = str | os.PathLike[str]
 """Where a local file is."""
 
 TiedNames: TypeAlias = Literal["each", "once"]
-"""Under which of its names an array is stored that has several: all of them, or the first."""
+"""Names under which a tied array is stored: each of them, or only the first."""
 
 _FILE_PIECE_BYTES: Final = 1 << 24
 
@@ -90,7 +90,17 @@ def consolidate_checkpoint(
     recording = Recording("save", str(destination), context.observers, rank=job.rank)
     try:
         nbytes = _consolidate(
-            source, destination, subtree, layout, tied, files, overwrite, progress, context, Agreement(job, key, recording), recording
+            source,
+            destination,
+            subtree,
+            layout,
+            tied,
+            files,
+            overwrite,
+            progress,
+            context,
+            Agreement(job, key, recording),
+            recording,
         )  # fmt: skip
     except BaseException as error:
         recording.finish(error=error)
@@ -209,7 +219,7 @@ def _files_by_name(files: Sequence[FilePath]) -> Mapping[str, FilePath]:
 def _digest(
     source: _Source, objects: Sequence[Sequence[WriteItem]], files: Sequence[str], metadata: Mapping[str, str]
 ) -> JSON:
-    """Equal on two ranks exactly if they read the same save, cut it in the same way, and give files the same names and metadata."""
+    """Return a digest, equal on two ranks if they read the same save and plan the same pieces, files and metadata."""
     opened = source.opened
     saved: JSON = opened.root.save_id if opened.root is not None else [opened.tree.to_json(), opened.state]
     items = [[[item.leaf, [[box.start, box.stop] for box in item.boxes]] for item in of_one] for of_one in objects]
@@ -277,7 +287,7 @@ class _Consolidated:
 
 @contextmanager
 def _expect_same(opened: Opened) -> Iterator[None]:
-    """Let an error say so if the source was replaced, and else name the arrays that it is about."""
+    """Add the names of arrays to errors about bytes. If the source was replaced, raise an error that says so."""
     try:
         with naming_arrays(opened):
             yield

@@ -51,7 +51,7 @@ _PIECE_BYTES: Final = 1 << 24
 
 
 class SourceReplaced(Exception):
-    """The source is no longer the save that was to be converted. Nothing of it is at the destination."""
+    """The source was replaced by another save before the conversion. Nothing was written."""
 
 
 def convert_checkpoint(
@@ -119,7 +119,7 @@ class _Conversion:
         """The save id under which an attempt wrote the source, which was replaced meanwhile."""
 
     def either(self, source: Place, found: Opened | OpenedComposite) -> None:
-        """Write a checkpoint of either sort."""
+        """Convert one tree, or several checkpointables."""
         if self._only is not None and found.mark.root != self._only:
             self._take_back()
             raise SourceReplaced
@@ -127,8 +127,8 @@ class _Conversion:
             self._tree(found)
         elif self._transforms:
             raise TransformError(
-                f"{found.location.display} holds several checkpointables, and transforms are of one tree: convert them one by one, "
-                f"as in convert({source}/NAME, ..., transforms=...). Nothing was converted"
+                f"{found.location.display} holds several checkpointables, and transforms apply to one tree: convert "
+                f"them one by one, as in convert({source}/NAME, ..., transforms=...). Nothing was converted"
             )
         else:
             self._composite(source, found)

@@ -90,7 +90,8 @@ def copy_checkpoint(
         source, destination, context, overwrite, verify, progress: as there.
         is_stopped: asked before each piece; who says True gets a `CancelledError`, and what was copied stays for the next copy.
         before_commit: called when all but the root is there; what it raises is raised, and what was copied stays.
-        copy_referring: copies what refers to others, as its root says, and gives None if it was replaced meanwhile; None: such is copied as it is.
+        copy_referring: copies a checkpoint whose root refers to others, and returns None if it was replaced meanwhile.
+            None: such checkpoints are copied as they are.
     """
     if verify not in _VERIFICATIONS:
         raise ValueError(f"verify={verify!r}: expected one of {', '.join(map(repr, _VERIFICATIONS))}")

@@ -56,7 +56,7 @@ class Manifest:
 
     Attributes:
         location: where it is.
-        mark: what was there when it was opened.
+        mark: identifies the save that was opened.
         root: its root; None where other software wrote it.
         members: the roots of its checkpointables.
         objects: the other objects but `marks`, the largest first.

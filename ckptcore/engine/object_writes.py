@@ -40,7 +40,7 @@ class ObjectWrites:
             objects: keys, and what the objects are made of; asked for the next one when a thread begins it.
             sizes: how much is moved at a time.
             checksums: whether checksums are kept.
-            bounce: memory of `Sizes.write` bytes each, that bytes are copied to; what was taken is put back.
+            bounce: free buffers of `Sizes.write` bytes each, to which bytes are copied; taken buffers are returned.
             progress: called with a number of bytes each time that many more are written.
         """
         self._storage = storage
@@ -184,7 +184,7 @@ class ObjectWrites:
     def _write_task(self, target: _Large, task: WriteTask, bounce: memoryview) -> bool:
         """Write bytes of an object, and complete it if they are the last; False if writing failed elsewhere meanwhile.
 
-        Arrays may change while they are saved. So their bytes are copied, and all checksums are of the copy that is written.
+        The bytes are copied, because arrays may change during the save. All checksums are of the copy that is written.
         """
         data = task.fill(bounce)
         if task.summed:

@@ -76,9 +76,9 @@ class ObjectRecorder:
     def write(self, key: str, segments: Sequence[Segment]) -> None:
         """Write an object made of these segments, in this order.
 
-        Array segments are opened one after the other, and closed as their bytes are written, or when it failed. Memory
-        for a few pieces is used (of 1 MiB; of `ManyRequests.part_bytes` where the storage says so, one for each request under
-        way): bytes are copied to it, and checksums are of the copy that is written, also if the arrays change meanwhile.
+        Array segments are opened one after the other, and closed as their bytes are written, or when it failed. Bytes
+        are copied to a few buffers of 1 MiB, or, if the storage is `ManyRequests`, to one of `part_bytes` for each
+        request under way. Checksums are of the copy that is written, even if the arrays change meanwhile.
         Checksums that are part of the object are computed piece by piece, each by the thread that writes the piece.
 
         Raises:

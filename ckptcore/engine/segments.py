@@ -59,7 +59,7 @@ class WriteTask:
                 summed.append((trailer, position, stop - self.start))
 
     def fill(self, memory: memoryview) -> memoryview:
-        """Copy the bytes to the start of some memory, reading each byte of an array once: its owner may change it meanwhile."""
+        """Copy the bytes to the start of a buffer. Reads each byte of an array once: it may change meanwhile."""
         whole = np.frombuffer(memory, np.uint8)
         for position, run, start, stop in self._pieces:
             end = position + stop - start

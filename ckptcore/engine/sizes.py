@@ -17,7 +17,8 @@ class Sizes:
     Attributes:
         block: what one checksum covers.
         task: what a thread reads before it looks for other work, where there is so much; a multiple of `block`.
-        write: what a thread copies, checks and writes at a time; a multiple of `block`. Small enough to stay in a processor's cache.
+        write: what a thread copies, checks and writes at a time; a multiple of `block`, small enough for a processor's
+            cache.
         inline: objects and reads of fewer bytes are left to the calling thread alone.
         direct: from here on bytes that only one array wants, as they are, are read straight into it.
         run: from here on each run of elements of a box is read straight into its array, block by block.

@@ -50,7 +50,7 @@ class Holder:
 
     @property
     def is_here(self) -> bool:
-        """Whether this process is the holder, so that it is certainly alive."""
+        """True if this process is the holder, which is therefore alive."""
         return (self.host, self.pid) == (platform.node(), os.getpid())
 
     def describe(self) -> str:

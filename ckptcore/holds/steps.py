@@ -128,7 +128,7 @@ class StepHolds:
         return bool(self._holds.living("pins", name))
 
     def is_pinned_here(self, name: str) -> bool:
-        """Return whether this process pins a step by a lease, which is certainly alive then.
+        """Return whether this process pins a step by a lease.
 
         Raises:
             StorageError

@@ -85,7 +85,7 @@ def _load_once(
 def _as_asked_for(
     loaded: Mapping[str, object], wanted: Wanted | Everything, composite: OpenedComposite
 ) -> dict[str, object]:
-    """What was loaded, in the order in which it was asked for; in that of the save, if all was."""
+    """Return what was loaded, in the order of `wanted`; in that of the save if all checkpointables were loaded."""
     names = composite.members if wanted is None or isinstance(wanted, Everything) else wanted
     return {name: loaded[name] for name in names if name in loaded}
 

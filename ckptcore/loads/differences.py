@@ -120,9 +120,9 @@ def _shares(counts: Mapping[str, int]) -> dict[str, int]:
 
 
 def container_differences(asked: Skeleton, stored: Skeleton) -> list[Difference]:
-    """Where a list is asked for and a tuple is stored, or an empty dict and an empty sequence; or the other way round.
+    """Find differences between lists and tuples, and between empty dicts and empty sequences, in either direction.
 
-    Keys match as those of leaves do. What is not empty differs by its leaves.
+    Keys match like those of leaves. Containers with children are compared by their leaves.
     """
     found: list[Difference] = []
     _compare(asked, stored, (), found)
@@ -132,7 +132,7 @@ def container_differences(asked: Skeleton, stored: Skeleton) -> list[Difference]
 def _compare(asked: Skeleton, stored: Skeleton, path: TreePath, found: list[Difference]) -> None:
     if not isinstance(asked, Node) or not isinstance(stored, Node):
         return
-    # Without its type, an object comes back as a dict or a list.
+    # Without its class, an object loads as a dict or a list.
     empty = not asked.keys and not stored.keys and "object" not in (asked.kind, stored.kind)
     if {asked.kind, stored.kind} == {"list", "tuple"}:
         line = f"{format_path(path)}: sequence: a {asked.kind} is asked for, a {stored.kind} is stored"

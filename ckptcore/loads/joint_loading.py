@@ -31,15 +31,15 @@ def load_jointly(
 ) -> T:
     """Load on all ranks of a job, and return when all have loaded.
 
-    Called on every rank, for the same checkpoint. The ranks take each step together: open, plan, read, finish. So a rank
-    calls methods of objects, which may be collective, only if the others do, and no rank returns while another one reads.
-    If the checkpoint is replaced meanwhile, all ranks begin again.
+    Every rank must call this, for the same checkpoint. The ranks take each step together: open, plan, read, finish. So
+    a rank calls methods of objects, which may be collective, only if the others do, and no rank returns while another
+    one reads. If the checkpoint is replaced meanwhile, all ranks start again.
 
     Args:
         location: of the checkpoint.
         context: options.
-        recording: is told the phases.
-        job: the processes, several.
+        recording: records the phases.
+        job: a job of several processes.
         plan: plans what this process wants.
         attempt_type: how the ranks read.
 
@@ -49,7 +49,7 @@ def load_jointly(
     """
     agreement = Agreement(job, context.exchange_key(f"{agreed_name(location, recording)}/load"), recording)
     tries = tries_of(location, context)
-    for number in itertools.count():  # `tries` says when it is enough
+    for number in itertools.count():  # `tries` limits the attempts
         attempt = attempt_type(tries, context, job, agreement, number, str(location))
         planned = attempt.plan(plan)
         if planned is not None and attempt.read(planned, recording):
@@ -60,12 +60,12 @@ def load_jointly(
 
 
 def agreed_name(location: Source, recording: Recording) -> str:
-    """The name of the exchanges of a load, the same on every rank: hosts may have a step in directories of different names."""
+    """Return a name for the exchanges of a load, equal on every rank: hosts may name the directory of a step differently."""
     return str(location) if recording.step is None else f"step {recording.step}"
 
 
 class JointAttempt:
-    """One try to load, in which every process reads for itself. Each method is called on every rank, or on none."""
+    """One attempt to load, in which every process reads for itself. Each method must be called on every rank."""
 
     def __init__(
         self, tries: Tries[Opened], context: Context, job: Coordinator, agreement: Agreement, number: int, location: str
@@ -111,7 +111,7 @@ class JointAttempt:
         return not self._take_step("read", read).again
 
     def _told_of(self, opened: Opened, reading: Reading) -> JSON:
-        """Return what this rank tells the leader of its plan."""
+        """Return what this rank sends to the leader about its plan."""
         return None
 
     def _agree(self, payloads: Sequence[JSON], reading: Reading) -> bool:

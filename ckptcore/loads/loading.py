@@ -288,9 +288,9 @@ def _match_target(opened: Opened, flat: Flat, context: Context, request: LoadReq
     if stuck is not None:
         path = format_path(list(flat.paths())[stuck])
         raise TreeMismatchError(
-            f"{path} of the target cannot be filled in place, and no container that holds it can be changed; use load() and keep "
-            "its result, or hold the leaf in a dict. To restore objects beside it, save each under a name of its own. Nothing was "
-            "changed",
+            f"{path} of the target cannot be filled in place, and no container that holds it can be changed; use "
+            "load() and keep its result, or hold the leaf in a dict. To restore other objects of the target in place, "
+            "save each under its own name with save_checkpointables. Nothing was changed",
             [f"{path}: cannot be filled in place"],
         )
     from ckptcore.loads.targets import check_shared_containers, check_shared_memory  # only a target needs it

@@ -36,7 +36,7 @@ __all__ = [
 T_co = TypeVar("T_co", covariant=True)
 
 _MOST_GROWTH: Final = 1 << 16
-"""How many times larger than all objects an array may be. zstd compresses zeros to a 30,000th."""
+"""Largest ratio of the bytes of an array to those of all objects. zstd compresses zeros to a 30,000th."""
 
 
 @dataclass(slots=True)
@@ -382,7 +382,7 @@ def _fits(buffer: HostArray, box: Box, record: ArrayRecord) -> bool:
 
 
 def check_sizes(opened: Opened, wanted: Collection[int]) -> None:
-    """Refuse arrays that are not stored whole, before memory is taken for them: a few hostile bytes may state any shape.
+    """Refuse arrays that are not stored whole, before memory is allocated: a hostile root may state any shape.
 
     Args:
         opened: the checkpoint.
@@ -408,8 +408,9 @@ def check_sizes(opened: Opened, wanted: Collection[int]) -> None:
         record = opened.tree.leaves[leaf]
         if isinstance(record, ArrayRecord) and record.spec.nbytes > _MOST_GROWTH * held:
             raise CorruptCheckpointError(
-                f"{format_path(opened.tree.paths[leaf])} of {opened.location.display} is said to be {record.spec}, {record.spec.nbytes} "
-                f"bytes, and all objects together have {held}; the root is damaged: load another checkpoint"
+                f"{format_path(opened.tree.paths[leaf])} of {opened.location.display} is said to be {record.spec}, "
+                f"{record.spec.nbytes} bytes, but all objects together have {held} bytes; the root is damaged: load "
+                "another checkpoint"
             )
     extents = [extent for extent in opened.layout.extents(opened.tree, opened.state) if extent[0] in wanted]
     # Not what the root states, or only a little of it: an object may be cut off, and a hostile root may state anything.

@@ -41,7 +41,7 @@ _MOST_AT_ONCE: Final = 2 * AHEAD
 
 
 class SharedAttempt(JointAttempt):
-    """One try to load in which each process says what it wants: what several want, one of them reads and sends to the others.
+    """One attempt to load, in which one process reads what several want and sends it to the others.
 
     Raises:
         ValueError: if the ranks have different options.
@@ -54,7 +54,7 @@ class SharedAttempt(JointAttempt):
     _decided: Any
 
     def _told_of(self, opened: Opened, reading: Reading) -> JSON:
-        """A digest of what this rank wants, which save it opened, its options and its host."""
+        """Return a digest of the boxes that this rank wants, the save that it opened, its options and its host."""
         wanted = _request_of(reading)
         self._own = {leaf: SharedArray.of(reading.opened, leaf) for leaf in wanted}
         self._told = [[self._own[leaf].to_json(), _boxes_told(boxes)] for leaf, boxes in wanted.items()]

@@ -1,4 +1,4 @@
-"""Targets: trees that a load fills in place. Each place in memory can hold one stored value."""
+"""Checks of targets, the trees that a load fills in place: no two stored values may go to the same memory."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def check_shared_memory(
 
 
 def check_shared_containers(opened: Opened, numbers: Sequence[int | None], shape: Shape) -> None:
-    """Refuse a container that is in a target twice, and of which the checkpoint has two versions.
+    """Refuse a container at two places of a target for which the checkpoint has two values.
 
     Raises:
         TreeMismatchError: names a leaf of both.
@@ -66,7 +66,7 @@ def check_shared_containers(opened: Opened, numbers: Sequence[int | None], shape
 
 
 def _stored(opened: Opened, number: int) -> LeafRecord | int:
-    """The value of a stored leaf, or the array that it is."""
+    """Return the value of a stored leaf, or the number of its array."""
     record = opened.tree.leaves[number]
     return record if isinstance(record, ValueRecord) else opened.tree.aliases.get(number, number)
 
@@ -79,6 +79,6 @@ def _refusal(opened: Opened, first: int, second: int, shared: str) -> TreeMismat
         reason = f"{one} and {other} are {shared} in the target and two in {opened.location.display}"
         line = f"{other}: {shared} with {one} in the target, not in the checkpoint"
     return TreeMismatchError(
-        f"{reason}: they cannot both be filled. Use load(), or a target in which they are apart. Nothing was changed",
+        f"{reason}: they cannot both be filled. Use load(), or a target without shared memory. Nothing was changed",
         [line],
     )

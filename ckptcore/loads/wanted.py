@@ -69,7 +69,7 @@ def plan_requests(
 ) -> Iterator[Request]:
     """What is to be loaded, each looked at as it comes: whether it is there, and whether what it is loaded into can take it.
 
-    The order is that of the save, whatever the order in which they are asked for.
+    The order is that of the save, not that of `wanted`.
 
     Raises:
         CheckpointNotFoundError: if a name was never saved, or was deleted.
@@ -85,7 +85,7 @@ def plan_requests(
     else:
         likes = _likes(wanted)
     order = {name: number for number, name in enumerate(members)}
-    # Every process of a job asks objects for their states in this order: that may be collective.
+    # Every process of a job asks objects for their state in this order, because `state_dict` may be collective.
     for name, asked in sorted(likes.items(), key=lambda item: order.get(item[0], -1)):
         like, how = _unwrapped(asked)
         if like is PLACEHOLDER:

@@ -1,4 +1,4 @@
-"""Boxes of arrays: where in an array, of what shape and dtype, held by whom, and where in memory."""
+"""Boxes of arrays: positions, shapes and dtypes, the processes that hold them, and their memory."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ HostArray: TypeAlias = np.ndarray[Any, np.dtype[Any]]
 """An array in host memory, of a dtype of NumPy or ml_dtypes."""
 
 _MOST_WORK: Final = 1 << 16
-"""Steps of an exact comparison, and elements that are listed. Beyond it memory counts as shared: only unusual strides get there."""
+"""Limit of steps and of listed elements in an exact comparison. Beyond it, memory counts as shared."""
 
 _NUMPY_NAMES = (
     "bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64",

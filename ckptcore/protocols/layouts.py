@@ -336,12 +336,13 @@ class ReadsChunks(Protocol):
 
 @runtime_checkable
 class ChecksArrays(Protocol):
-    """A layout whose state says of which boxes an array is made up, and may be wrong about it."""
+    """A layout that checks that the boxes in its state cover each array exactly."""
 
     def check_arrays(self, tree: TreeMetadata, state: JSON, leaves: Collection[int]) -> None:
-        """Refuse arrays that are not made up by what is stored of them. Reads nothing; called before memory is taken for them.
+        """Refuse arrays whose stored boxes do not cover them exactly. Called before memory is allocated; reads nothing.
 
-        A few bytes of a hostile state may describe an array of any shape. The time taken must be about that of reading the state.
+        A hostile state of a few bytes may describe an array of any shape. The check must take about as long as reading
+        the state.
 
         Args:
             tree: that was saved.

@@ -84,13 +84,13 @@ class ContainerHandler(Protocol):
 class MutableContainerHandler(Protocol):
     """A `ContainerHandler` of containers whose children can be replaced: dicts, lists, modules that are containers.
 
-    ``load_into`` asks it where a child cannot be filled in place. Without it the container itself is replaced in what holds it.
+    ``load_into`` uses it if a child cannot be filled in place. Other containers are replaced in their parent.
     """
 
     def is_object(self, value: Any) -> bool:
         """Return whether programs hold `value` as an object with an identity, as they hold a module.
 
-        ``load_checkpointables`` restores such a container in place. It builds other containers anew: dicts, and containers
+        ``load_checkpointables`` restores such a container in place. It builds others anew: dicts, and containers
         of abstract leaves.
         """
         ...
@@ -265,8 +265,8 @@ class LeafHandler(Protocol):
     def copy_to_host(self, leaf: Any, boxes: Sequence[Box], memory: HostMemory) -> Sequence[Pending[HostArray]]:
         """For asynchronous saves: the elements of each box, in memory that nobody can change or free.
 
-        Memory that nobody can change needs no copy. Immutable is not enough: other objects may share the memory of an array, and
-        change it. Starts the copies and does not wait for them.
+        Memory that cannot change needs no copy. An immutable array is not enough: other objects may share its memory,
+        and change it. Starts the copies and does not wait for them.
         """
         ...
 

@@ -67,7 +67,7 @@ class Part:
         own: whether this process writes it alone, and every process one of its own.
         worker_plans: what each worker of this controller writes of it; empty where none holds anything of it.
         copies: whether it is no part of the checkpoint, but a copy beside it that only this host has.
-        shared: arrays that the plan has as arrays of their own, and that the root says are the same one: the aliases of a tree whose
+        shared: aliases that the plan stores as separate arrays, and the root lists as aliases: those of a tree whose
             arrays are stored under each of their names.
     """
 

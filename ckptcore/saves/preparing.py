@@ -100,7 +100,7 @@ def prepare_save(request: SaveRequest, context: Context, recording: Recording, a
             for name in values:
                 check_name(name)
         replicas = context.replicas if _share_replicas(chosen, request.exports, context) else None
-        # In one order on every process of a job: asking objects for their states may be collective.
+        # The same order on every process of a job, because `state_dict` may be collective.
         described_by_name = {
             name: describe_part(
                 name,
@@ -236,8 +236,9 @@ def _refuse_what_differs(values: Mapping[str, object], descriptions: _Descriptio
             raise UnsupportedLeafError(
                 f"{where}{'; '.join(found[:20])}{more}: every process has one of its own, and of a tree that {size} processes "
                 "save together only one would be stored. To keep one for each rank, put it under a name of its own in "
-                "save_checkpointables. To store what torch.distributed.checkpoint does, the shards of all and else the lowest "
-                'rank\'s state, save with Context(replicas=ReplicaOptions(objects="lowest_rank")). Nothing was written'
+                "save_checkpointables. To store all shards and otherwise the lowest rank's state, as "
+                "torch.distributed.checkpoint does, save with "
+                'Context(replicas=ReplicaOptions(objects="lowest_rank")). Nothing was written'
             )
 
 

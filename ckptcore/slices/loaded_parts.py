@@ -43,7 +43,7 @@ _ITEM_BYTES: Final = 512 << 20
 """What can only be read whole is not cut up to here: each part of it would cost as much as all."""
 
 _MOST_CUTS: Final = 1 << 20
-"""Parts that a box without known places is cut into: more than of any array that exists; a hostile shape may state any number."""
+"""Limit of parts of a box without known places: more than real arrays need; a hostile root may state any shape."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,8 +131,9 @@ def _batches(opened: Opened, leaves: Sequence[int], most_bytes: int) -> Iterable
         for piece in _pieces(opened, leaf, most_bytes):
             if piece.tile is None and piece.nbytes > most_bytes * _MOST_CUTS:
                 raise CorruptCheckpointError(
-                    f"{format_path(opened.tree.paths[leaf])} of {opened.location.display} is said to be {_spec_of(opened, leaf)}, which "
-                    f"would come in more than {_MOST_CUTS} parts; what describes it is damaged: load another checkpoint"
+                    f"{format_path(opened.tree.paths[leaf])} of {opened.location.display} is said to be "
+                    f"{_spec_of(opened, leaf)}, more than {_MOST_CUTS} parts of {most_bytes} bytes; its metadata is "
+                    "damaged: load another checkpoint"
                 )
             is_whole = piece.tile is not None and not piece.tile.is_plain
             if is_whole and most_bytes < piece.nbytes <= _ITEM_BYTES:

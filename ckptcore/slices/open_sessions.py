@@ -105,7 +105,7 @@ class Session:
         return made
 
     def expect_there(self) -> None:
-        """Look whether all of the checkpoint is there still, once everything was read.
+        """Check after reading that the checkpoint was not replaced.
 
         Raises:
             CheckpointNotFoundError: if it was replaced or deleted.

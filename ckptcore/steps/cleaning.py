@@ -32,7 +32,7 @@ class Cleaner:
             directory: what is cleaned, as the log calls it.
         """
         self._directory = directory
-        self._lock = RLock()  # work that cannot have a thread runs while it is held
+        self._lock = RLock()  # reentrant: without a thread, work runs while the lock is held
         self._refuses = False
         self._threads = BackgroundThreads(1, "ckptcore-clean")
         self._asked: list[Future[None]] = []

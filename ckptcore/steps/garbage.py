@@ -46,7 +46,7 @@ def policy_infos(steps: StepDirectory, broken: Collection[int] = ()) -> Sequence
     """What a preservation policy decides over: committed steps of ours that can be read, ascending.
 
     What other software wrote, what is known to be broken, and what a newer version wrote is left alone, and counts for nothing.
-    So are steps that cannot be read, and symbolic links.
+    So are unreadable steps, and symbolic links.
 
     Args:
         steps: the directory.
@@ -197,9 +197,9 @@ class StepDeleter:
                     logger.warning("step %d in %s stays: %s", step, self._steps.display, error)
 
     def _is_claimed(self, step: int) -> bool:
-        """Whether a claim stands in the place of a step, and nothing that is committed. One small request.
+        """Return whether a step has a claim and no committed checkpoint. One small request.
 
-        A step that cannot be read counts as none, and is left alone.
+        Returns False if the step cannot be read.
         """
         try:
             return is_committed(subdirectory(self._store, self._steps.name(step))) is False
@@ -356,7 +356,7 @@ class StepDeleter:
                         found = self._steps.summary(known[name])
                         return () if found is None else found.bases
                     except (CheckpointNotFoundError, CorruptCheckpointError, UnsupportedVersionError):
-                        pass  # bases can be read where not all can
+                        pass  # `bases_beside` may still read the bases
                 return bases_beside(store, name)
             except StorageError as error:
                 if not isinstance(error, PermissionError) and error.errno not in _NOT_ALLOWED:

@@ -306,7 +306,7 @@ class StepLoader:
         return None
 
     def _attempt(self, copy: _Copy, loading: Loading[T], agreement: Agreement) -> T:
-        """Load a copy of a step. All processes begin, or none does: `agreement` is for that."""
+        """Load a copy of a step. `agreement` makes all processes begin, or none."""
         steps, step = self._copies.tiers[copy.tier], copy.step
         place = self._place(step, copy.tier)
         with ExitStack() as held:

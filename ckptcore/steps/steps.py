@@ -287,11 +287,11 @@ class StepDirectory:
             logger.warning("%s in %s is passed over and left alone: %s", name, self.display, error)
 
     def _look_inside(self, name: str) -> tuple[bool, bool]:
-        """Look for a checkpoint that had no root: whether one is there, and whether it is ours, committed since."""
+        """Look for a checkpoint that had no root. Return whether it exists, and whether it now has a root."""
         try:
             return True, Tries(Within(self.directory, name), self._context, open_either).open().root is not None
         except (CheckpointNotFoundError, ObjectNotFoundError):
-            return False, False  # the second: a list is behind, and shows what was deleted
+            return False, False  # ObjectNotFoundError: a stale listing shows deleted objects
         except InvalidLocationError as error:
             self._pass_over(name, error)
             return False, False
@@ -327,7 +327,7 @@ class StepDirectory:
         return ask_each(self._context.io_threads, steps, ask, parallelism=parallelism)
 
     def look_ahead(self, steps: Sequence[int]) -> None:
-        """Read what the roots of steps say before `summary` is asked for each. Ignores errors: `summary` raises them."""
+        """Read the roots of steps ahead of calls of `summary`. Ignores errors: `summary` raises them."""
         if requests_of(self._store).concurrency > 1:
             self.ask_each(steps, self._look_ahead)
 

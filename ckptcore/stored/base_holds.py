@@ -1,9 +1,10 @@
 """Holds on bases: an update keeps its bases from being deleted until it has committed.
 
-An update pins a base, waits while a deletion of it is announced, checks that the base exists, and commits. A deletion announces
-itself, looks for pins, then for checkpoints that refer to the base, and only then removes it. See `ckptcore.holds.steps` for why
-one of two that meet gives way. On storage with real directories the announcement is a claim beside the base, as that of a save:
-the next save removes it if the process is killed. On other storage it is a lease.
+An update pins a base, waits while a deletion of it is announced, checks that the base exists, and commits. A deletion
+announces itself, looks for pins, then for checkpoints that refer to the base, and only then removes it. So at least one
+of two concurrent operations sees the other (see `ckptcore.holds.steps`). On storage with real directories the
+announcement is a claim next to the base, like that of a save: the next save removes it if the process is killed. On
+other storage it is a lease.
 """
 
 from __future__ import annotations
@@ -22,10 +23,10 @@ from ckptcore.protocols import AtomicDirectories
 __all__ = ["announced_deletion", "pinned_bases"]
 
 _CHANGE_SECONDS: Final = 180.0
-"""How long an update waits for a save or a deletion that changes its base."""
+"""Seconds that an update waits for a save or a deletion that changes its base."""
 
 _PIN_SECONDS: Final = 90.0
-"""How long a deletion waits for a leased pin: longer than it takes to see that the lease of a killed process expired."""
+"""Seconds that a deletion waits for a leased pin: longer than the lease of a killed process takes to expire."""
 
 _FIRST_POLL_SECONDS: Final = 0.01
 _LAST_POLL_SECONDS: Final = 2.0
@@ -50,12 +51,12 @@ def pinned_bases(bases: Sequence[Location], conditions: Conditions) -> Iterator[
                     held.enter_context(holds.pin(name))
                 _await_change(base)
             except StorageError:
-                continue  # the check before the commit is all there is
+                continue  # only the check before the commit protects it
         yield
 
 
 def _await_change(base: Location) -> None:
-    """Wait while a save to a base or a deletion of it is running; on storage without directories pins wait for leases."""
+    """Wait while a save to a base or a deletion of it is running. Without real directories, pins wait for leases."""
     if not isinstance(base.parent, AtomicDirectories):
         return
     deadline = SYSTEM_CLOCK.now() + _CHANGE_SECONDS
@@ -63,8 +64,8 @@ def _await_change(base: Location) -> None:
     while is_claimed_beside(base, base.parent):
         if SYSTEM_CLOCK.now() >= deadline:
             raise SaveLostError(
-                f"the base {base.display} has been in deletion, or is being replaced, for {_CHANGE_SECONDS:.0f} seconds; save with another "
-                "base, or everything. Nothing was written"
+                f"the base {base.display} is being deleted or replaced (waited {_CHANGE_SECONDS:.0f} seconds); save "
+                "with another base, or save all arrays. Nothing was written"
             )
         SYSTEM_CLOCK.sleep(pause)
         pause = min(2 * pause, _LAST_POLL_SECONDS)
@@ -72,7 +73,7 @@ def _await_change(base: Location) -> None:
 
 @contextmanager
 def announced_deletion(location: Location, conditions: Conditions) -> Iterator[None]:
-    """Announce the deletion of a checkpoint, so that an update that begins now waits for it. The checkpoint stays visible.
+    """Announce the deletion of a checkpoint, so that later updates of it wait. The checkpoint stays visible.
 
     Args:
         location: of the checkpoint.
@@ -104,10 +105,11 @@ def _intend(holds: StepHolds, location: Location) -> Hold:
 
 def _being_referred(location: Location) -> CheckpointReferredError:
     return CheckpointReferredError(
-        f"an update that refers to {location.display} is being saved: wait for it and delete it first. Nothing was deleted"
+        f"an update that refers to {location.display} is being saved: wait until it is committed, and delete it first. "
+        "Nothing was deleted"
     )
 
 
 def _pin_name(base: Location) -> str:
-    """The name under which an update pins its base beside the pin of a reader: `ckptcore.delete` asks for this one alone."""
+    """Return the name of the pin of an update. Differs from a reader's pin, which `ckptcore.delete` ignores."""
     return f"{base.name}.base"

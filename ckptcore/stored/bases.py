@@ -89,7 +89,7 @@ def base_path(location: Location, base: Location) -> str:
 
 
 def read_base(referring: str, at: Location, save_id: str) -> tuple[Mark, Root]:
-    """The root of a base, with the mark of what is there.
+    """Return the root and the mark of a base.
 
     Args:
         referring: the checkpoint that refers to it, as the user knows it.

@@ -1,4 +1,4 @@
-"""Checkpoints that other software wrote as a whole directory, which a save may replace."""
+"""Recognition of checkpoints of other software that are whole directories, which a save may replace."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from ckptcore.protocols import Layout
 __all__ = ["foreign_checkpoints"]
 
 _MOST_NAMES = 1000
-"""How many names are looked at for files that are checkpoints alone; a directory of files has few."""
+"""Limit of names that are tested for files that are checkpoints by themselves."""
 
 
 def foreign_checkpoints(context: Context) -> IsForeign:
-    """Return the function that tells checkpoints of other software from other directories, by the layouts of a Context."""
+    """Return a function that recognises checkpoints of other software, with the layouts of a Context."""
     return functools.partial(_is_foreign, context)
 
 
@@ -30,16 +30,16 @@ def _is_foreign(context: Context, location: Location) -> bool:
         except CompositeCheckpointError:
             found = True  # of several items
         except CheckpointError:
-            return False  # unfinished or damaged: nobody can tell what belongs to it
+            return False  # unfinished or damaged: its extent is unknown
         if found:
             return not _has_single_files(layout, store)
     return False
 
 
 def _has_single_files(layout: Layout, store: ObjectReader) -> bool:
-    """Return whether a file in the directory is a checkpoint alone, as ``model.safetensors`` is.
+    """Return whether a file in the directory is a checkpoint by itself, like ``model.safetensors``.
 
-    Such a directory is the user's: what else is in it, as a tokenizer or a configuration, does not belong to a checkpoint.
+    Such a directory is the user's: it may have other files, such as a tokenizer or a configuration.
     """
     files = [name for name in store.list_names("")[:_MOST_NAMES] if not name.endswith("/") and not name.startswith(".")]
     for name in files:

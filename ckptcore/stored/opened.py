@@ -41,17 +41,17 @@ __all__ = [
 _PIECE_BYTES: Final = 1 << 24
 
 _HEAD_BYTES: Final = 1 << 12
-"""The start of a root, which says whether it is one of a member."""
+"""Bytes from the start of a root that tell whether it is a member."""
 
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """What was at a location when it was looked at. It changes when a checkpoint is committed, replaced or deleted there.
+    """The state of a location at one time. Differs after a checkpoint is committed, replaced or deleted there.
 
-    Checkpoints of other software have no root. Of these only the appearance of a root, and other names, are seen.
+    Checkpoints of other software have no root. For them it differs only after a root appears, or the names change.
 
     Attributes:
-        root: the bytes of the root, of which no two saves have the same; None where there is none; a text that says why it
+        root: the bytes of the root, which differ between any two saves; None without a root; as str, the reason why it
             cannot be read.
         around: the root of the composite, for a member of one.
         names: the names in a directory without a root.
@@ -69,7 +69,7 @@ class Mark:
         return self.nbytes is not None
 
     def is_at(self, location: Location) -> bool:
-        """Return True if all of it is at a location still, so that an error about it is one of the checkpoint.
+        """Return True if the location has not changed, so that an error is about the checkpoint itself.
 
         Raises:
             StorageError
@@ -77,10 +77,10 @@ class Mark:
         return read_mark(location) == self
 
     def has_stayed_at(self, location: Location) -> bool:
-        """Return True if the root is the same still, so that what was read without an error is of one save. One request.
+        """Return True if the root has not changed, so that data read without an error is of one save. One request.
 
-        A member counts once the composite around it was found committed, so that is not looked at again. Other names are not
-        looked for either: reads of checkpoints of other software are many, and lists are long.
+        A composite that was committed is not read again for its members. Names are not listed again either, because
+        checkpoints of other software may need many reads and long listings.
 
         Raises:
             StorageError
@@ -160,8 +160,8 @@ class Opened:
     ) -> Opened:
         """One of ours."""
         return cls(
-            location, mark, root, layout, root.state, root.tree, root.objects, store, _writer(root), root.custom, root.metrics, root.created,
-            copies,
+            location, mark, root, layout, root.state, root.tree, root.objects, store, _writer(root), root.custom,
+            root.metrics, root.created, copies,
         )  # fmt: skip
 
     def __str__(self) -> str:
@@ -297,9 +297,10 @@ def naming_further(opened: Opened) -> Iterator[None]:
 
 
 def replaced_beside(opened: Opened) -> CorruptCheckpointError:
-    """The error for a further checkpoint that was replaced while arrays of it were read."""
+    """Return the error for an additional checkpoint that was replaced while its arrays were read."""
     return CorruptCheckpointError(
-        f"{opened.location.display} was replaced while arrays of it were put together with those of another checkpoint; load again"
+        f"{opened.location.display} was replaced while its arrays were combined with those of another checkpoint; "
+        "load again"
     )
 
 

@@ -36,13 +36,13 @@ __all__ = ["Opener", "open_either", "open_files", "open_names", "open_tree"]
 _Found = TypeVar("_Found", bound=Opened | OpenedComposite)
 
 Opener: TypeAlias = Callable[[Location, Mark, Context], _Found]
-"""Opens what is at a location, given its mark. What it opens is of that save, or the mark is another one afterwards."""
+"""Opens the checkpoint at a location, given its mark. If the result is of another save, the mark has changed."""
 
 
 _STEPS_TOLD: Final = 10
 
 _HEAD_BYTES: Final = 1 << 12
-"""In so many bytes a root says whether it is one of a member."""
+"""Bytes from the start of a root that tell whether it is a member."""
 
 
 def _find_foreign_names(location: Location, mark: Mark, context: Context) -> OpenedComposite | None:
@@ -70,15 +70,15 @@ def _find_foreign_names(location: Location, mark: Mark, context: Context) -> Ope
 
 
 def _expect_no_root(location: Location, mark: Mark) -> None:
-    """Refuse files among which a root has come, or has not gone yet, since it was asked for.
+    """Refuse a directory that lists a root which could not be read.
 
     Raises:
         CheckpointNotFoundError
     """
     if ROOT_KEY in mark.names:
         raise CheckpointNotFoundError(
-            f"there is no checkpoint at {location.display}: {ROOT_KEY} is listed there and cannot be read, so it is being "
-            "written or deleted; load again when that is done, or look whether it is a broken link"
+            f"there is no checkpoint at {location.display}: {ROOT_KEY} is listed and cannot be read, so it is being "
+            "written or deleted, or is a broken link; load again later, or remove the link"
         )
 
 
@@ -105,9 +105,9 @@ def open_tree(location: Location, mark: Mark, context: Context, known: KnownRoot
 
     Args:
         location: where it is.
-        mark: what is there: the bytes of its root, or the names of files of other software.
+        mark: its state: the bytes of the root, or the names of files of other software.
         context: how it is read.
-        known: roots that need not be parsed again, for callers that give out nothing of them that could be changed; None: it is parsed.
+        known: cache of parsed roots, for callers that return no mutable part of a root; None: no cache.
 
     Raises:
         CheckpointNotFoundError: if there is nothing that any installed layout reads.
@@ -140,7 +140,7 @@ def open_names(location: Location, mark: Mark, context: Context) -> OpenedCompos
 
 
 def open_either(location: Location, mark: Mark, context: Context) -> Opened | OpenedComposite:
-    """Open a checkpoint of either sort. What other software wrote under one name is a tree if it can be opened without that.
+    """Open one tree or a composite. A single item of other software is a tree if it can be opened without its name.
 
     Raises:
         What `open_tree` does.
@@ -186,7 +186,7 @@ def _root_of(location: Location, mark: Mark, known: KnownRoots | None = None) ->
 
     Raises:
         InvalidLocationError, CorruptCheckpointError, UnsupportedVersionError: if it cannot be read.
-        UncommittedCheckpointError: if it is none of a committed checkpoint.
+        UncommittedCheckpointError: if the checkpoint is not committed.
     """
     data = mark.root
     root = None
@@ -263,8 +263,8 @@ def _expect_committed(location: Location, mark: Mark, member: Root) -> None:
     around = None if data is None else parse_root(location.parent, data)
     if hidden or not isinstance(around, Composite) or around.save_id != member.save_id:
         raise UncommittedCheckpointError(
-            f"{location.display} belongs to a checkpoint of several checkpointables that was not committed, or was replaced "
-            "meanwhile; load another checkpoint, or save again"
+            f"{location.display} belongs to a checkpoint of several checkpointables that was not committed, or was "
+            "replaced meanwhile; load another checkpoint, or save again"
         )
 
 

@@ -19,7 +19,7 @@ __all__ = ["bases_beside", "find_bases", "referring_to"]
 
 
 def bases_beside(directory: StorageBackend, name: str) -> Sequence[Base]:
-    """What a checkpoint in a directory refers to, whichever version wrote it; nothing where no root is that can be read.
+    """Return the bases of a checkpoint in a directory, of any format version; none without a readable root.
 
     Links out of the directory are not followed: a checkpoint behind one has its bases in its own directory.
     """

@@ -1,4 +1,4 @@
-"""Tries: reading a checkpoint until it was not replaced meanwhile. Everything that reads a checkpoint does it by these."""
+"""Consistent reads: every reader reads a checkpoint again if it was replaced meanwhile."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ Found = TypeVar("Found", bound=Opened | OpenedComposite)
 T = TypeVar("T")
 
 ATTEMPTS: Final = 20
-"""How often a checkpoint that is replaced while it is read is read again."""
+"""Attempts to read a checkpoint that is replaced during each of them."""
 
 
 class Tries(Generic[Found]):
-    """Tries to read a checkpoint, each of which opens it, until it was not replaced from its opening to its end."""
+    """Attempts to read a checkpoint. Each opens it; the last one is not interrupted by a replacement."""
 
     def __init__(self, location: Place, context: Context, opener: Opener[Found]) -> None:
         """Open nothing yet."""
@@ -63,18 +63,18 @@ class Tries(Generic[Found]):
                 if mark.is_at(resolved):
                     raise
                 continue
-            # What has no root was looked for in files, which may be of a save that was committed meanwhile.
+            # Without a root, the opener has looked at files, which a save may have committed meanwhile.
             if mark.root is not None or mark.is_at(resolved):
                 self._found = found
                 return found
         raise replaced_too_often(self._location)
 
     def stands(self) -> bool:
-        """Return True if what was opened last is there still, so that an error about it is one of the checkpoint."""
+        """Return True if the last opened checkpoint was not replaced: an error is about the checkpoint itself."""
         return self._found is None or self._found.mark.is_at(self._found.location)
 
     def is_unchanged(self) -> bool:
-        """Return True if what was read without an error, since it was opened last, is of one save."""
+        """Return True if all data read without an error since the last `open` is of one save."""
         if self._found is None:
             return True
         mark, location = self._found.mark, self._found.location
@@ -82,7 +82,7 @@ class Tries(Generic[Found]):
 
 
 class _Standing(Tries[Opened]):
-    """One try with what is open already. Whoever opened it finds out whether it was replaced."""
+    """A single attempt with an open checkpoint. The caller that opened it checks for replacement."""
 
     def __init__(self, opened: Opened) -> None:
         self._opened = opened
@@ -98,12 +98,12 @@ class _Standing(Tries[Opened]):
 
 
 def tries_of(source: Source, context: Context, known: KnownRoots | None = None) -> Tries[Opened]:
-    """Tries to read a tree. What is open already is read as it was opened.
+    """Return attempts to read a tree; a single one for an open checkpoint.
 
     Args:
         source: a place, or what is open already.
         context: options.
-        known: roots that need not be parsed again, for callers that give out nothing of them that could be changed.
+        known: cache of parsed roots, for callers that return no mutable part of a root.
     """
     if isinstance(source, Opened):
         return _Standing(source)
@@ -147,7 +147,7 @@ def _while_unchanged(tries: Tries[Found], attempt: Callable[[Found], T]) -> T:
 
 
 def open_checkpoint(location: Place, context: Context) -> Opened:
-    """Open the tree at a location. Whoever reads it finds out whether it was replaced since.
+    """Open the tree at a location. The caller checks for replacement after reading.
 
     Raises:
         What `open_tree` does.

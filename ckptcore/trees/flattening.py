@@ -79,10 +79,10 @@ class _Checkpointable:
 
 
 Shape: TypeAlias = _Container | _Checkpointable | None
-"""What a node of a value was: a container, a checkpointable around its state, or None for a leaf.
+"""A node of a flattened value: a container, a checkpointable around its state, or None for a leaf.
 
-``leaves`` is the number of leaves below a node. ``order`` is the order in which the children of a container are visited that
-are no leaves, by position; None if it is that of the keys. See `_visiting_order`.
+``leaves`` is the number of leaves below a node. ``order`` has the positions of the children of a container that are no
+leaves, in the order of visits; None if that is the order of the keys. See `_visiting_order`.
 """
 
 
@@ -224,10 +224,10 @@ class _Flattening:
 
 
 def _visiting_order(keys: Sequence[Key], inner: Sequence[int]) -> tuple[int, ...] | None:
-    """The order in which the children of a container are visited that are no leaves; None if it is that of the keys.
+    """Return the order in which children that are no leaves are visited; None if it is that of the keys.
 
-    It is the order of the sorted keys: ints before names. Every process of a job visits alike then, whatever the order of its
-    dicts. It has to, because the methods of objects may be collective: the state dict of a module under FSDP gathers.
+    Keys are sorted, ints before names, so that every process of a job uses one order, whatever the order of its dicts.
+    Methods of objects may be collective: the state dict of a module under FSDP gathers.
     """
     if len(inner) < 2:
         return None
@@ -260,7 +260,7 @@ def _of_each_process(shape: Shape, path: TreePath) -> Iterator[tuple[TreePath, o
 
 
 def leaves_of_each_process(flat: Flat) -> frozenset[int]:
-    """The numbers of the leaves in objects of which every process of a job has one of its own."""
+    """Return the numbers of the leaves in objects that differ between the processes of a job."""
     objects = {path for path, _ in of_each_process(flat.shape)}
     if not objects:
         return frozenset()
@@ -358,7 +358,7 @@ def restore(shape: Shape, leaves: Sequence[object], filled: Sequence[bool], path
         )
     objects: list[tuple[TreePath, _Checkpointable, Sequence[object]]] = []
     _restore(shape, leaves, filled, iter(range(len(leaves))), (), objects)
-    # In one order on every process of a job, as they were visited: restoring may be collective, too.
+    # In the order of visits, equal on every process of a job, because `load_state_dict` may be collective.
     for _, found, state in sorted(objects, key=lambda item: [_rank_of(key) for key in item[0]]):
         found.handler.restore(found.like, _unflatten(found.state, iter(state), _loaded))
 
@@ -417,7 +417,7 @@ def _can_be_mutable(handler_type: type) -> bool:
 
 
 def shared_containers(shape: Shape) -> Sequence[tuple[range, range]]:
-    """Find containers that are in a value twice and can be changed. Gives the numbers of their leaves in both places."""
+    """Find mutable containers at two places of a value. Returns the numbers of their leaves at both places."""
     pairs: list[tuple[range, range]] = []
     _find_shared(shape, 0, {}, pairs)
     return pairs
@@ -459,7 +459,7 @@ def _restore(
     path: TreePath,
     objects: list[tuple[TreePath, _Checkpointable, Sequence[object]]],
 ) -> object:
-    """The value that a container must hold in place of this node; `_KEPT` or `_CHANGED` where it holds the right one.
+    """Return the new value of this node for the container around it; `_KEPT` or `_CHANGED` if the node stays.
 
     Adds the objects that are to be restored, with their paths and the leaves of their states.
     """

@@ -57,7 +57,7 @@ def test_a_save_into_a_checkpoint_is_refused(how: str, around: str, top: str) ->
         store_at(f"{top}/x").put("checkpoint.json", encode_claim(Claimed("0123456789abcdef", "2020-01-01")))
     before = sorted(store_at(f"{top}/x").list())
     save = _SAVES[how]
-    with pytest.raises(InvalidLocationError, match=r"cannot save to .*/x/1: it is inside .*/x, .*save beside it"):
+    with pytest.raises(InvalidLocationError, match=r"cannot save to .*/x/1: it is inside .*/x, .*save outside it"):
         save(f"{top}/x/1")
     assert sorted(store_at(f"{top}/x").list()) == before
     ckptcore.save(f"{top}/y", {"n": 2})

@@ -212,7 +212,7 @@ def test_a_further_checkpoint_that_is_replaced_meanwhile_is_noticed(tmp_path: Pa
         ckptcore.save(tmp_path / "b", {"w": _array(4), "v": _array(4)}, overwrite=True)
         return array
 
-    with pytest.raises(CorruptCheckpointError, match="was replaced while arrays of it were put together"):
+    with pytest.raises(CorruptCheckpointError, match="was replaced while its arrays were combined"):
         ckptcore.load(tmp_path / "a", transforms=[Average([tmp_path / "b"]), Apply("w", replace)])
 
 

@@ -21,15 +21,17 @@ __all__ = ["abstract_arrays"]
 
 
 def abstract_arrays(metadata: ckptcore.CheckpointMetadata, devices: Sequence[jax.Device] | None = None) -> Any:
-    """The abstract tree of a checkpoint with a `jax.ShapeDtypeStruct` for each array of JAX: `load` makes arrays of JAX for it.
+    """Return the abstract tree of a checkpoint, with a `jax.ShapeDtypeStruct` for each array that JAX saved.
 
-    Arrays that JAX saved get the sharding, memory kind and weak type they had, and random keys are keys again. An array has no
-    sharding where the devices there are do not fit (`sharding_from_notes`), and where it was on one device that is JAX's default
-    now: then it is loaded to the default device, uncommitted, so that it can be used with arrays that are elsewhere.
+    Arrays that JAX saved get the sharding, memory kind and weak type they had, and random keys are keys again. An array
+    has no sharding if the present devices do not fit (`sharding_from_notes`), or if it was on one device that is JAX's
+    default now: then it is loaded to the default device, uncommitted, so that it can be used with arrays on other
+    devices.
 
-    Other leaves stay as they are in `metadata.abstract`, and are loaded as NumPy: values, NumPy scalars, and arrays that NumPy or
-    another framework saved, which have no sharding in their notes. So do arrays that JAX cannot hold now: text, dates, and dtypes
-    of 64 bits while jax_enable_x64 is off. Of a checkpoint that other software wrote all arrays are taken for those of JAX.
+    Other leaves stay as they are in `metadata.abstract`, and are loaded as NumPy: values, NumPy scalars, and arrays
+    that NumPy or another framework saved, which have no sharding in their notes. So do arrays that JAX cannot hold now:
+    text, dates, and dtypes of 64 bits while jax_enable_x64 is off. If other software wrote the checkpoint, every array
+    that JAX can hold gets a `jax.ShapeDtypeStruct`.
 
     Args:
         metadata: what `ckptcore.metadata` told, or one of what `ckptcore.checkpointables_metadata` did.

@@ -45,8 +45,8 @@ class RegisteredContainer:
     Functions among the children (the activation of an Equinox module) are taken as static too: they are code and
     not state. They are not saved, and a load takes them from the abstract tree.
 
-    A child is replaced in the container itself if the type was registered with names of attributes or keys, and the child is
-    what the container has under that name or key. Other containers are values, as those of frozen dataclasses are.
+    A child is replaced in the container itself if the type was registered with names of attributes or keys, and the
+    container has the child under that name or key. Other containers are values, like frozen dataclasses.
     """
 
     priority = Priority.REGISTERED
@@ -156,7 +156,7 @@ def container_handler(value_type: type, example: object) -> ContainerHandler | N
 
 
 def _children(value: object) -> list[tuple[Any, Any]]:
-    """The children that are no functions, each with its key as JAX gives it."""
+    """Return the children that are not functions, each with its key of JAX."""
     keyed, _ = _one_level(value)
     return [(path[0], child) for path, child in keyed if type(child) not in _FUNCTION_TYPES]
 

@@ -50,14 +50,14 @@ class JaxLeafHandler:
     """`jax.Array`, typed random keys, and `jax.ShapeDtypeStruct`.
 
     An asynchronous save copies arrays in host memory before it returns: those of the CPU backend, and those that are
-    offloaded to the host (``memory_kind="pinned_host"``). Such an array can be memory of NumPy or PyTorch that the caller
-    changes (`jax.device_put` of a NumPy array, also with ``may_alias=False``, `jax.dlpack.from_dlpack`,
-    `jax.make_array_from_callback`), and JAX does not tell who owns its memory. Arrays in memory of an accelerator are not
-    copied again: the transfer to the host has made a copy.
+    offloaded to the host (``memory_kind="pinned_host"``). Such an array can alias memory of NumPy or PyTorch that the
+    caller changes (`jax.device_put` of a NumPy array, also with ``may_alias=False``, `jax.dlpack.from_dlpack`,
+    `jax.make_array_from_callback`), and JAX does not expose the owner of its memory. Arrays in memory of an accelerator
+    are not copied again after the transfer to the host.
 
     Attributes:
-        copy: False: an asynchronous save keeps views of arrays in host memory instead of copies. Only for states in which
-            no array aliases memory that anybody changes. Arrays can be deleted and donated either way.
+        copy: whether an asynchronous save copies arrays in host memory. False keeps views: only for states in which no
+            array aliases memory that changes. Arrays can be deleted and donated either way.
     """
 
     copy: bool = True
@@ -133,7 +133,7 @@ class JaxLeafHandler:
         return shards_in_process(sharding, shape, process, rank, size)
 
     def host_bytes(self, leaf: Any, boxes: Sequence[Box]) -> HostBytes:
-        """No bytes for views of arrays of the CPU backend. An asynchronous save copies them, if this handler does."""
+        """Return no bytes for views of arrays of the CPU backend, and those of the copies if this handler copies."""
         record = self.describe(leaf)
         assert isinstance(record, ArrayRecord)  # what JAX has are arrays
         dtype = record.spec.numpy_dtype
@@ -150,7 +150,7 @@ class JaxLeafHandler:
         return size if replicas is None else replicas
 
     def copy_to_host(self, leaf: Any, boxes: Sequence[Box], memory: HostMemory) -> Sequence[Pending[HostArray]]:
-        """Copies of arrays in host memory, or views that keep the memory; from other devices starts all transfers."""
+        """Copy arrays in host memory, or return views that keep it alive. Start all transfers from other devices."""
         leaf = plain(alive(leaf))
         views = self.view_on_host(leaf, boxes)
         if not self.copy or leaf.dtype in _PACKED or not _may_alias(leaf.sharding, leaf.shape):
@@ -229,7 +229,7 @@ class JaxLeafHandler:
 
 
 def _may_alias(sharding: Sharding, shape: tuple[int, ...]) -> bool:
-    """Return True if the elements can be in memory of the host that others change: on the CPU, or offloaded to the host."""
+    """Return True if the array may alias host memory: on the CPU backend, or offloaded to the host."""
     return placement_of(sharding, shape).on_cpu or (sharding.memory_kind or "").endswith("_host")
 
 

@@ -20,7 +20,7 @@ _CACHED = 1 << 12
 
 
 def concrete(sharding: Sharding | None) -> Sharding | None:
-    """The sharding itself, or the same one over the mesh that `jax.set_mesh` set in this thread if its own mesh is abstract.
+    """Return a sharding; one over an abstract mesh is moved to the mesh that `jax.set_mesh` set in this thread.
 
     Raises:
         UnsupportedLeafError: if no mesh is set, or one with other axes.
@@ -33,8 +33,8 @@ def concrete(sharding: Sharding | None) -> Sharding | None:
     asked = dict(sharding.mesh.shape)
     if mesh is None or mesh.empty:
         raise UnsupportedLeafError(
-            f"a sharding {sharding.spec} is over an abstract mesh with the axes {asked}, and no mesh is set in this thread; load "
-            "within `with jax.set_mesh(mesh):`, or give ckptcore.abstract(tree) made there"
+            f"a sharding {sharding.spec} is over an abstract mesh with the axes {asked}, and no mesh is set in this "
+            "thread; load within `with jax.set_mesh(mesh):`, or pass ckptcore.abstract(tree) made there"
         )
     if list(mesh.shape.items()) != list(asked.items()):
         raise UnsupportedLeafError(

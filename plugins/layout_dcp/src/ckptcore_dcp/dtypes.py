@@ -1,4 +1,4 @@
-"""Dtypes of torch by the names that its pickles use: which array has the elements of each, and the other way round."""
+"""Dtypes of torch by their names in pickles, and conversion to and from arrays."""
 
 from __future__ import annotations
 
@@ -41,29 +41,29 @@ TORCH_DTYPES: Final[Mapping[str, str]] = {
 """ckptcore's name of a dtype by its name in the module ``torch``."""
 
 _RAW_BYTES: Final = frozenset(["float4_e2m1fn_x2", *(f"{sign}int{bits}" for bits in range(1, 8) for sign in ("", "u"))])
-"""Dtypes of a byte whose content torch does not define: arrays of uint8, and the kind of the leaf says which it was."""
+"""Dtypes of one byte that NumPy lacks. They are stored as uint8, with the dtype in the kind of the leaf."""
 
 _OF_TORCH: Final = "torch."
-"""What such a kind begins with; the name of the dtype follows."""
+"""Prefix of such a kind. The name of the dtype follows."""
 
 _WRITTEN: Final = frozenset(["torch.float4_e2m1fn_x2"])
-"""Those kinds whose dtypes torch.distributed.checkpoint can copy (torch 2.13.0). It neither saves nor loads the others."""
+"""Kinds whose dtypes torch.distributed.checkpoint can copy (torch 2.13.0). It can neither save nor load others."""
 
 
 def known_dtype(name: str) -> str | None:
-    """The one name that is used here of a dtype of torch; None of a dtype whose elements no array has."""
+    """Return the canonical name of a dtype of torch; None if it is not supported."""
     return name if name in _RAW_BYTES else TORCH_DTYPES.get(name)
 
 
 def spec_and_kind(dtype: str, shape: tuple[int, ...]) -> tuple[ArraySpec, str]:
-    """The array that a tensor is, and the kind of its leaf; the dtype is of torch, as `known_dtype` gives it."""
+    """Return the spec of the array for a tensor, and the kind of its leaf. `dtype` is a result of `known_dtype`."""
     if dtype in _RAW_BYTES:
         return ArraySpec(shape, "uint8"), _OF_TORCH + dtype
     return ArraySpec(shape, dtype), PLAIN_ARRAY
 
 
 def torch_dtype(dtype: str, kind: str) -> str:
-    """The dtype that torch is told of the elements of a leaf; bytes that torch.distributed.checkpoint cannot copy are uint8."""
+    """Return the dtype of torch for a leaf. Kinds that torch.distributed.checkpoint cannot copy are uint8."""
     return kind.removeprefix(_OF_TORCH) if dtype == "uint8" and kind in _WRITTEN else dtype
 
 

@@ -51,7 +51,7 @@ _DTYPES: Final = {
 }
 """Dtypes of torch, by their names in headers."""
 _PAIRS: Final = "F4"
-"""The dtype of which torch has two elements in one of its own."""
+"""The dtype of which torch packs two elements into one of its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,9 +153,9 @@ def _part(name: str, described: Any, info: Any, key: str, start: int, file_bytes
     if dtype == _PAIRS:
         if not shape or shape[-1] % 2:
             raise CorruptCheckpointError(
-                f"the tensor {name!r} of {key} has the shape {shape}, of which no elements make up pairs", key=key
+                f"the tensor {name!r} of {key} has the shape {shape}; its last axis must be even", key=key
             )
-        # The writer states offsets in pairs, as its tensors have them, and shapes in elements, as the format has them.
+        # The writer states offsets in pairs, the units of its tensors, and shapes in elements, those of the format.
         shape = [*shape[:-1], shape[-1] // 2]
     spec, _ = spec_and_kind(_DTYPES[dtype], tuple(shape))
     if spec.nbytes != last - first or start + last > file_bytes:

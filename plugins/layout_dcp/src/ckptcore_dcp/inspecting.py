@@ -80,8 +80,8 @@ def _united(parts: Sequence[DcpMetadata], keys: Sequence[str]) -> DcpMetadata:
             first = tensors.setdefault(name, tensor)
             if (first.dtype, first.shape) != (tensor.dtype, tensor.shape) or name in values:
                 raise CorruptCheckpointError(
-                    f"{key} says that {name!r} is {tensor.dtype}{list(tensor.shape)}, and another process something else; each "
-                    "saved a state of its own, and they make up no whole: load the files of one rank with torch",
+                    f"{key} has {name!r} as {tensor.dtype}{list(tensor.shape)}, and the file of another process "
+                    "differs; each process saved a state of its own: load the files of one rank with torch",
                     key=key,
                 )
             known = chunks.setdefault(name, {})

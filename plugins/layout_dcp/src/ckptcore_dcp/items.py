@@ -161,7 +161,7 @@ def _front(pickle: bytes) -> tuple[Sequence[_Member], bytes]:
 
 
 def _tensor(spec: ArraySpec, dtype: str) -> Value:
-    """What torch pickles of a tensor of a dtype of its own whose elements are ``data/0``, in C order."""
+    """Return the pickled form of a tensor of a dtype of torch whose elements are ``data/0``, in C order."""
     storage = _STORAGE_OF.get(dtype)
     strides: list[int] = []
     step = 1

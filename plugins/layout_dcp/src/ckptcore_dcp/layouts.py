@@ -114,7 +114,7 @@ class DcpLayout:
         yield from read_boxes_and_places(plan, buffers, store, table, places)
 
     def check_arrays(self, tree: TreeMetadata, state: JSON, leaves: Collection[int]) -> None:
-        """Refuse arrays that their chunks do not make up."""
+        """Refuse arrays whose chunks do not cover them exactly."""
         places = places_of_state(self._places, tree, state)
         expect_whole(tree, [leaf for leaf in leaves if leaf not in places], self._known.table(tree, state))
 

@@ -45,7 +45,7 @@ def _tile(found: ChunkTargets) -> TileRead:
 
 
 def expect_whole(tree: TreeMetadata, leaves: Iterable[int], table: ChunkTable) -> None:
-    """Refuse arrays that their chunks do not make up.
+    """Refuse arrays whose chunks do not cover them exactly.
 
     Raises:
         CorruptCheckpointError: names the first such array.
@@ -59,11 +59,11 @@ def expect_whole(tree: TreeMetadata, leaves: Iterable[int], table: ChunkTable) -
             continue
         if table.content == "items" and not table.chunks(leaf):
             raise UnsupportedLeafError(
-                f"{format_path(tree.paths[leaf])} ({record.spec}) has no place: it is in a tuple, or another value that "
-                "torch.distributed.checkpoint stored whole and compressed, or the metadata names no file for it; give a PLACEHOLDER in its "
-                "place, or load it with torch"
+                f"{format_path(tree.paths[leaf])} ({record.spec}) cannot be located: it is in a tuple or another value "
+                "that torch.distributed.checkpoint stored whole and compressed, or the metadata names no file for it; "
+                "pass a PLACEHOLDER for it, or load it with torch"
             )
         raise CorruptCheckpointError(
-            f"{format_path(tree.paths[leaf])} ({record.spec}) is not stored whole: {reason}; restore the checkpoint from a copy, or load "
-            "another one"
+            f"{format_path(tree.paths[leaf])} ({record.spec}) is not stored whole: {reason}; restore the checkpoint "
+            "from a copy, or load another one"
         )

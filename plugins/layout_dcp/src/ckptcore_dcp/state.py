@@ -162,7 +162,7 @@ class ChunkTable:
         return [self._chunk(row) for row in rows.tolist()]
 
     def uncovered(self, leaf: int, spec: ArraySpec) -> str | None:
-        """Return why the chunks of a leaf do not make up an array, for a person; None if they do. Known once it was found out."""
+        """Return the reason why the chunks of a leaf do not cover an array, for errors; None if they do. Cached."""
         order, bounds = self._rows
         first, last = bounds[leaf], bounds[leaf + 1]
         if last - first == 1:

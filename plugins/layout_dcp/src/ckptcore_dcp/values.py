@@ -141,7 +141,7 @@ def _fetching(item: bytes, start: int) -> Fetch:
 
 
 def _pickle(name: str, key: str, item: bytes, start: int, templates: _Templates, limit: int) -> bytes:
-    """The pickle of an item that lies at `start`, verified; of at most `limit` bytes."""
+    """Return the pickle of an item at `start`, verified, of at most `limit` bytes."""
     fetch = _fetching(item, start)
     members = torch_members(read_zip(fetch, start, start + len(item), key=key))
     if "data.pkl" not in members:

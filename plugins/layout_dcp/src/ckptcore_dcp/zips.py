@@ -27,7 +27,7 @@ _NEAR_BYTES: Final = 1 << 16
 """Local headers that are no farther apart are read in one request."""
 
 _MOST_PICKLE_GROWTH: Final = 16
-"""How many times longer than compressed a pickle may be. Pickles of torch.save are not compressed; zipped again they grow some 5 times."""
+"""Largest growth of a compressed pickle. torch.save does not compress; its pickles zipped again grow about 5 times."""
 _ANY_PICKLE: Final = 1 << 12
 
 
@@ -111,9 +111,10 @@ def read_member(fetch: Fetch, member: ZipMember, *, key: str, limit: int = 1 << 
 
 
 def most_pickle_bytes(stored: int) -> int:
-    """How long a pickle may be, in bytes, that takes so many bytes in a file.
+    """Return the limit of the length of a pickle, in bytes, for its stored length.
 
-    Each byte of a pickle can be an object of 200 bytes. Without this limit 4 kB of deflate become 4 MB of pickle and 1 GB of objects.
+    Each byte of a pickle can be an object of 200 bytes. Without a limit, 4 kB of deflate become 4 MB of pickle and 1 GB
+    of objects.
     """
     return max(_ANY_PICKLE, _MOST_PICKLE_GROWTH * stored)
 

@@ -109,7 +109,7 @@ class ChunkSource:
         return found
 
     def gathered(self, box: Box) -> HostArray:
-        """A copy of the elements of a box as far as the array goes: little endian, in C order.
+        """Return a copy of the elements of a box that are inside the array: little endian, in C order.
 
         Always a copy: the array may change between the digest of the elements and their encoding.
         """

@@ -144,7 +144,7 @@ class _OrbaxLayout:
         return {**columns, **{name: [leaves[leaf] for leaf in columns[name]] for name in ("leaf", "digested_leaf")}}
 
     def mark(self, about: About, store: WriteStore) -> None:
-        """Write the files by which Orbax knows a checkpoint, and the group by which readers of zarr do."""
+        """Write the files by which Orbax and readers of zarr recognise a checkpoint."""
         mark_checkpoint(about, self._form(), store)
 
     def read(self, plan: ReadPlan, buffers: Sequence[HostArray], store: ReadStore) -> Iterator[int]:

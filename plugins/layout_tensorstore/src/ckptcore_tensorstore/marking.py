@@ -1,4 +1,4 @@
-"""Marking a checkpoint as one of Orbax's and as a group of zarr: the files in its directory beside those of its items."""
+"""Files in the directory of a checkpoint by which Orbax and readers of zarr recognise it."""
 
 from __future__ import annotations
 

@@ -228,8 +228,8 @@ def _decode(encoded: Any, tree: TreeMetadata) -> ArraysState:
         form = arrays[leaf].form
         if len(digest) != prod(form.grid) * prod(form.inner_grid) * DIGEST_BYTES:
             raise CorruptCheckpointError(
-                f"{format_path(tree.paths[leaf])} is said to be {form.spec}, and has {len(digest) // DIGEST_BYTES} checksums of chunks; "
-                "what describes the arrays is damaged: load another checkpoint"
+                f"{format_path(tree.paths[leaf])} is said to be {form.spec}, which does not agree with its "
+                f"{len(digest) // DIGEST_BYTES} checksums of chunks; the metadata is damaged: load another checkpoint"
             )
     return ArraysState(
         directory=directory,

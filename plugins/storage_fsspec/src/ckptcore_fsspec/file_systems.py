@@ -70,9 +70,10 @@ class Connection:
             self.path = str(self._type._strip_protocol(url))
             named = dict(self._type._get_kwargs_from_urls(url))
         except Exception as error:  # noqa: BLE001  # it is raised again, as one of ours
-            # What it says may be a part of a password that is not escaped.
+            # The message may contain a part of an unescaped password.
             raise InvalidLocationError(
-                f"fsspec finds no path in {url!r} ({type(error).__name__}); write characters such as / and @ in a password as %2F and %40"
+                f"fsspec finds no path in {url!r} ({type(error).__name__}); write characters such as / and @ in a "
+                "password as %2F and %40"
             ) from None
         named.pop("path", None)
         self.protocol = protocol

@@ -8,8 +8,8 @@
     dtensors           the leaf handler of DTensors; placements says where their elements are
     sharded_tensors    the leaf handler of ShardedTensors
     transfers          from device memory to host memory through pinned staging buffers
-    stateful           checkpointables: schedulers, gradient scalers, data loaders, random generators; who handles which type.
-                       data_loaders tells of a loader of torchdata whether its state has the order of its sampler
+    stateful           checkpointables: schedulers, gradient scalers, data loaders, random generators; handlers by type.
+                       data_loaders checks whether the state of a torchdata loader has the order of its sampler
     modules            the checkpointable handler of modules, under the names of the plain one, which names finds
     optimizers         the checkpointable handler of optimizers, by the numbers of their parameters
     named_optimizers   NamedOptimizer: optimizers by the names of parameters, and NamedOptimizerPart, of those that one process has;

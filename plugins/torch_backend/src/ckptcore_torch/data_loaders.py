@@ -1,4 +1,4 @@
-"""Data loaders of torchdata: their types, and samplers whose order is not in the state."""
+"""Data loaders of torchdata: type checks, and detection of samplers whose order is not in the state."""
 
 from __future__ import annotations
 
@@ -20,10 +20,11 @@ def is_stateful_loader(value_type: type) -> bool:
 
 
 def lost_order(loader: Any) -> str | None:
-    """Return why the state of a loader lacks the order that its sampler draws; None if it has it, or if that is not known.
+    """Return the reason why the state of a loader lacks the order of its sampler; None if it has it, or if unknown.
 
-    The loader keeps the state of what it asks for indices, if that has one. Otherwise it draws a new order and skips as many
-    indices as were taken. That is the same order only if the generator is as it was before, which is so in the first epoch.
+    The loader saves the state of its sampler or batch sampler, if that has one. Otherwise a resumed loader draws a new
+    order and skips as many indices as were taken. That is the same order only with the same generator state: in the
+    first epoch.
     """
     batches = loader.batch_sampler
     sampler = loader.sampler if batches is None else getattr(batches, "sampler", None)
@@ -32,8 +33,9 @@ def lost_order(loader: Any) -> str | None:
     drawn = sys.modules.get("torchdata.stateful_dataloader.sampler")
     if drawn is None or not isinstance(sampler, drawn.RandomSampler):
         return None
-    if type(batches) is BatchSampler:  # that of torchdata keeps the state of the sampler
-        return f"the batch sampler, a {type(batches).__module__}.{type(batches).__qualname__}, keeps no state of the sampler"
+    if type(batches) is BatchSampler:  # torchdata's own keeps the state of the sampler
+        kind = type(batches)
+        return f"the batch sampler, a {kind.__module__}.{kind.__qualname__}, keeps no state of the sampler"
     if loader.generator is sampler.generator:
         return "the sampler draws from the generator"
     return None

@@ -169,7 +169,7 @@ class DTensorHandler:
         return _LOCAL.fill(local, record, [(Box.whole(tuple(local.shape)), array)])
 
     def memory_to_fill(self, target: Any) -> Sequence[StridedMemory] | None:
-        """That of the local tensor; None where it has no elements."""
+        """The memory of the local tensor; None if it has no elements."""
         local = _local(target)
         return None if is_fake(local) else _LOCAL.memory_to_fill(local)
 

@@ -53,8 +53,8 @@ def named_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Nam
     state = optimizer.state_dict()
     if not numbers_parameters(state):
         raise UnsupportedLeafError(
-            f"the state dict of this {type(optimizer).__name__} does not number its parameters, as after torch.distributed.checkpoint "
-            "has patched it; save the optimizer itself, which keeps its own form"
+            f"the state dict of this {type(optimizer).__name__} does not number its parameters, for example because "
+            "torch.distributed.checkpoint has patched it; save the optimizer itself instead of a NamedOptimizer"
         )
     if others := sorted(map(str, state.keys() - {"state", "param_groups"})):
         raise UnsupportedLeafError(

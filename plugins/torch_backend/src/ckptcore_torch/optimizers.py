@@ -32,9 +32,9 @@ class OptimizerHandler:
     and has no state yet, and takes the state from one that was saved without. Nothing is cast: moments of float32 stay so,
     also where the parameters are of bfloat16. State of a DTensor, of its shape, is a DTensor with its placements.
 
-    An optimizer may give a state dict of another form: one that torch.distributed.checkpoint has patched names the
-    parameters, and a container of optimizers gives the states of its own. Such a state is saved as it is, and what is stored
-    goes to the ``load_state_dict`` of the same optimizer.
+    An optimizer may have a state dict of another form: one that torch.distributed.checkpoint has patched names the
+    parameters, and a container of optimizers has the states of several. Such a state is saved as it is, and a load
+    passes it to the ``load_state_dict`` of the optimizer.
     """
 
     priority = Priority.FRAMEWORK
@@ -47,7 +47,7 @@ class OptimizerHandler:
         """The state dict, with the state of each parameter as it is stored, and the options that are not there yet.
 
         Raises:
-            TreeMismatchError: if what is stored names the parameters and the optimizer numbers them, or the other way round.
+            TreeMismatchError: if the stored state names the parameters and the optimizer numbers them, or the reverse.
         """
         state = value.state_dict()
         if not isinstance(stored, Mapping):
@@ -167,15 +167,15 @@ def numbers_parameters(state: Any) -> bool:
 
 
 def _refuse_numbers(optimizer: torch.optim.Optimizer, stored: Mapping[Any, Any]) -> None:
-    """Refuse a state by the numbers of parameters for an optimizer whose state dict has another form."""
+    """Refuse a stored state that numbers the parameters, for an optimizer whose state dict has another form."""
     if not numbers_parameters(stored):
         return
     difference = (
         f"the stored state numbers the parameters, and the state dict of this {type(optimizer).__name__} does not"
     )
     raise TreeMismatchError(
-        f"{difference}; load into the optimizer before torch.distributed.checkpoint patches it, or into an optimizer that "
-        "numbers them",
+        f"{difference}; load into the optimizer before torch.distributed.checkpoint patches it, or into an optimizer "
+        "that numbers its parameters",
         [difference],
     )
 

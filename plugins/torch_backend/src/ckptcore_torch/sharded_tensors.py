@@ -147,7 +147,7 @@ class ShardedTensorHandler:
         return filled
 
     def memory_to_fill(self, target: Any) -> Sequence[StridedMemory] | None:
-        """That of the shards of this process; None if one cannot be changed."""
+        """The memory of the shards of this process; None if one cannot be changed."""
         found: list[StridedMemory] = []
         for _, local in _local_shards(target):
             memory = None if is_fake(local) else _LOCAL.memory_to_fill(local)

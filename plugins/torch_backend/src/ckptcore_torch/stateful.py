@@ -1,4 +1,4 @@
-"""Objects of PyTorch that have a state: schedulers, gradient scalers, data loaders, random generators; and who handles each type."""
+"""Objects of PyTorch with a state: schedulers, gradient scalers, data loaders, random generators; handlers by type."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class StateDictHandler:
 class DataLoaderHandler(StateDictHandler):
     """`StatefulDataLoader` of torchdata. Each process has a state of its own.
 
-    Logs a warning if the state does not have the order of a random sampler: a run that resumes gets other batches then.
+    Logs a warning if the state lacks the order of a random sampler: a resumed run would get other batches.
     """
 
     per_process = True
@@ -64,7 +64,8 @@ class DataLoaderHandler(StateDictHandler):
         if reason is not None:
             logger.warning(
                 "a run that resumes gets other batches than one that goes on: %s of this %s. Give it "
-                "sampler=torchdata.stateful_dataloader.sampler.RandomSampler(dataset, generator=torch.Generator()) and a generator of its own",
+                "sampler=torchdata.stateful_dataloader.sampler.RandomSampler(dataset, generator=torch.Generator()) and "
+                "a generator of its own",
                 reason,
                 type(value).__qualname__,
             )

@@ -171,7 +171,7 @@ class TensorHandler:
         return True
 
     def memory_to_fill(self, target: Any) -> Sequence[StridedMemory] | None:
-        """That of the elements, on whichever device; None as `fill` returns False."""
+        """The memory of the elements, on any device; None if `fill` returns False."""
         if target.is_meta or _overlaps_itself(target):
             return None
         if not target.data_ptr():
@@ -267,7 +267,7 @@ class SubclassHandler:
         return False if is_fake(target) else _PLAIN.fill(_plain(target), stored, boxes)
 
     def memory_to_fill(self, target: Any) -> Sequence[StridedMemory] | None:
-        """As of a plain tensor; None for a FakeTensor."""
+        """The memory of a plain tensor; None for a FakeTensor."""
         return None if is_fake(target) else _PLAIN.memory_to_fill(_plain(target))
 
 
@@ -433,14 +433,14 @@ def _plain(leaf: torch.Tensor) -> torch.Tensor:
     if _is_masked(leaf):
         raise UnsupportedLeafError(f"a {name} is two arrays; save its .get_data() and .get_mask()")
     try:
-        # Otherwise a subclass's __torch_function__ could see, and wrap, what is asked of its memory.
+        # Otherwise a subclass's __torch_function__ could intercept calls about its memory, and wrap their results.
         with torch._C.DisableTorchFunctionSubclass():
             plain = leaf.detach().as_subclass(torch.Tensor)
             return plain.requires_grad_() if leaf.requires_grad else plain
     except (TypeError, RuntimeError) as error:  # NotImplementedError is a RuntimeError
         raise UnsupportedLeafError(
-            f"a {name} does not give its elements as one array in memory ({str(error).splitlines()[0]}); save the tensors that it is "
-            "made of as leaves of their own"
+            f"a {name} does not give its elements as one array in memory ({str(error).splitlines()[0]}); save the "
+            "tensors that it is made of as leaves of their own"
         ) from error
 
 

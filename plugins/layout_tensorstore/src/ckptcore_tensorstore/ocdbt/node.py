@@ -53,8 +53,8 @@ _MOST_GROWTH: Final = 64
 
 _ANY_ENTRIES: Final = 1 << 14
 _MOST_ENTRIES: Final = 16
-"""A node may have `_ANY_ENTRIES` entries, or `_MOST_ENTRIES` for each byte that it takes in its file. An entry has 5 bytes before zstd
-compresses it, and takes 30 times as many in memory."""
+"""A node may have `_ANY_ENTRIES` entries, or `_MOST_ENTRIES` for each of its bytes in the file. An entry has 5 bytes
+before compression, and takes 30 times as many in memory."""
 
 _ENTRY_BYTES: Final = 150
 """What an entry takes in memory beside its key, in bytes."""

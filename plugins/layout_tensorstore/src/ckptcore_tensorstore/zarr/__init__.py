@@ -1,4 +1,4 @@
-"""Arrays and groups of zarr 2 and 3: what their metadata says, where their chunks and the inner chunks of those lie."""
+"""Arrays and groups of zarr 2 and 3: their metadata, and the locations of chunks and inner chunks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Groups of zarr 2 and 3: the inner nodes of a hierarchy, which programs that list it look for."""
+"""Groups of zarr 2 and 3: the inner nodes of a hierarchy, by which programs list its arrays."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["encode_group", "groups_around"]
 
 
 def encode_group(zarr_format: ZarrFormat) -> tuple[str, bytes]:
-    """The name of the object that makes a directory a group without attributes, and its bytes.
+    """Return the name and the bytes of the object that makes a directory a group without attributes.
 
     From the specifications: zarr 3, "Group metadata"; zarr 2, "Groups".
     """
@@ -21,10 +21,10 @@ def encode_group(zarr_format: ZarrFormat) -> tuple[str, bytes]:
 
 
 def groups_around(names: Iterable[str]) -> Sequence[str]:
-    """The paths of all groups that arrays are in, ``""`` for the outermost one; none where an array has no name.
+    """Return the paths of all groups around arrays, ``""`` for the outermost one; none if an array has no name.
 
     Args:
-        names: the paths of the arrays; none lies within another.
+        names: the paths of the arrays; none is inside another.
     """
     found = {""}
     for name in names:
