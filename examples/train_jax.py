@@ -106,8 +106,8 @@ def train(directory: str, *, steps: int, save_every: int) -> None:
             value = float(loss)
             print(f"step {step} loss {value:.4f} {value.hex()}", flush=True)
 
-            # Returns at once where the policy does not want the step, and otherwise when the state cannot change any more:
-            # arrays of JAX are immutable, so hardly anything is copied. An error of the save before is raised here.
+            # Returns at once if the policy does not want the step, and otherwise once the arrays are copied to host memory.
+            # An error of the save before is raised here.
             objects = {"state": state, "data": data}
             checkpointer.save_checkpointables(step, objects, metrics={"loss": value}, force=step == steps)
     # Leaving the block has waited for the last save.

@@ -60,7 +60,7 @@ def load_jointly(
 
 
 def agreed_name(location: Source, recording: Recording) -> str:
-    """Return a name for the exchanges of a load, equal on every rank: hosts may name the directory of a step differently."""
+    """Return a name for the exchanges of a load, equal on every rank: directories of a step may differ by host."""
     return str(location) if recording.step is None else f"step {recording.step}"
 
 
