@@ -84,7 +84,7 @@ def test_a_link_out_of_a_run_stops_neither_deletions_nor_the_command(kind: str, 
 
 
 def test_a_step_that_cannot_be_read_stops_nothing(directory: str) -> None:
-    """It is left alone, and so is what it may refer to only where a user names that."""
+    """The step is left alone. Its possible bases are kept only if a user names them."""
     watch = Watch()
     refused = StorageError("permission denied by the test")
     refused.errno = 13

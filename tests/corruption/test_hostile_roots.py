@@ -220,7 +220,7 @@ _LAYOUTS: Final[dict[str, Any]] = {
 @pytest.mark.parametrize("shape", [[1 << 62, 10], [1 << 40, 4], [7, 10]], ids=str)
 @pytest.mark.parametrize("name", _LAYOUTS)
 def test_an_array_that_is_larger_than_what_is_stored_of_it(name: str, shape: list[int], tmp_path: Path) -> None:
-    """Nothing is read of it, and no memory is taken for it; neither is it called sound."""
+    """It is refused before anything is read or allocated, and `verify` reports it."""
     location = tmp_path / "c"
     ckptcore.save(location, {"w": np.zeros((6, 10), np.float32), "v": np.ones(3)}, layout=_LAYOUTS[name])
     forged = json.loads((location / "checkpoint.json").read_bytes())
@@ -251,7 +251,7 @@ def test_an_array_that_is_larger_than_what_is_stored_of_it(name: str, shape: lis
 
 
 def _describe(table: Any, before: list[int], after: list[int]) -> None:
-    """Let the documents of arrays in a layout's table agree with a shape."""
+    """Make the array documents in a layout's table agree with a shape."""
     for value in table.values() if isinstance(table, dict) else table if isinstance(table, list) else ():
         if isinstance(table, dict) and value == before and table.get("shape") == before:
             table["shape"] = after

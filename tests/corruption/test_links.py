@@ -1,4 +1,4 @@
-"""Symbolic links in a checkpoint to files beside it: nothing that reads, verifies or copies a checkpoint follows them."""
+"""Symbolic links from a checkpoint to files outside it: no reader, verification or copy follows them."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def _run(*arguments: object) -> str:
 
 
 def _outcome(read: Callable[[], object], location: Path) -> str:
-    """What a reader gives, or its error, which is one of ours."""
+    """Return the result of a reader, or its error, which must be a CheckpointError."""
     try:
         return repr(read())
     except CheckpointError as error:
@@ -144,7 +144,7 @@ def _expect_links_refused(location: Path, has_root: bool) -> None:
 
 @pytest.mark.parametrize("name", ["base", "checkpoint.json", "model.safetensors"])
 def test_a_base_that_is_a_link(name: str, tmp_path: Path) -> None:
-    """Also one to a checkpoint beside it, which holds the save that is meant."""
+    """Also a link to a checkpoint in the same directory that holds the right save."""
     runs = tmp_path / "runs"
     ckptcore.save(runs / "base", {"a": np.arange(600.0), "b": np.ones(3)})
     ckptcore.save_update(runs / "update", {"b": np.zeros(3)}, base=runs / "base")
@@ -160,7 +160,7 @@ def test_a_base_that_is_a_link(name: str, tmp_path: Path) -> None:
 
 
 def test_links_beside_a_checkpoint_do_not_matter(tmp_path: Path) -> None:
-    """As of runs that name their last step."""
+    """Like a run with a link to its last step."""
     ckptcore.save(tmp_path / "step_1", {"a": np.ones(3)})
     ckptcore.save(tmp_path / "step_2", {"a": np.ones(3)})
     (tmp_path / "latest").symlink_to("step_2")

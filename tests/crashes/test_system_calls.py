@@ -142,7 +142,7 @@ def test_a_call_that_fails_is_a_checkpoint_error(
 def test_an_interrupted_call_leaks_no_file_and_no_lock(
     operation: Callable[[Path], None], calls: Calls, tmp_path: Path
 ) -> None:
-    """Ctrl-C takes effect after a call. A file that was just opened is nobody's yet, so `open` and `scandir` are left out."""
+    """Ctrl-C takes effect after a call. `open` and `scandir` are left out: their results have no owner yet."""
     ckptcore.save(tmp_path / "saved", _STATE)
     calls.only = threading.current_thread()
     with _one_after_another(calls, operation, tmp_path) as found:

@@ -81,7 +81,7 @@ def test_large_objects_are_written_block_by_block() -> None:
 
 
 class Changing(WatchedStorage):
-    """A storage beside a caller that changes an array whenever something is written, or is about to be."""
+    """A storage during whose writes the caller changes an array, before and after each."""
 
     def __init__(self, inner: StorageBackend, array: HostArray, part_bytes: int) -> None:
         super().__init__(inner)

@@ -1,4 +1,4 @@
-"""Secrets in URLs: no password, token or signature comes out, wherever the URL goes in."""
+"""Secrets in URLs: no output shows a password, token or signature of a URL that is passed anywhere."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def _train(url: str, context: ckptcore.Context) -> None:
 
 
 class _Refusing:
-    """A plugin that opens what nothing is installed for, with errors of a library that print all they know."""
+    """A plugin for unknown schemes, over a library whose errors print whole URLs."""
 
     @ckptcore.hookimpl
     def ckpt_storages(self) -> Mapping[str, StorageOpener]:
@@ -77,7 +77,7 @@ class _Refusing:
 
 @pytest.fixture
 def told(caplog: pytest.LogCaptureFixture) -> Iterator[list[str]]:
-    """What is logged, and all events."""
+    """The log, and all events."""
     texts: list[str] = []
     with caplog.at_level(logging.DEBUG, "ckptcore"), caplog.at_level(logging.DEBUG, "ckptcore_fsspec"):
         yield texts
@@ -127,7 +127,7 @@ REDACTED = {
     "file:///run?lr=0.1/step_1": "file:///run?lr=0.1/step_1",
     "expected a == b, x=3 and C:/x": "expected a == b, x=3 and C:/x",
 }
-"""Texts, with and without secrets, and what is shown of them."""
+"""Texts with and without secrets, and their redacted forms."""
 
 
 @pytest.mark.parametrize("text", REDACTED)
@@ -154,7 +154,7 @@ def test_an_error_shows_no_secret_in_any_form() -> None:
 
 
 def test_a_location_with_a_password_works(tmp_path: Path) -> None:
-    """It is hidden where it is shown, and in what is stored, and used where the storage is opened."""
+    """Output and stored data hide it; the storage is opened with it."""
     opened: list[str] = []
 
     class Plugin:

@@ -36,7 +36,7 @@ def _header(path: Path) -> dict[str, Any]:
 
 
 def _tensors(path: Path) -> dict[str, Any]:
-    """What the library reads in a file: dtype, shape and bytes by name."""
+    """Return the tensors that the library reads in a file: dtype, shape and bytes by name."""
     found: Any = safetensors.deserialize(path.read_bytes())  # type: ignore[no-untyped-call]  # the library has no types for it
     return dict(found)
 

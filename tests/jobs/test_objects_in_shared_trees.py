@@ -1,4 +1,4 @@
-"""Objects with a state of their own in a tree that the ranks of a job save together, as torch.distributed.checkpoint saves them."""
+"""Objects with a state in a tree that the ranks of a job save together, as torch.distributed.checkpoint does."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SIZE = 3
 
 
 class Stateful:
-    """What `torch.distributed.checkpoint` calls by this name."""
+    """A `Stateful` of `torch.distributed.checkpoint`."""
 
     def __init__(self, state: dict[str, Any]) -> None:
         self.state = state

@@ -24,11 +24,11 @@ from ckptcore.protocols import Coordinator, Priority
 from ckptcore.testing import ThreadJob, ThreadNetwork
 
 PATIENCE_SECONDS = 60
-"""Guards against a hang; nothing is measured by it."""
+"""Seconds after which a hang fails the test."""
 
 
 class Meetings:
-    """What all ranks must call together, one after the other, as collectives of a process group are."""
+    """A collective, like those of a process group: all ranks must call it in the same order."""
 
     def __init__(self, size: int) -> None:
         self._barrier = threading.Barrier(size)
@@ -65,7 +65,7 @@ class Joint:
 
 
 class JointHandler:
-    """As the handler of modules under FSDP: an object of which each process has its part."""
+    """Like the handler of modules under FSDP: each process has a part of the object."""
 
     priority = Priority.EXACT
 

@@ -1,1 +1,1 @@
-"""Tests of readers beside writers: what a reader gives while the checkpoint that it reads appears, changes or goes."""
+"""Tests of concurrent readers and writers: results of reads while the checkpoint is committed, replaced or deleted."""

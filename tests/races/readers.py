@@ -18,7 +18,7 @@ from ckptcore.verification import has_its_sizes
 __all__ = ["READERS", "Outcome", "Reader", "outcome_of"]
 
 Outcome: TypeAlias = str
-"""What a reader gave, as text: equal for two reads of the same save, different for two saves."""
+"""The result of a reader as text: equal for two reads of the same save, different for two saves."""
 
 Reader: TypeAlias = Callable[[str, ckptcore.Context], object]
 
@@ -27,7 +27,7 @@ _numbers = itertools.count()
 
 
 def outcome_of(reader: Reader, location: str, context: ckptcore.Context) -> Outcome:
-    """The outcome of one read; of an error its type.
+    """Return the outcome of one read; for an error, its type.
 
     Any error but a `CheckpointError` is raised.
     """
@@ -145,7 +145,7 @@ def _consolidate_subtree(location: str, context: ckptcore.Context) -> object:
 
 
 def _made(make: Callable[[str], object]) -> object:
-    """What is at a new place in memory once it was made there."""
+    """Return the contents of a new location in memory after a call has written it."""
     destination = f"memory://copies-{next(_numbers)}/copy"
     make(destination)
     found = describe(destination, ckptcore.Context())

@@ -1,4 +1,4 @@
-"""States that a place can be in, and a place that goes from one to another in one step."""
+"""States of a location, and a location that changes from one state to another in one step."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ _numbers = itertools.count()
 
 
 def tree_of(version: int) -> dict[str, object]:
-    """A tree that other software's view does not give as it is, every leaf of which tells the version."""
+    """A tree that differs when read as a foreign checkpoint, and whose every leaf has the version."""
     return {"version": version, "a": {"w": np.full(3, version), "empty": {}}, "b": (np.full(2, version), "text")}
 
 
@@ -97,7 +97,7 @@ _WRITERS: Final[Mapping[str, tuple[int, Callable[..., None]]]] = {
 }
 
 STATES: Final = tuple(_WRITERS)
-"""What can be at a place."""
+"""The states of a location."""
 
 
 @functools.cache
@@ -106,7 +106,7 @@ def state_of(name: str, layout: str, scheme: str, version: int | None = None) ->
 
     Each state has a version of its own, if none is given.
 
-    A claim has all objects of a save that was not committed: its own root is the claim of another save, as far as readers can tell.
+    A claim has all objects of a save that was not committed. For readers, its root is the claim of another save.
     Where directories are renamed it is hidden.
     """
     usual, write = _WRITERS[name]
@@ -132,7 +132,7 @@ def _claim() -> bytes:
 
 
 class Place:
-    """A place whose state changes in one step for readers that do nothing meanwhile."""
+    """A location whose state changes atomically between two operations of a reader."""
 
     def __init__(self, scheme: str, directory: Path, state: Objects) -> None:
         """Make a place in a state, in a directory of its own."""
@@ -146,7 +146,7 @@ class Place:
         self.become(state)
 
     def become(self, state: Objects) -> None:
-        """Go over to another state."""
+        """Change to another state."""
         if self._above is None:
             store = store_at(self._around)
             store.delete([key for key in store.list() if key not in state])

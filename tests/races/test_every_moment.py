@@ -1,4 +1,4 @@
-"""A place that goes from one state to another before each call of a reader: it gives what is right for one of the two."""
+"""A location that changes its state before each call of a reader: the result must be that of one of the two states."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def _undisturbed(reader: str, scheme: str, layout: str, state: str, directory: P
 def _read_beside(
     reader: str, scheme: str, layout: str, states: Sequence[str], moments: Sequence[int], directory: Path
 ) -> tuple[Outcome, bool]:
-    """The outcome of a read of a place that goes through states at these operations, and whether it made it to the last one."""
+    """Read a location that changes at these operations. Return the outcome, and whether the last state was reached."""
     place = Place(scheme, directory, state_of(states[0], layout, scheme))
     changes = [
         (moment, functools.partial(place.become, state_of(state, layout, scheme)))
@@ -58,7 +58,7 @@ def _read_beside(
 
 
 def _wrong(reader: str, scheme: str, layout: str, states: Sequence[str], directory: Path) -> list[str]:
-    """What is wrong with reads beside every change, one line each."""
+    """Return the failures of reads during every change, one line each."""
     allowed = {_undisturbed(reader, scheme, layout, state, directory): state for state in states}
     found = []
     moments = [0] * (len(states) - 1)
@@ -85,7 +85,7 @@ _FIRST: Final = [
     ("several", "other several"),
     ("foreign", "tree"),
 ]
-"""What is tried of every layout in the quick tests."""
+"""Changes that the quick tests try with every layout."""
 
 _CHANGES: Final = [
     ("nothing", "claim"),
@@ -115,7 +115,7 @@ _CHANGES: Final = [
     ("foreign several", "tree"),
     ("foreign several", "nothing"),
 ]
-"""What is tried of every layout in the slow tests."""
+"""Changes that the slow tests try with every layout."""
 
 _TWO_CHANGES: Final = [
     ("nothing", "tree", "nothing"),
@@ -166,9 +166,9 @@ def test_any_two_states(reader: str, layout: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("reader", READERS)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_two_changes(reader: str, layout: str, tmp_path: Path) -> None:
-    """As where a checkpoint is deleted, and another one saved, while one reader reads.
+    """A checkpoint is deleted, and another one saved, during one read.
 
-    After each slice of a checkpoint of other software only the root is looked for, and not the names: there are many slices.
+    After each slice of a checkpoint of other software only the root is checked, not the names, because slices are many.
     """
     changes = [states for states in _TWO_CHANGES if reader not in _OF_SLICES or states[0] != "foreign"]
     _expect_right(reader, "memory", layout, changes, tmp_path)

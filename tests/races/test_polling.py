@@ -1,4 +1,4 @@
-"""Readers that poll a place while a writer changes what is there, drawn by a seed: each gives what was committed then."""
+"""Readers that poll a location during random changes by a writer: each result must be a state of that time."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def _in_process(location: str, directory: Path, storage: Mapping[str, Mapping[st
 
 @contextmanager
 def _in_thread(directory: Path) -> Iterator[_Writing]:
-    """A writer in a thread: nobody else has the memory of this process."""
+    """A writer in a thread, for storage in the memory of this process."""
     path = directory / "log"
     path.touch()
     location = f"memory://polled-{directory.name}/run/3"
@@ -134,7 +134,7 @@ class _Judge:
         return was_busy
 
     def end(self, reader: str, outcome: Outcome) -> tuple[set[Outcome], bool]:
-        """The outcomes that are right for a read since `begin`, and whether something changed meanwhile."""
+        """Return the valid outcomes of a read since `begin`, and whether the location changed meanwhile."""
         changed = self._follow()
         allowed = {_undisturbed(reader, state) for state in self._possible}
         if changed:

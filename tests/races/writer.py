@@ -1,4 +1,4 @@
-"""A writer that changes what is at one place, drawn by a seed, and tells in a log what it does."""
+"""A writer that changes one location at random, by a seed, and logs each change."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ NOTHING: Final = State("nothing", 0, "")
 
 
 class Log:
-    """What a writer did: for each change a line before it begins, and one when it is done."""
+    """The log of a writer: for each change a line before it begins, and one when it is done."""
 
     def __init__(self, path: Path) -> None:
         """Use a file, which is there already."""
@@ -49,11 +49,11 @@ class Log:
         self._read = 0
 
     def begin(self, state: State) -> None:
-        """Tell that a state is about to come."""
+        """Log a state before the change to it."""
         self._append([state.kind, state.version, state.layout])
 
     def end(self) -> None:
-        """Tell that the state is there."""
+        """Log that the change is complete."""
         self._append(None)
 
     def _append(self, line: JSON) -> None:
@@ -64,7 +64,7 @@ class Log:
             os.close(descriptor)
 
     def news(self) -> Iterator[State | None]:
-        """What was told since this was asked last: a state that is about to come, or None where it is there."""
+        """Return the new log entries: a state before its change, and None after it."""
         with self._path.open("rb") as file:
             file.seek(self._read)
             data = file.read()

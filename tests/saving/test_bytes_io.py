@@ -20,7 +20,7 @@ def content(size: int) -> bytes:
 
 
 class Progress:
-    """What keeps the result of ``torch.save`` in its state, as TorchTitan does."""
+    """An object that keeps the result of ``torch.save`` in its state, like TorchTitan's."""
 
     def __init__(self, blob: bytes) -> None:
         self.blob = blob

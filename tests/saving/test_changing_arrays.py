@@ -1,6 +1,7 @@
 """Arrays that change while they are saved.
 
-A blocking save may take elements of any time, but what it commits can be read. An asynchronous one takes those of its call.
+A blocking save may mix elements of different times, but its checkpoint can be read. An asynchronous save stores those
+at the time of its call.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ Array = npt.NDArray[np.int32]
 
 
 class Owner:
-    """Who owns the arrays of a state, and changes them whenever a byte of the save is encoded or written, before and after."""
+    """The owner of the arrays of a state, which changes them before and after each write or encoding of a save."""
 
     def __init__(self) -> None:
         contiguous: Array = np.arange(800_000, dtype=np.int32).reshape(800, 1000)

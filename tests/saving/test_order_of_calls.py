@@ -23,7 +23,7 @@ def _async(location: str, number: int, context: ckptcore.Context) -> ckptcore.Sa
 
 
 def _exported(location: str, number: int, context: ckptcore.Context) -> ckptcore.SaveHandle | None:
-    """As an export of a save to another location."""
+    """An export of a save to another location."""
     exports = [ckptcore.Export(location=location, layout="safetensors")]
     state = _state(number)
     return ckptcore.save_async(f"{location}-of", state, exports=exports, overwrite="non-atomic", context=context)

@@ -1,4 +1,4 @@
-"""What a save replaces and a deletion removes: a checkpoint of any software as a whole, and never another one inside it."""
+"""Replacement and deletion of checkpoints of any software: as a whole, and never with another one inside."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_a_save_into_a_checkpoint_is_refused(how: str, around: str, top: str) ->
 @pytest.mark.parametrize("remove", ["delete", "save", "save_checkpointables", "copy", "convert"])
 @pytest.mark.parametrize("around", ["checkpoint", "composite"])
 def test_a_checkpoint_inside_another_is_never_removed_with_it(remove: str, around: str, top: str) -> None:
-    """It can get there by other tools, or below a directory that is none of the checkpoint."""
+    """Other tools can put one there, or a save into a subdirectory that is not part of the checkpoint."""
     if around == "checkpoint":
         ckptcore.save(f"{top}/x", {"n": 0})
     else:
@@ -152,7 +152,7 @@ _FOREIGN = {"dcp": _write_dcp, "orbax": _write_orbax, "orbax items": _write_orba
 
 
 def _place(scheme: str, kind: str, tmp_path: Path) -> str:
-    """What other software wrote, in a storage."""
+    """A checkpoint of other software, in a storage."""
     location = tmp_path / "run" / "step"
     _FOREIGN[kind](location)
     if scheme == "file":

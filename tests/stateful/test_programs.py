@@ -38,7 +38,7 @@ def test_data_loaders_go_on(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(find_spec("torchdata") is None, reason="torchdata is not installed")
 def test_only_a_sampler_with_a_state_resumes_to_the_bit(tmp_path: Path) -> None:
-    """As the page on resuming a run says: killed in the first epoch and in the second."""
+    """Runs that are killed in the first and in the second epoch resume as the guide says."""
     told = dict(line.split(": ") for line in run("torchdata_samplers.py", tmp_path).splitlines())
     found = {name: tuple(said.split()) for name, said in told.items()}
     assert found == {

@@ -247,7 +247,7 @@ LINKS_OUT = {
     "a name that begins alike": ("step/a", "{root}/step_2/secret"),
     "the root": ("step/d", "/"),
 }
-"""By what a link leads to: where the link is, and what it says."""
+"""By the target of a link: the path of the link, and its text."""
 
 
 @pytest.mark.parametrize("what", LINKS_OUT)
@@ -381,7 +381,7 @@ def test_the_blobs_of_that_cache_are_no_links(tmp_path: Path, opens: None, what:
 
 
 def test_a_checkpoint_cannot_bring_such_a_cache(tmp_path: Path, opens: None) -> None:
-    """Only where the user names a snapshot are its blobs beside it: names inside a checkpoint are the checkpoint's own."""
+    """Blobs are readable only if the user names a snapshot, not from a path inside another checkpoint."""
     inside = tmp_path / "checkpoint/models--a/snapshots/b"
     inside.mkdir(parents=True)
     (tmp_path / "blobs").mkdir()

@@ -115,7 +115,7 @@ def test_a_step_that_an_update_replaced_since_it_was_listed(tmp_path: Path) -> N
 def test_a_base_is_visible_and_safe_while_a_deletion_looks_for_updates(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A process that tidies up at that moment removes nothing, and a load finds the base."""
+    """A collection at that moment removes nothing, and a load finds the base."""
     run = f"{tmp_path}/run"
     ckptcore.save(f"{run}/1", {"a": np.ones(4), "n": 1})
     looks: list[None] = []

@@ -132,7 +132,7 @@ def test_pairs_of_float4_in_parts_that_torch_wrote(tmp_path: Path) -> None:
 
 
 def test_offsets_of_pairs_are_in_pairs(tmp_path: Path) -> None:
-    """The writer states the offsets of its tensors, which have pairs, and the shape that the format has, in elements."""
+    """The writer states offsets in pairs, the units of its tensors, and the shape in elements."""
     pairs = np.arange(12, dtype=np.uint8).reshape(2, 6)
     _shard(tmp_path, 1, _header([0, 0], [2, 4], 4, "F4"), pairs[:, :2].tobytes())
     _shard(tmp_path, 2, _header([0, 2], [2, 8], 8, "F4"), pairs[:, 2:].tobytes())

@@ -304,7 +304,7 @@ def test_transforms_that_are_not_known_are_named(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("transform", ["stream.zstd/1", None])
 def test_a_value_that_becomes_a_thousand_times_as_much(transform: str | None, tmp_path: Path) -> None:
-    """Its pickle is compressed with its item, or in it; also behind a value of the same length that has nothing to compress."""
+    """Its pickle is compressed with or inside its item, also after an uncompressed value of the same length."""
     chance = random.Random(3)
     pickles = {
         "random": b"\x80\x02(" + b"".join([b"K" + chance.randbytes(1) for _ in range(15_000)]) + b"l.",
@@ -334,7 +334,7 @@ def test_a_value_that_becomes_a_thousand_times_as_much(transform: str | None, tm
 
 @pytest.mark.parametrize("shape", [(1 << 50, 10), (7, 10)])
 def test_a_tensor_that_is_larger_than_its_chunks(shape: tuple[int, ...], tmp_path: Path) -> None:
-    """Nothing is read of it, and it is not called sound; the others load."""
+    """It is refused before anything is read, and `verify` reports it; other arrays load."""
     _save(tmp_path, {"w": torch.zeros(6, 10), "v": torch.ones(3)})
     metadata: theirs.Metadata = pickle.loads((tmp_path / ".metadata").read_bytes())
     metadata.state_dict_metadata["w"].size = torch.Size(shape)  # type: ignore[union-attr]  # it is a tensor

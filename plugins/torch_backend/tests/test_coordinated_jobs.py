@@ -50,7 +50,7 @@ def test_a_group_of_one_process_is_none() -> None:
 
 
 def test_a_group_without_a_store_is_told_what_to_do_where_it_has_to_agree(tmp_path: Path) -> None:
-    """The fake backend stands for mpi, of which torch seldom comes with a working one. A process that loads alone asks nobody."""
+    """The fake backend stands for mpi, of which torch seldom has a working build. Loads alone need no coordinator."""
     ckptcore.save(tmp_path / "c", {"w": np.ones(3)})
     with in_group("fake", 4):
         assert Context().job().size == 4

@@ -1,4 +1,4 @@
-"""Jobs of real processes with a tree like TorchTitan's: they save, and jobs of another size resume with the same losses."""
+"""Jobs of processes that save a tree like TorchTitan's. Jobs of another size resume with the same losses."""
 
 from __future__ import annotations
 

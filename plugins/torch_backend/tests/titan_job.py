@@ -1,6 +1,6 @@
 """A job with a tree like TorchTitan's: every entry is an object with `state_dict` and `load_state_dict`.
 
-``torchrun --nproc-per-node N titan_job.py TASK DIRECTORY``: TASK is ``save`` or ``load``; raises what is not as it should be.
+``torchrun --nproc-per-node N titan_job.py TASK DIRECTORY``: TASK is ``save`` or ``load``.
 """
 
 from __future__ import annotations

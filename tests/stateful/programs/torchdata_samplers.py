@@ -25,7 +25,7 @@ import ckptcore
 
 STEPS = 15
 KILLED_AT = (3, 8)
-"""In the first epoch of 6 batches, and in the second."""
+"""Steps of the kill: in the first epoch of 6 batches, and in the second."""
 
 NUMBERS: Any = list(range(12))
 
