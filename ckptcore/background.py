@@ -67,11 +67,20 @@ class BackgroundThreads:
         self._lock = threading.Lock()
         self._idle = threading.Condition(self._lock)
 
-    def submit(self, function: Callable[[], T]) -> Future[T]:
-        """Call a function on one of the threads."""
+    def submit(self, function: Callable[[], T], *, inline: bool = True) -> Future[T]:
+        """Call a function on one of the threads.
+
+        Args:
+            function: to call.
+            inline: call it on this thread if no other can be started.
+
+        Raises:
+            RuntimeError: no thread can be started, and `inline` is False.
+        """
         future: Future[T] = Future()
+        work = future, function
         with self._lock:
-            self._work.append((future, function))
+            self._work.append(work)
             if len(self._serving) >= self._most:
                 return future
         main = threading.main_thread()
@@ -83,6 +92,10 @@ class BackgroundThreads:
             else:
                 return future
         # The main thread runs exit handlers after all threads were joined: no one would wait for a new one.
+        if not inline:
+            with self._lock:
+                self._work.remove(work)
+            raise RuntimeError("no thread can be started: the program is ending, or the system has no more threads")
         self._serve()
         return future
 
@@ -103,15 +116,21 @@ class BackgroundThreads:
             if len(self._serving) >= self._most or thread in self._serving:
                 return
             self._serving.add(thread)
-        while True:
+        try:
+            while True:
+                with self._lock:
+                    if not self._work:
+                        self._serving.remove(thread)
+                        self._idle.notify_all()
+                        return
+                    future, function = self._work.popleft()
+                call_into(future, function)
+                del future, function  # this frame must not hold them while it waits
+        except BaseException:  # an interrupt; another thread serves what is left
             with self._lock:
-                if not self._work:
-                    self._serving.remove(thread)
-                    self._idle.notify_all()
-                    return
-                future, function = self._work.popleft()
-            call_into(future, function)
-            del future, function  # this frame must not hold them while it waits
+                self._serving.discard(thread)
+                self._idle.notify_all()
+            raise
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,13 +242,19 @@ class BackgroundSaves:
         self._lock = threading.RLock()  # a save that cannot have a thread runs while it is held
         self._handles: list[SaveHandle] = []
 
-    def run(self, handle: SaveHandle, work: Callable[[], None], locations: Sequence[str] = ()) -> None:
+    def run(
+        self, handle: SaveHandle, work: Callable[[], None], locations: Sequence[str] = (), *, inline: bool = True
+    ) -> None:
         """Do the work of a save after those before it; its outcome goes to the handle.
 
         Args:
             handle: of the save.
             work: writes and commits it.
             locations: the save's targets; it also waits for earlier saves of other Contexts to them.
+            inline: do the work on this thread if no other can be started.
+
+        Raises:
+            RuntimeError: no thread can be started, and `inline` is False.
         """
         with self._lock:
             handle._kept_by = weakref.ref(self)
@@ -237,9 +262,10 @@ class BackgroundSaves:
             # Under the lock: turns must come in the order of the queue, or two saves could wait for each other.
             turn = _ORDER.take(locations)
             try:
-                self._threads.submit(functools.partial(_run, handle, work, turn))
+                self._threads.submit(functools.partial(_run, handle, work, turn), inline=inline)
             except BaseException:
                 turn.end()
+                self._forget(handle)
                 raise
 
     def _forget(self, handle: SaveHandle) -> None:

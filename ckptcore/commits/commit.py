@@ -21,9 +21,8 @@ from ckptcore.commits.directory_claims import (
     sweep_directories,
 )
 from ckptcore.commits.fences import FencedStore
-from ckptcore.commits.nested import expect_no_nested
 from ckptcore.commits.object_claims import claim_objects, continue_objects, remove_dead_save, remove_objects
-from ckptcore.commits.occupants import IsForeign, Overwrite, none_is_foreign
+from ckptcore.commits.occupants import IsForeign, Overwrite, expect_no_nested, none_is_foreign
 from ckptcore.locations import Location
 from ckptcore.protocols import AtomicDirectories, StorageBackend
 from ckptcore.roots.root import Claimed

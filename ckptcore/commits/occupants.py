@@ -1,4 +1,4 @@
-"""What stands at a location: a checkpoint, a claim, something else or nothing, and whether a save may replace it."""
+"""The occupant of a location: a checkpoint, a claim, something else or nothing, and whether it may be replaced or removed."""
 
 from __future__ import annotations
 
@@ -6,23 +6,24 @@ from collections.abc import Callable, Sequence
 from typing import Final, Literal, TypeAlias
 
 from ckptcore.commits.hidden_names import is_hidden_name
-from ckptcore.commits.nested import expect_no_nested
 from ckptcore.errors import (
     CheckpointExistsError,
     CorruptCheckpointError,
     InvalidLocationError,
     ObjectNotFoundError,
     StorageError,
+    UnsupportedVersionError,
 )
 from ckptcore.locations import Location
 from ckptcore.protocols import AtomicDirectories, StorageBackend
-from ckptcore.roots.root import ROOT_KEY, Claimed, Composite, PartialSave, Root
+from ckptcore.roots.root import HEAD_BYTES, ROOT_KEY, Claimed, Composite, PartialSave, Root
 from ckptcore.roots.root_json import decode_root, is_claim, is_partial, summarize_root
 
 __all__ = [
     "IsForeign",
     "Occupant",
     "Overwrite",
+    "expect_no_nested",
     "find_occupant",
     "holds_members",
     "is_claimed_by",
@@ -30,6 +31,7 @@ __all__ = [
     "none_is_foreign",
     "parse_root",
     "read_root",
+    "refuse_inside",
     "refuse_to_replace",
     "root_bytes",
 ]
@@ -46,8 +48,8 @@ Occupant: TypeAlias = Literal["nothing", "claim", "checkpoint"]
 _MOST_MEMBERS: Final = 1000
 """How many directories are looked into; a checkpoint has a handful."""
 
-_HEAD_BYTES: Final = 1 << 12
-"""In so many bytes a root says what it is; its tables come later."""
+
+_SHOWN: Final = 5
 
 
 def none_is_foreign(location: Location) -> bool:
@@ -130,7 +132,7 @@ def _are_members(store: StorageBackend, names: Sequence[str]) -> bool:
         if not entry.endswith("/") or entry.startswith("."):
             continue
         try:
-            if b'"member":true' in store.get(f"{entry}{ROOT_KEY}", 0, _HEAD_BYTES):
+            if b'"member":true' in store.get(f"{entry}{ROOT_KEY}", 0, HEAD_BYTES):
                 return True
         except StorageError:
             continue  # it has no root, or none that can be read
@@ -187,3 +189,74 @@ def parse_root(store: StorageBackend, data: bytes) -> Root | Composite | Claimed
             raise CorruptCheckpointError(f"{key}, a part of the root, is missing: {error}", key=key) from error
 
     return decode_root(data, read_part)
+
+
+def refuse_inside(location: Location) -> None:
+    """Refuse a location whose parent directory is a checkpoint or a claim. One small request.
+
+    Raises:
+        InvalidLocationError
+    """
+    try:
+        location.parent.size(ROOT_KEY)
+    except ObjectNotFoundError:
+        return
+    above = location.display.rstrip("/").rpartition("/")[0]
+    raise InvalidLocationError(
+        f"cannot save to {location.display}: it is inside {above}, which is a checkpoint or an unfinished save. A "
+        "checkpoint owns its directory: save outside it. Nothing was written"
+    )
+
+
+def expect_no_nested(location: Location) -> None:
+    """Refuse to remove a checkpoint that has another one in its directory. Lists the directory.
+
+    Raises:
+        CheckpointExistsError
+        StorageError
+    """
+    names = _nested(location.store)
+    if names:
+        inside = ", ".join([f"{location.display.rstrip('/')}/{name}" for name in names[:_SHOWN]])
+        raise CheckpointExistsError(
+            f"{location.display} has another checkpoint in its directory ({inside}), which would be removed with it: "
+            "move or delete that one first. Nothing was changed"
+        )
+
+
+def _nested(store: StorageBackend) -> Sequence[str]:
+    """Return the directories of nested checkpoints that are no members, stored files or exports of this one.
+
+    Of each root only the head is read, unless a nested one may be a file that a member stores.
+    """
+    names = [key.removesuffix(f"/{ROOT_KEY}") for key in store.list() if key.endswith(f"/{ROOT_KEY}")]
+    heads = {name: _head(store, name) for name in names}
+    members = [name for name, head in heads.items() if b'"member":true' in head]
+    others = [
+        name
+        for name, head in heads.items()
+        if b'"state":"committed"' in head and b'"owned":true' not in head and name not in members
+    ]
+    return [name for name in others if not any(_stores(store, member, name) for member in members)]
+
+
+def _head(store: StorageBackend, name: str) -> bytes:
+    try:
+        return store.get(f"{name}/{ROOT_KEY}", 0, HEAD_BYTES)
+    except ObjectNotFoundError:
+        return b""
+
+
+def _stores(store: StorageBackend, member: str, name: str) -> bool:
+    """Return whether the root in a directory is a file of a member: an object may save a checkpoint among its files."""
+    if not name.startswith(f"{member}/"):
+        return False
+
+    def read_part(key: str, size: int) -> bytes:
+        return store.get(f"{member}/{key}", 0, size)
+
+    try:
+        root = decode_root(store.get(f"{member}/{ROOT_KEY}"), read_part)
+    except (CorruptCheckpointError, ObjectNotFoundError, UnsupportedVersionError):
+        return True  # nobody can tell: the member is removed as a whole
+    return isinstance(root, Root) and f"{name.removeprefix(f'{member}/')}/{ROOT_KEY}" in root.objects

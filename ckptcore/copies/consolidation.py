@@ -42,9 +42,8 @@ from ckptcore.saves.parts import Part
 from ckptcore.saves.persisting import NOTHING_COMMITTED, Described, persist
 from ckptcore.saves.preparing import save_created
 from ckptcore.saves.reporting import ReportedSave
-from ckptcore.stored.foreign import foreign_checkpoints
 from ckptcore.stored.opened import Opened, OpenedComposite, naming_arrays
-from ckptcore.stored.opening import open_either
+from ckptcore.stored.opening import foreign_checkpoints, open_either
 from ckptcore.stored.tries import while_tree_unchanged, while_unchanged
 from ckptcore.trees.subtrees import Subtree, SubtreePath, find_subtree, path_keys
 from ckptcore.verification import ProgressCallback
@@ -276,7 +275,7 @@ class _Consolidated:
             state = part.layout.write(self._snapshot, store)
         for name, path in self._files.items():
             store.write(name, _file_segments(path))
-        if not opened.mark.is_at(opened.location):
+        if not opened.mark.is_part_of(opened.location):
             raise _replaced(opened)
         return state
 

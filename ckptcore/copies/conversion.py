@@ -35,10 +35,9 @@ from ckptcore.saves.parts import Captured, Part, TreeCaptured
 from ckptcore.saves.persisting import Described, persist
 from ckptcore.saves.preparing import save_created
 from ckptcore.saves.reporting import ReportedSave
-from ckptcore.stored.foreign import foreign_checkpoints
 from ckptcore.stored.members import is_deleted, open_member, present_members
 from ckptcore.stored.opened import Opened, OpenedComposite, check_file
-from ckptcore.stored.opening import open_either
+from ckptcore.stored.opening import foreign_checkpoints, open_either
 from ckptcore.stored.tries import while_unchanged
 from ckptcore.verification import ProgressCallback
 

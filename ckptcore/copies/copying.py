@@ -33,8 +33,8 @@ from ckptcore.protocols import StorageBackend
 from ckptcore.roots.root import ROOT_KEY, Claimed
 from ckptcore.roots.root_json import bases_of_root
 from ckptcore.saves.preparing import save_created
-from ckptcore.stored.foreign import foreign_checkpoints
 from ckptcore.stored.opened import root_mark
+from ckptcore.stored.opening import foreign_checkpoints
 from ckptcore.stored.tries import ATTEMPTS, replaced_too_often
 from ckptcore.verification import ProgressCallback
 
@@ -293,7 +293,7 @@ class _Copy:
             )
 
     def _is_unchanged(self) -> bool:
-        return self._manifest.mark.is_at(self._manifest.location)
+        return self._manifest.mark.is_part_of(self._manifest.location)
 
     def _send(self, store: StorageBackend) -> None:
         """Write all but the root, and check what is to be checked."""

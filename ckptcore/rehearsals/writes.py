@@ -8,8 +8,7 @@ from typing import Final, Literal, TypeAlias
 
 from ckptcore.commits.commit import Claim, claim_location, claimed_store
 from ckptcore.commits.conditions import Conditions
-from ckptcore.commits.nested import refuse_inside
-from ckptcore.commits.occupants import refuse_to_replace
+from ckptcore.commits.occupants import refuse_inside, refuse_to_replace
 from ckptcore.context import Context
 from ckptcore.engine.sizes import SIZES
 from ckptcore.errors import PluginError, UnsupportedLeafError

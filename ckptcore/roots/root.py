@@ -17,6 +17,7 @@ from ckptcore.model.objects import ObjectRecord
 from ckptcore.model.tree import JSON
 
 __all__ = [
+    "HEAD_BYTES",
     "HOST_COPIES",
     "ROOT_KEY",
     "Base",
@@ -35,6 +36,9 @@ __all__ = [
 ]
 
 ROOT_KEY: Final = "checkpoint.json"
+
+HEAD_BYTES: Final = 1 << 12
+"""The first bytes of a root, in which it says what it is; its tables come later."""
 """The key of the root within a checkpoint."""
 
 HOST_COPIES: Final = "checkpoint.copies"
@@ -219,6 +223,7 @@ class Root:
         metrics: measurements that the user gave with it.
         timeline: how long the save took at what, as `ckptcore.events` encodes it; not checked.
         member: whether it is one of several checkpointables of a composite, which its save id names.
+        owned: True for an export in the directory of its save, which is replaced and deleted with the save.
         progress: how far the training was: ``step``, ``epoch``.
         references: which arrays of the tree are stored in other checkpoints.
     """
@@ -235,6 +240,7 @@ class Root:
     metrics: Mapping[str, float] = field(default_factory=dict)
     timeline: JSON = None
     member: bool = False
+    owned: bool = False
     progress: Mapping[str, int] = field(default_factory=dict)
     references: References = field(default_factory=References)
 

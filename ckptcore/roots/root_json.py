@@ -203,6 +203,8 @@ def _decode_progress(progress: Any) -> dict[str, int]:
 def encode_root(root: Root) -> tuple[bytes, Mapping[str, bytes]]:
     """The bytes of a committed root, and by key those of its parts, which must be written before it."""
     own: dict[str, JSON] = {"layout": root.layout, **({"member": True} if root.member else {})}
+    if root.owned:
+        own["owned"] = True
     tables: dict[str, JSON] = {
         "tree": root.tree.to_json(),
         "layout": root.state,
@@ -340,6 +342,7 @@ def _decode(data: bytes, read_part: ReadPart) -> Root | Composite | Claimed | Pa
         metrics=metrics,
         timeline=document.get("timeline"),
         member=document.get("member") is True,
+        owned=document.get("owned") is True,
         progress=progress,
         references=_decode_references(document.get("bases", []), tables.get("references"), tree),
     )

@@ -30,7 +30,7 @@ from ckptcore.saves.persisting import (
     encode_written,
     write_parts,
 )
-from ckptcore.stored.foreign import foreign_checkpoints
+from ckptcore.stored.opening import foreign_checkpoints
 
 __all__ = ["persist_on_hosts"]
 

@@ -33,7 +33,7 @@ from ckptcore.roots.root_json import encode_composite, encode_root
 from ckptcore.saves.marking import mark_composite, mark_tree
 from ckptcore.saves.parts import Captured, Part
 from ckptcore.saves.worker_writes import HeldByWorkers
-from ckptcore.stored.foreign import foreign_checkpoints
+from ckptcore.stored.opening import foreign_checkpoints
 from ckptcore.timelines import timeline_to_json
 from ckptcore.workers.stages import WorkerOptions
 
@@ -80,6 +80,7 @@ class Described:
         on_hosts: that it goes to a directory of each host; None: to one that all processes see.
         session: that it is a session of a partial save; None: a save of its own.
         update: that arrays of its tree are in other checkpoints; None: it has all of them.
+        owned: True for an export in the directory of its save. See `Root.owned`.
     """
 
     location: Location
@@ -96,6 +97,7 @@ class Described:
     on_hosts: OnHosts | None = None
     session: PlannedSession | None = None
     update: PlannedUpdate | None = None
+    owned: bool = False
 
     @property
     def about(self) -> About:
@@ -326,6 +328,7 @@ def finish_part(described: Described, part: Part, receipts: Sequence[Receipt], r
         tree=replace(tree, aliases={**tree.aliases, **part.shared}) if part.shared else tree,
         objects=merge_objects(part.layout.name, receipts, recorder.objects),
         member=described.members is not None,
+        owned=described.owned,
     )
 
 

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import xxhash
 
-from ckptcore.commits.nested import refuse_inside
-from ckptcore.commits.occupants import refuse_to_replace
+from ckptcore.commits.occupants import refuse_inside, refuse_to_replace
 from ckptcore.context import Context
 from ckptcore.errors import CheckpointError, TreeMismatchError, UnsupportedLeafError
 from ckptcore.events import Recording
@@ -26,7 +25,7 @@ from ckptcore.saves.exports import Export
 from ckptcore.saves.parts import Part, PartDescription, describe_part, naming
 from ckptcore.saves.persisting import NOTHING_COMMITTED, Described, fail_before_claim, fail_everywhere
 from ckptcore.saves.save_requests import OneTree, SaveRequest, check_custom, check_metrics, check_progress
-from ckptcore.stored.foreign import foreign_checkpoints
+from ckptcore.stored.opening import foreign_checkpoints
 from ckptcore.trees.flattening import leaves_of_each_process, of_each_process
 from ckptcore.trees.subtrees import path_keys
 from ckptcore.trees.tree_descriptions import TreeDescription

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 from ckptcore.background import SaveHandle
 from ckptcore.context import Context
 from ckptcore.engine.memory import StagingMemory
 from ckptcore.engine.requests import requests_of
+from ckptcore.errors import CheckpointError
 from ckptcore.events import Recording
 from ckptcore.jobs.agreement import Agreement
 from ckptcore.saves.capturing import Copies, Holding
 from ckptcore.saves.exporting import PreparedExport, write_exports
-from ckptcore.saves.persisting import Described, fail_before_claim, fail_everywhere, persist
+from ckptcore.saves.persisting import NOTHING_COMMITTED, Described, fail_before_claim, fail_everywhere, persist
 from ckptcore.saves.preparing import PreparedSave, prepare_save
 from ckptcore.saves.save_requests import SaveRequest
 from ckptcore.snapshots import BoundedSnapshot
@@ -82,7 +83,9 @@ def begin_save(request: SaveRequest, context: Context) -> SaveHandle:
             holding.close()
             memory.close()
             fail_before_claim(agreement, error)
-        _go_on(request.committed, save.described, save.exports, holding, memory, handle, context, recording)
+        # The writer waits for copies that this thread makes: it cannot run on this thread, before them.
+        inline = not to_copy
+        _go_on(request.committed, save.described, save.exports, holding, memory, handle, context, recording, inline)
         if to_copy:
             _copy_while_written(to_copy, memory, handle, recording)
         if copies is not None:
@@ -119,7 +122,11 @@ def _write(
 
             persist_session(described, described.session, holding.parts, context, recording, handle)
         elif described.update is not None and described.agreement.rank == 0:
-            with described.update.pinned(context.conditions):
+            with ExitStack() as pinned:
+                try:
+                    pinned.enter_context(described.update.pinned(context.conditions))
+                except BaseException as error:  # noqa: BLE001  # sent to the other ranks, then raised
+                    fail_before_claim(described.agreement, error)
                 persist(described, holding.parts, context, recording, handle, holding.at_workers)
         elif described.on_hosts is None:
             persist(described, holding.parts, context, recording, handle, holding.at_workers)
@@ -146,6 +153,7 @@ def _go_on(
     handle: SaveHandle,
     context: Context,
     recording: Recording,
+    inline: bool,
 ) -> None:
     """Write in the background what is held; of the request nothing is kept, because it has the state."""
 
@@ -163,11 +171,16 @@ def _go_on(
                 context.staging.release_unused()
 
     try:
-        context.saves.run(handle, work, locations)
-    except RuntimeError as error:  # the program is ending, and nothing can be begun
+        context.saves.run(handle, work, locations, inline=inline)
+    except RuntimeError as error:
         holding.close()
         memory.close()
-        fail_before_claim(described.agreement, error)
+        failed = CheckpointError(
+            f"cannot save to {described.location.display} in the background with MemoryOptions(save_bytes=...): {error}. Call "
+            f"save, or allow a copy of the whole state. {NOTHING_COMMITTED.capitalize()}"
+        )
+        failed.__cause__ = error
+        fail_before_claim(described.agreement, failed)
 
 
 def _is_uploaded_early(save: PreparedSave) -> bool:

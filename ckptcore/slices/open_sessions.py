@@ -111,7 +111,7 @@ class Session:
             CheckpointNotFoundError: if it was replaced or deleted.
         """
         opened = self.opened
-        if not opened.mark.is_at(opened.location):
+        if not opened.mark.is_part_of(opened.location):
             raise _replaced(opened)
 
     def hold(self, key: str) -> HeldObject | None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Final, Protocol, TypeAlias
 
+from ckptcore.commits.hidden_names import is_hidden_name
 from ckptcore.commits.occupants import root_bytes
 from ckptcore.engine.reader import ObjectReader
 from ckptcore.errors import CheckpointError, CorruptCheckpointError, InvalidLocationError, ObjectNotFoundError
@@ -17,7 +18,7 @@ from ckptcore.model.objects import ObjectRecord
 from ckptcore.model.transfer import ReadPlan
 from ckptcore.model.tree import JSON, format_path
 from ckptcore.protocols import Layout, StorageBackend
-from ckptcore.roots.root import Composite, Member, Root
+from ckptcore.roots.root import HEAD_BYTES, Composite, Member, Root
 
 if TYPE_CHECKING:
     from ckptcore.stored.host_copies import HostCopies
@@ -40,9 +41,6 @@ __all__ = [
 
 _PIECE_BYTES: Final = 1 << 24
 
-_HEAD_BYTES: Final = 1 << 12
-"""Bytes from the start of a root that tell whether it is a member."""
-
 
 @dataclass(frozen=True, slots=True)
 class Mark:
@@ -54,7 +52,7 @@ class Mark:
         root: the bytes of the root, which differ between any two saves; None without a root; as str, the reason why it
             cannot be read.
         around: the root of the composite, for a member of one.
-        names: the names in a directory without a root.
+        names: the names in a directory without a root, except hidden directories of saves.
         nbytes: the size of an object; None of a directory.
     """
 
@@ -75,6 +73,17 @@ class Mark:
             StorageError
         """
         return read_mark(location) == self
+
+    def is_part_of(self, location: Location) -> bool:
+        """Return True if all of it is at a location still, so that what was read without an error is of one save.
+
+        Other names may have appeared: what was read does not depend on them.
+
+        Raises:
+            StorageError
+        """
+        now = read_mark(location)
+        return replace(now, names=()) == replace(self, names=()) and set(self.names) <= set(now.names)
 
     def has_stayed_at(self, location: Location) -> bool:
         """Return True if the root has not changed, so that data read without an error is of one save. One request.
@@ -98,12 +107,13 @@ def read_mark(location: Location) -> Mark:
     if isinstance(root, str):
         return Mark(root)
     if root is not None:
-        is_member = b'"member":true' in root[:_HEAD_BYTES]
+        is_member = b'"member":true' in root[:HEAD_BYTES]
         return Mark(root, around=root_mark(location.parent) if is_member else None)
     try:
         nbytes = location.parent.size(location.name)
     except ObjectNotFoundError:
-        return Mark(None, names=tuple(location.store.list_names()))
+        names = [name for name in location.store.list_names() if not is_hidden_name(name.removesuffix("/"))]
+        return Mark(None, names=tuple(names))
     return Mark(None, nbytes=nbytes)
 
 

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Final, TypeAlias, TypeVar
 
 from ckptcore.builtin.files_layout import FilesLayout
 from ckptcore.builtin.keys import check_key
 from ckptcore.commits.hidden_names import is_hidden_name
-from ckptcore.commits.occupants import holds_members, parse_root
+from ckptcore.commits.occupants import IsForeign, holds_members, parse_root
 from ckptcore.context import Context
 from ckptcore.engine.reader import ObjectReader
 from ckptcore.errors import (
+    CheckpointError,
     CheckpointNotFoundError,
     CompositeCheckpointError,
     CorruptCheckpointError,
@@ -24,25 +26,24 @@ from ckptcore.model.metadata import TreeMetadata
 from ckptcore.model.objects import ObjectRecord
 from ckptcore.model.tree import Node
 from ckptcore.protocols import InspectedComposite, InspectsComposites, Layout
-from ckptcore.roots.root import ROOT_KEY, Claimed, Composite, Member, PartialSave, Root
+from ckptcore.roots.root import HEAD_BYTES, ROOT_KEY, Claimed, Composite, Member, PartialSave, Root
 from ckptcore.step_names import StepNames
 from ckptcore.stored.opened import Mark, Opened, OpenedComposite
 
 if TYPE_CHECKING:
     from ckptcore.roots.known_roots import KnownRoots
 
-__all__ = ["Opener", "open_either", "open_files", "open_names", "open_tree"]
+__all__ = ["Opener", "foreign_checkpoints", "open_either", "open_files", "open_names", "open_tree"]
 
 _Found = TypeVar("_Found", bound=Opened | OpenedComposite)
 
 Opener: TypeAlias = Callable[[Location, Mark, Context], _Found]
 """Opens the checkpoint at a location, given its mark. If the result is of another save, the mark has changed."""
 
-
 _STEPS_TOLD: Final = 10
 
-_HEAD_BYTES: Final = 1 << 12
-"""Bytes from the start of a root that tell whether it is a member."""
+_MOST_NAMES: Final = 1000
+"""Limit of names that are tested for files that are checkpoints by themselves."""
 
 
 def _find_foreign_names(location: Location, mark: Mark, context: Context) -> OpenedComposite | None:
@@ -93,7 +94,7 @@ def _check_member(location: Location, name: str) -> None:
             f"{location.display} names {name[:80]!r} as a checkpointable: a name is one directory and has no '/'"
         )
     try:
-        head = location.store.get(f"{name}/{ROOT_KEY}", 0, _HEAD_BYTES)
+        head = location.store.get(f"{name}/{ROOT_KEY}", 0, HEAD_BYTES)
     except ObjectNotFoundError:
         return
     if b'"member":true' in head:
@@ -359,3 +360,39 @@ def _lost_root(location: Location) -> CorruptCheckpointError:
         "load another checkpoint, or copy a directory in it elsewhere to load that alone",
         key=ROOT_KEY,
     )
+
+
+def foreign_checkpoints(context: Context) -> IsForeign:
+    """Return a function that recognises checkpoints of other software, with the layouts of a Context."""
+    return functools.partial(_is_foreign, context)
+
+
+def _is_foreign(context: Context, location: Location) -> bool:
+    store = ObjectReader(location.store, {}, context.io_threads, verify=context.verify)
+    for layout in context.registry.layouts():
+        try:
+            found = layout.inspect(store, None) is not None
+        except CompositeCheckpointError:
+            found = True  # of several items
+        except CheckpointError:
+            return False  # unfinished or damaged: its extent is unknown
+        if found:
+            return not _has_single_files(layout, store)
+    return False
+
+
+def _has_single_files(layout: Layout, store: ObjectReader) -> bool:
+    """Return whether a file in the directory is a checkpoint by itself, like ``model.safetensors``.
+
+    Such a directory is the user's: it may have other files, such as a tokenizer or a configuration.
+    """
+    names = store.list_names("")
+    if len(names) > _MOST_NAMES:
+        return True  # a checkpoint of other software has few
+    for name in [name for name in names if not name.endswith("/") and not name.startswith(".")]:
+        try:
+            if layout.inspect(store, name) is not None:
+                return True
+        except CheckpointError:
+            continue  # no file of this layout
+    return False

@@ -64,7 +64,7 @@ class Tries(Generic[Found]):
                     raise
                 continue
             # Without a root, the opener has looked at files, which a save may have committed meanwhile.
-            if mark.root is not None or mark.is_at(resolved):
+            if mark.root is not None or mark.is_part_of(resolved):
                 self._found = found
                 return found
         raise replaced_too_often(self._location)
@@ -78,7 +78,7 @@ class Tries(Generic[Found]):
         if self._found is None:
             return True
         mark, location = self._found.mark, self._found.location
-        return mark.is_at(location) if mark.root is None else mark.has_stayed_at(location)
+        return mark.is_part_of(location) if mark.root is None else mark.has_stayed_at(location)
 
 
 class _Standing(Tries[Opened]):

@@ -265,3 +265,19 @@ def test_a_save_at_exit_is_committed(tmp_path: Path) -> None:
     )
     assert done.stderr == ""
     assert ckptcore.load(tmp_path / "saved")["w"].tolist() == list(range(8))
+
+
+def test_a_bounded_save_at_exit_is_refused_and_does_not_hang(tmp_path: Path) -> None:
+    """Its writer waits for copies that the caller makes, and no thread can be started for either."""
+    program = _AT_EXIT.replace('{"w": np.arange(8)})', '{"w": np.arange(8)}, context=bounded)').replace(
+        "def at_exit():", "bounded = ckptcore.Context(memory=ckptcore.MemoryOptions(save_bytes=1))\n\ndef at_exit():"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(tmp_path / "saved")],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    assert "CheckpointError: cannot save to" in done.stderr and "no thread can be started" in done.stderr
+    assert not (tmp_path / "saved").exists()

@@ -11,13 +11,14 @@ from pathlib import Path
 import numpy as np
 import orbax.checkpoint  # type: ignore[import-untyped]  # it has no types
 import pytest
+import safetensors.numpy
 import torch
 import torch.distributed.checkpoint
 
 import ckptcore
-from ckptcore.errors import AtomicityError, CheckpointExistsError, InvalidLocationError
+from ckptcore.errors import AtomicityError, CheckpointExistsError, CheckpointNotFoundError, InvalidLocationError
 from ckptcore.policies import LatestN
-from ckptcore.roots.root import Claimed
+from ckptcore.roots.root import ROOT_KEY, Claimed
 from ckptcore.roots.root_json import encode_claim
 from ckptcore.testing.faults import CrashAt, FaultPlan, SimulatedCrash
 from tests.copying.places import new_place, store_at
@@ -258,3 +259,43 @@ def test_a_kill_leaves_the_checkpoint_of_other_software_or_the_new_one(tmp_path:
         assert [path.name for path in location.parent.iterdir()] == ["step"]
     assert found == sorted(found, reverse=True)
     assert set(found) == {0.0, 5.0} and len(found) > 20
+
+
+def test_a_deletion_that_was_killed_leaves_an_export_that_goes_with_its_save(top: str) -> None:
+    """The claim of the deletion took the place of the root, which said when the save began."""
+    place = f"{top}/c"
+    ckptcore.save(place, {"a": np.ones(3)}, exports=[ckptcore.Export(location=f"{place}/weights")])
+    store_at(place).put(ROOT_KEY, encode_claim(Claimed("0123456789abcdef", "2024-01-01T00:00:00+00:00")))
+    ckptcore.save(place, {"a": np.zeros(3)}, overwrite="non-atomic")
+    assert ckptcore.load(place)["a"].tolist() == [0, 0, 0]
+    with pytest.raises(CheckpointNotFoundError):
+        ckptcore.load(f"{place}/weights")
+
+
+def test_a_copy_inside_a_checkpoint_is_not_removed_with_it(top: str) -> None:
+    place = f"{top}/c"
+    ckptcore.save(place, {"a": np.ones(3)})
+    ckptcore.copy(place, f"{place}/backup")
+    with pytest.raises(CheckpointExistsError, match="c/backup"):
+        ckptcore.save(place, {"a": np.zeros(3)}, overwrite="non-atomic")
+    assert ckptcore.load(f"{place}/backup")["a"].tolist() == [1, 1, 1]
+
+
+def test_removing_several_checkpointables_reads_heads_of_roots_alone(tmp_path: Path) -> None:
+    objects = {f"m{number}": {"a": np.full(300, number)} for number in range(12)}
+    place = f"memory://{tmp_path.name}/c"
+    ckptcore.save_checkpointables(place, objects)
+    plan = FaultPlan()
+    ckptcore.delete(through(place), context=faulty_context(place, plan))
+    gets = [
+        operation for operation in plan.operations if operation.name == "get" and operation.keys[0].startswith("c/m")
+    ]
+    assert len(gets) == len(objects)
+
+
+def test_names_that_appear_beside_files_of_other_software_disturb_no_read(tmp_path: Path) -> None:
+    safetensors.numpy.save_file({"a": np.ones(300), "b": np.ones(3)}, tmp_path / "model.safetensors")
+    for number, part in enumerate(ckptcore.load_parts(tmp_path)):
+        (tmp_path / f"out-{number}").write_bytes(part.elements.tobytes())
+    ckptcore.convert(tmp_path, tmp_path / "copied")
+    assert sorted(ckptcore.load(tmp_path / "copied")) == ["a", "b"]

@@ -82,7 +82,7 @@ def test_a_base_is_where_a_path_leads_to(run: str) -> None:
         ckptcore.save_update(f"{run}/2", {}, base=f"{run}/.hidden")
     anywhere = ckptcore.Context(bases="anywhere")
     for below in ("1/2", "1/2/3"):
-        with pytest.raises(InvalidLocationError, match="/1, which is around it"):
+        with pytest.raises(InvalidLocationError, match="/1, which is (a checkpoint|around it)"):
             ckptcore.save_update(f"{run}/{below}", {}, base=f"{run}/1", context=anywhere)
 
 
