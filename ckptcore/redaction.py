@@ -17,12 +17,12 @@ _LOCAL: Final = frozenset({"file", "local", "memory"})
 
 _VALUE: Final = re.compile(r"=[^&;#]*")
 _PARAMETER: Final = re.compile(
-    r"((?:[?&#]|%3F|%26|%23)[\w.-]*(?:auth|cred|key|passw|secret|sig|token)[\w.-]*(?:=|%3D))(?!\*\*\*)(?:(?!%26)[^&;#/\s'\"])+",
+    r"((?:[?&#]|%3F|%26|%23)[\w.-]{0,64}(?:auth|cred|key|passw|secret|sig|token)[\w.-]{0,64}(?:=|%3D))(?!\*\*\*)(?:(?!%26)[^&;#/\s'\"])+",
     re.IGNORECASE,
 )
 """A query parameter with the name of a secret, outside a URL, as in the key of an object; may be percent-encoded. Other
 parameters are kept, because local paths may contain them."""
-_TAIL: Final = re.compile(r"[')\],.;:]*\Z")
+_TAIL: Final = "')],.;:"
 _PORT: Final = re.compile(r"[^:]*(?::[0-9]*)?\Z")
 
 
@@ -42,7 +42,9 @@ def chainable(error: BaseException) -> BaseException | None:
     Errors of other libraries may contain URLs, and a traceback prints them. `CheckpointError` redacts its own text.
     """
     found: BaseException | None = error
-    while found is not None:
+    seen: set[int] = set()  # an error may be behind itself
+    while found is not None and id(found) not in seen:
+        seen.add(id(found))
         for text in (str(found), repr(found), *getattr(found, "__notes__", ())):
             if redacted(text) != text:
                 return None
@@ -54,9 +56,8 @@ def _redacted_url(matched: re.Match[str]) -> str:
     scheme, slashes, rest = matched.groups()
     if scheme.lower() in _LOCAL:
         return matched[0]
-    end = _TAIL.search(rest)
-    assert end is not None  # it matches the empty text, too
-    rest, tail = rest[: end.start()], rest[end.start() :]
+    stripped = rest.rstrip(_TAIL)
+    rest, tail = stripped, rest[len(stripped) :]
     begin = min([place for place in (rest.find("?"), rest.find("#")) if place >= 0], default=len(rest))
     place, query = rest[:begin], rest[begin:]
     if query:

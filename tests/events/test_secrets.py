@@ -198,3 +198,11 @@ def test_commands_show_none(arguments: list[str], told: list[str]) -> None:
         result = CliRunner().invoke(application, [arguments[0], url, *arguments[1:]])
         assert result.exit_code
         assert SECRET not in result.output
+
+
+def test_an_error_behind_itself_is_looked_at_once() -> None:
+    first, second = ValueError("first"), ValueError("second")
+    first.__context__, second.__context__ = second, first
+    assert chainable(first) is first
+    second.args = ("https://host/a?token=canary",)
+    assert chainable(first) is None
