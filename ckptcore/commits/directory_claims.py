@@ -138,7 +138,7 @@ def sweep_directories(directories: AtomicDirectories, names: Iterable[str]) -> N
         try:
             _delete_if_dead(directories, name)
         except StorageError as error:
-            logger.warning("cannot remove what a dead save left: %s", error)
+            logger.warning("cannot remove the directory of a killed save: %s", error)
             failed = failed or error
     if failed is not None:
         raise failed

@@ -241,8 +241,9 @@ def _nested(store: StorageBackend) -> Sequence[str]:
 
 
 def _head(store: StorageBackend, name: str) -> bytes:
+    """Return the members of a root before its tables, which may have the same names in metadata of the user."""
     try:
-        return store.get(f"{name}/{ROOT_KEY}", 0, HEAD_BYTES)
+        return store.get(f"{name}/{ROOT_KEY}", 0, HEAD_BYTES).partition(b'"tables":')[0]
     except ObjectNotFoundError:
         return b""
 
@@ -258,5 +259,5 @@ def _stores(store: StorageBackend, member: str, name: str) -> bool:
     try:
         root = decode_root(store.get(f"{member}/{ROOT_KEY}"), read_part)
     except (CorruptCheckpointError, ObjectNotFoundError, UnsupportedVersionError):
-        return True  # nobody can tell: the member is removed as a whole
+        return True  # unknown: the member is removed as a whole
     return isinstance(root, Root) and f"{name.removeprefix(f'{member}/')}/{ROOT_KEY}" in root.objects
