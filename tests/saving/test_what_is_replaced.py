@@ -274,7 +274,7 @@ def test_a_deletion_that_was_killed_leaves_an_export_that_goes_with_its_save(top
 
 def test_a_copy_inside_a_checkpoint_is_not_removed_with_it(top: str) -> None:
     place = f"{top}/c"
-    ckptcore.save(place, {"a": np.ones(3)}, metadata={"owned": True, "member": True})
+    ckptcore.save(place, {"a": np.ones(3)}, metadata={"owned": True})
     ckptcore.copy(place, f"{place}/backup")
     with pytest.raises(CheckpointExistsError, match="c/backup"):
         ckptcore.save(place, {"a": np.zeros(3)}, overwrite="non-atomic")
