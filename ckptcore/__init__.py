@@ -260,6 +260,12 @@ def __getattr__(name: str) -> object:
         return found
     if name in _MODULES:
         return importlib.import_module(f"{__name__}.{name}")
+    if not name.startswith("_"):
+        # Imported here, because most programs use no such name.
+        from ckptcore.distributions import import_name, lazy_names
+
+        if name in lazy_names():
+            return import_name(name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -23,6 +23,7 @@
     ├── PluginError                    (RuntimeError)       a plugin broke its contract
     │   ├── PluginConflictError                             two plugins claim one type, name or scheme
     │   └── UnknownPluginError         (LookupError)        no installed plugin has this layout or URL scheme
+    ├── MissingDistributionError       (ImportError)        a distribution of this project is not installed; says how to
     ├── StorageError                   (OSError)            the storage failed
     │   ├── StorageFullError                                ... because it is full or over quota
     │   ├── ObjectNotFoundError        (FileNotFoundError)  ... because the object is not there
@@ -73,6 +74,7 @@ __all__ = [
     "CorruptCheckpointError",
     "DirectoryInUseError",
     "InvalidLocationError",
+    "MissingDistributionError",
     "NameCollisionError",
     "NotMappableError",
     "NotSharedError",
@@ -241,6 +243,10 @@ class PluginConflictError(PluginError):
 
 class UnknownPluginError(PluginError, LookupError):
     """No installed plugin provides this layout or URL scheme."""
+
+
+class MissingDistributionError(CheckpointError, ImportError):
+    """A name of `ckptcore` is in a distribution that is not installed; the message has the ``pip install`` command."""
 
 
 class StorageError(CheckpointError, OSError):

@@ -11,6 +11,7 @@ from typing import Any, Final, TypeAlias, TypeVar, cast
 import pluggy
 
 from ckptcore.builtin import BuiltinPlugin
+from ckptcore.distributions import install_hint
 from ckptcore.errors import PluginConflictError, PluginError, UnknownPluginError
 from ckptcore.hookspecs import PROJECT_NAME, HookSpecs
 from ckptcore.protocols import (
@@ -214,7 +215,8 @@ class Plugins:
         factories = self._named("ckpt_layouts", "layout")
         if layout not in factories:
             raise UnknownPluginError(
-                f"no installed plugin has a layout {layout!r}; there are {', '.join(sorted(factories))}{self._failures()}"
+                f"no installed plugin has a layout {layout!r}{_brought_by(layout=layout)}; there are "
+                f"{', '.join(sorted(factories))}{self._failures()}"
             )
         plugin_name, factory = factories[layout]
         try:
@@ -262,8 +264,8 @@ class Plugins:
             )
         if not found:
             raise UnknownPluginError(
-                f"no installed plugin opens {scheme}:// locations; there are "
-                f"{', '.join(f'{known}://' for known in sorted(openers))}. `pip install 'ckptcore[fsspec]'` brings those that "
+                f"no installed plugin opens {scheme}:// locations{_brought_by(scheme=scheme)}; there are "
+                f"{', '.join(f'{known}://' for known in sorted(openers))}. `{install_hint(scheme='az')}` brings those that "
                 f"fsspec opens, such as az:// and https://{self._failures()}"
             )
         return cast(StorageOpener, found[0][1])
@@ -393,6 +395,12 @@ def _made(factories: Mapping[str, object]) -> Mapping[str, Layout | Exception]:
 
 def _failures_of(made: Mapping[str, Layout | Exception]) -> Mapping[str, str]:
     return {name: _reason(error) for name, error in made.items() if isinstance(error, Exception)}
+
+
+def _brought_by(*, layout: str = "", scheme: str = "") -> str:
+    """Return how to install a layout or a URL scheme of this project, as a part of a message; empty if it has no such."""
+    hint = install_hint(layout=layout, scheme=scheme)
+    return f"; install it with {hint}" if hint else ""
 
 
 def _reason(error: Exception) -> str:

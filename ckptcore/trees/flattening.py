@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, TypeAlias, cast
 
+from ckptcore.distributions import install_hint
 from ckptcore.errors import CheckpointError, UnsupportedKeyError, UnsupportedLeafError
 from ckptcore.model.tree import LEAF, MAX_DEPTH, Attribute, Key, Node, Skeleton, TreePath, format_path, leaf_paths
 from ckptcore.plugins import Plugins
@@ -138,9 +139,9 @@ class _Flattening:
             self.handlers.append(None)
             return LEAF, None
         if found.container is None and found.checkpointable is None:
-            reason = (
-                "which no installed plugin handles; convert it, leave it out, or install the plugin of its framework"
-            )
+            hint = install_hint(type_=type(value).__module__.partition(".")[0])
+            install = f"install it: {hint}" if hint else "install the plugin of its framework"
+            reason = f"which no installed plugin handles; convert it, leave it out, or {install}"
             if self.dispatch_named(value).files is not None:
                 reason = "which writes files of its own; save it under a name of its own with save_checkpointables"
             self.unsupported.append(

@@ -1,0 +1,92 @@
+"""The distributions of this project and what each adds: the only file of the core that names them.
+
+Error messages use it to say which ``pip install`` command brings what is missing, and `ckptcore` uses it for names that
+other distributions define, such as `ckptcore.copy`.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Final
+
+from ckptcore.errors import MissingDistributionError
+
+__all__ = ["DISTRIBUTIONS", "Distribution", "import_name", "install_hint", "lazy_names"]
+
+
+@dataclass(frozen=True, slots=True)
+class Distribution:
+    """A distribution, and what a checkpoint or a program may need it for.
+
+    Attributes:
+        extra: the extra of `ckptcore` that installs it; ``pip install 'ckptcore[extra]'``.
+        package: its import package.
+        names: attributes of `ckptcore` that it defines, each with the module of `package` that has it. A name with
+            an empty module is the module `package` itself.
+        types: top-level packages whose types it handles.
+        schemes: URL schemes that it opens.
+        layouts: names of layouts that it reads and writes.
+    """
+
+    extra: str
+    package: str
+    names: Mapping[str, str] = field(default_factory=dict)
+    types: tuple[str, ...] = ()
+    schemes: tuple[str, ...] = ()
+    layouts: tuple[str, ...] = ()
+
+    @property
+    def hint(self) -> str:
+        """The command that installs it."""
+        return f"pip install 'ckptcore[{self.extra}]'"
+
+
+DISTRIBUTIONS: Final = (
+    Distribution("jax", "ckptcore_jax", types=("flax", "jax", "jaxlib")),
+    Distribution("torch", "ckptcore_torch", types=("torch",)),
+    Distribution("s3", "ckptcore_s3", schemes=("s3",)),
+    Distribution("gcs", "ckptcore_gcs", schemes=("gcs", "gs")),
+    Distribution("dcp", "ckptcore_dcp", layouts=("dcp", "torch")),
+    Distribution("orbax", "ckptcore_tensorstore", layouts=("ocdbt", "zarr", "zarr3")),
+    Distribution("fsspec", "ckptcore_fsspec", schemes=("abfs", "az", "hdfs", "http", "https", "sftp")),
+    Distribution("ray", "ckptcore_ray"),
+)
+
+
+def install_hint(*, type_: str = "", scheme: str = "", layout: str = "") -> str:
+    """Return the command that adds support for a type's package, a URL scheme or a layout; empty if none is known."""
+    for distribution in DISTRIBUTIONS:
+        if (
+            (type_ and type_ in distribution.types)
+            or (scheme and scheme in distribution.schemes)
+            or (layout and layout in distribution.layouts)
+        ):
+            return distribution.hint
+    return ""
+
+
+def lazy_names() -> Mapping[str, Distribution]:
+    """Return the attributes of `ckptcore` that other distributions define, with their distributions."""
+    return {name: distribution for distribution in DISTRIBUTIONS for name in distribution.names}
+
+
+def import_name(name: str) -> object:
+    """Import an attribute of `ckptcore` that another distribution defines.
+
+    Raises:
+        MissingDistributionError: if that distribution is not installed; the message has its ``pip install`` command.
+    """
+    distribution = lazy_names()[name]
+    module = ".".join(filter(None, [distribution.package, distribution.names[name]]))
+    try:
+        imported = importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] != distribution.package:
+            raise
+        raise MissingDistributionError(
+            f"ckptcore.{name} is in the distribution ckptcore-{distribution.extra}, which is not installed: "
+            f"run {distribution.hint}"
+        ) from error
+    return getattr(imported, name) if distribution.names[name] else imported
