@@ -21,7 +21,7 @@ from typing import Final
 import numpy as np
 import obstore
 import safetensors.numpy
-from ckptcore_s3.testing import S3Server, s3_server
+from ckptcore_testing import FaultProxy
 
 import ckptcore
 from benchmarks.alternating import Case, Contender, compare
@@ -29,7 +29,7 @@ from benchmarks.object_services import ObjectService, gs, s3
 from benchmarks.report import Row
 from benchmarks.setting import Setting
 from ckptcore.model import HostArray
-from ckptcore.testing import FaultProxy
+from ckptcore_s3.testing import S3Server, s3_server
 
 __all__ = ["rows"]
 

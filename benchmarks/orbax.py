@@ -13,7 +13,6 @@ import jax
 import ml_dtypes
 import numpy as np
 import torch
-from ckptcore_tensorstore import OcdbtLayout
 
 import ckptcore
 from benchmarks.alternating import Case, Contender, compare, huge
@@ -21,6 +20,7 @@ from benchmarks.local import Clearing, read_raw, write_raw
 from benchmarks.report import Row
 from benchmarks.setting import Setting
 from benchmarks.states import large_state, small_state
+from ckptcore_tensorstore import OcdbtLayout
 
 __all__ = ["jax_state", "rows"]
 

@@ -12,15 +12,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from ckptcore_tensorstore import OcdbtLayout
 
 from benchmarks.report import Row
 from benchmarks.setting import Setting
 from ckptcore.builtin.local import LocalStorage
-from ckptcore.engine.reader import ObjectReader
-from ckptcore.engine.recorder import ObjectRecorder
-from ckptcore.engine.sizes import Sizes
-from ckptcore.engine.threads import IOThreads
+from ckptcore.io.reader import ObjectReader
+from ckptcore.io.recorder import ObjectRecorder
+from ckptcore.io.sizes import Sizes
+from ckptcore.io.threads import IOThreads
 from ckptcore.model import (
     BLOCK_BYTES,
     LEAF,
@@ -36,6 +35,7 @@ from ckptcore.model import (
 )
 from ckptcore.planning import cuts_of, plan_read
 from ckptcore.protocols import Layout, StorageOptions
+from ckptcore_tensorstore import OcdbtLayout
 
 __all__ = ["CASES", "Case", "Count", "Mesh", "counts", "rows", "subchunked", "whole_shards"]
 

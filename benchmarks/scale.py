@@ -27,20 +27,20 @@ from benchmarks.scale_job import LAYERS, SimulatedJob
 from benchmarks.scale_receipts import JobReceipts, expect_alike
 from benchmarks.scale_transport import CountingStore, DiscardingStorage, PlannedSnapshot, SimulatedCoordinator, Wire
 from benchmarks.setting import Setting
-from ckptcore.engine.recorder import ObjectRecorder
-from ckptcore.jobs.agreement import Agreement, encode_outcome
-from ckptcore.jobs.gathering import Gathering
+from ckptcore.commit.receipts import decode_receipts, encode_receipts
+from ckptcore.commit.root import Root
+from ckptcore.commit.root_json import encode_root
+from ckptcore.io.recorder import ObjectRecorder
+from ckptcore.job.agreement import Agreement, encode_outcome
+from ckptcore.job.gathering import Gathering
 from ckptcore.model import Receipt, TreeMetadata
 from ckptcore.planning import check_coverage, plan_write
+from ckptcore.planning.replicas import Owners, ReplicaOptions, Shares, owners_of
 from ckptcore.protocols import Layout
-from ckptcore.roots.receipts import decode_receipts, encode_receipts
-from ckptcore.roots.root import Root
-from ckptcore.roots.root_json import encode_root
-from ckptcore.saves.parts import describe_part
-from ckptcore.saves.persisting import merge_objects
-from ckptcore.saves.preparing import tree_digest
-from ckptcore.sharing import Owners, ReplicaOptions, Shares, owners_of
-from ckptcore.trees.tree_descriptions import TreeDescription
+from ckptcore.saving.parts import describe_part
+from ckptcore.saving.persisting import merge_objects
+from ckptcore.saving.preparing import tree_digest
+from ckptcore.saving.tree_descriptions import TreeDescription
 
 __all__ = ["LAYOUTS", "Measured", "Simulation", "rows"]
 

@@ -16,8 +16,6 @@ from itertools import product
 from typing import Any, Final
 
 import numpy as np
-from ckptcore_dcp.layouts import DcpLayout
-from ckptcore_dcp.writing import file_of
 
 from benchmarks.scale_job import SimulatedJob
 from ckptcore.model import (
@@ -31,7 +29,9 @@ from ckptcore.model import (
     Receipt,
     TreeMetadata,
 )
-from ckptcore.sharing import Owners
+from ckptcore.planning.replicas import Owners
+from ckptcore_dcp.layouts import DcpLayout
+from ckptcore_dcp.writing import file_of
 
 __all__ = ["JobReceipts", "expect_alike"]
 

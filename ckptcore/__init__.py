@@ -4,27 +4,27 @@ A map of the package:
 
 - `save`, `save_async`, `load`, `load_async`, `load_into`, `metadata`, `delete`, `verify`, `copy`, `copy_steps`, `convert`, `consolidate`: what users call (`ckptcore.api`, as
   the functions below)
-- `save_checkpointables`, `save_checkpointables_async`, `load_checkpointables`, `checkpointables_metadata`: several objects in one checkpoint (`ckptcore.loads.composites`)
-- `abstract`: what asks a load for a value like one that is there (`ckptcore.trees.abstract_values`)
-- `save_partial`, `save_partial_async`, `finalize`: a checkpoint that is filled in several sessions (`ckptcore.commits.session_claims`)
-- `save_update`, `save_update_async`: a checkpoint that refers to another one for what did not change (`ckptcore.roots.references`)
-- `plan`, `plan_job`: what a save would write, ask and hold, without doing it (`ckptcore.saves.save_plans`)
-- `open`, `load_slice`: single arrays and parts of arrays, read as they are asked for (`ckptcore.slices.open_checkpoints`)
-- `load_parts`: all arrays in boxes, one after the other, with little in memory (`ckptcore.slices.loaded_parts`)
+- `save_checkpointables`, `save_checkpointables_async`, `load_checkpointables`, `checkpointables_metadata`: several objects in one checkpoint (`ckptcore.loading.composites`)
+- `abstract`: what asks a load for a value like one that is there (`ckptcore.tree.abstract_values`)
+- `save_partial`, `save_partial_async`, `finalize`: a checkpoint that is filled in several sessions (`ckptcore.commit.session_claims`)
+- `save_update`, `save_update_async`: a checkpoint that refers to another one for what did not change (`ckptcore.commit.references`)
+- `plan`, `plan_job`: what a save would write, ask and hold, without doing it (`ckptcore.saving.save_plans`)
+- `open`, `load_slice`: single arrays and parts of arrays, read as they are asked for (`ckptcore.loading.open_checkpoints`)
+- `load_parts`: all arrays in boxes, one after the other, with little in memory (`ckptcore.loading.loaded_parts`)
 - `ckptcore.select`: which leaves a load reads
-- `Checkpointer`: a run's steps; `CheckpointReader`: the same for who only reads (`ckptcore.checkpointer`, `ckptcore.reader`)
-- `NearTier`: a fast directory that steps are saved to, and uploaded from (`ckptcore.tiers`)
+- `Checkpointer`: a run's steps; `CheckpointReader`: the same for who only reads (`ckptcore.training.checkpointer`, `ckptcore.training.reader`)
+- `NearTier`: a fast directory that steps are saved to, and uploaded from (`ckptcore.training.tiers`)
 - `ckptcore.policies`, `ckptcore.step_names`: when to save, which steps to keep, how they are named
-- `Context`, `MemoryOptions`, `ReplicaOptions`, `ReadGroups`: options (`ckptcore.context`, `ckptcore.sharing`, `ckptcore.read_groups`)
-- `Export`, `StepExport`: further checkpoints of one save in other layouts (`ckptcore.saves.exports`)
+- `Context`, `MemoryOptions`, `ReplicaOptions`, `ReadGroups`: options (`ckptcore.context`, `ckptcore.planning.replicas`, `ckptcore.planning.read_groups`)
+- `Export`, `StepExport`: further checkpoints of one save in other layouts (`ckptcore.saving.exports`)
 - `ShardedArray`, `ArrayShard`: NumPy arrays of which each process holds a part
-- `Matching`, `LoadReport`: which differences a load allows, and what it did (`ckptcore.loads.matching_options`, `ckptcore.loads.load_reports`); `LoadAs`: the same for one of several objects
+- `Matching`, `LoadReport`: which differences a load allows, and what it did (`ckptcore.loading.matching_options`, `ckptcore.loading.load_reports`); `LoadAs`: the same for one of several objects
 - `ckptcore.transforms`: what a load changes of the stored tree before it is matched
 - `AbstractArray`, `PLACEHOLDER`: what a load asks for; `PerProcess`: what differs from process to process
 - `SafetensorsLayout`: the built-in layout with its options
 - `ckptcore.errors`: every error
 - `ckptcore.handlers`: what saves objects by their own methods, to choose among them; `ckptcore.events`, `ckptcore.telemetry`: what a save is doing
-- `ckptcore.model`, `ckptcore.protocols`, `ckptcore.hookspecs`, `ckptcore.planning`, `ckptcore.testing`: for authors of plugins
+- `ckptcore.model`, `ckptcore.protocols`, `ckptcore.hookspecs`, `ckptcore.planning`, `ckptcore_testing`: for authors of plugins
 """
 
 import importlib
@@ -41,25 +41,28 @@ if TYPE_CHECKING:
     from ckptcore.api.sessions import finalize, save_partial, save_partial_async
     from ckptcore.api.updates import save_update, save_update_async
     from ckptcore.api.upkeep import delete, verify
-    from ckptcore.background import LoadHandle, Progress, SaveHandle
     from ckptcore.builtin.safetensors import SafetensorsLayout
     from ckptcore.builtin.sharded_arrays import ArrayShard, ShardedArray
-    from ckptcore.checkpointer import Checkpointer
     from ckptcore.context import Context, MemoryOptions
     from ckptcore.copies.copying import CopyReport
-    from ckptcore.describing import CheckpointablesMetadata, CheckpointMetadata
     from ckptcore.errors import CheckpointError
     from ckptcore.hookspecs import hookimpl
-    from ckptcore.loads.load_reports import LeafChange, LoadReport
-    from ckptcore.loads.load_requests import LoadAs
-    from ckptcore.loads.matching_options import Matching
+    from ckptcore.io.background import LoadHandle, Progress, SaveHandle
+    from ckptcore.loading.describe import CheckpointablesMetadata, CheckpointMetadata
+    from ckptcore.loading.load_reports import LeafChange, LoadReport
+    from ckptcore.loading.load_requests import LoadAs
+    from ckptcore.loading.loaded_parts import LoadedPart
+    from ckptcore.loading.matching_options import Matching
+    from ckptcore.loading.open_checkpoints import OpenCheckpoint, StoredTree
+    from ckptcore.loading.stored_arrays import StoredArray
+    from ckptcore.loading.verify import Problem, VerifyReport
     from ckptcore.model import AbstractArray
+    from ckptcore.planning.read_groups import ReadGroups
+    from ckptcore.planning.replicas import ReplicaOptions
     from ckptcore.protocols import StatefulCheckpointable
-    from ckptcore.read_groups import ReadGroups
-    from ckptcore.reader import CheckpointReader
-    from ckptcore.saves.exports import Export, StepExport
-    from ckptcore.saves.parts import PerProcess
-    from ckptcore.saves.save_plans import (
+    from ckptcore.saving.exports import Export, StepExport
+    from ckptcore.saving.parts import PerProcess
+    from ckptcore.saving.save_plans import (
         ExportPlan,
         MemoryPlan,
         ObjectPlan,
@@ -67,17 +70,14 @@ if TYPE_CHECKING:
         RequestCounts,
         SavePlan,
     )
-    from ckptcore.sharing import ReplicaOptions
-    from ckptcore.slices.loaded_parts import LoadedPart
-    from ckptcore.slices.open_checkpoints import OpenCheckpoint, StoredTree
-    from ckptcore.slices.stored_arrays import StoredArray
     from ckptcore.step_names import StepNameFormat, StepNames
-    from ckptcore.steps.restoring import SkippedStep
-    from ckptcore.steps.step_copies import StepsCopyReport
-    from ckptcore.tiers.near import NearTier
-    from ckptcore.tiers.status import UploadStatus
-    from ckptcore.trees.flattening import PLACEHOLDER
-    from ckptcore.verification import Problem, VerifyReport
+    from ckptcore.training.checkpointer import Checkpointer
+    from ckptcore.training.reader import CheckpointReader
+    from ckptcore.training.restoring import SkippedStep
+    from ckptcore.training.step_copies import StepsCopyReport
+    from ckptcore.training.tiers.near import NearTier
+    from ckptcore.training.tiers.status import UploadStatus
+    from ckptcore.tree.flattening import PLACEHOLDER
 
 __all__ = [
     "PLACEHOLDER",
@@ -167,7 +167,7 @@ _NAMES: Final[dict[str, tuple[str, ...]]] = {
     "ckptcore.api.sessions": ("finalize", "save_partial", "save_partial_async"),
     "ckptcore.api.updates": ("save_update", "save_update_async"),
     "ckptcore.api.upkeep": ("delete", "verify"),
-    "ckptcore.background": (
+    "ckptcore.io.background": (
         "LoadHandle",
         "Progress",
         "SaveHandle",
@@ -177,38 +177,38 @@ _NAMES: Final[dict[str, tuple[str, ...]]] = {
         "ArrayShard",
         "ShardedArray",
     ),
-    "ckptcore.checkpointer": ("Checkpointer",),
+    "ckptcore.training.checkpointer": ("Checkpointer",),
     "ckptcore.context": (
         "Context",
         "MemoryOptions",
     ),
     "ckptcore.copies.copying": ("CopyReport",),
-    "ckptcore.describing": (
+    "ckptcore.loading.describe": (
         "CheckpointMetadata",
         "CheckpointablesMetadata",
     ),
     "ckptcore.errors": ("CheckpointError",),
-    "ckptcore.saves.exports": (
+    "ckptcore.saving.exports": (
         "Export",
         "StepExport",
     ),
-    "ckptcore.trees.flattening": ("PLACEHOLDER",),
+    "ckptcore.tree.flattening": ("PLACEHOLDER",),
     "ckptcore.hookspecs": ("hookimpl",),
-    "ckptcore.loads.load_reports": ("LeafChange", "LoadReport"),
-    "ckptcore.loads.load_requests": ("LoadAs",),
-    "ckptcore.slices.loaded_parts": ("LoadedPart",),
-    "ckptcore.loads.matching_options": ("Matching",),
+    "ckptcore.loading.load_reports": ("LeafChange", "LoadReport"),
+    "ckptcore.loading.load_requests": ("LoadAs",),
+    "ckptcore.loading.loaded_parts": ("LoadedPart",),
+    "ckptcore.loading.matching_options": ("Matching",),
     "ckptcore.model": ("AbstractArray",),
-    "ckptcore.slices.open_checkpoints": (
+    "ckptcore.loading.open_checkpoints": (
         "OpenCheckpoint",
         "StoredTree",
     ),
-    "ckptcore.saves.parts": ("PerProcess",),
+    "ckptcore.saving.parts": ("PerProcess",),
     "ckptcore.protocols": ("StatefulCheckpointable",),
-    "ckptcore.read_groups": ("ReadGroups",),
-    "ckptcore.reader": ("CheckpointReader",),
-    "ckptcore.steps.restoring": ("SkippedStep",),
-    "ckptcore.saves.save_plans": (
+    "ckptcore.planning.read_groups": ("ReadGroups",),
+    "ckptcore.training.reader": ("CheckpointReader",),
+    "ckptcore.training.restoring": ("SkippedStep",),
+    "ckptcore.saving.save_plans": (
         "ExportPlan",
         "MemoryPlan",
         "ObjectPlan",
@@ -216,16 +216,16 @@ _NAMES: Final[dict[str, tuple[str, ...]]] = {
         "RequestCounts",
         "SavePlan",
     ),
-    "ckptcore.sharing": ("ReplicaOptions",),
-    "ckptcore.steps.step_copies": ("StepsCopyReport",),
+    "ckptcore.planning.replicas": ("ReplicaOptions",),
+    "ckptcore.training.step_copies": ("StepsCopyReport",),
     "ckptcore.step_names": (
         "StepNameFormat",
         "StepNames",
     ),
-    "ckptcore.slices.stored_arrays": ("StoredArray",),
-    "ckptcore.tiers.near": ("NearTier",),
-    "ckptcore.tiers.status": ("UploadStatus",),
-    "ckptcore.verification": (
+    "ckptcore.loading.stored_arrays": ("StoredArray",),
+    "ckptcore.training.tiers.near": ("NearTier",),
+    "ckptcore.training.tiers.status": ("UploadStatus",),
+    "ckptcore.loading.verify": (
         "Problem",
         "VerifyReport",
     ),

@@ -8,20 +8,20 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Literal
 
-from ckptcore.background import BackgroundSaves
-from ckptcore.commits.conditions import WITHOUT_CONDITIONS, Conditions, WithoutConditions
-from ckptcore.engine.memory import StagingPool
-from ckptcore.engine.threads import IOThreads
+from ckptcore.commit.conditions import WITHOUT_CONDITIONS, Conditions, WithoutConditions
 from ckptcore.events import Observer
-from ckptcore.jobs.exchanges import exchange_counts
+from ckptcore.io.background import BackgroundSaves
+from ckptcore.io.memory import StagingPool
+from ckptcore.io.threads import IOThreads
+from ckptcore.job.exchanges import exchange_counts
 from ckptcore.model.tree import JSON
+from ckptcore.planning.read_groups import READS, ReadGroups, Reads
+from ckptcore.planning.replicas import ReplicaOptions
 from ckptcore.plugins import Handler, Plugins, installed_plugins
 from ckptcore.protocols import Collectives, Coordinator, Executor, Rejoinable
-from ckptcore.read_groups import READS, ReadGroups, Reads
-from ckptcore.sharing import ReplicaOptions
 
 if TYPE_CHECKING:
-    from ckptcore.roots.known_roots import KnownRoots
+    from ckptcore.commit.known_roots import KnownRoots
 
 __all__ = ["Context", "MemoryOptions", "default_context"]
 
@@ -148,7 +148,7 @@ class Context:
     @cached_property
     def known_roots(self) -> KnownRoots:
         """The roots of checkpoints that were opened last."""
-        from ckptcore.roots.known_roots import KnownRoots  # only who opens checkpoints to read parts of them needs it
+        from ckptcore.commit.known_roots import KnownRoots  # only who opens checkpoints to read parts of them needs it
 
         return KnownRoots()
 

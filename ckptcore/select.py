@@ -16,7 +16,7 @@ from typing import Final, TypeAlias
 
 from ckptcore.errors import TreeMismatchError
 from ckptcore.model.tree import Key, TreePath
-from ckptcore.near_names import NearNames
+from ckptcore.tree.suggestions import NearNames
 
 __all__ = ["LeafTable", "Predicate", "Selection", "experts", "glob", "names", "regex", "where"]
 

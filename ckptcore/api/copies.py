@@ -5,20 +5,20 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 
 from ckptcore.builtin.safetensors import SafetensorsLayout
-from ckptcore.commits.occupants import Overwrite
+from ckptcore.commit.location import LocationLike
+from ckptcore.commit.occupants import Overwrite
+from ckptcore.commit.ownership import IfInUse
 from ckptcore.context import Context, default_context
 from ckptcore.copies.consolidation import FilePath, TiedNames, consolidate_checkpoint
 from ckptcore.copies.conversion import convert_checkpoint
 from ckptcore.copies.copying import CopyReport, CopyVerification
 from ckptcore.copies.whole_copies import copy_whole
-from ckptcore.holds.ownership import IfInUse
-from ckptcore.locations import LocationLike
+from ckptcore.loading.verify import ProgressCallback
 from ckptcore.protocols import Layout
 from ckptcore.step_names import StepNames
-from ckptcore.steps.step_copies import StepProgressCallback, StepsCopyReport, copy_run
+from ckptcore.training.step_copies import StepProgressCallback, StepsCopyReport, copy_run
 from ckptcore.transforms import Transforms
-from ckptcore.trees.subtrees import SubtreePath
-from ckptcore.verification import ProgressCallback
+from ckptcore.tree.subtrees import SubtreePath
 
 __all__ = ["consolidate", "convert", "copy", "copy_steps"]
 

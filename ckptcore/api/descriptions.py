@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from ckptcore.commit.location import LocationLike
 from ckptcore.context import Context, default_context
-from ckptcore.describing import (
+from ckptcore.loading.describe import (
     CheckpointablesMetadata,
     CheckpointMetadata,
     describe_checkpoint,
     describe_checkpointables,
 )
-from ckptcore.locations import LocationLike
-from ckptcore.trees.abstract_values import abstract_value
+from ckptcore.tree.abstract_values import abstract_value
 
 if TYPE_CHECKING:
     from ckptcore.transforms import Transforms

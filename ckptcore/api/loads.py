@@ -5,17 +5,17 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING, Any
 
-from ckptcore.background import LoadHandle
+from ckptcore.commit.location import LocationLike
 from ckptcore.context import Context, default_context
-from ckptcore.loads.composites import load_composite
-from ckptcore.loads.load_requests import LoadRequest
-from ckptcore.loads.loading import load_into_target, load_value, recorded_load
-from ckptcore.loads.matching_options import EXACT, Matching
-from ckptcore.loads.wanted import Wanted
-from ckptcore.locations import LocationLike
+from ckptcore.io.background import LoadHandle
+from ckptcore.loading.composites import load_composite
+from ckptcore.loading.load import load_into_target, load_value, recorded_load
+from ckptcore.loading.load_requests import LoadRequest
+from ckptcore.loading.matching_options import EXACT, Matching
+from ckptcore.loading.wanted import Wanted
 
 if TYPE_CHECKING:
-    from ckptcore.loads.load_reports import LoadReport
+    from ckptcore.loading.load_reports import LoadReport
     from ckptcore.select import Selection
     from ckptcore.transforms import Transforms
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from ckptcore.commit.location import LocationLike
 from ckptcore.context import Context, default_context
-from ckptcore.loads.load_reports import LoadReport
-from ckptcore.loads.load_requests import LoadRequest
-from ckptcore.locations import LocationLike
+from ckptcore.loading.load_reports import LoadReport
+from ckptcore.loading.load_requests import LoadRequest
+from ckptcore.loading.loaded_parts import LoadedPart, load_in_parts
+from ckptcore.loading.open_checkpoints import OpenCheckpoint, StoredPath, load_box
 from ckptcore.model.arrays import Box, HostArray
 from ckptcore.select import Selection
-from ckptcore.slices.loaded_parts import LoadedPart, load_in_parts
-from ckptcore.slices.open_checkpoints import OpenCheckpoint, StoredPath, load_box
 from ckptcore.transforms import Transforms
 
 __all__ = ["load_parts", "load_slice", "open"]

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from ckptcore.commits.occupants import Overwrite
+from ckptcore.commit.location import LocationLike
+from ckptcore.commit.occupants import Overwrite
 from ckptcore.context import Context, default_context
-from ckptcore.locations import LocationLike
 from ckptcore.protocols import Layout
 from ckptcore.rehearsals.jobs import Asked, plan_imagined_job, plan_running_job
-from ckptcore.saves.exports import Export
-from ckptcore.saves.save_plans import SavePlan
+from ckptcore.saving.exports import Export
+from ckptcore.saving.save_plans import SavePlan
 
 __all__ = ["plan", "plan_job"]
 

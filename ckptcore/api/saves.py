@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from ckptcore.background import SaveHandle
-from ckptcore.commits.occupants import Overwrite
+from ckptcore.commit.location import LocationLike
+from ckptcore.commit.occupants import Overwrite
 from ckptcore.context import Context, default_context
-from ckptcore.locations import LocationLike
+from ckptcore.io.background import SaveHandle
 from ckptcore.model.tree import JSON
 from ckptcore.protocols import Layout
-from ckptcore.saves.exports import Export
-from ckptcore.saves.save_requests import OneTree, SaveRequest
-from ckptcore.saves.saving import begin_save, perform_save
+from ckptcore.saving.exports import Export
+from ckptcore.saving.save import begin_save, perform_save
+from ckptcore.saving.save_requests import OneTree, SaveRequest
 
 __all__ = ["save", "save_async", "save_checkpointables", "save_checkpointables_async"]
 

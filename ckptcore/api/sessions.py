@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from ckptcore.background import SaveHandle
+from ckptcore.commit.location import LocationLike
 from ckptcore.context import Context, default_context
-from ckptcore.locations import LocationLike
+from ckptcore.io.background import SaveHandle
 from ckptcore.model.tree import JSON
 from ckptcore.protocols import Layout
-from ckptcore.saves.finalizing import finalize_sessions
-from ckptcore.saves.save_requests import OneTree, SaveRequest
-from ckptcore.saves.saving import begin_save, perform_save
+from ckptcore.saving.finalizing import finalize_sessions
+from ckptcore.saving.save import begin_save, perform_save
+from ckptcore.saving.save_requests import OneTree, SaveRequest
 
 __all__ = ["finalize", "save_partial", "save_partial_async"]
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from ckptcore.background import SaveHandle
-from ckptcore.commits.occupants import Overwrite
+from ckptcore.commit.location import LocationLike, absolute_location
+from ckptcore.commit.occupants import Overwrite
 from ckptcore.context import Context, default_context
-from ckptcore.locations import LocationLike, absolute_location
+from ckptcore.io.background import SaveHandle
 from ckptcore.model.tree import JSON
 from ckptcore.protocols import Layout
-from ckptcore.saves.save_requests import OneTree, SaveRequest
-from ckptcore.saves.saving import begin_save, perform_save
+from ckptcore.saving.save import begin_save, perform_save
+from ckptcore.saving.save_requests import OneTree, SaveRequest
 
 __all__ = ["save_update", "save_update_async"]
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from ckptcore.commit.delete import delete_checkpoint
+from ckptcore.commit.location import LocationLike
 from ckptcore.context import Context, default_context
-from ckptcore.deletion import delete_checkpoint
-from ckptcore.locations import LocationLike
-from ckptcore.verification import ProgressCallback, VerifyReport, verify_checkpoint
+from ckptcore.loading.verify import ProgressCallback, VerifyReport, verify_checkpoint
 
 __all__ = ["delete", "verify"]
 

@@ -34,8 +34,8 @@ from ckptcore.model.transfer import (
 )
 from ckptcore.model.tree import JSON, LEAF, Node, format_path
 from ckptcore.planning import leaf_names
+from ckptcore.planning.flat_ranges import run_extent
 from ckptcore.protocols import Inspection, ReadStore, Snapshot, WriteStore
-from ckptcore.runs import run_extent
 
 if TYPE_CHECKING:
     from ckptcore.builtin.safetensors_header import TensorEntry

@@ -6,13 +6,13 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ckptcore.cli.survey import Found, StepState, find_pinned, look_at_steps
+from ckptcore.commit.referrers import find_bases, referring_to
 from ckptcore.context import Context
 from ckptcore.errors import CheckpointError
 from ckptcore.policies import PreservationPolicy, explain, what_to_delete
 from ckptcore.protocols import AtomicDirectories
-from ckptcore.steps.garbage import policy_infos, readable_steps
-from ckptcore.steps.steps import StepDirectory
-from ckptcore.stored.referrers import find_bases, referring_to
+from ckptcore.training.garbage import policy_infos, readable_steps
+from ckptcore.training.steps import StepDirectory
 
 __all__ = ["Fate", "Plan", "plan_collection"]
 

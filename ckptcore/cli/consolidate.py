@@ -8,7 +8,6 @@ from typing import Final, Literal
 
 import click
 
-from ckptcore.amounts import count, size
 from ckptcore.cli.command import checkpoint_command
 from ckptcore.cli.console import print_document, print_line, printable
 from ckptcore.cli.documents import ConsolidateDocument
@@ -16,6 +15,7 @@ from ckptcore.cli.exits import ExitCode
 from ckptcore.cli.options import command_context
 from ckptcore.cli.progress import byte_progress
 from ckptcore.model import ArrayRecord
+from ckptcore.model.sizes import count, size
 
 __all__ = ["command"]
 

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Literal
 
 import click
 
-from ckptcore.amounts import count, size
 from ckptcore.cli.command import checkpoint_command
 from ckptcore.cli.console import print_document, print_line, printable
 from ckptcore.cli.documents import ConvertDocument
@@ -15,6 +14,7 @@ from ckptcore.cli.members import describe
 from ckptcore.cli.options import command_context
 from ckptcore.cli.progress import byte_progress
 from ckptcore.model import ArrayRecord
+from ckptcore.model.sizes import count, size
 
 if TYPE_CHECKING:
     from ckptcore.transforms import Transform

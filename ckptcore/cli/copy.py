@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 import click
 
-from ckptcore.amounts import count, size
 from ckptcore.cli.command import checkpoint_command
 from ckptcore.cli.console import print_document, print_line, printable
 from ckptcore.cli.documents import CopiedDocument, CopiedStepDocument, CopyDocument, CopyStepsDocument
@@ -17,13 +16,14 @@ from ckptcore.cli.options import command_context
 from ckptcore.cli.progress import byte_progress
 from ckptcore.context import Context
 from ckptcore.errors import CheckpointNotFoundError, StorageError, UncommittedCheckpointError
+from ckptcore.model.sizes import count, size
 from ckptcore.step_names import StepNames
 
 if TYPE_CHECKING:
     from ckptcore import CopyReport, StepsCopyReport
-    from ckptcore.commits.occupants import Overwrite
+    from ckptcore.commit.occupants import Overwrite
+    from ckptcore.commit.ownership import IfInUse
     from ckptcore.copies.copying import CopyVerification
-    from ckptcore.holds.ownership import IfInUse
 
 __all__ = ["command"]
 
@@ -85,7 +85,7 @@ def command(
 
 def _is_run(source: str, names: StepNames, context: Context) -> bool:
     """Whether a directory is one of steps, and no checkpoint."""
-    from ckptcore.describing import describe_either
+    from ckptcore.loading.describe import describe_either
 
     try:
         entries = names_in(source, context)

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Final, Literal, cast
 
 import click
 
-from ckptcore.amounts import count, size
 from ckptcore.cli.command import checkpoint_command
 from ckptcore.cli.console import print_document, print_line, printable
 from ckptcore.cli.documents import DiffDocument, DifferenceDocument
@@ -17,6 +16,7 @@ from ckptcore.cli.exits import ExitCode
 from ckptcore.cli.members import describe_directories
 from ckptcore.cli.progress import byte_progress
 from ckptcore.model import JSON, format_path
+from ckptcore.model.sizes import count, size
 
 if TYPE_CHECKING:
     from ckptcore import CheckpointMetadata

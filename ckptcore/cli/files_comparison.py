@@ -11,9 +11,9 @@ import numpy.typing as npt
 from ckptcore.cli.documents import DifferenceDocument
 from ckptcore.cli.options import command_context
 from ckptcore.errors import CorruptCheckpointError
-from ckptcore.stored.opened import Opened
-from ckptcore.stored.opening import open_files
-from ckptcore.stored.tries import Tries
+from ckptcore.loading.opened import Opened
+from ckptcore.loading.opening import open_files
+from ckptcore.loading.tries import Tries
 
 __all__ = ["FilesComparison"]
 

@@ -8,7 +8,6 @@ from collections.abc import Collection, Sequence
 
 import click
 
-from ckptcore.amounts import age, count, metrics_text, size
 from ckptcore.cli.collection import Fate, Plan, plan_collection
 from ckptcore.cli.command import checkpoint_command
 from ckptcore.cli.console import json_number, print_document, print_line, printable
@@ -17,13 +16,13 @@ from ckptcore.cli.exits import ExitCode
 from ckptcore.cli.options import command_context
 from ckptcore.cli.survey import find_steps, step_names
 from ckptcore.cli.table import Cell, Column, print_table
+from ckptcore.commit.looking import look_at_owner
+from ckptcore.commit.ownership import IfInUse, own_directory
 from ckptcore.context import Context
-from ckptcore.holds import own_directory
-from ckptcore.holds.looking import look_at_owner
-from ckptcore.holds.ownership import IfInUse
+from ckptcore.model.sizes import age, count, metrics_text, size
 from ckptcore.policies import PreservationPolicy, parse_preservation
-from ckptcore.steps.garbage import StepDeleter
-from ckptcore.steps.steps import StepDirectory
+from ckptcore.training.garbage import StepDeleter
+from ckptcore.training.steps import StepDirectory
 
 __all__ = ["command"]
 

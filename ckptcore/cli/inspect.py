@@ -9,7 +9,6 @@ import click
 
 import ckptcore
 from ckptcore import CheckpointablesMetadata, CheckpointMetadata
-from ckptcore.amounts import count, metrics_text, size
 from ckptcore.builtin.files_layout import FilesLayout
 from ckptcore.cli.command import checkpoint_command
 from ckptcore.cli.console import json_number, print_document, print_line, printable
@@ -29,6 +28,7 @@ from ckptcore.cli.options import command_context
 from ckptcore.cli.treeview import tree_rows
 from ckptcore.events import Event
 from ckptcore.model import ArrayRecord, Node, Skeleton, TreeMetadata, TreePath, format_path
+from ckptcore.model.sizes import count, metrics_text, size
 from ckptcore.timelines import format_timeline
 
 __all__ = ["command"]

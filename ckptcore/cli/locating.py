@@ -6,9 +6,9 @@ import os
 import urllib.parse
 from collections.abc import Sequence
 
+from ckptcore.commit.location import open_directory, resolve_location
 from ckptcore.context import Context
 from ckptcore.errors import CheckpointNotFoundError, InvalidLocationError
-from ckptcore.locations import open_directory, resolve_location
 
 __all__ = ["child_location", "names_in"]
 

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Final, Literal, TypeAlias
 
 import click
 
-from ckptcore.amounts import count, size
 from ckptcore.cli.command import checkpoint_command
 from ckptcore.cli.console import print_document, print_line, printable
 from ckptcore.cli.documents import ListDocument, ListedDocument
@@ -18,6 +17,7 @@ from ckptcore.cli.members import describe
 from ckptcore.cli.options import command_context
 from ckptcore.context import Context
 from ckptcore.model import ArrayRecord
+from ckptcore.model.sizes import count, size
 
 if TYPE_CHECKING:
     from ckptcore import CheckpointMetadata
@@ -61,9 +61,9 @@ def command(as_json: bool, directory: str) -> ExitCode:
 
 
 def _checkpoints(directory: str) -> Sequence[ListedDocument]:
-    from ckptcore.commits.hidden_names import is_hidden_name, is_leftover_name
-    from ckptcore.holds import ADMINISTRATION
-    from ckptcore.roots.root import ROOT_KEY
+    from ckptcore.commit.hidden_names import is_hidden_name, is_leftover_name
+    from ckptcore.commit.holding import ADMINISTRATION
+    from ckptcore.commit.root import ROOT_KEY
 
     context = command_context()
     names = names_in(directory, context)

@@ -7,14 +7,14 @@ from collections.abc import Mapping
 from ckptcore import CheckpointablesMetadata, CheckpointMetadata
 from ckptcore.cli.locating import child_location
 from ckptcore.cli.options import command_context
+from ckptcore.commit.location import Place
 from ckptcore.context import Context
-from ckptcore.describing import describe_checkpoint, describe_checkpointables, describe_either
 from ckptcore.errors import CheckpointNotFoundError
-from ckptcore.locations import Place
-from ckptcore.stored.members import is_deleted, present_members
-from ckptcore.stored.opened import Opened, OpenedComposite
-from ckptcore.stored.opening import open_either
-from ckptcore.stored.tries import while_unchanged
+from ckptcore.loading.describe import describe_checkpoint, describe_checkpointables, describe_either
+from ckptcore.loading.members import is_deleted, present_members
+from ckptcore.loading.opened import Opened, OpenedComposite
+from ckptcore.loading.opening import open_either
+from ckptcore.loading.tries import while_unchanged
 
 __all__ = ["describe", "describe_directories"]
 

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 import click
 
 import ckptcore
-from ckptcore.amounts import age, count, metrics_text, size
 from ckptcore.cli.command import checkpoint_command
 from ckptcore.cli.console import json_number, print_document, print_line, printable
 from ckptcore.cli.documents import OwnerDocument, StepDocument, StepsDocument
@@ -19,8 +18,9 @@ from ckptcore.cli.progress import byte_progress
 from ckptcore.cli.survey import Found, find_pinned, find_steps, look_at_steps, step_names
 from ckptcore.cli.table import Cell, Column, print_table
 from ckptcore.cli.verify import problem_documents
+from ckptcore.commit.looking import look_at_owner
 from ckptcore.errors import StorageError
-from ckptcore.holds.looking import look_at_owner
+from ckptcore.model.sizes import age, count, metrics_text, size
 from ckptcore.protocols import StorageBackend
 
 __all__ = ["command"]
@@ -74,7 +74,7 @@ def command(as_json: bool, directory: str, last: int | None, verify: bool, named
         for number, one in enumerate(documents):
             _verify(directory, one, f"step {one['step']} ({number + 1} of {len(documents)})")
     document: StepsDocument = {
-        "schema": "ckptcore.steps/1",
+        "schema": "ckptcore.training/1",
         "directory": directory,
         "owner": _owner(steps.store),
         "steps": documents,

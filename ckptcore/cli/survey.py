@@ -11,9 +11,12 @@ from typing import Final, Literal, TypeAlias
 import click
 
 from ckptcore.cli.locating import names_in
-from ckptcore.commits.occupants import parse_root, root_bytes
+from ckptcore.commit.location import resolve_location, subdirectory
+from ckptcore.commit.occupants import parse_root, root_bytes
+from ckptcore.commit.root import ROOT_KEY, Composite, Root, Summary
+from ckptcore.commit.root_json import summarize_root
+from ckptcore.commit.steps import StepHolds
 from ckptcore.context import Context
-from ckptcore.describing import describe_either
 from ckptcore.errors import (
     CheckpointError,
     CheckpointNotFoundError,
@@ -21,16 +24,13 @@ from ckptcore.errors import (
     InvalidLocationError,
     StorageError,
 )
-from ckptcore.holds import StepHolds
-from ckptcore.locations import resolve_location, subdirectory
+from ckptcore.loading.describe import describe_either
+from ckptcore.loading.members import present_members
+from ckptcore.loading.opened import Mark, OpenedComposite, root_mark
+from ckptcore.loading.tries import ATTEMPTS
 from ckptcore.protocols import StorageBackend
-from ckptcore.roots.root import ROOT_KEY, Composite, Root, Summary
-from ckptcore.roots.root_json import summarize_root
 from ckptcore.step_names import StepNames
-from ckptcore.steps.steps import StepDirectory
-from ckptcore.stored.members import present_members
-from ckptcore.stored.opened import Mark, OpenedComposite, root_mark
-from ckptcore.stored.tries import ATTEMPTS
+from ckptcore.training.steps import StepDirectory
 
 __all__ = ["Found", "StepState", "find_pinned", "find_steps", "look_at_steps", "step_names"]
 

@@ -6,9 +6,9 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from ckptcore.amounts import count, size
 from ckptcore.cli.console import printable
 from ckptcore.model import JSON, ArrayRecord, Attribute, Key, LeafRecord, Node, Skeleton, TreeMetadata, format_path
+from ckptcore.model.sizes import count, size
 
 __all__ = ["TreeRow", "tree_rows"]
 

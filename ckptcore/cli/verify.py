@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING
 
 import click
 
-from ckptcore.amounts import count, size
 from ckptcore.cli.command import checkpoint_command
 from ckptcore.cli.console import print_document, print_line, printable
 from ckptcore.cli.documents import ProblemDocument, VerifyDocument
 from ckptcore.cli.exits import ExitCode
 from ckptcore.cli.options import command_context
 from ckptcore.cli.progress import byte_progress
+from ckptcore.model.sizes import count, size
 
 if TYPE_CHECKING:
     from ckptcore import VerifyReport

@@ -18,7 +18,9 @@ import numpy as np
 import xxhash
 
 from ckptcore.builtin.safetensors import SafetensorsLayout
-from ckptcore.commits.occupants import Overwrite, refuse_to_replace
+from ckptcore.commit.location import LocationLike, Within, resolve_location
+from ckptcore.commit.occupants import Overwrite, refuse_to_replace
+from ckptcore.commit.root import new_save_id
 from ckptcore.context import Context
 from ckptcore.copies.destinations import refuse_destination, refuse_further
 from ckptcore.copies.streaming import StreamedSnapshot, StreamSizes, items_by_object, reading_context
@@ -30,23 +32,21 @@ from ckptcore.errors import (
     StorageError,
 )
 from ckptcore.events import Recording
-from ckptcore.jobs.agreement import Agreement
-from ckptcore.loads.reading import check_sizes
-from ckptcore.locations import LocationLike, Within, resolve_location
+from ckptcore.job.agreement import Agreement
+from ckptcore.loading.opened import Opened, OpenedComposite, naming_arrays
+from ckptcore.loading.opening import foreign_checkpoints, open_either
+from ckptcore.loading.reading import check_sizes
+from ckptcore.loading.tries import while_tree_unchanged, while_unchanged
+from ckptcore.loading.verify import ProgressCallback
 from ckptcore.model.arrays import Box, HostArray
 from ckptcore.model.transfer import ArraySegment, WriteItem, WritePlan
 from ckptcore.model.tree import JSON
 from ckptcore.protocols import WriteStore
-from ckptcore.roots.root import new_save_id
-from ckptcore.saves.parts import Part
-from ckptcore.saves.persisting import NOTHING_COMMITTED, Described, persist
-from ckptcore.saves.preparing import save_created
-from ckptcore.saves.reporting import ReportedSave
-from ckptcore.stored.opened import Opened, OpenedComposite, naming_arrays
-from ckptcore.stored.opening import foreign_checkpoints, open_either
-from ckptcore.stored.tries import while_tree_unchanged, while_unchanged
-from ckptcore.trees.subtrees import Subtree, SubtreePath, find_subtree, path_keys
-from ckptcore.verification import ProgressCallback
+from ckptcore.saving.parts import Part
+from ckptcore.saving.persisting import NOTHING_COMMITTED, Described, persist
+from ckptcore.saving.preparing import save_created
+from ckptcore.saving.reporting import ReportedSave
+from ckptcore.tree.subtrees import Subtree, SubtreePath, find_subtree, path_keys
 
 __all__ = ["FilePath", "TiedNames", "consolidate_checkpoint"]
 

@@ -14,32 +14,32 @@ import numpy as np
 
 from ckptcore.builtin.files_layout import FilesLayout, empty_directories, state_of_files
 from ckptcore.builtin.single_process import SingleProcess
-from ckptcore.commits.commit import remove_checkpoint
-from ckptcore.commits.occupants import Overwrite, read_root, refuse_to_replace
+from ckptcore.commit.commit import remove_checkpoint
+from ckptcore.commit.location import Location, Place, resolve_location
+from ckptcore.commit.occupants import Overwrite, read_root, refuse_to_replace
+from ckptcore.commit.root import Member, check_name, new_save_id
 from ckptcore.context import Context
 from ckptcore.copies.destinations import refuse_destination, refuse_further
 from ckptcore.copies.streaming import StreamedSnapshot, StreamSizes, items_by_object, reading_context
 from ckptcore.errors import CheckpointNotFoundError, CorruptCheckpointError, NameCollisionError, TransformError
 from ckptcore.events import Recording
-from ckptcore.jobs.agreement import Agreement
-from ckptcore.loads.reading import check_sizes
-from ckptcore.locations import Location, Place, resolve_location
+from ckptcore.job.agreement import Agreement
+from ckptcore.loading.members import is_deleted, open_member, present_members
+from ckptcore.loading.opened import Opened, OpenedComposite, check_file
+from ckptcore.loading.opening import foreign_checkpoints, open_either
+from ckptcore.loading.reading import check_sizes
+from ckptcore.loading.tries import while_unchanged
+from ckptcore.loading.verify import ProgressCallback
 from ckptcore.model.arrays import Box, HostArray
 from ckptcore.model.objects import ObjectRecord
 from ckptcore.model.transfer import ArraySegment, WritePlan
 from ckptcore.model.tree import JSON
 from ckptcore.planning import plan_write
 from ckptcore.protocols import AtomicDirectories, Layout, WriteStore
-from ckptcore.roots.root import Member, check_name, new_save_id
-from ckptcore.saves.parts import Captured, Part, TreeCaptured
-from ckptcore.saves.persisting import Described, persist
-from ckptcore.saves.preparing import save_created
-from ckptcore.saves.reporting import ReportedSave
-from ckptcore.stored.members import is_deleted, open_member, present_members
-from ckptcore.stored.opened import Opened, OpenedComposite, check_file
-from ckptcore.stored.opening import foreign_checkpoints, open_either
-from ckptcore.stored.tries import while_unchanged
-from ckptcore.verification import ProgressCallback
+from ckptcore.saving.parts import Captured, Part, TreeCaptured
+from ckptcore.saving.persisting import Described, persist
+from ckptcore.saving.preparing import save_created
+from ckptcore.saving.reporting import ReportedSave
 
 if TYPE_CHECKING:
     from ckptcore.transforms import Transforms

@@ -9,15 +9,14 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Final, Literal, TypeAlias
 
-from ckptcore.commits.commit import Claim, continue_claim, sweep_location
-from ckptcore.commits.occupants import Overwrite, is_claimed_by, root_bytes
+from ckptcore.commit.commit import Claim, continue_claim, sweep_location
+from ckptcore.commit.location import Location, Place, resolve_location
+from ckptcore.commit.occupants import Overwrite, is_claimed_by, root_bytes
+from ckptcore.commit.root import ROOT_KEY, Claimed
+from ckptcore.commit.root_json import bases_of_root
 from ckptcore.context import Context
 from ckptcore.copies.destinations import refuse_destination
 from ckptcore.copies.manifests import Manifest, StoredRoot, read_manifest
-from ckptcore.engine.errands import run_each
-from ckptcore.engine.new_objects import abort_uploads
-from ckptcore.engine.requests import requests_of
-from ckptcore.engine.transfers import Transfer
 from ckptcore.errors import (
     CheckpointError,
     CheckpointExistsError,
@@ -27,16 +26,17 @@ from ckptcore.errors import (
     SaveLostError,
     StorageError,
 )
-from ckptcore.locations import Location, Place, resolve_location
+from ckptcore.io.errands import run_each
+from ckptcore.io.new_objects import abort_uploads
+from ckptcore.io.requests import requests_of
+from ckptcore.io.transfers import Transfer
+from ckptcore.loading.opened import root_mark
+from ckptcore.loading.opening import foreign_checkpoints
+from ckptcore.loading.tries import ATTEMPTS, replaced_too_often
+from ckptcore.loading.verify import ProgressCallback
 from ckptcore.model.objects import ObjectRecord
 from ckptcore.protocols import StorageBackend
-from ckptcore.roots.root import ROOT_KEY, Claimed
-from ckptcore.roots.root_json import bases_of_root
-from ckptcore.saves.preparing import save_created
-from ckptcore.stored.opened import root_mark
-from ckptcore.stored.opening import foreign_checkpoints
-from ckptcore.stored.tries import ATTEMPTS, replaced_too_often
-from ckptcore.verification import ProgressCallback
+from ckptcore.saving.preparing import save_created
 
 __all__ = ["CopyReport", "CopyVerification", "copy_checkpoint", "send_objects"]
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from ckptcore.commits.occupants import read_root
+from ckptcore.commit.location import Location
+from ckptcore.commit.occupants import read_root
+from ckptcore.commit.root import Root
 from ckptcore.errors import InvalidLocationError
-from ckptcore.locations import Location
-from ckptcore.roots.root import Root
-from ckptcore.stored.opened import Opened
+from ckptcore.loading.opened import Opened
 
 __all__ = ["refuse_destination", "refuse_further"]
 

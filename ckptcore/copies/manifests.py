@@ -9,20 +9,20 @@ from typing import Final
 
 import xxhash
 
-from ckptcore.commits.hidden_names import is_hidden_name
+from ckptcore.commit.hidden_names import is_hidden_name
+from ckptcore.commit.location import Location, Place
+from ckptcore.commit.root import ROOT_KEY
+from ckptcore.commit.root_json import decode_root
 from ckptcore.context import Context
-from ckptcore.engine.errands import run_each
-from ckptcore.engine.requests import requests_of
 from ckptcore.errors import CorruptCheckpointError, InvalidLocationError, ObjectNotFoundError
-from ckptcore.locations import Location, Place
+from ckptcore.io.errands import run_each
+from ckptcore.io.requests import requests_of
+from ckptcore.loading.members import is_deleted, open_member, present_members
+from ckptcore.loading.opened import Mark, Opened, OpenedComposite
+from ckptcore.loading.opening import open_either
+from ckptcore.loading.tries import while_unchanged
 from ckptcore.model.objects import BLOCK_BYTES, ObjectRecord
 from ckptcore.protocols import StorageBackend
-from ckptcore.roots.root import ROOT_KEY
-from ckptcore.roots.root_json import decode_root
-from ckptcore.stored.members import is_deleted, open_member, present_members
-from ckptcore.stored.opened import Mark, Opened, OpenedComposite
-from ckptcore.stored.opening import open_either
-from ckptcore.stored.tries import while_unchanged
 
 __all__ = ["Manifest", "StoredRoot", "read_manifest"]
 

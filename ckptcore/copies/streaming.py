@@ -9,16 +9,16 @@ from collections.abc import Mapping, Sequence
 from typing import Final
 
 from ckptcore.context import Context
-from ckptcore.engine.memory import allocate
 from ckptcore.errors import PluginError, SaveLostError
+from ckptcore.io.memory import allocate
+from ckptcore.loading.opened import Opened
 from ckptcore.model.arrays import ArraySpec, Box, HostArray
 from ckptcore.model.metadata import ArrayRecord, TreeMetadata
 from ckptcore.model.transfer import WriteItem, WritePlan
 from ckptcore.model.tree import format_path
 from ckptcore.planning import plan_read
+from ckptcore.planning.flat_ranges import cut_runs
 from ckptcore.protocols import Layout, ReadsChunks, WritesRuns
-from ckptcore.runs import cut_runs
-from ckptcore.stored.opened import Opened
 
 __all__ = ["StreamSizes", "StreamedSnapshot", "items_by_object", "reading_context"]
 

@@ -9,8 +9,8 @@ from typing import NamedTuple, TypeAlias
 
 from ckptcore.derivations.derivation import Derivation, Stored
 from ckptcore.derivations.made import Computed
-from ckptcore.engine.elements import copy_elements
-from ckptcore.engine.memory import allocate
+from ckptcore.io.elements import copy_elements
+from ckptcore.io.memory import allocate
 from ckptcore.model.arrays import ArraySpec, Box, HostArray
 
 __all__ = ["Batch", "Fill", "Place", "ReadAll", "StoredRead"]

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-from ckptcore.engine.elements import copy_elements
+from ckptcore.io.elements import copy_elements
 from ckptcore.model.arrays import ArraySpec, Box, HostArray
 
 __all__ = ["Derivation", "OfNothing", "Part", "Stored", "place", "walk"]

@@ -12,7 +12,7 @@ from ckptcore.derivations.derivation import Derivation, OfNothing, Part
 from ckptcore.derivations.pieces import Piece, pieces
 from ckptcore.derivations.rounding import copy_rounded
 from ckptcore.dtype_values import may_become
-from ckptcore.engine.elements import copy_elements
+from ckptcore.io.elements import copy_elements
 from ckptcore.model.arrays import ArraySpec, Box, HostArray, dtype_from_name, name_of_dtype
 
 __all__ = [

@@ -10,7 +10,7 @@ from typing import Final
 import numpy as np
 
 from ckptcore.derivations.derivation import Derivation, Part, place
-from ckptcore.engine.elements import plain
+from ckptcore.io.elements import plain
 from ckptcore.model.arrays import ArraySpec, Box, HostArray, dtype_from_name
 
 __all__ = ["Reinterpreted", "UnpackedFp4", "reinterpret", "unpack_fp4"]

@@ -11,7 +11,7 @@ from typing import Final, TypeAlias
 import numpy as np
 
 from ckptcore.derivations.derivation import Derivation, Part, place
-from ckptcore.engine.elements import copy_elements, plain
+from ckptcore.io.elements import copy_elements, plain
 from ckptcore.model.arrays import ArraySpec, Box, HostArray
 
 __all__ = ["Reshaped", "reshape"]

@@ -16,7 +16,7 @@ from ckptcore.derivations.derivation import Derivation, Part
 from ckptcore.derivations.packed import reinterpret, unpack_fp4
 from ckptcore.derivations.reshaped import reshape
 from ckptcore.dtype_values import may_become
-from ckptcore.engine.elements import copy_elements
+from ckptcore.io.elements import copy_elements
 from ckptcore.model.arrays import ArraySpec, Box, HostArray, dtype_from_name
 
 __all__ = ["BlockScaled", "block_of", "block_scaled", "mxfp4"]

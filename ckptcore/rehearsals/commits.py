@@ -6,15 +6,15 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from ckptcore.builtin.files_layout import FilesLayout
-from ckptcore.commits.commit import Claim
+from ckptcore.commit.commit import Claim
+from ckptcore.commit.location import subdirectory
+from ckptcore.commit.root import Composite, Root, this_writer
+from ckptcore.commit.root_json import encode_composite, encode_root
 from ckptcore.context import Context
-from ckptcore.locations import subdirectory
 from ckptcore.model.transfer import Receipt
 from ckptcore.protocols import About, Layout, MarksCheckpoints
 from ckptcore.rehearsals.sizes import SizeRecorder
-from ckptcore.roots.root import Composite, Root, this_writer
-from ckptcore.roots.root_json import encode_composite, encode_root
-from ckptcore.saves.persisting import Described, finish_part, put_root
+from ckptcore.saving.persisting import Described, finish_part, put_root
 
 __all__ = ["rehearse_commit"]
 

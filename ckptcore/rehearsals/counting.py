@@ -7,10 +7,10 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
+from ckptcore.commit.root import ROOT_KEY
 from ckptcore.errors import ConditionFailedError, ObjectNotFoundError
 from ckptcore.protocols import Buffer, IfTag, ObjectWriter, PutCondition, StorageAddress
-from ckptcore.roots.root import ROOT_KEY
-from ckptcore.saves.save_plans import RequestCounts
+from ckptcore.saving.save_plans import RequestCounts
 
 __all__ = ["CountingDirectories", "CountingObjects"]
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 
+from ckptcore.io.snapshot import ViewedSnapshot
 from ckptcore.model.arrays import HostArray
 from ckptcore.model.transfer import Pending, WritePlan
 from ckptcore.protocols import HostBytes
-from ckptcore.snapshots import ViewedSnapshot
 
 __all__ = ["EmptySnapshot", "NothingThereError"]
 

@@ -9,7 +9,7 @@ from typing import Any, NoReturn, TypeVar
 
 from ckptcore.errors import PluginError
 from ckptcore.events import Recording
-from ckptcore.jobs.agreement import Agreement, Stage
+from ckptcore.job.agreement import Agreement, Stage
 from ckptcore.model.tree import JSON
 
 __all__ = ["ImaginedAgreement", "ImaginedJob", "NotToldYetError"]

@@ -6,11 +6,11 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Final
 
-from ckptcore.commits.occupants import Overwrite
+from ckptcore.commit.location import Place
+from ckptcore.commit.occupants import Overwrite
 from ckptcore.context import Context
 from ckptcore.events import Recording
-from ckptcore.jobs.agreement import Agreement
-from ckptcore.locations import Place
+from ckptcore.job.agreement import Agreement
 from ckptcore.model.metadata import ArrayRecord, TreeMetadata
 from ckptcore.model.tree import JSON
 from ckptcore.protocols import AtomicDirectories, Layout
@@ -19,10 +19,10 @@ from ckptcore.rehearsals.imagined import ImaginedJob
 from ckptcore.rehearsals.leaves import WrapLeaf, imagined_leaves, rehearsal_context, running_leaves
 from ckptcore.rehearsals.telling import plan_from_json, written_from_json, written_to_json
 from ckptcore.rehearsals.writes import Leading, StorageKind, WrittenCheckpoint, WrittenProcess, rehearse_writes
-from ckptcore.saves.exports import Export
-from ckptcore.saves.preparing import PreparedSave, prepare_save
-from ckptcore.saves.save_plans import Certainty, ExportPlan, ObjectPlan, ProcessPlan, SavePlan
-from ckptcore.saves.save_requests import OneTree, SaveRequest
+from ckptcore.saving.exports import Export
+from ckptcore.saving.preparing import PreparedSave, prepare_save
+from ckptcore.saving.save_plans import Certainty, ExportPlan, ObjectPlan, ProcessPlan, SavePlan
+from ckptcore.saving.save_requests import OneTree, SaveRequest
 
 __all__ = ["Asked", "plan_imagined_job", "plan_running_job"]
 

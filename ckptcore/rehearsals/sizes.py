@@ -6,7 +6,7 @@ import threading
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 
-from ckptcore.engine.sizes import SIZES
+from ckptcore.io.sizes import SIZES
 from ckptcore.model.objects import CHECKSUM_BYTES, ObjectRecord
 from ckptcore.model.transfer import ArraySegment, Segment
 from ckptcore.protocols import StorageAddress, StorageBackend
@@ -16,7 +16,7 @@ __all__ = ["SizeRecorder"]
 
 
 class SizeRecorder:
-    """A `ckptcore.protocols.WriteStore` that asks of a storage what `ckptcore.engine.recorder.ObjectRecorder` does. Any thread."""
+    """A `ckptcore.protocols.WriteStore` that asks of a storage what `ckptcore.io.recorder.ObjectRecorder` does. Any thread."""
 
     def __init__(self, storage: StorageBackend, *, checksums: bool) -> None:
         """Hand objects to `storage`; `checksums` tells whether a save would keep some."""

@@ -12,7 +12,7 @@ from ckptcore.model.objects import CHECKSUM_BYTES, ObjectRecord
 from ckptcore.model.transfer import Receipt, WriteItem
 from ckptcore.model.tree import JSON
 from ckptcore.rehearsals.writes import WrittenCheckpoint, WrittenProcess
-from ckptcore.saves.save_plans import ExportPlan, MemoryPlan, ObjectPlan, ProcessPlan, RequestCounts, SavePlan
+from ckptcore.saving.save_plans import ExportPlan, MemoryPlan, ObjectPlan, ProcessPlan, RequestCounts, SavePlan
 
 __all__ = ["plan_from_json", "written_from_json", "written_to_json"]
 

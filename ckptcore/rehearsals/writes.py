@@ -6,24 +6,24 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal, TypeAlias
 
-from ckptcore.commits.commit import Claim, claim_location, claimed_store
-from ckptcore.commits.conditions import Conditions
-from ckptcore.commits.occupants import refuse_inside, refuse_to_replace
+from ckptcore.commit.commit import Claim, claim_location, claimed_store
+from ckptcore.commit.conditions import Conditions
+from ckptcore.commit.location import Location, subdirectory
+from ckptcore.commit.occupants import refuse_inside, refuse_to_replace
+from ckptcore.commit.root import Claimed
 from ckptcore.context import Context
-from ckptcore.engine.sizes import SIZES
 from ckptcore.errors import PluginError, UnsupportedLeafError
-from ckptcore.jobs.visibility import sees_claim, show_claim
-from ckptcore.locations import Location, subdirectory
+from ckptcore.io.sizes import SIZES
+from ckptcore.job.visibility import sees_claim, show_claim
 from ckptcore.model.transfer import Receipt
 from ckptcore.protocols import ForecastsWrites, HostBytes, StorageBackend, WriteForecast
 from ckptcore.rehearsals.counting import CountingDirectories, CountingObjects
 from ckptcore.rehearsals.emptiness import EmptySnapshot, NothingThereError
 from ckptcore.rehearsals.sizes import SizeRecorder
-from ckptcore.roots.root import Claimed
-from ckptcore.saves.parts import FilesDescription, Part
-from ckptcore.saves.persisting import Described, finish_part, put_root
-from ckptcore.saves.preparing import PreparedSave
-from ckptcore.saves.save_plans import MemoryPlan, RequestCounts
+from ckptcore.saving.parts import FilesDescription, Part
+from ckptcore.saving.persisting import Described, finish_part, put_root
+from ckptcore.saving.preparing import PreparedSave
+from ckptcore.saving.save_plans import MemoryPlan, RequestCounts
 
 __all__ = ["Leading", "StorageKind", "WrittenCheckpoint", "WrittenProcess", "rehearse_writes"]
 

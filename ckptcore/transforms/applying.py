@@ -8,15 +8,15 @@ from typing import Final, TypeAlias
 import numpy as np
 import xxhash
 
+from ckptcore.commit.location import LocationLike
 from ckptcore.context import Context
 from ckptcore.derivations import Constant, Derivation
 from ckptcore.derivations.derivation import walk
-from ckptcore.engine.elements import bytes_of
 from ckptcore.errors import CheckpointError, TransformError, UnsupportedLeafError
-from ckptcore.locations import LocationLike
-from ckptcore.stored.derived import derive
-from ckptcore.stored.opened import Opened, replaced_beside
-from ckptcore.stored.tries import open_checkpoint
+from ckptcore.io.elements import bytes_of
+from ckptcore.loading.derived import derive
+from ckptcore.loading.opened import Opened, replaced_beside
+from ckptcore.loading.tries import open_checkpoint
 from ckptcore.transforms.drafts import Draft
 from ckptcore.transforms.transform import Transform
 

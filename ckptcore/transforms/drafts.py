@@ -10,15 +10,15 @@ from dataclasses import dataclass
 from typing import Final, TypeAlias
 
 from ckptcore.builtin.json_objects import read_json_object
+from ckptcore.commit.location import LocationLike
 from ckptcore.derivations import Derivation, Stored
 from ckptcore.errors import ObjectNotFoundError, TransformError
-from ckptcore.locations import LocationLike
+from ckptcore.loading.opened import Opened
 from ckptcore.model.metadata import PLAIN_ARRAY, ArrayRecord, LeafRecord, TreeMetadata, ValueRecord
 from ckptcore.model.tree import JSON, LEAF, Key, Node, NodeKind, Skeleton, TreePath, format_path
-from ckptcore.near_names import NearNames
 from ckptcore.plugins import Plugins
-from ckptcore.stored.opened import Opened
 from ckptcore.transforms.patterns import Fields, Template, path_text
+from ckptcore.tree.suggestions import NearNames
 
 __all__ = ["Draft", "DraftArray", "DraftValue", "Finished", "Leaf", "NothingMatches"]
 

@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from ckptcore.commit.location import LocationLike
 from ckptcore.derivations import merge_low_rank, weighted_sum
 from ckptcore.errors import TransformError
-from ckptcore.locations import LocationLike
 from ckptcore.model.metadata import PLAIN_ARRAY
 from ckptcore.model.tree import TreePath, format_path
 from ckptcore.transforms.arguments import expect_number, expect_sequence, expect_text

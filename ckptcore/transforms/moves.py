@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from ckptcore.amounts import count
 from ckptcore.derivations import constant
 from ckptcore.errors import TransformError
 from ckptcore.model.arrays import Box
 from ckptcore.model.metadata import ValueRecord
+from ckptcore.model.sizes import count
 from ckptcore.model.tree import TreePath, format_path
 from ckptcore.transforms.arguments import expect_pattern, expect_text
 from ckptcore.transforms.drafts import Draft, DraftArray, DraftValue, Leaf

@@ -12,12 +12,12 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 import pytest
+from ckptcore_testing import assert_same_tree
 
 import ckptcore
 from ckptcore import PLACEHOLDER, AbstractArray, ArrayShard, ShardedArray
 from ckptcore.errors import TreeMismatchError, UnsupportedKeyError, UnsupportedLeafError
 from ckptcore.model import Box
-from ckptcore.testing import assert_same_tree
 from tests.abstracts.untouched import UntouchedMemory
 
 Pair = namedtuple("Pair", ["left", "right"])  # of collections, which have no types

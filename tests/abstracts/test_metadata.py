@@ -8,11 +8,11 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+from ckptcore_testing import SaveLoadMatrixTests, assert_same_tree
 
 import ckptcore
 from ckptcore.builtin.host_leaves import abstract_of_stored
 from ckptcore.model import ArrayRecord, ArraySpec
-from ckptcore.testing import SaveLoadMatrixTests, assert_same_tree
 
 LAYOUTS = list(SaveLoadMatrixTests().layouts())
 

@@ -21,12 +21,12 @@ import pytest
 import safetensors.torch
 import torch
 import torch.distributed.checkpoint as dcp
+from ckptcore_testing import SaveLoadMatrixTests, assert_same_tree
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from orbax.checkpoint import v1
 
 import ckptcore
 from ckptcore.errors import CompositeCheckpointError
-from ckptcore.testing import SaveLoadMatrixTests, assert_same_tree
 
 ROOT = Path(__file__).parents[2]
 LAYOUTS = list(SaveLoadMatrixTests().layouts())

@@ -11,9 +11,9 @@ from tests.architecture.sources import ROOT, Source, core_sources, plugin_source
 VAGUE = {"base", "common", "helper", "helpers", "manager", "misc", "util", "utils"}
 
 STATEFUL = {
-    "ckptcore.background": "a forked child has no saves under way",
+    "ckptcore.io.background": "a forked child has no saves under way",
     "ckptcore.builtin.local_locks": "a forked child must close the locks that it inherits",
-    "ckptcore.engine.threads": "a forked child must start threads of its own",
+    "ckptcore.io.threads": "a forked child must start threads of its own",
 }
 """Modules that may keep state, and why."""
 

@@ -8,17 +8,17 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 import numpy as np
+from ckptcore_testing.faults import FaultPlan, Step
+from ckptcore_testing.faulty_storage import with_faults
 
 import ckptcore
 from ckptcore.builtin.local import open_local
+from ckptcore.commit.location import open_directory
 from ckptcore.context import default_context
 from ckptcore.events import Observer
 from ckptcore.hookspecs import hookimpl
-from ckptcore.locations import open_directory
 from ckptcore.plugins import installed_plugins
 from ckptcore.protocols import Coordinator, StorageBackend, StorageOpener, StorageOptions
-from ckptcore.testing.faults import FaultPlan, Step
-from ckptcore.testing.faulty_storage import with_faults
 
 ROOT: Final = "checkpoint.json"
 

@@ -11,8 +11,8 @@ import pytest
 
 import ckptcore
 from ckptcore import Checkpointer
-from ckptcore.engine.memory import StagingMemory
 from ckptcore.errors import BackgroundSaveError, StorageError
+from ckptcore.io.memory import StagingMemory
 from ckptcore.policies import AnySave, ContinuousCheckpointing, EveryStep, PreemptionCheckpointing
 from tests.checkpointer.runs import Gate, Watch, assert_is_step, save_steps, through, tree, watched, writes_arrays
 

@@ -14,10 +14,10 @@ from typing import Final
 import pytest
 
 from ckptcore import Checkpointer, CheckpointReader
+from ckptcore.commit.root import Claimed
+from ckptcore.commit.root_json import encode_claim
 from ckptcore.errors import CheckpointError, CheckpointNotFoundError, OnlyStepError, StepPinnedError, StorageError
 from ckptcore.policies import AnyPreservation, BestN, CustomPreservation, EveryNSteps, LatestN, StepInfo
-from ckptcore.roots.root import Claimed
-from ckptcore.roots.root_json import encode_claim
 from tests.checkpointer.runs import (
     ROOT,
     Gate,

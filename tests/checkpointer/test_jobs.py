@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import pytest
+from ckptcore_testing import ThreadJob
 
 import ckptcore
 from ckptcore import Checkpointer, CheckpointReader
@@ -23,7 +24,6 @@ from ckptcore.errors import (
 )
 from ckptcore.policies import AnySave, EveryStep, FixedInterval, LatestN, PreemptionCheckpointing, TimeInterval
 from ckptcore.protocols import Coordinator
-from ckptcore.testing import ThreadJob
 from tests.checkpointer.runs import Gate, Watch, assert_is_step, save_steps, through, tree, watched, writes_arrays
 
 SIZE: Final = 3
@@ -164,9 +164,9 @@ def test_the_leader_decides_by_its_clock(directory: str, monkeypatch: pytest.Mon
         def time() -> float:
             return next(clocks.get(threading.current_thread().name, clocks["rank 0"]))
 
-    import ckptcore.saves.deciding
+    import ckptcore.training.deciding
 
-    monkeypatch.setattr(ckptcore.saves.deciding, "time", Time)
+    monkeypatch.setattr(ckptcore.training.deciding, "time", Time)
 
     def work(run: Checkpointer, rank: int) -> list[bool]:
         return [run.save(step, tree(step)) is not None for step in range(12)]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import ckptcore
 from ckptcore import Checkpointer, CheckpointReader
-from ckptcore.roots.root import Claimed
-from ckptcore.roots.root_json import encode_claim
+from ckptcore.commit.root import Claimed
+from ckptcore.commit.root_json import encode_claim
 from tests.checkpointer.runs import ROOT, Watch, remove, save_steps, store_of, through, tree, watched
 
 

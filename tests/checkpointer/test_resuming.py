@@ -10,6 +10,8 @@ import pytest
 
 import ckptcore
 from ckptcore import Checkpointer, CheckpointReader
+from ckptcore.commit.root import Claimed
+from ckptcore.commit.root_json import encode_claim
 from ckptcore.errors import (
     CheckpointExistsError,
     CheckpointNotFoundError,
@@ -22,8 +24,6 @@ from ckptcore.errors import (
     UnsupportedVersionError,
 )
 from ckptcore.policies import EpochInterval
-from ckptcore.roots.root import Claimed
-from ckptcore.roots.root_json import encode_claim
 from tests.checkpointer.runs import (
     ROOT,
     Watch,

@@ -12,6 +12,7 @@ from typing import Any, Final
 
 import numpy as np
 import pytest
+from ckptcore_testing import ThreadJob
 
 import ckptcore
 from ckptcore import Checkpointer, CheckpointReader
@@ -24,7 +25,6 @@ from ckptcore.errors import (
 )
 from ckptcore.policies import CustomSave, EpochInterval, FixedInterval, LatestN, Moment
 from ckptcore.protocols import Coordinator
-from ckptcore.testing import ThreadJob
 from tests.checkpointer.runs import (
     ROOT,
     Gate,

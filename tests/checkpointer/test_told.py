@@ -7,12 +7,12 @@ from typing import get_args
 
 import numpy as np
 import pytest
+from ckptcore_testing import ThreadJob
 
 import ckptcore
 from ckptcore import Checkpointer
 from ckptcore.events import Event, Phase
 from ckptcore.policies import LatestN
-from ckptcore.testing import ThreadJob
 from tests.checkpointer.runs import array_key, flip, save_steps, tree
 
 

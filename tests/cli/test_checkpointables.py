@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from ckptcore_testing import ThreadJob
 
 import ckptcore
 from ckptcore.cli.documents import (
@@ -20,7 +21,6 @@ from ckptcore.cli.documents import (
     VerifyDocument,
 )
 from ckptcore.protocols import Coordinator
-from ckptcore.testing import ThreadJob
 from tests.cli.conftest import Run, RunJson, flip
 from tests.cli.runs import Iterator, Notes, checkpointables
 

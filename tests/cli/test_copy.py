@@ -11,7 +11,7 @@ import pytest
 
 import ckptcore
 from ckptcore.cli.documents import CopyDocument, CopyStepsDocument, ErrorDocument
-from ckptcore.steps.directories import read_directory_metadata
+from ckptcore.training.directories import read_directory_metadata
 from tests.cli.conftest import Run, RunJson, flip
 from tests.copying.places import objects_at, store_at
 

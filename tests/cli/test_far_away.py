@@ -8,14 +8,14 @@ from typing import Final
 
 import numpy as np
 import pytest
+from ckptcore_testing.far_storage import FarStorage
 
 import ckptcore
+from ckptcore.commit.location import subdirectory
 from ckptcore.context import default_context
 from ckptcore.hookspecs import hookimpl
-from ckptcore.locations import subdirectory
 from ckptcore.plugins import installed_plugins
 from ckptcore.protocols import StorageBackend, StorageOpener, StorageOptions
-from ckptcore.testing.far_storage import FarStorage
 from tests.cli.conftest import Run
 
 _STEPS: Final = 40

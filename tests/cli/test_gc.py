@@ -16,10 +16,10 @@ from safetensors.numpy import save_file
 
 import ckptcore
 from ckptcore.cli.documents import ErrorDocument, GcDocument
-from ckptcore.holds.holders import Holder
-from ckptcore.locations import open_directory
-from ckptcore.roots.root import Claimed
-from ckptcore.roots.root_json import encode_claim
+from ckptcore.commit.holders import Holder
+from ckptcore.commit.location import open_directory
+from ckptcore.commit.root import Claimed
+from ckptcore.commit.root_json import encode_claim
 from tests.cli.conftest import Run, RunJson, flip
 from tests.cli.runs import save_run
 

@@ -10,8 +10,8 @@ from safetensors.numpy import save_file
 
 import ckptcore
 from ckptcore.cli.documents import ErrorDocument, ListDocument
-from ckptcore.roots.root import Claimed
-from ckptcore.roots.root_json import encode_claim
+from ckptcore.commit.root import Claimed
+from ckptcore.commit.root_json import encode_claim
 from tests.cli.conftest import Run, RunJson, flip
 
 

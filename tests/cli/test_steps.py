@@ -13,13 +13,13 @@ import pytest
 from safetensors.numpy import save_file
 
 import ckptcore
-from ckptcore.amounts import age
 from ckptcore.cli import survey
 from ckptcore.cli.documents import ErrorDocument, StepsDocument
-from ckptcore.commits.occupants import root_bytes
+from ckptcore.commit.occupants import root_bytes
+from ckptcore.commit.root import Claimed
+from ckptcore.commit.root_json import encode_claim
+from ckptcore.model.sizes import age
 from ckptcore.protocols import StorageBackend
-from ckptcore.roots.root import Claimed
-from ckptcore.roots.root_json import encode_claim
 from tests.cli.conftest import Run, RunJson, flip
 from tests.cli.runs import checkpointables, save_run
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import ckptcore
-from ckptcore.engine.memory import StagingMemory
+from ckptcore.io.memory import StagingMemory
 from tests.composites.objects import Counter, Files, Linear
 from tests.crashes.states import same_value
 

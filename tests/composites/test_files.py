@@ -12,6 +12,7 @@ import pytest
 
 import ckptcore
 from ckptcore.builtin.files_layout import empty_directories, state_of_files
+from ckptcore.commit.root_json import encode_root
 from ckptcore.context import default_context
 from ckptcore.errors import (
     CheckpointError,
@@ -21,9 +22,8 @@ from ckptcore.errors import (
     NameCollisionError,
     UnsupportedLeafError,
 )
+from ckptcore.loading.tries import open_checkpoint
 from ckptcore.model import BLOCK_BYTES
-from ckptcore.roots.root_json import encode_root
-from ckptcore.stored.tries import open_checkpoint
 from tests.composites.objects import Files, Linear
 
 LARGE = (16 << 20) + 12345

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from ckptcore_testing.faults import FaultPlan
 
 import ckptcore
 from ckptcore.errors import (
@@ -27,10 +28,9 @@ from ckptcore.errors import (
     UnknownCheckpointableError,
 )
 from ckptcore.hookspecs import hookimpl
+from ckptcore.loading.verify import has_its_sizes
 from ckptcore.model import HostArray, ReadPlan
 from ckptcore.protocols import LayoutFactory, ReadStore
-from ckptcore.testing.faults import FaultPlan
-from ckptcore.verification import has_its_sizes
 from tests.composites.objects import Files, Linear
 from tests.composites.shelf import MARK, ShelfLayout, ShelfPlugin, put_on_shelf
 from tests.crashes.places import InterruptedPlan, faulty_context, through

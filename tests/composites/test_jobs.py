@@ -10,11 +10,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from ckptcore_testing import ThreadJob
 
 import ckptcore
 from ckptcore.errors import CheckpointError, CheckpointNotFoundError, RankFailedError, TreeMismatchError
 from ckptcore.protocols import Coordinator
-from ckptcore.testing import ThreadJob
 from tests.composites.objects import Counter, Files, Linear
 from tests.saving.test_failures import job_context
 

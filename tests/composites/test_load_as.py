@@ -6,12 +6,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from ckptcore_testing import ThreadJob, ThreadNetwork
 
 import ckptcore
 from ckptcore import PLACEHOLDER, AbstractArray, Checkpointer, Context, LoadAs, LoadReport, Matching, PerProcess, select
 from ckptcore.errors import TransformError, TreeMismatchError
 from ckptcore.protocols import Coordinator
-from ckptcore.testing import ThreadJob, ThreadNetwork
 from ckptcore.transforms import Cast, Rename
 from tests.composites.objects import Counter, Files, Linear
 

@@ -10,14 +10,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+from ckptcore_testing import CrashAt, FailAt, FaultPlan, SimulatedCrash, ThreadJob
 
 import ckptcore
 from ckptcore.errors import CheckpointError, CheckpointNotFoundError, PluginError, StorageError
+from ckptcore.loading.verify import has_its_sizes
 from ckptcore.model import HostArray
 from ckptcore.plugins import installed_plugins
 from ckptcore.protocols import About, Coordinator, StorageOptions, WriteStore
-from ckptcore.testing import CrashAt, FailAt, FaultPlan, SimulatedCrash, ThreadJob
-from ckptcore.verification import has_its_sizes
 from tests.composites.objects import Counter, Files
 from tests.composites.shelf import MARK, ShelfLayout, ShelfPlugin
 from tests.crashes.places import faulty_context, through

@@ -11,11 +11,11 @@ import pytest
 import safetensors.numpy
 
 import ckptcore
+from ckptcore.commit.root import ROOT_KEY, Claimed
+from ckptcore.commit.root_json import encode_claim
 from ckptcore.errors import CheckpointError, CheckpointNotFoundError, CorruptCheckpointError, UncommittedCheckpointError
 from ckptcore.plugins import installed_plugins
 from ckptcore.protocols import StorageOptions
-from ckptcore.roots.root import ROOT_KEY, Claimed
-from ckptcore.roots.root_json import encode_claim
 from tests.composites.objects import Counter, Files, Linear
 from tests.copying.places import store_at
 from tests.crashes.states import same_value

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import ckptcore
+from ckptcore.commit.root import check_name
 from ckptcore.errors import (
     CheckpointNotFoundError,
     CompositeCheckpointError,
@@ -20,10 +21,9 @@ from ckptcore.errors import (
     UnsupportedKeyError,
     UnsupportedLeafError,
 )
-from ckptcore.loads.composites import load_composite
-from ckptcore.loads.loading import recorded_load
-from ckptcore.loads.wanted import Everything
-from ckptcore.roots.root import check_name
+from ckptcore.loading.composites import load_composite
+from ckptcore.loading.load import recorded_load
+from ckptcore.loading.wanted import Everything
 from tests.composites.objects import Counter, Files, Linear
 from tests.crashes.states import same_value
 
@@ -134,10 +134,10 @@ def test_who_asks_for_everything_that_was_saved_is_told_what_is_gone(place: str)
 
 def test_a_deletion_that_died_leaves_the_others() -> None:
     """On storage without directories a deletion first turns the root into a claim."""
+    from ckptcore.commit.root import ROOT_KEY, Claimed
+    from ckptcore.commit.root_json import encode_claim
     from ckptcore.plugins import installed_plugins
     from ckptcore.protocols import StorageOptions
-    from ckptcore.roots.root import ROOT_KEY, Claimed
-    from ckptcore.roots.root_json import encode_claim
 
     location = "memory://half-deleted/c"
     save_all(location)

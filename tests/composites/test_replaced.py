@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from ckptcore_testing.faults import FaultPlan
 
 import ckptcore
 from ckptcore.errors import CheckpointExistsError, CheckpointNotFoundError
-from ckptcore.testing.faults import FaultPlan
 from tests.crashes.places import InterruptedPlan, faulty_context, through
 
 

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from ckptcore_testing.faults import FaultPlan
 
 import ckptcore
 from ckptcore.errors import CheckpointExistsError
-from ckptcore.testing.faults import FaultPlan
 from tests.composites.objects import Counter, Files, Linear
 from tests.crashes.places import InterruptedPlan, faulty_context, through
 from tests.crashes.states import same_value

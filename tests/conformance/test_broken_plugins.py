@@ -8,11 +8,11 @@ from typing import Any
 
 import pluggy
 import pytest
+from ckptcore_testing import PluginTests
 
 from ckptcore.builtin.host_leaves import HostArrayHandler
 from ckptcore.builtin.safetensors import SafetensorsLayout
 from ckptcore.hookspecs import hookimpl
-from ckptcore.testing import PluginTests
 
 
 class Entry:
@@ -110,7 +110,7 @@ def test_a_heavy_import_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_an_internal_import_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "nosy_plugin.py").write_text("import ckptcore.saves.saving\n", encoding="utf-8")
+    (tmp_path / "nosy_plugin.py").write_text("import ckptcore.saving.save\n", encoding="utf-8")
     monkeypatch.syspath_prepend(tmp_path)
     assert str(tmp_path) in sys.path
     with pytest.raises(AssertionError, match=r"nosy_plugin\.py:1 imports ckptcore\.saves\.saving"):

@@ -6,8 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-
-from ckptcore.testing import CheckpointableExample, CheckpointableHandlerTests
+from ckptcore_testing import CheckpointableExample, CheckpointableHandlerTests
 
 
 class Meter:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
+from ckptcore_testing import CollectivesTests, ThreadJob, ThreadNetwork
+
 from ckptcore.protocols import Collectives
-from ckptcore.testing import CollectivesTests, ThreadJob, ThreadNetwork
 
 T = TypeVar("T")
 

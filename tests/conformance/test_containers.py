@@ -8,10 +8,10 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+from ckptcore_testing import ContainerExample, ContainerHandlerTests
 
 from ckptcore.builtin.containers import container_handler
 from ckptcore.protocols import ContainerHandler
-from ckptcore.testing import ContainerExample, ContainerHandlerTests
 
 
 class Pair(NamedTuple):

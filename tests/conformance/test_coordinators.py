@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import TypeVar
 
 import pytest
+from ckptcore_testing import CoordinatorTests, ThreadJob
 
 from ckptcore.builtin.single_process import SingleProcess
 from ckptcore.errors import PluginError
 from ckptcore.protocols import Coordinator
-from ckptcore.testing import CoordinatorTests, ThreadJob
 
 T = TypeVar("T")
 

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ckptcore_testing import FilesExample, FilesHandlerTests
 
 from ckptcore.builtin.files import SavesToDirectoryAsyncHandler, SavesToDirectoryHandler
 from ckptcore.hookspecs import hookimpl
 from ckptcore.protocols import Continuation
-from ckptcore.testing import FilesExample, FilesHandlerTests
 from tests.conformance.test_broken_plugins import suite_of
 
 

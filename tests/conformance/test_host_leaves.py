@@ -6,10 +6,10 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+from ckptcore_testing import DTYPE_NAMES, SHAPES, LeafExample, LeafHandlerTests, bit_patterns
 
 from ckptcore.builtin.host_leaves import HostArrayHandler, HostValueHandler
 from ckptcore.model import AbstractArray, ArraySpec, HostArray
-from ckptcore.testing import DTYPE_NAMES, SHAPES, LeafExample, LeafHandlerTests, bit_patterns
 
 
 def _mutate(array: HostArray) -> None:

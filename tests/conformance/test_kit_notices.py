@@ -10,6 +10,21 @@ from typing import Any, TypeVar
 
 import numpy as np
 import pytest
+from ckptcore_testing import (
+    ContainerExample,
+    ContainerHandlerTests,
+    CoordinatorTests,
+    FrameworkSample,
+    LayoutTests,
+    LeafExample,
+    LeafHandlerTests,
+    SaveLoadMatrixTests,
+    ThreadJob,
+    bit_patterns,
+)
+from ckptcore_testing.builtin_samples import FILE, NUMPY
+from ckptcore_testing.layout_stores import local_directory
+from ckptcore_testing.samples import LayoutSample
 
 from ckptcore.builtin.host_leaves import HostArrayHandler
 from ckptcore.builtin.safetensors import SafetensorsLayout
@@ -40,21 +55,6 @@ from ckptcore.protocols import (
     Snapshot,
     WriteStore,
 )
-from ckptcore.testing import (
-    ContainerExample,
-    ContainerHandlerTests,
-    CoordinatorTests,
-    FrameworkSample,
-    LayoutTests,
-    LeafExample,
-    LeafHandlerTests,
-    SaveLoadMatrixTests,
-    ThreadJob,
-    bit_patterns,
-)
-from ckptcore.testing.builtin_samples import FILE, NUMPY
-from ckptcore.testing.layout_stores import local_directory
-from ckptcore.testing.samples import LayoutSample
 from tests.composites.shelf import ShelfLayout
 
 T = TypeVar("T")
@@ -525,18 +525,18 @@ def test_a_framework_that_loses_bits_is_noticed(tmp_path: Path) -> None:
 def test_two_samples_of_one_name_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     import importlib.metadata
 
-    from ckptcore.testing.samples import SAMPLE_GROUP, installed_samples
+    from ckptcore_testing.samples import SAMPLE_GROUP, installed_samples
 
     def doubled(*, group: str) -> list[importlib.metadata.EntryPoint]:
         return [
-            importlib.metadata.EntryPoint("one", "ckptcore.testing.builtin_samples:NUMPY", group),
+            importlib.metadata.EntryPoint("one", "ckptcore_testing.builtin_samples:NUMPY", group),
             importlib.metadata.EntryPoint("two", "tests.conformance.test_kit_notices:IMPOSTOR", group),
         ]
 
     monkeypatch.setattr(importlib.metadata, "entry_points", doubled)
     with pytest.raises(PluginError, match="'numpy'"):
         installed_samples()
-    assert SAMPLE_GROUP == "ckptcore.testing"
+    assert SAMPLE_GROUP == "ckptcore_testing"
 
 
 IMPOSTOR = dataclasses.replace(NUMPY, fills=False)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from ckptcore_testing import LayoutCrashTests, LayoutForecastTests, LayoutPiecesTests, LayoutTests
+
 from ckptcore.builtin.safetensors import SafetensorsLayout
 from ckptcore.protocols import Layout
-from ckptcore.testing import LayoutCrashTests, LayoutForecastTests, LayoutPiecesTests, LayoutTests
 from tests.composites.shelf import ShelfLayout
 
 

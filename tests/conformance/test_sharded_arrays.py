@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+from ckptcore_testing import LeafExample, LeafHandlerTests, bit_patterns
 
 from ckptcore import ArrayShard, ShardedArray
 from ckptcore.builtin.sharded_arrays import ShardedArrayHandler
 from ckptcore.model import ArraySpec, Box, Shard
-from ckptcore.testing import LeafExample, LeafHandlerTests, bit_patterns
 
 _BOXES = (Box((0, 0), (3, 5)), Box((3, 0), (4, 2)), Box((3, 2), (4, 5)))
 

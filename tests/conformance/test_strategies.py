@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from ckptcore_testing import assert_same_bits, bit_patterns, strategies
+from ckptcore_testing.coverage import assert_inside, assert_makes_up
 from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptcore.model import ArraySpec, name_of_dtype
-from ckptcore.testing import assert_same_bits, bit_patterns, strategies
-from ckptcore.testing.coverage import assert_inside, assert_makes_up
 
 
 @given(data=st.data())

@@ -10,12 +10,12 @@ import pytest
 import safetensors
 import torch
 import transformers
+from ckptcore_testing import ThreadJob
 from safetensors.torch import load_file, load_model
 
 import ckptcore
 from ckptcore.errors import CheckpointError
 from ckptcore.protocols import Coordinator
-from ckptcore.testing import ThreadJob
 
 FAST = ckptcore.Context(durability="none")
 

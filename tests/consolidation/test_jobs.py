@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from ckptcore_testing import FaultPlan, ThreadJob, with_faults
 
 import ckptcore
 from ckptcore import SafetensorsLayout
@@ -15,7 +16,6 @@ from ckptcore.errors import CheckpointError, RankFailedError
 from ckptcore.hookspecs import hookimpl
 from ckptcore.plugins import installed_plugins
 from ckptcore.protocols import Coordinator, StorageBackend, StorageOpener, StorageOptions
-from ckptcore.testing import FaultPlan, ThreadJob, with_faults
 from tests.saving.test_failures import OneRankEach
 
 ARRAYS, ARRAY_BYTES = 12, 24 << 10

@@ -12,15 +12,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from ckptcore_tensorstore import Zarr3Layout
 
 import ckptcore
 from ckptcore.copies.streaming import StreamedSnapshot, StreamSizes, items_by_object
 from ckptcore.errors import CorruptCheckpointError, PluginError, SaveLostError
+from ckptcore.loading.opened import Opened
+from ckptcore.loading.tries import open_checkpoint
 from ckptcore.model import ArraySpec, Box, HostArray, ReadPlan, WriteItem, WritePlan
 from ckptcore.protocols import Layout, ReadsChunks, ReadStore
-from ckptcore.stored.opened import Opened
-from ckptcore.stored.tries import open_checkpoint
+from ckptcore_tensorstore import Zarr3Layout
 from tests.consolidation.test_jobs import CountedFiles
 
 ARRAYS, ARRAY_BYTES = 10, 8000

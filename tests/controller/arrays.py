@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from ckptcore_testing import RemoteArray, WorkerProcesses
+
 from ckptcore.model import ArraySpec, Box
-from ckptcore.testing import RemoteArray, WorkerProcesses
 from tests.controller.elements import counted
 
 SPEC = ArraySpec((64, 1024), "float32")

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+from ckptcore_testing import RemoteArray, RemoteArrayHandler, WorkerProcesses
 
 import ckptcore
-from ckptcore.testing import RemoteArray, RemoteArrayHandler, WorkerProcesses
 
 
 @pytest.fixture(scope="session")

@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from ckptcore_testing import RemoteArray, ThreadJob, WorkerProcesses
 
 import ckptcore
 from ckptcore.errors import CorruptCheckpointError, NotSharedError, RankFailedError, UnsupportedLeafError
 from ckptcore.model import Pending
 from ckptcore.protocols import Held, WriteStage
-from ckptcore.testing import RemoteArray, ThreadJob, WorkerProcesses
 from tests.controller.arrays import ROWS, SPEC, WHOLE, digests_of, make_rows
 from tests.controller.conftest import controlling
 from tests.controller.failing_layouts import EndingLayout, RaisingLayout, SlowRaisingLayout

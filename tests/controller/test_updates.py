@@ -8,10 +8,10 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 import pytest
+from ckptcore_testing import RemoteArray, WorkerProcesses
 
 import ckptcore
 from ckptcore.model import ArraySpec, Box
-from ckptcore.testing import RemoteArray, WorkerProcesses
 from tests.controller.arrays import COLUMNS, ROWS, SPEC, digests_of, make_rows, make_whole
 from tests.controller.elements import counted
 

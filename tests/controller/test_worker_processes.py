@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+from ckptcore_testing import ExecutorTests, RemoteArray, WorkerProcesses
 
 from ckptcore.model import ArraySpec, Box, HostArray
 from ckptcore.protocols import Executor
-from ckptcore.testing import ExecutorTests, RemoteArray, WorkerProcesses
 from tests.controller.elements import Given
 
 COUNT = 2

@@ -6,7 +6,7 @@ import itertools
 from pathlib import Path
 from typing import Final
 
-from ckptcore.locations import open_directory
+from ckptcore.commit.location import open_directory
 from ckptcore.plugins import installed_plugins
 from ckptcore.protocols import StorageBackend
 

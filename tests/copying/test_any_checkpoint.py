@@ -8,12 +8,12 @@ from typing import Any, Final
 
 import hypothesis
 import pytest
+from ckptcore_testing import assert_same_tree
+from ckptcore_testing.strategies import trees
 from hypothesis import strategies as st
 
 import ckptcore
 from ckptcore.errors import UnsupportedKeyError, UnsupportedLeafError
-from ckptcore.testing import assert_same_tree
-from ckptcore.testing.strategies import trees
 from tests.copying.places import new_place, objects_at
 
 _LAYOUTS: Final = ("safetensors", "ocdbt", "zarr", "zarr3", "dcp")

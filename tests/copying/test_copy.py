@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 
 import ckptcore
+from ckptcore.commit.root import Claimed
+from ckptcore.commit.root_json import encode_claim
 from ckptcore.context import default_context
 from ckptcore.copies.copying import copy_checkpoint
 from ckptcore.errors import (
@@ -22,8 +24,6 @@ from ckptcore.errors import (
     InvalidLocationError,
     UncommittedCheckpointError,
 )
-from ckptcore.roots.root import Claimed
-from ckptcore.roots.root_json import encode_claim
 from tests.copying.places import new_place, objects_at, store_at
 from tests.crashes.states import LARGE, make_composite, make_state, version_at
 

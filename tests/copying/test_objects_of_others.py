@@ -7,11 +7,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from ckptcore_testing.faults import CrashAt, FaultPlan, SimulatedCrash
 
 import ckptcore
 from ckptcore.builtin.memory import MemoryStorage
 from ckptcore.errors import StorageError
-from ckptcore.testing.faults import CrashAt, FaultPlan, SimulatedCrash
 from tests.copying.places import new_place, objects_at, store_at
 from tests.crashes.places import faulty_context, through
 

@@ -11,13 +11,13 @@ from typing import Any, Final
 
 import numpy as np
 import pytest
-from ckptcore_tensorstore import OcdbtLayout, Zarr3Layout, ZarrLayout
 
 import ckptcore
 from ckptcore.builtin.safetensors import SafetensorsLayout
-from ckptcore.engine.memory import allocate
 from ckptcore.errors import CheckpointError
+from ckptcore.io.memory import allocate
 from ckptcore.model import ArraySpec, HostArray
+from ckptcore_tensorstore import OcdbtLayout, Zarr3Layout, ZarrLayout
 from tests.crashes.states import same_value
 
 __all__ = ["ORIGINALS", "Original", "bounded_memory", "make_original"]
@@ -96,7 +96,7 @@ def bounded_memory(location: Path) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         # Twice, for one loads twice in the block.
         held *= 2
-        patch.setattr("ckptcore.loads.reading.allocate", bounded)
+        patch.setattr("ckptcore.loading.reading.allocate", bounded)
         yield
 
 
@@ -129,7 +129,7 @@ def _save_with_parts(location: Path) -> Any:
     """Each table of the root in an object of its own, as in a checkpoint of very many arrays."""
     state = _arrays(5, 20)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("ckptcore.roots.root_json._INLINE_BYTES", 0)
+        patch.setattr("ckptcore.commit.root_json._INLINE_BYTES", 0)
         ckptcore.save(location, state, metadata={"loss": [0.5, 0.25]}, context=_FAST)
     return state
 

@@ -13,11 +13,11 @@ from typing import Any, Final
 
 import pytest
 import xxhash
+from ckptcore_testing.faults import FaultPlan
+from ckptcore_testing.hostile_json import tampered
 
 import ckptcore
 from ckptcore.errors import CheckpointError, UnsupportedVersionError
-from ckptcore.testing.faults import FaultPlan
-from ckptcore.testing.hostile_json import tampered
 from tests.composites.objects import Counter, Files, Linear
 from tests.corruption.checkpoints import bounded_memory
 from tests.crashes.places import faulty_context, through

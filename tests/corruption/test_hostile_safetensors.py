@@ -12,10 +12,10 @@ from typing import Any, Final
 
 import numpy as np
 import pytest
+from ckptcore_testing.hostile_json import tampered
 
 import ckptcore
 from ckptcore.errors import CheckpointError
-from ckptcore.testing.hostile_json import tampered
 from tests.corruption.checkpoints import bounded_memory
 
 _MEMORY_BYTES: Final = 32 << 20

@@ -6,15 +6,16 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Final, Literal
 
+from ckptcore_testing.faults import FaultPlan, Step
+from ckptcore_testing.faulty_storage import FaultyDirectories, with_faults
+from ckptcore_testing.simulated_disk import SimulatedDisk
+from ckptcore_testing.simulated_storage import open_simulated
+
 import ckptcore
 from ckptcore.errors import AtomicityError
 from ckptcore.hookspecs import hookimpl
 from ckptcore.plugins import installed_plugins
 from ckptcore.protocols import StorageBackend, StorageOpener, StorageOptions
-from ckptcore.testing.faults import FaultPlan, Step
-from ckptcore.testing.faulty_storage import FaultyDirectories, with_faults
-from ckptcore.testing.simulated_disk import SimulatedDisk
-from ckptcore.testing.simulated_storage import open_simulated
 
 __all__ = ["SCHEME", "InterruptedPlan", "faulty_context", "simulated_context", "through"]
 

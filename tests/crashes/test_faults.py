@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Final, Literal
 
 import pytest
+from ckptcore_testing.faults import CrashAt, FailAt, Fault, FaultPlan, Operation, SimulatedCrash
 
 import ckptcore
 from ckptcore.errors import AtomicityError, CheckpointError, CheckpointExistsError, StorageError
 from ckptcore.plugins import installed_plugins
 from ckptcore.protocols import StorageOptions
-from ckptcore.testing.faults import CrashAt, FailAt, Fault, FaultPlan, Operation, SimulatedCrash
 from tests.crashes.places import faulty_context, through
 from tests.crashes.states import make_composite, make_state, version_at
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import uuid
 
-from ckptcore.commits.conditions import Conditions
-from ckptcore.commits.object_claims import claim_objects
-from ckptcore.locations import resolve_location
+from ckptcore.commit.conditions import Conditions
+from ckptcore.commit.location import resolve_location
+from ckptcore.commit.object_claims import claim_objects
+from ckptcore.commit.root import Claimed, new_save_id
 from ckptcore.plugins import installed_plugins
-from ckptcore.roots.root import Claimed, new_save_id
 
 _DATA = bytes(range(256)) * (5 << 12)
 

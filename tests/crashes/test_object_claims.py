@@ -12,6 +12,7 @@ import pytest
 import ckptcore
 from ckptcore.builtin.memory import MemoryStorage
 from ckptcore.builtin.safetensors import SafetensorsLayout
+from ckptcore.commit.root import ROOT_KEY
 from ckptcore.errors import (
     AtomicityError,
     CheckpointError,
@@ -23,7 +24,6 @@ from ckptcore.errors import (
     StorageError,
 )
 from ckptcore.policies import LatestN
-from ckptcore.roots.root import ROOT_KEY
 from tests.crashes.answers import SCHEME, Answers, Kept, Mishap, Storages, quietly
 
 LOCATION = f"{SCHEME}://bucket/run/step_1"

@@ -8,7 +8,8 @@ from typing import Any, Final
 
 import numpy as np
 import pytest
-from ckptcore_tensorstore import OcdbtLayout
+from ckptcore_testing import ThreadJob
+from ckptcore_testing.faults import FailAt, FaultPlan
 
 import ckptcore
 from ckptcore.builtin.host_leaves import HostArrayHandler
@@ -16,8 +17,7 @@ from ckptcore.builtin.safetensors import SafetensorsLayout
 from ckptcore.errors import BackgroundSaveError, CheckpointExistsError, RankFailedError
 from ckptcore.model import JSON, Box, HostArray, LeafRecord, Pending, Receipt, TreeMetadata
 from ckptcore.protocols import Coordinator, Snapshot, WriteStore
-from ckptcore.testing import ThreadJob
-from ckptcore.testing.faults import FailAt, FaultPlan
+from ckptcore_tensorstore import OcdbtLayout
 from tests.crashes.places import faulty_context, through
 from tests.crashes.states import make_state, version_at
 

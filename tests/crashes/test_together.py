@@ -18,7 +18,7 @@ import pytest
 
 import ckptcore
 from ckptcore.builtin.local import LocalStorage
-from ckptcore.commits.occupants import read_root
+from ckptcore.commit.occupants import read_root
 from ckptcore.errors import CheckpointExistsError, CheckpointNotFoundError, SaveLostError
 from ckptcore.protocols import StorageBackend
 from tests.crashes.saver import LOST, OLD
@@ -213,7 +213,7 @@ def test_a_deletion_removes_a_save_that_commits_as_it_looks(
         looks.append(found)
         return found
 
-    monkeypatch.setattr("ckptcore.deletion.read_root", look_before_a_save)
+    monkeypatch.setattr("ckptcore.commit.delete.read_root", look_before_a_save)
     ckptcore.delete(location, context=_FAST)
     assert looks[0] is None and len(looks) == 2
     with pytest.raises(CheckpointNotFoundError):

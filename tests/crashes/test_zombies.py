@@ -7,11 +7,11 @@ import itertools
 from pathlib import Path
 
 import pytest
+from ckptcore_testing.faults import FaultPlan, Operation
 
 import ckptcore
-from ckptcore.commits.occupants import Overwrite
+from ckptcore.commit.occupants import Overwrite
 from ckptcore.errors import CheckpointError, CheckpointExistsError, CorruptCheckpointError, SaveLostError
-from ckptcore.testing.faults import FaultPlan, Operation
 from tests.crashes.places import InterruptedPlan, faulty_context, through
 from tests.crashes.states import make_state, version_at, version_of
 

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+from ckptcore_testing.strategies import boxes
 from hypothesis import strategies as st
 
 from ckptcore.context import Context
@@ -23,11 +24,10 @@ from ckptcore.derivations import (
     stack,
     weighted_sum,
 )
+from ckptcore.loading.opened import Opened
+from ckptcore.loading.tries import open_checkpoint
 from ckptcore.model import ArraySpec, Box, HostArray, ReadPlan
 from ckptcore.protocols import ReadStore
-from ckptcore.stored.opened import Opened
-from ckptcore.stored.tries import open_checkpoint
-from ckptcore.testing.strategies import boxes
 
 CASTS = ("float32", "bfloat16", "float16", "int8", "float64", "float8_e4m3fn")
 

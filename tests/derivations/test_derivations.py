@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from ckptcore_testing.strategies import boxes
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -32,12 +33,11 @@ from ckptcore.derivations import (
 from ckptcore.derivations.batches import Place
 from ckptcore.derivations.pieces import pieces
 from ckptcore.errors import TransformError
+from ckptcore.loading.derived import Derived, derive
+from ckptcore.loading.opened import Opened
+from ckptcore.loading.tries import open_checkpoint
 from ckptcore.model import LEAF, ArrayRecord, ArraySpec, Box, HostArray, Node, TreeMetadata
 from ckptcore.planning import plan_read
-from ckptcore.stored.derived import Derived, derive
-from ckptcore.stored.opened import Opened
-from ckptcore.stored.tries import open_checkpoint
-from ckptcore.testing.strategies import boxes
 from ckptcore.transforms import Stack, Transform, Transpose
 from tests.derivations.chains import Chain, chains, open_counted
 

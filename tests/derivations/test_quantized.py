@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from ckptcore_testing.strategies import boxes
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
@@ -29,11 +30,10 @@ from ckptcore.derivations import (
 )
 from ckptcore.derivations.batches import Place
 from ckptcore.derivations.scaled import _tile
+from ckptcore.loading.derived import Derived, derive
+from ckptcore.loading.opened import Opened
 from ckptcore.model import LEAF, ArrayRecord, ArraySpec, Box, HostArray, Node, TreeMetadata, dtype_from_name
 from ckptcore.planning import plan_read
-from ckptcore.stored.derived import Derived, derive
-from ckptcore.stored.opened import Opened
-from ckptcore.testing.strategies import boxes
 from tests.derivations.chains import open_counted
 
 BFLOAT16, E4M3FN, E8M0 = (dtype_from_name(name) for name in ("bfloat16", "float8_e4m3fn", "float8_e8m0fnu"))

@@ -7,10 +7,11 @@ import itertools
 from collections.abc import Sequence
 
 import numpy as np
+from ckptcore_testing.strategies import arrays, boxes, partitions
 from hypothesis import strategies as st
 
-from ckptcore.engine.elements import plain
-from ckptcore.engine.sizes import Sizes
+from ckptcore.io.elements import plain
+from ckptcore.io.sizes import Sizes
 from ckptcore.model import (
     ArraySegment,
     Box,
@@ -21,7 +22,6 @@ from ckptcore.model import (
     Segment,
     TileRead,
 )
-from ckptcore.testing.strategies import arrays, boxes, partitions
 
 TINY = Sizes(block=64, task=256, write=256, inline=0, direct=48, run=128)
 """Sizes that make arrays of a few hundred bytes go through every path of large ones."""

@@ -14,10 +14,10 @@ PROGRAM = """
 import resource
 import sys
 import numpy as np
-from ckptcore.engine.memory import allocate
-from ckptcore.engine.reader import ObjectReader
-from ckptcore.engine.recorder import ObjectRecorder
-from ckptcore.engine.threads import IOThreads
+from ckptcore.io.memory import allocate
+from ckptcore.io.reader import ObjectReader
+from ckptcore.io.recorder import ObjectRecorder
+from ckptcore.io.threads import IOThreads
 from ckptcore.model import ArraySegment, ArraySpec, Box, ObjectRecord, TileRead
 
 SIZE = 192 << 20

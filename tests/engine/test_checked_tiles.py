@@ -7,16 +7,16 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
+from ckptcore_testing.arrays import same_bits
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckptcore.engine.reader import ObjectReader
-from ckptcore.engine.recorder import ObjectRecorder
-from ckptcore.engine.sizes import SIZES, Sizes
-from ckptcore.engine.threads import IOThreads
 from ckptcore.errors import ChecksumError, CorruptCheckpointError
+from ckptcore.io.reader import ObjectReader
+from ckptcore.io.recorder import ObjectRecorder
+from ckptcore.io.sizes import SIZES, Sizes
+from ckptcore.io.threads import IOThreads
 from ckptcore.model import Box, BytesSegment, Checksum, ChecksumSegment, HostArray, ObjectRecord, Segment, TileRead
-from ckptcore.testing.arrays import same_bits
 from tests.engine.checksum_fakes import Crc32, Length
 from tests.engine.objects import TINY, checked, stored, summed, tiles
 from tests.engine.watched_storage import WatchedStorage, memory_storage

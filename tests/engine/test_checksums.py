@@ -12,8 +12,8 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptcore.engine.checksums import BlockChecksums, RecordedChecksums
 from ckptcore.errors import ChecksumError, CorruptCheckpointError
+from ckptcore.io.checksums import BlockChecksums, RecordedChecksums
 from ckptcore.model import ObjectRecord
 
 

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from ckptcore_testing.layout_stores import DirectoryReadStore, DirectoryWriteStore
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckptcore.errors import ChecksumError, CorruptCheckpointError
 from ckptcore.model import Box, BytesSegment, Checksum, ChecksumSegment, Segment, TileRead
-from ckptcore.testing.layout_stores import DirectoryReadStore, DirectoryWriteStore
 from tests.engine.checksum_fakes import Crc32, Length
 from tests.engine.objects import stored, summed
 

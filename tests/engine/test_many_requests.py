@@ -7,21 +7,21 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 import pytest
+from ckptcore_testing import FarStorage
+from ckptcore_testing.arrays import same_bits
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptcore.engine import object_writes, threads
-from ckptcore.engine.errands import ask_each, run_each
-from ckptcore.engine.near_ranges import near_ranges
-from ckptcore.engine.pages import map_pages
-from ckptcore.engine.reader import ObjectReader
-from ckptcore.engine.recorder import ObjectRecorder
-from ckptcore.engine.threads import IOThreads
 from ckptcore.errors import CorruptCheckpointError, ObjectNotFoundError, StorageError
+from ckptcore.io import object_writes, threads
+from ckptcore.io.errands import ask_each, run_each
+from ckptcore.io.near_ranges import near_ranges
+from ckptcore.io.pages import map_pages
+from ckptcore.io.reader import ObjectReader
+from ckptcore.io.recorder import ObjectRecorder
+from ckptcore.io.threads import IOThreads
 from ckptcore.model import ArraySegment, Box, BytesSegment, HostArray, Segment, TileRead
 from ckptcore.protocols import ObjectWriter
-from ckptcore.testing import FarStorage
-from ckptcore.testing.arrays import same_bits
 from tests.engine.objects import TINY, Opened, stored, stored_bytes, tiles
 
 MIB = 1 << 20

@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptcore.engine.checksums import BlockChecksums, RecordedChecksums
-from ckptcore.engine.held_objects import HeldObject
-from ckptcore.engine.holding import Holding
-from ckptcore.engine.threads import IOThreads
 from ckptcore.errors import ChecksumError, CorruptCheckpointError
+from ckptcore.io.checksums import BlockChecksums, RecordedChecksums
+from ckptcore.io.held_objects import HeldObject
+from ckptcore.io.holding import Holding
+from ckptcore.io.threads import IOThreads
 from ckptcore.model import ObjectRecord
 from ckptcore.protocols import RangeReader
 

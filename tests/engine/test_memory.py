@@ -9,14 +9,14 @@ import weakref
 import ml_dtypes
 import numpy as np
 import pytest
+from ckptcore_testing.arrays import same_bits
+from ckptcore_testing.strategies import arrays, specs
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptcore.engine.memory import StagingMemory, StagingPool, allocate
-from ckptcore.engine.threads import IOThreads
+from ckptcore.io.memory import StagingMemory, StagingPool, allocate
+from ckptcore.io.threads import IOThreads
 from ckptcore.model import ArraySpec, HostArray, name_of_dtype
-from ckptcore.testing.arrays import same_bits
-from ckptcore.testing.strategies import arrays, specs
 from tests.engine.objects import held
 from tests.engine.programs import run_program
 
@@ -161,8 +161,8 @@ import os
 import signal
 import threading
 import numpy as np
-from ckptcore.engine import memory as engine
-from ckptcore.engine.threads import IOThreads
+from ckptcore.io import memory as engine
+from ckptcore.io.threads import IOThreads
 
 pool, threads = engine.StagingPool(), IOThreads(2)
 kept = engine.StagingMemory(pool, threads)

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import pytest
+from ckptcore_testing import FarStorage
 
-from ckptcore.engine import object_sizes
-from ckptcore.engine.object_sizes import ObjectSizes
-from ckptcore.engine.reader import ObjectReader
-from ckptcore.engine.threads import IOThreads
 from ckptcore.errors import CorruptCheckpointError, ObjectNotFoundError
+from ckptcore.io import object_sizes
+from ckptcore.io.object_sizes import ObjectSizes
+from ckptcore.io.reader import ObjectReader
+from ckptcore.io.threads import IOThreads
 from ckptcore.model import ObjectRecord
 from ckptcore.protocols import StorageBackend
-from ckptcore.testing import FarStorage
 from tests.engine.watched_storage import memory_storage
 
 

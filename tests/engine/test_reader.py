@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptcore.engine.reader import ObjectReader
-from ckptcore.engine.recorder import ObjectRecorder
-from ckptcore.engine.sizes import SIZES, Sizes
-from ckptcore.engine.sources import EdgeBlocks
-from ckptcore.engine.threads import IOThreads
 from ckptcore.errors import ChecksumError, CorruptCheckpointError, ObjectNotFoundError, StorageError
+from ckptcore.io.reader import ObjectReader
+from ckptcore.io.recorder import ObjectRecorder
+from ckptcore.io.sizes import SIZES, Sizes
+from ckptcore.io.sources import EdgeBlocks
+from ckptcore.io.threads import IOThreads
 from ckptcore.model import Box, BytesSegment, HostArray, ObjectRecord, TileRead
 from tests.engine.objects import TINY
 from tests.engine.watched_storage import WatchedStorage, memory_storage

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import xxhash
 
-from ckptcore.engine.recorder import ObjectRecorder
-from ckptcore.engine.sizes import SIZES, Sizes
-from ckptcore.engine.threads import IOThreads
 from ckptcore.errors import PluginError, StorageError
+from ckptcore.io.recorder import ObjectRecorder
+from ckptcore.io.sizes import SIZES, Sizes
+from ckptcore.io.threads import IOThreads
 from ckptcore.model import ArraySegment, Box, BytesSegment, ChecksumSegment, HostArray, ObjectRecord, Segment
 from ckptcore.protocols import Buffer, StorageBackend
 from tests.engine.checksum_fakes import Crc32

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
+from ckptcore_testing import FaultPlan, with_faults
 
-from ckptcore.engine.requests import Requests, requests_of
-from ckptcore.locations import subdirectory
+from ckptcore.commit.location import subdirectory
+from ckptcore.io.requests import Requests, requests_of
 from ckptcore.protocols import ManyRequests, StorageBackend
-from ckptcore.testing import FaultPlan, with_faults
 
 from .watched_storage import WatchedStorage, memory_storage
 

@@ -7,16 +7,16 @@ import sys
 
 import numpy as np
 import pytest
+from ckptcore_testing.arrays import same_bits
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckptcore.engine.elements import plain
-from ckptcore.engine.reader import ObjectReader
-from ckptcore.engine.recorder import ObjectRecorder
-from ckptcore.engine.threads import IOThreads
 from ckptcore.errors import ChecksumError
+from ckptcore.io.elements import plain
+from ckptcore.io.reader import ObjectReader
+from ckptcore.io.recorder import ObjectRecorder
+from ckptcore.io.threads import IOThreads
 from ckptcore.model import Box, BytesSegment, TileRead
-from ckptcore.testing.arrays import same_bits
 from tests.engine.objects import TINY, Opened, stored, stored_bytes, tiles
 from tests.engine.watched_storage import WatchedStorage, memory_storage
 

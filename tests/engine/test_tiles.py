@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import numpy as np
+from ckptcore_testing.strategies import boxes
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptcore.engine.tiles import c_strides, flat_boxes, intersect, run_axis, runs, spans
+from ckptcore.io.tiles import c_strides, flat_boxes, intersect, run_axis, runs, spans
 from ckptcore.model import Box
-from ckptcore.testing.strategies import boxes
 
 full_shapes = st.lists(st.integers(1, 6), max_size=4).map(tuple)
 

@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckptcore.engine.recorder import ObjectRecorder
-from ckptcore.engine.sizes import SIZES, Sizes
-from ckptcore.engine.threads import IOThreads
 from ckptcore.errors import PluginError, StorageError
+from ckptcore.io.recorder import ObjectRecorder
+from ckptcore.io.sizes import SIZES, Sizes
+from ckptcore.io.threads import IOThreads
 from ckptcore.model import ArraySegment, Box, BytesSegment, Checksum, ChecksumSegment, HostArray, Segment
 from tests.engine.checksum_fakes import Crc32, Length
 from tests.engine.objects import TINY, Opened, stored, summed

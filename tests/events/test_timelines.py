@@ -8,10 +8,10 @@ import re
 from typing import Any
 
 import pytest
+from ckptcore_testing.hostile_json import tampered
 
 from ckptcore.errors import CorruptCheckpointError
 from ckptcore.events import ERROR_CHARACTERS, Event, Recording
-from ckptcore.testing.hostile_json import tampered
 from ckptcore.timelines import MAX_EVENTS, format_timeline, timeline_from_json, timeline_to_json
 from tests.events.sample_events import async_save, event
 

@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from ckptcore_testing import ThreadJob
 
 import ckptcore
 from ckptcore.protocols import Coordinator
-from ckptcore.testing import ThreadJob
 from tests.golden.independent_reader import Leaf, NotCommitted, read_checkpoint, read_composite
 from tests.golden.states import GOLDEN_PROCESSES, GoldenFiles, golden_composite, golden_files, golden_state, large_state
 
@@ -104,8 +104,8 @@ def test_the_reader_reads_one_leaf(tmp_path: Path) -> None:
 
 
 def test_a_claim_is_no_checkpoint_for_the_reader(tmp_path: Path) -> None:
-    from ckptcore.roots.root import Claimed
-    from ckptcore.roots.root_json import encode_claim
+    from ckptcore.commit.root import Claimed
+    from ckptcore.commit.root_json import encode_claim
 
     (tmp_path / "checkpoint.json").write_bytes(encode_claim(Claimed("0123456789abcdef", "2024-01-01T00:00:00+00:00")))
     with pytest.raises(NotCommitted):
@@ -209,7 +209,7 @@ def test_the_reader_reads_one_process(tmp_path: Path) -> None:
 
 
 def test_there_is_a_golden_checkpoint_of_the_current_version() -> None:
-    from ckptcore.roots.root_json import FORMAT_VERSION
+    from ckptcore.commit.root_json import FORMAT_VERSION
 
     assert f"version-{FORMAT_VERSION}" in VERSIONS
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import ckptcore
-from ckptcore.roots.root_json import FORMAT_VERSION
+from ckptcore.commit.root_json import FORMAT_VERSION
 from tests.golden.states import golden_update
 
 if __name__ == "__main__":

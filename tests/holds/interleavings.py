@@ -6,8 +6,9 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Final, Literal, Protocol
 
-from ckptcore.holds import Repetition
-from ckptcore.testing.faults import FaultPlan, SimulatedCrash, Step
+from ckptcore_testing.faults import FaultPlan, SimulatedCrash, Step
+
+from ckptcore.commit.clocks import Repetition
 
 __all__ = ["Actor", "Choices", "Replay", "Turns", "every_order"]
 

@@ -7,12 +7,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
+from ckptcore_testing.simulated_disk import SimulatedDisk
+from ckptcore_testing.simulated_storage import open_simulated
+
 from ckptcore.builtin.local import open_local
 from ckptcore.builtin.memory import MemoryStorages
-from ckptcore.locations import Subdirectory
+from ckptcore.commit.location import Subdirectory
 from ckptcore.protocols import StorageBackend, StorageOptions
-from ckptcore.testing.simulated_disk import SimulatedDisk
-from ckptcore.testing.simulated_storage import open_simulated
 
 OPTIONS: Final = StorageOptions(durable=False)
 

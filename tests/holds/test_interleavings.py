@@ -11,17 +11,18 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from ckptcore_testing.faulty_storage import with_faults
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-import ckptcore.holds.holders
+import ckptcore.commit.holders
 from ckptcore.builtin import local as local_storage
 from ckptcore.builtin import local_locks
 from ckptcore.builtin.local_locks import DirectoryLock
+from ckptcore.commit.ownership import own_directory
+from ckptcore.commit.steps import StepHolds
 from ckptcore.errors import DirectoryInUseError
-from ckptcore.holds import StepHolds, own_directory
 from ckptcore.protocols import StorageBackend
-from ckptcore.testing.faulty_storage import with_faults
 from tests.holds.interleavings import Actor, Choices, Turns, every_order
 from tests.holds.places import LEASED, local, memory, simulated
 
@@ -88,7 +89,7 @@ def is_there(store: StorageBackend, key: str) -> bool:
 def ids(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ids in the order in which they are made: they decide in which order holds are listed, and that must be repeatable."""
     made = itertools.count()
-    monkeypatch.setattr(ckptcore.holds.holders, "_new_id", lambda: f"{next(made):016x}")
+    monkeypatch.setattr(ckptcore.commit.holders, "_new_id", lambda: f"{next(made):016x}")
 
 
 @pytest.fixture

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from ckptcore.commit.holders import new_holder
+from ckptcore.commit.location import open_directory
+from ckptcore.commit.looking import look_at_owner
+from ckptcore.commit.ownership import own_directory
 from ckptcore.context import Context
 from ckptcore.errors import DirectoryInUseError
-from ckptcore.holds import own_directory
-from ckptcore.holds.holders import new_holder
-from ckptcore.holds.looking import look_at_owner
-from ckptcore.locations import open_directory
 from ckptcore.protocols import AtomicDirectories, StorageBackend
 
 Open = Callable[[], StorageBackend]

@@ -7,12 +7,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from ckptcore_testing.faults import FailAt, FaultPlan
+from ckptcore_testing.faulty_storage import FaultyStorage, with_faults
 
+from ckptcore.commit.holding import Hold
+from ckptcore.commit.ownership import own_directory
 from ckptcore.errors import ConditionFailedError, DirectoryInUseError, SaveLostError, StorageError
-from ckptcore.holds import Hold, own_directory
 from ckptcore.protocols import PutCondition, StorageBackend
-from ckptcore.testing.faults import FailAt, FaultPlan
-from ckptcore.testing.faulty_storage import FaultyStorage, with_faults
 from tests.holds.fake_clock import FakeClock
 from tests.holds.places import EVERYWHERE, LEASED, LOCKED, memory
 

@@ -12,8 +12,10 @@ from typing import Final
 
 import pytest
 
+from ckptcore.commit.clocks import SYSTEM_CLOCK
+from ckptcore.commit.ownership import own_directory
+from ckptcore.commit.steps import StepHolds
 from ckptcore.errors import DirectoryInUseError
-from ckptcore.holds import SYSTEM_CLOCK, StepHolds, own_directory
 from tests.holds.places import files_without_locks, local, memory
 
 ROOT: Final = Path(__file__).parents[2]
@@ -21,7 +23,7 @@ START: Final = """
 import os, sys, threading
 from pathlib import Path
 from ckptcore.errors import *
-from ckptcore.holds import StepHolds, own_directory
+from ckptcore.commit import StepHolds, own_directory
 from tests.holds.places import files_without_locks, local
 path = Path(sys.argv[1])
 """
@@ -106,7 +108,7 @@ def test_a_process_that_ends_lets_its_leases_go(tmp_path: Path) -> None:
 
 def test_a_process_ends_though_its_storage_hangs(tmp_path: Path) -> None:
     code = """
-from ckptcore.locations import Subdirectory
+from ckptcore.commit.location import Subdirectory
 class Hanging(Subdirectory):
     hangs = False
     def put(self, key, data, *, condition=None):

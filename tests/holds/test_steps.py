@@ -7,13 +7,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
+from ckptcore_testing.faults import FaultPlan, SimulatedCrash
+from ckptcore_testing.faulty_storage import FaultyDirectories, FaultyStorage, with_faults
 
 from ckptcore.builtin.local import open_local
+from ckptcore.commit.steps import StepHolds
 from ckptcore.errors import CheckpointNotFoundError, SaveLostError, StorageError
-from ckptcore.holds import StepHolds
 from ckptcore.protocols import AtomicDirectories, PutCondition, StorageBackend, StorageOptions
-from ckptcore.testing.faults import FaultPlan, SimulatedCrash
-from ckptcore.testing.faulty_storage import FaultyDirectories, FaultyStorage, with_faults
 from tests.holds.fake_clock import FakeClock
 from tests.holds.places import EVERYWHERE, LEASED, LOCKED
 

@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from ckptcore_testing import FaultPlan, with_faults
+
 import ckptcore
 from ckptcore.builtin.local import open_local
 from ckptcore.hookspecs import hookimpl
 from ckptcore.protocols import StorageBackend, StorageOpener, StorageOptions
-from ckptcore.testing import FaultPlan, with_faults
 
 __all__ = ["Counted", "Counting", "CountingPlugin", "assert_frugal"]
 

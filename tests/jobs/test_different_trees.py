@@ -10,13 +10,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from ckptcore_testing import ThreadJob
 
 import ckptcore
 from ckptcore.builtin.host_leaves import HostArrayHandler
 from ckptcore.errors import CheckpointError, RankFailedError, TreeMismatchError
 from ckptcore.model import ArrayRecord, ArraySpec, Box, HostArray, LeafRecord, Pending, Ready, Shard
 from ckptcore.protocols import Coordinator
-from ckptcore.testing import ThreadJob
 
 _LAYOUTS = ["safetensors", "ocdbt", "zarr3", "dcp"]
 

@@ -9,14 +9,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from ckptcore_testing import ThreadJob
 
 import ckptcore
 from ckptcore.errors import CheckpointError, CoordinationTimeoutError, RankFailedError
 from ckptcore.hookspecs import hookimpl
-from ckptcore.jobs.agreement import Agreement
-from ckptcore.jobs.exchanges import ExchangeCounts
+from ckptcore.job.agreement import Agreement
+from ckptcore.job.exchanges import ExchangeCounts
 from ckptcore.protocols import Coordinator, Rejoinable
-from ckptcore.testing import ThreadJob
 
 
 class _Slots:

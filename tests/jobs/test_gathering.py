@@ -9,15 +9,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from ckptcore_testing import ThreadJob
 
 import ckptcore
 from ckptcore.errors import CheckpointError, CoordinationTimeoutError, RankFailedError
-from ckptcore.jobs import agreement as agreements
-from ckptcore.jobs.agreement import Agreement
-from ckptcore.jobs.gathering import Gathering
+from ckptcore.job import agreement as agreements
+from ckptcore.job.agreement import Agreement
+from ckptcore.job.gathering import Gathering
 from ckptcore.model import JSON, HostArray
 from ckptcore.protocols import Coordinator, GathersInGroups
-from ckptcore.testing import ThreadJob
 
 _LONG_SECONDS = 60.0
 

@@ -8,13 +8,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from ckptcore_testing import ThreadJob
 
 import ckptcore
 from ckptcore import ArrayShard, Context, ReplicaOptions, ShardedArray
 from ckptcore.errors import CheckpointError, RankFailedError, TreeMismatchError, UnsupportedLeafError
 from ckptcore.model import Box
 from ckptcore.protocols import Coordinator
-from ckptcore.testing import ThreadJob
 
 SIZE = 3
 

@@ -9,6 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ckptcore.commit.receipts import decode_receipts, encode_receipts
+from ckptcore.commit.root import Root
+from ckptcore.commit.root_json import decode_root, encode_root
 from ckptcore.errors import PluginError, UnsupportedVersionError
 from ckptcore.model import (
     JSON,
@@ -24,9 +27,6 @@ from ckptcore.model import (
     TreeMetadata,
     WriteItem,
 )
-from ckptcore.roots.receipts import decode_receipts, encode_receipts
-from ckptcore.roots.root import Root
-from ckptcore.roots.root_json import decode_root, encode_root
 
 _SHAPES = ((), (1 << 40,), (300, 70_000), (5, 0, 3))
 _TREE = TreeMetadata(

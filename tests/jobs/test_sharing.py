@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from ckptcore_testing import ThreadJob
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -15,9 +16,8 @@ import ckptcore
 from ckptcore.builtin.host_leaves import HostArrayHandler
 from ckptcore.model import LEAF, ArrayRecord, ArraySpec, Box, HostArray, Node, Pending, Receipt, Shard, TreeMetadata
 from ckptcore.planning import check_coverage, plan_write
+from ckptcore.planning.replicas import ReplicaOptions, Shares, cells_of, cut_for_replicas, owners_of, written_boxes
 from ckptcore.protocols import Coordinator
-from ckptcore.sharing import ReplicaOptions, Shares, cells_of, cut_for_replicas, owners_of, written_boxes
-from ckptcore.testing import ThreadJob
 
 _Cuts = tuple[tuple[int, ...], ...] | None
 

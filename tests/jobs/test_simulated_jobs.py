@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks.scale import LAYOUTS, Measured, Simulation
 from benchmarks.scale_job import SimulatedJob
-from ckptcore.sharing import ReplicaOptions
+from ckptcore.planning.replicas import ReplicaOptions
 
 _BLOCKS = 4
 _STAGES = 4

@@ -13,8 +13,8 @@ from ckptcore.builtin.host_leaves import leaf_handler
 from ckptcore.errors import CorruptCheckpointError, TreeMismatchError
 from ckptcore.model import ArrayRecord, ArraySpec, TreeMetadata, ValueRecord, format_path
 from ckptcore.plugins import installed_plugins
-from ckptcore.trees.flattening import flatten
-from ckptcore.unions import unite_trees
+from ckptcore.tree.flattening import flatten
+from ckptcore.tree.merge import unite_trees
 
 
 def _tree(value: Any, aliases: dict[int, int] | None = None) -> TreeMetadata:

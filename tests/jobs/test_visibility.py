@@ -9,15 +9,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+from ckptcore_testing import ThreadJob
 
 import ckptcore
+from ckptcore.commit.location import open_directory
 from ckptcore.errors import CheckpointExistsError, NotSharedError, RankFailedError
-from ckptcore.jobs import visibility
-from ckptcore.jobs.agreement import Agreement
-from ckptcore.jobs.visibility import expect_one_directory
-from ckptcore.locations import open_directory
+from ckptcore.job import visibility
+from ckptcore.job.agreement import Agreement
+from ckptcore.job.visibility import expect_one_directory
 from ckptcore.protocols import Coordinator
-from ckptcore.testing import ThreadJob
 
 SIZE = 3
 
@@ -166,7 +166,7 @@ def test_what_is_seen_late_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         looked.append(1)
         return len(looked) > 5 and sees(*arguments)
 
-    monkeypatch.setattr("ckptcore.saves.persisting.sees_claim", late)
+    monkeypatch.setattr("ckptcore.saving.persisting.sees_claim", late)
 
     def work(coordinator: Coordinator) -> None:
         ckptcore.save(tmp_path / "step", {"w": np.ones(4)}, context=ckptcore.Context(coordinator=coordinator))

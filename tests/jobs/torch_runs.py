@@ -15,6 +15,8 @@ from typing import Any, Final
 import numpy as np
 import torch
 import torch.distributed as dist
+from ckptcore_testing.faults import FaultPlan, FlipBitAt, Step
+from ckptcore_testing.faulty_storage import with_faults
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
@@ -24,8 +26,6 @@ from ckptcore.builtin.local import open_local
 from ckptcore.hookspecs import hookimpl
 from ckptcore.policies import AnySave, FixedInterval, LatestN, PreemptionCheckpointing, TimeInterval
 from ckptcore.protocols import StorageBackend, StorageOpener, StorageOptions
-from ckptcore.testing.faults import FaultPlan, FlipBitAt, Step
-from ckptcore.testing.faulty_storage import with_faults
 from tests.jobs.processes import Place
 
 __all__ = ["TASKS", "run"]

@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final, Literal, TypeAlias
 
 import numpy as np
+from ckptcore_testing.faults import FaultPlan, Step
+from ckptcore_testing.faulty_storage import with_faults
 
 import ckptcore
 from ckptcore.builtin.host_leaves import HostArrayHandler
@@ -17,8 +19,6 @@ from ckptcore.events import Event
 from ckptcore.hookspecs import hookimpl
 from ckptcore.model import JSON, Box, HostArray, LeafRecord, Pending, Receipt, TreeMetadata
 from ckptcore.protocols import Coordinator, Snapshot, StorageBackend, StorageOpener, StorageOptions, WriteStore
-from ckptcore.testing.faults import FaultPlan, Step
-from ckptcore.testing.faulty_storage import with_faults
 
 __all__ = ["SCHEME", "Action", "Trap", "TrappedError", "TrappedLayout", "trapped_context"]
 

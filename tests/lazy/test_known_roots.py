@@ -11,14 +11,14 @@ import pytest
 
 import ckptcore
 from ckptcore import Context
-from ckptcore.commits.occupants import parse_root
+from ckptcore.commit.known_roots import KnownRoots
+from ckptcore.commit.occupants import parse_root
+from ckptcore.commit.root import ROOT_KEY, Root
 from ckptcore.errors import CheckpointNotFoundError, CorruptCheckpointError
 from ckptcore.model import Box
 from ckptcore.model.metadata import TreeMetadata, ValueRecord
 from ckptcore.model.tree import LEAF
 from ckptcore.protocols import StorageBackend
-from ckptcore.roots.known_roots import KnownRoots
-from ckptcore.roots.root import ROOT_KEY, Root
 
 
 @pytest.fixture
@@ -35,7 +35,7 @@ def parsed(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
         seen.append(data)
         return parse_root(store, data)
 
-    monkeypatch.setattr("ckptcore.stored.opening.parse_root", noting)
+    monkeypatch.setattr("ckptcore.loading.opening.parse_root", noting)
     return seen
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from ckptcore_tensorstore import Zarr3Layout
+from ckptcore_testing import FaultPlan, FaultyStorage, ThreadJob
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
@@ -22,11 +22,11 @@ import ckptcore
 from ckptcore import ArrayShard, Context, ShardedArray, StoredArray
 from ckptcore.builtin import linux_calls
 from ckptcore.builtin.local import LocalStorage
-from ckptcore.engine.held_objects import VerifiedBlocks, Window
 from ckptcore.errors import CheckpointNotFoundError, ChecksumError, CorruptCheckpointError, NotMappableError
+from ckptcore.io.held_objects import VerifiedBlocks, Window
 from ckptcore.model import BLOCK_BYTES, Box
 from ckptcore.protocols import Coordinator, StorageBackend, StorageOpener, StorageOptions
-from ckptcore.testing import FaultPlan, FaultyStorage, ThreadJob
+from ckptcore_tensorstore import Zarr3Layout
 
 LAYOUTS = ["safetensors", "zarr3", "ocdbt", "dcp"]
 FAST = Context(durability="none")
@@ -310,7 +310,7 @@ def test_a_large_read_with_steps_is_cut_so_that_it_needs_little_memory(
     large: tuple[Path, np.ndarray[Any, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     location, array = large
-    monkeypatch.setattr("ckptcore.slices.stored_arrays._BATCH_BYTES", 1 << 20)
+    monkeypatch.setattr("ckptcore.loading.stored_arrays._BATCH_BYTES", 1 << 20)
     with ckptcore.open(location, context=FAST) as opened:
         np.testing.assert_array_equal(opened["w"][:, 3::700], array[:, 3::700])
         np.testing.assert_array_equal(opened["w"][5:200:7, ::-3], array[5:200:7, ::-3])
@@ -448,7 +448,7 @@ def test_a_storage_that_holds_nothing_open_gives_the_same(
 
 
 def test_a_checkpoint_of_many_files_holds_few_of_them_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ckptcore.slices.open_sessions._MOST_HELD", 5)
+    monkeypatch.setattr("ckptcore.loading.open_sessions._MOST_HELD", 5)
     state = {f"a{number}": np.full((4, 2), number) for number in range(80)}
     ckptcore.save(tmp_path / "c", state, layout="zarr3", context=FAST)
     for context in (FAST, TRUSTING):

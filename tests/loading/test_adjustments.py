@@ -9,13 +9,13 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+from ckptcore_testing import ThreadJob, ThreadNetwork
 
 import ckptcore
 from ckptcore import AbstractArray, Context, LoadReport, Matching, MemoryOptions, select, transforms
 from ckptcore.dtype_values import is_narrowing
 from ckptcore.errors import TargetUndefinedError, TransformError, TreeMismatchError
 from ckptcore.model import HostArray, dtype_from_name
-from ckptcore.testing import ThreadJob, ThreadNetwork
 
 SAFE, NARROWING = Matching(cast="safe"), Matching(cast="narrowing")
 

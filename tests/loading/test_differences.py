@@ -13,7 +13,7 @@ import pytest
 import ckptcore
 from ckptcore import PLACEHOLDER, AbstractArray, LoadReport, Matching
 from ckptcore.errors import TreeMismatchError
-from ckptcore.near_names import NearNames
+from ckptcore.tree.suggestions import NearNames
 
 ONES = np.ones(3, np.float32)
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from ckptcore_testing import ThreadJob, ThreadNetwork
 
 import ckptcore
 from ckptcore import Context
@@ -21,7 +22,6 @@ from ckptcore.errors import (
     TreeMismatchError,
 )
 from ckptcore.protocols import Coordinator, Priority
-from ckptcore.testing import ThreadJob, ThreadNetwork
 
 PATIENCE_SECONDS = 60
 """Seconds after which a hang fails the test."""

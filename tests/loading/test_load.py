@@ -277,10 +277,10 @@ def test_a_placeholder_skips_a_subtree_of_a_foreign_checkpoint(tmp_path: Path) -
 
 
 def test_a_root_that_lists_no_objects_is_refused_before_memory_is_taken(tmp_path: Path) -> None:
+    from ckptcore.commit.root import Root
+    from ckptcore.commit.root_json import encode_root
     from ckptcore.model import ArrayRecord, ArraySpec, TreeMetadata
     from ckptcore.model.tree import LEAF
-    from ckptcore.roots.root import Root
-    from ckptcore.roots.root_json import encode_root
 
     tree = TreeMetadata(LEAF, (ArrayRecord(ArraySpec((1 << 46,), "uint8")),))
     state: Any = {"files": ["model.safetensors"], "leaf": [0], "file": [0], "offset": [0]}
@@ -339,7 +339,7 @@ def test_nothing_there_is_said(tmp_path: Path) -> None:
 
 
 def test_a_newer_format_is_refused_as_such(tmp_path: Path) -> None:
-    from ckptcore.roots.root_json import FORMAT_VERSION, _seal
+    from ckptcore.commit.root_json import FORMAT_VERSION, _seal
 
     ckptcore.save(tmp_path / "c", {})
     document: dict[str, JSON] = {"format": "ckptcore", "version": FORMAT_VERSION + 1, "state": "committed"}

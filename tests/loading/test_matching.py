@@ -12,10 +12,10 @@ from safetensors.numpy import save_file
 import ckptcore
 from ckptcore import PLACEHOLDER, AbstractArray
 from ckptcore.errors import TreeMismatchError
-from ckptcore.loads.matching import match_leaves
+from ckptcore.loading.matching import match_leaves
 from ckptcore.model import TreeMetadata, format_path
 from ckptcore.plugins import installed_plugins
-from ckptcore.trees.flattening import flatten
+from ckptcore.tree.flattening import flatten
 
 ONE, TWO = np.ones(1), np.ones(2)
 

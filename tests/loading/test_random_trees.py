@@ -6,14 +6,14 @@ import zlib
 from typing import Any
 
 import pytest
+from ckptcore_testing import assert_same_tree
+from ckptcore_testing.strategies import trees
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 import ckptcore
 from ckptcore import PLACEHOLDER, LoadReport, select
 from ckptcore.errors import CheckpointError, TransformError, TreeMismatchError
-from ckptcore.testing import assert_same_tree
-from ckptcore.testing.strategies import trees
 from ckptcore.transforms import Cast, Drop, IfPresent, Rename, Transform, inverse
 
 LOCATION = "memory://loading/random-trees"

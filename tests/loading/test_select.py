@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
+from ckptcore_testing import ThreadJob, ThreadNetwork
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -16,13 +17,12 @@ import ckptcore
 from ckptcore import PLACEHOLDER, AbstractArray, Context, LoadReport, select
 from ckptcore.derivations import Stored, stack
 from ckptcore.errors import TreeMismatchError
+from ckptcore.loading.chosen_trees import chosen_leaves
+from ckptcore.loading.derived import derive
+from ckptcore.loading.tries import open_checkpoint
 from ckptcore.model import BLOCK_BYTES, LEAF, ArrayRecord, ArraySpec, Node, TreeMetadata
 from ckptcore.protocols import Coordinator
 from ckptcore.select import LeafTable, Selection
-from ckptcore.stored.chosen_trees import chosen_leaves
-from ckptcore.stored.derived import derive
-from ckptcore.stored.tries import open_checkpoint
-from ckptcore.testing import ThreadJob, ThreadNetwork
 from ckptcore.transforms import Default, Rename, apply_transforms
 
 ANY: Any = select  # which what a user may write does not fit

@@ -8,13 +8,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from ckptcore_testing import ThreadJob, ThreadNetwork
+from ckptcore_testing.strategies import partitions
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ckptcore
 from ckptcore import AbstractArray, ArrayShard, Context, LoadReport, Matching, MemoryOptions, ShardedArray
-from ckptcore.testing import ThreadJob, ThreadNetwork
-from ckptcore.testing.strategies import partitions
 from ckptcore.transforms import Cast, Default, Rename, Scale, Stack, Transform, Transpose
 
 NARROWING = Matching(cast="narrowing", shapes={"pad", "truncate", "reshape"}, unexpected="ignore")

@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from ckptcore_testing import ThreadJob, ThreadNetwork, assert_same_tree
 
 import ckptcore
 from ckptcore import Checkpointer, Context, PerProcess
 from ckptcore.errors import CheckpointNotFoundError, RankFailedError
 from ckptcore.protocols import Coordinator
-from ckptcore.testing import ThreadJob, ThreadNetwork, assert_same_tree
 
 MODEL = {"w": np.arange(600.0).reshape(20, 30), "step": 4}
 EXTRA = {"e": np.arange(200)}

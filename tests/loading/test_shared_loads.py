@@ -10,6 +10,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+from ckptcore_testing import ThreadJob, ThreadNetwork, assert_same_tree
 
 import ckptcore
 from ckptcore import AbstractArray, ArrayShard, Context, MemoryOptions, ReadGroups, ShardedArray
@@ -22,7 +23,6 @@ from ckptcore.errors import (
 )
 from ckptcore.model import Box
 from ckptcore.protocols import Coordinator
-from ckptcore.testing import ThreadJob, ThreadNetwork, assert_same_tree
 
 STATE: Mapping[str, Any] = {
     "w": np.arange(64 * 48, dtype=np.float32).reshape(64, 48),
@@ -158,7 +158,7 @@ def test_nothing_there_is_the_same_for_all(tmp_path: Path) -> None:
 
 def test_a_rank_that_cannot_build_fails_all(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It has taken part to the end, so that nobody waits for it."""
-    from ckptcore.loads.reading import Reading
+    from ckptcore.loading.reading import Reading
 
     place = Reading.place
 
@@ -213,7 +213,7 @@ def test_a_job_of_one_reads_for_itself(saved: Path) -> None:
 def test_a_checkpoint_that_is_replaced_meanwhile_is_loaded_anew_by_all(
     saved: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from ckptcore.loads.broadcasts import Broadcasts
+    from ckptcore.loading.broadcasts import Broadcasts
 
     run = Broadcasts.run
     newer = dict(STATE) | {"w": STATE["w"] + 1}

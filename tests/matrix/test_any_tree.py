@@ -6,11 +6,11 @@ import uuid
 from typing import Any
 
 import pytest
+from ckptcore_testing import SaveLoadMatrixTests, assert_same_tree, strategies
 from hypothesis import HealthCheck, assume, given, settings
 
 import ckptcore
 from ckptcore.errors import NameCollisionError, UnsupportedKeyError, UnsupportedLeafError
-from ckptcore.testing import SaveLoadMatrixTests, assert_same_tree, strategies
 
 LAYOUTS = list(SaveLoadMatrixTests().layouts())
 QUICK = ckptcore.Context(durability="none")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ckptcore.testing import SaveLoadMatrixTests
+from ckptcore_testing import SaveLoadMatrixTests
 
 
 class TestMatrix(SaveLoadMatrixTests):

@@ -7,16 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-import ckptcore
-from ckptcore.errors import (
-    CheckpointError,
-    CheckpointNotFoundError,
-    CommitUnknownError,
-    DirectoryInUseError,
-)
-from ckptcore.locations import open_directory
-from ckptcore.policies import LatestN
-from ckptcore.testing import (
+from ckptcore_testing import (
     CutContent,
     FaultProxy,
     InterruptBefore,
@@ -26,6 +17,16 @@ from ckptcore.testing import (
     StaleList,
     StoreDialect,
 )
+
+import ckptcore
+from ckptcore.commit.location import open_directory
+from ckptcore.errors import (
+    CheckpointError,
+    CheckpointNotFoundError,
+    CommitUnknownError,
+    DirectoryInUseError,
+)
+from ckptcore.policies import LatestN
 from tests.crashes.states import SMALL, make_state, version_at, version_of
 from tests.object_stores.histories import History
 from tests.object_stores.stores import LAYOUTS, ObjectStore, may_come_late

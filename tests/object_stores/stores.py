@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Final, TypeAlias
 from xml.etree import ElementTree
 
+from ckptcore_testing import ProxiedRequest, StoreDialect
+
 import ckptcore
 from ckptcore.model import JSON
-from ckptcore.testing import ProxiedRequest, StoreDialect
 
 __all__ = ["LAYOUTS", "STORES", "ObjectStore", "may_come_late"]
 
@@ -122,7 +123,7 @@ def _s3(directory: Path) -> Iterator[ObjectStore]:
 
 @contextmanager
 def _gs(directory: Path) -> Iterator[ObjectStore]:
-    from ckptcore_gcs.testing.servers import DIALECT, gcs_server
+    from ckptcore_testing.gcs_servers import DIALECT, gcs_server
 
     with gcs_server(directory) as server:
         bucket = server.create_bucket()

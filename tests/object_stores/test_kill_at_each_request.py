@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from typing import Final, Literal
 
 import pytest
+from ckptcore_testing import FaultProxy, InterruptAfter, InterruptBefore, RequestsFailing
 
 import ckptcore
-from ckptcore.locations import open_directory
-from ckptcore.roots.root import ROOT_KEY, Claimed
-from ckptcore.roots.root_json import encode_claim
-from ckptcore.testing import FaultProxy, InterruptAfter, InterruptBefore, RequestsFailing
+from ckptcore.commit.location import open_directory
+from ckptcore.commit.root import ROOT_KEY, Claimed
+from ckptcore.commit.root_json import encode_claim
 from tests.crashes.states import SMALL, make_state, version_at, version_of
 from tests.object_stores.clients import Client, Program, Task
 from tests.object_stores.runs import expect_nothing_else, release_directory

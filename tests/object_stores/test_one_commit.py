@@ -9,10 +9,7 @@ from contextlib import contextmanager, suppress
 from typing import Final
 
 import pytest
-
-import ckptcore
-from ckptcore.errors import CheckpointError, CheckpointExistsError, CommitUnknownError, SaveLostError
-from ckptcore.testing import (
+from ckptcore_testing import (
     DeliverLater,
     Duplicate,
     FaultProxy,
@@ -27,6 +24,9 @@ from ckptcore.testing import (
     Throttle,
     TruncateAnswer,
 )
+
+import ckptcore
+from ckptcore.errors import CheckpointError, CheckpointExistsError, CommitUnknownError, SaveLostError
 from tests.crashes.states import make_state, version_at
 from tests.object_stores.runs import expect_nothing_else
 from tests.object_stores.stores import ObjectStore, may_come_late

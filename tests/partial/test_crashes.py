@@ -11,6 +11,8 @@ from typing import Any, Final, Literal
 
 import numpy as np
 import pytest
+from ckptcore_testing.faults import CrashAt, FailAt, FaultPlan, FullAfter, Operation, SimulatedCrash
+from ckptcore_testing.simulated_disk import SimulatedDisk
 
 import ckptcore
 from ckptcore.builtin.safetensors import SafetensorsLayout
@@ -24,8 +26,6 @@ from ckptcore.errors import (
     TreeMismatchError,
     UncommittedCheckpointError,
 )
-from ckptcore.testing.faults import CrashAt, FailAt, FaultPlan, FullAfter, Operation, SimulatedCrash
-from ckptcore.testing.simulated_disk import SimulatedDisk
 from tests.copying.places import new_place, objects_at
 from tests.crashes.places import SCHEME, InterruptedPlan, faulty_context, simulated_context, through
 from tests.crashes.saver import partial_state

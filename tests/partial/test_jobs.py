@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from ckptcore_testing import ThreadJob
 
 import ckptcore
 from ckptcore.errors import RankFailedError, TreeMismatchError
 from ckptcore.protocols import Coordinator
-from ckptcore.testing import ThreadJob
 from tests.copying.places import new_place, objects_at
 from tests.crashes.states import same_value
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from ckptcore_testing.faults import FaultPlan, Operation, Step
 
 import ckptcore
 from ckptcore.errors import (
@@ -20,7 +21,6 @@ from ckptcore.errors import (
     StorageError,
     TreeMismatchError,
 )
-from ckptcore.testing.faults import FaultPlan, Operation, Step
 from tests.copying.places import new_place, objects_at
 from tests.crashes.places import InterruptedPlan, faulty_context, through
 

@@ -9,14 +9,14 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 import pytest
+from ckptcore_testing import strategies
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptcore.cells import cells_of_wants, cut_box
-from ckptcore.loads.read_shares import Message, MessageSizes, Request, SharedPlan, Tiles, message_offsets, plan_shares
+from ckptcore.loading.read_shares import Message, MessageSizes, Request, SharedPlan, Tiles, message_offsets, plan_shares
 from ckptcore.model import ReadItem, StoredTile
 from ckptcore.model.arrays import ArraySpec, Box
-from ckptcore.testing import strategies
+from ckptcore.planning.box_partition import cells_of_wants, cut_box
 
 SHAPES = ((7, 5), (6,), (), (3, 0), (4, 3, 2))
 SPECS = {

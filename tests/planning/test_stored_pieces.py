@@ -6,12 +6,12 @@ import itertools
 
 import numpy as np
 import pytest
+from ckptcore_testing import strategies
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ckptcore.loading.stored_pieces import BatchSizes, StoredPiece, TileIndex, batches_of, pieces_of
 from ckptcore.model import ArraySpec, Box, StoredTile
-from ckptcore.stored.stored_pieces import BatchSizes, StoredPiece, TileIndex, batches_of, pieces_of
-from ckptcore.testing import strategies
 
 
 def _file(shapes: list[tuple[int, ...]], offset: int = 24) -> list[StoredPiece]:

@@ -11,9 +11,9 @@ import numpy as np
 import ckptcore
 from ckptcore.cli.members import describe
 from ckptcore.errors import CheckpointError, TargetUndefinedError
+from ckptcore.loading.stored_arrays import StoredArray
+from ckptcore.loading.verify import has_its_sizes
 from ckptcore.model import AbstractArray, Box
-from ckptcore.slices.stored_arrays import StoredArray
-from ckptcore.verification import has_its_sizes
 
 __all__ = ["READERS", "Outcome", "Reader", "outcome_of"]
 

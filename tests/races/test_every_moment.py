@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Final
 
 import pytest
+from ckptcore_testing.faults import FaultPlan, Step
 
-from ckptcore.testing.faults import FaultPlan, Step
 from tests.crashes.places import faulty_context, through
 from tests.races.readers import READERS, Outcome, outcome_of
 from tests.races.states import LAYOUTS, SCHEMES, STATES, Place, state_of

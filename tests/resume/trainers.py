@@ -17,7 +17,12 @@ from typing import Final
 __all__ = ["Run", "Trainer", "trainer"]
 
 _SECONDS: Final = 120.0
-_EARLY: Final = ("ckptcore.checkpointer", "ckptcore.loads.composites", "ckptcore.saves.saving", "ckptcore.handlers")
+_EARLY: Final = (
+    "ckptcore.training.checkpointer",
+    "ckptcore.loading.composites",
+    "ckptcore.saving.save",
+    "ckptcore.handlers",
+)
 
 
 class Run:

@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 import ckptcore
-from ckptcore import background
 from ckptcore.builtin.local import LocalStorage
 from ckptcore.errors import StorageError, StorageFullError
+from ckptcore.io import background
 from ckptcore.protocols import HostMemory, Snapshot, WriteStore
 from tests.composites.objects import Files
 from tests.saving.test_save_async import Gate

@@ -17,15 +17,15 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
-from ckptcore_dcp.layouts import DcpLayout
-from ckptcore_tensorstore import OcdbtLayout, Zarr3Layout, ZarrLayout, codec
 
 import ckptcore
 from ckptcore import Context
 from ckptcore.builtin import local_writer, memory
-from ckptcore.commits.occupants import Overwrite
+from ckptcore.commit.occupants import Overwrite
 from ckptcore.model import JSON, Box
 from ckptcore.protocols import Layout, Snapshot, WriteStore
+from ckptcore_dcp.layouts import DcpLayout
+from ckptcore_tensorstore import OcdbtLayout, Zarr3Layout, ZarrLayout, codec
 
 LAYOUTS: Mapping[str, Layout] = {
     "safetensors": ckptcore.SafetensorsLayout(),

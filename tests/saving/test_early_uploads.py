@@ -9,14 +9,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+from ckptcore_testing import FarStorage
 
 import ckptcore
 from ckptcore.builtin.host_leaves import HostArrayHandler
+from ckptcore.commit.location import subdirectory
 from ckptcore.errors import StorageError
-from ckptcore.locations import subdirectory
 from ckptcore.model import Box, HostArray, Pending
 from ckptcore.protocols import HostMemory, StorageBackend, StorageOptions
-from ckptcore.testing import FarStorage
 
 MIB = 1 << 20
 LAST = 7

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from ckptcore_testing import ThreadJob
 
 import ckptcore
 from ckptcore import Export
@@ -28,7 +29,6 @@ from ckptcore.errors import (
 from ckptcore.events import Event
 from ckptcore.model import Box, HostArray, Pending
 from ckptcore.protocols import Coordinator, HostMemory
-from ckptcore.testing import ThreadJob
 from tests.composites.objects import Files
 from tests.saving.test_failures import job_context
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from ckptcore_testing import ThreadJob
 
 import ckptcore
 from ckptcore.builtin.host_leaves import HostArrayHandler
@@ -26,9 +27,8 @@ from ckptcore.errors import (
 )
 from ckptcore.model import Box, Shard
 from ckptcore.protocols import Coordinator
-from ckptcore.saves.save_requests import OneTree, SaveRequest
-from ckptcore.saves.saving import perform_save
-from ckptcore.testing import ThreadJob
+from ckptcore.saving.save import perform_save
+from ckptcore.saving.save_requests import OneTree, SaveRequest
 
 
 @pytest.mark.parametrize("overwrite", [False, True])

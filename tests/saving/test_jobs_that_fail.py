@@ -11,6 +11,7 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
+from ckptcore_testing import ThreadJob
 
 import ckptcore
 from ckptcore.builtin.local import LocalStorage
@@ -22,10 +23,9 @@ from ckptcore.errors import (
     StorageError,
     UnsupportedLeafError,
 )
-from ckptcore.jobs.agreement import Agreement
+from ckptcore.job.agreement import Agreement
 from ckptcore.protocols import Coordinator
-from ckptcore.testing import ThreadJob
-from ckptcore.trees.tree_descriptions import TreeDescription
+from ckptcore.saving.tree_descriptions import TreeDescription
 from tests.composites.objects import Files
 from tests.saving.test_failures import job_context
 

@@ -11,7 +11,7 @@ import pytest
 import ckptcore
 from ckptcore.builtin.memory import MemoryStorage
 from ckptcore.errors import CheckpointNotFoundError, CorruptCheckpointError, StorageError, UncommittedCheckpointError
-from ckptcore.saves import persisting
+from ckptcore.saving import persisting
 
 
 @pytest.fixture

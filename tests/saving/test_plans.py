@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from ckptcore_testing import ThreadJob
 
 import ckptcore
 from ckptcore import AbstractArray, Context, Export, MemoryOptions, ShardedArray
@@ -25,7 +26,6 @@ from ckptcore.errors import (
 )
 from ckptcore.model import Box, HostArray, Pending, Ready, Shard
 from ckptcore.protocols import Coordinator, HostBytes, HostMemory
-from ckptcore.testing import ThreadJob
 
 LAYOUTS = ["safetensors", "dcp", "zarr3", "ocdbt", "zarr"]
 

@@ -7,9 +7,9 @@ from typing import Any, Final
 
 import numpy as np
 import pytest
+from ckptcore_testing.faults import FaultPlan
 
 import ckptcore
-from ckptcore.testing.faults import FaultPlan
 from tests.crashes.places import faulty_context, through
 
 _COUNTED: Final = frozenset(

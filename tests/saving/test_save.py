@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 import pytest
+from ckptcore_testing import ThreadJob
 
 import ckptcore
 from ckptcore.errors import (
@@ -24,7 +25,6 @@ from ckptcore.errors import (
 )
 from ckptcore.model import ArrayRecord, Attribute, Node
 from ckptcore.protocols import Coordinator
-from ckptcore.testing import ThreadJob
 from tests.saving.test_failures import job_context
 
 

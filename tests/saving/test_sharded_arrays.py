@@ -7,13 +7,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from ckptcore_testing import ThreadJob
 
 import ckptcore
 from ckptcore import ArrayShard, ShardedArray
 from ckptcore.errors import CorruptCheckpointError, RankFailedError, TreeMismatchError, UnsupportedLeafError
 from ckptcore.model import Box
 from ckptcore.protocols import Coordinator
-from ckptcore.testing import ThreadJob
 from tests.saving.test_failures import job_context
 
 WHOLE = np.arange(10 * 6, dtype=np.float32).reshape(10, 6)

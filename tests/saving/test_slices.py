@@ -10,18 +10,18 @@ from typing import Any
 
 import numpy as np
 import pytest
+from ckptcore_testing import ThreadJob, bit_patterns
 
 import ckptcore
 from ckptcore import Export, SafetensorsLayout
 from ckptcore.builtin.host_leaves import HostArrayHandler
 from ckptcore.builtin.safetensors_places import Places
-from ckptcore.commits.occupants import read_root
+from ckptcore.commit.location import resolve_location
+from ckptcore.commit.occupants import read_root
+from ckptcore.commit.root import Root
 from ckptcore.errors import CheckpointError, ChecksumError, CorruptCheckpointError
-from ckptcore.locations import resolve_location
 from ckptcore.model import ArraySpec, Box, Shard
 from ckptcore.protocols import Coordinator
-from ckptcore.roots.root import Root
-from ckptcore.testing import ThreadJob, bit_patterns
 from tests.saving.test_failures import job_context
 
 

@@ -14,13 +14,13 @@ import pytest
 import safetensors.numpy
 import torch
 import torch.distributed.checkpoint
+from ckptcore_testing.faults import CrashAt, FaultPlan, SimulatedCrash
 
 import ckptcore
+from ckptcore.commit.root import ROOT_KEY, Claimed
+from ckptcore.commit.root_json import encode_claim
 from ckptcore.errors import AtomicityError, CheckpointExistsError, CheckpointNotFoundError, InvalidLocationError
 from ckptcore.policies import LatestN
-from ckptcore.roots.root import ROOT_KEY, Claimed
-from ckptcore.roots.root_json import encode_claim
-from ckptcore.testing.faults import CrashAt, FaultPlan, SimulatedCrash
 from tests.copying.places import new_place, store_at
 from tests.crashes.places import faulty_context, through
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from ckptcore.testing import StorageMatrixTests, StorageSample, installed_samples
+from ckptcore_testing import StorageMatrixTests, StorageSample, installed_samples
+
 from tests.servers.samples import SERVERS
 
 

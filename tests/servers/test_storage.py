@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from ckptcore_testing import StorageBackendTests
 
 from ckptcore.protocols import StorageBackend
-from ckptcore.testing import StorageBackendTests
 from tests.servers.samples import SERVERS, open_storage
 
 

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ckptcore_testing import FilesExample, FilesHandlerTests
 
 import ckptcore
 from ckptcore.handlers import GetStateHandler, SavesToDirectoryAsyncHandler
 from ckptcore.plugins import installed_plugins
-from ckptcore.testing import FilesExample, FilesHandlerTests
 
 grain = pytest.importorskip("grain")
 

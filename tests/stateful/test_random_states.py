@@ -9,13 +9,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from ckptcore_testing import CheckpointableExample, CheckpointableHandlerTests
 
 import ckptcore
 from ckptcore.errors import CheckpointError, TreeMismatchError, UnsupportedLeafError
 from ckptcore.handlers import NumpyGeneratorHandler, NumpyRandomStateHandler, PythonRandomHandler
 from ckptcore.plugins import installed_plugins
 from ckptcore.protocols import PerProcessHandler
-from ckptcore.testing import CheckpointableExample, CheckpointableHandlerTests
 
 BIT_GENERATORS = ("PCG64", "PCG64DXSM", "MT19937", "Philox", "SFC64")
 

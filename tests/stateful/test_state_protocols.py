@@ -14,13 +14,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+from ckptcore_testing import CheckpointableExample, CheckpointableHandlerTests
 
 import ckptcore
 from ckptcore.errors import TreeMismatchError, UnsupportedKeyError, UnsupportedLeafError
 from ckptcore.handlers import GetStateHandler, StateDictHandler, StateTreeHandler
 from ckptcore.plugins import installed_plugins
 from ckptcore.protocols import PerProcessHandler
-from ckptcore.testing import CheckpointableExample, CheckpointableHandlerTests
 
 
 class Keeper:

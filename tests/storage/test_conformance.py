@@ -6,20 +6,20 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
+from ckptcore_testing.far_storage import FarStorage
+from ckptcore_testing.faults import FaultPlan
+from ckptcore_testing.faulty_storage import FaultyDirectories, FaultyStorage, with_faults
+from ckptcore_testing.simulated_disk import SimulatedDisk
+from ckptcore_testing.simulated_storage import SimulatedStorage, open_simulated
+from ckptcore_testing.storage import StorageBackendTests
+from ckptcore_testing.storage_deletions import RepeatsDeletionsTests
+from ckptcore_testing.storage_directories import AtomicDirectoriesTests, DirectoryStorage
+from ckptcore_testing.storage_writers import CreatesObjectsTests, HoldsUploadsTests
 
 from ckptcore.builtin.local import open_local
 from ckptcore.builtin.memory import MemoryStorage, MemoryStorages
-from ckptcore.locations import Subdirectory
+from ckptcore.commit.location import Subdirectory
 from ckptcore.protocols import AtomicDirectories, CreatesObjects, HoldsUploads, StorageBackend, StorageOptions
-from ckptcore.testing.far_storage import FarStorage
-from ckptcore.testing.faults import FaultPlan
-from ckptcore.testing.faulty_storage import FaultyDirectories, FaultyStorage, with_faults
-from ckptcore.testing.simulated_disk import SimulatedDisk
-from ckptcore.testing.simulated_storage import SimulatedStorage, open_simulated
-from ckptcore.testing.storage import StorageBackendTests
-from ckptcore.testing.storage_deletions import RepeatsDeletionsTests
-from ckptcore.testing.storage_directories import AtomicDirectoriesTests, DirectoryStorage
-from ckptcore.testing.storage_writers import CreatesObjectsTests, HoldsUploadsTests
 
 
 class _OnDisk:

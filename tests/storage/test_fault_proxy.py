@@ -11,8 +11,7 @@ from contextlib import closing, contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
-
-from ckptcore.testing import (
+from ckptcore_testing import (
     CutContent,
     DeliverLater,
     Duplicate,
@@ -33,8 +32,8 @@ from ckptcore.testing import (
     TruncateAnswer,
     Wait,
 )
-from ckptcore.testing.fault_proxy import PLAIN_HTTP
-from ckptcore.testing.http_messages import HTTPAnswer
+from ckptcore_testing.fault_proxy import PLAIN_HTTP
+from ckptcore_testing.http_messages import HTTPAnswer
 
 _SECONDS = 60
 

@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import pytest
-
-from ckptcore.builtin.memory import MemoryStorages
-from ckptcore.errors import CorruptCheckpointError, StorageError, StorageFullError
-from ckptcore.protocols import AtomicDirectories, StorageBackend, StorageOptions
-from ckptcore.testing.faults import (
+from ckptcore_testing.faults import (
     CrashAt,
     FailAt,
     Fault,
@@ -17,9 +13,13 @@ from ckptcore.testing.faults import (
     ShortReadAt,
     SimulatedCrash,
 )
-from ckptcore.testing.faulty_storage import FaultyDirectories, FaultyStorage, with_faults
-from ckptcore.testing.simulated_disk import SimulatedDisk
-from ckptcore.testing.simulated_storage import open_simulated
+from ckptcore_testing.faulty_storage import FaultyDirectories, FaultyStorage, with_faults
+from ckptcore_testing.simulated_disk import SimulatedDisk
+from ckptcore_testing.simulated_storage import open_simulated
+
+from ckptcore.builtin.memory import MemoryStorages
+from ckptcore.errors import CorruptCheckpointError, StorageError, StorageFullError
+from ckptcore.protocols import AtomicDirectories, StorageBackend, StorageOptions
 
 
 def faulty(*faults: Fault) -> tuple[FaultyStorage, StorageBackend, FaultPlan]:

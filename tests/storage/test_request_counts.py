@@ -6,13 +6,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from ckptcore_testing import FarStorage
 
 import ckptcore
+from ckptcore.commit.location import subdirectory
 from ckptcore.errors import CheckpointError, CorruptCheckpointError
-from ckptcore.locations import subdirectory
 from ckptcore.model import HostArray
 from ckptcore.protocols import StorageBackend, StorageOptions
-from ckptcore.testing import FarStorage
 
 LOCATION = "far://bucket/run"
 MOST_TO_LOAD = 10

@@ -11,8 +11,7 @@ import urllib.request
 from pathlib import Path
 
 import pytest
-
-from ckptcore.testing.servers import ServerCommand, free_port, serve
+from ckptcore_testing.servers import ServerCommand, free_port, serve
 
 SERVER = """
 import http.server, os, sys
@@ -26,7 +25,7 @@ http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
 
 PARENT = """
 import sys, pathlib, time
-from ckptcore.testing.servers import serve
+from ckptcore_testing.servers import serve
 from tests.storage.test_servers import command
 with serve(command, pathlib.Path(sys.argv[1])) as server:
     print(server.url, flush=True)

@@ -6,12 +6,12 @@ import random
 from collections.abc import Callable
 
 import pytest
+from ckptcore_testing.faults import SimulatedCrash
+from ckptcore_testing.simulated_disk import DiskDirectory, DiskFile, SimulatedDisk
+from ckptcore_testing.simulated_storage import SimulatedStorage, open_simulated
 
 from ckptcore.errors import ObjectNotFoundError
 from ckptcore.protocols import StorageOptions
-from ckptcore.testing.faults import SimulatedCrash
-from ckptcore.testing.simulated_disk import DiskDirectory, DiskFile, SimulatedDisk
-from ckptcore.testing.simulated_storage import SimulatedStorage, open_simulated
 
 DURABLE = StorageOptions(durable=True)
 NOT_DURABLE = StorageOptions(durable=False)

@@ -11,8 +11,7 @@ import xml.etree.ElementTree
 from pathlib import Path
 
 import pytest
-
-from ckptcore.testing.plugins import internal_imports
+from ckptcore_testing.plugins import internal_imports
 
 ROOT = Path(__file__).resolve().parents[2]
 HERE = Path(__file__).resolve().parent
@@ -103,12 +102,12 @@ def test_an_internal_import_is_noticed(tmp_path: Path) -> None:
     """The test above can fail."""
     source = tmp_path / "nosy.py"
     source.write_text(
-        "from ckptcore.model import Box\nimport ckptcore.saves.saving\ndef f():\n    from ckptcore import commits, load\n",
+        "from ckptcore.model import Box\nimport ckptcore.saving.save\ndef f():\n    from ckptcore import commits, load\n",
         encoding="utf-8",
     )
     assert [line.rpartition(" ")[2] for line in internal_imports(source)] == [
-        "ckptcore.saves.saving",
-        "ckptcore.commits",
+        "ckptcore.saving.save",
+        "ckptcore.commit",
     ]
 
 

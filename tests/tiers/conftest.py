@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ckptcore.tiers import uploader
+from ckptcore.training.tiers import uploader
 
 
 @pytest.fixture

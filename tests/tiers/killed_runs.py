@@ -11,13 +11,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
+from ckptcore_testing.faults import FaultPlan, Step
+from ckptcore_testing.faulty_storage import with_faults
+
 import ckptcore
 from ckptcore.builtin.local import open_local
 from ckptcore.hookspecs import hookimpl
 from ckptcore.policies import LatestN
 from ckptcore.protocols import StorageBackend, StorageOpener, StorageOptions
-from ckptcore.testing.faults import FaultPlan, Step
-from ckptcore.testing.faulty_storage import with_faults
 from tests.checkpointer.runs import tree
 
 __all__ = ["STEPS", "count_requests", "kill_at", "open_far"]

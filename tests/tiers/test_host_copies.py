@@ -17,10 +17,10 @@ from ckptcore import Checkpointer, CheckpointReader, ReplicaOptions
 from ckptcore.errors import RankFailedError
 from ckptcore.model import ArrayRecord, ArraySpec, Box, Node, Shard, TreeMetadata, WritePlan
 from ckptcore.model.tree import LEAF
+from ckptcore.planning.replicas import cut_for_replicas, owners_of, written_boxes
 from ckptcore.policies import SpecificSteps
-from ckptcore.saves.host_shares import copied_boxes
-from ckptcore.sharing import cut_for_replicas, owners_of, written_boxes
-from ckptcore.trees.tree_descriptions import TreeDescription
+from ckptcore.saving.host_shares import copied_boxes
+from ckptcore.saving.tree_descriptions import TreeDescription
 from tests.checkpointer.runs import Watch, keys_of
 from tests.tiers.test_hosts import HOSTS, empty, job, near_of, sharded
 

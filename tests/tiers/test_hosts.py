@@ -10,6 +10,7 @@ from typing import Any, Final
 
 import numpy as np
 import pytest
+from ckptcore_testing import ThreadJob
 
 import ckptcore
 from ckptcore import ArrayShard, Checkpointer, CheckpointReader, NearTier, ReplicaOptions, ShardedArray
@@ -17,7 +18,6 @@ from ckptcore.errors import CheckpointError, OnlyStepError, RankFailedError
 from ckptcore.model import Box
 from ckptcore.policies import LatestN, SpecificSteps
 from ckptcore.protocols import Coordinator
-from ckptcore.testing import ThreadJob
 from tests.checkpointer.runs import Watch, flip, keys_of, through, watched
 from tests.tiers.far_stores import Outage
 

@@ -8,13 +8,13 @@ from typing import Any, Final
 
 import numpy as np
 import pytest
+from ckptcore_testing import ThreadJob
 
 import ckptcore
 from ckptcore import Checkpointer, CheckpointReader, NearTier
 from ckptcore.errors import RankFailedError, StorageError
 from ckptcore.policies import LatestN
 from ckptcore.protocols import Coordinator
-from ckptcore.testing import ThreadJob
 from tests.checkpointer.runs import Watch, array_key, assert_is_step, flip, save_steps, through, tree, watched
 from tests.tiers.far_stores import Outage
 

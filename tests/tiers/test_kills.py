@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Final
 
 import pytest
+from ckptcore_testing.faults import FaultPlan
 
 from ckptcore import Checkpointer, CheckpointReader, NearTier
 from ckptcore.policies import LatestN
-from ckptcore.testing.faults import FaultPlan
 from tests.checkpointer.runs import assert_is_step, save_steps
 from tests.tiers.killed_runs import STEPS, count_requests, kill_at, open_far
 

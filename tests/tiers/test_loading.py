@@ -77,7 +77,7 @@ def test_a_damaged_near_copy_is_replaced_by_the_far_one_and_that_is_said(
     events: list[Event] = []
     context = ckptcore.Context(observers=[events.append])
     with Checkpointer(far, near=NearTier(near), context=context) as run:
-        with caplog.at_level(logging.WARNING, "ckptcore.steps"):
+        with caplog.at_level(logging.WARNING, "ckptcore.training"):
             assert_is_step(run.load(2 if named else None), 2)
         assert run.restored_step == 2 and run.skipped_steps == ()
     assert f"step 2 in {near} cannot be loaded" in caplog.text

@@ -11,12 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from ckptcore_s3.testing import DIALECT, S3Server, s3_server
-
-import ckptcore
-from ckptcore import Checkpointer, CheckpointReader, Context, NearTier
-from ckptcore.policies import LatestN
-from ckptcore.testing import (
+from ckptcore_testing import (
     DeliverLater,
     FaultProxy,
     InterruptBefore,
@@ -27,6 +22,11 @@ from ckptcore.testing import (
     SeededFaults,
     StoreDialect,
 )
+
+import ckptcore
+from ckptcore import Checkpointer, CheckpointReader, Context, NearTier
+from ckptcore.policies import LatestN
+from ckptcore_s3.testing import DIALECT, S3Server, s3_server
 from tests.checkpointer.runs import assert_is_step, save_steps
 
 _LARGE = 7 << 20

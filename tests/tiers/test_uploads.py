@@ -113,7 +113,7 @@ def test_who_falls_behind_makes_the_newest_safe_first_and_says_what_need_not_go(
         save_steps(run, [1])
         assert stands.arrived.wait(60)
         save_steps(run, [2, 3, 4, 5])
-        with caplog.at_level(logging.INFO, "ckptcore.tiers"):
+        with caplog.at_level(logging.INFO, "ckptcore.training.tiers"):
             stands.open()
             run.wait_for_uploads(60)
         assert [skip.step for skip in run.uploads.skipped] == [2, 3]

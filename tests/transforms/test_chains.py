@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from ckptcore_testing.strategies import partitions
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -15,7 +16,6 @@ import tests.transforms.chains
 from ckptcore import ArrayShard, Context, MemoryOptions, ShardedArray
 from ckptcore.model import ArrayRecord, HostArray
 from ckptcore.planning import plan_read
-from ckptcore.testing.strategies import partitions
 from ckptcore.transforms import apply_transforms, describe
 from ckptcore.transforms.patterns import path_text
 from tests.derivations.chains import open_counted

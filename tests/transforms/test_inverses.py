@@ -8,13 +8,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from ckptcore_testing import assert_same_tree
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ckptcore
 import ckptcore.transforms
 from ckptcore.errors import TransformError
-from ckptcore.testing import assert_same_tree
 from ckptcore.transforms import (
     Apply,
     Average,

@@ -8,10 +8,10 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+from ckptcore_testing import assert_same_tree
 
 import ckptcore
 from ckptcore.errors import TransformError
-from ckptcore.testing import assert_same_tree
 from ckptcore.transforms import (
     Average,
     Default,

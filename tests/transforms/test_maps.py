@@ -11,12 +11,12 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from ckptcore_testing import assert_same_tree
 from orbax.checkpoint import v1  # type: ignore[import-untyped]  # it has no types
 from safetensors.numpy import load_file
 
 import ckptcore
 from ckptcore.errors import TransformError
-from ckptcore.testing import assert_same_tree
 from ckptcore.transforms import Drop, Transform, inverse
 from ckptcore.transforms.maps import (
     MAPS,

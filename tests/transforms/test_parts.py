@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from ckptcore_testing import ThreadJob, ThreadNetwork
+from ckptcore_testing.strategies import partitions
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -16,8 +18,6 @@ from ckptcore import ArrayShard, Context, LoadReport, MemoryOptions, ShardedArra
 from ckptcore.errors import CheckpointError
 from ckptcore.model import Box
 from ckptcore.protocols import Coordinator
-from ckptcore.testing import ThreadJob, ThreadNetwork
-from ckptcore.testing.strategies import partitions
 from ckptcore.transforms import Cast, Fuse, Pad, Rename, Reshape, Slice, Split, Stack, Transform, Transpose, inverse
 
 RANKS = 4

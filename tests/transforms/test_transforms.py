@@ -10,12 +10,12 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+from ckptcore_testing import assert_same_tree
+from ckptcore_testing.strategies import Point
 
 import ckptcore
 from ckptcore import AbstractArray
 from ckptcore.errors import CorruptCheckpointError, TransformError, TreeMismatchError
-from ckptcore.testing import assert_same_tree
-from ckptcore.testing.strategies import Point
 from ckptcore.transforms import (
     Apply,
     Average,

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from ckptcore_testing.faults import FailAt, FaultPlan
 
 import ckptcore
 from ckptcore.errors import CheckpointError, CorruptCheckpointError, StorageError, UnsupportedVersionError
-from ckptcore.loads.reading import allocate_for
+from ckptcore.loading.opened import Opened
+from ckptcore.loading.reading import allocate_for
 from ckptcore.model import ArraySpec, HostArray
-from ckptcore.stored.opened import Opened
-from ckptcore.testing.faults import FailAt, FaultPlan
 from tests.copying.places import new_place
 from tests.crashes.places import faulty_context, through
 from tests.updates.roots import sealed
@@ -77,7 +77,7 @@ def test_what_is_in_bases_is_verified_in_pieces(tmp_path: Path, monkeypatch: pyt
         taken.append(spec.nbytes)
         return allocate_for(opened, leaf, spec)
 
-    monkeypatch.setattr("ckptcore.verification.allocate_for", noting)
+    monkeypatch.setattr("ckptcore.loading.verify.allocate_for", noting)
     report = ckptcore.verify(tmp_path / "update")
     assert report.ok and report.nbytes > big.nbytes
     assert max(taken) <= 1 << 24 and sum(taken) == big.nbytes + 8

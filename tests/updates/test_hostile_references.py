@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from ckptcore_testing.hostile_json import tampered
 
 import ckptcore
 from ckptcore.errors import CheckpointError, CorruptCheckpointError, InvalidLocationError
 from ckptcore.model import JSON
-from ckptcore.testing.hostile_json import tampered
 from tests.copying.places import new_place, store_at
 from tests.updates.roots import sealed
 

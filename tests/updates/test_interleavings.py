@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 
 import ckptcore
+from ckptcore.commit.clocks import SystemClock
+from ckptcore.commit.ownership import own_directory
 from ckptcore.errors import (
     CheckpointError,
     CheckpointExistsError,
@@ -20,11 +22,9 @@ from ckptcore.errors import (
     SaveLostError,
     StepPinnedError,
 )
-from ckptcore.holds import own_directory
-from ckptcore.holds.clocks import SystemClock
 from ckptcore.step_names import StepNames
-from ckptcore.steps.garbage import StepDeleter
-from ckptcore.steps.steps import StepDirectory
+from ckptcore.training.garbage import StepDeleter
+from ckptcore.training.steps import StepDirectory
 from tests.copying.places import new_place
 from tests.crashes.places import faulty_context, through
 from tests.holds.interleavings import Actor, Turns

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from ckptcore_testing.faults import FailAt, FaultPlan
 
 import ckptcore
 from ckptcore.errors import CheckpointReferredError, InvalidLocationError, StoragePermissionError
-from ckptcore.testing.faults import FailAt, FaultPlan
 from tests.copying.places import new_place, store_at
 from tests.crashes.places import faulty_context, through
 from tests.updates.roots import sealed
@@ -127,7 +127,7 @@ def test_a_base_is_visible_and_safe_while_a_deletion_looks_for_updates(
         assert ckptcore.load(f"{run}/1")["a"].sum() == 4
         raise CheckpointReferredError("an update was saved meanwhile")
 
-    monkeypatch.setattr("ckptcore.deletion._refuse_referred", refuse)
+    monkeypatch.setattr("ckptcore.commit.delete._refuse_referred", refuse)
     with pytest.raises(CheckpointReferredError):
         ckptcore.delete(f"{run}/1")
     assert len(looks) == 1

@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from ckptcore_testing import ThreadJob, ThreadNetwork
+from ckptcore_testing.faults import CrashAt, FaultPlan, SimulatedCrash
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -24,8 +26,6 @@ from ckptcore.errors import (
 )
 from ckptcore.model import Box
 from ckptcore.protocols import Coordinator
-from ckptcore.testing import ThreadJob, ThreadNetwork
-from ckptcore.testing.faults import CrashAt, FaultPlan, SimulatedCrash
 from tests.copying.places import new_place, objects_at
 from tests.crashes.places import InterruptedPlan, faulty_context, through
 from tests.crashes.states import same_value

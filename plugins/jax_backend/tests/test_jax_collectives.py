@@ -16,11 +16,11 @@ from typing import Any, TypeVar
 
 import numpy as np
 import pytest
-from ckptcore_jax.plugin import ckpt_collectives
+from ckptcore_testing import CollectivesTests
 
 import ckptcore
 from ckptcore.protocols import Collectives
-from ckptcore.testing import CollectivesTests
+from ckptcore_jax.plugin import ckpt_collectives
 
 T = TypeVar("T")
 
@@ -38,7 +38,7 @@ def _process(arguments: Sequence[str], errors: str) -> None:
 def _run(size: int, devices: int, task: str, directory: Path) -> None:
     """Run a task in a job of so many processes with so many devices each."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["ckptcore_jax.collectives", "ckptcore.testing", "jax"])
+    context.set_forkserver_preload(["ckptcore_jax.collectives", "ckptcore_testing", "jax"])
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{listener.getsockname()[1]}"

@@ -32,7 +32,7 @@ def run(size: int, devices: int, task: str, directory: Path) -> tuple[Sequence[i
     """Run a task in a job of so many processes with so many devices each; how each ended, and what they said."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(
-        ["ckptcore_jax.key_value_coordinator", "ckptcore.testing", "ckptcore_tensorstore", "jax"]
+        ["ckptcore_jax.key_value_coordinator", "ckptcore_testing", "ckptcore_tensorstore", "jax"]
     )
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))

@@ -6,9 +6,9 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from ckptcore_testing import PluginTests, SaveLoadMatrixTests, bit_patterns, installed_samples
 
 from ckptcore.model import ArraySpec
-from ckptcore.testing import PluginTests, SaveLoadMatrixTests, bit_patterns, installed_samples
 
 
 class TestPlugin(PluginTests):

@@ -8,11 +8,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from ckptcore_testing import assert_same_tree
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import ckptcore
 from ckptcore import LoadReport
-from ckptcore.testing import assert_same_tree
 from ckptcore.transforms import Cast, Fuse, Stack, Transform, Transpose, inverse
 
 CHAIN: list[Transform] = [

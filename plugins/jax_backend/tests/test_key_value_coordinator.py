@@ -12,15 +12,15 @@ from typing import TypeVar
 
 import jax
 import pytest
-from ckptcore_jax import KeyValueCoordinator
-from ckptcore_jax.job_service import KeyValueClient
-from ckptcore_jax.plugin import ckpt_coordinator
+from ckptcore_testing import CoordinatorTests
 from jax._src import distributed
 
 from ckptcore import Context, hookimpl
 from ckptcore.errors import PluginConflictError, PluginError, RankFailedError
 from ckptcore.protocols import Coordinator
-from ckptcore.testing import CoordinatorTests
+from ckptcore_jax import KeyValueCoordinator
+from ckptcore_jax.job_service import KeyValueClient
+from ckptcore_jax.plugin import ckpt_coordinator
 
 T = TypeVar("T")
 
@@ -49,7 +49,7 @@ class TestKeyValueCoordinator(CoordinatorTests):
 
     def run(self, size: int, job: Callable[[Coordinator], T], *, timeout_seconds: float) -> Sequence[T]:
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["ckptcore_jax.key_value_coordinator", "ckptcore.testing", "jax"])
+        context.set_forkserver_preload(["ckptcore_jax.key_value_coordinator", "ckptcore_testing", "jax"])
         address = f"127.0.0.1:{free_port()}"
         with tempfile.TemporaryDirectory() as directory:
             files = [f"{directory}/{rank}" for rank in range(size)]

@@ -7,11 +7,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
+from ckptcore_testing import FaultPlan, with_faults
+
 from ckptcore import Context, hookimpl
 from ckptcore.model import ArrayRecord, ArraySpec, Box, HostArray
 from ckptcore.plugins import installed_plugins
 from ckptcore.protocols import StorageBackend, StorageOpener, StorageOptions
-from ckptcore.testing import FaultPlan, with_faults
 
 __all__ = ["Part", "PartHandler", "counted", "place"]
 

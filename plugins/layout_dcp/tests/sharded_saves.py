@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from ckptcore_testing import ThreadJob
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner, create_default_global_save_plan
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
@@ -17,7 +18,6 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 import ckptcore
 from ckptcore.model import ArrayRecord, ArraySpec, Box, HostArray, Ready, Shard
 from ckptcore.protocols import Coordinator
-from ckptcore.testing import ThreadJob
 
 __all__ = ["boxes_of", "save_ours", "save_torch"]
 

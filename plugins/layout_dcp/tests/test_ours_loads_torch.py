@@ -12,13 +12,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+from ckptcore_testing import SHAPES, FaultPlan
 from torch.distributed.checkpoint._extension import ZStandard
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict, set_state_dict
 
 import ckptcore
 from ckptcore.errors import ChecksumError, TreeMismatchError, UnsupportedLeafError
 from ckptcore.model import ArraySpec, Box
-from ckptcore.testing import SHAPES, FaultPlan
 from plugins.layout_dcp.tests.counted_places import Part, counted, place
 from plugins.layout_dcp.tests.state_dicts import (
     DTYPES,

@@ -18,16 +18,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from ckptcore_dcp import storages
-from ckptcore_dcp.torch_files import TorchLayout
-from ckptcore_dcp.zips import read_zip, torch_members
+from ckptcore_testing.layout_stores import DirectoryReadStore
 
 import ckptcore
 from ckptcore.errors import CheckpointError, ChecksumError, CorruptCheckpointError, UnsupportedLeafError
 from ckptcore.hookspecs import hookimpl
 from ckptcore.model import LEAF, ArrayRecord, ArraySpec, Box, HostArray, ReadItem, ReadPlan, TileRead, TreeMetadata
 from ckptcore.protocols import Inspection, LayoutFactory
-from ckptcore.testing.layout_stores import DirectoryReadStore
+from ckptcore_dcp import storages
+from ckptcore_dcp.torch_files import TorchLayout
+from ckptcore_dcp.zips import read_zip, torch_members
 
 _FORMATS = pytest.mark.parametrize("zipped", [True, False], ids=["zip", "legacy"])
 

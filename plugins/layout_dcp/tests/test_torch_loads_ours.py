@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from ckptcore_testing import DTYPE_NAMES, SHAPES, bit_patterns
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
@@ -26,7 +27,6 @@ from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from
 
 import ckptcore
 from ckptcore.model import ArraySpec
-from ckptcore.testing import DTYPE_NAMES, SHAPES, bit_patterns
 from plugins.layout_dcp.tests.state_dicts import (
     DTYPES,
     NESTED,

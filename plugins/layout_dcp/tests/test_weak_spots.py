@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from ckptcore_testing import FailAt, FaultPlan, FullAfter, ThreadJob
 from torch.distributed.checkpoint._extension import ZStandard
 
 import ckptcore
@@ -24,7 +25,6 @@ from ckptcore.errors import (
     UnsupportedLeafError,
 )
 from ckptcore.protocols import Coordinator
-from ckptcore.testing import FailAt, FaultPlan, FullAfter, ThreadJob
 from plugins.layout_dcp.tests.counted_places import counted, place
 from plugins.layout_dcp.tests.state_dicts import assert_same, bytes_of, loaded, saved
 

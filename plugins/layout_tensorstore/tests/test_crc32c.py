@@ -6,9 +6,10 @@ import copy
 import pickle
 
 import numpy as np
-from ckptcore_tensorstore.crc32c import CRC32C, crc32c_of
 from hypothesis import given
 from hypothesis import strategies as st
+
+from ckptcore_tensorstore.crc32c import CRC32C, crc32c_of
 
 
 def test_published_values() -> None:

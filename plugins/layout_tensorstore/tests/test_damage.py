@@ -13,18 +13,18 @@ from typing import Any, Final
 
 import numpy as np
 import pytest
+from ckptcore_testing.hostile_json import tampered
+from ckptcore_testing.layout_stores import DirectoryReadStore
+
+import ckptcore
+from ckptcore.errors import CheckpointError
+from ckptcore.io.memory import allocate
+from ckptcore.model import ArraySpec, HostArray
+from ckptcore.protocols import Layout
 from ckptcore_tensorstore import OcdbtLayout, Zarr3Layout
 from ckptcore_tensorstore.crc32c import CRC32C
 from ckptcore_tensorstore.ocdbt import Database, Value, encode_database
 from ckptcore_tensorstore.ocdbt.frame import MANIFEST_MAGIC, NODE_MAGIC
-
-import ckptcore
-from ckptcore.engine.memory import allocate
-from ckptcore.errors import CheckpointError
-from ckptcore.model import ArraySpec, HostArray
-from ckptcore.protocols import Layout
-from ckptcore.testing.hostile_json import tampered
-from ckptcore.testing.layout_stores import DirectoryReadStore
 
 _GOLDEN: Final = Path(__file__).parent / "golden"
 _NAMES: Final = sorted(path.stem for path in _GOLDEN.glob("*.json"))
@@ -55,7 +55,7 @@ def _little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
             raise MemoryError(f"no memory for {spec}")
         return allocate(spec)
 
-    monkeypatch.setattr("ckptcore.loads.reading.allocate", limited)
+    monkeypatch.setattr("ckptcore.loading.reading.allocate", limited)
 
 
 def _attempts(location: Path) -> Iterator[Callable[[], object]]:

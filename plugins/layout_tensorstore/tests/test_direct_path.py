@@ -14,19 +14,19 @@ from typing import Any, TypeAlias
 import numpy as np
 import pytest
 import tensorstore as ts
-from ckptcore_tensorstore import ArrayRule, OcdbtLayout, Zarr3Layout, ZarrLayout
+from ckptcore_testing import DTYPE_NAMES, FaultPlan, assert_same_bits, strategies, with_faults
+from ckptcore_testing.layout_stores import StrictReadStore, local_directory
+from ckptcore_testing.layout_trials import Trial, Written, flat_trial, write_trial
 from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 
 import ckptcore
-from ckptcore.engine.reader import ObjectReader
-from ckptcore.engine.threads import IOThreads
 from ckptcore.errors import CorruptCheckpointError, ObjectNotFoundError
+from ckptcore.io.reader import ObjectReader
+from ckptcore.io.threads import IOThreads
 from ckptcore.model import BLOCK_BYTES, ArrayRecord, ArraySpec, Box, HostArray
 from ckptcore.protocols import Layout
-from ckptcore.testing import DTYPE_NAMES, FaultPlan, assert_same_bits, strategies, with_faults
-from ckptcore.testing.layout_stores import StrictReadStore, local_directory
-from ckptcore.testing.layout_trials import Trial, Written, flat_trial, write_trial
+from ckptcore_tensorstore import ArrayRule, OcdbtLayout, Zarr3Layout, ZarrLayout
 from plugins.layout_tensorstore.tests.foreign_arrays import (
     DATABASES,
     ForeignArray,

@@ -7,14 +7,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from ckptcore_tensorstore import OcdbtLayout, Zarr3Layout, encoding, writing
-from ckptcore_tensorstore.codec import EncodingChunk
 
 from ckptcore import Context
+from ckptcore.io.snapshot import HeldSnapshot
 from ckptcore.model import Segment
 from ckptcore.protocols import Layout
-from ckptcore.saves.parts import describe_part
-from ckptcore.snapshots import HeldSnapshot
+from ckptcore.saving.parts import describe_part
+from ckptcore_tensorstore import OcdbtLayout, Zarr3Layout, encoding, writing
+from ckptcore_tensorstore.codec import EncodingChunk
 
 
 class _FullStore:

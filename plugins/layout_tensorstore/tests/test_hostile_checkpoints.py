@@ -16,13 +16,13 @@ import numpy as np
 import pytest
 import tensorstore
 import zstandard
-from ckptcore_tensorstore import OcdbtLayout, Zarr3Layout
-from ckptcore_tensorstore.codec import ChunkCodec, DecodingChunk
-from ckptcore_tensorstore.orbax import tree_of_names
 
 import ckptcore
 from ckptcore.errors import ChecksumError, CorruptCheckpointError, InvalidLocationError
 from ckptcore.model import Box, HostArray, Node
+from ckptcore_tensorstore import OcdbtLayout, Zarr3Layout
+from ckptcore_tensorstore.codec import ChunkCodec, DecodingChunk
+from ckptcore_tensorstore.orbax import tree_of_names
 
 LITTLE = [{"name": "bytes", "configuration": {"endian": "little"}}]
 BIG = [{"name": "bytes", "configuration": {"endian": "big"}}]

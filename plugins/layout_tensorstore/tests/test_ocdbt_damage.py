@@ -11,11 +11,11 @@ from typing import Final
 
 import pytest
 import tensorstore as ts
-from ckptcore_tensorstore.ocdbt import Database, Value, encode_database
-from ckptcore_tensorstore.ocdbt.frame import MANIFEST_MAGIC, NODE_MAGIC, encode_frame
+from ckptcore_testing.layout_stores import DirectoryReadStore
 
 from ckptcore.errors import CheckpointError, ChecksumError, CorruptCheckpointError, UnsupportedVersionError
-from ckptcore.testing.layout_stores import DirectoryReadStore
+from ckptcore_tensorstore.ocdbt import Database, Value, encode_database
+from ckptcore_tensorstore.ocdbt.frame import MANIFEST_MAGIC, NODE_MAGIC, encode_frame
 
 _NODE_FILE: Final = "d/0123"
 _UUID: Final = bytes(range(16))

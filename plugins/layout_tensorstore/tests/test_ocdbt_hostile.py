@@ -10,15 +10,15 @@ from typing import Final
 
 import numpy as np
 import pytest
+from ckptcore_testing.layout_stores import DirectoryReadStore
+
+from ckptcore.errors import CorruptCheckpointError
 from ckptcore_tensorstore.ocdbt import Database, Value
 from ckptcore_tensorstore.ocdbt.frame import MANIFEST_MAGIC, NODE_MAGIC, encode_frame
 from ckptcore_tensorstore.ocdbt.manifest import Version, encode_manifest
 from ckptcore_tensorstore.ocdbt.node import NodeReference, Statistics
 from ckptcore_tensorstore.ocdbt.paths import DataFile
 from ckptcore_tensorstore.ocdbt.varints import encode_varint, encode_varints
-
-from ckptcore.errors import CorruptCheckpointError
-from ckptcore.testing.layout_stores import DirectoryReadStore
 
 _NODE_FILE: Final = "d/0123"
 _UUID: Final = bytes(range(16))

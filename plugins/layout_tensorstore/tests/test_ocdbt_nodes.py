@@ -10,16 +10,16 @@ from typing import Final
 import numpy as np
 import pytest
 import zstandard
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ckptcore.errors import CorruptCheckpointError, UnsupportedVersionError
 from ckptcore_tensorstore.crc32c import crc32c_of
 from ckptcore_tensorstore.ocdbt import Value
 from ckptcore_tensorstore.ocdbt.cursor import Place
 from ckptcore_tensorstore.ocdbt.node import Interior, Leaf, NodeReference, Statistics, decode_node
 from ckptcore_tensorstore.ocdbt.paths import DataFile
 from ckptcore_tensorstore.ocdbt.varints import encode_varint, encode_varints
-from hypothesis import given, settings
-from hypothesis import strategies as st
-
-from ckptcore.errors import CorruptCheckpointError, UnsupportedVersionError
 
 _NODE: Final = bytes.fromhex("0cdb20de")
 

@@ -9,16 +9,16 @@ from typing import Any
 
 import pytest
 import tensorstore as ts
+from ckptcore_testing.layout_stores import DirectoryReadStore
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ckptcore.errors import InvalidLocationError, NameCollisionError, UnsupportedLeafError
 from ckptcore_tensorstore.ocdbt import Database, Value, encode_database
 from ckptcore_tensorstore.ocdbt.cursor import Place
 from ckptcore_tensorstore.ocdbt.manifest import Version, decode_manifest, encode_manifest
 from ckptcore_tensorstore.ocdbt.node import NodeReference, Statistics
 from ckptcore_tensorstore.ocdbt.paths import DataFile
-from hypothesis import given, settings
-from hypothesis import strategies as st
-
-from ckptcore.errors import InvalidLocationError, NameCollisionError, UnsupportedLeafError
-from ckptcore.testing.layout_stores import DirectoryReadStore
 
 _UUID = bytes(range(16))
 _NODE_FILE = "d/00112233445566778899aabbccddeeff"

@@ -7,6 +7,12 @@ import msgpack
 import numpy as np
 import pytest
 import tensorstore as ts
+from ckptcore_testing.layout_stores import DirectoryReadStore
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ckptcore.errors import CheckpointError, CorruptCheckpointError, UnsupportedLeafError
+from ckptcore.model import LEAF, ArrayRecord, ArraySpec, Attribute, Node, TreeMetadata, ValueRecord
 from ckptcore_tensorstore.orbax import (
     PYTREE_HANDLER,
     encode_metrics,
@@ -25,12 +31,6 @@ from ckptcore_tensorstore.orbax import (
 from ckptcore_tensorstore.orbax.aggregate import parse_aggregate
 from ckptcore_tensorstore.orbax.shardings import encode_shardings, parse_shardings
 from ckptcore_tensorstore.orbax.strings import Strings, encode_strings
-from hypothesis import given, settings
-from hypothesis import strategies as st
-
-from ckptcore.errors import CheckpointError, CorruptCheckpointError, UnsupportedLeafError
-from ckptcore.model import LEAF, ArrayRecord, ArraySpec, Attribute, Node, TreeMetadata, ValueRecord
-from ckptcore.testing.layout_stores import DirectoryReadStore
 
 ON_ONE = {"sharding": {"type": "SingleDeviceSharding", "device": "cpu:0"}}
 

@@ -5,14 +5,14 @@ import shutil
 from pathlib import Path
 
 import pytest
-from ckptcore_tensorstore.axlearn import find_axlearn
-from ckptcore_tensorstore.orbax import find_composite, find_item, find_root_metadata, tree_of_names
+from ckptcore_testing.hostile_json import tampered
+from ckptcore_testing.layout_stores import DirectoryReadStore
 
 from ckptcore.errors import CheckpointError, CorruptCheckpointError, UncommittedCheckpointError
 from ckptcore.model import Attribute, Node
 from ckptcore.protocols import StorageAddress
-from ckptcore.testing.hostile_json import tampered
-from ckptcore.testing.layout_stores import DirectoryReadStore
+from ckptcore_tensorstore.axlearn import find_axlearn
+from ckptcore_tensorstore.orbax import find_composite, find_item, find_root_metadata, tree_of_names
 
 GOLDEN = Path(__file__).parent / "golden"
 NAMES = sorted(path.stem for path in GOLDEN.glob("*.json"))

@@ -11,10 +11,10 @@ from typing import Any, Final
 import numpy as np
 import pytest
 import tensorstore
-from ckptcore_tensorstore import OcdbtLayout
 
 import ckptcore
 from ckptcore.protocols import Layout
+from ckptcore_tensorstore import OcdbtLayout
 
 _FAST: Final = ckptcore.Context(durability="none")
 _ARRAYS: Final = 6
@@ -173,7 +173,7 @@ import numpy as np
 import ckptcore
 import tensorstore
 from ckptcore.plugins import installed_plugins
-from ckptcore.testing import FaultPlan, with_faults
+from ckptcore_testing import FaultPlan, with_faults
 from ckptcore.hookspecs import hookimpl
 
 

@@ -9,14 +9,14 @@ from pathlib import Path
 from types import FrameType
 
 import pytest
-from ckptcore_tensorstore import ArrayRule, OcdbtLayout, Zarr3Layout, ZarrLayout
+from ckptcore_testing.layout_stores import DirectoryWriteStore, HeldSnapshot, local_directory
+from ckptcore_testing.layout_trials import Trial, flat_trial, write_trial
 
 import ckptcore
 from ckptcore.errors import CheckpointError, StorageError, UnsupportedKeyError, UnsupportedLeafError
 from ckptcore.model import LEAF, ArrayRecord, ArraySpec, Box, Node, Receipt, Segment, TreeMetadata
 from ckptcore.protocols import Layout
-from ckptcore.testing.layout_stores import DirectoryWriteStore, HeldSnapshot, local_directory
-from ckptcore.testing.layout_trials import Trial, flat_trial, write_trial
+from ckptcore_tensorstore import ArrayRule, OcdbtLayout, Zarr3Layout, ZarrLayout
 
 
 def test_saves_without_arrays_share_no_names(tmp_path: Path) -> None:

@@ -9,6 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 import tensorstore as ts
+
+from ckptcore.errors import UnsupportedLeafError
+from ckptcore.model import ArraySpec, Box, dtype_from_name
 from ckptcore_tensorstore.chunking import chunks_of
 from ckptcore_tensorstore.crc32c import CRC32C, crc32c_of
 from ckptcore_tensorstore.zarr import (
@@ -29,9 +32,6 @@ from ckptcore_tensorstore.zarr import (
     zarr2_array,
     zarr3_array,
 )
-
-from ckptcore.errors import UnsupportedLeafError
-from ckptcore.model import ArraySpec, Box, dtype_from_name
 
 ALL_DTYPES = sorted(STORED_DTYPES[3])
 assert STORED_DTYPES[2] == STORED_DTYPES[3]

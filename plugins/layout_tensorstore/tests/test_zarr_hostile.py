@@ -10,6 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 import tensorstore as ts
+from ckptcore_testing.hostile_json import tampered
+
+from ckptcore.errors import CheckpointError, ChecksumError, CorruptCheckpointError, UnsupportedLeafError
+from ckptcore.model import ArraySpec
 from ckptcore_tensorstore.crc32c import CRC32C, crc32c_of
 from ckptcore_tensorstore.zarr import (
     ArrayFormat,
@@ -24,10 +28,6 @@ from ckptcore_tensorstore.zarr import (
     zarr2_array,
     zarr3_array,
 )
-
-from ckptcore.errors import CheckpointError, ChecksumError, CorruptCheckpointError, UnsupportedLeafError
-from ckptcore.model import ArraySpec
-from ckptcore.testing.hostile_json import tampered
 
 SPEC = ArraySpec((8, 6), "float32")
 VERSION3 = [

@@ -12,7 +12,7 @@ import pytest
 
 import ckptcore
 from ckptcore.errors import NotSharedError, RankFailedError
-from ckptcore.jobs import visibility
+from ckptcore.job import visibility
 from ckptcore.protocols import Coordinator
 from plugins.ray_coordinator.tests.ranks import Ranks
 

@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import pytest
+from ckptcore_testing import CoordinatorTests
 
 from ckptcore.protocols import Coordinator
-from ckptcore.testing import CoordinatorTests
 from plugins.ray_coordinator.tests.ranks import Ranks
 
 T = TypeVar("T")

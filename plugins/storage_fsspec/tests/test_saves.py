@@ -49,7 +49,7 @@ def _s3(directory: Path) -> Iterator[Place]:
 
 @contextmanager
 def _gs(directory: Path) -> Iterator[Place]:
-    from ckptcore_gcs.testing.servers import gcs_server
+    from ckptcore_testing.gcs_servers import gcs_server
 
     with gcs_server(directory) as server:
         options: dict[str, JSON] = {"endpoint_url": server.server.url, "token": "anon"}

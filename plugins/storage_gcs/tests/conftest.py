@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 from ckptcore_gcs.testing import StrictGcs
-from ckptcore_gcs.testing.servers import GcsServer, gcs_server
+from ckptcore_testing.gcs_servers import GcsServer, gcs_server
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from typing import Any
 import obstore
 import pytest
 import tensorstore
-from ckptcore_gcs.testing.strict import StrictGcs
+from ckptcore_gcs_server import StrictGcs
 from gcsfs.core import GCSFileSystem
 from google.api_core.exceptions import PreconditionFailed
 from google.auth.credentials import AnonymousCredentials

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import TypeAlias
 
 import pytest
-from ckptcore_gcs.testing.strict import StrictGcs
+from ckptcore_gcs_server import StrictGcs
 
 from plugins.storage_gcs.tests.plain_client import Reply, ask, in_two_parts
 

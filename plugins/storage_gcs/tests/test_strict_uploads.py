@@ -7,7 +7,7 @@ from collections.abc import Callable
 from urllib.parse import urlsplit
 
 import pytest
-from ckptcore_gcs.testing.strict import Answer, Request, StrictGcs
+from ckptcore_gcs_server import Answer, Request, StrictGcs
 
 from plugins.storage_gcs.tests.plain_client import Reply, ask, in_two_parts
 

@@ -7,6 +7,7 @@ import signal
 from collections.abc import Callable
 
 from ckptcore_gcs.credentials import DefaultTokens
+
 from ckptcore_obstore.limits import AdaptiveLimit
 from ckptcore_s3.credentials import ChainCredentials
 

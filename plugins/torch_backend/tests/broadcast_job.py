@@ -16,6 +16,7 @@ from typing import Any, Final
 
 import torch
 import torch.distributed as dist
+from ckptcore_testing import FaultPlan, FaultyStorage
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -25,7 +26,6 @@ from ckptcore import Context, ReadGroups
 from ckptcore.builtin.local import LocalStorage
 from ckptcore.errors import CheckpointError
 from ckptcore.protocols import StorageBackend, StorageOpener, StorageOptions
-from ckptcore.testing import FaultPlan, FaultyStorage
 
 READS: Final[Mapping[str, Any]] = {
     "all": "all",

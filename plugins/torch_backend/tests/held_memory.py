@@ -12,13 +12,13 @@ from typing import Any, Final
 
 import numpy as np
 import torch
+from ckptcore_testing import FaultPlan, FullAfter, with_faults
 
 import ckptcore
 from ckptcore import hookimpl
 from ckptcore.errors import CheckpointError
 from ckptcore.plugins import installed_plugins
 from ckptcore.protocols import StorageBackend, StorageOpener, StorageOptions
-from ckptcore.testing import FaultPlan, FullAfter, with_faults
 
 __all__ = ["OPERATIONS", "Operation", "State", "without_collector"]
 

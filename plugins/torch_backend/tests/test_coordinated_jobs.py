@@ -10,17 +10,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import ckptcore_torch
 import numpy as np
 import pytest
 import torch.distributed as dist
-from ckptcore_torch.store_coordinator import StoreCoordinator, _GroupCoordinators
 
 import ckptcore
+import ckptcore_torch
 from ckptcore import Context
 from ckptcore.errors import PluginError
-from ckptcore.jobs.exchanges import ExchangeCounts
+from ckptcore.job.exchanges import ExchangeCounts
 from ckptcore.protocols import Rejoinable
+from ckptcore_torch.store_coordinator import StoreCoordinator, _GroupCoordinators
 
 PROGRAM = Path(__file__).with_name("coordinated_job.py")
 RESTARTED = Path(__file__).with_name("restarted_job.py")

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from ckptcore_torch.named_optimizers import NamedOptimizer, NamedOptimizerHandler
+from ckptcore_testing import CheckpointableExample, CheckpointableHandlerTests
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_optimizer_state_dict,
@@ -21,7 +21,7 @@ from torch.nn.parallel import DataParallel
 
 import ckptcore
 from ckptcore.errors import NameCollisionError, TargetUndefinedError, TreeMismatchError, UnsupportedLeafError
-from ckptcore.testing import CheckpointableExample, CheckpointableHandlerTests
+from ckptcore_torch.named_optimizers import NamedOptimizer, NamedOptimizerHandler
 
 Make = Callable[[torch.nn.Module], torch.optim.Optimizer]
 HANDLER = NamedOptimizerHandler()

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from ckptcore_torch.named_optimizers import NamedOptimizer, NamedOptimizerPart, NamedOptimizerPartHandler
+from ckptcore_testing import CheckpointableExample, CheckpointableHandlerTests, ThreadJob
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_optimizer_state_dict,
@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.state_dict import (
 import ckptcore
 from ckptcore.errors import TreeMismatchError
 from ckptcore.protocols import Coordinator
-from ckptcore.testing import CheckpointableExample, CheckpointableHandlerTests, ThreadJob
+from ckptcore_torch.named_optimizers import NamedOptimizer, NamedOptimizerPart, NamedOptimizerPartHandler
 
 HANDLER = NamedOptimizerPartHandler()
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)

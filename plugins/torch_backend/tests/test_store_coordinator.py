@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import TypeVar
 
 import torch.distributed as dist
-from ckptcore_torch.store_coordinator import StoreCoordinator
+from ckptcore_testing import CoordinatorTests
 
 from ckptcore.protocols import Coordinator
-from ckptcore.testing import CoordinatorTests
+from ckptcore_torch.store_coordinator import StoreCoordinator
 
 T = TypeVar("T")
 
@@ -33,7 +33,7 @@ class TestStoreCoordinator(CoordinatorTests):
     def run(self, size: int, job: Callable[[Coordinator], T], *, timeout_seconds: float) -> Sequence[T]:
         server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["ckptcore_torch.store_coordinator", "ckptcore.testing"])
+        context.set_forkserver_preload(["ckptcore_torch.store_coordinator", "ckptcore_testing"])
         with tempfile.TemporaryDirectory() as directory:
             files = [f"{directory}/{rank}" for rank in range(size)]
             processes = [

@@ -13,9 +13,9 @@ from typing import Any, Final
 
 import pytest
 import torch.distributed as dist
-from ckptcore_torch.store_coordinator import StoreCoordinator
 
 from ckptcore.errors import CoordinationTimeoutError, PluginError, RankFailedError
+from ckptcore_torch.store_coordinator import StoreCoordinator
 
 
 def life(store: dist.HashStore, size: int, *, timeout_seconds: float = 30.0) -> list[StoreCoordinator]:

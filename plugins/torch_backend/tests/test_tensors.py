@@ -12,15 +12,15 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
-from ckptcore_torch.dtypes import encoding_of
-from ckptcore_torch.tensors import SubclassHandler, TensorHandler, handler_of_type, same_memory
+from ckptcore_testing import SHAPES, LateHostMemory, LeafExample, LeafHandlerTests, assert_same_bits, bit_patterns
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.masked import masked_tensor
 
 import ckptcore
 from ckptcore.errors import PluginError, TargetUndefinedError, TreeMismatchError, UnsupportedLeafError
 from ckptcore.model import ArrayRecord, ArraySpec, Box, HostArray, ValueRecord
-from ckptcore.testing import SHAPES, LateHostMemory, LeafExample, LeafHandlerTests, assert_same_bits, bit_patterns
+from ckptcore_torch.dtypes import encoding_of
+from ckptcore_torch.tensors import SubclassHandler, TensorHandler, handler_of_type, same_memory
 
 # What PyTorch says of some kinds of tensors, whoever makes one.
 pytestmark = [

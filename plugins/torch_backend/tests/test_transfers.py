@@ -13,11 +13,11 @@ from contextlib import AbstractContextManager
 import numpy as np
 import pytest
 import torch
-from ckptcore_torch.tensors import TensorHandler
-from ckptcore_torch.transfers import Lane, Moment, Transfers, finish_work_on, start_copy
+from ckptcore_testing import LateHostMemory
 
 from ckptcore.model import Box, HostArray
-from ckptcore.testing import LateHostMemory
+from ckptcore_torch.tensors import TensorHandler
+from ckptcore_torch.transfers import Lane, Moment, Transfers, finish_work_on, start_copy
 
 SIZE = 64
 

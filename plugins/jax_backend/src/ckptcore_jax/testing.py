@@ -10,10 +10,10 @@ from typing import Any, Final
 import jax
 import jax.numpy as jnp
 import numpy as np
+from ckptcore_testing import DTYPE_NAMES, ContainerSample, FrameworkSample
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ckptcore.model import ArraySpec, HostArray
-from ckptcore.testing import DTYPE_NAMES, ContainerSample, FrameworkSample
 
 __all__ = ["SAMPLE", "SHARDED"]
 

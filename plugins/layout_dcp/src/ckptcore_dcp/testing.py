@@ -1,10 +1,10 @@
-"""The sample of the layout torch for the matrix of `ckptcore.testing`: it reads only."""
+"""The sample of the layout torch for the matrix of `ckptcore_testing`: it reads only."""
 
 from __future__ import annotations
 
 from typing import Final
 
-from ckptcore.testing import LayoutSample
+from ckptcore_testing import LayoutSample
 
 __all__ = ["SAMPLE"]
 

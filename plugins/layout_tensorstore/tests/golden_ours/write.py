@@ -13,10 +13,10 @@ from typing import Any, Final
 import jax
 import ml_dtypes
 import numpy as np
-from ckptcore_tensorstore import ArrayRule, OcdbtLayout, Zarr3Layout, ZarrLayout
 
 import ckptcore
 from ckptcore.protocols import Layout
+from ckptcore_tensorstore import ArrayRule, OcdbtLayout, Zarr3Layout, ZarrLayout
 
 VERSION: Final = "state-1"
 """The version of the state that the layouts keep in the root."""

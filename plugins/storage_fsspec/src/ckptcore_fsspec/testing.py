@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
-from ckptcore.testing import StorageSample
+from ckptcore_testing import StorageSample
 
 __all__ = ["SAMPLE"]
 

@@ -11,11 +11,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import quote
 
-from ckptcore_obstore.failures import Failure, FailureKind, RequestFailed, failure_of_answer
-from ckptcore_obstore.uploads import MARK
-
 from ckptcore.protocols import IfAbsent, PutCondition
 from ckptcore_gcs.settings import Settings
+from ckptcore_obstore.failures import Failure, FailureKind, RequestFailed, failure_of_answer
+from ckptcore_obstore.uploads import MARK
 
 if TYPE_CHECKING:
     from ckptcore_obstore.buckets import Bucket

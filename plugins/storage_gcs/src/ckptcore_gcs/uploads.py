@@ -12,11 +12,10 @@ import uuid
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Final
 
-from ckptcore_obstore.failures import Failure, FailureKind, RequestFailed
-from ckptcore_obstore.uploads import Upload
-
 from ckptcore.protocols import IF_ABSENT, Buffer
 from ckptcore_gcs.json_requests import MOST_COMPONENTS
+from ckptcore_obstore.failures import Failure, FailureKind, RequestFailed
+from ckptcore_obstore.uploads import Upload
 
 if TYPE_CHECKING:
     from ckptcore_gcs.buckets import GcsBucket

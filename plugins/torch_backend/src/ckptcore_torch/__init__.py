@@ -21,7 +21,7 @@
                        ends what a store does not answer
     collectives        how processes of such a job send each other what one has read, over group_channels
     adapters           LoRA adapters as PEFT keeps them, saved and loaded by name
-    testing            the sample for the matrix of ckptcore.testing
+    testing            the sample for the matrix of ckptcore_testing
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The sample of PyTorch for the matrix of `ckptcore.testing`."""
+"""The sample of PyTorch for the matrix of `ckptcore_testing`."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any, Final
 
 import numpy as np
 import torch
+from ckptcore_testing import DTYPE_NAMES, FrameworkSample
 
 from ckptcore.model import ArraySpec, HostArray, dtype_from_name
-from ckptcore.testing import DTYPE_NAMES, FrameworkSample
 
 __all__ = ["SAMPLE"]
 

@@ -3,12 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
-from toyframe.grids import Crate, Grid
-from toyframe.handlers import DTYPES, CrateHandler, GridHandler, cells_of
-from toyframe.samples import grid_of, sketch_of
-
-from ckptcore.model import ArraySpec
-from ckptcore.testing import (
+from ckptcore_testing import (
     SHAPES,
     ContainerExample,
     ContainerHandlerTests,
@@ -17,6 +12,11 @@ from ckptcore.testing import (
     PluginTests,
     bit_patterns,
 )
+from toyframe.grids import Crate, Grid
+from toyframe.handlers import DTYPES, CrateHandler, GridHandler, cells_of
+from toyframe.samples import grid_of, sketch_of
+
+from ckptcore.model import ArraySpec
 
 
 def flip(grid: Grid) -> None:

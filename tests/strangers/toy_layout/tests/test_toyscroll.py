@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from ckptcore_testing import LayoutCrashTests, LayoutTests, PluginTests
 from toyscroll.layout import ScrollLayout
 
 from ckptcore.protocols import Layout
-from ckptcore.testing import LayoutCrashTests, LayoutTests, PluginTests
 
 
 class TestScroll(LayoutTests):

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from ckptcore_testing import PluginTests, StorageBackendTests
 from toyattic.storage import open_attic
 
 from ckptcore.protocols import StorageBackend, StorageOptions
-from ckptcore.testing import PluginTests, StorageBackendTests
 
 
 class TestAttic(StorageBackendTests):

@@ -5,9 +5,9 @@ from __future__ import annotations
 import functools
 from typing import Final
 
-from ckptcore.testing import StorageSample
-from ckptcore.testing.shared_buckets import SharedBucket
-from ckptcore_gcs.testing.servers import gcs_server
+from ckptcore_testing import StorageSample
+from ckptcore_testing.gcs_servers import gcs_server
+from ckptcore_testing.shared_buckets import SharedBucket
 
 __all__ = ["FAKE_GCS_SERVER", "SAMPLE"]
 

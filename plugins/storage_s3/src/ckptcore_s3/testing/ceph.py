@@ -18,7 +18,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Final
 
-from ckptcore.testing.servers import Server, ServerCommand, free_port, serve
+from ckptcore_testing.servers import Server, ServerCommand, free_port, serve
 
 __all__ = ["PROGRAMS", "serve_ceph"]
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import functools
 from typing import Final
 
-from ckptcore.testing import StorageSample
-from ckptcore.testing.shared_buckets import SharedBucket
+from ckptcore_testing import StorageSample
+from ckptcore_testing.shared_buckets import SharedBucket
+
 from ckptcore_s3.testing.servers import s3_server
 
 __all__ = ["MOTO", "SAMPLE"]

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import numpy as np
+from ckptcore_testing import ContainerSample, FrameworkSample
 
 from ckptcore.model import ArraySpec, HostArray, name_of_dtype
-from ckptcore.testing import ContainerSample, FrameworkSample
 from toyframe.grids import Crate, Grid, Sketch
 from toyframe.handlers import DTYPES, cells_of
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from ckptcore.testing import StorageSample
+from ckptcore_testing import StorageSample
 
 
 @contextmanager

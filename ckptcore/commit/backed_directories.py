@@ -1,0 +1,178 @@
+"""A directory of which objects that are not there are read in another one, that holds the same checkpoint."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TypeVar
+
+from ckptcore.commit.root import ROOT_KEY, Root
+from ckptcore.commit.root_json import decode_root
+from ckptcore.errors import ObjectNotFoundError
+from ckptcore.io.sources import hold_reader, open_reader
+from ckptcore.model.objects import ObjectRecord
+from ckptcore.protocols import ObjectWriter, PutCondition, RangeReader, StorageAddress, StorageBackend
+
+__all__ = ["BackedDirectory"]
+
+logger = logging.getLogger("ckptcore.training")
+
+T = TypeVar("T")
+
+
+class BackedDirectory:
+    """The directory that a checkpoint is in, as a storage to read from. Any thread.
+
+    What the checkpoint lacks here is read from its other copy, if that has the same root, byte for byte: then all of it is the same.
+    The root itself is always read here. That something is read there is logged once.
+    """
+
+    def __init__(self, near: StorageBackend, name: str, far: StorageBackend, far_name: str) -> None:
+        """Look at nothing yet.
+
+        Args:
+            near: the directory that the checkpoint is in.
+            name: the checkpoint's name in it.
+            far: the directory that the other copy is in.
+            far_name: the name of that.
+        """
+        self._near = near
+        self._name = name
+        self._far = far
+        self._far_name = far_name
+        self._lock = threading.Lock()
+        self._is_same: bool | None = None
+        self._objects: dict[str, Mapping[str, ObjectRecord]] = {}
+
+    @property
+    def request_bytes(self) -> int:
+        """As that of the directory itself."""
+        return self._near.request_bytes
+
+    @property
+    def address(self) -> StorageAddress | None:
+        """None: native I/O would find only what is here."""
+        return None
+
+    def _other(self, key: str) -> str | None:
+        """The key of an object in the other copy; None where that is no copy."""
+        if not key.startswith(f"{self._name}/") or key == f"{self._name}/{ROOT_KEY}":
+            return None
+        with self._lock:
+            if self._is_same is None:
+                self._is_same = self._compare()
+                if self._is_same:
+                    logger.warning(
+                        "step %s is not whole near: %s and what else is missing is read far", self._name, key
+                    )
+        return self._far_name + key[len(self._name) :] if self._is_same else None
+
+    def _compare(self) -> bool:
+        try:
+            mine = self._near.get(f"{self._name}/{ROOT_KEY}")
+            return self._far.get(f"{self._far_name}/{ROOT_KEY}") == mine
+        except ObjectNotFoundError:
+            return False
+
+    def _read(self, key: str, read: Callable[[StorageBackend, str], T]) -> T:
+        try:
+            return read(self._near, key)
+        except ObjectNotFoundError:
+            other = self._other(key)
+            if other is None:
+                raise
+        return read(self._far, other)
+
+    def get(self, key: str, start: int = 0, stop: int | None = None) -> bytes:
+        """See `StorageBackend`."""
+        return self._read(key, lambda store, there: store.get(there, start, stop))
+
+    def get_with_tag(self, key: str) -> tuple[bytes, str]:
+        """See `StorageBackend`."""
+        return self._near.get_with_tag(key)
+
+    def get_into(self, key: str, ranges: Sequence[tuple[int, memoryview]]) -> None:
+        """See `StorageBackend`."""
+        self._read(key, lambda store, there: store.get_into(there, ranges))
+
+    def open_reader(self, key: str) -> RangeReader:
+        """See `OpensObjects`. A storage that finds objects only as they are read is asked whether it is there."""
+
+        def open_there(store: StorageBackend, there: str) -> RangeReader:
+            store.size(there)
+            return open_reader(store, there)
+
+        return self._read(key, open_there)
+
+    def hold_open(self, key: str) -> RangeReader:
+        """See `HoldsObjects`; as `open_reader`."""
+
+        def hold_there(store: StorageBackend, there: str) -> RangeReader:
+            store.size(there)
+            return hold_reader(store, there)
+
+        return self._read(key, hold_there)
+
+    def size(self, key: str) -> int:
+        """See `StorageBackend`. Of an object that is not here it is what a root here says: whoever reads it finds out whether that is so.
+
+        What a load looks at before it reads are the sizes of all objects of an array, also of those that it will not read.
+        """
+        try:
+            return self._near.size(key)
+        except ObjectNotFoundError:
+            stated = self._stated_size(key)
+            if stated is None:
+                raise
+            return stated
+
+    def _stated_size(self, key: str) -> int | None:
+        """Bytes of an object as the root of its checkpoint, or of the checkpointable that it is part of, states them."""
+        parts = key.split("/")
+        for depth in range(1, min(len(parts), 3)):
+            directory = "/".join(parts[:depth])
+            objects = self._objects_of(directory)
+            if (record := objects.get("/".join(parts[depth:]))) is not None:
+                return record.size
+        return None
+
+    def _objects_of(self, directory: str) -> Mapping[str, ObjectRecord]:
+        with self._lock:
+            known = self._objects.get(directory)
+        if known is None:
+            try:
+                root = decode_root(
+                    self._near.get(f"{directory}/{ROOT_KEY}"),
+                    lambda key, size: self._near.get(f"{directory}/{key}", 0, size),
+                )
+            except ObjectNotFoundError:
+                root = None
+            known = root.objects if isinstance(root, Root) else {}
+            with self._lock:
+                self._objects[directory] = known
+        return known
+
+    def put(self, key: str, data: bytes, *, condition: PutCondition | None = None) -> str:
+        """See `StorageBackend`; here only."""
+        return self._near.put(key, data, condition=condition)
+
+    def open_writer(self, key: str, size: int | None = None) -> ObjectWriter:
+        """See `StorageBackend`; here only."""
+        return self._near.open_writer(key, size)
+
+    def list(self, prefix: str = "") -> Iterator[str]:
+        """See `StorageBackend`; what is here."""
+        return self._near.list(prefix)
+
+    def list_names(self, prefix: str = "") -> Sequence[str]:
+        """See `StorageBackend`; what is here."""
+        return self._near.list_names(prefix)
+
+    def delete(self, keys: Sequence[str]) -> None:
+        """See `StorageBackend`; here only."""
+        self._near.delete(keys)
+
+    def sync(self, keys: Sequence[str]) -> None:
+        """See `StorageBackend`; here only."""
+        self._near.sync(keys)

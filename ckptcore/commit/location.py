@@ -1,0 +1,431 @@
+"""Locations: what a user names, as a storage and a name in it."""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+import urllib.parse
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from typing import Final, TypeAlias, cast
+
+from ckptcore.builtin.linux_calls import real_path
+from ckptcore.commit.backed_directories import BackedDirectory
+from ckptcore.errors import InvalidLocationError, ObjectNotFoundError
+from ckptcore.io.new_objects import abort_uploads, open_new
+from ckptcore.io.requests import requests_of
+from ckptcore.io.sources import hold_reader, open_reader
+from ckptcore.model.tree import JSON
+from ckptcore.plugins import Plugins
+from ckptcore.protocols import (
+    AtomicDirectories,
+    ObjectWriter,
+    PutCondition,
+    RangeReader,
+    RepeatsDeletions,
+    StorageAddress,
+    StorageBackend,
+    StorageOptions,
+)
+from ckptcore.redaction import redacted
+
+__all__ = [
+    "AtomicSubdirectories",
+    "Backed",
+    "Location",
+    "LocationAddress",
+    "LocationLike",
+    "Place",
+    "Subdirectory",
+    "Within",
+    "absolute_location",
+    "open_address",
+    "open_directory",
+    "resolve_location",
+    "subdirectory",
+]
+
+LocationLike: TypeAlias = str | os.PathLike[str]
+"""A path, or a URL such as ``memory://name/step_1``."""
+
+_URL: Final = re.compile(r"([a-zA-Z][a-zA-Z0-9+.-]*)://(.*)", re.DOTALL)
+
+_BROKEN_URL: Final = re.compile(r"([a-zA-Z][a-zA-Z0-9+.-]+):/(.*)", re.DOTALL)
+"""What `pathlib.Path` makes of a URL; as a path it would begin with a directory whose name ends with a colon."""
+
+
+@dataclass(frozen=True, slots=True)
+class Within:
+    """A directory within what a location names.
+
+    Attributes:
+        location: a path or URL, or a directory within one.
+        directory: a relative key.
+    """
+
+    location: Place
+    directory: str
+
+    def __str__(self) -> str:
+        around = self.location if isinstance(self.location, Within | Backed) else os.fspath(self.location)
+        return f"{redacted(str(around)).rstrip('/')}/{self.directory}"
+
+
+@dataclass(frozen=True, slots=True)
+class Backed:
+    """A checkpoint of which objects that are not where it is are read from a copy of it.
+
+    Attributes:
+        near: where it is.
+        far: where the copy is; it counts if its root is the same, byte for byte.
+    """
+
+    near: Within
+    far: Within
+
+    def __str__(self) -> str:
+        return str(self.near)
+
+
+Place: TypeAlias = LocationLike | Within | Backed
+"""What can be resolved: what a user names, a directory within it, or a checkpoint that has a copy."""
+
+
+@dataclass(frozen=True, slots=True)
+class LocationAddress:
+    """Where a checkpoint is or will be, to be opened by another process: a `Location` has its storage open and does not travel.
+
+    Attributes:
+        display: as the user knows it, without secrets.
+        scheme: of the storage.
+        parent: what the storage opens: an absolute path, or the URL without its scheme.
+        name: the checkpoint's name in it.
+    """
+
+    display: str
+    scheme: str
+    parent: str
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Location:
+    """Where a checkpoint is or will be.
+
+    Attributes:
+        display: as the user knows it, without secrets.
+        parent: the storage, opened at the directory that the checkpoint is in.
+        name: the checkpoint's name in it, without ``/``.
+        identity: the same for two spellings of one location, as far as they can be told to be.
+        of_host: whether it is on a disk that one host of a job has by itself, and may hold copies for that host.
+    """
+
+    display: str
+    parent: StorageBackend
+    name: str
+    identity: str = ""
+    of_host: bool = False
+
+    @property
+    def store(self) -> StorageBackend:
+        """The storage as seen from within the checkpoint."""
+        return subdirectory(self.parent, self.name)
+
+    @property
+    def absolute(self) -> str:
+        """How it is found from any working directory: a local path without links, or a URL."""
+        return self.identity.partition(":")[2] or self.display
+
+    @property
+    def parent_name(self) -> str:
+        """The name of the directory that it is in; empty where that is not known."""
+        return self.identity.rpartition("/")[0].rpartition("/")[2]
+
+    def lies_in(self, other: Location) -> bool:
+        """Whether it is another location, or one inside that, as far as they can be told to be."""
+        return f"{self.identity}/".startswith(f"{other.identity}/")
+
+    @property
+    def to_open(self) -> LocationAddress:
+        """Where it is, for another process."""
+        scheme, _, within = self.identity.partition(":")
+        return LocationAddress(self.display, scheme, within.removesuffix(f"/{self.name}"), self.name)
+
+    @property
+    def is_object(self) -> bool:
+        """Whether the location is one object (file), not a directory of them."""
+        try:
+            self.parent.size(self.name)
+        except ObjectNotFoundError:
+            return False
+        return True
+
+
+def resolve_location(
+    location: Place, plugins: Plugins, *, durable: bool, config: Mapping[str, Mapping[str, JSON]]
+) -> Location:
+    """Open the directory that a location is in.
+
+    Args:
+        location: a path or URL, or a directory within one.
+        plugins: to find the storage by scheme.
+        durable: whether what is written must survive a loss of power.
+        config: options of storages, by scheme.
+
+    Raises:
+        InvalidLocationError: if it is neither, or names no place for a checkpoint.
+        UnknownPluginError: if nothing opens such a URL.
+    """
+    if isinstance(location, Backed):
+        near, far = (
+            resolve_location(one, plugins, durable=durable, config=config) for one in (location.near, location.far)
+        )
+        backed = BackedDirectory(near.parent, near.name, far.parent, far.name)
+        return replace(near, parent=backed, of_host=True)
+    if isinstance(location, Within):
+        return _within(location, plugins, durable, config)
+    scheme, address = _address(location)
+    options = StorageOptions(durable=durable, config=config.get(scheme, {}))
+    if scheme == "file":
+        # A checkpoint that is a symbolic link is saved where the link leads: renaming must not replace the link.
+        parent, name = os.path.split(address)
+    else:
+        parent, _, name = address.rpartition("/")
+    text = os.fspath(location)
+    if not name or name in (".", "..") or parent.endswith(":/"):
+        raise InvalidLocationError(
+            f"{text!r} names the root of a storage; a checkpoint needs a directory of its own below it"
+        )
+    return Location(redacted(text), plugins.storage(scheme)(parent, options), name, f"{scheme}:{parent}/{name}")
+
+
+def _within(place: Within, plugins: Plugins, durable: bool, config: Mapping[str, Mapping[str, JSON]]) -> Location:
+    if isinstance(place.location, Backed):
+        around = resolve_location(place.location, plugins, durable=durable, config=config)
+        identity = f"{around.identity}/{place.directory}"
+        return Location(str(place), around.store, place.directory, identity, of_host=around.of_host)
+    scheme, address = _address(place.location)
+    options = StorageOptions(durable=durable, config=config.get(scheme, {}))
+    store = plugins.storage(scheme)(address, options)
+    return Location(str(place), store, place.directory, f"{scheme}:{address}/{place.directory}")
+
+
+def open_address(
+    address: LocationAddress, plugins: Plugins, *, durable: bool, config: Mapping[str, Mapping[str, JSON]]
+) -> Location:
+    """Open a location that another process resolved.
+
+    Args:
+        address: of the location.
+        plugins, durable, config: as for `resolve_location`.
+
+    Raises:
+        UnknownPluginError: if nothing here opens such a URL.
+    """
+    options = StorageOptions(durable=durable, config=config.get(address.scheme, {}))
+    store = plugins.storage(address.scheme)(address.parent, options)
+    return Location(address.display, store, address.name, f"{address.scheme}:{address.parent}/{address.name}")
+
+
+def absolute_location(location: LocationLike) -> str:
+    """A location as it is found from any working directory: a local path without links, a URL as it is.
+
+    Raises:
+        InvalidLocationError: if it is neither.
+    """
+    return _address(location)[1]
+
+
+def open_directory(
+    directory: LocationLike, plugins: Plugins, *, durable: bool, config: Mapping[str, Mapping[str, JSON]]
+) -> StorageBackend:
+    """Open a directory that checkpoints are in.
+
+    Args:
+        directory: a path or URL; also the root of a storage.
+        plugins, durable, config: as for `resolve_location`.
+
+    Raises:
+        InvalidLocationError: if it is neither.
+        UnknownPluginError: if nothing opens such a URL.
+    """
+    return _within(Within(directory, "-"), plugins, durable, config).parent
+
+
+def _address(location: Place) -> tuple[str, str]:
+    """The scheme of a location, and what its storage is opened with.
+
+    Raises:
+        InvalidLocationError: if it is neither a path nor a URL.
+    """
+    if isinstance(location, Backed):
+        return _address(location.near)
+    if isinstance(location, Within):
+        scheme, address = _address(location.location)
+        return scheme, f"{address.rstrip('/')}/{location.directory}"
+    try:
+        text = os.fspath(location)
+    except TypeError as error:
+        raise InvalidLocationError(
+            f"a location is a path or a URL, and {type(location).__name__} {location!r} is neither"
+        ) from error
+    if not isinstance(text, str) or not text or "\0" in text:
+        raise InvalidLocationError(f"{text!r} is no location; give a path or a URL such as 'memory://name/step_1'")
+    matched = _URL.fullmatch(text)
+    if matched is None and (broken := _BROKEN_URL.fullmatch(text)) is not None:
+        raise InvalidLocationError(
+            f"{text!r} is a URL with one slash, as pathlib.Path makes it; give '{broken[1]}://{broken[2]}' as a str, or the "
+            "absolute path of a local directory that has this name"
+        )
+    scheme = matched[1].lower() if matched else "file"
+    if scheme == "file":
+        return scheme, real_path(_local_path(text) if matched else text)
+    return scheme, text.rstrip("/")
+
+
+def _local_path(url: str) -> str:
+    parts = urllib.parse.urlsplit(url)
+    if parts.netloc not in ("", "localhost") or parts.query or parts.fragment:
+        raise InvalidLocationError(f"{url!r} is no local file; write file:///path, with ? and # as %3F and %23")
+    return urllib.parse.unquote(parts.path)
+
+
+class Subdirectory:
+    """A directory of a storage as a storage of its own."""
+
+    def __init__(self, parent: StorageBackend, name: str) -> None:
+        self._parent = parent
+        self._prefix = f"{name}/" if name else ""
+
+    @property
+    def request_bytes(self) -> int:
+        """As its parent's."""
+        return self._parent.request_bytes
+
+    @property
+    def concurrency(self) -> int:
+        """As its parent's; 1 where it does not matter there."""
+        return requests_of(self._parent).concurrency
+
+    @property
+    def part_bytes(self) -> int:
+        """As its parent's; 1 where it does not matter there."""
+        return requests_of(self._parent).part_bytes
+
+    @property
+    def address(self) -> StorageAddress | None:
+        """Its parent's, one level down. A URL has escapes, which a name may look like: it must not become another one."""
+        address = self._parent.address
+        quoted = urllib.parse.quote(self._prefix.encode("utf-8", "surrogateescape"))
+        return address and StorageAddress(address.url + quoted, address.options)
+
+    def get(self, key: str, start: int = 0, stop: int | None = None) -> bytes:
+        """See `StorageBackend`."""
+        return self._parent.get(self._prefix + key, start, stop)
+
+    def get_with_tag(self, key: str) -> tuple[bytes, str]:
+        """See `StorageBackend`."""
+        return self._parent.get_with_tag(self._prefix + key)
+
+    def get_into(self, key: str, ranges: Sequence[tuple[int, memoryview]]) -> None:
+        """See `StorageBackend`."""
+        self._parent.get_into(self._prefix + key, ranges)
+
+    def open_reader(self, key: str) -> RangeReader:
+        """See `OpensObjects`."""
+        return open_reader(self._parent, self._prefix + key)
+
+    def hold_open(self, key: str) -> RangeReader:
+        """See `HoldsObjects`; of a storage that does not, what is open for reads."""
+        return hold_reader(self._parent, self._prefix + key)
+
+    def size(self, key: str) -> int:
+        """See `StorageBackend`."""
+        return self._parent.size(self._prefix + key)
+
+    def put(self, key: str, data: bytes, *, condition: PutCondition | None = None) -> str:
+        """See `StorageBackend`."""
+        return self._parent.put(self._prefix + key, data, condition=condition)
+
+    def open_writer(self, key: str, size: int | None = None) -> ObjectWriter:
+        """See `StorageBackend`."""
+        return self._parent.open_writer(self._prefix + key, size)
+
+    def open_new(self, key: str, size: int | None = None) -> ObjectWriter:
+        """See `CreatesObjects`."""
+        return open_new(self._parent, self._prefix + key, size)
+
+    def abort_uploads(self, prefix: str = "") -> int:
+        """See `HoldsUploads`."""
+        return abort_uploads(self._parent, self._prefix + prefix)
+
+    def delete_while(self, keys: Sequence[str], check: Callable[[], None]) -> None:
+        """See `RepeatsDeletions`; a storage that repeats nothing is asked once."""
+        inside = [self._prefix + key for key in keys]
+        if isinstance(self._parent, RepeatsDeletions):
+            self._parent.delete_while(inside, check)
+        else:
+            check()
+            self._parent.delete(inside)
+
+    def list(self, prefix: str = "") -> Iterator[str]:
+        """See `StorageBackend`."""
+        for key in self._parent.list(self._prefix + prefix):
+            yield key[len(self._prefix) :]
+
+    def list_names(self, prefix: str = "") -> Sequence[str]:
+        """See `StorageBackend`."""
+        return self._parent.list_names(self._prefix + prefix)
+
+    def delete(self, keys: Sequence[str]) -> None:
+        """See `StorageBackend`."""
+        self._parent.delete([self._prefix + key for key in keys])
+
+    def sync(self, keys: Sequence[str]) -> None:
+        """See `StorageBackend`."""
+        self._parent.sync([self._prefix + key for key in keys])
+
+
+class AtomicSubdirectories(Subdirectory):
+    """A directory of a storage that has real directories."""
+
+    def __init__(self, parent: StorageBackend, name: str, directories: AtomicDirectories) -> None:
+        super().__init__(parent, name)
+        self._directories = directories
+
+    def lock_directory(self, key: str) -> AbstractContextManager[None] | None:
+        """See `AtomicDirectories`."""
+        return self._directories.lock_directory(self._prefix + key)
+
+    def rename(self, source: str, destination: str) -> None:
+        """See `AtomicDirectories`."""
+        self._directories.rename(self._prefix + source, self._prefix + destination)
+
+    def exchange(self, first: str, second: str) -> None:
+        """See `AtomicDirectories`."""
+        self._directories.exchange(self._prefix + first, self._prefix + second)
+
+    def sync_directory(self, key: str) -> None:
+        """See `AtomicDirectories`."""
+        self._directories.sync_directory(self._prefix + key)
+
+    def delete_directory(self, key: str) -> None:
+        """See `AtomicDirectories`."""
+        self._directories.delete_directory(self._prefix + key)
+
+
+def subdirectory(parent: StorageBackend, name: str) -> StorageBackend:
+    """A directory of a storage as a storage of its own, with real directories where the parent has them; the storage itself without a name."""
+    if not name:
+        return parent
+    if _has_directories(type(parent)):
+        return AtomicSubdirectories(parent, name, cast(AtomicDirectories, parent))
+    return Subdirectory(parent, name)
+
+
+@functools.lru_cache(maxsize=64)
+def _has_directories(kind: type[StorageBackend]) -> bool:
+    """Whether storages of a type have real directories. Kept, for it is slow to find out and asked for every directory that is opened."""
+    return issubclass(kind, AtomicDirectories)

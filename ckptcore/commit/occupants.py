@@ -1,0 +1,263 @@
+"""The occupant of a location: a checkpoint, a claim, something else or nothing, and whether it may be replaced or removed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Final, Literal, TypeAlias
+
+from ckptcore.commit.hidden_names import is_hidden_name
+from ckptcore.commit.location import Location
+from ckptcore.commit.root import HEAD_BYTES, ROOT_KEY, Claimed, Composite, PartialSave, Root
+from ckptcore.commit.root_json import decode_root, is_claim, is_partial, summarize_root
+from ckptcore.errors import (
+    CheckpointExistsError,
+    CorruptCheckpointError,
+    InvalidLocationError,
+    ObjectNotFoundError,
+    StorageError,
+    UnsupportedVersionError,
+)
+from ckptcore.protocols import AtomicDirectories, StorageBackend
+
+__all__ = [
+    "IsForeign",
+    "Occupant",
+    "Overwrite",
+    "expect_no_nested",
+    "find_occupant",
+    "holds_members",
+    "is_claimed_by",
+    "is_committed",
+    "none_is_foreign",
+    "parse_root",
+    "read_root",
+    "refuse_inside",
+    "refuse_to_replace",
+    "root_bytes",
+]
+
+Overwrite: TypeAlias = bool | Literal["non-atomic"]
+"""Whether a save replaces the checkpoint at its location: no; yes, atomically; yes, also where that cannot be atomic."""
+
+IsForeign: TypeAlias = Callable[[Location], bool]
+"""Returns whether the directory at a location is a checkpoint that other software wrote."""
+
+Occupant: TypeAlias = Literal["nothing", "claim", "checkpoint"]
+"""What stands at a location."""
+
+_MOST_MEMBERS: Final = 1000
+"""How many directories are looked into; a checkpoint has a handful."""
+
+
+_SHOWN: Final = 5
+
+
+def none_is_foreign(location: Location) -> bool:
+    """Return False: see `IsForeign`."""
+    return False
+
+
+def refuse_to_replace(location: Location, overwrite: Overwrite, is_foreign: IsForeign = none_is_foreign) -> Occupant:
+    """Look whether a save may go to a location, and at what it replaces there.
+
+    Args:
+        location: where.
+        overwrite: whether a checkpoint is replaced.
+        is_foreign: recognises checkpoints of other software; called if the location has files but no root.
+
+    Raises:
+        CheckpointExistsError: if it may not.
+        InvalidLocationError: if no checkpoint can have its name.
+        ValueError: if `overwrite` is none of its values.
+    """
+    if location.is_object:
+        raise CheckpointExistsError(
+            f"{location.display} is a file; a checkpoint is a directory: save to another location, or remove the file"
+        )
+    return find_occupant(location, root_bytes(location.store), overwrite, is_foreign)
+
+
+def find_occupant(
+    location: Location, root: bytes | None, overwrite: Overwrite, is_foreign: IsForeign = none_is_foreign
+) -> Occupant:
+    """What a save to a location replaces there, if it may.
+
+    Args:
+        location: where.
+        root: the bytes of the root there; None where there is none.
+        overwrite, is_foreign: as for `refuse_to_replace`.
+
+    Raises:
+        CheckpointExistsError, InvalidLocationError, ValueError: as by `refuse_to_replace`.
+    """
+    if is_hidden_name(location.name):
+        raise InvalidLocationError(
+            f"{location.display} has the name of a save that is not committed, which no load takes for a checkpoint and which saves remove; "
+            "save to a name that does not begin with a dot"
+        )
+    if overwrite not in (True, False, "non-atomic"):
+        raise ValueError(f"overwrite={overwrite!r}: expected True, False or 'non-atomic'")
+    if root is not None:
+        if is_partial(root):
+            raise CheckpointExistsError(
+                f"{location.display} is being filled by a partial save that is not finalized, and nothing replaces that: call "
+                "ckptcore.finalize, or ckptcore.delete, first"
+            )
+        # One that cannot be read counts as a checkpoint: it is replaced only when asked.
+        occupant: Occupant = "claim" if is_claim(root) else "checkpoint"
+    elif not (names := location.store.list_names()):
+        return "nothing"
+    elif _are_members(location.store, names) or is_foreign(location):
+        occupant = "checkpoint"  # of several checkpointables, that lost its root; or of other software
+    else:
+        raise CheckpointExistsError(
+            f"{location.display} holds files that are no checkpoint ({', '.join(names[:5])}), and they are not "
+            "replaced; save to another location, or remove them"
+        )
+    if occupant == "checkpoint" and not overwrite:
+        raise CheckpointExistsError(
+            f"{location.display} holds a checkpoint already; save to another location, or pass overwrite=True"
+        )
+    expect_no_nested(location)
+    return occupant
+
+
+def holds_members(store: StorageBackend) -> bool:
+    """Whether directories in a directory are members of a checkpoint of several checkpointables. For one without a root."""
+    return _are_members(store, store.list_names())
+
+
+def _are_members(store: StorageBackend, names: Sequence[str]) -> bool:
+    for entry in names[:_MOST_MEMBERS]:
+        if not entry.endswith("/") or entry.startswith("."):
+            continue
+        try:
+            if b'"member":true' in store.get(f"{entry}{ROOT_KEY}", 0, HEAD_BYTES):
+                return True
+        except StorageError:
+            continue  # it has no root, or none that can be read
+    return False
+
+
+def read_root(store: StorageBackend) -> Root | Composite | Claimed | PartialSave | None:
+    """The root of a checkpoint, or None if there is none.
+
+    Raises:
+        CorruptCheckpointError: if it or a part of it is not what was written.
+        UnsupportedVersionError: if a newer version wrote it.
+    """
+    data = root_bytes(store)
+    return None if data is None else parse_root(store, data)
+
+
+def root_bytes(store: StorageBackend) -> bytes | None:
+    """The bytes of the root of a checkpoint, which no two saves share; None if there is none."""
+    try:
+        return store.get(ROOT_KEY)
+    except ObjectNotFoundError:
+        return None
+
+
+def is_claimed_by(location: Location, save_id: str) -> bool:
+    """Whether the root at a location is the claim of a save; never where directories are renamed, which claim by their names."""
+    data = root_bytes(location.store)
+    return data is not None and is_claim(data) and summarize_root(data).save_id == save_id
+
+
+def is_committed(store: StorageBackend) -> bool | None:
+    """Whether a checkpoint of ours is there; None where there is no root. One small request; the root is not checked."""
+    if isinstance(store, AtomicDirectories):
+        try:
+            store.size(ROOT_KEY)  # a claim never stands under the name of a checkpoint
+        except ObjectNotFoundError:
+            return None
+        return True
+    try:
+        head = store.get(ROOT_KEY, 0, 128)
+        return b'"state":"claimed"' not in head and b'"state":"partial"' not in head
+    except ObjectNotFoundError:
+        return None
+
+
+def parse_root(store: StorageBackend, data: bytes) -> Root | Composite | Claimed | PartialSave:
+    """The root that these bytes are, its parts read from the storage; raises what `read_root` does."""
+
+    def read_part(key: str, size: int) -> bytes:
+        try:
+            return store.get(key, 0, size)
+        except ObjectNotFoundError as error:
+            raise CorruptCheckpointError(f"{key}, a part of the root, is missing: {error}", key=key) from error
+
+    return decode_root(data, read_part)
+
+
+def refuse_inside(location: Location) -> None:
+    """Refuse a location whose parent directory is a checkpoint or a claim. One small request.
+
+    Raises:
+        InvalidLocationError
+    """
+    try:
+        location.parent.size(ROOT_KEY)
+    except ObjectNotFoundError:
+        return
+    above = location.display.rstrip("/").rpartition("/")[0]
+    raise InvalidLocationError(
+        f"cannot save to {location.display}: it is inside {above}, which is a checkpoint or an unfinished save. A "
+        "checkpoint owns its directory: save outside it. Nothing was written"
+    )
+
+
+def expect_no_nested(location: Location) -> None:
+    """Refuse to remove a checkpoint that has another one in its directory. Lists the directory.
+
+    Raises:
+        CheckpointExistsError
+        StorageError
+    """
+    names = _nested(location.store)
+    if names:
+        inside = ", ".join([f"{location.display.rstrip('/')}/{name}" for name in names[:_SHOWN]])
+        raise CheckpointExistsError(
+            f"{location.display} has another checkpoint in its directory ({inside}), which would be removed with it: "
+            "move or delete that one first. Nothing was changed"
+        )
+
+
+def _nested(store: StorageBackend) -> Sequence[str]:
+    """Return the directories of nested checkpoints that are no members, stored files or exports of this one.
+
+    Of each root only the head is read, unless a nested one may be a file that a member stores.
+    """
+    names = [key.removesuffix(f"/{ROOT_KEY}") for key in store.list() if key.endswith(f"/{ROOT_KEY}")]
+    heads = {name: _head(store, name) for name in names}
+    members = [name for name, head in heads.items() if b'"member":true' in head]
+    others = [
+        name
+        for name, head in heads.items()
+        if b'"state":"committed"' in head and b'"owned":true' not in head and name not in members
+    ]
+    return [name for name in others if not any(_stores(store, member, name) for member in members)]
+
+
+def _head(store: StorageBackend, name: str) -> bytes:
+    """Return the members of a root before its tables, which may have the same names in metadata of the user."""
+    try:
+        return store.get(f"{name}/{ROOT_KEY}", 0, HEAD_BYTES).partition(b'"tables":')[0]
+    except ObjectNotFoundError:
+        return b""
+
+
+def _stores(store: StorageBackend, member: str, name: str) -> bool:
+    """Return whether the root in a directory is a file of a member: an object may save a checkpoint among its files."""
+    if not name.startswith(f"{member}/"):
+        return False
+
+    def read_part(key: str, size: int) -> bytes:
+        return store.get(f"{member}/{key}", 0, size)
+
+    try:
+        root = decode_root(store.get(f"{member}/{ROOT_KEY}"), read_part)
+    except (CorruptCheckpointError, ObjectNotFoundError, UnsupportedVersionError):
+        return True  # unknown: the member is removed as a whole
+    return isinstance(root, Root) and f"{name.removeprefix(f'{member}/')}/{ROOT_KEY}" in root.objects

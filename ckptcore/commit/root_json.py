@@ -1,0 +1,476 @@
+"""The bytes of a root, ``checkpoint.json``, which seal themselves with a checksum, and of the parts that it names."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import json
+import math
+import re
+from collections.abc import Callable, Mapping
+from typing import Any, Final, TypeAlias
+
+import xxhash
+
+from ckptcore.builtin.keys import check_key
+from ckptcore.commit.root import (
+    ROOT_KEY,
+    Base,
+    Claimed,
+    Composite,
+    Member,
+    PartialSave,
+    References,
+    Root,
+    Session,
+    Summary,
+    check_name,
+    is_save_id,
+)
+from ckptcore.errors import CheckpointError, CorruptCheckpointError, InvalidLocationError, UnsupportedVersionError
+from ckptcore.model.columns import list_of_column
+from ckptcore.model.metadata import TreeMetadata
+from ckptcore.model.objects import BLOCK_BYTES, CHECKSUM_ALGORITHM, CHECKSUM_BYTES, ObjectRecord
+from ckptcore.model.tree import JSON
+
+__all__ = [
+    "FORMAT_VERSION",
+    "bases_of_root",
+    "decode_root",
+    "encode_claim",
+    "encode_composite",
+    "encode_partial",
+    "encode_root",
+    "is_claim",
+    "is_partial",
+    "summarize_root",
+]
+
+FORMAT_VERSION: Final = 3
+"""The newest format of checkpoints that this version reads. A root is written in the oldest one that has what it needs."""
+
+_TREE_VERSION: Final = 1
+_COMPOSITE_VERSION: Final = 2
+_PARTIAL_VERSION: Final = 3
+_REFERRING_VERSION: Final = 3
+
+_FORMAT: Final = "ckptcore"
+_INLINE_BYTES: Final = 1 << 18
+"""A table up to this size is in the root itself; a larger one is a part, an object of its own."""
+
+_MAX_PART_BYTES: Final = 1 << 32
+_CHECKSUM: Final = re.compile(rb',"checksum":"xxh3_64:([0-9a-f]{16})"\}\n')
+_CHECKSUM_TAIL_BYTES: Final = len(b',"checksum":"xxh3_64:0123456789abcdef"}\n')
+_MAX_PROCESSES: Final = 1 << 24
+_NOT_FINITE: Final = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
+
+ReadPart: TypeAlias = Callable[[str, int], bytes]
+"""Gives at most so many bytes of an object of the checkpoint."""
+
+
+def summarize_root(data: bytes) -> Summary:
+    """What these bytes of a root say, which may be hostile; no part of it is read.
+
+    Raises:
+        CorruptCheckpointError, UnsupportedVersionError
+    """
+    try:
+        document = _unseal(data)
+        version = document["version"]
+        if type(version) is int and version > FORMAT_VERSION:
+            raise _newer(version)
+        return Summary(
+            document["state"] == "committed",
+            _text(document["save_id"]),
+            _text(document["created"]),
+            _decode_metrics(document.get("metrics", {})),
+            _decode_progress(document.get("progress", {})),
+            _decode_members(document["members"]) if "members" in document else None,
+            _bytes_of_objects(document.get("tables", {}), document.get("parts", {})),
+            _decode_bases(document.get("bases", [])),
+        )
+    except InvalidLocationError as error:
+        raise CorruptCheckpointError(f"{ROOT_KEY} names an object that cannot be: {error}", key=ROOT_KEY) from error
+    except CheckpointError:
+        raise
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+        raise CorruptCheckpointError(f"{ROOT_KEY} cannot be read: {error!r}", key=ROOT_KEY) from error
+
+
+def bases_of_root(data: bytes) -> tuple[Base, ...]:
+    """Which other checkpoints these bytes of a root, which may be hostile, refer to. Every version says so in the same way.
+
+    Raises:
+        CorruptCheckpointError
+    """
+    if b'"bases"' not in data:
+        return ()  # most have none, and who deletes a checkpoint asks all that are beside it
+    try:
+        return _decode_bases(_unseal(data).get("bases", []))
+    except (ValueError, TypeError) as error:
+        raise CorruptCheckpointError(f"{ROOT_KEY} cannot be read: {error!r}", key=ROOT_KEY) from error
+
+
+def _bytes_of_objects(tables: Any, parts: Any) -> int | None:
+    if "objects" in parts:
+        return None
+    sizes: list[Any] = tables["objects"]["size"] if "objects" in tables else []
+    for size in sizes:
+        if type(size) is not int or size < 0:
+            raise CorruptCheckpointError(f"{ROOT_KEY} states {str(size)[:80]!r} bytes for an object", key=ROOT_KEY)
+    total: int = sum(sizes)
+    return total
+
+
+def _newer(version: int) -> UnsupportedVersionError:
+    return UnsupportedVersionError(
+        f"the checkpoint has format version {version} and this ckptcore reads up to {FORMAT_VERSION}; "
+        "upgrade ckptcore to load it"
+    )
+
+
+def encode_claim(claimed: Claimed) -> bytes:
+    """The bytes of a root that claims a location."""
+    return _seal({"format": _FORMAT, "version": _TREE_VERSION, "state": "claimed",
+                  "save_id": claimed.save_id, "created": claimed.created})  # fmt: skip
+
+
+def is_claim(data: bytes) -> bool:
+    """Whether these are the bytes of a root that claims a location; False for any others. Reads no table."""
+    try:
+        return _unseal(data).get("state") == "claimed"
+    except CorruptCheckpointError:
+        return False
+
+
+def encode_partial(partial: PartialSave) -> bytes:
+    """The bytes of what stands in the place of a root while a checkpoint is filled in several sessions."""
+    sessions: list[JSON] = [
+        [one.first, one.size, one.created, one.arrays, one.nbytes, one.key, one.key_bytes, one.checksum]
+        for one in partial.sessions
+    ]
+    return _seal({"format": _FORMAT, "version": _PARTIAL_VERSION, "state": "partial",
+                  "save_id": partial.save_id, "created": partial.created, "layout": partial.layout, "agreed": partial.agreed,
+                  "ranks": partial.ranks, "owner": partial.owner, "token": partial.token, "sessions": sessions})  # fmt: skip
+
+
+def is_partial(data: bytes) -> bool:
+    """Whether these are the bytes of a partial save that is not finalized; False for any others."""
+    try:
+        return _unseal(data).get("state") == "partial"
+    except CorruptCheckpointError:
+        return False
+
+
+def _decode_partial(document: dict[str, Any]) -> PartialSave:
+    save_id, ranks, owner = _text(document["save_id"]), _count(document["ranks"]), document["owner"]
+    if not is_save_id(save_id):
+        raise CorruptCheckpointError(f"{ROOT_KEY} has {save_id[:80]!r} where a save id is expected", key=ROOT_KEY)
+    sessions = []
+    for first, size, created, arrays, nbytes, key, key_bytes, checksum in document["sessions"]:
+        sessions.append(
+            Session(
+                _count(first), _count(size), _text(created), _count(arrays), _count(nbytes), _text(key), _count(key_bytes),
+                _text(checksum),
+            )
+        )  # fmt: skip
+        stop = sessions[-2].first + sessions[-2].size if len(sessions) > 1 else 0
+        if not 1 <= size <= _MAX_PROCESSES or not stop <= first <= ranks - size or key_bytes > _MAX_PART_BYTES:
+            raise CorruptCheckpointError(f"{ROOT_KEY} states a session that cannot be: {sessions[-1]}", key=ROOT_KEY)
+        if key != f"checkpoint.{save_id}.session-{first}":
+            raise CorruptCheckpointError(f"{ROOT_KEY} names {key[:80]!r} for the session {first}", key=ROOT_KEY)
+    if owner is not None and _count(owner) >= ranks:
+        raise CorruptCheckpointError(f"{ROOT_KEY} states the owner {owner} of {ranks} ranks", key=ROOT_KEY)
+    return PartialSave(
+        save_id, _text(document["created"]), _text(document["layout"]), _text(document["agreed"]), ranks, owner,
+        _text(document["token"]), tuple(sessions),
+    )  # fmt: skip
+
+
+def _count(found: Any) -> int:
+    if type(found) is not int or found < 0:
+        raise CorruptCheckpointError(f"{ROOT_KEY} has {str(found)[:80]!r} where a count is expected", key=ROOT_KEY)
+    return found
+
+
+def _decode_progress(progress: Any) -> dict[str, int]:
+    for name, value in progress.items():
+        if type(value) is not int:
+            raise CorruptCheckpointError(f"{ROOT_KEY} states {str(value)[:80]!r} for {name!r}", key=ROOT_KEY)
+    return {_text(name): value for name, value in progress.items()}
+
+
+def encode_root(root: Root) -> tuple[bytes, Mapping[str, bytes]]:
+    """The bytes of a committed root, and by key those of its parts, which must be written before it."""
+    own: dict[str, JSON] = {"layout": root.layout, **({"member": True} if root.member else {})}
+    if root.owned:
+        own["owned"] = True
+    tables: dict[str, JSON] = {
+        "tree": root.tree.to_json(),
+        "layout": root.state,
+        "objects": _encode_objects(root.objects),
+        "custom": root.custom,
+    }
+    version = _COMPOSITE_VERSION if root.member else _TREE_VERSION
+    if references := root.references:
+        version = _REFERRING_VERSION
+        own["bases"] = [[base.path, base.save_id] for base in references.bases]
+        tables["references"] = {"leaf": references.leaf, "base": references.base, "stored": references.stored}
+    return _encode(root, version, own, tables)
+
+
+def encode_composite(composite: Composite) -> tuple[bytes, Mapping[str, bytes]]:
+    """The bytes of the committed root of a composite, and by key those of its parts, which must be written before it."""
+    members = {name: [member.kind, member.processes] for name, member in composite.members.items()}
+    return _encode(composite, _COMPOSITE_VERSION, {"members": members}, {"custom": composite.custom})
+
+
+def _encode(
+    root: Root | Composite, version: int, own: Mapping[str, JSON], tables: Mapping[str, JSON]
+) -> tuple[bytes, Mapping[str, bytes]]:
+    inline: dict[str, JSON] = {}
+    described: dict[str, JSON] = {}
+    parts: dict[str, bytes] = {}
+    for name, table in tables.items():
+        encoded = _dump(table)
+        if len(encoded) <= _INLINE_BYTES:
+            inline[name] = table
+            continue
+        key = f"checkpoint.{root.save_id}.{name}.json"
+        parts[key] = encoded
+        described[name] = {"key": key, "size": len(encoded), "checksum": _checksum(encoded)}
+    document: dict[str, JSON] = {
+        "format": _FORMAT,
+        "version": version,
+        "state": "committed",
+        "save_id": root.save_id,
+        "created": root.created,
+        "writer": dict(root.writer),
+        **own,
+        "tables": inline,
+        "parts": described,
+    }
+    if root.metrics:
+        document["metrics"] = {name: _encode_metric(value) for name, value in root.metrics.items()}
+    if root.progress:
+        document["progress"] = dict(root.progress)
+    if root.timeline is not None:
+        document["timeline"] = root.timeline
+    return _seal(document), parts
+
+
+def _encode_metric(value: float) -> JSON:
+    return value if math.isfinite(value) else str(value)  # JSON has no other numbers
+
+
+def _decode_metrics(metrics: Any) -> dict[str, float]:
+    decoded = {}
+    for name, value in metrics.items():
+        if type(value) not in (int, float) and value not in _NOT_FINITE:
+            raise CorruptCheckpointError(f"{ROOT_KEY} states {str(value)[:80]!r} for the metric {name!r}", key=ROOT_KEY)
+        decoded[_text(name)] = _NOT_FINITE[value] if isinstance(value, str) else float(value)
+    return decoded
+
+
+def decode_root(data: bytes, read_part: ReadPart) -> Root | Composite | Claimed | PartialSave:
+    """The root that these bytes are; they and those of its parts may be hostile.
+
+    Raises:
+        CorruptCheckpointError: if they are not what was written.
+        UnsupportedVersionError: if a newer version wrote them.
+    """
+    try:
+        return _decode(data, read_part)
+    except InvalidLocationError as error:
+        raise CorruptCheckpointError(f"{ROOT_KEY} names an object that cannot be: {error}", key=ROOT_KEY) from error
+    except CheckpointError:
+        raise
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+        raise CorruptCheckpointError(f"{ROOT_KEY} cannot be read: {error!r}", key=ROOT_KEY) from error
+
+
+def _decode(data: bytes, read_part: ReadPart) -> Root | Composite | Claimed | PartialSave:
+    document = _unseal(data)
+    if document.get("format") != _FORMAT:
+        raise CorruptCheckpointError(f"{ROOT_KEY} is not one of ckptcore", key=ROOT_KEY)
+    version = document["version"]
+    if type(version) is not int or version < 1:
+        raise CorruptCheckpointError(f"{ROOT_KEY} states the format version {version!r}", key=ROOT_KEY)
+    if version > FORMAT_VERSION:
+        raise _newer(version)
+    save_id, created = _text(document["save_id"]), _text(document["created"])
+    if not is_save_id(save_id):
+        raise CorruptCheckpointError(f"{ROOT_KEY} states the save id {save_id[:40]!r}", key=ROOT_KEY)
+    if document["state"] == "claimed":
+        return Claimed(save_id, created)
+    if document["state"] == "partial":
+        return _decode_partial(document)
+    if document["state"] != "committed":
+        raise CorruptCheckpointError(f"{ROOT_KEY} states {document['state']!r}", key=ROOT_KEY)
+    tables: dict[str, Any] = dict(document["tables"])
+    parts = []
+    for name, described in document["parts"].items():
+        key = check_key(_text(described["key"]))
+        tables[name] = _read_part(key, described["size"], _text(described["checksum"]), read_part)
+        parts.append(key)
+    writer = {_text(name): _text(value) for name, value in document["writer"].items()}
+    metrics = _decode_metrics(document.get("metrics", {}))
+    progress = _decode_progress(document.get("progress", {}))
+    if "members" in document:
+        return Composite(
+            save_id=save_id,
+            created=created,
+            writer=writer,
+            members=_decode_members(document["members"]),
+            custom=dict(tables["custom"]),
+            parts=tuple(parts),
+            metrics=metrics,
+            timeline=document.get("timeline"),
+            progress=progress,
+        )
+    tree = TreeMetadata.from_json(tables["tree"])
+    return Root(
+        save_id=save_id,
+        created=created,
+        writer=writer,
+        layout=_text(document["layout"]),
+        state=tables["layout"],
+        tree=tree,
+        objects=_decode_objects(tables["objects"]),
+        custom=dict(tables["custom"]),
+        parts=tuple(parts),
+        metrics=metrics,
+        timeline=document.get("timeline"),
+        member=document.get("member") is True,
+        owned=document.get("owned") is True,
+        progress=progress,
+        references=_decode_references(document.get("bases", []), tables.get("references"), tree),
+    )
+
+
+def _decode_bases(bases: Any) -> tuple[Base, ...]:
+    decoded = tuple([Base(_text(path), _text(save_id)) for path, save_id in bases])
+    if not all(is_save_id(base.save_id) for base in decoded) or len(set(decoded)) != len(decoded):
+        raise CorruptCheckpointError(f"{ROOT_KEY} states the bases {str(bases)[:200]}", key=ROOT_KEY)
+    return decoded
+
+
+def _decode_references(bases: Any, table: Any, tree: TreeMetadata) -> References:
+    if table is None and not bases:
+        return References()
+    columns = [tuple(map(_count, table[name])) for name in ("leaf", "base", "stored")]
+    references = References(_decode_bases(bases), *columns)
+    references.check(tree)
+    return references
+
+
+def _decode_members(members: Any) -> dict[str, Member]:
+    decoded = {}
+    for name, (kind, processes) in members.items():
+        if kind not in ("tree", "files"):
+            raise UnsupportedVersionError(
+                f"{name!r} in the checkpoint is of the kind {str(kind)[:80]!r}, which this ckptcore does not know; upgrade ckptcore"
+            )
+        if processes is not None and (type(processes) is not int or not 1 <= processes <= _MAX_PROCESSES):
+            raise CorruptCheckpointError(
+                f"{ROOT_KEY} states {str(processes)[:80]!r} processes for {name!r}", key=ROOT_KEY
+            )
+        decoded[check_name(name)] = Member(kind, processes)
+    return decoded
+
+
+def _read_part(key: str, size: Any, checksum: str, read_part: ReadPart) -> JSON:
+    if type(size) is not int or not 0 <= size <= _MAX_PART_BYTES:
+        raise CorruptCheckpointError(f"{ROOT_KEY} states {size!r} bytes for {key}", key=key)
+    data = read_part(key, size + 1)
+    if len(data) != size:
+        found = f"{len(data)} bytes" if len(data) < size else "more"
+        raise CorruptCheckpointError(
+            f"{key} has {found}, where {size} bytes were written; restore it or delete the checkpoint",
+            key=key, start=min(len(data), size), stop=max(len(data), size),
+        )  # fmt: skip
+    if _checksum(data) != checksum:
+        raise CorruptCheckpointError(
+            f"{key} is damaged: its checksum is {_checksum(data)} and was {checksum}", key=key, start=0, stop=size
+        )
+    table: JSON = _parse(data, key)
+    return table
+
+
+def _encode_objects(objects: Mapping[str, ObjectRecord]) -> JSON:
+    return {
+        "algorithm": CHECKSUM_ALGORITHM,
+        "block_bytes": BLOCK_BYTES,
+        "key": [record.key for record in objects.values()],
+        "size": [record.size for record in objects.values()],
+        "checksums": [base64.b64encode(record.checksums).decode("ascii") for record in objects.values()],
+    }
+
+
+def _decode_objects(table: Any) -> dict[str, ObjectRecord]:
+    if table["algorithm"] != CHECKSUM_ALGORITHM or table["block_bytes"] != BLOCK_BYTES:
+        raise UnsupportedVersionError(
+            f"the checkpoint has checksums {table['algorithm']!r} per {table['block_bytes']!r} bytes; "
+            "upgrade ckptcore to load it"
+        )
+    objects = {}
+    columns = (table["key"], table["size"], table["checksums"])
+    if not all(isinstance(column, list) for column in columns) or len({len(column) for column in columns}) != 1:
+        raise CorruptCheckpointError(f"the objects in {ROOT_KEY} cannot be read", key=ROOT_KEY)
+    for key, size, encoded in zip(*columns, strict=True):
+        record = ObjectRecord(check_key(_text(key)), size, binascii.a2b_base64(encoded, strict_mode=True))
+        if type(size) is not int or size < 0 or len(record.checksums) not in (0, record.blocks * CHECKSUM_BYTES):
+            raise CorruptCheckpointError(
+                f"{ROOT_KEY} states {size!r} bytes and {len(record.checksums)} bytes of checksums for {key}", key=key
+            )
+        objects[key] = record
+    return objects
+
+
+def _seal(document: Mapping[str, JSON]) -> bytes:
+    """JSON whose last member is a checksum of every byte before that member."""
+    body = _dump(document)[:-1]
+    return body + f',"checksum":"{_checksum(body)}"}}\n'.encode("ascii")
+
+
+def _unseal(data: bytes) -> dict[str, Any]:
+    tail = _CHECKSUM.fullmatch(data[-_CHECKSUM_TAIL_BYTES:])
+    if tail is None:
+        raise CorruptCheckpointError(
+            f"{ROOT_KEY} is cut off or damaged: it has {len(data)} bytes and does not end in its checksum",
+            key=ROOT_KEY, start=0, stop=len(data),
+        )  # fmt: skip
+    body = data[:-_CHECKSUM_TAIL_BYTES]
+    expected = "xxh3_64:" + tail[1].decode("ascii")
+    if _checksum(body) != expected:
+        raise CorruptCheckpointError(
+            f"{ROOT_KEY} is damaged: its checksum is {_checksum(body)} and was {expected}",
+            key=ROOT_KEY, start=0, stop=len(data),
+        )  # fmt: skip
+    document = _parse(body + b"}", ROOT_KEY)
+    if not isinstance(document, dict):
+        raise CorruptCheckpointError(f"{ROOT_KEY} is not an object", key=ROOT_KEY)
+    return document
+
+
+def _dump(document: JSON) -> bytes:
+    # ASCII, so that any text comes back, and no NaN, so that any reader of JSON reads it.
+    # A layout may hand on columns that it was told.
+    return json.dumps(document, separators=(",", ":"), allow_nan=False, default=list_of_column).encode("ascii")
+
+
+def _parse(data: bytes, key: str) -> Any:
+    try:
+        return json.loads(data)
+    except ValueError as error:
+        raise CorruptCheckpointError(f"the JSON in {key} cannot be read: {error}", key=key) from error
+
+
+def _checksum(data: bytes) -> str:
+    return f"{CHECKSUM_ALGORITHM}:{xxhash.xxh3_64_hexdigest(data)}"
+
+
+def _text(found: Any) -> str:
+    if not isinstance(found, str):
+        raise CorruptCheckpointError(f"{ROOT_KEY} has {str(found)[:80]!r} where text is expected", key=ROOT_KEY)
+    return found

@@ -1,0 +1,348 @@
+"""Host memory: fresh for arrays that are read, and staging memory that one save leaves to the next."""
+
+from __future__ import annotations
+
+import bisect
+import threading
+from collections import deque
+from typing import Any, Final
+
+import numpy as np
+
+from ckptcore.io.elements import copy_elements, plain
+from ckptcore.io.pages import HUGE_PAGE_BYTES, PAGE_BYTES, Pages, map_pages
+from ckptcore.io.threads import IOThreads, renew_in_children
+from ckptcore.model import ArraySpec, HostArray, Pending, Ready
+
+__all__ = ["StagingMemory", "StagingPool", "allocate"]
+
+_LARGE_BYTES: Final = 4 << 20
+"""From here on arrays get pages of their own."""
+
+_SMALL_BYTES: Final = 64 << 10
+"""Up to here the allocator of NumPy is as good, and a copy is made at once."""
+
+_SLAB_BYTES: Final = 32 << 20
+"""Pages that arrays between small and large are cut from."""
+
+_PIECE_BYTES: Final = 4 << 20
+"""Bytes that a thread copies at a time."""
+
+
+def allocate(spec: ArraySpec) -> HostArray:
+    """An array that is not initialised; its memory is freed with the last array that views it.
+
+    Large ones lie in huge pages, which a load fills several times faster than small ones.
+
+    Raises:
+        MemoryError
+    """
+    nbytes = spec.nbytes
+    try:
+        if nbytes >= HUGE_PAGE_BYTES:
+            return map_pages(nbytes).array(spec.shape, spec.numpy_dtype)
+    except MemoryError:
+        # The system may only be out of mappings, of which it gives a process so many.
+        pass
+    try:
+        return np.empty(spec.shape, spec.numpy_dtype)
+    except ValueError as error:
+        raise MemoryError(f"cannot get memory for {spec}: {error}") from error
+
+
+class StagingPool:
+    """Memory that saves copy arrays into before they are written, kept for the next save. Any thread.
+
+    It never holds more than the most that was ever in use at once. Arrays below 4 MiB are cut from mappings of 32 MiB, which
+    the system gets back whole. A forked child begins with an empty pool.
+    """
+
+    def __init__(self) -> None:
+        """Begin with nothing; memory is taken from the system as saves need it."""
+        self.renew()
+        renew_in_children(self)
+
+    def renew(self) -> None:
+        """Forget all memory: in a forked child, where the saves that used it are not."""
+        self._lock = threading.Lock()
+        self._free: list[tuple[int, int, Pages]] = []
+        self._free_bytes = 0
+        self._used_bytes = 0
+        self._peak_bytes = 0
+        self._serial = 0
+        self._slab: Pages | None = None
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes that are in use or kept."""
+        with self._lock:
+            return self._used_bytes + self._free_bytes
+
+    def take(self, nbytes: int) -> Pages:
+        """At least `nbytes` of memory.
+
+        Raises:
+            MemoryError
+        """
+        size = -(-nbytes // PAGE_BYTES) * PAGE_BYTES
+        with self._lock:
+            place = bisect.bisect_left(self._free, (size,))
+            # A little larger will do: then memory is reused when a shape changes a little.
+            if place < len(self._free) and self._free[place][0] <= size + size // 8:
+                pages = self._free.pop(place)[2]
+                self._free_bytes -= pages.nbytes
+            else:
+                self._peak_bytes = max(self._peak_bytes, self._used_bytes + size)
+                self._drop_free(self._peak_bytes - self._used_bytes - size)
+                pages = map_pages(size) if size >= _LARGE_BYTES else self._cut(size)
+            self._used_bytes += pages.nbytes
+            self._peak_bytes = max(self._peak_bytes, self._used_bytes)
+            return pages
+
+    def put_back(self, pages: Pages) -> None:
+        """Give memory back that nobody uses any more."""
+        with self._lock:
+            self._used_bytes -= pages.nbytes
+            self._keep(pages)
+
+    def release_unused(self) -> None:
+        """Give the system all memory back that is not in use."""
+        with self._lock:
+            self._free.clear()
+            self._free_bytes = 0
+            self._slab = None
+            self._peak_bytes = self._used_bytes
+
+    def _keep(self, pages: Pages) -> None:
+        self._serial += 1  # sizes are often equal, and pages have no order
+        bisect.insort(self._free, (pages.nbytes, self._serial, pages))
+        self._free_bytes += pages.nbytes
+
+    def _drop_free(self, allowed: int) -> None:
+        """Free memory that fitted nothing, the largest first, until at most `allowed` bytes are kept."""
+        while self._free_bytes > allowed and self._free:
+            self._free_bytes -= self._free.pop()[0]
+
+    def _cut(self, size: int) -> Pages:
+        slab = self._slab
+        if slab is None or slab.nbytes < size:
+            slab = map_pages(_SLAB_BYTES)
+        self._slab = slab.cut(size, slab.nbytes)
+        return slab.cut(0, size)
+
+
+class StagingMemory:
+    """The `ckptcore.protocols.HostMemory` of one save. Any thread.
+
+    Attributes:
+        copied_bytes: bytes that were copied, or asked for to be filled; exact where one thread asks.
+    """
+
+    def __init__(self, pool: StagingPool, threads: IOThreads) -> None:
+        """Take memory from `pool` and copy on `threads`."""
+        self._pool = pool
+        self._threads = threads
+        self._lock = threading.Lock()
+        self._leased: dict[int, Pages] = {}  # by the address at which they begin
+        self._pieces: deque[_Piece] = deque()
+        self._copiers = 0
+        self._copying = 0
+        self._not_copying = threading.Condition(self._lock)
+        self._closed = False
+        self.copied_bytes = 0
+
+    def empty(self, spec: ArraySpec) -> HostArray:
+        """A C-contiguous array to fill; not initialised."""
+        return self._empty(spec.shape, spec.numpy_dtype)
+
+    def _empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> HostArray:
+        nbytes = dtype.itemsize
+        for length in shape:
+            nbytes *= length
+        self._expect_open()
+        self.copied_bytes += nbytes
+        if nbytes < _SMALL_BYTES:
+            return np.empty(shape, dtype)
+        pages = self._pool.take(nbytes)
+        array = pages.array(shape, dtype)
+        with self._lock:
+            if not self._closed:
+                self._leased[array.ctypes.data] = pages
+                return array
+        self._pool.put_back(pages)
+        raise _closed()
+
+    def copy(self, source: HostArray) -> Pending[HostArray]:
+        """Copy `source` into memory of the save, in native byte order; `source` must stay as it is until then.
+
+        Small arrays are copied at once, others by the threads and by whoever waits for a result.
+        """
+        if source.nbytes < _SMALL_BYTES:
+            self._expect_open()
+            self.copied_bytes += source.nbytes
+            return Ready(_copy_small(source))
+        array = self._empty(source.shape, source.dtype if source.dtype.isnative else source.dtype.newbyteorder("="))
+        copy = _Copy(self, self._lock, array)
+        pieces = [_Piece(copy, to, of) for to, of in _cut_copy(array, source)]
+        copy.missing = len(pieces)
+        with self._lock:
+            if self._closed:
+                raise _closed()
+            self._pieces.extend(pieces)
+            more = min(len(pieces), self._threads.count - self._copiers)
+            self._copiers += more
+        for _ in range(more):
+            self._threads.submit(self._copy_pieces)
+        return copy
+
+    def _copy_pieces(self) -> None:
+        while True:
+            with self._lock:
+                if not self._pieces:
+                    self._copiers -= 1
+                    return
+                piece = self._begin_piece()
+            self._copy_piece(piece)
+
+    def help_copy(self) -> bool:
+        """Copy one piece that no thread has begun, on this thread; False if there is none."""
+        with self._lock:
+            if not self._pieces:
+                return False
+            piece = self._begin_piece()
+        self._copy_piece(piece)
+        return True
+
+    def _begin_piece(self) -> _Piece:
+        self._copying += 1
+        return self._pieces.popleft()
+
+    def _copy_piece(self, piece: _Piece) -> None:
+        try:
+            piece.run()
+        finally:
+            with self._lock:
+                self._copying -= 1
+                if self._copying == 0:
+                    self._not_copying.notify_all()
+
+    def give_back(self, array: HostArray) -> None:
+        """Say that an array of this memory, or one that begins where it does, is not needed any more."""
+        if array.nbytes < _SMALL_BYTES:
+            return
+        with self._lock:
+            pages = self._leased.pop(array.ctypes.data, None)
+        if pages is not None:
+            self._pool.put_back(pages)
+
+    def give_up(self) -> None:
+        """Copy nothing more: what no thread has begun fails. Waits for copies that run; what was copied can still be read."""
+        with self._lock:
+            self._closed = True
+            given_up = list(self._pieces)
+            self._pieces.clear()
+            while self._copying:
+                self._not_copying.wait()
+        for piece in given_up:
+            piece.give_up(_closed())
+
+    def close(self) -> None:
+        """Give up copies, and everything back to the pool: nobody may read it any more."""
+        self.give_up()
+        with self._lock:
+            leased = list(self._leased.values())
+            self._leased.clear()
+        for pages in leased:
+            self._pool.put_back(pages)
+
+    def _expect_open(self) -> None:
+        if self._closed:
+            raise _closed()
+
+
+def _closed() -> RuntimeError:
+    return RuntimeError("the memory of a save was used after the save ended")
+
+
+class _Copy:
+    """A copy that threads make piece by piece; a `ckptcore.model.Pending`."""
+
+    __slots__ = ("_array", "_counting", "_done", "_error", "_memory", "missing")
+
+    def __init__(self, memory: StagingMemory, counting: threading.Lock, array: HostArray) -> None:
+        self._memory = memory
+        self._counting = counting
+        self._array = array
+        self._error: BaseException | None = None
+        self._done = threading.Lock()
+        self._done.acquire()
+        self.missing = 0
+
+    def result(self) -> HostArray:
+        """Wait for the copy; meanwhile this thread copies too, so that it never waits for threads that wait for it."""
+        while not self._done.acquire(blocking=False):
+            if not self._memory.help_copy():
+                self._done.acquire()
+                break
+        self._done.release()
+        if self._error is not None:
+            raise self._error
+        return self._array
+
+    def piece_done(self, error: BaseException | None) -> None:
+        """Count a piece."""
+        if error is not None:
+            self._error = error
+        with self._counting:
+            self.missing -= 1
+            left = self.missing
+        if left == 0:
+            self._done.release()
+
+
+class _Piece:
+    """A part of a copy."""
+
+    __slots__ = ("_copy", "_destination", "_source")
+
+    def __init__(self, copy: _Copy, destination: HostArray, source: HostArray) -> None:
+        self._copy = copy
+        self._destination = destination
+        self._source = source
+
+    def run(self) -> None:
+        """Copy it."""
+        try:
+            copy_elements(self._destination, self._source)
+        except BaseException as error:  # noqa: BLE001  # raised by whoever asks for the result
+            self._copy.piece_done(error)
+        else:
+            self._copy.piece_done(None)
+
+    def give_up(self, error: BaseException) -> None:
+        """Never copy it."""
+        self._copy.piece_done(error)
+
+
+def _copy_small(source: HostArray) -> HostArray:
+    if source.dtype.isnative:
+        return source.copy()
+    return plain(source).astype(plain(source).dtype.newbyteorder("=")).view(source.dtype.newbyteorder("="))
+
+
+def _cut_copy(destination: HostArray, source: HostArray) -> list[tuple[HostArray, HostArray]]:
+    """Pieces of a copy; those of strided arrays are cut along the first axis that is long enough."""
+    nbytes = destination.nbytes
+    count = -(-nbytes // _PIECE_BYTES)
+    if count == 1:
+        return [(destination, source)]
+    if source.flags.c_contiguous and source.dtype == destination.dtype:
+        source = source.reshape(-1).view(np.uint8)
+        destination = destination.reshape(-1).view(np.uint8)
+    axis = max(range(source.ndim), key=lambda number: (min(source.shape[number], count), -number))
+    step = -(-source.shape[axis] // count)
+    before = (slice(None),) * axis
+    return [
+        (destination[(*before, slice(start, start + step))], source[(*before, slice(start, start + step))])
+        for start in range(0, source.shape[axis], step)
+    ]

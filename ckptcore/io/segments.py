@@ -1,0 +1,328 @@
+"""Segments of an object that is being written, opened in order and cut into tasks."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Generator, Sequence
+from typing import Final
+
+import numpy as np
+
+from ckptcore.errors import PluginError
+from ckptcore.io.elements import bytes_of, is_little, little_dtype, plain
+from ckptcore.io.sizes import Sizes
+from ckptcore.io.tiles import Extent, c_strides, flat_boxes, intersect, run_axis
+from ckptcore.io.trailers import Trailer, encoded, first_covered, trailers_of
+from ckptcore.model import ArraySegment, Box, BytesSegment, ChecksumSegment, HostArray, Segment
+
+__all__ = ["ObjectSegments", "WriteTask", "join_segments"]
+
+_SMALL_BYTES: Final = 16 << 10
+"""Up to here copying the bytes of an array costs less than keeping track of it."""
+
+
+class WriteTask:
+    """Bytes `start` to `stop` of an object, to be written together: whole blocks, or up to the end of the object.
+
+    Attributes:
+        credits: (number of a segment, bytes of it that are in this task), for arrays only.
+        summed: (checksum, start, stop): bytes of the task that a checksum in the object is of, from its own start on.
+        trailers: (checksum, position, start, stop): where in the task bytes of a checksum go, that `fill` leaves out.
+    """
+
+    __slots__ = ("_pieces", "credits", "start", "stop", "summed", "trailers")
+
+    def __init__(self, start: int) -> None:
+        self.start = start
+        self.stop = start
+        self.credits: list[tuple[int, int]] = []
+        self.summed: list[tuple[Trailer, int, int]] = []
+        self.trailers: list[tuple[Trailer, int, int, int]] = []
+        self._pieces: list[tuple[int, _Run, int, int]] = []
+
+    def add(self, run: _Run, start: int, stop: int) -> None:
+        """Append bytes `start` to `stop` of the object, which lie in `run`."""
+        self.stop = stop
+        position = start - self.start
+        if isinstance(run.source, Trailer):
+            self.trailers.append((run.source, position, start - run.start, stop - run.start))
+            return
+        self._pieces.append((position, run, start - run.start, stop - run.start))
+        if run.segment >= 0:
+            self.credits.append((run.segment, stop - start))
+        trailer = run.trailer
+        if trailer is not None:
+            summed = self.summed
+            if summed and summed[-1][0] is trailer:  # what one checksum is of has no gap
+                summed[-1] = trailer, summed[-1][1], stop - self.start
+            else:
+                summed.append((trailer, position, stop - self.start))
+
+    def fill(self, memory: memoryview) -> memoryview:
+        """Copy the bytes to the start of a buffer. Reads each byte of an array once: it may change meanwhile."""
+        whole = np.frombuffer(memory, np.uint8)
+        for position, run, start, stop in self._pieces:
+            end = position + stop - start
+            source = run.source
+            if isinstance(source, _Gathering):
+                source.copy_range(start, stop, memory[position:end])
+                continue
+            assert isinstance(source, memoryview)  # checksums are no pieces
+            if end - position <= _SMALL_BYTES:
+                memory[position:end] = source[start:stop]
+            else:
+                whole[position:end] = np.frombuffer(source, np.uint8)[start:stop]
+        return memory[: self.stop - self.start]
+
+
+class ObjectSegments:
+    """The segments of one object. One thread at a time takes tasks; any thread says what was written.
+
+    Each `ArraySegment` is opened once and closed exactly once, the ones that were never opened by `close_rest`.
+    """
+
+    def __init__(self, segments: Sequence[Segment], segment_sizes: Sequence[int], sizes: Sizes) -> None:
+        self._segments = segments
+        self._sizes = segment_sizes
+        self._size = sum(segment_sizes)
+        self._task_bytes = sizes.write
+        self._opened = 0
+        self._outstanding: dict[int, int] = {}
+        self._position = 0
+        self._runs = self._open_runs()
+        self._run: _Run | None = None
+
+    def next_task(self) -> WriteTask | None:
+        """The next bytes to write, or None at the end of the object. May block until arrays are there."""
+        position = self._position
+        if position == self._size:
+            for _ in self._runs:  # segments without bytes are opened and closed too
+                raise AssertionError("a segment has more bytes than it said")
+            return None
+        task = WriteTask(position)
+        limit = min((position // self._task_bytes + 1) * self._task_bytes, self._size)
+        while (position := self._position) < limit:
+            run = self._run_here()
+            stop = min(run.stop, limit)
+            task.add(run, position, stop)
+            self._position = stop
+        return task
+
+    def _run_here(self) -> _Run:
+        """The run that holds the byte at the position; opened not before it is needed."""
+        run = self._run
+        if run is None or run.stop == self._position:
+            run = self._run = next(self._runs)
+        return run
+
+    def _open_runs(self) -> Generator[_Run, None, None]:
+        position = 0
+        trailers = trailers_of(self._segments, self._sizes)
+        for number, (segment, size) in enumerate(zip(self._segments, self._sizes, strict=True)):
+            self._opened = number + 1
+            trailer = trailers.get(number)
+            if isinstance(segment, BytesSegment):
+                if size:
+                    yield _Run(-1, position, position + size, memoryview(segment.data), trailer)
+            elif isinstance(segment, ChecksumSegment):
+                assert trailer is not None  # `trailers_of` has one for each
+                if size:
+                    yield _Run(-1, position, position + size, trailer, None)
+            else:
+                self._outstanding[number] = size
+                for start, stop, source in _open(segment, size):
+                    yield _Run(number, position + start, position + stop, source, trailer)
+                if size == 0:
+                    self._outstanding.pop(number)
+                    segment.close()
+            position += size
+
+    def written(self, task: WriteTask) -> list[Callable[[], None]]:
+        """Count a task as written; the caller holds its lock and calls what is returned without it."""
+        closers = []
+        outstanding = self._outstanding
+        for number, nbytes in task.credits:
+            left = outstanding[number] - nbytes
+            if left:
+                outstanding[number] = left
+            else:
+                del outstanding[number]
+                segment = self._segments[number]
+                assert isinstance(segment, ArraySegment)
+                closers.append(segment.close)
+        return closers
+
+    def close_rest(self) -> list[Callable[[], None]]:
+        """What closes all segments that were not closed, after a failure; each to be called once."""
+        self._runs.close()  # which holds this as long as it goes on, and this holds it
+        self._run = None
+        rest = [*self._outstanding, *range(self._opened, len(self._segments))]
+        self._outstanding.clear()
+        self._opened = len(self._segments)
+        return [segment.close for number in rest if isinstance(segment := self._segments[number], ArraySegment)]
+
+
+class _Run:
+    """Bytes `start` to `stop` of an object, of one segment; `segment` is -1 for bytes that nobody closes.
+
+    `trailer` is the checksum in the object that is of them, if one is.
+    """
+
+    __slots__ = ("segment", "source", "start", "stop", "trailer")
+
+    def __init__(
+        self, segment: int, start: int, stop: int, source: memoryview | _Gathering | Trailer, trailer: Trailer | None
+    ) -> None:
+        self.segment = segment
+        self.start = start
+        self.stop = stop
+        self.source = source
+        self.trailer = trailer
+
+
+class _Gathering:
+    """The elements of a box that lie in arrays of any strides and byte order, or in several arrays."""
+
+    __slots__ = ("_dtype", "_itemsize", "_shape", "_sources")
+
+    def __init__(self, shape: tuple[int, ...], itemsize: int, sources: Sequence[tuple[Extent, HostArray]]) -> None:
+        self._shape = shape
+        self._itemsize = itemsize
+        self._dtype = little_dtype(sources[0][1].dtype)
+        self._sources = [(extent, plain(array)) for extent, array in sources]
+
+    def copy_range(self, start: int, stop: int, memory: memoryview) -> None:
+        """Copy bytes `start` to `stop` of the elements in C order to `memory`."""
+        first, skipped = divmod(start, self._itemsize)
+        last, kept = divmod(stop, self._itemsize)
+        if first == last:
+            memory[:] = self._element(first)[skipped:kept]
+            return
+        position = 0
+        if skipped:
+            position = self._itemsize - skipped
+            memory[:position] = self._element(first)[skipped:]
+            first += 1
+        self._copy_elements(first, last, memory, position)
+        if kept:
+            memory[len(memory) - kept :] = self._element(last)[:kept]
+
+    def _element(self, number: int) -> memoryview:
+        memory = memoryview(bytearray(self._itemsize))
+        self._copy_elements(number, number + 1, memory, 0)
+        return memory
+
+    def _copy_elements(self, first: int, last: int, memory: memoryview, position: int) -> None:
+        for wanted in flat_boxes(self._shape, first, last):
+            shape = _shape(wanted)
+            destination = np.ndarray(shape, self._dtype, memory, position)
+            position += destination.nbytes
+            for extent, array in self._sources:
+                if (common := intersect(wanted, extent)) is not None:
+                    np.copyto(destination[_within(common, wanted)], array[_within(common, extent)])
+
+
+def _shape(extent: Extent) -> tuple[int, ...]:
+    return tuple(map(int.__sub__, extent[1], extent[0]))
+
+
+def _within(extent: Extent, outer: Extent) -> tuple[slice, ...]:
+    origin = outer[0]
+    return tuple(map(slice, map(int.__sub__, extent[0], origin), map(int.__sub__, extent[1], origin)))
+
+
+def _open(segment: ArraySegment, size: int) -> list[tuple[int, int, memoryview | _Gathering]]:
+    """Open a segment: (first byte in it, byte behind the last, where they are), in order; nothing for no bytes."""
+    arrays = segment.open()
+    if len(arrays) == 1:
+        box, array = arrays[0]
+        if box is not segment.box and box != segment.box:
+            raise _mismatch(segment, arrays)
+        # Of a box that begins at zero, as most do, the stop is the shape and at hand.
+        if array.itemsize != segment.itemsize or (array.shape != box.stop and array.shape != box.shape):
+            raise _mismatch(segment, arrays)
+        if array.nbytes != size:
+            raise _mismatch(segment, arrays)
+        if size == 0:
+            return []
+        if size <= _SMALL_BYTES:
+            return [(0, size, memoryview(_bytes_copy(array)))]
+        if array.flags.c_contiguous and is_little(array.dtype):
+            return [(0, size, bytes_of(array))]
+    elif size == 0:
+        return []
+    return _open_parts(segment, size, arrays)
+
+
+def _open_parts(
+    segment: ArraySegment, size: int, arrays: Sequence[tuple[Box, HostArray]]
+) -> list[tuple[int, int, memoryview | _Gathering]]:
+    shape, origin = segment.box.shape, segment.box.start
+    sources: list[tuple[Extent, HostArray]] = []
+    total = 0
+    for box, array in arrays:
+        if (
+            len(box.start) != len(shape)
+            or not segment.box.contains(box)
+            or array.shape != box.shape
+            or array.itemsize != segment.itemsize
+        ):
+            raise _mismatch(segment, arrays)
+        total += array.nbytes
+        if array.size:
+            relative = tuple(map(int.__sub__, box.start, origin)), tuple(map(int.__sub__, box.stop, origin))
+            sources.append((relative, array))
+    if total != size:
+        raise _mismatch(segment, arrays)
+    strides = c_strides(shape)
+    found: list[tuple[int, int, memoryview | _Gathering]] = []
+    for extent, array in sources:
+        axis = run_axis(shape, extent)
+        if any(high - low != 1 for low, high in zip(extent[0][:axis], extent[1][:axis], strict=True)):
+            break
+        if not (array.flags.c_contiguous and is_little(array.dtype)):
+            break
+        start = sum(map(int.__mul__, extent[0], strides)) * segment.itemsize
+        found.append((start, start + array.nbytes, bytes_of(array)))
+    else:
+        found.sort(key=lambda part: part[0])
+        if all(before[1] == after[0] for before, after in itertools.pairwise(found)):
+            return found
+    return [(0, size, _Gathering(shape, segment.itemsize, sources))]
+
+
+def _bytes_copy(array: HostArray) -> bytes:
+    """The elements of a small array as an object holds them."""
+    return (array if is_little(array.dtype) else plain(array).astype(little_dtype(array.dtype))).tobytes()
+
+
+def _mismatch(segment: ArraySegment, arrays: Sequence[tuple[Box, HostArray]]) -> PluginError:
+    found = ", ".join(f"{box.start} to {box.stop} in {array.dtype}{list(array.shape)}" for box, array in arrays)
+    return PluginError(
+        f"the arrays of a segment do not make up its box: expected {segment.box.start} to {segment.box.stop} with "
+        f"{segment.itemsize} bytes per element, found {found or 'no array'}; a leaf handler or layout is wrong"
+    )
+
+
+def join_segments(segments: Sequence[Segment], sizes: Sequence[int]) -> memoryview:
+    """All bytes of the segments of a small object; opens arrays and closes none. Each byte of an array is read once."""
+    memory = memoryview(bytearray(sum(sizes)))
+    begins: list[int] = []
+    position, before = 0, -1
+    for number, (segment, size) in enumerate(zip(segments, sizes, strict=True)):
+        begins.append(position)
+        if isinstance(segment, BytesSegment):
+            memory[position : position + size] = segment.data
+        elif isinstance(segment, ChecksumSegment):
+            covered = memory[begins[first_covered(segments, number, segment, before)] : position]
+            memory[position : position + size] = encoded(segment.checksum, segment.checksum.of(covered))
+            before = number
+        else:
+            for start, stop, source in _open(segment, size):
+                target = memory[position + start : position + stop]
+                if isinstance(source, _Gathering):
+                    source.copy_range(0, stop - start, target)
+                else:
+                    target[:] = source
+        position += size
+    return memory

@@ -1,0 +1,236 @@
+"""The threads that do input, output and copies, and what a forked child, where they are not, begins anew."""
+
+from __future__ import annotations
+
+import os
+import queue
+import threading
+import weakref
+from collections.abc import Callable
+from concurrent.futures import Future
+from functools import partial
+from typing import Final, Protocol, TypeVar
+
+from ckptcore.io.background import call_into
+
+__all__ = ["Crew", "IOThreads", "renew_in_children"]
+
+_MOST_THREADS: Final = 8
+_IDLE_SECONDS: Final = 10.0
+"""So long threads stay that waited for a storage which is far."""
+
+T = TypeVar("T")
+
+
+class IOThreads:
+    """Worker threads that start when there is work. Any thread may give them some.
+
+    There are two groups: as many as suit the processors, for copies and storages that are near, and more that wait for storages
+    which are far (`ckptcore.protocols.ManyRequests`), as many as those ask for. Neither keeps the other from its work, and the
+    second end when there was nothing to do for a while.
+
+    The threads are daemons: at exit the interpreter waits for whoever waits for their work, never for the threads
+    themselves, so a save that runs in a thread of its own still completes. After a fork the child starts its own.
+    Where no thread can be started any more, `run` does all the work on the calling thread.
+    """
+
+    def __init__(self, count: int | None = None) -> None:
+        """Plan for `count` threads, whatever storages ask for; by default one for each processor, from 2 to 8, and more for those."""
+        if count is not None and count < 1:
+            raise ValueError(f"expected at least one thread, found {count}")
+        self.count: Final = count if count is not None else min(_MOST_THREADS, max(2, os.cpu_count() or 2))
+        self._most: Final = count
+        self.renew()
+        renew_in_children(self)
+
+    def renew(self) -> None:
+        """Forget threads and work: in a forked child, where there are none."""
+        self._near = _Group(None)
+        self._far = _Group(_IDLE_SECONDS)
+
+    def at_once(self, concurrency: int) -> int:
+        """How many calls run at once for a storage that is worth so many; `count` for one that it does not matter to."""
+        return self.count if self._most is not None or concurrency <= self.count else concurrency
+
+    def submit(self, function: Callable[[], T]) -> Future[T]:
+        """Call `function` on one of the threads; here and now where there can be none."""
+        future: Future[T] = Future()
+        work = partial(call_into, future, function)
+        if not self._near.give(work, self.count):
+            work()
+        return future
+
+    def start(self, worker: Callable[[], None], parallelism: int, concurrency: int = 1) -> Crew:
+        """Let up to `parallelism` threads call `worker` once each; it must not raise. `Crew.join` must follow.
+
+        Fewer do where there are fewer threads, or they are busy until the crew is joined: what must be done, the
+        caller has to be ready to do itself.
+
+        Args:
+            worker: what to call.
+            parallelism: how often, at most.
+            concurrency: what the storage that `worker` waits for is worth, see `at_once`.
+        """
+        crew = Crew(worker)
+        most = self.at_once(concurrency)
+        group = self._far if most > self.count else self._near
+        for _ in range(min(parallelism, most)):
+            if not group.give(crew.work, most):
+                break
+        return crew
+
+    def run(self, worker: Callable[[], None], parallelism: int, concurrency: int = 1) -> None:
+        """Call `worker` on this thread and on up to ``parallelism - 1`` others at once; returns when all have returned.
+
+        `worker` must not raise, and return when nothing is left to do. Never waits for a thread that has not begun,
+        so it can be nested. Arguments as of `start`.
+        """
+        crew = self.start(worker, min(parallelism, self.at_once(concurrency)) - 1, concurrency)
+        try:
+            worker()
+        finally:
+            crew.join()
+
+    def __del__(self) -> None:
+        for group in (getattr(self, "_near", None), getattr(self, "_far", None)):
+            if group is not None:
+                group.end()
+
+
+class _Group:
+    """Threads that take work from one queue."""
+
+    def __init__(self, idle_seconds: float | None) -> None:
+        """Threads end after so many seconds without work; None: never."""
+        self._idle_seconds = idle_seconds
+        self._lock = threading.Lock()
+        self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._started = 0
+        self._waiting = 0  # threads without work, less the work in the queue
+
+    def give(self, work: Callable[[], None], most: int) -> bool:
+        """Queue work for `most` threads; False where there is no thread to do it."""
+        with self._lock:
+            if self._waiting <= 0 and self._started < most:
+                thread = threading.Thread(
+                    target=_serve,
+                    args=(self._work, weakref.ref(self), self._idle_seconds),
+                    name="ckptcore-io",
+                    daemon=True,
+                )
+                try:
+                    thread.start()
+                except RuntimeError:  # the interpreter is going down, or the system has no more threads
+                    if self._started == 0:
+                        return False
+                else:
+                    self._started += 1
+                    self._waiting += 1
+            self._waiting -= 1
+            self._work.put(work)
+            return True
+
+    def is_free(self) -> None:
+        """Count a thread that has done its work."""
+        with self._lock:
+            self._waiting += 1
+
+    def may_leave(self) -> bool:
+        """Whether a thread that found no work may end; else some is on its way to it."""
+        with self._lock:
+            if self._waiting <= 0:
+                return False
+            self._waiting -= 1
+            self._started -= 1
+            return True
+
+    def end(self) -> None:
+        """Let all threads end."""
+        for _ in range(self._started):
+            self._work.put(None)
+
+
+def _serve(
+    work: queue.SimpleQueue[Callable[[], None] | None], owner: weakref.ref[_Group], idle_seconds: float | None
+) -> None:
+    while True:
+        try:
+            function = work.get(timeout=idle_seconds)
+        except queue.Empty:
+            group = owner()
+            if group is None or group.may_leave():
+                return
+            del group
+            continue
+        if function is None:
+            return
+        function()
+        del function  # what it holds must not live until the next work comes
+        if (group := owner()) is not None:
+            group.is_free()
+        del group
+
+
+class Crew:
+    """Threads that call one worker."""
+
+    def __init__(self, worker: Callable[[], None]) -> None:
+        self._worker: Callable[[], None] | None = worker
+        self._lock = threading.Lock()
+        self._busy = 0
+        self._idle = threading.Condition(self._lock)
+
+    def work(self) -> None:
+        """Call the worker, unless the crew was joined before."""
+        with self._lock:
+            worker = self._worker
+            if worker is None:
+                return
+            self._busy += 1
+        try:
+            worker()
+        finally:
+            del worker
+            with self._lock:
+                self._busy -= 1
+                if self._busy == 0:
+                    self._idle.notify_all()
+
+    def join(self) -> None:
+        """Keep threads that have not begun from doing so, and wait for those that have, even if interrupted."""
+        interruption: BaseException | None = None
+        with self._lock:
+            self._worker = None
+            # Nobody may go on while threads still use the caller's memory.
+            while self._busy:
+                try:
+                    self._idle.wait()
+                except BaseException as error:  # noqa: BLE001  # raised below
+                    interruption = error
+        if interruption is not None:
+            raise interruption
+
+
+class _Renewable(Protocol):
+    """An object that can begin anew."""
+
+    def renew(self) -> None:
+        """Become as at first, without using a lock: one that another thread of the parent held stays locked for ever."""
+        ...
+
+
+def renew_in_children(thing: _Renewable) -> None:
+    """Have `thing` renewed in every child that is forked while it lives; does not keep it alive."""
+    _RENEWABLES.add(thing)
+
+
+_RENEWABLES: Final[weakref.WeakSet[_Renewable]] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    for thing in _RENEWABLES:
+        thing.renew()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)

@@ -1,0 +1,141 @@
+"""Whether all processes of a job see one directory, found out before arrays are written into it.
+
+What the leader makes there under a new name the others look for. Nothing is compared that two directories could have alike:
+hosts with disks of their own have the same paths, often the same devices and inodes, and the steps that they had before.
+"""
+
+from __future__ import annotations
+
+import platform
+import secrets
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Final
+
+from ckptcore.commit.commit import Claim, claimed_store
+from ckptcore.commit.conditions import Conditions
+from ckptcore.commit.holding import ADMINISTRATION
+from ckptcore.commit.location import Location
+from ckptcore.commit.root import ROOT_KEY, Claimed
+from ckptcore.commit.root_json import encode_claim
+from ckptcore.errors import NotSharedError, ObjectNotFoundError
+from ckptcore.job.agreement import Agreement
+from ckptcore.protocols import AtomicDirectories, StorageBackend
+
+__all__ = ["expect_claim", "expect_one_directory", "seen_by_all", "sees_claim", "show_claim"]
+
+_PATIENCE_SECONDS: Final = 10.0
+"""How long a process looks for what the leader made: clients of a network file system remember for seconds what was not there."""
+
+_FIRST_PAUSE_SECONDS: Final = 0.05
+_LONGEST_PAUSE_SECONDS: Final = 1.0
+
+_PROBES: Final = f"{ADMINISTRATION}/probe-"
+
+
+@contextmanager
+def seen_by_all(agreement: Agreement, name: str, place: str, look: Callable[[], bool]) -> Iterator[None]:
+    """The leader makes something in the body; after it every other process looks whether it sees that. On every rank, in a stage.
+
+    Costs one exchange, in which the leader says that it made it; the end of the stage tells all who does not see it.
+
+    Args:
+        agreement: with the other processes; nothing is exchanged in a job of one.
+        name: of the exchange.
+        place: where, as this process finds it: an absolute path or a URL.
+        look: whether what the leader made is there; where nothing is, it may raise `ObjectNotFoundError`.
+
+    Raises:
+        NotSharedError: if this process does not see it. Where the leader could not make it, the others do not look.
+    """
+    if agreement.size == 1:
+        yield
+        return
+    try:
+        yield
+    except BaseException:
+        if agreement.rank == 0:
+            agreement.lead(
+                name, lambda: None
+            )  # the others wait for it; the end of the stage tells why there is nothing
+        raise
+    told: str | None = agreement.lead(name, lambda: f"{place} on {_host()}")
+    if agreement.rank != 0 and told is not None:
+        _look_for(look, place, told)
+
+
+def show_claim(claim: Claim, claimed: Claimed, location: Location) -> None:
+    """On the leader: let the other processes of the job find a claim.
+
+    In a storage with real directories a claim is a hidden directory, which can be found only by what is in it. The commit replaces
+    this by the root, and a claim that is not committed goes with all that it holds.
+    """
+    if isinstance(location.parent, AtomicDirectories):
+        claim.store.put(ROOT_KEY, encode_claim(claimed))
+
+
+def sees_claim(claimed: Claimed, location: Location) -> bool:
+    """Whether this process sees the claim of its leader.
+
+    Raises:
+        ObjectNotFoundError: if it sees none.
+    """
+    expected = encode_claim(claimed)
+    return claimed_store(location, claimed.save_id, Conditions()).get(ROOT_KEY, 0, len(expected) + 1) == expected
+
+
+def expect_claim(claimed: Claimed, location: Location) -> None:
+    """On a worker: make sure that it sees the claim of its controller, which is rank 0, before it writes.
+
+    Raises:
+        NotSharedError
+    """
+    _look_for(lambda: sees_claim(claimed, location), location.absolute, location.display)
+
+
+def expect_one_directory(agreement: Agreement, store: StorageBackend, place: str) -> None:
+    """Make sure that all processes see the directory of steps that the leader has opened. On every rank.
+
+    Args:
+        agreement: with the other processes; nothing is exchanged in a job of one.
+        store: the storage, opened at the directory; it need not be durable.
+        place: the directory as this process finds it: an absolute path or a URL.
+
+    Raises:
+        NotSharedError: if this process does not see what the leader made; where others do not, it is RankFailedError.
+    """
+    if agreement.size == 1:
+        return
+    key = _PROBES + agreement.lead("probe", lambda: secrets.token_hex(8))
+    try:
+        with agreement.stage("shared"), seen_by_all(agreement, "probed", place, lambda: store.size(key) == 0):
+            if agreement.rank == 0:
+                of_killed_leaders = [name for name in store.list(ADMINISTRATION) if name.startswith(_PROBES)]
+                store.delete(of_killed_leaders)
+                store.put(key, b"")
+    finally:
+        if agreement.rank == 0:
+            store.delete([key])
+
+
+def _look_for(look: Callable[[], bool], place: str, told: str) -> None:
+    deadline = time.monotonic() + _PATIENCE_SECONDS
+    pause = _FIRST_PAUSE_SECONDS
+    while True:
+        with suppress(ObjectNotFoundError):
+            if look():
+                return
+        if time.monotonic() >= deadline:
+            break
+        time.sleep(pause)
+        pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
+    raise NotSharedError(
+        f"{place} on {_host()} is not what rank 0 has in {told}: what that made there was not seen here for {_PATIENCE_SECONDS:g} s. "
+        "Expected one directory that all processes of the job share; give one in a file system that all hosts mount, or the URL of an "
+        "object store, or let each process save alone, into a directory of its own, by a Context whose coordinator has one rank"
+    )
+
+
+def _host() -> str:
+    return f"host {platform.node() or 'without a name'}"

@@ -1,0 +1,181 @@
+"""Bases: opening the checkpoints that another one refers to, and reading it together with them."""
+
+from __future__ import annotations
+
+import dataclasses
+import posixpath
+import re
+from typing import Final
+
+from ckptcore.builtin.files_layout import FilesLayout
+from ckptcore.commit.location import Location, LocationAddress, open_address
+from ckptcore.commit.occupants import parse_root
+from ckptcore.commit.references import stored_numbers, stored_tree
+from ckptcore.commit.root import Base, Root
+from ckptcore.context import Context
+from ckptcore.derivations.derivation import Derivation, Stored
+from ckptcore.errors import CorruptCheckpointError, InvalidLocationError, UnsupportedVersionError
+from ckptcore.io.errands import ask_each
+from ckptcore.io.reader import ObjectReader
+from ckptcore.io.requests import requests_of
+from ckptcore.loading.derived import Derived, derive
+from ckptcore.loading.opened import Mark, Opened, read_mark
+from ckptcore.model.metadata import ArrayRecord
+from ckptcore.model.tree import format_path
+
+__all__ = ["base_location", "base_path", "open_base", "read_base", "with_bases"]
+
+_AUTHORITY: Final = re.compile(r"[a-z][a-z0-9+.-]*://[^/]*|")
+
+
+def base_location(location: Location, base: Base, context: Context) -> Location:
+    """Where a base of a checkpoint is.
+
+    Raises:
+        InvalidLocationError: if it is where the Context allows none, or nowhere.
+    """
+    display = posixpath.join(posixpath.dirname(location.display.rstrip("/")), base.path)
+    found = location.to_open
+    if base.is_beside:
+        return Location(display, location.parent, base.path, f"{found.scheme}:{found.parent}/{base.path}")
+    if context.bases != "anywhere":
+        raise InvalidLocationError(
+            f"{location.display} refers to a base at {display}, and only checkpoints beside it are read: if you trust who wrote it, load "
+            'with Context(bases="anywhere"), or let them copy it with ckptcore.copy'
+        )
+    authority = _AUTHORITY.match(found.parent)
+    assert authority is not None  # it may be empty
+    names = [name for name in found.parent[authority.end() :].split("/") if name]
+    for name in base.path.split("/"):
+        if name != "..":
+            names.append(name)
+        elif names:
+            names.pop()
+        else:
+            raise InvalidLocationError(
+                f"{location.display} refers to a base at {display}, which is outside of its storage"
+            )
+    parent = "/".join([authority[0], *names[:-1]]) or "/"
+    return open_address(
+        LocationAddress(display, found.scheme, parent, names[-1]),
+        context.registry,
+        durable=False,
+        config=context.storage,
+    )
+
+
+def base_path(location: Location, base: Location) -> str:
+    """The path by which a checkpoint refers to a base.
+
+    Raises:
+        InvalidLocationError: if it is in another storage, hidden, or around the checkpoint.
+    """
+    here, there = location.to_open, base.to_open
+    own, other = (_AUTHORITY.match(one.parent) for one in (here, there))
+    if here.scheme != there.scheme or (own and own[0]) != (other and other[0]):
+        raise InvalidLocationError(
+            f"{location.display} cannot refer to {base.display}, which is in another storage: save to the same storage, or everything with "
+            "ckptcore.save"
+        )
+    begin = 0 if own is None else own.end()
+    path = posixpath.relpath(f"/{there.parent[begin:]}/{there.name}", f"/{here.parent[begin:]}")
+    if there.name.startswith(".") or set(path.split("/")) <= {".", ".."}:
+        why = "has a hidden name" if there.name.startswith(".") else "is around it"
+        raise InvalidLocationError(
+            f"{location.display} cannot refer to {base.display}, which {why}: save the update to another location, or rename the base. "
+            "Nothing was written"
+        )
+    return path
+
+
+def read_base(referring: str, at: Location, save_id: str) -> tuple[Mark, Root]:
+    """Return the root and the mark of a base.
+
+    Args:
+        referring: the checkpoint that refers to it, as the user knows it.
+        at: where it is.
+        save_id: the save that is meant.
+
+    Raises:
+        CorruptCheckpointError: if it is gone, or another one.
+    """
+    try:
+        mark = read_mark(at)
+        if isinstance(mark.root, str):
+            raise InvalidLocationError(mark.root)
+        root = None if mark.root is None else parse_root(at.store, mark.root)
+    except (InvalidLocationError, CorruptCheckpointError, UnsupportedVersionError) as error:
+        kind = CorruptCheckpointError if isinstance(error, InvalidLocationError) else type(error)
+        raise kind(f"{referring} refers to {at.display}, which cannot be read: {error}") from error
+    if isinstance(root, Root) and root.save_id == save_id:
+        return mark, root
+    found = "is gone" if root is None else f"holds another save now ({root.save_id})"
+    raise CorruptCheckpointError(
+        f"arrays of {referring} are in {at.display} (save {save_id}), which {found}: put that back, or load another checkpoint. A copy by "
+        "ckptcore.copy needs no base"
+    )
+
+
+def open_base(referring: str, at: Location, save_id: str, context: Context) -> Opened:
+    """What a base has itself, without what it refers to.
+
+    Raises:
+        CorruptCheckpointError: as by `read_base`; also if it holds files of an object.
+    """
+    mark, root = read_base(referring, at, save_id)
+    if root.layout == FilesLayout.name:
+        raise CorruptCheckpointError(
+            f"{referring} refers to {at.display}, which holds no tree; load another checkpoint"
+        )
+    store = ObjectReader(at.store, root.objects, context.io_threads, verify=context.verify, strict=True)
+    opened = Opened.of_root(at, mark, root, context.registry.layout(root.layout), store, None)
+    return dataclasses.replace(opened, tree=stored_tree(root.tree, root.references))
+
+
+def with_bases(opened: Opened, root: Root, context: Context) -> Opened:
+    """A checkpoint that refers to others, with all of its arrays.
+
+    Args:
+        opened: as if it had all of them itself.
+        root: its root.
+        context: options.
+
+    Raises:
+        CorruptCheckpointError: if a base is gone, was replaced, or has not what is referred to.
+        InvalidLocationError: if one is where the Context allows none.
+    """
+    references, location = root.references, opened.location
+    own = dataclasses.replace(opened, tree=stored_tree(root.tree, references), copies=None)
+
+    def open_one(base: Base) -> Opened:
+        return open_base(location.display, base_location(location, base, context), base.save_id, context)
+
+    parallelism = requests_of(location.parent).concurrency
+    bases = ask_each(context.io_threads, references.bases, open_one, parallelism=parallelism)
+    derivations: dict[int, Derivation] = {}
+    values: dict[int, int] = {}
+    for leaf, number in stored_numbers(root.tree, references).items():
+        record = root.tree.leaves[leaf]
+        if not isinstance(record, ArrayRecord):
+            values[leaf] = number
+        elif leaf not in root.tree.aliases:
+            derivations[leaf] = Stored(record.spec, number)
+    numbers = [stored_numbers(base.root.tree, base.root.references) for base in bases if base.root is not None]
+    for leaf, base, stored in zip(references.leaf, references.base, references.stored, strict=True):
+        record = root.tree.leaves[leaf]
+        assert isinstance(record, ArrayRecord)  # references were checked
+        there = numbers[base].get(stored)
+        found = None if there is None else bases[base].tree.leaves[there]
+        if there is None or not isinstance(found, ArrayRecord) or found.spec != record.spec:
+            raise CorruptCheckpointError(
+                f"{location.display} refers to {bases[base].location.display} for {format_path(root.tree.paths[leaf])} ({record.spec}), and that "
+                f"does not have it itself (found {found.spec if isinstance(found, ArrayRecord) else 'no array'}): the checkpoint is damaged; load "
+                "another one"
+            )
+        derivations[leaf] = Stored(record.spec, there, 1 + base)
+    told = f"with arrays of {', '.join([base.save_id for base in references.bases])}"
+    made = derive(
+        own, root.tree, derivations, values=values, beside=bases, most_bytes=context.memory.load_bytes, told=told
+    )
+    assert isinstance(made.derived, Derived)
+    return dataclasses.replace(made, derived=dataclasses.replace(made.derived, opened_so=True))

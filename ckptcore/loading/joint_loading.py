@@ -1,0 +1,122 @@
+"""Joint loading: all processes of a job load a checkpoint, step by step, and end together."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+from ckptcore.context import Context
+from ckptcore.events import Recording
+from ckptcore.job.agreement import Agreement
+from ckptcore.loading.joint_steps import Joint, Replaced, take_step
+from ckptcore.loading.opened import Opened, Source, naming_arrays
+from ckptcore.loading.reading import Planned, Reading, perform
+from ckptcore.loading.tries import Tries, tries_of
+from ckptcore.model.tree import JSON
+from ckptcore.protocols import Coordinator
+
+__all__ = ["JointAttempt", "agreed_name", "load_jointly"]
+
+T = TypeVar("T")
+
+
+def load_jointly(
+    location: Source,
+    context: Context,
+    recording: Recording,
+    job: Coordinator,
+    plan: Callable[[Opened], Planned[T]],
+    attempt_type: type[JointAttempt],
+) -> T:
+    """Load on all ranks of a job, and return when all have loaded.
+
+    Every rank must call this, for the same checkpoint. The ranks take each step together: open, plan, read, finish. So
+    a rank calls methods of objects, which may be collective, only if the others do, and no rank returns while another
+    one reads. If the checkpoint is replaced meanwhile, all ranks start again.
+
+    Args:
+        location: of the checkpoint.
+        context: options.
+        recording: records the phases.
+        job: a job of several processes.
+        plan: plans what this process wants.
+        attempt_type: how the ranks read.
+
+    Raises:
+        RankFailedError: if another rank failed.
+        What opening, planning, reading and finishing do.
+    """
+    agreement = Agreement(job, context.exchange_key(f"{agreed_name(location, recording)}/load"), recording)
+    tries = tries_of(location, context)
+    for number in itertools.count():  # `tries` limits the attempts
+        attempt = attempt_type(tries, context, job, agreement, number, str(location))
+        planned = attempt.plan(plan)
+        if planned is not None and attempt.read(planned, recording):
+            with agreement.stage(f"finish-{number}"):
+                made = planned.finish(planned.reading.leaves)
+            return made
+    raise AssertionError("counting ends only by an error")
+
+
+def agreed_name(location: Source, recording: Recording) -> str:
+    """Return a name for the exchanges of a load, equal on every rank: directories of a step may differ by host."""
+    return str(location) if recording.step is None else f"step {recording.step}"
+
+
+class JointAttempt:
+    """One attempt to load, in which every process reads for itself. Each method must be called on every rank."""
+
+    def __init__(
+        self, tries: Tries[Opened], context: Context, job: Coordinator, agreement: Agreement, number: int, location: str
+    ) -> None:
+        self._tries = tries
+        self._context = context
+        self._job = job
+        self._agreement = agreement
+        self._number = number
+        self._location = location
+
+    def plan(self, plan: Callable[[Opened], Planned[T]]) -> Planned[T] | None:
+        """Open the checkpoint and plan; None if it was replaced meanwhile."""
+        opened: list[Opened] = []
+        planned: list[Planned[T]] = []
+
+        def open_it() -> JSON:
+            opened.append(self._tries.open())
+            return None
+
+        def plan_it() -> JSON:
+            with naming_arrays(opened[0]):
+                planned.append(plan(opened[0]))
+            return self._told_of(opened[0], planned[0].reading)
+
+        if self._take_step("open", open_it).again:
+            return None
+        joint = self._take_step("plan", plan_it)
+        return planned[0] if not joint.again and self._agree(joint.payloads, planned[0].reading) else None
+
+    def read(self, planned: Planned[T], recording: Recording) -> bool:
+        """Read what was planned; False if the checkpoint was replaced meanwhile."""
+        reading = planned.reading
+
+        def read() -> JSON:
+            planned.begin()
+            with naming_arrays(reading.opened), recording.phase("read", reading.nbytes):
+                perform(reading, self._context)
+            if not self._tries.is_unchanged():
+                raise Replaced
+            return None
+
+        return not self._take_step("read", read).again
+
+    def _told_of(self, opened: Opened, reading: Reading) -> JSON:
+        """Return what this rank sends to the leader about its plan."""
+        return None
+
+    def _agree(self, payloads: Sequence[JSON], reading: Reading) -> bool:
+        """Agree on how to read; False if the ranks opened different saves."""
+        return True
+
+    def _take_step(self, name: str, work: Callable[[], JSON]) -> Joint:
+        return take_step(self._agreement, f"{name}-{self._number}", work, stands=self._tries.stands)

@@ -1,0 +1,238 @@
+"""Loaded parts: the arrays of a checkpoint in boxes, one after the other, of which little is in memory at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Generator, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Final
+
+from ckptcore.commit.location import LocationLike
+from ckptcore.context import Context
+from ckptcore.errors import CorruptCheckpointError
+from ckptcore.events import Recording
+from ckptcore.io.background import BackgroundThreads
+from ckptcore.loading.load import abstract_leaves, account_of, chosen_of, refuse_files, transformed
+from ckptcore.loading.load_requests import LoadRequest
+from ckptcore.loading.matching import Matched
+from ckptcore.loading.open_sessions import Session
+from ckptcore.loading.opened import Opened
+from ckptcore.loading.reading import allocate_for, check_sizes, unread
+from ckptcore.loading.stored_pieces import BatchSizes, StoredPiece, TileIndex, batches_of, pieces_of
+from ckptcore.model import BLOCK_BYTES
+from ckptcore.model.arrays import ArraySpec, Box, HostArray
+from ckptcore.model.metadata import ArrayRecord
+from ckptcore.model.tree import TreePath, format_path
+from ckptcore.planning import plan_read
+from ckptcore.protocols import PlacesTiles
+from ckptcore.select import Selection
+
+if TYPE_CHECKING:
+    from ckptcore.loading.load_accounts import LoadAccount
+
+__all__ = ["LoadedPart", "load_in_parts"]
+
+_BUDGET_BYTES: Final = 128 << 20
+"""What is in memory where the options do not say."""
+
+_BATCHES: Final = 2
+"""How many batches are in memory: one that is read, while the parts of another one are given."""
+
+_ITEM_BYTES: Final = 512 << 20
+"""What can only be read whole is not cut up to here: each part of it would cost as much as all."""
+
+_MOST_CUTS: Final = 1 << 20
+"""Limit of parts of a box without known places: more than real arrays need; a hostile root may state any shape."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedPart:
+    """A box of an array of a checkpoint, with its elements.
+
+    Attributes:
+        path: of the array in the tree.
+        tied: the other paths of the tree that have the same array; it comes once.
+        spec: shape and dtype of the whole array.
+        box: where in it this is, in elements.
+        elements: in memory of its own, of the shape of the box; the caller may change and keep it.
+    """
+
+    path: TreePath
+    tied: tuple[TreePath, ...]
+    spec: ArraySpec
+    box: Box
+    elements: HostArray
+
+    @property
+    def name(self) -> str:
+        """The path as text, as errors and reports have it: ``layers[0]/w``."""
+        return format_path(self.path)
+
+
+def load_in_parts(
+    location: LocationLike, context: Context, request: LoadRequest, first: Selection | Sequence[Selection]
+) -> Generator[LoadedPart, None, None]:
+    """See `ckptcore.load_parts`. Opens the checkpoint and plans; what it gives reads."""
+    recording = Recording("load", str(location), context.observers, rank=context.job().rank)
+    session = Session(location, context)
+    try:
+        account = account_of(request)
+        selections = [first] if isinstance(first, Selection) else first
+
+        def plan(found: Opened) -> tuple[Opened, Sequence[Sequence[int]]]:
+            refuse_files(found)
+            made = transformed(found, request.transforms, context)
+            classes = _classes(made, request.select, selections, context)
+            chosen = {leaf for leaves in classes for leaf in leaves}
+            check_sizes(made, chosen)
+            if account is not None:
+                account.planned(made, _matched(made, chosen, context), made.tree.skeleton)
+            return made, classes
+
+        with recording.phase("open"):
+            opened, classes = session.attempt(plan)
+        batch_bytes = max(1, (context.memory.load_bytes or _BUDGET_BYTES) // _BATCHES)
+        batches = (batch for leaves in classes for batch in _batches(opened, leaves, batch_bytes))
+    except BaseException as error:
+        session.close()
+        recording.finish(error=error)
+        raise
+    return _parts(session, opened, batches, recording, account)
+
+
+def _matched(opened: Opened, chosen: Container[int], context: Context) -> Matched:
+    """What is loaded, as the account of a load has it."""
+    array, _ = abstract_leaves(context.registry)
+    originals = [opened.tree.aliases.get(leaf, leaf) for leaf in range(len(opened.tree.leaves))]
+    return Matched(range(len(originals)), [array if leaf in chosen else None for leaf in originals])
+
+
+def _classes(
+    opened: Opened, select: Selection | None, first: Sequence[Selection], context: Context
+) -> Sequence[Sequence[int]]:
+    """The arrays that are loaded, each once: those that come first, those that come next, and the rest."""
+    tree = opened.tree
+    left = set(range(len(tree.leaves))) if select is None else set(chosen_of(opened, select, context))
+    left = {tree.aliases.get(leaf, leaf) for leaf in left if isinstance(tree.leaves[leaf], ArrayRecord)}
+    classes: list[Sequence[int]] = []
+    for selection in first:
+        wanted = {tree.aliases.get(leaf, leaf) for leaf in chosen_of(opened, selection, context)}
+        classes.append(sorted(wanted & left))
+        left -= wanted
+    return [*classes, sorted(left)]
+
+
+def _batches(opened: Opened, leaves: Sequence[int], most_bytes: int) -> Iterable[Sequence[StoredPiece]]:
+    """What is read at once, in the order in which it is stored, so that no byte is read twice."""
+    pieces: list[StoredPiece] = []
+    alone: list[Sequence[StoredPiece]] = []
+    for leaf in leaves:
+        for piece in _pieces(opened, leaf, most_bytes):
+            if piece.tile is None and piece.nbytes > most_bytes * _MOST_CUTS:
+                raise CorruptCheckpointError(
+                    f"{format_path(opened.tree.paths[leaf])} of {opened.location.display} is said to be "
+                    f"{_spec_of(opened, leaf)}, more than {_MOST_CUTS} parts of {most_bytes} bytes; its metadata is "
+                    "damaged: load another checkpoint"
+                )
+            is_whole = piece.tile is not None and not piece.tile.is_plain
+            if is_whole and most_bytes < piece.nbytes <= _ITEM_BYTES:
+                alone.append((piece,))
+            else:
+                pieces.append(piece)
+    sizes = BatchSizes(aim=most_bytes, most=most_bytes, block=BLOCK_BYTES)
+    return sorted([*alone, *batches_of(pieces, sizes)], key=lambda batch: batch[0].order)
+
+
+def _pieces(opened: Opened, leaf: int, most_bytes: int) -> Iterable[StoredPiece]:
+    """An array by what of it is stored or made together."""
+    spec, layout = _spec_of(opened, leaf), opened.layout
+    itemsize = spec.numpy_dtype.itemsize
+    if not spec.size:
+        return (StoredPiece(leaf, Box.whole(spec.shape), itemsize),)
+    if opened.derived is not None:
+        return [StoredPiece(leaf, box, itemsize) for box in opened.derived.pieces(leaf, most_bytes)]
+    tiles = layout.tiles(opened.tree, opened.state, leaf) if isinstance(layout, PlacesTiles) else ()
+    return pieces_of(leaf, Box.whole(spec.shape), itemsize, TileIndex(tiles))
+
+
+def _parts(
+    session: Session,
+    opened: Opened,
+    batches: Iterable[Sequence[StoredPiece]],
+    recording: Recording,
+    account: LoadAccount | None,
+) -> Generator[LoadedPart, None, None]:
+    tied: dict[int, list[TreePath]] = {}
+    for leaf, original in opened.tree.aliases.items():
+        tied.setdefault(original, []).append(opened.tree.paths[leaf])
+
+    def read(batch: Sequence[StoredPiece]) -> list[LoadedPart]:
+        with recording.phase("read", sum([piece.box.size * piece.itemsize for piece in batch])):
+            return session.guard(lambda _: _read(opened, batch, tied))
+
+    given = 0
+    try:
+        for parts in _read_ahead(batches, read):
+            while parts:
+                given += parts[0].elements.nbytes
+                yield parts.pop(0)
+        session.attempt(lambda _: _check_beside(opened))
+        session.expect_there()
+    except GeneratorExit:  # whoever takes the parts has enough of them
+        recording.finish(given)
+        raise
+    except BaseException as error:
+        recording.finish(given, error)
+        raise
+    finally:
+        session.close()
+        if account is not None:
+            account.done()
+    recording.finish(given)
+
+
+def _read_ahead(
+    batches: Iterable[Sequence[StoredPiece]], read: Callable[[Sequence[StoredPiece]], list[LoadedPart]]
+) -> Iterator[list[LoadedPart]]:
+    """Read batches, each while what was read before is used."""
+    reader = BackgroundThreads(1, "ckptcore-read-ahead")
+    before: Future[list[LoadedPart]] | None = None
+    try:
+        for batch in batches:
+            ahead = reader.submit(partial(read, batch))
+            if before is not None:
+                yield before.result()
+            before = ahead
+        if before is not None:
+            yield before.result()
+    finally:
+        reader.join()
+
+
+def _read(opened: Opened, batch: Sequence[StoredPiece], tied: Mapping[int, Sequence[TreePath]]) -> list[LoadedPart]:
+    parts: list[LoadedPart] = []
+    for piece in batch:
+        spec = _spec_of(opened, piece.leaf)
+        elements = allocate_for(opened, piece.leaf, ArraySpec(piece.box.shape, spec.dtype))
+        path, others = opened.tree.paths[piece.leaf], tuple(tied.get(piece.leaf, ()))
+        parts.append(LoadedPart(path, others, spec, piece.box, elements))
+    plan = plan_read(opened.tree, opened.state, [(piece.leaf, (piece.box,)) for piece in batch])
+    left = set(range(len(batch))).difference(opened.read(plan, [part.elements for part in parts]))
+    if left:
+        raise unread(opened, batch[min(left)].leaf)
+    return parts
+
+
+def _check_beside(opened: Opened) -> None:
+    """See `ckptcore.transforms.check_beside`."""
+    if opened.derived is not None:
+        from ckptcore.transforms import check_beside  # is there by now
+
+        check_beside(opened)
+
+
+def _spec_of(opened: Opened, leaf: int) -> ArraySpec:
+    record = opened.tree.leaves[leaf]
+    assert isinstance(record, ArrayRecord)  # values are none of those that are loaded
+    return record.spec

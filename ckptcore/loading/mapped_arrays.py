@@ -1,0 +1,68 @@
+"""Mapped arrays: read-only views of stored elements, that the operating system brings into memory as they are touched."""
+
+from __future__ import annotations
+
+import os
+from typing import Final
+from urllib.parse import unquote
+
+import numpy as np
+
+from ckptcore.builtin.local_files import LocalFile
+from ckptcore.errors import CorruptCheckpointError, NotMappableError
+from ckptcore.io.elements import is_little
+from ckptcore.loading.opened import Opened
+from ckptcore.loading.plain_places import find_plain_place
+from ckptcore.model.arrays import ArraySpec, HostArray
+
+__all__ = ["map_array"]
+
+_FILE: Final = "file://"
+
+
+def map_array(opened: Opened, leaf: int, spec: ArraySpec, name: str) -> HostArray:
+    """Map an array. Its file stays mapped, and on the disk, until the last view of it is gone.
+
+    Args:
+        opened: the checkpoint.
+        leaf: the number of the array.
+        spec: of it.
+        name: of it, for errors.
+
+    Raises:
+        NotMappableError: says why it cannot be.
+        CorruptCheckpointError: if the file ends before it does.
+    """
+    address = opened.store.address
+    if address is None or not address.url.startswith(_FILE):
+        raise _refusal(
+            opened, name, "is not on a local disk" if address is None else f"is at {address.url}, not on a local disk"
+        )
+    if not spec.size:
+        return np.ndarray(spec.shape, spec.numpy_dtype, b"")
+    if not is_little(spec.numpy_dtype):
+        raise _refusal(opened, name, "has another byte order in files than this machine has in memory")
+    place = find_plain_place(opened, leaf)
+    if place is None:
+        raise _refusal(
+            opened,
+            name,
+            f"does not stand in one file as it is in memory: the layout {opened.layout.name} has it compressed, or in pieces",
+        )
+    root = unquote(address.url.removeprefix(_FILE), errors="surrogateescape").rstrip("/") or "/"
+    file = LocalFile(place.key, f"{root}/{place.key}", os.path.dirname(root))
+    stop = place.offset + spec.nbytes
+    if stop > file.status.st_size:
+        raise CorruptCheckpointError(
+            f"{place.key!r} is too short: expected bytes {place.offset} to {stop}, found {file.status.st_size} bytes in all; it was cut "
+            "off, restore it from a copy, or load another checkpoint",
+            key=place.key, start=min(place.offset, file.status.st_size), stop=stop,
+        )  # fmt: skip
+    return np.ndarray(spec.shape, spec.numpy_dtype, file.map(), place.offset)
+
+
+def _refusal(opened: Opened, name: str, reason: str) -> NotMappableError:
+    return NotMappableError(
+        f"{name} of {opened.location.display} cannot be mapped into memory: it {reason}; read it by indexing, as array[...], or convert "
+        "the checkpoint to safetensors on a local disk"
+    )

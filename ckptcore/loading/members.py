@@ -1,0 +1,136 @@
+"""The members of a checkpoint of several checkpointables: what is there under each name, and opening it."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Collection
+from typing import Final
+
+from ckptcore.builtin.files_layout import FilesLayout
+from ckptcore.commit.location import Location, Place, Within, subdirectory
+from ckptcore.commit.occupants import root_bytes
+from ckptcore.commit.root import ROOT_KEY
+from ckptcore.commit.root_json import is_claim
+from ckptcore.context import Context
+from ckptcore.errors import (
+    CheckpointError,
+    CheckpointNotFoundError,
+    CompositeCheckpointError,
+    CorruptCheckpointError,
+    ObjectNotFoundError,
+)
+from ckptcore.loading.opened import Opened, OpenedComposite
+from ckptcore.loading.opening import open_files, open_tree
+from ckptcore.loading.tries import Tries, open_checkpoint
+
+__all__ = [
+    "is_deleted",
+    "open_member",
+    "present_members",
+    "told_names",
+]
+
+_NAMES_TOLD: Final = 20
+_OF_RANK: Final = re.compile(r"(.+)\.rank_(0|[1-9][0-9]{0,8})", re.DOTALL)
+
+
+def present_members(composite: OpenedComposite) -> dict[str, list[str]]:
+    """The names of what is still there, each with its directories in the order of ranks. One request, however many there are.
+
+    Of what other software wrote one can be a file. What was saved may have been deleted since. On storage without directories a deletion that died leaves a directory:
+    `is_deleted` tells.
+    """
+    names = composite.location.store.list_names()
+    there = {entry.removesuffix("/") for entry in names if entry.endswith("/") or composite.root is None}
+    if composite.root is not None and ROOT_KEY not in names:
+        # What was just read is not listed: the storage lists nothing (a web server), or what it had before.
+        there |= _found_by_roots(composite)
+    of_ranks: dict[str, list[int]] = {}
+    for directory in there:
+        if (matched := _OF_RANK.fullmatch(directory)) is not None:
+            of_ranks.setdefault(matched[1], []).append(int(matched[2]))
+    present = {}
+    for name, member in composite.members.items():
+        # Not by counting to the number of processes: a hostile root may state any.
+        ranks = [0] if member.processes in (None, 1) else sorted(of_ranks.get(name, ()))
+        directories = [member.directory(name, rank) for rank in ranks if rank < (member.processes or 1)]
+        if found := [directory for directory in directories if directory in there]:
+            present[name] = found
+    return present
+
+
+def _found_by_roots(composite: OpenedComposite) -> set[str]:
+    """The directories in which roots of the composite's members stand, without a listing. A request for each, and one for each name."""
+    found = set()
+    for name, member in composite.members.items():
+        for rank in range(member.processes or 1):  # a hostile root may state any: only up to one that is not there
+            directory = member.directory(name, rank)
+            if root_bytes(subdirectory(composite.location.store, directory)) is None:
+                break
+            found.add(directory)
+    return found
+
+
+def is_deleted(composite: OpenedComposite, directory: str) -> bool:
+    """Whether nothing is in a directory of the composite, or a deletion of what was there began."""
+    inside = subdirectory(composite.location.store, directory)
+    data = root_bytes(inside)
+    if data is not None:
+        return is_claim(data)
+    return not inside.list_names() and not (composite.root is None and _is_file(composite.location, directory))
+
+
+def _is_file(location: Location, name: str) -> bool:
+    try:
+        location.store.size(name)
+    except ObjectNotFoundError:
+        return False
+    return True
+
+
+def open_member(composite: OpenedComposite, name: str, directory: str, location: Place, context: Context) -> Opened:
+    """Open what was saved under a name of the composite.
+
+    Raises:
+        CorruptCheckpointError: if something else stands in its directory.
+        What `open_checkpoint` does; of what other software wrote it says how to get the others.
+    """
+    if composite.root is None:
+        return _open_foreign_member(composite, name, directory, location, context)
+    opened = open_checkpoint(Within(location, directory), context)
+    if opened.root is None or not opened.root.member or opened.root.save_id != composite.root.save_id:
+        raise CorruptCheckpointError(
+            f"{opened.location.display} was replaced by something else than it was saved with; load it by its own location, "
+            "or delete it"
+        )
+    kind = composite.members[name].kind
+    if (opened.layout.name == FilesLayout.name) != (kind == "files"):
+        raise CorruptCheckpointError(
+            f"{opened.location.display} has the layout {opened.layout.name!r}, and {composite.location.display} says that it is "
+            f"a {kind!r}: one of the two is damaged or forged; load another checkpoint"
+        )
+    return opened
+
+
+def _open_foreign_member(
+    composite: OpenedComposite, name: str, directory: str, location: Place, context: Context
+) -> Opened:
+    opener = open_files if composite.members[name].kind == "files" else open_tree
+    others = told_names([other for other in composite.members if other != name])
+    hint = f"ask load_checkpointables for the names that you need, to load the others without it: {others}"
+    try:
+        return Tries(Within(location, directory), context, opener).open()
+    except (CheckpointNotFoundError, CompositeCheckpointError) as error:
+        raise CheckpointNotFoundError(
+            f"{name!r} in {composite.location.display} is nothing that an installed plugin reads: {error}; {hint}"
+        ) from error
+    except CheckpointError as error:
+        error.add_note(hint)
+        raise
+
+
+def told_names(names: Collection[str]) -> str:
+    """Names for a message: a hostile root may list any number of them."""
+    more = f" and {len(names) - _NAMES_TOLD} more" if len(names) > _NAMES_TOLD else ""
+    return (", ".join(itertools.islice(names, _NAMES_TOLD)) or "none") + more

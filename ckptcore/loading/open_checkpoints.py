@@ -1,0 +1,265 @@
+"""Open checkpoints: the tree of a checkpoint, of whose arrays elements are read as they are asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from types import TracebackType
+from typing import Any, Self, TypeAlias
+
+from ckptcore.builtin.files_layout import FilesLayout
+from ckptcore.commit.location import LocationLike
+from ckptcore.context import Context
+from ckptcore.errors import TreeMismatchError, UnknownPathError
+from ckptcore.loading.load import abstract_leaves
+from ckptcore.loading.open_sessions import Session
+from ckptcore.loading.reading import read_leaves
+from ckptcore.loading.stored_arrays import StoredArray
+from ckptcore.model.arrays import Box, HostArray
+from ckptcore.model.metadata import ArrayRecord
+from ckptcore.model.tree import LEAF, Attribute, Key, Node, Skeleton, TreePath, format_path, leaf_count
+
+__all__ = ["OpenCheckpoint", "StoredPath", "StoredTree", "load_box"]
+
+StoredPath: TypeAlias = str | int | Sequence[Key]
+"""Where something is in an open tree: a key, keys, or text with ``/`` between them."""
+
+_TEXT_KINDS = ("str", "bytes")
+
+
+class StoredTree(Mapping[Any, Any]):
+    """A container of an open checkpoint: a mapping of its keys, in order. Those of a list or tuple are their indices.
+
+    Its values are `StoredTree` for containers, `StoredArray` for arrays, and small values themselves.
+
+    Attributes:
+        path: the keys that lead to it.
+    """
+
+    def __init__(self, session: Session, node: Node, path: TreePath, first: int) -> None:
+        """A container of a session; `first` is the number of the first leaf in it."""
+        self.path = path
+        self._session = session
+        self._node = node
+        self._first = first
+        self._numbers: Mapping[Key, int] | None = None
+        self._readings: Mapping[Key, int] | None = None
+        self._firsts: Sequence[int] | None = None
+        self._found: dict[object, object] = {}
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {format_path(self.path)}: {self._node.kind} of {len(self)}>"
+
+    def __len__(self) -> int:
+        """How many children it has."""
+        return len(self._node.keys)
+
+    def __iter__(self) -> Iterator[Any]:
+        """The keys of its children; the name of an attribute as text."""
+        return (key.name if isinstance(key, Attribute) else key for key in self._node.keys)
+
+    def __contains__(self, path: object) -> bool:
+        """Whether something is at a path."""
+        try:
+            self[path]  # type: ignore[index]  # what is no path is refused there
+        except (UnknownPathError, TypeError):
+            return False
+        return True
+
+    def __getitem__(self, path: StoredPath) -> Any:
+        """What is at a path: a `StoredTree`, a `StoredArray`, or a small value itself. Reads no array, but text of several KiB.
+
+        Args:
+            path: keys, or one text with ``/`` between them: ``"params/dense"``, ``("layers", 0)``. A key that is the whole text comes
+                first. A text also stands for the name of an attribute, and for the digits of an index.
+
+        Raises:
+            UnknownPathError: if nothing is there; says what is.
+            ValueError: if the checkpoint was closed.
+        """
+        try:
+            found = self._found.get(path)
+        except TypeError:  # a list of keys
+            path = tuple(path) if isinstance(path, Sequence) else path
+            found = None
+        if found is not None:
+            return found
+        _ = self._session.opened  # refused if it is closed
+        keys = (path,) if isinstance(path, str | int | Attribute) else tuple(path)
+        place = _descend(self, keys)
+        if place is None:
+            raise self._nothing_at(keys)
+        found = place.made()
+        if isinstance(found, StoredTree | StoredArray):
+            self._found[path] = found
+        return found
+
+    def _child(self, key: Key) -> _Place | None:
+        """Where the child with exactly this key is, or one whose key reads so."""
+        node = self._node
+        if self._numbers is None:
+            self._numbers = dict(zip(node.keys, range(len(node.keys)), strict=True))
+        number = self._numbers.get(key)
+        if number is None:
+            # Where a text is no key itself, it stands for the attribute or the index that reads so.
+            if self._readings is None:
+                self._readings = {**{str(name): number for name, number in self._numbers.items()}, **self._numbers}
+            number = self._readings.get(key.name if isinstance(key, Attribute) else key)
+        if number is None or isinstance(key, bool):
+            return None
+        child = node.children[number]
+        return _Place(self._session, child, (*self.path, node.keys[number]), self._first_of(number))
+
+    def _first_of(self, number: int) -> int:
+        if self._firsts is None:
+            children = self._node.children
+            if children.count(LEAF) < len(children):
+                position, counted = self._first, []
+                for child in children:
+                    counted.append(position)
+                    position += leaf_count(child)
+                self._firsts = counted
+            else:
+                self._firsts = range(self._first, self._first + len(children))
+        return self._firsts[number]
+
+    def _nothing_at(self, keys: Sequence[Key]) -> UnknownPathError:
+        from ckptcore.tree.suggestions import NearNames  # only where something is wrong
+
+        there = [str(key) for key in self._node.keys]
+        asked = "/".join(map(str, keys))
+        near = NearNames(there).nearest(asked.split("/")[0])
+        shown = ", ".join(map(repr, there[:20])) + (", ..." if len(there) > 20 else "")
+        hint = f"; did you mean {near!r}?" if near is not None and near != asked.split("/")[0] else ""
+        return UnknownPathError(
+            f"{asked!r} is not in {format_path(self.path)} of {self._session.opened.location.display}, which has {shown or 'nothing'}{hint}"
+        )
+
+
+class _Place:
+    """A node of an open tree that was found."""
+
+    __slots__ = ("first", "node", "path", "session")
+
+    def __init__(self, session: Session, node: Skeleton, path: TreePath, first: int) -> None:
+        self.session = session
+        self.node = node
+        self.path = path
+        self.first = first
+
+    def tree(self) -> StoredTree | None:
+        """The container that it is; None if it is a leaf."""
+        return StoredTree(self.session, self.node, self.path, self.first) if isinstance(self.node, Node) else None
+
+    def made(self) -> object:
+        """What users get of it."""
+        if (tree := self.tree()) is not None:
+            return tree
+        session, leaf = self.session, self.first
+        record = session.opened.tree.leaves[leaf]
+        if isinstance(record, ArrayRecord) and record.kind not in _TEXT_KINDS:
+            return StoredArray(session, leaf, self.path, record.spec)
+        array, value = abstract_leaves(session.context.registry)
+        handler = array if isinstance(record, ArrayRecord) else value
+        (found,) = session.guard(lambda opened: read_leaves(opened, [leaf], [handler], [None], session.context))
+        return found
+
+
+def _descend(tree: StoredTree, keys: Sequence[Key]) -> _Place | None:
+    """Where keys lead; a text that is no key is taken apart at its slashes."""
+    if not keys:
+        return _Place(tree._session, tree._node, tree.path, tree._first)
+    key, rest = keys[0], keys[1:]
+    place = tree._child(key)
+    if place is not None and (not rest or isinstance(place.node, Node)):
+        inner = place.tree()
+        if inner is None or not rest:
+            return place
+        if (found := _descend(inner, rest)) is not None:
+            return found
+    if not isinstance(key, str):
+        return None
+    position = key.rfind("/")
+    while position > 0:
+        head = tree._child(key[:position])
+        inner = None if head is None else head.tree()
+        tail = key[position + 1 :]
+        if inner is not None and (found := _descend(inner, ((tail,) if tail else ()) + tuple(rest))) is not None:
+            return found
+        position = key.rfind("/", 0, position)
+    return None
+
+
+class OpenCheckpoint(StoredTree):
+    """A checkpoint that is open: a mapping of what is in it, with arrays that are read as they are indexed. Any thread.
+
+    All that it gives is of the save that was there when it was opened. A context manager; `close` ends it sooner.
+    """
+
+    def __init__(self, location: LocationLike, context: Context) -> None:
+        """Open a checkpoint; what `ckptcore.open` does."""
+        session = Session(location, context)
+        opened = session.opened
+        if opened.layout.name == FilesLayout.name:
+            raise TreeMismatchError(
+                f"{opened.location.display} holds files that an object wrote, and no tree: load() gives them as bytes",
+                ["files are stored, a tree is opened"],
+            )
+        skeleton = opened.tree.skeleton
+        self._leaf = None if isinstance(skeleton, Node) else _Place(session, skeleton, (), 0)
+        super().__init__(session, skeleton if isinstance(skeleton, Node) else Node("dict", (), ()), (), 0)
+
+    def __repr__(self) -> str:
+        state = "closed" if self._session.is_closed else f"{self._node.kind} of {len(self)}"
+        return f"<OpenCheckpoint: {state}>"
+
+    def __enter__(self) -> Self:
+        """Itself."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Close it."""
+        self.close()
+
+    def __getitem__(self, path: StoredPath) -> Any:
+        """As `StoredTree`; where the whole tree is one leaf, ``()`` gives that."""
+        if self._leaf is not None and not path and path != 0:
+            return self._leaf.made()
+        return super().__getitem__(path)
+
+    @property
+    def bytes_read(self) -> int:
+        """Bytes that were read of the storage so far, with those that were read to verify others; those of the root are not counted.
+
+        Raises:
+            ValueError: if it was closed.
+        """
+        store = self._session.opened.store
+        return store.bytes_read + store.bytes_got
+
+    def close(self) -> None:
+        """Let go of its files. Arrays that were read, and maps, stay; nothing more is read. Closing again does nothing."""
+        self._session.close()
+
+
+def load_box(location: LocationLike, path: StoredPath, box: Box, context: Context) -> HostArray:
+    """See `ckptcore.load_slice`."""
+    with OpenCheckpoint(location, context) as opened:
+        array = opened[path]
+        if not isinstance(array, StoredArray):
+            raise TreeMismatchError(
+                f"{path!r} of {location} is no array, and has no slices: load it whole",
+                [f"{path!r}: an array is asked for"],
+            )
+        if (
+            len(box.start) != array.ndim
+            or not Box.whole(array.shape).contains(box)
+            or any(map(int.__gt__, box.start, box.stop))
+        ):
+            raise TreeMismatchError(
+                f"{path!r} of {location} has the shape {array.shape}, and the box from {box.start} to {box.stop} does not lie in it",
+                [f"{path!r}: shape: a box from {box.start} to {box.stop} is asked for, {array.shape} is stored"],
+            )
+        loaded: HostArray = array[box.slices]
+        return loaded

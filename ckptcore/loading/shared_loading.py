@@ -1,0 +1,247 @@
+"""Shared loading: the processes of a job load a checkpoint together, and what several want is read once."""
+
+from __future__ import annotations
+
+import functools
+import json
+import secrets
+import socket
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack, closing
+from typing import Any, Final, TypeVar
+
+import numpy as np
+import xxhash
+
+from ckptcore.errors import PluginError, RankFailedError
+from ckptcore.events import Recording
+from ckptcore.loading.broadcasts import AHEAD, Broadcasts
+from ckptcore.loading.joint_loading import JointAttempt
+from ckptcore.loading.joint_steps import Replaced
+from ckptcore.loading.opened import Opened, naming_arrays
+from ckptcore.loading.read_shares import MessageSizes, Request, SharedPlan, Tiles, plan_shares
+from ckptcore.loading.reading import Planned, Reading
+from ckptcore.loading.shared_arrays import SharedArray, renumbered, stored_below
+from ckptcore.model.arrays import Box, HostArray
+from ckptcore.model.transfer import Pending, StoredTile
+from ckptcore.model.tree import JSON
+from ckptcore.planning.read_groups import group_of
+from ckptcore.protocols import Channels, PlacesTiles
+
+__all__ = ["SharedAttempt"]
+
+T = TypeVar("T")
+
+_TOLD: Final = 300
+"""How many letters of what is done ranks tell each other before a digest: it may be a line for each of many arrays."""
+
+_MESSAGE_BYTES: Final = 32 << 20
+_MOST_AT_ONCE: Final = 2 * AHEAD
+"""Messages in memory, at most."""
+
+
+class SharedAttempt(JointAttempt):
+    """One attempt to load, in which one process reads what several want and sends it to the others.
+
+    Raises:
+        ValueError: if the ranks have different options.
+        PluginError: if there are no collectives to send over.
+    """
+
+    _requests: list[Mapping[SharedArray, Sequence[Box]]]
+    _own: Mapping[int, SharedArray]
+    _told: Sequence[JSON]
+    _decided: Any
+
+    def _told_of(self, opened: Opened, reading: Reading) -> JSON:
+        """Return a digest of the boxes that this rank wants, the save that it opened, its options and its host."""
+        wanted = _request_of(reading)
+        self._own = {leaf: SharedArray.of(reading.opened, leaf) for leaf in wanted}
+        self._told = [[self._own[leaf].to_json(), _boxes_told(boxes)] for leaf, boxes in wanted.items()]
+        memory = self._context.memory
+        options = [str(self._context.reads), memory.load_bytes, memory.exchange_bytes, _made_of(reading.opened)]
+        return [_digest(self._told), self._mark(opened), options, socket.gethostname()]
+
+    def _agree(self, payloads: Sequence[JSON], reading: Reading) -> bool:
+        decided: Any = self._agreement.lead(f"decide-{self._number}", lambda: _decide(payloads))
+        if decided["differ"]:
+            raise ValueError(
+                f"the ranks load {self._location} with different options, or open different checkpoints there: "
+                f"{decided['differ']}; give all the same Context(reads=, memory=), a location that is the same for all, and abstract "
+                'trees, transforms and matching by which the same arrays are made alike; else load with reads="all"'
+            )
+        if decided["again"]:
+            return False
+        self._decided = decided
+        self._requests = self._exchange_requests(self._told, stored_below(reading.opened))
+        return True
+
+    def _mark(self, opened: Opened) -> str:
+        """Equal on ranks that opened the same save."""
+        root = opened.mark.root
+        return (
+            xxhash.xxh3_128_hexdigest(root)
+            if isinstance(root, bytes)
+            else "tree " + _digest([opened.tree.to_json(), opened.state])
+        )
+
+    def _exchange_requests(self, own: Sequence[JSON], stored: Opened) -> list[Mapping[SharedArray, Sequence[Box]]]:
+        """What is wanted, each once; told by the first rank that wants it."""
+        first = self._decided["first"]
+        if len(first) == 1:
+            return [_request(own, stored)]
+        told = own if self._agreement.rank in first else None
+        with self._agreement.stage(f"requests-{self._number}") as stage:
+            stage.payload = told
+        requests: Any = self._agreement.lead(
+            f"all-requests-{self._number}", lambda: [stage.payloads[rank] for rank in first]
+        )
+        return [_request(request, stored) for request in requests]
+
+    def read(self, planned: Planned[T], recording: Recording) -> bool:
+        """Read what was planned, together; False where the checkpoint was replaced meanwhile."""
+        reading = planned.reading
+        with ExitStack() as open_channels:
+            made: list[Broadcasts] = []
+
+            def connect() -> JSON:
+                shares = self._shares(reading)
+                channels = open_channels.enter_context(closing(self._channels(shares)))
+                made.append(Broadcasts(reading, shares, channels, self._agreement.rank))
+                return None
+
+            def read() -> JSON:
+                planned.begin()
+                with naming_arrays(reading.opened), recording.phase("read", reading.nbytes):
+                    try:
+                        made[0].run()
+                    except RankFailedError as error:
+                        open_channels.close()  # who waits for this process notices now, and not at a deadline
+                        raise RankFailedError(f"loading {self._location} together: {error}") from error
+                if not self._tries.is_unchanged():
+                    raise Replaced
+                return None
+
+            return not any(self._take_step(name, work).again for name, work in (("connect", connect), ("read", read)))
+
+    def _shares(self, reading: Reading) -> SharedPlan:
+        opened, rank = reading.opened, self._agreement.rank
+        group = group_of(rank, self._context.reads, self._decided["hosts"])
+        request_of = {member: self._decided["of"][member] for member in group if member < self._agreement.size}
+        wanted = {array for number in set(request_of.values()) for array in self._requests[number]}
+        arrays = sorted(wanted, key=lambda array: array.order)
+        number_of = {array: number for number, array in enumerate(arrays)}
+        requests: list[Request] = [
+            {number_of[array]: boxes for array, boxes in request.items() if array in number_of}
+            for request in self._requests
+        ]
+        specs = {number: array.spec for number, array in enumerate(arrays)}
+        memory, stored = self._context.memory, stored_below(opened)
+        sizes = MessageSizes(
+            message=max(1, min(_MESSAGE_BYTES, memory.exchange_bytes // _MOST_AT_ONCE)), round=memory.load_bytes
+        )
+
+        layout = stored.layout
+        places: Tiles | None = None
+        if isinstance(layout, PlacesTiles):
+            places = functools.partial(layout.tiles, stored.tree, stored.state)
+
+        def tiles(number: int) -> Iterable[StoredTile]:
+            array = arrays[number]
+            return array.tiles() if not array.is_stored else () if places is None else places(array.leaf)
+
+        plan = plan_shares(specs, requests, request_of, rank, sizes, tiles)
+        return renumbered(plan, {number_of[array]: leaf for leaf, array in self._own.items() if array in number_of})
+
+    def _channels(self, shares: SharedPlan) -> Channels:
+        """A way to those that this process shares with.
+
+        Raises:
+            PluginError: if there is none.
+        """
+        if not shares.groups:
+            return _NoChannels()
+        context, job = self._context, self._job
+        collectives = context.collectives or context.registry.collectives()
+        if collectives is None:
+            raise PluginError(
+                f"Context(reads={self._context.reads!r}) sends what one process reads of {self._location} to others, and no plugin "
+                "knows how: expected a framework whose collectives connect the job (ckptcore-torch after torch.distributed."
+                "init_process_group, ckptcore-jax after jax.distributed.initialize), or Context(collectives=...). Else give "
+                'reads="all"'
+            )
+        if (collectives.rank, collectives.size) != (job.rank, job.size):
+            raise PluginError(
+                f"{collectives.name} is a job of {collectives.size} processes of which this is {collectives.rank}; the coordinator "
+                f"says {job.size} and {job.rank}: give a Context a coordinator and collectives of one job"
+            )
+        return collectives.connect(f"ckptcore/{self._decided['key']}", shares.groups)
+
+
+class _NoChannels:
+    """Channels of a process that shares with nobody."""
+
+    depth = 1
+
+    def memory(self, nbytes: int) -> HostArray:
+        """Any memory."""
+        return np.empty(nbytes, np.uint8)
+
+    def broadcast(self, group: int, sender: int, data: HostArray) -> Pending[None]:
+        """Never called: there is no group."""
+        raise PluginError(f"broadcast to group {group}, of none")
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+def _made_of(opened: Opened) -> str:
+    """What transforms do with a checkpoint: ranks call arrays by their numbers in what these make."""
+    told = "" if opened.derived is None else opened.derived.told
+    return told if len(told) <= _TOLD else f"{told[:_TOLD]}... ({_digest(told)})"
+
+
+def _decide(payloads: Sequence[JSON]) -> JSON:
+    """What ranks must know of each other; by rank, a digest, a mark, options and a host were told."""
+    told: list[Any] = list(payloads)
+    options = {json.dumps(option): rank for rank, (_, _, option, _) in reversed(list(enumerate(told)))}
+    marks = {mark: rank for rank, (_, mark, _, _) in reversed(list(enumerate(told)))}
+    differ = options if len(options) > 1 else {}
+    if len(marks) > 1 and any(mark.startswith("tree ") for mark in marks):
+        differ = marks  # nothing tells whether what has no root was replaced
+    first: dict[str, int] = {}
+    for rank, (digest, _, _, _) in enumerate(told):
+        first.setdefault(digest, rank)
+    numbers = {digest: number for number, digest in enumerate(first)}
+    return {
+        "differ": ", ".join([f"rank {rank}: {found}" for found, rank in differ.items()]),
+        "again": len(marks) > 1,
+        "first": list(first.values()),
+        "of": [numbers[digest] for digest, _, _, _ in told],
+        "hosts": [host for _, _, _, host in told],
+        "key": secrets.token_hex(8),
+    }
+
+
+def _request_of(reading: Reading) -> Request:
+    """What is read of a checkpoint, by array."""
+    wanted: dict[int, dict[Box, None]] = {}
+    for unit in reading.units:
+        if unit.number is None:
+            wanted.setdefault(unit.leaf, {}).update(dict.fromkeys([box for box in unit.boxes if box.size]))
+    return {leaf: tuple(boxes) for leaf, boxes in sorted(wanted.items()) if boxes}
+
+
+def _boxes_told(boxes: Sequence[Box]) -> JSON:
+    return [[list(box.start), list(box.stop)] for box in boxes]
+
+
+def _request(told: Any, stored: Opened) -> Mapping[SharedArray, Sequence[Box]]:
+    return {
+        SharedArray.from_json(array, stored): tuple([Box(tuple(start), tuple(stop)) for start, stop in boxes])
+        for array, boxes in told
+    }
+
+
+def _digest(document: JSON) -> str:
+    return xxhash.xxh3_128_hexdigest(json.dumps(document).encode())

@@ -1,0 +1,252 @@
+"""Pieces of arrays in the order in which they are stored, and what of them is read at once. Pure."""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Final, TypeAlias
+
+from ckptcore.io.tiles import c_strides, flat_boxes, run_axis
+from ckptcore.model.arrays import Box
+from ckptcore.model.transfer import StoredTile
+from ckptcore.planning.box_partition import cut_box
+
+__all__ = ["ALIGNMENT", "BatchSizes", "Order", "StoredPiece", "TileIndex", "batches_of", "pieces_of"]
+
+ALIGNMENT: Final = 64
+"""Elements of a message begin at multiples of so many bytes: of any dtype, and of what vector instructions like."""
+
+
+Order: TypeAlias = tuple[str, int, int, tuple[int, ...]]
+"""The place of a piece among all, in the order in which they are stored."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchSizes:
+    """How long batches are, in bytes.
+
+    Attributes:
+        aim: what they have on average.
+        most: what they have at most, unless it is one element.
+        block: they end at multiples of it in an object.
+    """
+
+    aim: int
+    most: int
+    block: int
+
+
+@dataclass(frozen=True, slots=True)
+class StoredPiece:
+    """A box of an array, and where its bytes are.
+
+    Attributes:
+        leaf: the array.
+        box: of it, within one tile where that is known.
+        itemsize: bytes per element.
+        tile: what it is a part of; None where nobody knows.
+        start, stop: its first byte in the object of the tile, and the one behind its last, as far as that can be told.
+    """
+
+    leaf: int
+    box: Box
+    itemsize: int
+    tile: StoredTile | None = None
+    start: int = 0
+    stop: int = 0
+
+    @classmethod
+    def of(cls, leaf: int, box: Box, itemsize: int, tile: StoredTile) -> StoredPiece:
+        """The piece that a box of a tile is."""
+        if not tile.is_plain:
+            return cls(leaf, box, itemsize, tile, tile.offset, tile.offset)
+        strides = c_strides(tile.box.shape)
+        first = sum([(at - corner) * step for at, corner, step in zip(box.start, tile.box.start, strides, strict=True)])
+        last = sum(
+            [(at - 1 - corner) * step for at, corner, step in zip(box.stop, tile.box.start, strides, strict=True)]
+        )
+        return cls(leaf, box, itemsize, tile, tile.offset + first * itemsize, tile.offset + (last + 1) * itemsize)
+
+    @property
+    def order(self) -> Order:
+        """Where it stands among all: by object and place in it; what is in no known place stands first."""
+        tile = self.tile
+        if tile is not None and tile.is_plain:
+            return tile.key, self.start, self.leaf, self.box.start
+        return "" if tile is None else tile.key, self.leaf, self.start, self.box.start
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that it takes in a message."""
+        return -(-self.box.size * self.itemsize // ALIGNMENT) * ALIGNMENT
+
+    def cut_at(self, position: int) -> tuple[list[StoredPiece], list[StoredPiece]] | None:
+        """What lies before a byte of the object and what lies behind, both in order; None where that cannot be told apart.
+
+        An element that the byte is within goes to what lies behind.
+        """
+        tile = self.tile
+        if tile is None or not tile.is_plain or not self.start < position < self.stop:
+            return None
+        shape, corner = tile.box.shape, tile.box.start
+        inside = tuple(map(int.__sub__, self.box.start, corner)), tuple(map(int.__sub__, self.box.stop, corner))
+        if prod(self.box.shape[: run_axis(shape, inside)]) != 1:
+            return None  # its bytes do not follow each other
+        first, middle, last = [(byte - tile.offset) // self.itemsize for byte in (self.start, position, self.stop)]
+        if middle <= first:
+            return None
+        return self._run(tile, first, middle), self._run(tile, middle, last)
+
+    def _run(self, tile: StoredTile, first: int, last: int) -> list[StoredPiece]:
+        """The elements of a tile from one on to another, in C order."""
+        corner = tile.box.start
+        return [
+            StoredPiece.of(
+                self.leaf,
+                Box(tuple(map(int.__add__, corner, start)), tuple(map(int.__add__, corner, stop))),
+                self.itemsize,
+                tile,
+            )
+            for start, stop in flat_boxes(tile.box.shape, first, last)
+        ]
+
+
+class TileIndex:
+    """The tiles of an array, found by boxes."""
+
+    def __init__(self, tiles: Iterable[StoredTile]) -> None:
+        """Tiles that do not overlap."""
+        self._tiles = list(tiles)
+        self._axis = 0
+        axes = range(len(self._tiles[0].box.start)) if self._tiles else ()
+        counts = [len({tile.box.start[axis] for tile in self._tiles}) for axis in axes]
+        if counts:
+            self._axis = axis = counts.index(max(counts))
+            self._tiles.sort(key=lambda tile: (tile.box.start[axis], tile.box.start))
+            self._starts = [tile.box.start[axis] for tile in self._tiles]
+            self._longest = max([tile.box.shape[axis] for tile in self._tiles])
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether every part of every tile can be read by itself."""
+        return all(tile.is_plain for tile in self._tiles)
+
+    def parts(self, box: Box) -> Iterator[tuple[Box, StoredTile]]:
+        """What each tile has of a box that has elements."""
+        tiles: Sequence[StoredTile] = self._tiles
+        if tiles and box.start:
+            first = bisect.bisect_right(self._starts, box.start[self._axis] - self._longest)
+            tiles = tiles[first : bisect.bisect_left(self._starts, box.stop[self._axis])]
+        for tile in tiles:
+            common = tile.box.intersect(box)
+            if common is not None:
+                yield common, tile
+
+
+def pieces_of(leaf: int, box: Box, itemsize: int, tiles: TileIndex) -> list[StoredPiece]:
+    """A box by the tiles that it is in; one piece in no known place where they do not make it up."""
+    pieces = [StoredPiece.of(leaf, part, itemsize, tile) for part, tile in tiles.parts(box)]
+    if sum([piece.box.size for piece in pieces]) != box.size:
+        return [StoredPiece(leaf, box, itemsize)]
+    return pieces
+
+
+def batches_of(pieces: Iterable[StoredPiece], sizes: BatchSizes) -> Iterator[list[StoredPiece]]:
+    """What is read at once, in the order in which it is stored.
+
+    A batch ends where a block of the object does: a block is read whole for its checksum, and by two if it is in two batches. What is
+    of one tile that is only read whole stays together. Where neither fits, a batch ends anywhere.
+
+    Args:
+        pieces: that do not overlap.
+        sizes: how long batches are. Where one is longer or shorter than it should be, so that it ends well, the next makes up for it.
+    """
+    queue = deque(_units(pieces))
+    batch: list[list[StoredPiece]] = []
+    held = given = ended = 0
+    while queue:
+        unit = queue.popleft()
+        nbytes = sum([piece.nbytes for piece in unit])
+        room = min(sizes.most, max(1, (ended + 1) * sizes.aim - given)) - held
+        if nbytes <= room:
+            batch.append(unit)
+            held += nbytes
+            continue
+        near = unit[0].start + min(room + sizes.block // 2, sizes.most - held - _slack(unit[0]))
+        border = near // sizes.block * sizes.block
+        is_plain = unit[0].tile is not None and unit[0].tile.is_plain
+        if is_plain and unit[0].stop <= border:
+            batch.append(unit)  # the block ends behind it
+            held += nbytes
+            continue
+        if (parts := unit[0].cut_at(border)) is not None:
+            batch.extend([piece] for piece in parts[0])
+            queue.extendleft([piece] for piece in reversed(parts[1]))
+        elif not is_plain and held + nbytes <= sizes.most and (not batch or nbytes <= 2 * room):
+            batch.append(unit)  # nearer to the aim than without it
+        elif batch:
+            queue.appendleft(unit)
+            queue.extendleft(reversed(_take_back(batch, unit[0], sizes.block)))
+        else:
+            smaller = [_smaller(piece, box) for piece in unit for box in cut_box(piece.box, piece.itemsize, sizes.most)]
+            if len(smaller) > 1:
+                queue.extendleft([piece] for piece in reversed(smaller))
+                continue
+            batch.append(unit)
+        yield [piece for unit in batch for piece in unit]
+        given += sum([piece.nbytes for unit in batch for piece in unit])
+        ended += 1
+        batch, held = [], 0
+    if batch:
+        yield [piece for unit in batch for piece in unit]
+
+
+def _units(pieces: Iterable[StoredPiece]) -> Iterator[list[StoredPiece]]:
+    """Pieces in order; those of a tile that is only read whole together."""
+
+    def unit_of(piece: StoredPiece) -> tuple[int, Box]:
+        alone = piece.tile is None or piece.tile.is_plain
+        return piece.leaf, piece.box if alone or piece.tile is None else piece.tile.box
+
+    for _, together in itertools.groupby(sorted(pieces, key=lambda piece: piece.order), unit_of):
+        yield list(together)
+
+
+def _smaller(piece: StoredPiece, box: Box) -> StoredPiece:
+    if piece.tile is None:
+        return StoredPiece(piece.leaf, box, piece.itemsize)
+    return StoredPiece.of(piece.leaf, box, piece.itemsize, piece.tile)
+
+
+def _slack(piece: StoredPiece) -> int:
+    """Bytes that the parts of a run take for their alignment: two for each axis at most."""
+    return 2 * ALIGNMENT * max(1, len(piece.box.start))
+
+
+def _take_back(batch: list[list[StoredPiece]], following: StoredPiece, block_bytes: int) -> list[list[StoredPiece]]:
+    """Take from the end of a batch what is in one block with what follows it, unless that is all of it."""
+    border = following.start // block_bytes * block_bytes
+    kept = list(batch)
+    taken: list[list[StoredPiece]] = []
+    while kept:
+        *_, last = kept[-1]
+        same = last.tile is not None and following.tile is not None and last.tile.key == following.tile.key
+        if not same or last.stop <= border or not last.tile or not last.tile.is_plain:
+            break
+        kept.pop()
+        if (parts := last.cut_at(border)) is not None:
+            kept.extend([piece] for piece in parts[0])
+            taken.extend([piece] for piece in reversed(parts[1]))
+            break
+        if last.start < border:
+            kept.append([last])
+            break
+        taken.append([last])
+    if not kept:
+        return []
+    batch[:] = kept
+    return taken[::-1]

@@ -1,0 +1,197 @@
+"""Pure planning: which process writes and reads which boxes, whether they make a whole, and how leaves are named."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Final
+
+import numpy as np
+
+from ckptcore.errors import CorruptCheckpointError, NameCollisionError
+from ckptcore.model.arrays import ArraySpec, Box, Shard
+from ckptcore.model.columns import ItemColumns
+from ckptcore.model.metadata import ArrayRecord, TreeMetadata
+from ckptcore.model.transfer import ReadItem, ReadPlan, Receipt, WriteItem, WritePlan
+from ckptcore.model.tree import JSON, Attribute, Key, TreePath, format_path
+from ckptcore.planning.replicas import Owners, written_boxes
+
+__all__ = ["check_coverage", "cuts_of", "leaf_names", "plan_read", "plan_write", "uncovered"]
+
+_COLUMNS_PAY: Final = 16
+"""Boxes of an array above which they are looked at together."""
+
+
+def plan_write(
+    tree: TreeMetadata,
+    shards: Mapping[int, Sequence[Shard]],
+    *,
+    rank: int,
+    size: int,
+    save_id: str,
+    name: str = "",
+    owners: Mapping[int, Owners] | None = None,
+) -> WritePlan:
+    """What one process writes: of every array the boxes of which it holds replica 0, or those that it owns.
+
+    Args:
+        tree: the tree of the whole job.
+        shards: by number of the leaf, the boxes that this process holds; aliases may be left out.
+        rank, size: which process of how many this is.
+        save_id: the save.
+        name: of the checkpointable; empty where the tree is the whole checkpoint.
+        owners: where replicas share, by leaf the rule which of them writes which cells, as `ckptcore.planning.replicas` gives them.
+    """
+    items = []
+    for leaf, record in enumerate(tree.leaves):
+        if not isinstance(record, ArrayRecord) or leaf in tree.aliases:
+            continue
+        boxes = written_boxes(record, shards.get(leaf, ()), None if owners is None else owners.get(leaf))
+        if boxes:
+            items.append(WriteItem(leaf, record.spec, boxes))
+    return WritePlan(tree, tuple(items), rank, size, save_id, name)
+
+
+def plan_read(tree: TreeMetadata, state: JSON, wanted: Iterable[tuple[int, Sequence[Box]]]) -> ReadPlan:
+    """What one process reads.
+
+    Args:
+        tree: the tree that was saved.
+        state: the layout's own.
+        wanted: numbers of leaves, each with boxes of it; the items come in this order.
+    """
+    items = [ReadItem(tree.aliases.get(leaf, leaf), box) for leaf, boxes in wanted for box in boxes]
+    return ReadPlan(tree, state, tuple(items))
+
+
+def cuts_of(shape: tuple[int, ...], boxes: Iterable[Box]) -> tuple[tuple[int, ...], ...] | None:
+    """Per axis the sorted inner boundaries of boxes of an array, in elements; None where nothing is cut."""
+    axes: list[set[int]] = [set() for _ in shape]
+    for box in boxes:
+        for axis, extent in enumerate(shape):
+            axes[axis].update(bound for bound in (box.start[axis], box.stop[axis]) if 0 < bound < extent)
+    return tuple(tuple(sorted(axis)) for axis in axes) if any(axes) else None
+
+
+def uncovered(spec: ArraySpec, boxes: Sequence[Box]) -> str | None:
+    """Why boxes do not make up an array exactly, for a person; None if they do.
+
+    Takes about ``n log n`` for a grid of n boxes, and longer where they do not make it up.
+    """
+    whole = Box.whole(spec.shape)
+    if len(boxes) == 1 and boxes[0] == whole:
+        return None
+    if len(boxes) > _COLUMNS_PAY and all(len(box.start) == len(spec.shape) for box in boxes):
+        from ckptcore.planning.coverage import makes_up  # only a job needs it
+
+        bounds = np.array([(*box.start, *box.stop) for box in boxes], np.int64).reshape(len(boxes), -1)
+        if makes_up(spec.shape, bounds[:, : len(spec.shape)], bounds[:, len(spec.shape) :]):
+            return None
+    filled = [box for box in boxes if box.size]
+    for box in filled:
+        if len(box.start) != len(spec.shape) or not whole.contains(box):
+            return f"{_span(box)} lies outside of it"
+    total = sum(box.size for box in filled)
+    expected = math.prod(spec.shape)
+    if total < expected:
+        return f"{expected - total} of its {expected} elements are in no box"
+    active: list[Box] = []
+    for box in sorted(filled, key=lambda box: box.start):
+        active = [other for other in active if not other.stop or other.stop[0] > box.start[0]]
+        for other in active:
+            if other.intersect(box) is not None:
+                return f"{_span(box)} and {_span(other)} overlap"
+        active.append(box)
+    return None
+
+
+def check_coverage(tree: TreeMetadata, receipts: Sequence[Receipt]) -> None:
+    """Make sure that what all processes wrote makes up every array of the tree: no gap, no overlap.
+
+    Raises:
+        CorruptCheckpointError: names the first array that is not whole.
+    """
+    arrays = [
+        (leaf, record)
+        for leaf, record in enumerate(tree.leaves)
+        if isinstance(record, ArrayRecord) and leaf not in tree.aliases
+    ]
+    if any(isinstance(receipt.items, ItemColumns) for receipt in receipts):
+        from ckptcore.planning.coverage import WrittenBoxes, makes_up  # only a job needs it
+
+        columns = WrittenBoxes(tree.leaves, [ItemColumns.of(tree.leaves, receipt.items) for receipt in receipts])
+        for leaf, record in arrays:
+            if not makes_up(record.spec.shape, *columns.bounds(leaf)):
+                _expect_whole(tree, leaf, record, list(columns.boxes(leaf)))
+        return
+    written: dict[int, list[Box]] = {}
+    for receipt in receipts:
+        for item in receipt.items:
+            written.setdefault(item.leaf, []).extend(item.boxes)
+    for leaf, record in arrays:
+        _expect_whole(tree, leaf, record, written.get(leaf, ()))
+
+
+def _expect_whole(tree: TreeMetadata, leaf: int, record: ArrayRecord, boxes: Sequence[Box]) -> None:
+    reason = uncovered(record.spec, boxes)
+    if reason is not None:
+        raise CorruptCheckpointError(
+            f"{format_path(tree.paths[leaf])} ({record.spec}) was not written whole: {reason}; "
+            "the save is not committed. The leaf handler's shards do not add up to the array it describes"
+        )
+
+
+def leaf_names(
+    paths: Mapping[int, TreePath], *, separator: str = ".", reserved: Collection[str] = (), root: str = "array"
+) -> dict[int, str]:
+    """A name for each leaf, as foreign readers of a flat layout expect it: its keys joined by a separator.
+
+    Leaves that would share a name, or have a reserved one, get an escaped name each: a separator within a key gets a
+    backslash before it, a str key that looks like an int stands in quotes, an attribute begins with ``\\@``.
+
+    Args:
+        paths: by number of the leaf.
+        separator: between keys.
+        reserved: names that the layout uses itself.
+        root: the name where the tree is one leaf.
+
+    Raises:
+        NameCollisionError: if escaping leaves two leaves with one name.
+    """
+    names = {leaf: _printable(separator.join(map(str, path))) if path else root for leaf, path in paths.items()}
+    counts = Counter(names.values())
+    if len(counts) == len(names) and not any(name in counts for name in reserved):
+        return names
+    for leaf, name in list(names.items()):
+        if counts[name] > 1 or name in reserved:
+            names[leaf] = _printable(separator.join([_escape(key, separator) for key in paths[leaf]])) or "\\" + root
+            if names[leaf] in reserved:
+                names[leaf] = "\\" + names[leaf]
+    seen: dict[str, int] = {}
+    for leaf, name in names.items():
+        if name in seen:
+            raise NameCollisionError(
+                f"{format_path(paths[seen[name]])} and {format_path(paths[leaf])} would both be stored as {name!r}; "
+                "rename one of the keys. Nothing was written"
+            )
+        seen[name] = leaf
+    return names
+
+
+def _printable(name: str) -> str:
+    """A name without surrogates, which no file format holds: they are written out, as ``\\ud800``."""
+    return name if name.isascii() else name.encode("utf-8", "backslashreplace").decode("utf-8")
+
+
+def _escape(key: Key, separator: str) -> str:
+    if isinstance(key, int):
+        return str(key)
+    if isinstance(key, Attribute):
+        return "\\@" + key.name.replace("\\", "\\\\").replace(separator, "\\" + separator)
+    escaped = key.replace("\\", "\\\\").replace(separator, "\\" + separator).replace("'", "\\'")
+    return f"'{escaped}'" if escaped.lstrip("-").isdigit() or not escaped else escaped
+
+
+def _span(box: Box) -> str:
+    return "[" + ", ".join(f"{start}:{stop}" for start, stop in zip(box.start, box.stop, strict=True)) + "]"

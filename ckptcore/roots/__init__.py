@@ -1,1 +1,0 @@
-"""Roots: the small objects by which checkpoints exist, what is in them, and what comes into them."""

@@ -1,0 +1,261 @@
+"""Exporting: planning the further checkpoints of a save, and writing them once its own is committed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from ckptcore.commit.location import Location, resolve_location
+from ckptcore.commit.root import Member
+from ckptcore.context import Context
+from ckptcore.errors import InvalidLocationError, TreeMismatchError, UnsupportedLeafError
+from ckptcore.events import Recording
+from ckptcore.io.background import SaveHandle
+from ckptcore.job.agreement import Agreement
+from ckptcore.model.transfer import WritePlan
+from ckptcore.protocols import Layout
+from ckptcore.saving.exports import Export
+from ckptcore.saving.parts import Captured, Part, PartDescription
+from ckptcore.saving.persisting import Described, fail_before_claim, persist
+from ckptcore.saving.tree_descriptions import TreeDescription
+from ckptcore.saving.worker_writes import HeldByWorkers
+from ckptcore.tree.subtrees import Subtree, find_subtree, path_keys
+
+__all__ = ["PlannedExport", "PreparedExport", "plan_exports", "write_exports"]
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedExport:
+    """A further checkpoint of a save.
+
+    Attributes:
+        described: the checkpoint; it has one part.
+        part: the number of the part of the save that its arrays are of.
+        items: by item of its plan, the number of the item in the plan of that part.
+        worker_items: the same for each worker of this controller that writes of it.
+    """
+
+    described: Described
+    part: int
+    items: tuple[int, ...]
+    worker_items: tuple[tuple[int, ...], ...] = ()
+
+    @property
+    def plan(self) -> WritePlan:
+        """What this process writes of it."""
+        return self.described.parts[0].plan
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedExport:
+    """A further checkpoint that was asked for, and that its layout can store.
+
+    Attributes:
+        location: where to.
+        layout: how it is laid out.
+        part: the number of the part of the save that it is of.
+        subtree: what it is of that part.
+    """
+
+    location: Location
+    layout: Layout
+    part: int
+    subtree: Subtree
+
+    def prepare(self, save: Described, save_id: str, agreement: Agreement) -> PreparedExport:
+        """Plan what this process writes: the boxes that it writes for the save.
+
+        Args:
+            save: the save.
+            save_id: of the export.
+            agreement: of the processes on the export.
+        """
+        leaves: dict[int, int] = {}  # by leaf of the whole tree, the first that it is in the part
+        for leaf, source in enumerate(self.subtree.sources):
+            leaves.setdefault(source, leaf)
+
+        def planned(whole: WritePlan) -> tuple[WritePlan, tuple[int, ...]]:
+            found = sorted(
+                (leaves[item.leaf], number) for number, item in enumerate(whole.items) if item.leaf in leaves
+            )
+            items = tuple([replace(whole.items[number], leaf=leaf) for leaf, number in found])
+            plan = WritePlan(self.subtree.tree, items, whole.rank, whole.size, save_id)
+            return plan, tuple([number for _, number in found])
+
+        plan, numbers = planned(save.parts[self.part].plan)
+        at_workers = [planned(whole) for whole in save.parts[self.part].worker_plans]
+        described = replace(
+            save,
+            location=self.location,
+            save_id=save_id,
+            parts=[Part("", self.layout, plan, own=False, worker_plans=tuple([found for found, _ in at_workers]))],
+            members=None,
+            agreement=agreement,
+            owned=self.location.lies_in(save.location),
+        )
+        return PreparedExport(described, self.part, numbers, tuple([items for _, items in at_workers]))
+
+
+def plan_exports(
+    exports: Sequence[Export],
+    location: Location,
+    names: Sequence[str],
+    descriptions: Sequence[PartDescription],
+    context: Context,
+    *,
+    size: int,
+) -> Sequence[PlannedExport]:
+    """Look at the exports that are asked for, and refuse what cannot be.
+
+    Args:
+        exports: what is asked for.
+        location: of the save itself.
+        names: of the checkpointables, in order; one empty name where the save is one tree.
+        descriptions: what each of them is.
+        context: options.
+        size: processes of the job.
+
+    Raises:
+        TypeError: if something is no export.
+        TreeMismatchError: if the part that is asked for is not there.
+        UnsupportedLeafError, NameCollisionError, UnsupportedKeyError: what the layout cannot store.
+        InvalidLocationError: if two checkpoints would lie in one place.
+    """
+    planned = []
+    for number, export in enumerate(exports):
+        if not isinstance(export, Export):
+            raise TypeError(f"exports[{number}] is {export!r}; expected an Export(location=...). Nothing was written")
+        try:
+            planned.append(_plan_export(export, names, descriptions, context, size))
+        except TreeMismatchError as error:
+            raise TreeMismatchError(f"exports[{number}]: {error}. Nothing was written", error.differences) from error
+    _refuse_one_place([location, *(export.location for export in planned)])
+    if names != [""]:
+        members = {name: description.member(size) for name, description in zip(names, descriptions, strict=True)}
+        _refuse_places_of_members(location, members, planned)
+    return planned
+
+
+def _plan_export(
+    export: Export, names: Sequence[str], descriptions: Sequence[PartDescription], context: Context, size: int
+) -> PlannedExport:
+    keys = path_keys(export.subtree)
+    part = 0
+    if names != [""]:
+        if not keys or keys[0] not in names:
+            wanted = f"subtree={export.subtree!r}"
+            raise TreeMismatchError(
+                f"{wanted} names none of the checkpointables {', '.join(map(repr, names))}; an export is of one of them, so its "
+                "subtree begins with a name",
+                [wanted],
+            )
+        part, keys = names.index(str(keys[0])), keys[1:]
+    description = descriptions[part]
+    if not isinstance(description, TreeDescription) or (description.own and size > 1):
+        reason = "has files of its own" if not isinstance(description, TreeDescription) else "differs in every process"
+        raise UnsupportedLeafError(
+            f"{names[part]!r} {reason}, and cannot be exported; export another checkpointable. Nothing was written"
+        )
+    subtree = find_subtree(description.tree, keys)
+    layout = context.registry.layout(export.layout)
+    layout.check(subtree.tree, size + len(description.at_workers))
+    location = resolve_location(
+        export.location, context.registry, durable=context.durability == "full", config=context.storage
+    )
+    return PlannedExport(location, layout, part, subtree)
+
+
+def _refuse_one_place(locations: Sequence[Location]) -> None:
+    """Refuse checkpoints that would replace each other, and exports around the save: the one inside would be no part of it."""
+    for number, location in enumerate(locations):
+        for other in locations[:number]:
+            if location.identity == other.identity:
+                raise InvalidLocationError(
+                    f"{location.display} is to hold two checkpoints of one save; give each a location of its own. Nothing was "
+                    "written"
+                )
+            if other.lies_in(location):
+                raise InvalidLocationError(
+                    f"the export to {location.display} would lie around {other.display}, which is written before it; give it "
+                    "another location, or one inside. Nothing was written"
+                )
+
+
+def _refuse_places_of_members(
+    location: Location, members: Mapping[str, Member], exports: Sequence[PlannedExport]
+) -> None:
+    """Refuse exports into the directory of a checkpointable, which the save has just written when they begin."""
+    for export in exports:
+        if not export.location.lies_in(location):
+            continue
+        directory = export.location.identity[len(location.identity) + 1 :].partition("/")[0]
+        for name, member in members.items():
+            if directory in [member.directory(name, rank) for rank in range(member.processes or 1)]:
+                raise InvalidLocationError(
+                    f"the export to {export.location.display} would lie where {location.display} keeps its {name!r}; give it "
+                    "another location. Nothing was written"
+                )
+
+
+def write_exports(
+    exports: Sequence[PreparedExport],
+    captured: Sequence[Captured],
+    context: Context,
+    saved: str,
+    handle: SaveHandle | None = None,
+    at_workers: HeldByWorkers | None = None,
+) -> None:
+    """Write and commit the exports of a save that is committed, one after the other; one that fails leaves the others be.
+
+    Args:
+        exports: what to write.
+        captured: what each holds.
+        context: options.
+        saved: the checkpoint of the save, for a person.
+        handle: counts the bytes written.
+        at_workers: what workers hold of the save.
+
+    Raises:
+        CheckpointError: the first error; it says that the save is committed.
+    """
+    failed: list[Exception] = []
+    for number, (export, held) in enumerate(zip(exports, captured, strict=True)):
+        described = export.described
+        recording = Recording(
+            "save",
+            described.location.display,
+            context.observers,
+            step=described.progress.get("step"),
+            rank=described.agreement.rank,
+            save_id=described.save_id,
+        )
+        try:
+            recorded = replace(described, agreement=described.agreement.recorded(recording))
+            # Of a part that workers hold nothing of there is nothing to share.
+            share = at_workers.share(export.part, export.worker_items) if at_workers and export.worker_items else None
+            persist(recorded, [held], context, recording, handle, share)
+        except BaseException as error:
+            recording.finish(error=error)
+            error.add_note(f"{saved} is committed; its export to {described.location.display} is not")
+            if not isinstance(error, Exception):
+                _give_up(exports[number + 1 :], error)
+                raise
+            failed.append(error)
+        else:
+            recording.finish()
+        finally:
+            held.close()
+    if failed:
+        for other in failed[1:]:
+            failed[0].add_note(f"and then: {type(other).__name__}: {other}")
+        raise failed[0]
+
+
+def _give_up(exports: Sequence[PreparedExport], interruption: BaseException) -> None:
+    """Fail the exports that this process will not come to: the others begin each and would wait for it."""
+    for export in exports:
+        try:
+            fail_before_claim(export.described.agreement, interruption)
+        except BaseException as error:
+            if error is not interruption:
+                raise

@@ -1,0 +1,214 @@
+"""Finalizing a partial save: what its sessions wrote becomes one committed checkpoint."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+from ckptcore.commit.directory_claims import PARTIAL_KEY
+from ckptcore.commit.location import Location, LocationLike, resolve_location
+from ckptcore.commit.occupants import root_bytes
+from ckptcore.commit.root import PartialSave
+from ckptcore.commit.root_json import summarize_root
+from ckptcore.commit.session_claims import claim_to_finalize, remove_debris
+from ckptcore.commit.session_tables import read_sessions, session_key
+from ckptcore.commit.session_unions import unite_sessions
+from ckptcore.context import Context
+from ckptcore.errors import (
+    CheckpointError,
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    StorageError,
+    TreeMismatchError,
+)
+from ckptcore.events import Recording
+from ckptcore.io.recorder import ObjectRecorder
+from ckptcore.job.agreement import Agreement
+from ckptcore.model.columns import ItemColumns
+from ckptcore.model.metadata import ArrayRecord, TreeMetadata
+from ckptcore.model.transfer import Receipt, WritePlan
+from ckptcore.model.tree import JSON, format_path
+from ckptcore.planning.coverage import WrittenBoxes, makes_up
+from ckptcore.protocols import Layout, StorageBackend
+from ckptcore.saving.parts import Part
+from ckptcore.saving.persisting import NOTHING_COMMITTED, Described, commit_tree, finish_part
+from ckptcore.saving.save_requests import check_custom
+from ckptcore.saving.session_planning import expect_same_layout, layout_of_sessions
+
+__all__ = ["finalize_sessions"]
+
+_SHOWN = 20
+
+logger = logging.getLogger("ckptcore.finalizing")
+
+
+def finalize_sessions(
+    location: LocationLike, layout: str | Layout | None, custom: Mapping[str, JSON] | None, context: Context
+) -> None:
+    """See `ckptcore.finalize`. On every rank; the leader does it."""
+    key = context.exchange_key(location)  # before anything can fail: every rank counts it
+    job = context.job()
+    recording = Recording("save", str(location), context.observers, rank=job.rank)
+    try:
+        agreement = Agreement(job, key, recording)
+        with agreement.stage("finalize", meaning=NOTHING_COMMITTED):
+            checked = check_custom(custom)
+            chosen = None if layout is None else context.registry.layout(layout)
+            if agreement.rank == 0:
+                durable = context.durability == "full"
+                resolved = resolve_location(location, context.registry, durable=durable, config=context.storage)
+                _finalize(resolved, chosen, checked, context, agreement, recording)
+    except BaseException as error:
+        recording.finish(error=error)
+        raise
+    recording.finish()
+
+
+def _finalize(
+    location: Location,
+    layout: Layout | None,
+    custom: Mapping[str, JSON],
+    context: Context,
+    agreement: Agreement,
+    recording: Recording,
+) -> None:
+    examined = functools.partial(_examine, location, layout, context)
+    try:
+        with recording.phase("claim"):
+            partial, claim, (layout, tree, receipts) = claim_to_finalize(location, examined, context.conditions)
+    except CheckpointNotFoundError:
+        if _remove_tables_of_committed(location):
+            return  # who finalized it died right after the commit
+        raise
+    recording.save_id = partial.save_id
+    try:
+        with recording.phase("commit"):
+            tables = [session.key for session in partial.sessions]
+            remove_debris(claim.store, {record.key for one in receipts for record in one.objects} | set(tables))
+            part = Part("", layout, WritePlan(tree, (), 0, 1, partial.save_id), False)
+            described = Described(
+                location=location,
+                overwrite=False,
+                custom=custom,
+                metrics={},
+                progress={},
+                save_id=partial.save_id,
+                created=partial.created,
+                parts=[part],
+                members=None,
+                before_commit=None,
+                agreement=agreement,
+            )
+            recorder = ObjectRecorder(claim.store, context.io_threads, checksums=context.checksums)
+            with _told_as_damage(location):
+                root = finish_part(described, part, receipts, recorder)
+            commit_tree(described, claim, layout, root, context, recording)
+    except BaseException:
+        claim.leave()
+        raise
+    _remove_tables(location, partial)
+
+
+def _examine(
+    location: Location, layout: Layout | None, context: Context, partial: PartialSave, store: StorageBackend
+) -> tuple[Layout, TreeMetadata, Sequence[Receipt]]:
+    """The layout of sessions, and what all of them wrote, if that can be finalized. Writes nothing.
+
+    Raises:
+        CheckpointNotFoundError: no session is complete.
+        TreeMismatchError: arrays are not whole.
+        CheckpointError: the layout is another one, or cannot store this.
+        CorruptCheckpointError: what sessions wrote down cannot be read.
+    """
+    layout = context.registry.layout(partial.layout) if layout is None else layout
+    of_sessions = layout_of_sessions(layout)
+    expect_same_layout(location, partial, layout, of_sessions)
+    if not partial.sessions:
+        raise CheckpointNotFoundError(
+            f"no session of the partial save to {location.display} is complete: save with ckptcore.save_partial first, or remove it "
+            "with ckptcore.delete"
+        )
+    sessions = read_sessions(store, partial)
+    with _told_as_damage(location):
+        tree, receipts = unite_sessions(sessions, of_sessions)
+    _expect_whole(tree, receipts)
+    layout.check(tree, partial.ranks)
+    return layout, tree, receipts
+
+
+@contextmanager
+def _told_as_damage(location: Location) -> Iterator[None]:
+    """Let what hostile receipts make layouts raise be an error about them; they come from a storage, where in a job they do not.
+
+    Raises:
+        CorruptCheckpointError
+    """
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except (
+        KeyError,
+        IndexError,
+        TypeError,
+        ValueError,
+        AttributeError,
+        OverflowError,
+        RecursionError,
+        AssertionError,
+    ) as error:
+        raise CorruptCheckpointError(
+            f"what the sessions at {location.display} say that they wrote cannot be put together: {error!r}; delete the partial "
+            "save and begin again"
+        ) from error
+
+
+def _expect_whole(tree: TreeMetadata, receipts: Sequence[Receipt]) -> None:
+    """Make sure that sessions wrote all of every array.
+
+    Raises:
+        TreeMismatchError: names those that are not whole.
+    """
+    written = WrittenBoxes(tree.leaves, [ItemColumns.of(tree.leaves, receipt.items) for receipt in receipts])
+    lacking = []
+    for leaf, record in enumerate(tree.leaves):
+        if not isinstance(record, ArrayRecord) or leaf in tree.aliases:
+            continue
+        starts, stops = written.bounds(leaf)
+        if makes_up(record.spec.shape, starts, stops):
+            continue
+        there = int((stops - starts).prod(axis=1).sum())
+        if there < record.spec.size:  # else the check before the commit says what is wrong
+            lacking.append(
+                f"{format_path(tree.paths[leaf])} ({record.spec}) has {there} of its {record.spec.size} elements"
+            )
+    if lacking:
+        more = f" and {len(lacking) - _SHOWN} more" if len(lacking) > _SHOWN else ""
+        raise TreeMismatchError(
+            f"arrays are not whole yet: {'; '.join(lacking[:_SHOWN])}{more}. Save the rest in a further session, then finalize again",
+            lacking,
+        )
+
+
+def _remove_tables(location: Location, partial: PartialSave) -> None:
+    """Remove what says what sessions wrote: the root of the checkpoint says it now."""
+    try:
+        location.store.delete([*[session.key for session in partial.sessions], PARTIAL_KEY])
+    except StorageError as error:
+        logger.warning("%s is committed, but what sessions left cannot be removed: %s", location.display, error)
+
+
+def _remove_tables_of_committed(location: Location) -> bool:
+    """Remove what says what sessions wrote beside a committed root; whether there was any."""
+    data = root_bytes(location.store)
+    if data is None:
+        return False
+    summary = summarize_root(data)
+    if not summary.committed:
+        return False  # of sessions that are not complete
+    prefix = session_key(summary.save_id, 0).removesuffix("0")
+    left = [key for key in location.store.list_names() if key.startswith(prefix) or key == PARTIAL_KEY]
+    location.store.delete(left)
+    return bool(left)

@@ -1,0 +1,245 @@
+"""The parts of a save: trees that the processes write together or each for itself, and objects that write files of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Generic, Protocol, TypeAlias, TypeVar
+
+from ckptcore.builtin.files_layout import FilesLayout, state_of_files
+from ckptcore.builtin.staging import StagingDirectory
+from ckptcore.commit.root import Member
+from ckptcore.errors import NameCollisionError, TreeMismatchError, UnsupportedKeyError, UnsupportedLeafError
+from ckptcore.model.metadata import TreeMetadata
+from ckptcore.model.transfer import WritePlan
+from ckptcore.model.tree import JSON, Node
+from ckptcore.planning.replicas import ReplicaOptions
+from ckptcore.plugins import Plugins
+from ckptcore.protocols import (
+    Continuation,
+    Executor,
+    FilesHandler,
+    Layout,
+    PerProcessHandler,
+    Snapshot,
+    WriteStore,
+)
+from ckptcore.saving.own_files import files_below, segment_of
+from ckptcore.saving.tree_descriptions import TreeDescription, describe_tree
+
+__all__ = [
+    "Captured",
+    "FilesCaptured",
+    "FilesDescription",
+    "Part",
+    "PartDescription",
+    "PerProcess",
+    "TreeCaptured",
+    "describe_part",
+    "naming",
+]
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class PerProcess(Generic[T]):
+    """Says that every process has a value of its own under this name, and each is kept.
+
+    Iterators, random generators and other objects that are known to differ need not be wrapped.
+
+    Attributes:
+        value: what this process has; for a load what it asks for, as it would stand without the wrapper.
+    """
+
+    value: T
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One tree, or one object's files, of a save.
+
+    Attributes:
+        directory: where it goes within the checkpoint; empty where it is the whole checkpoint.
+        layout: how it is laid out.
+        plan: what this process writes of it.
+        own: whether this process writes it alone, and every process one of its own.
+        worker_plans: what each worker of this controller writes of it; empty where none holds anything of it.
+        copies: whether it is no part of the checkpoint, but a copy beside it that only this host has.
+        shared: aliases that the plan stores as separate arrays, and the root lists as aliases: those of a tree whose
+            arrays are stored under each of their names.
+    """
+
+    directory: str
+    layout: Layout
+    plan: WritePlan
+    own: bool
+    worker_plans: tuple[WritePlan, ...] = ()
+    copies: bool = False
+    shared: Mapping[int, int] = field(default_factory=dict)
+
+    @property
+    def plans(self) -> tuple[WritePlan, ...]:
+        """What this process and its workers write of it."""
+        return (self.plan, *self.worker_plans)
+
+
+class Captured(Protocol):
+    """What a part held when the save began: nobody can change it any more, or has promised not to."""
+
+    def write(self, part: Part, store: WriteStore) -> JSON:
+        """Write it; the layout's receipt."""
+        ...
+
+    def close(self) -> None:
+        """Let go of what it holds; again is no error."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class FilesDescription:
+    """An object that writes files of its own.
+
+    Attributes:
+        name: of the checkpointable.
+        layout: the one of files.
+        value: the object.
+        handler: what makes it write.
+    """
+
+    name: str
+    layout: Layout
+    value: object
+    handler: FilesHandler
+
+    def member(self, size: int) -> Member:
+        """What the root of a composite says of it."""
+        return Member("files", size)
+
+    def plan(self, rank: int, size: int, save_id: str) -> WritePlan:
+        """No arrays."""
+        return WritePlan(TreeMetadata(Node("dict", (), ()), ()), (), 0, 1, save_id, self.name)
+
+    def worker_plans(self, save_id: str) -> tuple[WritePlan, ...]:
+        """None: the object is here."""
+        return ()
+
+    def capture(self) -> FilesCaptured:
+        """Let the object capture what must not change, into a directory of the local disk."""
+        directory = StagingDirectory()
+        try:
+            with naming(self.name):
+                return FilesCaptured(self.name, directory, self.handler.save(self.value, directory.path))
+        except BaseException:
+            directory.close()
+            raise
+
+
+PartDescription: TypeAlias = TreeDescription | FilesDescription
+
+
+class TreeCaptured:
+    """The arrays of a tree."""
+
+    def __init__(self, snapshot: Snapshot, closed: Callable[[], None] | None = None) -> None:
+        """Hold a snapshot; `closed` is called once nobody will take any more of it."""
+        self.snapshot = snapshot
+        self._closed = closed
+
+    def write(self, part: Part, store: WriteStore) -> JSON:
+        """See `Captured`."""
+        return part.layout.write(self.snapshot, store)
+
+    def close(self) -> None:
+        """Say that nothing more is taken; memory is given back as it is written."""
+        if self._closed is not None:
+            self._closed()
+
+
+class FilesCaptured:
+    """Files that an object has written, or will write when it is told to go on."""
+
+    def __init__(self, name: str, directory: StagingDirectory, continuation: Continuation | None) -> None:
+        self._name = name
+        self._directory = directory
+        self._continuation = continuation
+
+    def write(self, part: Part, store: WriteStore) -> JSON:
+        """Let the object write the rest, and store every file; the receipt tells of empty directories."""
+        if self._continuation is not None:
+            with naming(self._name):
+                self._continuation()
+        with naming(self._name):
+            found, empty = files_below(str(self._directory.path))
+            state = state_of_files(empty)
+        for path, key in found:
+            store.write(key, [segment_of(path)])
+        return state
+
+    def close(self) -> None:
+        """Remove the local files."""
+        self._directory.close()
+
+
+@contextmanager
+def naming(name: str) -> Iterator[None]:
+    """Let an error say which checkpointable it is about; nothing where the whole checkpoint has no name."""
+    if not name:
+        yield
+        return
+    try:
+        yield
+    except TreeMismatchError as error:
+        raise TreeMismatchError(f"in {name!r}: {error}", error.differences) from error
+    except (UnsupportedLeafError, UnsupportedKeyError, NameCollisionError) as error:
+        raise type(error)(f"in {name!r}: {error}") from error
+    except Exception as error:
+        error.add_note(f"This was raised as {name!r} was saved. Nothing was committed")
+        raise
+
+
+def describe_part(
+    name: str,
+    value: object,
+    layout: Layout,
+    plugins: Plugins,
+    *,
+    rank: int,
+    size: int,
+    replicas: ReplicaOptions | None = None,
+    executor: Executor | None = None,
+    placeholders: bool = False,
+) -> PartDescription:
+    """Look at what is to be saved under a name, and refuse what cannot be. Writes nothing.
+
+    Args:
+        name: of the checkpointable; empty where it is the whole checkpoint, and then a tree.
+        value: the checkpointable.
+        layout: how trees are to be laid out.
+        plugins: to find who handles it.
+        rank, size: which process of how many this is.
+        replicas: how those that hold the same elements share them; None: they do not.
+        executor: the workers that hold the elements of leaves, where this process is their controller.
+        placeholders: whether some of the whole checkpoint may be left to the base of an update.
+
+    Raises:
+        UnsupportedLeafError, UnsupportedKeyError, NameCollisionError: say the name, too.
+    """
+    if not name:
+        if isinstance(value, PerProcess):
+            raise UnsupportedLeafError(
+                "PerProcess(...) is for what has a name of its own: use save_checkpointables. Nothing was written"
+            )
+        return describe_tree(
+            "", value, layout, plugins, rank, size, replicas, executor, own=False, placeholders=placeholders
+        )
+    own = isinstance(value, PerProcess)
+    if isinstance(value, PerProcess):
+        value = value.value
+    with naming(name):
+        handled = plugins.dispatch_named(value)
+        if handled.files is not None:
+            return FilesDescription(name, FilesLayout(), value, handled.files)
+        own = own or (isinstance(handled.checkpointable, PerProcessHandler) and handled.checkpointable.per_process)
+        return describe_tree(name, value, layout, plugins, rank, size, replicas, executor, own=own)

@@ -1,0 +1,356 @@
+"""TreeDescription: a tree that can be saved, looked at leaf by leaf: what it has, what of it is here, and who writes what."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TypeAlias
+
+from ckptcore.commit.root import Member
+from ckptcore.errors import UnsupportedLeafError
+from ckptcore.model.arrays import ArraySpec, HostArray, Shard
+from ckptcore.model.metadata import ArrayRecord, LeafRecord, TreeMetadata
+from ckptcore.model.transfer import Pending, WriteItem, WritePlan
+from ckptcore.model.tree import Node, TreePath, format_path
+from ckptcore.planning import plan_write
+from ckptcore.planning.replicas import Owners, Pieces, ReplicaOptions, Shares, cut_for_replicas, owners_of
+from ckptcore.plugins import Plugins
+from ckptcore.protocols import (
+    CountsReplicas,
+    Executor,
+    ForecastsLeaves,
+    HostBytes,
+    HostMemory,
+    Layout,
+    LeafBoxes,
+    LeafHandler,
+)
+from ckptcore.tree.flattening import Flat, flatten, leaves_of_each_process
+
+__all__ = ["StartTransfer", "TreeDescription", "describe_tree"]
+
+StartTransfer: TypeAlias = Callable[[int], Sequence[Pending[HostArray]]]
+"""Begins the transfer of an item of a plan to host memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class TreeDescription:
+    """A tree that can be saved.
+
+    Attributes:
+        name: of the checkpointable; empty where it is the whole checkpoint.
+        layout: that will write it.
+        tree: what is in it.
+        shards: by leaf, the boxes that this process holds; not of aliases.
+        elsewhere: the leaves that this process only knows of, with those that are tied to them: others hold them.
+        flat: its leaves; let go of once they are captured.
+        own: whether every process saves one of its own.
+        places: by leaf of the tree, its place in `flat`; None where they are the same.
+        pieces: by array whose boxes are cut for their replicas, how; None where replica 0 writes all.
+        replicas: by array, how many processes hold each box, of those that say so.
+        at_workers: by worker of this controller and by leaf, the boxes that the worker holds; empty where none holds anything.
+        left: the paths that are left to the base of an update: placeholders stand there.
+        cut: by path, the containers that these stand in, as they were given.
+    """
+
+    name: str
+    layout: Layout
+    tree: TreeMetadata
+    shards: Mapping[int, Sequence[Shard]]
+    elsewhere: frozenset[int]
+    flat: Flat
+    own: bool
+    places: Mapping[int, int] | None = None
+    pieces: Mapping[int, Pieces] | None = None
+    at_workers: Sequence[Mapping[int, Sequence[Shard]]] = ()
+    replicas: Mapping[int, int] = field(default_factory=dict)
+    left: Sequence[TreePath] = ()
+    cut: Mapping[TreePath, Node] = field(default_factory=dict)
+
+    def within(self, union: TreeMetadata, *, rank: int, size: int) -> TreeDescription:
+        """The same leaves as a part of what all processes save together.
+
+        A leaf that some of the processes have is shared by these alone: its handler is told how many they are, and which of
+        them this one is.
+
+        Args:
+            union: has every leaf of this tree.
+            rank, size: which process of how many this is.
+
+        Raises:
+            UnsupportedLeafError: if a handler refuses that.
+        """
+        numbers = {path: number for number, path in enumerate(union.paths)}
+        places = {numbers[path]: place for place, path in enumerate(self.tree.paths)}
+        shards: dict[int, Sequence[Shard]] = {}
+        replicas = {leaf: self.replicas[place] for leaf, place in places.items() if place in self.replicas}
+        for leaf, place in places.items():
+            if leaf in union.aliases or not isinstance(union.leaves[leaf], ArrayRecord):
+                continue
+            if place in self.elsewhere or not isinstance(self.tree.leaves[place], ArrayRecord):
+                continue
+            holders = union.held_by.get(leaf)
+            if holders is None and place in self.shards:
+                shards[leaf] = self.shards[place]
+                continue
+            position, count = (rank, size) if holders is None else (holders.index(rank), len(holders))
+            handler = self.flat.handlers[place]
+            assert handler is not None  # placeholders are for loading only
+            try:
+                found = handler.shards(self.flat.leaves[place], position, count)
+            except UnsupportedLeafError as error:
+                raise UnsupportedLeafError(f"{format_path(union.paths[leaf])}: {error}. Nothing was written") from error
+            shards[leaf] = found or ()
+            if replicas.get(leaf, 1) > 1 and isinstance(handler, CountsReplicas):
+                replicas[leaf] = handler.replicas(self.flat.leaves[place], count) or 1
+        cut = self.pieces
+        pieces = None if cut is None else {leaf: cut[place] for leaf, place in places.items() if place in cut}
+        return replace(self, tree=union, shards=shards, places=places, pieces=pieces, replicas=replicas)
+
+    def placed_in(self, tree: TreeMetadata) -> TreeDescription:
+        """The same leaves, held as they are, by the numbers that they have in a tree which has all of them and perhaps others."""
+        numbers = {path: number for number, path in enumerate(tree.paths)}
+        own = [numbers[path] for path in self.tree.paths]
+        stored = [tree.aliases.get(number, number) for number in own]
+        places = self.places if self.places is not None else {leaf: leaf for leaf in range(len(own))}
+        pieces = None if self.pieces is None else {stored[leaf]: of for leaf, of in self.pieces.items()}
+        return replace(
+            self,
+            tree=tree,
+            shards={stored[leaf]: of for leaf, of in self.shards.items()},
+            elsewhere=frozenset([own[leaf] for leaf in self.elsewhere]),
+            places={own[leaf]: place for leaf, place in places.items()},
+            pieces=pieces,
+            replicas={stored[leaf]: count for leaf, count in self.replicas.items()},
+            at_workers=tuple([{stored[leaf]: of for leaf, of in one.items()} for one in self.at_workers]),
+        )
+
+    def _leaf(self, number: int) -> tuple[object, LeafHandler]:
+        place = number if self.places is None else self.places[number]
+        handler = self.flat.handlers[place]
+        assert handler is not None  # placeholders are for loading only
+        return self.flat.leaves[place], handler
+
+    def member(self, size: int) -> Member:
+        """What the root of a composite says of it."""
+        return Member("tree", size if self.own else None)
+
+    def owners(self, rank: int, size: int) -> Mapping[int, Owners] | None:
+        """By array, which replica writes which cells, where replicas share it; None where the first writes all."""
+        rank, size = (0, 1) if self.own else (rank, size)
+        return (
+            None
+            if self.pieces is None
+            else owners_of(Shares(self.tree, self.pieces, self.replicas), rank=rank, size=size)
+        )
+
+    def plan(self, rank: int, size: int, save_id: str) -> WritePlan:
+        """What this process writes; the controller of workers is rank 0, and its workers follow."""
+        owners = None if self.at_workers else self.owners(rank, size)
+        rank, size = (0, 1) if self.own else (rank, size)
+        if self.at_workers:
+            return plan_write(
+                self.tree, self.shards, rank=0, size=1 + len(self.at_workers), save_id=save_id, name=self.name
+            )
+        return plan_write(self.tree, self.shards, rank=rank, size=size, save_id=save_id, name=self.name, owners=owners)
+
+    def worker_plans(self, save_id: str) -> tuple[WritePlan, ...]:
+        """What each worker of this controller writes."""
+        workers = len(self.at_workers)
+        plans = []
+        for worker, shards in enumerate(self.at_workers):
+            owners = (
+                None if self.pieces is None else owners_of(Shares(self.tree, self.pieces), rank=worker, size=workers)
+            )
+            plans.append(
+                plan_write(
+                    self.tree, shards, rank=1 + worker, size=1 + workers, save_id=save_id, name=self.name, owners=owners
+                )
+            )
+        return tuple(plans)
+
+    def boxes_of(self, plan: WritePlan) -> Sequence[LeafBoxes]:
+        """The leaves and boxes of the items of a worker's plan."""
+        return [LeafBoxes(self._leaf(item.leaf)[0], item.boxes) for item in plan.items]
+
+    def host_bytes(self, item: WriteItem) -> HostBytes:
+        """The host memory that an item takes in a save; the most, where its handler does not say."""
+        leaf, handler = self._leaf(item.leaf)
+        if isinstance(handler, ForecastsLeaves):
+            return handler.host_bytes(leaf, item.boxes)
+        return HostBytes(item.nbytes, item.nbytes)
+
+    def start_copy(self, plan: WritePlan, memory: HostMemory) -> StartTransfer:
+        """Begins the transfer of an item for an asynchronous save: into memory that nobody can change."""
+
+        def start(number: int) -> Sequence[Pending[HostArray]]:
+            item = plan.items[number]
+            leaf, handler = self._leaf(item.leaf)
+            return handler.copy_to_host(leaf, item.boxes, memory)
+
+        return start
+
+    def start_view(self, plan: WritePlan) -> StartTransfer:
+        """Begins the transfer of an item for a blocking save: the arrays as they are."""
+
+        def start(number: int) -> Sequence[Pending[HostArray]]:
+            item = plan.items[number]
+            leaf, handler = self._leaf(item.leaf)
+            return handler.view_on_host(leaf, item.boxes)
+
+        return start
+
+
+def describe_tree(
+    name: str,
+    value: object,
+    layout: Layout,
+    plugins: Plugins,
+    rank: int,
+    size: int,
+    replicas: ReplicaOptions | None,
+    executor: Executor | None,
+    *,
+    own: bool,
+    placeholders: bool = False,
+) -> TreeDescription:
+    """Look at a tree that is to be saved, and refuse what cannot be. Writes nothing.
+
+    Args:
+        name: of the checkpointable; empty where it is the whole checkpoint.
+        value: the tree.
+        layout: how it is to be laid out.
+        plugins: to find who handles its leaves.
+        rank, size: which process of how many this is.
+        replicas: how those that hold the same elements share them; None: they do not.
+        executor: the workers that hold the elements of leaves, where this process is their controller.
+        own: whether every process saves one of its own.
+        placeholders: whether some of it may be left to the base of an update.
+
+    Raises:
+        UnsupportedLeafError: with every leaf that cannot be saved, up to 20.
+        UnsupportedKeyError, NameCollisionError
+    """
+    rank, size = (0, 1) if own else (rank, size)
+    flat = flatten(value, plugins, placeholders=placeholders)
+    left: Sequence[TreePath] = ()
+    cut: Mapping[TreePath, Node] = {}
+    if placeholders:
+        flat, left, cut = _without_placeholders(flat)
+    at_workers: Sequence[dict[int, Sequence[Shard]]] = [{} for _ in executor.workers] if executor is not None else ()
+    tree, shards, elsewhere = _describe_leaves(flat, rank, size, executor, at_workers)
+    if not any(at_workers):
+        at_workers = ()  # all of it is here
+    sharing = len(at_workers) or size
+    pieces, counts = None, dict[int, int]()
+    if replicas is not None and sharing > 1:
+        counts = {} if at_workers else _count_replicas(flat, tree, size)  # of workers their handlers do not know
+        for leaf in leaves_of_each_process(flat):
+            if counts.get(leaf, size) == size:
+                counts[leaf] = 1  # each process has its own, and all of it: replica 0 writes it
+        shares = cut_for_replicas(tree, replicas, size=sharing, replicas=counts)
+        tree, pieces = shares.tree, shares.pieces
+    layout.check(tree, size + len(at_workers))
+    return TreeDescription(
+        name,
+        layout,
+        tree,
+        shards,
+        elsewhere,
+        flat,
+        own,
+        pieces=pieces,
+        at_workers=at_workers,
+        replicas=counts,
+        left=left,
+        cut=cut,
+    )
+
+
+def _without_placeholders(flat: Flat) -> tuple[Flat, Sequence[TreePath], Mapping[TreePath, Node]]:
+    """What is given of a value, the paths of the placeholders in it, and the containers that these stand in."""
+    kept = [number for number, handler in enumerate(flat.handlers) if handler is not None]
+    left = [path for path, handler in zip(flat.paths(), flat.handlers, strict=True) if handler is None]
+    if not left:
+        return flat, (), {}
+    from ckptcore.commit.references import cut_containers, pruned  # only who refers to others needs it
+
+    leaves, handlers = [flat.leaves[number] for number in kept], [flat.handlers[number] for number in kept]
+    given = replace(flat, skeleton=pruned(flat.skeleton, set(kept)), leaves=leaves, handlers=handlers)
+    return given, left, cut_containers(flat.skeleton, set(kept))
+
+
+def _count_replicas(flat: Flat, tree: TreeMetadata, size: int) -> dict[int, int]:
+    """By array, how many processes hold each box, of those whose handlers say so."""
+    counting: dict[int, CountsReplicas | None] = {}  # by handler: a protocol is slow to ask about
+    counts = {}
+    for number, (leaf, handler) in enumerate(zip(flat.leaves, flat.handlers, strict=True)):
+        if id(handler) not in counting:
+            counting[id(handler)] = handler if isinstance(handler, CountsReplicas) else None
+        known = counting[id(handler)]
+        if known is not None and isinstance(tree.leaves[number], ArrayRecord):
+            found = known.replicas(leaf, size)
+            if found is not None:
+                counts[number] = found
+    return counts
+
+
+def _describe_leaves(
+    flat: Flat,
+    rank: int,
+    size: int,
+    executor: Executor | None,
+    at_workers: Sequence[dict[int, Sequence[Shard]]],
+) -> tuple[TreeMetadata, dict[int, Sequence[Shard]], frozenset[int]]:
+    """The tree, the boxes that are here, and the leaves that are elsewhere; into `at_workers` go the boxes that workers hold."""
+    records: list[LeafRecord] = []
+    refused: dict[int, UnsupportedLeafError] = {}
+    aliases: dict[int, int] = {}
+    first: dict[tuple[int, Hashable], int] = {}
+    shards: dict[int, Sequence[Shard]] = {}
+    elsewhere: set[int] = set()
+    for number, (leaf, handler) in enumerate(zip(flat.leaves, flat.handlers, strict=True)):
+        assert handler is not None  # placeholders are for loading only
+        try:
+            record = handler.describe(leaf)
+            records.append(record)
+            if isinstance(record, ArrayRecord):
+                there = executor if executor is not None and executor.takes(leaf) else None
+                identity = handler.identity(leaf) if there is None else there.identity(leaf)
+                if identity is not None:
+                    original = first.setdefault((id(handler), identity), number)
+                    if original != number and _same_array(records[original], record):
+                        aliases[number] = original
+                        if original in elsewhere:
+                            elsewhere.add(number)
+                        continue
+                if there is not None:
+                    for worker, at_worker in enumerate(at_workers):
+                        at_worker[number] = there.shards(leaf, worker)
+                    continue
+                held = handler.shards(leaf, rank, size)
+                if held is not None:
+                    shards[number] = held
+                    continue
+                elsewhere.add(number)
+                if size == 1:
+                    raise UnsupportedLeafError(
+                        "the array is spread over other processes only, and this process saves alone: expected elements of it here; "
+                        "save together with the processes that hold it, or leave it out"
+                    )
+        except UnsupportedLeafError as error:
+            refused[number] = error
+            if len(records) == number:
+                records.append(ArrayRecord(ArraySpec((), "bool")))
+    if refused:
+        paths = list(flat.paths())
+        lines = [f"{format_path(paths[number])}: {error}" for number, error in refused.items()]
+        more = f"; and {len(lines) - 20} more" if len(lines) > 20 else ""
+        raise UnsupportedLeafError("; ".join(lines[:20]) + more + ". Nothing was written") from next(
+            iter(refused.values())
+        )
+    return TreeMetadata(flat.skeleton, tuple(records), aliases), shards, frozenset(elsewhere)
+
+
+def _same_array(first: LeafRecord, second: ArrayRecord) -> bool:
+    return isinstance(first, ArrayRecord) and first.spec == second.spec and first.kind == second.kind

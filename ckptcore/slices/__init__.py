@@ -1,1 +1,0 @@
-"""Slices: arrays of which parts are read, as they are asked for or one after the other."""

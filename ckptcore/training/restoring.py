@@ -1,0 +1,352 @@
+"""Loading a step of a directory: one that is named, or the newest that every process of the job can load."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Collection, Sequence
+from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, Final, Generic, TypeVar
+
+from ckptcore.commit.holding import Hold
+from ckptcore.commit.location import Place, open_directory
+from ckptcore.commit.steps import StepHolds
+from ckptcore.context import Context
+from ckptcore.errors import (
+    CheckpointError,
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    StorageError,
+    TargetUndefinedError,
+    UnknownCheckpointableError,
+)
+from ckptcore.events import Recording
+from ckptcore.job.agreement import Agreement
+from ckptcore.loading.joint_steps import take_step
+from ckptcore.loading.load import recorded_load
+from ckptcore.model.tree import JSON
+from ckptcore.step_names import step_number
+from ckptcore.training.tiered_steps import TieredSteps
+
+__all__ = ["Loading", "SkippedStep", "StepLoader"]
+
+logger = logging.getLogger("ckptcore.training")
+
+T = TypeVar("T")
+
+_LISTINGS: Final = 20
+"""How often a load looks for newer steps, where those that it knew were deleted before it came to them."""
+
+
+@dataclass(frozen=True, slots=True)
+class SkippedStep:
+    """A step that a load passed over.
+
+    Attributes:
+        step: its number.
+        reason: why it could not be loaded.
+    """
+
+    step: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Loading(Generic[T]):
+    """How a step is loaded.
+
+    Attributes:
+        run: loads the step at a place.
+        changes: what it fills or restores in place, in words; None if nothing.
+    """
+
+    run: Callable[[Place, Recording], T]
+    changes: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Copy:
+    """A step in one of the tiers.
+
+    Attributes:
+        step: its number.
+        tier: the number of the tier; the nearest is 0.
+    """
+
+    step: int
+    tier: int = 0
+
+
+@dataclass(slots=True)
+class _Passed:
+    """What a load has passed over so far.
+
+    Attributes:
+        reasons: why, of each copy in the order in which they were tried.
+        last: why the last failed in this process; None if it failed in others.
+        changed: whether what was to be restored in place is changed, and holds no whole step.
+        all_gone: whether all were deleted, as against damaged.
+        listed: whether it was looked at all.
+    """
+
+    reasons: dict[_Copy, str] = field(default_factory=dict)
+    last: Exception | None = None
+    changed: bool = False
+    all_gone: bool = True
+    listed: bool = False
+
+    @property
+    def skipped(self) -> Sequence[SkippedStep]:
+        """The steps, each once, in the order in which they were tried."""
+        by_step: dict[int, list[str]] = {}
+        for copy, reason in self.reasons.items():
+            by_step.setdefault(copy.step, []).append(reason)
+        return [SkippedStep(step, "; and ".join(reasons)) for step, reasons in by_step.items()]
+
+    def failure(self, directory: str) -> CheckpointError:
+        """What to raise where nothing is left to try."""
+        if not self.reasons:
+            return CheckpointNotFoundError(f"there is no committed step in {directory}; save one first")
+        told = "; ".join(f"step {skip.step}: {skip.reason}" for skip in self.skipped)
+        message = f"none of the steps in {directory} can be loaded: {told}"
+        if self.changed:
+            return TargetUndefinedError(message)
+        return CheckpointNotFoundError(message) if self.all_gone else CorruptCheckpointError(message)
+
+
+class StepLoader:
+    """Loads steps of a run, each pinned meanwhile, and remembers what it passed over.
+
+    Attributes:
+        restored_step: the step that was loaded last; None before.
+        skipped_steps: the newer steps that the last load passed over, the newest first.
+        broken_in: by tier, the steps whose copy there was found to be damaged, and not replaced since.
+    """
+
+    def __init__(
+        self,
+        copies: TieredSteps,
+        context: Context,
+        *,
+        agree: Callable[[str], Agreement],
+        reload: Callable[[], None],
+        place: Callable[[int, int], Place],
+    ) -> None:
+        """Load nothing yet.
+
+        Args:
+            copies: the steps, in each tier.
+            context: options.
+            agree: begins an exchange between the processes of the job; called on all or none.
+            reload: lists the directories again, on all or none.
+            place: where a step is to be read, by the step and the number of the tier.
+        """
+        self._copies = copies
+        self._context = context
+        self._agree = agree
+        self._reload = reload
+        self._place = place
+        self._holds: dict[int, StepHolds] = {}
+        self.restored_step: int | None = None
+        self.skipped_steps: tuple[SkippedStep, ...] = ()
+        self.broken_in: tuple[set[int], ...] = tuple([set() for _ in copies.tiers])
+
+    @property
+    def broken(self) -> set[int]:
+        """Those of the nearest tier, which new steps are saved to."""
+        return self.broken_in[0]
+
+    def pin(self, step: int, tier: int = 0) -> Hold:
+        """Keep a step from being deleted from a tier until the result is closed.
+
+        Raises:
+            CheckpointNotFoundError: if the step is not there.
+            StorageError: if nothing can be written beside the steps.
+        """
+        steps = self._copies.tiers[tier]
+        if tier not in self._holds:
+            context = self._context
+            store = open_directory(steps.directory, context.registry, durable=False, config=context.storage)
+            self._holds[tier] = StepHolds(context.conditions.storage(store, steps.directory), steps.display)
+        if not steps.is_committed(step):
+            raise CheckpointNotFoundError(steps.missing(step))  # before anything is written beside the steps
+        pin = self._holds[tier].pin(steps.name(step))
+        try:
+            # What is there is looked at only now: before, it could have been deleted.
+            if not steps.look_again(step):
+                raise CheckpointNotFoundError(steps.missing(step))
+        except BaseException:
+            pin.close()
+            raise
+        return pin
+
+    def load(self, step: int | None, loading: Loading[T]) -> T:
+        """Load a step, or with None the newest that is not damaged. Of several tiers the nearest valid copy is loaded.
+
+        Raises:
+            CheckpointNotFoundError: if there is none.
+            CorruptCheckpointError: if it is damaged, or all are.
+            TargetUndefinedError: if something was changed in place and no step could be loaded into it.
+        """
+        if step is not None:
+            step = step_number(step, hint="; what is to be loaded is given as abstract= or wanted=")
+            loaded = self._load_named(step, loading)
+            self.restored_step, self.skipped_steps = step, ()
+            return loaded
+        return self._load_newest(loading)
+
+    def _load_named(self, step: int, loading: Loading[T]) -> T:
+        """Load a step: what is said of its last copy, where none can be loaded, is raised."""
+        passed = _Passed()
+        *nearer, last = self._tiers_of(step)
+        for tier in nearer:
+            loaded = self._try(_Copy(step, tier), loading, passed)
+            if loaded is not None:
+                return loaded[0]
+        agreement = self._agree(f"load-{step}")
+        try:
+            with agreement.stage("load"):
+                found = self._attempt(_Copy(step, last), loading, agreement.part("begin"))
+        except CheckpointError as error:
+            for skip in passed.skipped:
+                error.add_note(f"nearer: {skip.reason}")
+            if passed.changed and not isinstance(error, TargetUndefinedError):
+                raise _left_undefined(loading.changes, step, self._display(last), error) from error
+            raise
+        self.broken_in[last].discard(step)
+        return found
+
+    def _tiers_of(self, step: int) -> Sequence[int]:
+        """The tiers to load a step from, at least one. Where there are several, the leader decides."""
+        count = len(self._copies.tiers)
+        if count == 1:
+            return [0]
+        tiers: list[int] = self._agree("tiers").lead("tiers", lambda: list(self._copies.tiers_of(step)))
+        return tiers or [count - 1]
+
+    def _display(self, tier: int) -> str:
+        return self._copies.tiers[tier].display
+
+    def _load_newest(self, loading: Loading[T]) -> T:
+        """Load the newest step that every process can load."""
+        passed = _Passed()
+        for _ in range(_LISTINGS):
+            copy, is_moving = self._next(passed)
+            while copy is not None:
+                loaded = self._try(copy, loading, passed)
+                if loaded is not None:
+                    self.restored_step = copy.step
+                    self.skipped_steps = tuple([skip for skip in passed.skipped if skip.step > copy.step])
+                    return loaded[0]
+                copy, is_moving = self._next(passed)
+            if not (passed.all_gone and is_moving):
+                break
+            self._reload()  # others have deleted what was known here, and have saved something newer before
+        self.skipped_steps = tuple(passed.skipped)
+        raise passed.failure(self._display(-1)) from passed.last
+
+    def _next(self, passed: _Passed) -> tuple[_Copy | None, bool]:
+        """The nearest copy of the newest step that was not tried; if there is none, whether another listing may show one."""
+        tried = passed.reasons.keys()
+
+        def choose() -> tuple[list[int] | None, bool]:
+            chosen = self._choose(tried)
+            # Nothing is listed before anything was: a reader may have been made before the run.
+            return chosen, bool(tried) or bool(self._copies.candidates()) or not passed.listed
+
+        chosen, is_moving = self._agree("choose").lead("choose", choose)
+        passed.listed = True
+        return None if chosen is None else _Copy(*chosen), is_moving
+
+    def _choose(self, tried: Collection[_Copy]) -> list[int] | None:
+        for step in self._copies.newest_first():
+            for tier in self._copies.tiers_of(step):
+                if _Copy(step, tier) not in tried:
+                    return [step, tier]
+        return None
+
+    def _try(self, copy: _Copy, loading: Loading[T], passed: _Passed) -> tuple[T] | None:
+        """Load a copy of a step; None if it is damaged or gone for any of the processes."""
+        loaded: tuple[T] | None = None
+        agreement = self._agree(f"load-{copy.step}")
+        # Who cannot load it tells the others, and does not fail for it.
+        try:
+            with agreement.stage("load") as stage:
+                try:
+                    loaded = (self._attempt(copy, loading, agreement.part("begin")),)
+                except (CorruptCheckpointError, CheckpointNotFoundError, TargetUndefinedError) as error:
+                    if not _is_damage(error):
+                        raise
+                    passed.last = error
+                    passed.changed = passed.changed or isinstance(error, TargetUndefinedError)
+                    stage.payload = [str(error), isinstance(error, CheckpointNotFoundError)]
+        except CheckpointError as error:
+            # Refused here, or in another process: but something before has changed what was to be restored.
+            changed = loading.changes if passed.changed or loaded is not None else None
+            if changed is None or isinstance(error, TargetUndefinedError):
+                raise
+            raise _left_undefined(changed, copy.step, self._display(copy.tier), error) from error
+        outcome: Any = agreement.lead("outcome", functools.partial(_outcome, stage.payloads))
+        if outcome is None:
+            self.broken_in[copy.tier].discard(copy.step)
+            return loaded
+        reason, is_gone = outcome
+        logger.warning(
+            "step %d in %s cannot be loaded, %s is tried: %s",
+            copy.step,
+            self._display(copy.tier),
+            "the one before it" if copy.tier + 1 == len(self._copies.tiers) else "the next tier, or the one before it,",
+            reason,
+        )
+        passed.reasons[copy] = reason
+        passed.all_gone = passed.all_gone and is_gone
+        passed.changed = passed.changed or (loaded is not None and loading.changes is not None)
+        if not is_gone:
+            self.broken_in[copy.tier].add(copy.step)
+        return None
+
+    def _attempt(self, copy: _Copy, loading: Loading[T], agreement: Agreement) -> T:
+        """Load a copy of a step. `agreement` makes all processes begin, or none."""
+        steps, step = self._copies.tiers[copy.tier], copy.step
+        place = self._place(step, copy.tier)
+        with ExitStack() as held:
+
+            def begin() -> JSON:
+                if not steps.is_committed(step):
+                    raise CheckpointNotFoundError(steps.missing(step))
+                held.enter_context(self._pinned_to_load(copy))
+                return None
+
+            take_step(agreement, "pin", begin, stands=lambda: True)
+            with recorded_load(place, self._context, step=step) as recording:
+                return loading.run(place, recording)
+
+    def _pinned_to_load(self, copy: _Copy) -> Hold | nullcontext[None]:
+        """A pin for the time of a load; none where nothing can be written."""
+        try:
+            return self.pin(copy.step, copy.tier)
+        except StorageError as error:
+            logger.debug("step %d in %s is loaded without a pin: %s", copy.step, self._display(copy.tier), error)
+            return nullcontext()
+
+
+def _left_undefined(changes: str | None, step: int, directory: str, error: CheckpointError) -> TargetUndefinedError:
+    return TargetUndefinedError(
+        f"{changes} holds what is left of a step by now, and step {step} in {directory} cannot be loaded into it: {error}"
+    )
+
+
+def _is_damage(error: BaseException) -> bool:
+    """Whether an error says that what is stored is damaged or gone, and not that it was asked for wrongly."""
+    if isinstance(error, TargetUndefinedError):
+        return error.__cause__ is not None and _is_damage(error.__cause__)
+    if isinstance(error, UnknownCheckpointableError):
+        return False
+    return isinstance(error, CorruptCheckpointError | CheckpointNotFoundError)
+
+
+def _outcome(payloads: Sequence[Any]) -> JSON:
+    """What processes said of a load: the first reason and whether the step is gone for all that failed; None: none did."""
+    failed = [payload for payload in payloads if payload is not None]
+    return [failed[0][0], all(is_gone for _, is_gone in failed)] if failed else None

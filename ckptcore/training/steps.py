@@ -1,0 +1,398 @@
+"""A directory of steps: which there are, which are committed, and what each says of itself."""
+
+from __future__ import annotations
+
+import datetime
+import logging
+import math
+import os
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TypeVar
+
+from ckptcore.commit.hidden_names import is_leftover_name
+from ckptcore.commit.location import LocationLike, Within, absolute_location, open_directory, subdirectory
+from ckptcore.commit.occupants import is_committed, root_bytes
+from ckptcore.commit.root import ROOT_KEY, Summary
+from ckptcore.commit.root_json import summarize_root
+from ckptcore.context import Context
+from ckptcore.errors import (
+    CheckpointError,
+    CheckpointNotFoundError,
+    CompositeCheckpointError,
+    CorruptCheckpointError,
+    InvalidLocationError,
+    ObjectNotFoundError,
+)
+from ckptcore.io.errands import ask_each
+from ckptcore.io.requests import requests_of
+from ckptcore.io.threads import renew_in_children
+from ckptcore.loading.opening import open_either
+from ckptcore.loading.tries import Tries
+from ckptcore.policies import StepInfo
+from ckptcore.protocols import StorageBackend
+from ckptcore.redaction import redacted
+from ckptcore.step_names import StepNames
+
+__all__ = ["StepDirectory"]
+
+logger = logging.getLogger("ckptcore.training")
+
+T = TypeVar("T")
+
+
+class StepDirectory:
+    """The steps of a directory as they were when it was last listed, and as this process changed them since. Any thread.
+
+    One listing finds every name. Whether a name is a committed step is found out when somebody asks, by one small request, and
+    remembered; a step that was committed once stays so until it is deleted.
+    """
+
+    def __init__(self, directory: LocationLike, names: StepNames, context: Context) -> None:
+        """Look at nothing yet.
+
+        Args:
+            directory: a path or URL; it need not be there.
+            names: how steps are named.
+            context: options.
+        """
+        self._display = redacted(os.fspath(directory))
+        # Found out once: a program may change its working directory.
+        self.directory = absolute_location(directory)
+        self.names = names
+        self._context = context
+        self._store = open_directory(self.directory, context.registry, durable=False, config=context.storage)
+        self._found: dict[int, str] = {}
+        self._ours: dict[str, bool] = {}
+        """Names of committed steps; whether ckptcore wrote them."""
+        self._summaries: dict[str, Summary] = {}
+        self._unlisted: set[str] = set()
+        """Names of steps that were committed and are not listed any more; whether they are there is to be asked."""
+        self._led_out: set[str] = set()
+        """Names that are links out of the directory, and were logged."""
+        self._hidden: set[int] = set()
+        """Steps that are being deleted."""
+        self._changes: dict[int, tuple[int, str | None]] = {}
+        """By step, the number of the last change that this process made, and the name that the step has since."""
+        self._number = 0
+        self._leftovers: tuple[str, ...] = ()
+        self.renew()
+        renew_in_children(self)
+
+    def renew(self) -> None:
+        """Wait for nobody: in a forked child, where nobody has the lock."""
+        self._lock = threading.Lock()
+
+    @property
+    def display(self) -> str:
+        """The directory as the user knows it."""
+        return self._display
+
+    @property
+    def store(self) -> StorageBackend:
+        """The storage, opened at the directory, for reading."""
+        return self._store
+
+    def open_to_write(self) -> StorageBackend:
+        """The storage, opened at the directory, for who owns it: as durable, and with what instead of conditions, as the Context says."""
+        context = self._context
+        durable = context.durability == "full"
+        store = open_directory(self.directory, context.registry, durable=durable, config=context.storage)
+        return context.conditions.storage(store, self.directory)
+
+    def list_names(self) -> Mapping[int, str]:
+        """Every name that stands for a step, committed or not, by step; one listing. Changes nothing.
+
+        Raises:
+            InvalidLocationError: if the directory is a checkpoint itself.
+        """
+        self._open_anew()
+        found = self._store.list_names()
+        if ROOT_KEY in found:
+            raise self._no_directory()
+        entries = [entry[:-1] for entry in found if entry.endswith("/")]
+        self._leftovers = tuple([name for name in entries if is_leftover_name(name)])
+        return self.names.find(entries)
+
+    def expect_directory(self) -> None:
+        """Do nothing if this is a directory that steps can be in; it need not be there.
+
+        Raises:
+            InvalidLocationError: if it is a checkpoint itself.
+        """
+        if is_committed(self._store) is not None:
+            raise self._no_directory()
+
+    def _no_directory(self) -> InvalidLocationError:
+        return InvalidLocationError(
+            f"{self.display} is a checkpoint itself and no directory of steps; give the directory that it is in"
+        )
+
+    def _open_anew(self) -> None:
+        # A storage may remember what it saw.
+        self._store = open_directory(
+            self.directory, self._context.registry, durable=False, config=self._context.storage
+        )
+
+    @property
+    def leftovers(self) -> Sequence[str]:
+        """The hidden directories of saves and deletions, under way or dead, as they were last listed."""
+        return self._leftovers
+
+    def changes(self) -> int:
+        """How often this process changed what is there; to be asked before a listing, for `replace`."""
+        with self._lock:
+            return self._number
+
+    def changed_since(self, step: int, since: int) -> bool:
+        """Whether this process changed a step since `changes` was so."""
+        with self._lock:
+            return self._changes.get(step, (0, None))[0] > since
+
+    def replace(self, found: Mapping[int, str], since: int = 0) -> None:
+        """Take these names for all there are, but for what this process changed while they were listed.
+
+        Args:
+            found: names by step.
+            since: `changes` as it was before the listing; 0 where nothing was changed yet.
+        """
+        with self._lock:
+            known = {step: name for step, name in self._found.items() if self._ours.get(name)}
+            self._found = dict(found)
+            for step, (number, name) in list(self._changes.items()):
+                if number <= since:
+                    del self._changes[step]
+                elif name is None:
+                    self._found.pop(step, None)
+                else:
+                    self._found[step] = name
+            there = set(self._found.values())
+            # A list may be behind: what was committed and is not listed is asked for once.
+            self._unlisted = {name for step, name in known.items() if step not in self._found}
+            for step, name in known.items():
+                self._found.setdefault(step, name)
+            self._ours = {name: ours for name, ours in self._ours.items() if name in there}
+            # A step that was deleted and saved again has another root.
+            self._summaries = {}
+
+    def add(self, step: int, name: str) -> None:
+        """Say that a step was committed, and under which name."""
+        with self._lock:
+            self._change(step, name)
+            self._found[step] = name
+            self._ours[name] = True
+            self._summaries.pop(name, None)
+
+    def _change(self, step: int, name: str | None) -> None:
+        self._number += 1
+        self._changes[step] = (self._number, name)
+        self._hidden.discard(step)
+
+    def forget(self, steps: Iterable[int]) -> None:
+        """Say that steps were deleted."""
+        with self._lock:
+            for step in steps:
+                self._change(step, None)
+                name = self._found.pop(step, None)
+                if name is not None:
+                    self._ours.pop(name, None)
+                    self._summaries.pop(name, None)
+
+    def hide(self, step: int) -> None:
+        """Say that a step is being deleted, so that it is no longer there for anybody in this process."""
+        with self._lock:
+            self._hidden.add(step)
+
+    def show(self, step: int) -> None:
+        """Say that a step that was being deleted is not, after all."""
+        with self._lock:
+            self._hidden.discard(step)
+
+    def distrust(self, step: int) -> None:
+        """Say that a step may be gone; it is looked at again when somebody asks."""
+        with self._lock:
+            name = self._found.get(step)
+            if name is not None:
+                self._ours.pop(name, None)
+                self._summaries.pop(name, None)
+
+    def is_hidden(self, step: int) -> bool:
+        """Whether a step is being deleted."""
+        with self._lock:
+            return step in self._hidden
+
+    def candidates(self) -> Sequence[int]:
+        """Every step that has a name, committed or not, and is not being deleted, ascending."""
+        with self._lock:
+            return sorted(self._found.keys() - self._hidden if self._hidden else self._found)
+
+    def name(self, step: int) -> str:
+        """The name that a step has, or would be written under."""
+        with self._lock:
+            return self._found.get(step) or self.names.name(step)
+
+    def place(self, step: int) -> Within:
+        """Where a step is, or would be written."""
+        return Within(self.directory, self.name(step))
+
+    def is_committed(self, step: int) -> bool:
+        """Whether a step is there and committed, ours or of a format that an installed layout reads."""
+        with self._lock:
+            name = self._found.get(step)
+            if name is None or step in self._hidden:
+                return False
+            if name in self._ours:
+                return True
+        return self._find_out(step, name)
+
+    def look_again(self, step: int) -> bool:
+        """Whether a step is committed, without relying on what is remembered. One small request for a step of ours."""
+        with self._lock:
+            name = self._found.get(step)
+            if name is None or step in self._hidden:
+                return False
+        self._open_anew()
+        return self._find_out(step, name)
+
+    def _find_out(self, step: int, name: str) -> bool:
+        """Ask the storage whether a step is committed, and remember the answer."""
+        try:
+            ours = is_committed(subdirectory(self._store, name))
+        except InvalidLocationError as error:
+            self._pass_over(name, error)
+            return False
+        with self._lock:
+            listed = name not in self._unlisted
+            self._unlisted.discard(name)
+            if not listed and ours is None and self._found.get(step) == name:
+                del self._found[step]
+        committed = ours is True
+        if ours is None and listed:
+            committed, ours = self._look_inside(name)
+        with self._lock:
+            if committed and self._found.get(step) == name:
+                self._ours[name] = ours is True
+            elif not committed:
+                # The name stays, because a save may be under way.
+                self._ours.pop(name, None)
+                self._summaries.pop(name, None)
+        return committed
+
+    def _pass_over(self, name: str, error: InvalidLocationError) -> None:
+        """Log once that a name is a link out of the directory, so that nothing here reads or deletes it."""
+        with self._lock:
+            is_known = name in self._led_out
+            self._led_out.add(name)
+        if not is_known:
+            logger.warning("%s in %s is passed over and left alone: %s", name, self.display, error)
+
+    def _look_inside(self, name: str) -> tuple[bool, bool]:
+        """Look for a checkpoint that had no root. Return whether it exists, and whether it now has a root."""
+        try:
+            return True, Tries(Within(self.directory, name), self._context, open_either).open().root is not None
+        except (CheckpointNotFoundError, ObjectNotFoundError):
+            return False, False  # ObjectNotFoundError: a stale listing shows deleted objects
+        except InvalidLocationError as error:
+            self._pass_over(name, error)
+            return False, False
+        except CompositeCheckpointError:
+            return True, False  # of several checkpointables
+        except CorruptCheckpointError:
+            return True, False  # it is a checkpoint of some layout, and damaged
+
+    def is_ours(self, step: int) -> bool:
+        """Whether a step is there, committed, and written by ckptcore."""
+        return self.is_committed(step) and self._ours.get(self.name(step), False)
+
+    def steps(self) -> tuple[int, ...]:
+        """Every committed step, ascending."""
+        candidates = self.candidates()
+        return tuple(
+            [
+                step
+                for step, there in zip(candidates, self.ask_each(candidates, self.is_committed), strict=True)
+                if there
+            ]
+        )
+
+    def ask_each(self, steps: Sequence[int], ask: Callable[[int], T]) -> Sequence[T]:
+        """Ask about each step, about as many at once as the storage is worth: one after the other each waits for an answer.
+
+        Raises:
+            What `ask` does, which any thread may be told to call.
+        """
+        parallelism = requests_of(self._store).concurrency
+        if parallelism == 1:
+            return [ask(step) for step in steps]
+        return ask_each(self._context.io_threads, steps, ask, parallelism=parallelism)
+
+    def look_ahead(self, steps: Sequence[int]) -> None:
+        """Read the roots of steps ahead of calls of `summary`. Ignores errors: `summary` raises them."""
+        if requests_of(self._store).concurrency > 1:
+            self.ask_each(steps, self._look_ahead)
+
+    def _look_ahead(self, step: int) -> None:
+        try:
+            self.summary(step)
+        except CheckpointError:
+            return  # who asks for it is told, and knows what it means
+
+    def newest_first(self) -> Iterator[int]:
+        """Every committed step, the newest first; looks no further than it is asked."""
+        return (step for step in reversed(self.candidates()) if self.is_committed(step))
+
+    def latest(self) -> int | None:
+        """The newest committed step; None if there is none."""
+        return next(self.newest_first(), None)
+
+    def summary(self, step: int) -> Summary | None:
+        """What the root of a step says; None where other software wrote it.
+
+        Raises:
+            CheckpointNotFoundError: if there is no such step.
+            CorruptCheckpointError, UnsupportedVersionError: if its root cannot be read.
+        """
+        if not self.is_committed(step):
+            raise CheckpointNotFoundError(self.missing(step))
+        name = self.name(step)
+        with self._lock:
+            known = self._summaries.get(name)
+        if known is not None:
+            return known
+        data = root_bytes(subdirectory(self._store, name))
+        if data is None:
+            if self.is_ours(step):
+                raise CheckpointNotFoundError(f"step {step} in {self.display} was deleted meanwhile")
+            return None
+        found = summarize_root(data)
+        with self._lock:
+            self._summaries[name] = found
+        return found
+
+    def info(self, step: int) -> StepInfo:
+        """What preservation policies know of a step; created at NaN where other software wrote it.
+
+        Raises:
+            What `summary` does.
+        """
+        summary = self.summary(step)
+        if summary is None:
+            return StepInfo(step, math.nan)
+        return StepInfo(step, _seconds(summary.created), summary.metrics)
+
+    def missing(self, step: int) -> str:
+        """What to say where a step is asked for that is not there."""
+        steps = self.steps()
+        there = ", ".join(map(str, steps[-5:])) if steps else "none"
+        return (
+            f"there is no committed step {step} in {self.display}; the newest are {there}, as it was last listed: reload() lists "
+            "it again"
+        )
+
+
+def _seconds(created: str) -> float:
+    """Seconds since the epoch of a time in ISO 8601."""
+    try:
+        return datetime.datetime.fromisoformat(created).timestamp()
+    except (ValueError, OverflowError, OSError) as error:
+        raise CorruptCheckpointError(f"a root states that it was created at {created[:80]!r}") from error

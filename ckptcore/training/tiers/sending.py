@@ -1,0 +1,87 @@
+"""Sending a step from one tier to the other: a copy of the same bytes, committed there, gone on with where an earlier one died."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+from ckptcore.commit.location import Within
+from ckptcore.context import Context
+from ckptcore.training.steps import StepDirectory
+
+__all__ = ["CopiesSteps", "Send"]
+
+
+class Send(Protocol):
+    """Brings the objects of a committed step to the far tier and commits it there."""
+
+    def __call__(
+        self,
+        step: int,
+        name: str,
+        *,
+        replaces: bool,
+        progress: Callable[[int, int], None],
+        is_stopped: Callable[[], bool],
+        before_commit: Callable[[], None],
+    ) -> int:
+        """Copy a step, or go on with a copy that died; returns once it is committed there.
+
+        Args:
+            step: which.
+            name: of its directory in the far tier.
+            replaces: whether a step of that name is there, which has to give way.
+            progress: called with bytes done and bytes in all.
+            is_stopped: asked now and then.
+            before_commit: called when all but the root is there; what it raises stops the commit.
+
+        Returns:
+            Bytes that were sent.
+
+        Raises:
+            CancelledError: because `is_stopped` said so; what was copied stays for the next time.
+            CorruptCheckpointError, CheckpointNotFoundError: what is near is damaged or gone.
+            CheckpointError: the far tier failed.
+        """
+        ...
+
+
+class CopiesSteps:
+    """Sends steps by one process, as `ckptcore.training.tiers.uploader.Send` asks."""
+
+    def __init__(self, near: StepDirectory, far: StepDirectory, context: Context) -> None:
+        """Send nothing yet.
+
+        Args:
+            near: where steps are.
+            far: where they go.
+            context: options.
+        """
+        self._near = near
+        self._far = far
+        self._context = context
+
+    def __call__(
+        self,
+        step: int,
+        name: str,
+        *,
+        replaces: bool,
+        progress: Callable[[int, int], None],
+        is_stopped: Callable[[], bool],
+        before_commit: Callable[[], None],
+    ) -> int:
+        """See `Send`."""
+        from ckptcore.copies.whole_copies import copy_whole  # only who uploads copies
+
+        # What refers to others is uploaded whole: whether these ever come there is for policies to say.
+        report = copy_whole(
+            self._near.place(step),
+            Within(self._far.directory, name),
+            self._context,
+            overwrite="non-atomic" if replaces else False,
+            progress=progress,
+            is_stopped=is_stopped,
+            before_commit=before_commit,
+        )
+        return report.sent_bytes

@@ -1,0 +1,8 @@
+"""A strict GCS in memory: the JSON and the XML API as storages use them, every precondition enforced."""
+
+from __future__ import annotations
+
+from ckptcore_gcs_server.messages import Answer, Intercept, Request
+from ckptcore_gcs_server.server import StrictGcs
+
+__all__ = ["Answer", "Intercept", "Request", "StrictGcs"]

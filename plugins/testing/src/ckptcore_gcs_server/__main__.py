@@ -1,0 +1,17 @@
+"""The strict GCS as a program: ``python -m ckptcore_gcs_server --port 4443 --bucket name``."""
+
+from __future__ import annotations
+
+import argparse
+
+from ckptcore_gcs_server.server import StrictGcs
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description="A strict GCS on 127.0.0.1, in memory.")
+    parser.add_argument("--port", type=int, default=0, help="0 takes a free one")
+    parser.add_argument("--bucket", action="append", default=[], help="created at the start; may be given again")
+    parser.add_argument("--token", help="what requests must bear")
+    arguments = parser.parse_args()
+    server = StrictGcs(arguments.bucket, port=arguments.port, token=arguments.token)
+    print(server.url, flush=True)
+    server.serve_forever()

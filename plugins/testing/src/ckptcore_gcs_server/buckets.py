@@ -1,0 +1,196 @@
+"""Buckets: the objects of the service by name, and what changes them; every change is one step."""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
+
+from ckptcore_gcs_server.conditions import Conditions
+from ckptcore_gcs_server.objects import Properties, StoredObject, crc32c, md5
+from ckptcore_gcs_server.refusals import bucket_conflict, invalid, no_bucket, no_object
+from ckptcore_gcs_server.uploads import PartUpload, ResumableSession
+
+__all__ = ["Buckets", "Listing"]
+
+_LONGEST_NAME = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Listing:
+    """A page of a listing.
+
+    Attributes:
+        objects: sorted by name.
+        prefixes: what names have in common up to the delimiter, sorted.
+        next_name: where the next page begins, or None.
+    """
+
+    objects: Sequence[StoredObject]
+    prefixes: Sequence[str]
+    next_name: str | None
+
+
+@dataclass(slots=True)
+class _Bucket:
+    """The objects of one bucket; `names` are those of `objects`, sorted as UTF-8 is."""
+
+    created: datetime
+    objects: dict[str, StoredObject] = field(default_factory=dict)
+    names: list[bytes] = field(default_factory=list)
+
+
+class Buckets:
+    """Every bucket of the service, and the uploads that are not finished. Any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._buckets: dict[str, _Bucket] = {}
+        self._generation = 0
+        self._ids = itertools.count(1)
+        self.part_uploads: dict[str, PartUpload] = {}
+        self.sessions: dict[str, ResumableSession] = {}
+
+    def new_id(self, kind: str) -> str:
+        """An id that no other upload has."""
+        return f"{kind}-{next(self._ids):08x}"
+
+    # --- buckets ------------------------------------------------------------------------------------------------------
+
+    def create_bucket(self, bucket: str) -> None:
+        """Create a bucket."""
+        if not (3 <= len(bucket) <= 222) or set(bucket) - set("abcdefghijklmnopqrstuvwxyz0123456789-_."):
+            raise invalid(f"Invalid bucket name: {bucket!r}", "InvalidBucketName")
+        with self._lock:
+            if bucket in self._buckets:
+                raise bucket_conflict(
+                    "Your previous request to create the named bucket succeeded and you already own it."
+                )
+            self._buckets[bucket] = _Bucket(datetime.now(UTC))
+
+    def delete_bucket(self, bucket: str) -> None:
+        """Delete an empty bucket."""
+        with self._lock:
+            if self._found(bucket).objects:
+                raise bucket_conflict("The bucket you tried to delete is not empty.")
+            del self._buckets[bucket]
+
+    def buckets(self) -> Mapping[str, datetime]:
+        """When each bucket was created."""
+        with self._lock:
+            return {name: bucket.created for name, bucket in sorted(self._buckets.items())}
+
+    # --- reading ------------------------------------------------------------------------------------------------------
+
+    def get(self, bucket: str, name: str, generation: int | None = None) -> StoredObject:
+        """The object that is there, of this generation if one is named."""
+        with self._lock:
+            found = self._found(bucket).objects.get(name)
+        if found is None or generation not in (None, found.generation):
+            raise no_object(bucket, name)
+        return found
+
+    def list(
+        self,
+        bucket: str,
+        *,
+        prefix: str = "",
+        delimiter: str = "",
+        start: str = "",
+        stop: str | None = None,
+        limit: int,
+    ) -> Listing:
+        """The first `limit` names and prefixes from `start` on and before `stop`, in the order of their UTF-8."""
+        objects: list[StoredObject] = []
+        prefixes: list[str] = []
+        with self._lock:
+            found = self._found(bucket)
+            position = bisect.bisect_left(found.names, max(prefix.encode(), start.encode()))
+            while position < len(found.names):
+                name = found.names[position].decode()
+                if not name.startswith(prefix) or (stop is not None and name.encode() >= stop.encode()):
+                    break
+                if len(objects) + len(prefixes) == limit:
+                    return Listing(objects, prefixes, name)
+                head, found_delimiter, _ = name[len(prefix) :].partition(delimiter) if delimiter else (name, "", "")
+                if found_delimiter:
+                    prefixes.append(prefix + head + delimiter)
+                    # What comes after everything that begins so: no string of UTF-8 has a byte 0xFF.
+                    position = bisect.bisect_left(found.names, prefixes[-1].encode() + b"\xff")
+                else:
+                    objects.append(found.objects[name])
+                    position += 1
+        return Listing(objects, prefixes, None)
+
+    # --- writing ------------------------------------------------------------------------------------------------------
+
+    def put(
+        self,
+        bucket: str,
+        name: str,
+        data: bytes,
+        properties: Properties,
+        conditions: Conditions,
+        *,
+        composed: bool = False,
+        components: int | None = None,
+    ) -> StoredObject:
+        """Make an object the live one if the conditions hold for what is there."""
+        encoded = name.encode()
+        if not encoded or len(encoded) > _LONGEST_NAME or name in (".", "..") or "\r" in name or "\n" in name:
+            raise invalid(f"Invalid object name: {name!r}", "InvalidObjectName")
+        # Checksums take time and need no lock.
+        checksums = crc32c(data), None if composed else md5(data)
+        with self._lock:
+            found = self._found(bucket)
+            conditions.check_write(found.objects.get(name))
+            now = datetime.now(UTC)
+            # Like the service's, a generation is a time in microseconds; unlike a time it never comes twice.
+            self._generation = max(self._generation + 1, time.time_ns() // 1000)
+            stored = StoredObject(
+                bucket, name, data, self._generation, properties, *checksums, now, now, components=components
+            )
+            if name not in found.objects:
+                bisect.insort(found.names, encoded)
+            found.objects[name] = stored
+        return stored
+
+    def change_properties(self, bucket: str, name: str, properties: Properties, conditions: Conditions) -> StoredObject:
+        """Replace the properties of an object; its generation stays."""
+        with self._lock:
+            found = self._found(bucket)
+            live = found.objects.get(name)
+            if live is None:
+                raise no_object(bucket, name)
+            conditions.check_write(live)
+            changed = replace(
+                live, properties=properties, metageneration=live.metageneration + 1, updated=datetime.now(UTC)
+            )
+            found.objects[name] = changed
+        return changed
+
+    def delete(self, bucket: str, name: str, conditions: Conditions, generation: int | None = None) -> None:
+        """Delete the live object if the conditions hold for it."""
+        with self._lock:
+            found = self._found(bucket)
+            live = found.objects.get(name)
+            if live is None or generation not in (None, live.generation):
+                raise no_object(bucket, name)
+            conditions.check_write(live)
+            del found.objects[name]
+            del found.names[bisect.bisect_left(found.names, name.encode())]
+
+    def require(self, bucket: str) -> None:
+        """Raise a refusal where there is no such bucket."""
+        with self._lock:
+            self._found(bucket)
+
+    def _found(self, bucket: str) -> _Bucket:
+        try:
+            return self._buckets[bucket]
+        except KeyError:
+            raise no_bucket(bucket) from None

@@ -1,0 +1,129 @@
+"""Conditions: what must be true of an object for a request to be done.
+
+The rules are those of https://cloud.google.com/storage/docs/request-preconditions: generation 0 is that of an object that
+is not there; a read whose "not match" fails is answered 304, everything else that fails 412.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from email.utils import parsedate_to_datetime
+from typing import Final
+
+from ckptcore_gcs_server.messages import Request
+from ckptcore_gcs_server.objects import StoredObject
+from ckptcore_gcs_server.refusals import condition_not_met, invalid, not_implemented, not_modified
+
+__all__ = ["Conditions", "check_entity_tags", "json_conditions", "refuse_conditions", "xml_conditions"]
+
+_XML_HEADERS: Final = (
+    "x-goog-if-generation-match",
+    "x-goog-if-generation-not-match",
+    "x-goog-if-metageneration-match",
+    "x-goog-if-metageneration-not-match",
+)
+
+_ENTITY_HEADERS: Final = ("if-match", "if-none-match", "if-modified-since", "if-unmodified-since")
+
+
+@dataclass(frozen=True, slots=True)
+class Conditions:
+    """Numbers that an object must have or must not have; None asks for nothing."""
+
+    generation: int | None = None
+    not_generation: int | None = None
+    metageneration: int | None = None
+    not_metageneration: int | None = None
+
+    def check_write(self, live: StoredObject | None) -> None:
+        """Raise a refusal (412) where what is there must not be replaced or deleted."""
+        if not (self._match(live) and self._differ(live)):
+            raise condition_not_met()
+
+    def check_read(self, live: StoredObject) -> None:
+        """Raise a refusal (412, or 304 where a "not match" fails) where what is there must not be read."""
+        if not self._match(live):
+            raise condition_not_met()
+        if not self._differ(live):
+            raise not_modified()
+
+    def _match(self, live: StoredObject | None) -> bool:
+        generation, metageneration = _numbers(live)
+        return self.generation in (None, generation) and self.metageneration in (None, metageneration)
+
+    def _differ(self, live: StoredObject | None) -> bool:
+        generation, metageneration = _numbers(live)
+        return self.not_generation != generation and self.not_metageneration != metageneration
+
+
+def json_conditions(request: Request, prefix: str = "if") -> Conditions:
+    """The conditions in the parameters of the JSON API; those of a source begin with ``ifSource``."""
+    _refuse_entity_headers(request, reading=request.method == "GET")
+    return Conditions(
+        *(
+            _number(request.query, f"{prefix}{name}")
+            for name in ("GenerationMatch", "GenerationNotMatch", "MetagenerationMatch", "MetagenerationNotMatch")
+        )
+    )
+
+
+def xml_conditions(request: Request, *, source: bool = False) -> Conditions:
+    """The conditions in the headers of the XML API: of the object that the request names, or of the source of a copy."""
+    _refuse_entity_headers(request, reading=request.method in ("GET", "HEAD"))
+    if source:
+        names = [header.replace("x-goog-", "x-goog-copy-source-") for header in _XML_HEADERS]
+    else:
+        names = list(_XML_HEADERS)
+    return Conditions(*(_number(request.headers, name) for name in names))
+
+
+def refuse_conditions(request: Request) -> None:
+    """Refuse every condition, as the service does for the requests of a multipart upload of the XML API.
+
+    "Preconditions cannot be used in XML API multipart uploads. Attempting to do so results in a 400 NotImplemented
+    error." (https://cloud.google.com/storage/docs/request-preconditions)
+    """
+    for name in (*_XML_HEADERS, *_ENTITY_HEADERS):
+        if name in request.headers:
+            raise not_implemented(f"A header you provided implies functionality that is not implemented: {name}", 400)
+
+
+def check_entity_tags(request: Request, live: StoredObject) -> None:
+    """Check the standard conditional headers of a read; the tag weighs more than the date (RFC 9110, 13.2.2)."""
+    match, none_match = request.headers.get("if-match"), request.headers.get("if-none-match")
+    changed = live.updated.replace(microsecond=0)
+    if match is not None:
+        if not _names(match, live.etag):
+            raise condition_not_met()
+    elif (date := request.headers.get("if-unmodified-since")) is not None and changed > parsedate_to_datetime(date):
+        raise condition_not_met()
+    if none_match is not None:
+        if _names(none_match, live.etag):
+            raise not_modified()
+    elif (date := request.headers.get("if-modified-since")) is not None and changed <= parsedate_to_datetime(date):
+        raise not_modified()
+
+
+def _refuse_entity_headers(request: Request, *, reading: bool) -> None:
+    # The service documents these for reads only. Who relies on one for a write would lose an object on the real one.
+    for name in () if reading else _ENTITY_HEADERS:
+        if name in request.headers:
+            raise not_implemented(f"the header {name} is documented for reads only", 400)
+
+
+def _names(header: str, etag: str) -> bool:
+    return header.strip() == "*" or etag in [part.strip().removeprefix("W/").strip('"') for part in header.split(",")]
+
+
+def _numbers(live: StoredObject | None) -> tuple[int, int]:
+    return (0, 0) if live is None else (live.generation, live.metageneration)
+
+
+def _number(values: Mapping[str, str], name: str) -> int | None:
+    text = values.get(name)
+    if text is None:
+        return None
+    if not text.removeprefix("-").isdigit():
+        raise invalid(f"Invalid value for {name}: {text!r}")
+    return int(text)

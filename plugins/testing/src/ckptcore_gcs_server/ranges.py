@@ -1,0 +1,34 @@
+"""Ranges: the part of an object's bytes that a read asks for."""
+
+from __future__ import annotations
+
+import re
+from typing import Final
+
+from ckptcore_gcs_server.messages import Answer, Request
+from ckptcore_gcs_server.objects import StoredObject
+
+__all__ = ["media_answer"]
+
+_RANGE: Final = re.compile(r"bytes=(\d*)-(\d*)")
+
+
+def media_answer(request: Request, live: StoredObject) -> Answer:
+    """The bytes of an object, or the part that the header ``Range`` names (RFC 9110, 14.2); 416 where there is none."""
+    size = len(live.data)
+    headers = live.headers()
+    asked = _RANGE.fullmatch(request.headers.get("range", "").strip())
+    if asked is None or asked.groups() == ("", ""):
+        return Answer(200, headers, live.data)
+    first, last = asked.groups()
+    if not first:
+        start, stop = max(size - int(last), 0), size
+    else:
+        start, stop = int(first), min(int(last) + 1, size) if last else size
+    if last and first and int(last) < int(first):
+        return Answer(200, headers, live.data)
+    if start >= stop:
+        return Answer(416, {"Content-Range": f"bytes */{size}"}, b"The requested range cannot be satisfied.")
+    return Answer(
+        206, headers | {"Content-Range": f"bytes {start}-{stop - 1}/{size}"}, memoryview(live.data)[start:stop]
+    )

@@ -1,0 +1,170 @@
+"""The server: connections of HTTP/1.1 to the service, one thread each."""
+
+from __future__ import annotations
+
+import socket
+import sys
+import threading
+from collections.abc import Sequence
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import TracebackType
+from typing import Any, Self
+from urllib.parse import parse_qsl, urlsplit
+
+from ckptcore_gcs_server.messages import Answer, Intercept, Request
+from ckptcore_gcs_server.service import Service
+
+__all__ = ["StrictGcs"]
+
+
+class StrictGcs:
+    """A GCS of its own on 127.0.0.1, in memory, from entering to leaving; in threads of this process.
+
+    Args:
+        buckets: created at the start.
+        port: 0 takes a free one.
+        token: what requests must bear; None: anyone may do everything.
+        intercept: sees each request before the service, and decides what the client gets to see.
+
+    Attributes:
+        url: what clients are given as the endpoint.
+        service: the state behind it.
+        requests: every request so far, without bodies, as ``METHOD target``.
+    """
+
+    def __init__(
+        self,
+        buckets: Sequence[str] = (),
+        *,
+        port: int = 0,
+        token: str | None = None,
+        intercept: Intercept | None = None,
+    ) -> None:
+        self._server = _Server(("127.0.0.1", port), _Connection)
+        self._server.gcs = self
+        self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
+        self.service = Service(self.url, token)
+        self.intercept = intercept
+        self.requests: list[str] = []
+        for bucket in buckets:
+            self.service.buckets.create_bucket(bucket)
+        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.01,), daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+    def serve_forever(self) -> None:
+        """Serve on this thread, until the process ends."""
+        self._server.serve_forever()
+
+    def answer(self, request: Request) -> Answer | None:
+        """What a client gets to see; None: nothing, and its connection is closed."""
+        if self.intercept is None:
+            return self.service.answer(request)
+        return self.intercept(request, self.service.answer)
+
+
+class _Server(ThreadingHTTPServer):
+    """Holds the connections, and closes them when it is closed: no thread outlives it."""
+
+    daemon_threads = False
+    block_on_close = True
+    request_queue_size = 256
+    gcs: StrictGcs
+
+    def __init__(self, *arguments: Any) -> None:
+        self._open: set[socket.socket] = set()
+        super().__init__(*arguments)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Begin a connection."""
+        self._open.add(request)
+        super().process_request(request, client_address)
+
+    def shutdown_request(self, request: Any) -> None:
+        """End a connection."""
+        self._open.discard(request)
+        super().shutdown_request(request)
+
+    def server_close(self) -> None:
+        """End every connection; what waits for the next request of a client wakes up."""
+        for connection in list(self._open):
+            try:
+                connection.shutdown(socket.SHUT_RDWR)
+            except OSError:
+                continue  # the client has closed it by now
+        super().server_close()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A client that goes away in the middle is nothing to report; anything else is printed."""
+        if not isinstance(sys.exception(), ConnectionError):
+            super().handle_error(request, client_address)
+
+
+class _Connection(BaseHTTPRequestHandler):
+    """One connection: requests one after another."""
+
+    protocol_version = "HTTP/1.1"
+    server_version = "StrictGcs"
+    # An answer is a few small writes: with Nagle's algorithm each would wait for the client's delayed acknowledgement.
+    disable_nagle_algorithm = True
+    server: _Server
+
+    def parse_request(self) -> bool:
+        """Read a request's head; every method comes to `_do`."""
+        good = super().parse_request()
+        if good:
+            setattr(self, f"do_{self.command}", self._do)
+        return good
+
+    def _do(self) -> None:
+        url = urlsplit(self.path if self.path.startswith("http") else f"http://-{self.path}")
+        request = Request(
+            self.command,
+            url.path,
+            dict(parse_qsl(url.query, keep_blank_values=True)),
+            {name.lower(): value for name, value in self.headers.items()},
+            self._body(),
+        )
+        self.server.gcs.requests.append(f"{self.command} {self.path}")
+        answer = self.server.gcs.answer(request)
+        if answer is None:
+            self.close_connection = True
+            return
+        body = memoryview(answer.body)
+        self.send_response(answer.status)
+        for name, value in answer.headers.items():
+            self.send_header(name, value)
+        if answer.status not in (204, 304):
+            self.send_header("Content-Length", str(len(body) if answer.nbytes is None else answer.nbytes))
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
+
+    def _body(self) -> bytes:
+        if self.headers.get("Transfer-Encoding", "").lower() == "chunked":
+            pieces = []
+            while size := int(self.rfile.readline().split(b";")[0], 16):
+                pieces.append(self._exactly(size))
+                self.rfile.readline()
+            while self.rfile.readline().strip():
+                continue  # trailers
+            return b"".join(pieces)
+        return self._exactly(int(self.headers.get("Content-Length") or 0))
+
+    def _exactly(self, size: int) -> bytes:
+        data = self.rfile.read(size)
+        if len(data) != size:
+            raise ConnectionResetError("the client went away in the middle of a body")
+        return data
+
+    def log_message(self, format: str, *arguments: Any) -> None:
+        """Nothing is printed: tests look at `StrictGcs.requests`."""

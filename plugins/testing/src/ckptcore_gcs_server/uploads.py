@@ -1,0 +1,110 @@
+"""Uploads that are not finished: in parts (XML API) and resumable (JSON API)."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import Final
+
+from ckptcore_gcs_server.conditions import Conditions
+from ckptcore_gcs_server.objects import Properties
+from ckptcore_gcs_server.refusals import Refusal, invalid
+
+__all__ = ["PartUpload", "ResumableSession"]
+
+_SMALLEST_PART: Final = 5 << 20
+_MOST_PARTS: Final = 10_000
+_QUANTUM: Final = 256 << 10
+
+
+@dataclass(slots=True)
+class PartUpload:
+    """A multipart upload of the XML API (https://cloud.google.com/storage/docs/multipart-uploads).
+
+    Attributes:
+        id, bucket, name: of the upload and of what it will be.
+        properties: of the object.
+        parts: their bytes and MD5s (hexadecimal) by number.
+        begun: when it was initiated.
+    """
+
+    id: str
+    bucket: str
+    name: str
+    properties: Properties
+    parts: dict[int, tuple[bytes, str]] = field(default_factory=dict)
+    begun: datetime = field(default_factory=lambda: datetime.now(UTC))
+
+    def put(self, number: int, data: bytes) -> str:
+        """Take a part, in place of one that has the number; returns its entity tag."""
+        if not 1 <= number <= _MOST_PARTS:
+            raise invalid(f"Part number must be an integer between 1 and {_MOST_PARTS}, inclusive")
+        tag = hashlib.md5(data, usedforsecurity=False).hexdigest()
+        self.parts[number] = data, tag
+        return tag
+
+    def joined(self, named: Sequence[tuple[int, str]]) -> bytes:
+        """The bytes of the parts that a client names by number and tag; those it does not name are left out."""
+        if not named:
+            raise invalid("The XML you provided names no part", "MalformedXML")
+        numbers = [number for number, _ in named]
+        if numbers != sorted(set(numbers)):
+            raise invalid("The list of parts was not in ascending order", "InvalidPartOrder")
+        pieces: list[bytes] = []
+        for number, tag in named:
+            data, present = self.parts.get(number, (b"", ""))
+            if not present or tag.strip().strip('"') != present:
+                raise invalid(f"Part {number} was not found, or has another entity tag", "InvalidPart")
+            pieces.append(data)
+        for number, piece in zip(numbers[:-1], pieces[:-1], strict=True):
+            if len(piece) < _SMALLEST_PART:
+                raise invalid(
+                    f"Part {number} has {len(piece)} bytes; only the last may have fewer than {_SMALLEST_PART}",
+                    "EntityTooSmall",
+                )
+        return b"".join(pieces)
+
+
+@dataclass(slots=True)
+class ResumableSession:
+    """A resumable upload (https://cloud.google.com/storage/docs/performing-resumable-uploads).
+
+    Attributes:
+        id, bucket, name: of the session and of what it will be.
+        properties: of the object.
+        conditions: of the request that began it; they are checked when it ends.
+        data: what has come so far.
+        done: the answer's object once it is finished: asked again, the session says so again.
+        lock: held by the request that is at it.
+    """
+
+    id: str
+    bucket: str
+    name: str
+    properties: Properties
+    conditions: Conditions
+    data: bytearray = field(default_factory=bytearray)
+    done: bool = False
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def add(self, start: int, piece: bytes, total: int | None) -> bool:
+        """Take bytes from `start` on; says whether all are there now.
+
+        Args:
+            start: an offset; bytes that came before are passed over.
+            piece: bytes.
+            total: bytes of the object where the client knows; then what is there may be the end.
+        """
+        if start > len(self.data):
+            raise Refusal(
+                503, "backendError", "ServiceUnavailable", f"bytes {len(self.data)} to {start} have not come yet"
+            )
+        if total is None and len(piece) % _QUANTUM:
+            raise invalid(f"a piece that is not the last has a multiple of {_QUANTUM} bytes, this has {len(piece)}")
+        self.data += piece[len(self.data) - start :]
+        if total is not None and len(self.data) > total:
+            raise invalid(f"{len(self.data)} bytes came, where {total} were announced")
+        return total == len(self.data)

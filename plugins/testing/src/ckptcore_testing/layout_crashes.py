@@ -1,0 +1,254 @@
+"""What a save through a layout leaves behind when it dies or fails at any operation, as tests to inherit."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, Literal, TypeVar
+
+import pytest
+
+import ckptcore
+from ckptcore.errors import CheckpointError, CheckpointNotFoundError, StorageError, StorageFullError
+from ckptcore.hookspecs import hookimpl
+from ckptcore.model import ArraySpec, HostArray
+from ckptcore.plugins import installed_plugins
+from ckptcore.protocols import AtomicDirectories, Layout, StorageBackend, StorageOpener, StorageOptions
+from ckptcore_testing.arrays import assert_same_bits, bit_patterns
+from ckptcore_testing.builtin_samples import FILE, MEMORY
+from ckptcore_testing.faults import CrashAt, FailAt, FaultPlan, FullAfter, Operation, SimulatedCrash
+from ckptcore_testing.faulty_storage import with_faults
+from ckptcore_testing.samples import StorageSample
+
+__all__ = ["LayoutCrashTests"]
+
+_Fault = TypeVar("_Fault")
+
+_MOMENTS: Final[tuple[Literal["before", "midway"], ...]] = ("before", "midway")
+"""After an operation is before the next."""
+
+
+class _FaultyPlugin:
+    """Opens ``faulty://`` locations in another storage, with faults."""
+
+    def __init__(self, scheme: str, plan: FaultPlan) -> None:
+        self._scheme = scheme
+        self._plan = plan
+
+    @hookimpl
+    def ckpt_storages(self) -> Mapping[str, StorageOpener]:
+        return {"faulty": self._open}
+
+    def _open(self, url: str, options: StorageOptions) -> StorageBackend:
+        inner = url.replace("faulty", self._scheme, 1)
+        return with_faults(installed_plugins().storage(self._scheme)(inner, options), self._plan)
+
+
+@dataclass(frozen=True)
+class _Place:
+    """A fresh place for one checkpoint."""
+
+    scheme: str
+    directory: str
+
+    @property
+    def location(self) -> str:
+        return f"{self.scheme}://{self.directory}/checkpoint"
+
+    @property
+    def replaces_atomically(self) -> bool:
+        return isinstance(self.storage(), AtomicDirectories)
+
+    def storage(self) -> StorageBackend:
+        """The storage, opened at the directory that the checkpoint is in."""
+        return installed_plugins().storage(self.scheme)(f"{self.scheme}://{self.directory}", StorageOptions())
+
+
+class LayoutCrashTests:
+    """Inherit, give `layout`, and pytest collects the tests: the old checkpoint or the new one, never neither.
+
+    On a local file system the save replaces a checkpoint; in memory, as on an object store, it is the first one at its
+    location, and what is found is nothing or the new one.
+
+    Attributes:
+        faults: about how many of the faults of each test are tried, the first and the last among them; None for all.
+    """
+
+    faults: int | None = None
+
+    def layout(self) -> Layout:
+        """The layout, with options that make it write several objects where it can."""
+        raise NotImplementedError("give the class the method `layout`")
+
+    def storages(self) -> Mapping[str, StorageSample]:
+        """The storages, by names shown in those of the tests."""
+        return {"file": FILE, "memory": MEMORY}
+
+    def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
+        """One test per storage."""
+        if "storage" in metafunc.fixturenames:
+            storages = self.storages()
+            metafunc.parametrize("storage", list(storages.values()), ids=list(storages))
+
+    @pytest.fixture
+    def places(self, storage: StorageSample, tmp_path: Path) -> Iterator[Iterator[_Place]]:
+        """Places at which nothing stands."""
+        with storage.open(tmp_path) as location:
+            scheme, found, rest = location.rpartition("://")
+            yield _places(scheme if found else "file", rest.rpartition("/")[0])
+
+    def test_dying_at_any_operation_leaves_the_old_or_the_new(self, places: Iterator[_Place]) -> None:
+        operations = self._operations(next(places))
+        crashes = [CrashAt(one.number, moment) for one in operations if one.changes for moment in _MOMENTS]
+        crashes.append(CrashAt(len(operations) - 1, "after"))
+        outcomes = set()
+        for crash in self._chosen(crashes):
+            place = next(places)
+            self._prepare(place)
+            with pytest.raises(SimulatedCrash):
+                self._save(place, _new_state(), FaultPlan(crash))
+            outcomes.add(self._assert_old_or_new(place, f"{crash} of {operations[crash.operation]}"))
+            self._assert_next_save_cleans_up(place)
+        assert outcomes == {"old", "new"}, "the crashes did not come before and after the commit"
+
+    def test_failing_at_any_operation_leaves_the_old_or_the_new(self, places: Iterator[_Place]) -> None:
+        for operation in self._chosen(self._operations(next(places))):
+            place = next(places)
+            self._prepare(place)
+            where = f"{operation} failed"
+            fault = FailAt(operation.number, StorageError("the test let the storage fail"))
+            try:
+                self._save(place, _new_state(), FaultPlan(fault))
+            except CheckpointError:
+                assert self._assert_old_or_new(place, where) in ("old", "new")
+            else:
+                assert self._assert_old_or_new(place, where) == "new", (
+                    f"{where}, the save said nothing and is not there"
+                )
+            self._assert_next_save_cleans_up(place)
+
+    def test_a_full_storage_leaves_the_old(self, places: Iterator[_Place]) -> None:
+        plan = FaultPlan()
+        place = next(places)
+        self._prepare(place)
+        self._save(place, _new_state(), plan)
+        # A root, which has times and names in it, is some bytes shorter in one save than in another.
+        for room in self._chosen(range(0, plan.bytes_written - 64, max(1, plan.bytes_written // 12))):
+            place = next(places)
+            self._prepare(place)
+            with pytest.raises(StorageFullError):
+                self._save(place, _new_state(), FaultPlan(FullAfter(room)))
+            assert self._assert_old_or_new(place, f"full after {room} bytes") == "old"
+            self._assert_nothing_else(place)
+            self._assert_next_save_cleans_up(place)
+
+    # --- one save
+
+    def _chosen(self, faults: Sequence[_Fault]) -> Sequence[_Fault]:
+        if self.faults is None or len(faults) <= self.faults:
+            return faults
+        return [*faults[:: -(-len(faults) // self.faults)], faults[-1]]
+
+    def _prepare(self, place: _Place) -> None:
+        if place.replaces_atomically:
+            self._save(place, _old_state(), None)
+
+    def _operations(self, place: _Place) -> Sequence[Operation]:
+        """The operations that a save takes."""
+        self._prepare(place)
+        plan = FaultPlan()
+        self._save(place, _new_state(), plan)
+        assert plan.operations, "the save went past the faulty storage"
+        return plan.operations
+
+    def _save(self, place: _Place, state: object, plan: FaultPlan | None) -> None:
+        location = place.location
+        plugins: tuple[object, ...] = ()
+        if plan is not None:
+            location = location.replace(place.scheme, "faulty", 1)
+            plugins = (_FaultyPlugin(place.scheme, plan),)
+        # One thread, so that operations come in the same order every time; each save is a process of its own.
+        # What a loss of power leaves is another question: here whatever was written stays.
+        context = ckptcore.Context(plugins=plugins, threads=1, durability="none")
+        ckptcore.save(location, state, layout=self.layout(), overwrite=place.replaces_atomically, context=context)
+
+    # --- what is left
+
+    def _assert_old_or_new(self, place: _Place, where: str) -> str:
+        try:
+            loaded = ckptcore.load(place.location)
+        except CheckpointNotFoundError:
+            assert not place.replaces_atomically, f"{where}: neither the old checkpoint nor the new one is there"
+            return "old"
+        outcome = "new" if loaded["step"] == _new_state()["step"] else "old"
+        expected = _new_state() if outcome == "new" else _old_state()
+        assert place.replaces_atomically or outcome == "new", f"{where}: a checkpoint that nobody saved"
+        assert list(loaded) == list(expected), f"{where}: a mix of old and new"
+        for name, value in expected.items():
+            if isinstance(value, int):
+                assert loaded[name] == value, where
+            else:
+                assert_same_bits(loaded[name], value, f"{where}: {name}")
+        report = ckptcore.verify(place.location)
+        assert report.ok, f"{where}: {report.problems}"
+        return outcome
+
+    def _assert_next_save_cleans_up(self, place: _Place) -> None:
+        if not place.replaces_atomically and self._is_committed(place):
+            ckptcore.delete(place.location)
+        self._save(place, _next_state(), None)
+        assert ckptcore.load(place.location)["step"] == _next_state()["step"]
+        self._assert_nothing_else(place)
+
+    def _is_committed(self, place: _Place) -> bool:
+        try:
+            ckptcore.metadata(place.location)
+        except CheckpointNotFoundError:
+            return False
+        return True
+
+    def _assert_nothing_else(self, place: _Place) -> None:
+        """Beside the checkpoint there is nothing, and in it nothing but what it lists."""
+        storage = place.storage()
+        assert set(storage.list_names()) <= {"checkpoint/"}, "something is left beside the checkpoint"
+        if not self._is_committed(place):
+            assert list(storage.list()) == [], "something is left of a save that failed"
+            return
+        known = {f"checkpoint/{key}" for key in ckptcore.metadata(place.location).objects}
+        extra = {key for key in storage.list() if key not in known and not key.startswith("checkpoint/checkpoint.")}
+        assert not extra, f"the checkpoint holds objects that it does not list: {sorted(extra)}"
+
+
+def _places(scheme: str, directory: str) -> Iterator[_Place]:
+    while True:
+        name = uuid.uuid4().hex
+        if scheme == "file":
+            Path(directory, name).mkdir()
+        yield _Place(scheme, f"{directory}/{name}")
+
+
+def _state(step: int) -> dict[str, Any]:
+    def array(shape: tuple[int, ...], dtype: str) -> HostArray:
+        return bit_patterns(ArraySpec(shape, dtype), step)
+
+    return {
+        "weight": array((16, 5), "float32"),
+        "bias": array((33,), "bfloat16"),
+        f"only in step {step}": array((3,), "int64"),
+        "empty": array((0, 2), "float16"),
+        "step": step,
+    }
+
+
+def _old_state() -> Mapping[str, Any]:
+    return _state(1)
+
+
+def _new_state() -> Mapping[str, Any]:
+    return _state(2)
+
+
+def _next_state() -> Mapping[str, Any]:
+    return _state(3)

@@ -1,0 +1,205 @@
+"""What a plan of a save must tell of a layout, as tests to inherit: what the save then does."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from typing import Any, Final
+
+import numpy as np
+import pytest
+
+import ckptcore
+from ckptcore import ArrayShard, Context, ReplicaOptions, SavePlan, ShardedArray
+from ckptcore.builtin.memory import MemoryStorages
+from ckptcore.hookspecs import hookimpl
+from ckptcore.model import Box
+from ckptcore.protocols import Coordinator, Layout, StorageBackend, StorageOpener, StorageOptions
+from ckptcore.saving.save_plans import ObjectPlan, ProcessPlan
+from ckptcore_testing.faults import FaultPlan
+from ckptcore_testing.faulty_storage import with_faults
+from ckptcore_testing.thread_coordinator import ThreadJob
+
+__all__ = ["LayoutForecastTests"]
+
+_RANDOM: Final = re.compile(r"[0-9a-f]{16,}")
+"""What is in names that no two saves share."""
+
+_ABOUT_BYTES: Final = 8192
+"""How far a size may be off that depends on how long a save took."""
+
+_KINDS: Final[Mapping[str, str]] = {
+    "put": "puts",
+    "open_writer": "writes",
+    "open_new": "writes",
+    "get": "looks",
+    "get_with_tag": "looks",
+    "get_into": "looks",
+    "size": "looks",
+    "list": "lists",
+    "list_names": "lists",
+    "delete": "deletes",
+}
+
+
+class _CountedStorage:
+    """A plugin with a storage in memory that counts what one process asks of it."""
+
+    def __init__(self, stores: MemoryStorages) -> None:
+        self.asked = FaultPlan()
+        self._stores = stores
+
+    @hookimpl
+    def ckpt_storages(self) -> Mapping[str, StorageOpener]:
+        """``counted://`` locations."""
+        return {"counted": self._open}
+
+    def _open(self, url: str, options: StorageOptions) -> StorageBackend:
+        return with_faults(self._stores.open(url.replace("counted:", "memory:"), options), self.asked)
+
+
+class LayoutForecastTests:
+    """Inherit, give `layout`, and pytest collects the tests; beside `LayoutTests`."""
+
+    def layout(self) -> Layout:
+        """The layout, with options that let arrays of a few hundred kilobytes meet boundaries."""
+        raise NotImplementedError("give the class the method `layout`")
+
+    @pytest.mark.parametrize("size", [1, 4])
+    def test_a_plan_tells_objects_and_requests(self, size: int) -> None:
+        layout = self.layout()
+        stores = MemoryStorages()
+
+        def job(coordinator: Coordinator) -> tuple[SavePlan, Counter[str]]:
+            storage = _CountedStorage(stores)
+            context = Context(
+                coordinator=coordinator, plugins=[storage], replicas=ReplicaOptions(piece_bytes=1 << 14), threads=2
+            )
+            state = _state(coordinator.rank, size)
+            plan = ckptcore.plan(state, layout=layout, context=context)
+            assert not storage.asked.operations
+            ckptcore.save("counted://store/c", state, layout=layout, context=context)
+            asked = [_KINDS[one.name] for one in storage.asked.operations if one.name in _KINDS]
+            return plan, Counter(asked)
+
+        found = ThreadJob(size).run(job)
+        plan = found[0][0]
+        assert all(other == plan for other, _ in found)
+        bounded = any(planned.certainty == "at most" for process in plan.processes for planned in process.objects)
+        _expect_objects(plan, _objects_of(stores))
+        for process, (_, asked) in zip(plan.processes, found, strict=True):
+            if bounded:
+                assert all(asked[kind] <= count for kind, count in _counts(process).items())
+            else:
+                assert _counts(process) == {kind: asked[kind] for kind in _counts(process)}
+
+    def test_a_job_that_does_not_run_is_planned_as_it_would_be(self) -> None:
+        layout = self.layout()
+        replicas = ReplicaOptions(piece_bytes=1 << 14)
+
+        def job(coordinator: Coordinator) -> SavePlan:
+            context = Context(coordinator=coordinator, replicas=replicas)
+            return ckptcore.plan(_state(coordinator.rank, 4), layout=layout, context=context)
+
+        imagined = ckptcore.plan_job(lambda rank: _state(rank, 4), 4, layout=layout, context=Context(replicas=replicas))
+        assert _without_random_names(imagined) == _without_random_names(ThreadJob(4).run(job)[0])
+
+    def test_a_plan_needs_no_elements(self) -> None:
+        layout = self.layout()
+
+        def job(coordinator: Coordinator) -> tuple[SavePlan, SavePlan]:
+            context = Context(coordinator=coordinator)
+            concrete, abstract = _state(coordinator.rank, 2), _abstract(_state(coordinator.rank, 2))
+            return (
+                ckptcore.plan(concrete, layout=layout, context=context),
+                ckptcore.plan(abstract, layout=layout, context=context),
+            )
+
+        concrete, abstract = ThreadJob(2).run(job)[0]
+        assert _without_random_names(concrete) == _without_random_names(abstract)
+
+
+def _state(rank: int, size: int) -> dict[str, Any]:
+    """Arrays that are held alike, in parts, in parts that several hold, and tied; more keys on the last rank."""
+    wide = np.arange(300 * 500, dtype=np.float32).reshape(300, 500)
+    edges = [300 * part // size for part in range(size + 1)]
+    rows = ShardedArray.part(wide[edges[rank] : edges[rank + 1]], (edges[rank], 0), wide.shape, cuts=[edges[1:-1], []])
+    groups = max(1, size // 2)
+    start = 8 * (rank % groups)
+    shard = ArrayShard(Box((start, 0), (start + 8, 64)), np.ones((8, 64)), rank // groups, -(-size // groups))
+    pairs = ShardedArray((8 * groups, 64), np.float64, [shard], cuts=[list(range(8, 8 * groups, 8)), []])
+    shared = np.sin(np.arange(100_000, dtype=np.float64))
+    state = {
+        "wide": rows,
+        "pairs": pairs,
+        "shared": shared,
+        "deep": {"small": np.arange(7, dtype=np.int16), "empty": np.zeros((0, 3)), "scalar": np.float32(2)},
+        "step": 3,
+        "name": "run",
+    }
+    if size == 1 or rank == size - 1:
+        state["last"] = np.zeros((257, 129), np.uint8)
+    return state
+
+
+def _abstract(state: Any) -> Any:
+    """The same tree without elements."""
+    if isinstance(state, dict):
+        return {key: _abstract(child) for key, child in state.items()}
+    if isinstance(state, ShardedArray):
+        shards = [ArrayShard(shard.box, None, shard.replica, shard.replicas) for shard in state.shards]
+        return ShardedArray(state.shape, state.dtype, shards, cuts=state.cuts)
+    return ckptcore.AbstractArray(state.shape, state.dtype) if isinstance(state, np.ndarray) else state
+
+
+def _objects_of(stores: MemoryStorages) -> Mapping[str, int]:
+    store = stores.open("memory://store/c", StorageOptions())
+    return {key: store.size(key) for key in store.list()}
+
+
+def _counts(process: ProcessPlan) -> dict[str, int]:
+    return {field.name: getattr(process.requests, field.name) for field in fields(process.requests)}
+
+
+def _expect_objects(plan: SavePlan, found: Mapping[str, int]) -> None:
+    planned = [one for process in plan.processes for one in process.objects]
+    assert len({one.key for one in planned}) == len(planned)
+    exact = Counter([(_RANDOM.sub("*", one.key), one.nbytes) for one in planned if one.certainty == "exact"])
+    stored = Counter([(_RANDOM.sub("*", key), size) for key, size in found.items()])
+    assert not exact - stored, "an object is not as planned"
+    left = stored - exact
+    for one in sorted(planned, key=lambda one: -one.nbytes):
+        if one.certainty == "exact":
+            continue
+        fitting = [key for key in left if key[0] == _RANDOM.sub("*", one.key) and left[key]]
+        if not fitting and one.certainty == "at most":
+            continue  # what is compressed well fills fewer files
+        assert fitting, f"{one.key} was not written"
+        key = max(fitting, key=lambda key: key[1])
+        if one.certainty == "at most":
+            assert key[1] <= one.nbytes
+        else:
+            assert abs(key[1] - one.nbytes) <= _ABOUT_BYTES
+        left -= Counter([key])
+    assert not left, "an object was not planned"
+
+
+def _without_random_names(plan: SavePlan) -> list[Any]:
+    """A plan as it can be compared with one of another save."""
+    return [
+        (plan.layout, plan.arrays, plan.values, plan.array_bytes, tuple(plan.memory)),
+        *[
+            (process.rank, process.array_bytes, process.boxes, process.requests, _renamed(process.objects))
+            for process in plan.processes
+        ],
+    ]
+
+
+def _renamed(objects: Sequence[ObjectPlan]) -> list[ObjectPlan]:
+    renamed = [
+        ObjectPlan(_RANDOM.sub("*", one.key), 0 if one.certainty == "about" else one.nbytes, one.certainty)
+        for one in objects
+    ]
+    return sorted(renamed, key=lambda one: (one.key, one.nbytes))

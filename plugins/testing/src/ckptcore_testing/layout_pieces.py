@@ -1,0 +1,106 @@
+"""What a layout must do that takes arrays in pieces, as tests to inherit."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import pytest
+
+from ckptcore.model import LEAF, ArrayRecord, ArraySpec, Node, ValueRecord, WriteItem, WritePlan
+from ckptcore.planning.flat_ranges import cut_runs
+from ckptcore.protocols import Layout, WritesRuns
+from ckptcore_testing.layout_stores import local_directory, objects_below
+from ckptcore_testing.layout_trials import SAVE_ID, Trial, tree_trial, write_trial
+
+__all__ = ["LayoutPiecesTests"]
+
+_SPECS: Final = (
+    ArraySpec((7, 5), "float32"),
+    ArraySpec((3, 2, 9), "int64"),
+    ArraySpec((), "float16"),
+    ArraySpec((0, 4), "float32"),
+    ArraySpec((101,), "uint8"),
+    ArraySpec((7, 5), "float32"),
+    ArraySpec((2, 40), "complex128"),
+    ArraySpec((131, 73), "float32"),
+)
+_TIED: Final = {5: 0}
+
+
+@dataclass(frozen=True)
+class _CutTrial(Trial):
+    """A trial whose arrays are cut into runs, and whose objects are dealt out to the processes in turn.
+
+    Attributes:
+        objects: the leaves in each object.
+        most_bytes: of a run.
+    """
+
+    objects: Sequence[Sequence[int]] = ()
+    most_bytes: int = 1
+
+    def plan(self, rank: int) -> WritePlan:
+        """What one process writes."""
+        items: list[WriteItem] = []
+        for leaf in (leaf for leaves in self.objects[rank :: self.size] for leaf in leaves):
+            record = self.tree.leaves[leaf]
+            assert isinstance(record, ArrayRecord)
+            boxes = cut_runs(record.spec, (), most_bytes=self.most_bytes, band_bytes=0)
+            items.extend(WriteItem(leaf, record.spec, (box,)) for box in boxes)
+        return WritePlan(self.tree, tuple(items), rank, self.size, SAVE_ID, self.name)
+
+
+class LayoutPiecesTests:
+    """Inherit, give `layout`, and pytest collects the tests; beside `LayoutTests`, for a layout that is one of `WritesRuns`."""
+
+    def layout(self) -> Layout:
+        """The layout, with options that let small arrays meet every boundary."""
+        raise NotImplementedError("give the class the method `layout`")
+
+    def _arrays_by_object(self, trial: Trial) -> Sequence[Sequence[int]]:
+        layout = self.layout()
+        assert isinstance(layout, WritesRuns), f"{layout.name} does not take pieces"
+        return layout.arrays_by_object(trial.tree)
+
+    def _trial(self) -> Trial:
+        leaves = (*_SPECS, ValueRecord("int", 1))
+        skeleton = Node("dict", tuple(f"leaf {number}" for number in range(len(leaves))), (LEAF,) * len(leaves))
+        return tree_trial(skeleton, leaves, aliases=_TIED)
+
+    def test_every_array_goes_into_one_object(self) -> None:
+        found = self._arrays_by_object(self._trial())
+        assert found == self._arrays_by_object(self._trial())
+        expected = [leaf for leaf in range(len(_SPECS)) if leaf not in _TIED]
+        assert sorted(leaf for leaves in found for leaf in leaves) == expected
+
+    @pytest.mark.parametrize("most_bytes", [16, 1000, 1 << 20])
+    def test_pieces_make_what_whole_arrays_make(self, most_bytes: int, tmp_path: Path) -> None:
+        trial = self._trial()
+        objects = self._arrays_by_object(trial)
+        cut = _CutTrial(trial.tree, trial.arrays, trial.parts, objects=objects, most_bytes=most_bytes)
+        whole, pieces = (
+            write_trial(self.layout(), trial, local_directory(tmp_path / "a")),
+            write_trial(self.layout(), cut, local_directory(tmp_path / "b")),
+        )
+        assert whole.state == pieces.state
+        contents = [
+            {key: stored.read_bytes() for key, stored in objects_below(local_directory(tmp_path / name)).items()}
+            for name in ("a", "b")
+        ]
+        assert contents[0] == contents[1]
+
+    @pytest.mark.parametrize("size", [2, 3, 20])
+    def test_processes_share_the_objects(self, size: int, tmp_path: Path) -> None:
+        trial = self._trial()
+        objects = self._arrays_by_object(trial)
+        cut = _CutTrial(trial.tree, trial.arrays, trial.parts, size=size, objects=objects, most_bytes=100)
+        write_trial(self.layout(), cut, local_directory(tmp_path)).assert_reads_back()
+
+    def test_a_tree_without_arrays_is_written_by_the_leader(self, tmp_path: Path) -> None:
+        trial = tree_trial(Node("dict", ("a",), (LEAF,)), (ValueRecord("int", 1),))
+        objects = self._arrays_by_object(trial)
+        cut = _CutTrial(trial.tree, trial.arrays, trial.parts, size=2, objects=objects)
+        assert write_trial(self.layout(), cut, local_directory(tmp_path)).read([]) == []

@@ -1,0 +1,680 @@
+"""What every layout must do, as tests to inherit."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import pickle
+import random
+import tracemalloc
+import uuid
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any, Final, TypeVar
+
+import pytest
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+
+from ckptcore.commit.location import Subdirectory
+from ckptcore.errors import (
+    CheckpointError,
+    ChecksumError,
+    NameCollisionError,
+    UnsupportedKeyError,
+    UnsupportedLeafError,
+)
+from ckptcore.io.elements import little_dtype, plain
+from ckptcore.model import JSON, LEAF, ArrayRecord, ArraySpec, Attribute, Box, Node, Skeleton, ValueRecord, format_path
+from ckptcore.model.tree import Key
+from ckptcore.planning import cuts_of, uncovered
+from ckptcore.planning.replicas import cells_of
+from ckptcore.protocols import (
+    About,
+    InspectsComposites,
+    Layout,
+    PlacesTiles,
+    SharesReplicas,
+    StorageBackend,
+    WritesSessions,
+)
+from ckptcore_testing import strategies
+from ckptcore_testing.arrays import DTYPE_NAMES, PORTABLE_DTYPES, SHAPES, assert_same_bits, bit_patterns
+from ckptcore_testing.hostile_json import tampered
+from ckptcore_testing.layout_stores import StrictReadStore, local_directory, objects_below
+from ckptcore_testing.layout_trials import (
+    Trial,
+    Written,
+    flat_trial,
+    mark_trial,
+    tree_trial,
+    write_sessions,
+    write_trial,
+)
+
+__all__ = ["LayoutTests"]
+
+_REFUSALS: Final = (UnsupportedLeafError, NameCollisionError, UnsupportedKeyError)
+_EXAMPLE_BYTES: Final = 64 << 20
+"""More memory than any honest read of the small checkpoints below needs, in bytes."""
+
+_AWKWARD_TREES: Final[dict[str, tuple[tuple[Key, ...], ...]]] = {
+    "dots": (("a.b",), ("a", "b")),
+    "slashes": (("a/b",), ("a", "b")),
+    "int and str": (("0",), (0,), ("x",)),
+    "attribute and str": ((Attribute("x"),), ("x",)),
+    "reserved": (("__metadata__",), ("x",)),
+    "empty": (("",), ("a", "")),
+    "empty above": (("", "a"), ("a", ""), ("b",)),
+    "relative": ((".",), ("..", "..", "etc"), ("a", "..", "b")),
+    "case": (("Weight",), ("weight",)),
+    "unicode": (("é",), ("e\u0301",), ("\u0000",), ("\u202e",), ("😀",)),
+    "escapes": (("a\\.b",), ("a.b",), ("a\\", "b"), ("a%2Eb",)),
+    "long": (("k" * 300,), ("k" * 299, "k")),
+    "negative": ((-1,), ("-1",)),
+    "deep": ((*("level",) * 60,), ("level", "other")),
+    "quotes": (('"',), ("'",), ("\n",), ("\t",)),
+}
+
+T = TypeVar("T")
+
+_quiet = settings(deadline=None, suppress_health_check=list(HealthCheck))
+
+
+class LayoutTests:
+    """Inherit, give `layout`, and pytest collects the tests.
+
+    Attributes:
+        several_processes: whether several processes can write parts of one array.
+        ties: whether names of one array share its bytes.
+        foreign: whether `Layout.inspect` finds what this layout wrote; then keys are those of one dict, and dtypes in
+            `PORTABLE_DTYPES` come back by name. Where the layout is one of `InspectsComposites`, that finds several checkpointables
+            that it wrote and, if it is one of `MarksCheckpoints`, marked.
+        refused_dtypes: dtypes that `Layout.check` refuses; every other one must come back.
+        tampered_states: about how many states are tampered with.
+        most_damages: of each kind, how many an object meets at most; None: all, which is for storages that are near.
+    """
+
+    several_processes: bool = True
+    ties: bool = True
+    foreign: bool = True
+    refused_dtypes: Collection[str] = ()
+    tampered_states: int = 1500
+    most_damages: int | None = None
+
+    def layout(self) -> Layout:
+        """The layout, with options that let small arrays meet every boundary (small chunks, small files)."""
+        raise NotImplementedError("give the class the method `layout`")
+
+    @pytest.fixture
+    def place(self, tmp_path: Path) -> StorageBackend:
+        """An empty storage to write to: a local directory, unless a class gives another."""
+        return local_directory(tmp_path)
+
+    def _some(self, damages: Sequence[T]) -> Sequence[T]:
+        """As many as this class asks for, from the first to the last."""
+        if self.most_damages is None:
+            return damages
+        return damages[:: max(1, -(-len(damages) // self.most_damages))]
+
+    # --- what comes back
+
+    def test_it_has_a_name(self) -> None:
+        name = self.layout().name
+        assert type(name) is str and name
+
+    def test_it_can_be_sent_to_a_worker(self, place: StorageBackend) -> None:
+        """With its options, and without what it remembers of a checkpoint that it read."""
+        layout = self.layout()
+        sent = len(pickle.dumps(layout))
+        trial = flat_trial({f"array {number}": ArraySpec((3, 2), "float32") for number in range(100)})
+        write_trial(layout, trial, Subdirectory(place, "before")).assert_reads_back()
+        there = pickle.loads(pickle.dumps(layout))
+        assert type(there) is type(layout)
+        assert len(pickle.dumps(layout)) <= sent + 100
+        if dataclasses.is_dataclass(layout):
+            assert there == layout
+        write_trial(there, trial, Subdirectory(place, "after")).assert_reads_back()
+
+    @pytest.mark.parametrize("dtype", DTYPE_NAMES)
+    def test_every_dtype_comes_back(self, dtype: str, place: StorageBackend) -> None:
+        trial = flat_trial({f"array {number}": ArraySpec(shape, dtype) for number, shape in enumerate(SHAPES)})
+        if dtype in self.refused_dtypes:
+            assert dtype not in PORTABLE_DTYPES, f"every layout stores {dtype}"
+            with pytest.raises(UnsupportedLeafError):
+                self.layout().check(trial.tree, 1)
+            return
+        write_trial(self.layout(), trial, place).assert_reads_back()
+
+    def test_a_single_leaf_is_a_tree(self, place: StorageBackend) -> None:
+        write_trial(self.layout(), tree_trial(LEAF, [ArraySpec((3, 2), "float32")]), place).assert_reads_back()
+
+    def test_blocks_boundaries_do_not_show(self, place: StorageBackend) -> None:
+        """Arrays above one block of checksums, at odd offsets."""
+        specs: dict[Key, ArraySpec] = {
+            "odd": ArraySpec((7,), "uint8"),
+            "large": ArraySpec((1031, 773), "float32"),
+            "wide": ArraySpec((3, 200_001), "int16"),
+            "last": ArraySpec((5,), "float64"),
+        }
+        written = write_trial(self.layout(), flat_trial(specs), place)
+        written.assert_reads_back()
+        written.assert_reads_back([(1, Box((500, 3), (502, 770))), (2, Box((0, 199_999), (3, 200_001)))])
+
+    @pytest.mark.parametrize("tree", [Node("dict", (), ()), Node("list", (), ())], ids=["dict", "list"])
+    def test_an_empty_tree_comes_back(self, tree: Node, place: StorageBackend) -> None:
+        written = write_trial(self.layout(), tree_trial(tree, []), place)
+        assert written.read([]) == []
+
+    def test_a_tree_of_values_needs_no_arrays(self, place: StorageBackend) -> None:
+        values = [ValueRecord("int", 1), ValueRecord("str", "two"), ValueRecord("none", None)]
+        written = write_trial(self.layout(), tree_trial(Node("list", (0, 1, 2), (LEAF,) * 3), values), place)
+        assert written.read([]) == []
+
+    @pytest.mark.parametrize("name", list(_AWKWARD_TREES))
+    def test_names_never_stand_for_one_another(self, name: str, place: StorageBackend) -> None:
+        paths = _AWKWARD_TREES[name]
+        specs = [ArraySpec((number + 1,), "int32") for number in range(len(paths))]
+        skeleton, order = _skeleton(paths)
+        trial = tree_trial(skeleton, [specs[number] for number in order])
+        try:
+            self.layout().check(trial.tree, 1)
+        except _REFUSALS:
+            return  # refused before a byte is written: that is allowed
+        write_trial(self.layout(), trial, place).assert_reads_back()
+
+    def test_shared_arrays_are_stored_once(self, place: StorageBackend) -> None:
+        """Or once for each name, where the format cannot share bytes and each name must be found."""
+        specs = [ArraySpec((64, 1024), "float32")] * 3
+        skeleton = Node("dict", ("embed", "head", "third"), (LEAF,) * 3)
+        written = write_trial(self.layout(), tree_trial(skeleton, specs, aliases={1: 0, 2: 0}), place)
+        written.assert_reads_back()
+        stored = sum(stored.nbytes for stored in written.objects().values())
+        most = 2 if self.ties else 4
+        assert stored < most * specs[0].nbytes, f"{stored} bytes were written for one array of {specs[0].nbytes}"
+
+    @_quiet
+    @given(data=st.data())
+    def test_any_boxes_of_any_tree_come_back(self, place: StorageBackend, data: st.DataObject) -> None:
+        trial = data.draw(self._trials(), "trial")
+        try:
+            self.layout().check(trial.tree, trial.size)
+        except _REFUSALS:
+            assume(False)
+        with self._emptied(Subdirectory(place, uuid.uuid4().hex)) as example:
+            written = write_trial(self.layout(), trial, example)
+            written.assert_reads_back()
+            leaves = [leaf for leaf in trial.arrays if leaf not in trial.tree.aliases]
+            wanted = []
+            for leaf in data.draw(st.lists(st.sampled_from(leaves), max_size=5)) if leaves else []:
+                wanted.append((leaf, data.draw(strategies.boxes(trial.arrays[leaf].shape, allow_empty=True))))
+            written.assert_reads_back(list(dict.fromkeys(wanted)))
+
+    @contextmanager
+    def _emptied(self, place: StorageBackend) -> Iterator[StorageBackend]:
+        try:
+            yield place
+        finally:
+            place.delete(list(place.list()))
+
+    def _trials(self) -> st.SearchStrategy[Trial]:
+        allowed = tuple([name for name in DTYPE_NAMES if name not in self.refused_dtypes])
+        return _trials_of(self.several_processes, allowed)
+
+    def test_uneven_parts_of_several_processes_make_one_array(self, place: StorageBackend) -> None:
+        if not self.several_processes:
+            return
+        boxes = [Box((0, 0), (3, 4)), Box((3, 0), (5, 4)), Box((0, 4), (4, 6)), Box((4, 4), (5, 6))]
+        parts = {0: [[boxes[0]], [boxes[2], boxes[1]], [], [boxes[3]]]}
+        trial = flat_trial(
+            {"uneven": ArraySpec((5, 6), "bfloat16"), "whole": ArraySpec((3,), "int8")}, parts=parts, size=4
+        )
+        written = write_trial(self.layout(), trial, place)
+        written.assert_reads_back()
+        written.assert_reads_back([(0, Box((2, 3), (5, 5))), (0, Box((0, 0), (1, 1))), (1, Box((1,), (2,)))])
+
+    @pytest.mark.parametrize("cells", [(3, 1), (1, 4), (2, 3)], ids=["rows", "columns", "both"])
+    def test_replicas_share_an_array(self, cells: tuple[int, int], place: StorageBackend) -> None:
+        """What several processes hold comes from them in turn, cell by cell between the cuts, and is stored once: not three times."""
+        layout = self.layout()
+        if not (isinstance(layout, SharesReplicas) and layout.shares_replicas):
+            return
+        assert self.several_processes, f"{layout.name} says that replicas share, and takes no parts of arrays"
+        specs: dict[Key, ArraySpec] = {"shared": ArraySpec((96, 160), "float32"), "uneven": ArraySpec((7, 9), "int16")}
+        cut = [_cut(spec, cells) for spec in specs.values()]
+        boxes = [cells_of(record) for record in cut]
+        parts = {leaf: [of_leaf[rank::3] for rank in range(3)] for leaf, of_leaf in enumerate(boxes)}
+        trial = flat_trial(specs, parts=parts, size=3)
+        written = write_trial(
+            layout, dataclasses.replace(trial, tree=dataclasses.replace(trial.tree, leaves=tuple(cut))), place
+        )
+        written.assert_reads_back()
+        written.assert_reads_back([(0, Box((31, 39), (65, 121))), (1, Box((2, 2), (5, 8))), (0, boxes[0][-1])])
+        stored = sum(stored.nbytes for stored in written.objects().values())
+        assert stored < 2.5 * specs["shared"].nbytes, f"{stored} bytes were written for {specs['shared'].nbytes}"
+
+    def test_sessions_make_one_checkpoint(self, place: StorageBackend) -> None:
+        """Each knows its own leaves only: arrays, what is tied, values, a part of an array, or nothing at all."""
+        layout = self.layout()
+        if not isinstance(layout, WritesSessions):
+            return
+        assert isinstance(layout.agreed, str)
+        halves = [Box((0, 0), (3, 4)), Box((3, 0), (5, 4))]
+        split = {"split": ArraySpec((5, 4), "bfloat16")} if self.several_processes else {}
+        trials = [
+            tree_trial(
+                _nested({"a": {"z": LEAF, **dict.fromkeys(split, LEAF)}, "n": LEAF}),
+                [ArraySpec((7,), "int16"), *split.values(), ValueRecord("int", 3)],
+            ),
+            tree_trial(_nested({}), []),
+            tree_trial(
+                _nested({"b": {"y": LEAF, "tied": LEAF}, "a": {"x": LEAF}}),
+                [ArraySpec((300, 70), "float32"), ArraySpec((300, 70), "float32"), ArraySpec((), "int8")],
+                aliases={1: 0},
+            ),
+            tree_trial(
+                _nested({"a": {**dict.fromkeys(split, LEAF)}, "text": LEAF, "e": {"none": LEAF}}),
+                [*split.values(), ValueRecord("str", "four"), ArraySpec((0, 3), "float64")],
+            ),
+        ]
+        if split:
+            cut = cuts_of((5, 4), halves)
+            for number, leaf, box in ((0, 1, halves[0]), (3, 0, halves[1])):
+                leaves = list(trials[number].tree.leaves)
+                leaves[leaf] = ArrayRecord(split["split"], cuts=cut)
+                tree = dataclasses.replace(trials[number].tree, leaves=tuple(leaves))
+                arrays = {**trials[number].arrays, leaf: bit_patterns(split["split"], 9)}
+                trials[number] = dataclasses.replace(trials[number], tree=tree, arrays=arrays, parts={leaf: [[box]]})
+        written = write_sessions(layout, trials, place)
+        assert sorted(map(format_path, written.trial.tree.paths)) == sorted(
+            ["a/x", "a/z", "b/tied", "b/y", "e/none", "n", "text", *(["a/split"] if split else [])]
+        )
+        written.assert_reads_back()
+        dataclasses.replace(written, layout=type(layout)()).assert_reads_back()
+        if self.foreign and not split:
+            assert layout.inspect(written.stores()[0], None) is not None
+
+    def test_a_hostile_receipt_of_a_session_is_an_error(self) -> None:
+        layout = self.layout()
+        if not isinstance(layout, WritesSessions):
+            return
+        hostile: list[JSON] = [
+            None,
+            [],
+            "state",
+            {},
+            {"leaf": [7]},
+            {"leaf": ["x"], "digested_leaf": []},
+            {"leaf": None},
+        ]
+        for state in hostile:
+            with pytest.raises((KeyError, IndexError, TypeError, ValueError)):
+                layout.renumbered(state, [0, 1])
+
+    def test_two_checkpoints_do_not_mix(self, place: StorageBackend) -> None:
+        layout = self.layout()
+        first = write_trial(layout, flat_trial({"x": ArraySpec((5,), "float32")}), Subdirectory(place, "first"))
+        second = write_trial(layout, flat_trial({"y": ArraySpec((6,), "int8")}), Subdirectory(place, "second"))
+        first.assert_reads_back()
+        second.assert_reads_back()
+
+    def test_another_layout_object_reads_it(self, place: StorageBackend) -> None:
+        """What options a layout was written with is in its state."""
+        written = write_trial(self.layout(), _small_trial(), place)
+        dataclasses.replace(written, layout=type(self.layout())()).assert_reads_back()
+
+    def test_the_state_can_be_pickled(self, place: StorageBackend) -> None:
+        state = write_trial(self.layout(), _small_trial(), place).state
+        assert pickle.loads(pickle.dumps(state)) == state
+
+    # --- where things are
+
+    def test_extents_are_where_leaves_lie(self, place: StorageBackend) -> None:
+        written = write_trial(self.layout(), _small_trial(), place)
+        objects = written.objects()
+        for leaf, key, start, stop in written.layout.extents(written.trial.tree, written.state):
+            assert leaf in written.trial.arrays
+            content = objects[key].read_bytes()
+            assert 0 <= start <= stop <= len(content)
+            if start == stop:
+                continue
+            changed = bytearray(content)
+            changed[start] ^= 0xFF
+            objects[key].write_bytes(changed)
+            differing = [number for number in written.trial.arrays if not _comes_back(written, number)]
+            objects[key].write_bytes(content)
+            assert differing == [leaf], f"byte {start} of {key} is said to be of leaf {leaf}"
+
+    def test_tiles_make_up_arrays(self, place: StorageBackend) -> None:
+        written = write_trial(self.layout(), _small_trial(), place)
+        if not isinstance(written.layout, PlacesTiles):
+            return
+        for leaf in written.trial.arrays:
+            record = written.trial.tree.leaves[leaf]
+            assert isinstance(record, ArrayRecord)
+            tiles = list(written.layout.tiles(written.trial.tree, written.state, leaf))
+            boxes = [tile.box.intersect(Box.whole(record.spec.shape)) for tile in tiles]
+            if tiles:
+                assert uncovered(record.spec, [box for box in boxes if box is not None]) is None
+            assert len({tile.is_plain for tile in tiles}) <= 1
+            for tile in tiles:
+                if tile.is_exact:
+                    assert tile.is_plain
+                    part = written.trial.arrays[leaf][tile.box.slices]
+                    assert place.get(tile.key, tile.offset, tile.offset + part.nbytes) == (
+                        plain(part).astype(little_dtype(part.dtype)).tobytes()
+                    )
+
+    # --- what is damaged or hostile
+
+    def test_a_hostile_state_is_an_error(self, place: StorageBackend) -> None:
+        """A tampered state gives a CheckpointError or elements of the checkpoint's files; never a crash."""
+        written = write_trial(self.layout(), _small_trial(), place)
+        for state in tampered(written.state, self.tampered_states):
+            with _BoundedMemory(f"reading with the state {state!r:.500}"):
+                for store in written.stores():
+                    _only_checkpoint_errors(
+                        partial(written.read, state=state, store=store), f"the state {state!r:.500}"
+                    )
+                _only_checkpoint_errors(
+                    partial(_all_extents, written, state),
+                    f"extents of the state {state!r:.500}",
+                )
+
+    def test_a_truncated_object_is_an_error(self, place: StorageBackend) -> None:
+        written = write_trial(self.layout(), _small_trial(), place)
+        for key, stored in written.objects().items():
+            content = stored.read_bytes()
+            for length in self._some(_lengths(len(content))):
+                stored.write_bytes(content[:length])
+                where = f"{key} cut to {length} of {len(content)} bytes"
+                with _BoundedMemory(where):
+                    _error_or_right(written, where)
+                    _only_checkpoint_errors(partial(_read_unverified, written), where)
+            stored.unlink()
+            _error_or_right(written, f"{key} removed")
+            _only_checkpoint_errors(partial(_read_unverified, written), f"{key} removed")
+            stored.write_bytes(content)
+
+    def test_a_corrupted_object_is_an_error(self, place: StorageBackend) -> None:
+        written = write_trial(self.layout(), _small_trial(), place)
+        choices = random.Random(1)
+        for key, stored in written.objects().items():
+            content = stored.read_bytes()
+            for _ in self._some(range(60)):
+                if not content:
+                    break
+                changed = bytearray(content)
+                for _ in range(choices.choice((1, 1, 4))):
+                    changed[choices.randrange(len(changed))] = choices.randrange(256)
+                stored.write_bytes(changed)
+                with _BoundedMemory(f"reading a corrupted {key}"):
+                    _error_or_right(written, f"{key} corrupted")
+                    _only_checkpoint_errors(partial(_read_unverified, written), f"{key} corrupted")
+            stored.write_bytes(content)
+
+    # --- other software's checkpoints
+
+    def test_inspect_finds_what_it_wrote(self, place: StorageBackend) -> None:
+        if not self.foreign:
+            assert self.layout().inspect(StrictReadStore(place), None) is None
+            return
+        specs: dict[Key, ArraySpec] = {f"array_{name}": ArraySpec((3, 2), name) for name in PORTABLE_DTYPES}
+        specs["scalar"] = ArraySpec((), "float32")
+        specs["none"] = ArraySpec((0, 4), "float32")
+        written = write_trial(self.layout(), flat_trial(specs), place)
+        found = self.layout().inspect(StrictReadStore(place), None)
+        assert found is not None, "inspect does not find what write and finish wrote"
+        assert found.writer and json.loads(json.dumps(found.state, allow_nan=False)) == found.state
+        names = [str(path[-1]) for path in found.tree.paths]
+        assert sorted(names) == sorted(map(str, specs)), "inspect gives other names than were written"
+        arrays = dict(zip(specs, written.trial.arrays.values(), strict=True))
+        for name, elements in zip(names, written.read(tree=found.tree, state=found.state, verified=False), strict=True):
+            assert_same_bits(elements, arrays[name], name)
+
+    def test_inspect_of_something_else_is_none(self, place: StorageBackend) -> None:
+        layout = self.layout()
+        assert layout.inspect(StrictReadStore(place), None) is None, "an empty directory"
+        assert layout.inspect(StrictReadStore(Subdirectory(place, "missing")), None) is None, "no directory"
+        place.put("notes.txt", b"nothing to see here")
+        place.put("sub/data.bin", bytes(range(256)))
+        assert layout.inspect(StrictReadStore(place), None) is None, "files of no format"
+        assert layout.inspect(StrictReadStore(place), "notes.txt") is None, "a file of no format"
+
+    def test_inspect_of_damaged_files_is_an_error_at_most(self, place: StorageBackend) -> None:
+        written = write_trial(self.layout(), _small_trial(), place)
+        choices = random.Random(2)
+        for key, stored in written.objects().items():
+            content = stored.read_bytes()
+            for bad in self._some(_damaged(content, choices)):
+                stored.write_bytes(bad)
+                for entry in (None, key if "/" not in key else None):
+                    with _BoundedMemory(f"inspecting a damaged {key}"):
+                        _only_checkpoint_errors(
+                            partial(self._inspect_and_read, written, entry), f"{key} is {bad[:200]!r}"
+                        )
+            stored.write_bytes(content)
+
+    # --- checkpoints of several checkpointables
+
+    def test_several_checkpointables_are_found_by_name(self, place: StorageBackend) -> None:
+        """Each is written below its name, then the whole is marked; each can be inspected, and the names are found."""
+        layout = self.layout()
+        written = self._write_several(layout, place)
+        for one in written.values():
+            one.assert_reads_back()
+        if not self.foreign:
+            return
+        for name, one in written.items():
+            found = layout.inspect(StrictReadStore(Subdirectory(place, name)), None)
+            assert found is not None, f"inspect does not find {name} in its directory"
+            assert len(found.tree.leaves) == len(one.trial.arrays)
+            one.assert_reads_back()
+        if isinstance(layout, InspectsComposites):
+            several = layout.inspect_composite(StrictReadStore(place))
+            assert several is not None, "inspect_composite does not find what write, finish and mark wrote"
+            assert {name: several.members[name] for name in written} == dict.fromkeys(written, "tree")
+            assert several.writer
+
+    def test_one_tree_has_at_most_one_name(self, place: StorageBackend) -> None:
+        layout = self.layout()
+        write_trial(layout, _small_trial(), place)
+        found = layout.inspect_composite(StrictReadStore(place)) if isinstance(layout, InspectsComposites) else None
+        if found is not None:
+            assert len(found.members) == 1, f"one tree has the names {list(found.members)}"
+            (name,) = found.members
+            assert layout.inspect(StrictReadStore(Subdirectory(place, name)), None) is not None, (
+                f"nothing is found at {name}"
+            )
+
+    def test_something_else_is_no_composite(self, place: StorageBackend) -> None:
+        layout = self.layout()
+        if not isinstance(layout, InspectsComposites):
+            return
+        assert layout.inspect_composite(StrictReadStore(place)) is None, "an empty directory"
+        assert layout.inspect_composite(StrictReadStore(Subdirectory(place, "missing"))) is None, "no directory"
+        place.put("notes.txt", b"nothing to see here")
+        place.put("sub/data.bin", bytes(range(256)))
+        assert layout.inspect_composite(StrictReadStore(place)) is None, "files of no format"
+
+    def test_damaged_marks_are_an_error_at_most(self, place: StorageBackend) -> None:
+        layout = self.layout()
+        written = self._write_several(layout, place)
+        choices = random.Random(3)
+        for key, stored in objects_below(place).items():
+            if key.partition("/")[0] in written:
+                continue
+            content = stored.read_bytes()
+            for bad in self._some(_damaged(content, choices)):
+                stored.write_bytes(bad)
+                with _BoundedMemory(f"inspecting a damaged {key}"):
+                    _only_checkpoint_errors(partial(_inspect_both, layout, place), f"{key} is {bad[:200]!r}")
+            stored.unlink()
+            _only_checkpoint_errors(partial(_inspect_both, layout, place), f"{key} removed")
+            stored.write_bytes(content)
+
+    def _write_several(self, layout: Layout, place: StorageBackend) -> dict[str, Written]:
+        """Two trees in the directories of their names, marked as one checkpoint."""
+        written = {}
+        for name in ("params", "moments"):
+            trial = dataclasses.replace(_small_trial(), name=name)
+            written[name] = write_trial(layout, trial, Subdirectory(place, name))
+        about = About(
+            "2026-01-02T03:04:05.678+00:00", {"run": "baseline"}, {"loss": 0.5}, dict.fromkeys(written, "tree")
+        )
+        mark_trial(layout, about, place)
+        return written
+
+    def _inspect_and_read(self, written: Written, entry: str | None) -> object:
+        found = self.layout().inspect(StrictReadStore(written.storage), entry)
+        if found is None:
+            return None
+        file_bytes = sum(stored.nbytes for stored in objects_below(written.storage).values())
+        if found.tree.nbytes > 16 * file_bytes + 4096:
+            return None  # an honest reader gives up here: it would not fit in the files
+        return written.read(tree=found.tree, state=found.state, verified=False)
+
+
+@st.composite
+def _trials_of(draw: st.DrawFn, several: bool, dtypes: tuple[str, ...]) -> Trial:
+    size = draw(st.integers(1, 3)) if several else 1
+    specs = draw(st.lists(strategies.specs(dtypes), max_size=5))
+    parts: dict[int, list[list[Box]]] = {}
+    for number, spec in enumerate(specs):
+        ranks: list[list[Box]] = [[] for _ in range(size)]
+        boxes = draw(strategies.partitions(spec.shape)) if several else (Box.whole(spec.shape),)
+        for box in boxes:
+            ranks[draw(st.integers(0, size - 1))].append(box)
+        parts[number] = ranks
+    names = draw(st.lists(strategies.keys(), min_size=len(specs), max_size=len(specs), unique=True))
+    aliases = {}
+    tied = draw(st.integers(-1, len(specs) - 1))
+    if tied >= 0:
+        aliases[len(specs)] = tied
+        specs.append(specs[tied])
+        names.append("tied to another")
+    skeleton = Node("dict", tuple(names), (LEAF,) * len(names))
+    return tree_trial(skeleton, specs, aliases=aliases, parts=parts, size=size)
+
+
+def _small_trial() -> Trial:
+    return flat_trial(
+        {
+            "weight": ArraySpec((5, 4), "float32"),
+            "bias": ArraySpec((4,), "bfloat16"),
+            "step": ArraySpec((), "int64"),
+            "mask": ArraySpec((9,), "bool"),
+        }
+    )
+
+
+def _nested(children: Mapping[Key, Skeleton | Mapping[Key, Skeleton]]) -> Node:
+    """A dict of leaves and dicts of leaves."""
+    made = [
+        child if not isinstance(child, Mapping) else Node("dict", tuple(child), tuple(child.values()))
+        for child in children.values()
+    ]
+    return Node("dict", tuple(children), tuple(made))
+
+
+def _skeleton(paths: tuple[tuple[Key, ...], ...]) -> tuple[Skeleton, list[int]]:
+    """A tree of dicts with these paths, and the numbers of the paths in the order of its leaves."""
+    order: list[int] = []
+
+    def build(members: list[tuple[tuple[Key, ...], int]]) -> Skeleton:
+        if len(members) == 1 and not members[0][0]:
+            order.append(members[0][1])
+            return LEAF
+        children: dict[Key, list[tuple[tuple[Key, ...], int]]] = {}
+        for path, number in members:
+            children.setdefault(path[0], []).append((path[1:], number))
+        return Node("dict", tuple(children), tuple([build(below) for below in children.values()]))
+
+    return build([(path, number) for number, path in enumerate(paths)]), order
+
+
+def _read_unverified(written: Written) -> None:
+    for store in written.stores(verified=False):
+        written.read(verified=False, store=store)
+
+
+def _cut(spec: ArraySpec, cells: Sequence[int]) -> ArrayRecord:
+    """An array cut into so many cells along each axis, the last of them shorter."""
+    steps = [-(-extent // count) for extent, count in zip(spec.shape, cells, strict=True)]
+    cuts = tuple([tuple(range(step, extent, step)) for step, extent in zip(steps, spec.shape, strict=True)])
+    return ArrayRecord(spec, cuts=cuts)
+
+
+def _comes_back(written: Written, leaf: int) -> bool:
+    """Whether a leaf is read as it was written; one that is found to be damaged by a checksum in the file is not."""
+    array = written.trial.arrays[leaf]
+    try:
+        (found,) = written.read([(leaf, Box.whole(array.shape))], verified=False)
+    except ChecksumError:
+        return False
+    return found.tobytes() == array.tobytes()
+
+
+def _all_extents(written: Written, state: JSON) -> None:
+    for _ in written.layout.extents(written.trial.tree, state):
+        pass
+    if isinstance(written.layout, PlacesTiles):
+        for leaf in written.trial.arrays:
+            list(written.layout.tiles(written.trial.tree, state, leaf))
+
+
+def _lengths(length: int) -> list[int]:
+    """Where an object of this length is cut."""
+    if length <= 64:
+        return list(range(length))
+    return sorted({0, 1, 7, 8, 9, *range(10, length, max(1, length // 40)), length - 1})
+
+
+def _damaged(content: bytes, choices: random.Random) -> list[bytes]:
+    """What may stand in place of a file."""
+    damaged = [content[:length] for length in _lengths(len(content))]
+    damaged += [b"\0" * len(content), b"\xff" * 64, b"{}", b"[" * 100_000, b"null", bytes(range(256)) * 4]
+    for _ in range(60):
+        changed = bytearray(content)
+        for _ in range(3):
+            if changed:
+                changed[choices.randrange(min(len(changed), 2048))] = choices.randrange(256)
+        damaged.append(bytes(changed))
+    return damaged
+
+
+def _inspect_both(layout: Layout, place: StorageBackend) -> None:
+    layout.inspect(StrictReadStore(place), None)
+    if isinstance(layout, InspectsComposites):
+        layout.inspect_composite(StrictReadStore(place))
+
+
+def _only_checkpoint_errors(action: Callable[[], Any], where: str) -> None:
+    try:
+        action()
+    except CheckpointError:
+        pass
+    except Exception as error:
+        raise AssertionError(f"{where}: expected a CheckpointError, found {type(error).__name__}: {error}") from error
+
+
+def _error_or_right(written: Written, where: str) -> None:
+    for store in written.stores():
+        _only_checkpoint_errors(partial(written.assert_reads_back, stores=(store,)), where)
+
+
+class _BoundedMemory:
+    """Fails where more memory is allocated at once than an honest read needs."""
+
+    def __init__(self, where: str) -> None:
+        self._where = where
+
+    def __enter__(self) -> None:
+        tracemalloc.start(1)
+
+    def __exit__(self, *_: object) -> None:
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert peak < _EXAMPLE_BYTES, f"{self._where} took {peak} bytes of memory"

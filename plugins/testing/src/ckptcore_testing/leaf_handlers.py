@@ -1,0 +1,432 @@
+"""What every leaf handler must do, as tests to inherit."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import json
+import math
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+import numpy as np
+import pytest
+
+from ckptcore.errors import UnsupportedLeafError
+from ckptcore.model import PLAIN_ARRAY, ArrayRecord, Box, HostArray, LeafRecord, Pending, Shard, ValueRecord
+from ckptcore.protocols import CountsReplicas, LeafHandler
+from ckptcore_testing.arrays import assert_same_bits, dtype_name, same_bits
+from ckptcore_testing.coverage import assert_inside, assert_makes_up
+from ckptcore_testing.host_memory import LateHostMemory
+from ckptcore_testing.trees import assert_same_value
+
+__all__ = ["LeafExample", "LeafHandlerTests"]
+
+_STRANGE_KIND: Final = "stranger.kind"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LeafExample:
+    """A leaf to test a handler with.
+
+    Attributes:
+        name: shown in the names of the tests.
+        make: makes the leaf, new each time.
+        expected: the elements as an array; for a leaf that lives in the root, the value itself.
+        elements: the elements of a leaf of this sort, found without the handler; for a leaf that lives in the root
+            the value.
+        abstracts: each makes an abstract leaf that asks for what `make` makes: same shape, dtype and kind.
+        mutate: changes every element of a leaf in place; None where its type cannot be changed.
+    """
+
+    name: str
+    make: Callable[[], Any]
+    expected: Any
+    elements: Callable[[Any], Any]
+    abstracts: Sequence[Callable[[], Any]] = ()
+    mutate: Callable[[Any], None] | None = None
+
+
+class LeafHandlerTests:
+    """Inherit, give `handler` and `examples`, and pytest collects the tests.
+
+    Attributes:
+        handler: the handler.
+        examples: leaves of every sort it takes.
+        unsupported: each makes a leaf of a type that the handler takes and that it must refuse.
+    """
+
+    handler: LeafHandler
+    examples: Sequence[LeafExample] = ()
+    unsupported: Sequence[Callable[[], Any]] = ()
+
+    def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
+        """One test per example."""
+        arrays = [one for one in self.examples if isinstance(self._record(one), ArrayRecord)]
+        for argument, members in (
+            ("example", list(self.examples)),
+            ("array_example", arrays),
+            ("value_example", [one for one in self.examples if one not in arrays]),
+            ("mutable_example", [one for one in arrays if one.mutate is not None]),
+        ):
+            if argument in metafunc.fixturenames:
+                metafunc.parametrize(argument, members, ids=[one.name for one in members])
+        if "refused" in metafunc.fixturenames:
+            metafunc.parametrize("refused", list(self.unsupported))
+
+    def _record(self, example: LeafExample) -> LeafRecord:
+        return self.handler.describe(example.make())
+
+    def _array_record(self, leaf: object) -> ArrayRecord:
+        record = self.handler.describe(leaf)
+        assert isinstance(record, ArrayRecord), f"an array is described by an ArrayRecord, found {record}"
+        return record
+
+    def _loaded(self, example: LeafExample, abstract: object, stored: ArrayRecord) -> list[tuple[Box, HostArray]]:
+        """What a load gives `build` in this process, in memory of its own."""
+        boxes = self.handler.wanted(abstract, stored)
+        return [(box, np.array(example.expected[box.slices], order="C", copy=True)) for box in boxes]
+
+    # --- describe
+
+    def test_has_examples(self) -> None:
+        assert self.examples, "give the class attribute `examples` at least one LeafExample"
+        assert type(self.handler.priority) is int
+
+    def test_describe_says_what_the_leaf_is(self, example: LeafExample) -> None:
+        leaf = example.make()
+        record = self.handler.describe(leaf)
+        assert record == self.handler.describe(leaf), "describe gives different answers for one leaf"
+        assert record.kind and type(record.kind) is str
+        if isinstance(record, ArrayRecord):
+            assert record.spec.shape == example.expected.shape
+            assert all(type(extent) is int for extent in record.spec.shape), "extents are plain ints"
+            assert record.spec.dtype == dtype_name(example.expected)
+            notes = json.loads(json.dumps(dict(record.notes), allow_nan=False))
+            assert notes == dict(record.notes), "notes must be the same after a trip through JSON"
+        else:
+            assert json.loads(json.dumps(record.value, allow_nan=False)) == record.value
+
+    def test_describe_leaves_the_leaf_alone(self, example: LeafExample) -> None:
+        leaf = example.make()
+        self.handler.describe(leaf)
+        assert_same_value(example.elements(leaf), example.expected, "after describe")
+
+    def test_an_abstract_leaf_is_described_like_its_leaf(self, array_example: LeafExample) -> None:
+        record = self._array_record(array_example.make())
+        for make_abstract in array_example.abstracts:
+            of_abstract = self._array_record(make_abstract())
+            assert (of_abstract.spec, of_abstract.kind) == (record.spec, record.kind)
+
+    def test_what_cannot_be_stored_is_refused(self, refused: Callable[[], Any]) -> None:
+        with pytest.raises(UnsupportedLeafError) as caught:
+            self.handler.describe(refused())
+        assert len(str(caught.value)) > 10, "say why it cannot be stored and what to do"
+
+    # --- abstract
+
+    def test_the_abstract_of_a_leaf_is_described_like_it(self, example: LeafExample) -> None:
+        leaf = example.make()
+        record, of_abstract = self.handler.describe(leaf), self.handler.describe(self.handler.abstract(leaf))
+        if isinstance(record, ArrayRecord):
+            assert isinstance(of_abstract, ArrayRecord), f"the abstract leaf of an array is described by {of_abstract}"
+            assert (of_abstract.spec, of_abstract.kind) == (record.spec, record.kind)
+        else:
+            assert of_abstract == record, "a value is its own abstract leaf"
+        assert_same_value(example.elements(leaf), example.expected, "after abstract")
+
+    def test_an_abstract_leaf_is_its_own_abstract(self, array_example: LeafExample) -> None:
+        abstract = self.handler.abstract(array_example.make())
+        again = self.handler.abstract(abstract)
+        assert type(again) is type(abstract)
+        assert self.handler.describe(again) == self.handler.describe(abstract)
+
+    def test_the_abstract_of_a_leaf_holds_no_elements(self, array_example: LeafExample) -> None:
+        leaf = array_example.make()
+        abstract = self.handler.abstract(leaf)
+        if abstract is leaf:
+            assert array_example.mutate is None, "what can be changed holds elements, and asks for others afterwards"
+            return
+        if array_example.expected.size:
+            with pytest.raises(UnsupportedLeafError):
+                self.handler.shards(abstract, 0, 1)
+        stored = self._array_record(leaf)
+        zeros = [(box, np.zeros_like(elements)) for box, elements in self._loaded(array_example, abstract, stored)]
+        for box, _ in zeros:
+            assert self.handler.destination(abstract, stored, box) is None, "destination of an abstract leaf"
+        assert self.handler.fill(abstract, stored, zeros) is False, "fill of an abstract leaf"
+        assert self.handler.memory_to_fill(abstract) is None, "memory of an abstract leaf"
+        assert_same_value(array_example.elements(leaf), array_example.expected, "the leaf of an abstract one")
+
+    def test_the_abstract_of_a_leaf_lets_it_go(self, array_example: LeafExample) -> None:
+        leaf = array_example.make()
+        try:
+            gone = weakref.ref(leaf)
+        except TypeError:
+            return  # a type that says nothing of its end
+        abstract = self.handler.abstract(leaf)
+        if abstract is leaf:
+            return
+        del leaf
+        gc.collect()
+        assert gone() is None or gone() is array_example.make(), (
+            "an abstract leaf keeps the leaf, and its elements, alive"
+        )
+
+    def test_the_abstract_of_a_leaf_asks_for_the_same_boxes(self, array_example: LeafExample) -> None:
+        leaf = array_example.make()
+        stored = self._array_record(leaf)
+        assert set(self.handler.wanted(self.handler.abstract(leaf), stored)) == set(self.handler.wanted(leaf, stored))
+
+    def test_build_of_the_abstract_of_a_leaf_is_a_leaf_like_it(self, array_example: LeafExample) -> None:
+        leaf = array_example.make()
+        stored, abstract = self._array_record(leaf), self.handler.abstract(leaf)
+        built = self.handler.build(abstract, stored, self._loaded(array_example, abstract, stored))
+        like = self.handler.build(leaf, stored, self._loaded(array_example, leaf, stored))
+        assert type(built) is type(leaf)
+        assert self.handler.describe(built) == self.handler.describe(like), "shape, dtype, kind, cuts and notes"
+        assert_same_value(array_example.elements(built), array_example.expected, "build of the abstract leaf")
+
+    def test_what_cannot_be_stored_has_no_abstract(self, refused: Callable[[], Any]) -> None:
+        with pytest.raises(UnsupportedLeafError):
+            self.handler.abstract(refused())
+
+    # --- to the host
+
+    @pytest.mark.parametrize("size", [1, 2, 3])
+    def test_shards_of_all_processes_make_up_the_array(self, array_example: LeafExample, size: int) -> None:
+        leaf = array_example.make()
+        shape = self._array_record(leaf).spec.shape
+        owned: list[Box] = []
+        seen: set[tuple[Box, int]] = set()
+        for rank in range(size):
+            for shard in self._shards(leaf, rank, size):
+                assert_inside(shard.box, shape, "shards")
+                assert 0 <= shard.replica < shard.replicas, f"{shard} is none of its own replicas"
+                assert (shard.box, shard.replica) not in seen, f"{shard} comes twice over {size} processes"
+                seen.add((shard.box, shard.replica))
+                if shard.replica == 0:
+                    owned.append(shard.box)
+        assert_makes_up(owned, shape, f"replica 0 of the shards over {size} processes")
+
+    @pytest.mark.parametrize("size", [1, 2, 3])
+    def test_the_number_of_replicas_is_that_of_the_shards(self, array_example: LeafExample, size: int) -> None:
+        if not isinstance(self.handler, CountsReplicas):
+            return
+        leaf = array_example.make()
+        found = self.handler.replicas(leaf, size)
+        for rank in range(size):
+            for shard in self._shards(leaf, rank, size):
+                assert found in (shard.replicas, 1, None), f"{shard}, and replicas says {found}"
+
+    def test_view_on_host_is_the_elements(self, array_example: LeafExample) -> None:
+        leaf = array_example.make()
+        boxes = self._boxes(leaf)
+        views = self.handler.view_on_host(leaf, boxes)
+        self._assert_boxes(views, boxes, array_example.expected, "view_on_host")
+
+    def test_copy_to_host_is_the_elements(self, array_example: LeafExample) -> None:
+        leaf = array_example.make()
+        boxes = self._boxes(leaf)
+        copies = self.handler.copy_to_host(leaf, boxes, LateHostMemory())
+        self._assert_boxes(copies, boxes, array_example.expected, "copy_to_host")
+        assert_same_value(array_example.elements(leaf), array_example.expected, "the leaf after copy_to_host")
+
+    def test_a_copy_does_not_see_later_changes(self, mutable_example: LeafExample) -> None:
+        leaf = mutable_example.make()
+        boxes = self._boxes(leaf)
+        copies = self.handler.copy_to_host(leaf, boxes, LateHostMemory())
+        for copy in copies:
+            copy.result()
+        assert mutable_example.mutate is not None
+        mutable_example.mutate(leaf)
+        changed = mutable_example.elements(leaf)
+        if changed.size and same_bits(changed, mutable_example.expected):
+            raise AssertionError(f"`mutate` of the example {mutable_example.name} changes nothing")
+        self._assert_boxes(copies, boxes, mutable_example.expected, "copy_to_host, after the leaf was changed")
+
+    def test_a_copy_outlives_the_leaf(self, array_example: LeafExample) -> None:
+        leaf = array_example.make()
+        boxes = self._boxes(leaf)
+        copies = self.handler.copy_to_host(leaf, boxes, LateHostMemory())
+        for copy in copies:
+            copy.result()
+        del leaf
+        gc.collect()
+        reused = [array_example.make() for _ in range(3)]  # likely to take the memory, if it was freed
+        for other in reused:
+            if array_example.mutate is not None:
+                array_example.mutate(other)
+        self._assert_boxes(copies, boxes, array_example.expected, "copy_to_host, after the leaf was freed")
+
+    def test_no_boxes_are_no_arrays(self, array_example: LeafExample) -> None:
+        leaf = array_example.make()
+        assert list(self.handler.view_on_host(leaf, ())) == []
+        assert list(self.handler.copy_to_host(leaf, (), LateHostMemory())) == []
+
+    def _shards(self, leaf: object, rank: int, size: int) -> Sequence[Shard]:
+        shards = self.handler.shards(leaf, rank, size)
+        assert shards is not None, "shards: None is for arrays of which other processes hold everything"
+        return shards
+
+    def _boxes(self, leaf: object) -> list[Box]:
+        """The boxes held here, and parts of them: a box can be split over its replicas."""
+        boxes: list[Box] = []
+        for shard in self._shards(leaf, 0, 1):
+            boxes.append(shard.box)
+            for axis, extent in enumerate(shard.box.shape):
+                if extent > 1:
+                    start = list(shard.box.start)
+                    start[axis] += extent // 2
+                    boxes.append(Box(tuple(start), shard.box.stop))
+        return list(dict.fromkeys(boxes))
+
+    def _assert_boxes(
+        self, arrays: Sequence[Pending[HostArray]], boxes: Sequence[Box], expected: HostArray, where: str
+    ) -> None:
+        assert len(arrays) == len(boxes), f"{where}: one array for each box"
+        for box, pending in zip(boxes, arrays, strict=True):
+            array = pending.result()
+            assert isinstance(array, np.ndarray), f"{where}: expected a NumPy array, found {type(array)}"
+            assert_same_bits(array, expected[box.slices], f"{where} {box}")
+
+    # --- back
+
+    def test_wanted_boxes_make_up_the_array(self, array_example: LeafExample) -> None:
+        stored = self._array_record(array_example.make())
+        for abstract in self._abstracts(array_example):
+            boxes = self.handler.wanted(abstract, stored)
+            assert len(set(boxes)) == len(boxes), "wanted gives a box twice"
+            assert_makes_up(boxes, stored.spec.shape, "wanted, in the only process", overlap=True)
+
+    def test_build_brings_the_leaf_back(self, array_example: LeafExample) -> None:
+        stored = self._array_record(array_example.make())
+        for abstract in self._abstracts(array_example):
+            built = self.handler.build(abstract, stored, self._loaded(array_example, abstract, stored))
+            assert_same_value(array_example.elements(built), array_example.expected, "build")
+            record = self._array_record(built)
+            assert (record.spec, record.kind) == (stored.spec, stored.kind)
+
+    def test_build_gives_the_type_of_a_concrete_leaf(self, array_example: LeafExample) -> None:
+        leaf = array_example.make()
+        stored = self._array_record(leaf)
+        built = self.handler.build(leaf, stored, self._loaded(array_example, leaf, stored))
+        assert type(built) is type(leaf)
+        assert_same_value(
+            array_example.elements(leaf), array_example.expected, "the leaf that stood for the abstract one"
+        )
+
+    def test_build_takes_a_kind_it_does_not_know_as_a_plain_array(self, array_example: LeafExample) -> None:
+        stored = self._array_record(array_example.make())
+        if stored.kind != PLAIN_ARRAY:
+            return
+        strange = dataclasses.replace(stored, kind=_STRANGE_KIND, notes={"stranger": [1, "two", None]})
+        for abstract in self._abstracts(array_example):
+            built = self.handler.build(abstract, strange, self._loaded(array_example, abstract, strange))
+            assert_same_value(array_example.elements(built), array_example.expected, "build of a strange kind")
+
+    def test_build_brings_a_value_back(self, value_example: LeafExample) -> None:
+        leaf = value_example.make()
+        stored = self.handler.describe(leaf)
+        assert isinstance(stored, ValueRecord)
+        through_json = ValueRecord(stored.kind, json.loads(json.dumps(stored.value, allow_nan=False)))
+        for abstract in self._abstracts(value_example):
+            built = self.handler.build(abstract, through_json, ())
+            assert_same_value(value_example.elements(built), value_example.expected, "build")
+            assert type(built) is type(leaf)
+
+    def _abstracts(self, example: LeafExample) -> list[Any]:
+        """The abstract leaves of an example, and the leaf itself, which is one too."""
+        return [*[make() for make in example.abstracts], example.make()]
+
+    # --- into an existing leaf
+
+    def test_destination_is_memory_to_read_into(self, mutable_example: LeafExample) -> None:
+        target = mutable_example.make()
+        stored = self._array_record(target)
+        for box in self.handler.wanted(target, stored):
+            memory = self.handler.destination(target, stored, box)
+            if memory is None:
+                continue
+            assert memory.shape == box.shape
+            assert memory.dtype == stored.spec.numpy_dtype, "a destination has the stored dtype"
+            assert memory.dtype.isnative, "a destination is in native byte order"
+            assert memory.flags.c_contiguous, "a destination is C-contiguous"
+            assert memory.flags.writeable, "a destination is writable"
+            assert_same_bits(memory, mutable_example.expected[box.slices], "a destination is memory of the target")
+
+    def test_destination_of_another_dtype_is_none(self, mutable_example: LeafExample) -> None:
+        target = mutable_example.make()
+        stored = self._array_record(target)
+        other = "float64" if stored.spec.dtype != "float64" else "int32"
+        changed = dataclasses.replace(stored, spec=dataclasses.replace(stored.spec, dtype=other))
+        for box in self.handler.wanted(target, changed):
+            assert self.handler.destination(target, changed, box) is None
+
+    def test_fill_changes_the_leaf_itself(self, mutable_example: LeafExample) -> None:
+        target = mutable_example.make()
+        stored = self._array_record(target)
+        loaded = self._loaded(mutable_example, target, stored)
+        assert mutable_example.mutate is not None
+        mutable_example.mutate(target)
+        assert self.handler.fill(target, stored, loaded) is True, "a leaf that can be mutated can be filled"
+        assert_same_value(mutable_example.elements(target), mutable_example.expected, "fill")
+
+    def test_memory_to_fill_is_that_of_the_leaf(self, mutable_example: LeafExample) -> None:
+        target, other = mutable_example.make(), mutable_example.make()
+        memory = self.handler.memory_to_fill(target)
+        assert memory is not None, "a leaf that can be filled has memory"
+        again = self.handler.memory_to_fill(target)
+        assert again is not None and list(memory) == list(again)
+        assert not any(part.overlaps_itself() for part in memory)
+        if other is not target:
+            others = self.handler.memory_to_fill(other)
+            assert others is not None
+            assert not any(one.shares_bytes(two) for one in memory for two in others), (
+                "two leaves have memory of their own"
+            )
+        nbytes = sum(math.prod(part.shape) * part.itemsize for part in memory)
+        assert nbytes == sum(box.size for box in self.handler.wanted(target, self._array_record(target))) * (
+            self._array_record(target).spec.numpy_dtype.itemsize
+        )
+
+    def test_fill_keeps_what_was_read_into_a_destination(self, mutable_example: LeafExample) -> None:
+        target = mutable_example.make()
+        stored = self._array_record(target)
+        loaded = self._loaded(mutable_example, target, stored)
+        assert mutable_example.mutate is not None
+        mutable_example.mutate(target)
+        boxes: list[tuple[Box, HostArray]] = []
+        for box, elements in loaded:
+            memory = self.handler.destination(target, stored, box)
+            if memory is not None:
+                memory[...] = elements
+            boxes.append((box, elements if memory is None else memory))
+        assert self.handler.fill(target, stored, boxes) is True
+        assert_same_value(mutable_example.elements(target), mutable_example.expected, "destination and fill")
+
+    def test_fill_refuses_what_cannot_be_changed(self, array_example: LeafExample) -> None:
+        if array_example.mutate is not None:
+            return
+        target = array_example.make()
+        stored = self._array_record(target)
+        zeros = [(box, np.zeros_like(elements)) for box, elements in self._loaded(array_example, target, stored)]
+        for box, _ in zeros:
+            assert self.handler.destination(target, stored, box) is None
+        assert self.handler.fill(target, stored, zeros) is False
+        assert self.handler.memory_to_fill(target) is None, "memory of a leaf that cannot be changed"
+        assert_same_value(array_example.elements(target), array_example.expected, "a leaf that cannot be changed")
+
+    # --- ties
+
+    def test_identity_tells_tied_leaves(self, array_example: LeafExample) -> None:
+        leaf = array_example.make()
+        identity = self.handler.identity(leaf)
+        assert identity == self.handler.identity(leaf)
+        if identity is None:
+            return
+        hash(identity)
+        other = array_example.make()
+        if other is not leaf:
+            assert identity != self.handler.identity(other), "two leaves with memory of their own are not tied"

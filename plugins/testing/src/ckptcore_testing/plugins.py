@@ -1,0 +1,262 @@
+"""What every plugin must do, as tests to inherit."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import importlib.metadata
+import importlib.util
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Final
+
+import pluggy
+
+from ckptcore.hookspecs import PROJECT_NAME, HookSpecs
+from ckptcore.model import ArraySpec
+from ckptcore_testing.arrays import bit_patterns
+from ckptcore_testing.samples import FrameworkSample, Sample, StorageSample, installed_samples
+
+__all__ = ["PUBLIC_MODULES", "PluginTests", "internal_imports"]
+
+PUBLIC_MODULES: Final = (
+    "ckptcore",
+    "ckptcore.errors",
+    "ckptcore.handlers",
+    "ckptcore.hookspecs",
+    "ckptcore.model",
+    "ckptcore.planning",
+    "ckptcore.protocols",
+    "ckptcore.redaction",
+    "ckptcore_testing",
+)
+"""The modules that plugins may import; of the packages among them also what is inside."""
+
+_TYPE_HOOKS: Final = (
+    "ckpt_leaf_handler",
+    "ckpt_container_handler",
+    "ckpt_checkpointable_handler",
+    "ckpt_files_handler",
+)
+
+
+class PluginTests:
+    """Inherit, give `entry_point`, and pytest collects the tests. The plugin must be installed, at least editable.
+
+    Attributes:
+        entry_point: the name of the plugin's entry point in the group ``ckptcore``.
+        heavy: packages that importing the entry module must not import; None: what the plugin's distribution requires
+            beside the core and what the core requires.
+    """
+
+    entry_point: str
+    heavy: Collection[str] | None = None
+
+    # --- what is installed
+
+    def _entry(self) -> importlib.metadata.EntryPoint:
+        found = importlib.metadata.entry_points(group=PROJECT_NAME, name=self.entry_point)
+        assert len(found) == 1, (
+            f"{len(found)} distributions have an entry point {self.entry_point!r} in {PROJECT_NAME!r}"
+        )
+        return next(iter(found))
+
+    def _distribution(self) -> importlib.metadata.Distribution:
+        distribution = self._entry().dist
+        assert distribution is not None
+        return distribution
+
+    def _manager(self) -> pluggy.PluginManager:
+        manager = pluggy.PluginManager(PROJECT_NAME)
+        manager.add_hookspecs(HookSpecs)
+        manager.register(self._entry().load(), self.entry_point)
+        return manager
+
+    def _answer(self, hook: str, **arguments: object) -> Any:
+        """What this plugin alone answers to a hook; None if it has no such hook."""
+        answers = getattr(self._manager().hook, hook)(**arguments)
+        return answers[0] if answers else None
+
+    def _samples(self) -> list[Sample]:
+        return list(installed_samples().offered.get(self._distribution().name, ()))
+
+    # --- importing
+
+    def test_importing_it_imports_nothing_heavy(self) -> None:
+        heavy = set(self._required_packages() if self.heavy is None else self.heavy)
+        module = self._entry().module
+        program = f"import sys, json, {module}; print(json.dumps(sorted(sys.modules)))"
+        imported = set(
+            json.loads(subprocess.run([sys.executable, "-c", program], capture_output=True, check=True).stdout)
+        )
+        assert module in imported
+        assert not heavy & imported, (
+            f"importing {module} imports {sorted(heavy & imported)}; import them when they are used"
+        )
+
+    def test_hooks_answer_without_the_framework(self) -> None:
+        """A program that never imports the framework gets its answers, and still does not."""
+        heavy = sorted(set(self._required_packages() if self.heavy is None else self.heavy))
+        program = (
+            "import sys, json, importlib.metadata, pluggy\n"
+            "from ckptcore.hookspecs import PROJECT_NAME, HookSpecs\n"
+            "manager = pluggy.PluginManager(PROJECT_NAME); manager.add_hookspecs(HookSpecs)\n"
+            f"entry, = importlib.metadata.entry_points(group=PROJECT_NAME, name={self.entry_point!r})\n"
+            "manager.register(entry.load())\n"
+            "class Strange: pass\n"
+            "example = Strange()\n"
+            "answers = manager.hook.ckpt_leaf_handler(leaf_type=Strange, example=example)\n"
+            "answers += manager.hook.ckpt_container_handler(value_type=Strange, example=example)\n"
+            "answers += manager.hook.ckpt_checkpointable_handler(value_type=Strange, example=example)\n"
+            "manager.hook.ckpt_coordinator()\n"
+            "manager.hook.ckpt_executor()\n"
+            "print(json.dumps([len(answers), sorted(sys.modules)]))\n"
+        )
+        output = subprocess.run([sys.executable, "-c", program], capture_output=True, check=True).stdout
+        answered, imported = json.loads(output)
+        assert answered == 0, "the plugin claims a type it cannot know"
+        assert not set(heavy) & set(imported), f"asking the hooks imports {sorted(set(heavy) & set(imported))}"
+
+    def _required_packages(self) -> set[str]:
+        """Import names of what the distribution requires, and the core does not."""
+        required = _requirements(self._distribution()) - _requirements(importlib.metadata.distribution(PROJECT_NAME))
+        providers = importlib.metadata.packages_distributions()
+        return {
+            package
+            for package, distributions in providers.items()
+            if {_normal(name) for name in distributions} & (required - {PROJECT_NAME})
+        }
+
+    def test_it_imports_only_public_modules(self) -> None:
+        top = self._entry().module.partition(".")[0]
+        found = [line for path in _sources(top) for line in internal_imports(path)]
+        assert found == [], "only the public modules of ckptcore stay as they are: " + "; ".join(found)
+
+    # --- hooks
+
+    def test_hooks_match_their_specifications(self) -> None:
+        manager = self._manager()
+        manager.check_pending()
+        (plugin,) = manager.get_plugins()
+        callers = manager.get_hookcallers(plugin) or []
+        assert callers, "the plugin implements no hook"
+        marked = {caller.name for caller in callers}
+        named = {name for name in dir(plugin) if name.startswith("ckpt_")}
+        assert named == marked, f"{sorted(named ^ marked)} look like hooks and are not marked with @hookimpl"
+
+    def test_it_claims_no_type_of_others(self) -> None:
+        for example in (object(), _Stranger(), 1, "text", {}, [], ModuleType("module"), int):
+            for hook in _TYPE_HOOKS:
+                key = "leaf_type" if hook == "ckpt_leaf_handler" else "value_type"
+                answer = self._answer(hook, **{key: type(example), "example": example})
+                assert answer is None, f"{hook} claims {type(example)}"
+
+    def test_layouts_have_their_names(self) -> None:
+        layouts: Mapping[str, Any] = self._answer("ckpt_layouts") or {}
+        for name, factory in layouts.items():
+            assert factory().name == name
+            others = _offered_by_others("ckpt_layouts", self.entry_point)
+            assert name not in others, f"the layout {name!r} is also offered by {others[name]}"
+
+    def test_storages_have_schemes_and_samples(self) -> None:
+        storages: Mapping[str, Any] = self._answer("ckpt_storages") or {}
+        samples = [sample for sample in self._samples() if isinstance(sample, StorageSample)]
+        sampled = {scheme for sample in samples for scheme in sample.schemes}
+        if "ckpt_storage_for" in {caller.name for caller in self._callers()}:
+            assert sampled, "offer a StorageSample of a scheme that the plugin opens so that the matrix tests it"
+        for scheme, opener in storages.items():
+            assert re.fullmatch(r"[a-z][a-z0-9+.-]*", scheme), f"{scheme!r} is no URL scheme in lower case"
+            assert callable(opener)
+            others = _offered_by_others("ckpt_storages", self.entry_point)
+            assert scheme not in others, f"the scheme {scheme!r} is also offered by {others[scheme]}"
+            assert scheme in sampled, f"offer a StorageSample for {scheme}:// so that the matrix tests it"
+
+    def test_it_opens_no_scheme_that_nobody_knows(self) -> None:
+        answer = self._answer("ckpt_storage_for", scheme="no-such-scheme")
+        assert answer is None, "ckpt_storage_for answers for any scheme: who mistypes one is not told so"
+
+    def test_leaves_have_a_sample_and_priorities(self) -> None:
+        if "ckpt_leaf_handler" not in {caller.name for caller in self._callers()}:
+            return
+        frameworks = [sample for sample in self._samples() if isinstance(sample, FrameworkSample)]
+        assert frameworks, "offer a FrameworkSample so that the matrix tests the plugin's leaves"
+        for sample in frameworks:
+            spec = ArraySpec((2,), next(iter(sample.dtypes)))
+            with sample.session():
+                leaves = (sample.make(bit_patterns(spec)), sample.abstract(spec))
+            for leaf in leaves:
+                handler = self._answer("ckpt_leaf_handler", leaf_type=type(leaf), example=leaf)
+                assert handler is not None, f"the plugin does not claim {type(leaf)} of its own sample"
+                assert type(handler.priority) is int
+
+    def _callers(self) -> list[Any]:
+        manager = self._manager()
+        (plugin,) = manager.get_plugins()
+        return list(manager.get_hookcallers(plugin) or [])
+
+
+class _Stranger:
+    """Nobody's type."""
+
+
+def _offered_by_others(hook: str, entry_point: str) -> dict[str, str]:
+    """Names that other installed plugins offer, with the plugin."""
+    from ckptcore.plugins import installed_plugins
+
+    attribute = "layouts" if hook == "ckpt_layouts" else "storages"
+    return {
+        name: plugin.name
+        for plugin in installed_plugins().describe()
+        if plugin.name != entry_point
+        for name in getattr(plugin, attribute)
+    }
+
+
+def _requirements(distribution: importlib.metadata.Distribution) -> set[str]:
+    names = {_normal(re.split(r"[^A-Za-z0-9._-]", line, maxsplit=1)[0]) for line in distribution.requires or ()}
+    return names
+
+
+def _normal(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def _sources(package: str) -> Iterator[Path]:
+    spec = importlib.util.find_spec(package)
+    assert spec is not None, f"there is no module {package}"
+    for place in spec.submodule_search_locations or ():
+        yield from sorted(Path(place).rglob("*.py"))
+    if not spec.submodule_search_locations and spec.origin is not None:
+        yield Path(spec.origin)
+
+
+def internal_imports(path: Path) -> list[str]:
+    """The imports in a source file that reach into the internals of ckptcore, each with its line."""
+    found = []
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"), str(path))):
+        modules: list[str] = []
+        if isinstance(node, ast.Import):
+            modules = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module is not None and node.level == 0:
+            modules = [node.module]
+            if node.module == PROJECT_NAME:
+                modules = [_member(alias.name) for alias in node.names]
+        found += [f"{path}:{node.lineno} imports {module}" for module in modules if not _is_public(module)]  # type: ignore[attr-defined]  # modules come of imports, which have lines
+    return found
+
+
+def _member(name: str) -> str:
+    """What ``from ckptcore import name`` imports."""
+    full = f"{PROJECT_NAME}.{name}"
+    return full if importlib.util.find_spec(full) is not None else PROJECT_NAME
+
+
+def _is_public(module: str) -> bool:
+    if module.partition(".")[0] != PROJECT_NAME or module in PUBLIC_MODULES:
+        return True
+    return module.startswith((f"{PROJECT_NAME}.model.", f"{PROJECT_NAME}.testing."))

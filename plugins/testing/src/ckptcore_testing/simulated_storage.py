@@ -1,0 +1,397 @@
+"""A storage over a `SimulatedDisk`: it does on that disk what a storage of real directories does on a real one."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
+from types import TracebackType
+from typing import Final, TypeAlias
+from urllib.parse import unquote
+
+from ckptcore.builtin.keys import check_key
+from ckptcore.errors import (
+    ConditionFailedError,
+    CorruptCheckpointError,
+    ObjectNotFoundError,
+    StorageError,
+)
+from ckptcore.protocols import Buffer, IfAbsent, ObjectWriter, PutCondition, StorageAddress, StorageOptions
+from ckptcore_testing.simulated_disk import DiskDirectory, DiskFile, DiskNode, SimulatedDisk
+
+__all__ = ["SimulatedStorage", "open_simulated"]
+
+_TEMPORARY_PREFIX: Final = ".temporary-"
+
+_Path: TypeAlias = tuple[str, ...]
+
+
+def open_simulated(disk: SimulatedDisk, url: str, options: StorageOptions) -> SimulatedStorage:
+    """Open a directory of a disk by a URL of any scheme: what follows ``://`` is its path.
+
+    ``functools.partial(open_simulated, disk)`` is what a plugin offers as a storage.
+    """
+    _, found, rest = url.partition("://")
+    path = unquote(rest if found else url)
+    return SimulatedStorage(disk, tuple([part for part in path.split("/") if part]), durable=options.durable)
+
+
+class SimulatedStorage:
+    """The files below a directory of a `SimulatedDisk`. Any thread; offers `AtomicDirectories` too."""
+
+    def __init__(self, disk: SimulatedDisk, directory: tuple[str, ...], *, durable: bool) -> None:
+        self._disk = disk
+        self._root = directory
+        self._durable = durable
+        self._temporary = itertools.count()
+
+    @property
+    def request_bytes(self) -> int:
+        """Small, so that tests see requests split."""
+        return 64 << 10
+
+    @property
+    def address(self) -> StorageAddress | None:
+        """None: native I/O knows no simulated disk."""
+        return None
+
+    # --- reading ------------------------------------------------------------------------------------------------------
+
+    def get(self, key: str, start: int = 0, stop: int | None = None) -> bytes:
+        """See `StorageBackend`."""
+        with self._disk.lock:
+            return bytes(self._file(key).data[start:stop])
+
+    def get_with_tag(self, key: str) -> tuple[bytes, str]:
+        """See `StorageBackend`."""
+        data = self.get(key)
+        return data, _tag(data)
+
+    def get_into(self, key: str, ranges: Sequence[tuple[int, memoryview]]) -> None:
+        """See `StorageBackend`."""
+        with self._disk.lock:
+            data = self._file(key).data
+            for offset, buffer in ranges:
+                stop = offset + len(buffer)
+                if stop > len(data):
+                    raise CorruptCheckpointError(
+                        f"{key} is too short: expected bytes {offset} to {stop}, found {len(data)} bytes in all",
+                        key=key,
+                        start=min(offset, len(data)),
+                        stop=stop,
+                    )
+                buffer[:] = data[offset:stop]
+
+    def size(self, key: str) -> int:
+        """See `StorageBackend`."""
+        with self._disk.lock:
+            return len(self._file(key).data)
+
+    # --- writing ------------------------------------------------------------------------------------------------------
+
+    def put(self, key: str, data: bytes, *, condition: PutCondition | None = None) -> str:
+        """See `StorageBackend`."""
+        path = self._path(key)
+        with self._disk.lock:
+            current = self._find(path)
+            if isinstance(current, DiskDirectory):
+                raise StorageError(f"cannot write {key}: a directory stands there")
+            _check(key, current, condition)
+            directory = self._make_directories(path[:-1])
+            temporary = f"{_TEMPORARY_PREFIX}{next(self._temporary)}-{path[-1]}"
+            file = DiskFile()
+            self._disk.change(f"create {temporary}", (directory, temporary, file))
+            self._disk.write(f"write {temporary}", file, 0, data)
+            if self._durable:
+                self._disk.sync_file(f"sync {temporary}", file)
+            self._disk.change(f"rename {temporary} to {key}", (directory, temporary, None), (directory, path[-1], file))
+            if self._durable:
+                self._make_durable(path[:-1])
+        return _tag(data)
+
+    def open_writer(self, key: str, size: int | None = None) -> ObjectWriter:
+        """See `StorageBackend`."""
+        path = self._path(key)
+        with self._disk.lock:
+            directory = self._make_directories(path[:-1])
+            current = directory.names.get(path[-1])
+            if isinstance(current, DiskDirectory):
+                raise StorageError(f"cannot write {key}: a directory stands there")
+            if current is not None:
+                self._disk.change(f"remove {key}", (directory, path[-1], None))
+            file = DiskFile()
+            self._disk.change(f"create {key}", (directory, path[-1], file))
+        return _SimulatedWriter(self, key, file, size)
+
+    def delete(self, keys: Sequence[str]) -> None:
+        """See `StorageBackend`."""
+        paths = [self._path(key) for key in keys]
+        with self._disk.lock:
+            for path in paths:
+                directory = self._find(path[:-1])
+                if isinstance(directory, DiskDirectory) and isinstance(directory.names.get(path[-1]), DiskFile):
+                    self._disk.change(f"remove {_words(path)}", (directory, path[-1], None))
+            for path in paths:
+                self._remove_empty(path[:-1])
+
+    def _remove_empty(self, path: _Path) -> None:
+        while len(path) > len(self._root):
+            directory, above = self._find(path), self._find(path[:-1])
+            if not isinstance(directory, DiskDirectory) or not isinstance(above, DiskDirectory):
+                return
+            if directory.names or directory in self._disk.locked:
+                return
+            self._disk.change(f"remove {_words(path)}", (above, path[-1], None))
+            path = path[:-1]
+
+    def sync(self, keys: Sequence[str]) -> None:
+        """See `StorageBackend`."""
+        with self._disk.lock:
+            for key in keys:
+                file = self._file(key)
+                if self._durable:
+                    self._disk.sync_file(f"sync {key}", file)
+                    self._make_durable(self._path(key)[:-1])
+
+    def complete(self, key: str, file: DiskFile) -> None:
+        """Make a file durable that a writer has written whole, where the storage was opened so."""
+        if self._durable:
+            self._disk.sync_file(f"sync {key}", file)
+            self._make_durable(self._path(key)[:-1])
+
+    def write(self, key: str, file: DiskFile, offset: int, data: Buffer) -> None:
+        """Write a piece of a file."""
+        self._disk.write(f"write {key} at {offset}", file, offset, bytes(data))
+
+    def give_up(self, key: str, file: DiskFile) -> None:
+        """Remove a file that a writer could not write whole."""
+        path = self._path(key)
+        with self._disk.lock:
+            directory = self._find(path[:-1]) if not self._disk.crashed else None
+            if isinstance(directory, DiskDirectory) and directory.names.get(path[-1]) is file:
+                self._disk.change(f"remove {key}", (directory, path[-1], None))
+                self._remove_empty(path[:-1])
+
+    # --- looking around -----------------------------------------------------------------------------------------------
+
+    def list(self, prefix: str = "") -> Iterator[str]:
+        """See `StorageBackend`."""
+        with self._disk.lock:
+            path = self._directory_path(prefix)
+            start = "".join([part + "/" for part in path[len(self._root) :]])
+            found = self._find(path)
+            return iter(sorted(_files(found, start)) if isinstance(found, DiskDirectory) else [])
+
+    def list_names(self, prefix: str = "") -> Sequence[str]:
+        """See `StorageBackend`."""
+        with self._disk.lock:
+            found = self._find(self._directory_path(prefix))
+            if not isinstance(found, DiskDirectory):
+                return []
+            names = [name + "/" if isinstance(node, DiskDirectory) else name for name, node in found.names.items()]
+            return sorted([name for name in names if not name.startswith(_TEMPORARY_PREFIX)])
+
+    # --- AtomicDirectories --------------------------------------------------------------------------------------------
+
+    def lock_directory(self, key: str) -> AbstractContextManager[None] | None:
+        """See `AtomicDirectories`."""
+        with self._disk.lock:
+            directory = self._make_directories(self._path(key))
+            if directory in self._disk.locked:
+                return None
+            self._disk.locked.add(directory)
+            return _HeldDirectory(self._disk, directory)
+
+    def rename(self, source: str, destination: str) -> None:
+        """See `AtomicDirectories`."""
+        old, new = self._path(source), self._path(destination)
+        with self._disk.lock:
+            directory = self._directory(old)
+            if new[: len(old)] == old:
+                raise StorageError(f"cannot rename {source} to {destination}: it would be within itself")
+            above = self._make_directories(new[:-1])
+            there = above.names.get(new[-1])
+            if isinstance(there, DiskFile) or (there is not None and there.names):
+                raise ConditionFailedError(f"cannot rename {source} to {destination}: something stands there")
+            self._disk.change(
+                f"rename {source} to {destination}",
+                (self._directory(old[:-1]), old[-1], None),
+                (above, new[-1], directory),
+            )
+            if self._durable:
+                self._make_durable(new[:-1])
+                self._make_durable(old[:-1])
+
+    def exchange(self, first: str, second: str) -> None:
+        """See `AtomicDirectories`."""
+        one, other = self._path(first), self._path(second)
+        with self._disk.lock:
+            directory, replacement = self._directory(one), self._directory(other)
+            if one[: len(other)] == other or other[: len(one)] == one:
+                raise StorageError(f"cannot exchange {first} and {second}: one is within the other")
+            self._disk.change(
+                f"exchange {first} and {second}",
+                (self._directory(one[:-1]), one[-1], replacement),
+                (self._directory(other[:-1]), other[-1], directory),
+            )
+            if self._durable:
+                self._make_durable(one[:-1])
+                self._make_durable(other[:-1])
+
+    def sync_directory(self, key: str) -> None:
+        """See `AtomicDirectories`."""
+        with self._disk.lock:
+            path = self._directory_path(key)
+            directory = self._directory(path)
+            if self._durable:
+                self._sync_names_below(path, directory)
+                self._make_durable(path)
+
+    def _sync_names_below(self, path: _Path, directory: DiskDirectory) -> None:
+        for name, node in sorted(directory.names.items()):
+            if isinstance(node, DiskDirectory):
+                self._sync_names_below((*path, name), node)
+                self._disk.sync_directory(f"sync the names in {_words((*path, name))}", node)
+
+    def delete_directory(self, key: str) -> None:
+        """See `AtomicDirectories`; it takes a step for each file, as on a real disk."""
+        path = self._path(key)
+        with self._disk.lock:
+            above = self._find(path[:-1])
+            if not isinstance(above, DiskDirectory) or path[-1] not in above.names:
+                return
+            self._remove_all(path, above, above.names[path[-1]])
+            if self._durable:
+                self._disk.sync_directory(f"sync the names in {_words(path[:-1])}", above)
+
+    def _remove_all(self, path: _Path, above: DiskDirectory, node: DiskNode) -> None:
+        if isinstance(node, DiskDirectory):
+            for name, entry in sorted(node.names.items()):
+                self._remove_all((*path, name), node, entry)
+        self._disk.change(f"remove {_words(path)}", (above, path[-1], None))
+
+    # --- paths --------------------------------------------------------------------------------------------------------
+
+    def _path(self, key: str) -> _Path:
+        return self._root + tuple(check_key(key).split("/"))
+
+    def _directory_path(self, key: str) -> _Path:
+        return self._path(key.removesuffix("/")) if key else self._root
+
+    def _find(self, path: _Path) -> DiskNode | None:
+        self._disk.expect_power()
+        node: DiskNode | None = self._disk.root
+        for name in path:
+            node = node.names.get(name) if isinstance(node, DiskDirectory) else None
+        return node
+
+    def _file(self, key: str) -> DiskFile:
+        found = self._find(self._path(key))
+        if not isinstance(found, DiskFile):
+            raise ObjectNotFoundError(f"there is no file {key} below {_words(self._root)}")
+        return found
+
+    def _directory(self, path: _Path) -> DiskDirectory:
+        found = self._find(path)
+        if not isinstance(found, DiskDirectory):
+            raise ObjectNotFoundError(f"there is no directory {_words(path)}")
+        return found
+
+    def _make_directories(self, path: _Path) -> DiskDirectory:
+        self._disk.expect_power()
+        directory = self._disk.root
+        for depth, name in enumerate(path, 1):
+            node = directory.names.get(name)
+            if node is None:
+                node = DiskDirectory()
+                self._disk.change(f"make the directory {_words(path[:depth])}", (directory, name, node))
+            if not isinstance(node, DiskDirectory):
+                raise StorageError(f"cannot make the directory {_words(path[:depth])}: a file stands there")
+            directory = node
+        return directory
+
+    def _make_durable(self, path: _Path) -> None:
+        """Make the names in a directory durable, and its own and those of the directories above it."""
+        for depth in range(len(path), -1, -1):
+            directory = self._directory(path[:depth])
+            if self._disk.has_changed(directory):
+                self._disk.sync_directory(f"sync the names in {_words(path[:depth])}", directory)
+
+
+class _HeldDirectory:
+    def __init__(self, disk: SimulatedDisk, directory: DiskDirectory) -> None:
+        self._disk = disk
+        self._directory = directory
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._disk.locked.discard(self._directory)
+
+
+class _SimulatedWriter:
+    def __init__(self, storage: SimulatedStorage, key: str, file: DiskFile, size: int | None) -> None:
+        self._storage = storage
+        self._key = key
+        self._file = file
+        self._size = size
+        self._lock = threading.Lock()
+        self._written = 0
+        self._open = True
+
+    def write_at(self, offset: int, data: Buffer) -> None:
+        self._expect_open()
+        if offset < 0 or (self._size is not None and offset + len(data) > self._size):
+            raise ValueError(f"cannot write bytes {offset} to {offset + len(data)} of {self._key}: it has {self._size}")
+        self._storage.write(self._key, self._file, offset, data)
+        with self._lock:
+            self._written += len(data)
+
+    def finish(self) -> None:
+        self._expect_open()
+        if self._size is not None and self._written != self._size:
+            raise StorageError(f"cannot complete {self._key}: expected {self._size} bytes, found {self._written}")
+        self._storage.complete(self._key, self._file)
+        self._open = False
+
+    def abort(self) -> None:
+        if self._open:
+            self._open = False
+            self._storage.give_up(self._key, self._file)
+
+    def _expect_open(self) -> None:
+        if not self._open:
+            raise ValueError(f"{self._key} is complete or given up; nothing more can be written")
+
+
+def _check(key: str, current: DiskFile | None, condition: PutCondition | None) -> None:
+    if condition is None:
+        return
+    if isinstance(condition, IfAbsent):
+        if current is not None:
+            raise ConditionFailedError(f"cannot create {key}: expected no object there, found one")
+        return
+    found = None if current is None else _tag(bytes(current.data))
+    if found != condition.tag:
+        raise ConditionFailedError(f"cannot replace {key}: expected tag {condition.tag}, found {found}")
+
+
+def _files(directory: DiskDirectory, start: str) -> Iterator[str]:
+    for name, node in directory.names.items():
+        if isinstance(node, DiskDirectory):
+            yield from _files(node, f"{start}{name}/")
+        elif not name.startswith(_TEMPORARY_PREFIX):
+            yield start + name
+
+
+def _tag(data: bytes) -> str:
+    return hashlib.blake2b(data, digest_size=16).hexdigest()
+
+
+def _words(path: _Path) -> str:
+    return "/" + "/".join(path)

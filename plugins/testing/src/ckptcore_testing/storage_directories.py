@@ -1,0 +1,298 @@
+"""What a storage with real directories must do on top, as tests to inherit."""
+
+from __future__ import annotations
+
+import threading
+import uuid
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Protocol
+
+import pytest
+
+from ckptcore.errors import AtomicityError, ConditionFailedError, InvalidLocationError, ObjectNotFoundError
+from ckptcore.protocols import AtomicDirectories, StorageBackend
+from ckptcore_testing.storage import HOSTILE_KEYS
+
+__all__ = ["AtomicDirectoriesTests", "DirectoryStorage"]
+
+
+class DirectoryStorage(StorageBackend, AtomicDirectories, Protocol):
+    """A storage that is both."""
+
+
+class AtomicDirectoriesTests:
+    """Inherit, give `open`, and pytest collects the tests; beside `StorageBackendTests`, in a class of its own.
+
+    Attributes:
+        threads: how many threads use the storage at once.
+    """
+
+    threads: int = 8
+
+    def open(self, directory: str) -> DirectoryStorage:
+        """Open a directory; within one test the same name opens the same one.
+
+        Args:
+            directory: its name; nothing is there before the test that first opens it.
+        """
+        raise NotImplementedError("give the class the method `open`")
+
+    @pytest.fixture
+    def name(self) -> str:
+        """A directory that no other test uses."""
+        return f"conformance-{uuid.uuid4().hex}"
+
+    @pytest.fixture
+    def storage(self, name: str) -> DirectoryStorage:
+        """An empty directory."""
+        return self.open(name)
+
+    def test_it_offers_the_protocol(self, storage: DirectoryStorage) -> None:
+        assert isinstance(storage, AtomicDirectories)
+
+    # --- locks --------------------------------------------------------------------------------------------------------
+
+    def test_a_lock_creates_its_directory_and_keeps_others_out(self, storage: DirectoryStorage, name: str) -> None:
+        lock = storage.lock_directory("a/b")
+        assert lock is not None
+        with lock:
+            assert list(storage.list_names("a")) == ["b/"]
+            assert storage.lock_directory("a/b") is None
+            assert self.open(name).lock_directory("a/b") is None
+            other = storage.lock_directory("a/c")
+            assert other is not None
+            with other:
+                pass
+        again = self.open(name).lock_directory("a/b")
+        assert again is not None
+        with again:
+            assert storage.lock_directory("a/b") is None
+
+    def test_a_lock_is_closed_by_exit_alone(self, storage: DirectoryStorage) -> None:
+        lock = storage.lock_directory("a")
+        assert lock is not None
+        lock.__exit__(None, None, None)
+        again = storage.lock_directory("a")
+        assert again is not None
+        again.__exit__(None, None, None)
+
+    def test_a_locked_directory_does_not_vanish(self, storage: DirectoryStorage) -> None:
+        lock = storage.lock_directory("a/b")
+        assert lock is not None
+        with lock:
+            storage.put("a/b/c/d", b"1")
+            storage.delete(["a/b/c/d"])
+            assert list(storage.list_names("a")) == ["b/"]
+            assert list(storage.list_names("a/b")) == []
+            assert storage.lock_directory("a/b") is None
+
+    def test_a_lock_goes_where_its_directory_goes(self, storage: DirectoryStorage) -> None:
+        lock = storage.lock_directory("hidden")
+        assert lock is not None
+        with lock:
+            storage.put("hidden/a", b"1")
+            storage.rename("hidden", "final")
+            another = storage.lock_directory("hidden")
+            assert another is not None, "the new directory of the old name is another one"
+            with another:
+                pass
+            assert storage.lock_directory("final") is None
+        last = storage.lock_directory("final")
+        assert last is not None
+        with last:
+            pass
+
+    def test_a_lock_outlives_what_was_deleted(self, storage: DirectoryStorage) -> None:
+        lock = storage.lock_directory("a")
+        assert lock is not None
+        with lock:
+            storage.delete_directory("a")
+            another = storage.lock_directory("a")
+            assert another is not None
+            with another:
+                assert storage.lock_directory("a") is None
+
+    def test_one_of_many_gets_the_lock(self, storage: DirectoryStorage) -> None:
+        for number in range(5):
+            release = threading.Event()
+            answered = threading.Barrier(self.threads)
+
+            def lock(_: int, key: str = f"a/{number}", release: threading.Event = release,
+                     answered: threading.Barrier = answered) -> bool:  # fmt: skip
+                held = storage.lock_directory(key)
+                answered.wait()
+                release.set()
+                if held is None:
+                    return False
+                held.__exit__(None, None, None)
+                return True
+
+            assert self._at_once(lock).count(True) == 1
+
+    # --- rename -------------------------------------------------------------------------------------------------------
+
+    def test_rename_moves_everything(self, storage: DirectoryStorage) -> None:
+        storage.put("old/a", b"1")
+        storage.put("old/b/c", b"2")
+        storage.rename("old", "deep/below/new")
+        assert list(storage.list()) == ["deep/below/new/a", "deep/below/new/b/c"]
+        assert storage.get("deep/below/new/b/c") == b"2"
+        with pytest.raises(ObjectNotFoundError):
+            storage.get("old/a")
+
+    def test_rename_replaces_nothing(self, storage: DirectoryStorage) -> None:
+        storage.put("old/a", b"1")
+        storage.put("directory/b", b"2")
+        storage.put("file", b"3")
+        for destination in ("directory", "file"):
+            with pytest.raises(ConditionFailedError):
+                storage.rename("old", destination)
+        assert {key: storage.get(key) for key in storage.list()} == {"old/a": b"1", "directory/b": b"2", "file": b"3"}
+
+    def test_rename_replaces_an_empty_directory(self, storage: DirectoryStorage) -> None:
+        storage.put("old/a", b"1")
+        lock = storage.lock_directory("new")
+        assert lock is not None
+        lock.__exit__(None, None, None)
+        storage.rename("old", "new")
+        assert list(storage.list()) == ["new/a"]
+
+    def test_rename_needs_a_directory(self, storage: DirectoryStorage) -> None:
+        storage.put("file", b"1")
+        for source in ("missing", "file", "file/below"):
+            with pytest.raises(ObjectNotFoundError):
+                storage.rename(source, "new")
+        assert list(storage.list()) == ["file"]
+
+    def test_one_of_many_renames(self, storage: DirectoryStorage) -> None:
+        for worker in range(self.threads):
+            storage.put(f"old-{worker}/a", b"%d" % worker)
+
+        def rename(worker: int) -> bool:
+            try:
+                storage.rename(f"old-{worker}", "new")
+            except ConditionFailedError:
+                return False
+            return True
+
+        won = self._at_once(rename)
+        assert won.count(True) == 1
+        assert storage.get("new/a") == b"%d" % won.index(True)
+        assert len(list(storage.list())) == self.threads
+
+    # --- exchange -----------------------------------------------------------------------------------------------------
+
+    def test_exchange(self, storage: DirectoryStorage) -> None:
+        storage.put("one/a", b"1")
+        storage.put("deep/other/b/c", b"2")
+        _exchange_or_skip(storage, "one", "deep/other")
+        assert {key: storage.get(key) for key in storage.list()} == {"deep/other/a": b"1", "one/b/c": b"2"}
+
+    def test_readers_follow_an_exchange(self, storage: DirectoryStorage) -> None:
+        """Also those that keep files open."""
+        storage.put("one/a", b"first ")
+        storage.put("other/a", b"second")
+        memory = bytearray(6)
+        storage.get_into("one/a", [(0, memoryview(memory))])
+        assert memory == b"first "
+        _exchange_or_skip(storage, "one", "other")
+        storage.get_into("one/a", [(0, memoryview(memory))])
+        assert memory == b"second"
+        storage.rename("one", "elsewhere")
+        with pytest.raises(ObjectNotFoundError):
+            storage.get_into("one/a", [(0, memoryview(memory))])
+
+    def test_exchange_needs_both(self, storage: DirectoryStorage) -> None:
+        storage.put("one/a", b"1")
+        storage.put("file", b"2")
+        for first, second in (("one", "missing"), ("missing", "one"), ("one", "file"), ("file", "one")):
+            with pytest.raises((ObjectNotFoundError, AtomicityError)):
+                storage.exchange(first, second)
+        assert {key: storage.get(key) for key in storage.list()} == {"one/a": b"1", "file": b"2"}
+
+    def test_readers_always_see_one_of_two(self, storage: DirectoryStorage) -> None:
+        storage.put("one/a", b"1" * 1000)
+        storage.put("other/a", b"2" * 1000)
+        _exchange_or_skip(storage, "one", "other")
+        done = threading.Event()
+        seen: set[bytes] = set()
+
+        def work(worker: int) -> None:
+            if worker == 0:
+                for _ in range(50):
+                    storage.exchange("one", "other")
+                done.set()
+                return
+            while not done.is_set():
+                memory = bytearray(1000)
+                storage.get_into("one/a", [(0, memoryview(memory))])
+                seen.add(bytes(memory))
+                seen.add(storage.get("one/a"))
+
+        self._at_once(work)
+        assert seen <= {b"1" * 1000, b"2" * 1000}
+
+    # --- syncing and deleting -----------------------------------------------------------------------------------------
+
+    def test_sync_directory(self, storage: DirectoryStorage) -> None:
+        storage.put("a/b/c", b"1")
+        storage.put("a/d", b"2")
+        storage.sync_directory("a")
+        storage.sync_directory("a/b")
+        assert list(storage.list()) == ["a/b/c", "a/d"]
+
+    def test_delete_directory(self, storage: DirectoryStorage) -> None:
+        for key in ("a/b/c", "a/b/d/e", "a/f", "ab/c", "g"):
+            storage.put(key, b"1")
+        storage.delete_directory("missing")
+        storage.delete_directory("missing/below")
+        storage.delete_directory("a/b")
+        assert list(storage.list()) == ["a/f", "ab/c", "g"]
+        storage.delete_directory("a")
+        assert list(storage.list()) == ["ab/c", "g"]
+        assert list(storage.list_names()) == ["ab/", "g"]
+
+    def test_an_empty_directory_can_be_deleted(self, storage: DirectoryStorage) -> None:
+        lock = storage.lock_directory("a")
+        assert lock is not None
+        with lock:
+            storage.delete_directory("a")
+        assert list(storage.list_names()) == []
+
+    @pytest.mark.parametrize("key", HOSTILE_KEYS, ids=ascii)
+    def test_hostile_keys_are_refused(self, storage: DirectoryStorage, key: str) -> None:
+        storage.put("a/b", b"1")
+        calls: list[Callable[[], object]] = [
+            lambda: storage.lock_directory(key),
+            lambda: storage.rename(key, "new"),
+            lambda: storage.rename("a", key),
+            lambda: storage.exchange(key, "a"),
+            lambda: storage.exchange("a", key),
+            lambda: storage.delete_directory(key),
+        ]
+        for call in calls:
+            with pytest.raises(InvalidLocationError):
+                call()
+        assert list(storage.list()) == ["a/b"]
+
+    def _at_once(self, work: Callable[[int], object]) -> list[object]:
+        """What work returns in each thread, begun together."""
+        barrier = threading.Barrier(self.threads)
+
+        def start(worker: int) -> object:
+            barrier.wait()
+            return work(worker)
+
+        with ThreadPoolExecutor(self.threads) as threads:
+            return list(threads.map(start, range(self.threads)))
+
+
+def _exchange_or_skip(storage: DirectoryStorage, first: str, second: str) -> None:
+    """Exchange two directories; where the storage says that it cannot, it must not have begun to."""
+    before = list(storage.list())
+    try:
+        storage.exchange(first, second)
+    except AtomicityError as error:
+        assert list(storage.list()) == before
+        pytest.skip(f"this storage cannot exchange directories: {error}")

@@ -1,0 +1,51 @@
+"""Whether two trees are the same: containers of the same types and keys in the same order, leaves bit for bit."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import numpy as np
+
+from ckptcore_testing.arrays import assert_same_bits
+
+__all__ = ["assert_same_tree", "assert_same_value"]
+
+
+def assert_same_tree(found: Any, expected: Any, where: str = "the tree") -> None:
+    """Fail, saying where, unless two trees of built-in containers, NumPy arrays and values are the same."""
+    assert type(found) is type(expected), f"{where}: expected a {type(expected)}, found {found!r:.100}"
+    if isinstance(expected, dict):
+        keys, expected_keys = list(found), list(expected)
+        assert keys == expected_keys, f"{where}: expected the keys {expected_keys}, found {keys}"
+        assert list(map(type, keys)) == list(map(type, expected_keys)), f"{where}: keys of other types: {keys}"
+        for key in expected_keys:
+            assert_same_tree(found[key], expected[key], f"{where}[{key!r}]")
+    elif isinstance(expected, list | tuple):
+        assert len(found) == len(expected), f"{where}: expected {len(expected)} children, found {len(found)}"
+        for index, (child, expected_child) in enumerate(zip(found, expected, strict=True)):
+            assert_same_tree(child, expected_child, f"{where}[{index}]")
+    elif dataclasses.is_dataclass(expected):
+        for field in dataclasses.fields(expected):
+            child, expected_child = getattr(found, field.name), getattr(expected, field.name)
+            assert_same_tree(child, expected_child, f"{where}.{field.name}")
+    else:
+        assert_same_value(found, expected, where)
+
+
+def assert_same_value(found: Any, expected: Any, where: str) -> None:
+    """Fail unless two arrays, or two values, are exactly the same; any NaN is the same as any other float NaN."""
+    if isinstance(expected, np.ndarray):
+        assert isinstance(found, np.ndarray), f"{where}: expected a NumPy array, found {type(found)}"
+        assert_same_bits(found, expected, where)
+        return
+    assert type(found) is type(expected), f"{where}: expected {expected!r:.200}, found {found!r:.200}"
+    if isinstance(expected, float | complex):
+        parts = ((found.real, expected.real), (found.imag, expected.imag))
+        for part, expected_part in parts:
+            same = math.isnan(part) if math.isnan(expected_part) else part.hex() == expected_part.hex()
+            assert same, f"{where}: expected {expected!r}, found {found!r}"
+        return
+    # No repr: Python refuses that of a very long int.
+    assert found == expected, f"{where}: expected another {type(expected).__name__}"

@@ -1,0 +1,341 @@
+"""A fake of a single controller's workers: processes of this machine, that count every byte which passes between."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import multiprocessing
+import multiprocessing.connection
+import multiprocessing.process
+import pickle
+import threading
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import Any, Self
+
+import numpy as np
+
+from ckptcore.errors import RankFailedError, UnsupportedLeafError
+from ckptcore.model.arrays import ArraySpec, Box, HostArray, Shard
+from ckptcore.model.metadata import ArrayRecord
+from ckptcore.model.transfer import Pending
+from ckptcore.protocols import Fetched, Held, LeafBoxes, ReadStage, WantedLeaf, WriteStage
+from ckptcore_testing.remote_arrays import RemoteArray
+
+__all__ = ["Crossing", "Elements", "WorkerProcesses"]
+
+Elements = Callable[[ArraySpec, Box], HostArray]
+"""The elements of a box of an array, for tests; a function of a module, so that it can be sent to a process."""
+
+_Arrays = dict[tuple[int, Box], HostArray]
+"""What a worker holds: by number of an array and box."""
+
+
+@dataclass(frozen=True, slots=True)
+class Crossing:
+    """One request to a worker and its answer.
+
+    Attributes:
+        worker: its number.
+        request: what was asked: the name of the request.
+        sent, received: bytes that passed the boundary, all included.
+    """
+
+    worker: int
+    request: str
+    sent: int
+    received: int
+
+
+class _HeldNumbers:
+    """What a worker holds under a number of its own."""
+
+    def __init__(self, workers: WorkerProcesses, worker: int, number: int, begun: Future[Any]) -> None:
+        self.worker = worker
+        self.number = number
+        self._workers = workers
+        self._begun = begun
+        self._closed = False
+
+    def wait(self) -> None:
+        """See `Held`."""
+        self._begun.result()
+
+    def close(self) -> None:
+        """See `Held`."""
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            self._begun.result()
+            self._workers.ask(self.worker, _Drop(self.number))
+        except RankFailedError:
+            return  # it is gone, and all that it held
+
+
+class WorkerProcesses:
+    """A `ckptcore.protocols.Executor` of processes of this machine; its leaves are `RemoteArray`. To be closed, or used in a with.
+
+    Attributes:
+        crossings: every request that was answered, in order.
+    """
+
+    def __init__(self, count: int, *, timeout_seconds: float = 300.0) -> None:
+        """Start processes.
+
+        Args:
+            count: how many.
+            timeout_seconds: how long an answer may take.
+        """
+        spawning = multiprocessing.get_context("spawn")
+        self.crossings: list[Crossing] = []
+        self._timeout_seconds = timeout_seconds
+        self._numbers = itertools.count(1)
+        self._locks = [threading.Lock() for _ in range(count)]
+        self._threads = ThreadPoolExecutor(4 * count, thread_name_prefix="workers")
+        self._pipes: list[multiprocessing.connection.Connection] = []
+        self._processes: list[multiprocessing.process.BaseProcess] = []
+        for worker in range(count):
+            ours, theirs = spawning.Pipe()
+            process = spawning.Process(target=_work, args=(theirs,), name=f"worker-{worker}", daemon=True)
+            process.start()
+            theirs.close()
+            self._pipes.append(ours)
+            self._processes.append(process)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the processes."""
+        self._threads.shutdown()
+        for pipe, process in zip(self._pipes, self._processes, strict=True):
+            pipe.close()
+            process.join(self._timeout_seconds)
+
+    def kill(self, worker: int) -> None:
+        """End a process as the system would: at once, whatever it does."""
+        self._processes[worker].kill()
+        self._processes[worker].join(self._timeout_seconds)
+
+    def ask(self, worker: int, request: object) -> Any:
+        """Send a request to a worker, and wait for its answer.
+
+        Raises:
+            RankFailedError: if the process is gone, or could not do it.
+        """
+        data = pickle.dumps(request)
+        name = type(request).__name__.removeprefix("_").lower()
+        with self._locks[worker]:
+            pipe = self._pipes[worker]
+            try:
+                pipe.send_bytes(data)
+                if not pipe.poll(self._timeout_seconds):
+                    raise RankFailedError(f"{self.workers[worker]} gave no answer for {self._timeout_seconds} seconds")
+                answer = pipe.recv_bytes()
+            except (EOFError, OSError) as error:
+                raise RankFailedError(f"{self.workers[worker]} is gone: {type(error).__name__} {error}") from error
+            self.crossings.append(Crossing(worker, name, len(data), len(answer)))
+        failed, result = pickle.loads(answer)
+        if failed is not None:
+            raise RankFailedError(f"{self.workers[worker]} failed: {failed}")
+        return result
+
+    def make(self, spec: ArraySpec, boxes: Sequence[Sequence[Box]], elements: Elements) -> RemoteArray:
+        """An array that the workers make, each its boxes: of all the workers."""
+        made = RemoteArray(spec, tuple(map(tuple, boxes)), next(self._numbers))
+        for worker, held in enumerate(made.boxes):
+            self.ask(worker, _Make(made.number or 0, spec, held, elements))
+        return made
+
+    def change(self, array: RemoteArray) -> None:
+        """Set all elements of an array to zero, in place."""
+        for worker in range(len(self.workers)):
+            self.ask(worker, _Change(array.number or 0))
+
+    def digests(self, array: RemoteArray) -> Sequence[Mapping[Box, str]]:
+        """By worker, for each box that it holds of an array `digest` of its elements."""
+        return [self.ask(worker, _Digest(array.number or 0)) for worker in range(len(self.workers))]
+
+    def elements(self, array: RemoteArray) -> HostArray:
+        """All elements of an array, for a test to look at: they pass the boundary, and are counted."""
+        found = np.zeros(array.spec.shape, array.spec.numpy_dtype)
+        for worker in range(len(self.workers)):
+            for box, part in self.ask(worker, _Get(array.number or 0)).items():
+                found[box.slices] = part
+        return found
+
+    @staticmethod
+    def digest(elements: HostArray) -> str:
+        """A hash of the bytes of elements, in C order."""
+        return hashlib.sha256(np.ascontiguousarray(elements).tobytes()).hexdigest()
+
+    @property
+    def workers(self) -> Sequence[str]:
+        """See `Executor`."""
+        return [process.name for process in self._processes]
+
+    def takes(self, leaf: Any) -> bool:
+        """See `Executor`."""
+        return isinstance(leaf, RemoteArray)
+
+    def makes(self, abstract: Any) -> bool:
+        """See `Executor`."""
+        return isinstance(abstract, RemoteArray)
+
+    def identity(self, leaf: Any) -> Hashable | None:
+        """See `Executor`."""
+        return None if leaf.number is None else ("remote", leaf.number)
+
+    def shards(self, leaf: Any, worker: int) -> Sequence[Shard]:
+        """See `Executor`."""
+        if leaf.number is None:
+            raise UnsupportedLeafError("this RemoteArray has no elements to save: it says what is asked for")
+        shards = []
+        for box in leaf.boxes[worker]:
+            holders = [number for number, boxes in enumerate(leaf.boxes) if box in boxes]
+            shards.append(Shard(box, holders.index(worker), len(holders)))
+        return shards
+
+    def copy(self, worker: int, leaves: Sequence[LeafBoxes]) -> Held:
+        """See `Executor`."""
+        return self._hold(worker, leaves, copied=True)
+
+    def view(self, worker: int, leaves: Sequence[LeafBoxes]) -> Held:
+        """See `Executor`."""
+        return self._hold(worker, leaves, copied=False)
+
+    def _hold(self, worker: int, leaves: Sequence[LeafBoxes], *, copied: bool) -> Held:
+        number = next(self._numbers)
+        boxes = tuple([(one.leaf.number, one.leaf.boxes[worker], one.boxes) for one in leaves])
+        return _HeldNumbers(self, worker, number, self._threads.submit(self.ask, worker, _Hold(number, boxes, copied)))
+
+    def write(self, worker: int, stage: WriteStage, held: Held) -> Pending[bytes]:
+        """See `Executor`."""
+        assert isinstance(held, _HeldNumbers)  # given by this executor
+        return self._threads.submit(self.ask, worker, _Write(held.number, stage))
+
+    def wanted(self, abstract: Any, stored: ArrayRecord, worker: int) -> Sequence[Box]:
+        """See `Executor`."""
+        if abstract.spec != stored.spec:
+            raise UnsupportedLeafError(f"{stored.spec} was saved and {abstract.spec} is asked for")
+        boxes: Sequence[Box] = abstract.boxes[worker]
+        return boxes
+
+    def read(self, stages: Mapping[int, ReadStage], leaves: Sequence[WantedLeaf]) -> Fetched:
+        """See `Executor`."""
+        made = [replace(leaf.abstract, number=next(self._numbers)) for leaf in leaves]
+        begun = {}
+        for worker, stage in stages.items():
+            names = tuple([(leaf.number, leaf.boxes[worker]) for leaf in made])
+            begun[worker] = self._threads.submit(self.ask, worker, _Read(names, stage))
+        return Fetched({worker: report.result() for worker, report in begun.items()}, made)
+
+
+@dataclass(frozen=True, slots=True)
+class _Make:
+    number: int
+    spec: ArraySpec
+    boxes: tuple[Box, ...]
+    elements: Elements
+
+    def answer(self, arrays: _Arrays, held: dict[int, Any]) -> object:
+        for box in self.boxes:
+            arrays[self.number, box] = self.elements(self.spec, box)
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class _Change:
+    number: int
+
+    def answer(self, arrays: _Arrays, held: dict[int, Any]) -> object:
+        for (number, _), array in arrays.items():
+            if number == self.number:
+                array.fill(0)
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class _Digest:
+    number: int
+
+    def answer(self, arrays: _Arrays, held: dict[int, Any]) -> object:
+        return {box: WorkerProcesses.digest(array) for (number, box), array in arrays.items() if number == self.number}
+
+
+@dataclass(frozen=True, slots=True)
+class _Get:
+    number: int
+
+    def answer(self, arrays: _Arrays, held: dict[int, Any]) -> object:
+        return {box: array for (number, box), array in arrays.items() if number == self.number}
+
+
+@dataclass(frozen=True, slots=True)
+class _Hold:
+    number: int
+    boxes: tuple[tuple[int, tuple[Box, ...], tuple[Box, ...]], ...]
+    copied: bool
+
+    def answer(self, arrays: _Arrays, held: dict[int, Any]) -> object:
+        found = []
+        for array, there, wanted in self.boxes:
+            views = []
+            for box in wanted:
+                outer = next(one for one in there if one.contains(box))
+                view = arrays[array, outer][box.within(outer)]
+                views.append(view.copy() if self.copied else view)
+            found.append(views)
+        held[self.number] = found
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class _Drop:
+    number: int
+
+    def answer(self, arrays: _Arrays, held: dict[int, Any]) -> object:
+        del held[self.number]
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class _Write:
+    number: int
+    stage: WriteStage
+
+    def answer(self, arrays: _Arrays, held: dict[int, Any]) -> object:
+        return self.stage(held[self.number])
+
+
+@dataclass(frozen=True, slots=True)
+class _Read:
+    names: tuple[tuple[int, tuple[Box, ...]], ...]
+    stage: ReadStage
+
+    def answer(self, arrays: _Arrays, held: dict[int, Any]) -> object:
+        report, read = self.stage()
+        for (number, boxes), found in zip(self.names, read, strict=False):  # fewer where the stage failed
+            arrays.update({(number, box): array for box, array in zip(boxes, found, strict=True)})
+        return report
+
+
+def _work(pipe: multiprocessing.connection.Connection) -> None:
+    """What a worker does until its controller is gone."""
+    arrays: _Arrays = {}
+    held: dict[int, Any] = {}
+    while True:
+        try:
+            data = pipe.recv_bytes()
+        except (EOFError, OSError):
+            return
+        try:
+            answer = pickle.dumps((None, pickle.loads(data).answer(arrays, held)))
+        except Exception as error:  # noqa: BLE001  # raised at the controller
+            answer = pickle.dumps((f"{type(error).__name__}: {error}", None))
+        pipe.send_bytes(answer)
