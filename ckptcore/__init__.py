@@ -24,7 +24,7 @@ A map of the package:
 - `SafetensorsLayout`: the built-in layout with its options
 - `ckptcore.errors`: every error
 - `ckptcore.handlers`: what saves objects by their own methods, to choose among them; `ckptcore.events`, `ckptcore.telemetry`: what a save is doing
-- `ckptcore.model`, `ckptcore.protocols`, `ckptcore.hookspecs`, `ckptcore.planning`, `ckptcore_testing`: for authors of plugins
+- `ckptcore.model`, `ckptcore.protocols`, `ckptcore.hookspecs`, `ckptcore.planning`: for authors of plugins
 """
 
 import importlib
@@ -61,7 +61,6 @@ if TYPE_CHECKING:
     from ckptcore.planning.replicas import ReplicaOptions
     from ckptcore.protocols import StatefulCheckpointable
     from ckptcore.saving.exports import Export, StepExport
-    from ckptcore.saving.parts import PerProcess
     from ckptcore.saving.save_plans import (
         ExportPlan,
         MemoryPlan,
@@ -78,6 +77,7 @@ if TYPE_CHECKING:
     from ckptcore.training.tiers.near import NearTier
     from ckptcore.training.tiers.status import UploadStatus
     from ckptcore.tree.flattening import PLACEHOLDER
+    from ckptcore.tree.per_process import PerProcess
 
 __all__ = [
     "PLACEHOLDER",
@@ -203,7 +203,7 @@ _NAMES: Final[dict[str, tuple[str, ...]]] = {
         "OpenCheckpoint",
         "StoredTree",
     ),
-    "ckptcore.saving.parts": ("PerProcess",),
+    "ckptcore.tree.per_process": ("PerProcess",),
     "ckptcore.protocols": ("StatefulCheckpointable",),
     "ckptcore.planning.read_groups": ("ReadGroups",),
     "ckptcore.training.reader": ("CheckpointReader",),
@@ -245,7 +245,6 @@ _MODULES: Final = (
     "select",
     "step_names",
     "telemetry",
-    "testing",
     "timelines",
 )
 """The modules that are public, which need no import of their own."""

@@ -52,6 +52,7 @@ DISTRIBUTIONS: Final = (
     Distribution("orbax", "ckptcore_tensorstore", layouts=("ocdbt", "zarr", "zarr3")),
     Distribution("fsspec", "ckptcore_fsspec", schemes=("abfs", "az", "hdfs", "http", "https", "sftp")),
     Distribution("ray", "ckptcore_ray"),
+    Distribution("testing", "ckptcore_testing"),
 )
 
 

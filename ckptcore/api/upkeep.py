@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ckptcore.commit.delete import delete_checkpoint
-from ckptcore.commit.location import LocationLike
+from ckptcore.commit.location import LocationLike, resolve_location
 from ckptcore.context import Context, default_context
 from ckptcore.loading.verify import ProgressCallback, VerifyReport, verify_checkpoint
 
@@ -37,4 +37,7 @@ def delete(location: LocationLike, *, context: Context | None = None) -> None:
             directory. Nothing is deleted.
         CheckpointReferredError: if checkpoints beside it have arrays in it; names them. Those elsewhere cannot be known.
     """
-    delete_checkpoint(location, context or default_context())
+    chosen = context or default_context()
+    durable = chosen.durability == "full"
+    resolved = resolve_location(location, chosen.registry, durable=durable, config=chosen.storage)
+    delete_checkpoint(resolved, chosen.conditions, chosen.io_threads)

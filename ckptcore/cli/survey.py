@@ -12,6 +12,7 @@ import click
 
 from ckptcore.cli.locating import names_in
 from ckptcore.commit.location import resolve_location, subdirectory
+from ckptcore.commit.mark import Mark, root_mark
 from ckptcore.commit.occupants import parse_root, root_bytes
 from ckptcore.commit.root import ROOT_KEY, Composite, Root, Summary
 from ckptcore.commit.root_json import summarize_root
@@ -26,7 +27,7 @@ from ckptcore.errors import (
 )
 from ckptcore.loading.describe import describe_either
 from ckptcore.loading.members import present_members
-from ckptcore.loading.opened import Mark, OpenedComposite, root_mark
+from ckptcore.loading.opened import OpenedComposite
 from ckptcore.loading.tries import ATTEMPTS
 from ckptcore.protocols import StorageBackend
 from ckptcore.step_names import StepNames

@@ -11,6 +11,7 @@ from typing import Final, Literal, TypeAlias
 
 from ckptcore.commit.commit import Claim, continue_claim, sweep_location
 from ckptcore.commit.location import Location, Place, resolve_location
+from ckptcore.commit.mark import root_mark
 from ckptcore.commit.occupants import Overwrite, is_claimed_by, root_bytes
 from ckptcore.commit.root import ROOT_KEY, Claimed
 from ckptcore.commit.root_json import bases_of_root
@@ -30,7 +31,6 @@ from ckptcore.io.errands import run_each
 from ckptcore.io.new_objects import abort_uploads
 from ckptcore.io.requests import requests_of
 from ckptcore.io.transfers import Transfer
-from ckptcore.loading.opened import root_mark
 from ckptcore.loading.opening import foreign_checkpoints
 from ckptcore.loading.tries import ATTEMPTS, replaced_too_often
 from ckptcore.loading.verify import ProgressCallback

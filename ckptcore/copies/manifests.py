@@ -11,6 +11,7 @@ import xxhash
 
 from ckptcore.commit.hidden_names import is_hidden_name
 from ckptcore.commit.location import Location, Place
+from ckptcore.commit.mark import Mark
 from ckptcore.commit.root import ROOT_KEY
 from ckptcore.commit.root_json import decode_root
 from ckptcore.context import Context
@@ -18,7 +19,7 @@ from ckptcore.errors import CorruptCheckpointError, InvalidLocationError, Object
 from ckptcore.io.errands import run_each
 from ckptcore.io.requests import requests_of
 from ckptcore.loading.members import is_deleted, open_member, present_members
-from ckptcore.loading.opened import Mark, Opened, OpenedComposite
+from ckptcore.loading.opened import Opened, OpenedComposite
 from ckptcore.loading.opening import open_either
 from ckptcore.loading.tries import while_unchanged
 from ckptcore.model.objects import BLOCK_BYTES, ObjectRecord

@@ -9,6 +9,7 @@ from typing import Final
 
 from ckptcore.builtin.files_layout import FilesLayout
 from ckptcore.commit.location import Location, LocationAddress, open_address
+from ckptcore.commit.mark import Mark, read_mark
 from ckptcore.commit.occupants import parse_root
 from ckptcore.commit.references import stored_numbers, stored_tree
 from ckptcore.commit.root import Base, Root
@@ -19,7 +20,7 @@ from ckptcore.io.errands import ask_each
 from ckptcore.io.reader import ObjectReader
 from ckptcore.io.requests import requests_of
 from ckptcore.loading.derived import Derived, derive
-from ckptcore.loading.opened import Mark, Opened, read_mark
+from ckptcore.loading.opened import Opened
 from ckptcore.model.metadata import ArrayRecord
 from ckptcore.model.tree import format_path
 

@@ -1,31 +1,29 @@
-"""Opened: a checkpoint that can be read, what its objects hold, and the mark by which it is known to be there still."""
+"""Opened: a checkpoint that can be read, and what its objects hold."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, Protocol, TypeAlias
 
-from ckptcore.commit.hidden_names import is_hidden_name
 from ckptcore.commit.location import Location, Place
-from ckptcore.commit.occupants import root_bytes
-from ckptcore.commit.root import HEAD_BYTES, Composite, Member, Root
-from ckptcore.errors import CheckpointError, CorruptCheckpointError, InvalidLocationError, ObjectNotFoundError
+from ckptcore.commit.mark import Mark
+from ckptcore.commit.root import Composite, Member, Root
+from ckptcore.errors import CheckpointError, CorruptCheckpointError, ObjectNotFoundError
 from ckptcore.io.reader import ObjectReader
 from ckptcore.model.arrays import Box, HostArray
 from ckptcore.model.metadata import TreeMetadata
 from ckptcore.model.objects import ObjectRecord
 from ckptcore.model.transfer import ReadPlan
 from ckptcore.model.tree import JSON, format_path
-from ckptcore.protocols import Layout, StorageBackend
+from ckptcore.protocols import Layout
 
 if TYPE_CHECKING:
     from ckptcore.loading.host_copies import HostCopies
 
 __all__ = [
     "MadeArrays",
-    "Mark",
     "Opened",
     "OpenedComposite",
     "Source",
@@ -34,98 +32,10 @@ __all__ = [
     "file_pieces",
     "naming_arrays",
     "naming_further",
-    "read_mark",
     "replaced_beside",
-    "root_mark",
 ]
 
 _PIECE_BYTES: Final = 1 << 24
-
-
-@dataclass(frozen=True, slots=True)
-class Mark:
-    """The state of a location at one time. Differs after a checkpoint is committed, replaced or deleted there.
-
-    Checkpoints of other software have no root. For them it differs only after a root appears, or the names change.
-
-    Attributes:
-        root: the bytes of the root, which differ between any two saves; None without a root; as str, the reason why it
-            cannot be read.
-        around: the root of the composite, for a member of one.
-        names: the names in a directory without a root, except hidden directories of saves.
-        nbytes: the size of an object; None of a directory.
-    """
-
-    root: bytes | str | None
-    around: bytes | str | None = None
-    names: tuple[str, ...] = ()
-    nbytes: int | None = None
-
-    @property
-    def is_object(self) -> bool:
-        """True if the location is one object (file), and no directory."""
-        return self.nbytes is not None
-
-    def is_at(self, location: Location) -> bool:
-        """Return True if the location has not changed, so that an error is about the checkpoint itself.
-
-        Raises:
-            StorageError
-        """
-        return read_mark(location) == self
-
-    def is_part_of(self, location: Location) -> bool:
-        """Return True if all of it is at a location still, so that what was read without an error is of one save.
-
-        Other names may have appeared: what was read does not depend on them.
-
-        Raises:
-            StorageError
-        """
-        now = read_mark(location)
-        return replace(now, names=()) == replace(self, names=()) and set(self.names) <= set(now.names)
-
-    def has_stayed_at(self, location: Location) -> bool:
-        """Return True if the root has not changed, so that data read without an error is of one save. One request.
-
-        A composite that was committed is not read again for its members. Names are not listed again either, because
-        checkpoints of other software may need many reads and long listings.
-
-        Raises:
-            StorageError
-        """
-        return root_mark(location.store) == self.root
-
-
-def read_mark(location: Location) -> Mark:
-    """Read the mark of a location: its root first, and names only where there is no root.
-
-    Raises:
-        StorageError
-    """
-    root = root_mark(location.store)
-    if isinstance(root, str):
-        return Mark(root)
-    if root is not None:
-        is_member = b'"member":true' in root[:HEAD_BYTES]
-        return Mark(root, around=root_mark(location.parent) if is_member else None)
-    try:
-        nbytes = location.parent.size(location.name)
-    except ObjectNotFoundError:
-        names = [name for name in location.store.list_names() if not is_hidden_name(name.removesuffix("/"))]
-        return Mark(None, names=tuple(names))
-    return Mark(None, nbytes=nbytes)
-
-
-def root_mark(store: StorageBackend) -> bytes | str | None:
-    """The bytes of a root; None where there is none, and a text where it cannot be read.
-
-    A directory that is exchanged while its root is opened looks like a link that leads out of it.
-    """
-    try:
-        return root_bytes(store)
-    except InvalidLocationError as error:
-        return str(error)
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ from ckptcore.builtin.files_layout import FilesLayout
 from ckptcore.builtin.keys import check_key
 from ckptcore.commit.hidden_names import is_hidden_name
 from ckptcore.commit.location import Location
+from ckptcore.commit.mark import Mark
 from ckptcore.commit.occupants import IsForeign, holds_members, parse_root
 from ckptcore.commit.root import HEAD_BYTES, ROOT_KEY, Claimed, Composite, Member, PartialSave, Root
 from ckptcore.context import Context
@@ -23,7 +24,7 @@ from ckptcore.errors import (
     UncommittedCheckpointError,
 )
 from ckptcore.io.reader import ObjectReader
-from ckptcore.loading.opened import Mark, Opened, OpenedComposite
+from ckptcore.loading.opened import Opened, OpenedComposite
 from ckptcore.model.metadata import TreeMetadata
 from ckptcore.model.objects import ObjectRecord
 from ckptcore.model.tree import Node

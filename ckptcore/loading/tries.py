@@ -7,9 +7,10 @@ from contextlib import nullcontext
 from typing import TYPE_CHECKING, Final, Generic, TypeVar
 
 from ckptcore.commit.location import Location, Place, resolve_location
+from ckptcore.commit.mark import Mark, read_mark
 from ckptcore.context import Context
 from ckptcore.errors import CheckpointError, CorruptCheckpointError
-from ckptcore.loading.opened import Mark, Opened, OpenedComposite, Source, naming_arrays, read_mark
+from ckptcore.loading.opened import Opened, OpenedComposite, Source, naming_arrays
 from ckptcore.loading.opening import Opener, open_tree
 
 if TYPE_CHECKING:

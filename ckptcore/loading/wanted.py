@@ -22,8 +22,8 @@ from ckptcore.loading.load_requests import AS_IT_IS, LoadAs, LoadRequest
 from ckptcore.loading.members import is_deleted, open_member, present_members, told_names
 from ckptcore.loading.opened import OpenedComposite, Source
 from ckptcore.protocols import FilesHandler
-from ckptcore.saving.parts import PerProcess
 from ckptcore.tree.flattening import PLACEHOLDER
+from ckptcore.tree.per_process import PerProcess
 from ckptcore.tree.suggestions import NearNames
 
 __all__ = ["Everything", "Request", "Wanted", "plan_requests"]

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from ckptcore.commit.commit import claimed_store
 from ckptcore.commit.conditions import WithoutConditions
 from ckptcore.commit.location import LocationAddress, open_address, subdirectory
+from ckptcore.commit.mark import read_mark
 from ckptcore.commit.root import Claimed
 from ckptcore.context import Context
 from ckptcore.errors import CheckpointError, CorruptCheckpointError, RankFailedError
@@ -18,7 +19,7 @@ from ckptcore.io.memory import allocate
 from ckptcore.io.recorder import ObjectRecorder
 from ckptcore.io.snapshot import HeldSnapshot
 from ckptcore.job.visibility import expect_claim
-from ckptcore.loading.opened import Opened, read_mark
+from ckptcore.loading.opened import Opened
 from ckptcore.loading.opening import open_tree
 from ckptcore.model.arrays import ArraySpec, Box, HostArray
 from ckptcore.model.metadata import ArrayRecord

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Generic, Protocol, TypeAlias, TypeVar
+from typing import Protocol, TypeAlias
 
 from ckptcore.builtin.files_layout import FilesLayout, state_of_files
 from ckptcore.builtin.staging import StagingDirectory
@@ -27,6 +27,7 @@ from ckptcore.protocols import (
 )
 from ckptcore.saving.own_files import files_below, segment_of
 from ckptcore.saving.tree_descriptions import TreeDescription, describe_tree
+from ckptcore.tree.per_process import PerProcess
 
 __all__ = [
     "Captured",
@@ -34,26 +35,10 @@ __all__ = [
     "FilesDescription",
     "Part",
     "PartDescription",
-    "PerProcess",
     "TreeCaptured",
     "describe_part",
     "naming",
 ]
-
-T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True)
-class PerProcess(Generic[T]):
-    """Says that every process has a value of its own under this name, and each is kept.
-
-    Iterators, random generators and other objects that are known to differ need not be wrapped.
-
-    Attributes:
-        value: what this process has; for a load what it asks for, as it would stand without the wrapper.
-    """
-
-    value: T
 
 
 @dataclass(frozen=True, slots=True)

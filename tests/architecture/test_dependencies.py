@@ -15,7 +15,6 @@ CORE_DEPENDENCIES = {"ml_dtypes", "numpy", "pluggy", "xxhash"}
 EXTRA_DEPENDENCIES = {
     "ckptcore.cli": {"click", "rich"},
     "ckptcore.telemetry": {"opentelemetry"},
-    "ckptcore_testing": {"hypothesis", "pytest"},
 }
 """Packages that only one part of the core may import, because they come with an extra of its name."""
 
@@ -29,9 +28,24 @@ PUBLIC = {
     "ckptcore.planning",
     "ckptcore.protocols",
     "ckptcore.redaction",
-    "ckptcore_testing",
 }
-"""The modules that a plugin may import; of the two packages among them also the modules inside."""
+"""The modules that a plugin may import; of the package `ckptcore.model` also the modules inside."""
+
+FEATURES = {"ckptcore_testing"}
+"""Packages of our own distributions that share the version of the core and may import more of it."""
+
+SHARED = {
+    "ckptcore.builtin",
+    "ckptcore.commit",
+    "ckptcore.io",
+    "ckptcore.job",
+    "ckptcore.loading",
+    "ckptcore.plugins",
+    "ckptcore.saving",
+    "ckptcore.training",
+    "ckptcore.tree",
+}
+"""Packages of the core that those may import."""
 
 
 def foreign_imports(source: Source) -> list[str]:
@@ -49,12 +63,15 @@ def foreign_imports(source: Source) -> list[str]:
 
 def internal_imports(source: Source) -> list[str]:
     """Imports of a plugin that reach into the core's internals."""
+    feature = source.name.partition(".")[0] in FEATURES
+    allowed = (*PUBLIC, *SHARED) if feature else PUBLIC
+    packages = tuple(f"{package}." for package in (SHARED | {"ckptcore.planning"} if feature else set()))
     return [
         f"{source.path}:{line} imports {module}, which is internal"
         for module, line in source.imported_modules()
         if module.partition(".")[0] == "ckptcore"
-        and module not in PUBLIC
-        and not module.startswith(("ckptcore.model.", "ckptcore_testing."))
+        and module not in allowed
+        and not module.startswith(("ckptcore.model.", *packages))
     ]
 
 
@@ -63,7 +80,10 @@ def undeclared_imports(source: Source) -> list[str]:
     project = next(parent for parent in source.path.parents if (parent / "pyproject.toml").is_file())
     declared = tomllib.loads((project / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     required = [*declared["dependencies"], *itertools.chain(*declared.get("optional-dependencies", {}).values())]
-    names = {re.split(r"[^\w-]", requirement)[0].replace("-", "_") for requirement in (declared["name"], *required)}
+    own = {path.name for path in (project / "src").glob("ckptcore_*")}
+    names = own | {
+        re.split(r"[^\w-]", requirement)[0].replace("-", "_") for requirement in (declared["name"], *required)
+    }
     return [
         f"{source.path}:{line} imports {module}, which {declared['name']} does not require"
         for module, line in source.imported_modules()

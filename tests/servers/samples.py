@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Final
 
 import pytest
-from ckptcore_gcs.testing.sample import FAKE_GCS_SERVER
-from ckptcore_gcs.testing.sample import SAMPLE as STRICT_GCS
+from ckptcore_gcs.testing import FAKE_GCS_SERVER
+from ckptcore_gcs.testing import SAMPLE as STRICT_GCS
 from ckptcore_testing import StorageSample
 
 from ckptcore.plugins import installed_plugins

@@ -19,6 +19,7 @@ from typing import Any, Final
 from ckptcore.commit.commit import claimed_store, continue_claim
 from ckptcore.commit.holding import ADMINISTRATION
 from ckptcore.commit.location import Location, Within, resolve_location, subdirectory
+from ckptcore.commit.mark import Mark
 from ckptcore.commit.occupants import parse_root, read_root, root_bytes
 from ckptcore.commit.root import HOST_COPIES, ROOT_KEY, Claimed, PartialSave, Root
 from ckptcore.context import Context
@@ -33,7 +34,6 @@ from ckptcore.errors import (
 )
 from ckptcore.job.hosts import Hosts
 from ckptcore.job.visibility import show_claim
-from ckptcore.loading.opened import Mark
 from ckptcore.model.objects import ObjectRecord
 from ckptcore.protocols import StorageBackend
 from ckptcore.saving.preparing import save_created

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from ckptcore_gcs.testing import StrictGcs
+from ckptcore_gcs_server import StrictGcs
 from ckptcore_testing.gcs_servers import GcsServer, gcs_server
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 from ckptcore_gcs.plugin import GcsPlugin
-from ckptcore_gcs.testing import Answer, Request, StrictGcs
+from ckptcore_gcs_server import Answer, Request, StrictGcs
 
 from ckptcore.errors import ConditionFailedError, StorageError
 from ckptcore.model import JSON

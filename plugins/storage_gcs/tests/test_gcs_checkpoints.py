@@ -7,7 +7,7 @@ from typing import TypeAlias
 
 import numpy as np
 import pytest
-from ckptcore_gcs.testing import Answer, Request, StrictGcs
+from ckptcore_gcs_server import Answer, Request, StrictGcs
 from ckptcore_testing.gcs_servers import GcsServer
 
 import ckptcore

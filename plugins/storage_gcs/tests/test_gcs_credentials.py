@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from ckptcore_gcs.plugin import GcsPlugin
-from ckptcore_gcs.testing import Answer, Request, StrictGcs
+from ckptcore_gcs_server import Answer, Request, StrictGcs
 
 from ckptcore.errors import ClockSkewError, StorageCredentialsError
 from ckptcore.model import JSON

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 from ckptcore_gcs.plugin import GcsPlugin
-from ckptcore_gcs.testing import Answer, Request, StrictGcs
+from ckptcore_gcs_server import Answer, Request, StrictGcs
 from ckptcore_gcs_server.conditions import Conditions
 
 from ckptcore.errors import (

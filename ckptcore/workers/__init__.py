@@ -1,1 +1,0 @@
-"""What the workers of a single controller are sent to do."""
