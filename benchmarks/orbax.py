@@ -20,7 +20,7 @@ from benchmarks.local import Clearing, read_raw, write_raw
 from benchmarks.report import Row
 from benchmarks.setting import Setting
 from benchmarks.states import large_state, small_state
-from ckptcore_tensorstore import OcdbtLayout
+from ckptcore_orbax import OcdbtLayout
 
 __all__ = ["jax_state", "rows"]
 

@@ -35,7 +35,7 @@ from ckptcore.model import (
 )
 from ckptcore.planning import cuts_of, plan_read
 from ckptcore.protocols import Layout, StorageOptions
-from ckptcore_tensorstore import OcdbtLayout
+from ckptcore_orbax import OcdbtLayout
 
 __all__ = ["CASES", "Case", "Count", "Mesh", "counts", "rows", "subchunked", "whole_shards"]
 

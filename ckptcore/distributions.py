@@ -49,7 +49,7 @@ DISTRIBUTIONS: Final = (
     Distribution("s3", "ckptcore_s3", schemes=("s3",)),
     Distribution("gcs", "ckptcore_gcs", schemes=("gcs", "gs")),
     Distribution("dcp", "ckptcore_dcp", layouts=("dcp", "torch")),
-    Distribution("orbax", "ckptcore_tensorstore", layouts=("ocdbt", "zarr", "zarr3")),
+    Distribution("orbax", "ckptcore_orbax", layouts=("ocdbt", "zarr", "zarr3")),
     Distribution("fsspec", "ckptcore_fsspec", schemes=("abfs", "az", "hdfs", "http", "https", "sftp")),
     Distribution("ray", "ckptcore_ray"),
     Distribution("testing", "ckptcore_testing"),

@@ -16,7 +16,7 @@ import safetensors.numpy
 from orbax.checkpoint import v1 as ocp  # type: ignore[import-untyped]  # it has no types
 
 import ckptcore
-from ckptcore_tensorstore import OcdbtLayout
+from ckptcore_orbax import OcdbtLayout
 from examples.minilm import network_jax, network_torch
 from examples.minilm.demo import abstract_weights, agree, agreement, same_bits
 from examples.minilm.pretrained import Sizes, model_directory

@@ -226,7 +226,7 @@ def test_what_other_software_wrote_loads_without_frameworks(tmp_path: Path) -> N
 def goldens() -> dict[str, Path]:
     """The golden checkpoints that the plugins for formats of others keep: Orbax's, AXLearn's, Flax', PyTorch's, Hugging Face's and ours."""
     found = {}
-    for plugin in ("layout_tensorstore", "layout_dcp"):
+    for plugin in ("layout_orbax", "layout_dcp"):
         for told in sorted((ROOT / "plugins" / plugin / "tests" / "golden").glob("*.json")):
             found[f"{plugin} {told.stem}"] = told.with_suffix("") / json.loads(told.read_text()).get("directory", "")
     files = found.pop("layout_dcp torch_files")

@@ -20,7 +20,7 @@ from ckptcore.loading.opened import Opened
 from ckptcore.loading.tries import open_checkpoint
 from ckptcore.model import ArraySpec, Box, HostArray, ReadPlan, WriteItem, WritePlan
 from ckptcore.protocols import Layout, ReadsChunks, ReadStore
-from ckptcore_tensorstore import Zarr3Layout
+from ckptcore_orbax import Zarr3Layout
 from tests.consolidation.test_jobs import CountedFiles
 
 ARRAYS, ARRAY_BYTES = 10, 8000

@@ -17,7 +17,7 @@ from ckptcore.builtin.safetensors import SafetensorsLayout
 from ckptcore.errors import CheckpointError
 from ckptcore.io.memory import allocate
 from ckptcore.model import ArraySpec, HostArray
-from ckptcore_tensorstore import OcdbtLayout, Zarr3Layout, ZarrLayout
+from ckptcore_orbax import OcdbtLayout, Zarr3Layout, ZarrLayout
 from tests.crashes.states import same_value
 
 __all__ = ["ORIGINALS", "Original", "bounded_memory", "make_original"]

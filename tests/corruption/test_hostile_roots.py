@@ -19,7 +19,7 @@ from ckptcore_testing.hostile_json import tampered
 import ckptcore
 from ckptcore.errors import CheckpointError, CorruptCheckpointError, InvalidLocationError
 from ckptcore.model import Box
-from ckptcore_tensorstore import OcdbtLayout, Zarr3Layout
+from ckptcore_orbax import OcdbtLayout, Zarr3Layout
 from tests.corruption.checkpoints import bounded_memory
 
 _CONTEXT: Final = ckptcore.Context(durability="none", threads=1)

@@ -21,7 +21,7 @@ import numpy as np
 import ckptcore
 from ckptcore.builtin.safetensors import SafetensorsLayout
 from ckptcore.errors import CheckpointExistsError, SaveLostError
-from ckptcore_tensorstore import OcdbtLayout
+from ckptcore_orbax import OcdbtLayout
 from tests.crashes.states import LARGE, SMALL, make_composite, make_state
 
 __all__ = ["LOST", "NEW", "OLD", "TASKS", "copied_from", "exported", "partial_state"]

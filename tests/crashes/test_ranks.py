@@ -17,7 +17,7 @@ from ckptcore.builtin.safetensors import SafetensorsLayout
 from ckptcore.errors import BackgroundSaveError, CheckpointExistsError, RankFailedError
 from ckptcore.model import JSON, Box, HostArray, LeafRecord, Pending, Receipt, TreeMetadata
 from ckptcore.protocols import Coordinator, Snapshot, WriteStore
-from ckptcore_tensorstore import OcdbtLayout
+from ckptcore_orbax import OcdbtLayout
 from tests.crashes.places import faulty_context, through
 from tests.crashes.states import make_state, version_at
 

@@ -17,7 +17,7 @@ from typing import Any, Final, Protocol
 __all__ = ["Place", "Program", "run_job"]
 
 _PATIENCE_SECONDS: Final = 240
-_PRELOADED: Final = ["ckptcore_testing", "ckptcore_tensorstore", "jax", "torch.distributed.tensor"]
+_PRELOADED: Final = ["ckptcore_testing", "ckptcore_orbax", "jax", "torch.distributed.tensor"]
 
 
 @dataclass(frozen=True)

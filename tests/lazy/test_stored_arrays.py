@@ -26,7 +26,7 @@ from ckptcore.errors import CheckpointNotFoundError, ChecksumError, CorruptCheck
 from ckptcore.io.held_objects import VerifiedBlocks, Window
 from ckptcore.model import BLOCK_BYTES, Box
 from ckptcore.protocols import Coordinator, StorageBackend, StorageOpener, StorageOptions
-from ckptcore_tensorstore import Zarr3Layout
+from ckptcore_orbax import Zarr3Layout
 
 LAYOUTS = ["safetensors", "zarr3", "ocdbt", "dcp"]
 FAST = Context(durability="none")

@@ -255,7 +255,7 @@ def test_a_report_tells_what_was_done_only_when_it_is_done(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("compression", [None, "zstd"])
 def test_compressed_bytes_are_counted_as_they_are_read(tmp_path: Path, compression: Any) -> None:
-    from ckptcore_tensorstore import Zarr3Layout
+    from ckptcore_orbax import Zarr3Layout
 
     state = {name: np.random.default_rng(0).integers(0, 16, 1 << 18).astype(np.uint8) for name in "ab"}
     ckptcore.save(tmp_path / "c", state, layout=Zarr3Layout(compression=compression))

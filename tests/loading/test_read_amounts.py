@@ -18,7 +18,7 @@ from ckptcore.builtin.local import LocalStorage
 from ckptcore.model import Box, TileRead
 from ckptcore.protocols import Coordinator, Layout, StorageBackend, StorageOpener, StorageOptions
 from ckptcore.transforms import Cast, Stack
-from ckptcore_tensorstore import OcdbtLayout, Zarr3Layout
+from ckptcore_orbax import OcdbtLayout, Zarr3Layout
 
 RANKS = 4
 

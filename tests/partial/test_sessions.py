@@ -25,7 +25,7 @@ from ckptcore.errors import (
     TreeMismatchError,
     UncommittedCheckpointError,
 )
-from ckptcore_tensorstore import Zarr3Layout
+from ckptcore_orbax import Zarr3Layout
 from tests.copying.places import new_place, objects_at
 from tests.crashes.states import same_value
 

@@ -12,7 +12,7 @@ from ckptcore.builtin.safetensors import SafetensorsLayout
 from ckptcore.errors import StorageError
 from ckptcore.protocols import Layout, StorageBackend
 from ckptcore_dcp.layouts import DcpLayout
-from ckptcore_tensorstore import OcdbtLayout, Zarr3Layout, ZarrLayout
+from ckptcore_orbax import OcdbtLayout, Zarr3Layout, ZarrLayout
 from tests.servers.samples import SERVERS, open_storage
 
 

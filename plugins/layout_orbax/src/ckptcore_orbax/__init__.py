@@ -1,0 +1,33 @@
+"""The layouts zarr, zarr3 and ocdbt: checkpoints that Orbax reads, and those that Orbax writes.
+
+Nothing here has to be imported to save and load: ckptcore finds `ckptcore_orbax.plugin` by its entry point, and
+``layout="ocdbt"`` names one. Options other than the default ones are those of a layout object:
+
+    OcdbtLayout   one OCDBT database: ``save(location, state, layout=OcdbtLayout(chunk_bytes=16 << 20))``
+    Zarr3Layout   zarr v3 arrays, a file for each shard
+    ZarrLayout    zarr v2 arrays, a file for each chunk
+    ArrayRule     other options for the arrays that a pattern names
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ckptcore_orbax.layouts import OcdbtLayout, Zarr3Layout, ZarrLayout
+    from ckptcore_orbax.options import ArrayRule
+
+__all__ = ["ArrayRule", "OcdbtLayout", "Zarr3Layout", "ZarrLayout"]
+
+
+def __getattr__(name: str) -> object:
+    # Looking for plugins imports this package; what it needs is imported when a layout is made.
+    if name == "ArrayRule":
+        from ckptcore_orbax import options
+
+        return options.ArrayRule
+    if name in __all__:
+        from ckptcore_orbax import layouts
+
+        return getattr(layouts, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,164 @@
+"""Steps that AXLearn saved: an index in JSON, a zarr 2 array for each tensor, and the states of iterators."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Final
+
+from ckptcore.errors import CorruptCheckpointError, UncommittedCheckpointError
+from ckptcore.model import JSON, ArraySpec, dtype_from_name
+from ckptcore.protocols import ReadStore
+from ckptcore_orbax.orbax.aggregate import unpack
+from ckptcore_orbax.orbax.documents import corrupt, expect, parse_document, text_of
+from ckptcore_orbax.orbax.trees import MAX_DEPTH, StoredTree, TreeLeaf, plain_tree
+
+__all__ = ["AxlearnStep", "find_axlearn"]
+
+_INDEX: Final = "index"
+_ARRAYS: Final = "gda"
+_ITERATOR: Final = "<class '"
+"""What an entry of the index begins with that stands for the state of an iterator."""
+
+_SHAPE: Final = re.compile(r"\((?:\d{1,18}(?:, \d{1,18})*,?)?\)")
+_STATES: Final = re.compile(r"(python|grain|tf)_(\d{1,9})/")
+
+
+@dataclass(frozen=True, slots=True)
+class AxlearnStep:
+    """What a directory ``step_%08d`` holds.
+
+    Attributes:
+        tree: dicts by the parts of each path, and the number of the step as ``step``. An array's `TreeLeaf.name` is its
+            directory, its `TreeLeaf.spec` what the index says, which the array's own metadata must confirm. The state of an
+            iterator is a tree of values; where several processes saved theirs, a dict of them by number.
+        custom: ``not_readable``: what only TensorFlow reads, by path, with its type. Absent where there is nothing.
+        writer: says so too, so that nobody takes it for loaded.
+    """
+
+    tree: StoredTree
+    writer: str
+    custom: Mapping[str, JSON] = field(default_factory=dict)
+
+
+def find_axlearn(store: ReadStore) -> AxlearnStep | None:
+    """The step of AXLearn in the store's directory, arrays not yet read; None if there is none.
+
+    Everything in it may be hostile. The index is a list of ``[path, value]``: ``["step", N]`` first; for an array
+    ``{"dtype": "float32", "shape": "(8, 8)"}``; for an iterator the name of its class; anything else is a value itself.
+
+    Raises:
+        CorruptCheckpointError: also where the index ends too early, for which AXLearn takes the step as complete.
+        UncommittedCheckpointError: where arrays are there and no index.
+        UnsupportedLeafError: for a dtype that is not known.
+    """
+    names = frozenset(store.list_names())
+    if f"{_ARRAYS}/" not in names and not (_INDEX in names and any(map(_STATES.fullmatch, names))):
+        return None
+    if _INDEX not in names:
+        raise UncommittedCheckpointError(
+            f"the directory has arrays of AXLearn in {_ARRAYS}/ and no {_INDEX}, which is written last: the save never ended. "
+            "Load another step"
+        )
+    entries = _entries(store.get(_INDEX))
+    states = _state_files(store, names, {path for path, value in entries if _is_iterator(value)})
+    has_step = any(path == "step" for path, _ in entries[1:])
+    root: dict[str, object] = {}
+    unreadable: dict[str, JSON] = {}
+    for path, value in entries:
+        found: object
+        if path == "step" and type(value) is int and has_step:
+            continue  # the state has a leaf of this name, which is what is loaded
+        if isinstance(value, dict) and {"dtype", "shape"} <= value.keys():
+            found = TreeLeaf(f"{_ARRAYS}/{path}", "jax.Array", spec=_spec(value))
+        elif not _is_iterator(value):
+            found = value
+        elif path in states:
+            found = _state(store, states[path])
+        else:
+            unreadable[path] = value
+            continue
+        _insert(root, path, found)
+    writer = "AXLearn"
+    if unreadable:
+        writer += f" (not read, because only TensorFlow can: {', '.join(sorted(unreadable))[:200]})"
+    return AxlearnStep(plain_tree(root, _INDEX), writer, {"not_readable": unreadable} if unreadable else {})
+
+
+def _entries(data: bytes) -> list[tuple[str, JSON]]:
+    found: list[tuple[str, JSON]] = []
+    for entry in expect(parse_document(data, _INDEX), list, _INDEX, "the index"):
+        pair = expect(entry, list, _INDEX, "an entry of the index")
+        if len(pair) != 2:
+            raise corrupt(_INDEX, "a path and a value", pair)
+        path = text_of(pair[0], _INDEX, "a path")
+        parts = path.split("/")
+        if len(parts) >= MAX_DEPTH or not {"", ".", ".."}.isdisjoint(parts) or "\0" in path:
+            raise corrupt(_INDEX, "a relative path", path)
+        found.append((path, pair[1]))
+    return found
+
+
+def _is_iterator(value: JSON) -> bool:
+    return isinstance(value, str) and value.startswith(_ITERATOR)
+
+
+def _spec(value: Mapping[str, JSON]) -> ArraySpec:
+    shape = text_of(value["shape"], _INDEX, "a shape")
+    if not _SHAPE.fullmatch(shape):
+        raise corrupt(_INDEX, "a shape such as '(8, 8)'", shape)
+    extents = tuple([int(extent) for extent in shape.strip("(),").split(",") if extent.strip()])
+    if len(extents) > 64:
+        raise corrupt(_INDEX, "at most 64 axes", len(extents))
+    dtype = text_of(value["dtype"], _INDEX, "a dtype")
+    dtype_from_name(dtype)
+    return ArraySpec(extents, dtype)
+
+
+def _state_files(store: ReadStore, names: frozenset[str], paths: set[str]) -> dict[str, dict[int, str]]:
+    """The files with the states of iterators, by path and process; those of TensorFlow are left out."""
+    files: dict[str, dict[int, str]] = {}
+    for name in names:
+        match = _STATES.fullmatch(name)
+        if match is None or match[1] == "tf":
+            continue
+        for path in paths:
+            directory, _, last = f"{name}{path}".rpartition("/")
+            if last in store.list_names(directory):
+                files.setdefault(path, {})[int(match[2])] = f"{name}{path}"
+    return files
+
+
+def _state(store: ReadStore, files: Mapping[int, str]) -> object:
+    """The state of an iterator: of the one process that saved it, or of each."""
+    states = {process: _unpacked(store.get(files[process]), files[process]) for process in sorted(files)}
+    return next(iter(states.values())) if len(states) == 1 else states
+
+
+def _unpacked(data: bytes, key: str) -> object:
+    """The state in a file: JSON as older versions wrote it for Grain, msgpack otherwise."""
+    if key.startswith("grain_"):
+        return parse_document(data, key)
+
+    def refuse(code: int, _: bytes) -> object:
+        raise CorruptCheckpointError(
+            f"{key}: found a value of the extension type {code} of msgpack, which only the software that wrote it can "
+            "read; expected numbers, str, bytes, lists and dicts",
+            key=key,
+        )
+
+    return unpack(data, key, refuse)
+
+
+def _insert(root: dict[str, object], path: str, value: object) -> None:
+    inner = root
+    *parents, last = path.split("/")
+    for part in parents:
+        below = inner.setdefault(part, {})
+        if not isinstance(below, dict):
+            raise corrupt(_INDEX, f"one leaf at {path[:80]!r}", "another leaf above it")
+        inner = below
+    if last in inner:
+        raise corrupt(_INDEX, f"one leaf at {path[:80]!r}", "two")
+    inner[last] = value

@@ -1,0 +1,154 @@
+"""The arrays of a save, as chunks ask for boxes of them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from math import prod
+
+import numpy as np
+
+from ckptcore.errors import AtomicityError
+from ckptcore.model import Box, HostArray
+from ckptcore.protocols import Snapshot
+from ckptcore_orbax.chunking import chunks_of
+from ckptcore_orbax.stored_arrays import stored_box, stored_view
+from ckptcore_orbax.zarr import ArrayFormat
+
+__all__ = ["ChunkSource"]
+
+
+class ChunkSource:
+    """One array of a snapshot: taken when its first chunk is written, released with the last. Any thread."""
+
+    def __init__(self, snapshot: Snapshot, item: int, name: str, form: ArrayFormat) -> None:
+        """Take nothing yet.
+
+        Args:
+            snapshot: what is saved.
+            item: the number of the array in its plan.
+            name: of the array, for errors.
+            form: how it is stored.
+
+        Raises:
+            AtomicityError: if this process holds a part of a chunk only.
+        """
+        planned = snapshot.plan.items[item]
+        self.leaf = planned.leaf
+        self.name = name
+        self.form = form
+        self._snapshot = snapshot
+        self._item = item
+        self._boxes = [stored_box(box, form.spec) for box in planned.boxes]
+        self._whole = Box.whole(form.spec.shape)
+        self._holders: dict[tuple[int, ...], list[int]] = {}
+        self.chunks = self._chunks_here()
+        self._arrays: Sequence[tuple[Box, HostArray]] | None = None
+        self._left = 0
+        self._lock = threading.Lock()
+
+    def _chunks_here(self) -> Sequence[tuple[tuple[int, ...], Box]]:
+        """The index and box of each chunk that this process writes, in C order; boxes may reach beyond the array."""
+        chunk = self.form.chunk
+        if self._boxes == [self._whole]:
+            return list(chunks_of(chunk, self._whole))
+        # A process may hold hundreds of boxes of an array: each chunk is compared with those that it touches, not with all.
+        touched: dict[tuple[int, ...], Box] = {}
+        for number, box in enumerate(self._boxes):
+            for index, outer in chunks_of(chunk, box):
+                touched[index] = outer
+                self._holders.setdefault(index, []).append(number)
+        found = []
+        for index, outer in sorted(touched.items()):
+            wanted = outer.intersect(self._whole)
+            held = [self._boxes[number].intersect(outer) for number in self._holders[index]]
+            parts = [common.size for common in held if common is not None]
+            if wanted is None or sum(parts) != wanted.size:
+                raise AtomicityError(
+                    f"{self.name}: this process holds a part only of the chunk {list(index)} of {list(chunk)} elements, and no two "
+                    "processes can write one chunk: the cuts that its leaf handler describes are not those of its shards"
+                )
+            found.append((index, outer))
+        return found
+
+    def inner_boxes(self, outer: Box) -> Iterator[Box]:
+        """The read chunks of a chunk, in C order."""
+        if not self.form.sharded:
+            yield outer
+            return
+        for _, box in chunks_of(self.form.inner, outer):
+            yield box
+
+    def expect(self, segments: int) -> None:
+        """Say how many segments will be opened and closed in all; releases the array where there are none."""
+        self._left = segments
+        if not segments:
+            self._snapshot.release(self._item)
+
+    def opener(self, box: Box) -> Callable[[], Sequence[tuple[Box, HostArray]]]:
+        """What gives the elements of a box, with zeros where it reaches beyond the array."""
+        return lambda: self.parts(box)
+
+    def parts(self, box: Box) -> Sequence[tuple[Box, HostArray]]:
+        """The boxes and arrays that make up a box, with zeros where it reaches beyond the array."""
+        arrays = self._take()
+        if len(arrays) == 1 and arrays[0][0] == box:
+            return arrays
+        return [*self.filled_parts(box), *self._padding(box)]
+
+    def filled_parts(self, box: Box) -> list[tuple[Box, HostArray]]:
+        """The boxes and arrays that make up a box of one chunk, as far as the array goes."""
+        arrays = self._take()
+        if self._holders:
+            index = tuple(map(int.__floordiv__, box.start, self.form.chunk))
+            arrays = [arrays[number] for number in self._holders[index]]
+        found = []
+        for held, array in arrays:
+            if (common := held.intersect(box)) is not None:
+                found.append((common, array[common.within(held)]))
+        return found
+
+    def gathered(self, box: Box) -> HostArray:
+        """Return a copy of the elements of a box that are inside the array: little endian, in C order.
+
+        Always a copy: the array may change between the digest of the elements and their encoding.
+        """
+        valid = box.intersect(self._whole)
+        assert valid is not None  # every chunk holds an element
+        dtype = self.form.spec.numpy_dtype.newbyteorder("<")
+        parts = self.filled_parts(valid)
+        if len(parts) == 1:
+            return np.array(parts[0][1], dtype, order="C").reshape(valid.shape)
+        whole = np.empty(valid.shape, dtype)
+        for part, array in parts:
+            whole[part.within(valid)] = array
+        return whole
+
+    def _padding(self, box: Box) -> Iterator[tuple[Box, HostArray]]:
+        """Boxes of zeros that make up what of a box lies beyond the array."""
+        zero = np.zeros((), self.form.spec.numpy_dtype)
+        start, stop = list(box.start), list(box.stop)
+        for axis, extent in enumerate(self._whole.stop):
+            if stop[axis] > extent:
+                beyond = Box((*start[:axis], max(start[axis], extent), *start[axis + 1 :]), tuple(stop))
+                if prod(beyond.shape):
+                    yield beyond, np.broadcast_to(zero, beyond.shape)
+                stop[axis] = max(start[axis], extent)
+
+    def _take(self) -> Sequence[tuple[Box, HostArray]]:
+        with self._lock:
+            if self._arrays is None:
+                taken = self._snapshot.take(self._item)
+                self._arrays = [
+                    (box, stored_view(array, self.form.spec)) for box, array in zip(self._boxes, taken, strict=True)
+                ]
+            return self._arrays
+
+    def close(self) -> None:
+        """Say that one more of the segments is written, or given up."""
+        with self._lock:
+            self._left -= 1
+            if self._left:
+                return
+            self._arrays = None
+        self._snapshot.release(self._item)

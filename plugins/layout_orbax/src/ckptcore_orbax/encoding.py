@@ -1,0 +1,208 @@
+"""Encoding the chunks of arrays that are not stored as they are, many read chunks at a time."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Generator, Iterator, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+import xxhash
+
+from ckptcore.model import ArraySegment, Box, BytesSegment, Segment
+from ckptcore_orbax.chunk_sources import ChunkSource
+from ckptcore_orbax.using import using_tensorstore
+from ckptcore_orbax.zarr import ArrayFormat, ShardIndex, encode_index
+
+if TYPE_CHECKING:
+    from ckptcore_orbax.codec import EncodingChunk
+
+__all__ = ["BoundedChunk", "EncodedChunk", "bound_chunks", "encode_buffer_bytes", "encode_chunks"]
+
+ENCODED_FILE_BYTES: Final = 64 << 20
+"""Encoded bytes that wait to be written, about; a data file of chunks whose sizes are not known before has no more."""
+
+_STARTED_BYTES: Final = 64 << 20
+"""Elements that are encoded at a time, in bytes."""
+
+_LEAST_STARTED: Final = 2
+"""Read chunks that are encoded at a time, however large they are."""
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedChunk:
+    """A chunk as it is stored.
+
+    Attributes:
+        source: the array it is of.
+        index: which chunk.
+        data: its bytes.
+        digests: the xxh3_64 of the elements of each of its read chunks, in C order; zero for those beyond the array.
+    """
+
+    source: ChunkSource
+    index: tuple[int, ...]
+    data: bytes
+    digests: bytes
+
+    @property
+    def nbytes(self) -> int:
+        """How many bytes it takes."""
+        return len(self.data)
+
+    @property
+    def segment(self) -> Segment:
+        """Its bytes as they are handed over."""
+        return BytesSegment(self.data)
+
+
+@dataclass(frozen=True, slots=True)
+class BoundedChunk:
+    """A chunk as large as it can become, where there are no elements to encode.
+
+    Attributes:
+        source, index: as of an `EncodedChunk`.
+        nbytes: the most bytes that it takes.
+        digests: as many as there would be, of nothing.
+        release: to be called once it is handed over.
+    """
+
+    source: ChunkSource
+    index: tuple[int, ...]
+    nbytes: int
+    digests: bytes
+    release: Callable[[], None]
+
+    @property
+    def segment(self) -> Segment:
+        """As many bytes, which nobody has: opened it asks for the elements."""
+        box = Box((0,), (self.nbytes,))
+        return ArraySegment(box, 1, self.source.opener(box), self.release)
+
+
+@dataclass(slots=True)
+class _Assembly:
+    """A chunk whose read chunks are being encoded."""
+
+    source: ChunkSource
+    index: tuple[int, ...]
+    pending: int
+    parts: list[bytes | None] = field(default_factory=list)
+    digests: list[bytes] = field(default_factory=list)
+
+
+def encode_chunks(sources: Sequence[ChunkSource]) -> Generator[EncodedChunk, None, None]:
+    """The chunks of arrays, in order. What is encoded at a time has so many bytes as `_STARTED_BYTES` says, and a chunk.
+
+    To be closed before the memory of the arrays is let go: chunks that nobody asked for are read from it until then.
+    """
+    if not sources:
+        return
+    with using_tensorstore():
+        yield from _encode(sources)
+
+
+def bound_chunks(sources: Sequence[ChunkSource]) -> Generator[BoundedChunk, None, None]:
+    """The chunks that `encode_chunks` would give, as large as they can become; nothing is encoded and no element is asked for."""
+    for source in sources:
+        form = source.form
+        source.expect(len(source.chunks))
+        cells = prod(form.inner_grid)
+        nbytes = cells * _most_bytes(form) + form.index_bytes
+        for index, _ in source.chunks:
+            yield BoundedChunk(source, index, nbytes, bytes(8 * cells), _once(source.close))
+
+
+def encode_buffer_bytes(sources: Sequence[ChunkSource]) -> int:
+    """The most memory that `encode_chunks` takes beside the arrays, with what it gave and its caller has not written, in bytes."""
+    if not sources:
+        return 0
+    largest = max(prod(source.form.inner_grid) * _most_bytes(source.form) for source in sources)
+    total = sum([len(source.chunks) * prod(source.form.inner_grid) * _most_bytes(source.form) for source in sources])
+    inner = max(source.form.inner_bytes for source in sources)
+    return min(2 * total, _STARTED_BYTES + _LEAST_STARTED * inner + 3 * (ENCODED_FILE_BYTES + largest))
+
+
+def _most_bytes(form: ArrayFormat) -> int:
+    """The most bytes of an encoded read chunk.
+
+    zstd grows what it cannot compress by a 256th, and small inputs by up to 64 bytes (``ZSTD_COMPRESSBOUND``), and blosc by 16
+    (``BLOSC_MAX_OVERHEAD``); a frame has a header of up to 18 bytes and each block of 128 KiB one of 3. A checksum behind it has 4.
+    """
+    return form.inner_bytes + form.inner_bytes // 256 + 128
+
+
+def _once(close: Callable[[], None]) -> Callable[[], None]:
+    """A chunk is handed over once for each name of its array, and given back with the first."""
+    calls = iter([close])
+
+    def release() -> None:
+        for call in calls:
+            call()
+
+    return release
+
+
+def _encode(sources: Sequence[ChunkSource]) -> Iterator[EncodedChunk]:
+    from ckptcore_orbax.codec import ChunkCodec  # tensorstore is imported where it is needed
+
+    started: deque[tuple[_Assembly, int, EncodingChunk, int]] = deque()
+    held = 0
+
+    def finish() -> Iterator[EncodedChunk]:
+        nonlocal held
+        assembly, number, encoding, nbytes = started[0]
+        assembly.parts[number] = encoding.result()
+        started.popleft()  # now that nothing reads its elements any more, also if it is interrupted
+        held -= nbytes
+        assembly.pending -= 1
+        if not assembly.pending:
+            assembly.source.close()
+            yield _assembled(assembly)
+
+    try:
+        for source in sources:
+            form = source.form
+            source.expect(len(source.chunks))
+            codec = ChunkCodec(source.name, form)
+            whole = Box.whole(form.spec.shape)
+            for index, outer in source.chunks:
+                boxes = [(box, box.intersect(whole)) for box in source.inner_boxes(outer)]
+                assembly = _Assembly(source, index, sum(valid is not None for _, valid in boxes))
+                assembly.parts = [None] * len(boxes)
+                assembly.digests = [bytes(8)] * len(boxes)
+                for number, (box, valid) in enumerate(boxes):
+                    if valid is None:
+                        continue
+                    elements = source.gathered(box)
+                    assembly.digests[number] = xxhash.xxh3_64_digest(elements.reshape(-1).view(np.uint8).data)
+                    part = Box(
+                        tuple(map(int.__sub__, valid.start, box.start)), tuple(map(int.__sub__, valid.stop, box.start))
+                    )
+                    started.append((assembly, number, codec.encode(part, elements), elements.nbytes))
+                    held += elements.nbytes
+                    while held > _STARTED_BYTES and len(started) > _LEAST_STARTED:
+                        yield from finish()
+        while started:
+            yield from finish()
+    finally:
+        # After an error tensorstore still reads from memory that is about to be freed.
+        for _, _, left, _ in started:
+            left.settle()
+
+
+def _assembled(assembly: _Assembly) -> EncodedChunk:
+    form = assembly.source.form
+    parts = assembly.parts
+    if not form.sharded:
+        (data,) = [part for part in parts if part is not None]
+    else:
+        lengths = np.array([len(part or b"") for part in parts], np.int64)
+        offsets = np.cumsum(lengths) - lengths + (form.index_bytes if form.index_at == "start" else 0)
+        offsets[[part is None for part in parts]] = -1
+        table = encode_index(form, ShardIndex(offsets, lengths))
+        stored = [part for part in parts if part is not None]
+        data = b"".join([table, *stored] if form.index_at == "start" else [*stored, table])
+    return EncodedChunk(assembly.source, assembly.index, data, b"".join(assembly.digests))

@@ -1,0 +1,264 @@
+"""Making what processes wrote one whole: the keys of all chunks, and what Orbax reads beside arrays."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+from ckptcore.errors import CheckpointError
+from ckptcore.model import (
+    JSON,
+    ArrayRecord,
+    ArraySpec,
+    BytesSegment,
+    HostArray,
+    Receipt,
+    TreeMetadata,
+    ValueRecord,
+    name_of_dtype,
+)
+from ckptcore.protocols import WriteStore
+from ckptcore_orbax.crc32c import CRC32C
+from ckptcore_orbax.grids import unflat_index
+from ckptcore_orbax.ocdbt import Value, encode_database
+from ckptcore_orbax.orbax import item_files, value_array
+from ckptcore_orbax.state import DIGEST_BYTES, ArraysState, Extents, StoredName
+from ckptcore_orbax.stored_arrays import SESSIONS, Form, array_names, dimension_names, stored_format
+from ckptcore_orbax.zarr import (
+    ZarrFormat,
+    encode_group,
+    encode_metadata,
+    groups_around,
+    zarr2_array,
+    zarr3_array,
+)
+
+__all__ = ["finish_arrays"]
+
+
+@dataclass(frozen=True, slots=True)
+class _Chunks:
+    """The chunks of one process."""
+
+    files: Sequence[str]
+    leaf: Sequence[int]
+    chunk: Sequence[int]
+    file: Sequence[int]
+    offset: Sequence[int]
+    length: Sequence[int]
+    digested_leaf: Sequence[int]
+    digested_chunk: Sequence[int]
+    digest: bytes
+
+    @classmethod
+    def of(cls, receipt: Receipt) -> _Chunks:
+        state: Any = receipt.state
+        return cls(
+            files=state["files"],
+            leaf=state["leaf"],
+            chunk=state["chunk"],
+            file=state["file"],
+            offset=state["offset"],
+            length=state["length"],
+            digested_leaf=state["digested_leaf"],
+            digested_chunk=state["digested_chunk"],
+            digest=base64.b64decode(state["digest"]),
+        )
+
+
+def finish_arrays(tree: TreeMetadata, receipts: Sequence[Receipt], form: Form, store: WriteStore) -> JSON:
+    """Write the keys of all chunks, the formats of all arrays, and what Orbax reads beside them; the state for the root.
+
+    Raises:
+        CheckpointError: if processes wrote with different options: no reader could make a whole of that.
+    """
+    _expect_one_form(receipts, form)
+    names = array_names(tree, form)
+    in_sessions = any(receipt.state["session"] is not None for receipt in receipts)  # type: ignore[index,call-overload]  # see `write_arrays`
+    size = SESSIONS if in_sessions else len(receipts)
+    directory = str(receipts[0].state["directory"])  # type: ignore[index,call-overload]  # see `write_arrays`
+    prefix = f"{directory}/" if directory else ""
+    arrays: dict[int, StoredName] = {}
+    for leaf, record in enumerate(tree.leaves):
+        if not isinstance(record, ArrayRecord):
+            continue
+        target = tree.aliases.get(leaf)
+        made = stored_format(record, names[leaf], form, size) if target is None else arrays[target].form
+        arrays[leaf] = StoredName(names[leaf], made)
+    chunks = [_Chunks.of(receipt) for receipt in receipts]
+    small = {
+        leaf: _small_array(names[leaf], array, form)
+        for leaf, record in enumerate(tree.leaves)
+        if isinstance(record, ValueRecord) and (array := value_array(record)) is not None
+    }
+    if form.storage == "ocdbt":
+        _write_database(tree, arrays, chunks, small, receipts, prefix, store)
+    else:
+        _write_documents(arrays, small, form.zarr_format, prefix, store)
+    shapes = {leaf: (stored.form.chunk, stored.form.inner) for leaf, stored in arrays.items()}
+    database, zarr3 = form.storage == "ocdbt", form.zarr_format == 3
+    files = item_files(tree, shapes, use_ocdbt=database, use_zarr3=zarr3)
+    store.write_many((f"{prefix}{key}", [BytesSegment(data)]) for key, data in files.items())
+    state = ArraysState(
+        directory=directory,
+        storage=form.storage,
+        missing="error",
+        source="ckptcore",
+        arrays=arrays,
+        extents=_extents(arrays, chunks),
+        digests=_digests(arrays, chunks),
+    )
+    return state.to_json()
+
+
+def _expect_one_form(receipts: Sequence[Receipt], form: Form) -> None:
+    for receipt in receipts:
+        found = receipt.state.get("form") if isinstance(receipt.state, Mapping) else None
+        if found != form.agreed:
+            raise CheckpointError(
+                f"rank {receipt.rank} wrote arrays in another form than rank 0 states: expected {form.agreed}, found "
+                f"{found or 'another layout'}; give every rank the same layout with the same options"
+            )
+
+
+def _small_array(name: str, array: HostArray, form: Form) -> tuple[StoredName, bytes]:
+    """A small value as the array that Orbax has for it, and its only chunk."""
+    spec = ArraySpec(array.shape, name_of_dtype(array.dtype))
+    chunk = tuple([max(1, extent) for extent in array.shape])
+    little = array.astype(array.dtype.newbyteorder("<")).tobytes()
+    if form.zarr_format == 2:
+        return StoredName(name, zarr2_array(spec, chunk, compression=None)), little
+    checksum = form.options.checksum
+    names = dimension_names(spec, form.storage)
+    made = zarr3_array(spec, chunk, chunk, checksum=checksum, dimension_names=names)
+    return StoredName(name, made), little + (CRC32C.encode(CRC32C.of(memoryview(little))) if checksum else b"")
+
+
+def _write_database(
+    tree: TreeMetadata,
+    arrays: Mapping[int, StoredName],
+    chunks: Sequence[_Chunks],
+    small: Mapping[int, tuple[StoredName, bytes]],
+    receipts: Sequence[Receipt],
+    prefix: str,
+    store: WriteStore,
+) -> None:
+    """Merge the chunks of all processes into one database by reference: no element is moved."""
+    unique = hashlib.blake2b(json.dumps([_save_of(receipt) for receipt in receipts]).encode(), digest_size=16)
+    node_file = f"d/{unique.hexdigest()}"
+    database = encode_database(
+        _entries(tree, arrays, chunks, small), uuid=unique.digest(), node_file=node_file, created_ns=time.time_ns()
+    )
+    if database.nodes:
+        store.write(f"{prefix}{node_file}", [BytesSegment(database.nodes)])
+    store.put(f"{prefix}manifest.ocdbt", database.manifest)
+
+
+def _save_of(receipt: Receipt) -> list[JSON]:
+    """What no other receipt of any save has: files do not tell, where a tree has no arrays."""
+    state: Any = receipt.state
+    return [state["save_id"], state["name"], receipt.rank]
+
+
+def _entries(
+    tree: TreeMetadata,
+    arrays: Mapping[int, StoredName],
+    chunks: Sequence[_Chunks],
+    small: Mapping[int, tuple[StoredName, bytes]],
+) -> Iterator[tuple[bytes, Value]]:
+    """Every key of the database with its value, in no order."""
+    documents: dict[int, bytes] = {}
+    shared: dict[int, list[int]] = {}
+    for alias, target in tree.aliases.items():
+        shared.setdefault(target, []).append(alias)
+    for stored in [*arrays.values(), *(stored for stored, _ in small.values())]:
+        document = documents.setdefault(id(stored.form), encode_metadata(stored.form))
+        yield f"{stored.prefix}{stored.form.metadata_key}".encode(), _inline(document)
+    for stored, data in small.values():
+        if data:
+            yield f"{stored.prefix}{stored.form.chunk_key((0,) * len(stored.form.chunk))}".encode(), _inline(data)
+    # Of millions of chunks most are of a few formats: what a key ends in is made once for each of these.
+    prefixes = {
+        leaf: [arrays[name].prefix.encode() for name in (leaf, *shared.get(leaf, ()))]
+        for leaf in arrays
+        if leaf not in tree.aliases
+    }
+    endings: dict[int, dict[int, bytes]] = {}
+    endings_of = {leaf: endings.setdefault(id(stored.form), {}) for leaf, stored in arrays.items()}
+    for part in chunks:
+        columns = zip(part.leaf, part.chunk, part.file, part.offset, part.length, strict=True)
+        for leaf, chunk, file, offset, length in columns:
+            value = Value(None, part.files[file], offset, length)
+            ending = endings_of[leaf].get(chunk)
+            if ending is None:
+                form = arrays[leaf].form
+                ending = endings_of[leaf][chunk] = form.chunk_key(unflat_index(chunk, form.grid)).encode()
+            for prefix in prefixes[leaf]:
+                yield prefix + ending, value
+
+
+def _inline(data: bytes) -> Value:
+    return Value(data, "", 0, len(data))
+
+
+def _write_documents(
+    arrays: Mapping[int, StoredName],
+    small: Mapping[int, tuple[StoredName, bytes]],
+    zarr_format: ZarrFormat,
+    prefix: str,
+    store: WriteStore,
+) -> None:
+    """Write the groups around arrays, the format of every array, and small values, as objects."""
+    described = [*arrays.values(), *(stored for stored, _ in small.values())]
+
+    def objects() -> Iterator[tuple[str, bytes]]:
+        key, group = encode_group(zarr_format)
+        for path in groups_around([stored.name for stored in described]):
+            yield f"{path}/{key}" if path else key, group
+        for stored in described:
+            yield f"{stored.prefix}{stored.form.metadata_key}", encode_metadata(stored.form)
+        for stored, data in small.values():
+            if data:
+                yield f"{stored.prefix}{stored.form.chunk_key((0,) * len(stored.form.chunk))}", data
+
+    store.write_many((f"{prefix}{key}", [BytesSegment(data)]) for key, data in objects())
+
+
+def _extents(arrays: Mapping[int, StoredName], chunks: Sequence[_Chunks]) -> Extents:
+    """Where each array lies in each data file, from its first chunk there to its last."""
+    files: list[str] = []
+    spans: dict[tuple[int, int], tuple[int, int]] = {}
+    direct = {leaf for leaf, stored in arrays.items() if stored.form.direct}
+    for part in chunks:
+        first = len(files)
+        files.extend(part.files)
+        for leaf, file, offset, length in zip(part.leaf, part.file, part.offset, part.length, strict=False):
+            if leaf in direct:
+                start, stop = spans.get((leaf, first + file), (offset, offset))
+                spans[leaf, first + file] = (min(start, offset), max(stop, offset + length))
+    return Extents(
+        files,
+        [leaf for leaf, _ in spans],
+        [file for _, file in spans],
+        [start for start, _ in spans.values()],
+        [stop for _, stop in spans.values()],
+    )
+
+
+def _digests(arrays: Mapping[int, StoredName], chunks: Sequence[_Chunks]) -> dict[int, bytes]:
+    digests: dict[int, bytearray] = {}
+    for part in chunks:
+        position = 0
+        for leaf, chunk in zip(part.digested_leaf, part.digested_chunk, strict=True):
+            form = arrays[leaf].form
+            nbytes = prod(form.inner_grid) * DIGEST_BYTES
+            whole = digests.setdefault(leaf, bytearray(prod(form.grid) * nbytes))
+            whole[chunk * nbytes : (chunk + 1) * nbytes] = part.digest[position : position + nbytes]
+            position += nbytes
+    return {leaf: bytes(whole) for leaf, whole in digests.items()}

@@ -1,0 +1,288 @@
+"""Looking into checkpoints of other software: Orbax's of every kind, and AXLearn's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final, Literal
+
+import numpy as np
+
+from ckptcore.errors import CompositeCheckpointError, CorruptCheckpointError
+from ckptcore.model import (
+    JSON,
+    ArrayRecord,
+    ArraySpec,
+    Box,
+    LeafRecord,
+    TreeMetadata,
+    ValueRecord,
+    format_path,
+)
+from ckptcore.planning import plan_read
+from ckptcore.protocols import InspectedComposite, Inspection, MemberKind, ReadStore
+from ckptcore_orbax.axlearn import find_axlearn
+from ckptcore_orbax.ocdbt import Database, Value
+from ckptcore_orbax.orbax import (
+    Composite,
+    Item,
+    StoredTree,
+    TreeLeaf,
+    find_composite,
+    find_item,
+    scalar_record,
+    tree_of_names,
+)
+from ckptcore_orbax.reading import Databases, open_database, read_arrays
+from ckptcore_orbax.state import ArraysState, StoredName, array_prefix
+from ckptcore_orbax.zarr import ArrayFormat, parse_zarr2, parse_zarr3, zarr2_array
+
+__all__ = ["inspect_composite", "inspect_tree"]
+
+_MANIFEST: Final = "manifest.ocdbt"
+_MOST_CUTS: Final = 4096
+"""Boundaries of chunks along an axis that are told as those of shards; more are those of small read chunks."""
+
+_PARSERS: Final[Mapping[str, Callable[[bytes, str], ArrayFormat]]] = {"zarr.json": parse_zarr3, ".zarray": parse_zarr2}
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """A tree whose arrays were not looked at yet.
+
+    Attributes:
+        item: it, with what is said of its arrays.
+        tree: the tree.
+        missing: what a chunk that is not there means.
+        custom, metrics, created: of the checkpoint around it.
+    """
+
+    item: Item
+    tree: StoredTree
+    missing: Literal["error", "fill"]
+    custom: Mapping[str, JSON]
+    metrics: Mapping[str, float]
+    created: str | None
+
+
+def inspect_composite(store: ReadStore) -> InspectedComposite | None:
+    """A checkpoint of Orbax's of several items, or of one that has a name."""
+    found = find_composite(store)
+    if found is None:
+        return None
+    kinds: dict[str, MemberKind] = {
+        name: "files" if kind == "other" else "tree" for name, kind in found.members.items()
+    }
+    return InspectedComposite(kinds, found.writer, found.custom, found.metrics, found.created)
+
+
+def inspect_tree(store: ReadStore, layout: str, databases: Databases) -> Inspection | None:
+    """The tree that a checkpoint is, or that a plain load of it means; None if there is none of this layout.
+
+    Raises:
+        CompositeCheckpointError: if there are several and none is meant.
+        CorruptCheckpointError, UncommittedCheckpointError, UnsupportedLeafError
+    """
+    composite = find_composite(store)
+    if composite is not None and composite.sole is None:
+        names = list(composite.members)
+        raise CompositeCheckpointError(
+            f"the checkpoint holds several items ({', '.join(names)}), and none is its only tree: use load_checkpointables, or load "
+            "one by its own location",
+            names,
+        )
+    directory = composite.sole if composite is not None and composite.sole is not None else ""
+    if (_MANIFEST in store.list_names(directory)) != (layout == "ocdbt"):
+        return None
+    found = _find(store, directory, composite, databases)
+    if found is None or _layout_of(found) != layout:
+        return None
+    return _inspection(found, store, databases)
+
+
+def _find(store: ReadStore, directory: str, composite: Composite | None, databases: Databases) -> _Found | None:
+    item = find_item(store, directory)
+    if item is None:
+        step = find_axlearn(store)
+        if step is None:
+            return None
+        item = Item("tree", "", step.tree, step.writer, zarr_format=2, custom=step.custom)
+        return _Found(item, step.tree, "fill", step.custom, {}, None)
+    tree = item.tree
+    if tree is None:
+        tree = tree_of_names(_array_names(open_database(item.directory, store, databases)), f"{directory}/{_MANIFEST}")
+    custom = {**(composite.custom if composite is not None else {}), **item.custom}
+    metrics = composite.metrics if composite is not None else {}
+    created = composite.created if composite is not None else None
+    return _Found(item, tree, item.missing, custom, metrics, created or item.created)
+
+
+def _array_names(database: Database) -> Iterator[str]:
+    for key, _ in database.range():
+        name, _, last = key.decode("utf-8", "replace").rpartition("/")
+        if last in _PARSERS:
+            yield name
+
+
+def _layout_of(found: _Found) -> str:
+    if found.item.database:
+        return "ocdbt"
+    return "zarr3" if found.item.zarr_format == 3 else "zarr"
+
+
+def _inspection(found: _Found, store: ReadStore, databases: Databases) -> Inspection:
+    item = found.item
+    leaves = found.tree.leaves
+    stored = _stored_arrays(found, store, databases)
+    records: list[LeafRecord] = []
+    scalars: list[int] = []
+    arrays: dict[int, StoredName] = {}
+    embedded: dict[int, bytes] = {}
+    for number, leaf in enumerate(leaves):
+        if leaf.value is not None:
+            records.append(leaf.value)
+            continue
+        if leaf.embedded is not None:
+            spec = ArraySpec(leaf.embedded.shape, leaf.embedded.dtype.name) if leaf.spec is None else leaf.spec
+            form = zarr2_array(spec, tuple([max(1, extent) for extent in spec.shape]), compression=None)
+            embedded[number] = leaf.embedded.astype(leaf.embedded.dtype.newbyteorder("<")).tobytes()
+            arrays[number] = StoredName(leaf.name, form)
+        else:
+            arrays[number] = stored[number]
+        form = arrays[number].form
+        if leaf.spec is not None and leaf.spec != form.spec:
+            raise CorruptCheckpointError(
+                f"{leaf.name!r} is said to be {leaf.spec}, and is stored as {form.spec}; the checkpoint is damaged: load another one"
+            )
+        records.append(_record(item, leaf, form))
+        if leaf.value_type == "scalar":
+            scalars.append(number)
+    state = ArraysState(
+        directory=item.directory,
+        storage="ocdbt" if item.database else "objects",
+        missing=found.missing,
+        source="other",
+        arrays=arrays,
+        embedded=embedded,
+    )
+    tree = TreeMetadata(found.tree.skeleton, tuple(records))
+    values = _scalars(tree, state, scalars, store, databases)
+    if values:
+        left = {number: array for number, array in arrays.items() if number not in values}
+        records = [values.get(number, record) for number, record in enumerate(records)]
+        tree = TreeMetadata(found.tree.skeleton, tuple(records))
+        state = ArraysState(
+            directory=state.directory,
+            storage=state.storage,
+            missing=state.missing,
+            source="other",
+            arrays=left,
+            embedded={number: data for number, data in embedded.items() if number in left},
+        )
+    return Inspection(tree, state.to_json(), item.writer, found.custom, found.metrics, found.created)
+
+
+def _record(item: Item, leaf: TreeLeaf, form: ArrayFormat) -> ArrayRecord:
+    record = item.record(leaf, form.spec)
+    if all(count <= 1 for count in form.grid) or max(form.grid) > _MOST_CUTS:
+        return record
+    cuts = tuple([tuple(range(step, extent, step)) for extent, step in zip(form.spec.shape, form.chunk, strict=True)])
+    return ArrayRecord(record.spec, record.kind, cuts, record.notes)
+
+
+def _stored_arrays(found: _Found, store: ReadStore, databases: Databases) -> Mapping[int, StoredName]:
+    """The name and the format of each leaf that is an array of its own.
+
+    Raises:
+        CorruptCheckpointError: if one is not there.
+    """
+    item = found.item
+    numbers = [number for number, leaf in enumerate(found.tree.leaves) if leaf.value is None and leaf.embedded is None]
+    names = [found.tree.leaves[number].name for number in numbers]
+    documents = [
+        name for name in _PARSERS if item.zarr_format is None or (name == "zarr.json") == (item.zarr_format == 3)
+    ]
+    prefix = f"{item.directory}/" if item.directory else ""
+    forms: Sequence[ArrayFormat | None]
+    if item.database:
+        forms = _in_database(names, documents, open_database(item.directory, store, databases), store)
+    else:
+        forms = _in_objects([f"{prefix}{array_prefix(name)}" for name in names], documents, store)
+    made: dict[int, StoredName] = {}
+    paths: Sequence[object] = ()
+    for number, name, form in zip(numbers, names, forms, strict=True):
+        if form is None:
+            paths = TreeMetadata(found.tree.skeleton, (ValueRecord("none", None),) * len(found.tree.leaves)).paths
+            raise CorruptCheckpointError(
+                f"{format_path(paths[number])} is in the tree, and there is no array {name!r}; the checkpoint is not whole: restore "
+                "it from a copy, or load another one"
+            )
+        made[number] = StoredName(name, form)
+    return made
+
+
+def _in_database(
+    names: Sequence[str], documents: Sequence[str], database: Database, store: ReadStore
+) -> Sequence[ArrayFormat | None]:
+    """The formats of arrays by the first of the documents that is a key of each; all are read at once."""
+    found: list[tuple[str, Value] | None] = []
+    for name in names:
+        keys = [(document, f"{array_prefix(name)}{document}".encode("utf-8", "replace")) for document in documents]
+        values = ((document, database.get(key)) for document, key in keys)
+        found.append(next(((document, value) for document, value in values if value is not None), None))
+    apart = [
+        (value.file, value.offset, value.offset + value.length)
+        for _, value in filter(None, found)
+        if value.inline is None
+    ]
+    read = iter(store.get_many(apart))
+    forms: list[ArrayFormat | None] = []
+    for name, entry in zip(names, found, strict=True):
+        if entry is None:
+            forms.append(None)
+            continue
+        document, value = entry
+        data = next(read) if value.inline is None else value.inline
+        if data is None:
+            raise CorruptCheckpointError(
+                f"the description of {name!r} is missing: there is no object {value.file!r}; restore the checkpoint from a copy, or "
+                "load another one",
+                key=value.file,
+            )
+        forms.append(_PARSERS[document](data, f"{name}/{document}"))
+    return forms
+
+
+def _in_objects(directories: Sequence[str], documents: Sequence[str], store: ReadStore) -> Sequence[ArrayFormat | None]:
+    """The formats of arrays by the first of the documents that is an object in the directory of each."""
+    forms: list[ArrayFormat | None] = [None] * len(directories)
+    for document in documents:
+        left = [number for number, form in enumerate(forms) if form is None]
+        found = store.get_many([(f"{directories[number]}{document}", 0, None) for number in left])
+        for number, data in zip(left, found, strict=True):
+            if data is not None:
+                forms[number] = _PARSERS[document](data, f"{directories[number]}{document}")
+    return forms
+
+
+def _scalars(
+    tree: TreeMetadata, state: ArraysState, numbers: Sequence[int], store: ReadStore, databases: Databases
+) -> dict[int, ValueRecord]:
+    """The numbers of Python that are stored as arrays: they are read at once."""
+    if not numbers:
+        return {}
+    specs = [state.arrays[number].form.spec for number in numbers]
+    for number, spec in zip(numbers, specs, strict=True):
+        if spec.shape:
+            raise CorruptCheckpointError(
+                f"{format_path(tree.paths[number])} is a number in the tree, and is stored as {spec}; the checkpoint is damaged: load "
+                "another one"
+            )
+    buffers = [np.empty((), spec.numpy_dtype) for spec in specs]
+    plan = plan_read(tree, None, [(number, (Box((), ()),)) for number in numbers])
+    for _ in read_arrays(plan, state, buffers, store, databases):
+        pass
+    return {
+        number: scalar_record(buffer, state.arrays[number].name)
+        for number, buffer in zip(numbers, buffers, strict=True)
+    }

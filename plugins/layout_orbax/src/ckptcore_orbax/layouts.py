@@ -1,0 +1,251 @@
+"""The layouts zarr, zarr3 and ocdbt."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any, Final, Literal
+from weakref import WeakKeyDictionary
+
+from ckptcore.model import JSON, ArrayRecord, HostArray, ReadPlan, Receipt, StoredTile, TreeMetadata
+from ckptcore.protocols import About, InspectedComposite, Inspection, ReadStore, Snapshot, WriteForecast, WriteStore
+from ckptcore_orbax.finishing import finish_arrays
+from ckptcore_orbax.inspecting import inspect_composite, inspect_tree
+from ckptcore_orbax.marking import mark_checkpoint
+from ckptcore_orbax.options import ArrayOptions, ArrayRule, check_chunk_bytes, parse_compression
+from ckptcore_orbax.reading import Databases, read_arrays
+from ckptcore_orbax.state import DecodedStates
+from ckptcore_orbax.stored_arrays import Form, array_names, stored_format
+from ckptcore_orbax.stored_tiles import KnownTiles
+from ckptcore_orbax.writing import forecast_arrays, write_arrays
+
+__all__ = ["OcdbtLayout", "Zarr3Layout", "ZarrLayout"]
+
+_CHUNK_BYTES: Final = 64 << 20
+"""What a read chunk aims at by default: readers that need a chunk whole need so much memory for it."""
+
+_DATA_FILE_BYTES: Final = 2 << 30
+"""What a data file aims at by default, as in Orbax."""
+
+
+@dataclass(frozen=True, slots=True)
+class _OrbaxLayout:
+    """What the three layouts share. Any thread.
+
+    Attributes:
+        chunk_bytes: what a read chunk aims at, in bytes, by dividing what one process writes of an array; None: not divided.
+        compression: of every read chunk: ``zstd``, ``zstd:3`` (with a level), ``blosc``, or None.
+        rules: other options for the arrays that they name, applied in order.
+        item: the directory of a tree that is the whole checkpoint, which is its name in Orbax: ``state`` is what version 1 of
+            Orbax and its `training.Checkpointer` look for, ``default`` what `CheckpointManager` of version 0 does. Empty: none,
+            as the `StandardCheckpointer` and the `PyTreeCheckpointer` of version 0 have it.
+    """
+
+    chunk_bytes: int | None = _CHUNK_BYTES
+    compression: str | None = None
+    rules: Sequence[ArrayRule] = ()
+    item: str = "state"
+    _states: DecodedStates = field(default_factory=DecodedStates, init=False, repr=False, compare=False)
+    _tiles: KnownTiles = field(default_factory=KnownTiles, init=False, repr=False, compare=False)
+    _databases: Databases = field(default_factory=WeakKeyDictionary, init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        """Refuse options that make no sense.
+
+        Raises:
+            ValueError
+        """
+        check_chunk_bytes(self.chunk_bytes)
+        parse_compression(self.compression)
+        if self.item and not self.item.isidentifier():
+            raise ValueError(f"item={self.item!r}: expected the name of a directory, such as 'state', or nothing")
+
+    def __reduce__(self) -> tuple[Callable[[], _OrbaxLayout], tuple[()]]:
+        """Its options; what it remembers of checkpoints that it read stays here."""
+        options = {one.name: getattr(self, one.name) for one in fields(self) if one.init}
+        return functools.partial(type(self), **options), ()
+
+    @property
+    def name(self) -> str:
+        """The name under which the hook offers it."""
+        raise NotImplementedError
+
+    def _form(self) -> Form:
+        raise NotImplementedError
+
+    def _form_of(
+        self, zarr_format: Literal[2, 3], storage: Literal["ocdbt", "objects"], checksum: bool, data_file_bytes: int
+    ) -> Form:
+        options = ArrayOptions(
+            chunk_bytes=self.chunk_bytes or None,
+            compression=parse_compression(self.compression),
+            checksum=checksum,
+        )
+        return Form(
+            zarr_format=zarr_format,
+            storage=storage,
+            options=options,
+            rules=tuple(self.rules),
+            data_file_bytes=data_file_bytes,
+            item=self.item,
+        )
+
+    @property
+    def shares_replicas(self) -> bool:
+        """True: the chunks of an array come from any process."""
+        return True
+
+    def check(self, tree: TreeMetadata, size: int) -> None:
+        """Refuse names that collide and arrays that cannot be stored.
+
+        Raises:
+            NameCollisionError, UnsupportedKeyError, UnsupportedLeafError
+        """
+        form = self._form()
+        names = array_names(tree, form)
+        for leaf, record in enumerate(tree.leaves):
+            if isinstance(record, ArrayRecord):
+                stored_format(record, names[leaf], form, size)
+
+    def write(self, snapshot: Snapshot, store: WriteStore) -> JSON:
+        """Write this process's chunks.
+
+        Raises:
+            AtomicityError: if this process holds a part of a chunk only.
+        """
+        return write_arrays(snapshot, self._form(), store)
+
+    def forecast(self, snapshot: Snapshot, store: WriteStore) -> WriteForecast:
+        """What `write` would hand over; of chunks that are compressed their largest size.
+
+        Raises:
+            AtomicityError: as `write`.
+        """
+        return forecast_arrays(snapshot, self._form(), store)
+
+    def finish(self, tree: TreeMetadata, receipts: Sequence[Receipt], store: WriteStore) -> JSON:
+        """Write what is said of all arrays: their keys and formats, and what Orbax reads beside them."""
+        return finish_arrays(tree, receipts, self._form(), store)
+
+    @property
+    def agreed(self) -> str:
+        """All that says how arrays are stored."""
+        return self._form().agreed
+
+    def names_written(self, tree: TreeMetadata) -> Mapping[int, str]:
+        """All, where chunks are objects of their own; the keys of a database come with the rest of it."""
+        form = self._form()
+        return {} if form.storage == "ocdbt" else array_names(tree, form)
+
+    def renumbered(self, state: JSON, leaves: Sequence[int]) -> JSON:
+        """The columns of leaves."""
+        columns: Any = state  # what a hostile one raises the caller knows
+        return {**columns, **{name: [leaves[leaf] for leaf in columns[name]] for name in ("leaf", "digested_leaf")}}
+
+    def mark(self, about: About, store: WriteStore) -> None:
+        """Write the files by which Orbax and readers of zarr recognise a checkpoint."""
+        mark_checkpoint(about, self._form(), store)
+
+    def read(self, plan: ReadPlan, buffers: Sequence[HostArray], store: ReadStore) -> Iterator[int]:
+        """Read every box out of the chunks that it touches."""
+        return read_arrays(plan, self._states.decoded(plan.state, plan.tree), buffers, store, self._databases)
+
+    def extents(self, tree: TreeMetadata, state: JSON) -> Iterator[tuple[int, str, int, int]]:
+        """Where the arrays lie that are stored as they are."""
+        return self._states.decoded(state, tree).direct_extents(tree)
+
+    def chunk_rows(self, tree: TreeMetadata, state: JSON) -> Mapping[int, int]:
+        """Those of read chunks: each is decoded, or compared with its checksum, as a whole."""
+        arrays = self._states.decoded(state, tree).arrays
+        return {leaf: stored.form.inner[0] for leaf, stored in arrays.items() if stored.form.inner}
+
+    def tiles(self, tree: TreeMetadata, state: JSON, leaf: int) -> Iterator[StoredTile]:
+        """The read chunks of an array; nothing of one that is stored with an axis more than it has, as text is."""
+        decoded, record = self._states.decoded(state, tree), tree.leaves[leaf]
+        stored = decoded.arrays.get(leaf)
+        if stored is None or not isinstance(record, ArrayRecord) or stored.form.spec.shape != record.spec.shape:
+            return iter(())
+        return self._tiles.tiles(decoded, leaf)
+
+    def inspect(self, store: ReadStore, entry: str | None) -> Inspection | None:
+        """A checkpoint of Orbax's, or AXLearn's, with arrays in this layout.
+
+        Raises:
+            CompositeCheckpointError: if it holds several checkpointables, and none is what is meant by the tree.
+        """
+        return None if entry is not None else inspect_tree(store, self.name, self._databases)
+
+    def inspect_composite(self, store: ReadStore) -> InspectedComposite | None:
+        """A checkpoint of Orbax's of several checkpointables, of whatever layout they are."""
+        return inspect_composite(store)
+
+
+@dataclass(frozen=True, slots=True)
+class ZarrLayout(_OrbaxLayout):
+    """Each array a zarr v2 array, each chunk a file: what Orbax v0 writes with ``use_ocdbt=False``.
+
+    Zarr v2 has no checksums: those in the root of the checkpoint are what a load verifies. Tied arrays are stored once for each name.
+    """
+
+    @property
+    def name(self) -> str:
+        """zarr"""
+        return "zarr"
+
+    def _form(self) -> Form:
+        return self._form_of(2, "objects", False, _DATA_FILE_BYTES)
+
+
+@dataclass(frozen=True, slots=True)
+class Zarr3Layout(_OrbaxLayout):
+    """Each array a zarr v3 array, each shard a file. Tied arrays are stored once for each name.
+
+    Attributes:
+        checksum: whether each read chunk is stored with its CRC32C, which every reader of zarr v3 verifies.
+    """
+
+    checksum: bool = True
+
+    @property
+    def name(self) -> str:
+        """zarr3"""
+        return "zarr3"
+
+    def _form(self) -> Form:
+        return self._form_of(3, "objects", self.checksum, _DATA_FILE_BYTES)
+
+
+@dataclass(frozen=True, slots=True)
+class OcdbtLayout(_OrbaxLayout):
+    """All arrays in one OCDBT database, with few large files: what Orbax writes by default.
+
+    Attributes:
+        checksum: whether each read chunk is stored with its CRC32C, which every reader of zarr v3 verifies.
+        zarr_format: 3, or 2 as in Orbax v0, which has no checksums.
+        data_file_bytes: what a data file aims at, in bytes.
+    """
+
+    checksum: bool = True
+    zarr_format: Literal[2, 3] = 3
+    data_file_bytes: int = _DATA_FILE_BYTES
+
+    def __post_init__(self) -> None:
+        """Refuse options that make no sense.
+
+        Raises:
+            ValueError
+        """
+        _OrbaxLayout.__post_init__(self)
+        if self.zarr_format not in (2, 3):
+            raise ValueError(f"zarr_format={self.zarr_format!r}: expected 2 or 3")
+        if type(self.data_file_bytes) is not int or self.data_file_bytes < 1:
+            raise ValueError(f"data_file_bytes={self.data_file_bytes!r}: expected a number of bytes")
+
+    @property
+    def name(self) -> str:
+        """ocdbt"""
+        return "ocdbt"
+
+    def _form(self) -> Form:
+        return self._form_of(self.zarr_format, "ocdbt", self.checksum, self.data_file_bytes)

@@ -1,0 +1,107 @@
+"""Cursor: a position in bytes of a database that may be hostile; each number is bounded before it is used."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from ckptcore.errors import CorruptCheckpointError
+from ckptcore_orbax.ocdbt.varints import decode_varints
+
+__all__ = ["Cursor", "Place"]
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where bytes come from, to be told in errors.
+
+    Attributes:
+        noun: what they are: ``manifest``, ``B+tree node``.
+        key: the object.
+        start, stop: the half-open range, in bytes of the object.
+    """
+
+    noun: str
+    key: str
+    start: int
+    stop: int
+
+    def damaged(self, what: str) -> CorruptCheckpointError:
+        """The error that says what is wrong."""
+        return CorruptCheckpointError(
+            f"the OCDBT {self.noun} at bytes {self.start} to {self.stop} of {self.key} is damaged: {what}; "
+            "restore the checkpoint from a copy, or load another one",
+            key=self.key,
+            start=self.start,
+            stop=self.stop,
+        )
+
+
+class Cursor:
+    """Takes bytes one after the other. Every method raises CorruptCheckpointError where they end too early. One thread."""
+
+    __slots__ = ("_array", "_data", "_position", "place")
+
+    def __init__(self, data: bytes, place: Place) -> None:
+        self._data = data
+        self._array = np.frombuffer(data, np.uint8)
+        self._position = 0
+        self.place = place
+
+    @property
+    def remaining(self) -> int:
+        """Bytes that are left."""
+        return len(self._data) - self._position
+
+    def take(self, nbytes: int, what: str) -> bytes:
+        """The next bytes."""
+        if nbytes > self.remaining:
+            raise self.place.damaged(f"{what} has {nbytes} bytes where {self.remaining} are left")
+        start = self._position
+        self._position += nbytes
+        return self._data[start : self._position]
+
+    def byte(self, what: str) -> int:
+        """A number of one byte."""
+        return self.take(1, what)[0]
+
+    def varint(self, what: str, most: int) -> int:
+        """A varint, at most so large."""
+        return int(self.varints(1, what, most)[0])
+
+    def count(self, what: str) -> int:
+        """How many entries follow, of a byte or more each."""
+        found = int(self.wide_varints(1, what)[0])
+        if found > self.remaining:
+            raise self.place.damaged(f"{what} is {found} where {self.remaining} bytes are left")
+        return found
+
+    def varints(self, count: int, what: str, most: int) -> npt.NDArray[np.int64]:
+        """A column of varints, each at most so large, below 2**63."""
+        numbers = self.wide_varints(count, what)
+        if count and (largest := int(numbers.max())) > most:
+            raise self.place.damaged(f"{what} is {largest}, expected at most {most}")
+        return numbers.astype(np.int64)
+
+    def wide_varints(self, count: int, what: str) -> npt.NDArray[np.uint64]:
+        """A column of varints of up to 64 bits."""
+        try:
+            numbers, self._position = decode_varints(self._array, self._position, count)
+        except ValueError as error:
+            raise self.place.damaged(f"{what}: {error}") from error
+        return numbers
+
+    def bytes_column(self, count: int, what: str) -> npt.NDArray[np.uint8]:
+        """A column of numbers of one byte."""
+        return np.frombuffer(self.take(count, what), np.uint8)
+
+    def fixed64(self, count: int, what: str) -> npt.NDArray[np.uint64]:
+        """A column of numbers of eight bytes, little endian."""
+        return np.frombuffer(self.take(8 * count, what), "<u8").astype(np.uint64)
+
+    def finish(self) -> None:
+        """Refuse bytes that are left."""
+        if self.remaining:
+            raise self.place.damaged(f"{self.remaining} bytes are left behind its end")

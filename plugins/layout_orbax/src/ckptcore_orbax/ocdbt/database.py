@@ -1,0 +1,241 @@
+"""Databases: the keys of the newest version, and where their values lie."""
+
+from __future__ import annotations
+
+import re
+import threading
+from bisect import bisect_left, bisect_right
+from collections import Counter, OrderedDict
+from collections.abc import Iterator, Sequence
+from typing import Final, Self
+
+from ckptcore.errors import CorruptCheckpointError, ObjectNotFoundError
+from ckptcore.protocols import ReadStore
+from ckptcore_orbax.ocdbt.cursor import Place
+from ckptcore_orbax.ocdbt.frame import HEAD_BYTES, MANIFEST_MAGIC, stated_bytes
+from ckptcore_orbax.ocdbt.manifest import Manifest, Version, decode_manifest
+from ckptcore_orbax.ocdbt.node import Leaf, Node, NodeReference, Value, decode_node
+
+__all__ = ["Database"]
+
+_MANIFEST: Final = "manifest.ocdbt"
+_NUMBERED: Final = re.compile(r"manifest\.[0-9a-f]{16}")
+_TRIES: Final = 5
+"""How often the newest numbered manifest is looked for, where a writer removes it between two looks."""
+
+_HEAD: Final = 1 << 16
+"""Bytes that are asked for at first: a manifest has some 100, and with the versions of years some 10,000."""
+
+_MOST_MANIFEST_BYTES: Final = 1 << 28
+_MOST_NODE_BYTES: Final = 1 << 31
+_CACHE_BYTES: Final = 256 << 20
+"""What the nodes that are kept take in memory; the one read last is always kept."""
+
+_MOST_VISITS: Final = 64
+"""How often one listing may come to the same node. A tree whose nodes refer to the same few again and again would have more
+keys than can be listed."""
+
+
+class Database:
+    """The newest version that a database had when it was opened. Any thread.
+
+    Nodes are read when they are needed. Whether the file of a value has the bytes that the tree tells is found out when they
+    are read.
+    """
+
+    def __init__(self, store: ReadStore, version: Version) -> None:
+        """Of a version; see `open`."""
+        self._store = store
+        self._version = version
+        self._lock = threading.Lock()
+        self._nodes: OrderedDict[NodeReference, tuple[Node, int]] = OrderedDict()
+        self._node_bytes = 0
+
+    @classmethod
+    def open(cls, store: ReadStore, directory: str) -> Self:
+        """Read the manifest.
+
+        Args:
+            store: where the database is.
+            directory: the key of its directory in the store, or empty.
+
+        Raises:
+            ObjectNotFoundError: there is no manifest.
+            CorruptCheckpointError: it is damaged.
+            UnsupportedVersionError: it is of a newer format.
+        """
+        base = f"{directory.removesuffix('/')}/" if directory else ""
+        manifest = _read_manifest(store, base, _MANIFEST)
+        version = manifest.newest or _read_numbered(store, base, manifest)
+        return cls(store, version)
+
+    @property
+    def num_keys(self) -> int:
+        """How many keys there are."""
+        return self._version.statistics.num_keys
+
+    def get(self, key: bytes) -> Value | None:
+        """Where the value of a key is, or None where there is no such key.
+
+        Raises:
+            CorruptCheckpointError: a node is damaged or not there.
+            UnsupportedVersionError, StorageError
+        """
+        reference = self._version.root
+        if reference is None:
+            return None
+        prefix = low = b""
+        high: bytes | None = None
+        while True:
+            node = self._node(reference)
+            self._check_between(node, reference, prefix, low, high)
+            if not key.startswith(prefix):
+                return None
+            relative = key[len(prefix) :]
+            if isinstance(node, Leaf):
+                entry = bisect_left(node.keys, relative)
+                if entry == len(node.keys) or node.keys[entry] != relative:
+                    return None
+                return next(node.values(entry, entry + 1))
+            entry = bisect_right(node.keys, relative) - 1
+            if entry < 0:
+                return None
+            if entry + 1 < len(node.keys):
+                high = prefix + node.keys[entry + 1]
+            low = prefix + node.keys[entry]
+            reference = node.children[entry]
+            prefix = low[: len(prefix) + node.prefixes[entry]]
+
+    def range(self, start: bytes = b"", stop: bytes | None = None) -> Iterator[tuple[bytes, Value]]:
+        """Keys from `start` on and before `stop`, ascending, and where their values are.
+
+        Raises:
+            As `get`, while it is iterated.
+        """
+        if self._version.root is None:
+            return
+        visits: Counter[NodeReference] = Counter()
+        # Nodes to come, the next one last: where, what its keys lack, the bounds of its keys.
+        todo: list[tuple[NodeReference, bytes, bytes, bytes | None]] = [(self._version.root, b"", b"", None)]
+        while todo:
+            reference, prefix, low, high = todo.pop()
+            visits[reference] += 1
+            if visits[reference] > _MOST_VISITS:
+                raise _place(reference).damaged(f"the tree leads to it more than {_MOST_VISITS} times")
+            node = self._node(reference)
+            self._check_between(node, reference, prefix, low, high)
+            first = _first_at_least(node.keys, prefix, start)
+            end = len(node.keys) if stop is None else _first_at_least(node.keys, prefix, stop)
+            if isinstance(node, Leaf):
+                keys = node.keys[first:end]
+                yield from zip(map(prefix.__add__, keys) if prefix else keys, node.values(first, end), strict=True)
+                continue
+            # A key from `start` on may also be below the child before, whose first key is smaller.
+            for entry in range(end - 1, max(first - 1, 0) - 1, -1):
+                own = prefix + node.keys[entry]
+                after = prefix + node.keys[entry + 1] if entry + 1 < len(node.keys) else high
+                todo.append((node.children[entry], own[: len(prefix) + node.prefixes[entry]], own, after))
+
+    def read(self, value: Value) -> bytes:
+        """The bytes of a value.
+
+        Raises:
+            CorruptCheckpointError: its file is not there, or ends before.
+            StorageError
+        """
+        if value.inline is not None:
+            return value.inline
+        return _read(self._store, Place("value", value.file, value.offset, value.offset + value.length))
+
+    def _node(self, reference: NodeReference) -> Node:
+        with self._lock:
+            known = self._nodes.get(reference)
+            if known is not None:
+                self._nodes.move_to_end(reference)
+                return known[0]
+        place = _place(reference)
+        if reference.length > _MOST_NODE_BYTES:
+            raise place.damaged(f"it is said to have {reference.length} bytes, expected at most {_MOST_NODE_BYTES}")
+        node = decode_node(_read(self._store, place), reference, place)
+        nbytes = node.memory_bytes
+        with self._lock:
+            if reference not in self._nodes:
+                self._nodes[reference] = node, nbytes
+                self._node_bytes += nbytes
+            while self._node_bytes > _CACHE_BYTES and len(self._nodes) > 1:
+                _, (_, freed) = self._nodes.popitem(last=False)
+                self._node_bytes -= freed
+        return node
+
+    @staticmethod
+    def _check_between(node: Node, reference: NodeReference, prefix: bytes, low: bytes, high: bytes | None) -> None:
+        """Refuse a node with keys that its parent says are elsewhere: they would be found by `range` and not by `get`."""
+        first, last = prefix + node.keys[0], prefix + node.keys[-1]
+        if first < low or (high is not None and last >= high):
+            raise _place(reference).damaged(
+                f"its keys {first[:80]!r} to {last[:80]!r} are not between those its parent tells, {low[:80]!r} and "
+                f"{'the end' if high is None else repr(high[:80])}"
+            )
+
+
+def _first_at_least(keys: Sequence[bytes], prefix: bytes, bound: bytes) -> int:
+    """The number of the first key that is `bound` or more, where all begin with `prefix`."""
+    if bound.startswith(prefix):
+        return bisect_left(keys, bound[len(prefix) :])
+    return 0 if bound < prefix else len(keys)
+
+
+def _place(reference: NodeReference) -> Place:
+    return Place("B+tree node", reference.file.path, reference.offset, reference.offset + reference.length)
+
+
+def _read(store: ReadStore, place: Place) -> bytes:
+    try:
+        data = store.get(place.key, place.start, place.stop)
+    except ObjectNotFoundError as error:
+        raise CorruptCheckpointError(
+            f"the OCDBT {place.noun} at bytes {place.start} to {place.stop} of {place.key} cannot be read: there is no such "
+            "object; restore the checkpoint from a copy, or load another one",
+            key=place.key,
+        ) from error
+    if len(data) != place.stop - place.start:
+        raise place.damaged(f"the object ends after {len(data)} of its bytes")
+    return data
+
+
+def _read_manifest(store: ReadStore, base: str, name: str) -> Manifest:
+    key = base + name
+    data = store.get(key, 0, _HEAD)
+    if len(data) == _HEAD:
+        size = store.size(key)
+        place = Place("manifest", key, 0, size)
+        stated = stated_bytes(data[:HEAD_BYTES], MANIFEST_MAGIC, place)
+        if stated != size or size > _MOST_MANIFEST_BYTES:
+            raise place.damaged(f"it states {stated} bytes, expected {size}, and at most {_MOST_MANIFEST_BYTES}")
+        data += store.get(key, _HEAD, size)
+    return decode_manifest(data, base, Place("manifest", key, 0, len(data)))
+
+
+def _read_numbered(store: ReadStore, base: str, manifest: Manifest) -> Version:
+    for tries_left in range(_TRIES - 1, -1, -1):
+        newest = max(filter(_NUMBERED.fullmatch, store.list_names(base)), default=None)
+        if newest is None:
+            break
+        try:
+            numbered = _read_manifest(store, base, newest)
+        except ObjectNotFoundError:
+            if tries_left:
+                continue
+            raise
+        if numbered.newest is None or numbered.uuid != manifest.uuid:
+            raise CorruptCheckpointError(
+                f"the OCDBT manifest {base}{newest} is not of the database that {base}{_MANIFEST} describes; "
+                "restore the checkpoint from a copy, or load another one",
+                key=base + newest,
+            )
+        return numbered.newest
+    raise CorruptCheckpointError(
+        f"the OCDBT manifest {base}{_MANIFEST} refers to numbered manifests and none is there, expected {base}manifest.<16 hex "
+        "digits>; restore the checkpoint from a copy, or load another one",
+        key=base + _MANIFEST,
+    )

@@ -1,0 +1,309 @@
+"""Databases to be written: from keys and where their values lie to a manifest and the nodes of a tree."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from ckptcore.errors import InvalidLocationError, NameCollisionError, UnsupportedLeafError
+from ckptcore_orbax.ocdbt.frame import NODE_MAGIC, encode_frame
+from ckptcore_orbax.ocdbt.manifest import Version, encode_manifest
+from ckptcore_orbax.ocdbt.node import (
+    MOST_BYTES,
+    MOST_INLINE_BYTES,
+    MOST_KEY_BYTES,
+    NodeReference,
+    Statistics,
+    Value,
+)
+from ckptcore_orbax.ocdbt.paths import DataFile, encode_files
+from ckptcore_orbax.ocdbt.varints import encode_varint, encode_varints
+
+__all__ = ["EncodedDatabase", "encode_database"]
+
+_ENTRY_BYTES: Final = 16
+"""What an entry takes in a node beside its key and an inline value, about."""
+
+_SHARED_BYTES: Final = 512
+"""How far keys are compared to leave out what they share with the one before; sharing less is allowed."""
+
+_COMPARED_BYTES: Final = 1 << 22
+"""Of keys at a time."""
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedDatabase:
+    """A database to be written.
+
+    Attributes:
+        manifest: of the object ``manifest.ocdbt``.
+        nodes: of the object that was named for nodes; empty where there is no key.
+    """
+
+    manifest: bytes
+    nodes: bytes
+
+
+def encode_database(
+    entries: Iterable[tuple[bytes, Value]], *, uuid: bytes, node_file: str, created_ns: int, node_bytes: int = 1 << 20
+) -> EncodedDatabase:
+    """Encode a database of one version.
+
+    Nodes are not compressed: every reader takes those, and they are encoded and decoded faster. The manifest states what Orbax
+    configures, so that tensorstore can write later versions as Orbax has it.
+
+    Args:
+        entries: keys and where their values are, in any order. Files are relative to the directory of the database.
+        uuid: 16 bytes that no other database has.
+        node_file: where the nodes will be, relative to the directory of the database, such as ``d/<32 hex digits>``.
+        created_ns: now, in nanoseconds since 1970.
+        node_bytes: about how large a node becomes.
+
+    Raises:
+        NameCollisionError: two entries have one key.
+        InvalidLocationError: a key or a file that no database can have.
+        UnsupportedLeafError: an inline value is too large.
+    """
+    if len(uuid) != 16 or node_bytes < 1:
+        raise ValueError(f"expected a UUID of 16 bytes and nodes of 1 byte or more, found {len(uuid)} and {node_bytes}")
+    pairs = sorted(entries, key=operator.itemgetter(0))
+    keys = [key for key, _ in pairs]
+    values = [value for _, value in pairs]
+    _check_keys(keys)
+    nodes: list[bytes] = []
+    root = _encode_tree(keys, values, DataFile(node_file, ""), node_bytes, nodes) if keys else None
+    statistics = Statistics(0, 0, 0) if root is None else root.statistics
+    return EncodedDatabase(encode_manifest(uuid, Version(1, root, statistics, created_ns)), b"".join(nodes))
+
+
+def _check_keys(keys: Sequence[bytes]) -> None:
+    for key, following in zip(keys, islice(keys, 1, None), strict=False):
+        if key == following:
+            raise NameCollisionError(
+                f"two values have the key {key[:200]!r} in one OCDBT database, expected one of each"
+            )
+    longest = max(keys, key=len, default=b"")
+    if len(longest) > MOST_KEY_BYTES:
+        raise InvalidLocationError(
+            f"the key {longest[:80]!r}... has {len(longest)} bytes, and an OCDBT database takes {MOST_KEY_BYTES}: "
+            "shorten the names of the leaves"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Child:
+    """A node that is encoded: its first and last key, how much of them its keys lack, and where it is."""
+
+    first: bytes
+    last: bytes
+    prefix: int
+    reference: NodeReference
+
+
+def _encode_tree(
+    keys: Sequence[bytes], values: Sequence[Value], file: DataFile, node_bytes: int, nodes: list[bytes]
+) -> NodeReference:
+    """Append all nodes, children before their parents; the root."""
+    columns = _Values.of(values)
+    offset = 0
+
+    def add(
+        first: bytes, last: bytes, prefix: int, height: int, body: bytes, below: Sequence[_Child], own: Statistics
+    ) -> _Child:
+        nonlocal offset
+        data = encode_frame(body, NODE_MAGIC)
+        nodes.append(data)
+        statistics = _sum([own, Statistics(0, len(data), 0), *(child.reference.statistics for child in below)])
+        reference = NodeReference(file, offset, len(data), height, statistics)
+        offset += len(data)
+        return _Child(first, last, prefix, reference)
+
+    sizes = np.fromiter(map(len, keys), np.int64, len(keys))
+    runs = _split(sizes + columns.inline_bytes + _ENTRY_BYTES, node_bytes, 1)
+    level = []
+    for start, stop in runs:
+        prefix = 0 if len(runs) == 1 else _shared(keys[start], keys[stop - 1])
+        body = b"\0" + _encode_leaf(keys[start:stop], prefix, columns, start, stop)
+        level.append(add(keys[start], keys[stop - 1], prefix, 0, body, (), columns.statistics(start, stop)))
+    height = 0
+    while len(level) > 1:
+        height += 1
+        sizes = np.array([len(child.first) for child in level], np.int64)
+        runs = _split(sizes + 2 * _ENTRY_BYTES, node_bytes, 2)
+        above = []
+        for start, stop in runs:
+            children = level[start:stop]
+            first, last = children[0].first, children[-1].last
+            prefix = 0 if len(runs) == 1 else _shared(first, last)
+            body = bytes([height]) + _encode_interior(children, prefix)
+            above.append(add(first, last, prefix, height, body, children, Statistics(0, 0, 0)))
+        level = above
+    return level[0].reference
+
+
+def _sum(statistics: Sequence[Statistics]) -> Statistics:
+    return Statistics(
+        sum(each.num_keys for each in statistics),
+        sum(each.tree_bytes for each in statistics),
+        sum(each.indirect_bytes for each in statistics),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Values:
+    """Values as columns.
+
+    Attributes:
+        inlines: the inline ones, None for others.
+        lengths: in bytes.
+        inline_bytes: the same where they are inline, otherwise 0.
+        paths: all files, sorted.
+        numbers: of the file of each; -1 where it is inline.
+        offsets: in the file.
+    """
+
+    inlines: Sequence[bytes | None]
+    lengths: npt.NDArray[np.int64]
+    inline_bytes: npt.NDArray[np.int64]
+    paths: Sequence[str]
+    numbers: npt.NDArray[np.int64]
+    offsets: npt.NDArray[np.int64]
+
+    @classmethod
+    def of(cls, values: Sequence[Value]) -> _Values:
+        inlines = [value.inline for value in values]
+        files = [value.file for value in values]
+        paths = sorted(set(files) - {""})
+        numbers_of = {path: number for number, path in enumerate(paths)}
+        numbers = np.fromiter((numbers_of.get(file, -1) for file in files), np.int64, len(files))
+        offsets = np.array([value.offset for value in values], np.int64)
+        lengths = np.array([value.length for value in values], np.int64)
+        is_inline = np.fromiter((inline is not None for inline in inlines), np.bool_, len(inlines))
+        for entry in np.flatnonzero(is_inline).tolist():
+            inline = inlines[entry] or b""
+            if len(inline) > MOST_INLINE_BYTES:
+                raise UnsupportedLeafError(
+                    f"an inline value has {len(inline)} bytes, and an OCDBT database takes {MOST_INLINE_BYTES}: "
+                    "write it to a file"
+                )
+            lengths[entry] = len(inline)
+        numbers[is_inline] = -1
+        wrong = ~is_inline & (
+            (numbers < 0) | (offsets < 0) | (lengths < 0) | (offsets > MOST_BYTES) | (lengths > MOST_BYTES)
+        )
+        if wrong.any():
+            raise InvalidLocationError(
+                f"no value can be at {values[int(np.argmax(wrong))]}: expected a file and a range of it"
+            )
+        return cls(inlines, lengths, np.where(is_inline, lengths, 0), paths, numbers, offsets)
+
+    def statistics(self, start: int, stop: int) -> Statistics:
+        """Of a leaf that has these, but for its own bytes."""
+        indirect = int(self.lengths[start:stop].sum() - self.inline_bytes[start:stop].sum())
+        return Statistics(stop - start, 0, indirect)
+
+
+def _split(sizes: npt.NDArray[np.int64], node_bytes: int, least: int) -> list[tuple[int, int]]:
+    """Runs of entries of about `node_bytes` together, and of `least` entries or more."""
+    ends = np.cumsum(sizes)
+    runs: list[tuple[int, int]] = []
+    start = 0
+    while start < len(sizes):
+        before = int(ends[start - 1]) if start else 0
+        stop = max(int(np.searchsorted(ends, before + node_bytes, "right")), start + least)
+        if len(sizes) - stop < least:
+            stop = len(sizes)
+        runs.append((start, stop))
+        start = stop
+    return runs
+
+
+def _encode_leaf(keys: Sequence[bytes], prefix: int, values: _Values, start: int, stop: int) -> bytes:
+    numbers = values.numbers[start:stop]
+    indirect = np.flatnonzero(numbers >= 0)
+    used, own = np.unique(numbers[indirect], return_inverse=True)
+    lengths, suffixes = _encode_keys(keys, prefix)
+    return b"".join(
+        (
+            encode_files([values.paths[number] for number in used.tolist()]),
+            encode_varint(len(keys)),
+            lengths,
+            suffixes,
+            encode_varints(values.lengths[start:stop].astype(np.uint64)),
+            (numbers >= 0).astype(np.uint8).tobytes(),
+            encode_varints(own.astype(np.uint64)),
+            encode_varints(values.offsets[start:stop][indirect].astype(np.uint64)),
+            *[values.inlines[start + entry] or b"" for entry in np.flatnonzero(numbers < 0).tolist()],
+        )
+    )
+
+
+def _encode_interior(children: Sequence[_Child], prefix: int) -> bytes:
+    references = [child.reference for child in children]
+    paths = sorted({reference.file.path for reference in references})
+    numbers = {path: number for number, path in enumerate(paths)}
+    lengths, suffixes = _encode_keys([child.first for child in children], prefix)
+    columns = (
+        [numbers[reference.file.path] for reference in references],
+        [reference.offset for reference in references],
+        [reference.length for reference in references],
+        [reference.statistics.num_keys for reference in references],
+        [reference.statistics.tree_bytes for reference in references],
+        [reference.statistics.indirect_bytes for reference in references],
+    )
+    return b"".join(
+        (
+            encode_files(paths),
+            encode_varint(len(children)),
+            lengths,
+            encode_varints(np.array([child.prefix - prefix for child in children], np.uint64)),
+            suffixes,
+            *[encode_varints(np.array(column, np.uint64)) for column in columns],
+        )
+    )
+
+
+def _encode_keys(keys: Sequence[bytes], prefix: int) -> tuple[bytes, bytes]:
+    """The lengths of keys that all lack a prefix, and what is left of them."""
+    relative = [key[prefix:] for key in keys] if prefix else keys
+    sizes = np.fromiter(map(len, relative), np.int64, len(relative))
+    shared = _shared_with_previous(relative, sizes)
+    rests = [key[count:] for key, count in zip(relative, shared.tolist(), strict=True)]
+    lengths = encode_varints(shared[1:].astype(np.uint64)) + encode_varints((sizes - shared).astype(np.uint64))
+    return lengths, b"".join(rests)
+
+
+def _shared_with_previous(keys: Sequence[bytes], sizes: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """How many bytes each key begins with as the one before it does, up to `_SHARED_BYTES`; 0 for the first."""
+    width = max(1, min(int(sizes.max()), _SHARED_BYTES))
+    rows = max(2, _COMPARED_BYTES // width)
+    shared = np.zeros(len(keys), np.int64)
+    for start in range(0, len(keys) - 1, rows - 1):
+        part = np.array(keys[start : start + rows], f"S{width}").view(np.uint8).reshape(-1, width)
+        differ = part[1:] != part[:-1]
+        first = np.where(differ.any(axis=1), differ.argmax(axis=1), width)
+        # Shorter keys are filled up with NUL bytes, which are none of theirs.
+        bounds = np.minimum(sizes[start : start + rows - 1][: len(first)], sizes[start + 1 : start + rows])
+        shared[start + 1 : start + 1 + len(first)] = np.minimum(first, bounds)
+    return shared
+
+
+def _shared(first: bytes, last: bytes) -> int:
+    """How many bytes two keys begin with alike; all that lie between them begin so too."""
+    most = min(len(first), len(last))
+    if first[:most] == last[:most]:
+        return most
+    low, high = 0, most
+    while high - low > 1:
+        middle = (low + high) // 2
+        if first[:middle] == last[:middle]:
+            low = middle
+        else:
+            high = middle
+    return low

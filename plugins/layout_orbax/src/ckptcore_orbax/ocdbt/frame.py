@@ -1,0 +1,117 @@
+"""Frames: what stands around the body of each manifest and node of a database.
+
+``magic u32 big endian | length u64 LE, of all | version varint 0 | compression varint | body | crc32c u32 LE of all before``.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import zstandard
+
+from ckptcore.errors import ChecksumError, UnsupportedVersionError
+from ckptcore_orbax.crc32c import crc32c_of
+from ckptcore_orbax.ocdbt.cursor import Place
+
+__all__ = ["HEAD_BYTES", "MANIFEST_MAGIC", "NODE_MAGIC", "decode_frame", "encode_frame", "stated_bytes"]
+
+MANIFEST_MAGIC: Final = bytes.fromhex("0cdb3a2a")
+NODE_MAGIC: Final = bytes.fromhex("0cdb20de")
+
+HEAD_BYTES: Final = 12
+"""Magic and length."""
+
+_FOOT_BYTES: Final = 4
+_LEAST_BYTES: Final = HEAD_BYTES + 2 + _FOOT_BYTES
+
+_ANY_BODY: Final = 4 << 20
+_MOST_GROWTH: Final = 1000
+_MOST_BODY: Final = (1 << 31) - 1
+"""A body may have `_ANY_BODY` bytes, or `_MOST_GROWTH` times what it has compressed, but never more than this. zstd grows
+bytes up to 30,000 times, keys that resemble each other some 100 times."""
+
+_SLICE: Final = 1024
+"""Bytes of input at a time: a block of zstd has 4 at least and grows to 128 KiB at most, so these to 32 MiB."""
+
+
+def stated_bytes(head: bytes, magic: bytes, place: Place) -> int:
+    """The length of a frame that begins with these bytes, `HEAD_BYTES` or more.
+
+    Raises:
+        CorruptCheckpointError: it is no such frame.
+    """
+    if len(head) < HEAD_BYTES:
+        raise place.damaged(f"it ends after {len(head)} bytes, within the first {HEAD_BYTES}")
+    if head[:4] != magic:
+        raise place.damaged(f"it begins with {head[:4].hex()}, expected {magic.hex()}")
+    return int.from_bytes(head[4:HEAD_BYTES], "little")
+
+
+def decode_frame(data: bytes, magic: bytes, place: Place) -> bytes:
+    """The body of a frame, once its checksum is verified.
+
+    Raises:
+        CorruptCheckpointError, UnsupportedVersionError
+    """
+    stated = stated_bytes(data, magic, place)
+    if stated != len(data) or stated < _LEAST_BYTES:
+        raise place.damaged(f"it states a length of {stated} bytes and has {len(data)}")
+    view = memoryview(data)
+    stored = int.from_bytes(data[-_FOOT_BYTES:], "little")
+    found = crc32c_of(view[:-_FOOT_BYTES])
+    if found != stored:
+        raise ChecksumError(
+            f"the OCDBT {place.noun} at bytes {place.start} to {place.stop} of {place.key} has the checksum {found:08x}, "
+            f"expected {stored:08x}; restore the checkpoint from a copy, or load another one",
+            key=place.key,
+            start=place.start,
+            stop=place.stop,
+        )
+    version, compression = data[HEAD_BYTES], data[HEAD_BYTES + 1]
+    if version != 0:
+        raise UnsupportedVersionError(
+            f"{place.key} holds an OCDBT {place.noun} of version {version}, expected 0; load it with a newer ckptcore"
+        )
+    body = view[HEAD_BYTES + 2 : -_FOOT_BYTES]
+    if compression == 0:
+        return bytes(body)
+    if compression == 1:
+        return _decompress(body, place)
+    raise UnsupportedVersionError(
+        f"{place.key} holds an OCDBT {place.noun} of compression {compression}, expected 0 (none) or 1 (zstd); "
+        "load it with a newer ckptcore"
+    )
+
+
+def encode_frame(body: bytes, magic: bytes) -> bytes:
+    """A frame with its body as it is: every reader takes one, whatever compression the database states."""
+    total = len(body) + _LEAST_BYTES
+    encoded = b"".join((magic, total.to_bytes(8, "little"), b"\0\0", body))
+    return encoded + crc32c_of(encoded).to_bytes(_FOOT_BYTES, "little")
+
+
+def _decompress(data: memoryview, place: Place) -> bytes:
+    most = min(_MOST_BODY, max(_ANY_BODY, _MOST_GROWTH * len(data)))
+    try:
+        stated = zstandard.frame_content_size(data)
+        if stated > most:
+            raise place.damaged(f"its {len(data)} bytes would grow to {stated}, expected at most {most}")
+        # tensorstore streams larger nodes, whose frames do not state their size.
+        decompressor = zstandard.ZstdDecompressor().decompressobj()
+        pieces = []
+        total = 0
+        for start in range(0, len(data), _SLICE):
+            if decompressor.eof:
+                raise place.damaged("bytes are left behind the end of what was compressed")
+            piece = decompressor.decompress(data[start : start + _SLICE])
+            total += len(piece)
+            if total > most:
+                raise place.damaged(f"its {len(data)} bytes grow to more than {most}")
+            pieces.append(piece)
+    except zstandard.ZstdError as error:
+        raise place.damaged(f"it cannot be decompressed: {error}") from error
+    if not decompressor.eof or decompressor.unused_data:
+        raise place.damaged("what was compressed ends elsewhere than the bytes do")
+    if stated >= 0 and total != stated:
+        raise place.damaged(f"it grows to {total} bytes and states {stated}")
+    return b"".join(pieces)

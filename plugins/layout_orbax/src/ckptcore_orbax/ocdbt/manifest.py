@@ -1,0 +1,174 @@
+"""Manifests: the configuration and the versions of a database.
+
+Body: ``uuid[16] | manifest_kind u8 | max_inline_value_bytes | max_decoded_node_bytes | version_tree_arity_log2 u8 | compression |
+its level i32 LE if it is zstd``; a manifest of kind 0 (single) goes on with the table of files, the newest versions and references
+to nodes with older ones, columns of varints but for heights (u8) and times (u64 LE, ns). The documentation has manifest_kind as a
+varint; tensorstore writes a byte. One of kind 1 (numbered) ends there: the newest ``manifest.<16 hex digits>``, itself of kind 0,
+has the rest.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+
+from ckptcore_orbax.ocdbt.cursor import Cursor, Place
+from ckptcore_orbax.ocdbt.frame import MANIFEST_MAGIC, decode_frame, encode_frame
+from ckptcore_orbax.ocdbt.node import MOST_BYTES, MOST_HEIGHT, NodeReference, Statistics
+from ckptcore_orbax.ocdbt.paths import decode_files, encode_files
+from ckptcore_orbax.ocdbt.varints import encode_varint
+
+__all__ = ["Manifest", "Version", "decode_manifest", "encode_manifest"]
+
+_MISSING: Final = 2**64 - 1
+"""Offset and length of the root of an empty tree."""
+
+_MOST_INLINE: Final = 1 << 20
+_MOST_ARITY_LOG2: Final = 16
+"""As tensorstore bounds them."""
+
+_INLINE_BYTES: Final = 1024
+_NODE_BYTES: Final = 100_000_000
+_ARITY_LOG2: Final = 4
+_ZSTD: Final = b"\1" + bytes(4)
+"""What Orbax configures, so that it opens databases of ours to write into them too: zstd at level 0, which means the default.
+What is written here is not compressed all the same: each manifest and node says for itself whether it is."""
+
+
+@dataclass(frozen=True, slots=True)
+class Version:
+    """A version of a database.
+
+    Attributes:
+        generation: versions are numbered from 1 on.
+        root: None where there is no key.
+        statistics: of the whole tree.
+        created_ns: when it was written, in nanoseconds since 1970.
+    """
+
+    generation: int
+    root: NodeReference | None
+    statistics: Statistics
+    created_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """A manifest.
+
+    Attributes:
+        uuid: of the database, 16 bytes.
+        newest: the newest version, or None where numbered manifests have the versions.
+    """
+
+    uuid: bytes
+    newest: Version | None
+
+
+def decode_manifest(data: bytes, directory: str, place: Place) -> Manifest:
+    """Decode a whole manifest.
+
+    Args:
+        data: of the object.
+        directory: where the database is: empty, or ending in ``/``.
+        place: for errors.
+
+    Raises:
+        CorruptCheckpointError, UnsupportedVersionError
+    """
+    cursor = Cursor(decode_frame(data, MANIFEST_MAGIC, place), place)
+    uuid = cursor.take(16, "the UUID")
+    kind = cursor.byte("the kind of manifest")
+    if kind > 1:
+        raise place.damaged(f"the kind of manifest is {kind}, expected 0 (single) or 1 (numbered)")
+    cursor.varint("max_inline_value_bytes", _MOST_INLINE)
+    cursor.varint("max_decoded_node_bytes", 2**32 - 1)
+    arity = cursor.byte("version_tree_arity_log2")
+    if not 1 <= arity <= _MOST_ARITY_LOG2:
+        raise place.damaged(f"version_tree_arity_log2 is {arity}, expected 1 to {_MOST_ARITY_LOG2}")
+    if cursor.varint("the compression", 1):
+        cursor.take(4, "the level of the compression")
+    if kind == 1:
+        cursor.finish()
+        return Manifest(uuid, None)
+    newest = _decode_versions(cursor, directory)
+    cursor.finish()
+    return Manifest(uuid, newest)
+
+
+def _decode_versions(cursor: Cursor, directory: str) -> Version:
+    place = cursor.place
+    files = decode_files(cursor, directory)
+    count = cursor.count("the number of versions")
+    if count == 0:
+        raise place.damaged("it has no version")
+    generations = cursor.wide_varints(count, "the generation of a version")
+    heights = cursor.bytes_column(count, "the height of a tree")
+    numbers = cursor.varints(count, "the number of a file", len(files) - 1)
+    offsets = cursor.wide_varints(count, "the offset of a root")
+    lengths = cursor.wide_varints(count, "the length of a root")
+    counts = cursor.varints(count, "the number of keys", MOST_BYTES)
+    tree_bytes = cursor.varints(count, "the bytes of a tree", MOST_BYTES)
+    indirect_bytes = cursor.varints(count, "the bytes of the values of a tree", MOST_BYTES)
+    times = cursor.fixed64(count, "the time of a version")
+    oldest = _decode_references(cursor, len(files))
+    if generations[0] <= oldest or (generations[1:] <= generations[:-1]).any():
+        raise place.damaged("the generations of its versions do not ascend")
+    statistics = Statistics(int(counts[-1]), int(tree_bytes[-1]), int(indirect_bytes[-1]))
+    height, file = int(heights[-1]), files[numbers[-1]]
+    offset, length = int(offsets[-1]), int(lengths[-1])
+    root = None
+    if offset == length == _MISSING:
+        if file.path or height or statistics != Statistics(0, 0, 0):
+            raise place.damaged(f"its newest tree is empty, and has the height {height} and {statistics.num_keys} keys")
+    else:
+        if not file.path or offset > MOST_BYTES or length > MOST_BYTES:
+            raise place.damaged(f"its newest tree is said to lie at byte {offset} of {file.path!r}, in {length} bytes")
+        if height > MOST_HEIGHT:
+            raise place.damaged(f"its newest tree has the height {height}, expected at most {MOST_HEIGHT}")
+        root = NodeReference(file, offset, length, height, statistics)
+    return Version(int(generations[-1]), root, statistics, int(times[-1]))
+
+
+def _decode_references(cursor: Cursor, files: int) -> int:
+    """Pass over the references to nodes with older versions; the newest generation among them."""
+    count = cursor.count("the number of nodes of versions")
+    generations = cursor.wide_varints(count, "the generation of a node of versions")
+    cursor.varints(count, "the number of a file", files - 1)
+    for what in ("the offset", "the length", "the number of generations"):
+        cursor.wide_varints(count, f"{what} of a node of versions")
+    cursor.fixed64(count, "the time of a node of versions")
+    cursor.take(count, "the height of a node of versions")
+    return int(generations.max()) if count else 0
+
+
+def encode_manifest(uuid: bytes, version: Version) -> bytes:
+    """A single manifest with one version, whose paths are relative to the database."""
+    root = version.root
+    statistics = version.statistics
+    place = (_MISSING, _MISSING) if root is None else (root.offset, root.length)
+    table = encode_varint(1) + bytes(2) if root is None else encode_files([root.file.path])
+    body = b"".join(
+        (
+            uuid,
+            b"\0",
+            encode_varint(_INLINE_BYTES),
+            encode_varint(_NODE_BYTES),
+            bytes([_ARITY_LOG2]),
+            _ZSTD,
+            table,
+            encode_varint(1),
+            encode_varint(version.generation),
+            bytes([0 if root is None else root.height]),
+            encode_varint(0),
+            *map(encode_varint, place),
+            encode_varint(statistics.num_keys),
+            encode_varint(statistics.tree_bytes),
+            encode_varint(statistics.indirect_bytes),
+            np.array(version.created_ns, "<u8").tobytes(),
+            encode_varint(0),
+        )
+    )
+    return encode_frame(body, MANIFEST_MAGIC)

@@ -1,0 +1,136 @@
+"""Paths: the table of files that each manifest and node carries, and what a path in it may be.
+
+A file is ``transitive + base + relative``, bytes that are put together without a separator. What a table holds is base and
+relative in one, and how long the base is; the transitive path is the base of the file that the node itself lies in, which its
+parent told, and nothing in a manifest. Orbax's merged databases have the base ``ocdbt.process_0/`` and the relative path
+``d/<32 hex digits>``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from os.path import commonprefix
+from typing import Final
+
+import numpy as np
+
+from ckptcore.errors import InvalidLocationError
+from ckptcore_orbax.ocdbt.cursor import Cursor
+from ckptcore_orbax.ocdbt.varints import encode_varint, encode_varints
+
+__all__ = ["DataFile", "check_path", "decode_files", "encode_files"]
+
+_MOST_PATH_BYTES: Final = 65535
+"""As tensorstore has it."""
+
+_ANY_TABLE: Final = 1 << 20
+_MOST_GROWTH: Final = 64
+"""The paths of a table may have `_ANY_TABLE` bytes, or `_MOST_GROWTH` times what they take where they leave out what they share."""
+
+
+@dataclass(frozen=True, slots=True)
+class DataFile:
+    """A file of a database.
+
+    Attributes:
+        path: the key of the object in the store, or empty where nothing is referred to.
+        base: what the paths in a node that lies in this file begin with: a beginning of `path`.
+    """
+
+    path: str
+    base: str
+
+
+def check_path(path: str) -> str | None:
+    """What is wrong with a path, or None."""
+    if "\0" in path:
+        return "a NUL character"
+    if not {"", ".", ".."}.isdisjoint(path.split("/")):
+        return "an empty, '.' or '..' part"
+    return None
+
+
+def decode_files(cursor: Cursor, transitive: str) -> list[DataFile]:
+    """Take the table of files.
+
+    Args:
+        cursor: where it stands.
+        transitive: what every path begins with.
+
+    Raises:
+        CorruptCheckpointError: also where a path leads out of the store.
+    """
+    place = cursor.place
+    count = cursor.count("the number of files")
+    if count == 0:
+        return []
+    prefixes = [0, *cursor.varints(count - 1, "what a path shares", _MOST_PATH_BYTES).tolist()]
+    suffixes = cursor.varints(count, "the length of a path", _MOST_PATH_BYTES).tolist()
+    bases = cursor.varints(count, "the length of a base path", _MOST_PATH_BYTES).tolist()
+    table_bytes = sum(suffixes)
+    most = max(_ANY_TABLE, _MOST_GROWTH * table_bytes)
+    if (total := sum(prefixes) + table_bytes + count * len(transitive)) > most:
+        raise place.damaged(f"its paths of files have {total} bytes, expected at most {most}")
+    files = []
+    path = b""
+    for prefix, suffix, base in zip(prefixes, suffixes, bases, strict=True):
+        if prefix > len(path):
+            raise place.damaged(f"the path of a file shares {prefix} bytes with one of {len(path)}")
+        path = path[:prefix] + cursor.take(suffix, "the path of a file")
+        if base > len(path) or len(path) > _MOST_PATH_BYTES:
+            raise place.damaged(f"the path of a file has {len(path)} bytes and a base of {base}")
+        try:
+            relative, own_base = path.decode(), path[:base].decode()
+        except UnicodeDecodeError as error:
+            raise place.damaged(f"the path of a file is no UTF-8: {path[:200]!r}") from error
+        if not relative:
+            files.append(DataFile("", transitive))
+            continue
+        if (wrong := check_path(transitive + relative)) is not None:
+            raise place.damaged(
+                f"the path of a file has {wrong}: {(transitive + relative)[:200]!r}, expected a relative one such as 'd/name'"
+            )
+        files.append(DataFile(transitive + relative, transitive + own_base))
+    return files
+
+
+def encode_files(paths: Sequence[str]) -> bytes:
+    """A table of these paths, relative to the database; sorted ones take less.
+
+    The base of each ends before its ``d/<name>``, as in Orbax's databases. In nodes that lie in the base of the database itself.
+
+    Raises:
+        InvalidLocationError: a path that no reader would take.
+    """
+    if not paths:
+        return encode_varint(0)
+    encoded = []
+    for path in paths:
+        data = path.encode()
+        if (wrong := check_path(path) or ("too many bytes" if len(data) > _MOST_PATH_BYTES else None)) is not None:
+            raise InvalidLocationError(
+                f"the path {path[:200]!r} of a file has {wrong}: expected a relative one such as 'ocdbt.process_0/d/name'"
+            )
+        encoded.append(data)
+    shared = [len(commonprefix(pair)) for pair in pairwise(encoded)]
+    suffixes = [data[prefix:] for data, prefix in zip(encoded, [0, *shared], strict=True)]
+    bases = [len(path[: _base_length(path)].encode()) for path in paths]
+    return b"".join(
+        (
+            encode_varint(len(paths)),
+            encode_varints(np.array(shared, np.uint64)),
+            encode_varints(np.array([len(suffix) for suffix in suffixes], np.uint64)),
+            encode_varints(np.array(bases, np.uint64)),
+            *suffixes,
+        )
+    )
+
+
+def _base_length(path: str) -> int:
+    """Characters of the part before ``d/<name>``."""
+    directory = path.rpartition("/")[0]
+    if directory == "d" or directory.endswith("/d"):
+        return len(directory) - 1
+    return 0

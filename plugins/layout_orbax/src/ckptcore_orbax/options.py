@@ -1,0 +1,95 @@
+"""Options of arrays: how they are cut, compressed and checked, for all of them and for those that a rule names."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final, cast, get_args
+
+from ckptcore_orbax.zarr import Compression, CompressionName
+
+__all__ = ["ArrayOptions", "ArrayRule", "check_chunk_bytes", "options_of", "parse_compression"]
+
+_LEAST_CHUNK_BYTES: Final = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ArrayOptions:
+    """How an array is stored.
+
+    Attributes:
+        chunk_bytes: what a read chunk aims at, in bytes; None: a read chunk is what one process writes.
+        compression: how read chunks are compressed; None: not at all.
+        checksum: whether each read chunk is stored with its CRC32C, where the format has that.
+    """
+
+    chunk_bytes: int | None
+    compression: Compression | None
+    checksum: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ArrayRule:
+    """Options for the arrays that a pattern names; what is None stays as it is for all.
+
+    Attributes:
+        pattern: of the name of the array, with ``*`` and ``?`` as `fnmatch` has them: ``params.*.embedding``.
+        chunk_bytes: see `ArrayOptions`; 0: the whole of what one process writes.
+        compression: the name of a compression: ``zstd``, ``zstd:3``, ``blosc``, or ``none``.
+        checksum: see `ArrayOptions`.
+    """
+
+    pattern: str
+    chunk_bytes: int | None = None
+    compression: str | None = None
+    checksum: bool | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse what makes no sense, where it is written down."""
+        check_chunk_bytes(self.chunk_bytes)
+        if self.compression is not None:
+            parse_compression(self.compression)
+
+    def names(self, array: str) -> bool:
+        """Whether it is about the array of this name."""
+        return fnmatch.fnmatchcase(array, self.pattern)
+
+    def applied(self, options: ArrayOptions) -> ArrayOptions:
+        """The options of an array that it names."""
+        chunk_bytes = options.chunk_bytes if self.chunk_bytes is None else self.chunk_bytes or None
+        compression = options.compression if self.compression is None else parse_compression(self.compression)
+        checksum = options.checksum if self.checksum is None else self.checksum
+        return ArrayOptions(chunk_bytes=chunk_bytes, compression=compression, checksum=checksum)
+
+
+def check_chunk_bytes(chunk_bytes: int | None) -> None:
+    """Raises:
+    ValueError
+    """
+    if chunk_bytes is not None and (type(chunk_bytes) is not int or chunk_bytes < 0):
+        raise ValueError(f"chunk_bytes={chunk_bytes!r}: expected a number of bytes, 0 or None for no limit")
+
+
+def parse_compression(name: str | None) -> Compression | None:
+    """The compression of a name, ``zstd``, ``zstd:3`` (with a level), ``blosc``; None for None and ``none``.
+
+    Raises:
+        ValueError
+    """
+    if name is None or name == "none":
+        return None
+    kind, _, level = name.partition(":")
+    if kind not in get_args(CompressionName) or (level and not level.lstrip("-").isdigit()):
+        raise ValueError(
+            f"compression={name!r}: expected one of {', '.join(get_args(CompressionName))}, or one with a level such as 'zstd:3'"
+        )
+    return Compression(cast("CompressionName", kind), int(level) if level else None)
+
+
+def options_of(array: str, options: ArrayOptions, rules: Sequence[ArrayRule]) -> ArrayOptions:
+    """The options of an array: those of all, changed by every rule that names it, in order."""
+    for rule in rules:
+        if rule.names(array):
+            options = rule.applied(options)
+    return options

@@ -1,0 +1,136 @@
+"""The file `checkpoint` of the years before `_METADATA`: a tree in msgpack, small arrays in it, the others beside it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+import msgpack  # type: ignore[import-untyped]  # it has no types
+import numpy as np
+
+from ckptcore.errors import CorruptCheckpointError, UnsupportedLeafError
+from ckptcore.model import ArraySpec, HostArray, dtype_from_name
+from ckptcore_orbax.orbax.documents import corrupt
+from ckptcore_orbax.orbax.trees import MAX_DEPTH, StoredTree, TreeLeaf, plain_tree
+
+__all__ = ["AGGREGATE_FILE", "parse_aggregate", "unpack"]
+
+AGGREGATE_FILE: Final = "checkpoint"
+
+_PLACEHOLDERS: Final = ("PLACEHOLDER://", "AGGREGATED://")
+"""What a string begins with that stands for an array beside the file; the name of the array follows."""
+
+_CHUNKED: Final = "__msgpack_chunked_array__"
+"""A dict with this key is an array too large for one value: ``shape`` and ``chunks``, both dicts with the keys 0, 1, ..."""
+
+_ARRAY, _COMPLEX, _SCALAR, _TUPLE = 1, 2, 3, 4
+"""The extension types of Flax: ``(shape, dtype, bytes)`` in msgpack of its own; ``(real, imaginary)``; as an array; a list."""
+
+_MOST_NESTED: Final = 16
+"""How many extension values may be in each other: each takes a good part of the stack."""
+
+
+def parse_aggregate(data: bytes, key: str) -> StoredTree:
+    """The tree in such a file; it may be hostile. Memory is that of the file.
+
+    Raises:
+        CorruptCheckpointError
+        UnsupportedLeafError: for arrays of a dtype that is not known.
+    """
+    return plain_tree(_leaves(unpack(data, key, _Extensions(key)), key, 0), key)
+
+
+def unpack(data: bytes, key: str, extension: Callable[[int, bytes], object]) -> object:
+    """The value that msgpack holds: None, numbers, str, bytes, lists and dicts, and what `extension` makes.
+
+    Raises:
+        CorruptCheckpointError
+    """
+    try:
+        return msgpack.unpackb(data, ext_hook=extension, raw=False, strict_map_key=False)
+    except (CorruptCheckpointError, UnsupportedLeafError):
+        raise
+    except (ValueError, TypeError, RecursionError, OverflowError, msgpack.UnpackException) as error:
+        raise CorruptCheckpointError(
+            f"{key}: expected msgpack, found {len(data)} bytes that are none: {error!r:.200}. "
+            "The file is damaged or was not written to its end",
+            key=key,
+        ) from error
+
+
+class _Extensions:
+    """Makes the values of extension types."""
+
+    def __init__(self, key: str) -> None:
+        self._key = key
+        self._depth = 0
+
+    def __call__(self, code: int, data: bytes) -> object:
+        self._depth += 1
+        try:
+            if self._depth > _MOST_NESTED:
+                raise corrupt(self._key, f"at most {_MOST_NESTED} values in each other", self._depth)
+            return self._made(code, data)
+        finally:
+            self._depth -= 1
+
+    def _made(self, code: int, data: bytes) -> object:
+        inner = unpack(data, self._key, self) if code in (_ARRAY, _COMPLEX, _SCALAR, _TUPLE) else None
+        match code, inner:
+            case ((1 | 3), [list() as shape, str() as dtype, bytes() as elements]):
+                array = _array(shape, dtype, elements, self._key)
+                kind = "numpy.scalar" if code == _SCALAR and not shape else None
+                return TreeLeaf("", "np.ndarray", embedded=array, spec=ArraySpec(array.shape, dtype), kind=kind)
+            case 2, [float() | int() as real, float() | int() as imaginary]:
+                return complex(real, imaginary)
+            case 4, list():
+                return tuple(inner)
+        raise corrupt(self._key, "an array, a complex number or a tuple", f"extension type {code}")
+
+
+def _array(shape: list[Any], dtype: str, elements: bytes, key: str) -> HostArray:
+    if len(shape) > 64 or any(type(extent) is not int or extent < 0 for extent in shape):
+        raise corrupt(key, "the shape of an array", shape)
+    element = dtype_from_name(dtype)
+    if math.prod(shape) * element.itemsize != len(elements):
+        raise corrupt(key, f"the elements of {dtype}{shape}", f"{len(elements)} bytes")
+    return np.frombuffer(elements, element.newbyteorder("<")).astype(element, copy=False).reshape(shape)
+
+
+def _leaves(value: object, key: str, depth: int) -> object:
+    """The same with leaves where arrays are, in the file or beside it."""
+    if depth > MAX_DEPTH:
+        raise corrupt(key, "a tree", "one that is too deep")
+    if isinstance(value, str) and value.startswith(_PLACEHOLDERS):
+        return TreeLeaf(value.partition("://")[2])
+    if isinstance(value, dict):
+        if value.get(_CHUNKED) is True:
+            return _joined(value, key)
+        return {name: _leaves(child, key, depth + 1) for name, child in value.items()}
+    if isinstance(value, list):
+        return [_leaves(child, key, depth + 1) for child in value]
+    return tuple([_leaves(child, key, depth + 1) for child in value]) if isinstance(value, tuple) else value
+
+
+def _joined(value: Mapping[str, Any], key: str) -> TreeLeaf:
+    shape, chunks = value.get("shape"), value.get("chunks")
+    if not isinstance(shape, dict) or not isinstance(chunks, dict) or not chunks:
+        raise corrupt(key, "the shape and the chunks of an array", value)
+    extents = [shape.get(str(number)) for number in range(len(shape))]
+    parts: list[HostArray] = []
+    for number in range(len(chunks)):
+        part = chunks.get(str(number))
+        if not isinstance(part, TreeLeaf) or part.embedded is None:
+            raise corrupt(key, "a chunk of an array", part)
+        parts.append(part.embedded.reshape(-1))
+    joined = np.concatenate(parts) if len({part.dtype for part in parts}) == 1 else None
+    if joined is None or any(type(extent) is not int or extent < 0 for extent in extents):
+        raise corrupt(key, "chunks of one dtype, and a shape", extents)
+    if len(extents) > 64 or math.prod(extents) != joined.size:  # type: ignore[arg-type]  # ints, as just seen
+        raise corrupt(key, f"{extents} elements in chunks", joined.size)
+    try:
+        whole = joined.reshape(extents)  # type: ignore[arg-type]  # ints, as just seen
+    except ValueError as error:  # there are no elements, and NumPy has no such shape all the same
+        raise corrupt(key, "a shape that arrays have", extents) from error
+    return TreeLeaf("", "np.ndarray", embedded=whole, spec=ArraySpec(whole.shape, whole.dtype.name))

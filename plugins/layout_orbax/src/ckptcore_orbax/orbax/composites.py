@@ -1,0 +1,135 @@
+"""A checkpoint of several items: which members it has, and which of them a plain load means."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Final, Literal
+
+from ckptcore.model import JSON
+from ckptcore.protocols import ReadStore
+from ckptcore_orbax.orbax.documents import expect, object_of, parse_document
+from ckptcore_orbax.orbax.items import TEMPORARY, ItemKind, expect_commit, item_kind, names_in
+from ckptcore_orbax.orbax.markers import (
+    INDICATOR_FILE,
+    METADATA_FILE,
+    RECORD_FILE,
+    ROOT_METADATA_FILE,
+    CheckpointFile,
+    parse_checkpoint_file,
+    parse_root_metadata,
+)
+
+__all__ = ["Composite", "find_composite", "find_root_metadata"]
+
+_METRICS: Final = "metrics"
+_PREFERRED: Final = ("state", "default", "pytree", "params")
+"""Which of several trees a plain load means: what version 1 saves, what a manager of steps saves, and older names."""
+
+
+@dataclass(frozen=True, slots=True)
+class Composite:
+    """A checkpoint of several items.
+
+    Attributes:
+        members: what each is, by its name, which is that of its directory; ``other`` for what only the software that saved
+            it can read. Sorted.
+        sole: the member that a plain load means; None where none is meant.
+        writer: who wrote it.
+        custom: metadata of the user's.
+        metrics: numbers that the user gave with it.
+        created: when the save began, ISO 8601 in UTC, or None.
+    """
+
+    members: Mapping[str, ItemKind | Literal["other"]]
+    sole: str | None
+    writer: str
+    custom: Mapping[str, JSON] = field(default_factory=dict)
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    created: str | None = None
+
+
+def find_composite(store: ReadStore) -> Composite | None:
+    """The items of the checkpoint in the store's directory; None if it is no checkpoint of Orbax or one item itself.
+
+    Everything in it may be hostile. A directory of steps is none. Members whose deletion began are not there any more, as
+    for Orbax. A directory in which nothing of Orbax is, and which no file names, is no member.
+
+    Raises:
+        CorruptCheckpointError, UncommittedCheckpointError
+    """
+    names = names_in(store, "")
+    if item_kind(names) is not None:
+        return None
+    about = CheckpointFile()
+    if METADATA_FILE in names:
+        about = parse_checkpoint_file(store.get(METADATA_FILE), METADATA_FILE)
+        if isinstance(about.handlers, str):
+            return None
+    marked = METADATA_FILE in names or INDICATOR_FILE in names
+    deleted = _deleted(store) if RECORD_FILE in names else None
+    handlers = about.handlers if isinstance(about.handlers, Mapping) else {}
+    members: dict[str, ItemKind | Literal["other"]] = {}
+    for name in sorted(name.removesuffix("/") for name in names if name.endswith("/")):
+        if name == deleted or TEMPORARY in name or name.startswith("."):
+            continue
+        inside = frozenset(store.list_names(name))
+        if not marked and (METADATA_FILE in inside or name.isdigit()):
+            return None  # a directory of steps, each a checkpoint
+        kind = item_kind(inside)
+        if kind is not None:
+            members[name] = kind
+        elif name in handlers:
+            members[name] = _by_handler(handlers[name])
+    if not members or (not marked and "tree" not in members.values()):
+        return None
+    expect_commit(store, names)
+    metrics, custom = dict(about.metrics), dict(about.custom)
+    if members.get(_METRICS) == "json" and _METRICS in store.list_names(_METRICS):
+        key = f"{_METRICS}/{_METRICS}"
+        metrics.update(object_of(parse_document(store.get(key), key), key, "metrics"))
+        del members[_METRICS]
+    other = {name: value for name, value in metrics.items() if not _is_number(value)}
+    if other:
+        custom.setdefault(_METRICS, other)
+    return Composite(
+        members,
+        _sole(members),
+        "Orbax" if INDICATOR_FILE in names else "Orbax (version 0)",
+        custom,
+        {name: value for name, value in metrics.items() if isinstance(value, int | float) and _is_number(value)},
+        about.created,
+    )
+
+
+def find_root_metadata(store: ReadStore) -> Mapping[str, JSON] | None:
+    """The user's metadata of a directory of steps; None where there is none.
+
+    Raises:
+        CorruptCheckpointError
+    """
+    if ROOT_METADATA_FILE.partition("/")[2] not in store.list_names("metadata"):
+        return None
+    return parse_root_metadata(store.get(ROOT_METADATA_FILE), ROOT_METADATA_FILE)
+
+
+def _is_number(value: JSON) -> bool:
+    return isinstance(value, float) or (type(value) is int and abs(value) < 1 << 63)
+
+
+def _by_handler(handler: str) -> ItemKind | Literal["other"]:
+    """What an item is that was saved under file names of the user's own."""
+    name = handler.rpartition(".")[2]
+    return "tree" if name in ("PyTreeHandler", "PyTreeCheckpointHandler", "StandardCheckpointHandler") else "other"
+
+
+def _sole(members: Mapping[str, ItemKind | Literal["other"]]) -> str | None:
+    trees = [name for name, kind in members.items() if kind == "tree"]
+    if len(trees) == 1:
+        return trees[0]
+    return next((name for name in _PREFERRED if name in trees), None)
+
+
+def _deleted(store: ReadStore) -> str:
+    said = object_of(parse_document(store.get(RECORD_FILE), RECORD_FILE), RECORD_FILE, "the file")
+    return expect(said.get("checkpointable_name"), str, RECORD_FILE, "checkpointable_name")

@@ -1,0 +1,318 @@
+"""What a directory holds that Orbax saved as one item: a tree with arrays, a JSON document, a message of protobuf."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Final, Literal
+
+from ckptcore.errors import CorruptCheckpointError, ObjectNotFoundError, UncommittedCheckpointError
+from ckptcore.model import JSON, LEAF, PLAIN_ARRAY, ArrayRecord, ArraySpec, TreeMetadata
+from ckptcore.protocols import ReadStore
+from ckptcore_orbax.orbax.aggregate import AGGREGATE_FILE, parse_aggregate
+from ckptcore_orbax.orbax.array_metadata import ARRAY_METADATA, parse_array_metadata
+from ckptcore_orbax.orbax.documents import object_of, parse_document
+from ckptcore_orbax.orbax.markers import COMMIT_FILE, METADATA_FILE, CheckpointFile, parse_checkpoint_file
+from ckptcore_orbax.orbax.shardings import SHARDING_FILE, parse_shardings
+from ckptcore_orbax.orbax.strings import STRINGS_FILE, Strings
+from ckptcore_orbax.orbax.tree_file import TREE_FILE, parse_tree
+from ckptcore_orbax.orbax.trees import StoredTree, TreeLeaf, plain_tree, tree_of_names
+from ckptcore_orbax.orbax.values import NONE, value_record
+
+__all__ = ["TEMPORARY", "Item", "ItemKind", "expect_commit", "find_item", "item_kind", "key_in", "names_in"]
+
+ItemKind = Literal["tree", "json", "proto", "random key"]
+"""What an item is."""
+
+TEMPORARY: Final = ".orbax-checkpoint-tmp"
+"""In the name of a directory whose save is not complete."""
+
+_MANIFEST: Final = "manifest.ocdbt"
+_PROCESSES: Final = "ocdbt.process_"
+_JSON_FILES: Final = ("data.json", "metadata", "metrics")
+_PROTO_FILE: Final = "proto.pbtxt"
+_RANDOM_KEYS: Final = ("jax_random_key", "np_random_key")
+
+
+@dataclass(frozen=True)
+class Item:
+    """What a directory holds.
+
+    Attributes:
+        kind: what it is.
+        directory: of the arrays, below the store; empty for the store's own.
+        tree: what is known of it; None where only a database is there, which has the names of the arrays (`tree_of_names`).
+        database: whether arrays are in an OCDBT database there; else each is a directory of its own.
+        zarr_format: of the arrays; None where it is not said.
+        missing: what a chunk that is not there means. Before Orbax stored chunks of nothing but the fill value too, those.
+        shardings: notes of arrays of JAX, by name.
+        random_keys: the implementation of the arrays that are data of random keys, by name.
+        custom: metadata of the user's.
+        created: when the save began, ISO 8601 in UTC; None where it is not said here.
+        writer: who wrote it, as far as can be told.
+    """
+
+    kind: ItemKind
+    directory: str
+    tree: StoredTree | None
+    writer: str
+    database: bool = False
+    zarr_format: Literal[2, 3] | None = None
+    missing: Literal["error", "fill"] = "fill"
+    shardings: Mapping[str, Mapping[str, JSON]] = field(default_factory=dict)
+    random_keys: Mapping[str, str] = field(default_factory=dict)
+    custom: Mapping[str, JSON] = field(default_factory=dict)
+    created: str | None = None
+
+    def record(self, leaf: TreeLeaf, spec: ArraySpec) -> ArrayRecord:
+        """The record of an array, as the handler that saved it would make it.
+
+        Args:
+            leaf: of the tree.
+            spec: shape and dtype, from the array's own metadata.
+        """
+        notes: dict[str, JSON] = {}
+        impl = self.random_keys.get(leaf.name)
+        if impl is not None:
+            notes["impl"] = impl
+        if leaf.name in self.shardings:
+            notes["sharding"] = self.shardings[leaf.name]
+        if leaf.shared:
+            notes["shared_name"] = leaf.name
+        return ArrayRecord(spec, leaf.kind or (PLAIN_ARRAY if impl is None else "jax.key"), notes=notes)
+
+
+def names_in(store: ReadStore, directory: str) -> frozenset[str]:
+    """The names of what is in a directory; those of directories end in ``/``.
+
+    Raises:
+        UncommittedCheckpointError: if its name says that the save is not complete, or nothing says on GCS that it is.
+    """
+    names = frozenset(store.list_names(directory))
+    url = store.address.url if store.address is not None else ""
+    if TEMPORARY in directory or TEMPORARY in url.rstrip("/").rpartition("/")[2]:
+        raise UncommittedCheckpointError(
+            f"{url or directory} is a temporary directory of Orbax: the save that wrote it never ended. Load another step; "
+            "if you know that it is complete, rename it"
+        )
+    return names
+
+
+def expect_commit(store: ReadStore, names: frozenset[str]) -> None:
+    """Hold a checkpoint of Orbax on GCS to be complete: there is no rename there, a file says so.
+
+    Raises:
+        UncommittedCheckpointError
+    """
+    url = store.address.url if store.address is not None else ""
+    if url.startswith(("gs://", "gcs://")) and names and COMMIT_FILE not in names and not _is_within(names):
+        raise UncommittedCheckpointError(
+            f"{url} has no {COMMIT_FILE}, with which Orbax says on GCS that a save is complete. Load another step; if it "
+            f"is a copy of a complete checkpoint that lost the file, put an empty {COMMIT_FILE} there"
+        )
+
+
+def _is_within(names: frozenset[str]) -> bool:
+    """Whether names are those of a member: version 1 writes the file only into the checkpoint's own directory."""
+    return METADATA_FILE not in names
+
+
+def key_in(directory: str, name: str) -> str:
+    """The key of an object in a directory."""
+    return f"{directory}/{name}" if directory else name
+
+
+def item_kind(names: frozenset[str]) -> ItemKind | None:
+    """What a directory with these names in it holds, or None."""
+    if TREE_FILE in names or AGGREGATE_FILE in names or _MANIFEST in names:
+        return "tree"
+    if any(f"{name}/" in names for name in _RANDOM_KEYS):
+        return "random key"
+    only = names - {COMMIT_FILE}
+    if len(only) == 1:
+        (name,) = only
+        return "json" if name in _JSON_FILES else "proto" if name == _PROTO_FILE else None
+    return None
+
+
+def find_item(store: ReadStore, directory: str = "") -> Item | None:
+    """What a directory holds, with its files read but for the arrays; None if it is no item of Orbax.
+
+    Everything in it may be hostile.
+
+    Args:
+        store: where to look.
+        directory: of the item, below it, without a ``/`` at its end.
+
+    Raises:
+        CorruptCheckpointError, UnsupportedLeafError, UncommittedCheckpointError
+    """
+    names = names_in(store, directory)
+    kind = item_kind(names)
+    if kind is None:
+        return _bare_arrays(store, directory, names)
+    if not directory:
+        expect_commit(store, names)
+    if kind == "random key":
+        return _random_key(store, directory, names)
+    if kind != "tree":
+        (name,) = names - {COMMIT_FILE}
+        data, key = store.get(key_in(directory, name)), key_in(directory, name)
+        if kind == "json":
+            return Item("json", directory, plain_tree(parse_document(data, key), key), "Orbax (JSON)")
+        record = value_record(data.decode("utf-8", "surrogateescape"))
+        return Item("proto", directory, StoredTree(LEAF, (TreeLeaf("", value=record),)), "Orbax (text of protobuf)")
+    return _tree_item(store, directory, names)
+
+
+def _tree_item(store: ReadStore, directory: str, names: frozenset[str]) -> Item:
+    about = CheckpointFile()
+    if METADATA_FILE in names:
+        key = key_in(directory, METADATA_FILE)
+        about = parse_checkpoint_file(store.get(key), key)
+    custom = dict(about.custom)
+    tree: StoredTree | None = None
+    zarr_format: Literal[2, 3] | None = None
+    missing: Literal["error", "fill"] = "fill"
+    writer = "Orbax"
+    if TREE_FILE in names:
+        key = key_in(directory, TREE_FILE)
+        described = parse_tree(store.get(key), key)
+        tree = described.tree
+        zarr_format = 3 if described.use_zarr3 else 2
+        missing = "error" if described.stores_fill_value else "fill"
+        _add_custom(custom, described.custom)
+    if AGGREGATE_FILE in names:
+        key = key_in(directory, AGGREGATE_FILE)
+        aggregate = parse_aggregate(store.get(key), key)
+        tree = aggregate if tree is None else _with_values(tree, aggregate)
+        writer = "Orbax or Flax (msgpack)"
+    if tree is not None:
+        tree = _with_strings(store, directory, names, tree)
+    database = _MANIFEST in names
+    if not database and tree is not None and any(name.startswith(_PROCESSES) for name in names):
+        raise UncommittedCheckpointError(
+            f"{directory or 'the directory'} has databases of processes and no {_MANIFEST}: the save that wrote them ended "
+            "before it joined them. Load another step"
+        )
+    shardings: Mapping[str, Mapping[str, JSON]] = {}
+    if SHARDING_FILE in names:
+        key = key_in(directory, SHARDING_FILE)
+        shardings = parse_shardings(store.get(key), key)
+    random_keys = _random_keys(store, directory, tree) if f"{ARRAY_METADATA}/" in names else {}
+    return Item(
+        "tree", directory, tree, writer, database, zarr_format, missing, shardings, random_keys, custom, about.created
+    )
+
+
+def _add_custom(custom: dict[str, JSON], found: JSON) -> None:
+    """Put the metadata of a tree beside those of the checkpoint."""
+    if isinstance(found, dict) and not any(name in custom and custom[name] != found[name] for name in found):
+        custom.update(found)
+    elif found is not None:
+        custom["tree"] = found
+
+
+def _with_values(tree: StoredTree, aggregate: StoredTree) -> StoredTree:
+    """A tree whose leaves have what an aggregate file says of them, found by the text of their names."""
+    known = {name: leaf for name, leaf in _by_text(aggregate) if leaf.value is not None or leaf.embedded is not None}
+    leaves = [
+        replace(known[name], name=leaf.name, value_type=leaf.value_type)
+        if name in known and leaf.value is None
+        else leaf
+        for name, leaf in _by_text(tree)
+    ]
+    return StoredTree(tree.skeleton, tuple(leaves))
+
+
+def _by_text(tree: StoredTree) -> list[tuple[tuple[str, ...], TreeLeaf]]:
+    paths = TreeMetadata(tree.skeleton, (NONE,) * len(tree.leaves)).paths
+    return [(tuple(map(str, path)), leaf) for path, leaf in zip(paths, tree.leaves, strict=True)]
+
+
+def _with_strings(store: ReadStore, directory: str, names: frozenset[str], tree: StoredTree) -> StoredTree:
+    if not any(leaf.value_type == "string" and leaf.value is None for leaf in tree.leaves):
+        return tree
+    key = key_in(directory, STRINGS_FILE)
+    if STRINGS_FILE not in names:
+        raise CorruptCheckpointError(f"{key} is not there; expected it, because the tree has strings", key=key)
+    strings = Strings(store.get(key), key)
+    leaves = [
+        replace(leaf, value=value_record(strings.text(leaf.name)))
+        if leaf.value_type == "string" and leaf.value is None
+        else leaf
+        for leaf in tree.leaves
+    ]
+    return StoredTree(tree.skeleton, tuple(leaves))
+
+
+def _random_keys(store: ReadStore, directory: str, tree: StoredTree | None) -> dict[str, str]:
+    """The implementations of random keys, by the names of their arrays.
+
+    Every process writes a file about the arrays that it holds, which is all of them as a rule: others than the first are
+    read only where an array is missing.
+    """
+    missing = {leaf.name for leaf in tree.leaves if leaf.value_type == "jax.Array"} if tree is not None else None
+    found: dict[str, str] = {}
+    below = key_in(directory, ARRAY_METADATA)
+    files = [name for name in store.list_names(below) if name.startswith("process_") and not name.endswith("/")]
+    for name in sorted(files, key=lambda name: (len(name), name)):
+        key = f"{below}/{name}"
+        for array in parse_array_metadata(store.get(key), key):
+            if missing is not None:
+                missing.discard(array.name)
+            if array.random_key_impl is None:
+                continue
+            if found.setdefault(array.name, array.random_key_impl) != array.random_key_impl:
+                raise CorruptCheckpointError(
+                    f"{key}: {array.name!r} is said to be random keys of {array.random_key_impl!r} and, by another "
+                    f"process, of {found[array.name]!r}; expected one implementation",
+                    key=key,
+                )
+        if missing is not None and not missing:
+            break
+    return found
+
+
+def _random_key(store: ReadStore, directory: str, names: frozenset[str]) -> Item | None:
+    """An item of random keys: an item within it has the array, or the state of NumPy's generator."""
+    name = next(name for name in _RANDOM_KEYS if f"{name}/" in names)
+    item = find_item(store, key_in(directory, name))
+    if item is None or item.tree is None:
+        return None
+    key = key_in(directory, f"{name}_metadata/metadata")
+    try:
+        said = object_of(parse_document(store.get(key), key), key, "the file")
+    except ObjectNotFoundError:
+        said = {}
+    if len(item.tree.leaves) != 1:
+        return replace(item, kind="random key")
+    (leaf,) = item.tree.leaves
+    whole = StoredTree(LEAF, (leaf,))
+    typed = {leaf.name: "threefry2x32"} if said.get("typed") is True else {}
+    return replace(item, kind="random key", tree=whole, random_keys=typed)
+
+
+def _bare_arrays(store: ReadStore, directory: str, names: frozenset[str]) -> Item | None:
+    """A tree of the days before any file described it: nothing but directories with arrays, whose names tell the tree."""
+    ignored = {f"{ARRAY_METADATA}/"}
+    directories = sorted(name for name in names - ignored if name.endswith("/"))
+    if not directories or not names - set(directories) <= {
+        SHARDING_FILE,
+        COMMIT_FILE,
+        METADATA_FILE,
+        f"{ARRAY_METADATA}/",
+    }:
+        return None
+    formats = set[Literal[2, 3]]()
+    for name in directories:
+        inside = store.list_names(key_in(directory, name.removesuffix("/")))
+        if ".zarray" in inside:
+            formats.add(2)
+        elif "zarr.json" in inside:
+            formats.add(3)
+        else:
+            return None
+    tree = tree_of_names([name.removesuffix("/") for name in directories], directory or ".")
+    one = next(iter(formats)) if len(formats) == 1 else None
+    return Item("tree", directory, tree, "Orbax, or arrays in directories", zarr_format=one)

@@ -1,0 +1,150 @@
+"""The file `_sharding`: how the arrays of JAX were sharded, as notes of records and back."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import json
+import math
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+from ckptcore.model import JSON
+from ckptcore_orbax.orbax.documents import (
+    corrupt,
+    encode_document,
+    expect,
+    extents,
+    object_of,
+    parse_document,
+    text_of,
+)
+
+__all__ = ["SHARDING_FILE", "encode_shardings", "parse_shardings"]
+
+SHARDING_FILE: Final = "_sharding"
+
+_MOST_COUNTED: Final = 256
+"""Devices that are written out though they are 0, 1, ... in order: Orbax takes as many as it finds where none are."""
+
+_TYPE_PREFIX: Final = "AxisType."
+"""What Orbax writes the type of an axis with, as Python prints it."""
+
+_AUTO: Final = "Auto"
+"""The type that axes have where none is noted."""
+
+
+def parse_shardings(data: bytes, key: str) -> dict[str, Mapping[str, JSON]]:
+    """For each array the sharding as ckptcore-jax notes it; it may be hostile.
+
+    The file is an object from names, in URL-safe base64 of UTF-8, to JSON in a string. The notes:
+
+    - ``{"type": "NamedSharding", "mesh": {axis: size}, "spec": [None | axis | [axes]], "devices": [ids],
+      "axis_types": ["Auto" | "Explicit" | "Manual"]}``, the last two where they are said, the ids in the order of the mesh,
+      and the types only where some are not ``Auto``, which is what they are where nothing is said;
+    - ``{"type": "SingleDeviceSharding", "device": "cpu:0"}``, the device as JAX prints it;
+    - ``{"type": the name of any other class}``.
+
+    Raises:
+        CorruptCheckpointError
+    """
+    shardings: dict[str, Mapping[str, JSON]] = {}
+    seen: dict[str, Mapping[str, JSON]] = {}  # many arrays have one sharding, and a mesh can be large
+    for encoded, content in object_of(parse_document(data, key), key, "the file").items():
+        try:
+            name = base64.b64decode(encoded.encode("ascii"), altchars=b"-_", validate=True).decode("utf-8")
+        except (binascii.Error, ValueError) as error:
+            raise corrupt(key, "a name in base64", encoded) from error
+        text = expect(content, str, key, "a sharding")
+        if text not in seen:
+            seen[text] = _note(object_of(parse_document(text.encode("utf-8", "replace"), key), key, "a sharding"), key)
+        shardings[name] = seen[text]
+    return shardings
+
+
+def encode_shardings(shardings: Mapping[str, JSON]) -> bytes:
+    """The file `_sharding` of arrays with these notes, by name; a sharding that Orbax has no form for is left out."""
+    encoded: dict[str, JSON] = {}
+    for name, note in shardings.items():
+        document = _document(note)
+        if document is not None:
+            key = base64.urlsafe_b64encode(name.encode("utf-8", "replace")).decode("ascii")
+            encoded[key] = json.dumps(document)
+    return encode_document(encoded)
+
+
+def _note(said: Mapping[str, JSON], key: str) -> Mapping[str, JSON]:
+    kind = text_of(said.get("sharding_type"), key, "sharding_type")
+    if kind == "SingleDeviceSharding":
+        # JAX called its CPUs TFRT_CPU_0 before 0.10.
+        device = text_of(said.get("device_str"), key, "device_str").replace("TFRT_CPU_", "cpu:")
+        return {"type": kind, "device": device}
+    if kind != "NamedSharding":
+        return {"type": kind}
+    sizes = extents(said.get("shape"), key, "the shape of a mesh")
+    axes = [text_of(axis, key, "an axis of a mesh") for axis in expect(said.get("axis_names"), list, key, "axis_names")]
+    if len(set(axes)) != len(sizes) or len(axes) != len(sizes):
+        raise corrupt(key, f"{len(sizes)} names of the axes of a mesh", axes)
+    spec: list[JSON] = []
+    for part in expect(said.get("partition_spec"), list, key, "partition_spec"):
+        for axis in part if isinstance(part, list) else [] if part is None else [part]:
+            if axis not in axes:
+                raise corrupt(key, "an axis of the mesh in partition_spec", axis)
+        spec.append(part)
+    note: dict[str, JSON] = {"type": kind, "mesh": dict(zip(axes, sizes, strict=True)), "spec": spec}
+    if (mesh := said.get("device_mesh")) is not None:
+        devices = _devices(object_of(mesh, key, "device_mesh").get("mesh"), key)
+        if len(devices) != math.prod(sizes):
+            raise corrupt(key, f"{math.prod(sizes)} devices in a mesh", len(devices))
+        note["devices"] = devices
+    if types := said.get("axis_types"):
+        names = [text_of(name, key, "the type of an axis") for name in expect(types, list, key, "axis_types")]
+        if len(names) != len(axes):
+            raise corrupt(key, f"{len(axes)} types of axes", names)
+        kinds: list[JSON] = [name.removeprefix(_TYPE_PREFIX) for name in names]
+        if any(kind != _AUTO for kind in kinds):
+            note["axis_types"] = kinds
+    return note
+
+
+def _devices(mesh: JSON, key: str) -> list[int]:
+    """The ids of devices that stand in lists of lists, in order."""
+    devices: list[int] = []
+    pending = [mesh]
+    while pending:
+        part = pending.pop()
+        if isinstance(part, list):
+            pending.extend(reversed(part))
+        else:
+            devices.append(expect(object_of(part, key, "a device").get("id"), int, key, "the id of a device"))
+    return devices
+
+
+def _document(note: JSON) -> JSON:
+    """What the file says of a sharding that a note describes; None where Orbax has nothing for it, or it is no such note."""
+    if not isinstance(note, Mapping):
+        return None
+    if note.get("type") == "SingleDeviceSharding" and isinstance(note.get("device"), str):
+        return {"sharding_type": "SingleDeviceSharding", "device_str": note["device"]}
+    mesh, spec, types = note.get("mesh"), note.get("spec"), note.get("axis_types")
+    if note.get("type") != "NamedSharding" or not isinstance(mesh, Mapping) or not isinstance(spec, Sequence):
+        return None
+    sizes = [size for size in mesh.values() if isinstance(size, int)]
+    count = math.prod(sizes)
+    document: dict[str, JSON] = {"sharding_type": "NamedSharding", "shape": sizes, "axis_names": list(mesh)}
+    if not isinstance(types, Sequence) or len(types) != len(sizes):
+        types = [_AUTO] * len(sizes)  # Orbax writes them out
+    document["axis_types"] = [f"{_TYPE_PREFIX}{name}" for name in types]
+    document["partition_spec"] = spec
+    devices = note.get("devices")
+    if not isinstance(devices, Sequence):
+        devices = range(count) if count <= _MOST_COUNTED else None
+    if devices is not None and len(devices) == count and len(sizes) == len(mesh):
+        document["device_mesh"] = {"mesh": _nested([{"id": device} for device in devices], sizes)}
+    return document
+
+
+def _nested(devices: Sequence[JSON], sizes: Sequence[int]) -> JSON:
+    for size in reversed(sizes[1:]):
+        devices = [devices[start : start + size] for start in range(0, len(devices), size)] if size else []
+    return devices

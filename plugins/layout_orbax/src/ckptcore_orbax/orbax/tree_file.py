@@ -1,0 +1,172 @@
+"""The file `_METADATA`: the tree of an item, and how its arrays are stored."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Final
+
+from ckptcore.model import JSON, Attribute, LeafRecord, Node, Skeleton, TreeMetadata, TreePath
+from ckptcore_orbax.orbax.documents import (
+    corrupt,
+    encode_document,
+    expect,
+    extents,
+    object_of,
+    parse_document,
+    text_of,
+)
+from ckptcore_orbax.orbax.rich_types import parse_containers
+from ckptcore_orbax.orbax.trees import StoredTree, TreeLeaf, build_tree
+from ckptcore_orbax.orbax.values import NONE, value_type
+
+__all__ = ["TREE_FILE", "TreeFile", "encode_tree", "orbax_name", "parse_tree"]
+
+TREE_FILE: Final = "_METADATA"
+
+_SEQUENCE: Final = 1
+_OTHER: Final = 2
+"""The two types of keys: an index; and a key of a mapping or the name of an attribute. Every key is text."""
+
+_EMPTY: Final = {
+    "Dict": Node("dict", (), ()),
+    "List": Node("list", (), ()),
+    "Tuple": Node("tuple", (), ()),
+    "NamedTuple": Node("object", (), ()),
+}
+"""Containers without children, as their value types."""
+
+
+@dataclass(frozen=True, slots=True)
+class TreeFile:
+    """What `_METADATA` says.
+
+    Attributes:
+        tree: its strings have no value yet.
+        use_ocdbt: whether arrays are in a database; None where it is not said. Orbax looks for the database instead.
+        use_zarr3: whether they are zarr 3, not 2.
+        stores_fill_value: whether chunks of nothing but the fill value are stored too, so that a missing one is an error.
+        custom: what the user of Orbax gave with the tree; None for nothing.
+    """
+
+    tree: StoredTree
+    use_ocdbt: bool | None
+    use_zarr3: bool
+    stores_fill_value: bool
+    custom: JSON
+
+
+def parse_tree(data: bytes, key: str) -> TreeFile:
+    """What a file `_METADATA` says; it may be hostile.
+
+    Raises:
+        CorruptCheckpointError
+    """
+    document = object_of(parse_document(data, key), key, "the file")
+    table = object_of(document.get("tree_metadata"), key, "tree_metadata")
+    entries = [_entry(object_of(entry, key, "an entry of tree_metadata"), key) for entry in table.values()]
+    counts = Counter(leaf.name for _, leaf in entries if isinstance(leaf, TreeLeaf))
+    entries = [
+        (steps, replace(leaf, shared=True) if isinstance(leaf, TreeLeaf) and counts[leaf.name] > 1 else leaf)
+        for steps, leaf in entries
+    ]
+    rich = document.get("value_metadata_tree")
+    containers = None if rich is None else parse_containers(expect(rich, str, key, "value_metadata_tree"), key)
+    use_ocdbt = document.get("use_ocdbt")
+    return TreeFile(
+        build_tree(entries, key, containers),
+        None if use_ocdbt is None else expect(use_ocdbt, bool, key, "use_ocdbt"),
+        expect(document.get("use_zarr3", False), bool, key, "use_zarr3"),
+        expect(document.get("store_array_data_equal_to_fill_value", False), bool, key, "a flag"),
+        document.get("custom_metadata"),
+    )
+
+
+def _entry(entry: dict[str, JSON], key: str) -> tuple[tuple[int | str, ...], TreeLeaf | Node]:
+    steps: list[int | str] = []
+    names: list[str] = []
+    for found in expect(entry.get("key_metadata"), list, key, "key_metadata"):
+        step = object_of(found, key, "a key")
+        name = text_of(step.get("key"), key, "a key")
+        names.append(name)
+        match step.get("key_type"):
+            case 1:
+                if not name.isascii() or not name.isdigit() or len(name) > 18:
+                    raise corrupt(key, "an index of a sequence", name)
+                steps.append(int(name))
+            case 2:
+                steps.append(name)
+            case other:
+                raise corrupt(key, "1 or 2 as key_type", other)
+    said = object_of(entry.get("value_metadata"), key, "value_metadata")
+    kind = text_of(said.get("value_type"), key, "value_type")
+    if "write_shape" in said:
+        extents(said["write_shape"], key, "write_shape")
+    if kind in _EMPTY:
+        return tuple(steps), _EMPTY[kind]
+    return tuple(steps), TreeLeaf(".".join(names), kind, NONE if kind == "None" else None)
+
+
+def orbax_name(path: TreePath) -> str:
+    """The name under which Orbax looks for a leaf: its keys as text, joined by dots."""
+    return ".".join(map(str, path))
+
+
+def encode_tree(
+    tree: TreeMetadata,
+    write_shapes: Mapping[int, tuple[int, ...]],
+    *,
+    use_ocdbt: bool,
+    use_zarr3: bool,
+    custom: JSON = None,
+) -> bytes:
+    """The file `_METADATA` of a tree.
+
+    Orbax has no int keys and no names of attributes: both are text there. An empty object is None there, as an empty named
+    tuple of JAX is. Of leaves whose keys are the same as text the first is described.
+
+    Args:
+        tree: what is saved.
+        write_shapes: for leaves that are arrays of JAX the shape of what one process writes at once.
+        use_ocdbt, use_zarr3: how arrays are stored.
+        custom: metadata of the user's for this tree.
+    """
+    table: dict[str, JSON] = {}
+    leaves = iter(enumerate(tree.leaves))
+    for keys, number, kind in _described(tree.skeleton, (), leaves):
+        value: dict[str, JSON] = {"value_type": kind, "skip_deserialize": kind in _EMPTY or kind == "None"}
+        if kind == "jax.Array" and number in write_shapes:
+            value["write_shape"] = write_shapes[number]
+        name = str(tuple([text for text, _ in keys]))
+        described: list[JSON] = [{"key": text, "key_type": key_type} for text, key_type in keys]
+        table.setdefault(name, {"key_metadata": described, "value_metadata": value})
+    return encode_document(
+        {
+            "tree_metadata": table,
+            "use_ocdbt": use_ocdbt,
+            "use_zarr3": use_zarr3,
+            "store_array_data_equal_to_fill_value": True,
+            "custom_metadata": custom,
+        }
+    )
+
+
+def _described(
+    part: Skeleton, path: tuple[tuple[str, int], ...], leaves: Iterator[tuple[int, LeafRecord]]
+) -> Iterator[tuple[tuple[tuple[str, int], ...], int, str]]:
+    """For each leaf and each empty container its keys with their types, its number (-1) and its value type."""
+    if not isinstance(part, Node):
+        number, record = next(leaves)
+        yield path, number, value_type(record)
+        return
+    if not part.children:
+        kinds = {"list": "List", "tuple": "Tuple", "object": "None"}
+        yield path, -1, kinds.get(part.kind, "Dict")
+        return
+    # JAX counts the children of an object that names none, and Orbax gives those back as a list.
+    counted = part.kind == "object" and part.keys == tuple(range(len(part.keys)))
+    key_type = _SEQUENCE if part.kind in ("list", "tuple") or counted else _OTHER
+    for child_key, child in zip(part.keys, part.children, strict=True):
+        text = child_key.name if isinstance(child_key, Attribute) else str(child_key)
+        yield from _described(child, (*path, (text, key_type)), leaves)

@@ -1,0 +1,194 @@
+"""Trees as files tell them: the containers, and of each leaf what is known before its elements are read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Final, Literal, TypeAlias
+
+from ckptcore.errors import CorruptCheckpointError
+from ckptcore.model import LEAF, ArraySpec, Attribute, HostArray, Key, Node, Skeleton, ValueRecord
+from ckptcore_orbax.orbax.values import value_record
+
+__all__ = ["MAX_DEPTH", "Container", "StoredTree", "TreeLeaf", "build_tree", "plain_tree", "tree_of_names"]
+
+MAX_DEPTH: Final = 200
+"""The deepest tree, in containers: what the core saves and loads."""
+
+Steps: TypeAlias = tuple[int | str, ...]
+"""The way to a leaf: an int is an index of a sequence, a str a key of anything else."""
+
+
+@dataclass(frozen=True, slots=True)
+class TreeLeaf:
+    """A leaf of a stored tree.
+
+    Attributes:
+        name: of its array in the store.
+        value_type: what Orbax calls it (``jax.Array``, ``np.ndarray``, ``scalar``); empty where nothing says.
+        value: the leaf itself where it is no array; a ``scalar`` that is stored as an array has none yet.
+        embedded: its elements, where they stand in a file that was read.
+        spec: shape and dtype, where they are known already.
+        kind: of the `ArrayRecord`, where it is known already: ``numpy.scalar``; else None.
+        shared: whether another leaf has the same name. Orbax wrote one over the other then, and nothing says which.
+    """
+
+    name: str
+    value_type: str = ""
+    value: ValueRecord | None = None
+    embedded: HostArray | None = None
+    spec: ArraySpec | None = None
+    kind: str | None = None
+    shared: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTree:
+    """A tree: `leaves` are in the order of the skeleton."""
+
+    skeleton: Skeleton
+    leaves: tuple[TreeLeaf, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Container:
+    """What is said of a container beside its keys.
+
+    Attributes:
+        kind: ``tuple``, or ``object``, whose keys are attributes.
+        type: the qualified name of its type, or None.
+    """
+
+    kind: Literal["tuple", "object"]
+    type: str | None = None
+
+
+class _Branch(dict["int | str", "_Branch | TreeLeaf | Node"]):
+    """A container that is being built."""
+
+
+def build_tree(
+    entries: Iterable[tuple[Steps, TreeLeaf | Node]],
+    key: str,
+    containers: Mapping[tuple[str, ...], Container] | None = None,
+) -> StoredTree:
+    """The tree of leaves, and of empty containers, that are given with the way to each.
+
+    A container whose keys are the indices from 0 on is a list, in whatever order they come; with gaps it is a dict of ints.
+
+    Args:
+        entries: may be hostile.
+        key: the file they are from, for errors.
+        containers: what is said of some, by the way to them as text.
+
+    Raises:
+        CorruptCheckpointError: if they make no tree.
+    """
+    root: _Branch | TreeLeaf | Node | None = None
+    for steps, leaf in entries:
+        if len(steps) > MAX_DEPTH:
+            raise CorruptCheckpointError(
+                f"{key}: a leaf is below {len(steps)} containers; expected {MAX_DEPTH}", key=key
+            )
+        if not steps:
+            if root is not None:
+                raise _twice(key, steps)
+            root = leaf
+            continue
+        if root is None:
+            root = _Branch()
+        branch = root
+        for step in steps[:-1]:
+            if not isinstance(branch, _Branch):
+                raise _twice(key, steps)
+            branch = branch.setdefault(step, _Branch())
+        if not isinstance(branch, _Branch) or branch.setdefault(steps[-1], leaf) is not leaf:
+            raise _twice(key, steps)
+    if root is None:
+        raise CorruptCheckpointError(f"{key}: expected a tree, found no leaf", key=key)
+    leaves: list[TreeLeaf] = []
+    return StoredTree(_finished(root, (), containers or {}, leaves), tuple(leaves))
+
+
+def tree_of_names(names: Iterable[str], key: str) -> StoredTree:
+    """The tree that the names of arrays make where no file describes it: dicts, nested at each dot, as Orbax does.
+
+    Where that is no tree, because the name of one array goes on from that of another, it is one dict of the names.
+
+    Raises:
+        CorruptCheckpointError: if there are none.
+    """
+    known = set(names)
+    ordered = sorted(known)
+    # What precedes each dot is looked at where there are few, and not kept: of a name of nothing but dots it is 2 GiB.
+    nested = all(name.count(".") < MAX_DEPTH for name in ordered) and not any(
+        name[:position] in known for name in ordered for position in _dots(name)
+    )
+    return build_tree(((tuple(name.split(".")) if nested else (name,), TreeLeaf(name)) for name in ordered), key)
+
+
+def _dots(name: str) -> Iterator[int]:
+    return (position for position, character in enumerate(name) if character == ".")
+
+
+def plain_tree(value: object, key: str) -> StoredTree:
+    """The tree of dicts and lists with values of Python in them, such as a JSON document; None is a leaf.
+
+    Raises:
+        CorruptCheckpointError: if something else is in it, or it is too deep.
+    """
+    leaves: list[TreeLeaf] = []
+
+    def node(inner: object, depth: int) -> Skeleton:
+        if depth > MAX_DEPTH:
+            raise CorruptCheckpointError(f"{key}: expected at most {MAX_DEPTH} containers in each other", key=key)
+        if isinstance(inner, dict):
+            for child in inner:
+                if type(child) not in (str, int):
+                    raise CorruptCheckpointError(f"{key}: expected keys of str or int, found {child!r:.80}", key=key)
+            return Node("dict", tuple(inner), tuple([node(child, depth + 1) for child in inner.values()]))
+        if isinstance(inner, list | tuple):
+            kind: Literal["list", "tuple"] = "tuple" if isinstance(inner, tuple) else "list"
+            return Node(kind, tuple(range(len(inner))), tuple([node(child, depth + 1) for child in inner]))
+        if isinstance(inner, TreeLeaf):
+            leaves.append(inner)
+            return LEAF
+        record = value_record(inner)
+        if record is None:
+            raise CorruptCheckpointError(f"{key}: found a {type(inner).__name__}, which is no value of a tree", key=key)
+        leaves.append(TreeLeaf("", value=record))
+        return LEAF
+
+    return StoredTree(node(value, 0), tuple(leaves))
+
+
+def _finished(
+    part: _Branch | TreeLeaf | Node,
+    path: tuple[str, ...],
+    containers: Mapping[tuple[str, ...], Container],
+    leaves: list[TreeLeaf],
+) -> Skeleton:
+    if isinstance(part, TreeLeaf):
+        leaves.append(part)
+        return LEAF
+    if isinstance(part, Node):
+        return part
+    said = containers.get(path)
+    steps = list(part)
+    if all(isinstance(step, int) for step in steps):
+        steps.sort()
+    kind: Literal["dict", "list", "tuple", "object"] = "dict"
+    keys: tuple[Key, ...] = tuple(steps)
+    if keys == tuple(range(len(keys))):
+        kind = "tuple" if said is not None and said.kind == "tuple" else "list"
+    elif said is not None and said.kind == "object" and all(isinstance(step, str) for step in steps):
+        kind, keys = "object", tuple([Attribute(str(step)) for step in steps])
+    children = tuple([_finished(part[step], (*path, str(step)), containers, leaves) for step in steps])
+    return Node(kind, keys, children, said.type if said is not None and kind == "object" else None)
+
+
+def _twice(key: str, steps: Steps) -> CorruptCheckpointError:
+    way = "/".join(map(str, steps))[:200]
+    return CorruptCheckpointError(
+        f"{key}: expected one leaf at {way!r}, found a leaf and something else there", key=key
+    )

@@ -1,0 +1,278 @@
+"""Writing the arrays of a process: chunks into data files of a database, or as objects of their own."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
+from dataclasses import dataclass, field
+from functools import partial
+from math import prod
+from typing import Final, TypeAlias
+
+from ckptcore.model import JSON, ArrayRecord, ArraySegment, Box, BytesSegment, ChecksumSegment, Segment, TreeMetadata
+from ckptcore.protocols import Snapshot, WriteForecast, WriteStore
+from ckptcore_orbax.chunk_sources import ChunkSource
+from ckptcore_orbax.crc32c import CRC32C
+from ckptcore_orbax.encoding import (
+    ENCODED_FILE_BYTES,
+    BoundedChunk,
+    EncodedChunk,
+    bound_chunks,
+    encode_buffer_bytes,
+    encode_chunks,
+)
+from ckptcore_orbax.grids import flat_index
+from ckptcore_orbax.small_objects import SmallObjects
+from ckptcore_orbax.state import array_prefix
+from ckptcore_orbax.stored_arrays import SESSIONS, Form, array_names, stored_format
+from ckptcore_orbax.zarr import dense_index, encode_index
+
+__all__ = ["data_directory", "forecast_arrays", "write_arrays"]
+
+_SMALL_BYTES: Final = 64 << 10
+_ALIGNMENT: Final = 8
+"""Where a value begins in a data file, in bytes, so that the elements of any dtype lie aligned."""
+
+_LARGE_ALIGNMENT: Final = 4096
+"""The same for values that are large: a page."""
+
+
+def data_directory(rank: int) -> str:
+    """The directory of the data files of a process, where Orbax has them."""
+    return f"ocdbt.process_{rank}/d"
+
+
+_StoredChunk: TypeAlias = EncodedChunk | BoundedChunk
+_Encode: TypeAlias = Callable[[Sequence[ChunkSource]], Generator[_StoredChunk, None, None]]
+"""What makes chunks of arrays that are not stored as they are."""
+
+
+@dataclass(slots=True)
+class _Columns:
+    """What a receipt says of the chunks of a process, a column for each thing."""
+
+    leaf: list[int] = field(default_factory=list)
+    chunk: list[int] = field(default_factory=list)
+    file: list[int] = field(default_factory=list)
+    offset: list[int] = field(default_factory=list)
+    length: list[int] = field(default_factory=list)
+    digested_leaf: list[int] = field(default_factory=list)
+    digested_chunk: list[int] = field(default_factory=list)
+    digest: bytearray = field(default_factory=bytearray)
+
+    def add_digests(self, chunk: _StoredChunk) -> None:
+        """Say what an encoded chunk is decoded to."""
+        self.digested_leaf.append(chunk.source.leaf)
+        self.digested_chunk.append(flat_index(chunk.index, chunk.source.form.grid))
+        self.digest += chunk.digests
+
+    def to_json(self) -> dict[str, JSON]:
+        return {
+            "leaf": self.leaf,
+            "chunk": self.chunk,
+            "file": self.file,
+            "offset": self.offset,
+            "length": self.length,
+            "digested_leaf": self.digested_leaf,
+            "digested_chunk": self.digested_chunk,
+            "digest": base64.b64encode(self.digest).decode("ascii"),
+        }
+
+
+def write_arrays(snapshot: Snapshot, form: Form, store: WriteStore) -> JSON:
+    """Write every chunk of this process; the receipt says where they are.
+
+    Raises:
+        AtomicityError: if this process holds a part of a chunk only.
+    """
+    return _write(snapshot, form, store, encode_chunks).state
+
+
+def forecast_arrays(snapshot: Snapshot, form: Form, store: WriteStore) -> WriteForecast:
+    """Hand over what `write_arrays` would, with encoded chunks as large as they can become. Larger ones make more data files.
+
+    Raises:
+        AtomicityError: as `write_arrays`.
+    """
+    return _write(snapshot, form, store, bound_chunks)
+
+
+def _write(snapshot: Snapshot, form: Form, store: WriteStore, encode: _Encode) -> WriteForecast:
+    plan = snapshot.plan
+    names = array_names(plan.tree, form)
+    directory = "" if plan.name else form.item
+    writers = plan.size if plan.session is None else SESSIONS
+    direct: list[ChunkSource] = []
+    encoded: list[ChunkSource] = []
+    for number, item in enumerate(plan.items):
+        record = plan.tree.leaves[item.leaf]
+        assert isinstance(record, ArrayRecord)  # plans have no other items
+        array = stored_format(record, names[item.leaf], form, writers)
+        source = ChunkSource(snapshot, number, names[item.leaf], array)
+        (direct if array.direct else encoded).append(source)
+    columns = _Columns()
+    files: list[str] = []
+    prefix = f"{directory}/" if directory else ""
+    if form.storage == "ocdbt":
+        writer = _DataFiles(store, prefix, plan.rank, plan.save_id, form.data_file_bytes, files, columns)
+        writer.write_direct(direct)
+        exact = len(files)
+        with closing(encode(encoded)) as chunks:
+            writer.write_encoded(chunks)
+        bounded: Sequence[str] = [f"{prefix}{file}" for file in files[exact:]]
+    else:
+        copies = _copies(plan.tree, names)
+        with closing(encode(encoded)) as chunks:
+            bounded = _write_objects(store, prefix, direct, chunks, copies, columns)
+    state: JSON = {
+        "directory": directory,
+        "save_id": plan.save_id,
+        "name": plan.name,
+        "form": form.agreed,
+        "session": plan.session,
+        "files": files,
+        **columns.to_json(),
+    }
+    return WriteForecast(state, frozenset(bounded), encode_buffer_bytes(encoded))
+
+
+class _DataFiles:
+    """The data files of a process."""
+
+    def __init__(
+        self, store: WriteStore, prefix: str, rank: int, save_id: str, most: int, files: list[str], columns: _Columns
+    ) -> None:
+        self._store = store
+        self._prefix = prefix
+        self._rank = rank
+        self._save_id = save_id
+        self._most = most
+        self._files = files
+        self._columns = columns
+
+    def write_direct(self, sources: Sequence[ChunkSource]) -> None:
+        """Write chunks as they are; a file is begun where the one before is as large as it should be."""
+        self._store.write_many(self._direct_files(sources))
+
+    def _direct_files(self, sources: Sequence[ChunkSource]) -> Iterator[tuple[str, Sequence[Segment]]]:
+        segments: list[Segment] = []
+        position = 0
+        for source in sources:
+            array = source.form
+            source.expect(len(source.chunks) * prod(array.inner_grid))
+            nbytes = array.chunk_bytes
+            alignment = _ALIGNMENT if nbytes < _SMALL_BYTES else _LARGE_ALIGNMENT
+            for index, outer in source.chunks:
+                if position and position + nbytes > self._most:
+                    yield self._next_file(), segments
+                    segments, position = [], 0
+                if gap := -position % alignment:
+                    segments.append(BytesSegment(bytes(gap)))
+                    position += gap
+                self._note(source, index, len(self._files), position, nbytes)
+                segments.extend(_chunk_segments(source, outer))
+                position += nbytes
+        if segments:
+            yield self._next_file(), segments
+
+    def write_encoded(self, chunks: Iterable[_StoredChunk]) -> None:
+        """Take chunks as they are encoded, and write those of one file while the next are encoded."""
+        with ThreadPoolExecutor(1, "ckptcore-encoded") as pool:
+            writing: Future[None] | None = None
+            segments: list[Segment] = []
+            position = 0
+            for chunk in chunks:
+                self._note(chunk.source, chunk.index, len(self._files), position, chunk.nbytes)
+                self._columns.add_digests(chunk)
+                segments.append(chunk.segment)
+                position += chunk.nbytes
+                if position >= min(self._most, ENCODED_FILE_BYTES):
+                    if writing is not None:
+                        writing.result()
+                    writing = pool.submit(self._store.write, self._next_file(), segments)
+                    segments, position = [], 0
+            if writing is not None:
+                writing.result()
+        if segments:
+            self._store.write(self._next_file(), segments)
+
+    def _next_file(self) -> str:
+        text = f"{self._save_id}/{self._rank}/{len(self._files)}"
+        name = hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+        self._files.append(f"{data_directory(self._rank)}/{name}")
+        return f"{self._prefix}{self._files[-1]}"
+
+    def _note(self, source: ChunkSource, index: tuple[int, ...], file: int, offset: int, length: int) -> None:
+        columns = self._columns
+        columns.leaf.append(source.leaf)
+        columns.chunk.append(flat_index(index, source.form.grid))
+        columns.file.append(file)
+        columns.offset.append(offset)
+        columns.length.append(length)
+
+
+def _write_objects(
+    store: WriteStore,
+    prefix: str,
+    direct: Sequence[ChunkSource],
+    encoded: Iterable[_StoredChunk],
+    copies: Mapping[int, Sequence[str]],
+    columns: _Columns,
+) -> Sequence[str]:
+    """Write every chunk as an object, under each name that its array has; encoded ones several at a time.
+
+    Returns:
+        The keys of those that were encoded.
+    """
+    keys: list[str] = []
+
+    def places(source: ChunkSource, index: tuple[int, ...]) -> list[str]:
+        columns.leaf.append(source.leaf)
+        columns.chunk.append(flat_index(index, source.form.grid))
+        key = source.form.chunk_key(index)
+        return [f"{prefix}{array_prefix(name)}{key}" for name in (source.name, *copies.get(source.leaf, ()))]
+
+    def direct_objects() -> Iterator[tuple[str, Sequence[Segment]]]:
+        for source in direct:
+            names = 1 + len(copies.get(source.leaf, ()))
+            source.expect(len(source.chunks) * prod(source.form.inner_grid) * names)
+            for index, outer in source.chunks:
+                for key in places(source, index):
+                    yield key, list(_chunk_segments(source, outer))
+
+    store.write_many(direct_objects())
+    with SmallObjects() as small:
+        waiting = 0
+        for chunk in encoded:
+            columns.add_digests(chunk)
+            for key in places(chunk.source, chunk.index):
+                keys.append(key)
+                small.start(partial(store.write, key, [chunk.segment]))
+            waiting += chunk.nbytes
+            if waiting >= ENCODED_FILE_BYTES:
+                small.wait()
+                waiting = 0
+    return keys
+
+
+def _copies(tree: TreeMetadata, names: Mapping[int, str]) -> Mapping[int, Sequence[str]]:
+    """The other names of arrays that have several: objects cannot share bytes, and who looks for a name must find it."""
+    copies: dict[int, list[str]] = {}
+    for alias, target in tree.aliases.items():
+        copies.setdefault(target, []).append(names[alias])
+    return copies
+
+
+def _chunk_segments(source: ChunkSource, outer: Box) -> Iterator[Segment]:
+    """The segments of a chunk: its read chunks, each with its checksum, and where they are."""
+    array = source.form
+    itemsize = array.spec.numpy_dtype.itemsize
+    for box in source.inner_boxes(outer):
+        yield ArraySegment(box, itemsize, source.opener(box), source.close)
+        if array.checksum:
+            yield ChecksumSegment(CRC32C)
+    if array.sharded:
+        yield BytesSegment(encode_index(array, dense_index(array)))

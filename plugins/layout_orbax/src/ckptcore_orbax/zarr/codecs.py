@@ -1,0 +1,175 @@
+"""The chain of codecs of a ``zarr.json``: how an array's chunks become bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final, Literal, TypeAlias
+
+from ckptcore.errors import CorruptCheckpointError
+from ckptcore.model import JSON
+from ckptcore_orbax.zarr.documents import chunk_from, expect
+from ckptcore_orbax.zarr.formats import Compression
+
+__all__ = ["ChunkCodecs", "chunk_codecs", "codecs_to_json", "last_compressor"]
+
+_Codec: TypeAlias = tuple[str, dict[str, JSON] | None]
+"""Name and configuration; None for a configuration of members that only its own implementation knows."""
+
+_INDEX_CODECS: Final[Sequence[JSON]] = (
+    {"name": "bytes", "configuration": {"endian": "little"}},
+    {"name": "crc32c"},
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkCodecs:
+    """What a chain of codecs says that matters for reading chunks without it.
+
+    Attributes:
+        inner, sharded, index_at, index_checksum, direct, checksum: as in `ArrayFormat`.
+        inner_codecs: the chain of an inner chunk.
+    """
+
+    inner: tuple[int, ...]
+    sharded: bool
+    index_at: Literal["end", "start"]
+    index_checksum: bool
+    direct: bool
+    checksum: bool
+    inner_codecs: JSON
+
+
+def chunk_codecs(value: JSON, chunk: tuple[int, ...], itemsize: int) -> ChunkCodecs:
+    """What a chain of codecs does to chunks of this shape. A chain that is not known is neither direct nor sharded.
+
+    Raises:
+        CorruptCheckpointError: if it is not a chain of codecs, or its inner chunks do not divide the chunk.
+    """
+    chain = _without_identities(_chain(value), len(chunk))
+    if len(chain) == 1 and chain[0][0] == "sharding_indexed" and chain[0][1] is not None:
+        found = _sharding(chain[0][1], chunk, itemsize)
+        if found is not None:
+            return found
+    raw = _raw(chain, itemsize)
+    return ChunkCodecs(chunk, False, "end", False, raw is not None, raw == "checksum", value)
+
+
+def last_compressor(value: JSON) -> str:
+    """The name of the codec that makes the bytes of a chunk, which a checksum may follow; of a chain that was read before."""
+    names = [name for name, _ in _chain(value)]
+    while len(names) > 1 and names[-1] == "crc32c":
+        names.pop()
+    return names[-1]
+
+
+def codecs_to_json(
+    chunk: tuple[int, ...],
+    inner: tuple[int, ...],
+    itemsize: int,
+    *,
+    checksum: bool,
+    compression: Compression | None,
+) -> list[JSON]:
+    """The chain of codecs that stores chunks of elements little endian, in inner chunks where those are smaller."""
+    codecs: list[JSON] = [
+        {"name": "bytes", "configuration": {"endian": "little"}} if itemsize > 1 else {"name": "bytes"}
+    ]
+    if compression is not None:
+        codecs.append(_compressor(compression, itemsize))
+    if checksum:
+        codecs.append({"name": "crc32c"})
+    if inner == chunk:
+        return codecs
+    return [
+        {
+            "name": "sharding_indexed",
+            "configuration": {"chunk_shape": list(inner), "codecs": codecs, "index_codecs": list(_INDEX_CODECS)},
+        }
+    ]
+
+
+def _compressor(compression: Compression, itemsize: int) -> JSON:
+    level = compression.level
+    match compression.name:
+        case "zstd":
+            # The level that Orbax 0.12.8 takes.
+            return {"name": "zstd", "configuration": {"level": 3 if level is None else level, "checksum": False}}
+        case "gzip":
+            return {"name": "gzip", "configuration": {"level": 1 if level is None else level}}
+        case "blosc":
+            clevel = 5 if level is None else level
+            return {
+                "name": "blosc",
+                "configuration": {
+                    "cname": "lz4",
+                    "clevel": clevel,
+                    "shuffle": "shuffle",
+                    "typesize": itemsize,
+                    "blocksize": 0,
+                },
+            }
+
+
+def _chain(value: JSON) -> list[_Codec]:
+    codecs = expect(value, list, "its list of codecs")
+    if not codecs:
+        raise CorruptCheckpointError("its list of codecs is empty")
+    return [_codec(codec) for codec in codecs]
+
+
+def _codec(value: JSON) -> _Codec:
+    if isinstance(value, str):  # the short form of zarr 3.1
+        return value, {}
+    members = expect(value, dict, "a codec")
+    name = expect(members.get("name"), str, "the name of a codec")
+    configuration = expect(members.get("configuration", {}), dict, f"the configuration of the codec {name[:40]!r}")
+    return name, configuration if members.keys() <= {"name", "configuration"} else None
+
+
+def _without_identities(chain: list[_Codec], axes: int) -> list[_Codec]:
+    """The chain without transpositions at its beginning that leave everything where it is."""
+    identities: list[JSON] = [{"order": list(range(axes))}, {"order": "C"}]
+    if axes < 2:
+        identities.append({"order": "F"})
+    first = 0
+    while first < len(chain) and chain[first][0] == "transpose" and chain[first][1] in identities:
+        first += 1
+    return chain[first:]
+
+
+def _raw(chain: list[_Codec], itemsize: int) -> Literal["plain", "checksum"] | None:
+    """Whether elements lie little endian as they are, and whether a CRC32C follows; None where they do not."""
+    if not chain or chain[0][0] != "bytes":
+        return None
+    endian = chain[0][1]
+    if endian != {"endian": "little"} and not (itemsize == 1 and endian in ({}, {"endian": "big"})):
+        return None
+    if len(chain) == 1:
+        return "plain"
+    return "checksum" if chain[1:] == [("crc32c", {})] else None
+
+
+def _sharding(configuration: dict[str, JSON], chunk: tuple[int, ...], itemsize: int) -> ChunkCodecs | None:
+    """What the codec ``sharding_indexed`` does; None where its index cannot be read."""
+    inner = chunk_from(configuration.get("chunk_shape"), chunk, "its inner chunk")
+    if any(size % part for size, part in zip(chunk, inner, strict=True)):
+        raise CorruptCheckpointError(f"its inner chunk {inner} does not divide its chunk {chunk}")
+    location = expect(configuration.get("index_location", "end"), str, "its index_location")
+    if location not in ("end", "start"):
+        raise CorruptCheckpointError(f"its index_location is {location[:80]!r}, where 'end' or 'start' is expected")
+    codecs = configuration.get("codecs")
+    chain = _chain(codecs)
+    index = _raw(_chain(configuration.get("index_codecs")), 8)
+    if index is None or not configuration.keys() <= {"chunk_shape", "codecs", "index_codecs", "index_location"}:
+        return None
+    raw = _raw(_without_identities(chain, len(chunk)), itemsize)
+    return ChunkCodecs(
+        inner=inner,
+        sharded=True,
+        index_at="start" if location == "start" else "end",
+        index_checksum=index == "checksum",
+        direct=raw is not None,
+        checksum=raw == "checksum",
+        inner_codecs=codecs,
+    )

@@ -1,0 +1,139 @@
+"""A ``.zarray``: the metadata of an array of zarr 2, read and made."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Final
+
+from ckptcore.errors import CorruptCheckpointError, UnsupportedLeafError
+from ckptcore.model import JSON, ArraySpec
+from ckptcore_orbax.zarr.documents import check_amounts, chunk_from, expect, parse_document, shape_from
+from ckptcore_orbax.zarr.dtypes import STORED_DTYPES, dtype_of_version2, version2_of_dtype
+from ckptcore_orbax.zarr.fills import fill_of_version2
+from ckptcore_orbax.zarr.formats import ArrayFormat, ChunkKeys, Compression
+
+__all__ = ["parse_zarr2", "zarr2_array"]
+
+_CACHED_BYTES: Final = 2048
+
+
+def parse_zarr2(data: bytes, key: str) -> ArrayFormat:
+    """What the ``.zarray`` of an array says; its bytes may be hostile.
+
+    Follows the zarr 2 specification and takes what TensorStore 0.1.86 takes; of uncompressed chunks also the dtypes that
+    only NumPy has. What equal bytes said is remembered.
+
+    Args:
+        data: the whole file.
+        key: its name, for errors.
+
+    Raises:
+        CorruptCheckpointError: if it is no metadata of an array.
+        UnsupportedLeafError: for a dtype that no array of ours has.
+    """
+    try:
+        return _parse_again(data) if len(data) <= _CACHED_BYTES else _parse(data)
+    except CorruptCheckpointError as error:
+        raise CorruptCheckpointError(f"the array metadata in {key} cannot be read: {error}", key=key) from error
+    except UnsupportedLeafError as error:
+        raise UnsupportedLeafError(f"the array of {key} cannot be read: {error}; other arrays can") from error
+
+
+def zarr2_array(spec: ArraySpec, chunk: tuple[int, ...], *, compression: Compression | None = None) -> ArrayFormat:
+    """The format of an array to write: in C order, little endian, with keys like ``0.1``, as Orbax has them.
+
+    Args:
+        spec: as `stored_spec` gives it.
+        chunk: in elements; at least 1 along each axis.
+        compression: of each chunk; None leaves elements as they are.
+
+    Raises:
+        UnsupportedLeafError: for a dtype that `stored_spec` would have replaced.
+        ValueError: for a chunk that makes no grid.
+    """
+    if spec.dtype not in STORED_DTYPES[2]:
+        raise UnsupportedLeafError(f"zarr 2 has no dtype {spec.dtype}; store the array as `stored_spec` says")
+    if len(spec.shape) != len(chunk) or not all(size > 0 for size in chunk):
+        raise ValueError(f"chunks {chunk} make no grid for {spec}")
+    document: dict[str, JSON] = {
+        "chunks": list(chunk),
+        "compressor": None if compression is None else _compressor(compression),
+        "dimension_separator": ".",
+        "dtype": version2_of_dtype(spec.dtype),
+        "fill_value": None,
+        "filters": None,
+        "order": "C",
+        "shape": list(spec.shape),
+        "zarr_format": 2,
+    }
+    return _format(spec, chunk, ChunkKeys("v2", "."), document, direct=compression is None, fill=None)
+
+
+def _compressor(compression: Compression) -> JSON:
+    level = compression.level
+    if compression.name == "blosc":
+        return {"id": "blosc", "cname": "lz4", "clevel": 5 if level is None else level, "shuffle": 1, "blocksize": 0}
+    return {"id": compression.name, "level": 1 if level is None else level}
+
+
+def _format(
+    spec: ArraySpec,
+    chunk: tuple[int, ...],
+    keys: ChunkKeys,
+    document: dict[str, JSON],
+    *,
+    direct: bool,
+    fill: bytes | None,
+) -> ArrayFormat:
+    return ArrayFormat(
+        zarr_format=2,
+        spec=spec,
+        chunk=chunk,
+        inner=chunk,
+        sharded=False,
+        index_at="end",
+        index_checksum=False,
+        direct=direct,
+        checksum=False,
+        fill=fill,
+        keys=keys,
+        document=document,
+    )
+
+
+def _parse(data: bytes) -> ArrayFormat:
+    document = parse_document(data)
+    found = expect(document.get("zarr_format"), int, "its zarr_format")
+    if found != 2:
+        raise CorruptCheckpointError(f"its zarr_format is {found}, where 2 is expected")
+    for member in ("compressor", "dtype", "fill_value", "filters"):
+        if member not in document:
+            raise CorruptCheckpointError(f"it has no {member}")
+    shape = shape_from(document.get("shape"))
+    dtype = document["dtype"]
+    if not isinstance(dtype, str | list):
+        raise CorruptCheckpointError(f"its dtype is {str(dtype)[:80]!r}, where a name is expected")
+    name, endian = dtype_of_version2(dtype)
+    spec = ArraySpec(shape, name)
+    chunk = chunk_from(document.get("chunks"), shape, "its chunk")
+    check_amounts(spec, chunk)
+    if document["compressor"] is not None:
+        codec = expect(document["compressor"], dict, "its compressor")
+        expect(codec.get("id"), str, "the id of its compressor")
+    filters = document["filters"]
+    if filters is not None:
+        expect(filters, list, "its list of filters")
+    order = document.get("order")
+    if order not in ("C", "F"):
+        raise CorruptCheckpointError(f"its order is {str(order)[:80]!r}, where 'C' or 'F' is expected")
+    separator = document.get("dimension_separator", ".")
+    if separator not in ("/", "."):
+        raise CorruptCheckpointError(f"its dimension_separator is {str(separator)[:80]!r}, where / or . is expected")
+    direct = document["compressor"] is None and not filters and endian == "little" and (order == "C" or len(shape) < 2)
+    if not direct and name not in STORED_DTYPES[2]:
+        raise UnsupportedLeafError(f"its dtype {str(dtype)[:80]!r} can be read only where chunks are not encoded")
+    fill = fill_of_version2(document["fill_value"], name)
+    return _format(spec, chunk, ChunkKeys("v2", "/" if separator == "/" else "."), document, direct=direct, fill=fill)
+
+
+_parse_again = lru_cache(maxsize=256)(_parse)

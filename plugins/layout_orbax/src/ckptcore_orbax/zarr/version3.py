@@ -1,0 +1,216 @@
+"""A ``zarr.json``: the metadata of an array of zarr 3, read and made."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Final, Literal
+
+from ckptcore.errors import CorruptCheckpointError, UnsupportedLeafError
+from ckptcore.model import JSON, ArraySpec
+from ckptcore_orbax.zarr.codecs import chunk_codecs, codecs_to_json
+from ckptcore_orbax.zarr.documents import check_amounts, chunk_from, expect, parse_document, shape_from
+from ckptcore_orbax.zarr.dtypes import STORED_DTYPES
+from ckptcore_orbax.zarr.fills import fill_of_version3, zero_of_version3
+from ckptcore_orbax.zarr.formats import ArrayFormat, ChunkKeys, Compression
+
+__all__ = ["inner_array", "parse_zarr3", "zarr3_array"]
+
+_MEMBERS: Final = frozenset(
+    [
+        "attributes", "chunk_grid", "chunk_key_encoding", "codecs", "data_type", "dimension_names", "fill_value",
+        "node_type", "shape", "storage_transformers", "zarr_format",
+    ]
+)  # fmt: skip
+_CACHED_BYTES: Final = 2048
+
+
+def parse_zarr3(data: bytes, key: str) -> ArrayFormat:
+    """What the ``zarr.json`` of an array says; its bytes may be hostile.
+
+    Follows the zarr 3.0 specification and takes what TensorStore 0.1.86 takes. What equal bytes said is remembered.
+
+    Args:
+        data: the whole file.
+        key: its name, for errors.
+
+    Raises:
+        CorruptCheckpointError: if it is no metadata of an array.
+        UnsupportedLeafError: for a dtype that no array of ours has, and for what only newer readers understand.
+    """
+    try:
+        return _parse_again(data) if len(data) <= _CACHED_BYTES else _parse(data)
+    except CorruptCheckpointError as error:
+        raise CorruptCheckpointError(f"the array metadata in {key} cannot be read: {error}", key=key) from error
+    except UnsupportedLeafError as error:
+        raise UnsupportedLeafError(f"the array of {key} cannot be read: {error}; other arrays can") from error
+
+
+def zarr3_array(
+    spec: ArraySpec,
+    chunk: tuple[int, ...],
+    inner: tuple[int, ...],
+    *,
+    checksum: bool,
+    compression: Compression | None = None,
+    dimension_names: Sequence[str] | None = None,
+) -> ArrayFormat:
+    """The format of an array to write: in C order, little endian, with ``sharding_indexed`` where `inner` is smaller.
+
+    Args:
+        spec: as `stored_spec` gives it.
+        chunk: the write chunk, in elements; at least 1 along each axis.
+        inner: the read chunk, in elements; divides the write chunk.
+        checksum: whether the CRC32C of each inner chunk stands behind it.
+        compression: of each inner chunk; None leaves elements as they are.
+        dimension_names: of all axes; None for metadata without any.
+
+    Raises:
+        UnsupportedLeafError: for a dtype that `stored_spec` would have replaced.
+        ValueError: for chunks that make no grid.
+    """
+    if spec.dtype not in STORED_DTYPES[3]:
+        raise UnsupportedLeafError(f"zarr 3 has no dtype {spec.dtype}; store the array as `stored_spec` says")
+    if not len(spec.shape) == len(chunk) == len(inner) or not all(
+        0 < part <= size and size % part == 0 for size, part in zip(chunk, inner, strict=True)
+    ):
+        raise ValueError(f"chunks {chunk} of inner chunks {inner} make no grid for {spec}")
+    itemsize = spec.numpy_dtype.itemsize
+    sharded = inner != chunk
+    codecs = codecs_to_json(chunk, inner, itemsize, checksum=checksum, compression=compression)
+    document: dict[str, JSON] = {
+        "chunk_grid": {"configuration": {"chunk_shape": list(chunk)}, "name": "regular"},
+        "chunk_key_encoding": {"name": "default"},
+        "codecs": codecs,
+        "data_type": spec.dtype,
+        "fill_value": zero_of_version3(spec.dtype),
+        "node_type": "array",
+        "shape": list(spec.shape),
+        "zarr_format": 3,
+    }
+    if dimension_names is not None:
+        document["dimension_names"] = list(dimension_names)
+    return ArrayFormat(
+        zarr_format=3,
+        spec=spec,
+        chunk=chunk,
+        inner=inner,
+        sharded=sharded,
+        index_at="end",
+        index_checksum=sharded,
+        direct=compression is None,
+        checksum=checksum and compression is None,
+        fill=bytes(itemsize),
+        keys=ChunkKeys("default", "/"),
+        document=document,
+    )
+
+
+def inner_array(format: ArrayFormat) -> ArrayFormat:
+    """The format of an array that consists of one inner chunk: what decodes the bytes of one by itself.
+
+    The array has one chunk, with the key ``inner_array(format).chunk_key((0,) * axes)``.
+    """
+    document = dict(format.document)
+    document["shape"] = list(format.inner)
+    if format.zarr_format == 2:
+        document["chunks"] = list(format.inner)
+    else:
+        document["chunk_grid"] = {"configuration": {"chunk_shape": list(format.inner)}, "name": "regular"}
+        itemsize = format.spec.numpy_dtype.itemsize
+        document["codecs"] = chunk_codecs(document["codecs"], format.chunk, itemsize).inner_codecs
+        document.pop("dimension_names", None)
+    return ArrayFormat(
+        zarr_format=format.zarr_format,
+        spec=ArraySpec(format.inner, format.spec.dtype),
+        chunk=format.inner,
+        inner=format.inner,
+        sharded=False,
+        index_at="end",
+        index_checksum=False,
+        direct=format.direct,
+        checksum=format.checksum,
+        fill=format.fill,
+        keys=format.keys,
+        document=document,
+    )
+
+
+def _parse(data: bytes) -> ArrayFormat:
+    document = parse_document(data)
+    found = expect(document.get("zarr_format"), int, "its zarr_format")
+    if found != 3:
+        raise CorruptCheckpointError(f"its zarr_format is {found}, where 3 is expected")
+    node = expect(document.get("node_type"), str, "its node_type")
+    if node != "array":
+        raise CorruptCheckpointError(f"it describes a {node[:40]!r}, where an array is expected")
+    for member in document.keys() - _MEMBERS:
+        value = document[member]
+        if not isinstance(value, dict) or value.get("must_understand") is not False:
+            raise UnsupportedLeafError(f"its member {member[:80]!r} asks to be understood, and is not known")
+    if document.get("storage_transformers"):
+        raise UnsupportedLeafError("it has storage transformers, and none are known")
+    shape = shape_from(document.get("shape"))
+    spec = ArraySpec(shape, _dtype(document.get("data_type")))
+    chunk = _chunk(document.get("chunk_grid"), shape)
+    check_amounts(spec, chunk)
+    if "dimension_names" in document:
+        _check_dimension_names(document["dimension_names"], len(shape))
+    codecs = chunk_codecs(document.get("codecs"), chunk, spec.numpy_dtype.itemsize)
+    return ArrayFormat(
+        zarr_format=3,
+        spec=spec,
+        chunk=chunk,
+        inner=codecs.inner,
+        sharded=codecs.sharded,
+        index_at=codecs.index_at,
+        index_checksum=codecs.index_checksum,
+        direct=codecs.direct,
+        checksum=codecs.checksum,
+        fill=fill_of_version3(document.get("fill_value"), spec.dtype),
+        keys=_keys(document.get("chunk_key_encoding")),
+        document=document,
+    )
+
+
+_parse_again = lru_cache(maxsize=256)(_parse)
+
+
+def _dtype(value: JSON) -> str:
+    if isinstance(value, str) and value in STORED_DTYPES[3]:
+        return value
+    if not isinstance(value, str | dict | list):
+        raise CorruptCheckpointError(f"its data_type is {str(value)[:80]!r}, where a name is expected")
+    raise UnsupportedLeafError(f"its data_type {str(value)[:80]!r} is none that arrays of ckptcore have")
+
+
+def _chunk(value: JSON, shape: tuple[int, ...]) -> tuple[int, ...]:
+    grid = expect(value, dict, "its chunk_grid")
+    name = expect(grid.get("name"), str, "the name of its chunk_grid")
+    if name != "regular":
+        raise UnsupportedLeafError(f"its chunk_grid is {name[:80]!r}, and only regular ones are known")
+    configuration = expect(grid.get("configuration"), dict, "the configuration of its chunk_grid")
+    return chunk_from(configuration.get("chunk_shape"), shape, "its chunk")
+
+
+def _check_dimension_names(value: JSON, axes: int) -> None:
+    names = expect(value, list, "its dimension_names")
+    if len(names) != axes or not all(name is None or isinstance(name, str) for name in names):
+        raise CorruptCheckpointError(
+            f"its dimension_names are {str(names)[:80]}, where {axes} strings or nulls are expected"
+        )
+
+
+def _keys(value: JSON) -> ChunkKeys:
+    encoding = {"name": value} if isinstance(value, str) else expect(value, dict, "its chunk_key_encoding")
+    name = expect(encoding.get("name"), str, "the name of its chunk_key_encoding")
+    if name not in ("default", "v2"):
+        raise UnsupportedLeafError(f"its chunk_key_encoding is {name[:80]!r}, and only 'default' and 'v2' are known")
+    configuration = expect(encoding.get("configuration", {}), dict, "the configuration of its chunk_key_encoding")
+    separator = configuration.get("separator", "/" if name == "default" else ".")
+    if separator not in ("/", "."):
+        raise CorruptCheckpointError(
+            f"the separator of its chunk keys is {str(separator)[:80]!r}, where / or . is expected"
+        )
+    kind: Literal["default", "v2"] = "default" if name == "default" else "v2"
+    return ChunkKeys(kind, "/" if separator == "/" else ".")

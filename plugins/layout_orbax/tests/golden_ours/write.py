@@ -1,0 +1,73 @@
+"""Writes the golden checkpoints of what the layouts write today, once: ``python write.py`` in this directory.
+
+Never run by tests, and never again for a version that has been written: golden checkpoints show that old ones still load. A
+change of the format gets a directory of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import jax
+import ml_dtypes
+import numpy as np
+
+import ckptcore
+from ckptcore.protocols import Layout
+from ckptcore_orbax import ArrayRule, OcdbtLayout, Zarr3Layout, ZarrLayout
+
+VERSION: Final = "state-1"
+"""The version of the state that the layouts keep in the root."""
+
+
+def golden_layouts() -> Mapping[str, Layout]:
+    """Every form in which arrays are stored."""
+    return {
+        "ocdbt": OcdbtLayout(),
+        "ocdbt-files": OcdbtLayout(data_file_bytes=256, checksum=False),
+        "ocdbt-flat": OcdbtLayout(item=""),
+        "ocdbt-subchunks": OcdbtLayout(chunk_bytes=32, rules=[ArrayRule(pattern="params.*", chunk_bytes=16)]),
+        "ocdbt-zarr2": OcdbtLayout(zarr_format=2),
+        "ocdbt-zstd": OcdbtLayout(compression="zstd", chunk_bytes=64),
+        "zarr": ZarrLayout(chunk_bytes=32),
+        "zarr-blosc": ZarrLayout(compression="blosc"),
+        "zarr3": Zarr3Layout(chunk_bytes=64),
+        "zarr3-zstd": Zarr3Layout(compression="zstd:5"),
+    }
+
+
+def golden_state() -> dict[str, Any]:
+    """Arrays of several frameworks and dtypes, tied ones, values, and names that are hard to store."""
+    weights = np.arange(24, dtype=np.float32).reshape(6, 4)
+    return {
+        "params": {
+            "w": weights,
+            "tied": weights,
+            "b": np.arange(5).astype(ml_dtypes.bfloat16),
+            "jax": jax.numpy.arange(12, dtype=jax.numpy.int32).reshape(3, 4),
+            "x.y": np.float64(0.5) * np.ones(3),
+            "a": {"b": np.full((2, 2), 7, np.int8)},
+        },
+        "odd": {
+            "empty": np.zeros((0, 4), np.float32),
+            "scalar": np.float16(1.5),
+            "text": np.array(["ab", "c"]),
+            "times": np.array(["2020-01-02", "2021-03-04"], "datetime64[D]"),
+            "complex": np.array([1 + 2j, -3j], np.complex64),
+            "bool": np.array([True, False, True]),
+            "int4": np.arange(-3, 4).astype(ml_dtypes.int4),
+        },
+        "values": [1, 2.5, True, None, "hi", b"\x00\xff", 2**70, 1 - 2j, {}, []],
+        "key": jax.random.key(7),
+        "tuple": (np.uint8([1, 2]), {3: np.int16([4])}),
+    }
+
+
+if __name__ == "__main__":
+    for name, layout in golden_layouts().items():
+        # Without overwrite: what is there stays.
+        directory = Path(__file__).parent / "checkpoints" / VERSION / name
+        ckptcore.save(directory, golden_state(), layout=layout, metadata={"made for": "golden"})
+        print(f"wrote {directory.relative_to(Path(__file__).parent)}")

@@ -1,0 +1,152 @@
+"""Steps of AXLearn: the index, the states of iterators, and what only TensorFlow reads."""
+
+import json
+import shutil
+from pathlib import Path
+
+import msgpack
+import pytest
+from ckptcore_testing.hostile_json import tampered
+from ckptcore_testing.layout_stores import DirectoryReadStore
+
+from ckptcore.errors import CheckpointError, CorruptCheckpointError, UncommittedCheckpointError, UnsupportedLeafError
+from ckptcore.model import ArraySpec, TreeMetadata
+from ckptcore_orbax.axlearn import find_axlearn
+
+GOLDEN = Path(__file__).parent / "golden" / "axlearn" / "step_00000004"
+ITERATOR = "<class 'some.Iterator'>"
+
+
+@pytest.fixture
+def step(tmp_path):
+    return shutil.copytree(GOLDEN, tmp_path / "step_00000004")
+
+
+def leaves_of(path):
+    tree = find_axlearn(DirectoryReadStore(path)).tree
+    paths = TreeMetadata(tree.skeleton, (None,) * len(tree.leaves)).paths
+    return dict(zip(paths, tree.leaves, strict=True))
+
+
+def write_index(path, *entries):
+    (path / "index").write_text(json.dumps([["step", 4], *entries]))
+
+
+def test_arrays_are_in_their_directories_and_as_the_index_says(step):
+    leaves = leaves_of(step)
+    leaf = leaves["model", "decoder", "norm", "scale"]
+    assert (leaf.name, leaf.spec) == ("gda/model/decoder/norm/scale", ArraySpec((4,), "bfloat16"))
+    assert leaves["learner", "count"].spec == ArraySpec((), "int32")
+    assert leaves["step",].value.value == 4
+    assert leaves["input_iter", "position"].value.value == 17
+
+
+@pytest.mark.parametrize(
+    ("text", "shape"), [("()", ()), ("(3,)", (3,)), ("(8, 8)", (8, 8)), ("(0, 2, 3)", (0, 2, 3))], ids=str
+)
+def test_shapes_are_read_as_python_writes_them(step, text, shape):
+    write_index(step, ["a", {"dtype": "float32", "shape": text}])
+    assert leaves_of(step)["a",].spec == ArraySpec(shape, "float32")
+
+
+@pytest.mark.parametrize(
+    "text", ["", "8", "(8", "(8, )8", "(-1,)", "(8,, 8)", "(" + "9" * 30 + ",)", "(1_0,)"], ids=str
+)
+def test_what_is_no_shape_is_refused(step, text):
+    write_index(step, ["a", {"dtype": "float32", "shape": text}])
+    with pytest.raises(CorruptCheckpointError, match="shape"):
+        leaves_of(step)
+
+
+def test_a_dtype_that_is_not_known_is_named(step):
+    write_index(step, ["a", {"dtype": "key<fry>", "shape": "()"}])
+    with pytest.raises(UnsupportedLeafError, match="key<fry>"):
+        leaves_of(step)
+
+
+def test_values_in_the_index_are_leaves(step):
+    write_index(step, ["a/flag", True], ["a/note", "text"], ["a/none", None], ["sizes", [1, 2.5]])
+    leaves = leaves_of(step)
+    assert leaves["a", "flag"].value.value is True
+    assert leaves["a", "none"].value.kind == "none"
+    assert leaves["sizes", 1].value.value == 2.5
+
+
+def test_a_leaf_that_is_called_step_is_the_one_of_the_state(step):
+    write_index(step, ["step", {"dtype": "int32", "shape": "()"}])
+    assert leaves_of(step)["step",].name == "gda/step"
+
+
+def test_states_of_several_processes_are_told_apart(step):
+    (step / "python_1").mkdir()
+    (step / "python_1" / "input_iter").write_bytes(msgpack.packb({"position": 18}))
+    leaves = leaves_of(step)
+    assert leaves["input_iter", 0, "position"].value.value == 17
+    assert leaves["input_iter", 1, "position"].value.value == 18
+
+
+def test_states_of_grain_in_json_are_read(step):
+    shutil.rmtree(step / "python_0")
+    (step / "grain_0" / "data").mkdir(parents=True)
+    (step / "grain_0" / "data" / "iter").write_text('{"next": 3}')
+    write_index(step, ["data/iter", ITERATOR])
+    assert leaves_of(step)["data", "iter", "next"].value.value == 3
+
+
+def test_what_only_tensorflow_reads_is_named_and_the_rest_is_read(step):
+    (step / "tf_0").mkdir()
+    (step / "tf_0" / "old_iter.index").write_bytes(b"?")
+    index = json.loads((step / "index").read_text())
+    (step / "index").write_text(json.dumps([*index, ["old_iter", "<class 'tensorflow.Iterator'>"]]))
+    found = find_axlearn(DirectoryReadStore(step))
+    assert found.custom == {"not_readable": {"old_iter": "<class 'tensorflow.Iterator'>"}}
+    assert "old_iter" in found.writer
+    assert "TensorFlow" in found.writer
+    assert ("model", "decoder", "emb", "weight") in leaves_of(step)
+
+
+def test_a_value_of_an_extension_type_is_refused(step):
+    (step / "python_0" / "input_iter").write_bytes(msgpack.packb({"x": msgpack.ExtType(7, b"")}))
+    with pytest.raises(CorruptCheckpointError, match="extension type 7") as raised:
+        leaves_of(step)
+    assert raised.value.key == "python_0/input_iter"
+
+
+def test_a_state_that_ends_too_early_is_refused(step):
+    data = (step / "python_0" / "input_iter").read_bytes()
+    (step / "python_0" / "input_iter").write_bytes(data[:-3])
+    with pytest.raises(CorruptCheckpointError, match="python_0/input_iter"):
+        leaves_of(step)
+
+
+@pytest.mark.parametrize("length", [0, 1, 40, -1])
+def test_an_index_that_ends_too_early_says_so(step, length):
+    (step / "index").write_bytes((step / "index").read_bytes()[:length])
+    with pytest.raises(CorruptCheckpointError, match=r"index.*not written to its end"):
+        leaves_of(step)
+
+
+def test_a_step_without_an_index_never_ended(step):
+    (step / "index").unlink()
+    with pytest.raises(UncommittedCheckpointError, match="index"):
+        leaves_of(step)
+
+
+def test_paths_that_are_no_tree_are_refused(step):
+    array = {"dtype": "float32", "shape": "()"}
+    for entries in ([["a", array], ["a/b", array]], [["a/b", array], ["a", array]], [["a", array], ["a", array]]):
+        write_index(step, *entries)
+        with pytest.raises(CorruptCheckpointError, match="one leaf"):
+            leaves_of(step)
+
+
+def test_a_hostile_index_raises_nothing_but_our_errors(step):
+    refused = 0
+    for document in tampered(json.loads((step / "index").read_text()), 300):
+        (step / "index").write_text(json.dumps(document))
+        try:
+            leaves_of(step)
+        except CheckpointError as error:
+            refused += 1
+            assert str(error)
+    assert refused > 100

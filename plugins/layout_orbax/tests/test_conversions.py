@@ -1,0 +1,270 @@
+"""Everything that a tree can hold, and everything that Orbax wrote, converted to every layout, over storages of each sort."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import subprocess
+import sys
+import uuid
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from ckptcore_testing import DTYPE_NAMES, SHAPES, FaultPlan, assert_same_tree, bit_patterns, with_faults
+from jax.sharding import NamedSharding, PartitionSpec
+
+import ckptcore
+from ckptcore.errors import CompositeCheckpointError
+from ckptcore.hookspecs import hookimpl
+from ckptcore.model import ArraySpec
+from ckptcore.plugins import installed_plugins
+from ckptcore.protocols import Layout, StorageBackend, StorageOpener, StorageOptions
+from ckptcore_orbax import OcdbtLayout, Zarr3Layout, ZarrLayout
+
+_GOLDEN: Final = Path(__file__).parent / "golden"
+_EXPECTED: Final = {path.stem: json.loads(path.read_text()) for path in sorted(_GOLDEN.glob("*.json"))}
+_LAYOUTS: Final[Mapping[str, str | Layout]] = {
+    "safetensors": "safetensors",
+    "zarr": "zarr",
+    "zarr3": "zarr3",
+    "ocdbt": "ocdbt",
+    "ocdbt-zstd": OcdbtLayout(compression="zstd", chunk_bytes=64),
+    "ocdbt-pieces": OcdbtLayout(chunk_bytes=16, zarr_format=2, item=""),
+    "zarr3-blosc": Zarr3Layout(compression="blosc"),
+    "zarr-gzip": ZarrLayout(compression="gzip", chunk_bytes=256),
+}
+_FEW: Final = ("safetensors", "zarr", "zarr3", "ocdbt", "ocdbt-zstd")
+_FAST: Final = ckptcore.Context(durability="none", threads=2)
+
+
+class _Pair(NamedTuple):
+    first: Any
+    second: Any
+
+
+def _state() -> dict[str, Any]:
+    tied = bit_patterns(ArraySpec((13, 7), "bfloat16"), 5)
+    mesh = jax.make_mesh((4, 2), ("x", "y"))
+    spec: Any = PartitionSpec  # JAX leaves its constructor untyped
+    sharded = jax.device_put(jnp.arange(64.0).reshape(8, 8), NamedSharding(mesh, spec("x", "y")))
+    keys = jax.random.split(jax.random.key(1, impl="rbg"), 3)
+    return {
+        "dtypes": {name: bit_patterns(ArraySpec((3, 5), name)) for name in DTYPE_NAMES},
+        "shapes": [bit_patterns(ArraySpec(shape, "float32")) for shape in SHAPES],
+        "tied": [tied, {"again": tied}],
+        "jax": {"sharded": sharded, "key": jax.random.key(7), "keys": keys},
+        "values": (None, True, -1, 10**30, 1.5, float("nan"), 2j, "text", b"\0bytes", np.float16(3)),
+        "containers": _Pair([], {"a.b": np.int8(1), "a": {"b": {}, 3: ()}}),
+        "long": "x" * 20_000,
+    }
+
+
+class _Files:
+    """Saves itself as files."""
+
+    def save(self, directory: Path) -> Callable[[], None]:
+        (directory / "below").mkdir()
+        (directory / "below" / "file").write_bytes(b"content" * 100)
+        return lambda: None
+
+    def load(self, directory: Path) -> None:
+        raise NotImplementedError
+
+
+def _stored(location: str) -> Any:
+    """What is stored of a tree: records with their notes, which arrays are tied, and the metadata of the user."""
+    metadata = ckptcore.metadata(location, context=_FAST)
+    return metadata.tree.skeleton, metadata.tree.leaves, metadata.tree.aliases, metadata.custom
+
+
+def _assert_same(found: str, expected: str) -> None:
+    assert ckptcore.verify(found, context=_FAST).ok
+    assert repr(_stored(found)) == repr(_stored(expected))  # no value of it is the same NaN
+    assert_same_tree(ckptcore.load(found, context=_FAST), ckptcore.load(expected, context=_FAST))
+
+
+# --- between layouts --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def originals(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, str]:
+    """The same state saved in every layout, on disk."""
+    directory = tmp_path_factory.mktemp("originals")
+    for name, layout in _LAYOUTS.items():
+        ckptcore.save(directory / name, _state(), layout=layout, metadata={"run": [1, None]}, context=_FAST)
+    return {name: str(directory / name) for name in _LAYOUTS}
+
+
+def test_layouts_hold_the_same(originals: Mapping[str, str]) -> None:
+    """Records, notes of shardings and random keys, ties and elements."""
+    for name in _LAYOUTS:
+        _assert_same(originals[name], originals["safetensors"])
+
+
+@pytest.mark.parametrize(("source", "target"), [*itertools.permutations(_LAYOUTS, 2)])
+def test_a_tree_converts_into_memory_and_back(
+    source: str, target: str, originals: Mapping[str, str], tmp_path: Path
+) -> None:
+    there, back = f"memory://{uuid.uuid4().hex}/checkpoint", str(tmp_path / "back")
+    ckptcore.convert(originals[source], there, layout=_LAYOUTS[target], context=_FAST)
+    _assert_same(there, originals[source])
+    assert ckptcore.metadata(there).layout == target.partition("-")[0]
+    ckptcore.convert(there, back, layout=_LAYOUTS[source], context=_FAST)
+    _assert_same(back, originals[source])
+    ckptcore.delete(there)
+
+
+@pytest.mark.parametrize("target", _FEW)
+@pytest.mark.parametrize("source", _FEW)
+def test_several_checkpointables_convert_to_every_layout(source: str, target: str, tmp_path: Path) -> None:
+    original, there = f"memory://{uuid.uuid4().hex}/checkpoint", str(tmp_path / "there")
+    tied = np.arange(50, dtype=np.int16)
+    objects = {
+        "state": {"w": tied, "again": tied, "step": 3},
+        "moments": [bit_patterns(ArraySpec((9, 9), "float8_e5m2")), "text"],
+        "metrics": {"loss": 0.5},
+        "own": _Files(),
+    }
+    ckptcore.save_checkpointables(original, objects, layout=_LAYOUTS[source], metadata={"run": 1}, context=_FAST)
+    ckptcore.convert(original, there, layout=_LAYOUTS[target], context=_FAST)
+    assert ckptcore.verify(there).ok
+    found = ckptcore.load_checkpointables(there)
+    assert_same_tree(found, ckptcore.load_checkpointables(original))
+    assert found["own"] == {"below/file": b"content" * 100}
+    assert ckptcore.checkpointables_metadata(there).custom == {"run": 1}
+    ckptcore.delete(original)
+
+
+# --- from Orbax -------------------------------------------------------------------------------------------------------
+
+
+def _golden(name: str) -> Path:
+    location: Path = _GOLDEN / name / _EXPECTED[name].get("directory", "")
+    return location
+
+
+def _load(location: Any, context: ckptcore.Context = _FAST) -> Any:
+    """The tree, or the checkpointables where none is meant."""
+    try:
+        return ckptcore.load(location, context=context)
+    except CompositeCheckpointError:
+        return ckptcore.load_checkpointables(location, context=context)
+
+
+@pytest.mark.parametrize("target", _FEW)
+@pytest.mark.parametrize("name", _EXPECTED)
+def test_what_orbax_wrote_converts_to_every_layout(name: str, target: str, tmp_path: Path) -> None:
+    source, there = _golden(name), tmp_path / "converted"
+    ckptcore.convert(source, there, layout=_LAYOUTS[target], context=_FAST)
+    assert ckptcore.verify(there).ok
+    if "checkpointables" in _EXPECTED[name]:
+        several = ckptcore.load_checkpointables
+        assert_same_tree(several(there, context=_FAST), several(source, context=_FAST))
+        assert ckptcore.checkpointables_metadata(there).custom == ckptcore.checkpointables_metadata(source).custom
+    else:
+        expected, found = ckptcore.metadata(source), ckptcore.metadata(there)
+        assert found.custom == expected.custom
+        assert repr(found.abstract) == repr(expected.abstract)
+        assert_same_tree(_load(there), _load(source))
+
+
+# --- storages that tensorstore does not know --------------------------------------------------------------------------
+
+
+class _WithoutAddress:
+    """Opens ``nowhere://`` locations: local directories that do not say where they are."""
+
+    @hookimpl
+    def ckpt_storages(self) -> Mapping[str, StorageOpener]:
+        return {"nowhere": self._open}
+
+    def _open(self, url: str, options: StorageOptions) -> StorageBackend:
+        storage = with_faults(
+            installed_plugins().storage("file")(url.replace("nowhere", "file", 1), options), FaultPlan()
+        )
+        assert storage.address is None
+        return storage
+
+
+_NOWHERE: Final = ckptcore.Context(plugins=(_WithoutAddress(),), durability="none")
+
+
+@pytest.mark.parametrize("name", _EXPECTED)
+def test_what_orbax_wrote_loads_where_tensorstore_cannot_read(name: str) -> None:
+    """Compressed chunks are decoded in memory there."""
+    assert_same_tree(_load(f"nowhere://{_golden(name)}", _NOWHERE), _load(_golden(name)))
+
+
+@pytest.mark.parametrize("layout", _LAYOUTS)
+def test_every_layout_is_saved_and_loaded_where_tensorstore_cannot_write(
+    layout: str, originals: Mapping[str, str], tmp_path: Path
+) -> None:
+    location = f"nowhere://{tmp_path}/checkpoint"
+    ckptcore.save(location, _state(), layout=_LAYOUTS[layout], context=_NOWHERE)
+    expected = ckptcore.load(originals[layout])
+    assert_same_tree(ckptcore.load(location, context=_NOWHERE), expected)
+    assert_same_tree(ckptcore.load(tmp_path / "checkpoint"), expected)
+    assert ckptcore.verify(location, context=_NOWHERE).ok
+
+
+# --- memory -----------------------------------------------------------------------------------------------------------
+
+_MIB: Final = 1 << 20
+_ARRAYS: Final = 24
+_ARRAY_BYTES: Final = 32 * _MIB
+
+_PROGRAM: Final = """
+import sys
+import ckptcore
+
+source, destination, warm = sys.argv[1:]
+layout = "safetensors"
+if destination.endswith("compressed"):
+    from ckptcore_orbax import OcdbtLayout
+    layout = OcdbtLayout(compression="zstd")
+context = ckptcore.Context(durability="none")
+ckptcore.convert(warm, warm + "-again", layout=layout, context=context)
+
+
+def peak():
+    # Not ru_maxrss, which begins with what the parent had.
+    with open("/proc/self/status") as status:
+        return next(int(line.split()[1]) << 10 for line in status if line.startswith("VmHWM:"))
+
+
+before = peak()
+ckptcore.convert(source, destination, layout=layout, context=context)
+print(peak() - before)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("writer", ["Orbax", "ckptcore"])
+@pytest.mark.parametrize("target", ["plain", "compressed"])
+def test_a_part_of_a_compressed_checkpoint_is_in_memory_at_a_time(writer: str, target: str, tmp_path: Path) -> None:
+    from orbax.checkpoint import v1
+
+    elements = np.random.default_rng(0).standard_normal(_ARRAY_BYTES // 4, np.float32)
+    state = {f"layer_{number}": elements + number for number in range(_ARRAYS)}
+    small = {"w": np.zeros(_MIB, np.float32)}
+    if writer == "Orbax":
+        v1.save(tmp_path / "source", state)
+        v1.save(tmp_path / "warm", small)
+    else:
+        layout = OcdbtLayout(compression="zstd")
+        ckptcore.save(tmp_path / "source", state, layout=layout, context=_FAST)
+        ckptcore.save(tmp_path / "warm", small, layout=layout, context=_FAST)
+    arguments = [str(tmp_path / "source"), str(tmp_path / target), str(tmp_path / "warm")]
+    found = subprocess.run(
+        [sys.executable, "-c", _PROGRAM, *arguments], capture_output=True, text=True, timeout=300, check=False
+    )
+    assert found.returncode == 0, found.stderr
+    # What is encoded or decoded at a time, 128 MiB, as it is stored and as elements, and what malloc keeps of it.
+    assert int(found.stdout) < 512 * _MIB < _ARRAYS * _ARRAY_BYTES * 0.7
+    loaded = ckptcore.load(tmp_path / target)
+    assert all(np.array_equal(loaded[name], array) for name, array in state.items())

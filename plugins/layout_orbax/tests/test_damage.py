@@ -1,0 +1,294 @@
+"""Damaged checkpoints of other software: nothing but a CheckpointError comes out, and where checksums are, never wrong elements."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import random
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import pytest
+from ckptcore_testing.hostile_json import tampered
+from ckptcore_testing.layout_stores import DirectoryReadStore
+
+import ckptcore
+from ckptcore.errors import CheckpointError
+from ckptcore.io.memory import allocate
+from ckptcore.model import ArraySpec, HostArray
+from ckptcore.protocols import Layout
+from ckptcore_orbax import OcdbtLayout, Zarr3Layout
+from ckptcore_orbax.crc32c import CRC32C
+from ckptcore_orbax.ocdbt import Database, Value, encode_database
+from ckptcore_orbax.ocdbt.frame import MANIFEST_MAGIC, NODE_MAGIC
+
+_GOLDEN: Final = Path(__file__).parent / "golden"
+_NAMES: Final = sorted(path.stem for path in _GOLDEN.glob("*.json"))
+_MEMORY_BYTES: Final = 64 << 20
+"""More than any of the goldens needs; more than that is not there."""
+
+_CONTEXT: Final = ckptcore.Context(threads=1)
+
+
+def _location(name: str, directory: Path) -> Path:
+    """A copy of a golden, to be damaged."""
+    expected = json.loads((_GOLDEN / f"{name}.json").read_text())
+    shutil.copytree(_GOLDEN / name, directory / name)
+    location: Path = directory / name / expected.get("directory", "")
+    return location
+
+
+def _files(location: Path) -> list[Path]:
+    return [path for path in sorted(location.rglob("*")) if path.is_file()]
+
+
+@pytest.fixture(autouse=True)
+def _little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Arrays that the goldens do not have cannot be had."""
+
+    def limited(spec: ArraySpec) -> HostArray:
+        if spec.nbytes > _MEMORY_BYTES:
+            raise MemoryError(f"no memory for {spec}")
+        return allocate(spec)
+
+    monkeypatch.setattr("ckptcore.loading.reading.allocate", limited)
+
+
+def _attempts(location: Path) -> Iterator[Callable[[], object]]:
+    yield lambda: ckptcore.load(location, context=_CONTEXT)
+    yield lambda: ckptcore.load_checkpointables(location, context=_CONTEXT)
+    yield lambda: ckptcore.metadata(location, context=_CONTEXT)
+    yield lambda: ckptcore.verify(location, context=_CONTEXT)
+
+
+def _assert_harmless(location: Path, done: str) -> int:
+    """Fail unless only CheckpointErrors come; how many did."""
+    count = 0
+    for attempt in _attempts(location):
+        try:
+            attempt()
+        except CheckpointError:
+            count += 1
+        except BaseException as error:
+            error.add_note(done)
+            raise
+    return count
+
+
+# --- any bytes --------------------------------------------------------------------------------------------------------
+
+
+def _changed(content: bytes, choices: random.Random) -> bytes:
+    start = choices.randrange(len(content) + 1)
+    stop = min(len(content), start + choices.choice((1, 1, 4, 64)))
+    match choices.randrange(5):
+        case 0:
+            return content[:start]
+        case 1:
+            return content[:start] + content[stop:]
+        case 2:
+            return content[:start] + choices.randbytes(choices.choice((1, 8))) + content[start:]
+        case _:
+            filler = choices.choice((choices.randbytes(stop - start), bytes(stop - start), b"9" * (stop - start)))
+            return _with_checksums(content[:start] + filler + content[stop:])
+
+
+def _with_checksums(content: bytes) -> bytes:
+    """The same with right checksums of what looks like a manifest or a node of a database, so that more than them is tested."""
+    for magic in (MANIFEST_MAGIC, NODE_MAGIC):
+        start = content.find(magic)
+        while start >= 0:
+            length = int.from_bytes(content[start + 4 : start + 12], "little")
+            if 16 <= length <= len(content) - start:
+                covered = content[start : start + length - 4]
+                crc = CRC32C.encode(CRC32C.of(memoryview(covered)))
+                content = content[:start] + covered + crc + content[start + length :]
+            start = content.find(magic, start + 1)
+    return content
+
+
+def _damage(name: str, directory: Path, count: int) -> None:
+    location = _location(name, directory)
+    files = _files(location)
+    assert _assert_harmless(location, "nothing was done") < 4, "what is whole does not load"
+    choices = random.Random(name)
+    for number in range(count):
+        path = choices.choice(files)
+        content = path.read_bytes()
+        path.write_bytes(_changed(content, choices))
+        _assert_harmless(location, f"damage {number} of {path.relative_to(location)}")
+        path.write_bytes(content)
+
+
+@pytest.mark.parametrize("name", _NAMES)
+def test_damage(name: str, tmp_path: Path) -> None:
+    _damage(name, tmp_path, 15)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", _NAMES)
+def test_much_damage(name: str, tmp_path: Path) -> None:
+    _damage(name, tmp_path, 400)
+
+
+@pytest.mark.parametrize("name", _NAMES)
+def test_files_that_are_gone(name: str, tmp_path: Path) -> None:
+    location = _location(name, tmp_path)
+    for path in _files(location):
+        content = path.read_bytes()
+        path.unlink()
+        _assert_harmless(location, f"{path.relative_to(location)} is gone")
+        path.write_bytes(content)
+
+
+# --- documents that say what they should not --------------------------------------------------------------------------
+
+
+def _documents(location: Path) -> Iterator[tuple[Path, Any]]:
+    for path in _files(location):
+        with contextlib.suppress(ValueError, UnicodeDecodeError):
+            yield path, json.loads(path.read_bytes())
+
+
+def _tamper(name: str, directory: Path, count: int) -> None:
+    location = _location(name, directory)
+    for path, document in list(_documents(location)):
+        content = path.read_bytes()
+        for changed in tampered(document, count, seed=len(content)):
+            path.write_bytes(json.dumps(changed).encode("utf-8", "surrogatepass"))
+            _assert_harmless(location, f"{path.relative_to(location)} is {json.dumps(changed)[:2000]}")
+        path.write_bytes(content)
+
+
+@pytest.mark.parametrize("name", _NAMES)
+def test_tampered_documents(name: str, tmp_path: Path) -> None:
+    _tamper(name, tmp_path, 6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", _NAMES)
+def test_much_tampered_documents(name: str, tmp_path: Path) -> None:
+    _tamper(name, tmp_path, 100)
+
+
+# --- databases that are whole and lie ---------------------------------------------------------------------------------
+
+_DATABASES: Final = [name for name in _NAMES if list((_GOLDEN / name).rglob("manifest.ocdbt"))]
+
+
+def _tampered_values(entries: Sequence[tuple[bytes, Value]], choices: random.Random) -> Sequence[tuple[bytes, Value]]:
+    """The entries of a database with one of them changed."""
+    number = choices.randrange(len(entries))
+    key, value = entries[number]
+    last = key.rpartition(b"/")[2]
+    if last in (b"zarr.json", b".zarray") and value.inline is not None and choices.randrange(8):
+        count = 40
+        documents = list(tampered(json.loads(value.inline), count, seed=choices.randrange(1 << 30)))
+        data = json.dumps(choices.choice(documents)).encode("utf-8", "surrogatepass")
+        value = Value(data, "", 0, len(data))
+    else:
+        match choices.randrange(6):
+            case 0:
+                value = Value(b"x" * choices.choice((0, 1, 48)), "", 0, 0)
+                value = replace(value, length=len(value.inline or b""))
+            case 1 if value.inline is None:
+                value = replace(value, offset=choices.choice((0, 1, value.offset + 1, 1 << 40)))
+            case 2 if value.inline is None:
+                value = replace(value, length=choices.choice((0, 1, value.length - 1, value.length + 1, 1 << 40)))
+            case 3 if value.inline is None:
+                value = replace(
+                    value, file=choices.choice(("d/none", "manifest.ocdbt", "_METADATA", "ocdbt.process_0/x"))
+                )
+            case 4:
+                key = choices.choice((key + b"x", key[1:] or b"k", b"\xff" + key, key[:-1] or b"k"))
+            case _:
+                other = choices.choice(entries)[1]
+                value = other
+    if any(key == known for known, _ in entries[:number]) or any(key == known for known, _ in entries[number + 1 :]):
+        return [*entries[:number], *entries[number + 1 :]]
+    return [*entries[:number], (key, value), *entries[number + 1 :]]
+
+
+def _lie(name: str, directory: Path, count: int) -> None:
+    location = _location(name, directory)
+    choices = random.Random(name)
+    manifests = [path for path in location.rglob("manifest.ocdbt") if "ocdbt.process_" not in str(path)]
+    for number in range(count):
+        manifest = choices.choice(manifests)
+        store = DirectoryReadStore(manifest.parent)
+        entries = list(Database.open(store, "").range())
+        data = [(key, _inline_documents(key, value, store)) for key, value in entries]
+        made = encode_database(
+            _tampered_values(data, choices), uuid=bytes(16), node_file="d/lies", created_ns=1, node_bytes=200
+        )
+        content = manifest.read_bytes()
+        manifest.write_bytes(made.manifest)
+        nodes = manifest.parent / "d" / "lies"
+        nodes.parent.mkdir(exist_ok=True)
+        nodes.write_bytes(made.nodes)
+        _assert_harmless(location, f"lie {number} of {manifest.relative_to(location)}")
+        nodes.unlink()
+        manifest.write_bytes(content)
+
+
+def _inline_documents(key: bytes, value: Value, store: DirectoryReadStore) -> Value:
+    """Where metadata do not stand with the keys they are put there, so that they can be changed."""
+    if value.inline is not None or not key.endswith((b"zarr.json", b".zarray")):
+        return value
+    data = store.get(value.file, value.offset, value.offset + value.length)
+    return Value(data, "", 0, len(data))
+
+
+@pytest.mark.parametrize("name", _DATABASES)
+def test_databases_that_lie(name: str, tmp_path: Path) -> None:
+    _lie(name, tmp_path, 20)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", _DATABASES)
+def test_databases_that_lie_much(name: str, tmp_path: Path) -> None:
+    _lie(name, tmp_path, 1500)
+
+
+# --- what checksums of the format cover -------------------------------------------------------------------------------
+
+_CHECKED: Final = {
+    "ocdbt": OcdbtLayout(),
+    "ocdbt in pieces": OcdbtLayout(chunk_bytes=256),
+    "ocdbt compressed": OcdbtLayout(chunk_bytes=256, compression="zstd"),
+    "zarr3 in pieces": Zarr3Layout(chunk_bytes=256),
+    "zarr3 compressed": Zarr3Layout(compression="gzip"),
+}
+
+
+@pytest.mark.parametrize("name", _CHECKED)
+def test_no_flipped_bit_of_the_data_goes_unseen_without_a_root(name: str, tmp_path: Path) -> None:
+    """As a checkpoint that Orbax wrote with the same codecs."""
+    layout: Layout = _CHECKED[name]
+    location = tmp_path / "checkpoint"
+    random_elements = np.random.default_rng(0)
+    state = {"w": random_elements.standard_normal((40, 30)), "b": random_elements.integers(0, 9, 77, np.int16)}
+    ckptcore.save(location, state, layout=layout, context=_CONTEXT)
+    for path in location.glob("checkpoint.*"):
+        path.unlink()
+    data = [path for path in _files(location / "state") if "ocdbt.process_0" in str(path) or "/c/" in str(path)]
+    choices = random.Random(0)
+    seen = 0
+    for _ in range(150):
+        path = choices.choice(data)
+        content = bytearray(path.read_bytes())
+        content[choices.randrange(len(content))] ^= 1 << choices.randrange(8)
+        original = path.read_bytes()
+        path.write_bytes(content)
+        try:
+            loaded = ckptcore.load(location, context=_CONTEXT)
+        except CheckpointError:
+            seen += 1
+        else:  # a byte that nothing reads: between chunks, or what is beyond the edge of an array
+            assert all(np.array_equal(loaded[key], state[key]) for key in state), f"{path.name} is damaged"
+        path.write_bytes(original)
+    assert seen > 100

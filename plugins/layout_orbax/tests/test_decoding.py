@@ -1,0 +1,61 @@
+"""What tensorstore decodes: errors come out of it, and nothing goes on after them."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import pytest
+import tensorstore
+from ckptcore_testing.layout_stores import DirectoryReadStore
+
+from ckptcore.errors import CorruptCheckpointError
+from ckptcore.model import LEAF, ArrayRecord, ArraySpec, Box, Node, TreeMetadata
+from ckptcore.planning import plan_read
+from ckptcore_orbax import Zarr3Layout
+from ckptcore_orbax.state import ArraysState, StoredName
+from ckptcore_orbax.zarr import parse_zarr3
+
+
+def _write(directory: Path, name: str, elements: np.ndarray) -> StoredName:
+    spec = {
+        "driver": "zarr3",
+        "kvstore": {"driver": "file", "path": str(directory / name)},
+        "metadata": {
+            "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": [1 << 16]}},
+            "codecs": [
+                {"name": "bytes", "configuration": {"endian": "little"}},
+                {"name": "zstd", "configuration": {"level": 1}},
+            ],
+        },
+    }
+    array = tensorstore.open(spec, create=True, dtype=elements.dtype.name, shape=elements.shape).result()
+    array.write(elements).result()
+    return StoredName(name, parse_zarr3((directory / name / "zarr.json").read_bytes(), name))
+
+
+@pytest.mark.parametrize("missing", ["error", "fill"])  # read by tensorstore from the directory, and decoded in memory
+def test_nothing_is_written_to_the_caller_s_memory_after_an_error(
+    missing: Literal["error", "fill"], tmp_path: Path
+) -> None:
+    """The caller has it back then: it may be used for something else."""
+    random = np.random.default_rng(0)
+    names = [f"array{number}" for number in range(10)]
+    elements = random.integers(1, 16, 1 << 22, np.int32)
+    stored = {leaf: _write(tmp_path, name, elements) for leaf, name in enumerate(names)}
+    spec = ArraySpec(elements.shape, "int32")
+    tree = TreeMetadata(Node("dict", tuple(names), (LEAF,) * len(names)), (ArrayRecord(spec),) * len(names))
+    state = ArraysState(directory="", storage="objects", missing=missing, source="other", arrays=stored)
+    chunk = tmp_path / names[0] / "c" / "0"
+    chunk.write_bytes(chunk.read_bytes()[:100])
+    plan = plan_read(tree, state.to_json(), [(leaf, (Box.whole(spec.shape),)) for leaf in stored])
+    buffers = [np.zeros(spec.shape, np.int32) for _ in names]
+    with pytest.raises(CorruptCheckpointError, match="array0") as raised:
+        list(Zarr3Layout().read(plan, buffers, DirectoryReadStore(tmp_path)))
+    held = [buffer[:: 1 << 16].copy() for buffer in buffers]
+    time.sleep(0.3)
+    assert raised.traceback  # holds on to what the load had
+    for buffer, before in zip(buffers, held, strict=True):
+        assert np.array_equal(buffer[:: 1 << 16], before)

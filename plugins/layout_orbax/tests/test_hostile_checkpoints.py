@@ -1,0 +1,297 @@
+"""Checkpoints of other software that are made to do harm: nothing is read from elsewhere, nothing hangs, every error is one of ours."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import threading
+import tracemalloc
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgpack
+import numpy as np
+import pytest
+import tensorstore
+import zstandard
+
+import ckptcore
+from ckptcore.errors import ChecksumError, CorruptCheckpointError, InvalidLocationError
+from ckptcore.model import Box, HostArray, Node
+from ckptcore_orbax import OcdbtLayout, Zarr3Layout
+from ckptcore_orbax.codec import ChunkCodec, DecodingChunk
+from ckptcore_orbax.orbax import tree_of_names
+
+LITTLE = [{"name": "bytes", "configuration": {"endian": "little"}}]
+BIG = [{"name": "bytes", "configuration": {"endian": "big"}}]
+"""Decoded by tensorstore; `LITTLE` is read straight into place."""
+
+CODECS = {"direct": LITTLE, "decoded": BIG}
+
+
+def zarr_json(shape: Sequence[int], chunk: Sequence[int] | None = None, **members: Any) -> dict[str, Any]:
+    """The metadata of an array of uint16."""
+    return {
+        "chunk_grid": {"configuration": {"chunk_shape": list(chunk or shape)}, "name": "regular"},
+        "chunk_key_encoding": {"name": "default"},
+        "codecs": LITTLE,
+        "data_type": "uint16",
+        "fill_value": 0,
+        "node_type": "array",
+        "shape": list(shape),
+        "zarr_format": 3,
+    } | members
+
+
+def tree_file(names: Sequence[str] = ("a",), *, stores_fill_value: bool = True, **members: Any) -> bytes:
+    """The `_METADATA` of a dict of arrays."""
+    table = {
+        f"('{name}',)": {
+            "key_metadata": [{"key": name, "key_type": 2}],
+            "value_metadata": {"value_type": "np.ndarray", "skip_deserialize": False},
+        }
+        for name in names
+    }
+    document = {
+        "tree_metadata": table,
+        "use_ocdbt": False,
+        "use_zarr3": True,
+        "store_array_data_equal_to_fill_value": stores_fill_value,
+    }
+    return json.dumps(document | members).encode()
+
+
+def checkpoint(location: Path, files: Mapping[str, bytes | Mapping[str, Any]]) -> Path:
+    """A directory of these files, bytes or JSON, and of a `_METADATA` where there is none among them."""
+    for name, content in {"_METADATA": tree_file(), **files}.items():
+        path = location / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content if isinstance(content, bytes) else json.dumps(content).encode())
+    return location
+
+
+def database(location: Path, values: Mapping[str, bytes | Mapping[str, Any]]) -> Path:
+    """The same with arrays in a database; the tree lies in the file with the last value."""
+    checkpoint(location, {})
+    store = tensorstore.KvStore.open({"driver": "ocdbt", "base": f"file://{location}/"}).result()
+    for key, value in values.items():
+        store.write(key, value if isinstance(value, bytes) else json.dumps(value).encode()).result()
+    return location
+
+
+@pytest.fixture
+def secret(tmp_path: Path) -> Path:
+    """A file outside of what a checkpoint may refer to: checkpoints of these tests are in a directory of their own."""
+    path = tmp_path / "outside" / "0"
+    path.parent.mkdir()
+    path.write_bytes(b"0123456789abcdef")
+    (tmp_path / "inside").mkdir()
+    return path
+
+
+@contextlib.contextmanager
+def ended_pipe(path: Path) -> Iterator[None]:
+    """End a named pipe after some seconds, so that a reader that waits for it fails and does not hang the tests."""
+
+    def end() -> None:
+        with contextlib.suppress(OSError):  # nobody reads it
+            os.close(os.open(path, os.O_WRONLY | os.O_NONBLOCK))
+
+    os.mkfifo(path)
+    timer = threading.Timer(10, end)
+    timer.start()
+    yield
+    timer.cancel()
+
+
+# --- files ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("codecs", CODECS)
+@pytest.mark.parametrize("what", ["file", "directory"])
+@pytest.mark.parametrize("stores_fill_value", [True, False])
+def test_a_chunk_that_is_a_link_out(
+    what: str, codecs: str, stores_fill_value: bool, secret: Path, tmp_path: Path
+) -> None:
+    location = checkpoint(
+        tmp_path / "inside" / "checkpoint",
+        {
+            "_METADATA": tree_file(stores_fill_value=stores_fill_value),
+            "a/zarr.json": zarr_json([8], codecs=CODECS[codecs]),
+        },
+    )
+    link = location / "a" / "c" if what == "directory" else location / "a" / "c" / "0"
+    link.parent.mkdir(exist_ok=True)
+    link.symlink_to(secret.parent if what == "directory" else secret)
+    with pytest.raises(InvalidLocationError, match="leads out"):
+        ckptcore.load(location)
+
+
+@pytest.mark.parametrize("codecs", CODECS)
+def test_a_chunk_that_is_a_named_pipe(codecs: str, tmp_path: Path) -> None:
+    """Nobody ever writes to it: who opens it to read waits for ever."""
+    location = checkpoint(tmp_path / "checkpoint", {"a/zarr.json": zarr_json([8], codecs=CODECS[codecs])})
+    (location / "a" / "c").mkdir()
+    with ended_pipe(location / "a" / "c" / "0"), pytest.raises(CorruptCheckpointError, match="expected a file"):
+        ckptcore.load(location)
+
+
+@pytest.mark.parametrize("codecs", CODECS)
+@pytest.mark.parametrize("what", ["link", "pipe"])
+def test_a_data_file_of_a_database_that_is_none(what: str, codecs: str, secret: Path, tmp_path: Path) -> None:
+    elements = np.arange(1 << 12, dtype="<u2").tobytes()  # too many to stand with the keys
+    location = database(
+        tmp_path / "inside" / "checkpoint",
+        {"a/c/0": elements, "a/zarr.json": zarr_json([1 << 12], codecs=CODECS[codecs])},
+    )
+    assert ckptcore.load(location)["a"].shape == (1 << 12,)
+    (path,) = [path for path in (location / "d").iterdir() if elements in path.read_bytes()]
+    secret.write_bytes(path.read_bytes())
+    path.unlink()
+    if what == "link":
+        path.symlink_to(secret)
+        with pytest.raises(InvalidLocationError, match="leads out"):
+            ckptcore.load(location)
+    else:
+        with ended_pipe(path), pytest.raises(CorruptCheckpointError, match="expected a file|no such object"):
+            ckptcore.load(location)
+
+
+@pytest.mark.parametrize(
+    "name", ["%2e%2e", "%2E%2E%2Felsewhere", "elsewhere%2f", "x%00", "a?b", "a#b", "a|ocdbt:", "%zz", "\udcff"]
+)
+@pytest.mark.parametrize("below", [True, False])
+def test_names_of_directories_that_mean_something_in_a_url(name: str, below: bool, tmp_path: Path) -> None:
+    """Tensorstore is told by a URL where to read."""
+    array = {"a/zarr.json": zarr_json([8], codecs=BIG)}
+    for elsewhere in ("a", "elsewhere/a", "x/elsewhere/a", "a/a"):
+        checkpoint(tmp_path / elsewhere, {"zarr.json": zarr_json([8], codecs=BIG), "c/0": b"\1" * 16})
+    around = tmp_path / "x" / "checkpoint" if below else tmp_path / "x" / name
+    location = checkpoint(around / name if below else around, {**array, "a/c/0": bytes(16)})
+    if below:
+        for marker in ("orbax.checkpoint", "_CHECKPOINT_METADATA"):
+            (around / marker).write_bytes(b"")
+        (loaded,) = ckptcore.load_checkpointables(around).values()
+    else:
+        loaded = ckptcore.load(location)
+    np.testing.assert_array_equal(loaded["a"], np.zeros(8, np.uint16))
+
+
+# --- trees ------------------------------------------------------------------------------------------------------------
+
+
+def test_names_of_nothing_but_dots_take_the_memory_of_their_text() -> None:
+    names = [f"{number}{'.' * 20_000}" for number in range(10)]
+    tracemalloc.start()
+    try:
+        tree = tree_of_names(names, "manifest.ocdbt")
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert [leaf.name for leaf in tree.leaves] == names
+    assert peak < 5_000_000
+
+
+@pytest.mark.parametrize("names", [["a.b", "a.c"], ["a", "a.b"], ["a.b.c", "a.b"], ["a", "b.c"], ["", ".a"]])
+def test_names_of_arrays_nest_where_none_goes_on_from_another(names: list[str]) -> None:
+    nested = names in (["a.b", "a.c"], ["a", "b.c"])
+    tree = tree_of_names(names, "manifest.ocdbt")
+    assert isinstance(tree.skeleton, Node)
+    assert (tree.skeleton.keys == tuple(sorted(names))) == (not nested)
+
+
+def test_an_index_of_axlearn_that_says_the_step_again_and_again(tmp_path: Path) -> None:
+    """It once took the square of their number."""
+    (tmp_path / "gda").mkdir()
+    (tmp_path / "index").write_text(json.dumps([["step", 1]] * 200_000))
+    assert ckptcore.load(tmp_path) == {}
+
+
+def test_an_array_of_msgpack_whose_shape_nothing_has(tmp_path: Path) -> None:
+    part = msgpack.ExtType(1, msgpack.packb([[0], "float32", b""]))
+    shape = {"0": 0, "1": (1 << 63) - 1, "2": (1 << 63) - 1}
+    chunked = {"__msgpack_chunked_array__": True, "shape": shape, "chunks": {"0": part}}
+    (tmp_path / "checkpoint").write_bytes(msgpack.packb({"a": chunked}))
+    with pytest.raises(CorruptCheckpointError, match="shape"):
+        ckptcore.metadata(tmp_path)
+
+
+# --- amounts ----------------------------------------------------------------------------------------------------------
+
+
+def test_read_chunks_that_are_larger_than_their_arrays_are_decoded_few_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some bytes of zstd are 128 MiB of zeros: for each of them an array of eight elements."""
+    codecs = [*LITTLE, {"name": "zstd", "configuration": {"level": 1}}]
+    zeros = zstandard.compress(bytes(128 << 20))
+    names = [f"a{number}" for number in range(8)]
+    files = {f"{name}/zarr.json": zarr_json([8], [64 << 20], codecs=codecs) for name in names}
+    location = checkpoint(
+        tmp_path / "checkpoint",
+        {"_METADATA": tree_file(names, stores_fill_value=False)} | files | {f"{name}/c/0": zeros for name in names},
+    )
+    running: list[int] = [0]
+    decode, result = ChunkCodec.decode, DecodingChunk.result
+
+    def counted(codec: ChunkCodec, data: bytes, part: Box, elements: HostArray) -> DecodingChunk:
+        running.append(running[-1] + 1)
+        return decode(codec, data, part, elements)
+
+    def done(decoding: DecodingChunk) -> None:
+        running.append(running[-1] - 1)
+        result(decoding)
+
+    monkeypatch.setattr(ChunkCodec, "decode", counted)
+    monkeypatch.setattr(DecodingChunk, "result", done)
+    assert ckptcore.load(location).keys() == set(names)
+    assert running[-1] == 0
+    assert max(running) <= 3
+
+
+# --- saves that were mixed up -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("shape", "chunk_bytes"),
+    [
+        ((64, 1024), 1 << 16),
+        ((1 << 21,), 1 << 20),
+        ((13, 7), 64),
+    ],
+)
+@pytest.mark.parametrize("layout", [Zarr3Layout, OcdbtLayout])
+def test_a_data_file_of_another_save(
+    layout: type[Zarr3Layout | OcdbtLayout], shape: tuple[int, ...], chunk_bytes: int, tmp_path: Path
+) -> None:
+    """It is whole by itself: only the checksums of the root tell that it does not belong there."""
+    random = np.random.default_rng(0)
+    for name in ("one", "other"):
+        state = {"w": random.integers(0, 255, shape, np.uint8)}
+        ckptcore.save(tmp_path / name, state, layout=layout(chunk_bytes=chunk_bytes))
+    pattern = "w/c/**/*" if layout is Zarr3Layout else "ocdbt.process_0/d/*"
+    (path,), (other,) = (
+        [found for found in (tmp_path / name / "state").glob(pattern) if found.is_file()] for name in ("one", "other")
+    )
+    assert path.stat().st_size == other.stat().st_size
+    path.write_bytes(other.read_bytes())
+    assert not ckptcore.verify(tmp_path / "one").ok
+    with pytest.raises(ChecksumError):
+        ckptcore.load(tmp_path / "one")
+
+
+def test_a_shape_that_no_memory_holds_is_an_error_that_names_it(tmp_path: Path) -> None:
+    """A few bytes may state any shape, and nothing is compared with it before memory is asked for."""
+    array = tmp_path / "w"
+    array.mkdir()
+    document = {
+        "zarr_format": 3, "node_type": "array", "shape": [1 << 50], "data_type": "float32", "fill_value": 0,
+        "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": [1 << 40]}},
+        "chunk_key_encoding": {"name": "default"}, "codecs": LITTLE,
+    }  # fmt: skip
+    (array / "zarr.json").write_text(json.dumps(document))
+    with pytest.raises(CorruptCheckpointError, match="w of .* is said to be float32"):
+        ckptcore.load(tmp_path)
+    assert not ckptcore.verify(tmp_path).ok

@@ -1,0 +1,54 @@
+"""Arrays have the names under which Orbax looks for them, and others where such a name is another's or no name at all."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import ckptcore
+from ckptcore_orbax.names import directory_names, key_names
+
+
+def names_of(paths: list[tuple[str | int, ...]]) -> list[str]:
+    return list(directory_names(dict(enumerate(paths))).values())
+
+
+def test_keys_are_joined_by_dots() -> None:
+    paths = {0: ("layers", 0, "w"), 1: ("b",)}
+    assert key_names(paths) == {0: "layers.0.w", 1: "b"}
+
+
+@pytest.mark.parametrize("name", ["c", "d", "w", "zarr", "layer norm", "größe", "a/b"])
+def test_names_that_are_good_directories_stay(name: str) -> None:
+    assert names_of([(name,), ("other",)]) == [name, "other"]
+
+
+@pytest.mark.parametrize(
+    "name", ["..", ".", "_METADATA", "manifest.ocdbt", "checkpoint.json", "ocdbt.process_0", "a//b", "/a", "x" * 201]
+)
+def test_names_that_are_no_directories_are_escaped(name: str) -> None:
+    escaped, other = names_of([(name,), ("other",)])
+    assert other == "other"
+    assert escaped.startswith("%") and "/" not in escaped and len(escaped.encode()) <= 202
+
+
+def test_an_array_does_not_lie_among_the_chunks_of_another() -> None:
+    assert names_of([("a",), ("a/c",)]) == ["a", "%a%2Fc"]
+
+
+def test_no_array_has_a_name_that_two_could_have() -> None:
+    names = names_of([("a.b",), ("a", "b"), ("c",)])
+    assert len(set(names)) == 3 and "a.b" not in names and names[2] == "c"
+
+
+@pytest.mark.parametrize("layout", ["zarr", "zarr3", "ocdbt"])
+def test_orbax_finds_arrays_of_every_usual_name(layout: str, tmp_path: Path) -> None:
+    v1 = pytest.importorskip("orbax.checkpoint").v1
+    state = {name: np.full(3, number) for number, name in enumerate(["c", "d", "a/b", "0", "layer norm", "größe"])}
+    ckptcore.save(tmp_path / "checkpoint", state, layout=layout)
+    loaded = v1.load(tmp_path / "checkpoint", state)
+    assert {name: array.tolist() for name, array in loaded.items()} == {
+        name: array.tolist() for name, array in state.items()
+    }

@@ -1,0 +1,245 @@
+"""What would end the process instead of raising an error, each in a process of its own whose return code is looked at."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import pytest
+import tensorstore
+
+import ckptcore
+from ckptcore.protocols import Layout
+from ckptcore_orbax import OcdbtLayout
+
+_FAST: Final = ckptcore.Context(durability="none")
+_ARRAYS: Final = 6
+
+
+def _run(program: str, *arguments: object) -> str:
+    """What a program prints; fails unless it ends as programs do."""
+    done = subprocess.run(
+        [sys.executable, "-X", "faulthandler", "-c", program, *map(str, arguments)],
+        capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, f"{done.returncode}: {done.stderr}"
+    return done.stdout
+
+
+@pytest.fixture(params=["ckptcore", "other"])
+def compressed(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    """A checkpoint that is decoded in memory, and one that tensorstore reads by itself."""
+    location = tmp_path / "checkpoint"
+    random = np.random.default_rng(0)
+    state = {f"w{number}": random.integers(0, 20, 1 << 18, np.int32) for number in range(_ARRAYS)}
+    layout: Layout = OcdbtLayout(compression="zstd", chunk_bytes=1 << 16)
+    ckptcore.save(location, state, layout=layout, context=_FAST)
+    if request.param == "other":
+        for path in location.glob("checkpoint.*"):
+            path.unlink()
+    return location
+
+
+# --- forked children --------------------------------------------------------------------------------------------------
+
+_FORK: Final = """
+import os, signal, sys, warnings
+import ckptcore
+from ckptcore_orbax import OcdbtLayout
+
+warnings.simplefilter("ignore")  # that it has threads and forks is what is tested
+location, scratch, before = sys.argv[1:]
+layout = OcdbtLayout(compression="zstd")
+state = {"w": [1.5] * 3}
+
+
+def attempt(work):
+    try:
+        work()
+    except ckptcore.CheckpointError as error:
+        assert "forked" in str(error) and type(error) is ckptcore.CheckpointError, repr(error)
+        print("refused", flush=True)
+    else:
+        print("done", flush=True)
+
+
+if before == "load":
+    ckptcore.load(location)
+import tensorstore
+child = os.fork()
+if child == 0:
+    signal.alarm(60)
+    import numpy as np
+    attempt(lambda: ckptcore.load(location))
+    attempt(lambda: ckptcore.save(scratch, {"w": np.arange(1000)}, layout=layout))
+    attempt(lambda: ckptcore.save(scratch, {"w": np.arange(1000)}, layout="ocdbt", overwrite=True))
+    attempt(lambda: ckptcore.load(scratch))
+    sys.exit(0)  # and not os._exit: what is done at the end is done in the child too
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+ckptcore.load(location)
+"""
+
+
+def test_a_forked_child_gets_an_error_and_not_an_abort(compressed: Path, tmp_path: Path) -> None:
+    """What needs no tensorstore works in it."""
+    assert _run(_FORK, compressed, tmp_path / "scratch", "load").split() == ["refused", "refused", "done", "done"]
+    assert list(ckptcore.load(tmp_path / "scratch")["w"]) == list(range(1000))
+
+
+def test_a_child_that_was_forked_before_tensorstore_was_used_uses_it(compressed: Path, tmp_path: Path) -> None:
+    assert _run(_FORK, compressed, tmp_path / "scratch", "nothing").split() == ["done"] * 4
+
+
+# --- the end of the program -------------------------------------------------------------------------------------------
+
+_END: Final = """
+import sys, threading, time
+import ckptcore
+from ckptcore_orbax import OcdbtLayout
+
+location, task, delay = sys.argv[1:]
+context = ckptcore.Context(durability="none")
+layout = OcdbtLayout(compression="zstd", chunk_bytes=1 << 16)
+state = ckptcore.load(location)
+begun = threading.Event()
+
+
+def work(number):
+    while True:
+        if task == "load":
+            ckptcore.load(location)
+        else:
+            ckptcore.save(f"memory://end/{number}", state, layout=layout, overwrite="non-atomic", context=context)
+        begun.set()
+
+
+for number in range(3):
+    threading.Thread(target=work, args=(number,), daemon=True).start()
+begun.wait()
+time.sleep(float(delay))
+"""
+
+
+@pytest.mark.parametrize("task", ["load", "save"])
+def test_the_end_of_the_program_waits_for_daemon_threads_that_use_tensorstore(task: str, compressed: Path) -> None:
+    for delay in (0, 0.03):
+        _run(_END, compressed, task, delay)
+
+
+_END_AND_JOIN: Final = """
+import atexit, sys, threading
+import ckptcore
+
+stopped = threading.Event()
+begun = threading.Event()
+
+
+def work():
+    try:
+        while not stopped.is_set():
+            ckptcore.load(sys.argv[1])
+            begun.set()
+    except ckptcore.CheckpointError as error:
+        assert "is ending" in str(error), error
+
+
+def stop():
+    stopped.set()
+    thread.join()
+    ckptcore.load(sys.argv[1])  # who ends the program may use it
+    print("joined")
+
+
+atexit.register(stop)  # before tensorstore is used, so that it is called last
+thread = threading.Thread(target=work, daemon=True)
+thread.start()
+begun.wait()
+"""
+
+
+def test_who_waits_for_such_a_thread_at_the_end_does_not_wait_for_ever(compressed: Path) -> None:
+    assert _run(_END_AND_JOIN, compressed) == "joined\n"
+
+
+# --- chunks that ask for memory ---------------------------------------------------------------------------------------
+
+_BOMB: Final = """
+import resource, sys
+import numpy as np
+import ckptcore
+import tensorstore
+from ckptcore.plugins import installed_plugins
+from ckptcore_testing import FaultPlan, with_faults
+from ckptcore.hookspecs import hookimpl
+
+
+class WithoutAddress:
+    @hookimpl
+    def ckpt_storages(self):
+        def opened(url, options):
+            return with_faults(installed_plugins().storage("file")(url.replace("nowhere", "file", 1), options), FaultPlan())
+        return {"nowhere": opened}
+
+
+tensorstore.open({"driver": "zarr3", "kvstore": "memory://"}, create=True, dtype="int8", shape=[3]).result()[:].write(1).result()
+context = ckptcore.Context(plugins=(WithoutAddress(),))
+with open("/proc/self/statm") as counts:
+    taken = int(counts.read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (taken + (300 << 20),) * 2)
+for scheme in ("file", "nowhere"):
+    try:
+        ckptcore.load(f"{scheme}://{sys.argv[1]}", context=context)
+    except ckptcore.errors.CorruptCheckpointError as error:
+        print(error)
+"""
+_BOMB_BYTES: Final = 1 << 29
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="limits memory as Linux does")
+@pytest.mark.parametrize("zarr_format", [2, 3])
+def test_a_small_chunk_that_blosc_decodes_to_half_a_gigabyte_is_refused(zarr_format: int, tmp_path: Path) -> None:
+    """tensorstore takes the memory first, and the process is aborted where there is not so much."""
+
+    def write(size: int) -> Path:
+        blosc = {"cname": "zstd", "clevel": 1, "shuffle": "noshuffle" if zarr_format == 3 else 0, "blocksize": 0}
+        documents: Mapping[int, Mapping[str, Any]] = {
+            2: {
+                "chunks": [size],
+                "dtype": "|u1",
+                "compressor": {"id": "blosc", **blosc},
+                "order": "C",
+                "filters": None,
+            },
+            3: {
+                "data_type": "uint8",
+                "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": [size]}},
+                "codecs": ["bytes", {"name": "blosc", "configuration": {**blosc, "typesize": 1}}, "crc32c"],
+            },
+        }
+        directory = tmp_path / f"checkpoint-{size}"
+        spec = {
+            "driver": "zarr3" if zarr_format == 3 else "zarr",
+            "kvstore": {"driver": "file", "path": f"{directory}/w/"},
+            "metadata": {**documents[zarr_format], "shape": [size]},
+        }
+        array = tensorstore.open(spec, create=True).result()
+        array.write(np.ones(size, np.uint8)).result()
+        return directory
+
+    checkpoint = write(64)
+    chunk = "w/c/0" if zarr_format == 3 else "w/0"
+    checkpoint.joinpath("_METADATA").write_text(
+        '{"tree_metadata": {"(\'w\',)": {"key_metadata": [{"key": "w", "key_type": 2}], "value_metadata": '
+        '{"value_type": "np.ndarray", "skip_deserialize": false}}}, "use_ocdbt": false, "store_array_data_equal_to_fill_value": '
+        f'true, "use_zarr3": {str(zarr_format == 3).lower()}}}'
+    )
+    assert ckptcore.load(checkpoint)["w"].sum() == 64
+    bomb = write(_BOMB_BYTES) / chunk
+    assert bomb.stat().st_size < 2 << 20
+    bomb.replace(checkpoint / chunk)
+    lines = _run(_BOMB, checkpoint).splitlines()
+    assert len(lines) == 2 and all(f"says that it has {_BOMB_BYTES} bytes, where 64 are" in line for line in lines)

@@ -1,0 +1,458 @@
+"""Arrays of zarr 2 and 3, in both directions against TensorStore."""
+
+from __future__ import annotations
+
+import itertools
+from math import prod
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorstore as ts
+
+from ckptcore.errors import UnsupportedLeafError
+from ckptcore.model import ArraySpec, Box, dtype_from_name
+from ckptcore_orbax.chunking import chunks_of
+from ckptcore_orbax.crc32c import CRC32C, crc32c_of
+from ckptcore_orbax.zarr import (
+    MISSING,
+    STORED_DTYPES,
+    ArrayFormat,
+    Compression,
+    decode_index,
+    dense_index,
+    encode_index,
+    encode_metadata,
+    index_range,
+    inner_array,
+    inner_offsets,
+    parse_zarr2,
+    parse_zarr3,
+    stored_spec,
+    zarr2_array,
+    zarr3_array,
+)
+
+ALL_DTYPES = sorted(STORED_DTYPES[3])
+assert STORED_DTYPES[2] == STORED_DTYPES[3]
+OTHER_DTYPES = [
+    "datetime64[ns]", "timedelta64[25s]", "datetime64", "S1", "S7", "U1", "U5", "float8_e4m3", "float6_e2m3fn",
+    "uint4", "int1", "uint2", "complex32", "bcomplex32",
+]  # fmt: skip
+
+
+class Kept:
+    """Objects in memory, and TensorStore on top of them."""
+
+    def __init__(self) -> None:
+        self.context = ts.Context()
+        self.objects: Any = ts.KvStore.open("memory://", context=self.context).result()
+
+    def open(self, format: ArrayFormat) -> Any:
+        """The array of the metadata that is there."""
+        driver = "zarr3" if format.zarr_format == 3 else "zarr"
+        spec = {
+            "driver": driver,
+            "kvstore": "memory://",
+            "fill_missing_data_reads": False,
+            "store_data_equal_to_fill_value": True,
+        }
+        # A new context has no cache of the chunks.
+        return ts.open(spec, open=True, context=ts.Context({}, parent=self.context)).result()
+
+    def create(self, driver: str, metadata: dict[str, Any], **more: Any) -> Any:
+        """An array that TensorStore makes."""
+        spec = {"driver": driver, "kvstore": "memory://", "metadata": metadata, **more}
+        return ts.open(spec, create=True, context=self.context).result()
+
+    def parse(self) -> ArrayFormat:
+        """The format of the array that is there."""
+        if b"zarr.json" in self.objects.list().result():
+            return parse_zarr3(self.objects["zarr.json"], "zarr.json")
+        return parse_zarr2(self.objects[".zarray"], ".zarray")
+
+
+def filled(spec: ArraySpec) -> np.ndarray[Any, Any]:
+    """Bits of every kind, as far as the dtype has them."""
+    bits = np.random.default_rng(3).integers(0, 256, max(1, spec.nbytes), np.uint8)
+    if spec.dtype == "bool":
+        bits &= 1
+    if spec.dtype in ("int4", "float4_e2m1fn"):
+        bits &= 15
+    if spec.dtype == "int2":
+        bits &= 3
+    return bits[: spec.nbytes].view(spec.numpy_dtype).reshape(spec.shape)
+
+
+def padded(array: np.ndarray[Any, Any], box: Box) -> bytes:
+    """The bytes of a chunk that may go beyond the array."""
+    chunk = np.zeros(box.shape, array.dtype)
+    found = array[box.slices]
+    chunk[tuple(slice(extent) for extent in found.shape)] = found
+    return chunk.tobytes()
+
+
+def write_by_hand(kept: Kept, format: ArrayFormat, array: np.ndarray[Any, Any]) -> None:
+    """Write an array as its format says, byte by byte."""
+    kept.objects[format.metadata_key] = encode_metadata(format)
+    for index, box in chunks_of(format.chunk, Box.whole(format.spec.shape)):
+        inner_chunks = []
+        for _, inner in chunks_of(format.inner, box):
+            payload = (
+                padded(array, inner) if all(map(int.__lt__, inner.start, array.shape)) else bytes(format.inner_bytes)
+            )
+            assert len(payload) == format.inner_bytes
+            inner_chunks.append(payload + CRC32C.encode(crc32c_of(payload)) if format.checksum else payload)
+        data = b"".join(inner_chunks) + (encode_index(format, dense_index(format)) if format.sharded else b"")
+        assert len(data) == format.chunk_bytes
+        kept.objects[format.chunk_key(index)] = data
+
+
+def read_by_hand(kept: Kept, format: ArrayFormat) -> np.ndarray[Any, Any]:
+    """Read an array from where its format says that elements lie."""
+    assert format.direct
+    array: np.ndarray[Any, Any] = np.empty(
+        tuple(a * b for a, b in zip(format.grid, format.chunk, strict=True)), format.spec.numpy_dtype
+    )
+    for index, box in chunks_of(format.chunk, Box.whole(format.spec.shape)):
+        data = kept.objects[format.chunk_key(index)]
+        offsets = np.zeros(1, np.int64)
+        if format.sharded:
+            start, stop = index_range(format, len(data), "chunk")
+            offsets = decode_index(format, data[start:stop], len(data), "chunk").offsets
+        for offset, (_, inner) in zip(offsets, chunks_of(format.inner, box), strict=True):
+            if offset == MISSING:
+                assert format.fill is not None
+                payload = format.fill * prod(format.inner)
+            else:
+                payload = data[offset : offset + format.inner_bytes]
+                if format.checksum:
+                    trailer = data[offset + format.inner_bytes : offset + format.inner_stored_bytes]
+                    assert CRC32C.encode(crc32c_of(payload)) == trailer
+            array[inner.slices] = np.frombuffer(payload, format.spec.numpy_dtype).reshape(format.inner)
+    return array[Box.whole(format.spec.shape).slices]
+
+
+def same(first: np.ndarray[Any, Any], second: np.ndarray[Any, Any]) -> bool:
+    """Whether two arrays are equal bit by bit."""
+    return first.shape == second.shape and first.dtype == second.dtype and first.tobytes() == second.tobytes()
+
+
+SHAPES = [
+    ((), (), ()),
+    ((0,), (1,), (1,)),
+    ((3, 0), (3, 1), (3, 1)),
+    ((7,), (3,), (3,)),
+    ((5, 6), (4, 6), (2, 3)),
+    ((4, 4), (4, 4), (1, 4)),
+]
+
+
+@pytest.mark.parametrize("dtype", ALL_DTYPES)
+def test_tensorstore_reads_what_we_write(dtype: str) -> None:
+    for shape, chunk, inner in SHAPES:
+        spec = ArraySpec(shape, dtype)
+        array = filled(spec)
+        formats = [zarr3_array(spec, chunk, inner, checksum=checksum) for checksum in (True, False)]
+        for format in [*formats, zarr2_array(spec, chunk)]:
+            kept = Kept()
+            write_by_hand(kept, format, array)
+            opened = kept.open(format)
+            assert (opened.shape, opened.dtype.name) == (shape, dtype)
+            assert (opened.chunk_layout.write_chunk.shape or ()) == chunk
+            assert (opened.chunk_layout.read_chunk.shape or ()) == format.inner
+            assert same(np.asarray(opened.read().result()), array)
+            assert kept.parse() == format
+            if not array.size:
+                continue
+            # What it writes over ours is where ours was: the keys, and all that they hold.
+            before = {key: kept.objects[key] for key in kept.objects.list().result()}
+            opened.write(array).result()
+            assert set(kept.objects.list().result()) == before.keys()
+            assert same(read_by_hand(kept, format), array)
+
+
+@pytest.mark.parametrize("inner", [(4, 6), (2, 3)])
+def test_tensorstore_finds_every_flipped_byte(inner: tuple[int, int]) -> None:
+    spec = ArraySpec((4, 6), "float32")
+    format = zarr3_array(spec, (4, 6), inner, checksum=True)
+    kept = Kept()
+    write_by_hand(kept, format, filled(spec))
+    whole = kept.objects["c/0/0"]
+    for position in range(len(whole)):
+        damaged = bytearray(whole)
+        damaged[position] ^= 16
+        kept.objects["c/0/0"] = bytes(damaged)
+        with pytest.raises(ValueError, match="c/0/0"):
+            kept.open(format).read().result()
+
+
+@pytest.mark.parametrize("dtype", [*ALL_DTYPES, *OTHER_DTYPES])
+@pytest.mark.parametrize("zarr_format", [2, 3])
+def test_every_dtype_is_stored_in_its_own_bytes(dtype: str, zarr_format: Any) -> None:
+    spec = ArraySpec((3, 2), dtype)
+    stored = stored_spec(spec, zarr_format)
+    assert stored.nbytes == spec.nbytes
+    assert stored.dtype in ALL_DTYPES
+    assert (stored == spec) == (dtype in ALL_DTYPES)
+    element = stored.shape[2:]
+    assert element in ((), (dtype_from_name(dtype).itemsize,)) and element != (1,)
+    array = filled(spec)
+    chunk = (2, 2, *element)
+    format = zarr3_array(stored, chunk, chunk, checksum=True) if zarr_format == 3 else zarr2_array(stored, chunk)
+    kept = Kept()
+    write_by_hand(
+        kept, format, array.view(stored.dtype if stored.dtype == "int64" else stored.numpy_dtype).reshape(stored.shape)
+    )
+    assert np.asarray(kept.open(format).read().result()).tobytes() == array.tobytes()
+
+
+def test_dtypes_that_zarr_has_not_are_refused() -> None:
+    spec = ArraySpec((3,), "uint4")
+    with pytest.raises(UnsupportedLeafError, match="stored_spec"):
+        zarr3_array(spec, (3,), (3,), checksum=True)
+    with pytest.raises(UnsupportedLeafError, match="stored_spec"):
+        zarr2_array(spec, (3,))
+
+
+@pytest.mark.parametrize(
+    ("chunk", "inner"), [((0, 2), (0, 2)), ((2,), (2,)), ((4, 4), (3, 4)), ((4, 4), (8, 4)), ((4, 4), (4, 0))]
+)
+def test_chunks_that_make_no_grid_are_refused(chunk: tuple[int, ...], inner: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match="no grid"):
+        zarr3_array(ArraySpec((4, 4), "int8"), chunk, inner, checksum=True)
+
+
+@pytest.mark.parametrize(
+    "compression",
+    [
+        Compression("zstd"),
+        Compression("zstd", -5),
+        Compression("gzip"),
+        Compression("gzip", 9),
+        Compression("blosc"),
+        Compression("blosc", 1),
+    ],
+)
+@pytest.mark.parametrize("dtype", ["float32", "uint8", "complex128"])
+def test_compressed_arrays(compression: Compression, dtype: str) -> None:
+    spec = ArraySpec((5, 6), dtype)
+    array = np.arange(30).reshape(5, 6).astype(spec.numpy_dtype)
+    for format in (
+        zarr3_array(spec, (4, 6), (4, 6), checksum=True, compression=compression),
+        zarr3_array(spec, (4, 6), (2, 3), checksum=False, compression=compression),
+        zarr3_array(spec, (4, 6), (2, 3), checksum=True, compression=compression),
+        zarr2_array(spec, (4, 6), compression=compression),
+    ):
+        assert not format.direct and not format.checksum
+        kept = Kept()
+        kept.objects[format.metadata_key] = encode_metadata(format)
+        kept.open(format).write(array).result()
+        assert same(np.asarray(kept.open(format).read().result()), array)
+        assert kept.parse() == format
+        # One inner chunk by itself: its bytes, and metadata that decodes them.
+        data = kept.objects[format.chunk_key((0, 0))]
+        piece = data
+        if format.sharded:
+            start, stop = index_range(format, len(data), "chunk")
+            index = decode_index(format, data[start:stop], len(data), "chunk")
+            piece = data[index.offsets[0] : index.offsets[0] + index.lengths[0]]
+        one = inner_array(format)
+        alone = Kept()
+        alone.objects[one.metadata_key] = encode_metadata(one)
+        alone.objects[one.chunk_key((0, 0))] = piece
+        inner = Box.whole(format.inner).slices
+        assert same(np.asarray(alone.open(one).read().result()), np.ascontiguousarray(array[inner]))
+        assert alone.parse() == one
+
+
+@pytest.mark.parametrize(
+    ("name", "level"), [("zstd", 23), ("gzip", -1), ("blosc", 10), ("zstd", True), ("zstd", 1.5), ("lz4", None)]
+)
+def test_compressions_that_are_none(name: Any, level: Any) -> None:
+    with pytest.raises(ValueError, match="give"):
+        Compression(name, level)
+
+
+LITTLE = {"name": "bytes", "configuration": {"endian": "little"}}
+BIG = {"name": "bytes", "configuration": {"endian": "big"}}
+CRC = {"name": "crc32c"}
+ZSTD = {"name": "zstd", "configuration": {"level": 1, "checksum": False}}
+
+
+def sharding(codecs: list[Any], **more: Any) -> list[Any]:
+    """A chain of the codec ``sharding_indexed`` with inner chunks of (2, 3)."""
+    configuration = {"chunk_shape": [2, 3], "codecs": codecs, "index_codecs": [LITTLE, CRC], **more}
+    return [{"name": "sharding_indexed", "configuration": configuration}]
+
+
+def transposed(order: Any) -> dict[str, Any]:
+    """A codec."""
+    return {"name": "transpose", "configuration": {"order": order}}
+
+
+CHAINS: list[tuple[list[Any], tuple[bool, bool, bool]]] = [
+    # codecs, and whether they are direct, have a checksum, are sharded
+    ([LITTLE], (True, False, False)),
+    ([LITTLE, CRC], (True, True, False)),
+    ([BIG], (False, False, False)),
+    ([LITTLE, ZSTD], (False, False, False)),
+    ([LITTLE, ZSTD, CRC], (False, False, False)),
+    ([LITTLE, CRC, ZSTD], (False, False, False)),
+    ([LITTLE, CRC, CRC], (False, False, False)),
+    ([transposed([0, 1]), LITTLE, CRC], (True, True, False)),
+    ([transposed("C"), LITTLE], (True, False, False)),
+    ([transposed([1, 0]), LITTLE], (False, False, False)),
+    ([transposed("F"), LITTLE], (False, False, False)),
+    (sharding([LITTLE]), (True, False, True)),
+    (sharding([LITTLE, CRC]), (True, True, True)),
+    (sharding([LITTLE, CRC], index_location="start"), (True, True, True)),
+    (sharding([LITTLE], index_codecs=[LITTLE]), (True, False, True)),
+    (sharding([LITTLE], index_codecs=[LITTLE], index_location="start"), (True, False, True)),
+    (sharding([LITTLE], index_codecs=[BIG, CRC]), (False, False, False)),
+    (sharding([transposed([0, 1]), LITTLE]), (True, False, True)),
+    (sharding([transposed([1, 0]), LITTLE]), (False, False, True)),
+    (sharding([LITTLE, ZSTD]), (False, False, True)),
+    ([transposed([0, 1]), *sharding([LITTLE])], (True, False, True)),
+    ([transposed([1, 0]), *sharding([LITTLE], chunk_shape=[3, 2])], (False, False, False)),
+    (sharding(sharding([LITTLE], chunk_shape=[1, 3])), (False, False, True)),
+]
+
+
+@pytest.mark.parametrize(("codecs", "expected"), CHAINS)
+def test_chains_of_codecs_that_tensorstore_writes(codecs: list[Any], expected: tuple[bool, bool, bool]) -> None:
+    kept = Kept()
+    metadata = {
+        "shape": [5, 6],
+        "data_type": "float32",
+        "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": [4, 6]}},
+        "codecs": codecs,
+        "fill_value": "NaN",
+    }
+    opened = kept.create("zarr3", metadata)
+    array = np.arange(30, dtype=np.float32).reshape(5, 6)
+    opened.write(array).result()
+    format = kept.parse()
+    assert (format.direct, format.checksum, format.sharded) == expected
+    if format.sharded:
+        assert opened.chunk_layout.read_chunk.shape[0] in (1, *format.inner)
+    if format.direct:
+        assert same(read_by_hand(kept, format), array)
+
+
+@pytest.mark.parametrize(
+    ("change", "direct"),
+    [
+        ({}, True),
+        ({"dtype": ">f4"}, False),
+        ({"order": "F"}, False),
+        ({"compressor": {"id": "zlib", "level": 1}}, False),
+        ({"dimension_separator": "/"}, True),
+    ],
+)
+def test_arrays_of_zarr_2_that_tensorstore_writes(change: dict[str, Any], direct: bool) -> None:
+    kept = Kept()
+    metadata = {"shape": [5, 6], "dtype": "<f4", "chunks": [4, 6], "compressor": None, "order": "C", **change}
+    array = np.arange(30, dtype=np.float32).reshape(5, 6)
+    kept.create("zarr", metadata).write(array).result()
+    format = kept.parse()
+    assert (format.direct, format.spec, format.chunk, format.fill) == (
+        direct,
+        ArraySpec((5, 6), "float32"),
+        (4, 6),
+        None,
+    )
+    keys = {format.chunk_key(index).encode() for index in itertools.product(*map(range, format.grid))}
+    assert set(kept.objects.list().result()) == {b".zarray", *keys}
+    if direct:
+        assert same(read_by_hand(kept, format), array)
+
+
+@pytest.mark.parametrize("encoding", ["default", "v2"])
+@pytest.mark.parametrize("separator", ["/", ".", None])
+@pytest.mark.parametrize("shape", [(), (3,), (3, 4)])
+def test_keys_of_chunks(encoding: str, separator: str | None, shape: tuple[int, ...]) -> None:
+    kept = Kept()
+    metadata: dict[str, Any] = {
+        "shape": list(shape),
+        "data_type": "int16",
+        "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": [2] * len(shape)}},
+        "chunk_key_encoding": {"name": encoding, "configuration": {"separator": separator}},
+        "codecs": [LITTLE],
+    }
+    if separator is None:
+        del metadata["chunk_key_encoding"]["configuration"]
+    array = np.full(shape, 3, np.int16)
+    kept.create("zarr3", metadata).write(array).result()
+    format = kept.parse()
+    keys = {format.chunk_key(index).encode() for index in itertools.product(*map(range, format.grid))}
+    assert set(kept.objects.list().result()) == {b"zarr.json", *keys}
+    assert same(read_by_hand(kept, format), array)
+
+
+def test_inner_chunks_that_were_not_written_are_missing() -> None:
+    kept = Kept()
+    metadata = {
+        "shape": [4, 6],
+        "data_type": "float32",
+        "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": [4, 6]}},
+        "codecs": sharding([LITTLE, CRC]),
+        "fill_value": 2.5,
+    }
+    kept.create("zarr3", metadata)[2:, 3:].write(np.ones((2, 3), np.float32)).result()
+    format = kept.parse()
+    data = kept.objects["c/0/0"]
+    start, stop = index_range(format, len(data), "chunk")
+    index = decode_index(format, data[start:stop], len(data), "chunk")
+    assert index.offsets.tolist() == [MISSING, MISSING, MISSING, 0]
+    assert index.lengths.tolist() == [0, 0, 0, 28]
+    assert encode_index(format, index) == data[start:stop]
+    array = read_by_hand(kept, format)
+    assert array[2:, 3:].tolist() == [[1.0] * 3] * 2 and array[:2].tolist() == [[2.5] * 6] * 2
+
+
+def test_offsets_of_a_dense_chunk_with_its_index_first() -> None:
+    kept = Kept()
+    format = zarr3_array(ArraySpec((4, 6), "int16"), (4, 6), (2, 3), checksum=True)
+    assert inner_offsets(format).tolist() == [0, 16, 32, 48]
+    metadata = {
+        "shape": [4, 6],
+        "data_type": "int16",
+        "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": [4, 6]}},
+        "codecs": sharding([LITTLE, CRC], index_location="start"),
+        "fill_value": 0,
+    }
+    kept.create("zarr3", metadata)
+    assert inner_offsets(kept.parse()).tolist() == [68, 84, 100, 116]
+
+
+FILLS: list[tuple[str, Any]] = [
+    ("float32", 1.5), ("float32", "NaN"), ("float32", "-Infinity"), ("float32", "0x7fc00001"), ("float32", "0x1"),
+    ("float32", 1e39), ("float32", -0.0), ("float64", 3), ("bfloat16", 1.5), ("bfloat16", "0x7fc1"),
+    ("float16", "Infinity"), ("float8_e4m3fn", 2.0), ("float8_e8m0fnu", 0), ("uint8", 255), ("int8", -128),
+    ("uint8", 1.0), ("int4", -8), ("int2", 1), ("int64", -(2**63)), ("uint64", 2**64 - 1), ("bool", True),
+    ("complex64", [1, "NaN"]), ("complex128", ["0x7ff8000000000001", -2.5]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("dtype", "fill"), FILLS)
+def test_fill_values(dtype: str, fill: Any) -> None:
+    kept = Kept()
+    metadata = {
+        "shape": [2],
+        "data_type": dtype,
+        "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": [2]}},
+        "codecs": [LITTLE if dtype_from_name(dtype).itemsize > 1 else {"name": "bytes"}],
+        "fill_value": fill,
+    }
+    opened = kept.create("zarr3", metadata)
+    found = np.frombuffer((kept.parse().fill or b"") * 2, dtype_from_name(dtype))
+    expected = np.asarray(opened.read().result())
+    if isinstance(fill, str) and not fill.startswith("0x"):
+        assert str(found) == str(expected)  # which of the NaNs is not said
+    elif "NaN" in np.array(fill, object).ravel().tolist():
+        assert str(found) == str(expected)
+    elif dtype.startswith("int"):
+        assert found.tolist() == expected.tolist()  # the upper bits of a byte mean nothing to int4
+    else:
+        assert same(found, expected)
