@@ -298,7 +298,7 @@ def _chunks_of(
     """What the receipts of layouts with chunks need: the form that all agree on, names, and the shapes of chunks."""
     if layout.name not in ("ocdbt", "zarr3"):
         return None, {}, {}
-    from ckptcore_orbax.stored_arrays import array_names, stored_format
+    from ckptcore_orbax.zarr.stored_arrays import array_names, stored_format
 
     form = layout._form()  # type: ignore[attr-defined]  # of the layouts of this plugin
     names = array_names(tree, form)

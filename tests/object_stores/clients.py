@@ -76,7 +76,7 @@ def _warm() -> None:
     """Import what tasks import."""
     for layout in ("safetensors", "dcp"):
         ckptcore.save(f"memory://warm/{layout}", make_state(1), layout=layout, context=ckptcore.Context(threads=1))
-    import ckptcore_orbax.layouts  # noqa: F401  # it is not used before a fork, which its threads would not survive
+    import ckptcore_orbax.orbax.layouts  # noqa: F401  # it is not used before a fork, which its threads would not survive
 
 
 def _serve() -> None:

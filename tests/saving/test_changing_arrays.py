@@ -25,7 +25,8 @@ from ckptcore.commit.occupants import Overwrite
 from ckptcore.model import JSON, Box
 from ckptcore.protocols import Layout, Snapshot, WriteStore
 from ckptcore_dcp.layouts import DcpLayout
-from ckptcore_orbax import OcdbtLayout, Zarr3Layout, ZarrLayout, codec
+from ckptcore_orbax import OcdbtLayout, Zarr3Layout, ZarrLayout
+from ckptcore_orbax.zarr import codec
 
 LAYOUTS: Mapping[str, Layout] = {
     "safetensors": ckptcore.SafetensorsLayout(),

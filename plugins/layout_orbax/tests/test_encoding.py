@@ -13,8 +13,9 @@ from ckptcore.io.snapshot import HeldSnapshot
 from ckptcore.model import Segment
 from ckptcore.protocols import Layout
 from ckptcore.saving.parts import describe_part
-from ckptcore_orbax import OcdbtLayout, Zarr3Layout, encoding, writing
-from ckptcore_orbax.codec import EncodingChunk
+from ckptcore_orbax import OcdbtLayout, Zarr3Layout
+from ckptcore_orbax.zarr import encoding, writing
+from ckptcore_orbax.zarr.codec import EncodingChunk
 
 
 class _FullStore:

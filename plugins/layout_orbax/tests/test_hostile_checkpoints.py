@@ -21,8 +21,8 @@ import ckptcore
 from ckptcore.errors import ChecksumError, CorruptCheckpointError, InvalidLocationError
 from ckptcore.model import Box, HostArray, Node
 from ckptcore_orbax import OcdbtLayout, Zarr3Layout
-from ckptcore_orbax.codec import ChunkCodec, DecodingChunk
-from ckptcore_orbax.orbax import tree_of_names
+from ckptcore_orbax.orbax.trees import tree_of_names
+from ckptcore_orbax.zarr.codec import ChunkCodec, DecodingChunk
 
 LITTLE = [{"name": "bytes", "configuration": {"endian": "little"}}]
 BIG = [{"name": "bytes", "configuration": {"endian": "big"}}]

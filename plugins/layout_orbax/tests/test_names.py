@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import ckptcore
-from ckptcore_orbax.names import directory_names, key_names
+from ckptcore_orbax.zarr.names import directory_names, key_names
 
 
 def names_of(paths: list[tuple[str | int, ...]]) -> list[str]:

@@ -15,9 +15,8 @@ from hypothesis import strategies as st
 
 from ckptcore.errors import CorruptCheckpointError, UnsupportedVersionError
 from ckptcore_orbax.crc32c import crc32c_of
-from ckptcore_orbax.ocdbt import Value
 from ckptcore_orbax.ocdbt.cursor import Place
-from ckptcore_orbax.ocdbt.node import Interior, Leaf, NodeReference, Statistics, decode_node
+from ckptcore_orbax.ocdbt.node import Interior, Leaf, NodeReference, Statistics, Value, decode_node
 from ckptcore_orbax.ocdbt.paths import DataFile
 from ckptcore_orbax.ocdbt.varints import encode_varint, encode_varints
 

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckptcore.errors import ObjectNotFoundError
-from ckptcore_orbax.ocdbt import Database
+from ckptcore_orbax.ocdbt.database import Database
 
 
 def _context() -> Any:

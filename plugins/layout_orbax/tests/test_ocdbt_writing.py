@@ -14,10 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckptcore.errors import InvalidLocationError, NameCollisionError, UnsupportedLeafError
-from ckptcore_orbax.ocdbt import Database, Value, encode_database
 from ckptcore_orbax.ocdbt.cursor import Place
+from ckptcore_orbax.ocdbt.database import Database
+from ckptcore_orbax.ocdbt.encoding import encode_database
 from ckptcore_orbax.ocdbt.manifest import Version, decode_manifest, encode_manifest
-from ckptcore_orbax.ocdbt.node import NodeReference, Statistics
+from ckptcore_orbax.ocdbt.node import NodeReference, Statistics, Value
 from ckptcore_orbax.ocdbt.paths import DataFile
 
 _UUID = bytes(range(16))

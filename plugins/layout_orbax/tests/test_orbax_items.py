@@ -11,8 +11,10 @@ from ckptcore_testing.layout_stores import DirectoryReadStore
 from ckptcore.errors import CheckpointError, CorruptCheckpointError, UncommittedCheckpointError
 from ckptcore.model import Attribute, Node
 from ckptcore.protocols import StorageAddress
-from ckptcore_orbax.axlearn import find_axlearn
-from ckptcore_orbax.orbax import find_composite, find_item, find_root_metadata, tree_of_names
+from ckptcore_orbax.orbax.axlearn import find_axlearn
+from ckptcore_orbax.orbax.composites import find_composite, find_root_metadata
+from ckptcore_orbax.orbax.items import find_item
+from ckptcore_orbax.orbax.trees import tree_of_names
 
 GOLDEN = Path(__file__).parent / "golden"
 NAMES = sorted(path.stem for path in GOLDEN.glob("*.json"))
@@ -263,7 +265,7 @@ def test_names_of_arrays_make_a_tree_or_one_dict():
 
 
 def test_two_leaves_with_one_name_are_both_marked():
-    from ckptcore_orbax.orbax import parse_tree
+    from ckptcore_orbax.orbax.tree_file import parse_tree
 
     def entry(*keys):
         return {

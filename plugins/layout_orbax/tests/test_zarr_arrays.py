@@ -12,26 +12,20 @@ import tensorstore as ts
 
 from ckptcore.errors import UnsupportedLeafError
 from ckptcore.model import ArraySpec, Box, dtype_from_name
-from ckptcore_orbax.chunking import chunks_of
 from ckptcore_orbax.crc32c import CRC32C, crc32c_of
-from ckptcore_orbax.zarr import (
+from ckptcore_orbax.zarr.chunking import chunks_of
+from ckptcore_orbax.zarr.dtypes import STORED_DTYPES, stored_spec
+from ckptcore_orbax.zarr.formats import ArrayFormat, Compression, encode_metadata
+from ckptcore_orbax.zarr.shard_index import (
     MISSING,
-    STORED_DTYPES,
-    ArrayFormat,
-    Compression,
     decode_index,
     dense_index,
     encode_index,
-    encode_metadata,
     index_range,
-    inner_array,
     inner_offsets,
-    parse_zarr2,
-    parse_zarr3,
-    stored_spec,
-    zarr2_array,
-    zarr3_array,
 )
+from ckptcore_orbax.zarr.version2 import parse_zarr2, zarr2_array
+from ckptcore_orbax.zarr.version3 import inner_array, parse_zarr3, zarr3_array
 
 ALL_DTYPES = sorted(STORED_DTYPES[3])
 assert STORED_DTYPES[2] == STORED_DTYPES[3]

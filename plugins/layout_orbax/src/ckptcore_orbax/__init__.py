@@ -14,8 +14,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from ckptcore_orbax.layouts import OcdbtLayout, Zarr3Layout, ZarrLayout
-    from ckptcore_orbax.options import ArrayRule
+    from ckptcore_orbax.orbax.layouts import OcdbtLayout, Zarr3Layout, ZarrLayout
+    from ckptcore_orbax.zarr.options import ArrayRule
 
 __all__ = ["ArrayRule", "OcdbtLayout", "Zarr3Layout", "ZarrLayout"]
 
@@ -23,11 +23,11 @@ __all__ = ["ArrayRule", "OcdbtLayout", "Zarr3Layout", "ZarrLayout"]
 def __getattr__(name: str) -> object:
     # Looking for plugins imports this package; what it needs is imported when a layout is made.
     if name == "ArrayRule":
-        from ckptcore_orbax import options
+        from ckptcore_orbax.zarr import options
 
         return options.ArrayRule
     if name in __all__:
-        from ckptcore_orbax import layouts
+        from ckptcore_orbax.orbax import layouts
 
         return getattr(layouts, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -17,18 +17,18 @@ def ckpt_layouts() -> Mapping[str, LayoutFactory]:
 
 
 def _ocdbt() -> Layout:
-    from ckptcore_orbax.layouts import OcdbtLayout
+    from ckptcore_orbax.orbax.layouts import OcdbtLayout
 
     return OcdbtLayout()
 
 
 def _zarr() -> Layout:
-    from ckptcore_orbax.layouts import ZarrLayout
+    from ckptcore_orbax.orbax.layouts import ZarrLayout
 
     return ZarrLayout()
 
 
 def _zarr3() -> Layout:
-    from ckptcore_orbax.layouts import Zarr3Layout
+    from ckptcore_orbax.orbax.layouts import Zarr3Layout
 
     return Zarr3Layout()

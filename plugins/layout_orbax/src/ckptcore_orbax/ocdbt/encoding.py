@@ -14,14 +14,7 @@ import numpy.typing as npt
 from ckptcore.errors import InvalidLocationError, NameCollisionError, UnsupportedLeafError
 from ckptcore_orbax.ocdbt.frame import NODE_MAGIC, encode_frame
 from ckptcore_orbax.ocdbt.manifest import Version, encode_manifest
-from ckptcore_orbax.ocdbt.node import (
-    MOST_BYTES,
-    MOST_INLINE_BYTES,
-    MOST_KEY_BYTES,
-    NodeReference,
-    Statistics,
-    Value,
-)
+from ckptcore_orbax.ocdbt.node import MOST_BYTES, MOST_INLINE_BYTES, MOST_KEY_BYTES, NodeReference, Statistics, Value
 from ckptcore_orbax.ocdbt.paths import DataFile, encode_files
 from ckptcore_orbax.ocdbt.varints import encode_varint, encode_varints
 

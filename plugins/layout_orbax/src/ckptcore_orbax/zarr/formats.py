@@ -8,9 +8,10 @@ from math import prod
 from typing import Final, Literal, TypeAlias
 
 from ckptcore.model import JSON, ArraySpec
+from ckptcore_orbax.zarr.documents import encode_document
 from ckptcore_orbax.zarr.dtypes import ZarrFormat
 
-__all__ = ["ArrayFormat", "ChunkKeys", "Compression", "CompressionName"]
+__all__ = ["ArrayFormat", "ChunkKeys", "Compression", "CompressionName", "encode_metadata"]
 
 _INDEX_ENTRY_BYTES: Final = 16
 _CRC_BYTES: Final = 4
@@ -141,3 +142,8 @@ class ArrayFormat:
     def chunk_bytes(self) -> int:
         """Bytes of the object of a chunk none of whose inner chunks is missing and that has no gaps; only where `direct`."""
         return prod(self.inner_grid) * self.inner_stored_bytes + self.index_bytes
+
+
+def encode_metadata(format: ArrayFormat) -> bytes:
+    """The bytes of the array's ``zarr.json`` or ``.zarray``."""
+    return encode_document(format.document)

@@ -14,13 +14,14 @@ import xxhash
 from ckptcore.errors import ChecksumError, CorruptCheckpointError, ObjectNotFoundError
 from ckptcore.model import Box, HostArray
 from ckptcore.protocols import ReadStore
-from ckptcore_orbax.chunk_places import ChunkPlaces
-from ckptcore_orbax.codec import ChunkCodec, DecodingChunk
-from ckptcore_orbax.grids import flat_index
-from ckptcore_orbax.native_reading import expect_own_files, native_store, read_native
-from ckptcore_orbax.reading import Target, fill_missing, inner_places
-from ckptcore_orbax.state import DIGEST_BYTES, ArraysState, StoredName
-from ckptcore_orbax.zarr import inner_array, is_blosc
+from ckptcore_orbax.zarr.blosc import is_blosc
+from ckptcore_orbax.zarr.chunk_places import ChunkPlaces
+from ckptcore_orbax.zarr.codec import ChunkCodec, DecodingChunk
+from ckptcore_orbax.zarr.grids import flat_index
+from ckptcore_orbax.zarr.native_reading import expect_own_files, native_store, read_native
+from ckptcore_orbax.zarr.reading import Target, fill_missing, inner_places
+from ckptcore_orbax.zarr.state import DIGEST_BYTES, ArraysState, StoredName
+from ckptcore_orbax.zarr.version3 import inner_array
 
 __all__ = ["decode_arrays"]
 

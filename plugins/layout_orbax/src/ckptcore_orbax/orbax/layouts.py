@@ -10,15 +10,15 @@ from weakref import WeakKeyDictionary
 
 from ckptcore.model import JSON, ArrayRecord, HostArray, ReadPlan, Receipt, StoredTile, TreeMetadata
 from ckptcore.protocols import About, InspectedComposite, Inspection, ReadStore, Snapshot, WriteForecast, WriteStore
-from ckptcore_orbax.finishing import finish_arrays
-from ckptcore_orbax.inspecting import inspect_composite, inspect_tree
-from ckptcore_orbax.marking import mark_checkpoint
-from ckptcore_orbax.options import ArrayOptions, ArrayRule, check_chunk_bytes, parse_compression
-from ckptcore_orbax.reading import Databases, read_arrays
-from ckptcore_orbax.state import DecodedStates
-from ckptcore_orbax.stored_arrays import Form, array_names, stored_format
-from ckptcore_orbax.stored_tiles import KnownTiles
-from ckptcore_orbax.writing import forecast_arrays, write_arrays
+from ckptcore_orbax.orbax.finishing import finish_arrays
+from ckptcore_orbax.orbax.inspecting import inspect_composite, inspect_tree
+from ckptcore_orbax.orbax.marking import mark_checkpoint
+from ckptcore_orbax.zarr.options import ArrayOptions, ArrayRule, check_chunk_bytes, parse_compression
+from ckptcore_orbax.zarr.reading import Databases, read_arrays
+from ckptcore_orbax.zarr.state import DecodedStates
+from ckptcore_orbax.zarr.stored_arrays import Form, array_names, stored_format
+from ckptcore_orbax.zarr.stored_tiles import KnownTiles
+from ckptcore_orbax.zarr.writing import forecast_arrays, write_arrays
 
 __all__ = ["OcdbtLayout", "Zarr3Layout", "ZarrLayout"]
 

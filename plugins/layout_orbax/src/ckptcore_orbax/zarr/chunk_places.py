@@ -10,10 +10,11 @@ from typing import Protocol
 from ckptcore.errors import CorruptCheckpointError, ObjectNotFoundError
 from ckptcore.model import Box
 from ckptcore.protocols import ReadStore
-from ckptcore_orbax.chunking import chunks_of
-from ckptcore_orbax.grids import expect_countable
-from ckptcore_orbax.ocdbt import Database, Value
-from ckptcore_orbax.state import StoredName
+from ckptcore_orbax.ocdbt.database import Database
+from ckptcore_orbax.ocdbt.node import Value
+from ckptcore_orbax.zarr.chunking import chunks_of
+from ckptcore_orbax.zarr.grids import expect_countable
+from ckptcore_orbax.zarr.state import StoredName
 
 __all__ = [
     "ChunkPlace",

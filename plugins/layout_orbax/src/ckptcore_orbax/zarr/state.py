@@ -11,9 +11,12 @@ from typing import Any, Final, Literal
 
 from ckptcore.errors import CorruptCheckpointError, UnsupportedLeafError
 from ckptcore.model import JSON, ArrayRecord, Box, TreeMetadata, format_path
-from ckptcore_orbax.chunking import chunks_of
-from ckptcore_orbax.grids import expect_countable
-from ckptcore_orbax.zarr import ArrayFormat, parse_zarr2, parse_zarr3, stored_spec
+from ckptcore_orbax.zarr.chunking import chunks_of
+from ckptcore_orbax.zarr.dtypes import stored_spec
+from ckptcore_orbax.zarr.formats import ArrayFormat
+from ckptcore_orbax.zarr.grids import expect_countable
+from ckptcore_orbax.zarr.version2 import parse_zarr2
+from ckptcore_orbax.zarr.version3 import parse_zarr3
 
 __all__ = ["DIGEST_BYTES", "ArraysState", "DecodedStates", "Extents", "StoredName", "array_prefix"]
 

@@ -12,19 +12,14 @@ import numpy as np
 
 from ckptcore.errors import CorruptCheckpointError, UnsupportedKeyError, UnsupportedLeafError
 from ckptcore.model import ArrayRecord, ArraySpec, Box, HostArray, TreeMetadata, format_path
-from ckptcore_orbax.chunking import read_chunk, write_chunk
-from ckptcore_orbax.grids import MOST_CELLS
-from ckptcore_orbax.names import directory_names, key_names
-from ckptcore_orbax.options import ArrayOptions, ArrayRule, options_of
-from ckptcore_orbax.zarr import (
-    ArrayFormat,
-    encode_metadata,
-    parse_zarr2,
-    parse_zarr3,
-    stored_spec,
-    zarr2_array,
-    zarr3_array,
-)
+from ckptcore_orbax.zarr.chunking import read_chunk, write_chunk
+from ckptcore_orbax.zarr.dtypes import stored_spec
+from ckptcore_orbax.zarr.formats import ArrayFormat, encode_metadata
+from ckptcore_orbax.zarr.grids import MOST_CELLS
+from ckptcore_orbax.zarr.names import directory_names, key_names
+from ckptcore_orbax.zarr.options import ArrayOptions, ArrayRule, options_of
+from ckptcore_orbax.zarr.version2 import parse_zarr2, zarr2_array
+from ckptcore_orbax.zarr.version3 import parse_zarr3, zarr3_array
 
 __all__ = [
     "SESSIONS",

@@ -14,9 +14,9 @@ from typing import Final, TypeAlias
 
 from ckptcore.model import JSON, ArrayRecord, ArraySegment, Box, BytesSegment, ChecksumSegment, Segment, TreeMetadata
 from ckptcore.protocols import Snapshot, WriteForecast, WriteStore
-from ckptcore_orbax.chunk_sources import ChunkSource
 from ckptcore_orbax.crc32c import CRC32C
-from ckptcore_orbax.encoding import (
+from ckptcore_orbax.zarr.chunk_sources import ChunkSource
+from ckptcore_orbax.zarr.encoding import (
     ENCODED_FILE_BYTES,
     BoundedChunk,
     EncodedChunk,
@@ -24,11 +24,11 @@ from ckptcore_orbax.encoding import (
     encode_buffer_bytes,
     encode_chunks,
 )
-from ckptcore_orbax.grids import flat_index
-from ckptcore_orbax.small_objects import SmallObjects
-from ckptcore_orbax.state import array_prefix
-from ckptcore_orbax.stored_arrays import SESSIONS, Form, array_names, stored_format
-from ckptcore_orbax.zarr import dense_index, encode_index
+from ckptcore_orbax.zarr.grids import flat_index
+from ckptcore_orbax.zarr.shard_index import dense_index, encode_index
+from ckptcore_orbax.zarr.small_objects import SmallObjects
+from ckptcore_orbax.zarr.state import array_prefix
+from ckptcore_orbax.zarr.stored_arrays import SESSIONS, Form, array_names, stored_format
 
 __all__ = ["data_directory", "forecast_arrays", "write_arrays"]
 

@@ -25,19 +25,18 @@ from ckptcore.model import (
 )
 from ckptcore.protocols import WriteStore
 from ckptcore_orbax.crc32c import CRC32C
-from ckptcore_orbax.grids import unflat_index
-from ckptcore_orbax.ocdbt import Value, encode_database
-from ckptcore_orbax.orbax import item_files, value_array
-from ckptcore_orbax.state import DIGEST_BYTES, ArraysState, Extents, StoredName
-from ckptcore_orbax.stored_arrays import SESSIONS, Form, array_names, dimension_names, stored_format
-from ckptcore_orbax.zarr import (
-    ZarrFormat,
-    encode_group,
-    encode_metadata,
-    groups_around,
-    zarr2_array,
-    zarr3_array,
-)
+from ckptcore_orbax.ocdbt.encoding import encode_database
+from ckptcore_orbax.ocdbt.node import Value
+from ckptcore_orbax.orbax.item_files import item_files
+from ckptcore_orbax.orbax.values import value_array
+from ckptcore_orbax.zarr.dtypes import ZarrFormat
+from ckptcore_orbax.zarr.formats import encode_metadata
+from ckptcore_orbax.zarr.grids import unflat_index
+from ckptcore_orbax.zarr.groups import encode_group, groups_around
+from ckptcore_orbax.zarr.state import DIGEST_BYTES, ArraysState, Extents, StoredName
+from ckptcore_orbax.zarr.stored_arrays import SESSIONS, Form, array_names, dimension_names, stored_format
+from ckptcore_orbax.zarr.version2 import zarr2_array
+from ckptcore_orbax.zarr.version3 import zarr3_array
 
 __all__ = ["finish_arrays"]
 

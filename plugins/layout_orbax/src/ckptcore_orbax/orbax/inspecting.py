@@ -21,21 +21,18 @@ from ckptcore.model import (
 )
 from ckptcore.planning import plan_read
 from ckptcore.protocols import InspectedComposite, Inspection, MemberKind, ReadStore
-from ckptcore_orbax.axlearn import find_axlearn
-from ckptcore_orbax.ocdbt import Database, Value
-from ckptcore_orbax.orbax import (
-    Composite,
-    Item,
-    StoredTree,
-    TreeLeaf,
-    find_composite,
-    find_item,
-    scalar_record,
-    tree_of_names,
-)
-from ckptcore_orbax.reading import Databases, open_database, read_arrays
-from ckptcore_orbax.state import ArraysState, StoredName, array_prefix
-from ckptcore_orbax.zarr import ArrayFormat, parse_zarr2, parse_zarr3, zarr2_array
+from ckptcore_orbax.ocdbt.database import Database
+from ckptcore_orbax.ocdbt.node import Value
+from ckptcore_orbax.orbax.axlearn import find_axlearn
+from ckptcore_orbax.orbax.composites import Composite, find_composite
+from ckptcore_orbax.orbax.items import Item, find_item
+from ckptcore_orbax.orbax.trees import StoredTree, TreeLeaf, tree_of_names
+from ckptcore_orbax.orbax.values import scalar_record
+from ckptcore_orbax.zarr.formats import ArrayFormat
+from ckptcore_orbax.zarr.reading import Databases, open_database, read_arrays
+from ckptcore_orbax.zarr.state import ArraysState, StoredName, array_prefix
+from ckptcore_orbax.zarr.version2 import parse_zarr2, zarr2_array
+from ckptcore_orbax.zarr.version3 import parse_zarr3
 
 __all__ = ["inspect_composite", "inspect_tree"]
 

@@ -11,7 +11,9 @@ import numpy as np
 from ckptcore.errors import ChecksumError, CorruptCheckpointError, ObjectNotFoundError
 from ckptcore.model import ArrayRecord, Box, HostArray, ReadPlan, TileRead
 from ckptcore.protocols import ReadStore
-from ckptcore_orbax.chunk_places import (
+from ckptcore_orbax.crc32c import CRC32C
+from ckptcore_orbax.ocdbt.database import Database
+from ckptcore_orbax.zarr.chunk_places import (
     ChunkPlace,
     ChunkPlaces,
     DatabasePlaces,
@@ -20,14 +22,12 @@ from ckptcore_orbax.chunk_places import (
     SparseObjectPlaces,
     expect_length,
 )
-from ckptcore_orbax.chunking import chunks_of
-from ckptcore_orbax.crc32c import CRC32C
-from ckptcore_orbax.grids import cell_box, expect_countable, flat_index
-from ckptcore_orbax.ocdbt import Database
-from ckptcore_orbax.state import ArraysState, StoredName
-from ckptcore_orbax.stored_arrays import stored_box, stored_target
-from ckptcore_orbax.using import using_tensorstore
-from ckptcore_orbax.zarr import MISSING, ShardIndex, decode_index, index_range
+from ckptcore_orbax.zarr.chunking import chunks_of
+from ckptcore_orbax.zarr.grids import cell_box, expect_countable, flat_index
+from ckptcore_orbax.zarr.shard_index import MISSING, ShardIndex, decode_index, index_range
+from ckptcore_orbax.zarr.state import ArraysState, StoredName
+from ckptcore_orbax.zarr.stored_arrays import stored_box, stored_target
+from ckptcore_orbax.zarr.using import using_tensorstore
 
 __all__ = ["Databases", "Target", "fill_missing", "inner_places", "open_database", "open_places", "read_arrays"]
 
@@ -79,7 +79,7 @@ def read_arrays(
     decoded = {leaf: targets for leaf, targets in wanted.items() if leaf not in direct}
     if decoded:
         with using_tensorstore():
-            from ckptcore_orbax.decoding import decode_arrays  # tensorstore is imported where it is needed
+            from ckptcore_orbax.zarr.decoding import decode_arrays  # tensorstore is imported where it is needed
 
             yield from decode_arrays(state, decoded, places, store)
 

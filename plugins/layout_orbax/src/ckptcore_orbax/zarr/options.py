@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, cast, get_args
 
-from ckptcore_orbax.zarr import Compression, CompressionName
+from ckptcore_orbax.zarr.formats import Compression, CompressionName
 
 __all__ = ["ArrayOptions", "ArrayRule", "check_chunk_bytes", "options_of", "parse_compression"]
 

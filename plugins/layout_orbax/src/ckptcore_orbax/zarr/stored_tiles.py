@@ -6,9 +6,9 @@ import itertools
 from collections.abc import Iterator
 
 from ckptcore.model import Box, StoredTile
-from ckptcore_orbax.chunking import chunks_of
-from ckptcore_orbax.grids import expect_countable, flat_index
-from ckptcore_orbax.state import ArraysState, StoredName
+from ckptcore_orbax.zarr.chunking import chunks_of
+from ckptcore_orbax.zarr.grids import expect_countable, flat_index
+from ckptcore_orbax.zarr.state import ArraysState, StoredName
 
 __all__ = ["KnownTiles"]
 

@@ -11,9 +11,9 @@ import numpy as np
 from ckptcore.errors import AtomicityError
 from ckptcore.model import Box, HostArray
 from ckptcore.protocols import Snapshot
-from ckptcore_orbax.chunking import chunks_of
-from ckptcore_orbax.stored_arrays import stored_box, stored_view
-from ckptcore_orbax.zarr import ArrayFormat
+from ckptcore_orbax.zarr.chunking import chunks_of
+from ckptcore_orbax.zarr.formats import ArrayFormat
+from ckptcore_orbax.zarr.stored_arrays import stored_box, stored_view
 
 __all__ = ["ChunkSource"]
 

@@ -11,12 +11,12 @@ import tensorstore
 
 from ckptcore.errors import CorruptCheckpointError, ObjectNotFoundError
 from ckptcore.protocols import ReadStore, StorageAddress
-from ckptcore_orbax.chunk_places import ChunkPlaces
-from ckptcore_orbax.codec import Telling
-from ckptcore_orbax.native_addresses import native_base
-from ckptcore_orbax.reading import Target
-from ckptcore_orbax.state import ArraysState, StoredName
-from ckptcore_orbax.using import expect_usable
+from ckptcore_orbax.zarr.chunk_places import ChunkPlaces
+from ckptcore_orbax.zarr.codec import Telling
+from ckptcore_orbax.zarr.native_addresses import native_base
+from ckptcore_orbax.zarr.reading import Target
+from ckptcore_orbax.zarr.state import ArraysState, StoredName
+from ckptcore_orbax.zarr.using import expect_usable
 
 __all__ = ["expect_own_files", "native_store", "read_native"]
 

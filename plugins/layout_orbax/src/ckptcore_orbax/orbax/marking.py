@@ -6,9 +6,9 @@ import time
 from typing import Final
 
 from ckptcore.protocols import About, WriteStore
-from ckptcore_orbax.orbax import PYTREE_HANDLER, encode_metrics, marker_files
-from ckptcore_orbax.stored_arrays import Form
-from ckptcore_orbax.zarr import encode_group
+from ckptcore_orbax.orbax.markers import PYTREE_HANDLER, encode_metrics, marker_files
+from ckptcore_orbax.zarr.groups import encode_group
+from ckptcore_orbax.zarr.stored_arrays import Form
 
 __all__ = ["mark_checkpoint"]
 
