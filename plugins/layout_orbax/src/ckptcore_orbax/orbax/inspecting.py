@@ -28,8 +28,9 @@ from ckptcore_orbax.orbax.composites import Composite, find_composite
 from ckptcore_orbax.orbax.items import Item, find_item
 from ckptcore_orbax.orbax.trees import StoredTree, TreeLeaf, tree_of_names
 from ckptcore_orbax.orbax.values import scalar_record
+from ckptcore_orbax.zarr.chunk_places import Databases, open_database
 from ckptcore_orbax.zarr.formats import ArrayFormat
-from ckptcore_orbax.zarr.reading import Databases, open_database, read_arrays
+from ckptcore_orbax.zarr.reading import read_arrays
 from ckptcore_orbax.zarr.state import ArraysState, StoredName, array_prefix
 from ckptcore_orbax.zarr.version2 import parse_zarr2, zarr2_array
 from ckptcore_orbax.zarr.version3 import parse_zarr3

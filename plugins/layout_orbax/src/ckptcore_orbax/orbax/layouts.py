@@ -13,8 +13,9 @@ from ckptcore.protocols import About, InspectedComposite, Inspection, ReadStore,
 from ckptcore_orbax.orbax.finishing import finish_arrays
 from ckptcore_orbax.orbax.inspecting import inspect_composite, inspect_tree
 from ckptcore_orbax.orbax.marking import mark_checkpoint
+from ckptcore_orbax.zarr.chunk_places import Databases
 from ckptcore_orbax.zarr.options import ArrayOptions, ArrayRule, check_chunk_bytes, parse_compression
-from ckptcore_orbax.zarr.reading import Databases, read_arrays
+from ckptcore_orbax.zarr.reading import read_arrays
 from ckptcore_orbax.zarr.state import DecodedStates
 from ckptcore_orbax.zarr.stored_arrays import Form, array_names, stored_format
 from ckptcore_orbax.zarr.stored_tiles import KnownTiles

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 from typing import Protocol
+from weakref import WeakKeyDictionary
 
 from ckptcore.errors import CorruptCheckpointError, ObjectNotFoundError
 from ckptcore.model import Box
@@ -14,17 +15,24 @@ from ckptcore_orbax.ocdbt.database import Database
 from ckptcore_orbax.ocdbt.node import Value
 from ckptcore_orbax.zarr.chunking import chunks_of
 from ckptcore_orbax.zarr.grids import expect_countable
-from ckptcore_orbax.zarr.state import StoredName
+from ckptcore_orbax.zarr.state import ArraysState, StoredName
 
 __all__ = [
     "ChunkPlace",
     "ChunkPlaces",
     "DatabasePlaces",
+    "Databases",
     "EmbeddedPlaces",
     "ObjectPlaces",
     "SparseObjectPlaces",
     "expect_length",
+    "open_database",
+    "open_places",
 ]
+
+
+Databases = WeakKeyDictionary[ReadStore, dict[str, Database]]
+"""The databases that were opened in a store, by directory: their nodes are read once for all loads from one store."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,6 +153,33 @@ class EmbeddedPlaces:
     def first(self, stored: StoredName) -> ChunkPlace | None:
         """See `ChunkPlaces`."""
         return ChunkPlace("", 0, len(self._elements), self._elements)
+
+
+def open_places(state: ArraysState, store: ReadStore, databases: Databases) -> ChunkPlaces:
+    """What finds the chunks of a checkpoint.
+
+    Raises:
+        CorruptCheckpointError: if its database is not there or cannot be read.
+    """
+    if state.storage == "objects":
+        return (ObjectPlaces if state.missing == "error" else SparseObjectPlaces)(store, state.prefix)
+    return DatabasePlaces(open_database(state.directory, store, databases))
+
+
+def open_database(directory: str, store: ReadStore, databases: Databases) -> Database:
+    """The database in a directory.
+
+    Raises:
+        CorruptCheckpointError: if it is not there or cannot be read.
+    """
+    opened = databases.setdefault(store, {})
+    database = opened.get(directory)
+    if database is None:
+        try:
+            database = opened[directory] = Database.open(store, directory)
+        except ObjectNotFoundError as error:
+            raise CorruptCheckpointError(f"the database of the arrays is missing: {error}") from error
+    return database
 
 
 def expect_length(stored: StoredName, index: tuple[int, ...], place: ChunkPlace) -> None:

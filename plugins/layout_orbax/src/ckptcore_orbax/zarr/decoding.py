@@ -19,7 +19,7 @@ from ckptcore_orbax.zarr.chunk_places import ChunkPlaces
 from ckptcore_orbax.zarr.codec import ChunkCodec, DecodingChunk
 from ckptcore_orbax.zarr.grids import flat_index
 from ckptcore_orbax.zarr.native_reading import expect_own_files, native_store, read_native
-from ckptcore_orbax.zarr.reading import Target, fill_missing, inner_places
+from ckptcore_orbax.zarr.read_chunks import Target, fill_missing, inner_places
 from ckptcore_orbax.zarr.state import DIGEST_BYTES, ArraysState, StoredName
 from ckptcore_orbax.zarr.version3 import inner_array
 

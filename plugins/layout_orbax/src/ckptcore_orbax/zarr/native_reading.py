@@ -14,7 +14,7 @@ from ckptcore.protocols import ReadStore, StorageAddress
 from ckptcore_orbax.zarr.chunk_places import ChunkPlaces
 from ckptcore_orbax.zarr.codec import Telling
 from ckptcore_orbax.zarr.native_addresses import native_base
-from ckptcore_orbax.zarr.reading import Target
+from ckptcore_orbax.zarr.read_chunks import Target
 from ckptcore_orbax.zarr.state import ArraysState, StoredName
 from ckptcore_orbax.zarr.using import expect_usable
 

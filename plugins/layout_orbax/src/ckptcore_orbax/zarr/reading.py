@@ -3,51 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from ckptcore.errors import ChecksumError, CorruptCheckpointError, ObjectNotFoundError
+from ckptcore.errors import ChecksumError, CorruptCheckpointError
 from ckptcore.model import ArrayRecord, Box, HostArray, ReadPlan, TileRead
 from ckptcore.protocols import ReadStore
 from ckptcore_orbax.crc32c import CRC32C
-from ckptcore_orbax.ocdbt.database import Database
-from ckptcore_orbax.zarr.chunk_places import (
-    ChunkPlace,
-    ChunkPlaces,
-    DatabasePlaces,
-    EmbeddedPlaces,
-    ObjectPlaces,
-    SparseObjectPlaces,
-    expect_length,
-)
-from ckptcore_orbax.zarr.chunking import chunks_of
-from ckptcore_orbax.zarr.grids import cell_box, expect_countable, flat_index
-from ckptcore_orbax.zarr.shard_index import MISSING, ShardIndex, decode_index, index_range
+from ckptcore_orbax.zarr.chunk_places import ChunkPlaces, Databases, EmbeddedPlaces, expect_length, open_places
+from ckptcore_orbax.zarr.read_chunks import Target, fill_missing, inner_places
 from ckptcore_orbax.zarr.state import ArraysState, StoredName
 from ckptcore_orbax.zarr.stored_arrays import stored_box, stored_target
 from ckptcore_orbax.zarr.using import using_tensorstore
 
-__all__ = ["Databases", "Target", "fill_missing", "inner_places", "open_database", "open_places", "read_arrays"]
-
-Databases = WeakKeyDictionary[ReadStore, dict[str, Database]]
-"""The databases that were opened in a store, by directory: their nodes are read once for all loads from one store."""
-
-
-@dataclass(frozen=True, slots=True)
-class Target:
-    """A box of an array and the memory to fill.
-
-    Attributes:
-        number: of the item in the plan.
-        box: in elements as they are stored.
-        buffer: C-contiguous, of the stored dtype and the box's shape.
-    """
-
-    number: int
-    box: Box
-    buffer: HostArray
+__all__ = ["read_arrays"]
 
 
 def read_arrays(
@@ -82,33 +51,6 @@ def read_arrays(
             from ckptcore_orbax.zarr.decoding import decode_arrays  # tensorstore is imported where it is needed
 
             yield from decode_arrays(state, decoded, places, store)
-
-
-def open_places(state: ArraysState, store: ReadStore, databases: Databases) -> ChunkPlaces:
-    """What finds the chunks of a checkpoint.
-
-    Raises:
-        CorruptCheckpointError: if its database is not there or cannot be read.
-    """
-    if state.storage == "objects":
-        return (ObjectPlaces if state.missing == "error" else SparseObjectPlaces)(store, state.prefix)
-    return DatabasePlaces(open_database(state.directory, store, databases))
-
-
-def open_database(directory: str, store: ReadStore, databases: Databases) -> Database:
-    """The database in a directory.
-
-    Raises:
-        CorruptCheckpointError: if it is not there or cannot be read.
-    """
-    opened = databases.setdefault(store, {})
-    database = opened.get(directory)
-    if database is None:
-        try:
-            database = opened[directory] = Database.open(store, directory)
-        except ObjectNotFoundError as error:
-            raise CorruptCheckpointError(f"the database of the arrays is missing: {error}") from error
-    return database
 
 
 def _read_direct(
@@ -163,87 +105,6 @@ def _tiles_of(
                 entry[1].append((target.number, target.box, target.buffer))
     for (key, offset), (tile, takers) in tiles.items():
         yield TileRead(key, offset, tile, itemsize, tuple(takers), checksum)
-
-
-def inner_places(
-    state: ArraysState,
-    stored: StoredName,
-    index: tuple[int, ...],
-    place: ChunkPlace | None,
-    box: Box,
-    store: ReadStore,
-) -> Iterator[tuple[int, Box, tuple[int, int | None] | None]]:
-    """The read chunks of a chunk that a box touches.
-
-    Yields:
-        The number of each in its chunk, its box, and where it is in its object: at which byte it begins and how many it has
-        (None: up to the end); None where it is missing.
-    """
-    form = stored.form
-    chunk = cell_box(form.chunk, index)
-    if place is None:
-        yield 0, chunk, None
-        return
-    if not form.sharded:
-        if form.direct:
-            expect_length(stored, index, place)
-        yield 0, chunk, (place.offset, place.nbytes)
-        return
-    read = _index_of(state, stored, index, place, store)
-    counts = form.inner_grid
-    common = box.intersect(chunk)
-    assert common is not None  # the box touches the chunk
-    first = tuple(map(int.__mul__, index, counts))
-    expect_countable(common, form.inner, stored.name)
-    for inner, tile in chunks_of(form.inner, common):
-        number = flat_index(tuple(map(int.__sub__, inner, first)), counts)
-        # In a dense chunk read chunks follow each other, and a table of them, which may be hostile, is not needed.
-        if read is None:
-            yield number, tile, (place.offset + number * form.inner_stored_bytes, form.inner_stored_bytes)
-        elif read.offsets[number] == MISSING:
-            yield number, tile, None
-        else:
-            yield number, tile, (place.offset + int(read.offsets[number]), int(read.lengths[number]))
-
-
-def _index_of(
-    state: ArraysState, stored: StoredName, index: tuple[int, ...], place: ChunkPlace, store: ReadStore
-) -> ShardIndex | None:
-    """The index of a chunk; None where its read chunks follow each other from its first byte on."""
-    form = stored.form
-    if state.source == "ckptcore" and form.direct:
-        expect_length(stored, index, place)
-        return None
-    length = store.size(place.key) if place.nbytes is None else place.nbytes
-    if form.direct and form.inner == form.chunk and length == form.chunk_bytes and form.index_at == "end":
-        return None  # one read chunk, and no byte that could be before it
-    key = place.key or stored.name
-    start, stop = index_range(form, length, key)
-    if place.inline is not None:
-        data = place.inline[start:stop]
-    else:
-        data = store.get(place.key, place.offset + start, place.offset + stop)
-    return decode_index(form, data, length, key)
-
-
-def fill_missing(
-    state: ArraysState, stored: StoredName, index: tuple[int, ...], missing: Box, targets: Sequence[Target]
-) -> None:
-    """Give elements that are not stored the fill value, where the format means that.
-
-    Raises:
-        CorruptCheckpointError: where it does not.
-    """
-    form = stored.form
-    if state.missing == "error" or form.fill is None:
-        raise CorruptCheckpointError(
-            f"the chunk {list(index)} of {stored.name!r} is missing; the checkpoint is not whole: restore it from a copy, or load "
-            "another one"
-        )
-    value = np.frombuffer(form.fill, form.spec.numpy_dtype)[0]
-    for target in targets:
-        if (common := target.box.intersect(missing)) is not None:
-            target.buffer[common.within(target.box)] = value
 
 
 def _take_inline(stored: StoredName, data: bytes, offset: int, tile: Box, target: Target) -> None:
