@@ -26,7 +26,7 @@ from ckptcore.model import JSON, Box
 from ckptcore.protocols import Layout, Snapshot, WriteStore
 from ckptcore_dcp.layouts import DcpLayout
 from ckptcore_orbax import OcdbtLayout, Zarr3Layout, ZarrLayout
-from ckptcore_orbax.zarr import codec
+from ckptcore_orbax.zarr import chunk_codec
 
 LAYOUTS: Mapping[str, Layout] = {
     "safetensors": ckptcore.SafetensorsLayout(),
@@ -77,7 +77,7 @@ def owner(monkeypatch: pytest.MonkeyPatch) -> Iterator[Owner]:
     found = Owner()
     for writer in (local_writer.LocalWriter, memory._MemoryWriter):
         monkeypatch.setattr(writer, "write_at", found.changing(writer.write_at))
-    monkeypatch.setattr(codec.ChunkCodec, "encode", found.changing(codec.ChunkCodec.encode))
+    monkeypatch.setattr(chunk_codec.ChunkCodec, "encode", found.changing(chunk_codec.ChunkCodec.encode))
     yield found
     assert found.changes  # or nothing was tested
 

@@ -15,7 +15,7 @@ from ckptcore.protocols import Layout
 from ckptcore.saving.parts import describe_part
 from ckptcore_orbax import OcdbtLayout, Zarr3Layout
 from ckptcore_orbax.zarr import encoding, writing
-from ckptcore_orbax.zarr.codec import EncodingChunk
+from ckptcore_orbax.zarr.chunk_codec import EncodingChunk
 
 
 class _FullStore:

@@ -22,7 +22,7 @@ from ckptcore.errors import ChecksumError, CorruptCheckpointError, InvalidLocati
 from ckptcore.model import Box, HostArray, Node
 from ckptcore_orbax import OcdbtLayout, Zarr3Layout
 from ckptcore_orbax.orbax.trees import tree_of_names
-from ckptcore_orbax.zarr.codec import ChunkCodec, DecodingChunk
+from ckptcore_orbax.zarr.chunk_codec import ChunkCodec, DecodingChunk
 
 LITTLE = [{"name": "bytes", "configuration": {"endian": "little"}}]
 BIG = [{"name": "bytes", "configuration": {"endian": "big"}}]

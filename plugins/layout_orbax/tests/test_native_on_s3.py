@@ -14,7 +14,7 @@ import ckptcore
 from ckptcore.errors import CheckpointError, CorruptCheckpointError, StorageError, StoragePermissionError
 from ckptcore.protocols import StorageAddress, StorageOptions
 from ckptcore_orbax.zarr import decoding
-from ckptcore_orbax.zarr.native_addresses import native_base
+from ckptcore_orbax.zarr.native_reading import native_base
 from ckptcore_s3.testing import ACCESS_KEY_ID, SECRET_ACCESS_KEY, S3Server, s3_server
 
 ELEMENTS = np.arange(64 * 48, dtype=np.float32).reshape(64, 48)
@@ -133,7 +133,7 @@ def test_a_chunk_that_is_missing_is_damage(server: S3Server, location: str, nati
     ],
 )
 def test_what_says_nothing_of_bytes_is_no_damage(text: str, error: type[CheckpointError]) -> None:
-    from ckptcore_orbax.zarr.codec import Telling
+    from ckptcore_orbax.zarr.chunk_codec import Telling
 
     with pytest.raises(error, match="'w'") as caught, Telling("w"):
         raise ValueError(text)

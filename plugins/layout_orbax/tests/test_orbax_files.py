@@ -15,11 +15,10 @@ from ckptcore.errors import CheckpointError, CorruptCheckpointError, Unsupported
 from ckptcore.model import LEAF, ArrayRecord, ArraySpec, Attribute, Node, TreeMetadata, ValueRecord
 from ckptcore_orbax.orbax.aggregate import parse_aggregate
 from ckptcore_orbax.orbax.composites import find_composite
-from ckptcore_orbax.orbax.item_files import item_files
+from ckptcore_orbax.orbax.item_files import Strings, encode_strings, item_files
 from ckptcore_orbax.orbax.items import find_item
 from ckptcore_orbax.orbax.markers import PYTREE_HANDLER, encode_metrics, marker_files
 from ckptcore_orbax.orbax.shardings import encode_shardings, parse_shardings
-from ckptcore_orbax.orbax.strings import Strings, encode_strings
 from ckptcore_orbax.orbax.tree_file import orbax_name, parse_tree
 from ckptcore_orbax.orbax.values import scalar_record, value_array, value_record, value_text, value_type
 

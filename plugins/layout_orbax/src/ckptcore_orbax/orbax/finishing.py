@@ -29,12 +29,13 @@ from ckptcore_orbax.ocdbt.encoding import encode_database
 from ckptcore_orbax.ocdbt.node import Value
 from ckptcore_orbax.orbax.item_files import item_files
 from ckptcore_orbax.orbax.values import value_array
+from ckptcore_orbax.zarr.chunking import unflat_index
+from ckptcore_orbax.zarr.documents import encode_group, groups_around
 from ckptcore_orbax.zarr.dtypes import ZarrFormat
 from ckptcore_orbax.zarr.formats import encode_metadata
-from ckptcore_orbax.zarr.grids import unflat_index
-from ckptcore_orbax.zarr.groups import encode_group, groups_around
+from ckptcore_orbax.zarr.options import Form
 from ckptcore_orbax.zarr.state import DIGEST_BYTES, ArraysState, Extents, StoredName
-from ckptcore_orbax.zarr.stored_arrays import SESSIONS, Form, array_names, dimension_names, stored_format
+from ckptcore_orbax.zarr.stored_arrays import SESSIONS, array_names, dimension_names, stored_format
 from ckptcore_orbax.zarr.version2 import zarr2_array
 from ckptcore_orbax.zarr.version3 import zarr3_array
 

@@ -10,11 +10,10 @@ from ckptcore.errors import CorruptCheckpointError, ObjectNotFoundError, Uncommi
 from ckptcore.model import JSON, LEAF, PLAIN_ARRAY, ArrayRecord, ArraySpec, TreeMetadata
 from ckptcore.protocols import ReadStore
 from ckptcore_orbax.orbax.aggregate import AGGREGATE_FILE, parse_aggregate
-from ckptcore_orbax.orbax.array_metadata import ARRAY_METADATA, parse_array_metadata
 from ckptcore_orbax.orbax.documents import object_of, parse_document
+from ckptcore_orbax.orbax.item_files import ARRAY_METADATA, STRINGS_FILE, Strings, parse_array_metadata
 from ckptcore_orbax.orbax.markers import COMMIT_FILE, METADATA_FILE, CheckpointFile, parse_checkpoint_file
 from ckptcore_orbax.orbax.shardings import SHARDING_FILE, parse_shardings
-from ckptcore_orbax.orbax.strings import STRINGS_FILE, Strings
 from ckptcore_orbax.orbax.tree_file import TREE_FILE, parse_tree
 from ckptcore_orbax.orbax.trees import StoredTree, TreeLeaf, plain_tree, tree_of_names
 from ckptcore_orbax.orbax.values import NONE, value_record

@@ -12,13 +12,12 @@ from ckptcore.model import JSON, ArrayRecord, HostArray, ReadPlan, Receipt, Stor
 from ckptcore.protocols import About, InspectedComposite, Inspection, ReadStore, Snapshot, WriteForecast, WriteStore
 from ckptcore_orbax.orbax.finishing import finish_arrays
 from ckptcore_orbax.orbax.inspecting import inspect_composite, inspect_tree
-from ckptcore_orbax.orbax.marking import mark_checkpoint
-from ckptcore_orbax.zarr.chunk_places import Databases
-from ckptcore_orbax.zarr.options import ArrayOptions, ArrayRule, check_chunk_bytes, parse_compression
+from ckptcore_orbax.orbax.markers import mark_checkpoint
+from ckptcore_orbax.zarr.chunk_places import Databases, KnownTiles
+from ckptcore_orbax.zarr.options import ArrayOptions, ArrayRule, Form, check_chunk_bytes, parse_compression
 from ckptcore_orbax.zarr.reading import read_arrays
 from ckptcore_orbax.zarr.state import DecodedStates
-from ckptcore_orbax.zarr.stored_arrays import Form, array_names, stored_format
-from ckptcore_orbax.zarr.stored_tiles import KnownTiles
+from ckptcore_orbax.zarr.stored_arrays import array_names, stored_format
 from ckptcore_orbax.zarr.writing import forecast_arrays, write_arrays
 
 __all__ = ["OcdbtLayout", "Zarr3Layout", "ZarrLayout"]

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import datetime
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
 from ckptcore.model import JSON
+from ckptcore.protocols import About, WriteStore
 from ckptcore_orbax.orbax.documents import corrupt, encode_document, expect, object_of, parse_document, text_of
+from ckptcore_orbax.zarr.documents import encode_group
+from ckptcore_orbax.zarr.options import Form
 
 __all__ = [
     "COMMIT_FILE",
@@ -19,6 +23,7 @@ __all__ = [
     "ROOT_METADATA_FILE",
     "CheckpointFile",
     "encode_metrics",
+    "mark_checkpoint",
     "marker_files",
     "parse_checkpoint_file",
     "parse_root_metadata",
@@ -148,3 +153,28 @@ def _time_of(nanoseconds: JSON, key: str) -> str:
         raise corrupt(key, "a time in nanoseconds since 1970", number)
     time = datetime.datetime.fromtimestamp(number // 1_000_000 / 1000, datetime.UTC)
     return time.isoformat(timespec="milliseconds")
+
+
+_METRICS: Final = "metrics"
+"""The item in which Orbax's managers of steps look for metrics; a checkpointable of this name comes first."""
+
+
+def mark_checkpoint(about: About, form: Form, store: WriteStore) -> None:
+    """Write what Orbax and readers of zarr look for in the directory of a checkpoint.
+
+    Args:
+        about: what is said of it.
+        form: how its arrays are stored.
+        store: at the directory.
+    """
+    item = form.item
+    trees = [name for name, kind in about.members.items() if kind == "tree"] if about.members else [item]
+    handlers = PYTREE_HANDLER if trees == [""] else dict.fromkeys(trees, PYTREE_HANDLER)
+    if about.metrics and isinstance(handlers, dict) and _METRICS not in (*about.members, item):
+        store.put(f"{_METRICS}/{_METRICS}", encode_metrics(about.metrics))
+    for key, data in marker_files(handlers, about.created, time.time_ns(), about.custom, about.metrics).items():
+        store.put(key, data)
+    key, group = encode_group(form.zarr_format)
+    # A tree in the directory itself has its group already.
+    if form.storage == "objects" and (about.members or item) and key not in about.members:
+        store.put(key, group)

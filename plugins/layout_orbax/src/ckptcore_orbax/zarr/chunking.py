@@ -1,4 +1,7 @@
-"""How arrays are cut into chunks: pure geometry, in elements unless said otherwise."""
+"""Regular grids of chunks: the grid that an array is divided into, and its cells.
+
+Amounts are in elements unless a name says bytes.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +10,63 @@ from collections.abc import Iterator, Sequence
 from math import gcd, prod
 from typing import Final
 
+from ckptcore.errors import CorruptCheckpointError
 from ckptcore.model import ArraySpec, Box
 
-__all__ = ["chunks_of", "is_aligned", "read_chunk", "write_chunk"]
+__all__ = [
+    "MOST_CELLS",
+    "cell_box",
+    "chunks_of",
+    "expect_countable",
+    "flat_index",
+    "is_aligned",
+    "read_chunk",
+    "unflat_index",
+    "write_chunk",
+]
+
+MOST_CELLS: Final = 1 << 24
+"""More chunks of one array than anybody writes; a hostile shape may state any number."""
+
+
+def expect_countable(box: Box, step: Sequence[int], name: str) -> None:
+    """Refuse a box that touches more cells than any array has, before they are listed.
+
+    Raises:
+        CorruptCheckpointError
+    """
+    cells = prod(
+        [-(-stop // extent) - start // extent for start, stop, extent in zip(box.start, box.stop, step, strict=True)]
+    )
+    if cells > MOST_CELLS:
+        raise CorruptCheckpointError(
+            f"{name!r} is said to have {cells} chunks where at most {MOST_CELLS} are expected; what describes the arrays is "
+            "damaged: restore it from a copy, or load another checkpoint"
+        )
+
+
+def cell_box(step: tuple[int, ...], index: tuple[int, ...]) -> Box:
+    """The box of a cell; it may reach beyond the array."""
+    start = tuple(map(int.__mul__, index, step))
+    return Box(start, tuple(map(int.__add__, start, step)))
+
+
+def flat_index(index: tuple[int, ...], grid: Sequence[int]) -> int:
+    """The number of a cell in C order."""
+    number = 0
+    for position, extent in zip(index, grid, strict=True):
+        number = number * extent + position
+    return number
+
+
+def unflat_index(number: int, grid: Sequence[int]) -> tuple[int, ...]:
+    """The inverse of `flat_index`."""
+    index = []
+    for extent in reversed(grid):
+        number, position = divmod(number, extent)
+        index.append(position)
+    return tuple(reversed(index))
+
 
 _MOST_PIECES: Final = 64
 """Of an axis that is cut, before other axes are subdivided: a mesh seldom grows by more along one axis."""

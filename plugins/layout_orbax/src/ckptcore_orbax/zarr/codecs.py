@@ -9,9 +9,9 @@ from typing import Final, Literal, TypeAlias
 from ckptcore.errors import CorruptCheckpointError
 from ckptcore.model import JSON
 from ckptcore_orbax.zarr.documents import chunk_from, expect
-from ckptcore_orbax.zarr.formats import Compression
+from ckptcore_orbax.zarr.formats import ArrayFormat, Compression
 
-__all__ = ["ChunkCodecs", "chunk_codecs", "codecs_to_json", "last_compressor"]
+__all__ = ["ChunkCodecs", "chunk_codecs", "codecs_to_json", "expect_blosc_size", "is_blosc"]
 
 _Codec: TypeAlias = tuple[str, dict[str, JSON] | None]
 """Name and configuration; None for a configuration of members that only its own implementation knows."""
@@ -55,7 +55,7 @@ def chunk_codecs(value: JSON, chunk: tuple[int, ...], itemsize: int) -> ChunkCod
     return ChunkCodecs(chunk, False, "end", False, raw is not None, raw == "checksum", value)
 
 
-def last_compressor(value: JSON) -> str:
+def _last_compressor(value: JSON) -> str:
     """The name of the codec that makes the bytes of a chunk, which a checksum may follow; of a chain that was read before."""
     names = [name for name, _ in _chain(value)]
     while len(names) > 1 and names[-1] == "crc32c":
@@ -173,3 +173,39 @@ def _sharding(configuration: dict[str, JSON], chunk: tuple[int, ...], itemsize: 
         checksum=raw == "checksum",
         inner_codecs=codecs,
     )
+
+
+_SIZE: Final = slice(4, 8)
+"""Where in a chunk the bytes of its elements are counted, little endian (c-blosc 1, README_CHUNK_FORMAT)."""
+
+
+def is_blosc(inner: ArrayFormat) -> bool:
+    """Whether the read chunks of an array, as `inner_array` describes them, are what blosc made.
+
+    Not where another codec or one more table of chunks lies around them: there nobody sees what they say.
+    """
+    if inner.zarr_format == 3:
+        return _last_compressor(inner.document["codecs"]) == "blosc"
+    compressor = inner.document["compressor"]
+    return isinstance(compressor, dict) and compressor.get("id") == "blosc"
+
+
+def expect_blosc_size(inner: ArrayFormat, data: bytes, name: str) -> None:
+    """Refuse a read chunk that says it has more bytes than one of its array: up to 2 GiB, in a chunk of any length.
+
+    tensorstore 0.1.86 compares that when it is decoded, and where there is not so much memory the process is aborted.
+
+    Args:
+        inner: of the array, as `inner_array` has it; `is_blosc`.
+        data: the chunk.
+        name: of the array, for errors.
+
+    Raises:
+        CorruptCheckpointError
+    """
+    found = int.from_bytes(data[_SIZE], "little")
+    if found > inner.inner_bytes:
+        raise CorruptCheckpointError(
+            f"{name!r} cannot be decoded: a chunk says that it has {found} bytes, where {inner.inner_bytes} are expected; restore the "
+            "checkpoint from a copy, or load another one"
+        )

@@ -14,10 +14,10 @@ import xxhash
 from ckptcore.errors import ChecksumError, CorruptCheckpointError, ObjectNotFoundError
 from ckptcore.model import Box, HostArray
 from ckptcore.protocols import ReadStore
-from ckptcore_orbax.zarr.blosc import is_blosc
+from ckptcore_orbax.zarr.chunk_codec import ChunkCodec, DecodingChunk
 from ckptcore_orbax.zarr.chunk_places import ChunkPlaces
-from ckptcore_orbax.zarr.codec import ChunkCodec, DecodingChunk
-from ckptcore_orbax.zarr.grids import flat_index
+from ckptcore_orbax.zarr.chunking import flat_index
+from ckptcore_orbax.zarr.codecs import is_blosc
 from ckptcore_orbax.zarr.native_reading import expect_own_files, native_store, read_native
 from ckptcore_orbax.zarr.read_chunks import Target, fill_missing, inner_places
 from ckptcore_orbax.zarr.state import DIGEST_BYTES, ArraysState, StoredName

@@ -4,14 +4,24 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from math import prod
 from typing import Final, TypeVar
 
 from ckptcore.errors import CorruptCheckpointError, UnsupportedLeafError
 from ckptcore.model import JSON, ArraySpec
+from ckptcore_orbax.zarr.dtypes import ZarrFormat
 
-__all__ = ["check_amounts", "chunk_from", "encode_document", "expect", "parse_document", "shape_from"]
+__all__ = [
+    "check_amounts",
+    "chunk_from",
+    "encode_document",
+    "encode_group",
+    "expect",
+    "groups_around",
+    "parse_document",
+    "shape_from",
+]
 
 T = TypeVar("T")
 
@@ -109,3 +119,28 @@ def check_amounts(spec: ArraySpec, chunk: tuple[int, ...]) -> None:
         raise CorruptCheckpointError(f"it is said to be {spec}, which is more than memory has addresses for")
     if prod(chunk) * spec.numpy_dtype.itemsize > sys.maxsize // 2:
         raise CorruptCheckpointError(f"its chunks are said to be {chunk}, which is more than memory has addresses for")
+
+
+def encode_group(zarr_format: ZarrFormat) -> tuple[str, bytes]:
+    """Return the name and the bytes of the object that makes a directory a group without attributes.
+
+    From the specifications: zarr 3, "Group metadata"; zarr 2, "Groups".
+    """
+    if zarr_format == 3:
+        return "zarr.json", encode_document({"zarr_format": 3, "node_type": "group", "attributes": {}})
+    return ".zgroup", encode_document({"zarr_format": 2})
+
+
+def groups_around(names: Iterable[str]) -> Sequence[str]:
+    """Return the paths of all groups around arrays, ``""`` for the outermost one; none if an array has no name.
+
+    Args:
+        names: the paths of the arrays; none is inside another.
+    """
+    found = {""}
+    for name in names:
+        if not name:
+            return ()
+        parts = name.split("/")
+        found.update(["/".join(parts[:count]) for count in range(1, len(parts))])
+    return sorted(found)

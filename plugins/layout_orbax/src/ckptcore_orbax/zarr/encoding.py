@@ -15,10 +15,10 @@ from ckptcore.model import ArraySegment, Box, BytesSegment, Segment
 from ckptcore_orbax.zarr.chunk_sources import ChunkSource
 from ckptcore_orbax.zarr.formats import ArrayFormat
 from ckptcore_orbax.zarr.shard_index import ShardIndex, encode_index
-from ckptcore_orbax.zarr.using import using_tensorstore
+from ckptcore_orbax.zarr.tensorstore_guard import using_tensorstore
 
 if TYPE_CHECKING:
-    from ckptcore_orbax.zarr.codec import EncodingChunk
+    from ckptcore_orbax.zarr.chunk_codec import EncodingChunk
 
 __all__ = ["BoundedChunk", "EncodedChunk", "bound_chunks", "encode_buffer_bytes", "encode_chunks"]
 
@@ -147,7 +147,7 @@ def _once(close: Callable[[], None]) -> Callable[[], None]:
 
 
 def _encode(sources: Sequence[ChunkSource]) -> Iterator[EncodedChunk]:
-    from ckptcore_orbax.zarr.codec import ChunkCodec  # tensorstore is imported where it is needed
+    from ckptcore_orbax.zarr.chunk_codec import ChunkCodec  # tensorstore is imported where it is needed
 
     started: deque[tuple[_Assembly, int, EncodingChunk, int]] = deque()
     held = 0

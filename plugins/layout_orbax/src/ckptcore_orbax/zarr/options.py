@@ -5,11 +5,11 @@ from __future__ import annotations
 import fnmatch
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final, cast, get_args
+from typing import Final, Literal, cast, get_args
 
 from ckptcore_orbax.zarr.formats import Compression, CompressionName
 
-__all__ = ["ArrayOptions", "ArrayRule", "check_chunk_bytes", "options_of", "parse_compression"]
+__all__ = ["ArrayOptions", "ArrayRule", "Form", "check_chunk_bytes", "options_of", "parse_compression"]
 
 _LEAST_CHUNK_BYTES: Final = 1
 
@@ -61,6 +61,33 @@ class ArrayRule:
         compression = options.compression if self.compression is None else parse_compression(self.compression)
         checksum = options.checksum if self.checksum is None else self.checksum
         return ArrayOptions(chunk_bytes=chunk_bytes, compression=compression, checksum=checksum)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Form:
+    """How the arrays of a checkpoint are stored, apart from what they are.
+
+    Attributes:
+        zarr_format: 2 or 3.
+        storage: whether chunks are the values of a database or objects of their own.
+        options: of every array.
+        rules: other options for some.
+        data_file_bytes: what a data file of a database aims at, in bytes.
+        item: the directory of a tree that is the whole checkpoint, which is its name in Orbax.
+    """
+
+    zarr_format: Literal[2, 3]
+    storage: Literal["ocdbt", "objects"]
+    options: ArrayOptions
+    rules: Sequence[ArrayRule]
+    data_file_bytes: int
+    item: str
+
+    @property
+    def agreed(self) -> str:
+        """What all processes of a save must have alike, for a person to compare: all but the size of data files."""
+        rules = ", ".join(map(repr, self.rules))
+        return f"zarr {self.zarr_format} as {self.storage} in {self.item!r}, {self.options}, rules [{rules}]"
 
 
 def check_chunk_bytes(chunk_bytes: int | None) -> None:

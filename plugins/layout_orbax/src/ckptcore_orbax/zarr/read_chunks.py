@@ -11,8 +11,7 @@ from ckptcore.errors import CorruptCheckpointError
 from ckptcore.model import Box, HostArray
 from ckptcore.protocols import ReadStore
 from ckptcore_orbax.zarr.chunk_places import ChunkPlace, expect_length
-from ckptcore_orbax.zarr.chunking import chunks_of
-from ckptcore_orbax.zarr.grids import cell_box, expect_countable, flat_index
+from ckptcore_orbax.zarr.chunking import cell_box, chunks_of, expect_countable, flat_index
 from ckptcore_orbax.zarr.shard_index import MISSING, ShardIndex, decode_index, index_range
 from ckptcore_orbax.zarr.state import ArraysState, StoredName
 

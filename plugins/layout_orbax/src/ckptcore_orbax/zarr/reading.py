@@ -14,7 +14,7 @@ from ckptcore_orbax.zarr.chunk_places import ChunkPlaces, Databases, EmbeddedPla
 from ckptcore_orbax.zarr.read_chunks import Target, fill_missing, inner_places
 from ckptcore_orbax.zarr.state import ArraysState, StoredName
 from ckptcore_orbax.zarr.stored_arrays import stored_box, stored_target
-from ckptcore_orbax.zarr.using import using_tensorstore
+from ckptcore_orbax.zarr.tensorstore_guard import using_tensorstore
 
 __all__ = ["read_arrays"]
 

@@ -11,10 +11,9 @@ from typing import Any, Final, Literal
 
 from ckptcore.errors import CorruptCheckpointError, UnsupportedLeafError
 from ckptcore.model import JSON, ArrayRecord, Box, TreeMetadata, format_path
-from ckptcore_orbax.zarr.chunking import chunks_of
+from ckptcore_orbax.zarr.chunking import chunks_of, expect_countable
 from ckptcore_orbax.zarr.dtypes import stored_spec
 from ckptcore_orbax.zarr.formats import ArrayFormat
-from ckptcore_orbax.zarr.grids import expect_countable
 from ckptcore_orbax.zarr.version2 import parse_zarr2
 from ckptcore_orbax.zarr.version3 import parse_zarr3
 

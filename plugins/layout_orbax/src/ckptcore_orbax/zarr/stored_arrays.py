@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
 from math import prod
 from typing import Final, Literal
 
@@ -12,18 +11,16 @@ import numpy as np
 
 from ckptcore.errors import CorruptCheckpointError, UnsupportedKeyError, UnsupportedLeafError
 from ckptcore.model import ArrayRecord, ArraySpec, Box, HostArray, TreeMetadata, format_path
-from ckptcore_orbax.zarr.chunking import read_chunk, write_chunk
+from ckptcore_orbax.zarr.chunking import MOST_CELLS, read_chunk, write_chunk
 from ckptcore_orbax.zarr.dtypes import stored_spec
 from ckptcore_orbax.zarr.formats import ArrayFormat, encode_metadata
-from ckptcore_orbax.zarr.grids import MOST_CELLS
 from ckptcore_orbax.zarr.names import directory_names, key_names
-from ckptcore_orbax.zarr.options import ArrayOptions, ArrayRule, options_of
+from ckptcore_orbax.zarr.options import ArrayOptions, Form, options_of
 from ckptcore_orbax.zarr.version2 import parse_zarr2, zarr2_array
 from ckptcore_orbax.zarr.version3 import parse_zarr3, zarr3_array
 
 __all__ = [
     "SESSIONS",
-    "Form",
     "array_names",
     "dimension_names",
     "stored_box",
@@ -40,33 +37,6 @@ _MOST_NAME_BYTES: Final = 64_000
 
 _MOST_BLOSC_BYTES: Final = (1 << 31) - 17
 """Of what is compressed at once: blosc's BLOSC_MAX_BUFFERSIZE."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Form:
-    """How the arrays of a checkpoint are stored, apart from what they are.
-
-    Attributes:
-        zarr_format: 2 or 3.
-        storage: whether chunks are the values of a database or objects of their own.
-        options: of every array.
-        rules: other options for some.
-        data_file_bytes: what a data file of a database aims at, in bytes.
-        item: the directory of a tree that is the whole checkpoint, which is its name in Orbax.
-    """
-
-    zarr_format: Literal[2, 3]
-    storage: Literal["ocdbt", "objects"]
-    options: ArrayOptions
-    rules: Sequence[ArrayRule]
-    data_file_bytes: int
-    item: str
-
-    @property
-    def agreed(self) -> str:
-        """What all processes of a save must have alike, for a person to compare: all but the size of data files."""
-        rules = ", ".join(map(repr, self.rules))
-        return f"zarr {self.zarr_format} as {self.storage} in {self.item!r}, {self.options}, rules [{rules}]"
 
 
 def array_names(tree: TreeMetadata, form: Form) -> dict[int, str]:

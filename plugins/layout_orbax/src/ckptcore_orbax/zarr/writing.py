@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import base64
 import hashlib
+from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
 from math import prod
-from typing import Final, TypeAlias
+from types import TracebackType
+from typing import Final, Self, TypeAlias
 
 from ckptcore.model import JSON, ArrayRecord, ArraySegment, Box, BytesSegment, ChecksumSegment, Segment, TreeMetadata
 from ckptcore.protocols import Snapshot, WriteForecast, WriteStore
 from ckptcore_orbax.crc32c import CRC32C
 from ckptcore_orbax.zarr.chunk_sources import ChunkSource
+from ckptcore_orbax.zarr.chunking import flat_index
 from ckptcore_orbax.zarr.encoding import (
     ENCODED_FILE_BYTES,
     BoundedChunk,
@@ -24,13 +27,69 @@ from ckptcore_orbax.zarr.encoding import (
     encode_buffer_bytes,
     encode_chunks,
 )
-from ckptcore_orbax.zarr.grids import flat_index
+from ckptcore_orbax.zarr.options import Form
 from ckptcore_orbax.zarr.shard_index import dense_index, encode_index
-from ckptcore_orbax.zarr.small_objects import SmallObjects
 from ckptcore_orbax.zarr.state import array_prefix
-from ckptcore_orbax.zarr.stored_arrays import SESSIONS, Form, array_names, stored_format
+from ckptcore_orbax.zarr.stored_arrays import SESSIONS, array_names, stored_format
 
 __all__ = ["data_directory", "forecast_arrays", "write_arrays"]
+
+_THREADS: Final = 8
+"""Threads that write encoded chunks as objects; most of the time they wait for the storage."""
+
+_STARTED: Final = 4 * _THREADS
+"""Objects that may be queued before `start` blocks."""
+
+
+class _SmallObjects:
+    """Writes objects on threads of its own; a context that ends when all are written. One thread."""
+
+    def __init__(self) -> None:
+        self._pool = ThreadPoolExecutor(_THREADS, "ckptcore-objects")
+        self._started: deque[Future[None]] = deque()
+        self._failed = False
+
+    def start(self, write: Callable[[], None]) -> None:
+        """Queue the writing of one object.
+
+        Raises:
+            StorageError: an earlier object failed. Stop then: a failing storage may take minutes for each object.
+        """
+        while len(self._started) >= _STARTED:
+            self._started.popleft().result()
+        self._started.append(self._pool.submit(self._write, write))
+
+    def _write(self, write: Callable[[], None]) -> None:
+        if self._failed:
+            return
+        try:
+            write()
+        except BaseException:
+            self._failed = True
+            raise
+
+    def wait(self) -> None:
+        """Wait until all are written.
+
+        Raises:
+            StorageError: the first error.
+        """
+        while self._started:
+            self._started.popleft().result()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        try:
+            if error is None:
+                self.wait()
+        finally:
+            # Those that have begun are waited for: the memory that they write from is given back after this.
+            self._pool.shutdown(wait=True, cancel_futures=True)
+
 
 _SMALL_BYTES: Final = 64 << 10
 _ALIGNMENT: Final = 8
@@ -244,7 +303,7 @@ def _write_objects(
                     yield key, list(_chunk_segments(source, outer))
 
     store.write_many(direct_objects())
-    with SmallObjects() as small:
+    with _SmallObjects() as small:
         waiting = 0
         for chunk in encoded:
             columns.add_digests(chunk)

@@ -20,9 +20,9 @@ from ckptcore.errors import (
     UnsupportedLeafError,
 )
 from ckptcore.model import Box, HostArray
-from ckptcore_orbax.zarr.blosc import expect_blosc_size, is_blosc
+from ckptcore_orbax.zarr.codecs import expect_blosc_size, is_blosc
 from ckptcore_orbax.zarr.formats import ArrayFormat
-from ckptcore_orbax.zarr.using import expect_usable
+from ckptcore_orbax.zarr.tensorstore_guard import expect_usable
 from ckptcore_orbax.zarr.version3 import inner_array
 
 __all__ = ["ChunkCodec", "DecodingChunk", "EncodingChunk", "Telling"]
