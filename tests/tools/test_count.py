@@ -1,0 +1,88 @@
+"""Counts of code are right for small samples, and cover the whole project."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.architecture.sources import core_sources
+from tools.count import Count, count_packages, count_source, main, public_names, table
+
+_SAMPLE = '''"""Module docstring.
+
+Of three lines.
+"""
+
+import os  # not a line of comments
+
+# a comment
+LIMIT = 3
+"""A docstring of an attribute."""
+
+
+def call(value: str) -> str:
+    """Return a string."""
+    text = """not
+    a docstring"""
+    return text.join(
+        # inside a statement
+        [value],
+    )
+'''
+
+
+def test_docstrings_comments_and_blank_lines_are_not_code() -> None:
+    assert count_source(_SAMPLE) == Count(files=1, short=1, lines=20, code=8, docstrings=6, comments=2)
+
+
+def test_an_empty_file_has_no_lines() -> None:
+    assert count_source("") == Count(files=1, short=1)
+
+
+def test_a_long_file_is_not_short() -> None:
+    assert count_source("x = 1\n" * 100) == Count(files=1, lines=100, code=100)
+
+
+def test_files_are_counted_by_package(tmp_path: Path) -> None:
+    for name in (
+        "ckptcore/__init__.py",
+        "ckptcore/save/write.py",
+        "ckptcore/save/deep/er.py",
+        "plugins/x/src/ckptcore_x/__init__.py",
+        "plugins/x/tests/test_x.py",
+        "plugins/x/build/lib/ckptcore_x/__init__.py",
+        "tests/test_all.py",
+        ".venv/lib/numpy.py",
+    ):
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text('__all__ = ["a", "b"]\n', encoding="utf-8")
+    one = Count(1, 1, 1, 1)
+    assert count_packages(tmp_path) == {
+        "ckptcore (modules)": one,
+        "ckptcore.save": one + one,
+        "ckptcore_x": one,
+        "tests of plugins": one,
+        "tests": one,
+    }
+    assert public_names(tmp_path) == ["a", "b"]
+
+
+def test_the_report_covers_the_core(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    files = sum(
+        count["files"] for name, count in found["packages"].items() if name.startswith(("ckptcore.", "ckptcore "))
+    )
+    assert files == len(core_sources())
+    assert "save" in found["public_names"]
+    assert "ckptcore" in found["modules_of_a_save_and_a_load"]
+
+
+def test_the_table_names_packages_and_sums(capsys: pytest.CaptureFixture[str]) -> None:
+    print(*table({"ckptcore.save": Count(1, 0, 200, 150), "ckptcore_x": Count(1, 1, 50, 1_040)}), sep="\n")
+    lines = {line.split("  ")[0]: line.split() for line in capsys.readouterr().out.splitlines()}
+    assert lines["ckptcore_x"] == ["ckptcore_x", "1", "1", "50", "1,040", "0", "0"]
+    assert lines["everything"] == ["everything", "2", "1", "250", "1,190", "0", "0"]

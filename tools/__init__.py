@@ -1,0 +1,1 @@
+"""Programs for those who develop this project; no distribution contains them."""
