@@ -1,0 +1,112 @@
+"""Comparisons of worktrees find what became slower, beside the noise of the old one."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from benchmarks.compare import Comparison, Options, Samples, compare_trees, main, spread, summarise
+from tests.architecture.sources import ROOT
+
+_BENCHMARK = """
+from benchmarks.alternating import Case, Contender, compare
+from benchmarks.report import Row
+
+def rows(setting):
+    ran = []
+    def run(name, seconds):
+        ran.append(name)
+        return seconds * (7 if len(ran) == 1 else 1)  # warming up is slow
+    for case in {cases}:
+        contenders = [
+            Contender("ckptcore.save", lambda: run("ours", {seconds}), seconds=float),
+            Contender("peer", lambda: run("peer", 1.0), seconds=float),
+            Contender("ckptcore.load", lambda: run("ours", 0.5), seconds=float),
+        ]
+        yield from compare(Case(case, contenders), setting.rounds)
+    assert "peer" not in ran
+    print("not a reply")
+    yield Row("requests", "ckptcore.save", {requests}, "requests")
+"""
+
+
+def _tree(root: Path, *, cases: list[str], seconds: float, requests: int) -> Path:
+    """Make a worktree with one benchmark, whose library is empty."""
+    (root / "ckptcore").mkdir(parents=True)
+    (root / "ckptcore" / "__init__.py").touch()
+    (root / "benchmarks").mkdir()
+    for name in ("__init__", "alternating", "report", "setting"):
+        shutil.copy(ROOT / "benchmarks" / f"{name}.py", root / "benchmarks")
+    text = _BENCHMARK.format(cases=cases, seconds=seconds, requests=requests)
+    (root / "benchmarks" / "tiny.py").write_text(text, encoding="utf-8")
+    return root
+
+
+def test_trees_are_compared_by_the_names_of_their_rows(tmp_path: Path) -> None:
+    old = _tree(tmp_path / "old", cases=["first", "gone", "last"], seconds=2.0, requests=3)
+    new = _tree(tmp_path / "new", cases=["first", "last", "added"], seconds=4.0, requests=4)
+    found = list(compare_trees("tiny", Options(old, new, tmp_path, pairs=3, launches=2, scale=0.01)))
+    rows = {(row.case, row.contender): row for row in found if isinstance(row, Comparison)}
+    slower = rows["first", "ckptcore.save"]
+    assert (slower.pairs, slower.old, slower.new, slower.ratio, slower.spread) == (3, 2.0, 4.0, 2.0, 1.0)
+    assert not slower.passed and slower.line().endswith("WORSE")
+    same = rows["last", "ckptcore.load"]
+    assert (same.ratio, same.passed) == (1.0, True)
+    counted = rows["requests", "ckptcore.save"]
+    assert (counted.unit, counted.old, counted.new, counted.passed) == ("requests", 3, 4, False)
+    assert {case for case, _ in rows} == {"first", "last", "requests"}
+    notes = [row for row in found if isinstance(row, str)]
+    assert notes == [
+        f"only in the {tree} worktree: {case}, {contender}"
+        for tree, case in (("old", "gone"), ("new", "added"))
+        for contender in ("ckptcore.save", "ckptcore.load")
+    ]
+    assert {path.name for path in tmp_path.iterdir()} == {"old", "new"}
+
+
+def test_a_benchmark_that_fails_says_why(tmp_path: Path) -> None:
+    old = _tree(tmp_path / "old", cases=["first"], seconds=2.0, requests=3)
+    (old / "benchmarks" / "tiny.py").write_text("raise RuntimeError('no such library')", encoding="utf-8")
+    with pytest.raises(RuntimeError, match="no such library"):
+        list(compare_trees("tiny", Options(old, old, tmp_path)))
+
+
+def test_another_library_than_that_of_the_tree_is_refused(tmp_path: Path) -> None:
+    old = _tree(tmp_path / "old", cases=["first"], seconds=2.0, requests=3)
+    shutil.rmtree(old / "ckptcore")
+    with pytest.raises(RuntimeError, match="expected ckptcore of"):
+        list(compare_trees("tiny", Options(old, old, tmp_path)))
+
+
+def test_the_spread_has_both_directions() -> None:
+    assert spread([1.0, 1.0, 1.0], [1.0, 1.0, 1.0]) == 1.0
+    assert spread([1.0, 1.0], [1.1, 1.1]) == spread([1.1, 1.1], [1.0, 1.0]) == pytest.approx(1.1)
+    assert spread([], []) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("new", "again", "passed"), [(1.04, 1.0, True), (1.06, 1.0, False), (1.06, 1.08, True), (1.06, 0.9, True)]
+)
+def test_a_row_passes_within_the_limit_or_the_spread(new: float, again: float, passed: bool) -> None:
+    assert summarise("case", "ours", Samples("s", [1.0] * 3, [new] * 3, [again] * 3)).passed == passed
+
+
+@pytest.mark.parametrize(("new", "passed"), [(1_000_000, True), (1_010_000, True), (1_020_000, False)])
+def test_a_run_may_not_read_more(new: int, passed: bool) -> None:
+    samples = Samples("s", [1.0], [1.0], [1.0], [1_000_000], [new])
+    assert summarise("case", "ours", samples).passed == passed
+
+
+@pytest.mark.slow
+def test_this_worktree_is_compared_with_itself(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "found.json"
+    arguments = ["--only", "local", "--pairs", "1", "--launches", "1", "--scale", "0.005"]
+    main([str(ROOT), *arguments, "--directory", str(tmp_path), "--out", str(out)])
+    rows = json.loads(out.read_text(encoding="utf-8"))["benchmarks"]["local"]
+    assert {"load into fresh memory", "save, durable"} <= {row["case"] for row in rows}
+    assert all(row["pairs"] == 1 and "ckptcore" in row["contender"] for row in rows)
+    assert "benchmarks failed" in capsys.readouterr().out
+    assert list(tmp_path.iterdir()) == [out]
