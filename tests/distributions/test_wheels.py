@@ -1,0 +1,97 @@
+"""The wheels work as users install them: the core alone has everything that it should, and each extra adds the rest."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ckptcore.distributions import DISTRIBUTIONS, Distribution
+from tests.architecture.sources import ROOT
+from tests.distributions import alone
+from tests.distributions.wheels import Environment, Wheel, build_wheels
+
+pytestmark = pytest.mark.slow
+
+GOLDEN = ROOT / "tests" / "golden" / "checkpoints"
+
+
+@pytest.fixture(scope="module")
+def wheels(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Wheel]:
+    return build_wheels(tmp_path_factory.mktemp("wheels"))
+
+
+@pytest.fixture(scope="module")
+def core(wheels: Mapping[str, Wheel], tmp_path_factory: pytest.TempPathFactory) -> Environment:
+    return Environment(tmp_path_factory.mktemp("core") / "env", wheels, ["ckptcore"])
+
+
+def _program(environment: Environment, *arguments: str) -> Any:
+    return json.loads(environment.run(str(Path(alone.__file__)), *arguments))
+
+
+def _of_extra(distribution: Distribution, wheels: Mapping[str, Wheel]) -> Wheel:
+    """Return the wheel of a distribution, found by its import package."""
+    (found,) = [wheel for wheel in wheels.values() if distribution.package in wheel.packages]
+    return found
+
+
+def test_the_core_alone_saves_loads_and_trains(core: Environment, tmp_path: Path) -> None:
+    found = _program(core, "use", str(tmp_path))
+    assert set(found["distributions"]) == {"ckptcore", "ml_dtypes", "numpy", "pluggy", "xxhash"}
+    assert found["modules"] == []
+    assert not Path(found["file"]).is_relative_to(ROOT)
+
+
+def test_the_core_alone_loads_every_golden_checkpoint(core: Environment) -> None:
+    found = _program(core, "golden", str(GOLDEN))
+    assert found == alone.outcomes(GOLDEN)
+    assert found and all(outcome["verified"] for outcome in found.values())
+    loaded = {
+        Path(name).parts[0]
+        for name, outcome in found.items()
+        for way in ("load", "load_checkpointables")
+        if len(str(outcome[way])) == 64
+    }
+    assert loaded == {path.name for path in GOLDEN.iterdir()}
+
+
+def test_the_core_says_how_to_install_what_is_missing(core: Environment, tmp_path: Path) -> None:
+    found = _program(core, "missing", str(tmp_path))
+    expected = {distribution.extra: distribution.hint for distribution in DISTRIBUTIONS}
+    assert found.keys() == expected.keys()
+    wrong = [
+        f"{asked}: {error}"
+        for extra, errors in found.items()
+        for asked, error in errors.items()
+        if expected[extra] not in error
+    ]
+    assert wrong == []
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_every_distribution_is_in_the_table_or_required_by_one(wheels: Mapping[str, Wheel]) -> None:
+    core = wheels["ckptcore"]
+    named = {_of_extra(distribution, wheels).name for distribution in DISTRIBUTIONS}
+    required = {requirement.name for name in named for requirement in wheels[name].requires}
+    assert set(wheels) - named - required == {"ckptcore"} - required
+    for distribution in DISTRIBUTIONS:
+        assert distribution.extra in core.extras
+        needed = {
+            requirement.name
+            for requirement in core.requires
+            if requirement.marker is not None and requirement.marker.evaluate({"extra": distribution.extra})
+        }
+        assert needed == {_of_extra(distribution, wheels).name}
+
+
+@pytest.mark.parametrize("distribution", DISTRIBUTIONS, ids=lambda distribution: str(distribution.extra))
+def test_an_extra_adds_what_its_name_says(
+    distribution: Distribution, wheels: Mapping[str, Wheel], tmp_path: Path
+) -> None:
+    environment = Environment(tmp_path / "env", wheels, [f"ckptcore[{distribution.extra}]"])
+    (tmp_path / "scratch").mkdir()
+    assert _program(environment, "added", distribution.extra, str(tmp_path / "scratch")) == {}

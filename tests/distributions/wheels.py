@@ -1,0 +1,158 @@
+"""Wheels of all distributions, and environments in which some of them are installed, made without a network."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tomllib
+import venv
+import zipfile
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from email.parser import HeaderParser
+from importlib.metadata import PackageNotFoundError, distribution
+from pathlib import Path
+
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+from tests.architecture.sources import ROOT
+
+__all__ = ["Environment", "Wheel", "build_wheels"]
+
+_IGNORED = shutil.ignore_patterns("build", "dist", "*.egg-info", "__pycache__", "tests")
+
+
+@dataclass(frozen=True, slots=True)
+class Wheel:
+    """A built wheel.
+
+    Attributes:
+        path: the file.
+        name: normalised name of the distribution.
+        requires: its requirements.
+        extras: names of its extras.
+        packages: top-level import packages.
+    """
+
+    path: Path
+    name: str
+    requires: Sequence[Requirement]
+    extras: Sequence[str]
+    packages: Sequence[str]
+
+
+def build_wheels(directory: Path) -> Mapping[str, Wheel]:
+    """Build the wheels of the core and of all plugins from copies of their sources; by name."""
+    sources = directory / "sources"
+    projects = [sources / "ckptcore"]
+    (sources / "ckptcore").mkdir(parents=True)
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, projects[0])
+    shutil.copytree(ROOT / "ckptcore", projects[0] / "ckptcore", ignore=_IGNORED)
+    for found in sorted((ROOT / "plugins").glob("*/pyproject.toml")):
+        projects.append(sources / found.parent.name)
+        shutil.copytree(found.parent, projects[-1], ignore=_IGNORED)
+    _run(
+        [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-index", "--no-build-isolation"],
+        ["--wheel-dir", str(directory / "wheels"), *map(str, projects)],
+    )
+    wheels = [_read(path) for path in sorted((directory / "wheels").glob("*.whl"))]
+    named = {canonicalize_name(_project_name(project)) for project in projects}
+    assert named == {wheel.name for wheel in wheels}
+    return {wheel.name: wheel for wheel in wheels}
+
+
+def _project_name(project: Path) -> str:
+    name: str = tomllib.loads((project / "pyproject.toml").read_text(encoding="utf-8"))["project"]["name"]
+    return name
+
+
+def _read(path: Path) -> Wheel:
+    with zipfile.ZipFile(path) as archive:
+        files = archive.namelist()
+        (metadata,) = [name for name in files if name.endswith(".dist-info/METADATA")]
+        fields = HeaderParser().parsestr(archive.read(metadata).decode("utf-8"))
+    packages = {name.partition("/")[0] for name in files} - {metadata.partition("/")[0]}
+    return Wheel(
+        path,
+        canonicalize_name(fields["Name"]),
+        [Requirement(text) for text in fields.get_all("Requires-Dist", [])],
+        fields.get_all("Provides-Extra", []),
+        sorted(packages),
+    )
+
+
+class Environment:
+    """A virtual environment with some of our distributions, and with what they require.
+
+    Our distributions are installed from wheels. Those of others are links to the ones that run the tests, because the
+    test has no network, and each of them alone, because a path to all of them would hide a missing requirement.
+
+    Args:
+        directory: where it is made.
+        wheels: all wheels.
+        requirements: what is installed; extras count.
+    """
+
+    def __init__(self, directory: Path, wheels: Mapping[str, Wheel], requirements: Iterable[str]) -> None:
+        venv.create(directory, with_pip=False, symlinks=True)
+        self._python = directory / "bin" / "python"
+        (self._packages,) = (directory / "lib").glob("python*/site-packages")
+        ours, others = _closure([Requirement(text) for text in requirements], wheels)
+        command = [sys.executable, "-m", "pip", "--python", str(self._python), "install", "--quiet"]
+        _run(command, ["--no-index", "--no-deps", "--no-compile", *[str(wheels[name].path) for name in ours]])
+        for name in others:
+            self._link(name)
+
+    def _link(self, name: str) -> None:
+        found = distribution(name)
+        tops = {file.parts[0] for file in found.files or () if file.parts[0] not in ("..", "__pycache__")}
+        for top in tops:
+            link = self._packages / top
+            if not link.exists():
+                link.symlink_to(Path(str(found.locate_file(top))).resolve())
+
+    def run(self, *arguments: str) -> str:
+        """Run Python in the environment, without that of the tests; return what it prints.
+
+        Raises:
+            AssertionError: it failed.
+        """
+        return _run([str(self._python), "-I", *arguments], [])
+
+
+def _closure(wanted: Sequence[Requirement], wheels: Mapping[str, Wheel]) -> tuple[Sequence[str], Sequence[str]]:
+    """Return the names of our and of other distributions that requirements need, directly or not."""
+    seen: set[tuple[str, str]] = set()
+    waiting = [(requirement, "") for requirement in wanted]
+    found: dict[str, None] = {}
+    while waiting:
+        requirement, extra = waiting.pop()
+        if requirement.marker is not None and not requirement.marker.evaluate({"extra": extra}):
+            continue
+        name = canonicalize_name(requirement.name)
+        for inner in ("", *requirement.extras):
+            if (name, inner) not in seen:
+                seen.add((name, inner))
+                found[name] = None
+                waiting += [(needed, inner) for needed in _requires(name, wheels)]
+    return [name for name in found if name in wheels], [name for name in found if name not in wheels]
+
+
+def _requires(name: str, wheels: Mapping[str, Wheel]) -> Sequence[Requirement]:
+    if name in wheels:
+        return wheels[name].requires
+    try:
+        return [Requirement(text) for text in distribution(name).requires or ()]
+    except PackageNotFoundError as error:
+        raise AssertionError(f"{name} is required and not installed") from error
+
+
+def _run(command: Sequence[str], arguments: Sequence[str]) -> str:
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+    done = subprocess.run([*command, *arguments], check=False, capture_output=True, text=True, env=kept, timeout=540)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return done.stdout
