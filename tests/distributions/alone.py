@@ -18,6 +18,7 @@ from typing import Any, Final
 import numpy as np
 
 import ckptcore
+from ckptcore import VerifyReport
 from ckptcore.distributions import DISTRIBUTIONS
 from ckptcore.errors import UnsupportedLeafError
 
@@ -46,13 +47,13 @@ def digest(value: object) -> str:
     return found.hexdigest()
 
 
-def outcomes(directory: Path) -> Mapping[str, Mapping[str, str | bool]]:
+def outcomes(directory: Path) -> Mapping[str, Mapping[str, str]]:
     """Load each checkpoint in a directory, and return what came of it: a hash, or the type of the error."""
-    found: dict[str, Mapping[str, str | bool]] = {}
+    found: dict[str, Mapping[str, str]] = {}
     for root in sorted(directory.rglob("checkpoint.json")):
         path = root.parent
         found[str(path.relative_to(directory))] = {
-            "verified": ckptcore.verify(path).ok,
+            "verify": _outcome(partial(ckptcore.verify, path)),
             "load": _outcome(partial(ckptcore.load, path)),
             "load_checkpointables": _outcome(partial(ckptcore.load_checkpointables, path)),
         }
@@ -61,7 +62,8 @@ def outcomes(directory: Path) -> Mapping[str, Mapping[str, str | bool]]:
 
 def _outcome(load: Callable[[], object]) -> str:
     try:
-        return digest(load())
+        value = load()
+        return str(value.ok) if isinstance(value, VerifyReport) else digest(value)
     except ckptcore.CheckpointError as error:
         return type(error).__name__
 

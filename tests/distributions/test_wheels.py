@@ -17,6 +17,11 @@ from tests.distributions.wheels import Environment, Wheel, build_wheels
 pytestmark = pytest.mark.slow
 
 GOLDEN = ROOT / "tests" / "golden" / "checkpoints"
+UNFINISHED = {"claim", "partial"}
+"""Golden checkpoints of unfinished saves, which no load accepts."""
+
+OF_HOSTS = {"hosts"}
+"""Golden checkpoints of several hosts, each in a directory of its own. One process alone sees only parts of them."""
 
 
 @pytest.fixture(scope="module")
@@ -49,14 +54,15 @@ def test_the_core_alone_saves_loads_and_trains(core: Environment, tmp_path: Path
 def test_the_core_alone_loads_every_golden_checkpoint(core: Environment) -> None:
     found = _program(core, "golden", str(GOLDEN))
     assert found == alone.outcomes(GOLDEN)
-    assert found and all(outcome["verified"] for outcome in found.values())
     loaded = {
         Path(name).parts[0]
         for name, outcome in found.items()
         for way in ("load", "load_checkpointables")
-        if len(str(outcome[way])) == 64
+        if len(outcome[way]) == 64
     }
-    assert loaded == {path.name for path in GOLDEN.iterdir()}
+    assert loaded == {path.name for path in GOLDEN.iterdir()} - UNFINISHED
+    damaged = {name: outcome for name, outcome in found.items() if outcome["verify"] != "True"}
+    assert {Path(name).parts[0] for name in damaged} <= UNFINISHED | OF_HOSTS
 
 
 def test_the_core_says_how_to_install_what_is_missing(core: Environment, tmp_path: Path) -> None:
