@@ -24,7 +24,7 @@ from benchmarks.alternating import Case, Contender, compare
 from benchmarks.local import State
 from benchmarks.report import Row
 from benchmarks.setting import Setting
-from ckptcore.transforms import DequantizeAsConfigured
+from ckptcore_transforms import DequantizeAsConfigured
 
 __all__ = ["rows"]
 

@@ -53,6 +53,7 @@ DISTRIBUTIONS: Final = (
     Distribution("fsspec", "ckptcore_fsspec", schemes=("abfs", "az", "hdfs", "http", "https", "sftp")),
     Distribution("ray", "ckptcore_ray"),
     Distribution("testing", "ckptcore_testing"),
+    Distribution("transforms", "ckptcore_transforms", names={"transforms": ""}),
 )
 
 

@@ -17,8 +17,8 @@ from ckptcore.loading.verify import ProgressCallback
 from ckptcore.protocols import Layout
 from ckptcore.step_names import StepNames
 from ckptcore.training.step_copies import StepProgressCallback, StepsCopyReport, copy_run
-from ckptcore.transforms import Transforms
 from ckptcore.tree.subtrees import SubtreePath
+from ckptcore_transforms import Transforms
 
 __all__ = ["consolidate", "convert", "copy", "copy_steps"]
 

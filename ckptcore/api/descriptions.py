@@ -15,7 +15,7 @@ from ckptcore.loading.describe import (
 from ckptcore.tree.abstract_values import abstract_value
 
 if TYPE_CHECKING:
-    from ckptcore.transforms import Transforms
+    from ckptcore_transforms import Transforms
 
 __all__ = ["abstract", "checkpointables_metadata", "metadata"]
 

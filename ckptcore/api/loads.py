@@ -17,7 +17,7 @@ from ckptcore.loading.wanted import Wanted
 if TYPE_CHECKING:
     from ckptcore.loading.load_reports import LoadReport
     from ckptcore.select import Selection
-    from ckptcore.transforms import Transforms
+    from ckptcore_transforms import Transforms
 
 __all__ = ["load", "load_async", "load_checkpointables", "load_into"]
 

@@ -42,7 +42,7 @@ from ckptcore.saving.preparing import save_created
 from ckptcore.saving.reporting import ReportedSave
 
 if TYPE_CHECKING:
-    from ckptcore.transforms import Transforms
+    from ckptcore_transforms import Transforms
 
 __all__ = ["SourceReplaced", "convert_checkpoint"]
 
@@ -148,7 +148,7 @@ class _Conversion:
         Raises:
             TransformError: if it has no tree, or they do not fit.
         """
-        from ckptcore.transforms import apply_transforms  # only who transforms waits for it
+        from ckptcore_transforms import apply_transforms  # only who transforms waits for it
 
         if opened.layout.name == FilesLayout.name:
             raise TransformError(
@@ -241,7 +241,7 @@ class _Conversion:
     def _check(self, source: Opened | OpenedComposite) -> None:
         """Look, before the commit, whether further checkpoints that were read are still those that were opened."""
         if isinstance(source, Opened) and source.derived is not None:
-            from ckptcore.transforms import check_beside  # only who reads further ones needs it
+            from ckptcore_transforms import check_beside  # only who reads further ones needs it
 
             check_beside(source)
         self._before_commit()

@@ -26,7 +26,7 @@ from ckptcore.model.tree import JSON
 from ckptcore.timelines import timeline_from_json
 
 if TYPE_CHECKING:
-    from ckptcore.transforms import Transforms
+    from ckptcore_transforms import Transforms
 
 __all__ = [
     "CheckpointMetadata",

@@ -28,7 +28,7 @@ from ckptcore.tree.flattening import Flat, first_stuck, flatten, rebuild, restor
 if TYPE_CHECKING:
     from ckptcore.loading.load_accounts import LoadAccount
     from ckptcore.select import Selection
-    from ckptcore.transforms import Transforms
+    from ckptcore_transforms import Transforms
 
 __all__ = [
     "abstract_leaves",
@@ -118,7 +118,7 @@ def transformed(opened: Opened, transforms: Transforms, context: Context) -> Ope
     """
     if not transforms:
         return opened
-    from ckptcore.transforms import apply_transforms  # only who transforms waits for it
+    from ckptcore_transforms import apply_transforms  # only who transforms waits for it
 
     return apply_transforms(opened, transforms, context)
 
@@ -129,7 +129,7 @@ def _checking(opened: Opened, finish: Callable[[list[object]], T]) -> Callable[[
         return finish
 
     def check_and_finish(leaves: list[object]) -> T:
-        from ckptcore.transforms import check_beside  # is there by now
+        from ckptcore_transforms import check_beside  # is there by now
 
         check_beside(opened)
         return finish(leaves)

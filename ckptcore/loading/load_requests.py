@@ -10,7 +10,7 @@ from ckptcore.loading.matching_options import EXACT, Matching
 if TYPE_CHECKING:
     from ckptcore.loading.load_reports import LoadReport
     from ckptcore.select import Selection
-    from ckptcore.transforms import Transforms
+    from ckptcore_transforms import Transforms
 
 __all__ = ["AS_IT_IS", "LoadAs", "LoadRequest"]
 

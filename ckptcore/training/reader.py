@@ -36,7 +36,7 @@ from ckptcore.training.tiered_steps import TieredSteps
 if TYPE_CHECKING:
     from ckptcore.loading.load_reports import LoadReport
     from ckptcore.select import Selection
-    from ckptcore.transforms import Transforms
+    from ckptcore_transforms import Transforms
 
 __all__ = ["CheckpointReader"]
 

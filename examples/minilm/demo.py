@@ -16,8 +16,8 @@ import numpy as np
 import numpy.typing as npt
 
 import ckptcore
-from ckptcore.transforms import describe, inverse
-from ckptcore.transforms.maps import bert_to_scanned
+from ckptcore_transforms import describe, inverse
+from ckptcore_transforms.maps import bert_to_scanned
 from examples.minilm import network_jax, network_numpy, network_scanned, network_torch
 from examples.minilm.interrupted import kill_save_halfway, leftovers
 from examples.minilm.pretrained import Sizes, model_directory

@@ -17,7 +17,7 @@ from examples.minilm.tokens import Tokens
 __all__ = ["Weights", "embed", "sharding"]
 
 Weights: TypeAlias = Any
-"""The tree that `ckptcore.transforms.maps.bert_to_scanned` makes: nested dicts of arrays."""
+"""The tree that `ckptcore_transforms.maps.bert_to_scanned` makes: nested dicts of arrays."""
 
 _SPLIT_OUTPUTS = ("query", "key", "value", "intermediate")
 

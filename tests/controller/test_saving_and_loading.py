@@ -14,7 +14,7 @@ from ckptcore_testing import RemoteArray, WorkerProcesses
 import ckptcore
 from ckptcore.errors import TransformError
 from ckptcore.model import ArraySpec, Box
-from ckptcore.transforms import Cast, Fuse, Scale, Transform, Transpose
+from ckptcore_transforms import Cast, Fuse, Scale, Transform, Transpose
 from tests.controller.arrays import COLUMNS, ROWS, SPEC, WHOLE, digests_of, make_rows, make_whole
 from tests.controller.elements import counted
 

@@ -12,18 +12,7 @@ from ckptcore_testing.strategies import boxes
 from hypothesis import strategies as st
 
 from ckptcore.context import Context
-from ckptcore.derivations import (
-    Derivation,
-    Stored,
-    cast,
-    concatenate,
-    cut,
-    pad,
-    permute,
-    reshape,
-    stack,
-    weighted_sum,
-)
+from ckptcore.derivations import Derivation, Stored, cast, concatenate, cut, pad, permute, reshape, stack, weighted_sum
 from ckptcore.loading.opened import Opened
 from ckptcore.loading.tries import open_checkpoint
 from ckptcore.model import ArraySpec, Box, HostArray, ReadPlan

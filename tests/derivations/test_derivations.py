@@ -38,7 +38,7 @@ from ckptcore.loading.opened import Opened
 from ckptcore.loading.tries import open_checkpoint
 from ckptcore.model import LEAF, ArrayRecord, ArraySpec, Box, HostArray, Node, TreeMetadata
 from ckptcore.planning import plan_read
-from ckptcore.transforms import Stack, Transform, Transpose
+from ckptcore_transforms import Stack, Transform, Transpose
 from tests.derivations.chains import Chain, chains, open_counted
 
 STORED: Sequence[HostArray] = [

@@ -17,23 +17,14 @@ from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 import ckptcore
-from ckptcore.derivations import (
-    Derivation,
-    Stored,
-    block_scaled,
-    concatenate,
-    constant,
-    mxfp4,
-    permute,
-    reinterpret,
-    unpack_fp4,
-)
+from ckptcore.derivations import Derivation, Stored, concatenate, constant, permute
 from ckptcore.derivations.batches import Place
-from ckptcore.derivations.scaled import _tile
 from ckptcore.loading.derived import Derived, derive
 from ckptcore.loading.opened import Opened
 from ckptcore.model import LEAF, ArrayRecord, ArraySpec, Box, HostArray, Node, TreeMetadata, dtype_from_name
 from ckptcore.planning import plan_read
+from ckptcore_transforms.derived.packed import reinterpret, unpack_fp4
+from ckptcore_transforms.derived.scaled import _tile, block_scaled, mxfp4
 from tests.derivations.chains import open_counted
 
 BFLOAT16, E4M3FN, E8M0 = (dtype_from_name(name) for name in ("bfloat16", "float8_e4m3fn", "float8_e8m0fnu"))

@@ -18,7 +18,7 @@ pytest.importorskip("tokenizers")
 safetensors = pytest.importorskip("safetensors.numpy")
 
 import ckptcore
-from ckptcore.transforms.maps import bert_to_scanned
+from ckptcore_transforms.maps import bert_to_scanned
 from examples.minilm import network_numpy
 from examples.minilm.pretrained import Sizes, model_directory
 from examples.minilm.tokens import Tokens, tokenise

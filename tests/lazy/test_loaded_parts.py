@@ -19,7 +19,7 @@ from ckptcore import ArrayShard, Context, LoadedPart, LoadReport, MemoryOptions,
 from ckptcore.errors import CheckpointNotFoundError, CorruptCheckpointError, TreeMismatchError
 from ckptcore.model import BLOCK_BYTES, Box
 from ckptcore.protocols import Coordinator
-from ckptcore.transforms import Cast, Stack
+from ckptcore_transforms import Cast, Stack
 
 FAST = Context(durability="none")
 SMALL = Context(durability="none", memory=MemoryOptions(load_bytes=6 << 20))

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 import ckptcore
 from ckptcore import PLACEHOLDER, LoadReport, select
 from ckptcore.errors import CheckpointError, TransformError, TreeMismatchError
-from ckptcore.transforms import Cast, Drop, IfPresent, Rename, Transform, inverse
+from ckptcore_transforms import Cast, Drop, IfPresent, Rename, Transform, inverse
 
 LOCATION = "memory://loading/random-trees"
 SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much]

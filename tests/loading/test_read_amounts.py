@@ -17,8 +17,8 @@ from ckptcore import ArrayShard, Context, ShardedArray
 from ckptcore.builtin.local import LocalStorage
 from ckptcore.model import Box, TileRead
 from ckptcore.protocols import Coordinator, Layout, StorageBackend, StorageOpener, StorageOptions
-from ckptcore.transforms import Cast, Stack
 from ckptcore_orbax import OcdbtLayout, Zarr3Layout
+from ckptcore_transforms import Cast, Stack
 
 RANKS = 4
 

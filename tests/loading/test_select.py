@@ -23,7 +23,7 @@ from ckptcore.loading.tries import open_checkpoint
 from ckptcore.model import BLOCK_BYTES, LEAF, ArrayRecord, ArraySpec, Node, TreeMetadata
 from ckptcore.protocols import Coordinator
 from ckptcore.select import LeafTable, Selection
-from ckptcore.transforms import Default, Rename, apply_transforms
+from ckptcore_transforms import Default, Rename, apply_transforms
 
 ANY: Any = select  # which what a user may write does not fit
 FAST = Context(durability="none")

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 import ckptcore
 from ckptcore import AbstractArray, ArrayShard, Context, LoadReport, Matching, MemoryOptions, ShardedArray
-from ckptcore.transforms import Cast, Default, Rename, Scale, Stack, Transform, Transpose
+from ckptcore_transforms import Cast, Default, Rename, Scale, Stack, Transform, Transpose
 
 NARROWING = Matching(cast="narrowing", shapes={"pad", "truncate", "reshape"}, unexpected="ignore")
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 import ckptcore
 from ckptcore import AbstractArray
 from ckptcore.model import HostArray
-from ckptcore.transforms import (
+from ckptcore_transforms import (
     Apply,
     Average,
     Cast,

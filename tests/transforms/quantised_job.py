@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
 import ckptcore
-from ckptcore.transforms import DequantizeAsConfigured, Transpose
+from ckptcore_transforms import DequantizeAsConfigured, Transpose
 
 PLACEMENTS: list[tuple[Placement, Placement]] = [
     (Shard(0), Shard(0)),

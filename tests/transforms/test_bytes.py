@@ -14,7 +14,7 @@ import pytest
 import ckptcore
 from ckptcore import AbstractArray, ArrayShard, Context, LoadReport, Matching, MemoryOptions, ShardedArray
 from ckptcore.model import Box, dtype_from_name
-from ckptcore.transforms import (
+from ckptcore_transforms import (
     Apply,
     Average,
     Cast,
@@ -137,10 +137,10 @@ CASES |= {
 
 
 def test_every_transform_is_counted() -> None:
-    import ckptcore.transforms
+    import ckptcore_transforms
 
     kinds = {type(one).__name__ for make, *_ in CASES.values() for one in make(Path())}
-    assert {name for name in ckptcore.transforms.__all__ if hasattr(getattr(ckptcore.transforms, name), "inverse")} - {
+    assert {name for name in ckptcore_transforms.__all__ if hasattr(getattr(ckptcore_transforms, name), "inverse")} - {
         "Transform"
     } == kinds
 

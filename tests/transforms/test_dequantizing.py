@@ -15,7 +15,7 @@ from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 import ckptcore
 from ckptcore import AbstractArray
 from ckptcore.errors import CorruptCheckpointError, TransformError, TreeMismatchError
-from ckptcore.transforms import (
+from ckptcore_transforms import (
     Dequantize,
     DequantizeAsConfigured,
     DequantizeMxfp4,
@@ -28,7 +28,7 @@ from ckptcore.transforms import (
     describe,
     inverse,
 )
-from ckptcore.transforms.maps import bert_to_scanned
+from ckptcore_transforms.maps import bert_to_scanned
 from tests.transforms.quantizing import (
     BLOCK,
     fp8_blocks,

@@ -25,7 +25,7 @@ from ckptcore import ArrayShard, Context, LoadReport, MemoryOptions, ShardedArra
 from ckptcore.model import Box, HostArray
 from ckptcore.model.arrays import dtype_from_name
 from ckptcore.protocols import Coordinator
-from ckptcore.transforms import Dequantize, DequantizeAsConfigured, Stack, Transform
+from ckptcore_transforms import Dequantize, DequantizeAsConfigured, Stack, Transform
 from tests.transforms.quantizing import fp8_blocks, minilm, mxfp4_experts, publish, turned_back
 
 RANKS = 4

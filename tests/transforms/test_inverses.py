@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ckptcore
-import ckptcore.transforms
+import ckptcore_transforms
 from ckptcore.errors import TransformError
-from ckptcore.transforms import (
+from ckptcore_transforms import (
     Apply,
     Average,
     Cast,
@@ -117,7 +117,7 @@ _INVERTIBLE: list[Transform] = [
 
 
 def test_every_transform_is_described_and_taken_back_or_says_that_nothing_does() -> None:
-    kinds = {getattr(ckptcore.transforms, name) for name in ckptcore.transforms.__all__}
+    kinds = {getattr(ckptcore_transforms, name) for name in ckptcore_transforms.__all__}
     listed = [*_INVERTIBLE, *_ONE_WAY]
     assert {type(one) for one in listed} == {kind for kind in kinds if hasattr(kind, "inverse")} - {Transform}
     lines = describe(listed).splitlines()

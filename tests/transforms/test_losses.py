@@ -12,7 +12,7 @@ from ckptcore_testing import assert_same_tree
 
 import ckptcore
 from ckptcore.errors import TransformError
-from ckptcore.transforms import (
+from ckptcore_transforms import (
     Average,
     Default,
     Fuse,

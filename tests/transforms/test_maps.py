@@ -17,8 +17,8 @@ from safetensors.numpy import load_file
 
 import ckptcore
 from ckptcore.errors import TransformError
-from ckptcore.transforms import Drop, Transform, inverse
-from ckptcore.transforms.maps import (
+from ckptcore_transforms import Drop, Transform, inverse
+from ckptcore_transforms.maps import (
     MAPS,
     bert_to_scanned,
     find_map,

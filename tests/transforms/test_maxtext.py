@@ -21,8 +21,8 @@ import ckptcore
 from ckptcore import PLACEHOLDER, ArrayShard, Context, LoadReport, ShardedArray
 from ckptcore.errors import TransformError
 from ckptcore.model import Box
-from ckptcore.transforms import Pad, Transform, describe, inverse
-from ckptcore.transforms.maps import llama_to_maxtext, qwen_to_maxtext
+from ckptcore_transforms import Pad, Transform, describe, inverse
+from ckptcore_transforms.maps import llama_to_maxtext, qwen_to_maxtext
 from tests.transforms.maxtext import Family, maxtext_logits, maxtext_tree
 from tests.transforms.published import EPSILON, HEAD_DIM, TOKENS, logits, publish
 

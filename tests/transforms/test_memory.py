@@ -29,7 +29,7 @@ import sys
 
 import ckptcore
 from ckptcore import AbstractArray, Context, Matching, MemoryOptions
-from ckptcore.transforms import Average, Cast, Dequantize, MergeLora, Pad, Rename, Scale, SplitAxis, Stack
+from ckptcore_transforms import Average, Cast, Dequantize, MergeLora, Pad, Rename, Scale, SplitAxis, Stack
 
 large, small, load_bytes = sys.argv[1:]
 context = Context(memory=MemoryOptions(load_bytes=int(load_bytes)))

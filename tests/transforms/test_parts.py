@@ -18,7 +18,7 @@ from ckptcore import ArrayShard, Context, LoadReport, MemoryOptions, ShardedArra
 from ckptcore.errors import CheckpointError
 from ckptcore.model import Box
 from ckptcore.protocols import Coordinator
-from ckptcore.transforms import Cast, Fuse, Pad, Rename, Reshape, Slice, Split, Stack, Transform, Transpose, inverse
+from ckptcore_transforms import Cast, Fuse, Pad, Rename, Reshape, Slice, Split, Stack, Transform, Transpose, inverse
 
 RANKS = 4
 LAYERS, ROWS, COLUMNS = 4, 1024, 1024

@@ -15,7 +15,7 @@ import pytest
 from flax import nnx
 
 import ckptcore
-from ckptcore.transforms.maps import llama_to_scanned
+from ckptcore_transforms.maps import llama_to_scanned
 from tests.transforms.published import EPSILON, HEAD_DIM, TOKENS, logits, publish
 
 EMBED, MLP, HEADS, KV_HEADS, LAYERS, VOCABULARY = 24, 40, 4, 2, 3, 66

@@ -16,7 +16,7 @@ from ckptcore_testing.strategies import Point
 import ckptcore
 from ckptcore import AbstractArray
 from ckptcore.errors import CorruptCheckpointError, TransformError, TreeMismatchError
-from ckptcore.transforms import (
+from ckptcore_transforms import (
     Apply,
     Average,
     Cast,

@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import ckptcore
 from ckptcore import LoadReport
-from ckptcore.transforms import Cast, Fuse, Stack, Transform, Transpose, inverse
+from ckptcore_transforms import Cast, Fuse, Stack, Transform, Transpose, inverse
 
 CHAIN: list[Transform] = [
     Transpose("layers.*.weight"),

@@ -16,7 +16,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import ckptcore
 from ckptcore import LoadReport
-from ckptcore.transforms import Cast, Rename, Split, Stack, Transform, Transpose
+from ckptcore_transforms import Cast, Rename, Split, Stack, Transform, Transpose
 
 RANK, RANKS = 2, 4
 

@@ -6,11 +6,13 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, TypeAlias
 
-from ckptcore.derivations import Derivation, block_scaled, reinterpret
+from ckptcore.derivations import Derivation
 from ckptcore.errors import TransformError
 from ckptcore.model.tree import TreePath, format_path
 from ckptcore.quantized_names import is_quantized
-from ckptcore.transforms.drafts import Draft, DraftArray, Leaf
+from ckptcore_transforms.derived.packed import reinterpret
+from ckptcore_transforms.derived.scaled import block_scaled
+from ckptcore_transforms.drafts import Draft, DraftArray, Leaf
 
 __all__ = ["Making", "Quantized", "dequantize", "in_blocks", "listed"]
 

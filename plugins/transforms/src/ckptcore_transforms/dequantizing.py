@@ -6,16 +6,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from ckptcore.derivations import Derivation, mxfp4
+from ckptcore.derivations import Derivation
 from ckptcore.errors import TransformError
 from ckptcore.model.arrays import ArraySpec
 from ckptcore.model.tree import format_path
 from ckptcore.quantized_names import is_quantized
-from ckptcore.transforms.arguments import expect_dtype, expect_ints, expect_text
-from ckptcore.transforms.drafts import Draft, DraftArray
-from ckptcore.transforms.patterns import Fields, Template
-from ckptcore.transforms.quantized import Making, Quantized, dequantize, in_blocks
-from ckptcore.transforms.transform import Transform, not_invertible
+from ckptcore_transforms.arguments import expect_dtype, expect_ints, expect_text
+from ckptcore_transforms.derived.scaled import mxfp4
+from ckptcore_transforms.drafts import Draft, DraftArray
+from ckptcore_transforms.patterns import Fields, Template
+from ckptcore_transforms.quantized import Making, Quantized, dequantize, in_blocks
+from ckptcore_transforms.transform import Transform, not_invertible
 
 __all__ = ["NO_WAY_BACK", "Dequantize", "DequantizeMxfp4"]
 

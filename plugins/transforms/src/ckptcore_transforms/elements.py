@@ -9,10 +9,10 @@ from typing import Any
 
 from ckptcore.derivations import Derivation, cast, computed, cut, pad, weighted_sum
 from ckptcore.model.arrays import AbstractArray, ArraySpec, Box, name_of_dtype
-from ckptcore.transforms.arguments import expect_callable, expect_dtype, expect_int, expect_number
-from ckptcore.transforms.each_array import EachArray, axis_of
-from ckptcore.transforms.patterns import Template
-from ckptcore.transforms.transform import Transform, not_invertible
+from ckptcore_transforms.arguments import expect_callable, expect_dtype, expect_int, expect_number
+from ckptcore_transforms.each_array import EachArray, axis_of
+from ckptcore_transforms.patterns import Template
+from ckptcore_transforms.transform import Transform, not_invertible
 
 __all__ = ["Apply", "Cast", "Pad", "Scale", "Slice"]
 

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ckptcore.derivations import Derivation, permute, reshape
-from ckptcore.transforms.arguments import expect_int, expect_ints
-from ckptcore.transforms.each_array import EachArray, axis_of
-from ckptcore.transforms.patterns import Template
-from ckptcore.transforms.transform import Transform, not_invertible
+from ckptcore_transforms.arguments import expect_int, expect_ints
+from ckptcore_transforms.each_array import EachArray, axis_of
+from ckptcore_transforms.patterns import Template
+from ckptcore_transforms.transform import Transform, not_invertible
 
 __all__ = ["MergeAxes", "Reshape", "SplitAxis", "Transpose"]
 

@@ -12,10 +12,10 @@ from ckptcore.model.arrays import Box
 from ckptcore.model.metadata import ValueRecord
 from ckptcore.model.sizes import count
 from ckptcore.model.tree import TreePath, format_path
-from ckptcore.transforms.arguments import expect_pattern, expect_text
-from ckptcore.transforms.drafts import Draft, DraftArray, DraftValue, Leaf
-from ckptcore.transforms.patterns import Pattern, Template, exactly, text_path
-from ckptcore.transforms.transform import Transform, not_invertible
+from ckptcore_transforms.arguments import expect_pattern, expect_text
+from ckptcore_transforms.drafts import Draft, DraftArray, DraftValue, Leaf
+from ckptcore_transforms.patterns import Pattern, Template, exactly, text_path
+from ckptcore_transforms.transform import Transform, not_invertible
 
 __all__ = ["Default", "Drop", "Refuse", "Rename", "RenameTable"]
 

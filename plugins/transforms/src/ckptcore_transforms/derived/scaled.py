@@ -13,11 +13,11 @@ from typing import Any, Final
 import numpy as np
 
 from ckptcore.derivations.derivation import Derivation, Part
-from ckptcore.derivations.packed import reinterpret, unpack_fp4
 from ckptcore.derivations.reshaped import reshape
 from ckptcore.dtype_values import may_become
 from ckptcore.io.elements import copy_elements
 from ckptcore.model.arrays import ArraySpec, Box, HostArray, dtype_from_name
+from ckptcore_transforms.derived.packed import reinterpret, unpack_fp4
 
 __all__ = ["BlockScaled", "block_of", "block_scaled", "mxfp4"]
 

@@ -10,11 +10,11 @@ from ckptcore.derivations import Derivation, concatenate, cut, reshape, stack
 from ckptcore.errors import TransformError
 from ckptcore.model.arrays import Box
 from ckptcore.model.tree import TreePath, format_path
-from ckptcore.transforms.arguments import expect_int, expect_ints, expect_pattern, expect_text, expect_texts
-from ckptcore.transforms.drafts import Draft, DraftArray, Leaf
-from ckptcore.transforms.each_array import axis_of
-from ckptcore.transforms.patterns import Fields, Found, Pattern, Template
-from ckptcore.transforms.transform import Transform, not_invertible
+from ckptcore_transforms.arguments import expect_int, expect_ints, expect_pattern, expect_text, expect_texts
+from ckptcore_transforms.drafts import Draft, DraftArray, Leaf
+from ckptcore_transforms.each_array import axis_of
+from ckptcore_transforms.patterns import Fields, Found, Pattern, Template
+from ckptcore_transforms.transform import Transform, not_invertible
 
 __all__ = ["Fuse", "Split", "Stack", "Unstack"]
 

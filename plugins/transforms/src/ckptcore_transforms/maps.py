@@ -1,6 +1,6 @@
 """Maps: ready-made transforms between how libraries name, stack and turn the weights of one family of models.
 
-Each function gives the transforms from Hugging Face's names; `ckptcore.transforms.inverse` of them is the way back. What stands beside the model, as
+Each function gives the transforms from Hugging Face's names; `ckptcore_transforms.inverse` of them is the way back. What stands beside the model, as
 heads do, stays as it is; what a map does not know of the model itself is an error, either way.
 
 Hugging Face's names are those of the modules of ``transformers``, and its kernels lie as ``[outputs, inputs]``, as PyTorch's. *Scanned* is a tree as
@@ -16,13 +16,13 @@ from dataclasses import dataclass
 from typing import Final, Literal, TypeAlias, get_args
 
 from ckptcore.errors import TransformError
-from ckptcore.transforms.applying import inverse
-from ckptcore.transforms.axes import MergeAxes, SplitAxis, Transpose
-from ckptcore.transforms.drafts import Draft
-from ckptcore.transforms.elements import Scale
-from ckptcore.transforms.moves import Refuse, Rename
-from ckptcore.transforms.several import Stack
-from ckptcore.transforms.transform import IfPresent, Transform
+from ckptcore_transforms.applying import inverse
+from ckptcore_transforms.axes import MergeAxes, SplitAxis, Transpose
+from ckptcore_transforms.drafts import Draft
+from ckptcore_transforms.elements import Scale
+from ckptcore_transforms.moves import Refuse, Rename
+from ckptcore_transforms.several import Stack
+from ckptcore_transforms.transform import IfPresent, Transform
 
 __all__ = [
     "MAPS",

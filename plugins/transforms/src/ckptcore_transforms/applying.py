@@ -17,8 +17,8 @@ from ckptcore.io.elements import bytes_of
 from ckptcore.loading.derived import derive
 from ckptcore.loading.opened import Opened, replaced_beside
 from ckptcore.loading.tries import open_checkpoint
-from ckptcore.transforms.drafts import Draft
-from ckptcore.transforms.transform import Transform
+from ckptcore_transforms.drafts import Draft
+from ckptcore_transforms.transform import Transform
 
 __all__ = ["Transforms", "apply_transforms", "check_beside", "describe", "inverse"]
 
@@ -137,5 +137,5 @@ def _expect_transforms(transforms: Transforms) -> None:
     for transform in transforms:
         if isinstance(transform, type) or not all(callable(getattr(transform, name, None)) for name in _METHODS):
             raise TypeError(
-                f"{transform!r} is no transform: expected what ckptcore.transforms has, such as Rename(...)"
+                f"{transform!r} is no transform: expected what ckptcore_transforms has, such as Rename(...)"
             )

@@ -9,20 +9,20 @@ as little as the part of it takes that is asked for. What matches nothing, or do
 - `Stack`, `Unstack`, `Split`, `Fuse`: several arrays to one, one to several
 - `MergeLora`, `Average`: arrays of several checkpoints
 - `IfPresent`: a transform that may have nothing to do
-- `ckptcore.transforms.maps`: ready-made lists of transforms for families of models
+- `ckptcore_transforms.maps`: ready-made lists of transforms for families of models
 - `describe`: what they do, in words; `inverse`: those that take the result back
 """
 
-from ckptcore.transforms.applying import Transforms, apply_transforms, check_beside, describe, inverse
-from ckptcore.transforms.axes import MergeAxes, Reshape, SplitAxis, Transpose
-from ckptcore.transforms.configured import DequantizeAsConfigured
-from ckptcore.transforms.dequantizing import Dequantize, DequantizeMxfp4
-from ckptcore.transforms.elements import Apply, Cast, Pad, Scale, Slice
-from ckptcore.transforms.merges import Average, MergeLora
-from ckptcore.transforms.moves import Default, Drop, Refuse, Rename, RenameTable
-from ckptcore.transforms.patterns import Pattern
-from ckptcore.transforms.several import Fuse, Split, Stack, Unstack
-from ckptcore.transforms.transform import IfPresent, Transform
+from ckptcore_transforms.applying import Transforms, apply_transforms, check_beside, describe, inverse
+from ckptcore_transforms.axes import MergeAxes, Reshape, SplitAxis, Transpose
+from ckptcore_transforms.configured import DequantizeAsConfigured
+from ckptcore_transforms.dequantizing import Dequantize, DequantizeMxfp4
+from ckptcore_transforms.elements import Apply, Cast, Pad, Scale, Slice
+from ckptcore_transforms.merges import Average, MergeLora
+from ckptcore_transforms.moves import Default, Drop, Refuse, Rename, RenameTable
+from ckptcore_transforms.patterns import Pattern
+from ckptcore_transforms.several import Fuse, Split, Stack, Unstack
+from ckptcore_transforms.transform import IfPresent, Transform
 
 __all__ = [
     "Apply",

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from ckptcore.errors import TransformError
-from ckptcore.transforms.drafts import Draft, NothingMatches
+from ckptcore_transforms.drafts import Draft, NothingMatches
 
 __all__ = ["IfPresent", "Transform", "not_invertible"]
 

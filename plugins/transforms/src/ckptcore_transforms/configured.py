@@ -7,17 +7,18 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from ckptcore.derivations import Derivation, mxfp4, permute
+from ckptcore.derivations import Derivation, permute
 from ckptcore.model.metadata import PLAIN_ARRAY
 from ckptcore.model.tree import TreePath, format_path
 from ckptcore.quantized_names import BLOCKS, SCALES, SCALES_OF_BLOCKS, WEIGHT, is_quantized, names_of_scales
-from ckptcore.transforms.arguments import expect_dtype
-from ckptcore.transforms.dequantizing import NO_WAY_BACK
-from ckptcore.transforms.drafts import Draft, DraftArray, NothingMatches
-from ckptcore.transforms.patterns import path_text
-from ckptcore.transforms.quantization_config import Block, QuantizationConfig, read_quantization
-from ckptcore.transforms.quantized import Making, Quantized, dequantize, in_blocks
-from ckptcore.transforms.transform import Transform, not_invertible
+from ckptcore_transforms.arguments import expect_dtype
+from ckptcore_transforms.dequantizing import NO_WAY_BACK
+from ckptcore_transforms.derived.scaled import mxfp4
+from ckptcore_transforms.drafts import Draft, DraftArray, NothingMatches
+from ckptcore_transforms.patterns import path_text
+from ckptcore_transforms.quantization_config import Block, QuantizationConfig, read_quantization
+from ckptcore_transforms.quantized import Making, Quantized, dequantize, in_blocks
+from ckptcore_transforms.transform import Transform, not_invertible
 
 __all__ = ["DequantizeAsConfigured"]
 

@@ -9,12 +9,12 @@ from typing import Final, Literal, TypeAlias
 
 from ckptcore.errors import TransformError
 from ckptcore.model.tree import JSON
-from ckptcore.transforms.quantized import listed
+from ckptcore_transforms.quantized import listed
 
 __all__ = ["Block", "Packing", "QuantizationConfig", "read_quantization"]
 
 Block: TypeAlias = tuple[int, ...] | None
-"""Extents of a block along the last axes, in elements; None: the shape of the scales tells (`ckptcore.derivations.block_of`)."""
+"""Extents of a block along the last axes, in elements; None: the shape of the scales tells (`ckptcore_transforms.derived.scaled.block_of`)."""
 
 Packing: TypeAlias = Literal["fp4", "int8"]
 """What a byte is that is no float8: two numbers of MXFP4, or a whole number."""

@@ -8,10 +8,10 @@ from ckptcore.derivations import Derivation
 from ckptcore.errors import TransformError
 from ckptcore.model.arrays import ArraySpec
 from ckptcore.model.tree import format_path
-from ckptcore.transforms.arguments import expect_pattern
-from ckptcore.transforms.drafts import Draft, DraftArray
-from ckptcore.transforms.patterns import Pattern, Template
-from ckptcore.transforms.transform import Transform
+from ckptcore_transforms.arguments import expect_pattern
+from ckptcore_transforms.drafts import Draft, DraftArray
+from ckptcore_transforms.patterns import Pattern, Template
+from ckptcore_transforms.transform import Transform
 
 __all__ = ["EachArray", "axis_of"]
 

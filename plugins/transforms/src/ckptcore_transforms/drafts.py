@@ -17,8 +17,8 @@ from ckptcore.loading.opened import Opened
 from ckptcore.model.metadata import PLAIN_ARRAY, ArrayRecord, LeafRecord, TreeMetadata, ValueRecord
 from ckptcore.model.tree import JSON, LEAF, Key, Node, NodeKind, Skeleton, TreePath, format_path
 from ckptcore.plugins import Plugins
-from ckptcore.transforms.patterns import Fields, Template, path_text
 from ckptcore.tree.suggestions import NearNames
+from ckptcore_transforms.patterns import Fields, Template, path_text
 
 __all__ = ["Draft", "DraftArray", "DraftValue", "Finished", "Leaf", "NothingMatches"]
 

@@ -1,0 +1,1 @@
+"""Derived arrays that only transforms make: quantised arrays as numbers."""
