@@ -1,52 +1,55 @@
-"""Derivations: how an array is made of boxes of other arrays. Pure; no I/O.
+"""Derived arrays that the core makes itself, and reading of any derived array.
 
 - `Stored`: an array of a checkpoint, of which everything else is made
-- `cut`, `concatenate`, `stack`, `permute`, `pad`: its elements in other places (`ckptcore.derivations.placed`)
-- `reshape`: its elements in C order with other axes (`ckptcore.derivations.reshaped`)
-- `cast`, `constant`, `weighted_sum`, `merge_low_rank`, `computed`: other elements (`ckptcore.derivations.made`)
+- `Cut`, `Concatenation`, `Constant`: elements in other places (`ckptcore.derivations.views`)
+- `Reshaped`: the same elements in C order with other axes (`ckptcore.derivations.reshaped`)
+- `CastArray`, `Narrowed`: other dtypes (`ckptcore.derivations.casts`)
+- `WholeArray`: a base class of arrays that are computed only as a whole
+- `Batch`, `Fill`: what is read and computed to fill boxes (`ckptcore.derivations.batches`)
 
-They compose: what one is made of are derivations. Each says of which boxes of those a box of it is made, and no larger ones, so that
-a process which needs a part of the last array reads the parts of stored ones that it takes.
+They compose: the inputs of a derived array are derived arrays. Each states the boxes of its inputs that a box of it is
+made of, and no larger ones, so that a process reads only the parts of stored arrays that its shards need.
 """
 
-from ckptcore.derivations.derivation import Derivation, Part, Stored
-from ckptcore.derivations.made import (
-    Cast,
-    Computed,
-    Constant,
-    LowRankMerge,
-    WeightedSum,
+from ckptcore.derivations.casts import (
+    CastArray,
+    Narrowed,
+    Piece,
     cast,
-    computed,
-    constant,
-    merge_low_rank,
-    weighted_sum,
+    copy_rounded,
+    is_complex,
+    is_whole,
+    narrow,
+    pieces,
 )
-from ckptcore.derivations.placed import Concatenation, Cut, Permuted, concatenate, cut, pad, permute, stack
+from ckptcore.derivations.derivation import OfNothing, Stored, WholeArray, place, walk
+from ckptcore.derivations.dtype_values import may_become
 from ckptcore.derivations.reshaped import Reshaped, reshape
+from ckptcore.derivations.views import Concatenation, Constant, Cut, concatenate, constant, cut, pad
 
 __all__ = [
-    "Cast",
-    "Computed",
+    "CastArray",
     "Concatenation",
     "Constant",
     "Cut",
-    "Derivation",
-    "LowRankMerge",
-    "Part",
-    "Permuted",
+    "Narrowed",
+    "OfNothing",
+    "Piece",
     "Reshaped",
     "Stored",
-    "WeightedSum",
+    "WholeArray",
     "cast",
-    "computed",
     "concatenate",
     "constant",
+    "copy_rounded",
     "cut",
-    "merge_low_rank",
+    "is_complex",
+    "is_whole",
+    "may_become",
+    "narrow",
     "pad",
-    "permute",
+    "pieces",
+    "place",
     "reshape",
-    "stack",
-    "weighted_sum",
+    "walk",
 ]

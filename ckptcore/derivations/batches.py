@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
 
-from ckptcore.derivations.derivation import Derivation, Stored
-from ckptcore.derivations.made import Computed
+from ckptcore.derivations.derivation import Stored, WholeArray
 from ckptcore.io.elements import copy_elements
 from ckptcore.io.memory import allocate
 from ckptcore.model.arrays import ArraySpec, Box, HostArray
+from ckptcore.protocols import DerivedArray
 
 __all__ = ["Batch", "Fill", "Place", "ReadAll", "StoredRead"]
 
@@ -68,11 +68,11 @@ class Fill:
     waiting: int = 0
     steps: list[Callable[[], None]] = field(default_factory=list)
     held_bytes: int = 0
-    _parts: dict[tuple[Derivation, Box], HostArray] = field(default_factory=dict)
-    _results: dict[Computed, list[HostArray]] = field(default_factory=dict)
+    _parts: dict[tuple[DerivedArray, Box], HostArray] = field(default_factory=dict)
+    _results: dict[WholeArray, list[HostArray]] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, derivation: Derivation, places: Sequence[Place]) -> Fill:
+    def of(cls, derivation: DerivedArray, places: Sequence[Place]) -> Fill:
         """Say what is to be done to fill places with their boxes; read nothing.
 
         Memory is reserved, and not used before it is read into.
@@ -96,7 +96,7 @@ class Fill:
         for step in steps:
             step()
 
-    def _place(self, derivation: Derivation, box: Box, out: HostArray) -> None:
+    def _place(self, derivation: DerivedArray, box: Box, out: HostArray) -> None:
         """Let a box of an array be put into `out`."""
         if isinstance(derivation, Stored):
             if out.flags.c_contiguous:
@@ -105,7 +105,7 @@ class Fill:
                 # NumPy copies as it is read: no layout reads into memory with gaps.
                 self.steps.append(functools.partial(copy_elements, out, self._made(derivation, box)))
             return
-        if isinstance(derivation, Computed):
+        if isinstance(derivation, WholeArray):
             result = self._result(derivation)
             self.steps.append(lambda: copy_elements(out, result[0][box.slices]))
             return
@@ -117,7 +117,7 @@ class Fill:
         parts = [self._made(derivation.inputs[part.number], part.box) for part in needed]
         self.steps.append(functools.partial(derivation.make, box, parts, out))
 
-    def _result(self, derivation: Computed) -> list[HostArray]:
+    def _result(self, derivation: WholeArray) -> list[HostArray]:
         """What will hold all that a function gives, which is called once."""
         if (result := self._results.get(derivation)) is None:
             result = self._results[derivation] = []
@@ -127,7 +127,7 @@ class Fill:
             self.steps.append(lambda: result.append(derivation.compute(parts)))
         return result
 
-    def _made(self, derivation: Derivation, box: Box) -> HostArray:
+    def _made(self, derivation: DerivedArray, box: Box) -> HostArray:
         """Memory of its own that will hold a box of an array; of what holds it already, the same."""
         if (out := self._parts.get((derivation, box))) is None:
             out = self._parts[derivation, box] = allocate(ArraySpec(box.shape, derivation.spec.dtype))

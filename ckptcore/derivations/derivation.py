@@ -1,78 +1,25 @@
-"""Derivation: how a box of an array is made of boxes of other arrays."""
+"""Stored arrays, of which all derived arrays are made, and arrays that are computed only as a whole."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
 
 from ckptcore.io.elements import copy_elements
 from ckptcore.model.arrays import ArraySpec, Box, HostArray
+from ckptcore.protocols import DerivedArray, Part
 
-__all__ = ["Derivation", "OfNothing", "Part", "Stored", "place", "walk"]
-
-
-class Part(NamedTuple):
-    """A box of an input that a box of a derived array is made of.
-
-    Attributes:
-        number: of the input.
-        box: where in the input, in elements; never empty.
-    """
-
-    number: int
-    box: Box
-
-
-class Derivation(Protocol):
-    """How an array is made of others. Immutable, and pickled where its values can be. Any thread.
-
-    No method is called for a box without elements.
-    """
-
-    @property
-    def spec(self) -> ArraySpec:
-        """The array that is made."""
-        ...
-
-    @property
-    def inputs(self) -> Sequence[Derivation]:
-        """What it is made of."""
-        ...
-
-    def needed(self, box: Box) -> Sequence[Part]:
-        """What a box of the array is made of: as little as can be."""
-        ...
-
-    def views(self, box: Box, out: HostArray) -> Sequence[HostArray] | None:
-        """Where in `out` the parts go as they are, so that they are read into place; by part, of the part's shape.
-
-        Together they are all of `out`. None where the parts are not elements of the box, or do not lie so in this memory.
-
-        Args:
-            box: what `out` is to hold.
-            out: memory of the box's shape; of any strides.
-        """
-        ...
-
-    def make(self, box: Box, parts: Sequence[HostArray], out: HostArray) -> None:
-        """Fill `out` with a box of the array.
-
-        Args:
-            box: which one.
-            parts: the elements of what `needed` said, in its order; not to be changed.
-            out: memory of the box's shape and the dtype of the array; of any strides.
-        """
-        ...
+__all__ = ["OfNothing", "Stored", "WholeArray", "place", "walk"]
 
 
 class OfNothing:
-    """What is made of no other array."""
+    """A derived array without inputs."""
 
     __slots__ = ()
 
     @property
-    def inputs(self) -> Sequence[Derivation]:
+    def inputs(self) -> Sequence[DerivedArray]:
         """None."""
         return ()
 
@@ -81,18 +28,18 @@ class OfNothing:
         return ()
 
     def views(self, box: Box, out: HostArray) -> Sequence[HostArray] | None:
-        """None: nothing is put in its place."""
+        """None: no input is copied."""
         return None
 
 
 @dataclass(frozen=True, slots=True)
 class Stored(OfNothing):
-    """An array of a checkpoint as it is stored: it is read, and not made.
+    """An array of a checkpoint as it is stored. It is read, and not computed.
 
     Attributes:
-        spec: what is stored.
+        spec: shape and dtype as stored.
         leaf: its number in the tree of the checkpoint.
-        checkpoint: which one, where arrays of several are put together: 0 is the one that is loaded.
+        checkpoint: 0 for the checkpoint that is loaded; 1 and up for further ones.
     """
 
     spec: ArraySpec
@@ -104,9 +51,44 @@ class Stored(OfNothing):
         raise NotImplementedError("a stored array is read, and not made")
 
 
-def walk(derivation: Derivation) -> Iterator[Derivation]:
-    """A derivation and all that it is made of."""
-    stack = [derivation]
+class WholeArray(ABC):
+    """A derived array whose elements are all computed at once, from whole inputs: once for all boxes that are read.
+
+    Attributes:
+        inputs: the arrays that it is made of.
+        spec: shape and dtype of the array.
+    """
+
+    __slots__ = ()
+
+    inputs: tuple[DerivedArray, ...]
+    spec: ArraySpec
+
+    @abstractmethod
+    def compute(self, parts: Sequence[HostArray]) -> HostArray:
+        """Return the whole array.
+
+        Args:
+            parts: the inputs that have elements.
+        """
+
+    def needed(self, box: Box) -> Sequence[Part]:
+        """Every input, whole."""
+        wholes = [(number, Box.whole(one.spec.shape)) for number, one in enumerate(self.inputs)]
+        return [Part(number, whole) for number, whole in wholes if whole.size]
+
+    def views(self, box: Box, out: HostArray) -> Sequence[HostArray] | None:
+        """None: the elements are computed."""
+        return None
+
+    def make(self, box: Box, parts: Sequence[HostArray], out: HostArray) -> None:
+        """Compute the array and copy a box of it."""
+        copy_elements(out, self.compute(parts)[box.slices])
+
+
+def walk(array: DerivedArray) -> Iterator[DerivedArray]:
+    """Yield a derived array and all that it is made of."""
+    stack = [array]
     while stack:
         one = stack.pop()
         yield one
@@ -114,6 +96,6 @@ def walk(derivation: Derivation) -> Iterator[Derivation]:
 
 
 def place(views: Sequence[HostArray], parts: Sequence[HostArray]) -> None:
-    """Copy parts to where they go."""
+    """Copy parts to views."""
     for view, part in zip(views, parts, strict=True):
         copy_elements(view, part)

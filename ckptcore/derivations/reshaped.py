@@ -10,9 +10,10 @@ from typing import Final, TypeAlias
 
 import numpy as np
 
-from ckptcore.derivations.derivation import Derivation, Part, place
+from ckptcore.derivations.derivation import place
 from ckptcore.io.elements import copy_elements, plain
 from ckptcore.model.arrays import ArraySpec, Box, HostArray
+from ckptcore.protocols import DerivedArray, Part
 
 __all__ = ["Reshaped", "reshape"]
 
@@ -60,7 +61,7 @@ class Reshaped:
         shape: of the result; as many elements.
     """
 
-    of: Derivation
+    of: DerivedArray
     shape: tuple[int, ...]
 
     @property
@@ -69,7 +70,7 @@ class Reshaped:
         return ArraySpec(self.shape, self.of.spec.dtype)
 
     @property
-    def inputs(self) -> Sequence[Derivation]:
+    def inputs(self) -> Sequence[DerivedArray]:
         """The array."""
         return (self.of,)
 
@@ -147,7 +148,7 @@ class Reshaped:
         return groups
 
 
-def reshape(of: Derivation, shape: Sequence[int]) -> Derivation:
+def reshape(of: DerivedArray, shape: Sequence[int]) -> DerivedArray:
     """The elements of an array in C order, with other axes.
 
     Args:

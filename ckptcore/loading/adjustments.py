@@ -10,9 +10,8 @@ from typing import Final
 import numpy as np
 
 from ckptcore.context import Context
-from ckptcore.derivations import Derivation, Stored, cast, cut, pad, reshape
-from ckptcore.derivations.narrowed import narrow
-from ckptcore.dtype_values import float_values, has_all_values_of, is_narrowing, may_become
+from ckptcore.derivations import Stored, cast, cut, narrow, pad, reshape
+from ckptcore.derivations.dtype_values import float_values, has_all_values_of, is_narrowing, may_become
 from ckptcore.loading.derived import Derived, derive
 from ckptcore.loading.differences import Remedy
 from ckptcore.loading.load_reports import LeafChange
@@ -20,6 +19,7 @@ from ckptcore.loading.matching_options import Casting, Matching, ShapeChange
 from ckptcore.loading.opened import Opened
 from ckptcore.model.arrays import ArraySpec, Box, name_of_dtype
 from ckptcore.model.metadata import ArrayRecord, LeafRecord
+from ckptcore.protocols import DerivedArray
 
 __all__ = ["Adjustment", "Refused", "adjust", "adjusted"]
 
@@ -38,7 +38,7 @@ class Adjustment:
     """
 
     change: LeafChange
-    make: Callable[[Derivation], Derivation]
+    make: Callable[[DerivedArray], DerivedArray]
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,8 +123,8 @@ def _casting(asked: str, stored: str) -> Casting | None:
 
 
 def _made(
-    stored: Derivation, *, asked: ArraySpec, shapes: frozenset[ShapeChange], casting: Casting, matching: Matching
-) -> Derivation:
+    stored: DerivedArray, *, asked: ArraySpec, shapes: frozenset[ShapeChange], casting: Casting, matching: Matching
+) -> DerivedArray:
     made = stored
     if "reshape" in shapes:
         made = reshape(made, asked.shape)
@@ -173,7 +173,7 @@ def adjusted(opened: Opened, adjustments: Mapping[int, Adjustment], context: Con
     made = opened.derived
     below = made if isinstance(made, Derived) and not made.opened_so else None
     leaves: list[LeafRecord] = list(tree.leaves)
-    derivations: dict[int, Derivation] = {}
+    derivations: dict[int, DerivedArray] = {}
     aliases: dict[int, int] = {}
     first: dict[tuple[int, LeafChange | None], int] = {}
     changes: dict[int, tuple[int, str]] = {}

@@ -14,7 +14,7 @@ from ckptcore.commit.occupants import parse_root
 from ckptcore.commit.references import stored_numbers, stored_tree
 from ckptcore.commit.root import Base, Root
 from ckptcore.context import Context
-from ckptcore.derivations.derivation import Derivation, Stored
+from ckptcore.derivations import Stored
 from ckptcore.errors import CorruptCheckpointError, InvalidLocationError, UnsupportedVersionError
 from ckptcore.io.errands import ask_each
 from ckptcore.io.reader import ObjectReader
@@ -23,6 +23,7 @@ from ckptcore.loading.derived import Derived, derive
 from ckptcore.loading.opened import Opened
 from ckptcore.model.metadata import ArrayRecord
 from ckptcore.model.tree import format_path
+from ckptcore.protocols import DerivedArray
 
 __all__ = ["base_location", "base_path", "open_base", "read_base", "with_bases"]
 
@@ -153,7 +154,7 @@ def with_bases(opened: Opened, root: Root, context: Context) -> Opened:
 
     parallelism = requests_of(location.parent).concurrency
     bases = ask_each(context.io_threads, references.bases, open_one, parallelism=parallelism)
-    derivations: dict[int, Derivation] = {}
+    derivations: dict[int, DerivedArray] = {}
     values: dict[int, int] = {}
     for leaf, number in stored_numbers(root.tree, references).items():
         record = root.tree.leaves[leaf]

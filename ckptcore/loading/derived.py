@@ -11,9 +11,8 @@ from dataclasses import dataclass, field
 from typing import Final, Literal, TypeAlias
 
 from ckptcore.commit.location import LocationAddress
+from ckptcore.derivations import Stored, WholeArray, walk
 from ckptcore.derivations.batches import Batch, Fill, Place, StoredRead
-from ckptcore.derivations.derivation import Derivation, Stored, walk
-from ckptcore.derivations.made import Computed
 from ckptcore.errors import TransformError
 from ckptcore.io.memory import allocate
 from ckptcore.loading.opened import Opened, naming_further
@@ -22,6 +21,7 @@ from ckptcore.model.metadata import ArrayRecord, TreeMetadata
 from ckptcore.model.transfer import ReadPlan
 from ckptcore.model.tree import format_path
 from ckptcore.planning import plan_read
+from ckptcore.protocols import DerivedArray
 
 __all__ = ["Derived", "Recipe", "derive"]
 
@@ -52,7 +52,7 @@ class Recipe:
     """
 
     tree: TreeMetadata
-    derivations: Mapping[int, Derivation]
+    derivations: Mapping[int, DerivedArray]
     values: Mapping[int, int]
     most_bytes: int
     beside: tuple[LocationAddress, ...]
@@ -92,7 +92,7 @@ class Derived:
 
     tree: TreeMetadata
     below: tuple[Opened, ...]
-    derivations: Mapping[int, Derivation]
+    derivations: Mapping[int, DerivedArray]
     values: Mapping[int, int]
     most_bytes: int = _USUAL_BYTES
     told: str = ""
@@ -192,7 +192,7 @@ class Derived:
                 for there in below.read(plan, [reads[number].buffer for number in numbers]):
                     yield numbers[there]
 
-    def _fills(self, derivation: Derivation, places: Sequence[Place]) -> Sequence[Fill]:
+    def _fills(self, derivation: DerivedArray, places: Sequence[Place]) -> Sequence[Fill]:
         """What fills boxes of an array: all at once, or in pieces, where that takes too much memory and they read little more.
 
         A piece is a band of all boxes, so that what lies between the elements of one, which others take, is not read for each.
@@ -219,7 +219,7 @@ class Derived:
                     for piece, band in zip(pieces, bands, strict=True)
                 ]
                 return [*itertools.chain(*parts), *([Fill.of(derivation, empty)] if empty else [])]
-        if len(filled) == 1 or any(isinstance(one, Computed) for one in walk(derivation)):
+        if len(filled) == 1 or any(isinstance(one, WholeArray) for one in walk(derivation)):
             return [fill]
         if all(self._is_plain(read.array) for read in fill.reads):
             return [fill]  # each by itself would read what lies between its elements
@@ -271,7 +271,7 @@ class Derived:
 def derive(
     opened: Opened,
     tree: TreeMetadata,
-    derivations: Mapping[int, Derivation],
+    derivations: Mapping[int, DerivedArray],
     *,
     values: Mapping[int, int],
     beside: Sequence[Opened] = (),

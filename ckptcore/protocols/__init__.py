@@ -8,6 +8,7 @@
     coordination  the processes of a job
     execution     the workers of a single controller
     collectives   how they send each other elements
+    transforms    changes of a tree while it is loaded, and derived arrays
 """
 
 from ckptcore.protocols.collectives import (
@@ -70,6 +71,15 @@ from ckptcore.protocols.storage import (
     StorageOpener,
     StorageOptions,
 )
+from ckptcore.protocols.transforms import (
+    DerivedArray,
+    DerivedTree,
+    Part,
+    Transform,
+    TransformedTree,
+    Transforms,
+    TransformSource,
+)
 from ckptcore.protocols.values import (
     CheckpointableHandler,
     ContainerHandler,
@@ -102,6 +112,8 @@ __all__ = [
     "Coordinator",
     "CountsReplicas",
     "CreatesObjects",
+    "DerivedArray",
+    "DerivedTree",
     "Executor",
     "Fetched",
     "FilesHandler",
@@ -131,6 +143,7 @@ __all__ = [
     "MutableContainerHandler",
     "ObjectWriter",
     "OpensObjects",
+    "Part",
     "PerProcessHandler",
     "PlacesTiles",
     "Priority",
@@ -148,6 +161,10 @@ __all__ = [
     "StorageBackend",
     "StorageOpener",
     "StorageOptions",
+    "Transform",
+    "TransformSource",
+    "TransformedTree",
+    "Transforms",
     "WantedLeaf",
     "WriteForecast",
     "WriteStage",

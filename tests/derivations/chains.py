@@ -12,11 +12,12 @@ from ckptcore_testing.strategies import boxes
 from hypothesis import strategies as st
 
 from ckptcore.context import Context
-from ckptcore.derivations import Derivation, Stored, cast, concatenate, cut, pad, permute, reshape, stack, weighted_sum
+from ckptcore.derivations import Stored, cast, concatenate, cut, pad, reshape
 from ckptcore.loading.opened import Opened
 from ckptcore.loading.tries import open_checkpoint
 from ckptcore.model import ArraySpec, Box, HostArray, ReadPlan
-from ckptcore.protocols import ReadStore
+from ckptcore.protocols import DerivedArray, ReadStore
+from ckptcore_transforms.derived_arrays import permute, stack, weighted_sum
 
 CASTS = ("float32", "bfloat16", "float16", "int8", "float64", "float8_e4m3fn")
 
@@ -31,7 +32,7 @@ class Chain:
         origins: by element, the numbers of the stored elements that it is made of, along the last axis; -1 for none.
     """
 
-    derivation: Derivation
+    derivation: DerivedArray
     expected: HostArray
     origins: HostArray
 

@@ -15,30 +15,17 @@ from hypothesis import strategies as st
 
 import ckptcore
 from ckptcore.context import Context, MemoryOptions
-from ckptcore.derivations import (
-    Derivation,
-    Stored,
-    cast,
-    computed,
-    concatenate,
-    constant,
-    cut,
-    merge_low_rank,
-    pad,
-    permute,
-    reshape,
-    stack,
-    weighted_sum,
-)
+from ckptcore.derivations import Stored, cast, concatenate, constant, cut, pad, pieces, reshape
 from ckptcore.derivations.batches import Place
-from ckptcore.derivations.pieces import pieces
 from ckptcore.errors import TransformError
 from ckptcore.loading.derived import Derived, derive
 from ckptcore.loading.opened import Opened
 from ckptcore.loading.tries import open_checkpoint
 from ckptcore.model import LEAF, ArrayRecord, ArraySpec, Box, HostArray, Node, TreeMetadata
 from ckptcore.planning import plan_read
+from ckptcore.protocols import DerivedArray
 from ckptcore_transforms import Stack, Transform, Transpose
+from ckptcore_transforms.derived_arrays import computed, merge_low_rank, permute, stack, weighted_sum
 from tests.derivations.chains import Chain, chains, open_counted
 
 STORED: Sequence[HostArray] = [
@@ -55,7 +42,7 @@ def _saved(location: str, arrays: Sequence[HostArray] = STORED) -> str:
     return location
 
 
-def _tree(derivations: Sequence[Derivation]) -> TreeMetadata:
+def _tree(derivations: Sequence[DerivedArray]) -> TreeMetadata:
     return TreeMetadata(
         Node("list", tuple(range(len(derivations))), (LEAF,) * len(derivations)),
         tuple([ArrayRecord(one.spec) for one in derivations]),
@@ -74,7 +61,7 @@ def _read(opened: Opened, wanted: Sequence[tuple[int, Box]]) -> list[HostArray]:
     return buffers
 
 
-def _made(location: str, derivation: Derivation, *, most_bytes: int | None = None) -> HostArray:
+def _made(location: str, derivation: DerivedArray, *, most_bytes: int | None = None) -> HostArray:
     opened = open_checkpoint(location, Context())
     derived = derive(opened, _tree([derivation]), {0: derivation}, most_bytes=most_bytes, values={})
     return _read(derived, [(0, Box.whole(derivation.spec.shape))])[0]

@@ -17,14 +17,15 @@ from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 import ckptcore
-from ckptcore.derivations import Derivation, Stored, concatenate, constant, permute
+from ckptcore.derivations import Stored, concatenate, constant
 from ckptcore.derivations.batches import Place
 from ckptcore.loading.derived import Derived, derive
 from ckptcore.loading.opened import Opened
 from ckptcore.model import LEAF, ArrayRecord, ArraySpec, Box, HostArray, Node, TreeMetadata, dtype_from_name
 from ckptcore.planning import plan_read
-from ckptcore_transforms.derived.packed import reinterpret, unpack_fp4
-from ckptcore_transforms.derived.scaled import _tile, block_scaled, mxfp4
+from ckptcore.protocols import DerivedArray
+from ckptcore_transforms.derived_arrays import permute
+from ckptcore_transforms.quantized_arrays import _tile, block_scaled, mxfp4, reinterpret, unpack_fp4
 from tests.derivations.chains import open_counted
 
 BFLOAT16, E4M3FN, E8M0 = (dtype_from_name(name) for name in ("bfloat16", "float8_e4m3fn", "float8_e8m0fnu"))
@@ -35,15 +36,15 @@ SCALES = [0.0, -0.0, 1.0, -3.5, 1e-45, 1.2e-38, 3e38, math.inf, -math.inf, math.
 """Zero, below zero, subnormal, near the largest, none, and what rounds."""
 
 
-def _stored(array: HostArray, leaf: int = 0) -> Derivation:
+def _stored(array: HostArray, leaf: int = 0) -> DerivedArray:
     return Stored(ArraySpec(array.shape, str(array.dtype)), leaf)
 
 
-def _pair(values: HostArray, scales: HostArray) -> tuple[Derivation, Derivation]:
+def _pair(values: HostArray, scales: HostArray) -> tuple[DerivedArray, DerivedArray]:
     return _stored(values), _stored(scales, 1)
 
 
-def _derived(opened: Opened, one: Derivation, most_bytes: int | None = None) -> Opened:
+def _derived(opened: Opened, one: DerivedArray, most_bytes: int | None = None) -> Opened:
     tree = TreeMetadata(Node("list", (0,), (LEAF,)), (ArrayRecord(one.spec),))
     return derive(opened, tree, {0: one}, values={}, most_bytes=most_bytes)
 
@@ -56,7 +57,7 @@ def _read(opened: Opened, box: Box) -> HostArray:
     return out
 
 
-def _made(one: Derivation, arrays: Sequence[HostArray]) -> HostArray:
+def _made(one: DerivedArray, arrays: Sequence[HostArray]) -> HostArray:
     """All of an array that is made of these stored ones."""
     ckptcore.save("memory://derivations/made", list(arrays), overwrite="non-atomic")
     opened, _ = open_counted("memory://derivations/made")

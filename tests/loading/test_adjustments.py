@@ -13,7 +13,7 @@ from ckptcore_testing import ThreadJob, ThreadNetwork
 
 import ckptcore
 from ckptcore import AbstractArray, Context, LoadReport, Matching, MemoryOptions, select, transforms
-from ckptcore.dtype_values import is_narrowing
+from ckptcore.derivations.dtype_values import is_narrowing
 from ckptcore.errors import TargetUndefinedError, TransformError, TreeMismatchError
 from ckptcore.model import HostArray, dtype_from_name
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 import ckptcore
 from ckptcore import PLACEHOLDER, AbstractArray, Context, LoadReport, select
-from ckptcore.derivations import Stored, stack
+from ckptcore.derivations import Stored
 from ckptcore.errors import TreeMismatchError
 from ckptcore.loading.chosen_trees import chosen_leaves
 from ckptcore.loading.derived import derive
@@ -24,6 +24,7 @@ from ckptcore.model import BLOCK_BYTES, LEAF, ArrayRecord, ArraySpec, Node, Tree
 from ckptcore.protocols import Coordinator
 from ckptcore.select import LeafTable, Selection
 from ckptcore_transforms import Default, Rename, apply_transforms
+from ckptcore_transforms.derived_arrays import stack
 
 ANY: Any = select  # which what a user may write does not fit
 FAST = Context(durability="none")

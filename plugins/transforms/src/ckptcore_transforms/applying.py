@@ -10,13 +10,13 @@ import xxhash
 
 from ckptcore.commit.location import LocationLike
 from ckptcore.context import Context
-from ckptcore.derivations import Constant, Derivation
-from ckptcore.derivations.derivation import walk
+from ckptcore.derivations import Constant, walk
 from ckptcore.errors import CheckpointError, TransformError, UnsupportedLeafError
 from ckptcore.io.elements import bytes_of
 from ckptcore.loading.derived import derive
 from ckptcore.loading.opened import Opened, replaced_beside
 from ckptcore.loading.tries import open_checkpoint
+from ckptcore.protocols import DerivedArray
 from ckptcore_transforms.drafts import Draft
 from ckptcore_transforms.transform import Transform
 
@@ -81,7 +81,7 @@ def _cut(text: str) -> str:
     return text if len(text) <= _LONGEST else f"{text[: _LONGEST // 2]} ... {text[-_LONGEST // 2 :]}"
 
 
-def _told(transforms: Transforms, made: Iterable[Derivation]) -> str:
+def _told(transforms: Transforms, made: Iterable[DerivedArray]) -> str:
     """What ranks tell each other: what is done, and a digest of the elements that are not stored, which a line cannot show."""
     constants = {one: None for derivation in made for one in walk(derivation) if isinstance(one, Constant)}
     values = [one.value for one in constants if one.value.size > 1]

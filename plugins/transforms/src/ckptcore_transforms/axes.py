@@ -6,8 +6,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ckptcore.derivations import Derivation, permute, reshape
+from ckptcore.derivations import reshape
+from ckptcore.protocols import DerivedArray
 from ckptcore_transforms.arguments import expect_int, expect_ints
+from ckptcore_transforms.derived_arrays import permute
 from ckptcore_transforms.each_array import EachArray, axis_of
 from ckptcore_transforms.patterns import Template
 from ckptcore_transforms.transform import Transform, not_invertible
@@ -31,7 +33,7 @@ class Transpose(EachArray):
         if self.axes is not None:
             expect_ints(self, "axes")
 
-    def changed(self, array: Derivation) -> Derivation:
+    def changed(self, array: DerivedArray) -> DerivedArray:
         """See `EachArray`."""
         count = len(array.spec.shape)
         if self.axes is None and count < 2:
@@ -70,7 +72,7 @@ class Reshape(EachArray):
         if self.stored is not None:
             expect_ints(self, "stored")
 
-    def changed(self, array: Derivation) -> Derivation:
+    def changed(self, array: DerivedArray) -> DerivedArray:
         """See `EachArray`."""
         if self.stored is not None and reshape(array, self.stored).spec.shape != array.spec.shape:
             raise ValueError(f"{list(self.stored)} was expected as its shape, found {list(array.spec.shape)}")
@@ -105,7 +107,7 @@ class SplitAxis(EachArray):
         expect_int(self, "axis")
         expect_ints(self, "sizes", least=1)
 
-    def changed(self, array: Derivation) -> Derivation:
+    def changed(self, array: DerivedArray) -> DerivedArray:
         """See `EachArray`."""
         shape, axis = array.spec.shape, axis_of(array.spec, self.axis)
         return reshape(array, (*shape[:axis], *self.sizes, *shape[axis + 1 :]))
@@ -138,7 +140,7 @@ class MergeAxes(EachArray):
         expect_int(self, "axis")
         expect_ints(self, "sizes", least=1)
 
-    def changed(self, array: Derivation) -> Derivation:
+    def changed(self, array: DerivedArray) -> DerivedArray:
         """See `EachArray`."""
         shape, axis = array.spec.shape, axis_of(array.spec, self.axis)
         found = shape[axis : axis + len(self.sizes)]

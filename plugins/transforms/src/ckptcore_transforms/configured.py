@@ -7,17 +7,18 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from ckptcore.derivations import Derivation, permute
 from ckptcore.model.metadata import PLAIN_ARRAY
 from ckptcore.model.tree import TreePath, format_path
+from ckptcore.protocols import DerivedArray
 from ckptcore.quantized_names import BLOCKS, SCALES, SCALES_OF_BLOCKS, WEIGHT, is_quantized, names_of_scales
 from ckptcore_transforms.arguments import expect_dtype
 from ckptcore_transforms.dequantizing import NO_WAY_BACK
-from ckptcore_transforms.derived.scaled import mxfp4
+from ckptcore_transforms.derived_arrays import permute
 from ckptcore_transforms.drafts import Draft, DraftArray, NothingMatches
 from ckptcore_transforms.patterns import path_text
 from ckptcore_transforms.quantization_config import Block, QuantizationConfig, read_quantization
 from ckptcore_transforms.quantized import Making, Quantized, dequantize, in_blocks
+from ckptcore_transforms.quantized_arrays import mxfp4
 from ckptcore_transforms.transform import Transform, not_invertible
 
 __all__ = ["DequantizeAsConfigured"]
@@ -157,13 +158,13 @@ class _Search:
         return functools.partial(_in_one_of, blocks=self.config.blocks, dtype=self.dtype)
 
 
-def _in_one_of(values: Derivation, scales: Derivation, blocks: tuple[Block, ...], dtype: str) -> Derivation:
+def _in_one_of(values: DerivedArray, scales: DerivedArray, blocks: tuple[Block, ...], dtype: str) -> DerivedArray:
     """Values times the scales of the blocks that fit; where several do, they are the same ones.
 
     Raises:
         ValueError: if none does, or they differ.
     """
-    made: dict[Derivation, Block] = {}
+    made: dict[DerivedArray, Block] = {}
     refused: list[str] = []
     for block in blocks:
         try:
@@ -178,7 +179,7 @@ def _in_one_of(values: Derivation, scales: Derivation, blocks: tuple[Block, ...]
     return next(iter(made))
 
 
-def _turned(blocks: Derivation, scales: Derivation, dtype: str) -> Derivation:
+def _turned(blocks: DerivedArray, scales: DerivedArray, dtype: str) -> DerivedArray:
     """Experts with the axes that transformers gives them: (experts, inputs, outputs).
 
     Source: ``convert_moe_packed_tensors`` in transformers' ``integrations/mxfp4.py``.

@@ -6,16 +6,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from ckptcore.derivations import Derivation
 from ckptcore.errors import TransformError
 from ckptcore.model.arrays import ArraySpec
 from ckptcore.model.tree import format_path
+from ckptcore.protocols import DerivedArray
 from ckptcore.quantized_names import is_quantized
 from ckptcore_transforms.arguments import expect_dtype, expect_ints, expect_text
-from ckptcore_transforms.derived.scaled import mxfp4
 from ckptcore_transforms.drafts import Draft, DraftArray
 from ckptcore_transforms.patterns import Fields, Template
 from ckptcore_transforms.quantized import Making, Quantized, dequantize, in_blocks
+from ckptcore_transforms.quantized_arrays import mxfp4
 from ckptcore_transforms.transform import Transform, not_invertible
 
 __all__ = ["NO_WAY_BACK", "Dequantize", "DequantizeMxfp4"]
@@ -53,7 +53,7 @@ class Dequantize(Transform):
     def apply(self, draft: Draft) -> None:
         """See `Transform`."""
 
-        def make(values: Derivation, scales: Derivation) -> Derivation:
+        def make(values: DerivedArray, scales: DerivedArray) -> DerivedArray:
             return in_blocks(values, scales, self.block, self.dtype)
 
         _apply(draft, self.pattern, self.scales, self.pattern, make, is_quantized)
@@ -95,7 +95,7 @@ class DequantizeMxfp4(Transform):
     def apply(self, draft: Draft) -> None:
         """See `Transform`."""
 
-        def make(blocks: Derivation, scales: Derivation) -> Derivation:
+        def make(blocks: DerivedArray, scales: DerivedArray) -> DerivedArray:
             return mxfp4(blocks, scales, self.dtype)
 
         _apply(draft, self.blocks, self.scales, self.to, make, lambda spec: spec.dtype in ("uint8", "int8"))

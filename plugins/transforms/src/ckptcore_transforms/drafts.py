@@ -11,12 +11,13 @@ from typing import Final, TypeAlias
 
 from ckptcore.builtin.json_objects import read_json_object
 from ckptcore.commit.location import LocationLike
-from ckptcore.derivations import Derivation, Stored
+from ckptcore.derivations import Stored
 from ckptcore.errors import ObjectNotFoundError, TransformError
 from ckptcore.loading.opened import Opened
 from ckptcore.model.metadata import PLAIN_ARRAY, ArrayRecord, LeafRecord, TreeMetadata, ValueRecord
 from ckptcore.model.tree import JSON, LEAF, Key, Node, NodeKind, Skeleton, TreePath, format_path
 from ckptcore.plugins import Plugins
+from ckptcore.protocols import DerivedArray
 from ckptcore.tree.suggestions import NearNames
 from ckptcore_transforms.patterns import Fields, Template, path_text
 
@@ -39,12 +40,12 @@ class DraftArray:
         held_by: see `TreeMetadata.held_by`; None where every process held it.
     """
 
-    derivation: Derivation
+    derivation: DerivedArray
     record: ArrayRecord
     held_by: tuple[int, ...] | None = None
 
     @classmethod
-    def of(cls, derivation: Derivation) -> DraftArray:
+    def of(cls, derivation: DerivedArray) -> DraftArray:
         """One that was computed."""
         return cls(derivation, ArrayRecord(derivation.spec))
 
@@ -78,7 +79,7 @@ class Finished:
     """
 
     tree: TreeMetadata
-    derivations: Mapping[int, Derivation]
+    derivations: Mapping[int, DerivedArray]
     values: Mapping[int, int]
 
 
@@ -185,7 +186,7 @@ class Draft:
                 raise kind(f"{template} matches nothing; {_nearest(template, self.leaves)}")
         return found
 
-    def arrays(self, template: Template) -> Iterator[tuple[TreePath, Fields, Derivation]]:
+    def arrays(self, template: Template) -> Iterator[tuple[TreePath, Fields, DerivedArray]]:
         """The arrays that a pattern matches, with its fields, to be computed with.
 
         Raises:
@@ -194,7 +195,7 @@ class Draft:
         for path, fields in self.find(template).items():
             yield path, fields, self.array(path)
 
-    def array(self, path: TreePath) -> Derivation:
+    def array(self, path: TreePath) -> DerivedArray:
         """An array, to be computed with.
 
         Raises:
@@ -292,9 +293,9 @@ class Draft:
         skeleton = self._skeleton(order)
         leaves = [self.leaves[path] for path in order]
         records: list[LeafRecord] = [leaf.record for leaf in leaves]
-        derivations: dict[int, Derivation] = {}
+        derivations: dict[int, DerivedArray] = {}
         aliases: dict[int, int] = {}
-        first: dict[Derivation, int] = {}
+        first: dict[DerivedArray, int] = {}
         for number, leaf in enumerate(leaves):
             if isinstance(leaf, DraftArray):
                 original = first.setdefault(leaf.derivation, number)

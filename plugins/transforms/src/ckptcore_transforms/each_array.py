@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ckptcore.derivations import Derivation
 from ckptcore.errors import TransformError
 from ckptcore.model.arrays import ArraySpec
 from ckptcore.model.tree import format_path
+from ckptcore.protocols import DerivedArray
 from ckptcore_transforms.arguments import expect_pattern
 from ckptcore_transforms.drafts import Draft, DraftArray
 from ckptcore_transforms.patterns import Pattern, Template
@@ -41,7 +41,7 @@ class EachArray(Transform):
             made[path] = {path: leaf if now is array else DraftArray.of(now)}
         draft.replace(made)
 
-    def changed(self, array: Derivation) -> Derivation:
+    def changed(self, array: DerivedArray) -> DerivedArray:
         """What is made of one array.
 
         Raises:

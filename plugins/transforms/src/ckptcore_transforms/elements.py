@@ -7,9 +7,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from ckptcore.derivations import Derivation, cast, computed, cut, pad, weighted_sum
+from ckptcore.derivations import cast, cut, pad
 from ckptcore.model.arrays import AbstractArray, ArraySpec, Box, name_of_dtype
+from ckptcore.protocols import DerivedArray
 from ckptcore_transforms.arguments import expect_callable, expect_dtype, expect_int, expect_number
+from ckptcore_transforms.derived_arrays import computed, weighted_sum
 from ckptcore_transforms.each_array import EachArray, axis_of
 from ckptcore_transforms.patterns import Template
 from ckptcore_transforms.transform import Transform, not_invertible
@@ -36,7 +38,7 @@ class Cast(EachArray):
         if self.stored is not None:
             object.__setattr__(self, "stored", expect_dtype(self, "stored"))
 
-    def changed(self, array: Derivation) -> Derivation:
+    def changed(self, array: DerivedArray) -> DerivedArray:
         """See `EachArray`."""
         if self.stored is not None and array.spec.dtype != self.stored:
             raise ValueError(f"{self.stored} was expected to be stored, found {array.spec.dtype}")
@@ -72,7 +74,7 @@ class Scale(EachArray):
         if self.undo is not None:
             expect_number(self, "undo")
 
-    def changed(self, array: Derivation) -> Derivation:
+    def changed(self, array: DerivedArray) -> DerivedArray:
         """See `EachArray`."""
         return weighted_sum([array], [self.factor])
 
@@ -109,7 +111,7 @@ class Slice(EachArray):
         for name in ("start", "stop", "axis"):
             expect_int(self, name)
 
-    def changed(self, array: Derivation) -> Derivation:
+    def changed(self, array: DerivedArray) -> DerivedArray:
         """See `EachArray`."""
         shape = array.spec.shape
         axis = axis_of(array.spec, self.axis)
@@ -148,7 +150,7 @@ class Pad(EachArray):
         for name in ("size", "axis") if self.stored is None else ("size", "axis", "stored"):
             expect_int(self, name)
 
-    def changed(self, array: Derivation) -> Derivation:
+    def changed(self, array: DerivedArray) -> DerivedArray:
         """See `EachArray`."""
         shape = array.spec.shape
         axis = axis_of(array.spec, self.axis)
@@ -193,7 +195,7 @@ class Apply(EachArray):
         if self.undo is not None:
             expect_callable(self, "undo")
 
-    def changed(self, array: Derivation) -> Derivation:
+    def changed(self, array: DerivedArray) -> DerivedArray:
         """See `EachArray`."""
         spec = array.spec
         if self.result is not None:

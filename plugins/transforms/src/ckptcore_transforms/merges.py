@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from typing import Final
 
 from ckptcore.commit.location import LocationLike
-from ckptcore.derivations import merge_low_rank, weighted_sum
 from ckptcore.errors import TransformError
 from ckptcore.model.metadata import PLAIN_ARRAY
 from ckptcore.model.tree import TreePath, format_path
 from ckptcore_transforms.arguments import expect_number, expect_sequence, expect_text
+from ckptcore_transforms.derived_arrays import merge_low_rank, weighted_sum
 from ckptcore_transforms.drafts import Draft, DraftArray, Leaf
 from ckptcore_transforms.patterns import Fields, Template
 from ckptcore_transforms.transform import Transform, not_invertible

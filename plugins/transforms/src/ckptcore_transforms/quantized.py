@@ -6,20 +6,19 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, TypeAlias
 
-from ckptcore.derivations import Derivation
 from ckptcore.errors import TransformError
 from ckptcore.model.tree import TreePath, format_path
+from ckptcore.protocols import DerivedArray
 from ckptcore.quantized_names import is_quantized
-from ckptcore_transforms.derived.packed import reinterpret
-from ckptcore_transforms.derived.scaled import block_scaled
 from ckptcore_transforms.drafts import Draft, DraftArray, Leaf
+from ckptcore_transforms.quantized_arrays import block_scaled, reinterpret
 
 __all__ = ["Making", "Quantized", "dequantize", "in_blocks", "listed"]
 
 _SHOWN: Final = 30
 """How many problems an error lists."""
 
-Making: TypeAlias = Callable[[Derivation, Derivation], Derivation]
+Making: TypeAlias = Callable[[DerivedArray, DerivedArray], DerivedArray]
 """Makes an array of values and scales; a `ValueError` says what does not fit."""
 
 
@@ -39,7 +38,7 @@ class Quantized:
     make: Making
 
 
-def in_blocks(values: Derivation, scales: Derivation, block: Sequence[int] | None, dtype: str) -> Derivation:
+def in_blocks(values: DerivedArray, scales: DerivedArray, block: Sequence[int] | None, dtype: str) -> DerivedArray:
     """Values times the scales of their blocks; scales that are bytes are exponents of powers of two (E8M0), as MXFP8's are.
 
     Source: transformers' ``Fp8Dequantize`` (``integrations/finegrained_fp8.py``).

@@ -6,11 +6,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, TypeAlias
 
-from ckptcore.derivations import Derivation, concatenate, cut, reshape, stack
+from ckptcore.derivations import concatenate, cut, reshape
 from ckptcore.errors import TransformError
 from ckptcore.model.arrays import Box
 from ckptcore.model.tree import TreePath, format_path
+from ckptcore.protocols import DerivedArray
 from ckptcore_transforms.arguments import expect_int, expect_ints, expect_pattern, expect_text, expect_texts
+from ckptcore_transforms.derived_arrays import stack
 from ckptcore_transforms.drafts import Draft, DraftArray, Leaf
 from ckptcore_transforms.each_array import axis_of
 from ckptcore_transforms.patterns import Fields, Found, Pattern, Template
@@ -177,7 +179,7 @@ class Split(Transform):
             made[path] = {new: DraftArray.of(part) for new, part in zip(paths, parts, strict=True)}
         draft.replace(made)
 
-    def _parts(self, array: Derivation) -> Sequence[Derivation]:
+    def _parts(self, array: DerivedArray) -> Sequence[DerivedArray]:
         axis, count = axis_of(array.spec, self.axis), len(self.to)
         extent = array.spec.shape[axis]
         sizes = self.sizes if self.sizes is not None else [extent // max(count, 1)] * count
@@ -250,7 +252,7 @@ class Fuse(Transform):
             made[members[0][0]] = {new: DraftArray.of(array)}
         draft.replace(made)
 
-    def _fused(self, arrays: Sequence[Derivation]) -> Derivation:
+    def _fused(self, arrays: Sequence[DerivedArray]) -> DerivedArray:
         axis = axis_of(arrays[0].spec, self.axis)
         sizes = [one.spec.shape[axis] if axis < len(one.spec.shape) else 0 for one in arrays]
         if sizes != (list(self.sizes) if self.sizes is not None else sizes[:1] * len(sizes)):

@@ -1,4 +1,4 @@
-"""Arrays times the scales of their blocks, as quantised weights are meant."""
+"""Derived arrays of quantised weights: values times the scales of their blocks, bytes as other elements, MXFP4."""
 
 from __future__ import annotations
 
@@ -12,14 +12,21 @@ from typing import Any, Final
 
 import numpy as np
 
-from ckptcore.derivations.derivation import Derivation, Part
-from ckptcore.derivations.reshaped import reshape
-from ckptcore.dtype_values import may_become
-from ckptcore.io.elements import copy_elements
-from ckptcore.model.arrays import ArraySpec, Box, HostArray, dtype_from_name
-from ckptcore_transforms.derived.packed import reinterpret, unpack_fp4
+from ckptcore.derivations import may_become, place, reshape
+from ckptcore.io.elements import copy_elements, plain
+from ckptcore.model import ArraySpec, Box, HostArray, dtype_from_name
+from ckptcore.protocols import DerivedArray, Part
 
-__all__ = ["BlockScaled", "block_of", "block_scaled", "mxfp4"]
+__all__ = [
+    "BlockScaled",
+    "Reinterpreted",
+    "UnpackedFp4",
+    "block_of",
+    "block_scaled",
+    "mxfp4",
+    "reinterpret",
+    "unpack_fp4",
+]
 
 _SCALES: Final = ("float32", "bfloat16", "float16", "float8_e8m0fnu")
 """The dtypes of scales: float32 has all their values."""
@@ -44,6 +51,133 @@ _E4M3FN_BIAS: Final = np.float32(2.0 ** (127 - 7))
 """What a float32 of these bits lacks: its exponent is counted from -127, theirs from -7."""
 
 
+_PIECE_BYTES: Final = 1 << 15
+"""How many bytes are taken apart at a time: what NumPy makes of them on the way stays in a cache."""
+
+_MADE: Final = "float8_e4m3fn"
+
+
+@dataclass(frozen=True, slots=True)
+class Reinterpreted:
+    """An array whose bytes are elements of another dtype.
+
+    Attributes:
+        of: the array.
+        dtype: the name of the dtype; its elements have as many bytes.
+    """
+
+    of: DerivedArray
+    dtype: str
+
+    @property
+    def spec(self) -> ArraySpec:
+        """The array that is made."""
+        return ArraySpec(self.of.spec.shape, self.dtype)
+
+    @property
+    def inputs(self) -> Sequence[DerivedArray]:
+        """The array."""
+        return (self.of,)
+
+    def needed(self, box: Box) -> Sequence[Part]:
+        """The same box."""
+        return (Part(0, box),)
+
+    def views(self, box: Box, out: HostArray) -> Sequence[HostArray]:
+        """All of it, as the array has it."""
+        return (out.view(self.of.spec.numpy_dtype),)
+
+    def make(self, box: Box, parts: Sequence[HostArray], out: HostArray) -> None:
+        """Copy the bytes."""
+        place(self.views(box, out), parts)
+
+
+@dataclass(frozen=True, slots=True)
+class UnpackedFp4:
+    """The numbers of four bits (E2M1) of which an array has two in each byte, along its last axis.
+
+    The low half of a byte is the first, as Hugging Face's checkpoints have them (openai/gpt-oss, ``gpt_oss/torch/weights.py``). A
+    number is a sign, two bits of exponent and one of mantissa: 0, 0.5, 1, 1.5, 2, 3, 4, 6 and the same below zero (OCP Microscaling
+    Formats 1.0, 5.3.3). They are made as elements of ``float8_e4m3fn``, which has them all.
+
+    Attributes:
+        of: the array; of ``uint8``.
+    """
+
+    of: DerivedArray
+
+    @property
+    def spec(self) -> ArraySpec:
+        """The array that is made: twice as long along the last axis."""
+        *before, last = self.of.spec.shape
+        return ArraySpec((*before, 2 * last), _MADE)
+
+    @property
+    def inputs(self) -> Sequence[DerivedArray]:
+        """The array."""
+        return (self.of,)
+
+    def needed(self, box: Box) -> Sequence[Part]:
+        """The bytes that have some of it."""
+        return (Part(0, Box((*box.start[:-1], box.start[-1] // 2), (*box.stop[:-1], -(-box.stop[-1] // 2)))),)
+
+    def views(self, box: Box, out: HostArray) -> Sequence[HostArray] | None:
+        """None: the elements are others."""
+        return None
+
+    def make(self, box: Box, parts: Sequence[HostArray], out: HostArray) -> None:
+        """Take the bytes apart."""
+        (part,) = parts
+        first, count = box.start[-1] % 2, box.shape[-1]
+        made: HostArray = plain(out) if out.flags.c_contiguous else np.empty(out.shape, np.uint8)
+        rows, numbers = part.reshape(-1, part.shape[-1]), made.reshape(-1, count)
+        step = max(1, _PIECE_BYTES // rows.shape[1])
+        for start in range(0, rows.shape[0], step):
+            pairs = np.take(_pairs(), rows[start : start + step], mode="wrap")
+            numbers[start : start + step] = pairs.view(np.uint8)[:, first : first + count]
+        if not out.flags.c_contiguous:
+            plain(out)[...] = made
+
+
+@functools.cache
+def _pairs() -> HostArray:
+    """By byte, the two numbers in it: of each the bits that it has in the dtype that is made, in the order of memory."""
+    codes = np.arange(16, dtype=np.uint8).view(dtype_from_name("float4_e2m1fn"))
+    numbers = codes.astype(np.float32).astype(dtype_from_name(_MADE)).view(np.uint8)
+    both = np.stack([np.tile(numbers, 16), np.repeat(numbers, 16)], axis=1)
+    pairs: HostArray = np.ascontiguousarray(both).view(np.uint16)[:, 0]
+    return pairs
+
+
+def reinterpret(of: DerivedArray, dtype: str) -> DerivedArray:
+    """An array whose bytes are elements of another dtype.
+
+    Args:
+        of: the array.
+        dtype: a name that `ckptcore.model.dtype_from_name` knows.
+
+    Raises:
+        ValueError: if its elements have another number of bytes.
+    """
+    if of.spec.dtype == dtype:
+        return of
+    made = ArraySpec(of.spec.shape, dtype)
+    if made.numpy_dtype.itemsize != of.spec.numpy_dtype.itemsize:
+        raise ValueError(f"{of.spec} does not have elements of as many bytes as {dtype}")
+    return Reinterpreted(of, dtype)
+
+
+def unpack_fp4(of: DerivedArray) -> DerivedArray:
+    """The numbers of four bits of which an array has two in each byte: see `UnpackedFp4`.
+
+    Raises:
+        ValueError: if it is no array of bytes with an axis.
+    """
+    if of.spec.dtype not in ("uint8", "int8") or not of.spec.shape:
+        raise ValueError(f"{of.spec} is no array of bytes with an axis, each of two numbers of four bits")
+    return UnpackedFp4(reinterpret(of, "uint8"))
+
+
 @dataclass(frozen=True, slots=True)
 class BlockScaled:
     """Each element times the scale of its block, computed in float32 and rounded once; what is too large becomes infinite.
@@ -55,8 +189,8 @@ class BlockScaled:
         dtype: the name of the dtype of the result.
     """
 
-    values: Derivation
-    scales: Derivation
+    values: DerivedArray
+    scales: DerivedArray
     block: tuple[int, ...]
     dtype: str
 
@@ -66,7 +200,7 @@ class BlockScaled:
         return ArraySpec(self.values.spec.shape, self.dtype)
 
     @property
-    def inputs(self) -> Sequence[Derivation]:
+    def inputs(self) -> Sequence[DerivedArray]:
         """Elements and scales."""
         return (self.values, self.scales)
 
@@ -193,8 +327,8 @@ def block_of(values: tuple[int, ...], scales: tuple[int, ...]) -> tuple[int, ...
 
 
 def block_scaled(
-    values: Derivation, scales: Derivation, block: Sequence[int] | None, dtype: str = "float32"
-) -> Derivation:
+    values: DerivedArray, scales: DerivedArray, block: Sequence[int] | None, dtype: str = "float32"
+) -> DerivedArray:
     """An array times the scales of its blocks: see `BlockScaled`.
 
     Args:
@@ -240,7 +374,7 @@ def _is_real(dtype: str) -> bool:
     return dtype != "bool" and may_become("float32", dtype)
 
 
-def mxfp4(blocks: Derivation, scales: Derivation, dtype: str = "float32") -> Derivation:
+def mxfp4(blocks: DerivedArray, scales: DerivedArray, dtype: str = "float32") -> DerivedArray:
     """Numbers of MXFP4: in blocks of 32 along the last axis, two in each byte (`UnpackedFp4`), times one scale for each block.
 
     A scale is a power of two, of which a byte has the exponent (E8M0): 2 ** (byte - 127), and no number for 255 (OCP Microscaling Formats

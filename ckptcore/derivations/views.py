@@ -1,4 +1,4 @@
-"""Arrays whose elements are those of others, in other places: cut out, one after the other, with other axes first."""
+"""Arrays whose elements are those of others in other places: cut out, concatenated, padded; and constants."""
 
 from __future__ import annotations
 
@@ -8,12 +8,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ckptcore.derivations.derivation import Derivation, Part, place
-from ckptcore.derivations.made import constant
-from ckptcore.derivations.reshaped import reshape
-from ckptcore.model.arrays import ArraySpec, Box, HostArray
+import numpy as np
 
-__all__ = ["Concatenation", "Cut", "Permuted", "concatenate", "cut", "pad", "permute", "stack"]
+from ckptcore.derivations.casts import copy_rounded, is_complex, is_whole
+from ckptcore.derivations.derivation import OfNothing, place
+from ckptcore.derivations.dtype_values import may_become
+from ckptcore.io.elements import copy_elements
+from ckptcore.model.arrays import ArraySpec, Box, HostArray, name_of_dtype
+from ckptcore.protocols import DerivedArray, Part
+
+__all__ = ["Concatenation", "Constant", "Cut", "concatenate", "constant", "cut", "pad"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +29,7 @@ class Cut:
         box: where in it.
     """
 
-    of: Derivation
+    of: DerivedArray
     box: Box
 
     @property
@@ -34,7 +38,7 @@ class Cut:
         return ArraySpec(self.box.shape, self.of.spec.dtype)
 
     @property
-    def inputs(self) -> Sequence[Derivation]:
+    def inputs(self) -> Sequence[DerivedArray]:
         """The array that it is cut out of."""
         return (self.of,)
 
@@ -60,7 +64,7 @@ class Concatenation:
         axis: along which.
     """
 
-    inputs: tuple[Derivation, ...]
+    inputs: tuple[DerivedArray, ...]
     axis: int
     starts: tuple[int, ...] = field(init=False, repr=False, compare=False)
     """Where along the axis each input begins, and where the last one ends, in elements."""
@@ -106,48 +110,24 @@ class Concatenation:
         return pieces
 
 
-@dataclass(frozen=True, slots=True)
-class Permuted:
-    """An array with its axes in another order.
+@dataclass(frozen=True, slots=True, eq=False)
+class Constant(OfNothing):
+    """Elements that are not stored.
 
     Attributes:
-        of: the array.
-        axes: by axis of the result, the one of the array that it is.
+        spec: the array.
+        value: an array of its dtype that is of its shape, or is repeated to it as NumPy does.
     """
 
-    of: Derivation
-    axes: tuple[int, ...]
-
-    @property
-    def spec(self) -> ArraySpec:
-        """The array that is made."""
-        shape = self.of.spec.shape
-        return ArraySpec(tuple([shape[axis] for axis in self.axes]), self.of.spec.dtype)
-
-    @property
-    def inputs(self) -> Sequence[Derivation]:
-        """The array."""
-        return (self.of,)
-
-    def needed(self, box: Box) -> Sequence[Part]:
-        """The same elements."""
-        back = self._back
-        return (Part(0, Box(tuple([box.start[axis] for axis in back]), tuple([box.stop[axis] for axis in back]))),)
-
-    def views(self, box: Box, out: HostArray) -> Sequence[HostArray]:
-        """All of it, with the axes of the array."""
-        return (out.transpose(self._back),)
+    spec: ArraySpec
+    value: HostArray
 
     def make(self, box: Box, parts: Sequence[HostArray], out: HostArray) -> None:
         """Copy the elements."""
-        place(self.views(box, out), parts)
-
-    @property
-    def _back(self) -> tuple[int, ...]:
-        return tuple(sorted(range(len(self.axes)), key=self.axes.__getitem__))
+        copy_elements(out, np.broadcast_to(self.value, self.spec.shape)[box.slices])
 
 
-def cut(of: Derivation, box: Box) -> Derivation:
+def cut(of: DerivedArray, box: Box) -> DerivedArray:
     """A box of an array, as an array of its own.
 
     Raises:
@@ -165,7 +145,7 @@ def cut(of: Derivation, box: Box) -> Derivation:
     return Cut(of, box)
 
 
-def concatenate(inputs: Sequence[Derivation], axis: int) -> Derivation:
+def concatenate(inputs: Sequence[DerivedArray], axis: int) -> DerivedArray:
     """Arrays one after the other along an axis.
 
     Raises:
@@ -186,42 +166,7 @@ def concatenate(inputs: Sequence[Derivation], axis: int) -> Derivation:
     return inputs[0] if len(inputs) == 1 else Concatenation(tuple(inputs), axis)
 
 
-def stack(inputs: Sequence[Derivation], axis: int) -> Derivation:
-    """Arrays of one shape and dtype along a new axis.
-
-    Raises:
-        ValueError: if they differ, or there are none, or there would be no such axis.
-    """
-    if not inputs:
-        raise ValueError("there is no array to stack")
-    first = inputs[0].spec
-    for one in inputs:
-        if one.spec != first:
-            raise ValueError(f"{first} and {one.spec} cannot be stacked: they are to be equal")
-    if not 0 <= axis <= len(first.shape):
-        raise ValueError(f"arrays of {first} cannot be stacked along axis {axis}: they have {len(first.shape)} axes")
-    shape = (*first.shape[:axis], 1, *first.shape[axis:])
-    return concatenate([reshape(one, shape) for one in inputs], axis)
-
-
-def permute(of: Derivation, axes: Sequence[int]) -> Derivation:
-    """An array with its axes in another order.
-
-    Args:
-        of: the array.
-        axes: by axis of the result, the one of the array that it is.
-
-    Raises:
-        ValueError: if these are not all its axes.
-    """
-    if sorted(axes) != list(range(len(of.spec.shape))):
-        raise ValueError(f"{list(axes)} is no order of the axes of {of.spec}")
-    if isinstance(of, Permuted):
-        return permute(of.of, [of.axes[axis] for axis in axes])
-    return of if list(axes) == sorted(axes) else Permuted(of, tuple(axes))
-
-
-def pad(of: Derivation, before: Sequence[int], after: Sequence[int], value: Any) -> Derivation:
+def pad(of: DerivedArray, before: Sequence[int], after: Sequence[int], value: Any) -> DerivedArray:
     """An array with a value around it.
 
     Args:
@@ -242,6 +187,54 @@ def pad(of: Derivation, before: Sequence[int], after: Sequence[int], value: Any)
         parts = [one for one in (around[0], of, around[1]) if one is not None]
         of = concatenate(parts, axis)
     return of
+
+
+def constant(spec: ArraySpec, value: Any) -> DerivedArray:
+    """An array of elements that are not stored.
+
+    Args:
+        spec: the array.
+        value: a number, or an array of that shape or one that NumPy repeats to it; every value one that the dtype has.
+
+    Raises:
+        ValueError: if it is no such array.
+    """
+    dtype = spec.numpy_dtype
+    found = np.asarray(value)
+    elements: HostArray = np.empty(found.shape, dtype)
+    if found.dtype == dtype:
+        copy_elements(elements, found)
+    else:
+        _convert(elements, found, value)
+    try:
+        np.broadcast_to(elements, spec.shape)
+    except ValueError as error:
+        raise ValueError(f"an array of shape {list(found.shape)} cannot be repeated to {spec}") from error
+    return Constant(spec, elements)
+
+
+def _convert(elements: HostArray, found: HostArray, value: Any) -> None:
+    """Fill an array with values of another dtype.
+
+    Raises:
+        ValueError: if its own has no such values.
+    """
+    told, own = name_of_dtype(found.dtype), name_of_dtype(elements.dtype)
+    try:
+        if own == "bool":
+            elements[...] = found
+            lost = is_whole(found.dtype) and bool((elements != found).any())
+            if lost or not is_whole(found.dtype):
+                raise ValueError(f"give one that {own} has")
+            return
+        if not may_become(own, told):
+            raise ValueError(f"a {told} is none of {own}")
+        copy_rounded(elements, found)
+        wide = np.complex128 if is_complex(elements.dtype) else np.float64
+        if is_whole(found.dtype) and not is_whole(elements.dtype) and bool((elements.astype(wide) != found).any()):
+            raise ValueError(f"give one that {own} has")
+    except ValueError as error:
+        raise ValueError(f"{own} cannot have the value {value!r}: {error}") from error
 
 
 def _at(numbers: tuple[int, ...], axis: int, number: int) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""Arrays whose elements are computed: cast, constant, summed, merged with an adapter, or made by any function."""
+"""Derived arrays of transforms: permuted axes, stacks, sums, merged adapters, results of functions."""
 
 from __future__ import annotations
 
@@ -8,23 +8,29 @@ from typing import Any, Final
 
 import numpy as np
 
-from ckptcore.derivations.derivation import Derivation, OfNothing, Part
-from ckptcore.derivations.pieces import Piece, pieces
-from ckptcore.derivations.rounding import copy_rounded
-from ckptcore.dtype_values import may_become
-from ckptcore.io.elements import copy_elements
-from ckptcore.model.arrays import ArraySpec, Box, HostArray, dtype_from_name, name_of_dtype
+from ckptcore.derivations import (
+    Piece,
+    WholeArray,
+    concatenate,
+    copy_rounded,
+    is_complex,
+    is_whole,
+    pieces,
+    place,
+    reshape,
+)
+from ckptcore.model import ArraySpec, Box, HostArray
+from ckptcore.protocols import DerivedArray, Part
 
 __all__ = [
-    "Cast",
     "Computed",
-    "Constant",
     "LowRankMerge",
+    "Permuted",
     "WeightedSum",
-    "cast",
     "computed",
-    "constant",
     "merge_low_rank",
+    "permute",
+    "stack",
     "weighted_sum",
 ]
 
@@ -33,61 +39,48 @@ _PRODUCT_ELEMENTS: Final = 1 << 21
 
 
 @dataclass(frozen=True, slots=True)
-class _Elementwise:
-    """An array of which each element is made of those at the same place of its inputs."""
-
-    inputs: tuple[Derivation, ...]
-
-    def needed(self, box: Box) -> Sequence[Part]:
-        """The same box of every input."""
-        return [Part(number, box) for number in range(len(self.inputs))]
-
-    def views(self, box: Box, out: HostArray) -> Sequence[HostArray] | None:
-        """None: the elements are others."""
-        return None
-
-
-@dataclass(frozen=True, slots=True)
-class Cast(_Elementwise):
-    """An array as another dtype has its elements, rounded as NumPy does; what it has no place for wraps or becomes infinite.
+class Permuted:
+    """An array with its axes in another order.
 
     Attributes:
-        inputs: the array.
-        dtype: the name of the dtype.
+        of: the array.
+        axes: by axis of the result, the one of the array that it is.
     """
 
-    dtype: str
+    of: DerivedArray
+    axes: tuple[int, ...]
 
     @property
     def spec(self) -> ArraySpec:
         """The array that is made."""
-        return ArraySpec(self.inputs[0].spec.shape, self.dtype)
+        shape = self.of.spec.shape
+        return ArraySpec(tuple([shape[axis] for axis in self.axes]), self.of.spec.dtype)
 
-    def make(self, box: Box, parts: Sequence[HostArray], out: HostArray) -> None:
-        """Cast the elements."""
-        with np.errstate(all="ignore"):
-            np.copyto(out, parts[0], casting="unsafe")
+    @property
+    def inputs(self) -> Sequence[DerivedArray]:
+        """The array."""
+        return (self.of,)
 
+    def needed(self, box: Box) -> Sequence[Part]:
+        """The same elements."""
+        back = self._back
+        return (Part(0, Box(tuple([box.start[axis] for axis in back]), tuple([box.stop[axis] for axis in back]))),)
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Constant(OfNothing):
-    """Elements that are not stored.
-
-    Attributes:
-        spec: the array.
-        value: an array of its dtype that is of its shape, or is repeated to it as NumPy does.
-    """
-
-    spec: ArraySpec
-    value: HostArray
+    def views(self, box: Box, out: HostArray) -> Sequence[HostArray]:
+        """All of it, with the axes of the array."""
+        return (out.transpose(self._back),)
 
     def make(self, box: Box, parts: Sequence[HostArray], out: HostArray) -> None:
         """Copy the elements."""
-        copy_elements(out, np.broadcast_to(self.value, self.spec.shape)[box.slices])
+        place(self.views(box, out), parts)
+
+    @property
+    def _back(self) -> tuple[int, ...]:
+        return tuple(sorted(range(len(self.axes)), key=self.axes.__getitem__))
 
 
 @dataclass(frozen=True, slots=True)
-class WeightedSum(_Elementwise):
+class WeightedSum:
     """The sum of arrays, each times a number, computed in float32, or float64 where an input is; the nearest value of its dtype.
 
     A sum that the dtype has nothing near to is an error when it is made: nothing wraps, or becomes infinite.
@@ -98,6 +91,7 @@ class WeightedSum(_Elementwise):
         dtype: the name of the dtype of the result.
     """
 
+    inputs: tuple[DerivedArray, ...]
     weights: tuple[float, ...]
     dtype: str
 
@@ -105,6 +99,14 @@ class WeightedSum(_Elementwise):
     def spec(self) -> ArraySpec:
         """The array that is made."""
         return ArraySpec(self.inputs[0].spec.shape, self.dtype)
+
+    def needed(self, box: Box) -> Sequence[Part]:
+        """The same box of every input."""
+        return [Part(number, box) for number in range(len(self.inputs))]
+
+    def views(self, box: Box, out: HostArray) -> Sequence[HostArray] | None:
+        """None: the elements are computed."""
+        return None
 
     def make(self, box: Box, parts: Sequence[HostArray], out: HostArray) -> None:
         """Sum the elements, a piece at a time: what is computed is wider than what is given."""
@@ -131,9 +133,9 @@ class LowRankMerge:
         scale: the number; in LoRA it is alpha / r.
     """
 
-    base: Derivation
-    up: Derivation
-    down: Derivation
+    base: DerivedArray
+    up: DerivedArray
+    down: DerivedArray
     scale: float
 
     @property
@@ -142,7 +144,7 @@ class LowRankMerge:
         return self.base.spec
 
     @property
-    def inputs(self) -> Sequence[Derivation]:
+    def inputs(self) -> Sequence[DerivedArray]:
         """The three matrices."""
         return (self.base, self.up, self.down)
 
@@ -180,7 +182,7 @@ class LowRankMerge:
 
 
 @dataclass(frozen=True, slots=True)
-class Computed:
+class Computed(WholeArray):
     """What a function makes of whole arrays. Whoever needs a part of it reads them whole, and computes all of it, once for all its parts.
 
     Attributes:
@@ -189,22 +191,9 @@ class Computed:
         spec: the array that is made.
     """
 
-    inputs: tuple[Derivation, ...]
+    inputs: tuple[DerivedArray, ...]
     function: Callable[..., Any] = field(repr=False, hash=False)  # not every callable object has a hash
     spec: ArraySpec
-
-    def needed(self, box: Box) -> Sequence[Part]:
-        """Every input, whole."""
-        wholes = [(number, Box.whole(one.spec.shape)) for number, one in enumerate(self.inputs)]
-        return [Part(number, whole) for number, whole in wholes if whole.size]
-
-    def views(self, box: Box, out: HostArray) -> Sequence[HostArray] | None:
-        """None: the elements are others."""
-        return None
-
-    def make(self, box: Box, parts: Sequence[HostArray], out: HostArray) -> None:
-        """Copy a box of what the function gives; see `compute`."""
-        copy_elements(out, self.compute(parts)[box.slices])
 
     def compute(self, parts: Sequence[HostArray]) -> HostArray:
         """Call the function.
@@ -226,81 +215,42 @@ class Computed:
         return made
 
 
-def cast(of: Derivation, dtype: str) -> Derivation:
-    """An array as another dtype has its elements.
+def permute(of: DerivedArray, axes: Sequence[int]) -> DerivedArray:
+    """An array with its axes in another order.
 
     Args:
         of: the array.
-        dtype: a name that `ckptcore.model.dtype_from_name` knows.
+        axes: by axis of the result, the one of the array that it is.
 
     Raises:
-        ValueError: if one of the dtypes has no numbers, or complex ones were to become real.
-        UnsupportedLeafError: if the name is not known.
+        ValueError: if these are not all its axes.
     """
-    before, after = of.spec.numpy_dtype, dtype_from_name(dtype)
-    if before == after:
-        return of
-    if "S" in (before.kind, after.kind) or {*before.kind, *after.kind} & set("UmM"):
-        raise ValueError(f"{of.spec} is not cast to {dtype}: both are to be dtypes of numbers")
-    if _is_complex(before) and not _is_complex(after):
-        raise ValueError(f"{of.spec} is not cast to {dtype}: the imaginary parts would be lost")
-    try:
-        np.zeros(1, before).astype(after)
-    except (TypeError, ValueError):
-        between = "complex64" if _is_complex(before) else "float32"
-        return Cast((Cast((of,), between),), dtype)  # of dtypes of ml_dtypes, each of which it has all values of
-    return Cast((of,), dtype)
+    if sorted(axes) != list(range(len(of.spec.shape))):
+        raise ValueError(f"{list(axes)} is no order of the axes of {of.spec}")
+    if isinstance(of, Permuted):
+        return permute(of.of, [of.axes[axis] for axis in axes])
+    return of if list(axes) == sorted(axes) else Permuted(of, tuple(axes))
 
 
-def constant(spec: ArraySpec, value: Any) -> Derivation:
-    """An array of elements that are not stored.
-
-    Args:
-        spec: the array.
-        value: a number, or an array of that shape or one that NumPy repeats to it; every value one that the dtype has.
+def stack(inputs: Sequence[DerivedArray], axis: int) -> DerivedArray:
+    """Arrays of one shape and dtype along a new axis.
 
     Raises:
-        ValueError: if it is no such array.
+        ValueError: if they differ, or there are none, or there would be no such axis.
     """
-    dtype = spec.numpy_dtype
-    found = np.asarray(value)
-    elements: HostArray = np.empty(found.shape, dtype)
-    if found.dtype == dtype:
-        copy_elements(elements, found)
-    else:
-        _convert(elements, found, value)
-    try:
-        np.broadcast_to(elements, spec.shape)
-    except ValueError as error:
-        raise ValueError(f"an array of shape {list(found.shape)} cannot be repeated to {spec}") from error
-    return Constant(spec, elements)
+    if not inputs:
+        raise ValueError("there is no array to stack")
+    first = inputs[0].spec
+    for one in inputs:
+        if one.spec != first:
+            raise ValueError(f"{first} and {one.spec} cannot be stacked: they are to be equal")
+    if not 0 <= axis <= len(first.shape):
+        raise ValueError(f"arrays of {first} cannot be stacked along axis {axis}: they have {len(first.shape)} axes")
+    shape = (*first.shape[:axis], 1, *first.shape[axis:])
+    return concatenate([reshape(one, shape) for one in inputs], axis)
 
 
-def _convert(elements: HostArray, found: HostArray, value: Any) -> None:
-    """Fill an array with values of another dtype.
-
-    Raises:
-        ValueError: if its own has no such values.
-    """
-    told, own = name_of_dtype(found.dtype), name_of_dtype(elements.dtype)
-    try:
-        if own == "bool":
-            elements[...] = found
-            lost = _is_whole(found.dtype) and bool((elements != found).any())
-            if lost or not _is_whole(found.dtype):
-                raise ValueError(f"give one that {own} has")
-            return
-        if not may_become(own, told):
-            raise ValueError(f"a {told} is none of {own}")
-        copy_rounded(elements, found)
-        wide = np.complex128 if _is_complex(elements.dtype) else np.float64
-        if _is_whole(found.dtype) and not _is_whole(elements.dtype) and bool((elements.astype(wide) != found).any()):
-            raise ValueError(f"give one that {own} has")
-    except ValueError as error:
-        raise ValueError(f"{own} cannot have the value {value!r}: {error}") from error
-
-
-def weighted_sum(inputs: Sequence[Derivation], weights: Sequence[float], dtype: str | None = None) -> Derivation:
+def weighted_sum(inputs: Sequence[DerivedArray], weights: Sequence[float], dtype: str | None = None) -> DerivedArray:
     """The sum of arrays, each times a number.
 
     Args:
@@ -320,7 +270,7 @@ def weighted_sum(inputs: Sequence[Derivation], weights: Sequence[float], dtype: 
     return WeightedSum(tuple(inputs), tuple(map(float, weights)), dtype or inputs[0].spec.dtype)
 
 
-def merge_low_rank(base: Derivation, up: Derivation, down: Derivation, scale: float) -> Derivation:
+def merge_low_rank(base: DerivedArray, up: DerivedArray, down: DerivedArray, scale: float) -> DerivedArray:
     """``base + scale * up @ down``, in the dtype of `base`: see `LowRankMerge`.
 
     Raises:
@@ -335,27 +285,18 @@ def merge_low_rank(base: Derivation, up: Derivation, down: Derivation, scale: fl
         raise ValueError(f"{base.spec} + {up.spec} @ {down.spec} does not fit: expected (n, m), (n, r) and (r, m)")
     for one in (base, up, down):
         _expect_real(one.spec)
-    if _is_whole(base.spec.numpy_dtype):
+    if is_whole(base.spec.numpy_dtype):
         raise ValueError(f"{base.spec} is of whole numbers, to which nothing is added that has fractions")
     return LowRankMerge(base, up, down, float(scale))
 
 
-def computed(inputs: Sequence[Derivation], function: Callable[..., Any], spec: ArraySpec) -> Derivation:
+def computed(inputs: Sequence[DerivedArray], function: Callable[..., Any], spec: ArraySpec) -> DerivedArray:
     """What a function makes of whole arrays: see `Computed`."""
     return Computed(tuple(inputs), function, spec)
 
 
-def _is_complex(dtype: np.dtype[Any]) -> bool:
-    return dtype.kind == "c" or dtype.name in ("complex32", "bcomplex32")
-
-
-def _is_whole(dtype: np.dtype[Any]) -> bool:
-    """Whether it has whole numbers or truth values only; NumPy's kinds do not tell of dtypes of ml_dtypes."""
-    return dtype.name.startswith(("int", "uint", "bool"))
-
-
 def _expect_real(spec: ArraySpec) -> None:
-    if spec.numpy_dtype.kind in "bSUmM" or _is_complex(spec.numpy_dtype):
+    if spec.numpy_dtype.kind in "bSUmM" or is_complex(spec.numpy_dtype):
         raise ValueError(f"{spec} is no array of real numbers")
 
 
@@ -374,4 +315,4 @@ def _round(out: HostArray, values: HostArray, parts: Sequence[HostArray]) -> Non
     if not np.isfinite(values).all() and all(bool(np.isfinite(part).all()) for part in parts):
         first = values[~np.isfinite(values)].flat[0]
         raise ValueError(f"{values.dtype}, in which this is computed, has no place for it: it would be {first}")
-    copy_rounded(out, np.rint(values) if _is_whole(out.dtype) else values)
+    copy_rounded(out, np.rint(values) if is_whole(out.dtype) else values)

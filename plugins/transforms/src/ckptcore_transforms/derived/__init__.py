@@ -1,1 +1,0 @@
-"""Derived arrays that only transforms make: quantised arrays as numbers."""
