@@ -19,7 +19,7 @@ A map of the package:
 - `Export`, `StepExport`: further checkpoints of one save in other layouts (`ckptcore.saving.exports`)
 - `ShardedArray`, `ArrayShard`: NumPy arrays of which each process holds a part
 - `Matching`, `LoadReport`: which differences a load allows, and what it did (`ckptcore.loading.matching_options`, `ckptcore.loading.load_reports`); `LoadAs`: the same for one of several objects
-- `ckptcore.transforms`: what a load changes of the stored tree before it is matched
+- `ckptcore.transforms`: changes of a stored tree while it is loaded (in the distribution `ckptcore-transforms`)
 - `AbstractArray`, `PLACEHOLDER`: what a load asks for; `PerProcess`: what differs from process to process
 - `SafetensorsLayout`: the built-in layout with its options
 - `ckptcore.errors`: every error
@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from ckptcore.builtin.sharded_arrays import ArrayShard, ShardedArray
     from ckptcore.context import Context, MemoryOptions
     from ckptcore.copies.copying import CopyReport
+    from ckptcore.distributions import transforms as transforms
     from ckptcore.errors import CheckpointError
     from ckptcore.hookspecs import hookimpl
     from ckptcore.io.background import LoadHandle, Progress, SaveHandle

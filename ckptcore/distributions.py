@@ -9,11 +9,16 @@ from __future__ import annotations
 import importlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from ckptcore.errors import MissingDistributionError
 
 __all__ = ["DISTRIBUTIONS", "Distribution", "import_name", "install_hint", "lazy_names"]
+
+if TYPE_CHECKING:  # type checkers see the lazy names of `ckptcore` here
+    import ckptcore_transforms as transforms  # noqa: TC004  # `__all__` exports the type only
+
+    __all__ += ["transforms"]
 
 
 @dataclass(frozen=True, slots=True)

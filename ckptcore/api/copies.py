@@ -14,11 +14,10 @@ from ckptcore.copies.conversion import convert_checkpoint
 from ckptcore.copies.copying import CopyReport, CopyVerification
 from ckptcore.copies.whole_copies import copy_whole
 from ckptcore.loading.verify import ProgressCallback
-from ckptcore.protocols import Layout
+from ckptcore.protocols import Layout, Transforms
 from ckptcore.step_names import StepNames
 from ckptcore.training.step_copies import StepProgressCallback, StepsCopyReport, copy_run
 from ckptcore.tree.subtrees import SubtreePath
-from ckptcore_transforms import Transforms
 
 __all__ = ["consolidate", "convert", "copy", "copy_steps"]
 

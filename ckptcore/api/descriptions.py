@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ckptcore.commit.location import LocationLike
 from ckptcore.context import Context, default_context
@@ -12,10 +12,8 @@ from ckptcore.loading.describe import (
     describe_checkpoint,
     describe_checkpointables,
 )
+from ckptcore.protocols import Transforms
 from ckptcore.tree.abstract_values import abstract_value
-
-if TYPE_CHECKING:
-    from ckptcore_transforms import Transforms
 
 __all__ = ["abstract", "checkpointables_metadata", "metadata"]
 

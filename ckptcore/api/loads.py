@@ -13,11 +13,11 @@ from ckptcore.loading.load import load_into_target, load_value, recorded_load
 from ckptcore.loading.load_requests import LoadRequest
 from ckptcore.loading.matching_options import EXACT, Matching
 from ckptcore.loading.wanted import Wanted
+from ckptcore.protocols import Transforms
 
 if TYPE_CHECKING:
     from ckptcore.loading.load_reports import LoadReport
     from ckptcore.select import Selection
-    from ckptcore_transforms import Transforms
 
 __all__ = ["load", "load_async", "load_checkpointables", "load_into"]
 

@@ -11,8 +11,8 @@ from ckptcore.loading.load_requests import LoadRequest
 from ckptcore.loading.loaded_parts import LoadedPart, load_in_parts
 from ckptcore.loading.open_checkpoints import OpenCheckpoint, StoredPath, load_box
 from ckptcore.model.arrays import Box, HostArray
+from ckptcore.protocols import Transforms
 from ckptcore.select import Selection
-from ckptcore_transforms import Transforms
 
 __all__ = ["load_parts", "load_slice", "open"]
 

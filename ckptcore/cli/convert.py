@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import click
 
@@ -15,9 +15,7 @@ from ckptcore.cli.options import command_context
 from ckptcore.cli.progress import byte_progress
 from ckptcore.model import ArrayRecord
 from ckptcore.model.sizes import count, size
-
-if TYPE_CHECKING:
-    from ckptcore_transforms import Transform
+from ckptcore.protocols import Transform
 
 __all__ = ["command"]
 
@@ -63,16 +61,12 @@ def command(
     if map_name is None and (head_dim is not None or rope_type is not None or prefix):
         raise click.UsageError("--head-dim, --rope-type and --prefix are of a map: give --map, too.")
     if dequantize is not None:
-        from ckptcore_transforms import DequantizeAsConfigured  # only who transforms waits for it
-
         try:
-            transforms.append(DequantizeAsConfigured(dequantize))
+            transforms.append(ckptcore.transforms.DequantizeAsConfigured(dequantize))
         except TypeError as error:
             raise click.UsageError(f"--dequantize: {error}") from error
     if map_name is not None:
-        from ckptcore_transforms.maps import find_map
-
-        transforms += find_map(map_name, head_dim, prefix, rope_type)
+        transforms += ckptcore.transforms.maps.find_map(map_name, head_dim, prefix, rope_type)
     context = command_context()
     with byte_progress("converting") as progress:
         ckptcore.convert(

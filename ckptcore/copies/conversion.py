@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import numpy as np
 
@@ -24,6 +24,7 @@ from ckptcore.copies.streaming import StreamedSnapshot, StreamSizes, items_by_ob
 from ckptcore.errors import CheckpointNotFoundError, CorruptCheckpointError, NameCollisionError, TransformError
 from ckptcore.events import Recording
 from ckptcore.job.agreement import Agreement
+from ckptcore.loading.load import transformed
 from ckptcore.loading.members import is_deleted, open_member, present_members
 from ckptcore.loading.opened import Opened, OpenedComposite, check_file
 from ckptcore.loading.opening import foreign_checkpoints, open_either
@@ -35,14 +36,11 @@ from ckptcore.model.objects import ObjectRecord
 from ckptcore.model.transfer import ArraySegment, WritePlan
 from ckptcore.model.tree import JSON
 from ckptcore.planning import plan_write
-from ckptcore.protocols import AtomicDirectories, Layout, WriteStore
+from ckptcore.protocols import AtomicDirectories, Layout, Transforms, WriteStore
 from ckptcore.saving.parts import Captured, Part, TreeCaptured
 from ckptcore.saving.persisting import Described, persist
 from ckptcore.saving.preparing import save_created
 from ckptcore.saving.reporting import ReportedSave
-
-if TYPE_CHECKING:
-    from ckptcore_transforms import Transforms
 
 __all__ = ["SourceReplaced", "convert_checkpoint"]
 
@@ -148,13 +146,11 @@ class _Conversion:
         Raises:
             TransformError: if it has no tree, or they do not fit.
         """
-        from ckptcore_transforms import apply_transforms  # only who transforms waits for it
-
         if opened.layout.name == FilesLayout.name:
             raise TransformError(
                 f"{opened.location.display} holds files that an object wrote, and no tree to transform"
             )
-        return apply_transforms(opened, self._transforms, self.reading)
+        return transformed(opened, self._transforms, self.reading)
 
     def _composite(self, source: Place, composite: OpenedComposite) -> None:
         """Write every checkpointable that is still there; files as they are."""
@@ -241,7 +237,7 @@ class _Conversion:
     def _check(self, source: Opened | OpenedComposite) -> None:
         """Look, before the commit, whether further checkpoints that were read are still those that were opened."""
         if isinstance(source, Opened) and source.derived is not None:
-            from ckptcore_transforms import check_beside  # only who reads further ones needs it
+            from ckptcore.loading.derived import check_beside  # only who reads further ones needs it
 
             check_beside(source)
         self._before_commit()

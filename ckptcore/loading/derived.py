@@ -15,7 +15,7 @@ from ckptcore.derivations import Stored, WholeArray, walk
 from ckptcore.derivations.batches import Batch, Fill, Place, StoredRead
 from ckptcore.errors import TransformError
 from ckptcore.io.memory import allocate
-from ckptcore.loading.opened import Opened, naming_further
+from ckptcore.loading.opened import Opened, naming_further, replaced_beside
 from ckptcore.model.arrays import ArraySpec, Box, HostArray
 from ckptcore.model.metadata import ArrayRecord, TreeMetadata
 from ckptcore.model.transfer import ReadPlan
@@ -23,7 +23,7 @@ from ckptcore.model.tree import format_path
 from ckptcore.planning import plan_read
 from ckptcore.protocols import DerivedArray
 
-__all__ = ["Derived", "Recipe", "derive"]
+__all__ = ["Derived", "Recipe", "check_beside", "derive"]
 
 _USUAL_BYTES: Final = 256 << 20
 """What is held beside the arrays that are made, where the options do not say."""
@@ -316,6 +316,21 @@ def derive(
         {} if changes is None else changes,
     )
     return dataclasses.replace(opened, tree=tree, derived=derived, copies=None)
+
+
+def check_beside(opened: Opened) -> None:
+    """Make sure that the further checkpoints that arrays are made of have not been replaced since they were opened.
+
+    Raises:
+        CorruptCheckpointError: if one was replaced, so that what was read may be of two saves.
+    """
+    if opened.derived is None:
+        return
+    first, *beside = opened.derived.below
+    check_beside(first)
+    for other in beside:
+        if not other.mark.has_stayed_at(other.location):
+            raise replaced_beside(other)
 
 
 def _around(boxes: Sequence[Box]) -> Box:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ckptcore.commit.location import Place
 from ckptcore.context import Context
@@ -23,10 +23,8 @@ from ckptcore.loading.tries import while_tree_unchanged, while_unchanged
 from ckptcore.model.metadata import TreeMetadata
 from ckptcore.model.objects import ObjectRecord
 from ckptcore.model.tree import JSON
+from ckptcore.protocols import Transforms
 from ckptcore.timelines import timeline_from_json
-
-if TYPE_CHECKING:
-    from ckptcore_transforms import Transforms
 
 __all__ = [
     "CheckpointMetadata",

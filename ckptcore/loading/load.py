@@ -22,13 +22,12 @@ from ckptcore.model.arrays import AbstractArray
 from ckptcore.model.metadata import ArrayRecord, TreeMetadata
 from ckptcore.model.tree import MAX_DEPTH, Attribute, Skeleton, TreePath, format_path
 from ckptcore.plugins import Plugins
-from ckptcore.protocols import LeafHandler, MutableContainerHandler
+from ckptcore.protocols import LeafHandler, MutableContainerHandler, Transforms
 from ckptcore.tree.flattening import Flat, first_stuck, flatten, rebuild, restore, unflatten
 
 if TYPE_CHECKING:
     from ckptcore.loading.load_accounts import LoadAccount
     from ckptcore.select import Selection
-    from ckptcore_transforms import Transforms
 
 __all__ = [
     "abstract_leaves",
@@ -118,7 +117,7 @@ def transformed(opened: Opened, transforms: Transforms, context: Context) -> Ope
     """
     if not transforms:
         return opened
-    from ckptcore_transforms import apply_transforms  # only who transforms waits for it
+    from ckptcore.loading.transformed import apply_transforms  # only who transforms waits for it
 
     return apply_transforms(opened, transforms, context)
 
@@ -129,7 +128,7 @@ def _checking(opened: Opened, finish: Callable[[list[object]], T]) -> Callable[[
         return finish
 
     def check_and_finish(leaves: list[object]) -> T:
-        from ckptcore_transforms import check_beside  # is there by now
+        from ckptcore.loading.derived import check_beside  # is there by now
 
         check_beside(opened)
         return finish(leaves)

@@ -6,11 +6,11 @@ from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING, Final, Generic, TypeVar
 
 from ckptcore.loading.matching_options import EXACT, Matching
+from ckptcore.protocols import Transforms
 
 if TYPE_CHECKING:
     from ckptcore.loading.load_reports import LoadReport
     from ckptcore.select import Selection
-    from ckptcore_transforms import Transforms
 
 __all__ = ["AS_IT_IS", "LoadAs", "LoadRequest"]
 

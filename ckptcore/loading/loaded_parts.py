@@ -225,9 +225,9 @@ def _read(opened: Opened, batch: Sequence[StoredPiece], tied: Mapping[int, Seque
 
 
 def _check_beside(opened: Opened) -> None:
-    """See `ckptcore.transforms.check_beside`."""
+    """See `ckptcore.loading.derived.check_beside`."""
     if opened.derived is not None:
-        from ckptcore_transforms import check_beside  # is there by now
+        from ckptcore.loading.derived import check_beside  # is there by now
 
         check_beside(opened)
 

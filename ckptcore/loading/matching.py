@@ -356,7 +356,7 @@ class _Comparison:
     def of_quantized(self, adjustments: Mapping[int, Adjustment]) -> Sequence[Difference]:
         """What is told of quantised arrays that would be cast, and nobody asks for the scales without which they mean nothing."""
         from ckptcore.loading.differences import Difference
-        from ckptcore.quantized_names import scales_beside  # only where something differs
+        from ckptcore.loading.quantized_names import scales_beside  # only where something differs
 
         loaded = set(self.found)
         told = []

@@ -5,17 +5,14 @@
     values        handlers of leaves, containers and checkpointables
     layouts       layouts, and the stores they write and read
     storage       storages and what some can do on top
-    coordination  the processes of a job
+    coordination  the processes of a job, and how they send each other elements
     execution     the workers of a single controller
-    collectives   how they send each other elements
     transforms    changes of a tree while it is loaded, and derived arrays
 """
 
-from ckptcore.protocols.collectives import (
+from ckptcore.protocols.coordination import (
     Channels,
     Collectives,
-)
-from ckptcore.protocols.coordination import (
     Coordinator,
     GathersInGroups,
     Rejoinable,

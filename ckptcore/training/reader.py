@@ -26,6 +26,7 @@ from ckptcore.loading.matching_options import EXACT, Matching
 from ckptcore.loading.wanted import Everything, Wanted
 from ckptcore.model.tree import JSON
 from ckptcore.policies import StepInfo
+from ckptcore.protocols import Transforms
 from ckptcore.redaction import redacted
 from ckptcore.step_names import StepNames, step_number
 from ckptcore.training.directories import read_directory_metadata
@@ -36,7 +37,6 @@ from ckptcore.training.tiered_steps import TieredSteps
 if TYPE_CHECKING:
     from ckptcore.loading.load_reports import LoadReport
     from ckptcore.select import Selection
-    from ckptcore_transforms import Transforms
 
 __all__ = ["CheckpointReader"]
 

@@ -31,21 +31,28 @@ PUBLIC = {
 }
 """The modules that a plugin may import; of the package `ckptcore.model` also the modules inside."""
 
-FEATURES = {"ckptcore_testing"}
+FEATURES = {"ckptcore_testing", "ckptcore_tools", "ckptcore_transforms"}
 """Packages of our own distributions that share the version of the core and may import more of it."""
 
 SHARED = {
     "ckptcore.builtin",
     "ckptcore.commit",
+    "ckptcore.context",
+    "ckptcore.derivations",
+    "ckptcore.distributions",
     "ckptcore.io",
     "ckptcore.job",
     "ckptcore.loading",
     "ckptcore.plugins",
+    "ckptcore.runtime",
     "ckptcore.saving",
     "ckptcore.training",
     "ckptcore.tree",
 }
 """Packages of the core that those may import."""
+
+LAZY = "ckptcore.distributions"
+"""The one module of the core that names distributions; type checkers see the lazy names of `ckptcore` there."""
 
 
 def foreign_imports(source: Source) -> list[str]:
@@ -57,7 +64,10 @@ def foreign_imports(source: Source) -> list[str]:
     return [
         f"{source.path}:{line} imports {module}"
         for module, line in source.imported_modules()
-        if (top := module.partition(".")[0]) not in allowed and top != "ckptcore" and top not in sys.stdlib_module_names
+        if (top := module.partition(".")[0]) not in allowed
+        and top != "ckptcore"
+        and top not in sys.stdlib_module_names
+        and not (source.name == LAZY and top.startswith("ckptcore_"))
     ]
 
 

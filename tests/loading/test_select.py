@@ -19,11 +19,12 @@ from ckptcore.derivations import Stored
 from ckptcore.errors import TreeMismatchError
 from ckptcore.loading.chosen_trees import chosen_leaves
 from ckptcore.loading.derived import derive
+from ckptcore.loading.transformed import apply_transforms
 from ckptcore.loading.tries import open_checkpoint
 from ckptcore.model import BLOCK_BYTES, LEAF, ArrayRecord, ArraySpec, Node, TreeMetadata
 from ckptcore.protocols import Coordinator
 from ckptcore.select import LeafTable, Selection
-from ckptcore_transforms import Default, Rename, apply_transforms
+from ckptcore_transforms import Default, Rename
 from ckptcore_transforms.derived_arrays import stack
 
 ANY: Any = select  # which what a user may write does not fit

@@ -9,11 +9,13 @@ as little as the part of it takes that is asked for. What matches nothing, or do
 - `Stack`, `Unstack`, `Split`, `Fuse`: several arrays to one, one to several
 - `MergeLora`, `Average`: arrays of several checkpoints
 - `IfPresent`: a transform that may have nothing to do
-- `ckptcore_transforms.maps`: ready-made lists of transforms for families of models
+- `maps`: ready-made lists of transforms for families of models
 - `describe`: what they do, in words; `inverse`: those that take the result back
 """
 
-from ckptcore_transforms.applying import Transforms, apply_transforms, check_beside, describe, inverse
+from ckptcore.loading.transformed import describe
+from ckptcore.protocols import Transform, Transforms
+from ckptcore_transforms import maps as maps
 from ckptcore_transforms.axes import MergeAxes, Reshape, SplitAxis, Transpose
 from ckptcore_transforms.configured import DequantizeAsConfigured
 from ckptcore_transforms.dequantizing import Dequantize, DequantizeMxfp4
@@ -22,7 +24,8 @@ from ckptcore_transforms.merges import Average, MergeLora
 from ckptcore_transforms.moves import Default, Drop, Refuse, Rename, RenameTable
 from ckptcore_transforms.patterns import Pattern
 from ckptcore_transforms.several import Fuse, Split, Stack, Unstack
-from ckptcore_transforms.transform import IfPresent, Transform
+from ckptcore_transforms.transform import IfPresent, TreeTransform, inverse
+from ckptcore_transforms.tree_rewriter import TreeRewriter
 
 __all__ = [
     "Apply",
@@ -51,9 +54,9 @@ __all__ = [
     "Transform",
     "Transforms",
     "Transpose",
+    "TreeRewriter",
+    "TreeTransform",
     "Unstack",
-    "apply_transforms",
-    "check_beside",
     "describe",
     "inverse",
 ]

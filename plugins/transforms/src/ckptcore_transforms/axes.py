@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ckptcore.derivations import reshape
-from ckptcore.protocols import DerivedArray
+from ckptcore.protocols import DerivedArray, Transform
 from ckptcore_transforms.arguments import expect_int, expect_ints
 from ckptcore_transforms.derived_arrays import permute
 from ckptcore_transforms.each_array import EachArray, axis_of
 from ckptcore_transforms.patterns import Template
-from ckptcore_transforms.transform import Transform, not_invertible
+from ckptcore_transforms.transform import not_invertible
 
 __all__ = ["MergeAxes", "Reshape", "SplitAxis", "Transpose"]
 

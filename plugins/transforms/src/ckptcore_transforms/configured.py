@@ -7,19 +7,19 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Final
 
+from ckptcore.loading.quantized_names import BLOCKS, SCALES, SCALES_OF_BLOCKS, WEIGHT, is_quantized, names_of_scales
 from ckptcore.model.metadata import PLAIN_ARRAY
 from ckptcore.model.tree import TreePath, format_path
-from ckptcore.protocols import DerivedArray
-from ckptcore.quantized_names import BLOCKS, SCALES, SCALES_OF_BLOCKS, WEIGHT, is_quantized, names_of_scales
+from ckptcore.protocols import DerivedArray, Transform
 from ckptcore_transforms.arguments import expect_dtype
 from ckptcore_transforms.dequantizing import NO_WAY_BACK
 from ckptcore_transforms.derived_arrays import permute
-from ckptcore_transforms.drafts import Draft, DraftArray, NothingMatches
 from ckptcore_transforms.patterns import path_text
 from ckptcore_transforms.quantization_config import Block, QuantizationConfig, read_quantization
 from ckptcore_transforms.quantized import Making, Quantized, dequantize, in_blocks
 from ckptcore_transforms.quantized_arrays import mxfp4
-from ckptcore_transforms.transform import Transform, not_invertible
+from ckptcore_transforms.transform import TreeTransform, not_invertible
+from ckptcore_transforms.tree_rewriter import ArrayLeaf, NothingMatches, TreeRewriter
 
 __all__ = ["DequantizeAsConfigured"]
 
@@ -36,7 +36,7 @@ _UNKNOWN: Final = ("_zero_point", "_g_idx", "_global_scale", "_scale_2")
 
 
 @dataclass(frozen=True, slots=True)
-class DequantizeAsConfigured(Transform):
+class DequantizeAsConfigured(TreeTransform):
     """The quantised weights of a Hugging Face model as numbers, by the ``quantization_config`` of the config.json that stands beside them.
 
     Of the methods ``fp8``, ``mxfp8``, ``fbgemm_fp8``, ``mxfp4`` and, where values lie in the shape of the weight, ``compressed-tensors``. The
@@ -52,16 +52,16 @@ class DequantizeAsConfigured(Transform):
     def __post_init__(self) -> None:
         object.__setattr__(self, "dtype", expect_dtype(self, "dtype"))
 
-    def apply(self, draft: Draft) -> None:
+    def rewrite(self, tree: TreeRewriter) -> None:
         """See `Transform`."""
-        config = read_quantization(draft.config_beside(_CONFIG))
+        config = read_quantization(tree.config_beside(_CONFIG))
         if config is None:
             raise NothingMatches(f"{_CONFIG} has no quantization_config")
-        search = _Search(config, self.dtype, {path_text(path): path for path in draft.leaves})
+        search = _Search(config, self.dtype, {path_text(path): path for path in tree.leaves})
         found, problems, dropped = [], [], dict[TreePath, None]()
         for text, path in search.by_text.items():
-            leaf = draft.leaves[path]
-            if not isinstance(leaf, DraftArray) or leaf.record.kind != PLAIN_ARRAY:
+            leaf = tree.leaves[path]
+            if not isinstance(leaf, ArrayLeaf) or leaf.record.kind != PLAIN_ARRAY:
                 continue
             try:
                 one = search.quantized(text, leaf)
@@ -76,7 +76,7 @@ class DequantizeAsConfigured(Transform):
             dropped.update({path: None for text, path in search.by_text.items() if text.endswith(_CACHE)})
         if not found and not problems:
             raise NothingMatches(f"{_CONFIG} says {config.method}, and no array is quantised so")
-        dequantize(draft, found, problems, [path for path in dropped if path not in scales])
+        dequantize(tree, found, problems, [path for path in dropped if path not in scales])
 
     def describe(self) -> str:
         """See `Transform`."""
@@ -101,7 +101,7 @@ class _Search:
     dtype: str
     by_text: Mapping[str, TreePath]
 
-    def quantized(self, text: str, leaf: DraftArray) -> Quantized | None:
+    def quantized(self, text: str, leaf: ArrayLeaf) -> Quantized | None:
         """An array with its scales; None if it is not quantised.
 
         Raises:
@@ -141,7 +141,7 @@ class _Search:
                 if joined in self.by_text:
                     yield self.by_text[joined]
 
-    def _of_experts(self, text: str, leaf: DraftArray) -> Quantized | None:
+    def _of_experts(self, text: str, leaf: ArrayLeaf) -> Quantized | None:
         """The experts of gpt-oss: ``gate_up_proj_blocks`` and ``gate_up_proj_scales``."""
         stem, scales = text.removesuffix(BLOCKS), text.removesuffix(BLOCKS) + SCALES_OF_BLOCKS
         if stem == text or leaf.record.spec.dtype != "uint8" or self.config.keeps(stem):

@@ -7,16 +7,16 @@ from dataclasses import dataclass
 from typing import Final
 
 from ckptcore.errors import TransformError
+from ckptcore.loading.quantized_names import is_quantized
 from ckptcore.model.arrays import ArraySpec
 from ckptcore.model.tree import format_path
-from ckptcore.protocols import DerivedArray
-from ckptcore.quantized_names import is_quantized
+from ckptcore.protocols import DerivedArray, Transform
 from ckptcore_transforms.arguments import expect_dtype, expect_ints, expect_text
-from ckptcore_transforms.drafts import Draft, DraftArray
 from ckptcore_transforms.patterns import Fields, Template
 from ckptcore_transforms.quantized import Making, Quantized, dequantize, in_blocks
 from ckptcore_transforms.quantized_arrays import mxfp4
-from ckptcore_transforms.transform import Transform, not_invertible
+from ckptcore_transforms.transform import TreeTransform, not_invertible
+from ckptcore_transforms.tree_rewriter import ArrayLeaf, TreeRewriter
 
 __all__ = ["NO_WAY_BACK", "Dequantize", "DequantizeMxfp4"]
 
@@ -24,7 +24,7 @@ NO_WAY_BACK: Final = "for the numbers do not tell what they were rounded to, and
 
 
 @dataclass(frozen=True, slots=True)
-class Dequantize(Transform):
+class Dequantize(TreeTransform):
     """Quantised arrays as numbers: each value times the scale of its block, computed in float32 and rounded once. The scales are taken away.
 
     ``Dequantize("{name...}", "{name}_scale_inv", block=(128, 128))`` is for DeepSeek-V3's checkpoints. Arrays that match and are
@@ -50,13 +50,13 @@ class Dequantize(Transform):
             expect_ints(self, "block", least=1)
         object.__setattr__(self, "dtype", expect_dtype(self, "dtype"))
 
-    def apply(self, draft: Draft) -> None:
+    def rewrite(self, tree: TreeRewriter) -> None:
         """See `Transform`."""
 
         def make(values: DerivedArray, scales: DerivedArray) -> DerivedArray:
             return in_blocks(values, scales, self.block, self.dtype)
 
-        _apply(draft, self.pattern, self.scales, self.pattern, make, is_quantized)
+        _apply(tree, self.pattern, self.scales, self.pattern, make, is_quantized)
 
     def describe(self) -> str:
         """See `Transform`."""
@@ -69,7 +69,7 @@ class Dequantize(Transform):
 
 
 @dataclass(frozen=True, slots=True)
-class DequantizeMxfp4(Transform):
+class DequantizeMxfp4(TreeTransform):
     """Arrays of MXFP4 as numbers: two of four bits in each byte, times a power of two for each 32 of them. The scales are taken away.
 
     ``DequantizeMxfp4("{name...}_blocks", "{name}_scales", "{name}")`` is for gpt-oss's checkpoints, and gives the arrays as gpt-oss's own
@@ -92,13 +92,13 @@ class DequantizeMxfp4(Transform):
             expect_text(self, name)
         object.__setattr__(self, "dtype", expect_dtype(self, "dtype"))
 
-    def apply(self, draft: Draft) -> None:
+    def rewrite(self, tree: TreeRewriter) -> None:
         """See `Transform`."""
 
         def make(blocks: DerivedArray, scales: DerivedArray) -> DerivedArray:
             return mxfp4(blocks, scales, self.dtype)
 
-        _apply(draft, self.blocks, self.scales, self.to, make, lambda spec: spec.dtype in ("uint8", "int8"))
+        _apply(tree, self.blocks, self.scales, self.to, make, lambda spec: spec.dtype in ("uint8", "int8"))
 
     def describe(self) -> str:
         """See `Transform`."""
@@ -110,7 +110,7 @@ class DequantizeMxfp4(Transform):
 
 
 def _apply(
-    draft: Draft, pattern: str, scales: str, to: str, make: Making, needs_scales: Callable[[ArraySpec], bool]
+    tree: TreeRewriter, pattern: str, scales: str, to: str, make: Making, needs_scales: Callable[[ArraySpec], bool]
 ) -> None:
     """Make numbers of what matches a pattern and the scales that match another one.
 
@@ -121,13 +121,13 @@ def _apply(
     beside = Template(Template(scales).spanning_as(values))
     if values.fields != beside.fields or not values.is_exact or not beside.is_exact:
         raise TransformError(f"{values} and {beside} are to have the same fields, and no '*'")
-    of_scales = {_key(fields): (path, fields) for path, fields in draft.present(beside).items()}
+    of_scales = {_key(fields): (path, fields) for path, fields in tree.present(beside).items()}
     found, problems = [], []
-    for path, fields in draft.present(values).items():
-        scale, leaf = of_scales.pop(_key(fields), None), draft.leaves[path]
+    for path, fields in tree.present(values).items():
+        scale, leaf = of_scales.pop(_key(fields), None), tree.leaves[path]
         if scale is not None:
             found.append(Quantized(path, scale[0], target.path(fields), make))
-        elif isinstance(leaf, DraftArray) and needs_scales(leaf.record.spec):
+        elif isinstance(leaf, ArrayLeaf) and needs_scales(leaf.record.spec):
             expected = format_path(beside.path(fields))
             problems.append(
                 f"{format_path(path)}: it is {leaf.record.spec}, and {expected} is not there to be its scales"
@@ -137,8 +137,8 @@ def _apply(
             f"{format_path(path)}: it is there, and {format_path(values.path(fields))} is not, for which it would be the scales"
         )
     if not found and not problems:
-        draft.find(beside)
-    dequantize(draft, found, problems)
+        tree.find(beside)
+    dequantize(tree, found, problems)
 
 
 def _key(fields: Fields) -> tuple[tuple[str, str], ...]:

@@ -9,15 +9,15 @@ from ckptcore.model.arrays import ArraySpec
 from ckptcore.model.tree import format_path
 from ckptcore.protocols import DerivedArray
 from ckptcore_transforms.arguments import expect_pattern
-from ckptcore_transforms.drafts import Draft, DraftArray
 from ckptcore_transforms.patterns import Pattern, Template
-from ckptcore_transforms.transform import Transform
+from ckptcore_transforms.transform import TreeTransform
+from ckptcore_transforms.tree_rewriter import ArrayLeaf, TreeRewriter
 
 __all__ = ["EachArray", "axis_of"]
 
 
 @dataclass(frozen=True, slots=True)
-class EachArray(Transform):
+class EachArray(TreeTransform):
     """A transform that puts what is made of an array in its place, for each that a pattern matches.
 
     Attributes:
@@ -29,17 +29,17 @@ class EachArray(Transform):
     def __post_init__(self) -> None:
         expect_pattern(self, "pattern")
 
-    def apply(self, draft: Draft) -> None:
+    def rewrite(self, tree: TreeRewriter) -> None:
         """See `Transform`."""
         made = {}
-        for path, _, array in draft.arrays(Template(self.pattern)):
+        for path, _, array in tree.arrays(Template(self.pattern)):
             try:
                 now = self.changed(array)
             except ValueError as error:
                 raise TransformError(f"{format_path(path)}: {error}") from error
-            leaf = draft.leaves[path]
-            made[path] = {path: leaf if now is array else DraftArray.of(now)}
-        draft.replace(made)
+            leaf = tree.leaves[path]
+            made[path] = {path: leaf if now is array else ArrayLeaf.of(now)}
+        tree.replace(made)
 
     def changed(self, array: DerivedArray) -> DerivedArray:
         """What is made of one array.

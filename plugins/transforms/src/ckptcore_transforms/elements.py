@@ -9,12 +9,12 @@ from typing import Any
 
 from ckptcore.derivations import cast, cut, pad
 from ckptcore.model.arrays import AbstractArray, ArraySpec, Box, name_of_dtype
-from ckptcore.protocols import DerivedArray
+from ckptcore.protocols import DerivedArray, Transform
 from ckptcore_transforms.arguments import expect_callable, expect_dtype, expect_int, expect_number
 from ckptcore_transforms.derived_arrays import computed, weighted_sum
 from ckptcore_transforms.each_array import EachArray, axis_of
 from ckptcore_transforms.patterns import Template
-from ckptcore_transforms.transform import Transform, not_invertible
+from ckptcore_transforms.transform import not_invertible
 
 __all__ = ["Apply", "Cast", "Pad", "Scale", "Slice"]
 

@@ -16,13 +16,13 @@ from dataclasses import dataclass
 from typing import Final, Literal, TypeAlias, get_args
 
 from ckptcore.errors import TransformError
-from ckptcore_transforms.applying import inverse
+from ckptcore.protocols import Transform
 from ckptcore_transforms.axes import MergeAxes, SplitAxis, Transpose
-from ckptcore_transforms.drafts import Draft
 from ckptcore_transforms.elements import Scale
 from ckptcore_transforms.moves import Refuse, Rename
 from ckptcore_transforms.several import Stack
-from ckptcore_transforms.transform import IfPresent, Transform
+from ckptcore_transforms.transform import IfPresent, TreeTransform, inverse
+from ckptcore_transforms.tree_rewriter import TreeRewriter
 
 __all__ = [
     "MAPS",
@@ -224,7 +224,7 @@ def _rotated_pairs(head_dim: int) -> list[Transform]:
 
 
 @dataclass(frozen=True, slots=True)
-class _ExpectHeads(Transform):
+class _ExpectHeads(TreeTransform):
     """An error where a ``config.json`` beside the arrays says that heads have another size: any that divides theirs would fit, and make another model.
 
     Attributes:
@@ -233,10 +233,10 @@ class _ExpectHeads(Transform):
 
     head_dim: int
 
-    def apply(self, draft: Draft) -> None:
+    def rewrite(self, tree: TreeRewriter) -> None:
         """See `Transform`."""
         try:
-            config = draft.config_beside("config.json")
+            config = tree.config_beside("config.json")
         except TransformError:  # there is none
             return
         nested = config.get("text_config")

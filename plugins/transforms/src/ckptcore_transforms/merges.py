@@ -11,11 +11,12 @@ from ckptcore.commit.location import LocationLike
 from ckptcore.errors import TransformError
 from ckptcore.model.metadata import PLAIN_ARRAY
 from ckptcore.model.tree import TreePath, format_path
+from ckptcore.protocols import Transform
 from ckptcore_transforms.arguments import expect_number, expect_sequence, expect_text
 from ckptcore_transforms.derived_arrays import merge_low_rank, weighted_sum
-from ckptcore_transforms.drafts import Draft, DraftArray, Leaf
 from ckptcore_transforms.patterns import Fields, Template
-from ckptcore_transforms.transform import Transform, not_invertible
+from ckptcore_transforms.transform import TreeTransform, not_invertible
+from ckptcore_transforms.tree_rewriter import ArrayLeaf, Leaf, TreeRewriter
 
 __all__ = ["Average", "MergeLora"]
 
@@ -24,7 +25,7 @@ _KEPT: Final = ("bool", "int", "uint", "datetime", "timedelta", "S", "U")
 
 
 @dataclass(frozen=True, slots=True)
-class MergeLora(Transform):
+class MergeLora(TreeTransform):
     """An adapter merged into the matrices that it is for: ``base + scale * up @ down``, in the dtype of the base.
 
     Attributes:
@@ -46,14 +47,14 @@ class MergeLora(Transform):
             expect_text(self, name)
         expect_number(self, "scale")
 
-    def apply(self, draft: Draft) -> None:
+    def rewrite(self, tree: TreeRewriter) -> None:
         """See `Transform`."""
-        inside = draft if self.adapter is None else draft.with_leaves(draft.open_beside(self.adapter))
+        inside = tree if self.adapter is None else tree.with_leaves(tree.open_beside(self.adapter))
         ups, downs, base = Template(self.up), Template(self.down), Template(self.base)
         of_ups, of_downs = inside.find_each([ups, downs])
         thin, lows = _by_base(base, of_ups), _by_base(base, of_downs)
         made: dict[TreePath, Mapping[TreePath, Leaf]] = {}
-        by_text = {tuple(map(str, path)): path for path in draft.leaves}
+        by_text = {tuple(map(str, path)): path for path in tree.leaves}
         for text in thin.keys() | lows.keys():
             path = by_text.get(tuple(map(str, text)))
             if path is None or text not in thin or text not in lows:
@@ -69,14 +70,14 @@ class MergeLora(Transform):
                 )
             try:
                 merged = merge_low_rank(
-                    draft.array(path), inside.array(thin[text]), inside.array(lows[text]), self.scale
+                    tree.array(path), inside.array(thin[text]), inside.array(lows[text]), self.scale
                 )
             except ValueError as error:
                 raise TransformError(f"{format_path(path)}: {error}") from error
-            made[path] = {path: DraftArray.of(merged)}
-        if inside is draft:
+            made[path] = {path: ArrayLeaf.of(merged)}
+        if inside is tree:
             made.update({path: {} for path in (*thin.values(), *lows.values())})
-        draft.replace(made)
+        tree.replace(made)
 
     def describe(self) -> str:
         """See `Transform`."""
@@ -89,7 +90,7 @@ class MergeLora(Transform):
 
 
 @dataclass(frozen=True, slots=True)
-class Average(Transform):
+class Average(TreeTransform):
     """The mean of the arrays of several checkpoints, which have the same tree; computed in float32, or float64 where they are.
 
     Arrays of whole numbers or of truth values, keys of random generators, and values are those of the first: the one that is loaded. So
@@ -109,7 +110,7 @@ class Average(Transform):
         if self.weights is not None:
             expect_sequence(self, "weights", "numbers in a list")
 
-    def apply(self, draft: Draft) -> None:
+    def rewrite(self, tree: TreeRewriter) -> None:
         """See `Transform`."""
         weights = [1.0] * (len(self.others) + 1) if self.weights is None else list(self.weights)
         if len(weights) != len(self.others) + 1 or not math.isfinite(sum(weights)) or not sum(weights):
@@ -117,31 +118,31 @@ class Average(Transform):
                 f"expected {len(self.others) + 1} weights, the sum of which is a number other than 0, found {weights}"
             )
         weights = [weight / sum(weights) for weight in weights]
-        others = [draft.open_beside(other) for other in self.others]
+        others = [tree.open_beside(other) for other in self.others]
         for location, leaves in zip(self.others, others, strict=True):
-            _expect_same_paths(draft.leaves, leaves, location)
+            _expect_same_paths(tree.leaves, leaves, location)
         made: dict[TreePath, Mapping[TreePath, Leaf]] = {}
-        for path, leaf in draft.leaves.items():
+        for path, leaf in tree.leaves.items():
             if (
-                not isinstance(leaf, DraftArray)
+                not isinstance(leaf, ArrayLeaf)
                 or leaf.record.kind != PLAIN_ARRAY
                 or leaf.record.spec.dtype.startswith(_KEPT)
             ):
                 continue
-            arrays = [leaf.derivation]
+            arrays = [leaf.array]
             for location, leaves in zip(self.others, others, strict=True):
                 other = leaves.get(path)
-                if not isinstance(other, DraftArray) or other.record.spec != leaf.record.spec:
-                    found = other.record.spec if isinstance(other, DraftArray) else "no array"
+                if not isinstance(other, ArrayLeaf) or other.record.spec != leaf.record.spec:
+                    found = other.record.spec if isinstance(other, ArrayLeaf) else "no array"
                     raise TransformError(
                         f"{location} has {found} at {format_path(path)}, where {leaf.record.spec} was expected"
                     )
-                arrays.append(other.derivation)
+                arrays.append(other.array)
             try:
-                made[path] = {path: DraftArray.of(weighted_sum(arrays, weights))}
+                made[path] = {path: ArrayLeaf.of(weighted_sum(arrays, weights))}
             except ValueError as error:
                 raise TransformError(f"{format_path(path)}: {error}") from error
-        draft.replace(made)
+        tree.replace(made)
 
     def describe(self) -> str:
         """See `Transform`."""

@@ -12,10 +12,11 @@ from ckptcore.model.arrays import Box
 from ckptcore.model.metadata import ValueRecord
 from ckptcore.model.sizes import count
 from ckptcore.model.tree import TreePath, format_path
+from ckptcore.protocols import Transform
 from ckptcore_transforms.arguments import expect_pattern, expect_text
-from ckptcore_transforms.drafts import Draft, DraftArray, DraftValue, Leaf
 from ckptcore_transforms.patterns import Pattern, Template, exactly, text_path
-from ckptcore_transforms.transform import Transform, not_invertible
+from ckptcore_transforms.transform import TreeTransform, not_invertible
+from ckptcore_transforms.tree_rewriter import ArrayLeaf, Leaf, TreeRewriter, ValueLeaf
 
 __all__ = ["Default", "Drop", "Refuse", "Rename", "RenameTable"]
 
@@ -24,7 +25,7 @@ _SHOWN: Final = 200
 
 
 @dataclass(frozen=True, slots=True)
-class Rename(Transform):
+class Rename(TreeTransform):
     """Leaves under other paths: ``Rename("encoder.{rest...}", "encoder/{rest}")``.
 
     Keys of which a field has all stay as they are; every other one is text, or one of the same text that is in its container.
@@ -41,10 +42,10 @@ class Rename(Transform):
         expect_pattern(self, "pattern")
         expect_text(self, "to")
 
-    def apply(self, draft: Draft) -> None:
+    def rewrite(self, tree: TreeRewriter) -> None:
         """See `Transform`."""
         to = Template(self.to)
-        draft.move(Template(self.pattern), lambda path, fields: to.path(fields))
+        tree.move(Template(self.pattern), lambda path, fields: to.path(fields))
 
     def describe(self) -> str:
         """See `Transform`."""
@@ -60,7 +61,7 @@ class Rename(Transform):
 
 
 @dataclass(frozen=True, slots=True)
-class RenameTable(Transform):
+class RenameTable(TreeTransform):
     """Single leaves under other paths, all of them at once, so that two may change places.
 
     Attributes:
@@ -75,14 +76,14 @@ class RenameTable(Transform):
         ):
             raise TypeError(f"RenameTable({self.table!r}): expected a mapping of paths to paths, all of them text")
 
-    def apply(self, draft: Draft) -> None:
+    def rewrite(self, tree: TreeRewriter) -> None:
         """See `Transform`."""
         made: dict[TreePath, dict[TreePath, Leaf]] = {}
-        found = draft.find_each([exactly(path) for path in self.table])
+        found = tree.find_each([exactly(path) for path in self.table])
         for of_path, to in zip(found, self.table.values(), strict=True):
             for path in of_path:
-                made[path] = {text_path(to): draft.leaves[path]}
-        draft.replace(made)
+                made[path] = {text_path(to): tree.leaves[path]}
+        tree.replace(made)
 
     def describe(self) -> str:
         """See `Transform`."""
@@ -97,7 +98,7 @@ class RenameTable(Transform):
 
 
 @dataclass(frozen=True, slots=True)
-class Drop(Transform):
+class Drop(TreeTransform):
     """Leaves that are left out, and not read.
 
     Attributes:
@@ -109,9 +110,9 @@ class Drop(Transform):
     def __post_init__(self) -> None:
         expect_pattern(self, "pattern")
 
-    def apply(self, draft: Draft) -> None:
+    def rewrite(self, tree: TreeRewriter) -> None:
         """See `Transform`."""
-        draft.remove(Template(self.pattern))
+        tree.remove(Template(self.pattern))
 
     def describe(self) -> str:
         """See `Transform`."""
@@ -123,7 +124,7 @@ class Drop(Transform):
 
 
 @dataclass(frozen=True, slots=True)
-class Refuse(Transform):
+class Refuse(TreeTransform):
     """An error where leaves are that the transforms around this one do not know; else nothing: so that none is left out silently.
 
     Attributes:
@@ -135,9 +136,9 @@ class Refuse(Transform):
     def __post_init__(self) -> None:
         expect_pattern(self, "pattern")
 
-    def apply(self, draft: Draft) -> None:
+    def rewrite(self, tree: TreeRewriter) -> None:
         """See `Transform`."""
-        found = list(draft.present(Template(self.pattern)))
+        found = list(tree.present(Template(self.pattern)))
         if found:
             others = "" if len(found) == 1 else f" and {count(len(found) - 1, 'other')}"
             raise TransformError(
@@ -154,7 +155,7 @@ class Refuse(Transform):
 
 
 @dataclass(frozen=True, slots=True)
-class Default(Transform):
+class Default(TreeTransform):
     """A leaf that is taken from here where none is stored.
 
     Attributes:
@@ -168,9 +169,9 @@ class Default(Transform):
     def __post_init__(self) -> None:
         expect_text(self, "path")
 
-    def apply(self, draft: Draft) -> None:
+    def rewrite(self, tree: TreeRewriter) -> None:
         """See `Transform`."""
-        handler = draft.registry.dispatch(self.value).leaf
+        handler = tree.source.leaf_handler(self.value)
         if handler is None:
             raise TransformError(
                 f"{self.path}: a {type(self.value).__qualname__} is no leaf that an installed plugin handles"
@@ -178,10 +179,10 @@ class Default(Transform):
         record = handler.describe(self.value)
         path = text_path(self.path)
         if isinstance(record, ValueRecord):
-            draft.add(path, DraftValue(record))
+            tree.add(path, ValueLeaf(record))
             return
         (array,) = handler.view_on_host(self.value, [Box.whole(record.spec.shape)])
-        draft.add(path, DraftArray(constant(record.spec, array.result()), record))
+        tree.add(path, ArrayLeaf(constant(record.spec, array.result()), record))
 
     def describe(self) -> str:
         """See `Transform`."""

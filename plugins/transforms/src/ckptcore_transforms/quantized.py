@@ -1,4 +1,4 @@
-"""Quantized: an array of a draft with the scales that it is to be multiplied by, and what is made of both."""
+"""Quantized: an array of a tree with the scales that it is to be multiplied by, and what is made of both."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import Final, TypeAlias
 
 from ckptcore.errors import TransformError
+from ckptcore.loading.quantized_names import is_quantized
 from ckptcore.model.tree import TreePath, format_path
 from ckptcore.protocols import DerivedArray
-from ckptcore.quantized_names import is_quantized
-from ckptcore_transforms.drafts import Draft, DraftArray, Leaf
 from ckptcore_transforms.quantized_arrays import block_scaled, reinterpret
+from ckptcore_transforms.tree_rewriter import ArrayLeaf, Leaf, TreeRewriter
 
 __all__ = ["Making", "Quantized", "dequantize", "in_blocks", "listed"]
 
@@ -54,12 +54,12 @@ def in_blocks(values: DerivedArray, scales: DerivedArray, block: Sequence[int] |
 
 
 def dequantize(
-    draft: Draft, found: Sequence[Quantized], problems: Collection[str], dropped: Collection[TreePath] = ()
+    tree: TreeRewriter, found: Sequence[Quantized], problems: Collection[str], dropped: Collection[TreePath] = ()
 ) -> None:
     """Put what is made of arrays and their scales in their place.
 
     Args:
-        draft: the tree.
+        tree: the tree.
         found: the arrays.
         problems: what is wrong already, told by path.
         dropped: leaves that go with the scales.
@@ -71,16 +71,16 @@ def dequantize(
     made: dict[TreePath, Mapping[TreePath, Leaf]] = {path: {} for path in dropped}
     for one in found:
         try:
-            array = one.make(draft.array(one.values), draft.array(one.scales))
+            array = one.make(tree.array(one.values), tree.array(one.scales))
         except (ValueError, TransformError) as error:
             told.append(f"{format_path(one.values)}: {error}")
             continue
         made[one.scales] = {}
-        made[one.values] = {one.to: DraftArray.of(array)}
+        made[one.values] = {one.to: ArrayLeaf.of(array)}
     if told:
         arrays = "1 array" if len(told) == 1 else f"{len(told)} arrays"
         raise TransformError(f"{arrays} cannot be dequantised:{listed(told)}\nNothing was read")
-    draft.replace(made)
+    tree.replace(made)
 
 
 def listed(problems: Sequence[str]) -> str:

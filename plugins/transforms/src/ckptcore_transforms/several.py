@@ -10,13 +10,13 @@ from ckptcore.derivations import concatenate, cut, reshape
 from ckptcore.errors import TransformError
 from ckptcore.model.arrays import Box
 from ckptcore.model.tree import TreePath, format_path
-from ckptcore.protocols import DerivedArray
+from ckptcore.protocols import DerivedArray, Transform
 from ckptcore_transforms.arguments import expect_int, expect_ints, expect_pattern, expect_text, expect_texts
 from ckptcore_transforms.derived_arrays import stack
-from ckptcore_transforms.drafts import Draft, DraftArray, Leaf
 from ckptcore_transforms.each_array import axis_of
 from ckptcore_transforms.patterns import Fields, Found, Pattern, Template
-from ckptcore_transforms.transform import Transform, not_invertible
+from ckptcore_transforms.transform import TreeTransform, not_invertible
+from ckptcore_transforms.tree_rewriter import ArrayLeaf, Leaf, TreeRewriter
 
 __all__ = ["Fuse", "Split", "Stack", "Unstack"]
 
@@ -28,7 +28,7 @@ _MOST_PARTS: Final = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
-class Stack(Transform):
+class Stack(TreeTransform):
     """Arrays of one shape along a new axis: ``Stack("layers.{i}.{rest...}", "layers/{rest}")``.
 
     Attributes:
@@ -48,12 +48,12 @@ class Stack(Transform):
         expect_text(self, "to")
         expect_int(self, "axis")
 
-    def apply(self, draft: Draft) -> None:
+    def rewrite(self, tree: TreeRewriter) -> None:
         """See `Transform`."""
         template, to = Template(self.pattern), Template(self.to)
         counter = _counter(template, to)
         stacks: dict[TreePath, dict[int, TreePath]] = {}
-        for path, fields, _ in draft.arrays(template):
+        for path, fields, _ in tree.arrays(template):
             number = fields[counter].text
             if not (number.isascii() and number.isdecimal() and len(number) < _MOST_DIGITS):
                 raise TransformError(f"{format_path(path)}: {counter} is {number!r}, and no number to count by")
@@ -71,14 +71,14 @@ class Stack(Transform):
                 )
             paths = [members[number] for number in range(len(members))]
             try:
-                arrays = [draft.array(path) for path in paths]
+                arrays = [tree.array(path) for path in paths]
                 axes = len(arrays[0].spec.shape) + 1
                 array = stack(arrays, self.axis + axes if -axes <= self.axis < 0 else self.axis)
             except ValueError as error:
                 raise TransformError(f"{format_path(new)}: {error}") from error
             made.update({path: {} for path in members.values()})
-            made[next(iter(members.values()))] = {new: DraftArray.of(array)}
-        draft.replace(made)
+            made[next(iter(members.values()))] = {new: ArrayLeaf.of(array)}
+        tree.replace(made)
 
     def describe(self) -> str:
         """See `Transform`."""
@@ -90,7 +90,7 @@ class Stack(Transform):
 
 
 @dataclass(frozen=True, slots=True)
-class Unstack(Transform):
+class Unstack(TreeTransform):
     """Arrays of each index along an axis: ``Unstack("layers/{rest...}", "layers.{i}.{rest}")``.
 
     Attributes:
@@ -108,12 +108,12 @@ class Unstack(Transform):
         expect_text(self, "to")
         expect_int(self, "axis")
 
-    def apply(self, draft: Draft) -> None:
+    def rewrite(self, tree: TreeRewriter) -> None:
         """See `Transform`."""
         template, to = Template(self.pattern), Template(self.to)
         counter = _counter(to, template)
         made: dict[TreePath, Mapping[TreePath, Leaf]] = {}
-        for path, fields, array in draft.arrays(template):
+        for path, fields, array in tree.arrays(template):
             shape = array.spec.shape
             try:
                 axis = axis_of(array.spec, self.axis)
@@ -128,9 +128,9 @@ class Unstack(Transform):
             for number in range(shape[axis]):
                 one = reshape(cut(array, Box.whole(shape).band(axis, number, number + 1)), rest)
                 numbered = {**fields, counter: Found(str(number))}
-                parts[to.path(numbered)] = DraftArray.of(one)
+                parts[to.path(numbered)] = ArrayLeaf.of(one)
             made[path] = parts
-        draft.replace(made)
+        tree.replace(made)
 
     def describe(self) -> str:
         """See `Transform`."""
@@ -142,7 +142,7 @@ class Unstack(Transform):
 
 
 @dataclass(frozen=True, slots=True)
-class Split(Transform):
+class Split(TreeTransform):
     """Arrays cut into parts along an axis: ``Split("{block...}.qkv", ["{block}.q", "{block}.k", "{block}.v"])``.
 
     Attributes:
@@ -164,11 +164,11 @@ class Split(Transform):
         if self.sizes is not None:
             expect_ints(self, "sizes")
 
-    def apply(self, draft: Draft) -> None:
+    def rewrite(self, tree: TreeRewriter) -> None:
         """See `Transform`."""
         templates = [Template(one) for one in self.to]
         made: dict[TreePath, Mapping[TreePath, Leaf]] = {}
-        for path, fields, array in draft.arrays(Template(self.pattern)):
+        for path, fields, array in tree.arrays(Template(self.pattern)):
             try:
                 parts = self._parts(array)
             except ValueError as error:
@@ -176,8 +176,8 @@ class Split(Transform):
             paths = [to.path(fields) for to in templates]
             if len(set(paths)) < len(paths):
                 raise TransformError(f"{format_path(path)}: two of its parts would be at one path of {list(self.to)}")
-            made[path] = {new: DraftArray.of(part) for new, part in zip(paths, parts, strict=True)}
-        draft.replace(made)
+            made[path] = {new: ArrayLeaf.of(part) for new, part in zip(paths, parts, strict=True)}
+        tree.replace(made)
 
     def _parts(self, array: DerivedArray) -> Sequence[DerivedArray]:
         axis, count = axis_of(array.spec, self.axis), len(self.to)
@@ -207,7 +207,7 @@ class Split(Transform):
 
 
 @dataclass(frozen=True, slots=True)
-class Fuse(Transform):
+class Fuse(TreeTransform):
     """Arrays one after the other along an axis: ``Fuse(["{block...}.gate", "{block...}.up"], "{block}.gate_up")``.
 
     Attributes:
@@ -229,10 +229,10 @@ class Fuse(Transform):
         if self.sizes is not None:
             expect_ints(self, "sizes")
 
-    def apply(self, draft: Draft) -> None:
+    def rewrite(self, tree: TreeRewriter) -> None:
         """See `Transform`."""
         to = Template(self.to)
-        matched = draft.find_each([Template(one) for one in self.patterns])
+        matched = tree.find_each([Template(one) for one in self.patterns])
         found = [_by_fields(one, of_pattern) for one, of_pattern in zip(self.patterns, matched, strict=True)]
         made: dict[TreePath, Mapping[TreePath, Leaf]] = {}
         for key in dict.fromkeys([key for of_pattern in found for key in of_pattern]):
@@ -245,12 +245,12 @@ class Fuse(Transform):
             members = [of_pattern[key] for of_pattern in found]
             new = to.path(members[0][1])
             try:
-                array = self._fused([draft.array(path) for path, _ in members])
+                array = self._fused([tree.array(path) for path, _ in members])
             except ValueError as error:
                 raise TransformError(f"{format_path(new)}: {error}") from error
             made.update({path: {} for path, _ in members})
-            made[members[0][0]] = {new: DraftArray.of(array)}
-        draft.replace(made)
+            made[members[0][0]] = {new: ArrayLeaf.of(array)}
+        tree.replace(made)
 
     def _fused(self, arrays: Sequence[DerivedArray]) -> DerivedArray:
         axis = axis_of(arrays[0].spec, self.axis)

@@ -1,4 +1,4 @@
-"""Transform: a change of a stored tree as it is loaded."""
+"""The base class of this package's transforms, `IfPresent`, and lists of transforms described and inverted."""
 
 from __future__ import annotations
 
@@ -6,36 +6,37 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from ckptcore.errors import TransformError
-from ckptcore_transforms.drafts import Draft, NothingMatches
+from ckptcore.loading.transformed import expect_transforms, is_transform
+from ckptcore.protocols import Transform, TransformedTree, Transforms
+from ckptcore_transforms.tree_rewriter import NothingMatches, TreeRewriter
 
-__all__ = ["IfPresent", "Transform", "not_invertible"]
+__all__ = ["IfPresent", "TreeTransform", "inverse", "not_invertible"]
 
 
-class Transform(Protocol):
-    """A change of a tree. Immutable; reads no elements.
-
-    Those of this package are its subclasses, so that a list of several kinds has a type; others need not be.
-    """
+class TreeTransform(Transform, Protocol):
+    """A transform that changes a `TreeRewriter`, which all transforms of this package in a row share."""
 
     __slots__ = ()
 
-    def apply(self, draft: Draft) -> None:
+    def apply(self, tree: TransformedTree) -> TransformedTree:
+        """See `Transform`."""
+        rewriter = TreeRewriter.of(tree)
+        self.rewrite(rewriter)
+        return rewriter
+
+    def rewrite(self, tree: TreeRewriter) -> None:
         """Change the leaves of a tree, and how its arrays are made.
 
         Raises:
-            TransformError, ValueError: if the tree does not have what is changed, or it does not fit.
+            TransformError, ValueError: if the tree lacks what is changed, or it does not fit.
         """
         ...
 
-    def describe(self) -> str:
-        """What it does, in a line for a person."""
-        ...
-
     def inverse(self) -> Transform:
-        """What takes a tree that it made back to what it was.
+        """Return the transform that takes a tree that this one made back to what it was.
 
         Raises:
-            TransformError: if nothing does.
+            TransformError: if there is none.
         """
         ...
 
@@ -51,25 +52,43 @@ class IfPresent(Transform):
     transform: Transform
 
     def __post_init__(self) -> None:
-        if isinstance(self.transform, type) or not hasattr(self.transform, "apply"):
+        if not is_transform(self.transform):
             raise TypeError(f"IfPresent({self.transform!r}): expected a transform")
 
-    def apply(self, draft: Draft) -> None:
+    def apply(self, tree: TransformedTree) -> TransformedTree:
         """See `Transform`."""
-        before, beside = dict(draft.leaves), len(draft.beside)
+        rewriter = TreeRewriter.of(tree)
+        before = dict(rewriter.leaves)
         try:
-            self.transform.apply(draft)
+            return self.transform.apply(rewriter)
         except NothingMatches:
-            draft.leaves = before
-            del draft.beside[beside:]
+            rewriter.leaves = before
+            return rewriter
 
     def describe(self) -> str:
         """See `Transform`."""
         return f"{self.transform.describe()}, if there is any"
 
     def inverse(self) -> Transform:
-        """See `Transform`: what is there is taken back, also if something else has made it."""
-        return IfPresent(self.transform.inverse())
+        """See `TreeTransform`: what is there is taken back, also if something else has made it."""
+        return IfPresent(_inverse(self.transform))
+
+
+def inverse(transforms: Transforms) -> list[Transform]:
+    """The transforms that take a tree back which transforms made.
+
+    Raises:
+        TransformError: names one that nothing takes back.
+    """
+    expect_transforms(transforms)
+    return [_inverse(transform) for transform in reversed(transforms)]
+
+
+def _inverse(transform: Transform) -> Transform:
+    if not hasattr(transform, "inverse"):
+        raise not_invertible(transform, f"for {type(transform).__name__} has no method inverse")
+    made: Transform = transform.inverse()
+    return made
 
 
 def not_invertible(transform: Transform, reason: str) -> TransformError:

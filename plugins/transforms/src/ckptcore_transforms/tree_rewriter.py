@@ -1,27 +1,22 @@
-"""Draft: a stored tree while transforms change it."""
+"""TreeRewriter: a stored tree while the transforms of this package change it."""
 
 from __future__ import annotations
 
-import contextlib
 import copy
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, TypeAlias
 
-from ckptcore.builtin.json_objects import read_json_object
 from ckptcore.commit.location import LocationLike
-from ckptcore.derivations import Stored
-from ckptcore.errors import ObjectNotFoundError, TransformError
-from ckptcore.loading.opened import Opened
+from ckptcore.errors import TransformError
 from ckptcore.model.metadata import PLAIN_ARRAY, ArrayRecord, LeafRecord, TreeMetadata, ValueRecord
 from ckptcore.model.tree import JSON, LEAF, Key, Node, NodeKind, Skeleton, TreePath, format_path
-from ckptcore.plugins import Plugins
-from ckptcore.protocols import DerivedArray
+from ckptcore.protocols import DerivedArray, DerivedTree, TransformedTree
 from ckptcore.tree.suggestions import NearNames
 from ckptcore_transforms.patterns import Fields, Template, path_text
 
-__all__ = ["Draft", "DraftArray", "DraftValue", "Finished", "Leaf", "NothingMatches"]
+__all__ = ["ArrayLeaf", "Leaf", "NothingMatches", "TreeRewriter", "ValueLeaf"]
 
 _COMPUTED_KINDS: Final = (PLAIN_ARRAY, "numpy.scalar")
 """Arrays of other kinds mean more than their elements, and are only moved."""
@@ -31,32 +26,32 @@ _SHOWN: Final = 100
 
 
 @dataclass(frozen=True, slots=True)
-class DraftArray:
+class ArrayLeaf:
     """An array.
 
     Attributes:
-        derivation: how it is made.
+        array: how it is made.
         record: what is said of it; of the same spec.
         held_by: see `TreeMetadata.held_by`; None where every process held it.
     """
 
-    derivation: DerivedArray
+    array: DerivedArray
     record: ArrayRecord
     held_by: tuple[int, ...] | None = None
 
     @classmethod
-    def of(cls, derivation: DerivedArray) -> DraftArray:
+    def of(cls, array: DerivedArray) -> ArrayLeaf:
         """One that was computed."""
-        return cls(derivation, ArrayRecord(derivation.spec))
+        return cls(array, ArrayRecord(array.spec))
 
 
 @dataclass(frozen=True, slots=True)
-class DraftValue:
+class ValueLeaf:
     """A leaf that lives in the root.
 
     Attributes:
         record: the value.
-        held_by: as of a `DraftArray`.
+        held_by: as of a `ArrayLeaf`.
         stored: the number of the leaf that it is in the checkpoint that is loaded; None where it is of none.
     """
 
@@ -65,53 +60,32 @@ class DraftValue:
     stored: int | None = None
 
 
-Leaf: TypeAlias = DraftArray | DraftValue
-
-
-@dataclass(frozen=True, slots=True)
-class Finished:
-    """What a draft has become, to derive a checkpoint by.
-
-    Attributes:
-        tree: the tree.
-        derivations: by number of each array in it that is no alias, how it is made.
-        values: by number of each value in it that is stored, its number there.
-    """
-
-    tree: TreeMetadata
-    derivations: Mapping[int, DerivedArray]
-    values: Mapping[int, int]
+Leaf: TypeAlias = ArrayLeaf | ValueLeaf
 
 
 class NothingMatches(TransformError):  # told apart here only
     """A pattern matches no leaf."""
 
 
-class Draft:
-    """A tree whose leaves and arrays transforms change. One thread."""
+class TreeRewriter:
+    """A tree whose leaves and arrays transforms change in place. One thread."""
 
-    def __init__(self, opened: Opened, registry: Plugins, open_beside: Callable[[LocationLike], Opened]) -> None:
-        """Begin with what is stored.
-
-        Args:
-            opened: the checkpoint.
-            registry: who handles values.
-            open_beside: opens a further checkpoint, by its location.
-        """
-        self.registry = registry
-        self._opened = opened
-        self._open_beside = open_beside
-        self.beside: list[Opened] = []
-        """The further checkpoints that arrays are made of."""
+    def __init__(self, derived: DerivedTree) -> None:
+        """Begin with a tree as other transforms, or none, have made it."""
+        self.source = derived.source
+        """Further checkpoints, files and handlers."""
         self._containers: dict[TreePath, tuple[NodeKind, str | None]] = {}
         self._empty: dict[TreePath, None] = {}
         self._sequence: dict[TreePath, int] = {}
-        """Where leaves and empty containers stand among those that are stored, as far as it is known."""
-        self.leaves: dict[TreePath, Leaf] = {}
-        """By path; in no order that means anything but which came first."""
-        self._note_containers(opened.tree.skeleton, ())
-        for number, path in enumerate(opened.tree.paths):
-            self.leaves[path] = self._stored(opened.tree, number, 0)
+        """The order of leaves and empty containers at the beginning, as far as it is known."""
+        self.leaves: dict[TreePath, Leaf] = _leaves_of(derived)
+        """By path; the order means nothing but which came first."""
+        self._note_containers(derived.tree.skeleton, ())
+
+    @classmethod
+    def of(cls, tree: TransformedTree) -> TreeRewriter:
+        """Return the tree itself if it can be changed in place, and one that begins with it otherwise."""
+        return tree if isinstance(tree, cls) else cls(tree.finish())
 
     def _note_containers(self, node: Skeleton, path: TreePath) -> None:
         if not isinstance(node, Node):
@@ -124,36 +98,28 @@ class Draft:
         for key, child in zip(node.keys, node.children, strict=True):
             self._note_containers(child, (*path, key))
 
-    def _stored(self, tree: TreeMetadata, number: int, checkpoint: int) -> Leaf:
-        record, held_by = tree.leaves[number], tree.held_by.get(number)
-        if isinstance(record, ValueRecord):
-            return DraftValue(record, held_by, None if checkpoint else number)
-        return DraftArray(Stored(record.spec, tree.aliases.get(number, number), checkpoint), record, held_by)
-
     def open_beside(self, location: LocationLike) -> Mapping[TreePath, Leaf]:
         """The leaves of a further checkpoint, by path.
 
         Raises:
             What opening it does.
         """
-        self.beside.append(self._open_beside(location))
-        tree = self.beside[-1].tree
-        return {path: self._stored(tree, number, len(self.beside)) for number, path in enumerate(tree.paths)}
+        return _leaves_of(self.source.open(location))
 
     def config_beside(self, key: str) -> Mapping[str, JSON]:
-        """The JSON object in a file that stands beside the arrays of other software's checkpoint.
+        """The JSON object in a file that other software wrote beside its arrays.
 
         Raises:
             TransformError: if there is no such file.
             CorruptCheckpointError: if there is no JSON object in it.
         """
-        if self._opened.root is None:
-            with contextlib.suppress(ObjectNotFoundError):
-                return read_json_object(self._opened.store, key, constants="kept")
-        raise TransformError(f"there is no {key} beside the arrays")
+        config = self.source.read_json(key)
+        if config is None:
+            raise TransformError(f"there is no {key} beside the arrays")
+        return config
 
-    def with_leaves(self, leaves: Mapping[TreePath, Leaf]) -> Draft:
-        """A draft of other leaves, to find arrays in that this one is put together with."""
+    def with_leaves(self, leaves: Mapping[TreePath, Leaf]) -> TreeRewriter:
+        """A rewriter of other leaves, to find arrays in that this one is put together with."""
         other = copy.copy(self)
         other.leaves = dict(leaves)
         return other
@@ -202,11 +168,11 @@ class Draft:
             TransformError: if it is none, or one that means more than its elements.
         """
         leaf = self.leaves[path]
-        if isinstance(leaf, DraftValue) or leaf.record.kind not in _COMPUTED_KINDS:
+        if isinstance(leaf, ValueLeaf) or leaf.record.kind not in _COMPUTED_KINDS:
             raise TransformError(
                 f"{format_path(path)} is no array of numbers but a {leaf.record.kind}, which can only be moved or dropped"
             )
-        return leaf.derivation
+        return leaf.array
 
     def remove(self, template: Template) -> None:
         """Drop what a pattern matches, also containers without leaves.
@@ -283,8 +249,8 @@ class Draft:
         self.leaves[_with_known_keys(path, self._known_keys())] = leaf
         return True
 
-    def finish(self) -> Finished:
-        """What the draft has become.
+    def finish(self) -> DerivedTree:
+        """See `TransformedTree`.
 
         Raises:
             TransformError: if a leaf would have others below it.
@@ -293,23 +259,23 @@ class Draft:
         skeleton = self._skeleton(order)
         leaves = [self.leaves[path] for path in order]
         records: list[LeafRecord] = [leaf.record for leaf in leaves]
-        derivations: dict[int, DerivedArray] = {}
+        arrays: dict[int, DerivedArray] = {}
         aliases: dict[int, int] = {}
         first: dict[DerivedArray, int] = {}
         for number, leaf in enumerate(leaves):
-            if isinstance(leaf, DraftArray):
-                original = first.setdefault(leaf.derivation, number)
+            if isinstance(leaf, ArrayLeaf):
+                original = first.setdefault(leaf.array, number)
                 if original == number:
-                    derivations[number] = leaf.derivation
+                    arrays[number] = leaf.array
                 else:
                     aliases[number] = original  # what was tied is tied
         held_by = {number: leaf.held_by for number, leaf in enumerate(leaves) if leaf.held_by is not None}
         values = {
             number: leaf.stored
             for number, leaf in enumerate(leaves)
-            if isinstance(leaf, DraftValue) and leaf.stored is not None
+            if isinstance(leaf, ValueLeaf) and leaf.stored is not None
         }
-        return Finished(TreeMetadata(skeleton, tuple(records), aliases, held_by), derivations, values)
+        return DerivedTree(TreeMetadata(skeleton, tuple(records), aliases, held_by), arrays, values, self.source)
 
     def _skeleton(self, order: list[TreePath]) -> Skeleton:
         """The containers; appends the paths of the leaves in their order."""
@@ -364,6 +330,18 @@ class _Branch:
     """A container: what is below it by key, None for a leaf."""
 
     children: dict[Key, _Branch | None]
+
+
+def _leaves_of(derived: DerivedTree) -> dict[TreePath, Leaf]:
+    """The leaves of a tree, by path."""
+    tree, leaves = derived.tree, dict[TreePath, Leaf]()
+    for number, path in enumerate(tree.paths):
+        record, held_by = tree.leaves[number], tree.held_by.get(number)
+        if isinstance(record, ValueRecord):
+            leaves[path] = ValueLeaf(record, held_by, derived.values.get(number))
+        else:
+            leaves[path] = ArrayLeaf(derived.arrays[tree.aliases.get(number, number)], record, held_by)
+    return leaves
 
 
 def _with_known_keys(path: TreePath, known: Mapping[TreePath, Mapping[str, Key]]) -> TreePath:

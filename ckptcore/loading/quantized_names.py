@@ -1,4 +1,8 @@
-"""Quantised arrays by their names: what the scales are called that stand beside them in checkpoints of Hugging Face."""
+"""Names of the scales of quantised arrays in checkpoints of Hugging Face.
+
+A load refuses to cast a quantised array without its scales, also where the distribution of transforms is missing: the
+numbers would be wrong without any sign of it.
+"""
 
 from __future__ import annotations
 

@@ -1,0 +1,152 @@
+"""Checkpoints as transforms change them: objects that a user passes to a load, from any package."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Final
+
+import numpy as np
+import xxhash
+
+from ckptcore.builtin.json_objects import read_json_object
+from ckptcore.context import Context
+from ckptcore.derivations import Constant, Stored, walk
+from ckptcore.errors import CheckpointError, ObjectNotFoundError, TransformError, UnsupportedLeafError
+from ckptcore.io.elements import bytes_of
+from ckptcore.loading.derived import derive
+from ckptcore.loading.opened import Opened
+from ckptcore.loading.tries import open_checkpoint
+from ckptcore.model.metadata import ArrayRecord, TreeMetadata
+from ckptcore.model.tree import JSON
+from ckptcore.protocols import DerivedArray, DerivedTree, LeafHandler, TransformedTree, Transforms
+
+__all__ = ["apply_transforms", "describe", "expect_transforms", "is_transform"]
+
+_METHODS: Final = ("apply", "describe")
+
+_LONGEST: Final = 1200
+"""Of a transform and its error in a message, in characters: names may be hostile, and of any length."""
+
+
+def apply_transforms(opened: Opened, transforms: Transforms, context: Context) -> Opened:
+    """Return a checkpoint as transforms make it. Reads no array.
+
+    Args:
+        opened: the stored checkpoint.
+        transforms: in the order in which they are applied.
+        context: its limit on the memory of loads also limits what is kept beside the arrays that are computed.
+
+    Raises:
+        TransformError: names the transform that does not fit what is stored.
+        CheckpointError: if a further checkpoint cannot be opened.
+    """
+    expect_transforms(transforms)
+    if not transforms:
+        return opened
+    source = _Source(opened, context)
+    made: TransformedTree = source.tree
+    for number, transform in enumerate(transforms):
+        try:
+            made = transform.apply(made)
+        except Exception as error:
+            if isinstance(error, CheckpointError) and not isinstance(error, TransformError | UnsupportedLeafError):
+                raise  # about a further checkpoint, not about the transform
+            raise TransformError(
+                f"{opened.location.display}, transform {number + 1} of {len(transforms)} ({_cut(transform.describe())}): {_cut(str(error))}. "
+                "Transforms are applied in order, each to what the ones before it made; IfPresent lets one match nothing"
+            ) from error
+    try:
+        finished = made.finish()
+    except TransformError as error:
+        raise TransformError(f"{opened.location.display}, after {len(transforms)} transforms: {error}") from error
+    return derive(
+        opened,
+        finished.tree,
+        finished.arrays,
+        values=finished.values,
+        beside=source.beside,
+        most_bytes=context.memory.load_bytes,
+        told=_told(transforms, finished.arrays.values()),
+    )
+
+
+def describe(transforms: Transforms) -> str:
+    """Return what transforms do, a line for each, before anything runs."""
+    expect_transforms(transforms)
+    return "\n".join([f"{number}. {transform.describe()}" for number, transform in enumerate(transforms, 1)])
+
+
+def expect_transforms(transforms: Transforms) -> None:
+    """Refuse anything but a list of transforms.
+
+    Raises:
+        TypeError
+    """
+    if isinstance(transforms, str | bytes) or not isinstance(transforms, Sequence):
+        raise TypeError(
+            f"transforms={transforms!r}: expected transforms in a list, as transforms=[Rename(...), Cast(...)]"
+        )
+    for transform in transforms:
+        if not is_transform(transform):
+            raise TypeError(
+                f"{transform!r} is no transform: expected what ckptcore.transforms has, such as Rename(...)"
+            )
+
+
+def is_transform(found: object) -> bool:
+    """Return True for an object with the methods of the protocol `Transform`."""
+    return not isinstance(found, type) and all(callable(getattr(found, name, None)) for name in _METHODS)
+
+
+class _Source:
+    """The `TransformSource` of one load, which numbers the further checkpoints that transforms open."""
+
+    def __init__(self, opened: Opened, context: Context) -> None:
+        self._opened = opened
+        self._context = context
+        self.beside: list[Opened] = []
+        values = [number for number, record in enumerate(opened.tree.leaves) if not isinstance(record, ArrayRecord)]
+        self.tree: Final = self._tree_of(opened.tree, 0, dict(zip(values, values, strict=True)))
+
+    def _tree_of(self, tree: TreeMetadata, checkpoint: int, values: Mapping[int, int]) -> DerivedTree:
+        arrays = {
+            number: Stored(record.spec, number, checkpoint)
+            for number, record in enumerate(tree.leaves)
+            if isinstance(record, ArrayRecord) and number not in tree.aliases
+        }
+        return DerivedTree(tree, arrays, values, self)
+
+    def open(self, location: str | os.PathLike[str]) -> DerivedTree:
+        """See `TransformSource`."""
+        self.beside.append(open_checkpoint(location, self._context))
+        return self._tree_of(self.beside[-1].tree, len(self.beside), {})
+
+    def read_json(self, name: str) -> Mapping[str, JSON] | None:
+        """See `TransformSource`."""
+        if self._opened.root is not None:
+            return None
+        try:
+            return read_json_object(self._opened.store, name, constants="kept")
+        except ObjectNotFoundError:
+            return None
+
+    def leaf_handler(self, value: object) -> LeafHandler | None:
+        """See `TransformSource`."""
+        return self._context.registry.dispatch(value).leaf
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= _LONGEST else f"{text[: _LONGEST // 2]} ... {text[-_LONGEST // 2 :]}"
+
+
+def _told(transforms: Transforms, arrays: Iterable[DerivedArray]) -> str:
+    """What ranks compare: the descriptions, and a digest of constant elements, which a description does not show."""
+    constants = {one: None for array in arrays for one in walk(array) if isinstance(one, Constant)}
+    values = [one.value for one in constants if one.value.size > 1]
+    if not values:
+        return describe(transforms)
+    digest = xxhash.xxh3_128()
+    for value in values:
+        digest.update(bytes_of(np.ascontiguousarray(value)))
+    return f"{describe(transforms)}\nwith elements of {digest.hexdigest()}"
