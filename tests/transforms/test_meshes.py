@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import ckptcore
 from ckptcore import Context, MemoryOptions
-from tests.transforms.chains import chains, save_beside, stored_trees
+from plugins.transforms.tests.chains import chains, save_beside, stored_trees
 
 
 @settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))

@@ -12,7 +12,7 @@ from ckptcore.model.metadata import PLAIN_ARRAY
 from ckptcore.model.tree import TreePath, format_path
 from ckptcore.protocols import DerivedArray, Transform
 from ckptcore_transforms.arguments import expect_dtype
-from ckptcore_transforms.dequantizing import NO_WAY_BACK
+from ckptcore_transforms.dequantize import NO_WAY_BACK
 from ckptcore_transforms.derived_arrays import permute
 from ckptcore_transforms.patterns import path_text
 from ckptcore_transforms.quantization_config import Block, QuantizationConfig, read_quantization

@@ -26,7 +26,7 @@ from ckptcore.planning import plan_read
 from ckptcore.protocols import DerivedArray
 from ckptcore_transforms import Stack, Transform, Transpose
 from ckptcore_transforms.derived_arrays import computed, merge_low_rank, permute, stack, weighted_sum
-from tests.derivations.chains import Chain, chains, open_counted
+from plugins.transforms.tests.array_chains import Chain, chains, open_counted
 
 STORED: Sequence[HostArray] = [
     np.arange(24 * 10, dtype=np.float32).reshape(24, 10),

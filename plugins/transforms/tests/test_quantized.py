@@ -26,7 +26,7 @@ from ckptcore.planning import plan_read
 from ckptcore.protocols import DerivedArray
 from ckptcore_transforms.derived_arrays import permute
 from ckptcore_transforms.quantized_arrays import _tile, block_scaled, mxfp4, reinterpret, unpack_fp4
-from tests.derivations.chains import open_counted
+from plugins.transforms.tests.array_chains import open_counted
 
 BFLOAT16, E4M3FN, E8M0 = (dtype_from_name(name) for name in ("bfloat16", "float8_e4m3fn", "float8_e8m0fnu"))
 

@@ -12,25 +12,25 @@ from hypothesis import strategies as st
 
 import ckptcore
 import ckptcore_transforms
-import tests.transforms.chains
+import plugins.transforms.tests.chains
 from ckptcore import ArrayShard, Context, MemoryOptions, ShardedArray
 from ckptcore.loading.transformed import apply_transforms
 from ckptcore.model import ArrayRecord, HostArray
 from ckptcore.planning import plan_read
 from ckptcore_transforms import describe
 from ckptcore_transforms.patterns import path_text
-from tests.derivations.chains import open_counted
-from tests.transforms.chains import Chain, chains, save_beside, stored_trees
+from plugins.transforms.tests.array_chains import open_counted
+from plugins.transforms.tests.chains import Chain, chains, save_beside, stored_trees
 
 LOCATION = "memory://transforms/chains"
 SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.large_base_example]
 
 
 def test_every_transform_is_one_of_those_in_chains() -> None:
-    """Those of quantised weights have properties of their own, in tests/derivations/test_quantized.py and test_dequantizing_parts.py."""
+    """Those of quantised weights have properties of their own, in test_quantized.py and test_dequantizing_parts.py."""
     kinds = {name for name in ckptcore_transforms.__all__ if hasattr(getattr(ckptcore_transforms, name), "inverse")}
     elsewhere = {name for name in kinds if name.startswith("Dequantize")}
-    assert kinds - elsewhere - {"TreeTransform"} <= vars(tests.transforms.chains).keys(), (
+    assert kinds - elsewhere - {"TreeTransform"} <= vars(plugins.transforms.tests.chains).keys(), (
         "each that is imported there is used"
     )
 
