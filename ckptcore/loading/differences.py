@@ -93,7 +93,7 @@ def mismatch(display: str, differences: Sequence[Difference], tree: TreeMetadata
     remedies = [found.allowed_by for found in differences if found.allowed_by is not None]
     allowing = f"; what is meant to differ can be allowed by name: matching=Matching({Remedy.told(remedies)})"
     quantized = find_quantized(tree)
-    dequantizing = f"; weights are quantised ({quantized}): load them as numbers with transforms=[ckptcore.transforms.DequantizeAsConfigured()] or [ckptcore.transforms.Dequantize(...)]"
+    dequantizing = f"; weights are quantised ({quantized}): load them as numbers with transforms=[DequantizeAsConfigured()] or [Dequantize(...)] of ckptcore.transforms"
     return TreeMismatchError(
         f"{display} does not hold what the abstract tree asks for{counted}:{''.join(shown)}\n"
         "Make the abstract tree like the stored one (metadata(location).abstract is it), or put PLACEHOLDER where a "
