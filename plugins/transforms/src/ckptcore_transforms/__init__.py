@@ -16,10 +16,8 @@ as little as the part of it takes that is asked for. What matches nothing, or do
 from ckptcore.loading.transformed import describe
 from ckptcore.protocols import Transform, Transforms
 from ckptcore_transforms import maps as maps
-from ckptcore_transforms.arrays import Apply, Cast, Pad, Scale, Slice
-from ckptcore_transforms.axes import MergeAxes, Reshape, SplitAxis, Transpose
-from ckptcore_transforms.configured import DequantizeAsConfigured
-from ckptcore_transforms.dequantize import Dequantize, DequantizeMxfp4
+from ckptcore_transforms.arrays import Apply, Cast, MergeAxes, Pad, Reshape, Scale, Slice, SplitAxis, Transpose
+from ckptcore_transforms.dequantize import Dequantize, DequantizeAsConfigured, DequantizeMxfp4
 from ckptcore_transforms.merges import Average, MergeLora
 from ckptcore_transforms.paths import Default, Drop, Refuse, Rename, RenameTable
 from ckptcore_transforms.patterns import Pattern

@@ -1,22 +1,89 @@
-"""Transforms of the elements of single arrays: other dtypes, fewer or more of them, or any function."""
+"""Transforms of single arrays: dtype, elements, extents and axes; and any function."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ckptcore.derivations import cast, cut, pad
+from ckptcore.derivations import cast, cut, pad, reshape
+from ckptcore.errors import TransformError
 from ckptcore.model.arrays import AbstractArray, ArraySpec, Box, name_of_dtype
+from ckptcore.model.tree import format_path
 from ckptcore.protocols import DerivedArray, Transform
-from ckptcore_transforms.arguments import expect_callable, expect_dtype, expect_int, expect_number
-from ckptcore_transforms.derived_arrays import computed, weighted_sum
-from ckptcore_transforms.each_array import EachArray, axis_of
-from ckptcore_transforms.patterns import Template
-from ckptcore_transforms.transform import not_invertible
+from ckptcore_transforms.arguments import (
+    expect_callable,
+    expect_dtype,
+    expect_int,
+    expect_ints,
+    expect_number,
+    expect_pattern,
+)
+from ckptcore_transforms.derived_arrays import computed, permute, weighted_sum
+from ckptcore_transforms.patterns import Pattern, Template
+from ckptcore_transforms.transform import TreeTransform, not_invertible
+from ckptcore_transforms.tree_rewriter import ArrayLeaf, TreeRewriter
 
-__all__ = ["Apply", "Cast", "Pad", "Scale", "Slice"]
+__all__ = [
+    "Apply",
+    "Cast",
+    "EachArray",
+    "MergeAxes",
+    "Pad",
+    "Reshape",
+    "Scale",
+    "Slice",
+    "SplitAxis",
+    "Transpose",
+    "axis_of",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class EachArray(TreeTransform):
+    """A transform that puts what is made of an array in its place, for each that a pattern matches.
+
+    Attributes:
+        pattern: of which arrays.
+    """
+
+    pattern: Pattern
+
+    def __post_init__(self) -> None:
+        expect_pattern(self, "pattern")
+
+    def rewrite(self, tree: TreeRewriter) -> None:
+        """See `Transform`."""
+        made = {}
+        for path, _, array in tree.arrays(Template(self.pattern)):
+            try:
+                now = self.changed(array)
+            except ValueError as error:
+                raise TransformError(f"{format_path(path)}: {error}") from error
+            leaf = tree.leaves[path]
+            made[path] = {path: leaf if now is array else ArrayLeaf.of(now)}
+        tree.replace(made)
+
+    def changed(self, array: DerivedArray) -> DerivedArray:
+        """What is made of one array.
+
+        Raises:
+            ValueError: if the array does not fit.
+        """
+        raise NotImplementedError
+
+
+def axis_of(spec: ArraySpec, axis: int) -> int:
+    """An axis, counted from the first.
+
+    Raises:
+        ValueError: if there is none.
+    """
+    count = len(spec.shape)
+    if not -count <= axis < count:
+        raise ValueError(f"{spec} has no axis {axis}")
+    return axis % count
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,3 +281,148 @@ class Apply(EachArray):
                 self, "for no function that does so is given as Apply(..., undo=), or the shape or dtype changes"
             )
         return Apply(self.pattern, self.undo, None, self.function)
+
+
+@dataclass(frozen=True, slots=True)
+class Transpose(EachArray):
+    """Arrays with their axes in another order.
+
+    Attributes:
+        pattern: of which arrays.
+        axes: by axis of the result, the one that it was; None: the last two change places.
+    """
+
+    axes: Sequence[int] | None = None
+
+    def __post_init__(self) -> None:
+        EachArray.__post_init__(self)
+        if self.axes is not None:
+            expect_ints(self, "axes")
+
+    def changed(self, array: DerivedArray) -> DerivedArray:
+        """See `EachArray`."""
+        count = len(array.spec.shape)
+        if self.axes is None and count < 2:
+            raise ValueError(f"{array.spec} has no two axes to change places")
+        axes = [*range(count - 2), count - 1, count - 2] if self.axes is None else self.axes
+        return permute(array, axes)
+
+    def describe(self) -> str:
+        """See `Transform`."""
+        how = "the last two axes" if self.axes is None else f"axes to {list(self.axes)}"
+        return f"transpose {how} of {Template(self.pattern)}"
+
+    def inverse(self) -> Transform:
+        """See `Transform`."""
+        if self.axes is None:
+            return self
+        return Transpose(self.pattern, tuple(sorted(range(len(self.axes)), key=list(self.axes).__getitem__)))
+
+
+@dataclass(frozen=True, slots=True)
+class Reshape(EachArray):
+    """Arrays with other axes; their elements stay in C order.
+
+    Attributes:
+        pattern: of which arrays.
+        shape: extents; one may be -1, for what is left.
+        stored: the shape that they are to have before, likewise; with it this can be taken back.
+    """
+
+    shape: Sequence[int]
+    stored: Sequence[int] | None = None
+
+    def __post_init__(self) -> None:
+        EachArray.__post_init__(self)
+        expect_ints(self, "shape")
+        if self.stored is not None:
+            expect_ints(self, "stored")
+
+    def changed(self, array: DerivedArray) -> DerivedArray:
+        """See `EachArray`."""
+        if self.stored is not None and reshape(array, self.stored).spec.shape != array.spec.shape:
+            raise ValueError(f"{list(self.stored)} was expected as its shape, found {list(array.spec.shape)}")
+        return reshape(array, self.shape)
+
+    def describe(self) -> str:
+        """See `Transform`."""
+        return f"reshape {Template(self.pattern)} to {list(self.shape)}"
+
+    def inverse(self) -> Transform:
+        """See `Transform`."""
+        if self.stored is None:
+            raise not_invertible(self, "for nothing tells the shape that was stored; give it as Reshape(..., stored=)")
+        return Reshape(self.pattern, self.stored, self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class SplitAxis(EachArray):
+    """Arrays with several axes in place of one, as heads are told apart; their elements stay in C order.
+
+    Attributes:
+        pattern: of which arrays.
+        axis: which one; of those that count from the end, -1 is the last.
+        sizes: of the new axes; one may be -1, for what is left.
+    """
+
+    axis: int
+    sizes: Sequence[int]
+
+    def __post_init__(self) -> None:
+        EachArray.__post_init__(self)
+        expect_int(self, "axis")
+        expect_ints(self, "sizes", least=1)
+
+    def changed(self, array: DerivedArray) -> DerivedArray:
+        """See `EachArray`."""
+        shape, axis = array.spec.shape, axis_of(array.spec, self.axis)
+        return reshape(array, (*shape[:axis], *self.sizes, *shape[axis + 1 :]))
+
+    def describe(self) -> str:
+        """See `Transform`."""
+        return f"split axis {self.axis} of {Template(self.pattern)} into {list(self.sizes)}"
+
+    def inverse(self) -> Transform:
+        """See `Transform`."""
+        first = self.axis if self.axis >= 0 else self.axis - len(self.sizes) + 1
+        return MergeAxes(self.pattern, first, self.sizes)
+
+
+@dataclass(frozen=True, slots=True)
+class MergeAxes(EachArray):
+    """Arrays with one axis in place of several that follow each other; their elements stay in C order.
+
+    Attributes:
+        pattern: of which arrays.
+        axis: the first one; of those that count from the end, -1 is the last.
+        sizes: what the axes are to have; one may be -1, for any number.
+    """
+
+    axis: int
+    sizes: Sequence[int]
+
+    def __post_init__(self) -> None:
+        EachArray.__post_init__(self)
+        expect_int(self, "axis")
+        expect_ints(self, "sizes", least=1)
+
+    def changed(self, array: DerivedArray) -> DerivedArray:
+        """See `EachArray`."""
+        shape, axis = array.spec.shape, axis_of(array.spec, self.axis)
+        found = shape[axis : axis + len(self.sizes)]
+        if len(found) < len(self.sizes) or any(
+            size not in (-1, own) for size, own in zip(self.sizes, found, strict=True)
+        ):
+            raise ValueError(f"{list(self.sizes)} was expected from axis {axis} on, found {array.spec}")
+        return reshape(array, (*shape[:axis], math.prod(found), *shape[axis + len(found) :]))
+
+    def describe(self) -> str:
+        """See `Transform`."""
+        return f"merge axes {list(self.sizes)} of {Template(self.pattern)}, from {self.axis} on"
+
+    def inverse(self) -> Transform:
+        """See `Transform`."""
+        last = self.axis if self.axis >= 0 else self.axis + len(self.sizes) - 1
+        if list(self.sizes).count(-1) > 1:
+            raise not_invertible(self, "for more than one of its sizes is not told")
+        return SplitAxis(self.pattern, last, self.sizes)

@@ -17,8 +17,7 @@ from typing import Final, Literal, TypeAlias, get_args
 
 from ckptcore.errors import TransformError
 from ckptcore.protocols import Transform
-from ckptcore_transforms.arrays import Scale
-from ckptcore_transforms.axes import MergeAxes, SplitAxis, Transpose
+from ckptcore_transforms.arrays import MergeAxes, Scale, SplitAxis, Transpose
 from ckptcore_transforms.paths import Refuse, Rename
 from ckptcore_transforms.several import Stack
 from ckptcore_transforms.transform import IfPresent, TreeTransform, inverse

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal, TypeAlias
 
 from ckptcore.errors import TransformError
 from ckptcore.model.tree import JSON
-from ckptcore_transforms.quantized import listed
 
-__all__ = ["Block", "Packing", "QuantizationConfig", "read_quantization"]
+__all__ = ["Block", "Packing", "QuantizationConfig", "listed", "read_quantization"]
+
+_SHOWN: Final = 30
+"""How many problems an error lists."""
 
 Block: TypeAlias = tuple[int, ...] | None
-"""Extents of a block along the last axes, in elements; None: the shape of the scales tells (`ckptcore_transforms.derived.scaled.block_of`)."""
+"""Extents of a block along the last axes, in elements; None: the shape of the scales tells (`ckptcore_transforms.quantized_arrays.block_of`)."""
 
 Packing: TypeAlias = Literal["fp4", "int8"]
 """What a byte is that is no float8: two numbers of MXFP4, or a whole number."""
@@ -191,3 +193,15 @@ def _kept(found: Mapping[str, JSON], names: Collection[str], problems: list[str]
             break
         return frozenset([one for one in listed if isinstance(one, str)])
     return frozenset()
+
+
+def listed(problems: Sequence[str]) -> str:
+    """Lines of an error: as many problems as a person reads."""
+    lines = [f"\n  {problem}" for problem in _bounded(problems)]
+    return "".join(lines)
+
+
+def _bounded(problems: Sequence[str]) -> Iterator[str]:
+    yield from problems[:_SHOWN]
+    if len(problems) > _SHOWN:
+        yield f"and {len(problems) - _SHOWN} more"
