@@ -30,6 +30,7 @@ from ckptcore import model
 from ckptcore.model import LEAF, ArrayRecord, ArraySpec, Box, Node, Receipt, TreeMetadata, WritePlan
 from ckptcore_dcp.layouts import DcpLayout
 from ckptcore_dcp.metadata import read_metadata
+from ckptcore_dcp.metadata.reading import read_plainly
 from ckptcore_dcp.state import ChunkTable
 
 __all__ = ["rows"]
@@ -93,6 +94,7 @@ def _cases(directory: Path, tensors: int, chunks: int) -> Sequence[Case]:
                 Contender("ckptcore, the table of its root", lambda: ChunkTable(tree, state)),
                 Contender("pickle.load of torch's", lambda: pickle.loads(theirs), target=10.0),
                 Contender("ckptcore, torch's .metadata", lambda: read_metadata(theirs, key=".metadata")),
+                Contender("ckptcore, torch's opcode by opcode", lambda: read_plainly(theirs, key=".metadata")),
             ],
         ),
         Case(

@@ -18,7 +18,7 @@ Classes are known by their names, and those that moved between versions of torch
 - `classes`: what the classes of torch are called
 - `reading`: out of a pickle that may be hostile
 - `pickled`: from the values of the pickle to entries
-- `row_reading`, `row_metadata`, `chunk_places`: the same where most of its values are rows: from columns to columns
+- `fast`: the chunks and places of a large pickle, each in one step
 - `writing`: as torch would
 """
 

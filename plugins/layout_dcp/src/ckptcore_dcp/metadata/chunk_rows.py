@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import overload
 
 import numpy as np
 
 from ckptcore.model import HostArray
-from ckptcore_dcp.metadata.entries import DcpChunk
+from ckptcore_dcp.metadata.entries import DcpChunk, DcpPlace
 
 __all__ = ["ChunkRows", "ChunkTableColumns", "joined_chunks"]
 
@@ -39,19 +40,29 @@ class ChunkTableColumns:
     @classmethod
     def of(cls, chunks: Sequence[DcpChunk]) -> ChunkTableColumns:
         """The columns of chunks."""
-        most = max([len(chunk.offsets) for chunk in chunks], default=0)
+        return cls.of_parts(
+            [chunk.offsets for chunk in chunks],
+            [chunk.sizes for chunk in chunks],
+            [(chunk.relative_path, chunk.offset, chunk.length, chunk.transforms) for chunk in chunks],
+        )
+
+    @classmethod
+    def of_parts(
+        cls, offsets: Sequence[tuple[int, ...]], sizes: Sequence[tuple[int, ...]], places: Sequence[DcpPlace]
+    ) -> ChunkTableColumns:
+        """The columns of chunks with these offsets, sizes and places."""
+        count = len(places)
+        axes: HostArray = np.fromiter(map(len, offsets), np.int64, count)
         files: dict[str, int] = {}
         return cls(
-            _column([len(chunk.offsets) for chunk in chunks]),
-            _column([(*chunk.offsets, *[0] * (most - len(chunk.offsets))) for chunk in chunks]).reshape(
-                len(chunks), most
-            ),
-            _column([(*chunk.sizes, *[0] * (most - len(chunk.sizes))) for chunk in chunks]).reshape(len(chunks), most),
-            _column([files.setdefault(chunk.relative_path, len(files)) for chunk in chunks]),
-            _column([chunk.offset for chunk in chunks]),
-            _column([chunk.length for chunk in chunks]),
+            axes,
+            _numbers(offsets, axes),
+            _numbers(sizes, axes),
+            np.fromiter([files.setdefault(path, len(files)) for path, _, _, _ in places], np.int64, count),
+            np.fromiter([offset for _, offset, _, _ in places], np.int64, count),
+            np.fromiter([length for _, _, length, _ in places], np.int64, count),
             list(files),
-            {row: chunk.transforms for row, chunk in enumerate(chunks) if chunk.transforms},
+            {row: transforms for row, (_, _, _, transforms) in enumerate(places) if transforms},
         )
 
     def take(self, rows: HostArray) -> ChunkTableColumns:
@@ -136,6 +147,9 @@ def joined_chunks(lists: Sequence[Sequence[DcpChunk]]) -> ChunkTableColumns:
     return next(iter(shared.values())).take(np.repeat(starts, counts) + within)
 
 
-def _column(numbers: Sequence[object]) -> HostArray:
-    column: HostArray = np.array(numbers, np.int64)
-    return column
+def _numbers(rows: Sequence[tuple[int, ...]], axes: HostArray) -> HostArray:
+    """A row for each tuple, with zeros behind the axes it has."""
+    numbers: HostArray = np.zeros((len(rows), int(axes.max(initial=0))), np.int64)
+    within = np.arange(numbers.shape[1]) < axes[:, None]
+    numbers[within] = np.fromiter(chain.from_iterable(rows), np.int64, int(axes.sum()))
+    return numbers

@@ -6,10 +6,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-__all__ = ["DcpChunk", "DcpMetadata", "DcpPath", "DcpTensor", "DcpValue"]
+__all__ = ["DcpChunk", "DcpMetadata", "DcpPath", "DcpPlace", "DcpTensor", "DcpValue"]
 
 DcpPath: TypeAlias = tuple[str | int, ...]
 """The keys that lead to an entry: a str key of a mapping, an int index of a list."""
+DcpPlace: TypeAlias = tuple[str, int, int, tuple[str, ...]]
+"""The relative path, offset, length and transforms of a `DcpChunk` or `DcpValue`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,14 +8,13 @@ from typing import Any, Final, NoReturn, TypeAlias
 
 from ckptcore.errors import CorruptCheckpointError, UnsupportedLeafError
 from ckptcore_dcp.dtypes import known_dtype, spec_and_kind
+from ckptcore_dcp.metadata.chunk_rows import ChunkRows, ChunkTableColumns
 from ckptcore_dcp.metadata.classes import class_of_torch
-from ckptcore_dcp.metadata.entries import DcpChunk, DcpMetadata, DcpPath, DcpTensor, DcpValue
-from ckptcore_dcp.pickles import Call, Global, Value, brief
+from ckptcore_dcp.metadata.entries import DcpMetadata, DcpPath, DcpPlace, DcpTensor, DcpValue
+from ckptcore_dcp.pickles import Call, Compact, Global, Value, brief
 
-__all__ = ["DcpPlace", "PickledMetadata"]
+__all__ = ["PickledMetadata"]
 
-DcpPlace: TypeAlias = tuple[str, int, int, tuple[str, ...]]
-"""The arguments of a `DcpValue`."""
 _Places: TypeAlias = dict[tuple[str, tuple[int, ...] | None], DcpPlace]
 """By name and offsets of a part."""
 
@@ -25,6 +24,15 @@ _PATH_DEPTH: Final = 48
 """In keys. A value may have 150 containers more, and the core stops at 200."""
 _SIZE: Final = Global("torch", "Size")
 _TEXT: Final = frozenset({str})
+
+
+@dataclass(slots=True)
+class _Chunks:
+    """Chunks of all tensors, one after the other."""
+
+    offsets: list[tuple[int, ...]] = field(default_factory=list)
+    sizes: list[tuple[int, ...]] = field(default_factory=list)
+    places: list[DcpPlace] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -53,7 +61,9 @@ class PickledMetadata:
         """
         state = self.state_of(value, "Metadata")
         places = self.places(state.get("storage_data"))
-        tensors: dict[str, DcpTensor] = {}
+        tensors: dict[str, tuple[str, tuple[int, ...], bool]] = {}
+        bounds = [0]
+        chunks = _Chunks()
         values: dict[str, DcpValue] = {}
         for name, entry in self.mapping(state.get("state_dict_metadata"), "state_dict_metadata").items():
             if type(name) is not str:
@@ -66,10 +76,18 @@ class PickledMetadata:
                     )
                 values[name] = DcpValue(*place)
             else:
-                tensors[name] = self.tensor(name, entry, places)
+                tensors[name] = self.tensor(name, entry, places, chunks)
+                bounds.append(len(chunks.places))
         save_id, checkpoint_id = self.storage_meta(state.get("storage_meta"))
         paths = self.paths(state.get("planner_data"))
-        return DcpMetadata(tensors, values, paths, save_id, checkpoint_id)
+        columns = ChunkTableColumns.of_parts(chunks.offsets, chunks.sizes, chunks.places)
+        found = {
+            name: DcpTensor(dtype, shape, ChunkRows(columns, start, stop), requires_grad)
+            for (name, (dtype, shape, requires_grad)), start, stop in zip(
+                tensors.items(), bounds, bounds[1:], strict=False
+            )
+        }
+        return DcpMetadata(found, values, paths, save_id, checkpoint_id)
 
     def places(self, found: Value) -> _Places:
         """Where each part lies."""
@@ -80,35 +98,48 @@ class PickledMetadata:
         """The name of the entry that a part is of, where it begins in that, and where it lies."""
         paths: dict[str, str] = {}
         for index, info in listed.items():
-            at = self.state_of(index, "MetadataIndex")
-            name, offset = at.get("fqn"), at.get("offset")
+            if index.__class__ is Compact and index[0] == "MetadataIndex":
+                _, name, offset = index
+            else:
+                at = self.state_of(index, "MetadataIndex")
+                name, offset = at.get("fqn"), at.get("offset")
+                offset = None if offset is None else self.size(offset)
             if type(name) is not str:
                 self.refuse(f"a part of {brief(name)} is listed, which is no name")
-            state = self.state_of(info, "_StorageInfo")
-            path = state.get("relative_path")
+            if info.__class__ is Compact and info[0] == "_StorageInfo":
+                _, path, start, length = info
+                transforms = None
+            else:
+                state = self.state_of(info, "_StorageInfo")
+                path, start, length = state.get("relative_path"), state.get("offset"), state.get("length")
+                transforms = state.get("transform_descriptors")
             if type(path) is not str:
                 self.refuse(f"the file of {name!r} is {brief(path)}")
-            transforms = state.get("transform_descriptors")
             yield (
                 name,
-                None if offset is None else self.size(offset),
+                offset,
                 (
                     paths.get(path) or paths.setdefault(path, self.plain_path(path)),
-                    self.count(state.get("offset"), "the offset of an item"),
-                    self.count(state.get("length"), "the length of an item"),
+                    self.count(start, "the offset of an item"),
+                    self.count(length, "the length of an item"),
                     () if transforms is None else self.texts(transforms),
                 ),
             )
 
     def tensor_of(self, name: str, entry: Value) -> tuple[str, bool, tuple[int, ...], list[Value]]:
         """The dtype of a tensor, whether it was trained, its shape, and its chunks as they are listed."""
-        state = self.state_of(entry, "TensorStorageMetadata")
-        dtype, requires_grad = self.properties(name, state.get("properties"))
-        shape = self.size(state.get("size"))
+        listed: Value
+        if entry.__class__ is Compact and entry[0] == "TensorStorageMetadata":
+            _, properties, size, offsets, sizes = entry
+            listed = [Compact(("ChunkStorageMetadata", offsets, sizes))]
+        else:
+            state = self.state_of(entry, "TensorStorageMetadata")
+            properties, size, listed = state.get("properties"), state.get("size"), state.get("chunks")
+        dtype, requires_grad = self.properties(name, properties)
+        shape = self.size(size)
         spec, _ = spec_and_kind(dtype, shape)
         if not spec.is_possible:
             self.refuse(f"the tensor {name!r} is {spec}, for which no memory has addresses")
-        listed = state.get("chunks")
         if type(listed) is not list:
             self.refuse(f"the chunks of {name!r} are {brief(listed)}")
         self.take(len(listed))
@@ -116,13 +147,16 @@ class PickledMetadata:
 
     def box(self, chunk: Value) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """The offsets and sizes of a chunk."""
+        if chunk.__class__ is Compact and chunk[0] == "ChunkStorageMetadata":
+            _, offsets, sizes = chunk
+            return offsets, sizes
         state = self.state_of(chunk, "ChunkStorageMetadata")
         return self.size(state.get("offsets")), self.size(state.get("sizes"))
 
-    def tensor(self, name: str, entry: Value, places: _Places) -> DcpTensor:
-        """A tensor with those of its chunks that have a place."""
+    def tensor(self, name: str, entry: Value, places: _Places, chunks: _Chunks) -> tuple[str, tuple[int, ...], bool]:
+        """The dtype and shape of a tensor, and whether it was trained; add those of its chunks that have a place."""
         dtype, requires_grad, shape, listed = self.tensor_of(name, entry)
-        chunks: dict[tuple[tuple[int, ...], tuple[int, ...]], DcpChunk] = {}
+        boxes: set[tuple[tuple[int, ...], tuple[int, ...]]] = set()
         for chunk in listed:
             offsets, sizes = self.box(chunk)
             if not len(offsets) == len(sizes) == len(shape) or not all(
@@ -132,9 +166,12 @@ class PickledMetadata:
             place = places.get((name, offsets))
             if place is None and len(listed) == 1:
                 place = places.get((name, None))
-            if place is not None:
-                chunks[offsets, sizes] = DcpChunk(offsets, sizes, *place)
-        return DcpTensor(dtype, shape, tuple(chunks.values()), requires_grad)
+            if place is not None and (offsets, sizes) not in boxes:
+                boxes.add((offsets, sizes))
+                chunks.offsets.append(offsets)
+                chunks.sizes.append(sizes)
+                chunks.places.append(place)
+        return dtype, shape, requires_grad
 
     def properties(self, name: str, found: Value) -> tuple[str, bool]:
         """The dtype of a tensor and whether it was trained."""

@@ -1,53 +1,49 @@
-"""Reading a ``.metadata``, by rows where it is large and as torch writes it, else value by value."""
+"""Reading a ``.metadata``."""
 
 from __future__ import annotations
 
-from typing import Final
-
 from ckptcore.errors import CheckpointError, CorruptCheckpointError
 from ckptcore_dcp.metadata.entries import DcpMetadata
+from ckptcore_dcp.metadata.fast import FastObjects
 from ckptcore_dcp.metadata.pickled import PickledMetadata
-from ckptcore_dcp.metadata.row_metadata import metadata_with_rows
-from ckptcore_dcp.metadata.row_reading import MetadataRows
-from ckptcore_dcp.pickles import Value, read_pickle
-from ckptcore_dcp.pickles.rows import RowReader
+from ckptcore_dcp.pickles import ObjectReader, read_pickle
 
-__all__ = ["read_metadata"]
-
-_LEAST_BYTES: Final = 5 << 14
-"""In a shorter file looking for rows takes longer than reading them."""
+__all__ = ["read_fast", "read_metadata", "read_plainly"]
 
 
-def read_metadata(data: bytes, *, key: str, rows_from: int = _LEAST_BYTES) -> DcpMetadata:
-    """What a ``.metadata`` says; every byte of it may be hostile.
+def read_metadata(data: bytes, *, key: str) -> DcpMetadata:
+    """Read a ``.metadata``, every byte of which may be hostile.
 
-    A chunk of which nothing says where it lies is left out: a save whose writer failed leaves such (pytorch issue 191391), and
-    the other tensors can be loaded. Whether the chunks make up a tensor is known when it is loaded.
+    A chunk without a place is left out: a save whose writer failed leaves such chunks (pytorch issue 191391), and the other tensors
+    can be loaded. A load checks that the chunks make up a tensor.
 
     Args:
         data: the file.
         key: its name, for errors.
-        rows_from: how long a file is that is read by rows, in bytes. It makes no difference to what is found.
 
     Raises:
         CorruptCheckpointError: if it is not one, a part lies outside of its tensor, or a file outside of the checkpoint.
         UnsupportedLeafError: if a tensor has a dtype that no array has.
     """
-    found = _by_rows(data, key) if len(data) >= rows_from else None
-    return PickledMetadata(key, len(data)).metadata(_value(data, key, None)) if found is None else found
-
-
-def _by_rows(data: bytes, key: str) -> DcpMetadata | None:
-    """What it says; None where it is not as torch writes it, or wrong: the reader of values tells which."""
-    rows = MetadataRows(data, key)
     try:
-        return metadata_with_rows(_value(data, key, rows), rows, PickledMetadata(key, len(data)))
+        return read_fast(data, key=key)
     except CheckpointError:
-        return None
+        return read_plainly(data, key=key)  # it decides if the file is wrong, and says how
 
 
-def _value(data: bytes, key: str, rows: RowReader | None) -> Value:
-    value, stop = read_pickle(data, key=key, rows=rows)
+def read_fast(data: bytes, *, key: str) -> DcpMetadata:
+    """Read a ``.metadata`` with `FastObjects`; refuses a pickle that uses objects in another way than torch's."""
+    reader = PickledMetadata(key, len(data))
+    return _metadata(data, key, reader, FastObjects(data, reader.size).read)
+
+
+def read_plainly(data: bytes, *, key: str) -> DcpMetadata:
+    """Read a ``.metadata`` opcode by opcode."""
+    return _metadata(data, key, PickledMetadata(key, len(data)), None)
+
+
+def _metadata(data: bytes, key: str, reader: PickledMetadata, objects: ObjectReader | None) -> DcpMetadata:
+    value, stop = read_pickle(data, key=key, objects=objects)
     if stop != len(data):
         raise CorruptCheckpointError(f"{key} has {len(data)} bytes, and its pickle ends at byte {stop}", key=key)
-    return value
+    return reader.metadata(value)

@@ -8,7 +8,6 @@ was asked for, and whoever reads it decides what that means.
 - `literals`: the opcodes that hold a value in their own bytes
 - `keys`: which values may be keys of a dict, and what it may cost to hash them
 - `builtin_calls`: what the calls of a few builtins make
-- `rows`, `row_layouts`, `row_tables`: objects that repeat one pattern of opcodes, read together as columns
 - `refusals`: errors about a pickle that say where in it
 - `encoder`: a value to the opcodes of the protocols 2 and 4
 - `plain_opcodes`: the opcodes of None, booleans and numbers
@@ -17,12 +16,15 @@ was asked for, and whoever reads it decides what that means.
 
 from ckptcore_dcp.pickles.builtin_calls import builtin_value
 from ckptcore_dcp.pickles.encoder import write_pickle
-from ckptcore_dcp.pickles.machine import read_pickle
-from ckptcore_dcp.pickles.values import Call, Global, Persistent, Value, brief, check_walk
+from ckptcore_dcp.pickles.machine import UNSET, ObjectReader, read_pickle
+from ckptcore_dcp.pickles.values import Call, Compact, Global, Persistent, Value, brief, check_walk
 
 __all__ = [
+    "UNSET",
     "Call",
+    "Compact",
     "Global",
+    "ObjectReader",
     "Persistent",
     "Value",
     "brief",

@@ -12,13 +12,12 @@ from collections.abc import Iterable
 from typing import Any, Final
 
 from ckptcore_dcp.pickles.refusals import malformed
-from ckptcore_dcp.pickles.rows import Row
-from ckptcore_dcp.pickles.values import Call, Global, Persistent, brief
+from ckptcore_dcp.pickles.values import Call, Compact, Global, Persistent, brief
 
 __all__ = ["PLAIN_KEYS", "KeyCheck"]
 
-PLAIN_KEYS: Final = frozenset({str, bytes, bool, type(None), Call, Global, Row})
-"""Types whose hashes a file cannot choose; a `Call` or a `Row` is hashed by what object it is."""
+PLAIN_KEYS: Final = frozenset({str, bytes, bool, type(None), Call, Compact, Global})
+"""Types whose hashes a file cannot choose; a `Call` or a `Compact` is hashed by identity."""
 
 _ALIKE: Final = 64
 """How many keys of one dict may have one hash."""

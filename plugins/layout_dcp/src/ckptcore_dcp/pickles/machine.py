@@ -10,16 +10,31 @@ It works in a loop, without recursion, in memory bounded by a multiple of the pi
 from __future__ import annotations
 
 import struct
-from typing import Any, Final
+from collections.abc import Callable
+from typing import Any, Final, TypeAlias
 
 from ckptcore_dcp.pickles.keys import PLAIN_KEYS, KeyCheck
 from ckptcore_dcp.pickles.literals import LITERALS, line
 from ckptcore_dcp.pickles.refusals import cut_short, malformed
-from ckptcore_dcp.pickles.rows import UNSET, RowReader
 from ckptcore_dcp.pickles.values import Call, Global, Persistent, Value, brief
 
-__all__ = ["read_pickle"]
+__all__ = ["UNSET", "ObjectReader", "read_pickle"]
 
+
+class Unset:
+    """An entry of the memo that was not put, or a part of a `Compact` value."""
+
+    __slots__ = ()
+
+
+UNSET: Final = Unset()
+ObjectReader: TypeAlias = Callable[[Global, int, list[Any]], tuple[list[Any], int] | None]
+"""Reads an object in one step, and adds to the memo as many entries as its opcodes put; None: the machine reads it.
+
+It gets the class of the object, where EMPTY_TUPLE, NEWOBJ, MEMOIZE, EMPTY_DICT, MEMOIZE, MARK begin in the pickle, and the memo,
+in which no entry was ever replaced. It returns the object and where it ends. Entries of the memo for which it has no value are
+`UNSET`: a pickle that refers to one is refused.
+"""
 _REFUSED: Final = {
     ord("i"): "INST",
     ord("o"): "OBJ",
@@ -42,7 +57,7 @@ _UINT8: Final = struct.Struct("<Q")
 
 
 def read_pickle(
-    data: bytes | memoryview, *, key: str, start: int = 0, rows: RowReader | None = None
+    data: bytes | memoryview, *, key: str, start: int = 0, objects: ObjectReader | None = None
 ) -> tuple[Value, int]:
     """The value of the pickle that begins at byte ``start``, and where the pickle ends, in bytes.
 
@@ -52,7 +67,7 @@ def read_pickle(
     Args:
         data: what the pickle lies in; a memoryview is copied from ``start`` on.
         key: the object that the bytes are of, for errors.
-        rows: reads objects of ``data`` that are alike; what it reads stands as `Row` in the value.
+        objects: reads objects of ``data`` in one step, where it can; ``data`` is bytes.
 
     Raises:
         CorruptCheckpointError: if it is not a pickle of data, or is larger in some number than any is that torch writes. Its
@@ -63,10 +78,10 @@ def read_pickle(
     if isinstance(data, memoryview):
         value, end = _run(bytes(data[start:]), 0, key, None)
         return value, start + end
-    return _run(data, start, key, rows)
+    return _run(data, start, key, objects)
 
 
-def _run(data: bytes, position: int, key: str, rows: RowReader | None) -> tuple[Value, int]:
+def _run(data: bytes, position: int, key: str, objects: ObjectReader | None) -> tuple[Value, int]:
     # One loop with local variables only, and the opcodes that are frequent in a `.metadata` first: it has some 65 per chunk.
     # Values are Any here: what is on the stack is known only once it is looked at.
     begin = position
@@ -107,11 +122,10 @@ def _run(data: bytes, position: int, key: str, rows: RowReader | None) -> tuple[
                     position += 4
                 elif code == 0x29:  # ): EMPTY_TUPLE
                     if starts_with(_NEW_WITH_DICT, position) and stack and stack[-1].__class__ is Global:
-                        run = None if rows is None else rows.run(stack[-1], position - 1, memo)
-                        if run is not None:
+                        if objects is not None and (found := objects(stack[-1], position - 1, memo)) is not None:
                             stack.pop()
-                            stack += run.values
-                            position = run.stop
+                            values, position = found
+                            stack += values
                             continue
                         position += 5
                         item = stack[-1] = Call(stack[-1])
@@ -198,11 +212,11 @@ def _run(data: bytes, position: int, key: str, rows: RowReader | None) -> tuple[
                 elif code == 0x71:  # q: BINPUT
                     _put(memo, data[position], stack[-1], position - begin, key)
                     position += 1
-                    rows = None  # they count on a memo that only grows
+                    objects = None  # it expects a memo that only grows
                 elif code == 0x72:  # r: LONG_BINPUT
                     _put(memo, uint4(data, position)[0], stack[-1], position - begin, key)
                     position += 4
-                    rows = None
+                    objects = None
                 elif code == 0x74:  # t: TUPLE
                     item = tuple(stack)
                     stack = outer.pop()
@@ -247,7 +261,7 @@ def _run(data: bytes, position: int, key: str, rows: RowReader | None) -> tuple[
                 elif code == 0x70:  # p: PUT
                     text, position = line(data, position, key)
                     _put(memo, _index(text, key, position), stack[-1], position - begin, key)
-                    rows = None
+                    objects = None
                 else:
                     raise _refusal(key, position - 1, code)
             elif code == 0x94:  # MEMOIZE

@@ -11,15 +11,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Final, TypeAlias
+from typing import Any, Final, TypeAlias
 
 from ckptcore.errors import CorruptCheckpointError
 
-__all__ = ["Call", "Global", "Persistent", "Value", "brief", "check_walk"]
+__all__ = ["Call", "Compact", "Global", "Persistent", "Value", "brief", "check_walk"]
 
 Value: TypeAlias = (
     "None | bool | int | float | complex | str | bytes | list[Value] | tuple[Value, ...] | dict[Value, Value] | set[Value] "
-    "| frozenset[Value] | Global | Call | Persistent"
+    "| frozenset[Value] | Global | Call | Compact | Persistent"
 )
 
 _NO_KEYWORDS: Final[Mapping[str, Value]] = MappingProxyType({})
@@ -94,6 +94,18 @@ class Persistent:
 
     def __repr__(self) -> str:
         return f"<{brief(self)}>"
+
+
+class Compact(tuple[Any, ...]):
+    """An object that an `ObjectReader` read in one step: the name of its class, then what it is made of.
+
+    Like an object, it is equal only to itself: a file cannot choose its hash.
+    """
+
+    __slots__ = ()
+    __eq__ = object.__eq__
+    __ne__ = object.__ne__
+    __hash__ = object.__hash__
 
 
 def brief(value: Value) -> str:

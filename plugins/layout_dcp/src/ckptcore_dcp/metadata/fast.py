@@ -1,0 +1,253 @@
+"""Fast reading of the objects that fill a large ``.metadata``, each by one regular expression.
+
+torch's pickler writes chunks (`ChunkStorageMetadata`), their places (`MetadataIndex` and `_StorageInfo`) and tensors of one chunk
+(`TensorStorageMetadata`) with the same opcodes every time, once the pickle has named the classes and attributes. An object of
+that form becomes a `Compact` value in one step instead of some thirty. An expression contains whole opcodes only, so where it
+matches, the machine would read the same bytes in the same way.
+
+A `Compact` value has no entries in the memo, and only `PickledMetadata` can use it. A pickle that uses the objects in another
+way is refused, and read again without this module (see `read_metadata`).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Any, Final, TypeAlias
+
+from ckptcore_dcp.metadata.classes import class_of_torch
+from ckptcore_dcp.pickles import UNSET, Call, Compact, Global, Value
+
+__all__ = ["FastObjects"]
+
+_REFERENCE: Final = rb"(h.|j.{4})"
+"""BINGET, LONG_BINGET."""
+_NUMBER: Final = rb"(?:K.|M..|J.{4}|\x8a(?:\x05.{5}|\x06.{6}|\x07.{7}|\x08.{8}))"
+"""BININT1, BININT2, BININT, LONG1."""
+_TEXT: Final = rb"(?:(h.|j.{4})|\x8c(.)([^\x94]{0,255})\x94)"
+"""A reference to a text, or SHORT_BINUNICODE: the length in bytes, and the text up to MEMOIZE."""
+_SIZE: Final = _REFERENCE + rb"(\)|(?:\(%b{4,16}t|%b{1,3}[\x85-\x87])\x94)\x85\x94R\x94" % (_NUMBER, _NUMBER)
+"""A call of ``torch.Size``: the reference to it, and the tuple of its numbers."""
+_NEW: Final = rb"\)\x81\x94}\x94\("
+"""EMPTY_TUPLE, NEWOBJ, MEMOIZE, EMPTY_DICT, MEMOIZE, MARK: an object whose attributes follow."""
+_NEXT: Final = b"(?:" + _REFERENCE + b"(?=" + _NEW + b"))?"
+"""The class of the next object."""
+_BOX: Final = _NEW + _REFERENCE + _SIZE + _REFERENCE + _SIZE + b"ub"
+_PROPERTIES: Final = rb"(?:%b\)\x81\x94\(((?:h.|j.{4}|\x88|\x89){3,8})t\x94b|%b)" % (_REFERENCE, _REFERENCE)
+"""New `TensorProperties` whose state is a tuple of values seen before and booleans, or a reference to some."""
+
+
+def _compiled(*parts: bytes) -> re.Pattern[bytes]:
+    return re.compile(b"".join(parts), re.DOTALL)
+
+
+_ONE_NUMBER: Final = _compiled(_NUMBER)
+_ONE_ITEM: Final = _compiled(rb"h.|j.{4}|\x88|\x89")
+_CHUNK: Final = _compiled(_BOX, _NEXT)
+_TENSOR: Final = _compiled(
+    _NEW, _REFERENCE, _PROPERTIES, _REFERENCE, _SIZE, _REFERENCE, rb"\]\x94", _REFERENCE, _BOX, b"aub"
+)
+_PLACE: Final = _compiled(
+    *(_NEW, _REFERENCE, _TEXT, _REFERENCE, b"(?:N|", _NUMBER, b")", _REFERENCE, _SIZE, b"ub"),
+    *(_REFERENCE, _NEW, _REFERENCE, _TEXT, (_REFERENCE + b"(" + _NUMBER + b")") * 2, b"ub", _NEXT),
+)
+_MARK: Final = 0x28
+_TUPLE0: Final = 0x84
+"""The opcode of a tuple of one to three items, less their number."""
+_BOOLEANS: Final = {b"\x88": True, b"\x89": False}
+_UNSET: Final = tuple([[UNSET] * count for count in range(16)])
+
+_SIZE_CLASS: Final = Global("torch", "Size")
+# No value of a pickle is equal to these.
+_CHUNK_CLASS: Final = object()
+_PLACE_CLASS: Final = object()
+_PROPERTIES_CLASS: Final = object()
+_CLASSES: Final[Mapping[str, object]] = {
+    "ChunkStorageMetadata": _CHUNK_CLASS,
+    "_StorageInfo": _PLACE_CLASS,
+    "TensorProperties": _PROPERTIES_CLASS,
+}
+_OF_CHUNK: Final = ("offsets", _SIZE_CLASS, "sizes", _SIZE_CLASS)
+_OF_PLACE: Final = ("fqn", "index", "offset", _SIZE_CLASS, _PLACE_CLASS, "relative_path", "offset", "length")
+_OF_TENSOR: Final = ("properties", "size", _SIZE_CLASS, "chunks", _CHUNK_CLASS, *_OF_CHUNK)
+
+_Read: TypeAlias = Callable[[Global, int, list[Any]], tuple[list[Any], int]]
+
+
+class FastObjects:
+    """Reads objects of one pickle. One thread."""
+
+    def __init__(self, data: bytes, check_size: Callable[[tuple[int, ...]], object]) -> None:
+        """`check_size` raises an error for a tuple that is not the size of a tensor."""
+        self._data = data
+        self._check_size = check_size
+        self._sizes: dict[bytes, tuple[int, ...]] = {}
+        # The references that were looked up last, by the first value they are to. The memo only grows, so they stay right.
+        self._checked: dict[object, tuple[bytes, ...]] = {}
+        self._properties: dict[tuple[bytes, bytes], tuple[Global, tuple[Value, ...]]] = {}
+        # By identity of the class in the pickle, which is held, so that no other gets its identity.
+        self._readers: dict[int, tuple[Global, _Read | None]] = {}
+        self._reader_of: Mapping[str, _Read] = {
+            "ChunkStorageMetadata": self._chunks,
+            "MetadataIndex": self._places,
+            "TensorStorageMetadata": self._tensor,
+        }
+
+    def read(self, function: Global, position: int, memo: list[Any]) -> tuple[list[Any], int] | None:
+        """Read objects that follow one another. See `ObjectReader`."""
+        known = self._readers.get(id(function))
+        if known is None:
+            known = self._readers[id(function)] = (function, self._reader_of.get(class_of_torch(function)))
+        read = known[1]
+        if read is None:
+            return None
+        values, stop = read(function, position, memo)
+        return (values, stop) if values else None
+
+    def _chunks(self, function: Global, position: int, memo: list[Any]) -> tuple[list[Any], int]:
+        """Chunks of a tensor; how many entries of the memo each makes follows from its axes."""
+        values: list[Any] = []
+        stop, of_class, known, checked = position, b"", self._sizes.get, self._checked.get(_OF_CHUNK[0])
+        while (match := _CHUNK.match(self._data, position)) is not None:
+            start, count, following = match.group(3, 6, 7)
+            offsets, sizes = known(start) or self._size(start), known(count) or self._size(count)
+            references = match.group(1, 2, 4, 5)
+            if offsets is None or sizes is None:
+                break
+            if references != checked and not self._are(references, _OF_CHUNK, memo):
+                break
+            checked = references
+            memo += _UNSET[6 + bool(offsets) + bool(sizes)]
+            values.append(Compact(("ChunkStorageMetadata", offsets, sizes)))
+            position = stop = match.end()
+            if following is None:
+                break
+            stop -= len(following)
+            if following != of_class:
+                if not self._are((following,), (function,), memo):
+                    break
+                of_class = following
+        return values, stop
+
+    def _places(self, function: Global, position: int, memo: list[Any]) -> tuple[list[Any], int]:
+        """Places of chunks; a text that one of them names goes into the memo, others refer to it."""
+        values: list[Any] = []
+        stop, of_class, known, checked = position, b"", self._sizes.get, self._checked.get(_OF_PLACE[0])
+        while (match := _PLACE.match(self._data, position)) is not None:
+            name_at, path_at, start, offset, length, following = match.group(2, 11, 8, 15, 17, 18)
+            size = known(start) or self._size(start)
+            references = match.group(1, 5, 6, 7, 9, 10, 14, 16)
+            if size is None or (references != checked and not self._are(references, _OF_PLACE, memo)):
+                break
+            checked = references
+            name = _text(name_at, match, 3, memo)
+            path = _text(path_at, match, 12, memo)
+            if name is None or path is None:
+                break
+            memo += _UNSET[2]
+            if name_at is None:
+                memo.append(name)
+            memo += _UNSET[4 + bool(size)]
+            if path_at is None:
+                memo.append(path)
+            values.append(Compact(("MetadataIndex", name, size)))
+            values.append(Compact(("_StorageInfo", path, _number(offset), _number(length))))
+            position = stop = match.end()
+            if following is None:
+                break
+            stop -= len(following)
+            if following != of_class:
+                if not self._are((following,), (function,), memo):
+                    break
+                of_class = following
+        return values, stop
+
+    def _tensor(self, function: Global, position: int, memo: list[Any]) -> tuple[list[Any], int]:
+        """A tensor of one chunk; the name of the next tensor follows it, so it is read alone."""
+        match = _TENSOR.match(self._data, position)
+        if match is None:
+            return [], position
+        size, offsets, sizes = map(self._size, match.group(7, 12, 15))
+        if size is None or offsets is None or sizes is None:
+            return [], position
+        references = match.group(1, 5, 6, 8, 9, 10, 11, 13, 14)
+        if references != self._checked.get(_OF_TENSOR[0]) and not self._are(references, _OF_TENSOR, memo):
+            return [], position
+        of_properties, state, reference = match.group(2, 3, 4)
+        if reference is None:
+            properties = self._new_properties(of_properties, state, memo)
+            if properties is None:
+                return [], position
+            memo += (UNSET, UNSET, properties, UNSET)
+        else:
+            properties = _entry(reference, memo)
+            if properties is UNSET:
+                return [], position
+            memo += _UNSET[2]
+        memo += _UNSET[9 + bool(size) + bool(offsets) + bool(sizes)]
+        return [Compact(("TensorStorageMetadata", properties, size, offsets, sizes))], match.end()
+
+    def _new_properties(self, reference: bytes, items: bytes, memo: list[Any]) -> Call | None:
+        """The properties of a tensor, which are a class and the items of a tuple."""
+        known = self._properties.get((reference, items))
+        if known is None:
+            if not self._are((reference,), (_PROPERTIES_CLASS,), memo):
+                return None
+            state = [_BOOLEANS[item] if item in _BOOLEANS else _entry(item, memo) for item in _ONE_ITEM.findall(items)]
+            if UNSET in state:
+                return None
+            known = self._properties[reference, items] = (_entry(reference, memo), tuple(state))
+        return Call(known[0], (), known[1], new=True)
+
+    def _are(self, references: tuple[bytes, ...], expected: tuple[object, ...], memo: list[Any]) -> bool:
+        """True if the references are to these values."""
+        for reference, value in zip(references, expected, strict=True):
+            found = _entry(reference, memo)
+            if type(found) is Global:
+                found = _CLASSES.get(class_of_torch(found), found) if value.__class__ is object else found
+            if found != value:
+                return False
+        self._checked[expected[0]] = references
+        return True
+
+    def _size(self, numbers: bytes) -> tuple[int, ...] | None:
+        """The numbers of a tuple; None if the opcodes do not make one."""
+        known = self._sizes.get(numbers)
+        if known is not None:
+            return known
+        found = tuple(map(_number, _ONE_NUMBER.findall(numbers)))
+        if found and numbers[0] != _MARK and len(found) != numbers[-2] - _TUPLE0:
+            return None
+        self._check_size(found)
+        self._sizes[numbers] = found
+        return found
+
+
+def _entry(reference: bytes, memo: list[Any]) -> Any:
+    """The entry of the memo that an opcode refers to."""
+    place = int.from_bytes(reference[1:], "little")
+    return memo[place] if place < len(memo) else UNSET
+
+
+def _text(reference: bytes | None, match: re.Match[bytes], group: int, memo: list[Any]) -> str | None:
+    """The text that an object refers to or names; None if it is not read here."""
+    if reference is not None:
+        found = _entry(reference, memo)
+        return found if type(found) is str else None
+    length, named = match.group(group, group + 1)
+    if length[0] != len(named):
+        return None  # it contains the byte that ends it
+    try:
+        return named.decode("utf-8", "surrogatepass")
+    except UnicodeDecodeError:
+        return None
+
+
+def _number(opcodes: bytes) -> int:
+    """The number that an opcode and its argument make."""
+    code = opcodes[0]
+    if code == 0x4B:  # BININT1
+        return opcodes[1]
+    if code == 0x4D:  # BININT2
+        return opcodes[1] | opcodes[2] << 8
+    return int.from_bytes(opcodes[1 if code == 0x4A else 2 :], "little", signed=True)
