@@ -21,13 +21,13 @@ from ckptcore_dcp.pickles.values import Call, Global, Persistent, Value, brief
 __all__ = ["UNSET", "ObjectReader", "read_pickle"]
 
 
-class Unset:
+class _Unset:
     """An entry of the memo that was not put, or a part of a `Compact` value."""
 
     __slots__ = ()
 
 
-UNSET: Final = Unset()
+UNSET: Final = _Unset()
 ObjectReader: TypeAlias = Callable[[Global, int, list[Any]], tuple[list[Any], int] | None]
 """Reads an object in one step, and adds to the memo as many entries as its opcodes put; None: the machine reads it.
 
