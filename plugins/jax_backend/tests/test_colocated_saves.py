@@ -24,7 +24,7 @@ from ckptcore.errors import PluginError, RankFailedError, UnsupportedLeafError
 from ckptcore.model import JSON, ArrayRecord, ArraySpec, Box
 from ckptcore.protocols import LeafBoxes, Snapshot, WantedLeaf, WriteStore
 from ckptcore_jax import ColocatedExecutor, JaxLeafHandler, pathways, worker_links
-from ckptcore_jax.colocated import _HeldArrays
+from ckptcore_jax.colocated import _HeldArrays, devices_by_host
 
 LAYOUTS = ("safetensors", "ocdbt", "zarr3", "dcp")
 
@@ -369,8 +369,8 @@ def test_hosts_of_pathways_are_tasks_of_slices() -> None:
     two_slices = [
         device(number, slice_index=number // 4, virtual_task_index=number // 2 % 2) for number in (0, 1, 4, 2, 3, 5, 6)
     ]
-    assert [[one.id for one in host] for host in pathways.devices_by_host(two_slices)] == [[0, 1], [4, 5], [2, 3], [6]]
-    assert [len(host) for host in pathways.devices_by_host([device(0), device(1)])] == [2]
+    assert [[one.id for one in host] for host in devices_by_host(two_slices)] == [[0, 1], [4, 5], [2, 3], [6]]
+    assert [len(host) for host in devices_by_host([device(0), device(1)])] == [2]
 
 
 def test_a_plugin_can_tell_the_executor(executor: ColocatedExecutor, tmp_path: Path) -> None:

@@ -18,13 +18,12 @@ from ckptcore.model import ArrayRecord, Box, Pending, Shard, name_of_dtype
 from ckptcore.protocols import Fetched, Held, LeafBoxes, ReadStage, WantedLeaf, WriteStage
 from ckptcore_jax import random_keys
 from ckptcore_jax.leaves import alive, is_committed, plain
-from ckptcore_jax.pathways import devices_by_host
 from ckptcore_jax.placements import box_of
 from ckptcore_jax.placing import cast_elements, check_dtype, with_weak_type
 from ckptcore_jax.shardings import concrete
 from ckptcore_jax.worker_links import Cuts, ReadSpecs, WorkerLink
 
-__all__ = ["ColocatedExecutor"]
+__all__ = ["ColocatedExecutor", "devices_by_host"]
 
 T = TypeVar("T")
 
@@ -270,3 +269,17 @@ def _begin(work: Callable[[], T]) -> Future[T]:
     except RuntimeError:  # the program is ending, and no thread can be started
         run()
     return future
+
+
+def devices_by_host(devices: Sequence[Any]) -> Sequence[Sequence[Any]]:
+    """Devices, those of one host together, in the order in which hosts come first.
+
+    A host is a task of a slice. Pathways tells the task as ``virtual_task_index``; for its controller all devices are of
+    one process. Elsewhere a host is a process.
+    """
+    hosts: dict[tuple[object, object], list[Any]] = {}
+    for device in devices:
+        task = getattr(device, "virtual_task_index", None)
+        host = getattr(device, "slice_index", None), device.process_index if task is None else task
+        hosts.setdefault(host, []).append(device)
+    return tuple([tuple(found) for found in hosts.values()])
