@@ -20,7 +20,8 @@ import ckptcore
 from ckptcore.errors import PluginError, TargetUndefinedError, TreeMismatchError, UnsupportedLeafError
 from ckptcore.model import ArrayRecord, ArraySpec, Box, HostArray, ValueRecord
 from ckptcore_torch.dtypes import encoding_of
-from ckptcore_torch.tensors import SubclassHandler, TensorHandler, handler_of_type, same_memory
+from ckptcore_torch.leaf_handlers import handler_of_type
+from ckptcore_torch.tensors import SubclassHandler, TensorHandler, same_memory
 
 # What PyTorch says of some kinds of tensors, whoever makes one.
 pytestmark = [

@@ -50,7 +50,7 @@ def ckpt_leaf_handler(leaf_type: type) -> LeafHandler | None:
     """The handler of tensors."""
     if not _is_torch_imported():
         return None
-    from ckptcore_torch.tensors import handler_of_type
+    from ckptcore_torch.leaf_handlers import handler_of_type
 
     return handler_of_type(leaf_type)
 

@@ -23,7 +23,7 @@ from ckptcore.model import (
     StridedMemory,
     ValueRecord,
 )
-from ckptcore.protocols import HostBytes, HostMemory, LeafHandler, Priority
+from ckptcore.protocols import HostBytes, HostMemory, Priority
 from ckptcore_torch.abstracts import abstract_like, abstract_subclass, expect_device
 from ckptcore_torch.conversions import copy_elements, elements_as, host_view, lies_in
 from ckptcore_torch.dtypes import encoding_of
@@ -32,7 +32,6 @@ from ckptcore_torch.transfers import finish_work_on, start_copy
 __all__ = [
     "SubclassHandler",
     "TensorHandler",
-    "handler_of_type",
     "is_fake",
     "is_sharded",
     "is_uninitialized",
@@ -274,25 +273,6 @@ class SubclassHandler:
 _CPU: Final = torch.device("cpu")
 _FREED: Final = "the storage of this tensor was freed, as FSDP does with parameters that are not in use"
 _PLAIN: Final = TensorHandler()
-_SUBCLASSES: Final = SubclassHandler()
-
-
-def handler_of_type(leaf_type: type) -> LeafHandler | None:
-    """The handler for tensors of a type; None for what is no tensor."""
-    if leaf_type is torch.Tensor or leaf_type is torch.nn.Parameter:
-        return _PLAIN
-    if not issubclass(leaf_type, torch.Tensor):
-        return None
-    distributed = sys.modules.get("torch.distributed.tensor")  # nobody has a DTensor who did not import it
-    if distributed is not None and issubclass(leaf_type, distributed.DTensor):
-        from ckptcore_torch.dtensors import DTensorHandler
-
-        return DTensorHandler()
-    if is_sharded(leaf_type):
-        from ckptcore_torch.sharded_tensors import ShardedTensorHandler
-
-        return ShardedTensorHandler()
-    return _SUBCLASSES
 
 
 def is_uninitialized(leaf: object) -> bool:
