@@ -44,9 +44,9 @@ class GcsBucket(Bucket):
     def begin_upload(self, key: str, *, if_absent: bool) -> PartUpload:
         """Begin an object that comes in parts."""
         if self._gcs.settings.uploads == "composite":
-            return CompositeUpload(self, key)
+            return CompositeUpload(self, self.json, key)
         if if_absent:
-            return NewObjectUpload(self, key)
+            return NewObjectUpload(self, self.json, key)
         return super().begin_upload(key, if_absent=False)
 
     def abort_uploads(self, prefix: str) -> int:

@@ -8,16 +8,13 @@ import json
 import re
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 from urllib.parse import quote
 
 from ckptcore.protocols import IfAbsent, PutCondition
 from ckptcore_gcs.settings import Settings
+from ckptcore_obstore.bucket_requests import MARK, BucketRequests
 from ckptcore_obstore.failures import Failure, FailureKind, RequestFailed, failure_of_answer
-from ckptcore_obstore.uploads import MARK
-
-if TYPE_CHECKING:
-    from ckptcore_obstore.buckets import Bucket
 
 __all__ = ["MOST_COMPONENTS", "MOST_IN_A_BATCH", "JsonRequests"]
 
@@ -33,7 +30,7 @@ _RESPONSE: Final = re.compile(r"response-(\d{1,3})>")
 class JsonRequests:
     """Requests to one bucket. Any thread; every method but `put` tries again and raises `RequestFailed`."""
 
-    def __init__(self, bucket: Bucket, settings: Settings) -> None:
+    def __init__(self, bucket: BucketRequests, settings: Settings) -> None:
         """Make no request."""
         self._bucket = bucket
         self._name = settings.bucket

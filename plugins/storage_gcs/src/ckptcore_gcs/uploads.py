@@ -10,15 +10,13 @@ from __future__ import annotations
 import re
 import uuid
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from ckptcore.protocols import IF_ABSENT, Buffer
-from ckptcore_gcs.json_requests import MOST_COMPONENTS
+from ckptcore_gcs.json_requests import MOST_COMPONENTS, JsonRequests
+from ckptcore_obstore.buckets import Bucket
 from ckptcore_obstore.failures import Failure, FailureKind, RequestFailed
 from ckptcore_obstore.uploads import Upload
-
-if TYPE_CHECKING:
-    from ckptcore_gcs.buckets import GcsBucket
 
 __all__ = ["CompositeUpload", "NewObjectUpload", "temporary_mark"]
 
@@ -35,9 +33,10 @@ def temporary_mark(key: str) -> str | None:
 class NewObjectUpload:
     """A new object by the XML API: parts become an object with a temporary name, which is then copied. Any thread."""
 
-    def __init__(self, bucket: GcsBucket, key: str) -> None:
+    def __init__(self, bucket: Bucket, json: JsonRequests, key: str) -> None:
         """Begin it."""
         self._bucket = bucket
+        self._json = json
         self._key = key
         self._mark = uuid.uuid4().hex
         self._temporary = f"{key}{_INFIX}{self._mark}"
@@ -53,7 +52,7 @@ class NewObjectUpload:
         if not self._is_whole:
             self._upload.complete(tags, if_absent=False)
             self._is_whole = True
-        self._bucket.json.copy(self._temporary, self._key, IF_ABSENT if if_absent else None, self._mark)
+        self._json.copy(self._temporary, self._key, IF_ABSENT if if_absent else None, self._mark)
         self._bucket.delete([self._temporary])
 
     def abort(self) -> None:
@@ -70,9 +69,10 @@ class CompositeUpload:
     the condition are the reason that it also looks right before.
     """
 
-    def __init__(self, bucket: GcsBucket, key: str) -> None:
+    def __init__(self, bucket: Bucket, json: JsonRequests, key: str) -> None:
         """Begin nothing: the first part is the first request."""
         self._bucket = bucket
+        self._json = json
         self._key = key
         self._mark = uuid.uuid4().hex
         self._pieces: set[str] = set()
@@ -94,10 +94,10 @@ class CompositeUpload:
             composed = []
             for number, start in enumerate(range(0, len(pieces), MOST_COMPONENTS), 1):
                 name = self._named(f"{level}-{number:05d}")
-                self._bucket.json.compose(name, pieces[start : start + MOST_COMPONENTS], None, self._mark)
+                self._json.compose(name, pieces[start : start + MOST_COMPONENTS], None, self._mark)
                 composed.append(name)
             pieces = composed
-        self._bucket.json.compose(self._key, pieces, IF_ABSENT if if_absent else None, self._mark)
+        self._json.compose(self._key, pieces, IF_ABSENT if if_absent else None, self._mark)
         self._bucket.delete(sorted(self._pieces))
 
     def abort(self) -> None:

@@ -1,31 +1,25 @@
-"""Buckets: the requests of this process to one bucket, with what they share: connections, retries, the limit."""
+"""Buckets: objects by their whole keys, read and written by obstore or by HTTP."""
 
 from __future__ import annotations
 
 import re
 import threading
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final
 
-from ckptcore.errors import CheckpointError
 from ckptcore.protocols import IfTag, PutCondition
-from ckptcore.redaction import chainable
+from ckptcore_obstore.bucket_requests import MARK, BucketRequests
 from ckptcore_obstore.failures import Failure, FailureKind, RequestFailed, failure_of_text
-from ckptcore_obstore.limits import AdaptiveLimit
-from ckptcore_obstore.plain_requests import PlainRequests
-from ckptcore_obstore.retrying import try_request
 from ckptcore_obstore.services import Service
-from ckptcore_obstore.uploads import MARK, PartUpload, Upload, list_uploads
+from ckptcore_obstore.uploads import PartUpload, Upload, list_uploads
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
 
-__all__ = ["Bucket", "Found", "Seen"]
-
-T = TypeVar("T")
+__all__ = ["Bucket", "Found"]
 
 _DELETED_AT_ONCE: Final = 1000
 """Keys that one request deletes: https://docs.aws.amazon.com/AmazonS3/latest/API/API_DeleteObjects.html"""
@@ -47,20 +41,7 @@ class Found:
     tag: str
 
 
-@dataclass(frozen=True, slots=True)
-class Seen:
-    """An object that is there.
-
-    Attributes:
-        tag: what a condition can name.
-        mark: of the put that wrote it; empty where it has none.
-    """
-
-    tag: str
-    mark: str
-
-
-class Bucket:
+class Bucket(BucketRequests):
     """The objects of a bucket by their whole keys. Any thread of one process.
 
     Every method raises `RequestFailed` once it has tried as often as the service's tuning says.
@@ -68,26 +49,10 @@ class Bucket:
 
     def __init__(self, service: Service) -> None:
         """Make no request."""
-        self.service = service
-        self.limit = AdaptiveLimit(service.tuning.concurrency, service.url)
-        self.plain = PlainRequests(service)
+        super().__init__(service)
         self._lock = threading.Lock()
         self._store: ObjectStore | None = None
         self._bare_tags = False
-
-    def run(self, request: Callable[[], T], check: Callable[[], None] = lambda: None) -> T:
-        """Send a request by obstore or HTTP, again where its failure may pass; see `try_request`."""
-        self.service.prepare()
-        policy = self.service.tuning.retries
-        try:
-            return try_request(lambda: _translated(request), policy, self.limit, check)
-        except RequestFailed as error:
-            if error.failure.kind is FailureKind.REGION and not error.failure.code:
-                # obstore does not tell what came with a redirection; the same answer comes to any request.
-                try_request(
-                    lambda: self.plain.send("GET", query={"list-type": "2", "max-keys": "1"}), policy, self.limit
-                )
-            raise
 
     def read(self, key: str, start: int = 0, stop: int | None = None) -> Found:
         """Bytes `start` to `stop` of an object, of which at least one is there."""
@@ -179,24 +144,6 @@ class Bucket:
         result = obstore.put(self._obstore(), key, data, mode=mode, attributes=attributes, use_multipart=False)
         return service.tag(result["e_tag"], result["version"])
 
-    def look(self, key: str) -> Seen | None:
-        """The tag of an object and who put it; None if there is none."""
-        try:
-            headers = self.run(lambda: self.plain.send("HEAD", key)).headers
-        except RequestFailed as error:
-            if error.failure.kind is FailureKind.MISSING:
-                return None
-            raise
-        return Seen(self._tag(headers), headers.get(self.service.metadata_prefix + MARK, ""))
-
-    def _tag(self, headers: Mapping[str, str]) -> str:
-        return self.service.tag(headers.get("etag"), headers.get("x-goog-generation"))
-
-    def mine(self, key: str, mark: str) -> str | None:
-        """The tag of an object if the put with this mark wrote it, else None."""
-        there = self.look(key)
-        return there.tag if there is not None and there.mark == mark else None
-
     def begin_upload(self, key: str, *, if_absent: bool) -> PartUpload:
         """Begin an object that comes in parts; `if_absent`: what its `complete` will be asked for."""
         return Upload.begin(self, key)
@@ -260,18 +207,3 @@ def _takes(key: str) -> bool:
     from ckptcore_obstore.runtimes import runs_here
 
     return runs_here() and (key.isprintable() or not any(character < " " or character == "\x7f" for character in key))
-
-
-def _translated(request: Callable[[], T]) -> T:
-    """Run a request of obstore; its errors become `RequestFailed`."""
-    from obstore.exceptions import BaseError
-
-    try:
-        return request()
-    except (RequestFailed, CheckpointError):
-        raise
-    except (BaseError, FileNotFoundError, PermissionError, OSError) as error:
-        failure = failure_of_text(str(error))
-        if failure.kind is FailureKind.OTHER and isinstance(error, FileNotFoundError):
-            failure = Failure(FailureKind.MISSING, None, "", failure.message)
-        raise RequestFailed(failure) from chainable(error)

@@ -5,14 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
 from urllib.parse import unquote_plus
 from xml.etree import ElementTree
 
+from ckptcore_obstore.bucket_requests import BucketRequests
 from ckptcore_obstore.failures import Failure, FailureKind, RequestFailed
-
-if TYPE_CHECKING:
-    from ckptcore_obstore.buckets import Bucket
 
 __all__ = ["Listed", "list_objects", "parse_answer", "spelling_of", "text_of"]
 
@@ -30,7 +27,7 @@ class Listed:
     prefixes: tuple[str, ...]
 
 
-def list_objects(bucket: Bucket, prefix: str, delimiter: str = "") -> Iterator[Listed]:
+def list_objects(bucket: BucketRequests, prefix: str, delimiter: str = "") -> Iterator[Listed]:
     """The objects whose keys begin with a prefix.
 
     Keys come with escapes (``encoding-type=url``): XML has no way to write some of their characters.

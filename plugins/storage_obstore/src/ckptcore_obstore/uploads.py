@@ -5,20 +5,15 @@ from __future__ import annotations
 import uuid
 from collections.abc import Iterator, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import Final, Protocol
 from xml.sax.saxutils import escape
 
 from ckptcore.protocols import IF_ABSENT, Buffer
+from ckptcore_obstore.bucket_requests import MARK, BucketRequests
 from ckptcore_obstore.failures import Failure, FailureKind, RequestFailed, failure_of_answer
 from ckptcore_obstore.listing import parse_answer, spelling_of, text_of
 
-if TYPE_CHECKING:
-    from ckptcore_obstore.buckets import Bucket
-
-__all__ = ["LEAST_PART_BYTES", "MARK", "MOST_PARTS", "PartUpload", "Upload", "list_uploads"]
-
-MARK: Final = "ckptcore-put"
-"""Metadata of an object: which put wrote it. Tells who asks again after a lost answer that the object is its own."""
+__all__ = ["LEAST_PART_BYTES", "MOST_PARTS", "PartUpload", "Upload", "list_uploads"]
 
 MOST_PARTS: Final = 10_000
 LEAST_PART_BYTES: Final = 5 << 20
@@ -52,7 +47,7 @@ class PartUpload(Protocol):
 class Upload:
     """An object whose parts are on their way. Any thread; every method raises `RequestFailed`."""
 
-    def __init__(self, bucket: Bucket, key: str, identifier: str, mark: str = "") -> None:
+    def __init__(self, bucket: BucketRequests, key: str, identifier: str, mark: str = "") -> None:
         """Name an upload that has begun."""
         self._bucket = bucket
         self._key = key
@@ -60,7 +55,7 @@ class Upload:
         self._mark = mark
 
     @classmethod
-    def begin(cls, bucket: Bucket, key: str) -> Upload:
+    def begin(cls, bucket: BucketRequests, key: str) -> Upload:
         """Begin an upload. An answer that is lost leaves one behind, that nobody completes; `list_uploads` finds it."""
         mark = uuid.uuid4().hex
         headers = {**bucket.service.upload_headers, bucket.service.metadata_prefix + MARK: mark}
@@ -123,7 +118,7 @@ class Upload:
                 raise
 
 
-def list_uploads(bucket: Bucket, prefix: str) -> Iterator[Upload]:
+def list_uploads(bucket: BucketRequests, prefix: str) -> Iterator[Upload]:
     """The uploads under way to keys that begin with a prefix, whoever began them.
 
     Raises:
