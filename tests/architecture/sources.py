@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
@@ -51,6 +51,21 @@ class Source:
                 for alias in node.names:
                     if _is_module(f"{module}.{alias.name}"):
                         yield f"{module}.{alias.name}", node.lineno
+
+    def modules_needed_at_runtime(self, modules: Container[str]) -> Iterator[str]:
+        """Which of these modules are imported anywhere in the file, without imports that only type checkers see.
+
+        ``from a.b import c`` gives ``a.b.c`` where that is one of them, else ``a.b``.
+        """
+        for node in _run(self.tree):
+            found: list[str] = []
+            if isinstance(node, ast.Import):
+                found = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                package = self._absolute(node)
+                names = [f"{package}.{alias.name}" for alias in node.names]
+                found = [name if name in modules else package for name in names]
+            yield from (name for name in found if name in modules)
 
     def _absolute(self, node: ast.ImportFrom) -> str:
         if node.level == 0:
@@ -107,3 +122,15 @@ def _sources(root: Path, directory: Path) -> list[Source]:
 def _is_module(name: str) -> bool:
     path = ROOT.joinpath(*name.split("."))
     return path.with_suffix(".py").is_file() or path.joinpath("__init__.py").is_file()
+
+
+def _run(node: ast.AST) -> Iterator[ast.AST]:
+    """The nodes below one, but for the bodies of ``if TYPE_CHECKING``."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.If) and ast.unparse(child.test).rpartition(".")[2] == "TYPE_CHECKING":
+            for other in child.orelse:
+                yield other
+                yield from _run(other)
+        else:
+            yield child
+            yield from _run(child)

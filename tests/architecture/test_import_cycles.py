@@ -1,0 +1,48 @@
+"""No modules of ours import each other in a circle, also not by imports inside functions."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from graphlib import CycleError, TopologicalSorter
+
+from tests.architecture.sources import core_sources, plugin_sources
+
+EXCEPTIONS: Mapping[str, Collection[str]] = {
+    # This distribution is being split into packages that import one way.
+    "ckptcore_tensorstore.reading": {"ckptcore_tensorstore.decoding"},
+}
+"""Imports that close a circle and are allowed for now: by module, the modules it imports."""
+
+
+def cycles(imports: Mapping[str, Collection[str]]) -> Sequence[Sequence[str]]:
+    """Circles of modules that import each other, each from a module back to itself, until none is left without them."""
+    left = {module: set(imported) for module, imported in imports.items()}
+    found: list[Sequence[str]] = []
+    while True:
+        try:
+            TopologicalSorter(left).prepare()
+        except CycleError as error:
+            circle: Sequence[str] = error.args[1][::-1]
+            found.append(circle)
+            left[circle[0]].remove(circle[1])
+        else:
+            return found
+
+
+def test_circles_are_found() -> None:
+    assert not cycles({"a": {"b", "c"}, "b": {"c"}, "c": set()})
+    (circle,) = cycles({"a": {"b"}, "b": {"c"}, "c": {"a", "d"}, "d": set()})
+    assert len(circle) == 4 and "".join(circle) in "abcabcabc"
+    assert len(cycles({"a": {"b"}, "b": {"a"}, "c": {"c"}})) == 2
+
+
+def test_no_modules_import_each_other() -> None:
+    sources = {source.name: source for source in (*core_sources(), *plugin_sources())}
+    imports = {
+        name: set(source.modules_needed_at_runtime(sources)).difference(EXCEPTIONS.get(name, ()))
+        for name, source in sources.items()
+    }
+    found = cycles(imports)
+    assert not found, "these modules import each other; move what they share to a module of its own:\n" + "\n".join(
+        " -> ".join(circle) for circle in found
+    )
