@@ -28,7 +28,7 @@ Making: TypeAlias = Callable[[DerivedArray, DerivedArray], DerivedArray]
 
 
 @dataclass(frozen=True, slots=True)
-class Quantized:
+class _Quantized:
     """An array with its scales.
 
     Attributes:
@@ -43,7 +43,7 @@ class Quantized:
     make: Making
 
 
-def in_blocks(values: DerivedArray, scales: DerivedArray, block: Sequence[int] | None, dtype: str) -> DerivedArray:
+def _in_blocks(values: DerivedArray, scales: DerivedArray, block: Sequence[int] | None, dtype: str) -> DerivedArray:
     """Values times the scales of their blocks; scales that are bytes are exponents of powers of two (E8M0), as MXFP8's are.
 
     Source: transformers' ``Fp8Dequantize`` (``integrations/finegrained_fp8.py``).
@@ -58,8 +58,8 @@ def in_blocks(values: DerivedArray, scales: DerivedArray, block: Sequence[int] |
     return block_scaled(values, scales, block, dtype)
 
 
-def dequantize(
-    tree: TreeRewriter, found: Sequence[Quantized], problems: Collection[str], dropped: Collection[TreePath] = ()
+def _dequantize(
+    tree: TreeRewriter, found: Sequence[_Quantized], problems: Collection[str], dropped: Collection[TreePath] = ()
 ) -> None:
     """Put what is made of arrays and their scales in their place.
 
@@ -122,7 +122,7 @@ class Dequantize(TreeTransform):
         """See `Transform`."""
 
         def make(values: DerivedArray, scales: DerivedArray) -> DerivedArray:
-            return in_blocks(values, scales, self.block, self.dtype)
+            return _in_blocks(values, scales, self.block, self.dtype)
 
         _apply(tree, self.pattern, self.scales, self.pattern, make, is_quantized)
 
@@ -194,7 +194,7 @@ def _apply(
     for path, fields in tree.present(values).items():
         scale, leaf = of_scales.pop(_key(fields), None), tree.leaves[path]
         if scale is not None:
-            found.append(Quantized(path, scale[0], target.path(fields), make))
+            found.append(_Quantized(path, scale[0], target.path(fields), make))
         elif isinstance(leaf, ArrayLeaf) and needs_scales(leaf.record.spec):
             expected = format_path(beside.path(fields))
             problems.append(
@@ -206,7 +206,7 @@ def _apply(
         )
     if not found and not problems:
         tree.find(beside)
-    dequantize(tree, found, problems)
+    _dequantize(tree, found, problems)
 
 
 def _key(fields: Fields) -> tuple[tuple[str, str], ...]:
@@ -266,7 +266,7 @@ class DequantizeAsConfigured(TreeTransform):
             dropped.update({path: None for text, path in search.by_text.items() if text.endswith(_CACHE)})
         if not found and not problems:
             raise NothingMatches(f"{_CONFIG} says {config.method}, and no array is quantised so")
-        dequantize(tree, found, problems, [path for path in dropped if path not in scales])
+        _dequantize(tree, found, problems, [path for path in dropped if path not in scales])
 
     def describe(self) -> str:
         """See `Transform`."""
@@ -291,7 +291,7 @@ class _Search:
     dtype: str
     by_text: Mapping[str, TreePath]
 
-    def quantized(self, text: str, leaf: ArrayLeaf) -> Quantized | None:
+    def quantized(self, text: str, leaf: ArrayLeaf) -> _Quantized | None:
         """An array with its scales; None if it is not quantised.
 
         Raises:
@@ -321,7 +321,7 @@ class _Search:
         unknown = [text + name for name in _UNKNOWN if text + name in self.by_text]
         if unknown:
             raise ValueError(f"{', '.join(map(repr, unknown))} belong to it, which are not known")
-        return Quantized(self.by_text[text], self.by_text[scales[0]], self.by_text[text], self._making(spec.dtype))
+        return _Quantized(self.by_text[text], self.by_text[scales[0]], self.by_text[text], self._making(spec.dtype))
 
     def of_activations(self, text: str) -> Iterator[TreePath]:
         """The scales for what runs through the module of a quantised array."""
@@ -331,7 +331,7 @@ class _Search:
                 if joined in self.by_text:
                     yield self.by_text[joined]
 
-    def _of_experts(self, text: str, leaf: ArrayLeaf) -> Quantized | None:
+    def _of_experts(self, text: str, leaf: ArrayLeaf) -> _Quantized | None:
         """The experts of gpt-oss: ``gate_up_proj_blocks`` and ``gate_up_proj_scales``."""
         stem, scales = text.removesuffix(BLOCKS), text.removesuffix(BLOCKS) + SCALES_OF_BLOCKS
         if stem == text or leaf.record.spec.dtype != "uint8" or self.config.keeps(stem):
@@ -340,7 +340,7 @@ class _Search:
             raise ValueError(f"it is {leaf.record.spec}, and {scales!r} is not there to be its scales")
         path = self.by_text[text]
         to = (*path[:-1], str(path[-1]).removesuffix(BLOCKS))
-        return Quantized(path, self.by_text[scales], to, functools.partial(_turned, dtype=self.dtype))
+        return _Quantized(path, self.by_text[scales], to, functools.partial(_turned, dtype=self.dtype))
 
     def _making(self, dtype: str) -> Making:
         if dtype == "int8" and self.config.packing == "fp4":
@@ -358,7 +358,7 @@ def _in_one_of(values: DerivedArray, scales: DerivedArray, blocks: tuple[Block, 
     refused: list[str] = []
     for block in blocks:
         try:
-            made.setdefault(in_blocks(values, scales, block, dtype), block)
+            made.setdefault(_in_blocks(values, scales, block, dtype), block)
         except ValueError as error:
             refused.append(str(error))
     if not made:
