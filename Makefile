@@ -32,7 +32,7 @@ $(STAMP): constraints.txt pyproject.toml $(PLUGINS:%=%/pyproject.toml)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) pip
 	$(PIP) torch
-	$(PIP) --editable '.[cli]' $(PLUGINS:%=--editable %) --group dev
+	$(PIP) --editable . $(PLUGINS:%=--editable %) --group dev
 	touch $@
 
 demo: $(STAMP)  ## one real checkpoint in NumPy, JAX, PyTorch and Orbax; a run that PyTorch begins and JAX ends

@@ -30,6 +30,7 @@ class Distribution:
         package: its import package.
         names: attributes of `ckptcore` that it defines, each with the module of `package` that has it. A name with
             an empty module is the module `package` itself.
+        internals: functions that the core calls if it is installed, each with the module of `package` that has it.
         types: top-level packages whose types it handles.
         schemes: URL schemes that it opens.
         layouts: names of layouts that it reads and writes.
@@ -38,6 +39,7 @@ class Distribution:
     extra: str
     package: str
     names: Mapping[str, str] = field(default_factory=dict)
+    internals: Mapping[str, str] = field(default_factory=dict)
     types: tuple[str, ...] = ()
     schemes: tuple[str, ...] = ()
     layouts: tuple[str, ...] = ()
@@ -59,6 +61,7 @@ DISTRIBUTIONS: Final = (
     Distribution("ray", "ckptcore_ray"),
     Distribution("testing", "ckptcore_testing"),
     Distribution("transforms", "ckptcore_transforms", names={"transforms": ""}),
+    Distribution("tools", "ckptcore_tools", internals={"main": "cli"}),
 )
 
 
@@ -79,21 +82,29 @@ def lazy_names() -> Mapping[str, Distribution]:
     return {name: distribution for distribution in DISTRIBUTIONS for name in distribution.names}
 
 
-def import_name(name: str) -> object:
-    """Import an attribute of `ckptcore` that another distribution defines.
+def import_name(name: str, *, purpose: str = "") -> object:
+    """Import what another distribution defines: an attribute of `ckptcore`, or a function that the core calls.
+
+    Args:
+        name: its name in the table.
+        purpose: what needs it, for the error message; empty: the attribute of that name.
 
     Raises:
         MissingDistributionError: if that distribution is not installed; the message has its ``pip install`` command.
     """
-    distribution = lazy_names()[name]
-    module = ".".join(filter(None, [distribution.package, distribution.names[name]]))
+    for distribution in DISTRIBUTIONS:
+        inside = distribution.names.get(name, distribution.internals.get(name))
+        if inside is not None:
+            break
+    else:
+        raise KeyError(name)
     try:
-        imported = importlib.import_module(module)
+        imported = importlib.import_module(".".join(filter(None, [distribution.package, inside])))
     except ModuleNotFoundError as error:
         if error.name is None or error.name.partition(".")[0] != distribution.package:
             raise
         raise MissingDistributionError(
-            f"ckptcore.{name} is in the distribution ckptcore-{distribution.extra}, which is not installed: "
-            f"run {distribution.hint}"
+            f"{purpose or f'ckptcore.{name}'} needs the distribution ckptcore-{distribution.extra}, which is not "
+            f"installed: run {distribution.hint}"
         ) from error
-    return getattr(imported, name) if distribution.names[name] else imported
+    return getattr(imported, name) if inside else imported

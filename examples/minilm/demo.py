@@ -195,7 +195,7 @@ def run(report: Report, *arguments: str) -> None:
     """Run a command of the ``ckptcore`` command line and show what it says, shortened."""
     report.say(f"$ ckptcore {' '.join(arguments)}")
     finished = subprocess.run(
-        [sys.executable, "-m", "ckptcore.cli", *arguments], capture_output=True, text=True, check=False
+        [sys.executable, "-m", "ckptcore", *arguments], capture_output=True, text=True, check=False
     )
     lines = (finished.stdout + finished.stderr).splitlines()
     if len(lines) > 24:

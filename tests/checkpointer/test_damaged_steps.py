@@ -12,9 +12,9 @@ from click.testing import CliRunner
 
 import ckptcore
 from ckptcore import Checkpointer, CheckpointReader
-from ckptcore.cli.application import application
 from ckptcore.errors import StorageError
 from ckptcore.policies import LatestN
+from ckptcore_tools.cli.application import application
 from tests.checkpointer.runs import Watch, save_steps, through, watched
 from tests.checkpointer.test_collecting import step_names
 

@@ -195,7 +195,7 @@ def gone(directory: str, step: str) -> None:
 def test_the_only_step_with_whole_files_stays(directory: str, kind: str, damage: Callable[[str, str], None]) -> None:
     testing = pytest.importorskip("click.testing")
     pytest.importorskip("rich")
-    from ckptcore.cli.application import application
+    from ckptcore_tools.cli.application import application
 
     with Checkpointer(directory) as run:
         for step in (5, 10, 20):

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 import ckptcore
-from ckptcore.cli.documents import CopyDocument, CopyStepsDocument, ErrorDocument
 from ckptcore.training.directories import read_directory_metadata
-from tests.cli.conftest import Run, RunJson, flip
+from ckptcore_tools.cli.documents import CopyDocument, CopyStepsDocument, ErrorDocument
+from plugins.tools.tests.cli.conftest import Run, RunJson, flip
 from tests.copying.places import objects_at, store_at
 
 

@@ -16,7 +16,7 @@ from ckptcore.context import default_context
 from ckptcore.hookspecs import hookimpl
 from ckptcore.plugins import installed_plugins
 from ckptcore.protocols import StorageBackend, StorageOpener, StorageOptions
-from tests.cli.conftest import Run
+from plugins.tools.tests.cli.conftest import Run
 
 _STEPS: Final = 40
 _ENOUGH_AT_ONCE: Final = 5

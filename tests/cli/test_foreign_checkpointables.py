@@ -11,7 +11,8 @@ import pytest
 
 import ckptcore
 from ckptcore import plugins
-from ckptcore.cli.documents import (
+from ckptcore.context import default_context
+from ckptcore_tools.cli.documents import (
     CheckpointablesDocument,
     ConvertDocument,
     DiffDocument,
@@ -21,8 +22,7 @@ from ckptcore.cli.documents import (
     StepsDocument,
     VerifyDocument,
 )
-from ckptcore.context import default_context
-from tests.cli.conftest import Run, RunJson, flip
+from plugins.tools.tests.cli.conftest import Run, RunJson, flip
 from tests.composites.shelf import ShelfPlugin, put_on_shelf
 
 CREATED = "2026-01-02T03:04:05+00:00"

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from ckptcore.cli.documents import PluginsDocument
-from tests.cli.conftest import Run, RunJson
-from tests.cli.documents import problems
+from ckptcore_tools.cli.documents import PluginsDocument
+from plugins.tools.tests.cli.conftest import Run, RunJson
+from plugins.tools.tests.cli.documents import problems
 from tests.loading.incomplete_layout import Incomplete
 
 
@@ -38,7 +38,7 @@ def test_says_why_one_failed_to_load(tmp_path: Path) -> None:
 
     def plugins(*options: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
-            [sys.executable, "-m", "ckptcore.cli", "plugins", *options],
+            [sys.executable, "-m", "ckptcore", "plugins", *options],
             env={**os.environ, "PYTHONPATH": str(tmp_path)},
             capture_output=True,
             text=True,

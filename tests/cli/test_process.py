@@ -13,14 +13,14 @@ import numpy as np
 import pytest
 
 import ckptcore
-from ckptcore.cli import inspect
-from ckptcore.cli.exits import EXIT_CODE_HELP, ExitCode, exit_code_of
 from ckptcore.errors import CheckpointError
-from tests.cli.conftest import Run, flip
-from tests.cli.runs import save_run
+from ckptcore_tools.cli import inspect
+from ckptcore_tools.cli.exits import EXIT_CODE_HELP, ExitCode, exit_code_of
+from plugins.tools.tests.cli.conftest import Run, flip
+from plugins.tools.tests.cli.runs import save_run
 
 FRAMEWORKS = ("torch", "jax", "jaxlib", "tensorflow", "flax", "optax", "equinox")
-PROGRAM = [sys.executable, "-m", "ckptcore.cli"]
+PROGRAM = [sys.executable, "-m", "ckptcore"]
 
 
 def program(*arguments: object) -> subprocess.CompletedProcess[str]:
@@ -32,7 +32,7 @@ def imported_by(*arguments: object) -> set[str]:
     """The top-level modules that a command imports."""
     script = (
         "import json, sys; sys.argv = ['ckptcore', *json.loads(sys.argv[1])]\n"
-        "from ckptcore.cli import main\n"
+        "from ckptcore_tools.cli import main\n"
         "try: main()\n"
         "finally: sys.stderr.write(json.dumps(sorted({name.partition('.')[0] for name in sys.modules})))"
     )
@@ -74,18 +74,21 @@ def test_the_check_for_frameworks_sees_one(tmp_path: Path) -> None:
     assert finished.returncode == 1
 
 
-def test_without_click_one_line_says_what_to_install(tmp_path: Path) -> None:
-    (tmp_path / "click.py").write_text("raise ModuleNotFoundError('No module named click', name='click')")
+def test_the_core_alone_says_what_to_install(tmp_path: Path) -> None:
+    (tmp_path / "ckptcore_tools.py").write_text("raise ModuleNotFoundError('', name='ckptcore_tools')")
     finished = subprocess.run(
-        [*PROGRAM, "--help"],
+        [sys.executable, "-m", "ckptcore", "--help"],
         env={**os.environ, "PYTHONPATH": str(tmp_path)},
         capture_output=True,
         text=True,
         check=False,
     )
-    assert finished.returncode == 5
+    assert finished.returncode == 2
     assert finished.stdout == ""
-    assert finished.stderr == "ckptcore: the command line needs click: run pip install 'ckptcore[cli]'\n"
+    assert finished.stderr == (
+        "ckptcore: the command line needs the distribution ckptcore-tools, which is not installed: "
+        "run pip install 'ckptcore[tools]'\n"
+    )
 
 
 def test_an_error_is_one_line_without_a_traceback(tmp_path: Path) -> None:

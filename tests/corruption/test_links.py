@@ -16,9 +16,9 @@ from click.testing import CliRunner
 from safetensors.numpy import save_file
 
 import ckptcore
-from ckptcore.cli.application import application
 from ckptcore.errors import CheckpointError, NotMappableError
 from ckptcore.model import ArrayRecord
+from ckptcore_tools.cli.application import application
 from tests.corruption.checkpoints import ORIGINALS
 
 _CONTEXT: Final = ckptcore.Context(durability="none", threads=1)

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from ckptcore.cli.application import application
+from ckptcore_tools.cli.application import application
 from tests.architecture.sources import ROOT
 from tests.docs.pages import CodeBlock, code_blocks, documentation_pages
 from tests.docs.running import page_module, run_program, run_python

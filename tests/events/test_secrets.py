@@ -14,11 +14,11 @@ from click.testing import CliRunner
 
 import ckptcore
 from ckptcore.builtin.local import LocalStorage
-from ckptcore.cli.application import application
 from ckptcore.errors import CheckpointError, StorageError
 from ckptcore.events import Event
 from ckptcore.protocols import StorageBackend, StorageOpener, StorageOptions
 from ckptcore.redaction import chainable, redacted
+from ckptcore_tools.cli.application import application
 
 SECRET = "canary0secret"
 

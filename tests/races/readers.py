@@ -9,11 +9,11 @@ from typing import Any, Final, TypeAlias
 import numpy as np
 
 import ckptcore
-from ckptcore.cli.members import describe
 from ckptcore.errors import CheckpointError, TargetUndefinedError
 from ckptcore.loading.stored_arrays import StoredArray
 from ckptcore.loading.verify import has_its_sizes
 from ckptcore.model import AbstractArray, Box
+from ckptcore_tools.cli.members import describe
 
 __all__ = ["READERS", "Outcome", "Reader", "outcome_of"]
 

@@ -180,7 +180,7 @@ def _options() -> Any:
 @pytest.mark.slow
 def test_the_command_line_takes_them(xorl_step: Path) -> None:
     def run(*arguments: str) -> str:
-        command = [sys.executable, "-m", "ckptcore.cli", *arguments]
+        command = [sys.executable, "-m", "ckptcore", *arguments]
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
     told = run("inspect", str(xorl_step))

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import ckptcore
-from ckptcore.cli import main
+from ckptcore_tools.cli import main
 
 DIRECTORY = Path(__file__).parent / "golden_ours"
 CHECKPOINTS = sorted(path for version in (DIRECTORY / "checkpoints").iterdir() for path in version.iterdir())

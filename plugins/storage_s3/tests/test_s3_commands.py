@@ -21,7 +21,7 @@ pytest.importorskip("click")
 def _run(server: S3Server, *arguments: object) -> subprocess.CompletedProcess[str]:
     """Run a command that finds the server by its environment."""
     return subprocess.run(
-        [sys.executable, "-m", "ckptcore.cli", *map(str, arguments)],
+        [sys.executable, "-m", "ckptcore", *map(str, arguments)],
         env={**os.environ, **server.environment}, capture_output=True, text=True, check=False, timeout=120,
     )  # fmt: skip
 

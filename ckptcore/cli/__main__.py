@@ -1,5 +1,0 @@
-"""Lets ``python -m ckptcore.cli`` be the ``ckptcore`` command."""
-
-from ckptcore.cli import main
-
-main()

@@ -1,0 +1,1 @@
+"""Tools for checkpoints: the command line (`ckptcore_tools.cli`)."""

@@ -1,0 +1,205 @@
+"""``ckptcore gc``: old steps of a run deleted, as a policy says."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Collection, Sequence
+
+import click
+
+from ckptcore.commit.looking import look_at_owner
+from ckptcore.commit.ownership import IfInUse, own_directory
+from ckptcore.context import Context
+from ckptcore.model.sizes import age, count, metrics_text, size
+from ckptcore.policies import PreservationPolicy, parse_preservation
+from ckptcore.training.garbage import StepDeleter
+from ckptcore.training.steps import StepDirectory
+from ckptcore_tools.cli.collection import Fate, Plan, plan_collection
+from ckptcore_tools.cli.command import checkpoint_command
+from ckptcore_tools.cli.console import json_number, print_document, print_line, printable
+from ckptcore_tools.cli.documents import GcDocument, GcStepDocument
+from ckptcore_tools.cli.exits import ExitCode
+from ckptcore_tools.cli.options import command_context
+from ckptcore_tools.cli.survey import find_steps, step_names
+from ckptcore_tools.cli.table import Cell, Column, print_table
+
+__all__ = ["command"]
+
+_COLUMNS = (
+    Column("step", "right"),
+    Column("name"),
+    Column("age", "right"),
+    Column("size", "right"),
+    Column("metrics"),
+    Column("action"),
+    Column("why"),
+)
+_POLICIES = """\
+\b
+Policies; several stand between commas, and a step is kept if any of them keeps it:
+  latest_n=3                    the newest 3
+  latest_duration=12h           those that are no older than 12 hours
+  every_n_steps=1000            multiples of 1000
+  every_n_steps_closest=1000    the nearest to each multiple
+  every_n_seconds=1h            one an hour
+  custom_steps=100:200          these
+  best_n=2:loss:min             the 2 with the least loss, and those without one
+  preserve_all                  all; only what dead saves left is deleted
+"""
+
+
+@checkpoint_command("gc", epilog=_POLICIES)
+@click.argument("directory")
+@click.option("--policy", "policy_text", required=True, metavar="POLICY", help="Which steps to keep; see below.")
+@click.option("--dry-run", is_flag=True, help="Show what would be deleted and why the rest stays; change nothing.")
+@click.option("--yes", is_flag=True, help="Do not ask before deleting.")
+@click.option(
+    "--take-over", is_flag=True, help="If a job seems to own DIRECTORY, wait for a sign of life; go on if none comes."
+)
+@click.option("--named", metavar="EXAMPLE", help="How steps are named, if in no usual way: epoch-0010.")
+def command(
+    as_json: bool, directory: str, policy_text: str, dry_run: bool, yes: bool, take_over: bool, named: str | None
+) -> ExitCode:
+    """Delete the steps in DIRECTORY that a policy does not keep, and what dead saves left.
+
+    The newest step always stays, and so does one that a reader has pinned, that other software wrote or that cannot be read.
+    Who deletes must own the directory: while a job saves there, only --dry-run works.
+    """
+    policy = _policy(policy_text)
+    if not (dry_run or yes) and (as_json or not sys.stdin.isatty()):
+        raise click.UsageError(
+            "nobody can be asked here; pass --yes to delete, or --dry-run to see what would be deleted"
+        )
+    context = command_context()
+    steps = find_steps(directory, step_names(named), context)
+    if_in_use: IfInUse = "take over" if take_over else "error"
+    deleted: Sequence[int] = ()
+    if dry_run:
+        plan = plan_collection(steps, policy, time.time(), context)
+    elif yes:
+        plan, deleted = _collect(steps, policy, None, if_in_use, context)
+    else:
+        plan = plan_collection(steps, policy, time.time(), context)
+        _print_plan(plan)
+        if not plan.doomed and not plan.leftovers:
+            print_line(_summary(plan, "nothing to delete"))
+            return ExitCode.OK
+        if not take_over and look_at_owner(steps.store) is not None:
+            own_directory(steps.open_to_write(), directory).close()  # says that it is in use before anybody is asked
+        print_line(_summary(plan, "to delete"))
+        if not _is_confirmed():
+            print_line("nothing was deleted")
+            return ExitCode.INTERRUPTED
+        _, deleted = _collect(steps, policy, plan.doomed, if_in_use, context)
+    document: GcDocument = {
+        "schema": "ckptcore.gc/1",
+        "directory": directory,
+        "policy": policy_text,
+        "dry_run": dry_run,
+        "steps": [_document(fate) for fate in plan.fates],
+        "leftovers": list(plan.leftovers),
+        "deleted": list(deleted),
+    }
+    if as_json:
+        print_document(document)
+        return ExitCode.OK
+    if dry_run or yes:
+        _print_plan(plan)
+    print_line(_summary(plan, "would delete") if dry_run else _result(plan, deleted))
+    return ExitCode.OK
+
+
+def _policy(text: str) -> PreservationPolicy:
+    try:
+        return parse_preservation(text)
+    except ValueError as error:
+        raise click.BadParameter(str(error), param_hint="--policy") from error
+
+
+def _collect(
+    steps: StepDirectory,
+    policy: PreservationPolicy,
+    agreed: Collection[int] | None,
+    if_in_use: IfInUse,
+    context: Context,
+) -> tuple[Plan, Sequence[int]]:
+    """Own the directory, look again, and delete; of the steps only those that were agreed upon, unless None was asked.
+
+    Raises:
+        DirectoryInUseError: if another job owns it.
+        StorageError, SaveLostError: some may be deleted.
+    """
+    store = steps.open_to_write()
+    with own_directory(store, steps.display, if_in_use=if_in_use) as owned:
+        since = steps.changes()
+        steps.replace(steps.list_names(), since)
+        plan = plan_collection(steps, policy, time.time(), context)
+        doomed = plan.doomed if agreed is None else plan.doomed & frozenset(agreed)
+        keep = frozenset(steps.candidates()) - doomed
+        deleter = StepDeleter(steps, store, owned, context)
+        deleter.clean()
+        return plan, deleter.collect(policy, keep=lambda: keep, broken=plan.broken)
+
+
+def _is_confirmed() -> bool:
+    try:
+        return click.confirm("Delete?", err=True)
+    except click.Abort:  # Ctrl-C, or the end of what can be typed
+        raise KeyboardInterrupt from None
+
+
+def _document(fate: Fate) -> GcStepDocument:
+    found = fate.found
+    return {
+        "step": found.step,
+        "name": found.name,
+        "action": "delete" if fate.goes else "keep",
+        "reasons": list(fate.reasons),
+        "created": found.created,
+        "metrics": {name: json_number(value) for name, value in found.metrics.items()},
+        "nbytes": found.nbytes if fate.goes else None,
+    }
+
+
+def _print_plan(plan: Plan) -> None:
+    now = time.time()
+    if plan.fates:
+        print_table(_COLUMNS, [_row(fate, now) for fate in plan.fates])
+        print_line()
+    for name in plan.leftovers:
+        print_line((f"{'leftover':<9} ", "dim"), printable(name), (", deleted unless its save is alive", "dim"))
+
+
+def _row(fate: Fate, now: float) -> Sequence[Cell]:
+    found = fate.found
+    return (
+        str(found.step),
+        printable(found.name),
+        "" if found.created is None else printable(age(found.created, now)),
+        "" if found.nbytes is None or not fate.goes else size(found.nbytes),
+        printable(metrics_text(found.metrics)),
+        ("delete", "bold red") if fate.goes else ("keep", "green"),
+        printable("; ".join(fate.reasons)),
+    )
+
+
+def _summary(plan: Plan, verb: str) -> str:
+    """What is to happen, in a line."""
+    if not plan.doomed and not plan.leftovers:
+        return f"nothing to delete: {count(len(plan.fates), 'step')} kept"
+    nbytes = sum(fate.found.nbytes or 0 for fate in plan.fates if fate.goes)
+    text = f"{verb}: {len(plan.doomed):,} of {count(len(plan.fates), 'step')}, {size(nbytes)}"
+    return text + (f"; {count(len(plan.leftovers), 'leftover')}" if plan.leftovers else "")
+
+
+def _result(plan: Plan, deleted: Collection[int]) -> str:
+    """What happened, in a line."""
+    gone = [fate.found for fate in plan.fates if fate.found.step in deleted]
+    text = (
+        f"deleted: {len(deleted):,} of {count(len(plan.fates), 'step')}, {size(sum(one.nbytes or 0 for one in gone))}"
+    )
+    stayed = sorted(plan.doomed - frozenset(deleted))
+    if stayed:
+        text += f"; {', '.join(map(str, stayed))} stayed: pinned by now, or kept by what was saved meanwhile"
+    return text

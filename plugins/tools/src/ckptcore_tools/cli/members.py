@@ -1,0 +1,59 @@
+"""What a checkpoint is made of: one tree, or several checkpointables by name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from ckptcore import CheckpointablesMetadata, CheckpointMetadata
+from ckptcore.commit.location import Place
+from ckptcore.context import Context
+from ckptcore.errors import CheckpointNotFoundError
+from ckptcore.loading.describe import describe_checkpoint, describe_checkpointables, describe_either
+from ckptcore.loading.members import is_deleted, present_members
+from ckptcore.loading.opened import Opened, OpenedComposite
+from ckptcore.loading.opening import open_either
+from ckptcore.loading.tries import while_unchanged
+from ckptcore_tools.cli.locating import child_location
+from ckptcore_tools.cli.options import command_context
+
+__all__ = ["describe", "describe_directories"]
+
+
+def describe(location: Place, context: Context) -> CheckpointMetadata | CheckpointablesMetadata:
+    """What a checkpoint of either sort says of itself. Any thread.
+
+    Raises:
+        What `ckptcore.metadata` does.
+    """
+    return describe_either(location, context)
+
+
+def describe_directories(location: str) -> Mapping[str, tuple[str, CheckpointMetadata]]:
+    """Everything in a checkpoint that is one: by directory, where it is and what it says.
+
+    Of one tree that is itself, with an empty directory. Of several checkpointables each one that is still there, of each
+    process that saved its own.
+
+    Raises:
+        CheckpointNotFoundError: also if one of what other software wrote cannot be read.
+        What `ckptcore.metadata` does.
+    """
+    context = command_context()
+
+    def describe_each(found: Opened | OpenedComposite) -> Mapping[str, tuple[str, CheckpointMetadata]]:
+        if isinstance(found, Opened):
+            return {"": (location, describe_checkpoint(location, context))}
+        if found.root is None:
+            told = describe_checkpointables(location, context)
+            for reason in told.unreadable.values():
+                raise CheckpointNotFoundError(f"{reason}; name one of the others by its own location")
+            return {name: (child_location(location, name), one) for name, one in told.checkpointables.items()}
+        places = {
+            directory: child_location(location, directory)
+            for directories in present_members(found).values()
+            for directory in directories
+            if not is_deleted(found, directory)
+        }
+        return {directory: (place, describe_checkpoint(place, context)) for directory, place in places.items()}
+
+    return while_unchanged(location, context, describe_each, open_either)

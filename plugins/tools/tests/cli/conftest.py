@@ -1,0 +1,72 @@
+"""Checkpoints to run commands on, and a way to run them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from click.testing import CliRunner, Result
+
+import ckptcore
+from plugins.tools.tests.cli.documents import problems
+
+Run = Callable[..., Result]
+RunJson = Callable[..., tuple[int, dict[str, Any]]]
+
+
+def state() -> dict[str, Any]:
+    """A tree with every kind of container and leaf that reports must show."""
+    weight = np.arange(12, dtype=np.float32).reshape(3, 4)
+    return {
+        "params": {"w": weight, "tied": weight, "half": np.ones(5, ml_dtypes.bfloat16)},
+        "moments": [(np.int64(3), np.zeros((0, 2))), {}],
+        "step": 5,
+        "rate": float("nan"),
+        "name": "run",
+        "missing": None,
+    }
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    """A checkpoint of ours."""
+    location = tmp_path / "checkpoint"
+    ckptcore.save(location, state(), metadata={"accuracy": 0.5})
+    return location
+
+
+@pytest.fixture
+def run() -> Run:
+    """Runs a command in this process."""
+
+    def invoke(*arguments: object) -> Result:
+        from ckptcore_tools.cli.application import application
+
+        return CliRunner().invoke(application, [str(argument) for argument in arguments])
+
+    return invoke
+
+
+@pytest.fixture
+def run_json(run: Run) -> RunJson:
+    """Runs a command with ``--json``; gives its exit code and its document, checked against its type."""
+
+    def invoke(kind: Any, *arguments: object) -> tuple[int, dict[str, Any]]:
+        result = run(*arguments, "--json")
+        document = json.loads(result.stdout)
+        assert problems(document, kind) == []
+        return result.exit_code, document
+
+    return invoke
+
+
+def flip(path: Path, offset: int) -> None:
+    """Change one byte of a file."""
+    data = bytearray(path.read_bytes())
+    data[offset] ^= 0xFF
+    path.write_bytes(data)

@@ -1,0 +1,116 @@
+"""``ckptcore ls``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+import ckptcore
+from ckptcore.commit.root import Claimed
+from ckptcore.commit.root_json import encode_claim
+from ckptcore_tools.cli.documents import ErrorDocument, ListDocument
+from plugins.tools.tests.cli.conftest import Run, RunJson, flip
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    """A directory with one of everything that `ls` tells apart."""
+    ckptcore.save(tmp_path / "step_1", {"w": np.ones(1000, np.float32)})
+    ckptcore.save(tmp_path / "step_2", {"w": np.ones(1000, np.float32)})
+    flip(tmp_path / "step_2" / "checkpoint.json", 50)
+    (tmp_path / "step_3").mkdir()
+    (tmp_path / "step_3" / "checkpoint.json").write_bytes(encode_claim(Claimed("0" * 16, "2026-01-01T00:00:00+00:00")))
+    (tmp_path / ".step_4.0123456789abcdef.ckptcore").mkdir()
+    (tmp_path / "hugging_face").mkdir()
+    save_file({"w": np.ones(2)}, tmp_path / "hugging_face" / "model.safetensors")
+    save_file({"w": np.ones(3)}, tmp_path / "bare.safetensors")
+    (tmp_path / "notes.txt").write_text("no checkpoint")
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "0.log").write_text("neither")
+    return tmp_path
+
+
+def test_tells_states_apart(run_json: RunJson, directory: Path) -> None:
+    code, document = run_json(ListDocument, "ls", directory)
+    assert code == 0
+    assert {one["name"]: one["state"] for one in document["checkpoints"]} == {
+        ".step_4.0123456789abcdef.ckptcore": "leftover",
+        "bare.safetensors": "foreign",
+        "hugging_face": "foreign",
+        "step_1": "committed",
+        "step_2": "corrupt",
+        "step_3": "uncommitted",
+    }
+    found = {one["name"]: one for one in document["checkpoints"]}
+    assert (found["step_1"]["layout"], found["step_1"]["arrays"], found["step_1"]["nbytes"]) == ("safetensors", 1, 4000)
+    assert found["step_1"]["created"] == ckptcore.metadata(directory / "step_1").created
+    assert found["step_1"]["writer"].startswith("ckptcore ") and "writer" not in found["step_2"]
+    assert "checkpoint.json" in found["step_2"]["error"]
+
+
+def test_text_has_a_line_for_each(run: Run, directory: Path) -> None:
+    lines = run("ls", directory).stdout.splitlines()
+    assert len(lines) == 6
+    created = ckptcore.metadata(directory / "step_1").created
+    (line,) = [line for line in lines if line.startswith("step_1")]
+    assert line.split() == ["step_1", "committed", "safetensors", "4.00", "kB", "1", "array", created]
+    (line,) = [line for line in lines if line.startswith("bare.safetensors")]
+    assert line.endswith(f"1 array  by {ckptcore.metadata(directory / 'bare.safetensors').writer}")
+
+
+def test_a_newer_version_is_unreadable_here(run_json: RunJson, tmp_path: Path) -> None:
+    (tmp_path / "newer").mkdir()
+    body = b'{"format":"ckptcore","version":999'
+    import xxhash
+
+    sealed = body + b',"checksum":"xxh3_64:' + xxhash.xxh3_64_hexdigest(body).encode() + b'"}\n'
+    (tmp_path / "newer" / "checkpoint.json").write_bytes(sealed)
+    code, document = run_json(ListDocument, "ls", tmp_path)
+    assert code == 0
+    assert document["checkpoints"][0]["state"] == "unreadable"
+    assert "upgrade" in document["checkpoints"][0]["error"]
+
+
+def test_a_checkpoint_lists_itself(run_json: RunJson, checkpoint: Path) -> None:
+    _, document = run_json(ListDocument, "ls", checkpoint)
+    assert [one["state"] for one in document["checkpoints"]] == ["committed"]
+
+
+def test_an_empty_directory(run: Run, run_json: RunJson, tmp_path: Path) -> None:
+    code, document = run_json(ListDocument, "ls", tmp_path)
+    assert (code, document["checkpoints"]) == (0, [])
+    assert run("ls", tmp_path).stdout == f"no checkpoints in {tmp_path}\n"
+
+
+def test_no_directory(run_json: RunJson, tmp_path: Path) -> None:
+    code, document = run_json(ErrorDocument, "ls", tmp_path / "nothing")
+    assert code == 3
+    assert document["error"] == "CheckpointNotFoundError"
+
+
+def test_a_file_is_no_directory(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("no checkpoint")
+    assert run("ls", tmp_path / "notes.txt").exit_code == 3
+
+
+def test_a_url(run_json: RunJson, directory: Path) -> None:
+    code, document = run_json(ListDocument, "ls", f"file://{directory}")
+    assert code == 0
+    assert len(document["checkpoints"]) == 6
+
+
+@pytest.mark.parametrize("name", ["100%20", "a b", "#1?", "é"])
+def test_a_name_that_a_url_escapes(run_json: RunJson, tmp_path: Path, name: str) -> None:
+    ckptcore.save(tmp_path / name, {"x": 1})
+    for directory in (tmp_path, tmp_path.as_uri()):
+        _, document = run_json(ListDocument, "ls", directory)
+        assert [(one["name"], one["state"]) for one in document["checkpoints"]] == [(name, "committed")]
+
+
+def test_a_url_that_nothing_opens(run_json: RunJson) -> None:
+    code, document = run_json(ErrorDocument, "ls", "nothing://directory")
+    assert code == 5
+    assert document["error"] == "UnknownPluginError"

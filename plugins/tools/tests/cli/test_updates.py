@@ -1,0 +1,49 @@
+"""What commands say of checkpoints that refer to others."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import ckptcore
+from ckptcore_tools.cli.documents import InspectDocument
+from plugins.tools.tests.cli.conftest import Run, RunJson
+
+
+@pytest.fixture
+def updated(tmp_path: Path) -> Path:
+    """Steps of which 3 has arrays of 1, 4 of 2, and "best" of 1 and 4."""
+    place = tmp_path / "run"
+    for step in (1, 2):
+        ckptcore.save(place / str(step), {"a": np.ones(4), "n": step})
+    ckptcore.save_update(place / "3", {"b": np.zeros(2)}, base=place / "1")
+    ckptcore.save_update(place / "4", {"n": 4}, base=place / "2")
+    return place
+
+
+def test_inspect_names_the_bases(run: Run, run_json: RunJson, updated: Path) -> None:
+    assert "  refers to  1" in run("inspect", updated / "3").stdout.splitlines()
+    assert "refers to" not in run("inspect", updated / "1").stdout
+    assert ckptcore.metadata(updated / "3").bases == ("1",)
+    for name, bases in (("3", ["1"]), ("1", [])):
+        code, document = run_json(InspectDocument, "inspect", updated / name)
+        assert code == 0 and document["bases"] == bases
+
+
+def test_a_collection_foretells_which_bases_stay(run: Run, updated: Path) -> None:
+    result = run("gc", updated, "--policy", "latest_n=1", "--dry-run")
+    lines = {line.split()[0]: line for line in result.stdout.splitlines() if line.strip()[:1].isdigit()}
+    assert lines["2"].endswith("keep    has arrays of 4")
+    assert all("delete" in lines[step] for step in "13") and "would delete: 2 of 4 steps" in result.stdout
+    result = run("gc", updated, "--policy", "latest_n=1", "--yes")
+    assert "deleted: 2 of 4 steps" in result.stdout and "stayed" not in result.stdout
+    assert ckptcore.CheckpointReader(updated).steps == (2, 4)
+
+
+def test_what_is_no_step_keeps_bases_too(run: Run, updated: Path) -> None:
+    ckptcore.save_update(updated / "best", {}, base=updated / "3")
+    result = run("gc", updated, "--policy", "latest_n=1", "--yes")
+    assert "deleted: 0 of 4" in result.stdout or "nothing to delete" in result.stdout
+    assert ckptcore.CheckpointReader(updated).steps == (1, 2, 3, 4)
