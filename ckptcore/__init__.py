@@ -32,7 +32,6 @@ import logging
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
-    from ckptcore.api.copies import consolidate, convert, copy, copy_steps
     from ckptcore.api.descriptions import abstract, checkpointables_metadata, metadata
     from ckptcore.api.loads import load, load_async, load_checkpointables, load_into
     from ckptcore.api.parts import load_parts, load_slice, open
@@ -44,8 +43,11 @@ if TYPE_CHECKING:
     from ckptcore.builtin.safetensors import SafetensorsLayout
     from ckptcore.builtin.sharded_arrays import ArrayShard, ShardedArray
     from ckptcore.context import Context, MemoryOptions
-    from ckptcore.copies.copying import CopyReport
     from ckptcore.distributions import transforms as transforms
+    from ckptcore.distributions import consolidate as consolidate  # exported lazily
+    from ckptcore.distributions import convert as convert
+    from ckptcore.distributions import copy as copy
+    from ckptcore.distributions import copy_steps as copy_steps
     from ckptcore.errors import CheckpointError
     from ckptcore.hookspecs import hookimpl
     from ckptcore.io.background import LoadHandle, Progress, SaveHandle
@@ -74,7 +76,6 @@ if TYPE_CHECKING:
     from ckptcore.training.checkpointer import Checkpointer
     from ckptcore.training.reader import CheckpointReader
     from ckptcore.training.restoring import SkippedStep
-    from ckptcore.training.step_copies import StepsCopyReport
     from ckptcore.training.tiers.near import NearTier
     from ckptcore.training.tiers.status import UploadStatus
     from ckptcore.tree.flattening import PLACEHOLDER
@@ -90,7 +91,6 @@ __all__ = [
     "CheckpointablesMetadata",
     "Checkpointer",
     "Context",
-    "CopyReport",
     "Export",
     "ExportPlan",
     "LeafChange",
@@ -120,17 +120,12 @@ __all__ = [
     "StepExport",
     "StepNameFormat",
     "StepNames",
-    "StepsCopyReport",
     "StoredArray",
     "StoredTree",
     "UploadStatus",
     "VerifyReport",
     "abstract",
     "checkpointables_metadata",
-    "consolidate",
-    "convert",
-    "copy",
-    "copy_steps",
     "delete",
     "finalize",
     "hookimpl",
@@ -159,7 +154,6 @@ __all__ = [
 logging.getLogger("ckptcore").addHandler(logging.NullHandler())
 
 _NAMES: Final[dict[str, tuple[str, ...]]] = {
-    "ckptcore.api.copies": ("consolidate", "convert", "copy", "copy_steps"),
     "ckptcore.api.descriptions": ("abstract", "checkpointables_metadata", "metadata"),
     "ckptcore.api.loads": ("load", "load_async", "load_checkpointables", "load_into"),
     "ckptcore.api.parts": ("load_parts", "load_slice", "open"),
@@ -183,7 +177,6 @@ _NAMES: Final[dict[str, tuple[str, ...]]] = {
         "Context",
         "MemoryOptions",
     ),
-    "ckptcore.copies.copying": ("CopyReport",),
     "ckptcore.loading.describe": (
         "CheckpointMetadata",
         "CheckpointablesMetadata",
@@ -218,7 +211,6 @@ _NAMES: Final[dict[str, tuple[str, ...]]] = {
         "SavePlan",
     ),
     "ckptcore.planning.replicas": ("ReplicaOptions",),
-    "ckptcore.training.step_copies": ("StepsCopyReport",),
     "ckptcore.step_names": (
         "StepNameFormat",
         "StepNames",

@@ -13,6 +13,13 @@ from typing import TYPE_CHECKING, Final
 
 from ckptcore.errors import MissingDistributionError
 
+if TYPE_CHECKING:
+    # What type checkers see as attributes of `ckptcore`.
+    from ckptcore_tools.copies import consolidate as consolidate  # noqa: PLC0414
+    from ckptcore_tools.copies import convert as convert  # noqa: PLC0414
+    from ckptcore_tools.copies import copy as copy  # noqa: PLC0414
+    from ckptcore_tools.copies import copy_steps as copy_steps  # noqa: PLC0414
+
 __all__ = ["DISTRIBUTIONS", "Distribution", "import_name", "install_hint", "lazy_names"]
 
 if TYPE_CHECKING:  # type checkers see the lazy names of `ckptcore` here
@@ -61,7 +68,12 @@ DISTRIBUTIONS: Final = (
     Distribution("ray", "ckptcore_ray"),
     Distribution("testing", "ckptcore_testing"),
     Distribution("transforms", "ckptcore_transforms", names={"transforms": ""}),
-    Distribution("tools", "ckptcore_tools", internals={"main": "cli"}),
+    Distribution(
+        "tools",
+        "ckptcore_tools",
+        names={name: "copies" for name in ("consolidate", "convert", "copy", "copy_steps")},
+        internals={"copy_whole": "copies", "main": "cli"},
+    ),
 )
 
 

@@ -12,7 +12,6 @@ from tests.architecture.sources import Source, core_sources, plugin_sources
 
 PUBLIC_MODULES = {
     "ckptcore",
-    "ckptcore.api.copies",
     "ckptcore.api.descriptions",
     "ckptcore.api.loads",
     "ckptcore.api.parts",

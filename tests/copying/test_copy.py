@@ -14,7 +14,6 @@ import ckptcore
 from ckptcore.commit.root import Claimed
 from ckptcore.commit.root_json import encode_claim
 from ckptcore.context import default_context
-from ckptcore.copies.copying import copy_checkpoint
 from ckptcore.errors import (
     AtomicityError,
     CheckpointExistsError,
@@ -24,6 +23,7 @@ from ckptcore.errors import (
     InvalidLocationError,
     UncommittedCheckpointError,
 )
+from ckptcore_tools.copies.copying import copy_checkpoint
 from tests.copying.places import new_place, objects_at, store_at
 from tests.crashes.states import LARGE, make_composite, make_state, version_at
 

@@ -13,6 +13,7 @@ import ckptcore
 from ckptcore.commit.occupants import Overwrite
 from ckptcore.errors import CheckpointError, CommitUnknownError, StorageError
 from ckptcore.io.new_objects import abort_uploads
+from ckptcore_tools.copies import CopyReport
 from tests.copying.places import new_place, objects_at, store_at
 from tests.crashes.places import faulty_context, through
 from tests.crashes.states import LARGE, make_composite, make_state, version_at
@@ -39,7 +40,7 @@ class _Trial:
         ckptcore.copy(self._source, through(self.location), overwrite=self._overwrite, context=context)
         return plan.operations
 
-    def go_on(self) -> ckptcore.CopyReport:
+    def go_on(self) -> CopyReport:
         """Copy again, in a process that lives."""
         return ckptcore.copy(self._source, self.location, overwrite=self._overwrite, context=_FAST)
 

@@ -12,8 +12,8 @@ from ckptcore_testing.faults import FaultPlan, Operation
 
 import ckptcore
 from ckptcore.context import default_context
-from ckptcore.copies.copying import copy_checkpoint
 from ckptcore.errors import CheckpointError, CheckpointExistsError, SaveLostError
+from ckptcore_tools.copies.copying import copy_checkpoint
 from tests.copying.places import new_place, objects_at
 from tests.crashes.places import InterruptedPlan, faulty_context, through
 from tests.crashes.states import make_composite, make_state, version_at

@@ -13,6 +13,7 @@ import pytest
 import ckptcore
 from ckptcore.builtin.safetensors import SafetensorsLayout
 from ckptcore.commit.hidden_names import is_hidden_name
+from ckptcore_tools.copies import CopyReport
 from tests.crashes.saver import NEW, OLD, copied_from, exported
 from tests.crashes.states import LARGE, SMALL, make_composite, make_state, version_at
 from tests.crashes.tracing import KillPoint, Saver, needs_strace
@@ -171,7 +172,7 @@ def test_a_sample_of_kills(name: str, warm: Saver, tmp_path: Path) -> None:
         assert _try(scenario, point, warm, tmp_path / str(number)), f"{point} was not reached"
 
 
-def _go_on(scenario: Scenario, point: KillPoint, warm: Saver, directory: Path) -> ckptcore.CopyReport:
+def _go_on(scenario: Scenario, point: KillPoint, warm: Saver, directory: Path) -> CopyReport:
     """Kill a copy at a point, look at what is there, and copy again."""
     location = directory / "run" / "step_1"
     scenario.prepare(location)

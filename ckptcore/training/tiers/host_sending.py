@@ -23,8 +23,6 @@ from ckptcore.commit.mark import Mark
 from ckptcore.commit.occupants import parse_root, read_root, root_bytes
 from ckptcore.commit.root import HOST_COPIES, ROOT_KEY, Claimed, PartialSave, Root
 from ckptcore.context import Context
-from ckptcore.copies.copying import send_objects
-from ckptcore.copies.manifests import Manifest, StoredRoot
 from ckptcore.errors import (
     CheckpointError,
     CheckpointNotFoundError,
@@ -32,8 +30,10 @@ from ckptcore.errors import (
     ObjectNotFoundError,
     StorageError,
 )
+from ckptcore.io.transfers import Transfer
 from ckptcore.job.hosts import Hosts
 from ckptcore.job.visibility import show_claim
+from ckptcore.loading.manifests import Manifest, StoredRoot
 from ckptcore.model.objects import ObjectRecord
 from ckptcore.protocols import StorageBackend
 from ckptcore.saving.preparing import save_created
@@ -109,11 +109,10 @@ def _send_part(
     part: _Part, store: StorageBackend, context: Context, sent: Callable[[int], None], is_stopped: Callable[[], bool]
 ) -> int:
     """Send what a host has; bytes that were sent."""
-    nbytes = 0
+    transfer = Transfer(part.manifest.location.store, store, context.io_threads, sent=sent, is_stopped=is_stopped)
     for records in (part.manifest.objects, part.manifest.marks, part.late):
-        transfer = send_objects(part.manifest, records, store, context, progress=sent, is_stopped=is_stopped)
-        nbytes += transfer.counts.sent_bytes
-    return nbytes
+        transfer.send(records)
+    return transfer.counts.sent_bytes
 
 
 def _mark(copy_id: str, rank: int) -> str:

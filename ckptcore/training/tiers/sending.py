@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import Protocol, cast
 
-from ckptcore.commit.location import Within
+from ckptcore.commit.location import Place, Within
+from ckptcore.commit.occupants import Overwrite
 from ckptcore.context import Context
+from ckptcore.distributions import import_name
 from ckptcore.training.steps import StepDirectory
 
 __all__ = ["CopiesSteps", "Send"]
@@ -46,6 +48,29 @@ class Send(Protocol):
         ...
 
 
+class _Copied(Protocol):
+    """The report of a copy."""
+
+    @property
+    def sent_bytes(self) -> int: ...
+
+
+class _CopyCheckpoint(Protocol):
+    """Copies a checkpoint to another place and commits it there."""
+
+    def __call__(
+        self,
+        source: Place,
+        destination: Place,
+        context: Context,
+        *,
+        overwrite: Overwrite,
+        progress: Callable[[int, int], None],
+        is_stopped: Callable[[], bool],
+        before_commit: Callable[[], None],
+    ) -> _Copied: ...
+
+
 class CopiesSteps:
     """Sends steps by one process, as `ckptcore.training.tiers.uploader.Send` asks."""
 
@@ -56,7 +81,11 @@ class CopiesSteps:
             near: where steps are.
             far: where they go.
             context: options.
+
+        Raises:
+            MissingDistributionError: if the distribution that copies checkpoints is not installed.
         """
+        self._copy = cast("_CopyCheckpoint", import_name("copy_whole", purpose="uploading steps from a near tier"))
         self._near = near
         self._far = far
         self._context = context
@@ -72,10 +101,8 @@ class CopiesSteps:
         before_commit: Callable[[], None],
     ) -> int:
         """See `Send`."""
-        from ckptcore.copies.whole_copies import copy_whole  # only who uploads copies
-
         # What refers to others is uploaded whole: whether these ever come there is for policies to say.
-        report = copy_whole(
+        report = self._copy(
             self._near.place(step),
             Within(self._far.directory, name),
             self._context,

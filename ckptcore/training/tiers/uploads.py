@@ -104,9 +104,11 @@ def begin_uploads(
     if near is None:
         return Uploads()
     steps, far = tiers.copies.tiers
-    send: Send = CopiesSteps(steps, far, context)
+    send: Send
     stop_sending: Callable[[], None] | None = None
-    if tiers.hosts is not None:
+    if tiers.hosts is None:
+        send = CopiesSteps(steps, far, context)
+    else:
         from ckptcore.training.tiers.host_sending import HostSender, SendsFromHosts  # only who has hosts needs it
 
         run = agreement.lead("run", lambda: secrets.token_hex(8))

@@ -20,10 +20,10 @@ from ckptcore_tools.cli.options import command_context
 from ckptcore_tools.cli.progress import byte_progress
 
 if TYPE_CHECKING:
-    from ckptcore import CopyReport, StepsCopyReport
     from ckptcore.commit.occupants import Overwrite
     from ckptcore.commit.ownership import IfInUse
-    from ckptcore.copies.copying import CopyVerification
+    from ckptcore_tools.copies import CopyReport, StepsCopyReport
+    from ckptcore_tools.copies.copying import CopyVerification
 
 __all__ = ["command"]
 

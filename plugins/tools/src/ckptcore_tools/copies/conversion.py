@@ -19,8 +19,6 @@ from ckptcore.commit.location import Location, Place, resolve_location
 from ckptcore.commit.occupants import Overwrite, read_root, refuse_to_replace
 from ckptcore.commit.root import Member, check_name, new_save_id
 from ckptcore.context import Context
-from ckptcore.copies.destinations import refuse_destination, refuse_further
-from ckptcore.copies.streaming import StreamedSnapshot, StreamSizes, items_by_object, reading_context
 from ckptcore.errors import CheckpointNotFoundError, CorruptCheckpointError, NameCollisionError, TransformError
 from ckptcore.events import Recording
 from ckptcore.job.agreement import Agreement
@@ -41,6 +39,8 @@ from ckptcore.saving.parts import Captured, Part, TreeCaptured
 from ckptcore.saving.persisting import Described, persist
 from ckptcore.saving.preparing import save_created
 from ckptcore.saving.reporting import ReportedSave
+from ckptcore_tools.copies.destinations import refuse_destination, refuse_further
+from ckptcore_tools.copies.streaming import StreamedSnapshot, StreamSizes, items_by_object, reading_context
 
 __all__ = ["SourceReplaced", "convert_checkpoint"]
 

@@ -12,8 +12,6 @@ from ckptcore.commit.location import LocationLike, Within, subdirectory
 from ckptcore.commit.occupants import Overwrite
 from ckptcore.commit.ownership import IfInUse, own_directory
 from ckptcore.context import Context
-from ckptcore.copies.copying import CopyReport, CopyVerification
-from ckptcore.copies.whole_copies import copy_whole
 from ckptcore.errors import (
     CheckpointExistsError,
     CheckpointNotFoundError,
@@ -24,6 +22,8 @@ from ckptcore.protocols import StorageBackend
 from ckptcore.step_names import StepNames
 from ckptcore.training.directories import read_directory_metadata, write_directory_metadata
 from ckptcore.training.steps import StepDirectory
+from ckptcore_tools.copies.copying import CopyReport, CopyVerification
+from ckptcore_tools.copies.whole_copies import copy_whole
 
 __all__ = ["StepProgressCallback", "StepsCopyReport", "copy_run"]
 

@@ -16,8 +16,6 @@ from ckptcore.commit.occupants import Overwrite, is_claimed_by, root_bytes
 from ckptcore.commit.root import ROOT_KEY, Claimed
 from ckptcore.commit.root_json import bases_of_root
 from ckptcore.context import Context
-from ckptcore.copies.destinations import refuse_destination
-from ckptcore.copies.manifests import Manifest, StoredRoot, read_manifest
 from ckptcore.errors import (
     CheckpointError,
     CheckpointExistsError,
@@ -31,14 +29,17 @@ from ckptcore.io.errands import run_each
 from ckptcore.io.new_objects import abort_uploads
 from ckptcore.io.requests import requests_of
 from ckptcore.io.transfers import Transfer
+from ckptcore.loading.manifests import Manifest, StoredRoot
 from ckptcore.loading.opening import foreign_checkpoints
 from ckptcore.loading.tries import ATTEMPTS, replaced_too_often
 from ckptcore.loading.verify import ProgressCallback
 from ckptcore.model.objects import ObjectRecord
 from ckptcore.protocols import StorageBackend
 from ckptcore.saving.preparing import save_created
+from ckptcore_tools.copies.destinations import refuse_destination
+from ckptcore_tools.copies.manifests import read_manifest
 
-__all__ = ["CopyReport", "CopyVerification", "copy_checkpoint", "send_objects"]
+__all__ = ["CopyReport", "CopyVerification", "copy_checkpoint"]
 
 logger = logging.getLogger("ckptcore.copying")
 
@@ -135,33 +136,6 @@ def _refuse_alien_composite(manifest: Manifest, destination: Location) -> None:
             f"{destination.display} is inside another checkpoint, and {manifest.location.display} is one of several "
             "checkpointables, which count only in the one that they were saved with; copy it to a location of its own"
         )
-
-
-def send_objects(
-    manifest: Manifest,
-    records: Sequence[ObjectRecord],
-    store: StorageBackend,
-    context: Context,
-    *,
-    progress: Callable[[int], None] = lambda nbytes: None,
-    is_stopped: Callable[[], bool] = lambda: False,
-) -> Transfer:
-    """Send some objects of a checkpoint, and nothing that makes it one; the transfer, which has counts.
-
-    Args:
-        manifest: of the checkpoint.
-        records: which of its objects.
-        store: where they go: that of a claim.
-        context: options.
-        progress: called with a number of bytes each time that many more are there, from any thread.
-        is_stopped: as for `copy_checkpoint`.
-
-    Raises:
-        What `Transfer.send` does.
-    """
-    transfer = Transfer(manifest.location.store, store, context.io_threads, sent=progress, is_stopped=is_stopped)
-    transfer.send(records)
-    return transfer
 
 
 class _Copy:

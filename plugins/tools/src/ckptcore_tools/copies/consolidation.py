@@ -22,8 +22,6 @@ from ckptcore.commit.location import LocationLike, Within, resolve_location
 from ckptcore.commit.occupants import Overwrite, refuse_to_replace
 from ckptcore.commit.root import new_save_id
 from ckptcore.context import Context
-from ckptcore.copies.destinations import refuse_destination, refuse_further
-from ckptcore.copies.streaming import StreamedSnapshot, StreamSizes, items_by_object, reading_context
 from ckptcore.errors import (
     CheckpointError,
     CorruptCheckpointError,
@@ -47,6 +45,8 @@ from ckptcore.saving.persisting import NOTHING_COMMITTED, Described, persist
 from ckptcore.saving.preparing import save_created
 from ckptcore.saving.reporting import ReportedSave
 from ckptcore.tree.subtrees import Subtree, SubtreePath, find_subtree, path_keys
+from ckptcore_tools.copies.destinations import refuse_destination, refuse_further
+from ckptcore_tools.copies.streaming import StreamedSnapshot, StreamSizes, items_by_object, reading_context
 
 __all__ = ["FilePath", "TiedNames", "consolidate_checkpoint"]
 

@@ -12,12 +12,12 @@ from ckptcore.commit.occupants import Overwrite, read_root, root_bytes
 from ckptcore.commit.root import Root
 from ckptcore.commit.root_json import decode_root, encode_root, is_claim, is_partial, summarize_root
 from ckptcore.context import Context
-from ckptcore.copies.conversion import SourceReplaced, convert_checkpoint
-from ckptcore.copies.copying import CopyReport, CopyVerification, copy_checkpoint
-from ckptcore.copies.manifests import StoredRoot
 from ckptcore.errors import CorruptCheckpointError, SaveLostError
+from ckptcore.loading.manifests import StoredRoot
 from ckptcore.loading.verify import ProgressCallback, verify_checkpoint
 from ckptcore.protocols import StorageBackend
+from ckptcore_tools.copies.conversion import SourceReplaced, convert_checkpoint
+from ckptcore_tools.copies.copying import CopyReport, CopyVerification, copy_checkpoint
 
 __all__ = ["copy_whole"]
 

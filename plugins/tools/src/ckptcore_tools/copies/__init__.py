@@ -9,17 +9,17 @@ from ckptcore.commit.location import LocationLike
 from ckptcore.commit.occupants import Overwrite
 from ckptcore.commit.ownership import IfInUse
 from ckptcore.context import Context, default_context
-from ckptcore.copies.consolidation import FilePath, TiedNames, consolidate_checkpoint
-from ckptcore.copies.conversion import convert_checkpoint
-from ckptcore.copies.copying import CopyReport, CopyVerification
-from ckptcore.copies.whole_copies import copy_whole
 from ckptcore.loading.verify import ProgressCallback
 from ckptcore.protocols import Layout, Transforms
 from ckptcore.step_names import StepNames
-from ckptcore.training.step_copies import StepProgressCallback, StepsCopyReport, copy_run
 from ckptcore.tree.subtrees import SubtreePath
+from ckptcore_tools.copies.consolidation import FilePath, TiedNames, consolidate_checkpoint
+from ckptcore_tools.copies.conversion import convert_checkpoint
+from ckptcore_tools.copies.copying import CopyReport, CopyVerification
+from ckptcore_tools.copies.steps import StepProgressCallback, StepsCopyReport, copy_run
+from ckptcore_tools.copies.whole_copies import copy_whole
 
-__all__ = ["consolidate", "convert", "copy", "copy_steps"]
+__all__ = ["CopyReport", "StepsCopyReport", "consolidate", "convert", "copy", "copy_steps", "copy_whole"]
 
 
 def copy(

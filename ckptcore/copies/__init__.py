@@ -1,1 +1,0 @@
-"""Copies: a checkpoint again, elsewhere, in another layout or for other software."""
