@@ -2,13 +2,12 @@
 
 A map of the package:
 
-- `save`, `save_async`, `load`, `load_async`, `load_into`, `metadata`, `delete`, `verify`, `copy`, `copy_steps`, `convert`, `consolidate`: what users call (`ckptcore.api`, as
+- `save`, `save_async`, `load`, `load_async`, `load_into`, `metadata`, `delete`, `verify`: what users call (`ckptcore.api`, as
   the functions below)
 - `save_checkpointables`, `save_checkpointables_async`, `load_checkpointables`, `checkpointables_metadata`: several objects in one checkpoint (`ckptcore.loading.composites`)
 - `abstract`: what asks a load for a value like one that is there (`ckptcore.tree.abstract_values`)
 - `save_partial`, `save_partial_async`, `finalize`: a checkpoint that is filled in several sessions (`ckptcore.commit.session_claims`)
 - `save_update`, `save_update_async`: a checkpoint that refers to another one for what did not change (`ckptcore.commit.references`)
-- `plan`, `plan_job`: what a save would write, ask and hold, without doing it (`ckptcore.saving.save_plans`)
 - `open`, `load_slice`: single arrays and parts of arrays, read as they are asked for (`ckptcore.loading.open_checkpoints`)
 - `load_parts`: all arrays in boxes, one after the other, with little in memory (`ckptcore.loading.loaded_parts`)
 - `ckptcore.select`: which leaves a load reads
@@ -23,7 +22,9 @@ A map of the package:
 - `AbstractArray`, `PLACEHOLDER`: what a load asks for; `PerProcess`: what differs from process to process
 - `SafetensorsLayout`: the built-in layout with its options
 - `ckptcore.errors`: every error
-- `ckptcore.handlers`: what saves objects by their own methods, to choose among them; `ckptcore.events`, `ckptcore.telemetry`: what a save is doing
+- `ckptcore.handlers`: what saves objects by their own methods, to choose among them; `ckptcore.events`: what a save is doing
+- `copy`, `copy_steps`, `convert`, `consolidate`, `plan`, `plan_job`: of the distribution that
+  ``pip install 'ckptcore[tools]'`` adds
 - `ckptcore.model`, `ckptcore.protocols`, `ckptcore.hookspecs`, `ckptcore.planning`: for authors of plugins
 """
 
@@ -35,7 +36,6 @@ if TYPE_CHECKING:
     from ckptcore.api.descriptions import abstract, checkpointables_metadata, metadata
     from ckptcore.api.loads import load, load_async, load_checkpointables, load_into
     from ckptcore.api.parts import load_parts, load_slice, open
-    from ckptcore.api.plans import plan, plan_job
     from ckptcore.api.saves import save, save_async, save_checkpointables, save_checkpointables_async
     from ckptcore.api.sessions import finalize, save_partial, save_partial_async
     from ckptcore.api.updates import save_update, save_update_async
@@ -48,6 +48,8 @@ if TYPE_CHECKING:
     from ckptcore.distributions import convert as convert
     from ckptcore.distributions import copy as copy
     from ckptcore.distributions import copy_steps as copy_steps
+    from ckptcore.distributions import plan as plan
+    from ckptcore.distributions import plan_job as plan_job
     from ckptcore.errors import CheckpointError
     from ckptcore.hookspecs import hookimpl
     from ckptcore.io.background import LoadHandle, Progress, SaveHandle
@@ -64,14 +66,6 @@ if TYPE_CHECKING:
     from ckptcore.planning.replicas import ReplicaOptions
     from ckptcore.protocols import StatefulCheckpointable
     from ckptcore.saving.exports import Export, StepExport
-    from ckptcore.saving.save_plans import (
-        ExportPlan,
-        MemoryPlan,
-        ObjectPlan,
-        ProcessPlan,
-        RequestCounts,
-        SavePlan,
-    )
     from ckptcore.step_names import StepNameFormat, StepNames
     from ckptcore.training.checkpointer import Checkpointer
     from ckptcore.training.reader import CheckpointReader
@@ -92,7 +86,6 @@ __all__ = [
     "Checkpointer",
     "Context",
     "Export",
-    "ExportPlan",
     "LeafChange",
     "LoadAs",
     "LoadHandle",
@@ -100,20 +93,15 @@ __all__ = [
     "LoadedPart",
     "Matching",
     "MemoryOptions",
-    "MemoryPlan",
     "NearTier",
-    "ObjectPlan",
     "OpenCheckpoint",
     "PerProcess",
     "Problem",
-    "ProcessPlan",
     "Progress",
     "ReadGroups",
     "ReplicaOptions",
-    "RequestCounts",
     "SafetensorsLayout",
     "SaveHandle",
-    "SavePlan",
     "ShardedArray",
     "SkippedStep",
     "StatefulCheckpointable",
@@ -137,8 +125,6 @@ __all__ = [
     "load_slice",
     "metadata",
     "open",
-    "plan",
-    "plan_job",
     "save",
     "save_async",
     "save_checkpointables",
@@ -157,7 +143,6 @@ _NAMES: Final[dict[str, tuple[str, ...]]] = {
     "ckptcore.api.descriptions": ("abstract", "checkpointables_metadata", "metadata"),
     "ckptcore.api.loads": ("load", "load_async", "load_checkpointables", "load_into"),
     "ckptcore.api.parts": ("load_parts", "load_slice", "open"),
-    "ckptcore.api.plans": ("plan", "plan_job"),
     "ckptcore.api.saves": ("save", "save_async", "save_checkpointables", "save_checkpointables_async"),
     "ckptcore.api.sessions": ("finalize", "save_partial", "save_partial_async"),
     "ckptcore.api.updates": ("save_update", "save_update_async"),
@@ -202,14 +187,6 @@ _NAMES: Final[dict[str, tuple[str, ...]]] = {
     "ckptcore.planning.read_groups": ("ReadGroups",),
     "ckptcore.training.reader": ("CheckpointReader",),
     "ckptcore.training.restoring": ("SkippedStep",),
-    "ckptcore.saving.save_plans": (
-        "ExportPlan",
-        "MemoryPlan",
-        "ObjectPlan",
-        "ProcessPlan",
-        "RequestCounts",
-        "SavePlan",
-    ),
     "ckptcore.planning.replicas": ("ReplicaOptions",),
     "ckptcore.step_names": (
         "StepNameFormat",
@@ -237,8 +214,6 @@ _MODULES: Final = (
     "protocols",
     "select",
     "step_names",
-    "telemetry",
-    "timelines",
 )
 """The modules that are public, which need no import of their own."""
 

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from ckptcore_tools.copies import convert as convert  # noqa: PLC0414
     from ckptcore_tools.copies import copy as copy  # noqa: PLC0414
     from ckptcore_tools.copies import copy_steps as copy_steps  # noqa: PLC0414
+    from ckptcore_tools.dry_run import plan as plan  # noqa: PLC0414
+    from ckptcore_tools.dry_run import plan_job as plan_job  # noqa: PLC0414
 
 __all__ = ["DISTRIBUTIONS", "Distribution", "import_name", "install_hint", "lazy_names"]
 
@@ -71,7 +73,10 @@ DISTRIBUTIONS: Final = (
     Distribution(
         "tools",
         "ckptcore_tools",
-        names={name: "copies" for name in ("consolidate", "convert", "copy", "copy_steps")},
+        names={
+            **{name: "copies" for name in ("consolidate", "convert", "copy", "copy_steps")},
+            **{name: "dry_run" for name in ("plan", "plan_job")},
+        },
         internals={"copy_whole": "copies", "main": "cli"},
     ),
 )

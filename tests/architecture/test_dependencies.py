@@ -14,7 +14,6 @@ from tests.architecture.sources import Source, core_sources, plugin_sources
 CORE_DEPENDENCIES = {"ml_dtypes", "numpy", "pluggy", "xxhash"}
 EXTRA_DEPENDENCIES = {
     "ckptcore.distributions": {"ckptcore_tools"},
-    "ckptcore.telemetry": {"opentelemetry"},
 }
 """Packages that only one part of the core may import, because they come with an extra."""
 

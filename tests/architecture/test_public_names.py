@@ -15,7 +15,6 @@ PUBLIC_MODULES = {
     "ckptcore.api.descriptions",
     "ckptcore.api.loads",
     "ckptcore.api.parts",
-    "ckptcore.api.plans",
     "ckptcore.api.saves",
     "ckptcore.api.sessions",
     "ckptcore.api.updates",
@@ -30,7 +29,6 @@ PUBLIC_MODULES = {
     "ckptcore.redaction",
     "ckptcore.select",
     "ckptcore.step_names",
-    "ckptcore.timelines",
 }
 """Modules whose every name is for users or authors of plugins; the modules of `ckptcore.model` are too."""
 

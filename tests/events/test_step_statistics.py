@@ -16,8 +16,8 @@ from orbax.checkpoint.logging.step_statistics import (  # type: ignore[import-un
 )
 
 from ckptcore.events import Event, Recording
-from ckptcore.telemetry.step_statistics import StepStatisticsObserver, log_step_statistics
-from tests.events.sample_events import BEGAN, async_save, event
+from ckptcore_tools.step_statistics import StepStatisticsObserver, log_step_statistics
+from plugins.tools.tests.events.sample_events import BEGAN, async_save, event
 
 GOODPUT_READS = {
     "save": (
@@ -199,7 +199,7 @@ def test_what_is_logged_is_a_copy(caplog: pytest.LogCaptureFixture) -> None:
 
 def test_telemetry_imports_neither_opentelemetry_nor_orbax() -> None:
     code = (
-        "import sys, ckptcore.telemetry, ckptcore.telemetry.opentelemetry, ckptcore.telemetry.step_statistics\n"
+        "import sys, ckptcore_tools.opentelemetry, ckptcore_tools.step_statistics\n"
         "print([name for name in sys.modules if name.partition('.')[0] in ('opentelemetry', 'orbax', 'jax')])"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)

@@ -12,8 +12,9 @@ from ckptcore_testing.hostile_json import tampered
 
 from ckptcore.errors import CorruptCheckpointError
 from ckptcore.events import ERROR_CHARACTERS, Event, Recording
-from ckptcore.timelines import MAX_EVENTS, format_timeline, timeline_from_json, timeline_to_json
-from tests.events.sample_events import async_save, event
+from ckptcore.timelines import MAX_EVENTS, timeline_from_json, timeline_to_json
+from ckptcore_tools.timelines import format_timeline
+from plugins.tools.tests.events.sample_events import async_save, event
 
 SAVE_ID = "0123456789abcdef"
 

@@ -5,22 +5,24 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
-from typing import Any, Final
+from dataclasses import fields, replace
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import pytest
 
 import ckptcore
-from ckptcore import ArrayShard, Context, ReplicaOptions, SavePlan, ShardedArray
+from ckptcore import ArrayShard, Context, ReplicaOptions, ShardedArray
 from ckptcore.builtin.memory import MemoryStorages
 from ckptcore.hookspecs import hookimpl
 from ckptcore.model import Box
 from ckptcore.protocols import Coordinator, Layout, StorageBackend, StorageOpener, StorageOptions
-from ckptcore.saving.save_plans import ObjectPlan, ProcessPlan
 from ckptcore_testing.faults import FaultPlan
 from ckptcore_testing.faulty_storage import with_faults
 from ckptcore_testing.thread_coordinator import ThreadJob
+
+if TYPE_CHECKING:
+    from ckptcore_tools.dry_run import ObjectPlan, ProcessPlan, SavePlan
 
 __all__ = ["LayoutForecastTests"]
 
@@ -199,7 +201,7 @@ def _without_random_names(plan: SavePlan) -> list[Any]:
 
 def _renamed(objects: Sequence[ObjectPlan]) -> list[ObjectPlan]:
     renamed = [
-        ObjectPlan(_RANDOM.sub("*", one.key), 0 if one.certainty == "about" else one.nbytes, one.certainty)
+        replace(one, key=_RANDOM.sub("*", one.key), nbytes=0 if one.certainty == "about" else one.nbytes)
         for one in objects
     ]
     return sorted(renamed, key=lambda one: (one.key, one.nbytes))

@@ -13,7 +13,6 @@ from ckptcore.builtin.files_layout import FilesLayout
 from ckptcore.events import Event
 from ckptcore.model import ArrayRecord, Node, Skeleton, TreeMetadata, TreePath, format_path
 from ckptcore.model.sizes import count, metrics_text, size
-from ckptcore.timelines import format_timeline
 from ckptcore_tools.cli.command import checkpoint_command
 from ckptcore_tools.cli.console import json_number, print_document, print_line, printable
 from ckptcore_tools.cli.documents import (
@@ -30,6 +29,7 @@ from ckptcore_tools.cli.keys import key_documents
 from ckptcore_tools.cli.members import describe
 from ckptcore_tools.cli.options import command_context
 from ckptcore_tools.cli.treeview import tree_rows
+from ckptcore_tools.timelines import format_timeline
 
 __all__ = ["command"]
 

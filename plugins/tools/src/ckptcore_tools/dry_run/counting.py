@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, nullcontext
 from ckptcore.commit.root import ROOT_KEY
 from ckptcore.errors import ConditionFailedError, ObjectNotFoundError
 from ckptcore.protocols import Buffer, IfTag, ObjectWriter, PutCondition, StorageAddress
-from ckptcore.saving.save_plans import RequestCounts
+from ckptcore_tools.dry_run.plans import RequestCounts
 
 __all__ = ["CountingDirectories", "CountingObjects"]
 

@@ -26,7 +26,7 @@ T = TypeVar("T")
 class OpenTelemetryObserver:
     """An observer that hands each event to OpenTelemetry. Any thread.
 
-    Needs the extra ``ckptcore[opentelemetry]``; where the spans and numbers go is for the SDK that the program set up.
+    Needs the extra ``ckptcore-tools[opentelemetry]``; where the spans and numbers go is for the SDK that the program set up.
 
     - A span ``ckptcore.<phase>`` with the true begin and end, and with the attributes ``ckptcore.phase``,
       ``ckptcore.operation``, ``ckptcore.location``, ``ckptcore.rank``, and where they are known ``ckptcore.step``,
@@ -53,7 +53,7 @@ class OpenTelemetryObserver:
         except ImportError as error:
             raise ImportError(
                 "OpenTelemetryObserver needs the OpenTelemetry API, which is not installed; "
-                "install it with: pip install 'ckptcore[opentelemetry]'"
+                "install it with: pip install 'ckptcore-tools[opentelemetry]'"
             ) from error
         self._tracer = trace.get_tracer("ckptcore", tracer_provider=tracer_provider)
         meter = metrics.get_meter("ckptcore", meter_provider=meter_provider)

@@ -14,15 +14,15 @@ from ckptcore.job.agreement import Agreement
 from ckptcore.model.metadata import ArrayRecord, TreeMetadata
 from ckptcore.model.tree import JSON
 from ckptcore.protocols import AtomicDirectories, Layout
-from ckptcore.rehearsals.commits import rehearse_commit
-from ckptcore.rehearsals.imagined import ImaginedJob
-from ckptcore.rehearsals.leaves import WrapLeaf, imagined_leaves, rehearsal_context, running_leaves
-from ckptcore.rehearsals.telling import plan_from_json, written_from_json, written_to_json
-from ckptcore.rehearsals.writes import Leading, StorageKind, WrittenCheckpoint, WrittenProcess, rehearse_writes
 from ckptcore.saving.exports import Export
 from ckptcore.saving.preparing import PreparedSave, prepare_save
-from ckptcore.saving.save_plans import Certainty, ExportPlan, ObjectPlan, ProcessPlan, SavePlan
 from ckptcore.saving.save_requests import OneTree, SaveRequest
+from ckptcore_tools.dry_run.commits import rehearse_commit
+from ckptcore_tools.dry_run.imagined import ImaginedJob
+from ckptcore_tools.dry_run.leaves import WrapLeaf, imagined_leaves, rehearsal_context, running_leaves
+from ckptcore_tools.dry_run.plans import Certainty, ExportPlan, ObjectPlan, ProcessPlan, SavePlan
+from ckptcore_tools.dry_run.telling import plan_from_json, written_from_json, written_to_json
+from ckptcore_tools.dry_run.writes import Leading, StorageKind, WrittenCheckpoint, WrittenProcess, rehearse_writes
 
 __all__ = ["Asked", "plan_imagined_job", "plan_running_job"]
 

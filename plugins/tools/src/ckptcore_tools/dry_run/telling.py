@@ -11,8 +11,8 @@ from ckptcore.model.metadata import ArrayRecord, TreeMetadata
 from ckptcore.model.objects import CHECKSUM_BYTES, ObjectRecord
 from ckptcore.model.transfer import Receipt, WriteItem
 from ckptcore.model.tree import JSON
-from ckptcore.rehearsals.writes import WrittenCheckpoint, WrittenProcess
-from ckptcore.saving.save_plans import ExportPlan, MemoryPlan, ObjectPlan, ProcessPlan, RequestCounts, SavePlan
+from ckptcore_tools.dry_run.plans import ExportPlan, MemoryPlan, ObjectPlan, ProcessPlan, RequestCounts, SavePlan
+from ckptcore_tools.dry_run.writes import WrittenCheckpoint, WrittenProcess
 
 __all__ = ["plan_from_json", "written_from_json", "written_to_json"]
 

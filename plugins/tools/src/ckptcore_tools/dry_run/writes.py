@@ -17,13 +17,13 @@ from ckptcore.io.sizes import SIZES
 from ckptcore.job.visibility import sees_claim, show_claim
 from ckptcore.model.transfer import Receipt
 from ckptcore.protocols import ForecastsWrites, HostBytes, StorageBackend, WriteForecast
-from ckptcore.rehearsals.counting import CountingDirectories, CountingObjects
-from ckptcore.rehearsals.emptiness import EmptySnapshot, NothingThereError
-from ckptcore.rehearsals.sizes import SizeRecorder
 from ckptcore.saving.parts import FilesDescription, Part
 from ckptcore.saving.persisting import Described, finish_part, put_root
 from ckptcore.saving.preparing import PreparedSave
-from ckptcore.saving.save_plans import MemoryPlan, RequestCounts
+from ckptcore_tools.dry_run.counting import CountingDirectories, CountingObjects
+from ckptcore_tools.dry_run.emptiness import EmptySnapshot, NothingThereError
+from ckptcore_tools.dry_run.plans import MemoryPlan, RequestCounts
+from ckptcore_tools.dry_run.sizes import SizeRecorder
 
 __all__ = ["Leading", "StorageKind", "WrittenCheckpoint", "WrittenProcess", "rehearse_writes"]
 
@@ -98,7 +98,7 @@ def rehearse_writes(
     """Play what this process writes of a save and of its exports.
 
     Args:
-        save: what was asked for, with leaves of `ckptcore.rehearsals.leaves`.
+        save: what was asked for, with leaves of `ckptcore_tools.dry_run.leaves`.
         kind: of storage.
         context: options.
 

@@ -14,8 +14,8 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.trace import StatusCode
 
 from ckptcore.events import Event, Recording
-from ckptcore.telemetry.opentelemetry import OpenTelemetryObserver
-from tests.events.sample_events import BEGAN, async_save, event
+from ckptcore_tools.opentelemetry import OpenTelemetryObserver
+from plugins.tools.tests.events.sample_events import BEGAN, async_save, event
 
 
 class Collected:

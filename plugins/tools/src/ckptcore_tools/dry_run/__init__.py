@@ -8,11 +8,11 @@ from ckptcore.commit.location import LocationLike
 from ckptcore.commit.occupants import Overwrite
 from ckptcore.context import Context, default_context
 from ckptcore.protocols import Layout
-from ckptcore.rehearsals.jobs import Asked, plan_imagined_job, plan_running_job
 from ckptcore.saving.exports import Export
-from ckptcore.saving.save_plans import SavePlan
+from ckptcore_tools.dry_run.jobs import Asked, plan_imagined_job, plan_running_job
+from ckptcore_tools.dry_run.plans import ExportPlan, MemoryPlan, ObjectPlan, ProcessPlan, RequestCounts, SavePlan
 
-__all__ = ["plan", "plan_job"]
+__all__ = ["ExportPlan", "MemoryPlan", "ObjectPlan", "ProcessPlan", "RequestCounts", "SavePlan", "plan", "plan_job"]
 
 
 def plan(

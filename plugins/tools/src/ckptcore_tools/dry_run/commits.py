@@ -13,8 +13,8 @@ from ckptcore.commit.root_json import encode_composite, encode_root
 from ckptcore.context import Context
 from ckptcore.model.transfer import Receipt
 from ckptcore.protocols import About, Layout, MarksCheckpoints
-from ckptcore.rehearsals.sizes import SizeRecorder
 from ckptcore.saving.persisting import Described, finish_part, put_root
+from ckptcore_tools.dry_run.sizes import SizeRecorder
 
 __all__ = ["rehearse_commit"]
 

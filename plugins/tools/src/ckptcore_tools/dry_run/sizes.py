@@ -10,7 +10,7 @@ from ckptcore.io.sizes import SIZES
 from ckptcore.model.objects import CHECKSUM_BYTES, ObjectRecord
 from ckptcore.model.transfer import ArraySegment, Segment
 from ckptcore.protocols import StorageAddress, StorageBackend
-from ckptcore.rehearsals.emptiness import NothingThereError
+from ckptcore_tools.dry_run.emptiness import NothingThereError
 
 __all__ = ["SizeRecorder"]
 
