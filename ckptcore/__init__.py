@@ -23,7 +23,7 @@ A map of the package:
 - `SafetensorsLayout`: the built-in layout with its options
 - `ckptcore.errors`: every error
 - `ckptcore.handlers`: what saves objects by their own methods, to choose among them; `ckptcore.events`: what a save is doing
-- `copy`, `copy_steps`, `convert`, `consolidate`, `plan`, `plan_job`: of the distribution that
+- `copy`, `copy_steps`, `plan`: of the distribution that
   ``pip install 'ckptcore[tools]'`` adds
 - `ckptcore.model`, `ckptcore.protocols`, `ckptcore.hookspecs`, `ckptcore.planning`: for authors of plugins
 """
@@ -44,12 +44,9 @@ if TYPE_CHECKING:
     from ckptcore.builtin.sharded_arrays import ArrayShard, ShardedArray
     from ckptcore.context import Context, MemoryOptions
     from ckptcore.distributions import transforms as transforms
-    from ckptcore.distributions import consolidate as consolidate  # exported lazily
-    from ckptcore.distributions import convert as convert
     from ckptcore.distributions import copy as copy
     from ckptcore.distributions import copy_steps as copy_steps
     from ckptcore.distributions import plan as plan
-    from ckptcore.distributions import plan_job as plan_job
     from ckptcore.errors import CheckpointError
     from ckptcore.hookspecs import hookimpl
     from ckptcore.io.background import LoadHandle, Progress, SaveHandle

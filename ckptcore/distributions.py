@@ -15,12 +15,9 @@ from ckptcore.errors import MissingDistributionError
 
 if TYPE_CHECKING:
     # What type checkers see as attributes of `ckptcore`.
-    from ckptcore_tools.copies import consolidate as consolidate  # noqa: PLC0414
-    from ckptcore_tools.copies import convert as convert  # noqa: PLC0414
     from ckptcore_tools.copies import copy as copy  # noqa: PLC0414
     from ckptcore_tools.copies import copy_steps as copy_steps  # noqa: PLC0414
     from ckptcore_tools.dry_run import plan as plan  # noqa: PLC0414
-    from ckptcore_tools.dry_run import plan_job as plan_job  # noqa: PLC0414
 
 __all__ = ["DISTRIBUTIONS", "Distribution", "import_name", "install_hint", "lazy_names"]
 
@@ -73,10 +70,7 @@ DISTRIBUTIONS: Final = (
     Distribution(
         "tools",
         "ckptcore_tools",
-        names={
-            **{name: "copies" for name in ("consolidate", "convert", "copy", "copy_steps")},
-            **{name: "dry_run" for name in ("plan", "plan_job")},
-        },
+        names={"copy": "copies", "copy_steps": "copies", "plan": "dry_run"},
         internals={"copy_whole": "copies", "main": "cli"},
     ),
 )

@@ -111,7 +111,7 @@ def plan_update(
 def _expect_own(opened: Opened) -> Root:
     if opened.root is None:
         raise CheckpointError(
-            f"{opened.location.display} was not written by ckptcore, and nothing can refer to it: convert it with ckptcore.convert, and give "
+            f"{opened.location.display} was not written by ckptcore, and nothing can refer to it: copy it with ckptcore.copy(..., layout=...), and give "
             "that as the base. Nothing was written"
         )
     return opened.root

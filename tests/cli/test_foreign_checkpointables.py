@@ -121,7 +121,7 @@ def test_convert(run: Run, run_json: RunJson, shelf: Path, tmp_path: Path) -> No
 
 def test_diff(run: Run, run_json: RunJson, shelf: Path, tmp_path: Path) -> None:
     assert run("diff", shelf, shelf).stdout == "the same: 1 leaf, 1 file, 53 B of elements and files compared\n"
-    ckptcore.convert(shelf, tmp_path / "ours")
+    ckptcore.copy(shelf, tmp_path / "ours", layout="safetensors")
     flip(shelf / "data" / "a", 0)
     code, document = run_json(DiffDocument, "diff", shelf, tmp_path / "ours")
     assert code == 1

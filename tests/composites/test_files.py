@@ -173,7 +173,7 @@ def test_one_flipped_bit_is_found(position: int, tmp_path: Path) -> None:
         ckptcore.load_checkpointables(tmp_path / "c")
     assert found.files == {"as it": b"was"}
     with pytest.raises(CheckpointError):
-        ckptcore.convert(tmp_path / "c", tmp_path / "d")
+        ckptcore.copy(tmp_path / "c", tmp_path / "d", layout="safetensors")
     assert not (tmp_path / "d").exists()
     (problem,) = ckptcore.verify(tmp_path / "c").problems
     assert problem.key == "files/sub/large" and problem.start == position // BLOCK_BYTES * BLOCK_BYTES
@@ -200,4 +200,4 @@ def test_a_file_that_is_not_what_it_was(change: str, tmp_path: Path) -> None:
             ckptcore.load_checkpointables(tmp_path / "c", {"files": found})
         assert found.files == {"as it": b"was"}
     with pytest.raises(CheckpointError):
-        ckptcore.convert(tmp_path / "c", tmp_path / "d")
+        ckptcore.copy(tmp_path / "c", tmp_path / "d", layout="safetensors")

@@ -151,7 +151,7 @@ def test_one_tree_has_the_name_that_its_software_gives_it(tmp_path: Path, contex
     found = ckptcore.metadata(tmp_path / "one", context=context)
     assert (found.metrics, found.created, found.save_id) == ({"loss": 2}, CREATED, None)
     assert ckptcore.verify(tmp_path / "one", context=context).unverified == ("tree/0.bin", "tree/1.bin")
-    ckptcore.convert(tmp_path / "one", tmp_path / "ours", context=context)
+    ckptcore.copy(tmp_path / "one", tmp_path / "ours", layout="safetensors", context=context)
     assert same(ckptcore.load(tmp_path / "ours"), PARAMS)
     assert ckptcore.metadata(tmp_path / "ours").metrics == {"loss": 2}
 
@@ -161,7 +161,7 @@ def test_a_plain_load_may_mean_one_of_several(tmp_path: Path, context: ckptcore.
     put_on_shelf(tmp_path / "c", {"tree": PARAMS, "ema": PARAMS})
     assert same(ckptcore.load(tmp_path / "c", context=context), PARAMS)
     assert ckptcore.verify(tmp_path / "c", context=context).objects == 4
-    ckptcore.convert(tmp_path / "c", tmp_path / "ours", context=context)
+    ckptcore.copy(tmp_path / "c", tmp_path / "ours", layout="safetensors", context=context)
     assert list(ckptcore.load_checkpointables(tmp_path / "ours")) == ["ema", "tree"]
 
 
@@ -222,7 +222,7 @@ def test_what_nobody_reads_is_not_left_out_of_a_conversion(
     shelf: Path, context: ckptcore.Context, tmp_path: Path
 ) -> None:
     with pytest.raises(CheckpointNotFoundError, match="'ema'") as caught:
-        ckptcore.convert(strange(shelf), tmp_path / "ours", context=context)
+        ckptcore.copy(strange(shelf), tmp_path / "ours", layout="safetensors", context=context)
     assert "one by one" in "".join(caught.value.__notes__)
     assert not (tmp_path / "ours").exists()
 
@@ -356,7 +356,7 @@ def test_a_tree_is_read_through_one_store(ours: bool, shelf: Path, tmp_path: Pat
         source = tmp_path / "ours"
         ckptcore.save(source, PARAMS, layout="shelf", context=context)
     for read in (
-        lambda: ckptcore.convert(source, tmp_path / "converted", context=context),
+        lambda: ckptcore.copy(source, tmp_path / "converted", layout="safetensors", context=context),
         lambda: ckptcore.load(source, context=context),
         lambda: ckptcore.load_into(
             source, {name: np.zeros_like(array) for name, array in PARAMS.items()}, context=context
@@ -374,7 +374,7 @@ def test_a_tree_is_read_through_one_store(ours: bool, shelf: Path, tmp_path: Pat
 
 @pytest.mark.parametrize("layout", ["safetensors", "shelf"])
 def test_converting(layout: str, shelf: Path, context: ckptcore.Context, tmp_path: Path) -> None:
-    ckptcore.convert(shelf, tmp_path / "ours", layout=layout, context=context)
+    ckptcore.copy(shelf, tmp_path / "ours", layout=layout, context=context)
     assert ckptcore.verify(tmp_path / "ours", context=context).ok
     loaded = ckptcore.load_checkpointables(tmp_path / "ours", context=context)
     assert list(loaded) == ["data", "moments", "params"]
@@ -392,11 +392,11 @@ def test_names_that_ckptcore_has_for_itself_are_not_converted(
         "checkpoint.data": FILES["data"]
     }
     with pytest.raises(InvalidLocationError, match=r"checkpoint\.data"):
-        ckptcore.convert(shelf, tmp_path / "ours", context=context)
+        ckptcore.copy(shelf, tmp_path / "ours", layout="safetensors", context=context)
     (shelf / "checkpoint.data").rename(shelf / "data")
     (shelf / "data" / "position").rename(shelf / "data" / "checkpoint.position")
     with pytest.raises(NameCollisionError, match=r"checkpoint\.position"):
-        ckptcore.convert(shelf, tmp_path / "ours", context=context)
+        ckptcore.copy(shelf, tmp_path / "ours", layout="safetensors", context=context)
     assert not (tmp_path / "ours").exists()
 
 

@@ -80,7 +80,7 @@ def test_a_file_that_is_gone_is_told(listed: Path, context: ckptcore.Context) ->
 def test_a_file_is_verified_and_converted(listed: Path, tmp_path: Path, context: ckptcore.Context) -> None:
     (listed / LIST).write_text("weights.safetensors inner")
     assert not ckptcore.verify(listed, context=context).problems
-    ckptcore.convert(listed, tmp_path / "ours", context=context)
+    ckptcore.copy(listed, tmp_path / "ours", layout="safetensors", context=context)
     ours = ckptcore.load_checkpointables(tmp_path / "ours")
     assert {name: value["w"].tolist() for name, value in ours.items()} == {
         "weights.safetensors": [1, 1, 1], "inner": [2, 2, 2],

@@ -117,11 +117,11 @@ def test_the_state_of_one_process_is_gone(tmp_path: Path) -> None:
     (problem,) = ckptcore.verify(tmp_path / "c").problems
     assert "3 processes, and only 2" in problem.message
     with pytest.raises(CheckpointError, match="only 2"):
-        ckptcore.convert(tmp_path / "c", tmp_path / "d")
+        ckptcore.copy(tmp_path / "c", tmp_path / "d", layout="safetensors")
     for rank in (0, 2):
         shutil.rmtree(tmp_path / "c" / f"data.rank_{rank}")
     assert ckptcore.verify(tmp_path / "c").ok
-    ckptcore.convert(tmp_path / "c", tmp_path / "d")
+    ckptcore.copy(tmp_path / "c", tmp_path / "d", layout="safetensors")
 
 
 def _fail_at_once(objects: dict[str, object]) -> None:
@@ -208,7 +208,7 @@ def test_ranks_that_save_something_else(
 
 def test_converting_keeps_every_state(place: str) -> None:
     _save(place + "/c", metadata={"note": "kept"})
-    ckptcore.convert(place + "/c", place + "/d")
+    ckptcore.copy(place + "/c", place + "/d", layout="safetensors")
 
     def load(rank: int, context: ckptcore.Context) -> None:
         data, files = Counter(), Files()

@@ -156,9 +156,9 @@ def test_deleting_replacing_and_converting(place: str, context: ckptcore.Context
     ckptcore.delete(location + "/data", context=context)
     assert list(ckptcore.load_checkpointables(location, context=context)) == ["params"]
     assert ckptcore.verify(location, context=context).deleted == ("data",)
-    ckptcore.convert(location, place + "/plain", context=context)
+    ckptcore.copy(location, place + "/plain", layout="safetensors", context=context)
     assert [key for key in keys(place + "/plain") if "/" not in key] == ["checkpoint.json"]
-    ckptcore.convert(place + "/plain", place + "/again", layout="shelf", context=context)
+    ckptcore.copy(place + "/plain", place + "/again", layout="shelf", context=context)
     assert list(mark(place + "/again")["members"]) == ["params"]
     ckptcore.save(location, ARRAYS, overwrite="non-atomic", context=context)
     assert sorted(keys(location)) == ["checkpoint.json", "model.safetensors"]

@@ -53,7 +53,7 @@ def test_every_function_takes_the_location_of_a_member(place: str) -> None:
     assert found.layout == "safetensors" and found.save_id == ckptcore.checkpointables_metadata(place + "/c").save_id
     assert ckptcore.verify(place + "/c/model").ok and ckptcore.verify(place + "/c/files").ok
     for name in ("model", "files"):
-        ckptcore.convert(f"{place}/c/{name}", f"{place}/{name}")
+        ckptcore.copy(f"{place}/c/{name}", f"{place}/{name}", layout="safetensors")
         assert ckptcore.verify(f"{place}/{name}").ok
     assert same_value(ckptcore.load(place + "/model"), Linear(3).get_state_tree())
 
@@ -81,7 +81,7 @@ def test_a_member_in_another_composite_does_not_count(tmp_path: Path) -> None:
     assert model.bias.tolist() == Linear(0).bias.tolist()
     assert not ckptcore.verify(tmp_path / "two").ok
     with pytest.raises(CheckpointError):
-        ckptcore.convert(tmp_path / "two", tmp_path / "three")
+        ckptcore.copy(tmp_path / "two", tmp_path / "three", layout="safetensors")
     assert ckptcore.load_checkpointables(tmp_path / "two", ["data"])["data"]["position"] == 2
 
 
@@ -125,7 +125,7 @@ def test_a_member_that_was_replaced_is_refused(name: str, place: str) -> None:
     report = ckptcore.verify(place + "/c")
     assert [problem.key for problem in report.problems] == [f"{name}/{ROOT_KEY}"]
     with pytest.raises(CorruptCheckpointError, match="replaced"):
-        ckptcore.convert(place + "/c", place + "/converted")
+        ckptcore.copy(place + "/c", place + "/converted", layout="safetensors")
     others = [other for other in ("model", "data", "files") if other != name]
     assert list(ckptcore.load_checkpointables(place + "/c", others)) == others
     assert ckptcore.load(f"{place}/c/{name}")["bias"].tolist() == [1, 1, 1, 1]

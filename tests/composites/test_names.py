@@ -103,7 +103,7 @@ def test_deleting_one_leaves_the_others(name: str, place: str, caplog: pytest.Lo
         ckptcore.load_checkpointables(place + "/c", [name])
     found = ckptcore.checkpointables_metadata(place + "/c")
     assert found.deleted == (name,) and name not in found.checkpointables
-    ckptcore.convert(place + "/c", place + "/converted")
+    ckptcore.copy(place + "/c", place + "/converted", layout="safetensors")
     assert list(ckptcore.load_checkpointables(place + "/converted")) == list(loaded)
     with pytest.raises(CheckpointNotFoundError):
         ckptcore.delete(f"{place}/c/{name}")
@@ -146,7 +146,7 @@ def test_a_deletion_that_died_leaves_the_others() -> None:
     assert list(ckptcore.load_checkpointables(location)) == ["params", "data", "files"]
     assert ckptcore.checkpointables_metadata(location).deleted == ("model",)
     assert ckptcore.verify(location).ok
-    ckptcore.convert(location, "memory://half-deleted/converted")
+    ckptcore.copy(location, "memory://half-deleted/converted", layout="safetensors")
     assert list(ckptcore.load_checkpointables("memory://half-deleted/converted")) == ["params", "data", "files"]
     with pytest.raises(CheckpointNotFoundError):
         ckptcore.load_checkpointables(location, ["model"])

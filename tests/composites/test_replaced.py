@@ -81,7 +81,7 @@ def test_a_source_that_is_replaced_while_it_is_converted(composite: bool, scheme
         if len(calls) == 1:
             save(2)
 
-    ckptcore.convert(source, destination, progress=replace)
+    ckptcore.copy(source, destination, layout="safetensors", progress=replace)
     assert ckptcore.load(destination + ("/a" if composite else ""))["w"].tolist() == [2, 2, 2]
 
 
@@ -111,6 +111,6 @@ def test_what_somebody_else_saved_meanwhile_is_not_converted_over(scheme: str, t
 
     plan = Meanwhile()
     with pytest.raises(CheckpointExistsError):
-        ckptcore.convert(through(source), through(destination), context=faulty_context(source, plan))
+        ckptcore.copy(through(source), through(destination), layout="safetensors", context=faulty_context(source, plan))
     assert plan.done
     assert ckptcore.load(destination)["w"].tolist() == [7, 7, 7]

@@ -85,12 +85,9 @@ def test_verification_covers_every_object(tmp_path: Path) -> None:
 def test_converting_to_another_place_and_layout(tmp_path: Path) -> None:
     source, middle = str(tmp_path / "c"), f"memory://{tmp_path.name}/middle"
     save_all(source, metadata={"note": "kept"})
-    ckptcore.convert(source, middle)
+    ckptcore.copy(source, middle, layout="safetensors")
     done: list[tuple[int, int]] = []
-    ckptcore.convert(
-        middle, tmp_path / "back", layout=ckptcore.SafetensorsLayout(max_file_bytes=50),
-        progress=lambda written, total: done.append((written, total)),
-    )  # fmt: skip
+    ckptcore.copy(middle, tmp_path / "back", layout=ckptcore.SafetensorsLayout(max_file_bytes=50), progress=lambda written, total: done.append((written, total)))  # fmt: skip
     assert done[-1][0] == done[-1][1]
     assert len(list((tmp_path / "back" / "model").glob("*.safetensors"))) == 2
     original, back = ckptcore.load_checkpointables(source), ckptcore.load_checkpointables(tmp_path / "back")
@@ -98,8 +95,8 @@ def test_converting_to_another_place_and_layout(tmp_path: Path) -> None:
     metadata = ckptcore.checkpointables_metadata(tmp_path / "back")
     assert metadata.custom == {"note": "kept"} and metadata.save_id != ckptcore.checkpointables_metadata(source).save_id
     with pytest.raises(CheckpointExistsError):
-        ckptcore.convert(source, tmp_path / "back")
-    ckptcore.convert(source, tmp_path / "back", overwrite=True)
+        ckptcore.copy(source, tmp_path / "back", layout="safetensors")
+    ckptcore.copy(source, tmp_path / "back", layout="safetensors", overwrite=True)
     assert ckptcore.verify(tmp_path / "back").ok
 
 

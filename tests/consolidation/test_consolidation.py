@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import functools
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -58,8 +58,13 @@ def files_of(directory: Path) -> dict[str, bytes]:
 @pytest.mark.parametrize("layout", ["safetensors", "dcp", "zarr3", "ocdbt"])
 def test_pieces_make_the_files_that_a_save_writes(layout: str, tmp_path: Path) -> None:
     ckptcore.save(tmp_path / "source", sample(), layout=layout, context=FAST)
-    ckptcore.consolidate(
-        tmp_path / "source", tmp_path / "hf", subtree="model", max_file_bytes=40_000, tied="once", context=FAST
+    ckptcore.copy(
+        tmp_path / "source",
+        tmp_path / "hf",
+        layout=ckptcore.SafetensorsLayout(max_file_bytes=40_000),
+        subtree="model",
+        tied="once",
+        context=FAST,
     )
     expected = ckptcore.SafetensorsLayout(max_file_bytes=40_000)
     ckptcore.save(tmp_path / "saved", sample()["model"], layout=expected, context=FAST)
@@ -71,7 +76,13 @@ def test_pieces_make_the_files_that_a_save_writes(layout: str, tmp_path: Path) -
 
 
 def test_the_index_is_what_hugging_face_reads(source: Path, tmp_path: Path) -> None:
-    ckptcore.consolidate(source, tmp_path / "hf", subtree=("model",), max_file_bytes=40_000, context=FAST)
+    ckptcore.copy(
+        source,
+        tmp_path / "hf",
+        layout=ckptcore.SafetensorsLayout(max_file_bytes=40_000),
+        subtree=("model",),
+        context=FAST,
+    )
     index = json.loads((tmp_path / "hf" / "model.safetensors.index.json").read_text())
     files = sorted(path.name for path in (tmp_path / "hf").glob("*.safetensors"))
     assert sorted(set(index["weight_map"].values())) == files and len(files) > 2
@@ -86,7 +97,7 @@ def test_the_index_is_what_hugging_face_reads(source: Path, tmp_path: Path) -> N
 
 
 def test_all_of_a_tree_in_one_file(source: Path, tmp_path: Path) -> None:
-    ckptcore.consolidate(source, tmp_path / "hf", context=FAST)
+    ckptcore.copy(source, tmp_path / "hf", subtree=(), context=FAST)
     assert {"model.embed.weight", "optimizer.moment"} <= set(load_file(tmp_path / "hf" / "model.safetensors"))
     assert ckptcore.load(tmp_path / "hf")["step"] == 7
     assert ckptcore.metadata(tmp_path / "hf").custom == {"run": "a"}
@@ -95,7 +106,7 @@ def test_all_of_a_tree_in_one_file(source: Path, tmp_path: Path) -> None:
 def test_a_part_that_shares_with_what_is_outside_of_it(tmp_path: Path) -> None:
     shared = np.arange(10.0)
     ckptcore.save(tmp_path / "source", {"a": shared, "b": {"c": shared, "d": shared}}, context=FAST)
-    ckptcore.consolidate(tmp_path / "source", tmp_path / "hf", subtree="b", context=FAST)
+    ckptcore.copy(tmp_path / "source", tmp_path / "hf", subtree="b", context=FAST)
     found = load_file(tmp_path / "hf" / "model.safetensors")
     assert {name: array.tolist() for name, array in found.items()} == {"c": shared.tolist(), "d": shared.tolist()}
     loaded = ckptcore.load(tmp_path / "hf")
@@ -104,7 +115,7 @@ def test_a_part_that_shares_with_what_is_outside_of_it(tmp_path: Path) -> None:
 
 def test_no_array_at_all(tmp_path: Path) -> None:
     ckptcore.save(tmp_path / "source", {"step": 1}, context=FAST)
-    ckptcore.consolidate(tmp_path / "source", tmp_path / "hf", context=FAST)
+    ckptcore.copy(tmp_path / "source", tmp_path / "hf", subtree=(), context=FAST)
     assert load_file(tmp_path / "hf" / "model.safetensors") == {}
     assert ckptcore.load(tmp_path / "hf") == {"step": 1}
 
@@ -112,19 +123,20 @@ def test_no_array_at_all(tmp_path: Path) -> None:
 def test_one_of_several_checkpointables(tmp_path: Path) -> None:
     ckptcore.save_checkpointables(tmp_path / "several", {"model": {"net": {"w": np.ones(3)}}, "rng": {"x": np.ones(1)}})
     with pytest.raises(CompositeCheckpointError, match="model, rng"):
-        ckptcore.consolidate(tmp_path / "several", tmp_path / "hf", context=FAST)
-    ckptcore.consolidate(tmp_path / "several", tmp_path / "hf", subtree="model/net", context=FAST)
+        ckptcore.copy(tmp_path / "several", tmp_path / "hf", subtree=(), context=FAST)
+    ckptcore.copy(tmp_path / "several", tmp_path / "hf", subtree="model/net", context=FAST)
     assert list(load_file(tmp_path / "hf" / "model.safetensors")) == ["w"]
 
 
 def test_files_go_along_and_are_checked(source: Path, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "bert"}')
     (tmp_path / "empty.txt").touch()
-    ckptcore.consolidate(
+    ckptcore.copy(
         source,
         tmp_path / "hf",
+        layout=ckptcore.SafetensorsLayout(stem="adapter_model"),
+        subtree=(),
         files=[tmp_path / "config.json", str(tmp_path / "empty.txt")],
-        stem="adapter_model",
         context=FAST,
     )
     names = {"config.json", "empty.txt", "adapter_model.safetensors", "checkpoint.json"}
@@ -157,37 +169,41 @@ def test_files_that_cannot_go_along(names: list[str], error: type[Exception], so
     ):
         (tmp_path / "files" / name).touch()
     with pytest.raises(error, match="go along"):
-        ckptcore.consolidate(source, tmp_path / "hf", files=[tmp_path / "files" / name for name in names], context=FAST)
+        ckptcore.copy(
+            source, tmp_path / "hf", subtree=(), files=[tmp_path / "files" / name for name in names], context=FAST
+        )
     assert not (tmp_path / "hf").exists()
 
 
 def test_what_is_refused(source: Path, tmp_path: Path) -> None:
     with pytest.raises(TreeMismatchError, match="modle"):
-        ckptcore.consolidate(source, tmp_path / "hf", subtree="modle", context=FAST)
+        ckptcore.copy(source, tmp_path / "hf", subtree="modle", context=FAST)
     with pytest.raises(InvalidLocationError, match="into itself"):
-        ckptcore.consolidate(source, source, overwrite=True, context=FAST)
+        ckptcore.copy(source, source, subtree=(), overwrite=True, context=FAST)
     with pytest.raises(ValueError, match="max_file_bytes"):
-        ckptcore.consolidate(source, tmp_path / "hf", max_file_bytes=0, context=FAST)
+        ckptcore.copy(
+            source, tmp_path / "hf", layout=ckptcore.SafetensorsLayout(max_file_bytes=0), subtree=(), context=FAST
+        )
     (tmp_path / "hf").mkdir()
     (tmp_path / "hf" / "mine").touch()
     with pytest.raises(CheckpointExistsError):
-        ckptcore.consolidate(source, tmp_path / "hf", context=FAST)
+        ckptcore.copy(source, tmp_path / "hf", subtree=(), context=FAST)
     assert [path.name for path in (tmp_path / "hf").iterdir()] == ["mine"]
 
 
-@pytest.mark.parametrize("make", [ckptcore.consolidate, ckptcore.convert])
+@pytest.mark.parametrize("options", [{"subtree": ()}, {"layout": "safetensors"}], ids=["part", "whole"])
 @pytest.mark.parametrize("scheme", ["file", "memory"])
-def test_the_source_is_not_lost_with_what_is_replaced(make: Callable[..., None], scheme: str, tmp_path: Path) -> None:
+def test_the_source_is_not_lost_with_what_is_replaced(options: dict[str, Any], scheme: str, tmp_path: Path) -> None:
     """Neither where the destination is around the source, nor where it is one of its checkpointables."""
-    steps = str(tmp_path) if scheme == "file" else f"memory://consolidation/{make.__name__}"
+    steps = str(tmp_path) if scheme == "file" else f"memory://consolidation/{next(iter(options))}"
     ckptcore.save_checkpointables(f"{steps}/c", {"model": {"w": np.ones(3)}, "rest": {"m": np.zeros(3)}}, context=FAST)
-    options: dict[str, Any] = {"overwrite": "non-atomic", "context": FAST}
+    make: Any = functools.partial(ckptcore.copy, **options, overwrite="non-atomic", context=FAST)
     for source, destination in (("c/model", "c"), ("c/model", ""), ("c", "c/rest"), ("c/rest", "c/rest")):
         with pytest.raises(InvalidLocationError, match=r"around the source|one of the checkpointables|into itself"):
-            make(f"{steps}/{source}", f"{steps}/{destination}".rstrip("/"), **options)
+            make(f"{steps}/{source}", f"{steps}/{destination}".rstrip("/"))
     for _ in range(2):
-        make(f"{steps}/c/model", f"{steps}/c/plain", **options)
-        make(f"{steps}/c/model", f"{steps}/c/model/plain", **options)
+        make(f"{steps}/c/model", f"{steps}/c/plain")
+        make(f"{steps}/c/model", f"{steps}/c/model/plain")
     loaded = ckptcore.load_checkpointables(f"{steps}/c")
     assert loaded["model"]["w"].tolist() == [1, 1, 1] and loaded["rest"]["m"].tolist() == [0, 0, 0]
     assert ckptcore.verify(f"{steps}/c").ok and ckptcore.load(f"{steps}/c/plain")["w"].tolist() == [1, 1, 1]
@@ -198,7 +214,7 @@ def test_a_checkpointable_is_not_consolidated_over_what_it_is_of(tmp_path: Path)
         tmp_path / "c", {"model": {"w": np.ones(3)}, "rest": {"m": np.zeros(3)}}, context=FAST
     )
     with pytest.raises(InvalidLocationError, match="into itself"):
-        ckptcore.consolidate(tmp_path / "c", tmp_path / "c", subtree="model", overwrite=True, context=FAST)
+        ckptcore.copy(tmp_path / "c", tmp_path / "c", subtree="model", overwrite=True, context=FAST)
     assert set(ckptcore.load_checkpointables(tmp_path / "c")) == {"model", "rest"}
 
 
@@ -208,7 +224,7 @@ def test_damage_is_named_and_not_copied(tmp_path: Path) -> None:
     data[-1] ^= 1
     (tmp_path / "source" / "model.safetensors").write_bytes(data)
     with pytest.raises(CorruptCheckpointError, match="this is in .*layers"):
-        ckptcore.consolidate(tmp_path / "source", tmp_path / "hf", subtree="model", context=FAST)
+        ckptcore.copy(tmp_path / "source", tmp_path / "hf", subtree="model", context=FAST)
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
 
@@ -223,12 +239,19 @@ def test_a_source_that_is_replaced_meanwhile(late: bool, source: Path, tmp_path:
 
     replaced: list[int] = []
     with pytest.raises(CorruptCheckpointError, match="was replaced"):
-        ckptcore.consolidate(source, tmp_path / "hf", max_file_bytes=40_000, progress=replace, context=FAST)
+        ckptcore.copy(
+            source,
+            tmp_path / "hf",
+            layout=ckptcore.SafetensorsLayout(max_file_bytes=40_000),
+            subtree=(),
+            progress=replace,
+            context=FAST,
+        )
     assert replaced and not (tmp_path / "hf").exists()
 
 
 def test_progress_ends_where_it_should(source: Path, tmp_path: Path) -> None:
     told: list[tuple[int, int]] = []
-    ckptcore.consolidate(source, tmp_path / "hf", progress=lambda *amounts: told.append(amounts), context=FAST)
+    ckptcore.copy(source, tmp_path / "hf", subtree=(), progress=lambda *amounts: told.append(amounts), context=FAST)
     nbytes = sum(array.nbytes for array in load_file(tmp_path / "hf" / "model.safetensors").values())
     assert told[-1] == (nbytes, nbytes)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -30,10 +31,11 @@ class Tied(torch.nn.Module):
         self.head.weight = self.embed.weight
 
 
-def _published(tmp_path: Path, layout: str = "dcp", **options: Any) -> tuple[Tied, Path]:
+def _published(tmp_path: Path, layout: str = "dcp", *, tied: Any = "each", **options: Any) -> tuple[Tied, Path]:
     model = Tied()
     ckptcore.save(tmp_path / "source", {"model": model.state_dict(), "step": 1}, layout=layout, context=FAST)
-    ckptcore.consolidate(tmp_path / "source", tmp_path / "hf", subtree="model", context=FAST, **options)
+    written = ckptcore.SafetensorsLayout(**options)
+    ckptcore.copy(tmp_path / "source", tmp_path / "hf", layout=written, subtree="model", tied=tied, context=FAST)
     return model, tmp_path / "hf"
 
 
@@ -62,7 +64,7 @@ def test_ckptcore_loads_the_names_as_one_array(tmp_path: Path) -> None:
     module = Tied()
     ckptcore.load_into(published, module.state_dict())
     assert torch.equal(module.embed.weight, model.embed.weight)
-    ckptcore.consolidate(published, published.parent / "again", tied="once", context=FAST)
+    ckptcore.copy(published, published.parent / "again", subtree=(), tied="once", context=FAST)
     assert set(load_file(published.parent / "again" / "model.safetensors")) == {"embed.weight"}
 
 
@@ -97,7 +99,7 @@ def test_transformers_loads_a_model_with_tied_weights(tied: str, tmp_path: Path)
     config.save_pretrained(tmp_path / "config")
     ckptcore.save(tmp_path / "source", model.state_dict(), context=FAST)
     files = [tmp_path / "config" / "config.json"]
-    ckptcore.consolidate(tmp_path / "source", tmp_path / "hf", tied=tied, files=files, context=FAST)  # type: ignore[arg-type]  # one of the two
+    ckptcore.copy(tmp_path / "source", tmp_path / "hf", subtree=(), tied=tied, files=files, context=FAST)  # type: ignore[call-overload]  # one of the two
     read: Any = transformers.GPT2LMHeadModel.from_pretrained
     loaded, report = read(tmp_path / "hf", output_loading_info=True, local_files_only=True)
     assert not any(report.values())
@@ -143,10 +145,11 @@ def test_a_job_has_the_same_metadata(tmp_path: Path) -> None:
 
     def work(coordinator: Coordinator) -> None:
         context = ckptcore.Context(coordinator=coordinator, durability="none")
-        options: Any = {"max_file_bytes": 64, "context": context}
-        ckptcore.consolidate(tmp_path / "source", same, metadata={"by": "us"}, **options)
+        layout = functools.partial(ckptcore.SafetensorsLayout, 64, "model")
+        ckptcore.copy(tmp_path / "source", same, layout=layout({"by": "us"}), subtree=(), context=context)
         with pytest.raises(CheckpointError, match="other files"):
-            ckptcore.consolidate(tmp_path / "source", different, metadata={"by": str(coordinator.rank)}, **options)
+            by_rank = layout({"by": str(coordinator.rank)})
+            ckptcore.copy(tmp_path / "source", different, layout=by_rank, subtree=(), context=context)
 
     ThreadJob(2, timeout_seconds=60).run(work)
     assert [_header_metadata(file)["by"] for file in sorted(same.glob("*.safetensors"))] == ["us", "us"]

@@ -58,11 +58,11 @@ def consolidated(source: Path, destination: Path, size: int, *, files: int = 6) 
         storage = CountedFiles()
         # Without checksums of blocks, so that what is read is what is wanted, to the byte.
         context = context_of(coordinator, plugins=(storage,), verify=False)
-        ckptcore.consolidate(
+        ckptcore.copy(
             f"counted://{source}",
             destination,
+            layout=ckptcore.SafetensorsLayout(max_file_bytes=ARRAYS * ARRAY_BYTES // files),
             subtree="model",
-            max_file_bytes=ARRAYS * ARRAY_BYTES // files,
             context=context,
         )
         return storage.plan
@@ -111,8 +111,12 @@ def test_one_process_that_fails_fails_all(source: Path, tmp_path: Path) -> None:
     damaged[len(damaged) // 2] ^= 1
     data.write_bytes(damaged)
     found = run_ranks(
-        lambda rank: ckptcore.consolidate(
-            source, tmp_path / "hf", subtree="model", max_file_bytes=2 * ARRAY_BYTES, context=context_of(rank)
+        lambda rank: ckptcore.copy(
+            source,
+            tmp_path / "hf",
+            layout=ckptcore.SafetensorsLayout(max_file_bytes=2 * ARRAY_BYTES),
+            subtree="model",
+            context=context_of(rank),
         )
     )
     assert sum(kind is not RankFailedError for kind in found) >= 1 and None not in found
@@ -122,7 +126,13 @@ def test_one_process_that_fails_fails_all(source: Path, tmp_path: Path) -> None:
 def test_processes_that_ask_for_something_else(source: Path, tmp_path: Path) -> None:
     def work(rank: Coordinator) -> None:
         amount = (1 + rank.rank) * ARRAY_BYTES
-        ckptcore.consolidate(source, tmp_path / "hf", max_file_bytes=amount, context=context_of(rank))
+        ckptcore.copy(
+            source,
+            tmp_path / "hf",
+            layout=ckptcore.SafetensorsLayout(max_file_bytes=amount),
+            subtree=(),
+            context=context_of(rank),
+        )
 
     assert run_ranks(work) == [CheckpointError, RankFailedError, RankFailedError]
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
@@ -133,7 +143,7 @@ def test_only_the_leader_needs_the_files_that_go_along(source: Path, tmp_path: P
 
     def work(rank: Coordinator) -> None:
         files = [tmp_path / ("config.json" if rank.rank == 0 else "elsewhere.json")]
-        ckptcore.consolidate(source, tmp_path / "hf", files=files, context=context_of(rank))
+        ckptcore.copy(source, tmp_path / "hf", subtree=(), files=files, context=context_of(rank))
 
     assert run_ranks(work) == [None] * 3
     assert (tmp_path / "hf" / "config.json").read_text() == "{}"
@@ -162,7 +172,13 @@ def test_files_of_one_save_may_come_from_several_processes(max_file_bytes: int, 
 def test_processes_that_call_files_otherwise(source: Path, tmp_path: Path) -> None:
     def work(rank: Coordinator) -> None:
         stem = "model" if rank.rank == 0 else "weights"
-        ckptcore.consolidate(source, tmp_path / "hf", stem=stem, max_file_bytes=ARRAY_BYTES, context=context_of(rank))
+        ckptcore.copy(
+            source,
+            tmp_path / "hf",
+            layout=ckptcore.SafetensorsLayout(max_file_bytes=ARRAY_BYTES, stem=stem),
+            subtree=(),
+            context=context_of(rank),
+        )
 
     assert run_ranks(work) == [CheckpointError, RankFailedError, RankFailedError]
     assert [path.name for path in tmp_path.iterdir()] == ["source"]

@@ -200,7 +200,7 @@ def test_chunks_are_read_once(layout: Layout, tmp_path: Path) -> None:
     storage = CountedFiles()
     memory = ckptcore.MemoryOptions(load_bytes=60_000)
     context = ckptcore.Context(durability="none", memory=memory, verify=False, plugins=(storage,))
-    ckptcore.consolidate(f"counted://{tmp_path}/source", tmp_path / "hf", context=context)
+    ckptcore.copy(f"counted://{tmp_path}/source", tmp_path / "hf", subtree=(), context=context)
     assert np.array_equal(ckptcore.load(tmp_path / "hf")["w"], array)
     stored = sum(path.stat().st_size for path in (tmp_path / "source").rglob("c/**/*") if path.is_file())
     # Beside the chunks there are the root and indices of shards.

@@ -163,7 +163,7 @@ def test_nothing_to_copy(tmp_path: Path) -> None:
         ckptcore.copy(tmp_path / "missing", there)
     claimed = new_place("memory", tmp_path)
     with pytest.raises(ValueError, match="read-back"):
-        ckptcore.copy(claimed, there, verify="twice")  # type: ignore[arg-type]
+        ckptcore.copy(claimed, there, verify="twice")  # type: ignore[call-overload]
     stopped = threading.Event()
     stopped.set()
     here = _saved("file", tmp_path)

@@ -69,8 +69,12 @@ class _Forgery:
         yield lambda context, location: ckptcore.load(location + "/model", context=context)
         yield lambda context, location: ckptcore.checkpointables_metadata(location, context=context).nbytes
         yield lambda context, location: ckptcore.verify(location, context=context).ok
-        yield lambda context, location: ckptcore.convert(
-            location, f"memory://hostile/{self.directory.name}", overwrite="non-atomic", context=context
+        yield lambda context, location: ckptcore.copy(
+            location,
+            f"memory://hostile/{self.directory.name}",
+            layout="safetensors",
+            overwrite="non-atomic",
+            context=context,
         )
 
     def assert_harmless(self) -> None:

@@ -236,7 +236,7 @@ def test_an_array_that_is_larger_than_what_is_stored_of_it(name: str, shape: lis
         for read in (
             ckptcore.load,
             lambda location: list(ckptcore.load_parts(location)),
-            lambda location: ckptcore.convert(location, tmp_path / "copy", layout="safetensors"),
+            lambda location: ckptcore.copy(location, tmp_path / "copy", layout="safetensors"),
         ):
             with pytest.raises(CorruptCheckpointError):
                 read(location)

@@ -49,7 +49,7 @@ def _readers(location: Path) -> Mapping[str, Callable[[], object]]:
         "load_checkpointables": lambda: ckptcore.load_checkpointables(location, context=_CONTEXT),
         "metadata": lambda: ckptcore.metadata(location).nbytes,
         "copy": lambda: ckptcore.copy(location, there, context=_CONTEXT),
-        "convert": lambda: ckptcore.convert(location, there, layout="safetensors", context=_CONTEXT),
+        "convert": lambda: ckptcore.copy(location, there, layout="safetensors", context=_CONTEXT),
         "load_parts": lambda: [part.elements.tobytes() for part in ckptcore.load_parts(location, context=_CONTEXT)],
         "slices": lambda: _slices(location),
         "memory_map": lambda: _mapped(location),

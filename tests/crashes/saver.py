@@ -95,7 +95,7 @@ def _save_non_atomic(location: str, number: int) -> None:
 def _convert(location: str, number: int) -> None:
     source = "memory://crashes/source"
     ckptcore.save(source, make_state(number), overwrite="non-atomic", context=_context())
-    ckptcore.convert(source, location, overwrite=True, context=_context())
+    ckptcore.copy(source, location, layout="safetensors", overwrite=True, context=_context())
 
 
 def copied_from(location: str) -> str:
@@ -124,7 +124,7 @@ def _save_composite_in_background(location: str, number: int) -> None:
 def _convert_composite(location: str, number: int) -> None:
     source = "memory://crashes/composite"
     ckptcore.save_checkpointables(source, make_composite(number), overwrite="non-atomic", context=_context())
-    ckptcore.convert(source, location, overwrite=True, context=_context())
+    ckptcore.copy(source, location, layout="safetensors", overwrite=True, context=_context())
 
 
 def _save_ocdbt(location: str, number: int) -> None:

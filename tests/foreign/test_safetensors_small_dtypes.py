@@ -88,8 +88,8 @@ def test_pairs_of_float4_that_safetensors_wrote_are_loaded(tmp_path: Path) -> No
 
 def test_conversions_keep_pairs_of_float4(tmp_path: Path) -> None:
     safetensors.torch.save_file({"w": _pairs(3, 4)}, tmp_path / "model.safetensors")
-    ckptcore.convert(tmp_path / "model.safetensors", tmp_path / "converted")
-    ckptcore.consolidate(tmp_path / "converted", tmp_path / "consolidated")
+    ckptcore.copy(tmp_path / "model.safetensors", tmp_path / "converted", layout="safetensors")
+    ckptcore.copy(tmp_path / "converted", tmp_path / "consolidated", subtree=())
     for name in ("converted", "consolidated"):
         loaded = safetensors.torch.load_file(tmp_path / name / "model.safetensors")["w"]
         assert loaded.dtype == torch.float4_e2m1fn_x2
@@ -115,7 +115,7 @@ def test_other_elements_below_a_byte_are_bytes_and_stay_what_they_are(
     assert loaded["b"].dtype == np.uint8 and loaded["b"].tobytes() == bytes(theirs["b"]["data"])
     record = _record(tmp_path / "model.safetensors", "b")
     assert record.kind == f"safetensors.{dtype}" and record.notes == {"shape": shape}
-    ckptcore.convert(tmp_path / "model.safetensors", tmp_path / "converted")
+    ckptcore.copy(tmp_path / "model.safetensors", tmp_path / "converted", layout="safetensors")
     assert _tensors(tmp_path / "converted" / "model.safetensors") == theirs
     assert ckptcore.load(tmp_path / "converted")["b"].tobytes() == data[8:]
 
@@ -132,7 +132,7 @@ def test_a_tensor_of_an_unknown_dtype_leaves_the_others_readable(tmp_path: Path)
     assert _record(tmp_path, "new").kind == "safetensors.Q9"
     with pytest.raises(TreeMismatchError, match="new"):
         ckptcore.load(tmp_path, {"known": np.zeros(2, np.float32), "new": np.zeros(3, np.float32)})
-    ckptcore.convert(tmp_path / "model.safetensors", tmp_path / "converted")
+    ckptcore.copy(tmp_path / "model.safetensors", tmp_path / "converted", layout="safetensors")
     # The safetensors library opens no file with a dtype that it does not know.
     assert set(safetensors.numpy.load_file(tmp_path / "converted" / "model.safetensors")) == {"known", "new"}
 

@@ -37,9 +37,9 @@ def test_a_file_of_any_name_is_opened(name: str, tmp_path: Path) -> None:
     assert ckptcore.verify(file).ok
     with ckptcore.open(file) as opened:
         assert opened["a"][0].tolist() == [0, 1, 2]
-    ckptcore.convert(file, tmp_path / "converted", layout="safetensors")
+    ckptcore.copy(file, tmp_path / "converted", layout="safetensors")
     assert np.array_equal(ckptcore.load(tmp_path / "converted")["a"], _TREE["a"])
-    ckptcore.consolidate(file, tmp_path / "consolidated")
+    ckptcore.copy(file, tmp_path / "consolidated", subtree=())
     assert safetensors.numpy.load_file(tmp_path / "consolidated" / "model.safetensors").keys() == _TREE.keys()
 
 

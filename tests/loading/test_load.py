@@ -350,7 +350,9 @@ def test_a_newer_format_is_refused_as_such(tmp_path: Path) -> None:
 
 def test_convert_writes_the_same_again(location: Path) -> None:
     told: list[tuple[int, int]] = []
-    ckptcore.convert(location, location.parent / "d", progress=lambda done, total: told.append((done, total)))
+    ckptcore.copy(
+        location, location.parent / "d", layout="safetensors", progress=lambda done, total: told.append((done, total))
+    )
     first, second = ckptcore.metadata(location), ckptcore.metadata(location.parent / "d")
     assert second.tree == first.tree and second.save_id != first.save_id
     assert ckptcore.load(location.parent / "d")["a"].tolist() == [[0, 1, 2], [3, 4, 5]]

@@ -204,7 +204,7 @@ def test_a_partial_save_goes_where_nothing_is_and_is_not_replaced(place: str) ->
     ckptcore.save(other, {"c": 1})
     for replace in (
         lambda: ckptcore.save(place, {"a": 2}, overwrite="non-atomic"),
-        lambda: ckptcore.convert(other, place, overwrite="non-atomic"),
+        lambda: ckptcore.copy(other, place, layout="safetensors", overwrite="non-atomic"),
         lambda: ckptcore.copy(other, place, overwrite="non-atomic"),
     ):
         with pytest.raises(CheckpointExistsError, match="not finalized"):

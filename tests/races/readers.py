@@ -133,15 +133,15 @@ def _copy(location: str, context: ckptcore.Context) -> object:
 
 
 def _convert(location: str, context: ckptcore.Context) -> object:
-    return _made(lambda to: ckptcore.convert(location, to, layout="safetensors", context=context))
+    return _made(lambda to: ckptcore.copy(location, to, layout="safetensors", context=context))
 
 
 def _consolidate(location: str, context: ckptcore.Context) -> object:
-    return _made(lambda to: ckptcore.consolidate(location, to, context=context))
+    return _made(lambda to: ckptcore.copy(location, to, subtree=(), context=context))
 
 
 def _consolidate_subtree(location: str, context: ckptcore.Context) -> object:
-    return _made(lambda to: ckptcore.consolidate(location, to, subtree="a", context=context))
+    return _made(lambda to: ckptcore.copy(location, to, subtree="a", context=context))
 
 
 def _made(make: Callable[[str], object]) -> object:

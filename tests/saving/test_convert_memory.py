@@ -25,7 +25,7 @@ from tests.composites.shelf import ShelfPlugin
 source, destination, layout, warm = sys.argv[1:]
 memory = ckptcore.MemoryOptions(load_bytes=64 << 20)
 context = ckptcore.Context(plugins=(ShelfPlugin(),), durability="none", memory=memory)
-ckptcore.convert(warm, warm + "-again", layout=layout, context=context)
+ckptcore.copy(warm, warm + "-again", layout=layout, context=context)
 
 
 def peak():
@@ -35,7 +35,7 @@ def peak():
 
 
 before = peak()
-ckptcore.convert(source, destination, layout=layout, context=context)
+ckptcore.copy(source, destination, layout=layout, context=context)
 print(peak() - before)
 """
 

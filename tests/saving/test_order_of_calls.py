@@ -48,7 +48,7 @@ def _copied(location: str, number: int, context: ckptcore.Context) -> None:
 
 
 def _converted(location: str, number: int, context: ckptcore.Context) -> None:
-    ckptcore.convert(f"{location}-base", location, layout="dcp", overwrite="non-atomic", context=context)
+    ckptcore.copy(f"{location}-base", location, layout="dcp", overwrite="non-atomic", context=context)
 
 
 @pytest.fixture(params=["local", "memory"])

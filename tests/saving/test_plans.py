@@ -206,11 +206,11 @@ def test_a_job_of_other_trees_is_imagined() -> None:
     def state_of(rank: int) -> dict[str, Any]:
         return {"shared": AbstractArray((8,), "float32"), f"stage {rank}": AbstractArray((rank + 1, 100), "float64")}
 
-    plan = ckptcore.plan_job(state_of, 3, layout="ocdbt")
+    plan = ckptcore.plan(state_of, processes=3, layout="ocdbt")
     assert [process.array_bytes for process in plan.processes] == [832, 1600, 2400]
     assert len(plan.processes) == len(plan.memory) == 3
     with pytest.raises(TreeMismatchError):
-        ckptcore.plan_job(lambda rank: {"w": AbstractArray((rank + 1,), "int8")}, 2)
+        ckptcore.plan(lambda rank: {"w": AbstractArray((rank + 1,), "int8")}, processes=2)
 
 
 def test_a_large_job_takes_no_memory_for_elements() -> None:
@@ -221,7 +221,7 @@ def test_a_large_job_takes_no_memory_for_elements() -> None:
         shard = ckptcore.ArrayShard(Box((rows * rank, 0), (rows * (rank + 1), shape[1])))
         return {"w": ShardedArray(shape, np.float32, [shard], cuts=[range(rows, shape[0], rows), []])}
 
-    plan = ckptcore.plan_job(state_of, 16, layout="dcp")
+    plan = ckptcore.plan(state_of, processes=16, layout="dcp")
     assert {process.array_bytes for process in plan.processes} == {1 << 29}
     assert plan.imbalance == 1.0
     assert plan.parts(64 << 20) == 16 * 9 + 2
@@ -233,9 +233,9 @@ def test_leaves_that_tell_nothing_are_planned_where_they_are() -> None:
     state = {"w": OnDevice(np.ones(5))}
     assert ckptcore.plan(state, context=context_of(handler)).memory[0].copied == 40
     with pytest.raises(UnsupportedLeafError, match="call plan in the processes of the job"):
-        ckptcore.plan_job(lambda rank: state, 2, context=context_of(handler))
+        ckptcore.plan(state, processes=2, context=context_of(handler))
     with pytest.raises(ValueError, match="at least 1"):
-        ckptcore.plan_job(lambda rank: state, 0)
+        ckptcore.plan(state, processes=0)
 
 
 def test_a_layout_that_needs_elements_says_so() -> None:

@@ -275,7 +275,7 @@ def test_the_names_of_saves_under_way_are_refused(name: str, place: str, tmp_pat
         lambda: ckptcore.save_partial(f"{where}/{name}", {"a": np.ones(3)}),
         lambda: ckptcore.save_update(f"{where}/{name}", {}, base=f"{where}/source"),
         lambda: ckptcore.copy(f"{where}/source", f"{where}/{name}"),
-        lambda: ckptcore.convert(f"{where}/source", f"{where}/{name}"),
+        lambda: ckptcore.copy(f"{where}/source", f"{where}/{name}", layout="safetensors"),
     ):
         with pytest.raises(InvalidLocationError, match="not committed.*save to a name that does not begin with a dot"):
             save()

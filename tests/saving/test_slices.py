@@ -98,7 +98,7 @@ def test_slices_make_up_arrays(handler: HostArrayHandler, max_file_bytes: int, t
     assert ckptcore.verify(tmp_path / "c").ok
     again = ckptcore.load(tmp_path / "c")
     assert again["tied"] is again["again"] or np.shares_memory(again["tied"], again["again"])
-    ckptcore.convert(tmp_path / "c", tmp_path / "d", layout=SafetensorsLayout(max_file_bytes=max_file_bytes))
+    ckptcore.copy(tmp_path / "c", tmp_path / "d", layout=SafetensorsLayout(max_file_bytes=max_file_bytes))
     _assert_same(ckptcore.load(tmp_path / "d"), state)
     assert not list((tmp_path / "d").glob("shard-*"))
 
@@ -211,7 +211,7 @@ def test_saves_in_the_background_and_exports_write_slices(limit: int | None, tmp
     ThreadJob(3, timeout_seconds=60).run(job)
     assert np.array_equal(ckptcore.load(tmp_path / "c")["optimizer"]["m"], state["optimizer"]["m"])
     assert np.array_equal(ckptcore.load(tmp_path / "weights")["w"], state["model"]["w"])
-    ckptcore.consolidate(tmp_path / "weights", tmp_path / "plain")
+    ckptcore.copy(tmp_path / "weights", tmp_path / "plain", subtree=())
     assert sorted(path.name for path in (tmp_path / "plain").iterdir()) == ["checkpoint.json", "model.safetensors"]
     assert np.array_equal(ckptcore.load(tmp_path / "plain")["w"], state["model"]["w"])
 

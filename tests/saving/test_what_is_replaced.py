@@ -81,7 +81,7 @@ def test_a_checkpoint_inside_another_is_never_removed_with_it(remove: str, aroun
             f"{top}/x", {"other": {"n": 1}}, overwrite="non-atomic"
         ),
         "copy": lambda: ckptcore.copy(f"{top}/source", f"{top}/x", overwrite="non-atomic"),
-        "convert": lambda: ckptcore.convert(f"{top}/source", f"{top}/x", layout="dcp", overwrite="non-atomic"),
+        "convert": lambda: ckptcore.copy(f"{top}/source", f"{top}/x", layout="dcp", overwrite="non-atomic"),
     }
     with pytest.raises(CheckpointExistsError, match=r"/x has another checkpoint in its directory \(.*/x/a/1\)"):
         removals[remove]()
@@ -193,9 +193,9 @@ def test_whatever_writes_replaces_a_checkpoint_of_other_software(how: str, tmp_p
     elif how == "copy":
         ckptcore.copy(source, place, overwrite=True)
     elif how == "convert":
-        ckptcore.convert(source, place, layout="ocdbt", overwrite=True)
+        ckptcore.copy(source, place, layout="ocdbt", overwrite=True)
     elif how == "consolidate":
-        ckptcore.consolidate(source, place, overwrite=True)
+        ckptcore.copy(source, place, subtree=(), overwrite=True)
     else:
         (tmp_path / "run" / "step").rename(tmp_path / "run" / "1")
         place = f"{tmp_path}/run/1"
@@ -297,5 +297,5 @@ def test_names_that_appear_beside_files_of_other_software_disturb_no_read(tmp_pa
     safetensors.numpy.save_file({"a": np.ones(300), "b": np.ones(3)}, tmp_path / "model.safetensors")
     for number, part in enumerate(ckptcore.load_parts(tmp_path)):
         (tmp_path / f"out-{number}").write_bytes(part.elements.tobytes())
-    ckptcore.convert(tmp_path, tmp_path / "copied")
+    ckptcore.copy(tmp_path, tmp_path / "copied", layout="safetensors")
     assert sorted(ckptcore.load(tmp_path / "copied")) == ["a", "b"]

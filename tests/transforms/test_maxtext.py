@@ -71,7 +71,7 @@ def test_weights_are_those_of_its_own_converter_and_come_back(
 def test_what_is_converted_is_restored_as_maxtext_does(tmp_path: Path) -> None:
     """By the call of ``load_params_from_path`` in ``common/checkpointing.py``, of the parameters of a train state."""
     publish(tmp_path / "published", "Llama")
-    ckptcore.convert(
+    ckptcore.copy(
         tmp_path / "published", tmp_path / "maxtext", layout="ocdbt", transforms=llama_to_maxtext(HEAD_DIM, "llama3.1")
     )
     expected = maxtext_tree(load_file(tmp_path / "published" / "model.safetensors"), HEAD_DIM, LLAMA_31)["params"]
@@ -223,7 +223,7 @@ def test_a_model_of_another_family_is_refused(
 ) -> None:
     publish(tmp_path / "published", kind)
     with pytest.raises(TransformError, match=told):
-        ckptcore.convert(tmp_path / "published", tmp_path / "made", transforms=transforms)
+        ckptcore.copy(tmp_path / "published", tmp_path / "made", layout="safetensors", transforms=transforms)
     assert not (tmp_path / "made").exists()
 
 

@@ -31,11 +31,11 @@ def _copy(source: str, destination: str) -> None:
 
 
 def _convert(source: str, destination: str) -> None:
-    ckptcore.convert(source, destination, layout="dcp", overwrite="non-atomic")
+    ckptcore.copy(source, destination, layout="dcp", overwrite="non-atomic")
 
 
 def _consolidate(source: str, destination: str) -> None:
-    ckptcore.consolidate(source, destination, overwrite="non-atomic")
+    ckptcore.copy(source, destination, subtree=(), overwrite="non-atomic")
 
 
 @pytest.mark.parametrize("write", [_copy, _convert, _consolidate])
@@ -53,12 +53,8 @@ def test_a_conversion_does_not_replace_what_a_transform_reads(run: str) -> None:
     ckptcore.save(f"{run}/1", _STATE)
     ckptcore.save(f"{run}/2", {**_STATE, "a": np.full(4, 7.0)})
     with pytest.raises(InvalidLocationError, match="Nothing was written"):
-        ckptcore.convert(
-            f"{run}/1",
-            f"{run}/2",
-            layout="dcp",
-            overwrite="non-atomic",
-            transforms=[transforms.Average([f"{run}/2"])],
+        ckptcore.copy(
+            f"{run}/1", f"{run}/2", layout="dcp", overwrite="non-atomic", transforms=[transforms.Average([f"{run}/2"])]
         )
     assert ckptcore.load(f"{run}/2")["a"][0] == 7
 
@@ -118,4 +114,4 @@ def test_a_copy_of_an_update_is_verified_as_asked(run: str) -> None:
     ckptcore.save(f"{run}/1", _STATE)
     ckptcore.save_update(f"{run}/2", {"n": 2}, base=f"{run}/1")
     with pytest.raises(ValueError, match="verify='never'"):
-        ckptcore.copy(f"{run}/2", f"{run}/3", verify="never")  # type: ignore[arg-type]  # what is tested
+        ckptcore.copy(f"{run}/2", f"{run}/3", verify="never")  # type: ignore[call-overload]  # what is tested

@@ -92,7 +92,7 @@ def test_all_that_reads_reads_an_update(run: str) -> None:
         matching=ckptcore.Matching(cast="narrowing"),
     )
     assert np.array_equal(narrow["big"], big.astype(np.float16))
-    ckptcore.convert(f"{run}/2", f"{run}/converted", layout="dcp")
+    ckptcore.copy(f"{run}/2", f"{run}/converted", layout="dcp")
     ckptcore.delete(f"{run}/2")
     ckptcore.delete(f"{run}/1")
     assert same_value(ckptcore.load(f"{run}/converted"), {"big": big, "small": np.zeros(3), "turned": big[:10]})

@@ -12,7 +12,7 @@ import pytest
 import ckptcore
 from ckptcore import Checkpointer, CheckpointReader, NearTier
 from ckptcore.policies import FixedInterval, LatestN
-from ckptcore_tools.copies.whole_copies import copy_whole
+from ckptcore_tools.copies.copying import copy_whole
 from tests.copying.places import new_place, objects_at
 from tests.crashes.states import same_value
 

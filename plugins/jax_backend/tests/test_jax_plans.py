@@ -58,7 +58,7 @@ def test_an_abstract_mesh_does_not_say_who_holds_what() -> None:
     mesh = jax.sharding.AbstractMesh((4,), ("x",))
     leaf = jax.ShapeDtypeStruct((8, 8), jnp.float32, sharding=NamedSharding(mesh, PartitionSpec("x")))
     with pytest.raises(UnsupportedLeafError):
-        ckptcore.plan_job(lambda rank: {"w": leaf}, 4)
+        ckptcore.plan({"w": leaf}, processes=4)
 
 
 def test_boxes_of_other_processes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -78,11 +78,11 @@ def main(task: str, first: Path, second: Path | None = None) -> None:
         return
     assert second is not None
     told: list[int] = [0]
-    ckptcore.consolidate(
+    ckptcore.copy(
         first,
         second,
+        layout=ckptcore.SafetensorsLayout(max_file_bytes=MAX_FILE_BYTES),
         subtree="model",
-        max_file_bytes=MAX_FILE_BYTES,
         progress=lambda done, total: told.append(total),
         context=context,
     )

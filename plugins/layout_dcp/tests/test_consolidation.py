@@ -48,7 +48,13 @@ def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tenso
 def test_one_process(tmp_path: Path) -> None:
     model = torch.nn.Sequential(torch.nn.Linear(50, 100), torch.nn.Linear(100, 3, dtype=torch.bfloat16))
     dcp.save({"model": model.state_dict(), "step": 3}, checkpoint_id=str(tmp_path / "theirs"))
-    ckptcore.consolidate(tmp_path / "theirs", tmp_path / "hf", subtree="model", max_file_bytes=15_000, context=FAST)
+    ckptcore.copy(
+        tmp_path / "theirs",
+        tmp_path / "hf",
+        layout=ckptcore.SafetensorsLayout(max_file_bytes=15_000),
+        subtree="model",
+        context=FAST,
+    )
     assert_equal(read_as_transformers(tmp_path / "hf"), model.state_dict())
     assert ckptcore.verify(tmp_path / "hf").ok
 
@@ -65,7 +71,7 @@ def test_the_checksum_of_an_item_is_compared_where_it_is_in_memory_whole(tmp_pat
     path.write_bytes(data)
     context = ckptcore.Context(durability="none", memory=ckptcore.MemoryOptions(load_bytes=500_000))
     with pytest.raises(CorruptCheckpointError, match="model/w"):
-        ckptcore.consolidate(tmp_path / "theirs", tmp_path / "hf", context=context)
+        ckptcore.copy(tmp_path / "theirs", tmp_path / "hf", subtree=(), context=context)
     assert not (tmp_path / "hf").exists()
 
 
@@ -80,7 +86,13 @@ def test_a_file_of_torch(tmp_path: Path) -> None:
         "half": torch.ones(7000, dtype=torch.bfloat16),
     }
     torch.save({"model": state, "epoch": 2}, tmp_path / "weights.pt")
-    ckptcore.consolidate(tmp_path / "weights.pt", tmp_path / "hf", subtree="model", max_file_bytes=40_000, context=FAST)
+    ckptcore.copy(
+        tmp_path / "weights.pt",
+        tmp_path / "hf",
+        layout=ckptcore.SafetensorsLayout(max_file_bytes=40_000),
+        subtree="model",
+        context=FAST,
+    )
     found = read_as_transformers(tmp_path / "hf")
     loaded = ckptcore.load(tmp_path / "hf")
     assert set(found) | {"tied"} == set(state)
@@ -95,7 +107,9 @@ def test_jobs_share_the_files(saver: str, tmp_path: Path) -> None:
     launch("consolidate_job.py", 4, f"save-{saver}", tmp_path)
     expected = torch.load(tmp_path / "expected.pt")
     source, alone = tmp_path / saver, tmp_path / "alone"
-    ckptcore.consolidate(source, alone, subtree="model", max_file_bytes=MAX_FILE_BYTES, context=FAST)
+    ckptcore.copy(
+        source, alone, layout=ckptcore.SafetensorsLayout(max_file_bytes=MAX_FILE_BYTES), subtree="model", context=FAST
+    )
     assert_equal(read_as_transformers(alone), expected)
     for size in (2, 4):
         place = tmp_path / f"hf{size}"

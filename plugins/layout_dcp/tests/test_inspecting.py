@@ -344,7 +344,7 @@ def test_a_tensor_that_is_larger_than_its_chunks(shape: tuple[int, ...], tmp_pat
         ckptcore.load,
         lambda location: list(ckptcore.load_parts(location)),
         lambda location: ckptcore.load_slice(location, "w", Box((0, 0), (1, 1))),
-        lambda location: ckptcore.convert(location, tmp_path.parent / "copy", layout="safetensors"),
+        lambda location: ckptcore.copy(location, tmp_path.parent / "copy", layout="safetensors"),
     ):
         with pytest.raises(CorruptCheckpointError, match="w .*not stored whole"):
             read(tmp_path)

@@ -228,13 +228,13 @@ def test_what_is_not_asked_for_is_not_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize("layout", ["safetensors", "ocdbt"])
 def test_converted_and_back(tmp_path: Path, layout: str) -> None:
     saved(dict(NESTED), tmp_path / "c")
-    ckptcore.convert(tmp_path / "c", tmp_path / "there", layout=layout)
+    ckptcore.copy(tmp_path / "c", tmp_path / "there", layout=layout)
     assert ckptcore.metadata(tmp_path / "there").layout == layout
     assert_same(_as_tensors(ckptcore.load(tmp_path / "there")), NESTED)
-    ckptcore.convert(tmp_path / "there", tmp_path / "back", layout="dcp")
+    ckptcore.copy(tmp_path / "there", tmp_path / "back", layout="dcp")
     assert_same(loaded(tmp_path / "back", blank(NESTED)), NESTED)
     assert ckptcore.verify(tmp_path / "back").ok
-    ckptcore.convert(tmp_path / "c", tmp_path / "direct", layout="dcp")
+    ckptcore.copy(tmp_path / "c", tmp_path / "direct", layout="dcp")
     assert_same(loaded(tmp_path / "direct", blank(NESTED)), NESTED)
 
 
@@ -326,7 +326,7 @@ def test_tensors_in_tuples(tmp_path: Path, writer: str) -> None:
     into |= {"moments": ckptcore.PLACEHOLDER, "w": torch.zeros(3)}
     ckptcore.load_into(tmp_path / "theirs", into)
     assert torch.equal(into["pair"][0], state["pair"][0]) and torch.equal(into["w"], state["w"])
-    ckptcore.convert(tmp_path / "theirs", tmp_path / "ours", layout="dcp")
+    ckptcore.copy(tmp_path / "theirs", tmp_path / "ours", layout="dcp")
     again = ckptcore.load(tmp_path / "ours")
     assert np.array_equal(again["pair"][0], pair[0]) and np.array_equal(again["moments"][1], pair[0])
 

@@ -153,7 +153,7 @@ def test_a_step_that_was_never_finished_is_none(xorl_step: Path) -> None:
 
 def test_several_are_verified_and_converted(xorl_step: Path, tmp_path: Path) -> None:
     assert not ckptcore.verify(xorl_step).problems
-    ckptcore.convert(xorl_step, tmp_path / "ours", layout="safetensors")
+    ckptcore.copy(xorl_step, tmp_path / "ours", layout="safetensors")
     ours, theirs = ckptcore.load_checkpointables(tmp_path / "ours"), ckptcore.load_checkpointables(xorl_step)
     assert list(ours) == list(theirs) and ours["scheduler.pt"] == theirs["scheduler.pt"]
     assert ours["model"]["q.weight"].tobytes() == theirs["model"]["q.weight"].tobytes()

@@ -322,7 +322,7 @@ def test_each_of_several_checkpointables(tmp_path: Path) -> None:
 
 def test_a_conversion_is_one_too(tmp_path: Path) -> None:
     ckptcore.save(tmp_path / "s", NESTED)
-    ckptcore.convert(tmp_path / "s", tmp_path / "c", layout="dcp")
+    ckptcore.copy(tmp_path / "s", tmp_path / "c", layout="dcp")
     assert_same(loaded(tmp_path / "c", blank(NESTED)), NESTED)
 
 

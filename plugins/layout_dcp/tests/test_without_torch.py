@@ -79,8 +79,8 @@ def listed(value):
 print(json.dumps(listed(ckptcore.load(sys.argv[1]))))
 report = ckptcore.verify(sys.argv[1])
 assert report.ok, report
-ckptcore.convert(sys.argv[1], sys.argv[2], layout="safetensors")
-ckptcore.convert(sys.argv[2], sys.argv[3], layout="dcp")
+ckptcore.copy(sys.argv[1], sys.argv[2], layout="safetensors")
+ckptcore.copy(sys.argv[2], sys.argv[3], layout="dcp")
 end()
 """
 

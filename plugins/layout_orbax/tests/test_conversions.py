@@ -111,10 +111,10 @@ def test_a_tree_converts_into_memory_and_back(
     source: str, target: str, originals: Mapping[str, str], tmp_path: Path
 ) -> None:
     there, back = f"memory://{uuid.uuid4().hex}/checkpoint", str(tmp_path / "back")
-    ckptcore.convert(originals[source], there, layout=_LAYOUTS[target], context=_FAST)
+    ckptcore.copy(originals[source], there, layout=_LAYOUTS[target], context=_FAST)
     _assert_same(there, originals[source])
     assert ckptcore.metadata(there).layout == target.partition("-")[0]
-    ckptcore.convert(there, back, layout=_LAYOUTS[source], context=_FAST)
+    ckptcore.copy(there, back, layout=_LAYOUTS[source], context=_FAST)
     _assert_same(back, originals[source])
     ckptcore.delete(there)
 
@@ -131,7 +131,7 @@ def test_several_checkpointables_convert_to_every_layout(source: str, target: st
         "own": _Files(),
     }
     ckptcore.save_checkpointables(original, objects, layout=_LAYOUTS[source], metadata={"run": 1}, context=_FAST)
-    ckptcore.convert(original, there, layout=_LAYOUTS[target], context=_FAST)
+    ckptcore.copy(original, there, layout=_LAYOUTS[target], context=_FAST)
     assert ckptcore.verify(there).ok
     found = ckptcore.load_checkpointables(there)
     assert_same_tree(found, ckptcore.load_checkpointables(original))
@@ -160,7 +160,7 @@ def _load(location: Any, context: ckptcore.Context = _FAST) -> Any:
 @pytest.mark.parametrize("name", _EXPECTED)
 def test_what_orbax_wrote_converts_to_every_layout(name: str, target: str, tmp_path: Path) -> None:
     source, there = _golden(name), tmp_path / "converted"
-    ckptcore.convert(source, there, layout=_LAYOUTS[target], context=_FAST)
+    ckptcore.copy(source, there, layout=_LAYOUTS[target], context=_FAST)
     assert ckptcore.verify(there).ok
     if "checkpointables" in _EXPECTED[name]:
         several = ckptcore.load_checkpointables
@@ -228,7 +228,7 @@ if destination.endswith("compressed"):
     from ckptcore_orbax import OcdbtLayout
     layout = OcdbtLayout(compression="zstd")
 context = ckptcore.Context(durability="none")
-ckptcore.convert(warm, warm + "-again", layout=layout, context=context)
+ckptcore.copy(warm, warm + "-again", layout=layout, context=context)
 
 
 def peak():
@@ -238,7 +238,7 @@ def peak():
 
 
 before = peak()
-ckptcore.convert(source, destination, layout=layout, context=context)
+ckptcore.copy(source, destination, layout=layout, context=context)
 print(peak() - before)
 """
 

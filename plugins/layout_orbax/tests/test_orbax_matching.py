@@ -253,7 +253,7 @@ def test_what_differs_is_told(tmp_path: Path) -> None:
 def test_a_conversion_of_ours_is_loaded_as_strictly_as_what_we_saved(tmp_path: Path) -> None:
     """The types that tell an int from a text are lost with Orbax, and a checkpoint of ours says what it holds."""
     v1.save(tmp_path / "c", {1: jnp.ones(2)})
-    ckptcore.convert(tmp_path / "c", tmp_path / "ours", layout="safetensors")
+    ckptcore.copy(tmp_path / "c", tmp_path / "ours", layout="safetensors")
     with pytest.raises(TreeMismatchError, match=r"missing: \[1\]"):
         ckptcore.load(tmp_path / "ours", {1: jnp.ones(2)})
     assert ckptcore.load(tmp_path / "ours", {"1": jnp.zeros(2)})["1"].tolist() == [1, 1]

@@ -155,7 +155,7 @@ def test_the_metadata_tells_every_leaf(saved, writer):
 @pytest.mark.parametrize("layout", ["safetensors", "ocdbt", "zarr3"])
 def test_conversions_keep_every_bit(saved, tmp_path, writer, layout):
     location, expected = saved(writer)
-    ckptcore.convert(location, tmp_path / "converted", layout=layout)
+    ckptcore.copy(location, tmp_path / "converted", layout=layout)
     assert_same(ckptcore.load(tmp_path / "converted"), ckptcore.load(location))
     # Orbax stores a tuple as a list, and what is converted is what is stored.
     either = ckptcore.Matching(sequences="either")
@@ -327,7 +327,7 @@ def test_several_checkpointables_load(composite):
 
 @pytest.mark.parametrize("layout", ["safetensors", "ocdbt"])
 def test_several_checkpointables_are_converted(composite, tmp_path, layout):
-    ckptcore.convert(composite, tmp_path / "c", layout=layout)
+    ckptcore.copy(composite, tmp_path / "c", layout=layout)
     assert_same(ckptcore.load_checkpointables(tmp_path / "c"), ckptcore.load_checkpointables(composite))
     assert ckptcore.verify(tmp_path / "c").ok
     assert command("diff", composite, tmp_path / "c")[0] == 0

@@ -132,7 +132,7 @@ def test_a_flipped_bit_that_orbax_keeps_no_checksum_of_cannot_be_seen(tmp_path, 
     saving = v1.options.ArrayOptions.Saving(use_compression=compressed, use_ocdbt=False)
     with v1.Context(array_options=v1.options.ArrayOptions(saving=saving)):
         v1.save(tmp_path / "c", {"noise": noise})
-    ckptcore.convert(tmp_path / "c", tmp_path / "safe", layout="ocdbt")
+    ckptcore.copy(tmp_path / "c", tmp_path / "safe", layout="ocdbt")
     path = max(files_in(tmp_path / "c"), key=lambda path: path.stat().st_size)
     flipped(path, 1200, 3)
     assert (ckptcore.load(tmp_path / "c")["noise"] != noise).sum() == 1
@@ -432,6 +432,6 @@ def test_nothing_is_logged_or_printed(tmp_path, caplog, capfd, layout):
     ckptcore.save(tmp_path / "c", {"w": jnp.ones(3)}, layout=KINDS[layout])
     ckptcore.load(tmp_path / "c")
     ckptcore.metadata(tmp_path / "c")
-    ckptcore.convert(tmp_path / "c", tmp_path / "d", layout="ocdbt")
+    ckptcore.copy(tmp_path / "c", tmp_path / "d", layout="ocdbt")
     assert [record.getMessage() for record in caplog.records] == []
     assert capfd.readouterr() == ("", "")

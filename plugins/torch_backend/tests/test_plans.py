@@ -55,9 +55,9 @@ def test_dtensors_of_other_processes_are_planned(imagined_group: None) -> None:
     local = torch.empty(rows * 2 // PROCESSES, 512, device="meta")
     weight = DTensor.from_local(local, mesh, [Replicate(), Shard(0)], run_check=False)
     bias = DTensor.from_local(torch.empty(3, device="meta"), mesh, [Replicate(), Replicate()], run_check=False)
-    plan = ckptcore.plan_job(lambda rank: {"w": weight, "b": bias}, PROCESSES, layout="dcp")
+    plan = ckptcore.plan({"w": weight, "b": bias}, processes=PROCESSES, layout="dcp")
     assert plan.array_bytes == rows * 512 * 4 + 12
     written = [process.array_bytes for process in plan.processes]
     assert sum(written) == plan.array_bytes
     shared = ckptcore.Context(replicas=ckptcore.ReplicaOptions(piece_bytes=1 << 16))
-    assert ckptcore.plan_job(lambda rank: {"w": weight}, PROCESSES, layout="dcp", context=shared).imbalance == 1.0
+    assert ckptcore.plan({"w": weight}, processes=PROCESSES, layout="dcp", context=shared).imbalance == 1.0

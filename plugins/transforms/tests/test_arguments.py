@@ -77,7 +77,9 @@ def test_what_is_no_list_of_transforms_is_refused(given: Any) -> None:
         lambda: ckptcore.load("memory://transforms/arguments", transforms=given),
         lambda: ckptcore.load_into("memory://transforms/arguments", {"a": 1}, transforms=given),
         lambda: ckptcore.metadata("memory://transforms/arguments", transforms=given),
-        lambda: ckptcore.convert("memory://transforms/arguments", "memory://transforms/to", transforms=given),
+        lambda: ckptcore.copy(
+            "memory://transforms/arguments", "memory://transforms/to", layout="safetensors", transforms=given
+        ),
         lambda: t.describe(given),
         lambda: t.inverse(given),
     ):

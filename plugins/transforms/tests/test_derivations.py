@@ -243,7 +243,7 @@ def test_a_stack_is_written_again_by_layers(tmp_path: Path) -> None:
     assert made is not None and made.pieces(0, 9 << 20) == [Box.whole((1024, 4, 2048))], "each would read every layer"
     chain: list[Transform] = [Stack("l.{i}", "w"), Transpose("w")]
     context = Context(memory=MemoryOptions(load_bytes=24 << 20), durability="none")
-    ckptcore.convert(tmp_path / "c", tmp_path / "d", transforms=chain, context=context)
+    ckptcore.copy(tmp_path / "c", tmp_path / "d", layout="safetensors", transforms=chain, context=context)
     assert (ckptcore.load(tmp_path / "d")["w"] == np.arange(4)[:, None, None]).all()
 
 

@@ -105,7 +105,9 @@ class LayoutForecastTests:
             context = Context(coordinator=coordinator, replicas=replicas)
             return ckptcore.plan(_state(coordinator.rank, 4), layout=layout, context=context)
 
-        imagined = ckptcore.plan_job(lambda rank: _state(rank, 4), 4, layout=layout, context=Context(replicas=replicas))
+        imagined = ckptcore.plan(
+            lambda rank: _state(rank, 4), processes=4, layout=layout, context=Context(replicas=replicas)
+        )
         assert _without_random_names(imagined) == _without_random_names(ThreadJob(4).run(job)[0])
 
     def test_a_plan_needs_no_elements(self) -> None:

@@ -1,1 +1,8 @@
-"""Tools for checkpoints: the command line (`ckptcore_tools.cli`)."""
+"""Tools for checkpoints: the distribution that ``pip install 'ckptcore[tools]'`` adds.
+
+- `ckptcore_tools.copies`: `ckptcore.copy` and `ckptcore.copy_steps`
+- `ckptcore_tools.dry_run`: `ckptcore.plan`
+- `ckptcore_tools.cli`: the command ``ckptcore``
+- `ckptcore_tools.opentelemetry`, `ckptcore_tools.step_statistics`: observers that export events
+- `ckptcore_tools.timelines`: events as text
+"""

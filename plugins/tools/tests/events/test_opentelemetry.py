@@ -162,5 +162,5 @@ def test_operations_that_never_end_are_forgotten() -> None:
 
 def test_without_opentelemetry_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "opentelemetry", None)
-    with pytest.raises(ImportError, match=r"ckptcore\[opentelemetry\]"):
+    with pytest.raises(ImportError, match=r"ckptcore-tools\[opentelemetry\]"):
         OpenTelemetryObserver()

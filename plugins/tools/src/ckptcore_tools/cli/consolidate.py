@@ -106,13 +106,11 @@ def command(
         raise click.BadParameter(str(error)) from error
     context = command_context()
     with byte_progress("consolidating") as progress:
-        ckptcore.consolidate(
+        ckptcore.copy(
             source,
             destination,
+            layout=layout,
             subtree=subtree,
-            max_file_bytes=max_file_size,
-            stem=stem,
-            metadata=metadata,
             tied=tied,
             files=files,
             overwrite=replace,

@@ -69,7 +69,7 @@ def command(
         transforms += ckptcore.transforms.maps.find_map(map_name, head_dim, prefix, rope_type)
     context = command_context()
     with byte_progress("converting") as progress:
-        ckptcore.convert(
+        ckptcore.copy(
             source,
             destination,
             layout=layout,

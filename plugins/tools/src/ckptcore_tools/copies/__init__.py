@@ -1,8 +1,9 @@
-"""Writing a checkpoint again: as it is, in another layout, or for other software."""
+"""Copies of checkpoints: byte for byte, in another layout, or a part of one for other software."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING, overload
 
 from ckptcore.builtin.safetensors import SafetensorsLayout
 from ckptcore.commit.location import LocationLike
@@ -15,13 +16,16 @@ from ckptcore.step_names import StepNames
 from ckptcore.tree.subtrees import SubtreePath
 from ckptcore_tools.copies.consolidation import FilePath, TiedNames, consolidate_checkpoint
 from ckptcore_tools.copies.conversion import convert_checkpoint
-from ckptcore_tools.copies.copying import CopyReport, CopyVerification
+from ckptcore_tools.copies.copying import CopyReport, CopyVerification, copy_whole
 from ckptcore_tools.copies.steps import StepProgressCallback, StepsCopyReport, copy_run
-from ckptcore_tools.copies.whole_copies import copy_whole
 
-__all__ = ["CopyReport", "StepsCopyReport", "consolidate", "convert", "copy", "copy_steps", "copy_whole"]
+if TYPE_CHECKING:
+    from ckptcore.transforms import Transforms
+
+__all__ = ["CopyReport", "StepsCopyReport", "copy", "copy_steps", "copy_whole"]
 
 
+@overload
 def copy(
     source: LocationLike,
     destination: LocationLike,
@@ -30,40 +34,140 @@ def copy(
     verify: CopyVerification = "passing",
     progress: ProgressCallback | None = None,
     context: Context | None = None,
-) -> CopyReport:
-    """Copy a committed checkpoint to another place or storage, object by object, every byte as it is.
+) -> CopyReport: ...
 
-    All that stands in its directory is copied, but hidden directories. The copy is the same save, with the same root, and counts once that is
-    there: it is committed as a save is. What other software wrote has no root: where directories are renamed it comes there as a
-    whole; elsewhere ckptcore does not load it before all is there, but other software sees its files as they come.
 
-    Of one that refers to others (`save_update`) the copy is another save, in the same layout, that has all arrays itself.
+@overload
+def copy(
+    source: LocationLike,
+    destination: LocationLike,
+    *,
+    layout: str | Layout,
+    transforms: Transforms = (),
+    overwrite: Overwrite = False,
+    progress: ProgressCallback | None = None,
+    context: Context | None = None,
+) -> None: ...
 
-    Blocks are compared with their checksums before they are written. A few pieces are in memory at a time, and nothing on disk.
 
-    A copy that died, failed or was interrupted leaves what it wrote: copying again goes on with it. Objects that are there with their
-    sizes are not sent again. Their bytes are compared first where a storage shows objects that are not complete, as a file system
-    does, and those of objects without checksums everywhere. A save to the destination removes what was left. A
-    checkpoint that is at the destination already, as the same save, is left as it is.
+@overload
+def copy(
+    source: LocationLike,
+    destination: LocationLike,
+    *,
+    subtree: SubtreePath,
+    layout: str | Layout = "safetensors",
+    tied: TiedNames = "each",
+    files: Sequence[FilePath] = (),
+    overwrite: Overwrite = False,
+    progress: ProgressCallback | None = None,
+    context: Context | None = None,
+) -> None: ...
+
+
+def copy(
+    source: LocationLike,
+    destination: LocationLike,
+    *,
+    layout: str | Layout | None = None,
+    subtree: SubtreePath | None = None,
+    transforms: Transforms = (),
+    tied: TiedNames | None = None,
+    files: Sequence[FilePath] = (),
+    overwrite: Overwrite = False,
+    verify: CopyVerification = "passing",
+    progress: ProgressCallback | None = None,
+    context: Context | None = None,
+) -> CopyReport | None:
+    """Copy a committed checkpoint to another location or storage. The source is never changed.
+
+    - ``copy(source, destination)`` copies every object as it is.
+    - ``copy(source, destination, layout=...)`` writes the checkpoint again in another layout.
+    - ``copy(source, destination, subtree=...)`` writes a part of it, or all, as one directory of safetensors for
+      Hugging Face tools.
+
+    **Byte for byte.** Everything in the directory is copied, except hidden directories. The copy is the same save, with
+    the same root, and is committed as a save is. A checkpoint that other software wrote has no root: where directories
+    are renamed it appears as a whole; elsewhere ckptcore does not load it before it is complete, but other software sees
+    its files as they arrive. The copy of a checkpoint that refers to others (`save_update`) is another save in the same
+    layout, which contains all arrays. Blocks are compared with their checksums before they are written. A few pieces
+    are in memory at a time. An interrupted copy resumes when it is called again: complete objects are not sent again.
+    A checkpoint that is at the destination already, as the same save, is left as it is.
+
+    **In another layout.** Few arrays are in memory at a time. Of several checkpointables each one is written, and files
+    that objects wrote are copied. Only this process writes.
+
+    **A subtree.** Arrays are read in pieces: about 192 MiB are in memory, or ``MemoryOptions.load_bytes``. In a job
+    every process calls this with the same arguments. Each writes whole files, balanced by bytes, and reads only what is
+    in those.
 
     Args:
         source, destination: paths or URLs.
+        layout: the layout to write, as for `save`. With `subtree`, ``"safetensors"`` or a `SafetensorsLayout`, whose
+            options are the size of files, their names and their metadata. None: as stored, or safetensors with `subtree`.
+        subtree: the part of the state to write, such as ``"model"`` or ``("model", "layers", 0)``; names begin below it.
+            Of several checkpointables it begins with a name. ``()`` is everything.
+        transforms: changes to the tree, in this order; see `ckptcore.transforms`. Needs `layout`, and one tree.
+        tied: ``"each"`` (the default) stores an array that has several names under each of them, so that every loader
+            finds all names. ``"once"`` stores it under the first, with the others in the ``__metadata__``, as
+            `safetensors.torch.save_model` does. Needs `subtree`.
+        files: local files to add under their names, such as ``config.json``; those of the leader. Needs `subtree`.
         overwrite: as for `save`.
-        verify: ``"passing"``; or ``"read-back"``: everything is read at the destination, too, and compared.
-        progress: called with bytes at the destination and bytes in all, from any thread.
+        verify: ``"passing"``, or ``"read-back"``: everything is also read at the destination and compared. For copies
+            byte for byte.
+        progress: called with bytes done and bytes in all, from any thread; with `subtree` those of this process.
         context: options.
 
+    Returns:
+        A report of a copy byte for byte; otherwise None.
+
     Raises:
-        InvalidLocationError: for a destination that is the source, is around it, or is one of its checkpointables; for a source that is one
-            file; for one of several checkpointables that is to stand in another checkpoint.
+        ValueError: for options that exclude each other.
+        InvalidLocationError: for a destination that is the source, contains it, or is one of its checkpointables; for
+            files that do not exist. Byte for byte also for a source that is one file, and for one of several
+            checkpointables whose copy would be inside another checkpoint.
+        NameCollisionError: for files whose names are taken.
         CheckpointNotFoundError, UncommittedCheckpointError: if there is nothing to copy.
         CheckpointExistsError, AtomicityError: as for `save`.
-        CorruptCheckpointError: if the source is damaged, was replaced too often meanwhile, or what is at the destination is not what was sent.
-        SaveLostError: if another process copies the same to there, or saved there meanwhile.
-        StorageError: if a storage fails. What was at the destination before is there still.
+        CorruptCheckpointError: if the source is damaged or was replaced too often meanwhile, or the destination is not
+            what was sent.
+        TransformError, TreeMismatchError: if the transforms do not fit, or the subtree does not exist.
+        RankFailedError: if another process failed. Nothing was committed.
+        SaveLostError: if another process copied or saved to the destination meanwhile.
+        StorageError: if a storage fails. What was at the destination before is still there.
     """
-    return copy_whole(
-        source, destination, context or default_context(), overwrite=overwrite, verify=verify, progress=progress
+    context = context or default_context()
+    if subtree is None and (tied is not None or files):
+        option = f"tied={tied!r}" if tied is not None else "files"
+        raise ValueError(f"copy({option}) needs a subtree: pass subtree='model', or subtree=() for everything")
+    if verify != "passing" and (layout is not None or subtree is not None):
+        raise ValueError(f"copy(verify={verify!r}) is for copies byte for byte: leave out layout and subtree")
+    if subtree is not None:
+        if transforms:
+            raise ValueError("copy takes either transforms or a subtree: copy twice, first with transforms")
+        written = _safetensors(layout)
+        names = tied or "each"
+        if names not in ("each", "once"):
+            raise ValueError(f"copy(tied={tied!r}): give 'each' or 'once'")
+        consolidate_checkpoint(source, destination, subtree, written, names, files, overwrite, progress, context)
+        return None
+    if layout is not None:
+        convert_checkpoint(source, destination, layout, overwrite, progress, context, transforms)
+        return None
+    if transforms:
+        raise ValueError("copy(transforms=...) needs a layout, because it writes the checkpoint again")
+    return copy_whole(source, destination, context, overwrite=overwrite, verify=verify, progress=progress)
+
+
+def _safetensors(layout: str | Layout | None) -> SafetensorsLayout:
+    """Return the layout that a subtree is written in."""
+    if layout is None or layout == "safetensors":
+        return SafetensorsLayout()
+    if isinstance(layout, SafetensorsLayout) and layout.max_file_bytes > 0:
+        return layout
+    raise ValueError(
+        f"copy(layout={layout!r}, subtree=...): a subtree is written as safetensors; pass 'safetensors' or a "
+        "SafetensorsLayout with files of at least one byte, or leave out the subtree"
     )
 
 
@@ -109,82 +213,4 @@ def copy_steps(
         verify=verify,
         if_in_use=if_in_use,
         progress=progress,
-    )
-
-
-def convert(
-    source: LocationLike,
-    destination: LocationLike,
-    *,
-    layout: str | Layout = "safetensors",
-    overwrite: Overwrite = False,
-    progress: ProgressCallback | None = None,
-    context: Context | None = None,
-    transforms: Transforms = (),
-) -> None:
-    """Write a checkpoint again in another layout or place; holds few arrays at a time.
-
-    Args:
-        source, destination: paths or URLs.
-        layout, overwrite: as for `save`.
-        progress: called with bytes written and bytes in all, from any thread.
-        context: options.
-        transforms: what is changed of the tree on the way, in this order: see `ckptcore.transforms`. Of one tree only.
-
-    Raises:
-        TransformError: as for `load`. Nothing was converted.
-        What `load` and `save` do; the source is never changed.
-    """
-    convert_checkpoint(source, destination, layout, overwrite, progress, context or default_context(), transforms)
-
-
-def consolidate(
-    source: LocationLike,
-    destination: LocationLike,
-    *,
-    subtree: SubtreePath = (),
-    max_file_bytes: int = 5_000_000_000,
-    stem: str = "model",
-    metadata: Mapping[str, str] | None = None,
-    tied: TiedNames = "each",
-    files: Sequence[FilePath] = (),
-    overwrite: Overwrite = False,
-    progress: ProgressCallback | None = None,
-    context: Context | None = None,
-) -> None:
-    """Write a checkpoint of any layout, sharded or not, as one directory of safetensors for Hugging Face tools.
-
-    Streams: of arrays that can be read in parts, about 192 MiB are in memory at a time, or ``MemoryOptions.load_bytes``. In a job
-    every process calls this with the same arguments: each writes whole files, balanced by bytes, and reads what is in those.
-
-    Args:
-        source, destination: paths or URLs.
-        subtree: which part of the state, such as ``"model"`` or ``("model", "layers", 0)``; names begin there. Of several
-            checkpointables it begins with a name. Empty: all of it.
-        max_file_bytes: the most elements a file holds, in bytes, unless one array is larger.
-        stem: what the names of files begin with.
-        metadata: entries to add to the ``__metadata__`` of every file, ``{"format": "pt"}`` by default.
-        tied: ``"each"`` stores an array that has several names under each of them, so that every loader finds all
-            names. ``"once"`` stores it under the first name, with the others in the ``__metadata__``, as
-            `safetensors.torch.save_model` does.
-        files: local files that go along under their names, such as ``config.json``; those of the leader.
-        overwrite: as for `save`.
-        progress: called with bytes written and bytes in all, of this process, from any thread.
-        context: options.
-
-    Raises:
-        TreeMismatchError: if the subtree is not there.
-        NameCollisionError, InvalidLocationError: for files that cannot go along, and for a destination that is the source, is around it, or
-            is one of its checkpointables.
-        CorruptCheckpointError: also if the source was replaced meanwhile.
-        RankFailedError: if another process failed. Nothing was committed.
-        What `load` and `save` do; the source is never changed.
-    """
-    if max_file_bytes < 1:
-        raise ValueError(f"consolidate(max_file_bytes={max_file_bytes}): give a number of bytes above 0")
-    if tied not in ("each", "once"):
-        raise ValueError(f"consolidate(tied={tied!r}): give 'each' or 'once'")
-    layout = SafetensorsLayout(max_file_bytes, stem, metadata or {})
-    consolidate_checkpoint(
-        source, destination, subtree, layout, tied, files, overwrite, progress, context or default_context()
     )

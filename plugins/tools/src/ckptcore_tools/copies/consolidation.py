@@ -83,7 +83,7 @@ def consolidate_checkpoint(
     progress: ProgressCallback | None,
     context: Context,
 ) -> None:
-    """See `ckptcore.consolidate`."""
+    """See `ckptcore.copy` with a subtree."""
     key = context.exchange_key(destination)  # before anything can fail: every rank counts every exchange
     job = context.job()
     recording = Recording("save", str(destination), context.observers, rank=job.rank)
@@ -231,7 +231,7 @@ def _same_source(digests: Sequence[JSON], source: str) -> dict[str, str]:
     if different:
         raise CheckpointError(
             f"the ranks {different} found another checkpoint at {source} than rank 0, or were asked for other files: call "
-            "consolidate with the same arguments on each, when nobody saves there. Nothing was written"
+            "copy with the same arguments on each, when nobody saves there. Nothing was written"
         )
     return {"save_id": new_save_id(), "created": save_created()}
 

@@ -64,7 +64,7 @@ def convert_checkpoint(
     before_commit: Callable[[], None] = lambda: None,
     only: bytes | None = None,
 ) -> None:
-    """See `ckptcore.convert`.
+    """See `ckptcore.copy` with a layout.
 
     Args:
         source, destination, layout, overwrite, progress, context, transforms: as there.
@@ -74,7 +74,7 @@ def convert_checkpoint(
 
     Raises:
         SourceReplaced: if the source has another root than `only`.
-        What `ckptcore.convert` does.
+        What `ckptcore.copy` does.
     """
     chosen = context.registry.layout(layout)
     durable = context.durability == "full"
@@ -125,7 +125,7 @@ class _Conversion:
         elif self._transforms:
             raise TransformError(
                 f"{found.location.display} holds several checkpointables, and transforms apply to one tree: convert "
-                f"them one by one, as in convert({source}/NAME, ..., transforms=...). Nothing was converted"
+                f"them one by one, as in copy({source}/NAME, ..., layout=..., transforms=...). Nothing was converted"
             )
         else:
             self._composite(source, found)
@@ -180,7 +180,7 @@ class _Conversion:
         except CheckpointNotFoundError as error:
             if composite.root is None:
                 error.add_note(
-                    f"nothing was converted; the others can be, one by one, as in convert({source}/NAME, ...)"
+                    f"nothing was converted; the others can be, one by one, as in copy({source}/NAME, ..., layout=...)"
                 )
             raise
 

@@ -22,8 +22,7 @@ from ckptcore.protocols import StorageBackend
 from ckptcore.step_names import StepNames
 from ckptcore.training.directories import read_directory_metadata, write_directory_metadata
 from ckptcore.training.steps import StepDirectory
-from ckptcore_tools.copies.copying import CopyReport, CopyVerification
-from ckptcore_tools.copies.whole_copies import copy_whole
+from ckptcore_tools.copies.copying import CopyReport, CopyVerification, copy_whole
 
 __all__ = ["StepProgressCallback", "StepsCopyReport", "copy_run"]
 

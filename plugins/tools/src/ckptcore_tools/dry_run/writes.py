@@ -112,7 +112,7 @@ def rehearse_writes(
     if save.executor is not None:
         raise UnsupportedLeafError(
             "arrays are at workers of this single controller, and what those write is not planned; plan abstract arrays instead, with "
-            "plan_job and as many processes as there are workers"
+            "plan(..., processes=N) with as many processes as there are workers"
         )
     host_bytes: list[Sequence[HostBytes]] = []
     untold = []
