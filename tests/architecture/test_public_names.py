@@ -81,7 +81,8 @@ def undocumented(tree: ast.Module) -> Iterator[str]:
         yield "the module"
     for node in tree.body:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) and not node.name.startswith("_"):
-            if ast.get_docstring(node) is None:
+            overloads = any("overload" in ast.unparse(decorator) for decorator in node.decorator_list)
+            if ast.get_docstring(node) is None and not overloads:
                 yield node.name
             if isinstance(node, ast.ClassDef):
                 yield from _undocumented_methods(node)

@@ -10,8 +10,8 @@ from safetensors import safe_open
 from safetensors.numpy import load_file
 
 import ckptcore
-from ckptcore_tools.cli.documents import ConsolidateDocument, ErrorDocument
 from plugins.tools.tests.cli.conftest import Run, RunJson
+from plugins.tools.tests.cli.expected_documents import ConsolidateDocument, ErrorDocument
 
 
 @pytest.fixture

@@ -10,8 +10,8 @@ from safetensors.numpy import load_file, save_file
 
 import ckptcore
 from ckptcore.model import HostArray, dtype_from_name
-from ckptcore_tools.cli.documents import ConvertDocument, ErrorDocument
 from plugins.tools.tests.cli.conftest import Run, RunJson, flip
+from plugins.tools.tests.cli.expected_documents import ConvertDocument, ErrorDocument
 
 
 def test_a_bare_file_becomes_a_checkpoint(run: Run, run_json: RunJson, tmp_path: Path) -> None:

@@ -12,7 +12,8 @@ import pytest
 import ckptcore
 from ckptcore import plugins
 from ckptcore.context import default_context
-from ckptcore_tools.cli.documents import (
+from plugins.tools.tests.cli.conftest import Run, RunJson, flip
+from plugins.tools.tests.cli.expected_documents import (
     CheckpointablesDocument,
     ConvertDocument,
     DiffDocument,
@@ -22,7 +23,6 @@ from ckptcore_tools.cli.documents import (
     StepsDocument,
     VerifyDocument,
 )
-from plugins.tools.tests.cli.conftest import Run, RunJson, flip
 from tests.composites.shelf import ShelfPlugin, put_on_shelf
 
 CREATED = "2026-01-02T03:04:05+00:00"

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from ckptcore_tools.cli.documents import PluginsDocument
 from plugins.tools.tests.cli.conftest import Run, RunJson
 from plugins.tools.tests.cli.documents import problems
+from plugins.tools.tests.cli.expected_documents import PluginsDocument
 from tests.loading.incomplete_layout import Incomplete
 
 

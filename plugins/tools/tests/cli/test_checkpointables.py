@@ -12,7 +12,8 @@ from ckptcore_testing import ThreadJob
 
 import ckptcore
 from ckptcore.protocols import Coordinator
-from ckptcore_tools.cli.documents import (
+from plugins.tools.tests.cli.conftest import Run, RunJson, flip
+from plugins.tools.tests.cli.expected_documents import (
     CheckpointablesDocument,
     ConvertDocument,
     DiffDocument,
@@ -21,7 +22,6 @@ from ckptcore_tools.cli.documents import (
     ListDocument,
     VerifyDocument,
 )
-from plugins.tools.tests.cli.conftest import Run, RunJson, flip
 from plugins.tools.tests.cli.runs import Iterator, Notes, checkpointables
 
 

@@ -15,9 +15,9 @@ from safetensors.numpy import save_file
 import ckptcore
 from ckptcore.model import Box, HostArray
 from ckptcore_tools.cli import comparison
-from ckptcore_tools.cli.documents import DiffDocument, ErrorDocument
-from ckptcore_tools.cli.windows import BoxReader
+from ckptcore_tools.cli.comparison import BoxReader
 from plugins.tools.tests.cli.conftest import Run, RunJson, flip, state
+from plugins.tools.tests.cli.expected_documents import DiffDocument, ErrorDocument
 
 
 @pytest.fixture

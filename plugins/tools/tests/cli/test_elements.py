@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptcore.model import ArraySpec, HostArray
+from ckptcore_tools.cli.comparison import boxes_within
 from ckptcore_tools.cli.elements import SAME, Distance, Tolerance, distance
-from ckptcore_tools.cli.windows import boxes_within
 
 EXACT = Tolerance()
 NUMBERS = [

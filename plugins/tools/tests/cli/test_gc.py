@@ -19,8 +19,8 @@ from ckptcore.commit.holders import Holder
 from ckptcore.commit.location import open_directory
 from ckptcore.commit.root import Claimed
 from ckptcore.commit.root_json import encode_claim
-from ckptcore_tools.cli.documents import ErrorDocument, GcDocument
 from plugins.tools.tests.cli.conftest import Run, RunJson, flip
+from plugins.tools.tests.cli.expected_documents import ErrorDocument, GcDocument
 from plugins.tools.tests.cli.runs import save_run
 
 LOSSES = {1: 0.5, 2: 0.1, 3: 0.4, 4: 0.3}

@@ -11,8 +11,8 @@ from safetensors.numpy import save_file
 import ckptcore
 from ckptcore.commit.root import Claimed
 from ckptcore.commit.root_json import encode_claim
-from ckptcore_tools.cli.documents import ErrorDocument, ListDocument
 from plugins.tools.tests.cli.conftest import Run, RunJson, flip
+from plugins.tools.tests.cli.expected_documents import ErrorDocument, ListDocument
 
 
 @pytest.fixture

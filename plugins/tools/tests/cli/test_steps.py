@@ -18,9 +18,9 @@ from ckptcore.commit.root import Claimed
 from ckptcore.commit.root_json import encode_claim
 from ckptcore.model.sizes import age
 from ckptcore.protocols import StorageBackend
-from ckptcore_tools.cli import survey
-from ckptcore_tools.cli.documents import ErrorDocument, StepsDocument
+from ckptcore_tools.cli import steps as steps_command
 from plugins.tools.tests.cli.conftest import Run, RunJson, flip
+from plugins.tools.tests.cli.expected_documents import ErrorDocument, StepsDocument
 from plugins.tools.tests.cli.runs import checkpointables, save_run
 
 
@@ -96,7 +96,7 @@ def test_roots_of_others_are_not_read(run_json: RunJson, tmp_path: Path, monkeyp
         read.append(store)
         return root_bytes(store)
 
-    monkeypatch.setattr(survey, "root_mark", counted)
+    monkeypatch.setattr(steps_command, "root_mark", counted)
     run_json(StepsDocument, "steps", tmp_path / "run", "--last", 3)
     assert len(read) == 3
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from ckptcore.model import JSON, ArrayRecord, ArraySpec, TreeMetadata
 from ckptcore.model.tree import LEAF, Node
-from ckptcore_tools.cli.treeview import tree_rows
+from ckptcore_tools.cli.inspect import tree_rows
 
 
 def details(*notes: Mapping[str, JSON]) -> list[str]:

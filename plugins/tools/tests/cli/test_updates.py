@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 import ckptcore
-from ckptcore_tools.cli.documents import InspectDocument
 from plugins.tools.tests.cli.conftest import Run, RunJson
+from plugins.tools.tests.cli.expected_documents import InspectDocument
 
 
 @pytest.fixture

@@ -8,8 +8,8 @@ import numpy as np
 from safetensors.numpy import save_file
 
 import ckptcore
-from ckptcore_tools.cli.documents import ErrorDocument, VerifyDocument
 from plugins.tools.tests.cli.conftest import Run, RunJson, flip
+from plugins.tools.tests.cli.expected_documents import ErrorDocument, VerifyDocument
 
 
 def test_a_sound_checkpoint(run: Run, run_json: RunJson, checkpoint: Path) -> None:

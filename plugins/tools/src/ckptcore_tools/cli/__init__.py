@@ -1,11 +1,9 @@
 """The ``ckptcore`` command: look at checkpoints and runs, check, compare, copy, convert, collect.
 
-- `application`: the group of commands, which imports each one when it is used
-- `inspect`, `ls`, `steps`, `verify`, `diff`, `copy`, `convert`, `consolidate`, `gc`, `plugins`: one command each
-- `exits`: the exit codes and what leads to them
-- `documents`: what ``--json`` prints
-- `command`: what all commands share; `options`: of storages; `locating`, `survey`, `members`, `comparison`,
-  `files_comparison`, `collection`, `treeview`, `table`, `console`, `progress`: their parts
+- `application`: the group of commands, which are entry points of the group ``ckptcore.commands``
+- `inspect`, `ls`, `steps`, `verify`, `diff`, `copies`, `gc`, `plugins`: the commands
+- `command`: what all commands share, the exit codes among it; `output`, `locations`: text, JSON and progress, locations
+- `comparison`, `elements`: how two checkpoints differ
 """
 
 from __future__ import annotations

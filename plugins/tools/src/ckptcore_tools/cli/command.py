@@ -1,23 +1,148 @@
-"""What every command shares: ``--json``, ``--debug``, ``--option``, and errors as one line and an exit code."""
+"""What all commands share: exit codes, errors, ``--json``, ``--debug`` and the options of storages."""
 
 from __future__ import annotations
 
 import errno
 import functools
+import json
 import os
+import re
 import sys
 import traceback
 from collections.abc import Callable, Sequence
-from typing import Concatenate, ParamSpec
+from enum import IntEnum
+from typing import Concatenate, Final, ParamSpec
 
 import click
 
-from ckptcore.errors import CheckpointError, DirectoryInUseError
-from ckptcore_tools.cli.console import error_line, print_document
-from ckptcore_tools.cli.exits import ExitCode, exit_code_of
-from ckptcore_tools.cli.options import begin_context
+from ckptcore.context import Context, default_context
+from ckptcore.errors import (
+    BucketNotFoundError,
+    CheckpointError,
+    CheckpointExistsError,
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    DirectoryInUseError,
+    ObjectNotFoundError,
+    PluginError,
+    StorageCredentialsError,
+    StoragePermissionError,
+    StorageThrottledError,
+    StorageTimeoutError,
+    UnsupportedKeyError,
+    UnsupportedLeafError,
+    UnsupportedVersionError,
+)
+from ckptcore.model.tree import JSON
+from ckptcore_tools.cli.output import error_line, print_document
 
-__all__ = ["checkpoint_command"]
+__all__ = ["EXIT_CODE_HELP", "ExitCode", "begin_context", "checkpoint_command", "command_context", "exit_code_of"]
+
+
+class ExitCode(IntEnum):
+    """What the exit status of ``ckptcore`` means. The numbers are kept from release to release."""
+
+    OK = 0
+    FOUND = 1
+    USAGE = 2
+    NOT_FOUND = 3
+    CORRUPT = 4
+    UNSUPPORTED = 5
+    FAILED = 6
+    EXISTS = 7
+    IN_USE = 8
+    CREDENTIALS = 9
+    PERMISSION = 10
+    THROTTLED = 11
+    TIMEOUT = 12
+    BUG = 70
+    INTERRUPTED = 130
+    BROKEN_PIPE = 141
+
+
+EXIT_CODE_HELP = """\
+\b
+Exit codes:
+    0  done; nothing differs, nothing is wrong
+    1  diff found differences; verify, steps --verify or copy found a damaged checkpoint; a plugin failed to load
+    2  the command was not called correctly
+    3  there is no checkpoint at the location, or only one whose save never committed; there is no such bucket
+    4  the checkpoint is corrupt
+    5  a plugin that is needed is not installed, or the checkpoint holds what cannot be handled
+    6  the storage or something else failed
+    7  something stands at the destination already
+    8  another job owns the directory of steps
+    9  there are no credentials for the storage, or it does not take them
+   10  the storage does not allow what was asked
+   11  the storage asked to come slower; try again later
+   12  the storage gave no answer in time; try again
+   70  a bug in ckptcore or in a plugin
+  130  interrupted, or not confirmed
+"""
+
+_CODES: tuple[tuple[type[Exception], ExitCode], ...] = (
+    (CheckpointNotFoundError, ExitCode.NOT_FOUND),
+    (BucketNotFoundError, ExitCode.NOT_FOUND),
+    (CheckpointExistsError, ExitCode.EXISTS),
+    (DirectoryInUseError, ExitCode.IN_USE),
+    (CorruptCheckpointError, ExitCode.CORRUPT),
+    (StorageCredentialsError, ExitCode.CREDENTIALS),
+    (StoragePermissionError, ExitCode.PERMISSION),
+    (StorageThrottledError, ExitCode.THROTTLED),
+    (StorageTimeoutError, ExitCode.TIMEOUT),
+    (ObjectNotFoundError, ExitCode.CORRUPT),  # the root was there and names what is not
+    (UnsupportedVersionError, ExitCode.UNSUPPORTED),
+    (UnsupportedLeafError, ExitCode.UNSUPPORTED),
+    (UnsupportedKeyError, ExitCode.UNSUPPORTED),
+    (PluginError, ExitCode.UNSUPPORTED),
+)
+
+
+def exit_code_of(error: Exception) -> ExitCode:
+    """The exit code for an error that ended a command."""
+    return next((code for kind, code in _CODES if isinstance(error, kind)), ExitCode.FAILED)
+
+
+_OPTION: Final = re.compile(r"([a-zA-Z][a-zA-Z0-9+-]*)\.([^=.]+)=(.*)", re.DOTALL)
+_KEY: Final = "ckptcore.context"
+
+
+def command_context() -> Context:
+    """The Context of the command that runs on this thread; the default one where none says otherwise."""
+    running = click.get_current_context(silent=True)
+    found = None if running is None else running.meta.get(_KEY)
+    return found if isinstance(found, Context) else default_context()
+
+
+def begin_context(options: Sequence[str]) -> None:
+    """Let the command that runs on this thread open storages with these options.
+
+    Args:
+        options: each as ``SCHEME.NAME=VALUE``. A value that is JSON is taken as such, any other as text.
+
+    Raises:
+        click.BadParameter: one is not written so.
+    """
+    if not options:
+        return
+    storage: dict[str, dict[str, JSON]] = {}
+    for option in options:
+        matched = _OPTION.fullmatch(option)
+        if matched is None:
+            raise click.BadParameter(
+                f"{option!r}: give SCHEME.NAME=VALUE, such as s3.endpoint=http://127.0.0.1:9000", param_hint="--option"
+            )
+        storage.setdefault(matched[1].lower(), {})[matched[2]] = _value(matched[3])
+    click.get_current_context().meta[_KEY] = Context(storage=storage)
+
+
+def _value(text: str) -> JSON:
+    try:
+        value: JSON = json.loads(text)
+    except (ValueError, RecursionError):
+        return text
+    return value
+
 
 P = ParamSpec("P")
 
@@ -27,7 +152,7 @@ def checkpoint_command(
 ) -> Callable[[Callable[Concatenate[bool, P], ExitCode]], click.Command]:
     """Make a command of a function that takes ``as_json`` first and returns its exit code.
 
-    A `CheckpointError` becomes one line on stderr (with ``--json`` also an `ErrorDocument` on stdout) and its exit code.
+    A `CheckpointError` becomes one line on stderr (with ``--json`` also a document on stdout) and its exit code.
     """
 
     def decorate(function: Callable[Concatenate[bool, P], ExitCode]) -> click.Command:
@@ -95,13 +220,6 @@ def _failed(error: Exception, code: ExitCode, message: str, *, as_json: bool, de
     if debug:
         traceback.print_exception(error)
     if as_json:
-        print_document(
-            {
-                "schema": "ckptcore.error/1",
-                "error": type(error).__name__,
-                "message": message,
-                "exit_code": int(code),
-            }
-        )
+        print_document("error", error=type(error).__name__, message=message, exit_code=int(code))
     error_line(message)
     return code

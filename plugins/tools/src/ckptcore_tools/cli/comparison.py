@@ -1,24 +1,204 @@
-"""Two checkpoints compared: structure, dtypes, shapes and elements, with a bounded amount of both in memory."""
+"""Comparison of two checkpoints with bounded memory: structure, dtypes, shapes, elements, files."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
-from typing import Literal
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 
-from ckptcore.model import JSON, ArrayRecord, Box, LeafRecord, Node, Skeleton, TreeMetadata, TreePath, format_path
-from ckptcore_tools.cli.console import json_number
-from ckptcore_tools.cli.documents import DifferenceDocument
+import numpy as np
+import numpy.typing as npt
+
+from ckptcore.errors import CorruptCheckpointError
+from ckptcore.loading.opened import Opened
+from ckptcore.loading.opening import open_files
+from ckptcore.loading.tries import Tries
+from ckptcore.model import (
+    JSON,
+    ArrayRecord,
+    ArraySpec,
+    Box,
+    HostArray,
+    LeafRecord,
+    Node,
+    Shard,
+    Skeleton,
+    TreeMetadata,
+    TreePath,
+    format_path,
+)
+from ckptcore.protocols import Flattened, HostMemory, Priority
+from ckptcore_tools.cli.command import command_context
 from ckptcore_tools.cli.elements import SAME, Distance, Tolerance, distance
-from ckptcore_tools.cli.keys import key_documents
-from ckptcore_tools.cli.windows import BoxReader, boxes_within
+from ckptcore_tools.cli.output import UNSET, Unset
 
-__all__ = ["Comparison", "Side"]
+if TYPE_CHECKING:
+    from ckptcore.model import Pending
+
+__all__ = ["BoxReader", "Comparison", "Difference", "FilesComparison", "Side", "boxes_within"]
+
+
+def boxes_within(spec: ArraySpec, max_bytes: int) -> Iterator[Box]:
+    """Boxes that make up an array, in C order, each of at most so many bytes, or of one element."""
+    if spec.nbytes <= max_bytes or not spec.shape:
+        yield Box.whole(spec.shape)
+        return
+    yield from _boxes(spec.shape, (), (), spec.numpy_dtype.itemsize, max_bytes)
+
+
+def _boxes(
+    shape: tuple[int, ...], start: tuple[int, ...], stop: tuple[int, ...], itemsize: int, max_bytes: int
+) -> Iterator[Box]:
+    """Boxes of what lies at one index of the leading axes; `shape` is that of the axes that are left."""
+    row = ArraySpec(shape[1:], "uint8").size * itemsize
+    rows = max_bytes // row if row else shape[0]
+    if rows or len(shape) == 1:
+        step = max(1, rows)
+        for first in range(0, shape[0], step):
+            last = min(first + step, shape[0])
+            yield Box((*start, first, *(0,) * (len(shape) - 1)), (*stop, last, *shape[1:]))
+        return
+    for index in range(shape[0]):
+        yield from _boxes(shape[1:], (*start, index), (*stop, index + 1), itemsize, max_bytes)
+
+
+class BoxReader:
+    """Reads boxes of the arrays of one checkpoint."""
+
+    def __init__(self, location: str, tree: TreeMetadata) -> None:
+        self._location = location
+        self._tree = tree
+        self._context = replace(command_context(), handlers={_Window: _WindowHandler(), _Windows: _WindowsHandler()})
+
+    def read(self, boxes: Mapping[int, Box]) -> dict[int, HostArray]:
+        """The elements of one box each of some arrays, by number of the leaf."""
+        from ckptcore import PLACEHOLDER, load
+
+        abstract = self._abstract(self._tree.skeleton, iter(range(len(self._tree.leaves))), boxes)
+        if abstract is PLACEHOLDER:
+            return {}
+        found: dict[int, HostArray] = {}
+        pending = [load(self._location, abstract, context=self._context)]
+        while pending:
+            node = pending.pop()
+            if isinstance(node, _Loaded):
+                found[node.number] = node.elements
+            elif isinstance(node, list):
+                pending.extend(node)
+        return found
+
+    def _abstract(self, node: Skeleton, numbers: Iterator[int], boxes: Mapping[int, Box]) -> object:
+        from ckptcore import PLACEHOLDER
+
+        if not isinstance(node, Node):
+            number = next(numbers)
+            return _Window(number, self._tree.leaves[number], boxes[number]) if number in boxes else PLACEHOLDER
+        children = [self._abstract(child, numbers, boxes) for child in node.children]
+        return PLACEHOLDER if all(child is PLACEHOLDER for child in children) else _Windows(node, children)
+
+
+@dataclass(frozen=True, slots=True)
+class _Window:
+    number: int
+    record: LeafRecord
+    box: Box
+
+
+@dataclass(frozen=True, slots=True)
+class _Loaded:
+    number: int
+    elements: HostArray
+
+
+@dataclass(frozen=True, slots=True)
+class _Windows:
+    node: Node
+    children: Sequence[object]
+
+
+class _WindowsHandler:
+    """Takes `_Windows` apart as what was saved was, and puts them together as a list."""
+
+    priority = Priority.EXACT
+
+    def flatten(self, value: Any) -> Flattened:
+        return Flattened(value.node.kind, value.node.keys, value.children, value.node.type)
+
+    def unflatten(self, like: Any, children: Sequence[object]) -> object:
+        return list(children)
+
+
+class _WindowHandler:
+    """Asks for the one box of a `_Window`. A `_Window` is only ever abstract: it has no elements to save."""
+
+    priority = Priority.EXACT
+
+    def describe(self, leaf: Any) -> LeafRecord:
+        record: LeafRecord = leaf.record
+        return record
+
+    def abstract(self, leaf: Any) -> object:
+        return leaf
+
+    def identity(self, leaf: Any) -> Hashable | None:
+        return None
+
+    def shards(self, leaf: Any, rank: int, size: int) -> Sequence[Shard]:
+        return ()
+
+    def copy_to_host(self, leaf: Any, boxes: Sequence[Box], memory: HostMemory) -> Sequence[Pending[HostArray]]:
+        return ()
+
+    def view_on_host(self, leaf: Any, boxes: Sequence[Box]) -> Sequence[Pending[HostArray]]:
+        return ()
+
+    def wanted(self, abstract: Any, stored: ArrayRecord) -> Sequence[Box]:
+        return (abstract.box,)
+
+    def destination(self, abstract: Any, stored: ArrayRecord, box: Box) -> HostArray | None:
+        return None
+
+    def build(self, abstract: Any, stored: LeafRecord, boxes: Sequence[tuple[Box, HostArray]]) -> object:
+        ((_, elements),) = boxes
+        return _Loaded(abstract.number, elements)
+
+    def fill(self, target: Any, stored: LeafRecord, boxes: Sequence[tuple[Box, HostArray]]) -> bool:
+        return False
+
+    def memory_to_fill(self, target: Any) -> None:
+        return None
+
 
 _BATCH_BYTES = 64 << 20
 """The most that is read of each side at a time, in bytes as it is stored."""
 
-DifferenceKind = Literal["only_in_a", "only_in_b", "structure", "kind", "dtype", "shape", "values"]
+DifferenceKind: TypeAlias = Literal[
+    "only_in_a", "only_in_b", "structure", "kind", "dtype", "shape", "values", "size", "bytes"
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """A way in which two checkpoints differ.
+
+    Attributes:
+        path, keys: where, for people and for programs.
+        kind: of "size" and "bytes", a file that an object wrote.
+        a, b: what is in each.
+        checkpointable: the directory of the one it is in, where there are several.
+        differing, elements: how many elements of an array differ, or bytes of a file, and of how many.
+        max_absolute_error: "nan" where only one is not a number; None of elements that are no numbers.
+    """
+
+    path: str
+    keys: TreePath
+    kind: DifferenceKind
+    a: JSON = None
+    b: JSON = None
+    checkpointable: str | Unset = UNSET
+    differing: int | Unset = UNSET
+    elements: int | Unset = UNSET
+    max_absolute_error: float | None | Unset = UNSET
 
 
 class Side:
@@ -91,7 +271,7 @@ class Comparison:
         """How many bytes of `a` `of_contents` compares."""
         return sum(self._a.array(pair.a).spec.nbytes for pair in self._pairs)
 
-    def of_trees(self, *, with_dtypes: bool) -> Iterator[DifferenceDocument]:
+    def of_trees(self, *, with_dtypes: bool) -> Iterator[Difference]:
         """Every difference that shows without reading an array.
 
         Args:
@@ -112,7 +292,7 @@ class Comparison:
             if path not in a and _container_is_in(path, a):
                 yield _difference(path, "only_in_b", None, b.describe(path))
 
-    def of_contents(self, progress: Callable[[int, int], None]) -> Iterator[DifferenceDocument]:
+    def of_contents(self, progress: Callable[[int, int], None]) -> Iterator[Difference]:
         """Every difference of dtypes and elements between arrays of one shape.
 
         Args:
@@ -133,15 +313,15 @@ class Comparison:
             apart = found.get(pair, SAME)
             if not apart.differing and spec_a.dtype == spec_b.dtype:
                 continue
-            difference = (
-                _difference(pair.path, "values", None, None)
-                if spec_a.dtype == spec_b.dtype
-                else _difference(pair.path, "dtype", spec_a.dtype, spec_b.dtype)
+            kinds: tuple[DifferenceKind, JSON, JSON] = ("dtype", spec_a.dtype, spec_b.dtype)
+            if spec_a.dtype == spec_b.dtype:
+                kinds = ("values", None, None)
+            yield replace(
+                _difference(pair.path, *kinds),
+                differing=apart.differing,
+                elements=spec_a.size,
+                max_absolute_error=apart.largest,
             )
-            difference["differing"] = apart.differing
-            difference["elements"] = spec_a.size
-            difference["max_absolute_error"] = None if apart.largest is None else json_number(apart.largest)
-            yield difference
 
     def _paired_arrays(self) -> Iterator[_Pair]:
         """The arrays whose elements can be compared; one whose bytes others share stands for them."""
@@ -180,9 +360,7 @@ class Comparison:
             yield batch
 
 
-def _record_differences(
-    path: TreePath, a: LeafRecord, b: LeafRecord, *, with_dtypes: bool
-) -> Iterator[DifferenceDocument]:
+def _record_differences(path: TreePath, a: LeafRecord, b: LeafRecord, *, with_dtypes: bool) -> Iterator[Difference]:
     if isinstance(a, ArrayRecord) and isinstance(b, ArrayRecord):
         if a.kind != b.kind:
             yield _difference(path, "kind", a.kind, b.kind)
@@ -195,12 +373,12 @@ def _record_differences(
     elif a.value != b.value:
         difference = _difference(path, "values", a.value, b.value)
         if type(a.value) in (int, float) and type(b.value) in (int, float):
-            difference["max_absolute_error"] = json_number(abs(a.value - b.value))  # type: ignore[operator]  # numbers
+            difference = replace(difference, max_absolute_error=abs(a.value - b.value))  # type: ignore[operator]  # numbers
         yield difference
 
 
-def _difference(path: TreePath, kind: DifferenceKind, a: JSON, b: JSON) -> DifferenceDocument:
-    return {"path": format_path(path), "keys": key_documents(path), "kind": kind, "a": a, "b": b}
+def _difference(path: TreePath, kind: DifferenceKind, a: JSON, b: JSON) -> Difference:
+    return Difference(format_path(path), path, kind, a, b)
 
 
 def _container_is_in(path: TreePath, side: Side) -> bool:
@@ -219,3 +397,79 @@ def _leaf_text(record: LeafRecord) -> str:
     if not isinstance(record, ArrayRecord):
         return record.kind
     return str(record.spec) if record.kind == "array" else f"{record.kind} {record.spec}"
+
+
+_PIECE_BYTES: Final = 1 << 24
+
+
+class FilesComparison:
+    """What the files of two checkpointables have in common, and how they differ."""
+
+    def __init__(self, a: str, b: str) -> None:
+        """Open both.
+
+        Args:
+            a, b: the locations of two checkpointables that are stored as files.
+
+        Raises:
+            What `ckptcore.metadata` does.
+        """
+        self._a, self._b = (Tries(place, command_context(), open_files).open() for place in (a, b))
+
+    @property
+    def files(self) -> int:
+        """How many files both have."""
+        return sum(key in self._b.objects for key in self._a.objects)
+
+    @property
+    def nbytes(self) -> int:
+        """How many bytes of `a` `of_contents` compares."""
+        return sum(self._a.objects[key].size for key in self._comparable())
+
+    def of_names(self) -> Iterator[Difference]:
+        """Files that only one has, and those of another size."""
+        for key, record in self._a.objects.items():
+            other = self._b.objects.get(key)
+            if other is None:
+                yield Difference(key, (key,), "only_in_a", a="file")
+            elif other.size != record.size:
+                yield Difference(key, (key,), "size", record.size, other.size)
+        for key in self._b.objects:
+            if key not in self._a.objects:
+                yield Difference(key, (key,), "only_in_b", b="file")
+
+    def of_contents(self, progress: Callable[[int, int], None]) -> Iterator[Difference]:
+        """Files of one size with other bytes.
+
+        Args:
+            progress: called with bytes of `a` compared and bytes in all.
+
+        Raises:
+            CorruptCheckpointError: if a file is not what was written.
+        """
+        done, total = 0, self.nbytes
+        for key in self._comparable():
+            differing, nbytes = 0, self._a.objects[key].size
+            for start in range(0, nbytes, _PIECE_BYTES):
+                stop = min(start + _PIECE_BYTES, nbytes)
+                differing += int(
+                    np.count_nonzero(_bytes(self._a, key, start, stop) != _bytes(self._b, key, start, stop))
+                )
+                done += stop - start
+                progress(done, total)
+            if differing:
+                yield Difference(key, (key,), "bytes", differing=differing, elements=nbytes)
+
+    def _comparable(self) -> list[str]:
+        theirs = self._b.objects
+        return [key for key, own in self._a.objects.items() if key in theirs and theirs[key].size == own.size]
+
+
+def _bytes(opened: Opened, key: str, start: int, stop: int) -> npt.NDArray[np.uint8]:
+    data = np.frombuffer(opened.store.get(key, start, stop), np.uint8)
+    if data.size != stop - start:
+        raise CorruptCheckpointError(
+            f"{opened.location.display}: {key} ends at byte {start + data.size}, where {stop} are expected",
+            key=key, start=start + data.size, stop=stop,
+        )  # fmt: skip
+    return data

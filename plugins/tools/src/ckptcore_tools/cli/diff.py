@@ -3,25 +3,22 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Final, Literal, cast
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Final, Literal
 
 import click
 
 from ckptcore.model import JSON, format_path
 from ckptcore.model.sizes import count, size
-from ckptcore_tools.cli.command import checkpoint_command
-from ckptcore_tools.cli.console import print_document, print_line, printable
-from ckptcore_tools.cli.documents import DiffDocument, DifferenceDocument
+from ckptcore_tools.cli.command import ExitCode, checkpoint_command
+from ckptcore_tools.cli.comparison import Comparison, Difference, FilesComparison, Side
 from ckptcore_tools.cli.elements import Tolerance
-from ckptcore_tools.cli.exits import ExitCode
-from ckptcore_tools.cli.members import describe_directories
-from ckptcore_tools.cli.progress import byte_progress
+from ckptcore_tools.cli.locations import describe_directories
+from ckptcore_tools.cli.output import UNSET, byte_progress, print_document, print_line, printable
 
 if TYPE_CHECKING:
     from ckptcore import CheckpointMetadata
-    from ckptcore_tools.cli.comparison import Comparison
-    from ckptcore_tools.cli.files_comparison import FilesComparison
 
 __all__ = ["command"]
 
@@ -48,21 +45,20 @@ def command(as_json: bool, a: str, b: str, atol: float, rtol: float, no_values: 
     if not no_values:
         with byte_progress("comparing") as progress:
             differences.extend(comparison.of_contents(progress))
-    document: DiffDocument = {
-        "schema": "ckptcore.diff/1",
-        "a": a,
-        "b": b,
-        "same": not differences,
-        "leaves_compared": comparison.leaves,
-        "nbytes_compared": 0 if no_values else comparison.nbytes,
-        "differences": differences,
-    }
-    if comparison.files:
-        document["files_compared"] = comparison.files
+    nbytes = 0 if no_values else comparison.nbytes
     if as_json:
-        print_document(document)
+        print_document(
+            "diff",
+            a=a,
+            b=b,
+            same=not differences,
+            leaves_compared=comparison.leaves,
+            nbytes_compared=nbytes,
+            files_compared=comparison.files or UNSET,
+            differences=differences,
+        )
     else:
-        _print(document)
+        _print(differences, comparison.leaves, comparison.files, nbytes)
     return ExitCode.FOUND if differences else ExitCode.OK
 
 
@@ -75,9 +71,6 @@ class _Whole:
         b: Mapping[str, tuple[str, CheckpointMetadata]],
         tolerance: Tolerance,
     ) -> None:
-        from ckptcore_tools.cli.comparison import Comparison, Side
-        from ckptcore_tools.cli.files_comparison import FilesComparison
-
         self._a = {directory: found for directory, (_, found) in a.items()}
         self._b = {directory: found for directory, (_, found) in b.items()}
         self._trees: dict[str, Comparison] = {}
@@ -105,7 +98,7 @@ class _Whole:
         """How many bytes of `a` `of_contents` compares."""
         return sum(comparison.nbytes for _, comparison in self._parts())
 
-    def of_structure(self, *, with_dtypes: bool) -> Iterator[DifferenceDocument]:
+    def of_structure(self, *, with_dtypes: bool) -> Iterator[Difference]:
         """Every difference that shows without reading an array or a file."""
         a, b = self._a, self._b
         if ("" in a) != ("" in b):
@@ -126,7 +119,7 @@ class _Whole:
             if directory not in a:
                 yield _in(directory, _of_root("only_in_b", None, _kind(found)))
 
-    def of_contents(self, progress: Callable[[int, int], None]) -> Iterator[DifferenceDocument]:
+    def of_contents(self, progress: Callable[[int, int], None]) -> Iterator[Difference]:
         """Every difference between elements and between files.
 
         Args:
@@ -158,56 +151,49 @@ def _kind(found: CheckpointMetadata) -> str:
     return "files" if found.layout == _FILES else "tree"
 
 
-def _of_root(kind: Literal["structure", "only_in_a", "only_in_b"], a: JSON, b: JSON) -> DifferenceDocument:
-    return {"path": format_path(()), "keys": [], "kind": kind, "a": a, "b": b}
+def _of_root(kind: Literal["structure", "only_in_a", "only_in_b"], a: JSON, b: JSON) -> Difference:
+    return Difference(format_path(()), (), kind, a, b)
 
 
-def _in(directory: str, difference: DifferenceDocument) -> DifferenceDocument:
-    if directory:
-        difference["checkpointable"] = directory
-    return difference
+def _in(directory: str, difference: Difference) -> Difference:
+    return replace(difference, checkpointable=directory) if directory else difference
 
 
-def _print(document: DiffDocument) -> None:
-    for difference in document["differences"]:
-        mark, style = _MARKS.get(difference["kind"], ("~", "yellow"))
+def _print(differences: Sequence[Difference], leaves: int, files: int, nbytes: int) -> None:
+    for difference in differences:
+        mark, style = _MARKS.get(difference.kind, ("~", "yellow"))
         print_line((f"{mark} {printable(_where(difference))}", style), "  ", printable(_explained(difference)))
-    compared = (
-        f"{count(document['leaves_compared'], 'leaf', 'leaves')}, {size(document['nbytes_compared'])} of elements"
-    )
-    if "files_compared" in document:
-        compared = (
-            f"{count(document['leaves_compared'], 'leaf', 'leaves')}, {count(document['files_compared'], 'file')}, "
-            f"{size(document['nbytes_compared'])} of elements and files"
-        )
-    if document["same"]:
-        print_line(("the same", "bold green"), f": {compared} compared")
+    compared = f"{count(leaves, 'leaf', 'leaves')}, {size(nbytes)} of elements"
+    if files:
+        compared = f"{count(leaves, 'leaf', 'leaves')}, {count(files, 'file')}, {size(nbytes)} of elements and files"
+    if differences:
+        print_line((count(len(differences), "difference"), "bold red"), f": {compared} compared")
     else:
-        print_line((count(len(document["differences"]), "difference"), "bold red"), f": {compared} compared")
+        print_line(("the same", "bold green"), f": {compared} compared")
 
 
-def _where(difference: DifferenceDocument) -> str:
-    if "checkpointable" not in difference:
-        return difference["path"]
+def _where(difference: Difference) -> str:
+    if difference.checkpointable is UNSET:
+        return difference.path
     # What is missing as a whole, or of another sort, is named by its name alone.
-    return f"{difference['checkpointable']}" + (f": {difference['path']}" if difference["keys"] else "")
+    return f"{difference.checkpointable}" + (f": {difference.path}" if difference.keys else "")
 
 
-def _explained(difference: DifferenceDocument) -> str:
-    kind = difference["kind"]
+def _explained(difference: Difference) -> str:
+    kind = difference.kind
     if kind == "only_in_a":
-        return f"only in A: {difference['a']}"
+        return f"only in A: {difference.a}"
     if kind == "only_in_b":
-        return f"only in B: {difference['b']}"
-    text = "" if difference["a"] is None else f"{kind}: {_short(difference['a'])} -> {_short(difference['b'])}"
+        return f"only in B: {difference.b}"
+    text = "" if difference.a is None else f"{kind}: {_short(difference.a)} -> {_short(difference.b)}"
     if kind == "size":
         text += " bytes"
-    if difference.get("differing"):
+    differing, elements, largest = difference.differing, difference.elements, difference.max_absolute_error
+    if differing is not UNSET and elements is not UNSET and differing:
         unit = "byte" if kind == "bytes" else "element"
-        text += f"{'; ' if text else ''}{difference['differing']:,} of {count(difference['elements'], unit)} differ"
-    largest = difference.get("max_absolute_error")
-    if largest is not None and difference.get("differing", 1):
-        text += f", max abs error {float(cast(float, largest)):.6g}"
+        text += f"{'; ' if text else ''}{differing:,} of {count(elements, unit)} differ"
+    if largest is not UNSET and largest is not None and (differing is UNSET or differing):
+        text += f", max abs error {largest:.6g}"
     return text
 
 

@@ -1,30 +1,152 @@
-"""``ckptcore gc``: old steps of a run deleted, as a policy says."""
+"""``ckptcore gc``: deletes old steps of a run by a policy."""
 
 from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import click
 
 from ckptcore.commit.looking import look_at_owner
 from ckptcore.commit.ownership import IfInUse, own_directory
+from ckptcore.commit.referrers import find_bases, referring_to
 from ckptcore.context import Context
+from ckptcore.errors import CheckpointError
 from ckptcore.model.sizes import age, count, metrics_text, size
-from ckptcore.policies import PreservationPolicy, parse_preservation
-from ckptcore.training.garbage import StepDeleter
+from ckptcore.policies import PreservationPolicy, explain, parse_preservation, what_to_delete
+from ckptcore.protocols import AtomicDirectories
+from ckptcore.training.garbage import StepDeleter, policy_infos, readable_steps
 from ckptcore.training.steps import StepDirectory
-from ckptcore_tools.cli.collection import Fate, Plan, plan_collection
-from ckptcore_tools.cli.command import checkpoint_command
-from ckptcore_tools.cli.console import json_number, print_document, print_line, printable
-from ckptcore_tools.cli.documents import GcDocument, GcStepDocument
-from ckptcore_tools.cli.exits import ExitCode
-from ckptcore_tools.cli.options import command_context
-from ckptcore_tools.cli.survey import find_steps, step_names
-from ckptcore_tools.cli.table import Cell, Column, print_table
+from ckptcore_tools.cli.command import ExitCode, checkpoint_command, command_context
+from ckptcore_tools.cli.output import Cell, Column, print_document, print_line, print_table, printable
+from ckptcore_tools.cli.steps import Found, StepState, find_pinned, find_steps, look_at_steps, step_names
 
-__all__ = ["command"]
+__all__ = ["Fate", "Plan", "command", "plan_collection"]
+
+_LEFT_ALONE: Mapping[StepState, str] = {
+    "committed": "saved at this moment",
+    "foreign": "left alone: written by other software",
+    "uncommitted": "left alone: no save that committed",
+    "corrupt": "left alone: damaged",
+    "unreadable": "left alone: cannot be read here",
+    "other": "left alone: no checkpoint",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Fate:
+    """What becomes of a step.
+
+    Attributes:
+        found: the step; its size is known only if it goes.
+        goes: whether it is deleted.
+        reasons: why.
+    """
+
+    found: Found
+    goes: bool
+    reasons: Sequence[str]
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What becomes of a directory of steps.
+
+    Attributes:
+        fates: of each step, ascending.
+        leftovers: what dead saves and deletions left. What is of a living save stays, which shows when it is deleted.
+        broken: steps that no policy counts.
+    """
+
+    fates: Sequence[Fate]
+    leftovers: Sequence[str]
+    broken: frozenset[int] = field(default=frozenset())
+
+    @property
+    def doomed(self) -> frozenset[int]:
+        """The steps that are deleted."""
+        return frozenset([fate.found.step for fate in self.fates if fate.goes])
+
+
+def plan_collection(steps: StepDirectory, policy: PreservationPolicy, now: float, context: Context) -> Plan:
+    """Decide about every step; changes nothing.
+
+    Args:
+        steps: the directory, as it was just listed.
+        policy: which steps to keep.
+        now: seconds since the epoch, UTC.
+        context: options.
+
+    Raises:
+        StorageError
+    """
+    broken = _claims(steps)
+    infos = {info.step: info for info in policy_infos(steps, broken)}
+    doomed = set(what_to_delete(policy, list(infos.values()), now))
+    pinned = find_pinned(steps.store, steps.display) or frozenset()
+    referring = _referring(steps, doomed, context)
+    reasons = explain(policy, list(infos.values()), now)
+    read = [step for step in steps.candidates() if step in doomed or step not in infos]
+    looked_at = {found.step: found for found in look_at_steps(steps, read, context)}
+    fates: list[Fate] = []
+    leftovers = list(steps.leftovers)
+    for step in steps.candidates():
+        found = looked_at.get(step) or Found(step, steps.name(step), "committed")
+        if step not in infos:
+            # Where directories are renamed to commit them, a claim was put there by hand.
+            if found.state == "uncommitted" and not isinstance(steps.store, AtomicDirectories):
+                leftovers.append(found.name)
+            else:
+                fates.append(Fate(found, goes=False, reasons=(_LEFT_ALONE[found.state],)))
+            continue
+        summary = steps.summary(step)
+        created = summary.created if summary is not None else None
+        found = Found(step, found.name, "committed", created, found.nbytes, infos[step].metrics)
+        if step in doomed and found.name in pinned:
+            fates.append(Fate(found, goes=False, reasons=("pinned by a reader",)))
+        elif step in referring:
+            fates.append(Fate(found, goes=False, reasons=(f"has arrays of {', '.join(referring[step])}",)))
+        elif step in doomed:
+            fates.append(Fate(found, goes=True, reasons=()))
+        else:
+            fates.append(Fate(found, goes=False, reasons=reasons[step]))
+    return Plan(fates, leftovers, broken)
+
+
+def _referring(steps: StepDirectory, doomed: Collection[int], context: Context) -> Mapping[int, Sequence[str]]:
+    """By step that a policy gives up, the names of what stays and has arrays in it."""
+    if not doomed:
+        return {}
+    bases = find_bases(steps.store, context.io_threads)
+    saves = {step: summary.save_id for step in doomed if (summary := steps.summary(step)) is not None}
+    going = dict(saves)
+    while True:
+        names = {steps.name(step) for step in going}
+        staying = {name: of for name, of in bases.items() if name not in names}
+        kept = [step for step, save_id in going.items() if referring_to(steps.name(step), save_id, staying)]
+        if not kept:
+            break
+        for step in kept:
+            del going[step]
+    return {step: referring_to(steps.name(step), saves[step], staying) for step in saves if step not in going}
+
+
+def _claims(steps: StepDirectory) -> frozenset[int]:
+    """Steps whose root is a claim, though the storage says that they are committed: they were copied from another storage."""
+    claims = set()
+    committed = readable_steps(steps)
+    steps.look_ahead(committed)
+    for step in committed:
+        try:
+            summary = steps.summary(step)
+        except CheckpointError:
+            continue  # of these `policy_infos` says the same
+        if summary is not None and not summary.committed:
+            claims.add(step)
+    return frozenset(claims)
+
 
 _COLUMNS = (
     Column("step", "right"),
@@ -92,17 +214,16 @@ def command(
             print_line("nothing was deleted")
             return ExitCode.INTERRUPTED
         _, deleted = _collect(steps, policy, plan.doomed, if_in_use, context)
-    document: GcDocument = {
-        "schema": "ckptcore.gc/1",
-        "directory": directory,
-        "policy": policy_text,
-        "dry_run": dry_run,
-        "steps": [_document(fate) for fate in plan.fates],
-        "leftovers": list(plan.leftovers),
-        "deleted": list(deleted),
-    }
     if as_json:
-        print_document(document)
+        print_document(
+            "gc",
+            directory=directory,
+            policy=policy_text,
+            dry_run=dry_run,
+            steps=[_document(fate) for fate in plan.fates],
+            leftovers=list(plan.leftovers),
+            deleted=list(deleted),
+        )
         return ExitCode.OK
     if dry_run or yes:
         _print_plan(plan)
@@ -149,7 +270,7 @@ def _is_confirmed() -> bool:
         raise KeyboardInterrupt from None
 
 
-def _document(fate: Fate) -> GcStepDocument:
+def _document(fate: Fate) -> Mapping[str, object]:
     found = fate.found
     return {
         "step": found.step,
@@ -157,7 +278,7 @@ def _document(fate: Fate) -> GcStepDocument:
         "action": "delete" if fate.goes else "keep",
         "reasons": list(fate.reasons),
         "created": found.created,
-        "metrics": {name: json_number(value) for name, value in found.metrics.items()},
+        "metrics": found.metrics,
         "nbytes": found.nbytes if fate.goes else None,
     }
 

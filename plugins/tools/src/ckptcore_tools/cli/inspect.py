@@ -1,9 +1,10 @@
-"""``ckptcore inspect``: what is in a checkpoint, without reading an array."""
+"""``ckptcore inspect``: what is in a checkpoint."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import click
 
@@ -11,29 +12,29 @@ import ckptcore
 from ckptcore import CheckpointablesMetadata, CheckpointMetadata
 from ckptcore.builtin.files_layout import FilesLayout
 from ckptcore.events import Event
-from ckptcore.model import ArrayRecord, Node, Skeleton, TreeMetadata, TreePath, format_path
-from ckptcore.model.sizes import count, metrics_text, size
-from ckptcore_tools.cli.command import checkpoint_command
-from ckptcore_tools.cli.console import json_number, print_document, print_line, printable
-from ckptcore_tools.cli.documents import (
-    CheckpointablesDocument,
-    ContainerDocument,
-    EventDocument,
-    InspectDocument,
-    LeafDocument,
-    ObjectDocument,
-    TotalsDocument,
+from ckptcore.model import (
+    JSON,
+    ArrayRecord,
+    Attribute,
+    Key,
+    LeafRecord,
+    Node,
+    Skeleton,
+    TreeMetadata,
+    TreePath,
+    format_path,
 )
-from ckptcore_tools.cli.exits import ExitCode
-from ckptcore_tools.cli.keys import key_documents
-from ckptcore_tools.cli.members import describe
-from ckptcore_tools.cli.options import command_context
-from ckptcore_tools.cli.treeview import tree_rows
+from ckptcore.model.sizes import count, metrics_text, size
+from ckptcore_tools.cli.command import ExitCode, checkpoint_command, command_context
+from ckptcore_tools.cli.locations import describe
+from ckptcore_tools.cli.output import UNSET, print_document, print_line, printable
 from ckptcore_tools.timelines import format_timeline
 
-__all__ = ["command"]
+__all__ = ["TreeRow", "command", "tree_rows"]
 
 _WIDEST_NAME = 72
+_EVENT = ("phase", "rank", "began", "seconds", "nbytes", "error")
+"""Fields of an event that a document has."""
 
 
 @checkpoint_command("inspect")
@@ -51,7 +52,7 @@ def command(as_json: bool, location: str, depth: int | None, show_objects: bool,
     """
     found = describe(location, command_context())
     if as_json:
-        print_document(_document(location, found))
+        _print_document(location, found)
         return ExitCode.OK
     _print_summary(location, found)
     print_line()
@@ -70,63 +71,52 @@ def command(as_json: bool, location: str, depth: int | None, show_objects: bool,
     return ExitCode.OK
 
 
-def _document(
-    location: str, found: CheckpointMetadata | CheckpointablesMetadata
-) -> InspectDocument | CheckpointablesDocument:
-    if not isinstance(found, ckptcore.CheckpointMetadata):
-        document: CheckpointablesDocument = {
-            "schema": "ckptcore.inspect_checkpointables/1",
-            "location": location,
-            "writer": found.writer,
-            "created": found.created,
-            "save_id": found.save_id,
-            "custom": dict(found.custom),
-            "metrics": _metrics(found.metrics),
-            "checkpointables": [
-                {
-                    "name": name,
-                    "kind": "files" if one.layout == FilesLayout.name else "tree",
-                    "processes": found.processes.get(name),
-                    "layout": one.layout,
-                    "containers": list(_container_documents(one.tree.skeleton, ())),
-                    "leaves": list(_leaf_documents(one.tree)),
-                    "objects": _object_documents(one),
-                    "totals": _totals(one),
-                }
-                for name, one in found.checkpointables.items()
-            ],
-            "deleted": list(found.deleted),
-            "timeline": _event_documents(found.timeline),
-        }
-        if found.unreadable:
-            document["unreadable"] = dict(found.unreadable)
-        return document
-    return {
-        "schema": "ckptcore.inspect/1",
+def _print_document(location: str, found: CheckpointMetadata | CheckpointablesMetadata) -> None:
+    members: dict[str, object] = {
         "location": location,
-        "layout": found.layout,
         "writer": found.writer,
         "created": found.created,
         "save_id": found.save_id,
-        "custom": dict(found.custom),
+        "custom": found.custom,
+        "metrics": found.metrics,
+        "timeline": [{name: getattr(event, name) for name in _EVENT} for event in found.timeline],
+    }
+    if isinstance(found, ckptcore.CheckpointMetadata):
+        print_document("inspect", **members, **_part(found), bases=found.bases)
+        return
+    parts = [
+        {
+            "name": name,
+            "kind": "files" if one.layout == FilesLayout.name else "tree",
+            "processes": found.processes.get(name),
+            **_part(one),
+        }
+        for name, one in found.checkpointables.items()
+    ]
+    print_document(
+        "inspect_checkpointables",
+        **members,
+        checkpointables=parts,
+        deleted=found.deleted,
+        unreadable=found.unreadable or UNSET,
+    )
+
+
+def _part(found: CheckpointMetadata) -> dict[str, object]:
+    """One tree, or the files of one object; files have no containers and no leaves."""
+    return {
+        "layout": found.layout,
         "containers": list(_container_documents(found.tree.skeleton, ())),
         "leaves": list(_leaf_documents(found.tree)),
-        "objects": _object_documents(found),
+        "objects": [
+            {"key": record.key, "size": record.size, "checksummed": bool(record.checksums)}
+            for record in found.objects.values()
+        ],
         "totals": _totals(found),
-        "metrics": _metrics(found.metrics),
-        "timeline": _event_documents(found.timeline),
-        "bases": list(found.bases),
     }
 
 
-def _object_documents(found: CheckpointMetadata) -> list[ObjectDocument]:
-    return [
-        {"key": record.key, "size": record.size, "checksummed": bool(record.checksums)}
-        for record in found.objects.values()
-    ]
-
-
-def _totals(found: CheckpointMetadata) -> TotalsDocument:
+def _totals(found: CheckpointMetadata) -> dict[str, int]:
     arrays = sum(isinstance(record, ArrayRecord) for record in found.tree.leaves)
     return {
         "arrays": arrays,
@@ -137,30 +127,12 @@ def _totals(found: CheckpointMetadata) -> TotalsDocument:
     }
 
 
-def _metrics(metrics: Mapping[str, float]) -> dict[str, float | str]:
-    return {name: json_number(value) for name, value in metrics.items()}
-
-
-def _event_documents(timeline: Sequence[Event]) -> list[EventDocument]:
-    return [
-        {
-            "phase": event.phase,
-            "rank": event.rank,
-            "began": event.began,
-            "seconds": event.seconds,
-            "nbytes": event.nbytes,
-            "error": event.error,
-        }
-        for event in timeline
-    ]
-
-
-def _container_documents(node: Skeleton, path: TreePath) -> Iterator[ContainerDocument]:
+def _container_documents(node: Skeleton, path: TreePath) -> Iterator[dict[str, object]]:
     if not isinstance(node, Node):
         return
     yield {
         "path": format_path(path),
-        "keys": key_documents(path),
+        "keys": path,
         "kind": node.kind,
         "type": node.type,
         "children": len(node.children),
@@ -169,19 +141,19 @@ def _container_documents(node: Skeleton, path: TreePath) -> Iterator[ContainerDo
         yield from _container_documents(child, (*path, key))
 
 
-def _leaf_documents(tree: TreeMetadata) -> Iterator[LeafDocument]:
+def _leaf_documents(tree: TreeMetadata) -> Iterator[dict[str, object]]:
     for number, (path, record) in enumerate(zip(tree.paths, tree.leaves, strict=True)):
         target = tree.aliases.get(number)
         array = record if isinstance(record, ArrayRecord) else None
-        document: LeafDocument = {
+        document: dict[str, object] = {
             "path": format_path(path),
-            "keys": key_documents(path),
+            "keys": path,
             "kind": record.kind,
             "dtype": array.spec.dtype if array else None,
-            "shape": list(array.spec.shape) if array else None,
+            "shape": array.spec.shape if array else None,
             "nbytes": array.spec.nbytes if array and target is None else 0,
             "shares": None if target is None else format_path(tree.paths[target]),
-            "notes": dict(array.notes) if array else {},
+            "notes": array.notes if array else {},
         }
         if not isinstance(record, ArrayRecord):
             document["value"] = record.value
@@ -270,3 +242,143 @@ def _print_tree(tree: TreeMetadata, depth: int | None) -> None:
         rest = f"  {row.size:>9}  {row.detail}".rstrip()
         what = row.what.ljust(what_width) if rest else row.what
         print_line((row.guide, "dim"), name, "  ", (what, "cyan"), (rest, "dim"))
+
+
+_VALUE_CHARACTERS = 60
+_NOTE_CHARACTERS = 160
+_LISTED = 6
+"""So many elements of a list in a note are shown, of a longer one fewer: a mesh can have thousands of devices."""
+
+
+@dataclass(frozen=True, slots=True)
+class TreeRow:
+    """A line of a drawn tree.
+
+    Attributes:
+        guide: the lines that lead to it.
+        name: its key in the container it is in.
+        what: its type: a dtype and shape, a kind of value, a kind of container.
+        size: bytes of an array; else empty.
+        detail: how it was sharded, what it shares bytes with, a value.
+    """
+
+    guide: str
+    name: str
+    what: str
+    size: str
+    detail: str
+
+
+def tree_rows(tree: TreeMetadata, depth: int | None) -> Iterator[TreeRow]:
+    """The rows of a tree, down to so many levels of containers; None for all."""
+    yield from _rows(_Numbered(tree), tree.skeleton, "", "", "<root>", depth)
+
+
+class _Numbered:
+    """Gives the leaves of a tree, one after the other, in the order in which the skeleton has them.
+
+    Attributes:
+        tree: the tree.
+        next: the number of the next leaf.
+        one_device: whether all arrays that were on one device were on the same: then that is not said of each.
+    """
+
+    def __init__(self, tree: TreeMetadata) -> None:
+        self.tree = tree
+        self.next = 0
+        devices = {
+            _device(note) for record in tree.leaves if isinstance(record, ArrayRecord) for note in record.notes.values()
+        }
+        self.one_device = len(devices - {None}) < 2
+
+    def take(self) -> tuple[int, LeafRecord]:
+        number = self.next
+        self.next += 1
+        return number, self.tree.leaves[number]
+
+
+def _rows(leaves: _Numbered, node: Skeleton, guide: str, below: str, name: str, depth: int | None) -> Iterator[TreeRow]:
+    if not isinstance(node, Node):
+        yield _leaf_row(leaves, *leaves.take(), guide, name)
+        return
+    kind = node.kind if node.type is None else printable(node.type)
+    if depth == 0:
+        first = leaves.next
+        leaves.next = first + _leaf_count(node)
+        nbytes = _nbytes(leaves.tree, range(first, leaves.next))
+        yield TreeRow(guide, name, kind, size(nbytes), f"… {count(leaves.next - first, 'leaf', 'leaves')}")
+        return
+    yield TreeRow(guide, name, kind, "", "" if node.children else "empty")
+    for number, (key, child) in enumerate(zip(node.keys, node.children, strict=True)):
+        last = number == len(node.keys) - 1
+        yield from _rows(
+            leaves,
+            child,
+            below + ("└─ " if last else "├─ "),
+            below + ("   " if last else "│  "),
+            _key_text(key),
+            None if depth is None else depth - 1,
+        )
+
+
+def _leaf_row(leaves: _Numbered, number: int, record: LeafRecord, guide: str, name: str) -> TreeRow:
+    if not isinstance(record, ArrayRecord):
+        value = json.dumps(record.value, ensure_ascii=False)
+        if len(value) > _VALUE_CHARACTERS:
+            value = value[: _VALUE_CHARACTERS - 1] + "…"
+        return TreeRow(guide, name, printable(record.kind), "", printable(value))
+    what = str(record.spec) if record.kind == "array" else f"{printable(record.kind)} {record.spec}"
+    if (target := leaves.tree.aliases.get(number)) is not None:
+        return TreeRow(guide, name, what, "", f"= {printable(format_path(leaves.tree.paths[target]))}")
+    return TreeRow(guide, name, what, size(record.spec.nbytes), _how_it_lies(record, leaves.one_device))
+
+
+def _how_it_lies(record: ArrayRecord, one_device: bool) -> str:
+    parts = []
+    if record.cuts is not None:
+        parts.append("in " + "×".join(str(len(axis) + 1) for axis in record.cuts) + " parts")
+    for key, note in record.notes.items():
+        if one_device and _device(note) is not None:
+            continue
+        text = f"{key}: {_compact(note).removeprefix('(').removesuffix(')')}"
+        parts.append(text if len(text) <= _NOTE_CHARACTERS else text[: _NOTE_CHARACTERS - 1] + "…")
+    return printable(", ".join(parts))
+
+
+def _device(note: JSON) -> str | None:
+    """The one device that an array was on, if that is what the note says: ``{"type": ..., "device": name}``."""
+    if not isinstance(note, Mapping) or note.keys() != {"type", "device"}:
+        return None
+    device = note["device"]
+    return device if isinstance(device, str) else None
+
+
+def _compact(note: JSON) -> str:
+    """JSON as briefly as can be: ``(NamedSharding mesh=(data=4) spec=(data, -))``; a "type" goes without its name."""
+    if note is None:
+        return "-"
+    if isinstance(note, str):
+        return note
+    if isinstance(note, Mapping):
+        members = (_compact(member) if key == "type" else f"{key}={_compact(member)}" for key, member in note.items())
+        return f"({' '.join(members)})"
+    if isinstance(note, Sequence):
+        if len(note) <= _LISTED:
+            return f"({', '.join(map(_compact, note))})"
+        return f"({', '.join(map(_compact, note[: _LISTED - 2]))}, … {len(note):,} in all)"
+    return json.dumps(note)
+
+
+def _key_text(key: Key) -> str:
+    if isinstance(key, Attribute):
+        return f".{printable(key.name)}"
+    return f"[{key}]" if isinstance(key, int) else printable(key) if key else "''"
+
+
+def _leaf_count(node: Skeleton) -> int:
+    return sum(_leaf_count(child) for child in node.children) if isinstance(node, Node) else 1
+
+
+def _nbytes(tree: TreeMetadata, leaves: range) -> int:
+    records = ((number, tree.leaves[number]) for number in leaves if number not in tree.aliases)
+    return sum(record.spec.nbytes for _, record in records if isinstance(record, ArrayRecord))

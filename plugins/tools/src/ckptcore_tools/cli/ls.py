@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Literal, TypeAlias
 
 import click
@@ -11,18 +12,14 @@ import click
 from ckptcore.context import Context
 from ckptcore.model import ArrayRecord
 from ckptcore.model.sizes import count, size
-from ckptcore_tools.cli.command import checkpoint_command
-from ckptcore_tools.cli.console import print_document, print_line, printable
-from ckptcore_tools.cli.documents import ListDocument, ListedDocument
-from ckptcore_tools.cli.exits import ExitCode
-from ckptcore_tools.cli.locating import child_location, names_in
-from ckptcore_tools.cli.members import describe
-from ckptcore_tools.cli.options import command_context
+from ckptcore_tools.cli.command import ExitCode, checkpoint_command, command_context
+from ckptcore_tools.cli.locations import child_location, describe, names_in
+from ckptcore_tools.cli.output import UNSET, Unset, print_document, print_line, printable
 
 if TYPE_CHECKING:
     from ckptcore import CheckpointMetadata
 
-__all__ = ["command"]
+__all__ = ["Listed", "command"]
 
 State: TypeAlias = Literal["committed", "foreign", "uncommitted", "leftover", "corrupt", "unreadable"]
 
@@ -40,6 +37,31 @@ States:
 """
 
 
+@dataclass(frozen=True, slots=True)
+class Listed:
+    """Something in a directory: a checkpoint, or what a save left.
+
+    Attributes:
+        name, state: what it is.
+        layout: "composite" where it holds several checkpointables.
+        created: ISO 8601 in UTC.
+        arrays, nbytes: how many, and their bytes.
+        error: why it is corrupt or unreadable.
+        writer: the software that wrote it, where it can be read.
+        checkpointables: their names, where it holds several.
+    """
+
+    name: str
+    state: State
+    layout: str | None = None
+    created: str | None = None
+    arrays: int | None = None
+    nbytes: int | None = None
+    error: str | None = None
+    writer: str | Unset = UNSET
+    checkpointables: Sequence[str] | Unset = UNSET
+
+
 @checkpoint_command("ls", epilog=_STATES)
 @click.argument("directory", default=".")
 def command(as_json: bool, directory: str) -> ExitCode:
@@ -48,19 +70,15 @@ def command(as_json: bool, directory: str) -> ExitCode:
     DIRECTORY is a path or URL; only what is directly in it is looked at, and what is no checkpoint is left out. Of the steps of
     a run `ckptcore steps` tells more.
     """
-    document: ListDocument = {
-        "schema": "ckptcore.ls/1",
-        "directory": directory,
-        "checkpoints": list(_checkpoints(directory)),
-    }
+    found = _checkpoints(directory)
     if as_json:
-        print_document(document)
+        print_document("ls", directory=directory, checkpoints=found)
     else:
-        _print(document)
+        _print(directory, found)
     return ExitCode.OK
 
 
-def _checkpoints(directory: str) -> Sequence[ListedDocument]:
+def _checkpoints(directory: str) -> Sequence[Listed]:
     from ckptcore.commit.hidden_names import is_hidden_name, is_leftover_name
     from ckptcore.commit.holding import ADMINISTRATION
     from ckptcore.commit.root import ROOT_KEY
@@ -71,9 +89,9 @@ def _checkpoints(directory: str) -> Sequence[ListedDocument]:
         # It is a checkpoint itself: like `ls` of a file.
         return _listed(directory, directory, context)
 
-    def look(name: str) -> Sequence[ListedDocument]:
+    def look(name: str) -> Sequence[Listed]:
         if is_hidden_name(name):
-            return [_document(name, "leftover" if is_leftover_name(name) else "uncommitted")]
+            return [Listed(name, "leftover" if is_leftover_name(name) else "uncommitted")]
         return _listed(child_location(directory, name), name, context)
 
     entries = [entry.rstrip("/") for entry in sorted(names, key=_in_order)]
@@ -91,7 +109,7 @@ def _in_order(entry: str) -> tuple[str, int, str]:
     return (prefix, int(name[len(prefix) :][:20] or -1), name)
 
 
-def _listed(location: str, name: str, context: Context) -> Sequence[ListedDocument]:
+def _listed(location: str, name: str, context: Context) -> Sequence[Listed]:
     """The checkpoint at a location, or nothing if it is none."""
     import ckptcore
     from ckptcore.errors import (
@@ -104,64 +122,55 @@ def _listed(location: str, name: str, context: Context) -> Sequence[ListedDocume
     try:
         found = describe(location, context)
     except UncommittedCheckpointError:
-        return [_document(name, "uncommitted")]
+        return [Listed(name, "uncommitted")]
     except CheckpointNotFoundError:
         return ()
     except CorruptCheckpointError as error:
-        return [_document(name, "corrupt", str(error))]
+        return [Listed(name, "corrupt", error=str(error))]
     except StorageError:
         raise  # says nothing of this one
     except ckptcore.CheckpointError as error:
-        return [_document(name, "unreadable", str(error))]
+        return [Listed(name, "unreadable", error=str(error))]
     else:
-        document = _document(name, "foreign" if found.save_id is None else "committed")
+        named: Sequence[str] | Unset = UNSET
+        layout = "composite"
         if isinstance(found, ckptcore.CheckpointMetadata):
-            document["layout"] = found.layout
-            document["arrays"] = _arrays(found)
+            trees, layout = [found], found.layout
         else:
-            document["layout"] = "composite"
-            document["arrays"] = sum(map(_arrays, found.checkpointables.values()))
-            document["checkpointables"] = list(found.checkpointables)
-        document["writer"] = found.writer
-        document["created"] = found.created
-        document["nbytes"] = found.nbytes
-        return [document]
+            trees, named = list(found.checkpointables.values()), list(found.checkpointables)
+        return [
+            Listed(
+                name,
+                "foreign" if found.save_id is None else "committed",
+                layout=layout,
+                created=found.created,
+                arrays=sum(map(_arrays, trees)),
+                nbytes=found.nbytes,
+                writer=found.writer,
+                checkpointables=named,
+            )
+        ]
 
 
 def _arrays(found: CheckpointMetadata) -> int:
     return sum(isinstance(record, ArrayRecord) for record in found.tree.leaves)
 
 
-def _document(name: str, state: State, error: str | None = None) -> ListedDocument:
-    return {
-        "name": name,
-        "state": state,
-        "layout": None,
-        "created": None,
-        "arrays": None,
-        "nbytes": None,
-        "error": error,
-    }
-
-
-def _print(document: ListDocument) -> None:
-    checkpoints = document["checkpoints"]
+def _print(directory: str, checkpoints: Sequence[Listed]) -> None:
     if not checkpoints:
-        print_line(f"no checkpoints in {printable(document['directory'])}")
+        print_line(f"no checkpoints in {printable(directory)}")
         return
-    names = [printable(checkpoint["name"]) for checkpoint in checkpoints]
+    names = [printable(checkpoint.name) for checkpoint in checkpoints]
     width = max(map(len, names))
     for name, checkpoint in zip(names, checkpoints, strict=True):
         details = ""
-        if checkpoint["arrays"] is not None and checkpoint["nbytes"] is not None:
-            named = checkpoint.get("checkpointables")
-            held = count(checkpoint["arrays"], "array") if named is None else count(len(named), "checkpointable")
-            details = (
-                f"{checkpoint['layout']:<12}{size(checkpoint['nbytes']):>9} {held:>18}  {checkpoint['created'] or ''}"
-            )
-            if checkpoint["state"] == "foreign" and checkpoint.get("writer"):
-                details = f"{details.rstrip()}  by {printable(checkpoint['writer'])}"
-        elif checkpoint["error"] is not None:
-            details = printable(" ".join(checkpoint["error"].split()))
-        state = checkpoint["state"]
+        if checkpoint.arrays is not None and checkpoint.nbytes is not None:
+            named = checkpoint.checkpointables
+            held = count(checkpoint.arrays, "array") if named is UNSET else count(len(named), "checkpointable")
+            details = f"{checkpoint.layout:<12}{size(checkpoint.nbytes):>9} {held:>18}  {checkpoint.created or ''}"
+            if checkpoint.state == "foreign" and checkpoint.writer:
+                details = f"{details.rstrip()}  by {printable(str(checkpoint.writer))}"
+        elif checkpoint.error is not None:
+            details = printable(" ".join(checkpoint.error.split()))
+        state = checkpoint.state
         print_line(name.ljust(width), "  ", (f"{state:<12}", _STYLES.get(state, "bold red")), details.rstrip())

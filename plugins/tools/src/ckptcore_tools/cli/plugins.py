@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import importlib.metadata
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
-from ckptcore_tools.cli.command import checkpoint_command
-from ckptcore_tools.cli.console import print_document, print_line, printable
-from ckptcore_tools.cli.documents import PluginDocument, PluginsDocument
-from ckptcore_tools.cli.exits import ExitCode
-
-if TYPE_CHECKING:
-    from ckptcore.plugins import PluginInfo
+from ckptcore import plugins as core_plugins
+from ckptcore.plugins import FailedPlugin, PluginInfo
+from ckptcore_tools.cli.command import ExitCode, checkpoint_command
+from ckptcore_tools.cli.output import print_document, print_line, printable, to_json
 
 __all__ = ["command"]
 
@@ -31,57 +28,34 @@ def command(as_json: bool) -> ExitCode:
 
     Those that failed to load, and layouts that cannot be used, are listed with the reason, and make the exit code 1.
     """
-    document = _document()
+    installed = core_plugins.installed_plugins()
+    plugins, version = installed.describe(), importlib.metadata.version("ckptcore")
     if as_json:
-        print_document(document)
+        documents = [
+            {name: value for name, value in to_json(plugin).items() if value or name != "failed_layouts"}
+            for plugin in plugins
+        ]
+        print_document("plugins", version=version, plugins=documents, failed=list(installed.failed))
     else:
-        _print(document)
-    broken = document["failed"] or any("failed_layouts" in plugin for plugin in document["plugins"])
+        _print(version, plugins, installed.failed)
+    broken = installed.failed or any(plugin.failed_layouts for plugin in plugins)
     return ExitCode.FOUND if broken else ExitCode.OK
 
 
-def _document() -> PluginsDocument:
-    from ckptcore.plugins import installed_plugins
-
-    installed = installed_plugins()
-    return {
-        "schema": "ckptcore.plugins/1",
-        "version": importlib.metadata.version("ckptcore"),
-        "plugins": [_plugin_document(plugin) for plugin in installed.describe()],
-        "failed": [
-            {"name": plugin.name, "distribution": plugin.distribution, "reason": plugin.reason}
-            for plugin in installed.failed
-        ],
-    }
-
-
-def _plugin_document(plugin: PluginInfo) -> PluginDocument:
-    document: PluginDocument = {
-        "name": plugin.name,
-        "distribution": plugin.distribution,
-        "hooks": list(plugin.hooks),
-        "layouts": list(plugin.layouts),
-        "storages": list(plugin.storages),
-    }
-    if plugin.failed_layouts:
-        document["failed_layouts"] = dict(plugin.failed_layouts)
-    return document
-
-
-def _print(document: PluginsDocument) -> None:
-    print_line(("ckptcore ", "bold"), document["version"])
-    for plugin in document["plugins"]:
-        print_line((plugin["name"], "bold cyan"), "  ", (plugin["distribution"], "dim"))
-        handled = [what for hook, what in _OFFERS.items() if hook in plugin["hooks"]]
+def _print(version: str, plugins: Sequence[PluginInfo], broken: Sequence[FailedPlugin]) -> None:
+    print_line(("ckptcore ", "bold"), version)
+    for plugin in plugins:
+        print_line((plugin.name, "bold cyan"), "  ", (plugin.distribution, "dim"))
+        handled = [what for hook, what in _OFFERS.items() if hook in plugin.hooks]
         for title, offered in (
             ("handles", handled),
-            ("layouts", plugin["layouts"]),
-            ("storages", [f"{scheme}://" for scheme in plugin["storages"]]),
+            ("layouts", plugin.layouts),
+            ("storages", [f"{scheme}://" for scheme in plugin.storages]),
         ):
             if offered:
                 print_line(f"  {title:<9}", ", ".join(offered))
-        for name, reason in plugin.get("failed_layouts", {}).items():
+        for name, reason in plugin.failed_layouts.items():
             print_line("  ", (f"{printable(name)} cannot be used", "red"), f": {printable(reason)}")
-    for failed in document["failed"]:
-        print_line((failed["name"], "bold red"), "  ", (failed["distribution"], "dim"))
-        print_line("  ", ("failed to load", "red"), f": {printable(failed['reason'])}")
+    for failed in broken:
+        print_line((failed.name, "bold red"), "  ", (failed.distribution, "dim"))
+        print_line("  ", ("failed to load", "red"), f": {printable(failed.reason)}")

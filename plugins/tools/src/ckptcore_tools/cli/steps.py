@@ -1,29 +1,216 @@
-"""``ckptcore steps``: the steps of a run, and who works on them."""
+"""``ckptcore steps``: the steps of a run, and the job that owns them."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, Final, Literal, TypeAlias
 
 import click
 
 import ckptcore
+from ckptcore.commit.location import resolve_location, subdirectory
 from ckptcore.commit.looking import look_at_owner
-from ckptcore.errors import StorageError
+from ckptcore.commit.occupants import parse_root, root_bytes
+from ckptcore.commit.root import ROOT_KEY, Composite, Root, Summary
+from ckptcore.commit.root_json import summarize_root
+from ckptcore.commit.steps import StepHolds
+from ckptcore.context import Context
+from ckptcore.errors import (
+    CheckpointError,
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    InvalidLocationError,
+    StorageError,
+)
+from ckptcore.loading.describe import describe_either
+from ckptcore.loading.members import present_members
+from ckptcore.loading.opened import Mark, OpenedComposite, root_mark
+from ckptcore.loading.tries import ATTEMPTS
+from ckptcore.model import JSON
 from ckptcore.model.sizes import age, count, metrics_text, size
 from ckptcore.protocols import StorageBackend
-from ckptcore_tools.cli.command import checkpoint_command
-from ckptcore_tools.cli.console import json_number, print_document, print_line, printable
-from ckptcore_tools.cli.documents import OwnerDocument, StepDocument, StepsDocument
-from ckptcore_tools.cli.exits import ExitCode
-from ckptcore_tools.cli.locating import child_location
-from ckptcore_tools.cli.options import command_context
-from ckptcore_tools.cli.progress import byte_progress
-from ckptcore_tools.cli.survey import Found, find_pinned, find_steps, look_at_steps, step_names
-from ckptcore_tools.cli.table import Cell, Column, print_table
+from ckptcore.step_names import StepNames
+from ckptcore.training.steps import StepDirectory
+from ckptcore_tools.cli.command import ExitCode, checkpoint_command, command_context
+from ckptcore_tools.cli.locations import child_location, names_in
+from ckptcore_tools.cli.output import (
+    UNSET,
+    Cell,
+    Column,
+    Unset,
+    byte_progress,
+    print_document,
+    print_line,
+    print_table,
+    printable,
+)
 from ckptcore_tools.cli.verify import problem_documents
 
-__all__ = ["command"]
+__all__ = ["Found", "StepState", "command", "find_pinned", "find_steps", "look_at_steps", "step_names"]
+
+StepState: TypeAlias = Literal["committed", "foreign", "uncommitted", "corrupt", "unreadable", "other"]
+
+_THREADS: Final = 8
+"""Requests at a time: each step is a small one, which a remote storage answers in tens of milliseconds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What stands under the name of a step.
+
+    Attributes:
+        step, name: its number, and the name of its directory.
+        state: what it is. "other": nothing that can be loaded, and no save of ckptcore.
+        created: when its save began, ISO 8601 in UTC; None where that is not known.
+        nbytes: bytes of its objects; of other software's, those of its arrays. None where it cannot be read.
+        metrics: the measurements that were saved with it.
+        pinned: by a reader; None where that cannot be found out.
+        error: why it is corrupt or unreadable, or the first problem that verifying it found.
+        sound, unverified, problems: what verifying it found: whether nothing is wrong, the objects without checksums,
+            and the problems as JSON.
+    """
+
+    step: int
+    name: str
+    state: StepState
+    created: str | None = None
+    nbytes: int | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    pinned: bool | None = None
+    error: str | None = None
+    sound: bool | Unset = UNSET
+    unverified: Sequence[str] | Unset = UNSET
+    problems: Sequence[JSON] | Unset = UNSET
+
+
+def step_names(example: str | None) -> StepNames:
+    """How steps are named: in the usual ways, and as in an example.
+
+    Raises:
+        click.BadParameter: if no step can be named so.
+    """
+    if example is None:
+        return StepNames()
+    try:
+        return StepNames.of(example)
+    except ValueError as error:
+        raise click.BadParameter(str(error), param_hint="--named") from error
+
+
+def find_steps(directory: str, names: StepNames, context: Context) -> StepDirectory:
+    """List the steps of a directory.
+
+    Raises:
+        CheckpointNotFoundError: if there is no such directory.
+        InvalidLocationError: if it is a checkpoint itself.
+    """
+    if ROOT_KEY in names_in(directory, context):
+        raise InvalidLocationError(
+            f"{directory} is a checkpoint and no directory of steps; name the directory that it is in, or use inspect"
+        )
+    steps = StepDirectory(directory, names, context)
+    since = steps.changes()
+    steps.replace(steps.list_names(), since)
+    return steps
+
+
+def find_pinned(store: StorageBackend, display: str) -> frozenset[str] | None:
+    """The names of the steps that readers have pinned; None where that cannot be found out."""
+    try:
+        return StepHolds(store, display).pinned()
+    except StorageError:
+        return None  # what readers died of may not be removed by everybody who may read
+
+
+def look_at_steps(steps: StepDirectory, chosen: Sequence[int], context: Context) -> Sequence[Found]:
+    """Read the roots of some steps, several at a time.
+
+    Raises:
+        StorageError
+    """
+    if not chosen:
+        return ()
+    with ThreadPoolExecutor(min(_THREADS, len(chosen))) as threads:
+        return list(threads.map(partial(_look, steps, context), chosen))
+
+
+def _look(steps: StepDirectory, context: Context, step: int) -> Found:
+    """Look at a step. Look again if it was committed, replaced or deleted in between."""
+    store = subdirectory(steps.store, steps.name(step))
+    for _ in range(ATTEMPTS):
+        mark = root_mark(store)
+        found = _look_once(steps, context, step, mark)
+        if found.state == "committed" or root_mark(store) == mark:
+            break
+    return found
+
+
+def _look_once(steps: StepDirectory, context: Context, step: int, data: bytes | str | None) -> Found:
+    """Look at a step of which this is the mark."""
+    name = steps.name(step)
+    store = subdirectory(steps.store, name)
+    if isinstance(data, str):
+        return Found(step, name, "unreadable", error=data)
+    try:
+        if data is None:
+            return _look_at_foreign(steps, context, step)
+        summary = summarize_root(data)
+        if not summary.committed:
+            return Found(step, name, "uncommitted", summary.created)
+        nbytes = (
+            _bytes_of_members(steps, step, data, summary, context) if summary.members else _bytes(store, data, summary)
+        )
+        return Found(step, name, "committed", summary.created, nbytes, summary.metrics)
+    except CheckpointNotFoundError:
+        return Found(step, name, "other")
+    except CorruptCheckpointError as error:
+        return Found(step, name, "corrupt", error=str(error))
+    except StorageError:
+        raise
+    except CheckpointError as error:
+        return Found(step, name, "unreadable", error=str(error))
+
+
+def _look_at_foreign(steps: StepDirectory, context: Context, step: int) -> Found:
+    found = describe_either(steps.place(step), context)
+    # Between the two looks a save may have committed.
+    state: StepState = "foreign" if found.save_id is None else "committed"
+    return Found(step, steps.name(step), state, found.created, found.nbytes, found.metrics)
+
+
+def _bytes(store: StorageBackend, data: bytes, summary: Summary) -> int:
+    """Bytes of the objects of one tree, or of what one object wrote."""
+    if summary.nbytes is not None:
+        return summary.nbytes
+    root = parse_root(store, data)
+    return sum(record.size for record in root.objects.values()) if isinstance(root, Root) else 0
+
+
+def _bytes_of_members(steps: StepDirectory, step: int, data: bytes, summary: Summary, context: Context) -> int:
+    """Bytes of the objects of every checkpointable, of every process.
+
+    Raises:
+        CorruptCheckpointError: names the one whose root cannot be read.
+    """
+    location = resolve_location(steps.place(step), context.registry, durable=False, config=context.storage)
+    composite = Composite(summary.save_id, summary.created, {}, summary.members or {})
+    total = 0
+    for directories in present_members(OpenedComposite.of_root(location, Mark(data), composite)).values():
+        for directory in directories:
+            inside = subdirectory(location.store, directory)
+            found = root_bytes(inside)
+            if found is None:
+                continue  # deleted
+            try:
+                total += _bytes(inside, found, summarize_root(found))
+            except CorruptCheckpointError as error:
+                raise CorruptCheckpointError(f"{directory}: {error}", key=error.key) from error
+    return total
+
 
 _STYLES = {"committed": "green", "foreign": "cyan", "uncommitted": "yellow", "other": "dim"}
 _COLUMNS = (
@@ -66,62 +253,42 @@ def command(as_json: bool, directory: str, last: int | None, verify: bool, named
     candidates = steps.candidates()
     chosen = candidates if last is None else candidates[-last:]
     pinned = find_pinned(steps.store, directory)
-    documents = [
-        _document(found, None if pinned is None else found.name in pinned)
-        for found in look_at_steps(steps, chosen, context)
+    found = [
+        replace(one, pinned=None if pinned is None else one.name in pinned)
+        for one in look_at_steps(steps, chosen, context)
     ]
     if verify:
-        for number, one in enumerate(documents):
-            _verify(directory, one, f"step {one['step']} ({number + 1} of {len(documents)})")
-    document: StepsDocument = {
-        "schema": "ckptcore.training/1",
-        "directory": directory,
-        "owner": _owner(steps.store),
-        "steps": documents,
-        "older": len(candidates) - len(chosen),
-        "leftovers": list(steps.leftovers),
-    }
+        found = [
+            _verified(directory, one, f"step {one.step} ({number} of {len(found)})")
+            for number, one in enumerate(found, 1)
+        ]
+    owner, older = _owner(steps.store), len(candidates) - len(chosen)
     if as_json:
-        print_document(document)
+        print_document(
+            "steps", directory=directory, owner=owner, steps=found, older=older, leftovers=list(steps.leftovers)
+        )
     else:
-        _print(document)
-    return ExitCode.FOUND if any(one.get("sound") is False for one in documents) else ExitCode.OK
+        _print(found, owner, older, steps.leftovers, directory)
+    return ExitCode.FOUND if any(one.sound is False for one in found) else ExitCode.OK
 
 
-def _document(found: Found, pinned: bool | None) -> StepDocument:
-    return {
-        "step": found.step,
-        "name": found.name,
-        "state": found.state,
-        "created": found.created,
-        "nbytes": found.nbytes,
-        "metrics": {name: json_number(value) for name, value in found.metrics.items()},
-        "pinned": pinned,
-        "error": found.error,
-    }
-
-
-def _verify(directory: str, document: StepDocument, title: str) -> None:
-    """Add what verifying a step finds; an uncommitted one, and what is no checkpoint, has nothing to verify."""
-    if document["state"] in ("uncommitted", "other"):
-        return
+def _verified(directory: str, found: Found, title: str) -> Found:
+    """Verify a step; an uncommitted one, and what is no checkpoint, is left as it is."""
+    if found.state in ("uncommitted", "other"):
+        return found
     try:
         with byte_progress(title) as progress:
             report = ckptcore.verify(
-                child_location(directory, document["name"]), progress=progress, context=command_context()
+                child_location(directory, found.name), progress=progress, context=command_context()
             )
     except ckptcore.CheckpointError as error:
-        document["sound"] = False
-        document["error"] = document["error"] or str(error)
-        return
-    document["sound"] = report.ok
-    document["unverified"] = list(report.unverified)
-    document["problems"] = problem_documents(report)
-    if report.problems and document["error"] is None:
-        document["error"] = document["problems"][0]["message"]
+        return replace(found, sound=False, error=found.error or str(error))
+    problems: Any = problem_documents(report)
+    message = problems[0]["message"] if problems and found.error is None else found.error
+    return replace(found, error=message, sound=report.ok, unverified=report.unverified, problems=problems)
 
 
-def _owner(store: StorageBackend) -> OwnerDocument | None:
+def _owner(store: StorageBackend) -> Mapping[str, JSON] | None:
     try:
         owner = look_at_owner(store)
     except StorageError as error:
@@ -138,46 +305,42 @@ def _owner(store: StorageBackend) -> OwnerDocument | None:
     }
 
 
-def _print(document: StepsDocument) -> None:
-    steps = document["steps"]
+def _print(
+    steps: Sequence[Found], owner: Mapping[str, JSON] | None, older: int, leftovers: Sequence[str], directory: str
+) -> None:
     if steps:
         now = time.time()
         print_table(_COLUMNS, [_row(step, now) for step in steps])
         print_line()
-    print_line(_summary(document))
-    owner = document["owner"]
-    print_line((f"{'owner':<9} ", "dim"), "nobody" if owner is None else printable(owner["description"]))
-    for name in document["leftovers"]:
+    print_line(_summary(steps, older, directory))
+    print_line((f"{'owner':<9} ", "dim"), "nobody" if owner is None else printable(str(owner["description"])))
+    for name in leftovers:
         print_line((f"{'leftover':<9} ", "dim"), printable(name), (", of a save that is under way or died", "dim"))
 
 
-def _row(step: StepDocument, now: float) -> Sequence[Cell]:
-    notes = ["pinned"] if step["pinned"] else []
-    if step["error"] is not None:
-        notes.append(printable(" ".join(step["error"].split())))
+def _row(step: Found, now: float) -> Sequence[Cell]:
+    notes = ["pinned"] if step.pinned else []
+    if step.error is not None:
+        notes.append(printable(" ".join(step.error.split())))
     checked: Cell = ""
-    if "sound" in step:
+    if step.sound is True:
+        checked = ("read", "yellow") if step.unverified else ("sound", "green")
+    elif step.sound is False:
         checked = ("damaged", "bold red")
-        if step["sound"]:
-            checked = ("read", "yellow") if step.get("unverified") else ("sound", "green")
     return (
-        str(step["step"]),
-        printable(step["name"]),
-        (step["state"], _STYLES.get(step["state"], "bold red")),
-        "" if step["nbytes"] is None else size(step["nbytes"]),
-        "" if step["created"] is None else printable(age(step["created"], now)),
+        str(step.step),
+        printable(step.name),
+        (step.state, _STYLES.get(step.state, "bold red")),
+        "" if step.nbytes is None else size(step.nbytes),
+        "" if step.created is None else printable(age(step.created, now)),
         checked,
-        printable(metrics_text(step["metrics"])),
-        ("; ".join(notes), "" if step["error"] is None else "red"),
+        printable(metrics_text(step.metrics)),
+        ("; ".join(notes), "" if step.error is None else "red"),
     )
 
 
-def _summary(document: StepsDocument) -> str:
-    steps = document["steps"]
+def _summary(steps: Sequence[Found], older: int, directory: str) -> str:
     if not steps:
-        return f"no steps in {printable(document['directory'])}"
-    total = size(sum(step["nbytes"] or 0 for step in steps))
-    text = f"{count(len(steps), 'step')}, {total}"
-    if document["older"]:
-        text += f"; {count(document['older'], 'older one')} not shown"
-    return text
+        return f"no steps in {printable(directory)}"
+    text = f"{count(len(steps), 'step')}, {size(sum(step.nbytes or 0 for step in steps))}"
+    return f"{text}; {count(older, 'older one')} not shown" if older else text

@@ -6,16 +6,13 @@ from typing import TYPE_CHECKING
 
 import click
 
+from ckptcore.model import JSON
 from ckptcore.model.sizes import count, size
-from ckptcore_tools.cli.command import checkpoint_command
-from ckptcore_tools.cli.console import print_document, print_line, printable
-from ckptcore_tools.cli.documents import ProblemDocument, VerifyDocument
-from ckptcore_tools.cli.exits import ExitCode
-from ckptcore_tools.cli.options import command_context
-from ckptcore_tools.cli.progress import byte_progress
+from ckptcore_tools.cli.command import ExitCode, checkpoint_command, command_context
+from ckptcore_tools.cli.output import byte_progress, print_document, print_line, printable, to_json
 
 if TYPE_CHECKING:
-    from ckptcore import VerifyReport
+    from ckptcore.loading.verify import Problem, VerifyReport
 
 __all__ = ["command", "problem_documents"]
 
@@ -33,48 +30,35 @@ def command(as_json: bool, location: str) -> ExitCode:
 
     with byte_progress("verifying") as progress:
         report = ckptcore.verify(location, progress=progress, context=command_context())
-    document: VerifyDocument = {
-        "schema": "ckptcore.verify/1",
-        "location": location,
-        "ok": report.ok,
-        "objects": report.objects,
-        "nbytes": report.nbytes,
-        "unverified": list(report.unverified),
-        "deleted": list(report.deleted),
-        "problems": problem_documents(report),
-    }
     if as_json:
-        print_document(document)
+        print_document(
+            "verify", location=location, ok=report.ok, **{**to_json(report), "problems": problem_documents(report)}
+        )
     else:
-        _print(document)
+        _print(report)
     return ExitCode.OK if report.ok else ExitCode.FOUND
 
 
-def problem_documents(report: VerifyReport) -> list[ProblemDocument]:
-    """What is wrong with a checkpoint, in the order of its objects."""
-    return [
-        {
-            "object": problem.key,
-            "start": problem.start,
-            "stop": problem.stop,
-            "arrays": list(problem.arrays),
-            "message": problem.message,
-        }
-        for problem in sorted(report.problems, key=lambda problem: (problem.key or "", problem.start or 0))
-    ]
+def problem_documents(report: VerifyReport) -> list[JSON]:
+    """The problems of a checkpoint as JSON, in the order of its objects."""
+    return [to_json(problem, key="object") for problem in _sorted(report)]
 
 
-def _print(document: VerifyDocument) -> None:
-    deleted = document["deleted"]
-    for problem in document["problems"]:
-        where = printable(problem["object"] or "checkpoint")
-        if problem["start"] is not None and problem["stop"] is not None:
-            where += f" bytes {problem['start']}–{problem['stop']}"
+def _sorted(report: VerifyReport) -> list[Problem]:
+    return sorted(report.problems, key=lambda problem: (problem.key or "", problem.start or 0))
+
+
+def _print(report: VerifyReport) -> None:
+    deleted = report.deleted
+    for problem in _sorted(report):
+        where = printable(problem.key or "checkpoint")
+        if problem.start is not None and problem.stop is not None:
+            where += f" bytes {problem.start}–{problem.stop}"
         print_line((where, "bold red"))
-        print_line("  ", printable(problem["message"]))
-        if problem["arrays"]:
-            shown = ", ".join(map(printable, problem["arrays"][:8]))
-            more = len(problem["arrays"]) - 8
+        print_line("  ", printable(problem.message))
+        if problem.arrays:
+            shown = ", ".join(map(printable, problem.arrays[:8]))
+            more = len(problem.arrays) - 8
             print_line("  ", ("arrays ", "dim"), shown, f" and {more:,} more" if more > 0 else "")
     if deleted:
         others = f" and {len(deleted) - 8:,} more" if len(deleted) > 8 else ""
@@ -84,18 +68,18 @@ def _print(document: VerifyDocument) -> None:
             others,
             ": deleted since the save, or lost",
         )
-    checked = f"{count(document['objects'], 'object')}, {size(document['nbytes'])} checked"
-    if not document["ok"]:
-        print_line((count(len(document["problems"]), "problem"), "bold red"), f": {checked}")
+    checked = f"{count(report.objects, 'object')}, {size(report.nbytes)} checked"
+    if not report.ok:
+        print_line((count(len(report.problems), "problem"), "bold red"), f": {checked}")
         return
-    if not document["objects"]:
+    if not report.objects:
         print_line(
             ("readable", "bold green"),
-            f": {size(document['nbytes'])} of arrays. Other software wrote this and recorded no checksums for ckptcore: what its "
+            f": {size(report.nbytes)} of arrays. Other software wrote this and recorded no checksums for ckptcore: what its "
             "format does not check itself is not verified",
         )
         return
     print_line(("sound", "bold green"), f": {checked}")
-    if document["unverified"]:
-        unverified = ", ".join(map(printable, document["unverified"][:8]))
+    if report.unverified:
+        unverified = ", ".join(map(printable, report.unverified[:8]))
         print_line(("no checksums are kept of ", "yellow"), unverified, ": read, and not verified")

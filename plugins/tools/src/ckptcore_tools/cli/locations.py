@@ -1,22 +1,49 @@
-"""What a checkpoint is made of: one tree, or several checkpointables by name."""
+"""Locations that the user names, and descriptions of the checkpoints at them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+import urllib.parse
+from collections.abc import Mapping, Sequence
 
 from ckptcore import CheckpointablesMetadata, CheckpointMetadata
-from ckptcore.commit.location import Place
+from ckptcore.commit.location import Place, open_directory, resolve_location
 from ckptcore.context import Context
-from ckptcore.errors import CheckpointNotFoundError
+from ckptcore.errors import CheckpointNotFoundError, InvalidLocationError
 from ckptcore.loading.describe import describe_checkpoint, describe_checkpointables, describe_either
 from ckptcore.loading.members import is_deleted, present_members
 from ckptcore.loading.opened import Opened, OpenedComposite
 from ckptcore.loading.opening import open_either
 from ckptcore.loading.tries import while_unchanged
-from ckptcore_tools.cli.locating import child_location
-from ckptcore_tools.cli.options import command_context
+from ckptcore_tools.cli.command import command_context
 
-__all__ = ["describe", "describe_directories"]
+__all__ = ["child_location", "describe", "describe_directories", "names_in"]
+
+
+def child_location(directory: str, name: str) -> str:
+    """The location of something in a directory."""
+    if directory[:7].lower() == "file://":
+        escaped = urllib.parse.quote(name, errors="surrogateescape")  # escapes in such a URL are decoded
+        return f"{directory.rstrip('/')}/{escaped}"
+    return os.path.join(directory, name)
+
+
+def names_in(directory: str, context: Context) -> Sequence[str]:
+    """The names in a directory; those of directories end in ``/``.
+
+    Raises:
+        CheckpointNotFoundError: if there is no such directory.
+    """
+    names = open_directory(directory, context.registry, durable=False, config=context.storage).list_names()
+    if names:
+        return names
+    try:
+        location = resolve_location(directory, context.registry, durable=False, config=context.storage)
+    except InvalidLocationError:
+        return names  # the root of a storage, which is always there
+    if f"{location.name}/" not in location.parent.list_names():
+        raise CheckpointNotFoundError(f"there is no directory {directory}; check the path")
+    return names
 
 
 def describe(location: Place, context: Context) -> CheckpointMetadata | CheckpointablesMetadata:

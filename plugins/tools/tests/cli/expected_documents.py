@@ -1,4 +1,4 @@
-"""What ``--json`` prints: one document per command, of one of these types.
+"""The JSON documents that ``--json`` prints, one type for each, as the tests expect them.
 
 ``schema`` names the type and its version. Within a version members are only added; a reader should ignore those it does
 not know. Sizes are in bytes, times ISO 8601 in UTC. Members of a leaf that stand for containers, arrays and values are

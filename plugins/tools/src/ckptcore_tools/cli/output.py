@@ -1,0 +1,182 @@
+"""Output of commands: text and JSON to stdout, errors and progress to stderr."""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import functools
+import json
+import math
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, Final, Literal, TextIO, TypeAlias
+
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from rich.text import Text
+
+from ckptcore.model import Attribute
+
+__all__ = [
+    "UNSET",
+    "Cell",
+    "Column",
+    "Unset",
+    "byte_progress",
+    "error_line",
+    "json_number",
+    "print_document",
+    "print_line",
+    "print_table",
+    "printable",
+    "to_json",
+]
+
+
+class _Output(Console):
+    """Lets it be seen that the reader of a pipe has gone; rich would end the program, with the exit code 1."""
+
+    def on_broken_pipe(self) -> None:
+        raise BrokenPipeError(errno.EPIPE, "the reader of the output has gone")
+
+
+def print_line(*parts: str | tuple[str, str]) -> None:
+    """Print a line to stdout: plain parts, and parts with a style where that is a terminal.
+
+    Nothing is read as markup, wrapped or cut: a line in a pipe is a line.
+    """
+    console = _output(sys.stdout)
+    if console.is_terminal:
+        console.print(Text.assemble(*parts), soft_wrap=True)
+    else:
+        sys.stdout.write("".join(part if isinstance(part, str) else part[0] for part in parts) + "\n")
+
+
+@functools.lru_cache(maxsize=1)
+def _output(stream: TextIO) -> _Output:
+    return _Output(file=stream, highlight=False, markup=False, emoji=False)
+
+
+class Unset(Enum):
+    """The type of `UNSET`."""
+
+    UNSET = "unset"
+
+
+UNSET: Final = Unset.UNSET
+"""The value of a field that a JSON document leaves out."""
+
+
+def to_json(value: object, **names: str) -> Any:
+    """Return a dataclass, or a member of a document, as JSON.
+
+    Members that are `UNSET` are left out. The numbers that JSON does not have are text: "nan", "inf", "-inf".
+
+    Args:
+        value: the dataclass.
+        names: members of the document that are named differently, by the name of the field.
+    """
+    if isinstance(value, Attribute):
+        return {"attr": value.name}  # apart from a text key of a mapping
+    if dataclasses.is_dataclass(value):
+        fields = dataclasses.fields(value)
+        return to_json({names.get(field.name, field.name): getattr(value, field.name) for field in fields})
+    if isinstance(value, Mapping):
+        return {name: to_json(member) for name, member in value.items() if member is not UNSET}
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return [to_json(member) for member in value]
+    return json_number(value) if isinstance(value, float) else value
+
+
+def print_document(kind: str, **members: object) -> None:
+    """Print the one JSON document of a command to stdout.
+
+    Args:
+        kind: names the type of the document. ``schema`` has it with its version, within which members are only added.
+        members: what the document has; sizes in bytes, times ISO 8601 in UTC. Dataclasses are converted.
+    """
+    document = {"schema": f"ckptcore.{kind}/1", **to_json(members)}
+    sys.stdout.write(json.dumps(document, indent=2, allow_nan=False) + "\n")
+
+
+def json_number(number: float) -> float | str:
+    """A number for a JSON document: JSON has no ``nan``, ``inf`` and ``-inf``, which are text there."""
+    return number if math.isfinite(number) else str(number)
+
+
+def error_line(message: str) -> None:
+    """Print one line to stderr, whatever line breaks the message has."""
+    flat = " ".join(part.strip() for part in message.splitlines() if part.strip())
+    sys.stderr.write(f"ckptcore: error: {printable(flat)}\n")
+
+
+def printable(text: str) -> str:
+    """Text that came out of a checkpoint, without what could steer a terminal: an escape becomes ``\\x1b``."""
+    if text.isprintable():
+        return text
+    return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)
+
+
+Cell: TypeAlias = str | tuple[str, str]
+"""A text, or a text with a style."""
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """A column.
+
+    Attributes:
+        heading: what stands above it.
+        side: where its texts begin or end.
+    """
+
+    heading: str
+    side: Literal["left", "right"] = "left"
+
+
+def print_table(columns: Sequence[Column], rows: Sequence[Sequence[Cell]]) -> None:
+    """Print rows below the headings of their columns; a column in which nothing stands is left out."""
+    used = [number for number in range(len(columns)) if any(_text(row[number]) for row in rows)]
+    widths = {number: max(len(columns[number].heading), *(len(_text(row[number])) for row in rows)) for number in used}
+    headings: list[Cell] = [(column.heading, "dim") for column in columns]
+    for row in (headings, *rows):
+        parts: list[Cell] = []
+        for number in used:
+            text, style = _text(row[number]), _style(row[number])
+            space = " " * (widths[number] - len(text))
+            left = columns[number].side == "left"
+            parts += [(text, style) if style else text, space] if left else [space, (text, style) if style else text]
+            parts.append("  ")
+        while parts and not _text(parts[-1]).strip():
+            parts.pop()
+        print_line(*parts)
+
+
+def _text(cell: Cell) -> str:
+    return cell if isinstance(cell, str) else cell[0]
+
+
+def _style(cell: Cell) -> str:
+    return "" if isinstance(cell, str) else cell[1]
+
+
+@contextmanager
+def byte_progress(title: str) -> Iterator[Callable[[int, int], None]]:
+    """Show a bar until the body ends; gives a function that takes bytes done and bytes in all, from any thread."""
+    console = Console(file=sys.stderr)
+    bar = Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+        console=console,
+        transient=True,
+        disable=not console.is_terminal,
+    )
+    with bar:
+        task = bar.add_task(title, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
