@@ -11,7 +11,7 @@ from ckptcore.commit.occupants import Overwrite
 from ckptcore.context import Context, default_context
 from ckptcore.protocols import Layout
 from ckptcore.saving.exports import Export
-from ckptcore_tools.dry_run.jobs import Asked, plan_imagined_job, plan_running_job
+from ckptcore_tools.dry_run.jobs import Asked, plan_running_job, plan_simulated_job
 from ckptcore_tools.dry_run.plans import ExportPlan, MemoryPlan, ObjectPlan, ProcessPlan, RequestCounts, SavePlan
 
 __all__ = ["ExportPlan", "MemoryPlan", "ObjectPlan", "ProcessPlan", "RequestCounts", "SavePlan", "plan"]
@@ -57,4 +57,4 @@ def plan(
         raise ValueError(f"plan(processes={processes}): give at least 1")
     # No leaf is a function, so there is no state that is one.
     state_of = state if isinstance(state, FunctionType | MethodType | functools.partial) else lambda rank: state
-    return plan_imagined_job(asked, state_of, processes, context)
+    return plan_simulated_job(asked, state_of, processes, context)

@@ -1,33 +1,245 @@
-"""Rehearsals of whole jobs: of the one that this process is part of, and of one that does not run."""
+"""Dry runs of whole jobs: of the job that this process is part of, and of one that is not running."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+import json
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Final
+from typing import Any, Final, NoReturn, TypeVar
 
 from ckptcore.commit.location import Place
 from ckptcore.commit.occupants import Overwrite
 from ckptcore.context import Context
+from ckptcore.errors import PluginError
 from ckptcore.events import Recording
-from ckptcore.job.agreement import Agreement
+from ckptcore.job.agreement import Agreement, Stage
+from ckptcore.model.arrays import Box
 from ckptcore.model.metadata import ArrayRecord, TreeMetadata
+from ckptcore.model.objects import CHECKSUM_BYTES, ObjectRecord
+from ckptcore.model.transfer import Receipt, WriteItem
 from ckptcore.model.tree import JSON
 from ckptcore.protocols import AtomicDirectories, Layout
 from ckptcore.saving.exports import Export
 from ckptcore.saving.preparing import PreparedSave, prepare_save
 from ckptcore.saving.save_requests import OneTree, SaveRequest
-from ckptcore_tools.dry_run.commits import rehearse_commit
-from ckptcore_tools.dry_run.imagined import ImaginedJob
-from ckptcore_tools.dry_run.leaves import WrapLeaf, imagined_leaves, rehearsal_context, running_leaves
-from ckptcore_tools.dry_run.plans import Certainty, ExportPlan, ObjectPlan, ProcessPlan, SavePlan
-from ckptcore_tools.dry_run.telling import plan_from_json, written_from_json, written_to_json
-from ckptcore_tools.dry_run.writes import Leading, StorageKind, WrittenCheckpoint, WrittenProcess, rehearse_writes
+from ckptcore_tools.dry_run.leaves import WrapLeaf, dry_run_context, running_leaves, simulated_leaves
+from ckptcore_tools.dry_run.plans import (
+    Certainty,
+    ExportPlan,
+    MemoryPlan,
+    ObjectPlan,
+    ProcessPlan,
+    RequestCounts,
+    SavePlan,
+)
+from ckptcore_tools.dry_run.writes import (
+    Leading,
+    StorageKind,
+    WrittenCheckpoint,
+    WrittenProcess,
+    run_commit,
+    run_writes,
+)
 
-__all__ = ["Asked", "plan_imagined_job", "plan_running_job"]
+__all__ = [
+    "Asked",
+    "NotToldYetError",
+    "SimulatedAgreement",
+    "SimulatedJob",
+    "plan_from_json",
+    "plan_running_job",
+    "plan_simulated_job",
+    "written_from_json",
+    "written_to_json",
+]
 
-_NOWHERE: Final = "memory://ckptcore-rehearsal"
-"""Where a rehearsal without a location is: in memory of this process, where nothing ever is."""
+T = TypeVar("T", bound=JSON)
+R = TypeVar("R")
+
+
+class NotToldYetError(Exception):
+    """A process would decide for all, and some have not said yet what it decides by. To be asked again when they have."""
+
+
+class SimulatedJob:
+    """A job whose processes are played one after the other.
+
+    Each is played up to where it would need what the others say, until all have said it. Most jobs need one round: every process has
+    the same tree.
+    """
+
+    def __init__(self, size: int) -> None:
+        """A job of so many processes."""
+        self.size = size
+        self._told: dict[str, dict[int, JSON]] = {}
+        self._decided: dict[str, JSON] = {}
+
+    def play(self, process: Callable[[Agreement], R]) -> list[R]:
+        """What each process comes to, in order of rank."""
+        while True:
+            results = []
+            waiting = False
+            for rank in range(self.size):
+                try:
+                    results.append(process(SimulatedAgreement(self, rank)))
+                except NotToldYetError:
+                    waiting = True
+            if not waiting:
+                return results
+
+    def tell(self, name: str, rank: int, payload: JSON) -> Sequence[JSON]:
+        """What all ranks said in a stage, if they all did; else nothing."""
+        told = self._told.setdefault(name, {})
+        told[rank] = json.loads(json.dumps(payload))  # as it would arrive
+        return [told[other] for other in range(self.size)] if len(told) == self.size else []
+
+    def decide(self, name: str, rank: int, decide: Callable[[], T]) -> Any:
+        """The decision of the leader."""
+        if name not in self._decided:
+            if rank or any(len(told) < self.size for told in self._told.values()):
+                raise NotToldYetError(name)
+            self._decided[name] = json.loads(json.dumps(decide()))
+        return self._decided[name]
+
+
+class SimulatedAgreement(Agreement):
+    """The exchanges of one process of a simulated job."""
+
+    def __init__(self, job: SimulatedJob, rank: int) -> None:
+        super().__init__(_Member(rank, job.size), "simulated")
+        self._job = job
+
+    def part(self, name: str) -> Agreement:
+        return self
+
+    def recorded(self, recording: Recording) -> Agreement:
+        return self
+
+    @contextmanager
+    def stage(self, name: str, *, meaning: str = "") -> Iterator[Stage]:
+        stage = Stage()
+        yield stage
+        stage.done = True
+        stage.payloads = self._job.tell(name, self.rank, stage.payload)
+
+    def lead(self, name: str, decide: Callable[[], T]) -> T:
+        decision: T = self._job.decide(name, self.rank, decide)
+        return decision
+
+
+class _Member:
+    """A `Coordinator` that knows its place and reaches nobody."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank = rank
+        self.size = size
+
+    def gather(self, key: str, payload: bytes) -> Sequence[bytes] | None:
+        _refuse(key)
+
+    def broadcast(self, key: str, payload: bytes | None) -> bytes:
+        _refuse(key)
+
+
+def _refuse(key: str) -> NoReturn:
+    raise PluginError(f"the exchange {key!r} was begun in a simulated job: this is a bug of ckptcore")
+
+
+def written_to_json(written: WrittenProcess) -> JSON:
+    """What a process tells the leader."""
+    return {
+        "checkpoints": [_checkpoint_to_json(one) for one in written.checkpoints],
+        "memory": asdict(written.memory),
+        "untold": list(written.untold),
+    }
+
+
+def _checkpoint_to_json(written: WrittenCheckpoint) -> JSON:
+    return {
+        "receipts": [
+            {
+                "rank": receipt.rank,
+                "items": [[item.leaf, [[box.start, box.stop] for box in item.boxes]] for item in receipt.items],
+                "state": receipt.state,
+                "objects": [
+                    [record.key, record.size, len(record.checksums) // CHECKSUM_BYTES] for record in receipt.objects
+                ],
+            }
+            for receipt in written.receipts
+        ],
+        "sizes": dict(written.sizes),
+        "at_most": sorted(written.at_most),
+        "about": sorted(written.about),
+        "array_bytes": written.array_bytes,
+        "boxes": written.boxes,
+        "requests": asdict(written.requests),
+    }
+
+
+def written_from_json(told: Any, trees: Sequence[Sequence[TreeMetadata]]) -> WrittenProcess:
+    """The inverse of `written_to_json`; `trees` are those that the processes write together, by checkpoint and part."""
+    return WrittenProcess(
+        checkpoints=[
+            WrittenCheckpoint(
+                receipts=[_receipt(*found) for found in zip(one["receipts"], of_one, strict=True)],
+                sizes=one["sizes"],
+                at_most=frozenset(one["at_most"]),
+                about=frozenset(one["about"]),
+                array_bytes=one["array_bytes"],
+                boxes=one["boxes"],
+                requests=RequestCounts(**one["requests"]),
+            )
+            for one, of_one in zip(told["checkpoints"], trees, strict=True)
+        ],
+        memory=MemoryPlan(**told["memory"]),
+        untold=told["untold"],
+    )
+
+
+def _receipt(told: Any, tree: TreeMetadata) -> Receipt:
+    items = []
+    for leaf, boxes in told["items"]:
+        record = tree.leaves[leaf]
+        assert isinstance(record, ArrayRecord)  # plans have no other items
+        items.append(WriteItem(leaf, record.spec, tuple([Box(tuple(start), tuple(stop)) for start, stop in boxes])))
+    objects = [ObjectRecord(key, size, bytes(CHECKSUM_BYTES * blocks)) for key, size, blocks in told["objects"]]
+    return Receipt(told["rank"], tuple(items), told["state"], tuple(objects))
+
+
+def plan_from_json(told: Any) -> SavePlan:
+    """The plan that the leader told: ``asdict`` of it."""
+    exports = [
+        ExportPlan(**{**export, "processes": _processes_from_json(export["processes"])}) for export in told["exports"]
+    ]
+    return SavePlan(
+        **{
+            **told,
+            "processes": _processes_from_json(told["processes"]),
+            "memory": tuple([MemoryPlan(**memory) for memory in told["memory"]]),
+            "exports": tuple(exports),
+            "untold": tuple(told["untold"]),
+        }
+    )
+
+
+def _processes_from_json(told: Sequence[Any]) -> tuple[ProcessPlan, ...]:
+    return tuple(
+        [
+            ProcessPlan(
+                rank=process["rank"],
+                array_bytes=process["array_bytes"],
+                boxes=process["boxes"],
+                objects=tuple([ObjectPlan(**planned) for planned in process["objects"]]),
+                requests=RequestCounts(**process["requests"]),
+            )
+            for process in told
+        ]
+    )
+
+
+_NOWHERE: Final = "memory://ckptcore-dry-run"
+"""Where a dry run without a location is: in memory of this process, where nothing ever is."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,27 +304,27 @@ def plan_running_job(asked: Asked, state: object, context: Context) -> SavePlan:
     return plans[0] if plans else plan_from_json(told)
 
 
-def plan_imagined_job(asked: Asked, state_of: Callable[[int], object], processes: int, context: Context) -> SavePlan:
+def plan_simulated_job(asked: Asked, state_of: Callable[[int], object], processes: int, context: Context) -> SavePlan:
     """Plan a save of a job that does not run: each process is played in this one."""
     first: list[_Played] = []
 
     def process(agreement: Agreement) -> WrittenProcess:
-        played = _play(asked, state_of(agreement.rank), context, imagined_leaves(agreement.rank), agreement)
+        played = _play(asked, state_of(agreement.rank), context, simulated_leaves(agreement.rank), agreement)
         if agreement.rank == 0:
             first[:] = [played]
         return played.written
 
-    written = ImaginedJob(processes).play(process)
+    written = SimulatedJob(processes).play(process)
     return _plan(asked, first[0], written, context)
 
 
 def _play(asked: Asked, state: object, context: Context, wrap_leaf: WrapLeaf, agreement: Agreement) -> _Played:
     request = asked.request(state)
     recording = Recording("save", str(request.location), rank=agreement.rank)
-    save = prepare_save(request, rehearsal_context(context, wrap_leaf), recording, agreement)
+    save = prepare_save(request, dry_run_context(context, wrap_leaf), recording, agreement)
     real = asked.location is not None and isinstance(save.described.location.parent, AtomicDirectories)
     kind: StorageKind = "directories" if real else "objects"
-    return _Played(save, kind, *rehearse_writes(save, kind, context))
+    return _Played(save, kind, *run_writes(save, kind, context))
 
 
 def _plan(asked: Asked, leader: _Played, written: Sequence[WrittenProcess], context: Context) -> SavePlan:
@@ -151,7 +363,7 @@ def _arrays(tree: TreeMetadata) -> int:
 def _processes(leading: Leading, written: Sequence[WrittenCheckpoint], context: Context) -> tuple[ProcessPlan, ...]:
     """What each process writes of a checkpoint; the leader also what makes it whole."""
     before = written[0].sizes.keys() - written[0].about
-    rehearse_commit(leading.described, leading.claim, [one.receipts for one in written], context)
+    run_commit(leading.described, leading.claim, [one.receipts for one in written], context)
     sizes = {key.partition("/")[2]: size for key, size in leading.storage.sizes.items()}
     processes = []
     for rank, one in enumerate(written):

@@ -1,4 +1,4 @@
-"""Leaves of a rehearsal: their handlers describe them and say who holds what, and are asked for nothing else."""
+"""Leaf handlers of a dry run: they describe leaves and say who holds what, and read no elements."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from ckptcore.model.transfer import Pending
 from ckptcore.plugins import Plugins, installed_plugins
 from ckptcore.protocols import CountsReplicas, ForecastsLeaves, HostBytes, HostMemory, LeafHandler
 
-__all__ = ["RehearsalContext", "imagined_leaves", "rehearsal_context", "running_leaves"]
+__all__ = ["DryRunContext", "dry_run_context", "running_leaves", "simulated_leaves"]
 
 WrapLeaf = Callable[[LeafHandler], LeafHandler]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class RehearsalContext(Context):
+class DryRunContext(Context):
     """A Context of which only options are used: its handlers of leaves touch no elements."""
 
     wrap_leaf: WrapLeaf
@@ -32,10 +32,10 @@ class RehearsalContext(Context):
         return installed_plugins().having(self.plugins, self.handlers).wrapping(self.wrap_leaf)
 
 
-def rehearsal_context(context: Context, wrap_leaf: WrapLeaf) -> RehearsalContext:
+def dry_run_context(context: Context, wrap_leaf: WrapLeaf) -> DryRunContext:
     """The options of a Context. Its observers are told nothing, and its saves under way are not looked at."""
     options = {field.name: getattr(context, field.name) for field in fields(context) if field.init}
-    return RehearsalContext(**{**options, "observers": ()}, wrap_leaf=wrap_leaf)
+    return DryRunContext(**{**options, "observers": ()}, wrap_leaf=wrap_leaf)
 
 
 def running_leaves() -> WrapLeaf:
@@ -43,12 +43,12 @@ def running_leaves() -> WrapLeaf:
     return _Wrapping(_RunningLeaves)
 
 
-def imagined_leaves(process: int) -> WrapLeaf:
+def simulated_leaves(process: int) -> WrapLeaf:
     """For a process of a job that does not run.
 
     Its handlers raise UnsupportedLeafError for what only that process knows.
     """
-    return _Wrapping(lambda handler: _ImaginedLeaves(handler, process))
+    return _Wrapping(lambda handler: _SimulatedLeaves(handler, process))
 
 
 class _Wrapping:
@@ -124,7 +124,7 @@ class _RunningLeaves:
         _refuse()
 
 
-class _ImaginedLeaves(_RunningLeaves):
+class _SimulatedLeaves(_RunningLeaves):
     def __init__(self, handler: LeafHandler, process: int) -> None:
         super().__init__(handler)
         self._process = process
@@ -139,4 +139,4 @@ class _ImaginedLeaves(_RunningLeaves):
 
 
 def _refuse() -> NoReturn:
-    raise PluginError("a rehearsal of a save touches no elements, and was asked for some: this is a bug of ckptcore")
+    raise PluginError("a dry run of a save touches no elements, and was asked for some: this is a bug of ckptcore")

@@ -1,31 +1,45 @@
-"""What one process writes in a rehearsal: the layouts' own code, on a plan without elements."""
+"""What one process writes in a dry run, and what the leader adds: the code of layouts, on plans without elements."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, Literal, TypeAlias
 
+from ckptcore.builtin.files_layout import FilesLayout
 from ckptcore.commit.commit import Claim, claim_location, claimed_store
 from ckptcore.commit.conditions import Conditions
 from ckptcore.commit.location import Location, subdirectory
 from ckptcore.commit.occupants import refuse_inside, refuse_to_replace
-from ckptcore.commit.root import Claimed
+from ckptcore.commit.root import Claimed, Composite, Root, this_writer
+from ckptcore.commit.root_json import encode_composite, encode_root
 from ckptcore.context import Context
 from ckptcore.errors import PluginError, UnsupportedLeafError
 from ckptcore.io.sizes import SIZES
 from ckptcore.job.visibility import sees_claim, show_claim
 from ckptcore.model.transfer import Receipt
-from ckptcore.protocols import ForecastsWrites, HostBytes, StorageBackend, WriteForecast
+from ckptcore.protocols import (
+    About,
+    ForecastsWrites,
+    HostBytes,
+    Layout,
+    MarksCheckpoints,
+    StorageBackend,
+    WriteForecast,
+)
 from ckptcore.saving.parts import FilesDescription, Part
 from ckptcore.saving.persisting import Described, finish_part, put_root
 from ckptcore.saving.preparing import PreparedSave
-from ckptcore_tools.dry_run.counting import CountingDirectories, CountingObjects
-from ckptcore_tools.dry_run.emptiness import EmptySnapshot, NothingThereError
 from ckptcore_tools.dry_run.plans import MemoryPlan, RequestCounts
-from ckptcore_tools.dry_run.sizes import SizeRecorder
+from ckptcore_tools.dry_run.storages import (
+    CountingDirectories,
+    CountingObjects,
+    NoElementsError,
+    SizeOnlySnapshot,
+    SizeRecorder,
+)
 
-__all__ = ["Leading", "StorageKind", "WrittenCheckpoint", "WrittenProcess", "rehearse_writes"]
+__all__ = ["Leading", "StorageKind", "WrittenCheckpoint", "WrittenProcess", "run_commit", "run_writes"]
 
 StorageKind: TypeAlias = Literal["directories", "objects"]
 """Whether the storage that is played has real directories."""
@@ -92,9 +106,7 @@ class _Written:
     buffer_bytes: int
 
 
-def rehearse_writes(
-    save: PreparedSave, kind: StorageKind, context: Context
-) -> tuple[WrittenProcess, Sequence[Leading]]:
+def run_writes(save: PreparedSave, kind: StorageKind, context: Context) -> tuple[WrittenProcess, Sequence[Leading]]:
     """Play what this process writes of a save and of its exports.
 
     Args:
@@ -122,12 +134,15 @@ def rehearse_writes(
             host_bytes.append(())
         else:
             host_bytes.append([description.host_bytes(item) for item in part.plan.items])
-    snapshots = [EmptySnapshot(part.plan, taken) for part, taken in zip(save.described.parts, host_bytes, strict=True)]
+    snapshots = [
+        SizeOnlySnapshot(part.plan, taken) for part, taken in zip(save.described.parts, host_bytes, strict=True)
+    ]
     exported = [[host_bytes[export.part][number] for number in export.items] for export in save.exports]
-    shares = [EmptySnapshot(export.plan, taken) for export, taken in zip(save.exports, exported, strict=True)]
-    written = [_rehearse(save.described, snapshots, kind, context)]
+    shares = [SizeOnlySnapshot(export.plan, taken) for export, taken in zip(save.exports, exported, strict=True)]
+    written = [_run_checkpoint(save.described, snapshots, kind, context)]
     written += [
-        _rehearse(export.described, [share], kind, context) for export, share in zip(save.exports, shares, strict=True)
+        _run_checkpoint(export.described, [share], kind, context)
+        for export, share in zip(save.exports, shares, strict=True)
     ]
     memory = _memory(
         save.described.agreement.rank,
@@ -141,8 +156,8 @@ def rehearse_writes(
     return process, [one.leading for one in written if one.leading is not None]
 
 
-def _rehearse(
-    described: Described, snapshots: Sequence[EmptySnapshot], kind: StorageKind, context: Context
+def _run_checkpoint(
+    described: Described, snapshots: Sequence[SizeOnlySnapshot], kind: StorageKind, context: Context
 ) -> _Written:
     rank = described.agreement.rank
     storage = CountingDirectories() if kind == "directories" else CountingObjects()
@@ -192,7 +207,7 @@ def _rehearse(
 
 
 def _write(
-    part: Part, snapshot: EmptySnapshot, store: StorageBackend, context: Context
+    part: Part, snapshot: SizeOnlySnapshot, store: StorageBackend, context: Context
 ) -> tuple[Receipt, WriteForecast]:
     recorder = SizeRecorder(store, checksums=context.checksums)
     if isinstance(part.layout, ForecastsWrites):
@@ -200,7 +215,7 @@ def _write(
     else:
         try:
             forecast = WriteForecast(part.layout.write(snapshot, recorder))
-        except NothingThereError as error:
+        except NoElementsError as error:
             raise PluginError(
                 f"the layout {part.layout.name} asks for elements before it says what it writes, and cannot be planned: it is to be a "
                 "ckptcore.protocols.ForecastsWrites"
@@ -212,7 +227,7 @@ def _memory(
     rank: int,
     saved: Sequence[HostBytes],
     exported: Sequence[HostBytes],
-    snapshots: Sequence[EmptySnapshot],
+    snapshots: Sequence[SizeOnlySnapshot],
     buffer_bytes: int,
     context: Context,
 ) -> MemoryPlan:
@@ -243,3 +258,45 @@ def _memory(
         blocking_peak=blocking + buffers,
         async_peak=asynchronous + buffers,
     )
+
+
+def run_commit(described: Described, claim: Claim, receipts: Sequence[Sequence[Receipt]], context: Context) -> None:
+    """Commit a checkpoint on the leader.
+
+    Args:
+        described: the checkpoint.
+        claim: of the leader.
+        receipts: by rank, of each part that the processes write together.
+        context: options.
+    """
+    parts = [part for part in described.parts if not part.own]
+    whole: Root | None = None
+    for number, part in enumerate(parts):
+        inside = subdirectory(claim.store, part.directory)
+        recorder = SizeRecorder(inside, checksums=context.checksums)
+        root = finish_part(described, part, [of_rank[number] for of_rank in receipts], recorder)
+        if described.members is None:
+            whole = root
+        else:
+            put_root(inside, root)
+    if whole is not None:
+        _mark(parts[0].layout, described.about, claim, context)
+        data, tables = encode_root(replace(whole, custom=described.custom))
+    else:
+        layouts = {part.layout.name: part.layout for part in described.parts if part.layout.name != FilesLayout.name}
+        for layout in layouts.values():
+            _mark(layout, described.about, claim, context)
+        composite = Composite(
+            save_id=described.save_id,
+            created=described.created,
+            writer=this_writer(),
+            members=described.members or {},
+            custom=described.custom,
+        )
+        data, tables = encode_composite(composite)
+    claim.commit(data, tables)
+
+
+def _mark(layout: Layout, about: About, claim: Claim, context: Context) -> None:
+    if isinstance(layout, MarksCheckpoints):
+        layout.mark(about, SizeRecorder(claim.store, checksums=context.checksums))

@@ -1,18 +1,77 @@
-"""Storages that keep the names and sizes of objects, and count what they are asked."""
+"""Stand-ins for the storage and the snapshot of a save, which keep sizes and count calls."""
 
 from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
 
 from ckptcore.commit.root import ROOT_KEY
 from ckptcore.errors import ConditionFailedError, ObjectNotFoundError
-from ckptcore.protocols import Buffer, IfTag, ObjectWriter, PutCondition, StorageAddress
+from ckptcore.io.sizes import SIZES
+from ckptcore.io.snapshot import ViewedSnapshot
+from ckptcore.model.arrays import HostArray
+from ckptcore.model.objects import CHECKSUM_BYTES, ObjectRecord
+from ckptcore.model.transfer import ArraySegment, Pending, Segment, WritePlan
+from ckptcore.protocols import Buffer, HostBytes, IfTag, ObjectWriter, PutCondition, StorageAddress, StorageBackend
 from ckptcore_tools.dry_run.plans import RequestCounts
 
-__all__ = ["CountingDirectories", "CountingObjects"]
+__all__ = ["CountingDirectories", "CountingObjects", "NoElementsError", "SizeOnlySnapshot", "SizeRecorder"]
+
+
+class NoElementsError(Exception):
+    """Elements were asked for in a dry run, where there are none."""
+
+
+class SizeOnlySnapshot:
+    """A `ckptcore.protocols.Snapshot` without elements. Any thread.
+
+    Attributes:
+        plan: what would be written.
+        held_by_writer: the most bytes of copies that are taken and not given back yet, at a time.
+        viewed_peak: the most bytes that a save that blocks has on the host at a time, as far ahead as that goes.
+    """
+
+    def __init__(self, plan: WritePlan, host_bytes: Sequence[HostBytes]) -> None:
+        """`host_bytes` tells what each item of the plan takes."""
+        self.plan = plan
+        self.held_by_writer = 0
+        self.viewed_peak = 0
+        self._host_bytes = host_bytes
+        self._views = ViewedSnapshot(plan, self._start)
+        self._viewed: set[int] = set()
+        self._taken: set[int] = set()
+        self._viewed_bytes = 0
+        self._taken_bytes = 0
+        self._lock = threading.RLock()
+
+    def _start(self, item: int) -> Sequence[Pending[HostArray]]:
+        self._viewed.add(item)
+        self._viewed_bytes += self._host_bytes[item].viewed
+        self.viewed_peak = max(self.viewed_peak, self._viewed_bytes)
+        return ()
+
+    def take(self, item: int) -> Sequence[HostArray]:
+        """See `Snapshot`; counts the item and raises `NoElementsError`."""
+        with self._lock:
+            self._views.take(item)
+            if item not in self._taken:
+                self._taken.add(item)
+                self._taken_bytes += self._host_bytes[item].copied
+                self.held_by_writer = max(self.held_by_writer, self._taken_bytes)
+        raise NoElementsError(f"item {item} of a dry run has no elements")
+
+    def release(self, item: int) -> None:
+        """See `Snapshot`."""
+        with self._lock:
+            self._views.release(item)
+            if item in self._viewed:
+                self._viewed.discard(item)
+                self._viewed_bytes -= self._host_bytes[item].viewed
+            if item in self._taken:
+                self._taken.discard(item)
+                self._taken_bytes -= self._host_bytes[item].copied
 
 
 class CountingObjects:
@@ -57,7 +116,7 @@ class CountingObjects:
 
     def _root(self, key: str) -> bytes:
         if key not in self._roots:
-            raise ObjectNotFoundError(f"{key} is not in this rehearsal")
+            raise ObjectNotFoundError(f"{key} is not in this dry run")
         return self._roots[key]
 
     def get_with_tag(self, key: str) -> tuple[bytes, str]:
@@ -77,7 +136,7 @@ class CountingObjects:
         """See `StorageBackend`."""
         self._count("looks")
         if key not in self.sizes:
-            raise ObjectNotFoundError(f"{key} is not in this rehearsal")
+            raise ObjectNotFoundError(f"{key} is not in this dry run")
         return self.sizes[key]
 
     def put(self, key: str, data: bytes, *, condition: PutCondition | None = None) -> str:
@@ -88,7 +147,7 @@ class CountingObjects:
             if condition is not None and (there and there.hex()) != (
                 condition.tag if isinstance(condition, IfTag) else None
             ):
-                raise ConditionFailedError(f"{key} is not what the rehearsal expects")
+                raise ConditionFailedError(f"{key} is not what the dry run expects")
             self.sizes[key] = len(data)
             if key.rpartition("/")[2] == ROOT_KEY:
                 self._roots[key] = data
@@ -173,3 +232,55 @@ class _NoWriter:
 
     def abort(self) -> None:
         pass
+
+
+class SizeRecorder:
+    """A `ckptcore.protocols.WriteStore` that asks of a storage what `ckptcore.io.recorder.ObjectRecorder` does. Any thread."""
+
+    def __init__(self, storage: StorageBackend, *, checksums: bool) -> None:
+        """Hand objects to `storage`; `checksums` tells whether a save would keep some."""
+        self._storage = storage
+        self._checksums = checksums
+        self._records: dict[str, ObjectRecord] = {}
+        self._lock = threading.Lock()
+
+    @property
+    def address(self) -> StorageAddress | None:
+        """None: there is nothing for native I/O."""
+        return self._storage.address
+
+    @property
+    def objects(self) -> tuple[ObjectRecord, ...]:
+        """The objects; their checksums are zeros, as many as there would be."""
+        return tuple(self._records.values())
+
+    def put(self, key: str, data: bytes) -> None:
+        """See `WriteStore`."""
+        self._storage.put(key, data)
+        self._record(key, len(data))
+
+    def write(self, key: str, segments: Sequence[Segment]) -> None:
+        """See `WriteStore`. Segments are opened in order, each closed before the next: as one thread would write them."""
+        nbytes = sum([segment.nbytes for segment in segments])
+        writer = self._storage.open_writer(key, nbytes)
+        for segment in segments:
+            if isinstance(segment, ArraySegment):
+                with suppress(NoElementsError):
+                    segment.open()
+                segment.close()
+        if nbytes < SIZES.inline:
+            writer.write_at(0, bytes(nbytes))  # who keeps small objects together counts their bytes
+        writer.finish()
+        self._record(key, nbytes)
+
+    def write_many(self, objects: Iterable[tuple[str, Sequence[Segment]]]) -> None:
+        """See `WriteStore`; one after the other."""
+        for key, segments in objects:
+            self.write(key, segments)
+
+    def _record(self, key: str, nbytes: int) -> None:
+        record = ObjectRecord(key, nbytes)
+        if self._checksums:
+            record = ObjectRecord(key, nbytes, bytes(CHECKSUM_BYTES * record.blocks))
+        with self._lock:
+            self._records[key] = record
