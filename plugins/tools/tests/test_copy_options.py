@@ -1,0 +1,66 @@
+"""Options of `ckptcore.copy` and `ckptcore.plan`: which exclude each other, and that the core names what is missing."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import ckptcore
+from ckptcore.context import default_context
+from ckptcore.errors import MissingDistributionError
+from ckptcore.step_names import StepNames
+from ckptcore.training.steps import StepDirectory
+from ckptcore.training.tiers.sending import CopiesSteps
+
+COPY: Any = ckptcore.copy
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"tied": "once"}, "needs a subtree"),
+        ({"files": ["config.json"], "layout": "safetensors"}, "needs a subtree"),
+        ({"verify": "read-back", "layout": "safetensors"}, "byte for byte"),
+        ({"verify": "read-back", "subtree": "w"}, "byte for byte"),
+        ({"transforms": [object()]}, "needs a layout"),
+        ({"transforms": [object()], "layout": "safetensors", "subtree": ()}, "either transforms or a subtree"),
+        ({"layout": "memory-of-elephants", "subtree": ()}, "leave out the subtree"),
+    ],
+)
+def test_options_that_exclude_each_other(options: dict[str, Any], message: str, tmp_path: Path) -> None:
+    ckptcore.save(tmp_path / "source", {"w": np.ones(3)})
+    with pytest.raises(ValueError, match=message):
+        COPY(tmp_path / "source", tmp_path / "copy", **options)
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
+def test_a_plan_of_one_state_for_all_and_of_a_function() -> None:
+    state = {"w": ckptcore.AbstractArray((8, 4), "float32")}
+    whole = ckptcore.plan(state, processes=2)
+    assert whole.array_bytes == ckptcore.plan(lambda rank: state, processes=2).array_bytes == 128
+    assert len(whole.processes) == 2
+
+
+@pytest.fixture
+def without_tools(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An environment with the core alone."""
+    for name in ("ckptcore_tools", "ckptcore_tools.copies", "ckptcore_tools.dry_run"):
+        monkeypatch.setitem(sys.modules, name, None)
+
+
+@pytest.mark.usefixtures("without_tools")
+@pytest.mark.parametrize("name", ["copy", "copy_steps", "plan"])
+def test_the_core_alone_names_the_distribution(name: str) -> None:
+    with pytest.raises(MissingDistributionError, match=rf"ckptcore\.{name} .* pip install 'ckptcore\[tools\]'"):
+        getattr(ckptcore, name)
+
+
+@pytest.mark.usefixtures("without_tools")
+def test_a_near_tier_names_the_distribution(tmp_path: Path) -> None:
+    near, far = (StepDirectory(tmp_path / name, StepNames(), default_context()) for name in ("near", "far"))
+    with pytest.raises(MissingDistributionError, match=r"near tier .* pip install 'ckptcore\[tools\]'"):
+        CopiesSteps(near, far, default_context())
