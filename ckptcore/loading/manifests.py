@@ -9,7 +9,7 @@ import xxhash
 
 from ckptcore.commit.location import Location
 from ckptcore.commit.root import ROOT_KEY
-from ckptcore.loading.opened import Mark
+from ckptcore.commit.mark import Mark
 from ckptcore.model.objects import BLOCK_BYTES, ObjectRecord
 
 __all__ = ["Manifest", "StoredRoot"]

@@ -9,7 +9,6 @@ from tests.architecture.sources import core_sources, plugin_sources
 
 EXCEPTIONS: Mapping[str, Collection[str]] = {
     # This distribution is being split into packages that import one way.
-    "ckptcore_tensorstore.reading": {"ckptcore_tensorstore.decoding"},
 }
 """Imports that close a circle and are allowed for now: by module, the modules it imports."""
 

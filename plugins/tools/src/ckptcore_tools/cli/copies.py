@@ -21,7 +21,7 @@ from ckptcore_tools.cli.output import UNSET, byte_progress, print_document, prin
 if TYPE_CHECKING:
     from ckptcore.commit.occupants import Overwrite
     from ckptcore.commit.ownership import IfInUse
-    from ckptcore.transforms import Transform
+    from ckptcore.protocols import Transform
     from ckptcore_tools.copies import CopyReport, StepsCopyReport
     from ckptcore_tools.copies.copying import CopyVerification
 
@@ -262,14 +262,14 @@ def convert_command(
     if map_name is None and (head_dim is not None or rope_type is not None or prefix):
         raise click.UsageError("--head-dim, --rope-type and --prefix are of a map: give --map, too.")
     if dequantize is not None:
-        from ckptcore.transforms import DequantizeAsConfigured  # only who transforms waits for it
+        from ckptcore_transforms import DequantizeAsConfigured  # only who transforms waits for it
 
         try:
             transforms.append(DequantizeAsConfigured(dequantize))
         except TypeError as error:
             raise click.UsageError(f"--dequantize: {error}") from error
     if map_name is not None:
-        from ckptcore.transforms.maps import find_map
+        from ckptcore_transforms.maps import find_map
 
         transforms += find_map(map_name, head_dim, prefix, rope_type)
     context = command_context()

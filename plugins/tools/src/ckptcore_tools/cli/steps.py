@@ -28,7 +28,8 @@ from ckptcore.errors import (
 )
 from ckptcore.loading.describe import describe_either
 from ckptcore.loading.members import present_members
-from ckptcore.loading.opened import Mark, OpenedComposite, root_mark
+from ckptcore.commit.mark import Mark, root_mark
+from ckptcore.loading.opened import OpenedComposite
 from ckptcore.loading.tries import ATTEMPTS
 from ckptcore.model import JSON
 from ckptcore.model.sizes import age, count, metrics_text, size

@@ -20,7 +20,7 @@ from ckptcore_tools.copies.copying import CopyReport, CopyVerification, copy_who
 from ckptcore_tools.copies.steps import StepProgressCallback, StepsCopyReport, copy_run
 
 if TYPE_CHECKING:
-    from ckptcore.transforms import Transforms
+    from ckptcore.protocols import Transforms
 
 __all__ = ["CopyReport", "StepsCopyReport", "copy", "copy_steps", "copy_whole"]
 
