@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from ckptcore.commit.hidden_names import is_hidden_name
 from ckptcore.commit.location import Location
 from ckptcore.commit.occupants import root_bytes
-from ckptcore.commit.root import HEAD_BYTES
+from ckptcore.commit.root_json import read_head
 from ckptcore.errors import InvalidLocationError, ObjectNotFoundError
 from ckptcore.protocols import StorageBackend
 
@@ -79,7 +79,8 @@ def read_mark(location: Location) -> Mark:
     if isinstance(root, str):
         return Mark(root)
     if root is not None:
-        is_member = b'"member":true' in root[:HEAD_BYTES]
+        head = read_head(root)
+        is_member = head is not None and head.role == "member"
         return Mark(root, around=root_mark(location.parent) if is_member else None)
     try:
         nbytes = location.parent.size(location.name)

@@ -7,8 +7,8 @@ from typing import Final, Literal, TypeAlias
 
 from ckptcore.commit.hidden_names import is_hidden_name
 from ckptcore.commit.location import Location
-from ckptcore.commit.root import HEAD_BYTES, ROOT_KEY, Claimed, Composite, PartialSave, Root
-from ckptcore.commit.root_json import decode_root, is_claim, is_partial, summarize_root
+from ckptcore.commit.root import ROOT_KEY, Claimed, Composite, PartialSave, Root
+from ckptcore.commit.root_json import HEAD_BYTES, Head, decode_root, is_claim, is_partial, read_head, summarize_root
 from ckptcore.errors import (
     CheckpointExistsError,
     CorruptCheckpointError,
@@ -132,10 +132,11 @@ def _are_members(store: StorageBackend, names: Sequence[str]) -> bool:
         if not entry.endswith("/") or entry.startswith("."):
             continue
         try:
-            if b'"member":true' in store.get(f"{entry}{ROOT_KEY}", 0, HEAD_BYTES):
-                return True
+            head = _head(store, entry[:-1])
         except StorageError:
-            continue  # it has no root, or none that can be read
+            continue
+        if head is not None and head.role == "member":
+            return True
     return False
 
 
@@ -173,14 +174,23 @@ def is_committed(store: StorageBackend) -> bool | None:
             return None
         return True
     try:
-        head = store.get(ROOT_KEY, 0, 128)
-        return b'"state":"claimed"' not in head and b'"state":"partial"' not in head
+        head = read_head(store.get(ROOT_KEY, 0, HEAD_BYTES))
     except ObjectNotFoundError:
         return None
+    return head is None or head.state == "committed"
 
 
-def parse_root(store: StorageBackend, data: bytes) -> Root | Composite | Claimed | PartialSave:
-    """The root that these bytes are, its parts read from the storage; raises what `read_root` does."""
+def parse_root(store: StorageBackend, data: bytes, display: str = "") -> Root | Composite | Claimed | PartialSave:
+    """Parse a root. Its parts are read from the storage.
+
+    Args:
+        store: the storage, opened at the checkpoint.
+        data: the bytes of the root.
+        display: the location, for errors; empty if the caller adds it to them.
+
+    Raises:
+        What `read_root` does.
+    """
 
     def read_part(key: str, size: int) -> bytes:
         try:
@@ -188,7 +198,12 @@ def parse_root(store: StorageBackend, data: bytes) -> Root | Composite | Claimed
         except ObjectNotFoundError as error:
             raise CorruptCheckpointError(f"{key}, a part of the root, is missing: {error}", key=key) from error
 
-    return decode_root(data, read_part)
+    try:
+        return decode_root(data, read_part)
+    except CorruptCheckpointError as error:
+        if not display:
+            raise
+        raise type(error)(f"{display}: {error}", key=error.key, start=error.start, stop=error.stop) from error
 
 
 def refuse_inside(location: Location) -> None:
@@ -231,21 +246,21 @@ def _nested(store: StorageBackend) -> Sequence[str]:
     """
     names = [key.removesuffix(f"/{ROOT_KEY}") for key in store.list() if key.endswith(f"/{ROOT_KEY}")]
     heads = {name: _head(store, name) for name in names}
-    members = [name for name, head in heads.items() if b'"member":true' in head]
+    members = [name for name, head in heads.items() if head is not None and head.role == "member"]
     others = [
         name
         for name, head in heads.items()
-        if b'"state":"committed"' in head and b'"owned":true' not in head and name not in members
+        if head is not None and head.state == "committed" and head.role == "checkpoint"
     ]
     return [name for name in others if not any(_stores(store, member, name) for member in members)]
 
 
-def _head(store: StorageBackend, name: str) -> bytes:
-    """Return the members of a root before its tables, which may have the same names in metadata of the user."""
+def _head(store: StorageBackend, name: str) -> Head | None:
+    """Return the head of the root in a directory; None without a readable one."""
     try:
-        return store.get(f"{name}/{ROOT_KEY}", 0, HEAD_BYTES).partition(b'"tables":')[0]
+        return read_head(store.get(f"{name}/{ROOT_KEY}", 0, HEAD_BYTES))
     except ObjectNotFoundError:
-        return b""
+        return None
 
 
 def _stores(store: StorageBackend, member: str, name: str) -> bool:

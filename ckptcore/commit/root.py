@@ -8,7 +8,7 @@ import posixpath
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Final, Literal
+from typing import Final, Literal, TypeAlias
 
 from ckptcore.builtin.keys import check_key
 from ckptcore.errors import CorruptCheckpointError, InvalidLocationError
@@ -17,7 +17,6 @@ from ckptcore.model.objects import ObjectRecord
 from ckptcore.model.tree import JSON
 
 __all__ = [
-    "HEAD_BYTES",
     "HOST_COPIES",
     "ROOT_KEY",
     "Base",
@@ -26,6 +25,7 @@ __all__ = [
     "Member",
     "PartialSave",
     "References",
+    "Role",
     "Root",
     "Session",
     "Summary",
@@ -36,10 +36,10 @@ __all__ = [
 ]
 
 ROOT_KEY: Final = "checkpoint.json"
-
-HEAD_BYTES: Final = 1 << 12
-"""The first bytes of a root, in which it says what it is; its tables come later."""
 """The key of the root within a checkpoint."""
+
+Role: TypeAlias = Literal["checkpoint", "member", "export"]
+"""A checkpoint by itself, one checkpointable of a composite, or an export in the directory of its save."""
 
 HOST_COPIES: Final = "checkpoint.copies"
 """The directory, within a tree that hosts save to disks of their own, of what a host has copies of beside its part."""
@@ -222,8 +222,7 @@ class Root:
         parts: the objects that hold tables of the root.
         metrics: measurements that the user gave with it.
         timeline: how long the save took at what, as `ckptcore.events` encodes it; not checked.
-        member: whether it is one of several checkpointables of a composite, which its save id names.
-        owned: True for an export in the directory of its save, which is replaced and deleted with the save.
+        role: ``member`` has the save id of its composite; ``export`` is replaced and deleted with the save that it is in.
         progress: how far the training was: ``step``, ``epoch``.
         references: which arrays of the tree are stored in other checkpoints.
     """
@@ -239,8 +238,7 @@ class Root:
     parts: tuple[str, ...] = ()
     metrics: Mapping[str, float] = field(default_factory=dict)
     timeline: JSON = None
-    member: bool = False
-    owned: bool = False
+    role: Role = "checkpoint"
     progress: Mapping[str, int] = field(default_factory=dict)
     references: References = field(default_factory=References)
 

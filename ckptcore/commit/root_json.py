@@ -8,7 +8,8 @@ import json
 import math
 import re
 from collections.abc import Callable, Mapping
-from typing import Any, Final, TypeAlias
+from dataclasses import dataclass
+from typing import Any, Final, Literal, TypeAlias, cast
 
 import xxhash
 
@@ -21,6 +22,7 @@ from ckptcore.commit.root import (
     Member,
     PartialSave,
     References,
+    Role,
     Root,
     Session,
     Summary,
@@ -35,6 +37,8 @@ from ckptcore.model.tree import JSON
 
 __all__ = [
     "FORMAT_VERSION",
+    "HEAD_BYTES",
+    "Head",
     "bases_of_root",
     "decode_root",
     "encode_claim",
@@ -43,18 +47,22 @@ __all__ = [
     "encode_root",
     "is_claim",
     "is_partial",
+    "read_head",
     "summarize_root",
 ]
 
-FORMAT_VERSION: Final = 3
-"""The newest format of checkpoints that this version reads. A root is written in the oldest one that has what it needs."""
+FORMAT_VERSION: Final = 1
+"""The version of the format that is written, and the newest that is read."""
 
-_TREE_VERSION: Final = 1
-_COMPOSITE_VERSION: Final = 2
-_PARTIAL_VERSION: Final = 3
-_REFERRING_VERSION: Final = 3
+HEAD_BYTES: Final = 128
+"""At most as many bytes has the head of a root."""
 
 _FORMAT: Final = "ckptcore"
+_HEAD: Final = re.compile(
+    rb'\{"format":"ckptcore","version":[1-9][0-9]{0,8},"state":"(claimed|partial|committed)",'
+    rb'"role":"(checkpoint|member|export)","save_id":"([0-9a-f]{16})"[,}]'
+)
+_REPAIR: Final = "restore it from a copy, or load another checkpoint"
 _INLINE_BYTES: Final = 1 << 18
 """A table up to this size is in the root itself; a larger one is a part, an object of its own."""
 
@@ -68,6 +76,38 @@ ReadPart: TypeAlias = Callable[[str, int], bytes]
 """Gives at most so many bytes of an object of the checkpoint."""
 
 
+@dataclass(frozen=True, slots=True)
+class Head:
+    """The members that every root begins with, in this order, in every version of the format.
+
+    Attributes:
+        state: ``committed`` for a checkpoint; ``claimed`` or ``partial`` for a save that did not commit yet.
+        role: see `Role`.
+        save_id: of the save.
+    """
+
+    state: Literal["claimed", "partial", "committed"]
+    role: Role
+    save_id: str
+
+
+def read_head(data: bytes) -> Head | None:
+    """Return the head of a root; None if these are not the first bytes of one. The checksum is not verified.
+
+    Args:
+        data: the root, or its first `HEAD_BYTES`.
+    """
+    found = _HEAD.match(data)
+    if found is None:
+        return None
+    state, role, save_id = (text.decode("ascii") for text in found.groups())
+    return Head(cast(Any, state), cast(Any, role), save_id)  # the pattern admits no others
+
+
+def _head(state: str, save_id: str, role: Role = "checkpoint") -> dict[str, JSON]:
+    return {"format": _FORMAT, "version": FORMAT_VERSION, "state": state, "role": role, "save_id": save_id}
+
+
 def summarize_root(data: bytes) -> Summary:
     """What these bytes of a root say, which may be hostile; no part of it is read.
 
@@ -75,13 +115,10 @@ def summarize_root(data: bytes) -> Summary:
         CorruptCheckpointError, UnsupportedVersionError
     """
     try:
-        document = _unseal(data)
-        version = document["version"]
-        if type(version) is int and version > FORMAT_VERSION:
-            raise _newer(version)
+        document, head = _open(data)
         return Summary(
-            document["state"] == "committed",
-            _text(document["save_id"]),
+            head.state == "committed",
+            head.save_id,
             _text(document["created"]),
             _decode_metrics(document.get("metrics", {})),
             _decode_progress(document.get("progress", {})),
@@ -98,7 +135,7 @@ def summarize_root(data: bytes) -> Summary:
 
 
 def bases_of_root(data: bytes) -> tuple[Base, ...]:
-    """Which other checkpoints these bytes of a root, which may be hostile, refer to. Every version says so in the same way.
+    """Return the other checkpoints that a root, which may be hostile, refers to. Every version has them in the same form.
 
     Raises:
         CorruptCheckpointError
@@ -122,25 +159,14 @@ def _bytes_of_objects(tables: Any, parts: Any) -> int | None:
     return total
 
 
-def _newer(version: int) -> UnsupportedVersionError:
-    return UnsupportedVersionError(
-        f"the checkpoint has format version {version} and this ckptcore reads up to {FORMAT_VERSION}; "
-        "upgrade ckptcore to load it"
-    )
-
-
 def encode_claim(claimed: Claimed) -> bytes:
     """The bytes of a root that claims a location."""
-    return _seal({"format": _FORMAT, "version": _TREE_VERSION, "state": "claimed",
-                  "save_id": claimed.save_id, "created": claimed.created})  # fmt: skip
+    return _seal({**_head("claimed", claimed.save_id), "created": claimed.created})
 
 
 def is_claim(data: bytes) -> bool:
-    """Whether these are the bytes of a root that claims a location; False for any others. Reads no table."""
-    try:
-        return _unseal(data).get("state") == "claimed"
-    except CorruptCheckpointError:
-        return False
+    """Return True for the root of a claim, with a correct checksum."""
+    return _has_state(data, "claimed")
 
 
 def encode_partial(partial: PartialSave) -> bytes:
@@ -149,23 +175,29 @@ def encode_partial(partial: PartialSave) -> bytes:
         [one.first, one.size, one.created, one.arrays, one.nbytes, one.key, one.key_bytes, one.checksum]
         for one in partial.sessions
     ]
-    return _seal({"format": _FORMAT, "version": _PARTIAL_VERSION, "state": "partial",
-                  "save_id": partial.save_id, "created": partial.created, "layout": partial.layout, "agreed": partial.agreed,
-                  "ranks": partial.ranks, "owner": partial.owner, "token": partial.token, "sessions": sessions})  # fmt: skip
+    return _seal({**_head("partial", partial.save_id), "created": partial.created, "layout": partial.layout,
+                  "agreed": partial.agreed, "ranks": partial.ranks, "owner": partial.owner, "token": partial.token,
+                  "sessions": sessions})  # fmt: skip
 
 
 def is_partial(data: bytes) -> bool:
-    """Whether these are the bytes of a partial save that is not finalized; False for any others."""
+    """Return True for the root of a partial save that is not finalized, with a correct checksum."""
+    return _has_state(data, "partial")
+
+
+def _has_state(data: bytes, state: str) -> bool:
+    head = read_head(data)
+    if head is None or head.state != state:
+        return False
     try:
-        return _unseal(data).get("state") == "partial"
+        _sealed(data)
     except CorruptCheckpointError:
         return False
+    return True
 
 
-def _decode_partial(document: dict[str, Any]) -> PartialSave:
-    save_id, ranks, owner = _text(document["save_id"]), _count(document["ranks"]), document["owner"]
-    if not is_save_id(save_id):
-        raise CorruptCheckpointError(f"{ROOT_KEY} has {save_id[:80]!r} where a save id is expected", key=ROOT_KEY)
+def _decode_partial(document: dict[str, Any], save_id: str) -> PartialSave:
+    ranks, owner = _count(document["ranks"]), document["owner"]
     sessions = []
     for first, size, created, arrays, nbytes, key, key_bytes, checksum in document["sessions"]:
         sessions.append(
@@ -202,31 +234,27 @@ def _decode_progress(progress: Any) -> dict[str, int]:
 
 def encode_root(root: Root) -> tuple[bytes, Mapping[str, bytes]]:
     """The bytes of a committed root, and by key those of its parts, which must be written before it."""
-    own: dict[str, JSON] = {"layout": root.layout, **({"member": True} if root.member else {})}
-    if root.owned:
-        own["owned"] = True
+    own: dict[str, JSON] = {"layout": root.layout}
     tables: dict[str, JSON] = {
         "tree": root.tree.to_json(),
         "layout": root.state,
         "objects": _encode_objects(root.objects),
         "custom": root.custom,
     }
-    version = _COMPOSITE_VERSION if root.member else _TREE_VERSION
     if references := root.references:
-        version = _REFERRING_VERSION
         own["bases"] = [[base.path, base.save_id] for base in references.bases]
         tables["references"] = {"leaf": references.leaf, "base": references.base, "stored": references.stored}
-    return _encode(root, version, own, tables)
+    return _encode(root, root.role, own, tables)
 
 
 def encode_composite(composite: Composite) -> tuple[bytes, Mapping[str, bytes]]:
     """The bytes of the committed root of a composite, and by key those of its parts, which must be written before it."""
     members = {name: [member.kind, member.processes] for name, member in composite.members.items()}
-    return _encode(composite, _COMPOSITE_VERSION, {"members": members}, {"custom": composite.custom})
+    return _encode(composite, "checkpoint", {"members": members}, {"custom": composite.custom})
 
 
 def _encode(
-    root: Root | Composite, version: int, own: Mapping[str, JSON], tables: Mapping[str, JSON]
+    root: Root | Composite, role: Role, own: Mapping[str, JSON], tables: Mapping[str, JSON]
 ) -> tuple[bytes, Mapping[str, bytes]]:
     inline: dict[str, JSON] = {}
     described: dict[str, JSON] = {}
@@ -240,10 +268,7 @@ def _encode(
         parts[key] = encoded
         described[name] = {"key": key, "size": len(encoded), "checksum": _checksum(encoded)}
     document: dict[str, JSON] = {
-        "format": _FORMAT,
-        "version": version,
-        "state": "committed",
-        "save_id": root.save_id,
+        **_head("committed", root.save_id, role),
         "created": root.created,
         "writer": dict(root.writer),
         **own,
@@ -290,23 +315,12 @@ def decode_root(data: bytes, read_part: ReadPart) -> Root | Composite | Claimed 
 
 
 def _decode(data: bytes, read_part: ReadPart) -> Root | Composite | Claimed | PartialSave:
-    document = _unseal(data)
-    if document.get("format") != _FORMAT:
-        raise CorruptCheckpointError(f"{ROOT_KEY} is not one of ckptcore", key=ROOT_KEY)
-    version = document["version"]
-    if type(version) is not int or version < 1:
-        raise CorruptCheckpointError(f"{ROOT_KEY} states the format version {version!r}", key=ROOT_KEY)
-    if version > FORMAT_VERSION:
-        raise _newer(version)
-    save_id, created = _text(document["save_id"]), _text(document["created"])
-    if not is_save_id(save_id):
-        raise CorruptCheckpointError(f"{ROOT_KEY} states the save id {save_id[:40]!r}", key=ROOT_KEY)
-    if document["state"] == "claimed":
+    document, head = _open(data)
+    save_id, created = head.save_id, _text(document["created"])
+    if head.state == "claimed":
         return Claimed(save_id, created)
-    if document["state"] == "partial":
-        return _decode_partial(document)
-    if document["state"] != "committed":
-        raise CorruptCheckpointError(f"{ROOT_KEY} states {document['state']!r}", key=ROOT_KEY)
+    if head.state == "partial":
+        return _decode_partial(document, save_id)
     tables: dict[str, Any] = dict(document["tables"])
     parts = []
     for name, described in document["parts"].items():
@@ -341,8 +355,7 @@ def _decode(data: bytes, read_part: ReadPart) -> Root | Composite | Claimed | Pa
         parts=tuple(parts),
         metrics=metrics,
         timeline=document.get("timeline"),
-        member=document.get("member") is True,
-        owned=document.get("owned") is True,
+        role=head.role,
         progress=progress,
         references=_decode_references(document.get("bases", []), tables.get("references"), tree),
     )
@@ -398,12 +411,13 @@ def _read_part(key: str, size: Any, checksum: str, read_part: ReadPart) -> JSON:
 
 
 def _encode_objects(objects: Mapping[str, ObjectRecord]) -> JSON:
+    records = [objects[key] for key in sorted(objects)]  # they are complete in any order: equal saves give equal bytes
     return {
         "algorithm": CHECKSUM_ALGORITHM,
         "block_bytes": BLOCK_BYTES,
-        "key": [record.key for record in objects.values()],
-        "size": [record.size for record in objects.values()],
-        "checksums": [base64.b64encode(record.checksums).decode("ascii") for record in objects.values()],
+        "key": [record.key for record in records],
+        "size": [record.size for record in records],
+        "checksums": [base64.b64encode(record.checksums).decode("ascii") for record in records],
     }
 
 
@@ -433,24 +447,50 @@ def _seal(document: Mapping[str, JSON]) -> bytes:
     return body + f',"checksum":"{_checksum(body)}"}}\n'.encode("ascii")
 
 
+def _open(data: bytes) -> tuple[dict[str, Any], Head]:
+    """Return the members of a root and its head, if its checksum and its version are right."""
+    document = _unseal(data)
+    if document.get("format") != _FORMAT:
+        raise CorruptCheckpointError(f"{ROOT_KEY} is not one of ckptcore", key=ROOT_KEY)
+    version = document["version"]
+    if type(version) is not int or version < 1:
+        raise CorruptCheckpointError(f"{ROOT_KEY} states the format version {version!r}", key=ROOT_KEY)
+    if version > FORMAT_VERSION:
+        raise UnsupportedVersionError(
+            f"the checkpoint has format version {version} and this ckptcore reads up to {FORMAT_VERSION}; "
+            "upgrade ckptcore to load it"
+        )
+    head = read_head(data)
+    if head is None:
+        raise CorruptCheckpointError(
+            f"{ROOT_KEY} does not begin with format, version, state, role and save_id", key=ROOT_KEY
+        )
+    return document, head
+
+
 def _unseal(data: bytes) -> dict[str, Any]:
+    document = _parse(_sealed(data) + b"}", ROOT_KEY)
+    if not isinstance(document, dict):
+        raise CorruptCheckpointError(f"{ROOT_KEY} is not an object", key=ROOT_KEY)
+    return document
+
+
+def _sealed(data: bytes) -> bytes:
+    """Return the bytes that the checksum is of, if it is right."""
     tail = _CHECKSUM.fullmatch(data[-_CHECKSUM_TAIL_BYTES:])
     if tail is None:
         raise CorruptCheckpointError(
-            f"{ROOT_KEY} is cut off or damaged: it has {len(data)} bytes and does not end in its checksum",
+            f"{ROOT_KEY} is cut off or damaged: it has {len(data)} bytes and does not end in its checksum; {_REPAIR}",
             key=ROOT_KEY, start=0, stop=len(data),
         )  # fmt: skip
     body = data[:-_CHECKSUM_TAIL_BYTES]
     expected = "xxh3_64:" + tail[1].decode("ascii")
     if _checksum(body) != expected:
         raise CorruptCheckpointError(
-            f"{ROOT_KEY} is damaged: its checksum is {_checksum(body)} and was {expected}",
+            f"{ROOT_KEY} is damaged: its checksum is {_checksum(body)} and was {expected}; {_REPAIR}",
             key=ROOT_KEY, start=0, stop=len(data),
         )  # fmt: skip
-    document = _parse(body + b"}", ROOT_KEY)
-    if not isinstance(document, dict):
-        raise CorruptCheckpointError(f"{ROOT_KEY} is not an object", key=ROOT_KEY)
-    return document
+    return body
 
 
 def _dump(document: JSON) -> bytes:

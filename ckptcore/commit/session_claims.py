@@ -110,7 +110,7 @@ def find_partial(location: Location) -> PartialSave | None:
         if found is None or not is_partial(found[0]):
             return None
         data = found[0]
-    partial = parse_root(store, data)
+    partial = parse_root(store, data, location.display)
     if not isinstance(partial, PartialSave):
         raise CorruptCheckpointError(
             f"{PARTIAL_KEY} beside {location.display} is none of a partial save", key=PARTIAL_KEY
@@ -176,7 +176,7 @@ def claim_to_finalize(
         raise _nothing(location)
     location = conditions.open(location)
     found = find_root(location.store)
-    before = None if found is None else parse_root(location.store, found[0])
+    before = None if found is None else parse_root(location.store, found[0], location.display)
     if not isinstance(before, PartialSave):
         raise _nothing(location)
     with read_unchanged(location, before):

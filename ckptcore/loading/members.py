@@ -99,7 +99,7 @@ def open_member(composite: OpenedComposite, name: str, directory: str, location:
     if composite.root is None:
         return _open_foreign_member(composite, name, directory, location, context)
     opened = open_checkpoint(Within(location, directory), context)
-    if opened.root is None or not opened.root.member or opened.root.save_id != composite.root.save_id:
+    if opened.root is None or opened.root.role != "member" or opened.root.save_id != composite.root.save_id:
         raise CorruptCheckpointError(
             f"{opened.location.display} was replaced by something else than it was saved with; load it by its own location, "
             "or delete it"

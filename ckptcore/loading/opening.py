@@ -12,7 +12,8 @@ from ckptcore.commit.hidden_names import is_hidden_name
 from ckptcore.commit.location import Location
 from ckptcore.commit.mark import Mark
 from ckptcore.commit.occupants import IsForeign, holds_members, parse_root
-from ckptcore.commit.root import HEAD_BYTES, ROOT_KEY, Claimed, Composite, Member, PartialSave, Root
+from ckptcore.commit.root import ROOT_KEY, Claimed, Composite, Member, PartialSave, Root
+from ckptcore.commit.root_json import HEAD_BYTES, read_head
 from ckptcore.context import Context
 from ckptcore.errors import (
     CheckpointError,
@@ -95,10 +96,10 @@ def _check_member(location: Location, name: str) -> None:
             f"{location.display} names {name[:80]!r} as a checkpointable: a name is one directory and has no '/'"
         )
     try:
-        head = location.store.get(f"{name}/{ROOT_KEY}", 0, HEAD_BYTES)
+        head = read_head(location.store.get(f"{name}/{ROOT_KEY}", 0, HEAD_BYTES))
     except ObjectNotFoundError:
         return
-    if b'"member":true' in head:
+    if head is not None and head.role == "member":
         raise _lost_root(location)
 
 
@@ -196,9 +197,9 @@ def _root_of(location: Location, mark: Mark, known: KnownRoots | None = None) ->
         raise InvalidLocationError(data)
     if data is not None:
         root = (
-            parse_root(location.store, data)
+            parse_root(location.store, data, location.display)
             if known is None
-            else known.root(data, lambda: parse_root(location.store, data))
+            else known.root(data, lambda: parse_root(location.store, data, location.display))
         )
     if isinstance(root, Claimed) or is_hidden_name(location.name):
         raise UncommittedCheckpointError(
@@ -213,7 +214,7 @@ def _root_of(location: Location, mark: Mark, known: KnownRoots | None = None) ->
 
 def _open_own(location: Location, mark: Mark, root: Root, context: Context, known: KnownRoots | None) -> Opened:
     """Open what ckptcore wrote."""
-    if root.member:
+    if root.role == "member":
         _expect_committed(location, mark, root)
     data = mark.root
     layout = (
@@ -262,7 +263,7 @@ def _expect_committed(location: Location, mark: Mark, member: Root) -> None:
         return
     if isinstance(data, str):
         raise InvalidLocationError(data)
-    around = None if data is None else parse_root(location.parent, data)
+    around = None if data is None else parse_root(location.parent, data, f"the directory around {location.display}")
     if hidden or not isinstance(around, Composite) or around.save_id != member.save_id:
         raise UncommittedCheckpointError(
             f"{location.display} belongs to a checkpoint of several checkpointables that was not committed, or was "

@@ -176,7 +176,7 @@ def _verify_composite(
                 progress(before + there, total)
 
         ours = one.root
-        if root is not None and (ours is None or not ours.member or ours.save_id != root.save_id):
+        if root is not None and (ours is None or ours.role != "member" or ours.save_id != root.save_id):
             problems.append(
                 Problem(f"{directory}/{ROOT_KEY}", None, None, (), f"{directory} was replaced by another save")
             )

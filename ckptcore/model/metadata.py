@@ -91,11 +91,10 @@ class TreeMetadata:
         )
 
     def to_json(self) -> dict[str, JSON]:
-        """The tree as columns: one entry per leaf in each, so that it stays small and parses fast.
+        """Return the tree as columns with one entry per leaf, so that it stays small and parses fast.
 
-        Notes of plain arrays stand once in ``notes``, and the column ``note`` has their numbers: a framework notes the same few
-        shardings of thousands of arrays. An array of another kind keeps its notes in ``extras``, where readers look that know no
-        such table: its handler may need them to tell what the elements stand for.
+        Distinct notes are stored once in ``notes``, and the column ``note`` has their indices, because thousands of arrays
+        have the same few shardings.
         """
         arrays: list[JSON] = []
         values: list[JSON] = []
@@ -113,15 +112,13 @@ class TreeMetadata:
             dtype_column.append(dtypes.setdefault(record.spec.dtype, len(dtypes)))
             shape_column.append(record.spec.shape)
             plain = record.kind == PLAIN_ARRAY
-            note_column.append(notes.number(record.notes) if plain and record.notes else None)
+            note_column.append(notes.number(record.notes) if record.notes else None)
             if not plain or record.cuts is not None:
                 extra: dict[str, JSON] = {}
                 if not plain:
                     extra["kind"] = record.kind
                 if record.cuts is not None:
                     extra["cuts"] = record.cuts
-                if record.notes and not plain:
-                    extra["notes"] = dict(record.notes)
                 extras[str(number)] = extra
         encoded: dict[str, JSON] = {
             "skeleton": skeleton_to_json(self.skeleton),
@@ -292,10 +289,6 @@ def _record_with_extra(spec: ArraySpec, notes: Mapping[str, JSON], extra: Mappin
         cuts = tuple([tuple([_natural(cut) for cut in _expect(axis, list)]) for axis in _expect(cuts_json, list)])
         if len(cuts) != len(spec.shape):
             raise CorruptCheckpointError("the saved tree cannot be read: an array is cut along other axes than it has")
-    if "notes" in extra:
-        if notes:
-            raise CorruptCheckpointError("the saved tree cannot be read: an array has notes in two places")
-        notes = _expect(extra["notes"], dict)
     return ArrayRecord(spec, _expect(extra.get("kind", PLAIN_ARRAY), str), cuts, notes)
 
 

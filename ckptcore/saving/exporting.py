@@ -91,7 +91,7 @@ class PlannedExport:
             parts=[Part("", self.layout, plan, own=False, worker_plans=tuple([found for found, _ in at_workers]))],
             members=None,
             agreement=agreement,
-            owned=self.location.lies_in(save.location),
+            role="export" if self.location.lies_in(save.location) else "checkpoint",
         )
         return PreparedExport(described, self.part, numbers, tuple([items for _, items in at_workers]))
 

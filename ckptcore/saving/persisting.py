@@ -15,7 +15,7 @@ from ckptcore.commit.commit import Claim, claim_location, claimed_store, sweep_l
 from ckptcore.commit.hidden_names import is_leftover_name
 from ckptcore.commit.location import Location, subdirectory
 from ckptcore.commit.occupants import Overwrite, read_root
-from ckptcore.commit.root import ROOT_KEY, Claimed, Composite, Member, Root, this_writer
+from ckptcore.commit.root import ROOT_KEY, Claimed, Composite, Member, Role, Root, this_writer
 from ckptcore.commit.root_json import encode_composite, encode_root
 from ckptcore.context import Context
 from ckptcore.errors import CheckpointError, CommitUnknownError, PluginError
@@ -80,7 +80,7 @@ class Described:
         on_hosts: that it goes to a directory of each host; None: to one that all processes see.
         session: that it is a session of a partial save; None: a save of its own.
         update: that arrays of its tree are in other checkpoints; None: it has all of them.
-        owned: True for an export in the directory of its save. See `Root.owned`.
+        role: ``export`` for an export in the directory of its save. See `Root.role`.
     """
 
     location: Location
@@ -97,7 +97,7 @@ class Described:
     on_hosts: OnHosts | None = None
     session: PlannedSession | None = None
     update: PlannedUpdate | None = None
-    owned: bool = False
+    role: Role = "checkpoint"
 
     @property
     def about(self) -> About:
@@ -327,8 +327,7 @@ def finish_part(described: Described, part: Part, receipts: Sequence[Receipt], r
         state=state,
         tree=replace(tree, aliases={**tree.aliases, **part.shared}) if part.shared else tree,
         objects=merge_objects(part.layout.name, receipts, recorder.objects),
-        member=described.members is not None,
-        owned=described.owned,
+        role=described.role if described.members is None else "member",
     )
 
 

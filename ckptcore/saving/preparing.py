@@ -290,7 +290,7 @@ def _without_notes(tree: dict[str, JSON]) -> JSON:
     cuts: dict[Any, int] = {}
     kept = {}
     for leaf, extra in extras.items():
-        kept[leaf] = {name: value for name, value in extra.items() if name != "notes"}
+        kept[leaf] = dict(extra)
         if "cuts" in extra:
             kept[leaf]["cuts"] = cuts.setdefault(extra["cuts"], len(cuts))
     columns = {name: column for name, column in tree.items() if name not in ("notes", "note")}

@@ -222,7 +222,7 @@ def test_members_that_are_links(target: str, forgery: _Forgery) -> None:
     forgery.with_members({"loop": ["tree", None], "model": ["tree", None]})
     forgery.assert_harmless()
     root = forgery.read("checkpoint.json")
-    root["member"] = True
+    root["role"] = "member"
     forgery.forge(root)
     forgery.assert_harmless()
 

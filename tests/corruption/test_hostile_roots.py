@@ -193,7 +193,7 @@ def test_a_tree_of_more_nodes_than_its_text_has_letters(tmp_path: Path) -> None:
 def test_a_root_of_great_depth(depth: int, tmp_path: Path) -> None:
     forgery = _Forgery(tmp_path)
     nested = "[" * depth + "]" * depth
-    encoded = json.dumps(forgery.root)
+    encoded = json.dumps(forgery.root, separators=(",", ":"))
     for place in ("skeleton", "custom", "layout", "shape"):
         forgery.forge_text(encoded[:-1] + f',"tables":{{"{place}":{nested}}}')
         forgery.assert_refused()
@@ -354,7 +354,7 @@ def test_columns_that_do_not_fit(tmp_path: Path) -> None:
 def test_a_root_that_has_a_key_twice(tmp_path: Path) -> None:
     """Of two readers each might believe another one."""
     forgery = _Forgery(tmp_path)
-    encoded = json.dumps(forgery.root)[:-1]
+    encoded = json.dumps(forgery.root, separators=(",", ":"))[:-1]
     forgery.forge_text(encoded + ',"layout":"no such layout"')
     forgery.assert_refused()
 

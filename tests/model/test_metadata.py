@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -56,10 +57,9 @@ NOTED = TreeMetadata(
 
 def test_notes_that_arrays_share_stand_once() -> None:
     encoded: Any = json.loads(json.dumps(NOTED.to_json()))
-    assert encoded["notes"] == [SHARDED, {"weak_type": True}]
-    assert encoded["note"] == [0, 0, None, 1, None, 0]
-    # What a key is, readers that know no table have to find where it always stood.
-    assert encoded["extras"] == {"2": {"cuts": [[2], []]}, "5": {"kind": "jax.key", "notes": {"impl": "threefry2x32"}}}
+    assert encoded["notes"] == [SHARDED, {"weak_type": True}, {"impl": "threefry2x32"}]
+    assert encoded["note"] == [0, 0, None, 1, 2, 0]
+    assert encoded["extras"] == {"2": {"cuts": [[2], []]}, "5": {"kind": "jax.key"}}
     again = TreeMetadata.from_json(encoded)
     assert again == NOTED
     notes = [record.notes for record in again.leaves if isinstance(record, ArrayRecord)]
@@ -67,17 +67,8 @@ def test_notes_that_arrays_share_stand_once() -> None:
 
 
 def test_a_tree_without_notes_has_no_table_of_them() -> None:
-    assert not {"notes", "note"} & set(TREE.to_json())
-
-
-def test_notes_in_the_extras_of_plain_arrays_are_read() -> None:
-    """Every array had its notes there before there was a table."""
-    encoded: Any = json.loads(json.dumps(NOTED.to_json()))
-    table, column = encoded.pop("notes"), encoded.pop("note")
-    for leaf, note in zip(("0", "2", "3", "4", "5", "6"), column, strict=True):
-        if note is not None:
-            encoded["extras"].setdefault(leaf, {})["notes"] = table[note]
-    assert TreeMetadata.from_json(encoded) == NOTED
+    plain = [replace(leaf, notes={}) if isinstance(leaf, ArrayRecord) else leaf for leaf in TREE.leaves]
+    assert not {"notes", "note"} & set(replace(TREE, leaves=tuple(plain)).to_json())
 
 
 @pytest.mark.parametrize(
@@ -85,10 +76,9 @@ def test_notes_in_the_extras_of_plain_arrays_are_read() -> None:
     [
         ("note", [0, 0, None, 1, None]),  # too short
         ("note", [0, 0, None, 1, None, 0, 0]),
-        ("note", [0, 0, None, 2, None, 0]),  # of a table of two
+        ("note", [0, 0, None, 3, None, 0]),  # of a table of three
         ("note", [0, 0, None, -1, None, 0]),
         ("note", [0, 0, None, True, None, 0]),
-        ("note", [0, 0, None, 1, 0, 0]),  # the key has its own
         ("note", None),
         ("notes", {"0": {}}),
         ("notes", [1, 2]),

@@ -17,7 +17,7 @@ from ckptcore.commit.location import Location, Place, resolve_location
 from ckptcore.commit.mark import root_mark
 from ckptcore.commit.occupants import Overwrite, is_claimed_by, read_root, root_bytes
 from ckptcore.commit.root import ROOT_KEY, Claimed, Root
-from ckptcore.commit.root_json import bases_of_root, decode_root, encode_root, is_claim, is_partial, summarize_root
+from ckptcore.commit.root_json import bases_of_root, decode_root, encode_root, is_claim, is_partial, read_head, summarize_root
 from ckptcore.context import Context
 from ckptcore.errors import (
     CheckpointError,
@@ -135,7 +135,8 @@ def _refuse_alien_composite(manifest: Manifest, destination: Location) -> None:
     Raises:
         InvalidLocationError: before anything is written.
     """
-    if manifest.root is not None and b'"member":true' in manifest.root.data[:4096] and root_bytes(destination.parent):
+    head = None if manifest.root is None else read_head(manifest.root.data)
+    if head is not None and head.role == "member" and root_bytes(destination.parent):
         raise InvalidLocationError(
             f"{destination.display} is inside another checkpoint, and {manifest.location.display} is one of several "
             "checkpointables, which count only in the one that they were saved with; copy it to a location of its own"

@@ -30,7 +30,7 @@ def refuse_destination(source: Location, destination: Location) -> None:
         )
     if destination.lies_in(source):
         there = read_root(destination.store)
-        if isinstance(there, Root) and there.member:
+        if isinstance(there, Root) and there.role == "member":
             raise InvalidLocationError(
                 f"{destination.display} is one of the checkpointables of the source, {source.display}, and would be lost from it; "
                 "give another location. Nothing was written"
