@@ -20,6 +20,10 @@ import xxhash
 
 __all__ = ["Leaf", "NotCommitted", "read_checkpoint", "read_composite"]
 
+_HEAD = re.compile(
+    rb'\{"format":"ckptcore","version":\d+,"state":"(claimed|partial|committed)",'
+    rb'"role":"(checkpoint|member|export)","save_id":"[0-9a-f]{16}",'
+)
 _TAIL = re.compile(rb',"checksum":"xxh3_64:([0-9a-f]{16})"\}\n')
 _TAIL_BYTES = 40
 _HIDDEN = re.compile(r"\..+\.[0-9a-f]{16}\.ckptcore", re.DOTALL)
@@ -48,7 +52,7 @@ def read_checkpoint(directory: Path) -> tuple[Any, dict[str, Any]]:
     Attribute keys come back as the strings ``.name``, and a container of any other kind as a dict.
     """
     root, tables = _root_and_tables(directory)
-    if root.get("member") is True:
+    if root["role"] == "member":
         _expect_committed(directory, root)
     return _tree(directory, root, tables), tables["custom"]
 
@@ -76,7 +80,7 @@ def read_composite(directory: Path) -> tuple[dict[str, Any], dict[str, Any]]:
 
 def _member(directory: Path, kind: str, save_id: str) -> Any:
     root, tables = _root_and_tables(directory)
-    if root.get("member") is not True or root["save_id"] != save_id:
+    if root["role"] != "member" or root["save_id"] != save_id:
         raise ValueError(f"{directory} was replaced")
     if (root["layout"] == "files") != (kind == "files"):
         raise ValueError(f"{directory} has the layout {root['layout']!r} and is said to be a {kind!r}")
@@ -98,7 +102,7 @@ def _expect_committed(directory: Path, root: dict[str, Any]) -> None:
 
 def _root_and_tables(directory: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     root = _unsealed((directory / "checkpoint.json").read_bytes())
-    if root["format"] != "ckptcore" or root["version"] not in (1, 2, 3):
+    if root["format"] != "ckptcore" or root["version"] != 1:
         raise ValueError(f"format {root['format']!r}, version {root['version']!r}")
     if root["state"] != "committed":
         raise NotCommitted(root["state"])
@@ -158,6 +162,8 @@ def _unsealed(data: bytes) -> dict[str, Any]:
     body = data[:-_TAIL_BYTES]
     if xxhash.xxh3_64_hexdigest(body).encode() != tail[1]:
         raise ValueError("the root is damaged")
+    if _HEAD.match(data[:128]) is None:
+        raise ValueError("the root does not begin with its head")
     document: dict[str, Any] = json.loads(body + b"}")
     return document
 

@@ -1,22 +1,23 @@
-"""Writes the golden checkpoint of the current version of the format, once: ``python -m tests.golden.write``.
+"""Writes the golden checkpoints that are not there yet: ``python -m tests.golden.write [DIRECTORY]``.
 
-That of version 1 is ``ckptcore.save(directory, golden_state(), metadata={"made for": "tests/golden"})``; that of version 2 is
-``ckptcore.save_checkpointables(directory, golden_composite(rank), metadata={"made for": "tests/golden"})`` in a job of `GOLDEN_PROCESSES`.
+It replaces none: they show that checkpoints of earlier versions still load.
 """
 
 from __future__ import annotations
 
+import shutil
+import sys
 from pathlib import Path
 
-import ckptcore
-from ckptcore.commit.root_json import FORMAT_VERSION
-from tests.golden.states import golden_update
+from tests.golden.features import FEATURES, save_feature
 
 if __name__ == "__main__":
-    # Without overwrite: a golden checkpoint is never written again, or it would not show that old ones still load.
-    directory = Path(__file__).parent / "checkpoints" / f"version-{FORMAT_VERSION}"
-    directory.parent.mkdir(exist_ok=True)
-    context = ckptcore.Context(durability="none")
-    base = directory.parent / "version-1"
-    ckptcore.save_update(directory, golden_update(), base=base, metadata={"made for": "tests/golden"}, context=context)
-    print(f"wrote {directory}")
+    directory = Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).parent / "checkpoints"
+    directory.mkdir(exist_ok=True)
+    for name in FEATURES:
+        if not (directory / name).exists():
+            save_feature(name, directory)
+            print(f"wrote {directory / name}")
+    for administration in directory.rglob(".ckptcore"):
+        shutil.rmtree(administration)  # who saved, which differs each time
+    shutil.rmtree(directory / "hosts" / "far", ignore_errors=True)

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from ckptcore_testing.fixed_saves import fixed_saves
 
 import ckptcore
 from ckptcore.errors import ChecksumError
@@ -107,6 +108,13 @@ def test_ours_are_sound_and_foreign_without_their_root(name: str, tmp_path: Path
     found = ckptcore.metadata(tmp_path / "c")
     assert (found.layout, found.save_id) == ("dcp", None)
     assert_same(ckptcore.load(tmp_path / "c"), built(EXPECTED[name]["tree"]))
+
+
+def test_a_save_gives_the_bytes_of_our_golden(tmp_path: Path) -> None:
+    with fixed_saves():
+        ckptcore.save(tmp_path / "ours", built(EXPECTED["ours"]["tree"]), layout="dcp")
+    for path in (GOLDEN / "ours").iterdir():
+        assert (tmp_path / "ours" / path.name).read_bytes() == path.read_bytes(), path.name
 
 
 def test_a_bit_of_a_golden_is_missed(tmp_path: Path) -> None:

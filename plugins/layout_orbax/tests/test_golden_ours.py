@@ -29,7 +29,8 @@ def _written() -> ModuleType:
     return module
 
 
-STATE: dict[str, Any] = _written().golden_state()
+WRITTEN = _written()
+STATE: dict[str, Any] = WRITTEN.golden_state()
 
 
 def assert_same(found: Any, saved: Any, path: str = "") -> None:
@@ -53,7 +54,19 @@ def assert_same(found: Any, saved: Any, path: str = "") -> None:
 
 
 def test_there_is_one_of_every_layout() -> None:
-    assert {path.name for path in CHECKPOINTS} >= set(_written().golden_layouts())
+    assert {path.name for path in CHECKPOINTS} >= set(WRITTEN.golden_layouts())
+
+
+@pytest.mark.parametrize("path", CHECKPOINTS, ids=lambda path: path.name)
+def test_a_save_gives_its_bytes(path: Path, tmp_path: Path) -> None:
+    WRITTEN.save_golden(path.name, tmp_path / "c")
+    found = {
+        file.relative_to(tmp_path / "c"): file.read_bytes() for file in (tmp_path / "c").rglob("*") if file.is_file()
+    }
+    golden = {file.relative_to(path): file.read_bytes() for file in path.rglob("*") if file.is_file()}
+    assert sorted(found) == sorted(golden)
+    for key, data in golden.items():
+        assert found[key] == data, key
 
 
 @pytest.mark.parametrize("path", CHECKPOINTS, ids=lambda path: path.name)

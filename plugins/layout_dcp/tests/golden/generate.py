@@ -36,6 +36,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.multiprocessing as mp
+from ckptcore_testing.fixed_saves import fixed_saves
 from torch.distributed.checkpoint._extension import ZStandard
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 from torch.distributed.device_mesh import init_device_mesh
@@ -144,7 +145,8 @@ def _save_ours(state: Any, path: Path) -> None:
 
     store = dist.distributed_c10d._get_default_store()
     context = ckptcore.Context(coordinator=StoreCoordinator(store, rank=dist.get_rank(), size=2))
-    ckptcore.save(path, state, layout="dcp", context=context)
+    with fixed_saves():
+        ckptcore.save(path, state, layout="dcp", context=context)
 
 
 @golden
@@ -216,7 +218,8 @@ def torch_files(path: Path) -> Any:
 @golden
 def ours(path: Path) -> Any:
     tree = {"dtypes": EVERY_DTYPE, "training": TRAINING}
-    ckptcore.save(path, built(tree), layout="dcp")
+    with fixed_saves():
+        ckptcore.save(path, built(tree), layout="dcp")
     return {"tree": tree}
 
 

@@ -13,6 +13,7 @@ from typing import Any, Final
 import jax
 import ml_dtypes
 import numpy as np
+from ckptcore_testing.fixed_saves import fixed_saves
 
 import ckptcore
 from ckptcore.protocols import Layout
@@ -65,9 +66,15 @@ def golden_state() -> dict[str, Any]:
     }
 
 
+def save_golden(name: str, directory: Path) -> None:
+    """Save the golden state in one of the layouts, with a fixed save id and time."""
+    with fixed_saves():
+        ckptcore.save(directory, golden_state(), layout=golden_layouts()[name], metadata={"made for": "golden"})
+
+
 if __name__ == "__main__":
-    for name, layout in golden_layouts().items():
-        # Without overwrite: what is there stays.
+    for name in golden_layouts():
         directory = Path(__file__).parent / "checkpoints" / VERSION / name
-        ckptcore.save(directory, golden_state(), layout=layout, metadata={"made for": "golden"})
-        print(f"wrote {directory.relative_to(Path(__file__).parent)}")
+        if not directory.exists():
+            save_golden(name, directory)
+            print(f"wrote {directory.relative_to(Path(__file__).parent)}")
