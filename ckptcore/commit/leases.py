@@ -1,4 +1,4 @@
-"""A lease: an object that says who holds something, and that its holder renews so that others see it alive.
+"""Leases: objects that their holders renew, so that others see that they are alive.
 
 Why a lease that was taken over is never used after: whoever takes it over has seen it unchanged for more than a lease time,
 so its last renewal began longer ago than that. `LeaseHold.check` looks whether the object is still ours, and renews it first
@@ -9,19 +9,30 @@ Every change is on condition of the tag that was seen, so of two that change it 
 from __future__ import annotations
 
 import logging
+import re
 import threading
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Final, Literal, Self, TypeAlias
 
 from ckptcore.commit.clocks import Clock
-from ckptcore.commit.holders import Holder, new_holder
-from ckptcore.commit.sightings import look_at_lease
+from ckptcore.commit.holding import ADMINISTRATION, Hold, Holder, Purpose, decode_holder, new_holder
 from ckptcore.errors import ConditionFailedError, ObjectNotFoundError, SaveLostError, StorageError
 from ckptcore.io.threads import renew_in_children
-from ckptcore.protocols import IfTag, PutCondition, StorageBackend
+from ckptcore.protocols import IF_ABSENT, IfTag, PutCondition, StorageBackend
 
-__all__ = ["LeaseHold", "LeasePlace", "take_lease"]
+__all__ = [
+    "PATIENCE",
+    "LeaseHold",
+    "LeasePlace",
+    "LeasedSteps",
+    "SeenLease",
+    "Sightings",
+    "break_lease",
+    "look_at_lease",
+    "take_lease",
+]
 
 logger = logging.getLogger("ckptcore.commit")
 
@@ -213,3 +224,157 @@ class _Lease:
             f"{subject} was taken over by {self._taken_by.describe()}, because this process gave no sign of life for too "
             "long. What that one writes must stay: end this job, or the other one and then open it again"
         )
+
+
+PATIENCE: Final = 1.25
+"""How many lease times a lease must be seen unchanged to be dead."""
+
+_MOST_AT_ONCE: Final = 0.5
+"""How many lease times one look adds at most: if this process stood still, so may have the holder."""
+
+
+@dataclass(frozen=True, slots=True)
+class SeenLease:
+    """A lease as it was when it was looked at.
+
+    Attributes:
+        key: its object.
+        tag: the object's; another one after each renewal.
+        holder: what it says, or None where that cannot be read.
+    """
+
+    key: str
+    tag: str
+    holder: Holder | None
+
+    @property
+    def is_released(self) -> bool:
+        """Whether it was let go, or broken."""
+        return self.holder is not None and self.holder.released
+
+    def seconds(self, otherwise: float) -> float:
+        """Its lease time; `otherwise` where it does not say."""
+        return (self.holder and self.holder.lease_seconds) or otherwise
+
+
+def look_at_lease(store: StorageBackend, key: str) -> SeenLease | None:
+    """Read a lease, None where there is none."""
+    try:
+        data, tag = store.get_with_tag(key)
+    except ObjectNotFoundError:
+        return None
+    return SeenLease(key, tag, decode_holder(data))
+
+
+def break_lease(store: StorageBackend, seen: SeenLease) -> bool:
+    """Take a lease from its dead holder, so that it can never be renewed; False if it lives after all."""
+    broken = replace(seen.holder or new_holder(), released=True)
+    try:
+        store.put(seen.key, broken.encode(), condition=IfTag(seen.tag))
+    except (ConditionFailedError, ObjectNotFoundError):
+        return False
+    return True
+
+
+@dataclass(slots=True)
+class _Sighting:
+    tag: str
+    last: float
+    unchanged: float
+
+
+class Sightings:
+    """For how long each lease was seen unchanged, by this process's clock. Any thread."""
+
+    def __init__(self, clock: Clock, lease_seconds: float) -> None:
+        """Remember nothing yet; `lease_seconds` is what a lease that does not say its time is given."""
+        self._clock = clock
+        self._lease_seconds = lease_seconds
+        self._sightings: dict[str, _Sighting] = {}
+        self._lock = threading.Lock()
+
+    def is_dead(self, seen: SeenLease) -> bool:
+        """Count one look at a lease; whether it was seen unchanged for so long that its holder must have lost it."""
+        lease_seconds = seen.seconds(self._lease_seconds)
+        now = self._clock.now()
+        with self._lock:
+            sighting = self._sightings.get(seen.key)
+            if sighting is None or sighting.tag != seen.tag:
+                self._sightings[seen.key] = _Sighting(seen.tag, now, 0.0)
+                return False
+            sighting.unchanged += min(now - sighting.last, _MOST_AT_ONCE * lease_seconds)
+            sighting.last = now
+            return sighting.unchanged >= PATIENCE * lease_seconds
+
+    def forget_others(self, directory: str, keys: Collection[str]) -> None:
+        """Forget what was seen below a directory (ending in ``/``) of leases that are not among `keys`."""
+        with self._lock:
+            for key in [key for key in self._sightings if key.startswith(directory) and key not in keys]:
+                del self._sightings[key]
+
+
+_NAME: Final = re.compile(r"(.+)\.[0-9a-f]{16}\.json", re.DOTALL)
+
+
+class LeasedSteps:
+    """How steps are held where nothing tells at once who lives. See `HoldsOfSteps`.
+
+    A lease counts as alive until this object saw it unchanged for a whole lease time. It is then broken before anything
+    is done in reliance on that, so a holder that only stood still finds out when it checks.
+    """
+
+    def __init__(self, store: StorageBackend, lease_seconds: float, clock: Clock) -> None:
+        """Hold steps of the directory that `store` was opened at."""
+        self._store = store
+        self._lease_seconds = lease_seconds
+        self._clock = clock
+        self._sightings = Sightings(clock, lease_seconds)
+
+    def take(self, purpose: Purpose, name: str) -> Hold:
+        """See `HoldsOfSteps`."""
+        key = f"{ADMINISTRATION}/{purpose}/{name}.{new_holder().hold_id}.json"
+        place = LeasePlace(self._store, key, f"the step {name}", "delete")
+        hold = take_lease(place, self._lease_seconds, IF_ABSENT, self._clock)
+        if hold is None:
+            raise StorageError(
+                f"cannot hold the step {name}: the storage says that {key}, whose name nobody else makes, is there already. "
+                "Look whether something else writes there"
+            )
+        return hold
+
+    def living(self, purpose: Purpose, name: str | None = None) -> frozenset[str]:
+        """See `HoldsOfSteps`."""
+        directory = f"{ADMINISTRATION}/{purpose}"
+        found: set[str] = set()
+        keys: set[str] = set()
+        for entry in self._store.list_names(directory):
+            matched = _NAME.fullmatch(entry)
+            if matched is None:
+                continue
+            key = f"{directory}/{entry}"
+            keys.add(key)
+            if (name is None or matched[1] == name) and self._is_held(key):
+                found.add(matched[1])
+        self._sightings.forget_others(directory + "/", keys)
+        return frozenset(found)
+
+    def is_pinned_here(self, name: str) -> bool:
+        """Return whether this process pins a step."""
+        for entry in self._store.list_names(f"{ADMINISTRATION}/pins"):
+            matched = _NAME.fullmatch(entry)
+            if matched is None or matched[1] != name:
+                continue
+            seen = look_at_lease(self._store, f"{ADMINISTRATION}/pins/{entry}")
+            if seen is not None and seen.holder is not None and seen.holder.is_here and not seen.is_released:
+                return True
+        return False
+
+    def _is_held(self, key: str) -> bool:
+        seen = look_at_lease(self._store, key)
+        if seen is None:
+            return False
+        is_dead = seen.is_released or (self._sightings.is_dead(seen) and break_lease(self._store, seen))
+        if not is_dead:
+            return True
+        self._store.delete([key])
+        return False

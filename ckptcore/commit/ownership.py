@@ -1,21 +1,20 @@
-"""The ownership of a directory of steps: of all jobs only one writes steps into it."""
+"""The owner of a directory of steps: only one job writes steps into it."""
 
 from __future__ import annotations
 
 import logging
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Final, Literal, TypeAlias
 
 from ckptcore.commit.clocks import SYSTEM_CLOCK, Clock
-from ckptcore.commit.holders import check_lease_seconds, decode_holder, new_holder
-from ckptcore.commit.holding import ADMINISTRATION, Hold
-from ckptcore.commit.leases import LeasePlace, take_lease
-from ckptcore.commit.locked import LockedHold
-from ckptcore.commit.sightings import SeenLease, Sightings, look_at_lease
+from ckptcore.commit.holding import ADMINISTRATION, Hold, Holder, check_lease_seconds, decode_holder, new_holder
+from ckptcore.commit.leases import LeasePlace, SeenLease, Sightings, look_at_lease, take_lease
+from ckptcore.commit.locks import LockedHold
 from ckptcore.errors import DirectoryInUseError, ObjectNotFoundError, SaveLostError
 from ckptcore.protocols import IF_ABSENT, AtomicDirectories, IfTag, StorageBackend
 
-__all__ = ["IfInUse", "own_directory"]
+__all__ = ["IfInUse", "SeenOwner", "look_at_owner", "own_directory"]
 
 logger = logging.getLogger("ckptcore.commit")
 
@@ -176,3 +175,46 @@ def _await_death(
 
 def _owner(seen: SeenLease) -> str:
     return f"somebody whose record {seen.key} cannot be read" if seen.holder is None else seen.holder.describe()
+
+
+@dataclass(frozen=True, slots=True)
+class SeenOwner:
+    """Who owns a directory.
+
+    Attributes:
+        holder: what the owner says of itself; None where that cannot be read.
+        is_alive: True where a lock tells. None where it may have died: only a second look, a lease time later, would tell.
+    """
+
+    holder: Holder | None
+    is_alive: bool | None
+
+    def describe(self) -> str:
+        """In words."""
+        who = "a process whose record cannot be read" if self.holder is None else self.holder.describe()
+        return f"{who}, alive" if self.is_alive else f"{who}, alive or died without letting go"
+
+
+def look_at_owner(store: StorageBackend) -> SeenOwner | None:
+    """Who owns the directory that `store` was opened at; None for nobody, and for one that a lock shows to be dead.
+
+    Writes nothing. A lock is tried for an instant, for which whoever opens the directory at that moment waits.
+
+    Raises:
+        StorageError
+    """
+    if not isinstance(store, AtomicDirectories):
+        seen = look_at_lease(store, _LEASE)
+        return None if seen is None or seen.is_released else SeenOwner(seen.holder, None)
+    # Looked for first: to try a lock makes the directory.
+    if "owner/" not in store.list_names(ADMINISTRATION):
+        return None
+    lock = store.lock_directory(_LOCKED)
+    if lock is not None:
+        with lock:
+            return None
+    try:
+        record = store.get(_RECORD, 0, _RECORD_BYTES)
+    except ObjectNotFoundError:
+        return SeenOwner(None, is_alive=True)
+    return SeenOwner(decode_holder(record), is_alive=True)

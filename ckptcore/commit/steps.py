@@ -26,10 +26,9 @@ from __future__ import annotations
 from typing import Final
 
 from ckptcore.commit.clocks import SYSTEM_CLOCK, Clock
-from ckptcore.commit.holders import check_lease_seconds
-from ckptcore.commit.holding import Hold, HoldsOfSteps
-from ckptcore.commit.leased import LeasedSteps
-from ckptcore.commit.locked import LockedSteps
+from ckptcore.commit.holding import Hold, HoldsOfSteps, check_lease_seconds
+from ckptcore.commit.leases import LeasedSteps
+from ckptcore.commit.locks import LockedSteps
 from ckptcore.errors import AtomicityError, CheckpointNotFoundError, StorageError
 from ckptcore.protocols import AtomicDirectories, StorageBackend
 

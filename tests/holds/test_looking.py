@@ -8,10 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from ckptcore.commit.holders import new_holder
+from ckptcore.commit.holding import new_holder
 from ckptcore.commit.location import open_directory
-from ckptcore.commit.looking import look_at_owner
-from ckptcore.commit.ownership import own_directory
+from ckptcore.commit.ownership import look_at_owner, own_directory
 from ckptcore.context import Context
 from ckptcore.errors import DirectoryInUseError
 from ckptcore.protocols import AtomicDirectories, StorageBackend

@@ -9,8 +9,7 @@ from dataclasses import dataclass, field
 
 import click
 
-from ckptcore.commit.looking import look_at_owner
-from ckptcore.commit.ownership import IfInUse, own_directory
+from ckptcore.commit.ownership import IfInUse, look_at_owner, own_directory
 from ckptcore.commit.referrers import find_bases, referring_to
 from ckptcore.context import Context
 from ckptcore.errors import CheckpointError

@@ -1,4 +1,4 @@
-"""Holds that are locked directories: the kernel lets them go when the process dies."""
+"""Locks: holds that are locked directories. The kernel releases them when the process dies."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Final, Literal, Self
 
-from ckptcore.commit.holders import new_holder
-from ckptcore.commit.holding import ADMINISTRATION, Hold, Purpose
+from ckptcore.commit.holding import ADMINISTRATION, Hold, Purpose, new_holder
 from ckptcore.errors import SaveLostError, StorageError
 from ckptcore.io.threads import renew_in_children
 from ckptcore.protocols import AtomicDirectories, StorageBackend
