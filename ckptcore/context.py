@@ -21,7 +21,7 @@ from ckptcore.plugins import Handler, Plugins, installed_plugins
 from ckptcore.protocols import Collectives, Coordinator, Executor, Rejoinable
 
 if TYPE_CHECKING:
-    from ckptcore.commit.known_roots import KnownRoots
+    from ckptcore.commit.root import KnownRoots
 
 __all__ = ["Context", "MemoryOptions", "default_context"]
 
@@ -148,7 +148,7 @@ class Context:
     @cached_property
     def known_roots(self) -> KnownRoots:
         """The roots of checkpoints that were opened last."""
-        from ckptcore.commit.known_roots import KnownRoots  # only who opens checkpoints to read parts of them needs it
+        from ckptcore.commit.root import KnownRoots  # only who opens checkpoints to read parts of them needs it
 
         return KnownRoots()
 

@@ -10,9 +10,17 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Final
 
-from ckptcore.commit.hidden_names import is_save_of, name_of_partial, name_of_save
 from ckptcore.commit.location import Location
-from ckptcore.commit.occupants import IsForeign, Overwrite, none_is_foreign, refuse_to_replace, root_bytes
+from ckptcore.commit.occupants import (
+    IsForeign,
+    Overwrite,
+    is_save_of,
+    name_of_partial,
+    name_of_save,
+    none_is_foreign,
+    refuse_to_replace,
+    root_bytes,
+)
 from ckptcore.commit.root import ROOT_KEY, new_save_id
 from ckptcore.errors import (
     AtomicityError,

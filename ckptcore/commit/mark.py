@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from ckptcore.commit.hidden_names import is_hidden_name
 from ckptcore.commit.location import Location
-from ckptcore.commit.occupants import root_bytes
+from ckptcore.commit.occupants import is_hidden_name, root_bytes
 from ckptcore.commit.root_json import read_head
 from ckptcore.errors import InvalidLocationError, ObjectNotFoundError
 from ckptcore.protocols import StorageBackend

@@ -1,11 +1,14 @@
-"""The occupant of a location: a checkpoint, a claim, something else or nothing, and whether it may be replaced or removed."""
+"""The occupant of a location: a checkpoint, a claim, something else or nothing, and whether it may be replaced or removed.
+
+Directories beside a checkpoint with hidden names are those of saves that are under way or were killed.
+"""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from typing import Final, Literal, TypeAlias
 
-from ckptcore.commit.hidden_names import is_hidden_name
 from ckptcore.commit.location import Location
 from ckptcore.commit.root import ROOT_KEY, Claimed, Composite, PartialSave, Root
 from ckptcore.commit.root_json import HEAD_BYTES, Head, decode_root, is_claim, is_partial, read_head, summarize_root
@@ -28,6 +31,11 @@ __all__ = [
     "holds_members",
     "is_claimed_by",
     "is_committed",
+    "is_hidden_name",
+    "is_leftover_name",
+    "is_save_of",
+    "name_of_partial",
+    "name_of_save",
     "none_is_foreign",
     "parse_root",
     "read_root",
@@ -276,3 +284,35 @@ def _stores(store: StorageBackend, member: str, name: str) -> bool:
     except (CorruptCheckpointError, ObjectNotFoundError, UnsupportedVersionError):
         return True  # unknown: the member is removed as a whole
     return isinstance(root, Root) and f"{name.removeprefix(f'{member}/')}/{ROOT_KEY}" in root.objects
+
+
+_HIDDEN: Final = re.compile(r"\.(.+)\.([0-9a-f]{16})\.ckptcore", re.DOTALL)
+"""The name of what a save writes: the name of the checkpoint that it is to be, and the save id."""
+
+_PARTIAL: Final = re.compile(r"\.(.+)\.partial\.ckptcore", re.DOTALL)
+
+
+def is_hidden_name(name: str) -> bool:
+    """Whether this is the name of a directory that is no checkpoint yet, or no more: of a save under way, a dead one, or a partial one."""
+    return is_leftover_name(name) or _PARTIAL.fullmatch(name) is not None
+
+
+def is_leftover_name(name: str) -> bool:
+    """Whether this is the name of a directory in which a save is under way, or was when it died. One of sessions stays until they are deleted."""
+    return _HIDDEN.fullmatch(name) is not None
+
+
+def is_save_of(name: str, hidden: str) -> bool:
+    """Return whether a directory is that of a save to `name`, or of a deletion of it."""
+    matched = _HIDDEN.fullmatch(hidden)
+    return matched is not None and matched[1] == name
+
+
+def name_of_save(name: str, save_id: str) -> str:
+    """The hidden directory in which a save to a name writes."""
+    return f".{name}.{save_id}.ckptcore"
+
+
+def name_of_partial(name: str) -> str:
+    """The hidden directory in which sessions of a partial save to a name write."""
+    return f".{name}.partial.ckptcore"

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from ckptcore.commit.hidden_names import is_hidden_name
 from ckptcore.commit.holding import ADMINISTRATION
 from ckptcore.commit.location import subdirectory
+from ckptcore.commit.occupants import is_hidden_name
 from ckptcore.commit.root import ROOT_KEY, Base
 from ckptcore.commit.root_json import bases_of_root
 from ckptcore.errors import CorruptCheckpointError, InvalidLocationError, ObjectNotFoundError

@@ -6,15 +6,17 @@ import functools
 import os
 import posixpath
 import re
-from collections.abc import Mapping
+import threading
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Final, Literal, TypeAlias
 
 from ckptcore.builtin.keys import check_key
 from ckptcore.errors import CorruptCheckpointError, InvalidLocationError
-from ckptcore.model.metadata import ArrayRecord, TreeMetadata
+from ckptcore.model.metadata import ArrayRecord, TreeMetadata, ValueRecord
 from ckptcore.model.objects import ObjectRecord
 from ckptcore.model.tree import JSON
+from ckptcore.protocols import Layout
 
 __all__ = [
     "HOST_COPIES",
@@ -22,6 +24,7 @@ __all__ = [
     "Base",
     "Claimed",
     "Composite",
+    "KnownRoots",
     "Member",
     "PartialSave",
     "References",
@@ -342,3 +345,74 @@ def this_writer() -> Mapping[str, str]:
     import importlib.metadata  # costs more to import than the rest of this module
 
     return {"ckptcore": importlib.metadata.version("ckptcore")}
+
+
+_MOST: Final = 4
+"""Roots that are kept."""
+
+_MOST_BYTES: Final = 1 << 20
+"""Of the bytes of a root that is kept."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Known:
+    data: bytes
+    root: Root
+    layout: Layout
+
+
+class KnownRoots:
+    """Roots that were parsed last, each with the layout that read it. Any thread.
+
+    A root is known by all of its bytes, which are read and compared each time. One that has parts is not kept, for these have to be read and
+    verified again; nor is one with values that somebody who is given them could change.
+    """
+
+    def __init__(self) -> None:
+        """None yet."""
+        self._known: tuple[_Known, ...] = ()
+        self._lock = threading.Lock()
+
+    def root(
+        self, data: bytes, parse: Callable[[], Root | Composite | Claimed | PartialSave]
+    ) -> Root | Composite | Claimed | PartialSave:
+        """What these bytes of a root say.
+
+        Args:
+            data: the bytes.
+            parse: parses them; called where they are not known.
+        """
+        known = self._find(data)
+        return parse() if known is None else known.root
+
+    def layout(self, data: bytes, root: Root, make: Callable[[], Layout]) -> Layout:
+        """The layout that reads the checkpoint of a root; from then on the root is known.
+
+        Args:
+            data: the bytes of the root.
+            root: what they say.
+            make: makes the layout; called where they are not known.
+        """
+        known = self._find(data)
+        if known is not None and known.root is root:
+            return known.layout
+        layout = make()
+        if not root.parts and len(data) <= _MOST_BYTES and not _has_containers(root):
+            with self._lock:
+                others = [other for other in self._known if other.data != data]
+                self._known = (_Known(data, root, layout), *others[: _MOST - 1])
+        return layout
+
+    def _find(self, data: bytes) -> _Known | None:
+        for known in self._known:
+            if known.data == data:
+                return known
+        return None
+
+
+def _has_containers(root: Root) -> bool:
+    """Whether a value of the tree is a list or mapping, which its handler may give out as it is."""
+    leaves = root.tree.leaves
+    if {*map(type, leaves)} == {ArrayRecord}:  # as most are, and sooner told
+        return False
+    return any(isinstance(record, ValueRecord) and isinstance(record.value, list | dict) for record in leaves)

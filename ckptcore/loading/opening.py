@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Final, TypeAlias, TypeVar
+from typing import Final, TypeAlias, TypeVar
 
 from ckptcore.builtin.files_layout import FilesLayout
 from ckptcore.builtin.keys import check_key
-from ckptcore.commit.hidden_names import is_hidden_name
 from ckptcore.commit.location import Location
 from ckptcore.commit.mark import Mark
-from ckptcore.commit.occupants import IsForeign, holds_members, parse_root
-from ckptcore.commit.root import ROOT_KEY, Claimed, Composite, Member, PartialSave, Root
+from ckptcore.commit.occupants import IsForeign, holds_members, is_hidden_name, parse_root
+from ckptcore.commit.root import ROOT_KEY, Claimed, Composite, KnownRoots, Member, PartialSave, Root
 from ckptcore.commit.root_json import HEAD_BYTES, read_head
 from ckptcore.context import Context
 from ckptcore.errors import (
@@ -31,9 +30,6 @@ from ckptcore.model.objects import ObjectRecord
 from ckptcore.model.tree import Node
 from ckptcore.protocols import InspectedComposite, InspectsComposites, Layout
 from ckptcore.step_names import StepNames
-
-if TYPE_CHECKING:
-    from ckptcore.commit.known_roots import KnownRoots
 
 __all__ = ["Opener", "foreign_checkpoints", "open_either", "open_files", "open_names", "open_tree"]
 

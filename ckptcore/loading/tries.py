@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Final, Generic, TypeVar
+from typing import Final, Generic, TypeVar
 
 from ckptcore.commit.location import Location, Place, resolve_location
 from ckptcore.commit.mark import Mark, read_mark
+from ckptcore.commit.root import KnownRoots
 from ckptcore.context import Context
 from ckptcore.errors import CheckpointError, CorruptCheckpointError
 from ckptcore.loading.opened import Opened, OpenedComposite, Source, naming_arrays
 from ckptcore.loading.opening import Opener, open_tree
-
-if TYPE_CHECKING:
-    from ckptcore.commit.known_roots import KnownRoots
 
 __all__ = [
     "ATTEMPTS",

@@ -13,8 +13,7 @@ from ckptcore.commit.occupants import root_bytes
 from ckptcore.commit.root import PartialSave
 from ckptcore.commit.root_json import summarize_root
 from ckptcore.commit.session_claims import claim_to_finalize, remove_debris
-from ckptcore.commit.session_tables import read_sessions, session_key
-from ckptcore.commit.session_unions import unite_sessions
+from ckptcore.commit.session_tables import read_sessions, session_key, unite_sessions
 from ckptcore.context import Context
 from ckptcore.errors import (
     CheckpointError,

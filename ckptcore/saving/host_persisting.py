@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ckptcore.commit.commit import Claim, claim_location, claimed_store
+from ckptcore.commit.commit import Claim, claimed_store
 from ckptcore.commit.root import Claimed
 from ckptcore.context import Context
 from ckptcore.errors import CheckpointError
@@ -19,13 +19,13 @@ from ckptcore.events import Recording
 from ckptcore.io.background import SaveHandle
 from ckptcore.job.hosts import OnHosts
 from ckptcore.job.visibility import expect_claim, show_claim
-from ckptcore.loading.opening import foreign_checkpoints
 from ckptcore.model.tree import JSON
 from ckptcore.protocols import StorageBackend
 from ckptcore.saving.parts import Captured
 from ckptcore.saving.persisting import (
     NOTHING_COMMITTED,
     Described,
+    claim_for,
     commit_whole,
     decode_written,
     encode_written,
@@ -82,13 +82,7 @@ def persist_on_hosts(
         with agreement.stage("claim", meaning=NOTHING_COMMITTED):
             if agreement.rank == hosts.first_of(agreement.rank):
                 with recording.phase("claim"):
-                    claim = claim_location(
-                        described.location,
-                        claimed,
-                        described.overwrite,
-                        context.conditions,
-                        foreign_checkpoints(context),
-                    )
+                    claim = claim_for(described, claimed, context)
                     show_claim(claim, claimed, described.location)
         store = (
             claim.store

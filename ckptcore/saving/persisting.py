@@ -12,9 +12,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final, NoReturn, Protocol
 
 from ckptcore.commit.commit import Claim, claim_location, claimed_store, sweep_leftovers
-from ckptcore.commit.hidden_names import is_leftover_name
 from ckptcore.commit.location import Location, subdirectory
-from ckptcore.commit.occupants import Overwrite, read_root
+from ckptcore.commit.occupants import Overwrite, is_leftover_name, read_root
 from ckptcore.commit.root import ROOT_KEY, Claimed, Composite, Member, Role, Root, this_writer
 from ckptcore.commit.root_json import encode_composite, encode_root
 from ckptcore.context import Context
@@ -46,6 +45,7 @@ __all__ = [
     "NOTHING_COMMITTED",
     "Described",
     "Recorder",
+    "claim_for",
     "commit_tree",
     "commit_whole",
     "decode_written",
@@ -158,13 +158,7 @@ def persist(
         ):
             if agreement.rank == 0:
                 with recording.phase("claim"):
-                    claim = claim_location(
-                        described.location,
-                        claimed,
-                        described.overwrite,
-                        context.conditions,
-                        foreign_checkpoints(context),
-                    )
+                    claim = claim_for(described, claimed, context)
                     if agreement.size > 1 or at_workers is not None:
                         show_claim(claim, claimed, described.location)
         if claim is not None:
@@ -215,6 +209,13 @@ def persist(
             # The error that stopped the save says more; the next save removes what is left.
             error.add_note(f"removing what was written failed too: {failure}")
         raise
+
+
+def claim_for(described: Described, claimed: Claimed, context: Context) -> Claim:
+    """Claim the location of a save. See `claim_location`."""
+    return claim_location(
+        described.location, claimed, described.overwrite, context.conditions, foreign_checkpoints(context)
+    )
 
 
 def _remove_abandoned(described: Described) -> None:

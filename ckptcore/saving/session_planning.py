@@ -15,8 +15,7 @@ from ckptcore.commit.session_claims import (
     read_unchanged,
     sessions_store,
 )
-from ckptcore.commit.session_tables import read_sessions
-from ckptcore.commit.session_unions import boxes_taken, refuse_boxes
+from ckptcore.commit.session_tables import boxes_taken, read_sessions, refuse_boxes
 from ckptcore.errors import CheckpointError, UnsupportedLeafError
 from ckptcore.job.agreement import Agreement
 from ckptcore.model.arrays import Box

@@ -10,9 +10,8 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TypeVar
 
-from ckptcore.commit.hidden_names import is_leftover_name
 from ckptcore.commit.location import LocationLike, Within, absolute_location, open_directory, subdirectory
-from ckptcore.commit.occupants import is_committed, root_bytes
+from ckptcore.commit.occupants import is_committed, is_leftover_name, root_bytes
 from ckptcore.commit.root import ROOT_KEY, Summary
 from ckptcore.commit.root_json import summarize_root
 from ckptcore.context import Context

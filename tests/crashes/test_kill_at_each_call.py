@@ -12,7 +12,7 @@ import pytest
 
 import ckptcore
 from ckptcore.builtin.safetensors import SafetensorsLayout
-from ckptcore.commit.hidden_names import is_hidden_name
+from ckptcore.commit.occupants import is_hidden_name
 from ckptcore_tools.copies import CopyReport
 from tests.crashes.saver import NEW, OLD, copied_from, exported
 from tests.crashes.states import LARGE, SMALL, make_composite, make_state, version_at

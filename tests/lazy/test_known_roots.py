@@ -11,9 +11,8 @@ import pytest
 
 import ckptcore
 from ckptcore import Context
-from ckptcore.commit.known_roots import KnownRoots
 from ckptcore.commit.occupants import parse_root
-from ckptcore.commit.root import ROOT_KEY, Root
+from ckptcore.commit.root import ROOT_KEY, KnownRoots, Root
 from ckptcore.errors import CheckpointNotFoundError, CorruptCheckpointError
 from ckptcore.model import Box
 from ckptcore.model.metadata import TreeMetadata, ValueRecord
@@ -31,9 +30,9 @@ def parsed(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
     """The bytes of every root that was parsed."""
     seen: list[bytes] = []
 
-    def noting(store: StorageBackend, data: bytes) -> Any:
+    def noting(store: StorageBackend, data: bytes, display: str = "") -> Any:
         seen.append(data)
-        return parse_root(store, data)
+        return parse_root(store, data, display)
 
     monkeypatch.setattr("ckptcore.loading.opening.parse_root", noting)
     return seen

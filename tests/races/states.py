@@ -15,7 +15,7 @@ import numpy as np
 import ckptcore
 from ckptcore.builtin.renames import exchange
 from ckptcore.commit.directory_claims import PARTIAL_KEY
-from ckptcore.commit.hidden_names import name_of_partial, name_of_save
+from ckptcore.commit.occupants import name_of_partial, name_of_save
 from ckptcore.commit.root import ROOT_KEY, Claimed
 from ckptcore.commit.root_json import encode_claim
 from tests.copying.places import objects_at, store_at

@@ -12,7 +12,7 @@ from functools import cache
 import numpy as np
 
 from ckptcore.commit.receipts import decode_receipts, encode_receipts
-from ckptcore.commit.session_unions import SessionReceipts, unite_sessions
+from ckptcore.commit.session_tables import SessionReceipts, unite_sessions
 from ckptcore.io.checksums import BlockChecksums
 from ckptcore.io.reader import ObjectReader
 from ckptcore.io.threads import IOThreads

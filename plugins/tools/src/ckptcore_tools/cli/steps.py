@@ -13,7 +13,7 @@ import click
 
 import ckptcore
 from ckptcore.commit.location import resolve_location, subdirectory
-from ckptcore.commit.looking import look_at_owner
+from ckptcore.commit.ownership import look_at_owner
 from ckptcore.commit.occupants import parse_root, root_bytes
 from ckptcore.commit.root import ROOT_KEY, Composite, Root, Summary
 from ckptcore.commit.root_json import summarize_root
