@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import itertools
 import json
 import math
 import weakref
@@ -14,7 +15,7 @@ import numpy as np
 import pytest
 
 from ckptcore.errors import UnsupportedLeafError
-from ckptcore.model import PLAIN_ARRAY, ArrayRecord, Box, HostArray, LeafRecord, Pending, Shard, ValueRecord
+from ckptcore.model import PLAIN_ARRAY, ArrayRecord, Box, HostArray, Pending, Shard, ValueRecord
 from ckptcore.protocols import CountsReplicas, LeafHandler
 from ckptcore_testing.arrays import assert_same_bits, dtype_name, same_bits
 from ckptcore_testing.coverage import assert_inside, assert_makes_up
@@ -48,8 +49,48 @@ class LeafExample:
     mutate: Callable[[Any], None] | None = None
 
 
+_KINDS: Final = frozenset({"example", "array_example", "value_example", "mutable_example"})
+
+
+def _for_each(kind: str, **others: Sequence[Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Run a check on every example of a kind, in one test, and raise the failures of all of them together.
+
+    Handlers have a hundred examples and thirty checks of a millisecond each: as many tests would take longer to collect
+    than to run. Called with arguments, the test runs the check once, with these.
+
+    Args:
+        kind: the name of the argument that gets the example.
+        others: by name, more arguments; the check runs with each combination.
+    """
+
+    def decorate(check: Callable[..., None]) -> Callable[..., None]:
+        def test(self: LeafHandlerTests, *arguments: Any, **named: Any) -> None:
+            if arguments or named:
+                check(self, *arguments, **named)
+                return
+            examples = self._examples(kind)
+            if not examples:
+                pytest.skip(f"no {kind} among the examples")
+            failures: list[BaseException] = []
+            for example, *values in itertools.product(examples, *others.values()):
+                chosen = dict(zip(others, values, strict=True))
+                try:
+                    check(self, example, **chosen)
+                except (Exception, pytest.fail.Exception) as failure:  # noqa: BLE001  # raised again, below
+                    failure.add_note(" ".join([f"example: {example.name}", *(f"{k}={v}" for k, v in chosen.items())]))
+                    failures.append(failure)
+            if failures:
+                raise BaseExceptionGroup(f"{check.__name__}: {len(failures)} failures", failures)
+
+        # Not `functools.wraps`: pytest would take the arguments of the check for fixtures.
+        test.__name__, test.__qualname__, test.__doc__ = check.__name__, check.__qualname__, check.__doc__
+        return test
+
+    return decorate
+
+
 class LeafHandlerTests:
-    """Inherit, give `handler` and `examples`, and pytest collects the tests.
+    """Inherit, give `handler` and `examples`, and pytest collects the tests: each runs one check on all examples.
 
     Attributes:
         handler: the handler.
@@ -62,21 +103,23 @@ class LeafHandlerTests:
     unsupported: Sequence[Callable[[], Any]] = ()
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
-        """One test per example."""
-        arrays = [one for one in self.examples if isinstance(self._record(one), ArrayRecord)]
-        for argument, members in (
-            ("example", list(self.examples)),
-            ("array_example", arrays),
-            ("value_example", [one for one in self.examples if one not in arrays]),
-            ("mutable_example", [one for one in arrays if one.mutate is not None]),
-        ):
-            if argument in metafunc.fixturenames:
-                metafunc.parametrize(argument, members, ids=[one.name for one in members])
+        """One test for each example, in the tests that a subclass adds or overrides."""
+        for argument in _KINDS.intersection(metafunc.fixturenames):
+            members = self._examples(argument)
+            metafunc.parametrize(argument, members, ids=[one.name for one in members])
         if "refused" in metafunc.fixturenames:
             metafunc.parametrize("refused", list(self.unsupported))
 
-    def _record(self, example: LeafExample) -> LeafRecord:
-        return self.handler.describe(example.make())
+    def _examples(self, kind: str) -> list[LeafExample]:
+        """The examples that a test takes as an argument of this name."""
+        if kind == "example":
+            return list(self.examples)
+        of_arrays = [isinstance(self.handler.describe(one.make()), ArrayRecord) for one in self.examples]
+        return [
+            one
+            for one, is_array in zip(self.examples, of_arrays, strict=True)
+            if is_array is (kind != "value_example") and (kind != "mutable_example" or one.mutate is not None)
+        ]
 
     def _array_record(self, leaf: object) -> ArrayRecord:
         record = self.handler.describe(leaf)
@@ -94,6 +137,7 @@ class LeafHandlerTests:
         assert self.examples, "give the class attribute `examples` at least one LeafExample"
         assert type(self.handler.priority) is int
 
+    @_for_each("example")
     def test_describe_says_what_the_leaf_is(self, example: LeafExample) -> None:
         leaf = example.make()
         record = self.handler.describe(leaf)
@@ -108,11 +152,13 @@ class LeafHandlerTests:
         else:
             assert json.loads(json.dumps(record.value, allow_nan=False)) == record.value
 
+    @_for_each("example")
     def test_describe_leaves_the_leaf_alone(self, example: LeafExample) -> None:
         leaf = example.make()
         self.handler.describe(leaf)
         assert_same_value(example.elements(leaf), example.expected, "after describe")
 
+    @_for_each("array_example")
     def test_an_abstract_leaf_is_described_like_its_leaf(self, array_example: LeafExample) -> None:
         record = self._array_record(array_example.make())
         for make_abstract in array_example.abstracts:
@@ -126,6 +172,7 @@ class LeafHandlerTests:
 
     # --- abstract
 
+    @_for_each("example")
     def test_the_abstract_of_a_leaf_is_described_like_it(self, example: LeafExample) -> None:
         leaf = example.make()
         record, of_abstract = self.handler.describe(leaf), self.handler.describe(self.handler.abstract(leaf))
@@ -136,12 +183,14 @@ class LeafHandlerTests:
             assert of_abstract == record, "a value is its own abstract leaf"
         assert_same_value(example.elements(leaf), example.expected, "after abstract")
 
+    @_for_each("array_example")
     def test_an_abstract_leaf_is_its_own_abstract(self, array_example: LeafExample) -> None:
         abstract = self.handler.abstract(array_example.make())
         again = self.handler.abstract(abstract)
         assert type(again) is type(abstract)
         assert self.handler.describe(again) == self.handler.describe(abstract)
 
+    @_for_each("array_example")
     def test_the_abstract_of_a_leaf_holds_no_elements(self, array_example: LeafExample) -> None:
         leaf = array_example.make()
         abstract = self.handler.abstract(leaf)
@@ -159,6 +208,7 @@ class LeafHandlerTests:
         assert self.handler.memory_to_fill(abstract) is None, "memory of an abstract leaf"
         assert_same_value(array_example.elements(leaf), array_example.expected, "the leaf of an abstract one")
 
+    @_for_each("array_example")
     def test_the_abstract_of_a_leaf_lets_it_go(self, array_example: LeafExample) -> None:
         leaf = array_example.make()
         try:
@@ -174,11 +224,13 @@ class LeafHandlerTests:
             "an abstract leaf keeps the leaf, and its elements, alive"
         )
 
+    @_for_each("array_example")
     def test_the_abstract_of_a_leaf_asks_for_the_same_boxes(self, array_example: LeafExample) -> None:
         leaf = array_example.make()
         stored = self._array_record(leaf)
         assert set(self.handler.wanted(self.handler.abstract(leaf), stored)) == set(self.handler.wanted(leaf, stored))
 
+    @_for_each("array_example")
     def test_build_of_the_abstract_of_a_leaf_is_a_leaf_like_it(self, array_example: LeafExample) -> None:
         leaf = array_example.make()
         stored, abstract = self._array_record(leaf), self.handler.abstract(leaf)
@@ -194,7 +246,7 @@ class LeafHandlerTests:
 
     # --- to the host
 
-    @pytest.mark.parametrize("size", [1, 2, 3])
+    @_for_each("array_example", size=(1, 2, 3))
     def test_shards_of_all_processes_make_up_the_array(self, array_example: LeafExample, size: int) -> None:
         leaf = array_example.make()
         shape = self._array_record(leaf).spec.shape
@@ -210,7 +262,7 @@ class LeafHandlerTests:
                     owned.append(shard.box)
         assert_makes_up(owned, shape, f"replica 0 of the shards over {size} processes")
 
-    @pytest.mark.parametrize("size", [1, 2, 3])
+    @_for_each("array_example", size=(1, 2, 3))
     def test_the_number_of_replicas_is_that_of_the_shards(self, array_example: LeafExample, size: int) -> None:
         if not isinstance(self.handler, CountsReplicas):
             return
@@ -220,12 +272,14 @@ class LeafHandlerTests:
             for shard in self._shards(leaf, rank, size):
                 assert found in (shard.replicas, 1, None), f"{shard}, and replicas says {found}"
 
+    @_for_each("array_example")
     def test_view_on_host_is_the_elements(self, array_example: LeafExample) -> None:
         leaf = array_example.make()
         boxes = self._boxes(leaf)
         views = self.handler.view_on_host(leaf, boxes)
         self._assert_boxes(views, boxes, array_example.expected, "view_on_host")
 
+    @_for_each("array_example")
     def test_copy_to_host_is_the_elements(self, array_example: LeafExample) -> None:
         leaf = array_example.make()
         boxes = self._boxes(leaf)
@@ -233,6 +287,7 @@ class LeafHandlerTests:
         self._assert_boxes(copies, boxes, array_example.expected, "copy_to_host")
         assert_same_value(array_example.elements(leaf), array_example.expected, "the leaf after copy_to_host")
 
+    @_for_each("mutable_example")
     def test_a_copy_does_not_see_later_changes(self, mutable_example: LeafExample) -> None:
         leaf = mutable_example.make()
         boxes = self._boxes(leaf)
@@ -246,6 +301,7 @@ class LeafHandlerTests:
             raise AssertionError(f"`mutate` of the example {mutable_example.name} changes nothing")
         self._assert_boxes(copies, boxes, mutable_example.expected, "copy_to_host, after the leaf was changed")
 
+    @_for_each("array_example")
     def test_a_copy_outlives_the_leaf(self, array_example: LeafExample) -> None:
         leaf = array_example.make()
         boxes = self._boxes(leaf)
@@ -260,6 +316,7 @@ class LeafHandlerTests:
                 array_example.mutate(other)
         self._assert_boxes(copies, boxes, array_example.expected, "copy_to_host, after the leaf was freed")
 
+    @_for_each("array_example")
     def test_no_boxes_are_no_arrays(self, array_example: LeafExample) -> None:
         leaf = array_example.make()
         assert list(self.handler.view_on_host(leaf, ())) == []
@@ -293,6 +350,7 @@ class LeafHandlerTests:
 
     # --- back
 
+    @_for_each("array_example")
     def test_wanted_boxes_make_up_the_array(self, array_example: LeafExample) -> None:
         stored = self._array_record(array_example.make())
         for abstract in self._abstracts(array_example):
@@ -300,6 +358,7 @@ class LeafHandlerTests:
             assert len(set(boxes)) == len(boxes), "wanted gives a box twice"
             assert_makes_up(boxes, stored.spec.shape, "wanted, in the only process", overlap=True)
 
+    @_for_each("array_example")
     def test_build_brings_the_leaf_back(self, array_example: LeafExample) -> None:
         stored = self._array_record(array_example.make())
         for abstract in self._abstracts(array_example):
@@ -308,6 +367,7 @@ class LeafHandlerTests:
             record = self._array_record(built)
             assert (record.spec, record.kind) == (stored.spec, stored.kind)
 
+    @_for_each("array_example")
     def test_build_gives_the_type_of_a_concrete_leaf(self, array_example: LeafExample) -> None:
         leaf = array_example.make()
         stored = self._array_record(leaf)
@@ -317,6 +377,7 @@ class LeafHandlerTests:
             array_example.elements(leaf), array_example.expected, "the leaf that stood for the abstract one"
         )
 
+    @_for_each("array_example")
     def test_build_takes_a_kind_it_does_not_know_as_a_plain_array(self, array_example: LeafExample) -> None:
         stored = self._array_record(array_example.make())
         if stored.kind != PLAIN_ARRAY:
@@ -326,6 +387,7 @@ class LeafHandlerTests:
             built = self.handler.build(abstract, strange, self._loaded(array_example, abstract, strange))
             assert_same_value(array_example.elements(built), array_example.expected, "build of a strange kind")
 
+    @_for_each("value_example")
     def test_build_brings_a_value_back(self, value_example: LeafExample) -> None:
         leaf = value_example.make()
         stored = self.handler.describe(leaf)
@@ -342,6 +404,7 @@ class LeafHandlerTests:
 
     # --- into an existing leaf
 
+    @_for_each("mutable_example")
     def test_destination_is_memory_to_read_into(self, mutable_example: LeafExample) -> None:
         target = mutable_example.make()
         stored = self._array_record(target)
@@ -356,6 +419,7 @@ class LeafHandlerTests:
             assert memory.flags.writeable, "a destination is writable"
             assert_same_bits(memory, mutable_example.expected[box.slices], "a destination is memory of the target")
 
+    @_for_each("mutable_example")
     def test_destination_of_another_dtype_is_none(self, mutable_example: LeafExample) -> None:
         target = mutable_example.make()
         stored = self._array_record(target)
@@ -364,6 +428,7 @@ class LeafHandlerTests:
         for box in self.handler.wanted(target, changed):
             assert self.handler.destination(target, changed, box) is None
 
+    @_for_each("mutable_example")
     def test_fill_changes_the_leaf_itself(self, mutable_example: LeafExample) -> None:
         target = mutable_example.make()
         stored = self._array_record(target)
@@ -373,6 +438,7 @@ class LeafHandlerTests:
         assert self.handler.fill(target, stored, loaded) is True, "a leaf that can be mutated can be filled"
         assert_same_value(mutable_example.elements(target), mutable_example.expected, "fill")
 
+    @_for_each("mutable_example")
     def test_memory_to_fill_is_that_of_the_leaf(self, mutable_example: LeafExample) -> None:
         target, other = mutable_example.make(), mutable_example.make()
         memory = self.handler.memory_to_fill(target)
@@ -391,6 +457,7 @@ class LeafHandlerTests:
             self._array_record(target).spec.numpy_dtype.itemsize
         )
 
+    @_for_each("mutable_example")
     def test_fill_keeps_what_was_read_into_a_destination(self, mutable_example: LeafExample) -> None:
         target = mutable_example.make()
         stored = self._array_record(target)
@@ -406,6 +473,7 @@ class LeafHandlerTests:
         assert self.handler.fill(target, stored, boxes) is True
         assert_same_value(mutable_example.elements(target), mutable_example.expected, "destination and fill")
 
+    @_for_each("array_example")
     def test_fill_refuses_what_cannot_be_changed(self, array_example: LeafExample) -> None:
         if array_example.mutate is not None:
             return
@@ -420,6 +488,7 @@ class LeafHandlerTests:
 
     # --- ties
 
+    @_for_each("array_example")
     def test_identity_tells_tied_leaves(self, array_example: LeafExample) -> None:
         leaf = array_example.make()
         identity = self.handler.identity(leaf)
