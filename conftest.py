@@ -1,11 +1,14 @@
-"""What every test of the repository needs before anything is imported."""
+"""Settings of every test run: environment variables before any import, slow tests, system tests, garbage collection."""
 
 from __future__ import annotations
 
 import gc
+import inspect
 import os
 import secrets
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
 
 import pytest
 from hypothesis import settings
@@ -28,6 +31,62 @@ os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
 settings.register_profile("ci", derandomize=True, database=None, deadline=None, print_blob=True)
 settings.register_profile("explore", max_examples=1000, deadline=None, print_blob=True)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+
+
+_SYSTEM: Final = frozenset(
+    {
+        "examples",
+        "plugins/ray_coordinator/tests",
+        "tests/crashes",
+        "tests/examples",
+        "tests/jobs",
+        "tests/launchers",
+        "tests/object_stores",
+        "tests/resume",
+        "tests/servers",
+        "tests/strangers",
+    }
+)
+"""Directories of tests that start processes or servers, relative to the repository."""
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add `--slow`."""
+    parser.addoption("--slow", action="store_true", help="collect the tests marked slow, too")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pycollect_makeitem(
+    collector: pytest.Module | pytest.Class, name: str, obj: object
+) -> list[pytest.Item | pytest.Collector] | None:
+    """Without `--slow` generate no tests of functions, classes and modules that are marked slow: there are thousands."""
+    if collector.config.getoption("slow") or not (inspect.isfunction(obj) or inspect.isclass(obj)):
+        return None
+    marks = getattr(obj, "pytestmark", [])
+    slow = collector.get_closest_marker("slow") or any(mark.name == "slow" for mark in marks)
+    return [] if slow else None
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark the system tests, and without `--slow` deselect single parameters that are marked slow."""
+    directories = {directory: _in_system(directory) for directory in {item.path.parent for item in items}}
+    for item in items:
+        if directories[item.path.parent]:
+            item.add_marker("system")
+    if not config.getoption("slow"):
+        slow = [item for item in items if item.get_closest_marker("slow")]
+        if slow:
+            config.hook.pytest_deselected(items=slow)
+            items[:] = [item for item in items if not item.get_closest_marker("slow")]
+
+
+def _in_system(directory: Path) -> bool:
+    here = Path(__file__).parent
+    if not directory.is_relative_to(here):
+        return False
+    relative = directory.relative_to(here)
+    return any(str(place) in _SYSTEM for place in (relative, *relative.parents))
 
 
 @pytest.hookimpl(wrapper=True)

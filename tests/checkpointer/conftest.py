@@ -8,13 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.servers.samples import SERVERS, mark_slow
+from tests.servers.samples import SERVERS, quick_sample
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+@pytest.hookimpl(wrapper=True)
+def pytest_pycollect_makeitem() -> Iterator[None]:
     """On a server most tests are slow ones."""
-    mark_slow(items, Path(__file__).parent, one_of=20, long=["test_an_evaluator_beside_a_writer"])
+    made = yield
+    return quick_sample(made, one_of=20, long=["test_an_evaluator_beside_a_writer"]) if isinstance(made, list) else made
 
 
 @pytest.fixture(params=["local", "memory", *SERVERS])

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from pathlib import Path
+from collections.abc import Iterator, Mapping
 from typing import Final
 
 import pytest
 
-from tests.servers.samples import mark_slow
+from tests.servers.samples import quick_sample
 
 _ONE_OF: Final[Mapping[str, int]] = {"test_storage.py": 24, "test_matrix.py": 5, "test_layouts.py": 48}
 """By suite, how many tests there are for each that stays quick."""
@@ -25,8 +24,9 @@ _LONG: Final = (
 """Tests of the suites that take long on a server."""
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+@pytest.hookimpl(wrapper=True)
+def pytest_pycollect_makeitem(collector: pytest.Module | pytest.Class) -> Iterator[None]:
     """Choose the sample."""
-    for name, one_of in _ONE_OF.items():
-        mark_slow(items, Path(__file__).parent / name, one_of=one_of, long=_LONG)
+    made = yield
+    one_of = _ONE_OF.get(collector.path.name)
+    return quick_sample(made, one_of=one_of, long=_LONG) if one_of and isinstance(made, list) else made

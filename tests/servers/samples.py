@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Final
 
 import pytest
@@ -18,7 +17,7 @@ from ckptcore_s3.testing import MOTO
 from ckptcore_s3.testing import SAMPLE as S3
 from ckptcore_s3.testing.servers import server_kind
 
-__all__ = ["SERVERS", "mark_slow", "open_storage"]
+__all__ = ["SERVERS", "open_storage", "quick_sample"]
 
 SERVERS: Final[Mapping[str, StorageSample]] = {
     server_kind(): S3,  # MiniStack, or what CKPTCORE_S3_SERVER names: Ceph
@@ -35,19 +34,23 @@ def open_storage(location: str) -> StorageBackend:
     return opener(location, StorageOptions(durable=False))
 
 
-def mark_slow(items: Sequence[pytest.Item], place: Path, *, one_of: int, long: Sequence[str] = ()) -> None:
-    """Mark tests on servers slow, all but a fixed sample for each server: a number made of its name decides.
+def quick_sample(
+    items: Sequence[pytest.Item | pytest.Collector], *, one_of: int, long: Sequence[str] = ()
+) -> list[pytest.Item | pytest.Collector]:
+    """Mark tests on servers slow but for a fixed sample: a number made of the name decides. Leave them out without `--slow`.
 
     Args:
-        items: every test; those of other places, and those that have no server in their name, stay as they are.
-        place: the file or directory with the tests of the suite.
+        items: tests of one function; those without a server in their name stay as they are.
         one_of: how many tests there are for each that stays quick.
         long: tests of which none stays quick.
     """
+    kept = []
     for item in items:
-        if place not in (item.path, *item.path.parents):
-            continue
-        if not any(name in item.name for name in SERVERS):
-            continue
-        if zlib.crc32(item.name.encode()) % one_of or item.name.partition("[")[0] in long:
+        if any(name in item.name for name in SERVERS) and (
+            zlib.crc32(item.name.encode()) % one_of or item.name.partition("[")[0] in long
+        ):
+            if not item.config.getoption("slow"):
+                continue
             item.add_marker(pytest.mark.slow)
+        kept.append(item)
+    return kept

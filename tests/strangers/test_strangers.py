@@ -22,6 +22,7 @@ CUT = (
     "(toyframe and numpy) or toyframe-toyframe or torch-toyframe-scroll or toyframe-jax-safetensors "
     "or test_every_plugin or test_there_is"
 )
+LONG = "test_every_combination or gs or s3 or fsspec"
 
 
 @pytest.fixture(scope="session")
@@ -62,7 +63,7 @@ def test_a_stranger_passes_the_tests_of_its_kind(installed: Path, toy: str) -> N
 
 def test_strangers_take_part_in_the_matrix(installed: Path) -> None:
     """A cut through the matrix; the whole of it is the slow test below."""
-    outcomes = run_tests(installed, str(MATRIX), "-m", "not slow", "-k", CUT)
+    outcomes = run_tests(installed, str(MATRIX), "--slow", "-k", f"({CUT}) and not ({LONG})")
     passed = [name for name, outcome in outcomes.items() if outcome == "passed"]
     for pair in (
         "toyframe-numpy-scroll-file",
@@ -80,7 +81,7 @@ def test_strangers_take_part_in_the_matrix(installed: Path) -> None:
 
 @pytest.mark.slow
 def test_strangers_pass_the_full_matrix(installed: Path) -> None:
-    outcomes = run_tests(installed, str(MATRIX), "-k", "toy or scroll")
+    outcomes = run_tests(installed, str(MATRIX), "--slow", "-k", "toy or scroll")
     assert set(outcomes.values()) == {"passed"}
     assert sum("toyframe" in name for name in outcomes) > 500
 
@@ -89,7 +90,7 @@ def test_without_them_the_matrix_has_no_strangers() -> None:
     """What the tests above see comes of the installation alone."""
     command = [sys.executable, "-m", "pytest", "-q", "--collect-only", "-c", str(ROOT / "pyproject.toml"), str(MATRIX)]
     listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    assert "numpy-numpy-safetensors-file" in listed
+    assert re.search("-safetensors-file", listed)
     assert not re.search("toyframe|scroll", listed)
 
 

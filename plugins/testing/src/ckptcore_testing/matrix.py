@@ -20,6 +20,7 @@ from ckptcore.hookspecs import PROJECT_NAME
 from ckptcore.model import ArrayRecord, ArraySpec, HostArray, dtype_from_name
 from ckptcore.plugins import installed_plugins
 from ckptcore_testing.arrays import DTYPE_NAMES, PORTABLE_DTYPES, SHAPES, assert_same_bits, bit_patterns
+from ckptcore_testing.pairs import covering_pairs
 from ckptcore_testing.samples import FrameworkSample, LayoutSample, Samples, StorageSample, installed_samples
 
 __all__ = ["SaveLoadMatrixTests", "StorageMatrixTests"]
@@ -33,7 +34,7 @@ def _samples() -> Samples:
 
 
 class StorageMatrixTests:
-    """Inherit, and pytest collects the tests: one for each combination of frameworks, layouts and storages.
+    """Inherit, and pytest collects the tests: combinations of frameworks, layouts and storages.
 
     Frameworks and storages are found by their samples (see `ckptcore_testing.samples`), layouts by their names. Override
     the three methods to test fewer.
@@ -54,10 +55,11 @@ class StorageMatrixTests:
         return _samples().storages
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
-        """One test per combination of the members that a test takes.
+        """One test for each combination of a covering array of the members that a test takes.
 
-        A storage sees no framework: where a test takes two of these, one framework to another goes through the first
-        storage only, and through the others in the slow tests. Through one that is costly only the first framework is quick.
+        Each member meets each other one: any two of saver, loader, layout, storage and container. The remaining
+        combinations of the product are slow tests; a `conftest.py` with an option `--slow` decides if they are
+        generated. With a storage that is costly only the first framework is quick, with every layout.
         """
         frameworks, layouts, storages = self.frameworks(), self.layouts(), self.storages()
         containers = {
@@ -76,19 +78,18 @@ class StorageMatrixTests:
         taken = [name for name in members if name in metafunc.fixturenames]
         if not taken:
             return
-        first_storage = next(iter(storages), None)
+        cheap = {**members, "storage": [name for name, storage in storages.items() if not storage.costly]}
+        first = list(frameworks)[:1]
+        costly = {**members, "saver": first, "loader": first, "storage": [*storages.keys() - set(cheap["storage"])]}
+        quick = set(covering_pairs(*(list(cheap[name]) for name in taken)))
+        if "storage" in taken:
+            quick.update(itertools.product(*(costly[name] for name in taken)))
         combinations = []
         for names in itertools.product(*(members[name] for name in taken)):
-            chosen = dict(zip(taken, names, strict=True))
-            repeats = (
-                {"saver", "loader", "storage"} <= set(taken)
-                and chosen["saver"] != chosen["loader"]
-                and chosen["storage"] != first_storage
-            )
-            if "storage" in chosen and storages[chosen["storage"]].costly:
-                repeats = "loader" not in chosen or {chosen["saver"], chosen["loader"]} != {next(iter(frameworks))}
-            values = [members[name][choice] for name, choice in chosen.items()]
-            combinations.append(pytest.param(*values, id="-".join(names), marks=[pytest.mark.slow] if repeats else []))
+            if names in quick or metafunc.config.getoption("slow", True):
+                values = [members[name][choice] for name, choice in zip(taken, names, strict=True)]
+                marks = [] if names in quick else [pytest.mark.slow]
+                combinations.append(pytest.param(*values, id="-".join(names), marks=marks))
         metafunc.parametrize(taken, combinations)
 
     @pytest.fixture(autouse=True)
