@@ -11,6 +11,9 @@ WORKERS ?= 2
 # More arguments for pytest: make test PYTEST_ARGS="tests/docs -x"
 PYTEST_ARGS ?=
 
+# Compiled modules are kept, also where the environment says otherwise: each process of the tests would compile them again.
+unexport PYTHONDONTWRITEBYTECODE
+
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
@@ -19,7 +22,7 @@ CEPH_TESTS := plugins/storage_s3/tests tests/object_stores tests/matrix tests/se
 TYPED := ckptcore $(wildcard benchmarks examples tools) tests conftest.py
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: help setup demo test test-all test-ceph check bench docs clean
+.PHONY: help setup demo test test-system test-all test-ceph check bench docs clean
 
 help:  ## list the targets
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' Makefile | expand -t 20
@@ -40,11 +43,14 @@ demo: $(STAMP)  ## one real checkpoint in NumPy, JAX, PyTorch and Orbax; a run t
 	$(BIN)/python -m examples.with_orbax
 	$(BIN)/python -m examples.handover
 
-test: $(STAMP)  ## run the tests, without the slow ones
-	$(BIN)/python -m pytest -n $(WORKERS) -m "not slow" $(PYTEST_ARGS)
+test: $(STAMP)  ## run the tests that need no other process
+	$(BIN)/python -m pytest -n $(WORKERS) -m "not system" $(PYTEST_ARGS)
 
-test-all: $(STAMP)  ## run every test
-	$(BIN)/python -m pytest -n $(WORKERS) $(PYTEST_ARGS)
+test-system: $(STAMP)  ## run the tests with processes and servers: crashes, jobs, launchers, examples
+	$(BIN)/python -m pytest -n $(WORKERS) -m system $(PYTEST_ARGS)
+
+test-all: $(STAMP)  ## run every test, also the slow ones
+	$(BIN)/python -m pytest -n $(WORKERS) --slow $(PYTEST_ARGS)
 
 test-ceph: $(STAMP)  ## run the tests of S3 against a Ceph gateway (apt packages: ceph-common ceph-mon ceph-osd radosgw)
 	CKPTCORE_S3_SERVER=ceph $(BIN)/python -m pytest -n 0 $(CEPH_TESTS) $(PYTEST_ARGS)

@@ -37,6 +37,8 @@ _SYSTEM: Final = frozenset(
     {
         "examples",
         "plugins/ray_coordinator/tests",
+        "plugins/storage_s3/tests",
+        "tests/controller",
         "tests/crashes",
         "tests/examples",
         "tests/jobs",

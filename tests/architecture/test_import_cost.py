@@ -12,6 +12,8 @@ import pytest
 
 import ckptcore
 
+pytestmark = pytest.mark.system
+
 HEAVY = (
     "boto3", "botocore", "click", "equinox", "flax", "fsspec", "hypothesis", "jax", "jaxlib", "keras", "obstore", "opentelemetry", "optax", "orbax",
     "pandas", "pytest", "ray", "rich", "safetensors", "scipy", "tensorflow", "tensorstore", "torch", "transformers", "urllib3",

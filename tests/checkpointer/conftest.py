@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
@@ -12,7 +12,7 @@ from tests.servers.samples import SERVERS, quick_sample
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_pycollect_makeitem() -> Iterator[None]:
+def pytest_pycollect_makeitem() -> Generator[None, object, object]:
     """On a server most tests are slow ones."""
     made = yield
     return quick_sample(made, one_of=20, long=["test_an_evaluator_beside_a_writer"]) if isinstance(made, list) else made

@@ -27,6 +27,8 @@ from tests.checkpointer.runs import (
     writes_arrays,
 )
 
+pytestmark = pytest.mark.system
+
 REPOSITORY: Final = Path(__file__).parents[2]
 
 

@@ -17,6 +17,8 @@ from ckptcore.policies import AnySave, FixedInterval, PreemptionCheckpointing
 from ckptcore.training.preemption import TerminationSignal
 from tests.checkpointer.runs import assert_is_step, tree
 
+pytestmark = pytest.mark.system
+
 REPOSITORY: Final = Path(__file__).parents[2]
 
 LOOP: Final = """

@@ -18,6 +18,8 @@ from ckptcore.commit.steps import StepHolds
 from ckptcore.errors import DirectoryInUseError
 from tests.holds.places import files_without_locks, local, memory
 
+pytestmark = pytest.mark.system
+
 ROOT: Final = Path(__file__).parents[2]
 START: Final = """
 import os, sys, threading

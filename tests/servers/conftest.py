@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping
 from typing import Final
 
 import pytest
@@ -25,7 +25,7 @@ _LONG: Final = (
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_pycollect_makeitem(collector: pytest.Module | pytest.Class) -> Iterator[None]:
+def pytest_pycollect_makeitem(collector: pytest.Module | pytest.Class) -> Generator[None, object, object]:
     """Choose the sample."""
     made = yield
     one_of = _ONE_OF.get(collector.path.name)

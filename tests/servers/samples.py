@@ -37,7 +37,9 @@ def open_storage(location: str) -> StorageBackend:
 def quick_sample(
     items: Sequence[pytest.Item | pytest.Collector], *, one_of: int, long: Sequence[str] = ()
 ) -> list[pytest.Item | pytest.Collector]:
-    """Mark tests on servers slow but for a fixed sample: a number made of the name decides. Leave them out without `--slow`.
+    """Mark tests on servers as system tests, and all but a fixed sample as slow. Leave slow ones out without `--slow`.
+
+    A number made of the name of a test decides if it is in the sample.
 
     Args:
         items: tests of one function; those without a server in their name stay as they are.
@@ -46,11 +48,11 @@ def quick_sample(
     """
     kept = []
     for item in items:
-        if any(name in item.name for name in SERVERS) and (
-            zlib.crc32(item.name.encode()) % one_of or item.name.partition("[")[0] in long
-        ):
-            if not item.config.getoption("slow"):
-                continue
-            item.add_marker(pytest.mark.slow)
+        if any(name in item.name for name in SERVERS):
+            item.add_marker(pytest.mark.system)
+            if zlib.crc32(item.name.encode()) % one_of or item.name.partition("[")[0] in long:
+                if not item.config.getoption("slow"):
+                    continue
+                item.add_marker(pytest.mark.slow)
         kept.append(item)
     return kept

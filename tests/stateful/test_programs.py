@@ -15,6 +15,8 @@ import pytest
 
 from tests.architecture.sources import ROOT
 
+pytestmark = pytest.mark.system
+
 PROGRAMS = ROOT / "tests" / "stateful" / "programs"
 
 

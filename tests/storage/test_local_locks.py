@@ -13,6 +13,8 @@ import pytest
 from ckptcore.builtin.local import LocalStorage, open_local
 from ckptcore.protocols import StorageOptions
 
+pytestmark = pytest.mark.system
+
 _HOLDER = """
 import sys, time
 from ckptcore.builtin.local import open_local

@@ -13,7 +13,7 @@ from tests.jobs.processes import run_job
 
 _PROGRAM: Final = "tests.tiers.torch_hosts"
 
-pytestmark = pytest.mark.slow  # a job takes seconds to start; `test_hosts` has jobs of threads
+pytestmark = [pytest.mark.slow, pytest.mark.system]  # a job takes seconds to start; `test_hosts` has jobs of threads
 
 
 def test_hosts_come_and_go(tmp_path: Path) -> None:

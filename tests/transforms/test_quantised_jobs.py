@@ -15,6 +15,8 @@ from safetensors.torch import save_file
 
 from tests.transforms.quantizing import fp8_blocks, mxfp4_experts, publish, turned_back
 
+pytestmark = pytest.mark.system
+
 PROGRAM = Path(__file__).with_name("quantised_job.py")
 
 

@@ -22,6 +22,8 @@ import ckptcore
 from ckptcore.protocols import Collectives
 from ckptcore_jax.plugin import ckpt_collectives
 
+pytestmark = pytest.mark.system
+
 T = TypeVar("T")
 
 PROGRAM = Path(__file__).with_name("broadcast_jax_job.py")

@@ -17,6 +17,8 @@ import pytest
 
 import ckptcore
 
+pytestmark = pytest.mark.system
+
 PROGRAM = Path(__file__).with_name("coordinated_jax_job.py")
 
 

@@ -19,6 +19,8 @@ from ckptcore_jax.job_service import JobService
 from ckptcore_jax.key_value_coordinator import _JobCoordinators
 from ckptcore_jax.plugin import ckpt_coordinator
 
+pytestmark = pytest.mark.system
+
 REJOINED = Path(__file__).with_name("rejoined_jax_job.py")
 
 

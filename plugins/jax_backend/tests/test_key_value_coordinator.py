@@ -22,6 +22,8 @@ from ckptcore_jax import KeyValueCoordinator
 from ckptcore_jax.job_service import KeyValueClient
 from ckptcore_jax.plugin import ckpt_coordinator
 
+pytestmark = pytest.mark.system
+
 T = TypeVar("T")
 
 

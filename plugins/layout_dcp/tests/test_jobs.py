@@ -14,6 +14,8 @@ from safetensors.numpy import load_file
 
 import ckptcore
 
+pytestmark = pytest.mark.system
+
 HERE = Path(__file__).parent
 
 

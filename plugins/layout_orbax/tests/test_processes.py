@@ -16,6 +16,8 @@ import ckptcore
 from ckptcore.protocols import Layout
 from ckptcore_orbax import OcdbtLayout
 
+pytestmark = pytest.mark.system
+
 _FAST: Final = ckptcore.Context(durability="none")
 _ARRAYS: Final = 6
 

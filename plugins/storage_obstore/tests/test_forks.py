@@ -6,10 +6,13 @@ import os
 import signal
 from collections.abc import Callable
 
+import pytest
 from ckptcore_gcs.credentials import DefaultTokens
 
 from ckptcore_obstore.limits import AdaptiveLimit
 from ckptcore_s3.credentials import ChainCredentials
+
+pytestmark = pytest.mark.system
 
 _SECONDS = 60
 

@@ -15,7 +15,7 @@ import ckptcore
 sys.path.insert(0, str(Path(__file__).parent))
 import broadcast_job  # the module that the processes run
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.system]
 
 PROGRAM = Path(__file__).with_name("broadcast_job.py")
 

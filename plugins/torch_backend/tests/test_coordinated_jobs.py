@@ -22,6 +22,8 @@ from ckptcore.job.exchanges import ExchangeCounts
 from ckptcore.protocols import Rejoinable
 from ckptcore_torch.store_coordinator import StoreCoordinator, _GroupCoordinators
 
+pytestmark = pytest.mark.system
+
 PROGRAM = Path(__file__).with_name("coordinated_job.py")
 RESTARTED = Path(__file__).with_name("restarted_job.py")
 REJOINED = Path(__file__).with_name("rejoined_job.py")

@@ -14,6 +14,8 @@ import pytest
 
 import ckptcore
 
+pytestmark = pytest.mark.system
+
 PROGRAM = Path(__file__).with_name("killed_load_job.py")
 SIZE = 3
 

@@ -19,6 +19,8 @@ from torch.distributed.tensor import DTensor
 import ckptcore
 from ckptcore_torch.named_optimizers import NamedOptimizer
 
+pytestmark = pytest.mark.system
+
 PROGRAM = Path(__file__).with_name("sharded_job.py")
 
 

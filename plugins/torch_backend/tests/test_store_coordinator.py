@@ -9,11 +9,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
+import pytest
 import torch.distributed as dist
 from ckptcore_testing import CoordinatorTests
 
 from ckptcore.protocols import Coordinator
 from ckptcore_torch.store_coordinator import StoreCoordinator
+
+pytestmark = pytest.mark.system
 
 T = TypeVar("T")
 

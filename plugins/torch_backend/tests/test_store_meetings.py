@@ -17,6 +17,8 @@ import torch.distributed as dist
 from ckptcore.errors import CoordinationTimeoutError, PluginError, RankFailedError
 from ckptcore_torch.store_coordinator import StoreCoordinator
 
+pytestmark = pytest.mark.system
+
 
 def life(store: dist.HashStore, size: int, *, timeout_seconds: float = 30.0) -> list[StoreCoordinator]:
     """Processes that were started together and given a store that may have been used before."""

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.system
+
 PROGRAM = Path(__file__).with_name("titan_job.py")
 
 
