@@ -27,8 +27,10 @@ os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ.setdefault("RAY_AUTH_MODE", "token")
 os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
 
-# "ci" tries the same examples in every run; "explore" looks for new ones (HYPOTHESIS_PROFILE=explore).
-settings.register_profile("ci", derandomize=True, database=None, deadline=None, print_blob=True)
+# "ci" tries the same examples in every run, few of them; "thorough" is for `--slow`; "explore" looks for new ones
+# (HYPOTHESIS_PROFILE=explore). A test that names a number of examples itself has a reason to: they are costly, or slow.
+settings.register_profile("ci", max_examples=25, derandomize=True, database=None, deadline=None, print_blob=True)
+settings.register_profile("thorough", settings.get_profile("ci"), max_examples=200)
 settings.register_profile("explore", max_examples=1000, deadline=None, print_blob=True)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
@@ -55,6 +57,12 @@ _SYSTEM: Final = frozenset(
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add `--slow`."""
     parser.addoption("--slow", action="store_true", help="collect the tests marked slow, too")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """With `--slow` try more examples."""
+    if config.getoption("slow") and "HYPOTHESIS_PROFILE" not in os.environ:
+        settings.load_profile("thorough")
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 from ckptcore_testing.arrays import same_bits
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptcore.errors import ChecksumError, CorruptCheckpointError
@@ -90,7 +90,6 @@ class Chunks:
 
 
 @given(st.data())
-@settings(max_examples=150)
 def test_targets_get_what_slicing_gives(data: st.DataObject) -> None:
     checksum = data.draw(st.sampled_from(CHECKSUMS))
     sources, plain, _, _ = data.draw(stored())
@@ -115,7 +114,6 @@ def test_targets_get_what_slicing_gives(data: st.DataObject) -> None:
 
 
 @given(st.data())
-@settings(max_examples=150)
 def test_a_damaged_byte_of_what_is_wanted_is_found(data: st.DataObject) -> None:
     checksum = data.draw(st.sampled_from(CHECKSUMS))
     sources, plain, _, _ = data.draw(stored())
@@ -214,7 +212,6 @@ def test_each_part_of_an_object_is_verified_by_what_costs_least() -> None:
     assert reader.bytes_read <= 20 * 1028 + 64 + 6 * 1028 + 5 * 128
 
 
-@settings(max_examples=200)
 @given(
     st.lists(st.tuples(st.integers(0, 59), st.integers(0, 3), st.integers(1, 4)), min_size=1, max_size=60, unique=True),
     st.sampled_from([(4, 5), (4, 16), (4, 40), (4, 200)]),

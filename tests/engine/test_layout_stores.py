@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from ckptcore_testing.layout_stores import DirectoryReadStore, DirectoryWriteStore
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptcore.errors import ChecksumError, CorruptCheckpointError
@@ -18,7 +18,6 @@ from tests.engine.objects import stored, summed
 
 
 @given(st.data())
-@settings(max_examples=50)
 def test_objects_hold_the_checksums_of_what_is_before_them(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
 ) -> None:

@@ -8,7 +8,7 @@ import sys
 import numpy as np
 import pytest
 from ckptcore_testing.arrays import same_bits
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptcore.errors import ChecksumError
@@ -41,7 +41,6 @@ def test_objects_hold_the_bytes_of_their_segments(data: st.DataObject) -> None:
 
 
 @given(st.data())
-@settings(max_examples=400)
 def test_targets_get_what_slicing_gives(data: st.DataObject) -> None:
     sources, segments, offsets, _ = data.draw(stored())
     reads, targets = data.draw(tiles("x", sources, offsets))

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptcore.errors import PluginError, StorageError
@@ -28,7 +28,6 @@ CHECKSUMS: Sequence[Checksum] = [Crc32(), Length()]
 
 
 @given(st.data())
-@settings(max_examples=150)
 def test_objects_hold_the_checksums_of_what_is_before_them(data: st.DataObject) -> None:
     checksum = data.draw(st.sampled_from(CHECKSUMS))
     sources, plain, _, opened = data.draw(stored())

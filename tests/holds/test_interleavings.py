@@ -149,7 +149,7 @@ class Drawn:
 
 @pytest.mark.parametrize("place", [memory, simulated, local])
 @pytest.mark.usefixtures("stops_before_locking")
-@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_orders_of_many(place: Place, data: st.DataObject, tmp_path_factory: pytest.TempPathFactory) -> None:
     world = World(place(tmp_path_factory.mktemp("orders")))
@@ -162,7 +162,7 @@ def test_orders_of_many(place: Place, data: st.DataObject, tmp_path_factory: pyt
 
 @pytest.mark.parametrize("place", [simulated, local])
 @pytest.mark.usefixtures("stops_before_locking")
-@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_orders_of_some_that_die(place: Place, data: st.DataObject, tmp_path_factory: pytest.TempPathFactory) -> None:
     """Whoever dies, the others come to their end at once, and nothing of the dead stays for long."""

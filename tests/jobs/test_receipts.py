@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptcore.commit.receipts import decode_receipts, encode_receipts
@@ -62,7 +62,6 @@ _OBJECTS = st.lists(
 ).map(tuple)
 
 
-@settings(max_examples=40)
 @given(st.lists(st.builds(Receipt, st.integers(0, 1 << 24), _ITEMS, _STATES, _OBJECTS), max_size=3))
 def test_receipts_come_back_as_they_were(receipts: list[Receipt]) -> None:
     trees = [_TREE] * len(receipts)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from ckptcore_testing import ThreadJob
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import ckptcore
@@ -45,7 +45,6 @@ def _bytes(receipt: Receipt) -> int:
 _SHAPES = st.lists(st.integers(0, 40), max_size=3).map(tuple)
 
 
-@settings(max_examples=30)
 @given(st.lists(_SHAPES, max_size=6), st.integers(2, 5), st.integers(1, 64), st.integers(1, 4))
 def test_what_all_hold_is_written_once(shapes: list[tuple[int, ...]], size: int, piece: int, most: int) -> None:
     tree = _tree([(shape, None) for shape in shapes])

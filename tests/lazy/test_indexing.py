@@ -19,7 +19,7 @@ def indexed_shapes(draw: st.DrawFn) -> tuple[tuple[int, ...], Any]:
     return shape, draw(arrays.basic_indices(shape, max_dims=6, allow_newaxis=True))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(deadline=None)
 @given(indexed_shapes())
 def test_what_is_taken_apart_gives_what_numpy_gives(drawn: tuple[tuple[int, ...], Any]) -> None:
     shape, index = drawn
@@ -35,7 +35,7 @@ def test_what_is_taken_apart_gives_what_numpy_gives(drawn: tuple[tuple[int, ...]
     assert indexed.is_box == (wanted.size == box.size) or not wanted.size
 
 
-@settings(max_examples=300, deadline=None)
+@settings(deadline=None)
 @given(indexed_shapes())
 def test_the_rows_of_an_index_hold_all_that_numpy_gives(drawn: tuple[tuple[int, ...], Any]) -> None:
     shape, index = drawn

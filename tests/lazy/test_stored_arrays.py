@@ -74,7 +74,7 @@ def long_ago(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ckptcore.builtin.local_held_files._TICK_NANOSECONDS", -1)
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_an_index_gives_what_numpy_gives(stored: Path, long_ago: None, data: st.DataObject) -> None:
     arrays_of = state()["params"]

@@ -30,7 +30,7 @@ def saved(data: st.DataObject) -> tuple[Any, LoadReport]:
     return ckptcore.load(LOCATION, report=report), report
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=SLOW)
+@settings(deadline=None, suppress_health_check=SLOW)
 @given(data=st.data())
 def test_a_report_accounts_for_each_leaf(data: st.DataObject) -> None:
     plain, report = saved(data)
@@ -55,7 +55,7 @@ def test_a_report_accounts_for_each_leaf(data: st.DataObject) -> None:
     assert skipped is PLACEHOLDER and not asked.restored and not asked.bytes_read
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=SLOW)
+@settings(deadline=None, suppress_health_check=SLOW)
 @given(data=st.data())
 def test_transforms_let_the_rest_be(data: st.DataObject) -> None:
     plain, _ = saved(data)

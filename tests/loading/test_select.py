@@ -101,7 +101,7 @@ def test_what_a_selection_selects(selection: Selection, expected: set[int]) -> N
     assert selection.leaves(table()) == expected
 
 
-@settings(max_examples=60, deadline=None)
+@settings(deadline=None)
 @given(st.lists(st.lists(st.sampled_from("ab*?"), min_size=1, max_size=3).map("".join), min_size=1, max_size=3))
 def test_a_glob_of_plain_keys_fits_as_fnmatch_does(parts: list[str]) -> None:
     import fnmatch

@@ -17,7 +17,7 @@ QUICK = ckptcore.Context(durability="none")
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@settings(max_examples=200, suppress_health_check=list(HealthCheck))
+@settings(suppress_health_check=list(HealthCheck))
 @given(tree=strategies.trees())
 def test_any_tree_comes_back_as_it_was(layout: str, tree: Any) -> None:
     location = f"memory://any-tree-{uuid.uuid4().hex}/checkpoint"
@@ -35,7 +35,7 @@ def test_any_tree_comes_back_as_it_was(layout: str, tree: Any) -> None:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@settings(max_examples=50, suppress_health_check=list(HealthCheck))
+@settings(suppress_health_check=list(HealthCheck))
 @given(tree=strategies.trees())
 def test_an_asynchronous_save_of_any_tree_is_the_same(layout: str, tree: Any) -> None:
     location = f"memory://any-tree-{uuid.uuid4().hex}/checkpoint"

@@ -96,7 +96,7 @@ def _merge(into: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
     return into
 
 
-@settings(deadline=None, max_examples=40, suppress_health_check=list(HealthCheck))
+@settings(deadline=None, suppress_health_check=list(HealthCheck))
 @given(sessions=_trees(), layout=st.sampled_from(["safetensors", "dcp", "ocdbt", "zarr3"]))
 def test_any_split_of_a_tree_comes_back(sessions: list[dict[str, Any]], layout: str, tmp_path: Path) -> None:
     place = new_place("memory", tmp_path)

@@ -241,7 +241,7 @@ def open_cold(path: Path) -> ColdReader:
     return reader
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None)
 @given(
     start=st.integers(0, SIZE) | st.sampled_from([0, 4096, 1 << 20, (5 << 20), SIZE - 1]),
     sizes=st.lists(

@@ -129,7 +129,7 @@ def _nbytes(tree: Any) -> int:
     return int(tree.nbytes) if isinstance(tree, np.ndarray) else 0
 
 
-@settings(deadline=None, max_examples=60, suppress_health_check=list(HealthCheck))
+@settings(deadline=None, suppress_health_check=list(HealthCheck))
 @given(generations=st.lists(_trees(), min_size=1, max_size=5), layout=st.sampled_from(["safetensors", "dcp", "ocdbt"]))
 def test_any_generations_come_back(generations: list[dict[str, Any]], layout: str, tmp_path: Path) -> None:
     run = new_place("memory", tmp_path)

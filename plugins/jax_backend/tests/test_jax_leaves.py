@@ -537,7 +537,7 @@ def shardings(draw):
     return NamedSharding(devices, spec), tuple(shape)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(deadline=None)
 @given(shardings(), st.sampled_from(["float32", "bfloat16", "int4", "bool"]), shardings())
 def test_boxes_make_up_the_array_under_any_sharding(saved, dtype, asked):
     sharding, shape = saved

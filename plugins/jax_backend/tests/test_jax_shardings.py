@@ -99,7 +99,7 @@ def shardings(draw):
     return NamedSharding(mesh_of(order, **dict(zip(names, sizes, strict=True))), spec), (24,) * len(axes)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(deadline=None)
 @given(shardings())
 def test_any_mesh_and_spec_come_back(drawn):
     sharding, shape = drawn
@@ -197,7 +197,7 @@ ANY_JSON = st.recursive(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(deadline=None)
 @given(
     st.fixed_dictionaries(
         {

@@ -99,7 +99,7 @@ def test_objects_of_torch(count: int, chunks: int, axes: int, shared: bool) -> N
     assert objects > 2.6 * total, "most of the chunks and of their places, of two objects each, are read fast"
 
 
-@settings(max_examples=30, deadline=None)
+@settings(deadline=None)
 @given(
     st.integers(1, 30),
     st.integers(1, 20),

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.checkpoint.state_dict_saver import save
 
@@ -68,7 +68,6 @@ def same(left: Any, right: Any) -> bool:
 
 
 @pytest.mark.parametrize("protocol", range(6))
-@settings(max_examples=50)
 @given(value=VALUES)
 def test_reads_what_pickle_writes(protocol: int, value: Any) -> None:
     data = pickle.dumps(value, protocol)
@@ -81,7 +80,6 @@ def test_reads_what_pickle_writes(protocol: int, value: Any) -> None:
 
 
 @pytest.mark.parametrize("protocol", [2, 4])
-@settings(max_examples=50)
 @given(value=VALUES)
 def test_pickle_reads_what_is_written(protocol: int, value: Any) -> None:
     data = write_pickle(value, protocol=protocol)
@@ -429,7 +427,6 @@ def test_walks_are_bounded() -> None:
         check_walk(list(range(20)), key="k", visits=20, depth=6)
 
 
-@settings(max_examples=200)
 @given(data=st.data(), value=VALUES, protocol=st.integers(0, 5))
 def test_damage_is_found_or_gives_a_value(data: st.DataObject, value: Any, protocol: int) -> None:
     good = bytearray(pickle.dumps(value, protocol))

@@ -35,7 +35,7 @@ from plugins.layout_orbax.tests.foreign_arrays import (
     write_arrays,
 )
 
-_some = settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+_some = settings(deadline=None, suppress_health_check=list(HealthCheck))
 _many = settings(_some, max_examples=2500)
 
 

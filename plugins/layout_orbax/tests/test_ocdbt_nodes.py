@@ -53,7 +53,7 @@ def _decode(body: bytes, *, height: int = 0, count: int = 1, base: str = "") -> 
     return decode_node(data, reference, _PLACE)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(deadline=None)
 @given(st.binary(max_size=120), st.integers(0, 3), st.integers(0, 5))
 def test_any_bytes(body: bytes, height: int, count: int) -> None:
     for data in (body, bytes([height]) + body):

@@ -94,7 +94,7 @@ def _expected(values: Mapping[bytes, bytes | None], entries: Sequence[tuple[byte
     return {key: (inlines[key] or b"") if value is None else value for key, value in sorted(values.items())}
 
 
-@settings(max_examples=40, deadline=None)
+@settings(deadline=None)
 @given(
     _CONTENTS,
     st.sampled_from(_FILES),
